@@ -1,0 +1,345 @@
+"""The configuration of a run: frozen pydantic models, read from YAML and ``--set`` overrides.
+
+Every field is documented under its name, with its unit. Unknown keys are refused with the nearest
+valid name; impossible combinations say value, rule and remedy. Imports no heavy library.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Dtype = Literal["float32", "bfloat16"]
+Scalar = bool | int | float | str
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message is one sentence for the user."""
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, no unknown keys, docstrings as descriptions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class RunSection(Section):
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run; part of the default run directory."""
+    root: str = "runs"
+    """Folder in which run directories are made."""
+    seed: int = Field(0, ge=0)
+    """Seed of everything random: prompt order, sampling, replay."""
+
+
+class ModelSection(Section):
+    path: str = Field(min_length=1)
+    """Folder or hub name of the policy to start from; it is also the reference."""
+    dtype: Dtype = "bfloat16"
+    """Type of the weights in training, in the exchange and in the engines (master weights are float32)."""
+    context_length: int = Field(1024, ge=2)
+    """Longest sequence, prompt and completion together, in tokens."""
+
+
+class TaskSection(Section):
+    name: str = "gsm8k"
+    """A task of tba_hpc.tasks, or ``module:Class`` of your own."""
+    train_file: str | None = None
+    """Local JSONL with the training problems; none: the task's own source (hub or generator)."""
+    test_file: str | None = None
+    """Local JSONL with the held-out problems; none: the task's own source, or a slice of train_file."""
+    options: dict[str, Scalar] = Field(default_factory=dict)
+    """Keyword arguments of the task's own."""
+
+
+class GeneratorSection(Section):
+    completions_per_prompt: int = Field(24, ge=1)
+    """S: completions sampled per prompt; at least the K that are trained on."""
+    temperature: float = Field(0.7, gt=0)
+    """Sampling temperature in training; evaluation is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus mass; below 1 the sampler has no full support and the objective's guarantee is lost."""
+    max_tokens: int = Field(512, ge=1)
+    """Longest completion, in tokens."""
+    prompts_in_flight: int = Field(8, ge=1)
+    """Prompts that a searcher's engine works on at once."""
+    kv_cache_mb: int | None = Field(None, ge=1)
+    """Memory for the engine's KV cache, MiB; none: what gpu_memory_utilization leaves."""
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    """Share of a GPU's memory that the engine may take."""
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs per engine."""
+
+
+class BufferSection(Section):
+    most_on_policy: float = Field(0.5, ge=0, le=1)
+    """m: probability that a group is taken from what arrived at the most recent sync."""
+    capacity_per_prompt: int = Field(100, ge=1)
+    """Trajectories kept per prompt; the oldest leave first."""
+    capacity: int = Field(100_000, ge=1)
+    """Trajectories kept in all; the oldest leave first."""
+    reward_temperature: float | None = Field(1.0, gt=0)
+    """Temperature of the softmax over reward inside a prompt; none: uniform."""
+    uniform_mix: float = Field(0.1, ge=0, le=1)
+    """Share of uniform probability mixed into that softmax."""
+    initial_completions: int = Field(500, ge=1)
+    """Distinct completions in the buffer before the first optimizer step."""
+
+
+class LearningRate(Section):
+    schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "constant"
+    """Shape after warm-up: constant; to zero at the last step (linear, cosine); stable, then linear decay."""
+    peak: float = Field(1e-5, gt=0)
+    """Highest learning rate."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up from zero."""
+    decay_steps: int = Field(0, ge=0)
+    """Steps of decay at the end (warmup_stable_decay only)."""
+
+
+class Beta(Section):
+    """KL coefficient of the target policy π* ∝ π_ref·exp(r/β)."""
+
+    schedule: Literal["constant", "linear"] = "constant"
+    """Constant, or linear from start to end over anneal_steps."""
+    start: float = Field(0.1, gt=0)
+    """First value."""
+    end: float | None = Field(None, gt=0)
+    """Last value (linear only)."""
+    anneal_steps: int = Field(0, ge=0)
+    """Steps from start to end (linear only)."""
+
+    @model_validator(mode="after")
+    def _linear_is_complete(self) -> Beta:
+        if self.schedule == "linear" and (self.end is None or self.anneal_steps == 0):
+            raise ValueError(
+                "beta.schedule=linear needs an end and a number of steps: set end and anneal_steps"
+            )
+        return self
+
+
+class TrainSection(Section):
+    objective: Literal["trajectory_balance", "policy_gradient"] = "trajectory_balance"
+    """Loss: VarGrad trajectory balance, or plain REINFORCE with a group baseline."""
+    steps: int = Field(1000, ge=1)
+    """Optimizer steps in all."""
+    prompts_per_step: int = Field(8, ge=1)
+    """B: groups per optimizer step."""
+    completions_per_prompt: int = Field(20, ge=2)
+    """K: trajectories per group."""
+    groups_per_micro_batch: int = Field(1, ge=1)
+    """Groups per forward and backward pass on a rank; memory against speed."""
+    logprob_chunk_tokens: int = Field(1024, ge=1)
+    """Tokens whose logits are held at once: memory is this times the vocabulary."""
+    learning_rate: LearningRate = LearningRate()
+    """Learning rate as a function of the step."""
+    beta: Beta = Beta()
+    """β as a function of the step."""
+    adam_betas: tuple[float, float] = (0.9, 0.99)
+    """AdamW's decay rates."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's weight decay."""
+    gradient_clip: float = Field(1.0, gt=0)
+    """Largest global gradient norm."""
+    zero_stage: Literal[1, 2, 3] = 2
+    """What DeepSpeed shards over the trainer ranks: 1 optimizer, 2 and gradients, 3 and weights."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: memory against speed."""
+
+
+class ExchangeSection(Section):
+    transport: Literal["mpi", "files"] = "mpi"
+    """mpi: broadcast and gather in one world. files: the shared file system; searchers come and go."""
+    sync_every: int = Field(2, ge=1)
+    """k: optimizer steps between two syncs."""
+    seal_seconds: float = Field(2.0, gt=0)
+    """Longest time that a finished completion waits before it is sealed on disk, s."""
+    pending_shards: int = Field(64, ge=1)
+    """Back-pressure: unmerged shards at which a searcher pauses."""
+    bucket_mb: int = Field(64, ge=1, le=1024)
+    """Size of one broadcast message, MiB (MPI counts end at 2 GiB)."""
+    deadline_seconds: float = Field(600.0, gt=0)
+    """Longest wait for another rank, s; then the run ends naming who is missing."""
+
+
+class CheckpointSection(Section):
+    every: int = Field(100, ge=1)
+    """Optimizer steps between checkpoints."""
+    keep: int = Field(2, ge=1)
+    """Complete checkpoints kept."""
+
+
+class EvaluateSection(Section):
+    every: int = Field(50, ge=1)
+    """Optimizer steps between evaluations on the validation split (greedy pass@1)."""
+    validation_prompts: int = Field(128, ge=0)
+    """Prompts of the validation split used for these; 0: none."""
+    test_prompts: int | None = Field(None, ge=1)
+    """Held-out prompts evaluated before the first and after the last step; none: all."""
+
+
+class MetricsSection(Section):
+    tensorboard: bool = False
+    """Also write TensorBoard event files under metrics/tensorboard."""
+
+
+class LaunchSection(Section):
+    trainers: int = Field(1, ge=1)
+    """Trainer ranks, one per GPU."""
+    searchers: int = Field(1, ge=1)
+    """Searcher ranks, one engine each."""
+
+
+class Config(Section):
+    """All of a run. See each section for its fields."""
+
+    run: RunSection = RunSection()
+    model: ModelSection
+    task: TaskSection = TaskSection()
+    generator: GeneratorSection = GeneratorSection()
+    buffer: BufferSection = BufferSection()
+    train: TrainSection = TrainSection()
+    exchange: ExchangeSection = ExchangeSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    evaluate: EvaluateSection = EvaluateSection()
+    metrics: MetricsSection = MetricsSection()
+    launch: LaunchSection = LaunchSection()
+
+    @property
+    def run_dir(self) -> Path:
+        """Directory of this run: ``root/name-seedN``."""
+        return Path(self.run.root) / f"{self.run.name}-seed{self.run.seed}"
+
+    @model_validator(mode="after")
+    def _possible(self) -> Config:
+        train, ranks = self.train, self.launch.trainers
+        if train.prompts_per_step % ranks:
+            raise ValueError(
+                f"train.prompts_per_step={train.prompts_per_step} cannot be split over "
+                f"{ranks} trainer ranks: use a multiple of {ranks}"
+            )
+        if self.generator.completions_per_prompt < train.completions_per_prompt:
+            raise ValueError(
+                f"generator.completions_per_prompt={self.generator.completions_per_prompt} is below "
+                f"train.completions_per_prompt={train.completions_per_prompt}: a group could never be "
+                f"filled; raise the first to at least {train.completions_per_prompt}"
+            )
+        if self.generator.max_tokens >= self.model.context_length:
+            raise ValueError(
+                f"generator.max_tokens={self.generator.max_tokens} leaves no room for a prompt in "
+                f"model.context_length={self.model.context_length}: lower the first or raise the second"
+            )
+        if self.buffer.initial_completions > self.buffer.capacity:
+            raise ValueError(
+                f"buffer.initial_completions={self.buffer.initial_completions} can never be reached with "
+                f"buffer.capacity={self.buffer.capacity}: lower the first or raise the second"
+            )
+        if self.buffer.capacity_per_prompt < train.completions_per_prompt:
+            raise ValueError(
+                f"buffer.capacity_per_prompt={self.buffer.capacity_per_prompt} cannot hold a group of "
+                f"train.completions_per_prompt={train.completions_per_prompt}: raise it to at least that"
+            )
+        rate = train.learning_rate
+        if rate.warmup_steps + rate.decay_steps > train.steps:
+            raise ValueError(
+                f"learning_rate.warmup_steps + decay_steps = {rate.warmup_steps + rate.decay_steps} exceed "
+                f"train.steps={train.steps}: shorten them or train longer"
+            )
+        return self
+
+
+def load_config(path: Path, overrides: list[str] | None = None) -> Config:
+    """Read a YAML file, apply ``a.b=value`` overrides, validate.
+
+    Raises ConfigError with one sentence: missing or unreadable file, unknown key (nearest valid
+    name), wrong type, impossible combination.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text()) or {}
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {path}: {error.strerror}; check the path") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"{path} must hold sections such as 'model:' and 'train:', not a {type(tree).__name__}"
+        )
+    for override in overrides or []:
+        _override(tree, override)
+    return parse_config(tree)
+
+
+def parse_config(tree: dict[str, Any]) -> Config:
+    """Validate a tree of plain values. Raises ConfigError."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error)) from None
+
+
+def dump_config(config: Config) -> str:
+    """YAML text that ``load_config`` reads back to an equal Config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def differing_keys(old: Config, new: Config) -> list[str]:
+    """Dotted keys whose values differ, in order of declaration."""
+    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    return [key for key in before | after if before.get(key) != after.get(key)]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _override(tree: dict[str, Any], text: str) -> None:
+    key, equals, value = text.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"--set {text} is not of the form a.b=value: write for example --set train.steps=5")
+    *sections, leaf = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"--set {text}: {section} is a value, not a section; remove what follows it")
+    try:
+        tree[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {text}: the value is not valid YAML; put it in quotes") from None
+
+
+def _sentence(error: ValidationError) -> str:
+    """The first problem of a pydantic error as one sentence: value, rule, remedy."""
+    problem = error.errors()[0]
+    names = [str(part) for part in problem["loc"]]
+    key = ".".join(names)
+    if problem["type"] == "extra_forbidden":
+        return f"unknown config key {key!r}{_nearest(names)}"
+    if problem["type"] == "missing":
+        return f"config key {key!r} is missing: set it in the file or with --set {key}=…"
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    rule = problem["msg"][0].lower() + problem["msg"][1:]
+    return f"config key {key!r} has the value {problem['input']!r}, but {rule}"
+
+
+def _nearest(names: list[str]) -> str:
+    model: type[BaseModel] = Config
+    for name in names[:-1]:
+        annotation = model.model_fields[name].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return ""
+        model = annotation
+    valid = list(model.model_fields)
+    close = difflib.get_close_matches(names[-1], valid, n=1)
+    return (
+        f": did you mean {'.'.join([*names[:-1], close[0]])!r}?"
+        if close
+        else f": valid are {', '.join(valid)}"
+    )

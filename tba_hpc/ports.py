@@ -1,0 +1,154 @@
+"""The interfaces between the two loops and the libraries that serve them.
+
+Each port has at least two real implementations; ``tests/contracts`` runs one suite on all of them.
+Nothing here imports a heavy library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from tba_hpc.types import (
+    Completion,
+    Group,
+    Prompt,
+    Request,
+    Shard,
+    Split,
+    TrajectoryBatch,
+    WeightLayout,
+    WeightUpdate,
+)
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back."""
+
+    eos_token_id: int
+    vocab_size: int
+
+    def encode(self, text: str) -> np.ndarray:
+        """Tokens int32 [T] of ``text``, without special tokens added."""
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """Text of ``tokens``, special tokens left out."""
+
+
+class Task(Protocol):
+    """A set of prompts and the reward of a completion."""
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        """All prompts of a split, in a fixed order: ``prompts(split)[i].id == i``."""
+
+    def score(self, prompt: Prompt, completion: Completion) -> float:
+        """Reward of a sampled completion."""
+
+    def correct(self, prompt: Prompt, completion: Completion) -> bool:
+        """Whether a greedy completion counts for pass@1."""
+
+
+class Generator(Protocol):
+    """A policy that samples, by continuous batching: submit requests, step, take finished groups."""
+
+    version: int
+    """Version of the weights in use."""
+    in_flight: int
+    """Requests submitted and not yet finished."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. ValueError where prompt and completion exceed the context."""
+
+    def step(self) -> list[Group]:
+        """Advance every request in flight by one token; return the groups that are now whole."""
+
+    def load(self, update: WeightUpdate) -> None:
+        """Replace the weights in place. Requests in flight go on under the new weights."""
+
+    def close(self) -> None:
+        """Release the engine."""
+
+
+class Reference(Protocol):
+    """The frozen reference policy."""
+
+    def logprobs(self, group: Group) -> list[np.ndarray]:
+        """Per completion, float32 [T]: reference log-probability of each token at temperature 1."""
+
+
+class Learner(Protocol):
+    """The policy under training. Only the leading trainer rank holds one; the others follow."""
+
+    layout: WeightLayout
+
+    def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
+        """One optimizer step on whole groups; returns metrics of the step (loss, gradient norm, KL …)."""
+
+    def write_weights(self, out: np.ndarray) -> None:
+        """Copy the current weights into ``out``, uint8 [layout.nbytes]; back when all of it is written."""
+
+    def save(self, folder: Path) -> None:
+        """Write everything needed to go on exactly (weights, optimizer) into an existing folder."""
+
+    def load(self, folder: Path) -> None:
+        """Restore what ``save`` wrote."""
+
+    def export(self, folder: Path) -> None:
+        """Write a folder that ``from_pretrained`` and ``vllm serve`` load, tokenizer included."""
+
+    def close(self) -> None:
+        """Let the following ranks go."""
+
+
+class TrainerExchange(Protocol):
+    """The leading trainer's end of the exchange. No call waits for a searcher, except ``close``."""
+
+    def publish(
+        self, version: int, write: Callable[[np.ndarray], None], *, evaluate: Split | None = None
+    ) -> bool:
+        """Start a sync round: ``write`` fills a uint8 buffer with the weights of ``version``.
+
+        False, with nothing written, while the round before is still under way: try again later.
+        Raises ExchangeError naming who is missing once a round has outlasted its deadline.
+        """
+
+    def collect(self) -> list[Shard]:
+        """Shards that arrived since the last call, each exactly once, in order per searcher."""
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a searcher has been asked (by a signal) to stop the run."""
+
+    def close(self) -> list[Shard]:
+        """Finish the round under way, tell every searcher that the run is over, return the last shards."""
+
+
+class SearcherExchange(Protocol):
+    """A searcher's end of the exchange. No call waits."""
+
+    def offer(self, shard: Shard) -> None:
+        """Hand over a shard that is already sealed on disk."""
+
+    def poll(self) -> WeightUpdate | None:
+        """The newest weights not seen before, if any. They stay valid until the next call."""
+
+    def request_stop(self) -> None:
+        """Ask the trainer to stop the run at its next safe point."""
+
+    @property
+    def pending(self) -> int:
+        """Shards offered and not yet merged: the bound for back-pressure."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the trainer has ended the run and every published weight has been polled."""
+
+    def close(self) -> None:
+        """Leave. Shards not yet merged stay on disk and are merged by a resume."""
+
+
+class ExchangeError(RuntimeError):
+    """A peer is missing: the message names who, for how long, and the likely cause."""

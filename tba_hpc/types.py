@@ -1,0 +1,298 @@
+"""Values that cross layer boundaries: prompts, completions, groups, trajectories, shards, weights.
+
+Only numpy and frozen dataclasses live here, so that a login node without torch can import it.
+
+Shape letters, used in names throughout the project:
+    N trajectories · P distinct prompts · B groups of a batch · K completions of a group · T tokens in all
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+FinishReason = Literal["stop", "length"]
+Split = Literal["train", "validation", "test"]
+Role = Literal["trainer", "searcher"]
+
+TRUNCATED = np.uint8(1)
+"""Value of the record field ``truncated`` for a completion cut off by the token limit."""
+
+RECORD = np.dtype(
+    [
+        ("uid", "<u8"),  # make_uid(searcher, shard, row): unique in a run
+        ("prompt_id", "<i8"),  # index of the prompt in its split
+        ("position", "<i8"),  # place in the run's global prompt sequence
+        ("prompt_row", "<u4"),  # row of the prompt in Trajectories.prompts
+        ("reward", "<f4"),
+        ("version_oldest", "<i4"),  # weights (optimizer step) that sampled the first token
+        ("version_newest", "<i4"),  # weights that sampled the last token
+        ("truncated", "u1"),  # 1 where the token limit ended it, not EOS
+    ]
+)
+"""Fixed-width part of a trajectory; the ragged parts lie in flat arenas beside it."""
+
+
+def make_uid(searcher: int, shard: int, row: int) -> int:
+    """Identity of a trajectory: 20 bits of searcher, 24 of shard, 20 of row."""
+    return searcher << 44 | shard << 20 | row
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ragged:
+    """Rows of different lengths in one flat array: row ``i`` is ``values[offsets[i]:offsets[i + 1]]``.
+
+    values: any dtype [T]; offsets: int64 [N + 1], starting at 0, never decreasing.
+    """
+
+    values: np.ndarray
+    offsets: np.ndarray
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[np.ndarray], dtype: np.dtype | type) -> Ragged:
+        """Pack separate rows into one arena of ``dtype``."""
+        values = np.concatenate([np.asarray(row, dtype) for row in rows] or [np.empty(0, dtype)])
+        return cls(values, offsets_of([len(row) for row in rows]))
+
+    @classmethod
+    def concat(cls, parts: Sequence[Ragged]) -> Ragged:
+        """Rows of all parts, in order. ``parts`` must not be empty."""
+        return cls(
+            np.concatenate([part.values for part in parts]),
+            offsets_of(np.concatenate([part.lengths for part in parts])),
+        )
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [N]."""
+        return np.diff(self.offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def row(self, i: int) -> np.ndarray:
+        """A view of row ``i``."""
+        return self.values[self.offsets[i] : self.offsets[i + 1]]
+
+    def indices(self, rows: np.ndarray) -> np.ndarray:
+        """int64 [sum of lengths]: where the tokens of ``rows`` stand in ``values``, in order."""
+        lengths = self.lengths[rows]
+        offsets = offsets_of(lengths)
+        return np.arange(offsets[-1]) + np.repeat(self.offsets[rows] - offsets[:-1], lengths)
+
+    def take(self, rows: np.ndarray) -> Ragged:
+        """A copy of the given rows, in the given order (repeats allowed)."""
+        return Ragged(self.values[self.indices(rows)], offsets_of(self.lengths[rows]))
+
+
+def offsets_of(lengths: Iterable[int] | np.ndarray) -> np.ndarray:
+    """int64 [N + 1] offsets of rows of the given lengths."""
+    lengths = np.asarray(lengths if isinstance(lengths, np.ndarray) else list(lengths), np.int64)
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """A question: ``id`` is its index in its split, ``tokens`` int32 [P], ``target`` the gold answer."""
+
+    id: int
+    tokens: np.ndarray
+    target: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """One sampled answer: tokens int32 [T] (EOS included where it ended by itself) and the
+
+    log-probabilities float32 [T] of those tokens under the sampling weights at temperature 1.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How completions are drawn. ``temperature`` 0 is greedy; ``max_tokens`` bounds the completion."""
+
+    temperature: float
+    top_p: float
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """``n`` completions wanted of ``prompt``. ``position`` is its place in the prompt sequence of ``split``."""
+
+    prompt: Prompt
+    position: int
+    n: int
+    sampling: Sampling
+    split: Split = "train"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All completions of one request, with the range of weight versions that sampled them.
+
+    versions: int32 [n, 2], oldest and newest version per completion.
+    """
+
+    request: Request
+    completions: tuple[Completion, ...]
+    versions: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectories:
+    """N scored completions as structure of arrays; what a shard holds.
+
+    record: RECORD [N] · prompts: Ragged int32 [P rows], each distinct prompt once ·
+    completions: Ragged int32 [N rows] · logprobs, ref_logprobs: float32 [T], aligned with
+    ``completions.values`` (sampling policy at temperature 1; frozen reference).
+    """
+
+    record: np.ndarray
+    prompts: Ragged
+    completions: Ragged
+    logprobs: np.ndarray
+    ref_logprobs: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.record)
+
+    def check(self) -> None:
+        """Raise ValueError with one sentence where the arrays contradict each other."""
+        tokens = len(self.completions.values)
+        rules = {
+            "record dtype": self.record.dtype == RECORD,
+            "one completion per record": len(self.completions) == len(self.record),
+            "completion offsets": _well_formed(self.completions),
+            "prompt offsets": _well_formed(self.prompts),
+            "one logprob per token": len(self.logprobs) == tokens,
+            "one reference logprob per token": len(self.ref_logprobs) == tokens,
+            "prompt_row within prompts": bool((self.record["prompt_row"] < len(self.prompts)).all()),
+            "finite rewards": bool(np.isfinite(self.record["reward"]).all()),
+        }
+        broken = [rule for rule, holds in rules.items() if not holds]
+        if broken:
+            raise ValueError(f"trajectories are inconsistent: {', '.join(broken)}")
+
+
+def _well_formed(ragged: Ragged) -> bool:
+    offsets = ragged.offsets
+    return (
+        len(offsets) > 0
+        and offsets[0] == 0
+        and offsets[-1] == len(ragged.values)
+        and bool((np.diff(offsets) >= 0).all())
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrajectoryBatch:
+    """B whole groups of K trajectories, prompt-major: rows ``i*K … i*K + K - 1`` are group ``i``; N = B·K.
+
+    sequences: Ragged int32 [N rows], prompt then completion · prompt_length_N: int64 ·
+    reward_N: float32 · version_N: int32 (oldest version) · logprobs, ref_logprobs: float32, one per
+    completion token, rows in order · prompt_id_B: int64.
+    """
+
+    group_size: int
+    sequences: Ragged
+    prompt_length_N: np.ndarray
+    reward_N: np.ndarray
+    version_N: np.ndarray
+    logprobs: np.ndarray
+    ref_logprobs: np.ndarray
+    prompt_id_B: np.ndarray
+
+    @property
+    def groups(self) -> int:
+        """B."""
+        return len(self.prompt_id_B)
+
+    @property
+    def completion_length_N(self) -> np.ndarray:
+        """int64 [N]."""
+        return self.sequences.lengths - self.prompt_length_N
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """An immutable, sealed slice of a searcher's trajectories: number ``index`` of ``searcher``."""
+
+    searcher: int
+    index: int
+    trajectories: Trajectories
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    """Where one tensor lies in the flat byte buffer of all weights: ``[start, end)``."""
+
+    name: str
+    dtype: str  # safetensors' spelling: F32, BF16, F16
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """Order, names, dtypes and byte ranges of a policy's tensors under their Hugging Face names."""
+
+    slots: tuple[WeightSlot, ...]
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", self.slots[-1].end if self.slots else 0)
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, tuple[int, ...]]], dtype: str) -> WeightLayout:
+        """Lay tensors of (name, shape) end to end in one dtype (F32, BF16, F16)."""
+        width = {"F32": 4, "BF16": 2, "F16": 2}[dtype]
+        slots, start = [], 0
+        for name, shape in tensors:
+            end = start + width * int(np.prod(shape, dtype=np.int64))
+            slots.append(WeightSlot(name, dtype, tuple(shape), start, end))
+            start = end
+        return cls(tuple(slots))
+
+    def parts(self, ranks: int) -> list[tuple[WeightSlot, ...]]:
+        """Contiguous runs of whole tensors, one per trainer rank, of about equal bytes."""
+        owner = [min(ranks - 1, slot.start * ranks // max(1, self.nbytes)) for slot in self.slots]
+        return [
+            tuple(slot for slot, rank in zip(self.slots, owner, strict=True) if rank == part)
+            for part in range(ranks)
+        ]
+
+    def to_json(self) -> str:
+        """JSON text that from_json reads."""
+        return json.dumps([[s.name, s.dtype, s.shape, s.start, s.end] for s in self.slots])
+
+    @classmethod
+    def from_json(cls, text: str) -> WeightLayout:
+        """Inverse of to_json."""
+        return cls(tuple(WeightSlot(n, d, tuple(s), a, b) for n, d, s, a, b in json.loads(text)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightUpdate:
+    """Weights of ``version`` (optimizer step): ``data`` is uint8 [layout.nbytes].
+
+    ``evaluate`` names the split to evaluate with exactly these weights, if any.
+    ``data`` may be shared memory: it is valid until the next ``poll``.
+    """
+
+    version: int
+    layout: WeightLayout
+    data: np.ndarray
+    evaluate: Split | None = None
