@@ -115,6 +115,12 @@ class TrainerExchange(Protocol):
         Raises ExchangeError naming who is missing once a round has outlasted its deadline.
         """
 
+    def gather(self) -> bool:
+        """Start a round that only fetches shards: no weights travel (used while the buffer first fills).
+
+        False while a round is under way; raises as ``publish`` does.
+        """
+
     def collect(self) -> list[Shard]:
         """Shards that arrived since the last call, each exactly once, in order per searcher."""
 

@@ -289,6 +289,7 @@ class WeightUpdate:
     """Weights of ``version`` (optimizer step): ``data`` is uint8 [layout.nbytes].
 
     ``evaluate`` names the split to evaluate with exactly these weights, if any.
+    ``published`` is when the trainer published them, unix seconds.
     ``data`` may be shared memory: it is valid until the next ``poll``.
     """
 
@@ -296,3 +297,4 @@ class WeightUpdate:
     layout: WeightLayout
     data: np.ndarray
     evaluate: Split | None = None
+    published: float = 0.0

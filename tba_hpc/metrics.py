@@ -1,0 +1,231 @@
+"""Metrics of a run: one JSON line per record, one file per role and rank, names of the form ``area/what``.
+
+Loops measure, this module writes and reads; nothing here knows what a number means. Every record has
+``time`` (unix seconds). Seconds are wall time, shares lie in 0…1, ``log`` and ``nats`` are natural.
+
+==============================  ========================================================================
+name                            meaning (unit)
+==============================  ========================================================================
+RUN/metrics/trainer.jsonl       one record per optimizer step
+step                            optimizer steps done, this one included
+train/loss                      objective's loss over the batch
+train/grad_norm                 global gradient norm before clipping
+train/kl                        mean over completions of log π_θ − log π_ref (nats per completion)
+train/log_z                     mean over groups of the estimated log Z (nats)
+train/reward                    mean reward of the batch
+train/learning_rate             learning rate of the step
+train/beta                      KL coefficient β of the step
+train/tokens                    completion tokens in the batch (count)
+time/step_seconds               one whole iteration of the trainer loop (s)
+time/learn_seconds              of which inside ``learner.step`` (s)
+time/wait_seconds               of which standing still for searchers (s)
+time/wait_share                 ``train/wait_share`` of this one iteration (share)
+train/wait_share                wall time outside forward, backward and optimizer, since warm-up (share)
+sync/version                    weights last published (optimizer steps)
+sync/publish_stall_seconds      time that the loop stood still in the publish of this step (s)
+sync/late                       publishes put off because the round before was under way (count, so far)
+sync/rounds                     publishes so far (count)
+buffer/size                     trajectories in the replay buffer (count)
+buffer/prompts                  distinct prompts in it (count)
+buffer/added                    trajectories stored so far (count)
+buffer/duplicates               exact duplicates that replaced their older copy, so far (count)
+buffer/evicted                  trajectories evicted by capacity, so far (count)
+staleness/mean, staleness/max   step − version of the weights that sampled a trajectory (steps)
+staleness/histogram             list of counts over the batch; bin i holds staleness i, the last bin
+                                everything from its index up
+event                           a record without the above: started, resumed, filling, checkpoint,
+                                stopped, finished; with ``step`` and, while filling, ``buffer/size``
+RUN/metrics/searcher-0003.jsonl about one record per second; counts are since the record before
+search/tokens                   tokens generated (count)
+search/tokens_per_second        the same per second of wall time (tokens/s)
+search/trajectories             training completions scored and appended (count)
+search/groups                   training prompts finished (count)
+search/reward                   mean reward of these completions
+search/truncated_share          of these, cut off by the token limit (share)
+search/busy_share               wall time inside the engine's step (share)
+search/seal_share               wall time sealing shards (share)
+search/paused_seconds           idle: waiting for weights, or back-pressure (s)
+search/load_seconds             last load of weights into the engine (s)
+search/propagation_seconds      publish call to loaded (s)
+search/version                  weights in use (optimizer steps)
+search/pending_shards           shards offered and not yet merged (count)
+search/rebuilds                 engines rebuilt after a failure, so far (count)
+search/rejected                 trajectories set aside for a reward that is not finite, so far (count)
+==============================  ========================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, overload
+
+Value = float | int | str | Sequence[float] | None
+Record = dict[str, float | int | str | list[float]]
+
+
+class _ScalarSink(Protocol):
+    """The part of tensorboardX's SummaryWriter that is used."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object: ...
+
+    def close(self) -> object: ...
+
+
+class MetricsWriter:
+    """Appends records to ``path``, a line each, readable by others at once.
+
+    tensorboard: folder for TensorBoard event files with the same scalars, if wanted.
+    """
+
+    def __init__(self, path: Path, *, tensorboard: Path | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab", buffering=0)
+        if _torn(path):
+            self._file.write(b"\n")  # else the first record would be lost with the torn one
+        self._scalars = _event_files(tensorboard) if tensorboard else None
+        self._count = 0
+
+    def log(self, record: Mapping[str, Value]) -> None:
+        """Write one record with ``time`` added; values of None are left out, numpy values made plain."""
+        known = {name: value for name, value in record.items() if value is not None}
+        line = json.dumps({"time": time.time(), **known}, default=lambda value: value.tolist())
+        self._file.write(line.encode() + b"\n")
+        if self._scalars:
+            self._to_tensorboard(self._scalars, known)
+
+    def _to_tensorboard(self, sink: _ScalarSink, record: Mapping[str, Value]) -> None:
+        step = int(number(record, "step", self._count))
+        self._count += 1
+        for name in record:
+            value = number(record, name)
+            if "/" in name and value is not None:
+                sink.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Release the files."""
+        self._file.close()
+        if self._scalars:
+            self._scalars.close()
+
+
+def _torn(path: Path) -> bool:
+    """Whether a crash left half a line at the end."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - 1))
+        return file.read() not in (b"", b"\n")
+
+
+def _event_files(folder: Path) -> _ScalarSink:
+    from tensorboardX import SummaryWriter  # optional, and slow to import
+
+    return SummaryWriter(str(folder))
+
+
+class MetricsTail:
+    """Reads what was added to a metrics file since the last look; a file not yet there is empty."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new(self) -> list[Record]:
+        """Records completed since the last call, in order."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole, _, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + 1 if whole else 0
+        return [record for line in whole.splitlines() if (record := _parse(line))]
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """All whole records of a file, in order; lines torn by a crash are left out, no file is no record."""
+    return MetricsTail(path).new()
+
+
+def _parse(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+@overload
+def number(record: Mapping[str, Value], name: str) -> float | None: ...
+@overload
+def number(record: Mapping[str, Value], name: str, default: float) -> float: ...
+def number(record: Mapping[str, Value], name: str, default: float | None = None) -> float | None:
+    """The scalar of that name; ``default`` where it is missing or no scalar."""
+    value = record.get(name)
+    return default if value is None or isinstance(value, str | Sequence) else float(value)
+
+
+def step_records(records: Sequence[Record]) -> list[Record]:
+    """The records of optimizer steps, ascending; of a step done twice (by a resume) the later attempt's.
+
+    A resume from step s also takes back what the attempt before did after s.
+    """
+    kept: list[Record] = []
+    for record in records:
+        event = record.get("event")
+        if "step" not in record or event not in (None, "resumed"):
+            continue
+        while kept and _step(kept[-1]) >= _step(record) + (event == "resumed"):
+            kept.pop()
+        if event is None:
+            kept.append(record)
+    return kept
+
+
+def _step(record: Record) -> int:
+    return int(number(record, "step", 0))
+
+
+class Clock:
+    """Durations by name, added up: ``with clock("learn"): …``."""
+
+    def __init__(self) -> None:
+        self._total: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Add the time spent in the block to ``name``, also when it raises."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._last[name] = time.perf_counter() - start
+            self._total[name] = self._total.get(name, 0.0) + self._last[name]
+
+    @property
+    def wall(self) -> float:
+        """Seconds since the start or the last reset."""
+        return time.perf_counter() - self._since
+
+    def last(self, name: str) -> float:
+        """Seconds of the newest block of that name; 0 where there was none."""
+        return self._last.get(name, 0.0)
+
+    def seconds(self, name: str) -> float:
+        """Seconds of all blocks of that name since the start or the last reset."""
+        return self._total.get(name, 0.0)
+
+    def shares(self) -> dict[str, float]:
+        """Per name: seconds ÷ wall time since the start or the last reset."""
+        wall = self.wall
+        return {name: seconds / wall for name, seconds in self._total.items()}
+
+    def reset(self) -> dict[str, float]:
+        """Seconds per name since the last reset; counting starts anew."""
+        total, self._total = self._total, {}
+        self._since = time.perf_counter()
+        return total

@@ -1,0 +1,268 @@
+"""What the terminal shows: a live display of a run, and tables that are JSON on request.
+
+The display only reads metrics files, so it may follow a run from anywhere; where the output is no
+terminal it prints one plain line every few seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from tba_hpc.config import Config
+from tba_hpc.metrics import MetricsTail, Record, number
+from tba_hpc.report.summary import Evaluation, index_of, read_evaluations, searcher_files
+
+LINE_SECONDS = 5.0
+"""Pause between two plain lines where the output is no terminal."""
+
+REFRESH_PER_SECOND = 4
+"""How often a terminal is redrawn."""
+
+PACE_STEPS = 20
+"""Steps whose mean duration the estimate of the time left is made from."""
+
+
+@dataclass
+class RunView:
+    """The present state of a run, folded from its metrics as they come in."""
+
+    run_dir: Path
+    config: Config
+    latest: Record = field(default_factory=dict)
+    searchers: dict[int, Record] = field(default_factory=dict)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    phase: str = "starting"
+    _times: list[float] = field(default_factory=list)
+    _tails: dict[Path, MetricsTail] = field(default_factory=dict)
+
+    def skip_past(self) -> None:
+        """Take what an earlier attempt left behind as known, not as news."""
+        self.update()
+        self.latest, self.searchers, self._times, self.phase = {}, {}, [], "starting"
+
+    def update(self) -> None:
+        """Read what is new in the run directory."""
+        for record in self._new(self.run_dir / "metrics" / "trainer.jsonl"):
+            self._take(record)
+        for path in searcher_files(self.run_dir):
+            for record in self._new(path):
+                self.searchers[index_of(path)] = record
+        self.evaluations = read_evaluations(self.run_dir, self.config.launch.searchers)
+
+    def _new(self, path: Path) -> list[Record]:
+        return self._tails.setdefault(path, MetricsTail(path)).new()
+
+    def _take(self, record: Record) -> None:
+        event = record.get("event")
+        if event is None:
+            self.phase = "training"
+            self._times = [*self._times, number(record, "time", 0.0)][-PACE_STEPS - 1 :]
+        elif event != "checkpoint":
+            self.phase = str(event)
+        self.latest = {**self.latest, **record}
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return int(number(self.latest, "step", 0))
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds left at the pace of the last steps; None before two steps."""
+        if len(self._times) < 2:
+            return None
+        pace = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+        return pace * (self.config.train.steps - self.step)
+
+    @property
+    def headline(self) -> str:
+        """What the run is doing, in words."""
+        wanted = self.config.buffer.initial_completions
+        if self.phase == "training":
+            return "training"
+        if self.phase in ("stopped", "finished"):
+            return f"{self.phase} at step {self.step}"
+        if size := int(number(self.latest, "buffer/size", 0)):
+            return f"filling the buffer {min(size, wanted)}/{wanted}"
+        if self.searchers:
+            return "first completions, evaluation before training"
+        return (
+            "starting engines…" if self.phase == "starting" else "engines are up, first weights on their way"
+        )
+
+    def pass_at_1(self, split: str, which: int) -> str:
+        """The first (0) or newest (-1) pass@1 on a split, as a percentage."""
+        found = [evaluation.pass_at_1 for evaluation in self.evaluations if evaluation.split == split]
+        return percent(found[which]) if found else "–"
+
+    def cells(self) -> dict[str, str]:
+        """Column title → value, the numbers a user watches."""
+        latest = self.latest
+        return {
+            "pass@1": self.pass_at_1("validation", -1),
+            "test before": self.pass_at_1("test", 0),
+            "reward": _show(latest, "train/reward", "{:.3f}"),
+            "loss": _show(latest, "train/loss", "{:.4f}"),
+            "KL": _show(latest, "train/kl", "{:.2f}"),
+            "staleness": _show(latest, "staleness/mean", "{:.1f}"),
+            "trainer wait": _show(latest, "train/wait_share", "{:.1%}"),
+            "buffer": _show(latest, "buffer/size", "{:,.0f}"),
+            "tokens/s": " + ".join(
+                _show(record, "search/tokens_per_second", "{:,.0f}")
+                for _, record in sorted(self.searchers.items())
+            )
+            or "–",
+        }
+
+
+def percent(share: float) -> str:
+    """One decimal: 51.2 %."""
+    return f"{100 * share:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, hours where there are any: 2:05, 1:02:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _show(record: Record, name: str, style: str) -> str:
+    value = number(record, name)
+    return "–" if value is None else style.format(value)
+
+
+def plain_line(view: RunView, elapsed: float) -> str:
+    """The state of a run as one line of text."""
+    head = f"[{duration(elapsed)}] {view.headline}"
+    if not view.step:
+        return head
+    cells = " · ".join(f"{title} {value}" for title, value in view.cells().items() if value != "–")
+    return f"{head} · step {view.step}/{view.config.train.steps} · {cells}"
+
+
+def panel(view: RunView, elapsed: float) -> RenderableType:
+    """The state of a run for a terminal: a line with the bar, below it the numbers."""
+    head = Table.grid(padding=(0, 1))
+    left = "" if view.eta is None or view.phase != "training" else f"· {duration(view.eta)} left"
+    head.add_row(
+        Spinner("dots", style="cyan"),
+        Text(view.headline, style="bold"),
+        ProgressBar(total=view.config.train.steps, completed=view.step, width=32),
+        Text(f"{view.step}/{view.config.train.steps}"),
+        Text(f"{duration(elapsed)} {left}", style="dim"),
+    )
+    if not view.step:
+        return head
+    numbers = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
+    for title in view.cells():
+        numbers.add_column(title, justify="right", no_wrap=True)
+    numbers.add_row(*view.cells().values())
+    return Group(head, Padding(numbers, (0, 0, 0, 2)))
+
+
+class LiveDisplay:
+    """Follows a run on the console: ``with LiveDisplay(run_dir, config) as display: display.refresh()``.
+
+    Draws only inside ``refresh``, so its owner decides when; no thread is started.
+    """
+
+    def __init__(self, run_dir: Path, config: Config, *, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._view = RunView(run_dir, config)
+        self._start = time.monotonic()
+        self._line = ""
+        self._printed = self._start
+        self._live = (
+            Live(console=self._console, auto_refresh=False, transient=True)
+            if self._console.is_terminal
+            else None
+        )
+
+    def __enter__(self) -> LiveDisplay:
+        self._view.skip_past()
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._view.update()
+        if self._live:
+            self._live.stop()
+        self._print(plain_line(self._view, self._elapsed))
+
+    @property
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._start
+
+    def refresh(self) -> None:
+        """Read what is new and show it."""
+        self._view.update()
+        if self._live:
+            self._live.update(panel(self._view, self._elapsed), refresh=True)
+        elif time.monotonic() - self._printed >= LINE_SECONDS:
+            self._printed = time.monotonic()
+            self._print(plain_line(self._view, self._elapsed))
+
+    def note(self, text: str) -> None:
+        """Print a line that stays, above the display."""
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+Cell = str | int | float | bool | None
+
+
+def print_values(
+    values: Mapping[str, Cell], *, as_json: bool = False, console: Console | None = None
+) -> None:
+    """Print names and values: a table of two columns, or a JSON object."""
+    if as_json:
+        print(json.dumps(dict(values), indent=2))
+        return
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    for name, value in values.items():
+        table.add_row(name, _cell(value))
+    (console or Console()).print(table)
+
+
+def print_rows(
+    rows: Sequence[Mapping[str, Cell]], *, as_json: bool = False, console: Console | None = None
+) -> None:
+    """Print rows with the same keys: a table, or a JSON list of objects."""
+    if as_json:
+        print(json.dumps([dict(row) for row in rows], indent=2))
+        return
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for name, value in (rows[0] if rows else {}).items():
+        table.add_column(name, justify="left" if isinstance(value, str) else "right")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    (console or Console()).print(table)
+
+
+def _cell(value: Cell) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

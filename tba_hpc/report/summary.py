@@ -1,0 +1,188 @@
+"""The headline numbers of a run, from its metrics and evaluations: what ``summary.json`` holds.
+
+Reads what the ranks wrote and nothing else, so a summary can be taken at any time, on any machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tba_hpc.config import Config
+from tba_hpc.metrics import Record, number, read_metrics, step_records
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Greedy pass@1 of the weights of ``step`` on a split."""
+
+    split: str
+    step: int
+    correct: int
+    total: int
+
+    @property
+    def pass_at_1(self) -> float:
+        """Share of prompts answered correctly."""
+        return self.correct / self.total
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """Everything a report is made of.
+
+    trainer: all records of the trainer; steps: those of optimizer steps, a repeated step once;
+    searchers: all records per searcher; evaluations: the complete ones, by split and step.
+    """
+
+    trainer: list[Record]
+    steps: list[Record]
+    searchers: dict[int, list[Record]]
+    evaluations: list[Evaluation]
+
+    @classmethod
+    def read(cls, run_dir: Path, searchers: int) -> RunData:
+        """Read a run directory at any moment of its life."""
+        trainer = read_metrics(run_dir / "metrics" / "trainer.jsonl")
+        return cls(
+            trainer,
+            step_records(trainer),
+            {index_of(path): read_metrics(path) for path in searcher_files(run_dir)},
+            read_evaluations(run_dir, searchers),
+        )
+
+    @property
+    def attempts(self) -> list[list[Record]]:
+        """The trainer's records, split where the run was started or resumed."""
+        parts: list[list[Record]] = []
+        for record in self.trainer:
+            if not parts or record.get("event") in ("started", "resumed"):
+                parts.append([])
+            parts[-1].append(record)
+        return parts
+
+    def test(self) -> list[Evaluation]:
+        """Evaluations on the held-out split, by step."""
+        return [evaluation for evaluation in self.evaluations if evaluation.split == "test"]
+
+
+def searcher_files(run_dir: Path) -> list[Path]:
+    """Metrics files of the searchers, by index."""
+    return sorted((run_dir / "metrics").glob("searcher-*.jsonl"))
+
+
+def index_of(path: Path) -> int:
+    """The 3 of ``searcher-0003.jsonl``."""
+    return int(path.stem.rpartition("-")[2])
+
+
+def read_evaluations(run_dir: Path, searchers: int) -> list[Evaluation]:
+    """Evaluations of which the parts of all ``searchers`` are there, by split and step."""
+    found = []
+    for folder in (run_dir / "evaluations").glob("*-step-*"):
+        parts = [json.loads(path.read_text()) for path in folder.glob("searcher-*.json")]
+        if len(parts) >= searchers and (total := sum(part["total"] for part in parts)):
+            split, _, step = folder.name.partition("-step-")
+            found.append(Evaluation(split, int(step), sum(part["correct"] for part in parts), total))
+    return sorted(found, key=lambda evaluation: (evaluation.split, evaluation.step))
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a run came to. pass_at_1 is on the held-out test split; None where it was not measured.
+
+    train_seconds: wall time of the trainer's loop, over all attempts, waits and evaluations included.
+    trajectories, tokens: generated for training or evaluation by all searchers.
+    searcher_tokens_per_second: of all searchers together, while they ran.
+    publish_stall_seconds, seal_share, staleness, propagation_seconds: means over the run.
+    """
+
+    pass_at_1_before: float | None
+    pass_at_1_after: float | None
+    test_prompts: int | None
+    steps: int
+    finished: bool
+    attempts: int
+    seed: int
+    train_seconds: float
+    trajectories: int
+    tokens: int
+    searcher_tokens_per_second: float | None
+    trainer_wait_share: float | None
+    publish_stall_seconds: float | None
+    seal_share: float | None
+    staleness: float | None
+    propagation_seconds: float | None
+
+    @property
+    def gain(self) -> float | None:
+        """pass@1 after minus before."""
+        if self.pass_at_1_before is None or self.pass_at_1_after is None:
+            return None
+        return self.pass_at_1_after - self.pass_at_1_before
+
+
+def summarise(run_dir: Path, config: Config) -> Summary:
+    """Take the summary of a run from its files."""
+    return summary_of(RunData.read(run_dir, config.launch.searchers), config)
+
+
+def summary_of(data: RunData, config: Config) -> Summary:
+    """The same from files already read."""
+    test, steps = data.test(), data.steps
+    records = [record for searcher in data.searchers.values() for record in searcher]
+    last = steps[-1] if steps else {}
+    return Summary(
+        pass_at_1_before=test[0].pass_at_1 if test else None,
+        pass_at_1_after=test[-1].pass_at_1 if len(test) > 1 else None,
+        test_prompts=test[-1].total if test else None,
+        steps=int(number(last, "step", 0)),
+        finished=any(record.get("event") == "finished" for record in data.trainer),
+        attempts=len(data.attempts),
+        seed=config.run.seed,
+        train_seconds=sum(seconds_of(attempt) for attempt in data.attempts),
+        trajectories=int(sum(series(records, "search/trajectories"))),
+        tokens=int(sum(series(records, "search/tokens"))),
+        searcher_tokens_per_second=_throughput(data),
+        trainer_wait_share=number(last, "train/wait_share"),
+        publish_stall_seconds=mean(series(steps, "sync/publish_stall_seconds")),
+        seal_share=mean(series(records, "search/seal_share")),
+        staleness=mean(series(steps, "staleness/mean")),
+        propagation_seconds=mean(series(records, "search/propagation_seconds")),
+    )
+
+
+def write_summary(run_dir: Path, summary: Summary) -> Path:
+    """Write ``summary.json`` by rename; returns its path."""
+    path = run_dir / "summary.json"
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(asdict(summary), indent=2) + "\n")
+    return draft.replace(path)
+
+
+def series(records: Iterable[Record], name: str) -> list[float]:
+    """The values of a scalar, where it is there."""
+    return [value for record in records if (value := number(record, name)) is not None]
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Arithmetic mean; None of nothing."""
+    return sum(values) / len(values) if values else None
+
+
+def seconds_of(records: Sequence[Record]) -> float:
+    """Time from the first to the last of an attempt's records, s."""
+    times = series(records, "time")
+    return times[-1] - times[0] if times else 0.0
+
+
+def _throughput(data: RunData) -> float | None:
+    """Sum over searchers of the mean of their tokens per second while they generated."""
+    rates = [
+        mean([rate for rate in series(records, "search/tokens_per_second") if rate])
+        for records in data.searchers.values()
+    ]
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if known else None

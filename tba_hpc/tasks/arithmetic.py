@@ -1,0 +1,189 @@
+"""Generated word problems with two to four additions and subtractions: a task that a laptop can learn.
+
+A problem, its worked solution and its bare answer:
+
+    Gus has 17 apples. Gus loses 3. Gus finds 9. How many apples?
+    17-3=14;14+9=23;#### 23
+    #### 23
+
+The splits are disjoint by construction: an expression (``17-3+9``) belongs to the split that its
+checksum names, whatever the seed. Nothing is read from disk.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Annotated, get_args
+
+import numpy as np
+from pydantic import Field
+
+from tba_hpc.config import ConfigError
+from tba_hpc.ports import Tokenizer
+from tba_hpc.types import Completion, Prompt, Split
+
+NAMES = ("Ada", "Ben", "Gus", "Ida", "Kim", "Leo", "Mia", "Tom")
+ITEMS = ("apples", "books", "coins", "eggs", "keys", "pens", "shells", "stamps")
+GAINS = ("buys", "finds", "wins")
+LOSSES = ("drops", "loses", "sells")
+START = (5, 30)
+CHANGE = (1, 9)
+STEPS = (2, 4)
+LARGEST = 50
+"""Ranges, both ends included: the first number, each change, how many changes; 0 and the largest result."""
+
+HELD_OUT: tuple[Split, ...] = ("validation", "test")
+PARTS = 10
+"""Part p of the ten that checksums fall into is held out for HELD_OUT[p]; the other eight are for training."""
+
+Size = Annotated[int, Field(ge=0, le=100_000)]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """``name`` has ``start`` pieces of ``item`` and gains or loses ``changes``, told with ``verbs``."""
+
+    name: str
+    item: str
+    start: int
+    changes: tuple[int, ...]
+    verbs: tuple[str, ...]
+
+    @property
+    def expression(self) -> str:
+        """``17-3+9``: what identifies a problem."""
+        return str(self.start) + "".join(f"{change:+d}" for change in self.changes)
+
+    @property
+    def totals(self) -> list[int]:
+        """The running total: before any change, after the first, …"""
+        return list(accumulate(self.changes, initial=self.start))
+
+    @property
+    def target(self) -> str:
+        """The result."""
+        return str(self.totals[-1])
+
+    @property
+    def question(self) -> str:
+        """The prompt's text, newline included."""
+        story = [f"{self.name} has {self.start} {self.item}."]
+        story += [f"{self.name} {v} {abs(c)}." for v, c in zip(self.verbs, self.changes, strict=True)]
+        return " ".join([*story, f"How many {self.item}?\n"])
+
+    @property
+    def bare_answer(self) -> str:
+        """The result without working."""
+        return f"#### {self.target}"
+
+    @property
+    def solution(self) -> str:
+        """One equation per change, then the result."""
+        totals = self.totals
+        work = [f"{a}{c:+d}={b};" for a, c, b in zip(totals, self.changes, totals[1:], strict=False)]
+        return "".join(work) + self.bare_answer
+
+
+def split_of(expression: str) -> Split:
+    """The only split that may hold ``expression``."""
+    part = zlib.crc32(expression.encode()) % PARTS
+    return HELD_OUT[part] if part < len(HELD_OUT) else "train"
+
+
+def draw_problems(split: Split, count: int, seed: int) -> tuple[Problem, ...]:
+    """``count`` problems of ``split`` with distinct expressions; the same arguments, the same problems."""
+    rng = np.random.default_rng([seed, get_args(Split).index(split)])
+    found: dict[str, Problem] = {}
+    while len(found) < count:
+        problem = _draw(rng)
+        if split_of(problem.expression) == split:
+            found.setdefault(problem.expression, problem)
+    return tuple(found.values())
+
+
+def _draw(rng: np.random.Generator) -> Problem:
+    start = _between(rng, START)
+    changes: list[int] = []
+    for _ in range(_between(rng, STEPS)):
+        changes.append(_draw_change(rng, start + sum(changes)))
+    return Problem(
+        name=NAMES[rng.integers(len(NAMES))],
+        item=ITEMS[rng.integers(len(ITEMS))],
+        start=start,
+        changes=tuple(changes),
+        verbs=tuple(_draw_verb(rng, change) for change in changes),
+    )
+
+
+def _draw_change(rng: np.random.Generator, total: int) -> int:
+    """A gain or a loss after which the total still lies between 0 and LARGEST."""
+    size = _between(rng, CHANGE)
+    gains = bool(rng.integers(2))
+    return size if total < size or (gains and total + size <= LARGEST) else -size
+
+
+def _draw_verb(rng: np.random.Generator, change: int) -> str:
+    verbs = GAINS if change > 0 else LOSSES
+    return verbs[rng.integers(len(verbs))]
+
+
+def _between(rng: np.random.Generator, ends: tuple[int, int]) -> int:
+    return int(rng.integers(ends[0], ends[1] + 1))
+
+
+def is_correct(text: str, target: str) -> bool:
+    """Whether all that follows the first ``####`` is the target: a second try is not an answer."""
+    _, _, answer = text.partition("####")
+    return answer.strip() == target
+
+
+class Arithmetic:
+    """Reward 1 for a completion that ended by itself with the right number after ``####``, else 0."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        train_file: str | None = None,
+        test_file: str | None = None,
+        train_problems: Size = 2000,
+        validation_problems: Size = 256,
+        test_problems: Size = 512,
+        seed: Annotated[int, Field(ge=0)] = 0,
+    ) -> None:
+        """Sizes of the splits in problems; ``seed`` draws others. Raises ConfigError where a file is given."""
+        if train_file or test_file:
+            raise ConfigError(
+                f"task.train_file and task.test_file ({train_file or test_file}) have no use in the arithmetic "
+                "task, which generates its problems: remove them or choose another task.name"
+            )
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._sizes: dict[Split, int] = {
+            "train": train_problems,
+            "validation": validation_problems,
+            "test": test_problems,
+        }
+        self._prompts: dict[Split, tuple[Prompt, ...]] = {}
+
+    def prompts(self, split: Split) -> tuple[Prompt, ...]:
+        """All prompts of a split; made at the first call."""
+        if split not in self._prompts:
+            self._prompts[split] = self._encode(draw_problems(split, self._sizes[split], self._seed))
+        return self._prompts[split]
+
+    def score(self, prompt: Prompt, completion: Completion) -> float:
+        """1 or 0."""
+        return float(self.correct(prompt, completion))
+
+    def correct(self, prompt: Prompt, completion: Completion) -> bool:
+        """Whether the completion ended by itself with the right number."""
+        if completion.finish_reason == "length":
+            return False
+        return is_correct(self._tokenizer.decode(completion.tokens), prompt.target)
+
+    def _encode(self, problems: tuple[Problem, ...]) -> tuple[Prompt, ...]:
+        encode = self._tokenizer.encode
+        return tuple(Prompt(i, encode(p.question), p.target) for i, p in enumerate(problems))

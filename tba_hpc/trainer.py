@@ -1,0 +1,253 @@
+"""The trainer: every k steps publish weights and merge what arrived; sample groups; take a step.
+
+It must not know how weights travel, how the optimizer is sharded, or how many ranks there are.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from tba_hpc import schedules
+from tba_hpc.batch import staleness
+from tba_hpc.buffer import ReplayBuffer
+from tba_hpc.config import Config
+from tba_hpc.metrics import Clock, MetricsWriter
+from tba_hpc.ports import ExchangeError, Learner, TrainerExchange
+from tba_hpc.state import PromptLedger, TrainerState
+from tba_hpc.types import Shard, Split, TrajectoryBatch
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.05
+"""Pause between two looks at the exchange while the trainer has nothing else to do."""
+
+WARMUP_STEPS = 5
+"""Optimizer steps of an attempt that are left out of the wait share."""
+
+STALENESS_BINS = 64
+"""Last bin of the staleness histogram; it holds all that is staler."""
+
+
+class CheckpointStore(Protocol):
+    """Where checkpoints go; see runtime.Checkpoints."""
+
+    def save(self, state: TrainerState, learner: Learner, buffer: ReplayBuffer, ledger: PromptLedger) -> None:
+        """Write a complete checkpoint, drop those no longer kept."""
+
+
+class Trainer:
+    """The leading trainer's loop, from ``state`` (fresh or restored) to ``config.train.steps``."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        learner: Learner,
+        exchange: TrainerExchange,
+        buffer: ReplayBuffer,
+        ledger: PromptLedger,
+        state: TrainerState,
+        checkpoints: CheckpointStore,
+        metrics: MetricsWriter,
+        stop_asked: Callable[[], bool],
+    ) -> None:
+        self._config = config
+        self._learner = learner
+        self._exchange = exchange
+        self._buffer = buffer
+        self._ledger = ledger
+        self._state = state
+        self._checkpoints = checkpoints
+        self._metrics = metrics
+        self._stop_asked = stop_asked
+        self._next_sync = state.step + config.exchange.sync_every
+        self._next_evaluation = state.step + config.evaluate.every
+        self._next_checkpoint = state.step + config.checkpoint.every
+        self._late = 0
+        self._published = state.step
+        self._publishes = 0
+        self._busy = BusyShare()
+        self._clock = Clock()
+
+    def run(self) -> bool:
+        """Train to the last step; True when it was reached, False when stopped and checkpointed before.
+
+        Consumes shards. Produces weights, checkpoints, metrics. Waits for nothing once the initial
+        buffer is there; that wait is unblocked by the searchers' first shards.
+        """
+        self._publish(evaluate="test" if self._state.step == 0 else None)
+        self._fill_buffer()
+        while not self._finished and not self._stopping:
+            self._sync_if_due()
+            self._merge(self._exchange.collect())
+            batch = self._sample()
+            learned = self._learn(batch)
+            self._log_step(batch, learned)
+            self._checkpoint_if_due()
+        return self._leave()
+
+    @property
+    def _finished(self) -> bool:
+        return self._state.step >= self._config.train.steps
+
+    @property
+    def _stopping(self) -> bool:
+        return self._stop_asked() or self._exchange.stop_requested
+
+    def _publish(self, *, evaluate: Split | None) -> bool:
+        """Publish the current weights; False, and try again later, while a round is under way."""
+        step = self._state.step
+        with self._clock("publish"):
+            started = self._exchange.publish(step, self._learner.write_weights, evaluate=evaluate)
+        if started:
+            self._published = step
+            self._publishes += 1
+        return started
+
+    def _fill_buffer(self) -> None:
+        """Wait for the initial completions; give up when none has arrived for a whole deadline."""
+        wanted = self._config.buffer.initial_completions
+        patience, last_arrival = self._config.exchange.deadline_seconds, time.monotonic()
+        while len(self._buffer) < wanted and not self._stopping:
+            self._exchange.gather()
+            if self._merge(self._exchange.collect()):
+                last_arrival = time.monotonic()
+                self._log_event("filling")
+            if time.monotonic() - last_arrival > patience:
+                raise ExchangeError(
+                    f"the replay buffer holds {len(self._buffer)} of {wanted} initial completions and no new "
+                    f"one has arrived for {patience:.0f} s: see the searchers' logs, or lower "
+                    "buffer.initial_completions if the task has too few distinct completions"
+                )
+            time.sleep(POLL_SECONDS)
+
+    def _sync_if_due(self) -> None:
+        """Every k steps; a sync that finds the one before still under way is put off to the next step."""
+        step = self._state.step
+        if step < self._next_sync:
+            return
+        evaluate: Split | None = "validation" if step >= self._next_evaluation else None
+        if not self._publish(evaluate=evaluate):
+            self._late += 1
+            return
+        self._next_sync = step + self._config.exchange.sync_every
+        if evaluate:
+            self._next_evaluation = step + self._config.evaluate.every
+
+    def _merge(self, shards: list[Shard]) -> int:
+        """Merge the shards of one round into the replay buffer; returns how many completions were new."""
+        if not shards:
+            return 0
+        cursors, added, tokens = dict(self._state.cursors), 0, 0
+        for shard in shards:
+            merged = self._buffer.merge(shard.trajectories, self._state.round + 1)
+            self._ledger.add(shard.trajectories.record["position"])
+            cursors[shard.searcher] = shard.index + 1
+            added += merged.added
+            tokens += len(shard.trajectories.completions.values)
+        self._state = replace(
+            self._state,
+            round=self._state.round + 1,
+            cursors=cursors,
+            trajectories=self._state.trajectories + sum(len(s.trajectories) for s in shards),
+            tokens=self._state.tokens + tokens,
+        )
+        return added
+
+    def _sample(self) -> TrajectoryBatch:
+        train = self._config.train
+        return self._buffer.sample(
+            self._state.step, groups=train.prompts_per_step, group_size=train.completions_per_prompt
+        )
+
+    def _learn(self, batch: TrajectoryBatch) -> Mapping[str, float]:
+        """One optimizer step on the batch; the state moves on by one step."""
+        train, step = self._config.train, self._state.step
+        with self._clock("learn"):
+            learned = self._learner.step(
+                batch,
+                learning_rate=schedules.learning_rate(train.learning_rate, step, train.steps),
+                beta=schedules.beta(train.beta, step),
+            )
+        self._state = replace(self._state, step=step + 1)
+        return learned
+
+    def _checkpoint_if_due(self) -> None:
+        if self._state.step >= self._next_checkpoint:
+            self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        with self._clock("checkpoint"):
+            self._checkpoints.save(self._state, self._learner, self._buffer, self._ledger)
+        self._next_checkpoint = self._state.step + self._config.checkpoint.every
+        self._log_event("checkpoint")
+
+    def _leave(self) -> bool:
+        """Checkpoint; then end the run for the searchers, after a last evaluation where it is finished.
+
+        Shards that arrive from here on stay on disk beyond the checkpoint's cursors: a resume merges them.
+        """
+        self._checkpoint()
+        if self._finished:
+            while not self._publish(evaluate="test"):  # bounded by the exchange's deadline
+                time.sleep(POLL_SECONDS)
+        self._log_event("finished" if self._finished else "stopped")
+        self._exchange.close()
+        return self._finished
+
+    def _log_event(self, event: str) -> None:
+        self._metrics.log({"event": event, "step": self._state.step, "buffer/size": len(self._buffer)})
+
+    def _log_step(self, batch: TrajectoryBatch, learned: Mapping[str, float]) -> None:
+        train, step = self._config.train, self._state.step - 1
+        wall, spent = self._clock.wall, self._clock.reset()
+        self._state = replace(self._state, train_seconds=self._state.train_seconds + wall)
+        lag = staleness(batch, step)
+        self._metrics.log(
+            {
+                "step": self._state.step,
+                **{f"train/{name}": value for name, value in learned.items()},
+                "train/reward": float(batch.reward_N.mean()),
+                "train/learning_rate": schedules.learning_rate(train.learning_rate, step, train.steps),
+                "train/beta": schedules.beta(train.beta, step),
+                "train/wait_share": self._busy.idle_share(wall, spent["learn"]),
+                "time/step_seconds": wall,
+                "time/learn_seconds": spent["learn"],
+                "sync/version": self._published,
+                "sync/publish_stall_seconds": spent.get("publish"),
+                "sync/late": self._late,
+                "sync/rounds": self._publishes,
+                "buffer/size": len(self._buffer),
+                "buffer/prompts": self._buffer.prompts,
+                "buffer/added": self._buffer.added,
+                "buffer/duplicates": self._buffer.duplicates,
+                "buffer/evicted": self._buffer.evicted,
+                "staleness/mean": float(lag.mean()),
+                "staleness/max": int(lag.max()),
+                "staleness/histogram": np.bincount(np.minimum(lag, STALENESS_BINS)).tolist(),
+            }
+        )
+
+
+class BusyShare:
+    """Share of wall time outside the optimizer step, counted from the end of the warm-up."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._wall = 0.0
+        self._learning = 0.0
+
+    def idle_share(self, wall: float, learning: float) -> float | None:
+        """Add one step of ``wall`` seconds with ``learning`` in the learner; None during warm-up."""
+        self._steps += 1
+        if self._steps <= WARMUP_STEPS:
+            return None
+        self._wall += wall
+        self._learning += learning
+        return 1 - self._learning / self._wall

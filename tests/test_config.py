@@ -1,0 +1,66 @@
+"""The configuration: round trip, overrides, and one clear sentence for every kind of bad input."""
+
+from pathlib import Path
+
+import pytest
+
+from tba_hpc.config import ConfigError, differing_keys, dump_config, load_config, parse_config
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_shipped_configs_survive_a_round_trip(path: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    copy = tmp_path / "config.yaml"
+    copy.write_text(dump_config(config))
+    assert load_config(copy) == config
+
+
+def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {path: somewhere}\ntrain: {steps: 7}\n")
+    config = load_config(path, ["train.steps=9", "run.seed=3", "train.learning_rate.peak=5e-5"])
+    assert (config.train.steps, config.train.learning_rate.peak) == (9, 5e-5)
+    assert config.run_dir == Path("runs/run-seed3")
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("train.stepz=3", "unknown config key 'train.stepz': did you mean 'train.steps'?"),
+        ("trian.steps=3", "unknown config key 'trian': did you mean 'train'?"),
+        ("train.steps=many", "config key 'train.steps' has the value 'many', but input should be a valid"),
+        ("train.steps=0", "config key 'train.steps' has the value 0, but input should be greater than"),
+        ("launch.trainers=3", "cannot be split over 3 trainer ranks: use a multiple of 3"),
+        ("generator.completions_per_prompt=4", "a group could never be filled; raise the first to at least"),
+        ("generator.max_tokens=1024", "leaves no room for a prompt"),
+        ("buffer.capacity=10", "can never be reached with buffer.capacity=10"),
+        ("buffer.capacity_per_prompt=3", "cannot hold a group of"),
+        ("train.beta.schedule=linear", "set end and anneal_steps"),
+        ("train.learning_rate.warmup_steps=5000", "exceed train.steps=1000"),
+        ("train.steps.more=1", "config key 'train.steps' has the value"),
+        ("nonsense", "is not of the form a.b=value"),
+        ("train.steps=[1", "the value is not valid YAML"),
+    ],
+)
+def test_bad_input_gets_one_sentence(override: str, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {path: somewhere}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(path, [override])
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_model_and_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config key 'model' is missing: set it"):
+        parse_config({})
+    with pytest.raises(ConfigError, match=r"cannot read the config .*: No such file"):
+        load_config(tmp_path / "absent.yaml")
+
+
+def test_differing_keys_are_named() -> None:
+    old = parse_config({"model": {"path": "a"}})
+    new = parse_config({"model": {"path": "a"}, "train": {"steps": 5, "learning_rate": {"peak": 1.0}}})
+    assert differing_keys(old, new) == ["train.steps", "train.learning_rate.peak"]

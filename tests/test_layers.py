@@ -1,0 +1,86 @@
+"""The layers of the house: imports go downward only, one heavy library lives in one module, a login
+
+node without torch can import what it needs.
+"""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "tba_hpc"
+
+LAYERS = [
+    {"types", "config"},
+    {"objectives", "schedules", "ports"},
+    {"state", "buffer", "batch", "metrics"},
+    {"trainer", "searcher", "evaluator", "backends", "tasks", "launch", "report"},
+    {"runtime"},
+    {"cli"},
+]
+"""From the ground up; a name is a module or a package of tba_hpc."""
+
+SIBLINGS_THAT_MEET = {
+    ("searcher", "evaluator"),  # the searcher's loop holds the evaluator
+    ("launch", "report"),  # the local launcher shows the live display
+}
+
+HEAVY = {"vllm", "deepspeed", "mpi4py", "h5py", "submitit"}
+
+WITHOUT_TORCH = [
+    *("config", "types", "ports", "schedules", "buffer", "batch", "state", "metrics", "trainer", "searcher"),
+    *("evaluator", "cli", "launch.local", "report.status", "report.page", "report.summary", "tasks.gsm8k"),
+    "tasks.arithmetic",
+]
+
+
+def _imports(path: Path) -> set[str]:
+    """Every module named by an import statement of a file, however deep inside a function."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def _modules() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if not path.name.startswith("__"))
+
+
+def _room(module: str) -> str:
+    """Top-level name below tba_hpc."""
+    return module.split(".")[1]
+
+
+def _height(room: str) -> int:
+    return next(level for level, rooms in enumerate(LAYERS) if room in rooms)
+
+
+@pytest.mark.parametrize("path", _modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_downward_only(path: Path) -> None:
+    room = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    for module in _imports(path):
+        if not module.startswith("tba_hpc.") or _room(module) == room:
+            continue
+        below = _height(_room(module)) < _height(room)
+        assert below or (room, _room(module)) in SIBLINGS_THAT_MEET, f"{path.name} imports {module}"
+
+
+@pytest.mark.parametrize("library", sorted(HEAVY - {"submitit"}))
+def test_one_heavy_library_one_module(library: str) -> None:
+    users = [path.name for path in _modules() if any(m.split(".")[0] == library for m in _imports(path))]
+    assert len(users) == 1, f"{library} is imported in {users}"
+
+
+def test_a_login_node_needs_no_heavy_library() -> None:
+    modules = ", ".join(f"tba_hpc.{name}" for name in WITHOUT_TORCH)
+    program = (
+        f"import sys, {modules}; "
+        f"print(*sorted({{name.split('.')[0] for name in sys.modules}} & {HEAVY | {'torch', 'transformers'}!r}))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == ""

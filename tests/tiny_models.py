@@ -1,0 +1,72 @@
+"""Tiny random Llama models with a character tokenizer, for tests that need a real model folder."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+EOS = "<eos>"
+SPECIAL = [EOS, "<pad>", "<unk>"]
+CHARACTERS = [*string.printable[:95], "\n"]
+HEAD_SIZE = 32  # the smallest that vLLM's CPU attention takes
+
+
+def make_tokenizer(vocab: int = 128, *, eos: bool = True) -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character; ids 0, 1, 2 are EOS, padding and unknown.
+
+    Filler tokens make the size exactly ``vocab``, so that every id that a random model samples decodes.
+    """
+    words = SPECIAL + CHARACTERS
+    words += [f"<extra_{i}>" for i in range(vocab - len(words))]
+    assert len(words) == vocab, f"vocab={vocab} is below the {len(words)} tokens needed"
+    ids = {word: i for i, word in enumerate(words)}
+    backend = Tokenizer(models.BPE(vocab=ids, merges=[], unk_token="<unk>"))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=EOS if eos else None,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_random_model(
+    folder: Path,
+    *,
+    tied: bool,
+    seed: int = 0,
+    hidden: int = 64,
+    layers: int = 2,
+    vocab: int = 128,
+    dtype: torch.dtype = torch.float32,
+    context: int = 256,
+    eos: bool = True,
+) -> Path:
+    """Write a Hugging Face folder with random weights and return it; the same arguments, the same weights.
+
+    ``tied`` shares the embedding with the output layer; ``hidden`` is a multiple of 32.
+    The weights are large enough that the distributions are far from uniform.
+    """
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // HEAD_SIZE,
+        num_key_value_heads=hidden // HEAD_SIZE,
+        max_position_embeddings=context,
+        tie_word_embeddings=tied,
+        initializer_range=0.1 if tied else 0.2,
+        bos_token_id=None,
+        eos_token_id=0 if eos else None,
+        pad_token_id=1,
+    )
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    make_tokenizer(vocab, eos=eos).save_pretrained(folder)
+    return folder

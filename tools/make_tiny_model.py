@@ -1,0 +1,287 @@
+"""Make the tiny model of the quickstart: a Llama of 0.3 M parameters, taught from scratch on one core.
+
+    python tools/make_tiny_model.py --seed 0 --out .cache/tiny-model-seed0
+
+A byte-level BPE tokenizer and supervised fine-tuning on worked solutions of generated arithmetic
+problems (tba_hpc.tasks.arithmetic). In the last fifth of the steps many demonstrations are bare
+answers, above all for half of the items: the model then often answers without working, which a tiny
+model cannot do well. What reinforcement learning finds afterwards is mostly to show its work.
+
+The folder loads with ``from_pretrained`` and in vLLM. It is made once: a second call with the same
+arguments and sources returns at once. Only training and validation problems are ever looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tba_hpc.tasks import arithmetic
+from tba_hpc.tasks.arithmetic import ITEMS, Problem, draw_problems, is_correct
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+MANIFEST = "manifest.json"
+
+EOS, PAD = "<eos>", "<pad>"
+VOCABULARY = 384
+"""256 bytes, two special tokens, merges for the words of the task; any text can be encoded."""
+CONTEXT = 1024
+"""Longest sequence in tokens: room for a GSM8K question spelled nearly letter by letter."""
+
+DEMONSTRATIONS = 3000
+BATCH = 32
+PEAK_RATE = 3e-3
+WARMUP = 50
+WORKED_SHARE = 0.8
+"""Share of the steps, from the start, in which every demonstration shows its work."""
+BARE_ITEMS = frozenset(ITEMS[: len(ITEMS) // 2])
+BARE_SHARE = {True: 0.85, False: 0.05}
+"""Share of bare answers after that: for BARE_ITEMS, for the others."""
+IGNORED = -100
+"""Label of a token that is not to be predicted (PyTorch's convention)."""
+
+VALIDATION = 256
+ANSWER_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a user may vary."""
+
+    seed: int
+    steps: int
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the arguments and with the two sources that define the result."""
+        sources = [Path(__file__).read_bytes(), Path(arithmetic.__file__).read_bytes()]
+        return hashlib.sha256(json.dumps(asdict(self)).encode() + b"".join(sources)).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """Token ids of a prompt and of its two answers, EOS included."""
+
+    prompt: list[int]
+    worked: list[int]
+    bare: list[int]
+    bare_share: float
+
+
+def make_tokenizer(problems: tuple[Problem, ...]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE in which every digit is a token of its own."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[EOS, PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator((p.question + p.solution for p in problems), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=EOS,
+        pad_token=PAD,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=CONTEXT,
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    """Random weights, float32. Heads of 32 are the smallest that vLLM takes on a CPU."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def demonstrate(problem: Problem, tokenizer: PreTrainedTokenizerFast) -> Demonstration:
+    """Both answers of a problem as tokens."""
+    prompt, worked, bare = tokenizer([problem.question, problem.solution, problem.bare_answer])["input_ids"]
+    eos = [tokenizer.eos_token_id]
+    return Demonstration(prompt, worked + eos, bare + eos, BARE_SHARE[problem.item in BARE_ITEMS])
+
+
+def batches(
+    demonstrations: list[Demonstration], recipe: Recipe, pad: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """One (tokens, labels) per step, int64 [BATCH, longest]; only the answers are labelled."""
+    for step in range(recipe.steps):
+        rng = np.random.default_rng([recipe.seed, step])
+        chosen = [demonstrations[i] for i in rng.choice(len(demonstrations), BATCH, replace=False)]
+        may_be_bare = step >= WORKED_SHARE * recipe.steps
+        answers = [d.bare if may_be_bare and rng.random() < d.bare_share else d.worked for d in chosen]
+        rows = [d.prompt + answer for d, answer in zip(chosen, answers, strict=True)]
+        labels = [[IGNORED] * len(d.prompt) + answer for d, answer in zip(chosen, answers, strict=True)]
+        yield _padded(rows, pad), _padded(labels, IGNORED)
+
+
+def _padded(rows: list[list[int]], filler: int) -> torch.Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([row + [filler] * (width - len(row)) for row in rows])
+
+
+def teach(model: LlamaForCausalLM, demonstrations: list[Demonstration], recipe: Recipe) -> None:
+    """Supervised fine-tuning, in place: AdamW, linear warm-up, then linear decay to zero."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.99), weight_decay=0.01)
+    shape = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, recipe.steps))
+    data = batches(demonstrations, recipe, model.config.pad_token_id)
+    progress = track(data, "teaching", recipe.steps, console=Console(stderr=True))
+    for tokens, labels in progress:
+        loss = model(input_ids=tokens, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        shape.step()
+
+
+def _rate(step: int, steps: int) -> float:
+    return min((step + 1) / WARMUP, (steps - step) / max(1, steps - WARMUP))
+
+
+@torch.no_grad()
+def answer(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: tuple[Problem, ...]
+) -> list[str]:
+    """Greedy answers; an answer cut off by ANSWER_TOKENS is empty."""
+    inputs = tokenizer([problem.question for problem in problems], padding=True, return_tensors="pt")
+    outputs = model.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        do_sample=False,
+        max_new_tokens=ANSWER_TOKENS,
+    )[:, inputs["input_ids"].shape[1] :]
+    ended = (outputs == tokenizer.eos_token_id).any(dim=1).tolist()
+    texts = tokenizer.batch_decode(outputs, skip_special_tokens=True)
+    return [text if whole else "" for text, whole in zip(texts, ended, strict=True)]
+
+
+def examine(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
+    """Greedy pass@1 on validation problems, and how much of it is answering without working."""
+    problems = draw_problems("validation", VALIDATION, seed=0)
+    texts = answer(model.eval(), tokenizer, problems)
+    right = np.array([is_correct(text, p.target) for text, p in zip(texts, problems, strict=True)])
+    bare = np.array([text.startswith("####") for text in texts])
+    return {
+        "validation_problems": VALIDATION,
+        "pass_at_1": round(float(right.mean()), 4),
+        "pass_at_1_worked": round(float(right[~bare].mean()), 4) if not bare.all() else 0.0,
+        "pass_at_1_bare": round(float(right[bare].mean()), 4) if bare.any() else 0.0,
+        "bare_share_of_failures": round(float(bare[~right].mean()), 4) if not right.all() else 0.0,
+    }
+
+
+def make(recipe: Recipe, out: Path) -> dict[str, object]:
+    """Make the model in ``out`` and return its manifest."""
+    torch.set_num_threads(1)  # the sums, and so the model, do not depend on the number of cores
+    problems = draw_problems("train", DEMONSTRATIONS, recipe.seed)
+    tokenizer = make_tokenizer(problems)
+    model = make_model(tokenizer, recipe.seed)
+    teach(model, [demonstrate(problem, tokenizer) for problem in problems], recipe)
+    manifest: dict[str, object] = {
+        **asdict(recipe),
+        "fingerprint": recipe.fingerprint,
+        "parameters": model.num_parameters(),
+        **examine(model, tokenizer),
+    }
+    publish(model, tokenizer, manifest, out)
+    return manifest
+
+
+def publish(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    manifest: dict[str, object],
+    out: Path,
+) -> None:
+    """Write everything aside, then rename: ``out`` is never half a model."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    model.save_pretrained(aside)
+    tokenizer.save_pretrained(aside)
+    (aside / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    for path in aside.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    if out.exists():
+        shutil.rmtree(out)
+    aside.rename(out)
+
+
+def cached(recipe: Recipe, out: Path) -> dict[str, object] | None:
+    """The manifest of ``out`` where it is what ``recipe`` would make.
+
+    Raises FileExistsError where ``out`` is something else than a tiny model.
+    """
+    if not out.exists():
+        return None
+    if not (out / MANIFEST).is_file():
+        raise FileExistsError(f"{out} exists and is not a tiny model (no {MANIFEST}): choose another --out")
+    manifest: dict[str, object] = json.loads((out / MANIFEST).read_text())
+    return manifest if manifest["fingerprint"] == recipe.fingerprint else None
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Command line; ``out`` defaults to a folder of the repository named after the seed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder (default: .cache/tiny-model-seed<SEED>)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, problems and batches (default 0)")
+    parser.add_argument("--steps", type=int, default=700, help="optimizer steps of 32 (default 700)")
+    parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
+    arguments = parser.parse_args(argv)
+    if arguments.seed < 0 or arguments.steps < 1:
+        parser.error("--seed must be at least 0 and --steps at least 1")
+    arguments.out = arguments.out or REPOSITORY / f".cache/tiny-model-seed{arguments.seed}"
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Make the model unless it is there, and print what it can do."""
+    arguments = parse_arguments(argv)
+    recipe = Recipe(arguments.seed, arguments.steps)
+    try:
+        manifest = cached(recipe, arguments.out) or make(recipe, arguments.out)
+    except OSError as error:
+        raise SystemExit(f"make_tiny_model: {error}") from None
+    if arguments.json:
+        print(json.dumps(manifest))
+    else:
+        print(
+            f"{arguments.out}: {manifest['parameters']:,} parameters, greedy pass@1 {manifest['pass_at_1']:.1%} "
+            f"on {manifest['validation_problems']} validation problems"
+        )
+
+
+if __name__ == "__main__":
+    main()
