@@ -7,22 +7,11 @@ greedily, and returns its part of the result. It must not load newer weights whi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 from tba_hpc.ports import Task
+from tba_hpc.state import Evaluation
 from tba_hpc.types import Group, Request, Sampling, Split
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationPart:
-    """One searcher's share of an evaluation: greedy completions of its prompts, correct ones, tokens."""
-
-    split: Split
-    step: int
-    correct: int
-    total: int
-    tokens: int
-    truncated: int
 
 
 class Evaluator:
@@ -46,20 +35,20 @@ class Evaluator:
         self._limits = limits
         self._queue: list[Request] = []
         self._waiting = 0
-        self._part: EvaluationPart | None = None
+        self._part: Evaluation | None = None
 
     @property
     def busy(self) -> bool:
         """Whether an evaluation is under way."""
         return self._part is not None
 
-    def start(self, split: Split, step: int) -> EvaluationPart | None:
+    def start(self, split: Split, step: int) -> Evaluation | None:
         """Queue this searcher's slice of ``split``; the finished part at once where the slice is empty."""
         assert not self.busy, "one evaluation at a time"
         prompts = self._task.prompts(split)[: self._limits[split]][self._slice]
         self._queue = [Request(prompt, prompt.id, 1, self._greedy, split) for prompt in reversed(prompts)]
         self._waiting = len(self._queue)
-        part = EvaluationPart(split, step, 0, 0, 0, 0)
+        part = Evaluation(split=split, step=step, correct=0, total=0, tokens=0, truncated=0)
         self._part = part if self._queue else None
         return None if self._queue else part
 
@@ -67,13 +56,12 @@ class Evaluator:
         """The next greedy request, if any is left."""
         return self._queue.pop() if self._queue else None
 
-    def finish(self, group: Group) -> EvaluationPart | None:
+    def finish(self, group: Group) -> Evaluation | None:
         """Count one answer; the whole part once the last has come."""
         assert self._part is not None
         (completion,) = group.completions
-        self._part = EvaluationPart(
-            split=self._part.split,
-            step=self._part.step,
+        self._part = replace(
+            self._part,
             correct=self._part.correct + self._task.correct(group.request.prompt, completion),
             total=self._part.total + 1,
             tokens=self._part.tokens + len(completion.tokens),

@@ -16,9 +16,10 @@ from typing import Protocol
 
 import numpy as np
 
-from tba_hpc.evaluator import EvaluationPart, Evaluator
+from tba_hpc.evaluator import Evaluator
 from tba_hpc.metrics import Clock, MetricsWriter
 from tba_hpc.ports import Generator, Reference, SearcherExchange, Task
+from tba_hpc.state import Evaluation
 from tba_hpc.types import Group, Request, Shard
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class Searcher:
         shards: ShardSink,
         requests: Iterator[Request],
         evaluator: Evaluator,
-        report: Callable[[EvaluationPart], None],
+        report: Callable[[Evaluation], None],
         metrics: MetricsWriter,
         stop_asked: Callable[[], bool],
         sequences: int,

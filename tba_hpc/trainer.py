@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -42,7 +42,10 @@ class CheckpointStore(Protocol):
 
 
 class Trainer:
-    """The leading trainer's loop, from ``state`` (fresh or restored) to ``config.train.steps``."""
+    """The leading trainer's loop, from ``state`` (fresh or restored) to ``config.train.steps``.
+
+    pending: shards sealed beyond the cursors of ``state`` by an earlier attempt; they are merged first.
+    """
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class Trainer:
         ledger: PromptLedger,
         state: TrainerState,
         checkpoints: CheckpointStore,
+        pending: Iterable[Shard],
         metrics: MetricsWriter,
         stop_asked: Callable[[], bool],
     ) -> None:
@@ -64,6 +68,7 @@ class Trainer:
         self._ledger = ledger
         self._state = state
         self._checkpoints = checkpoints
+        self._pending = pending
         self._metrics = metrics
         self._stop_asked = stop_asked
         self._next_sync = state.step + config.exchange.sync_every
@@ -81,6 +86,8 @@ class Trainer:
         Consumes shards. Produces weights, checkpoints, metrics. Waits for nothing once the initial
         buffer is there; that wait is unblocked by the searchers' first shards.
         """
+        self._log_event("resumed" if self._state.cursors else "started")
+        self._merge(list(self._pending))
         self._publish(evaluate="test" if self._state.step == 0 else None)
         self._fill_buffer()
         while not self._finished and not self._stopping:

@@ -62,11 +62,11 @@ def make_random_model(
         num_key_value_heads=hidden // HEAD_SIZE,
         max_position_embeddings=context,
         tie_word_embeddings=tied,
-        initializer_range=0.1 if tied else 0.2,
+        initializer_range=0.1 if tied else 0.15,
         bos_token_id=None,
         eos_token_id=0 if eos else None,
         pad_token_id=1,
     )
-    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    LlamaForCausalLM(config).to(dtype=dtype).save_pretrained(folder)
     make_tokenizer(vocab, eos=eos).save_pretrained(folder)
     return folder

@@ -1,67 +1,66 @@
 """The frozen reference policy π_ref: log-probabilities of finished completions, by a Hugging Face model.
 
 It must not know which engine sampled them, and it never holds the logits of a whole group.
+
+Shape letters: K distinct completions of a group · P prompt tokens · L longest completion · D hidden size
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from tba_hpc.types import Completion, Group
+from tba_hpc.backends.hf_model import PolicyLogprobs
+from tba_hpc.types import Group
 
 
 class HfReference:
     """A Reference port on a causal language model of transformers.
 
-    ``chunk_tokens`` bounds the tokens whose logits [tokens × vocabulary] are held at once. It may be called
-    from any thread, also while the engine runs in another.
+    ``chunk_tokens`` bounds the tokens whose logits are held at once. It may be called from any one thread,
+    also while an engine runs in another.
     """
 
     def __init__(self, model: PreTrainedModel, *, chunk_tokens: int) -> None:
         self._model = model.eval().requires_grad_(False)
-        self._chunk_tokens = chunk_tokens
+        self._head = PolicyLogprobs(self._model, chunk_tokens=chunk_tokens).head
 
     @torch.inference_mode()
     def logprobs(self, group: Group) -> list[np.ndarray]:
-        """Per completion, float32 [T]: log π_ref of each token given all before it, at temperature 1."""
-        tokens_KT, lengths_K = _pad(group.completions)
-        hidden_KTD = self._hidden(group.request.prompt.tokens, tokens_KT.to(self._model.device))
-        real_KT = torch.arange(tokens_KT.shape[1]) < lengths_K[:, None]
-        real_KT, tokens_KT = real_KT.to(self._model.device), tokens_KT.to(self._model.device)
-        logprobs = self._token_logprobs(hidden_KTD[real_KT], tokens_KT[real_KT])
-        return np.split(logprobs.cpu().numpy(), np.cumsum(lengths_K.numpy())[:-1])
+        """Per completion, float32 [T]: log π_ref of each token given all before it, at temperature 1.
 
-    def _hidden(self, prompt: np.ndarray, tokens_KT: torch.Tensor) -> torch.Tensor:
-        """Last hidden states [K, T, D] from which each completion token is predicted.
-
-        The prompt is computed once and its attention cache shared by the K completions. Padding stands on the
-        right, where causal attention never looks, so it needs no mask.
+        Equal completions are computed once: a policy that has learned much repeats itself.
         """
-        decoder, group_size = self._model.get_decoder(), len(tokens_KT)
-        prompt_1P = torch.as_tensor(prompt, dtype=torch.int64, device=self._model.device)[None]
-        start = decoder(input_ids=prompt_1P, use_cache=True)
-        first = start.last_hidden_state[:, -1:].expand(group_size, -1, -1)
-        if tokens_KT.shape[1] == 1:
-            return first
-        start.past_key_values.batch_repeat_interleave(group_size)
-        rest = decoder(input_ids=tokens_KT[:, :-1], past_key_values=start.past_key_values, use_cache=True)
-        return torch.cat([first, rest.last_hidden_state], dim=1)
+        distinct = {c.tokens.tobytes(): c.tokens for c in group.completions}
+        rows = self._distinct_logprobs(group.request.prompt.tokens, distinct.values())
+        of_tokens = dict(zip(distinct, rows, strict=True))
+        return [of_tokens[completion.tokens.tobytes()] for completion in group.completions]
 
-    def _token_logprobs(self, hidden_TD: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
-        """float32 [T]: log-softmax of the output layer at the given tokens, a chunk of tokens at a time."""
-        chunks = zip(hidden_TD.split(self._chunk_tokens), tokens_T.split(self._chunk_tokens), strict=True)
-        return torch.cat([self._chunk_logprobs(hidden, tokens) for hidden, tokens in chunks])
+    def _distinct_logprobs(self, prompt: np.ndarray, completions: Iterable[np.ndarray]) -> list[np.ndarray]:
+        rows = [torch.from_numpy(tokens.astype(np.int64)) for tokens in completions]
+        lengths = [len(row) for row in rows]
+        tokens_KL = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        real_KL = torch.arange(tokens_KL.shape[1]) < torch.tensor(lengths)[:, None]
+        tokens_KL, real_KL = tokens_KL.to(self._model.device), real_KL.to(self._model.device)
+        hidden_KLD = self._hidden(torch.from_numpy(prompt.astype(np.int64)), tokens_KL)
+        logprobs = self._head(hidden_KLD[real_KL], tokens_KL[real_KL]).cpu().numpy()
+        return np.split(logprobs, np.cumsum(lengths)[:-1])
 
-    def _chunk_logprobs(self, hidden_TD: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
-        logits_TV = self._model.get_output_embeddings()(hidden_TD).float()
-        return logits_TV.gather(1, tokens_T[:, None])[:, 0] - logits_TV.logsumexp(1)
+    def _hidden(self, prompt_P: Tensor, tokens_KL: Tensor) -> Tensor:
+        """Last hidden states [K, L, D]: those from which each completion token is predicted.
 
-
-def _pad(completions: Sequence[Completion]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Completions as int64 [K, T], padded on the right, and their lengths int64 [K]."""
-    rows = [torch.from_numpy(completion.tokens.astype(np.int64)) for completion in completions]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.tensor([len(row) for row in rows])
+        The prompt is computed once and its attention cache shared by all completions. They are padded on
+        the right, where causal attention never looks, so no mask is needed.
+        """
+        decoder, count = self._model.base_model, len(tokens_KL)
+        start = decoder(input_ids=prompt_P[None].to(self._model.device), use_cache=True)
+        first_K1D = start.last_hidden_state[:, -1:].expand(count, -1, -1)
+        if tokens_KL.shape[1] == 1:
+            return first_K1D
+        start.past_key_values.batch_repeat_interleave(count)
+        rest = decoder(input_ids=tokens_KL[:, :-1], past_key_values=start.past_key_values, use_cache=True)
+        return torch.cat([first_K1D, rest.last_hidden_state], dim=1)

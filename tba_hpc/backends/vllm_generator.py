@@ -43,6 +43,9 @@ CPU_ENVIRONMENT = {
 }
 
 
+RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
+
+
 class EngineError(RuntimeError):
     """The engine died again and again; the message says how often and why."""
 
@@ -103,7 +106,7 @@ class VllmGenerator:
         REBUILDS_WITHOUT_RESULT replacements that finished nothing.
         """
         try:
-            outputs = cast("list[RequestOutput]", self._llm.llm_engine.step())
+            outputs = cast("list[RequestOutput]", self.llm.llm_engine.step())
         except Exception as error:
             self._rebuild(error)
             return []
@@ -128,7 +131,8 @@ class VllmGenerator:
         self._release()
 
     @property
-    def _llm(self) -> LLM:
+    def llm(self) -> LLM:
+        """vLLM's own handle on the engine, for measurements beside this port."""
         assert self._engine is not None, "the generator is closed"
         return self._engine
 
@@ -136,6 +140,7 @@ class VllmGenerator:
         # vllm reads its environment when it is imported, hence not before prepare_environment().
         from vllm import LLM
 
+        logging.getLogger(RELOAD_LOGGER).addFilter(_is_not_about_rotary_embeddings)
         on_gpu = torch.cuda.is_available()
         cache_mb = self._generator.kv_cache_mb or (None if on_gpu else CPU_KV_CACHE_MB)
         llm = LLM(
@@ -193,10 +198,10 @@ class VllmGenerator:
         return WeightUpdate(update.version, update.layout, self._staged, update.evaluate)
 
     def _apply(self, update: WeightUpdate) -> None:
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": _tensors(update)})
-        self._llm.apply_model(_repack_output_layers)
-        self._llm.reset_prefix_cache(reset_running_requests=True)
-        self._llm.llm_engine.set_weight_version(str(update.version))
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": _tensors(update)})
+        self.llm.apply_model(_repack_output_layers)
+        self.llm.reset_prefix_cache(reset_running_requests=True)
+        self.llm.llm_engine.set_weight_version(str(update.version))
 
     def _check_length(self, request: Request) -> None:
         prompt, completion = len(request.prompt.tokens), request.sampling.max_tokens
@@ -211,7 +216,7 @@ class VllmGenerator:
         from vllm.inputs import tokens_input
 
         prompt = tokens_input(request.prompt.tokens.tolist())
-        self._llm.llm_engine.add_request(name, prompt, _sampling_params(request.sampling, request.n))
+        self.llm.llm_engine.add_request(name, prompt, sampling_params(request.sampling, request.n))
 
     def _finish(self, output: RequestOutput) -> Group:
         request = self._requests.pop(output.request_id)
@@ -221,12 +226,12 @@ class VllmGenerator:
         return Group(request, completions, np.array([_versions(s) for s in output.outputs], np.int32))
 
 
-def _sampling_params(sampling: Sampling, n: int) -> SamplingParams:
+def sampling_params(sampling: Sampling, n: int) -> SamplingParams:
     """logprobs=0 asks for the sampled token's log-probability alone, at temperature 1, before top-p.
 
-    No seed per request: it costs a Python call per sequence and token, on a GPU also the fast sampler, and
-    vLLM 0.32's CPU sampler dies of it where a prompt is computed in two parts. The engine's own seed makes the
-    same order of calls give the same completions.
+    No seed per request: it costs a Python call per sequence and token, on a GPU also the fast sampler,
+    and vLLM 0.32's CPU sampler dies of it where a prompt is computed in two parts. The engine's own seed
+    makes the same order of calls give the same completions.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -283,3 +288,8 @@ def _repack_output_layers(model: torch.nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead):
             layer.quant_method.process_weights_after_loading(layer)
+
+
+def _is_not_about_rotary_embeddings(record: logging.LogRecord) -> bool:
+    """They have no weights, and vLLM warns at every load that it found none for them."""
+    return "RotaryEmbedding" not in record.getMessage()

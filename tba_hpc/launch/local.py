@@ -26,10 +26,8 @@ from rich.console import Console
 
 from tba_hpc.config import Config
 from tba_hpc.report.status import LiveDisplay
+from tba_hpc.state import RunDir, write_atomic
 from tba_hpc.types import Role
-
-LOGS_VARIABLE = "TBA_LOGS"
-"""Environment variable that tells a rank where the logs of this attempt lie."""
 
 WATCH_SECONDS = 0.25
 """Pause between two looks at the processes and the metrics."""
@@ -39,6 +37,9 @@ LEAVE_SECONDS = 60.0
 
 TAIL_LINES = 15
 """Lines of a failed rank's log that are shown."""
+
+MPIEXEC = "mpiexec"
+"""Name of the one process that an MPI world is to the launcher."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Each asks the run to checkpoint and stop; a second SIGINT kills it."""
@@ -54,7 +55,7 @@ class LaunchError(RuntimeError):
 def mpiexec_command(
     run_dir: Path, *, trainers: int, searchers: int, mpiexec: Path, program: Sequence[str]
 ) -> list[str]:
-    """One world of both roles: ranks 0…trainers-1 run ``program train RUN``, the rest ``program search RUN``."""
+    """One world: ranks 0 … trainers - 1 run ``program train RUN``, the others ``program search RUN``."""
     placement = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]
     train = ["-n", str(trainers), *program, "train", str(run_dir)]
     search = ["-n", str(searchers), *program, "search", str(run_dir)]
@@ -79,10 +80,10 @@ def find_mpiexec(path: str | None = None) -> Path:
     return Path(found)
 
 
-def child_environment(base: Mapping[str, str], logs: Path, *, root: bool) -> dict[str, str]:
+def child_environment(base: Mapping[str, str], *, root: bool) -> dict[str, str]:
     """Environment of the ranks: one OpenMP thread unless chosen, Open MPI's leave to run as root."""
     allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if root else {}
-    return {"OMP_NUM_THREADS": "1", **base, **allow, LOGS_VARIABLE: str(logs)}
+    return {"OMP_NUM_THREADS": "1", **base, **allow}
 
 
 def rank_name(role: Role, index: int) -> str:
@@ -90,32 +91,23 @@ def rank_name(role: Role, index: int) -> str:
     return f"{role}-{index:04d}"
 
 
-def new_attempt(logs: Path) -> Path:
-    """Make the folder of the next attempt: ``logs/attempt-0001``, ``-0002`` …"""
-    logs.mkdir(parents=True, exist_ok=True)
-    attempt = logs / f"attempt-{1 + len(list(logs.glob('attempt-*'))):04d}"
-    attempt.mkdir()
-    return attempt
+def own_log(run: RunDir, role: Role, index: int) -> None:
+    """In a rank: from here on write standard output and error to the rank's own log of this attempt."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with log_file(run.attempt, rank_name(role, index)).open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
 
 
-def own_log(role: Role, index: int) -> None:
-    """In a rank: from here on write standard output and error to the rank's own log of this attempt.
-
-    Does nothing where no launcher started this process.
-    """
-    if logs := os.environ.get(LOGS_VARIABLE):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        with (Path(logs) / f"{rank_name(role, index)}.log").open("ab") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-
-
-def report_error(role: Role, index: int, sentence: str) -> None:
+def report_error(run: RunDir, role: Role, index: int, sentence: str) -> None:
     """In a rank: leave the one sentence that the launcher shows to the user instead of a traceback."""
-    if logs := os.environ.get(LOGS_VARIABLE):
-        name = f"error-{rank_name(role, index)}.txt"
-        (Path(logs) / name).write_text(sentence.strip() + "\n", encoding="utf-8")
+    write_atomic(run.attempt / f"error-{rank_name(role, index)}.txt", sentence.strip() + "\n")
+
+
+def log_file(logs: Path, name: str) -> Path:
+    """Log of a rank, or of mpiexec, in an attempt's folder."""
+    return logs / f"{name}.log"
 
 
 @dataclass
@@ -233,34 +225,39 @@ class World:
         return self.searchers[0] if self.searchers and all(child.code for child in self.searchers) else None
 
 
-def start_world(run_dir: Path, config: Config, logs: Path, *, program: Sequence[str] | None = None) -> World:
-    """Start all ranks. ``program`` replaces ``python -m tba_hpc``; role and run directory follow it."""
-    environment = child_environment(os.environ, logs, root=os.geteuid() == 0)
-    ranks = config.launch
+def commands(run: RunDir, config: Config, *, program: Sequence[str] | None = None) -> dict[str, list[str]]:
+    """The processes of a run by name, ready to start. ``program`` replaces ``python -m tba_hpc``.
+
+    Raises LaunchError where mpiexec is missing.
+    """
+    trainers, searchers = config.launch.trainers, config.launch.searchers
     if config.exchange.transport == "mpi":
-        command = mpiexec_command(
-            run_dir,
-            trainers=ranks.trainers,
-            searchers=ranks.searchers,
-            mpiexec=find_mpiexec(),
-            program=program or [sys.executable, "-m", "mpi4py", "-m", "tba_hpc"],
+        program = program or [sys.executable, "-m", "mpi4py", "-m", "tba_hpc"]
+        world = mpiexec_command(
+            run.path, trainers=trainers, searchers=searchers, mpiexec=find_mpiexec(), program=program
         )
-        # On SIGTERM mpiexec ends its ranks; on SIGKILL it would leave them behind.
-        log = logs / "mpiexec.log"
-        return World(
-            [Child.start("mpiexec", command, environment=environment, log=log, orphaned=signal.SIGTERM)]
-        )
+        return {MPIEXEC: world}
     program = program or [sys.executable, "-m", "tba_hpc"]
+    ranks: list[tuple[Role, int]] = [
+        *(("trainer", index) for index in range(trainers)),
+        *(("searcher", index) for index in range(searchers)),
+    ]
+    return {
+        rank_name(role, index): rank_command(run.path, role, index, program=program) for role, index in ranks
+    }
+
+
+def start_world(commands: Mapping[str, Sequence[str]], logs: Path) -> World:
+    """Start all processes, with their output in ``logs``."""
+    environment = child_environment(os.environ, root=os.geteuid() == 0)
     world = World()
-
-    def start(role: Role, index: int) -> Child:
-        name = rank_name(role, index)
-        command = rank_command(run_dir, role, index, program=program)
-        log = logs / f"{name}.log"
-        return Child.start(name, command, environment=environment, log=log, orphaned=signal.SIGKILL)
-
-    world.trainers = [start("trainer", index) for index in range(ranks.trainers)]
-    world.searchers = [start("searcher", index) for index in range(ranks.searchers)]
+    for name, command in commands.items():
+        # mpiexec ends its ranks on SIGTERM, but would leave them behind on SIGKILL.
+        orphaned = signal.SIGTERM if name == MPIEXEC else signal.SIGKILL
+        child = Child.start(
+            name, command, environment=environment, log=log_file(logs, name), orphaned=orphaned
+        )
+        (world.searchers if name.startswith("searcher") else world.trainers).append(child)
     return world
 
 
@@ -293,28 +290,29 @@ def listening() -> Iterator[Asked]:
 
 
 def launch(
-    run_dir: Path,
-    config: Config,
-    *,
-    program: Sequence[str] | None = None,
-    console: Console | None = None,
+    run: RunDir, config: Config, *, program: Sequence[str] | None = None, console: Console | None = None
 ) -> int:
     """Run all roles to the end and return the exit status: 0 when finished or stopped on request.
 
-    Raises LaunchError where the run cannot be started.
+    Main thread only. Raises LaunchError where the run cannot be started.
     """
     console = console or Console()
-    logs = new_attempt(run_dir / "logs")
-    with listening() as asked, start_world(run_dir, config, logs, program=program) as world:
-        with LiveDisplay(run_dir, config, console=console) as display:
-            code = _watch(world, asked, display.refresh, display.note)
+    processes = commands(run, config, program=program)
+    logs = run.begin_attempt()
+    with (
+        listening() as asked,
+        start_world(processes, logs) as world,
+        LiveDisplay(run, config, console=console) as display,
+    ):
+        code = _watch(world, asked, display.refresh, display.note)
     if asked.kill:
-        console.print(f"killed; continue from the last checkpoint with: tba run {run_dir}", highlight=False)
+        console.print(f"killed; to go on from the last checkpoint: tba run {run.path}", highlight=False)
     elif asked.stop and code == 128 + signal.SIGUSR1:
         console.print("stopped before the roles were up: nothing was done, nothing is lost", highlight=False)
         return 0
     elif code:
-        text = failure(logs, world.failed.name if world.failed else "mpiexec", code, config.launch.trainers)
+        name = world.failed.name if world.failed else MPIEXEC
+        text = failure(logs, name, code, config.launch.trainers)
         Console(stderr=True).print(text, style="red", highlight=False, markup=False, soft_wrap=True)
     return code
 
@@ -340,9 +338,9 @@ def failure(logs: Path, child: str, code: int, trainers: int) -> str:
     sentences = sorted(logs.glob("error-*.txt"), key=lambda path: path.stat().st_mtime_ns)
     if sentences:
         return sentences[0].read_text(encoding="utf-8").strip()
-    name = _failed_rank(logs / "mpiexec.log", trainers) or child
-    log = logs / f"{name}.log"
-    log = log if log.exists() else logs / "mpiexec.log"
+    name = _failed_rank(log_file(logs, MPIEXEC), trainers) or child
+    log = log_file(logs, name)
+    log = log if log.exists() else log_file(logs, MPIEXEC)
     how = (
         f"was ended by {signal.Signals(code - 128).name}" if code > 128 else f"failed with exit status {code}"
     )
@@ -360,5 +358,6 @@ def _failed_rank(mpiexec_log: Path, trainers: int) -> str | None:
 
 
 def _tail(log: Path) -> list[str]:
+    """The last lines with something on them, indented."""
     lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines()]
     return [f"  {line}" for line in lines if line][-TAIL_LINES:]

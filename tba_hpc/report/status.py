@@ -9,27 +9,34 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
-from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
 from tba_hpc.config import Config
 from tba_hpc.metrics import MetricsTail, Record, number
-from tba_hpc.report.summary import Evaluation, index_of, read_evaluations, searcher_files
+from tba_hpc.report.summary import Summary, index_of, read_evaluations, searcher_files, series
+from tba_hpc.state import Evaluation, RunDir
 
 LINE_SECONDS = 5.0
 """Pause between two plain lines where the output is no terminal."""
 
 REFRESH_PER_SECOND = 4
 """How often a terminal is redrawn."""
+
+MANY_SEARCHERS = 4
+"""Above this number the searchers are shown together."""
+
+NOTHING = "–"
+"""Shown where there is no value yet."""
 
 PACE_STEPS = 20
 """Steps whose mean duration the estimate of the time left is made from."""
@@ -39,7 +46,7 @@ PACE_STEPS = 20
 class RunView:
     """The present state of a run, folded from its metrics as they come in."""
 
-    run_dir: Path
+    run: RunDir
     config: Config
     latest: Record = field(default_factory=dict)
     searchers: dict[int, Record] = field(default_factory=dict)
@@ -55,12 +62,12 @@ class RunView:
 
     def update(self) -> None:
         """Read what is new in the run directory."""
-        for record in self._new(self.run_dir / "metrics" / "trainer.jsonl"):
+        for record in self._new(self.run.metrics_file("trainer")):
             self._take(record)
-        for path in searcher_files(self.run_dir):
+        for path in searcher_files(self.run):
             for record in self._new(path):
                 self.searchers[index_of(path)] = record
-        self.evaluations = read_evaluations(self.run_dir, self.config.launch.searchers)
+        self.evaluations = read_evaluations(self.run)
 
     def _new(self, path: Path) -> list[Record]:
         return self._tails.setdefault(path, MetricsTail(path)).new()
@@ -103,29 +110,29 @@ class RunView:
             "starting engines…" if self.phase == "starting" else "engines are up, first weights on their way"
         )
 
-    def pass_at_1(self, split: str, which: int) -> str:
-        """The first (0) or newest (-1) pass@1 on a split, as a percentage."""
-        found = [evaluation.pass_at_1 for evaluation in self.evaluations if evaluation.split == split]
-        return percent(found[which]) if found else "–"
-
     def cells(self) -> dict[str, str]:
         """Column title → value, the numbers a user watches."""
         latest = self.latest
+        validation = [e.pass_at_1 for e in self.evaluations if e.split == "validation"][-1:]
+        test = [e.pass_at_1 for e in self.evaluations if e.split == "test"]
         return {
-            "pass@1": self.pass_at_1("validation", -1),
-            "test before": self.pass_at_1("test", 0),
+            "pass@1": " → ".join(map(percent, validation)) or NOTHING,
+            "test": " → ".join(map(percent, test[:1] + test[1:][-1:])) or NOTHING,
             "reward": _show(latest, "train/reward", "{:.3f}"),
             "loss": _show(latest, "train/loss", "{:.4f}"),
             "KL": _show(latest, "train/kl", "{:.2f}"),
             "staleness": _show(latest, "staleness/mean", "{:.1f}"),
             "trainer wait": _show(latest, "train/wait_share", "{:.1%}"),
             "buffer": _show(latest, "buffer/size", "{:,.0f}"),
-            "tokens/s": " + ".join(
-                _show(record, "search/tokens_per_second", "{:,.0f}")
-                for _, record in sorted(self.searchers.items())
-            )
-            or "–",
+            "tokens/s": self._rates(),
         }
+
+    def _rates(self) -> str:
+        """Tokens per second of each searcher; of many, their number times the mean."""
+        rates = series([record for _, record in sorted(self.searchers.items())], "search/tokens_per_second")
+        if len(rates) > MANY_SEARCHERS:
+            return f"{len(rates)} × {sum(rates) / len(rates):,.0f}"
+        return " + ".join(f"{rate:,.0f}" for rate in rates) or NOTHING
 
 
 def percent(share: float) -> str:
@@ -142,47 +149,50 @@ def duration(seconds: float) -> str:
 
 def _show(record: Record, name: str, style: str) -> str:
     value = number(record, name)
-    return "–" if value is None else style.format(value)
+    return NOTHING if value is None else style.format(value)
 
 
 def plain_line(view: RunView, elapsed: float) -> str:
     """The state of a run as one line of text."""
-    head = f"[{duration(elapsed)}] {view.headline}"
-    if not view.step:
-        return head
-    cells = " · ".join(f"{title} {value}" for title, value in view.cells().items() if value != "–")
-    return f"{head} · step {view.step}/{view.config.train.steps} · {cells}"
+    parts = [f"[{duration(elapsed)}] {view.headline}"]
+    if view.phase == "training":
+        parts.append(f"step {view.step}/{view.config.train.steps}")
+    if view.step:
+        parts += [f"{title} {value}" for title, value in view.cells().items() if value != NOTHING]
+    return " · ".join(parts)
 
 
 def panel(view: RunView, elapsed: float) -> RenderableType:
     """The state of a run for a terminal: a line with the bar, below it the numbers."""
     head = Table.grid(padding=(0, 1))
+    steps = view.config.train.steps
     left = "" if view.eta is None or view.phase != "training" else f"· {duration(view.eta)} left"
     head.add_row(
-        Spinner("dots", style="cyan"),
+        Text(">", style="cyan"),
         Text(view.headline, style="bold"),
-        ProgressBar(total=view.config.train.steps, completed=view.step, width=32),
-        Text(f"{view.step}/{view.config.train.steps}"),
+        ProgressBar(
+            total=steps, completed=view.step, width=28, complete_style="cyan", finished_style="green"
+        ),
+        Text(f"{view.step}/{steps}"),
         Text(f"{duration(elapsed)} {left}", style="dim"),
     )
     if not view.step:
         return head
-    numbers = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
-    for title in view.cells():
-        numbers.add_column(title, justify="right", no_wrap=True)
-    numbers.add_row(*view.cells().values())
-    return Group(head, Padding(numbers, (0, 0, 0, 2)))
+    cells = [
+        Text.assemble((title, "dim"), "\n", value, justify="right") for title, value in view.cells().items()
+    ]
+    return Group(head, Padding(Columns(cells, padding=(0, 2)), (0, 0, 0, 2)))
 
 
 class LiveDisplay:
-    """Follows a run on the console: ``with LiveDisplay(run_dir, config) as display: display.refresh()``.
+    """Follows a run on the console: ``with LiveDisplay(run, config) as display: display.refresh()``.
 
     Draws only inside ``refresh``, so its owner decides when; no thread is started.
     """
 
-    def __init__(self, run_dir: Path, config: Config, *, console: Console | None = None) -> None:
+    def __init__(self, run: RunDir, config: Config, *, console: Console | None = None) -> None:
         self._console = console or Console()
-        self._view = RunView(run_dir, config)
+        self._view = RunView(run, config)
         self._start = time.monotonic()
         self._line = ""
         self._printed = self._start
@@ -230,6 +240,31 @@ class LiveDisplay:
 Cell = str | int | float | bool | None
 
 
+def print_summary(
+    run: RunDir, summary: Summary, *, as_json: bool = False, console: Console | None = None
+) -> None:
+    """Print what a run came to and where its results lie; as JSON, all of summary.json."""
+    if as_json:
+        print_values(asdict(summary), as_json=True)
+        return
+    shares = {
+        "pass@1 before": summary.pass_at_1_before,
+        "pass@1 after": summary.pass_at_1_after,
+        "trainer wait": summary.trainer_wait_share,
+    }
+    places = {"model": run.export, "report": run.report, "summary": run.summary}
+    values: dict[str, Cell] = {
+        **{name: None if share is None else percent(share) for name, share in shares.items()},
+        "held-out prompts": summary.test_prompts,
+        "optimizer steps": summary.steps,
+        "training time": duration(summary.train_seconds),
+        "trajectories": summary.trajectories,
+        "tokens": summary.tokens,
+        **{name: str(path) for name, path in places.items() if path.exists()},
+    }
+    print_values(values, console=console)
+
+
 def print_values(
     values: Mapping[str, Cell], *, as_json: bool = False, console: Console | None = None
 ) -> None:
@@ -239,7 +274,7 @@ def print_values(
         return
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
-    table.add_column(justify="right")
+    table.add_column(overflow="fold")
     for name, value in values.items():
         table.add_row(name, _cell(value))
     (console or Console()).print(table)
@@ -262,7 +297,7 @@ def print_rows(
 
 def _cell(value: Cell) -> str:
     if value is None:
-        return "–"
+        return NOTHING
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -9,24 +9,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
 from tba_hpc.config import Config
 from tba_hpc.metrics import Record, number, read_metrics, step_records
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Greedy pass@1 of the weights of ``step`` on a split."""
-
-    split: str
-    step: int
-    correct: int
-    total: int
-
-    @property
-    def pass_at_1(self) -> float:
-        """Share of prompts answered correctly."""
-        return self.correct / self.total
+from tba_hpc.state import Evaluation, RunDir, read_evaluation, write_atomic
+from tba_hpc.types import Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +31,14 @@ class RunData:
     evaluations: list[Evaluation]
 
     @classmethod
-    def read(cls, run_dir: Path, searchers: int) -> RunData:
+    def read(cls, run: RunDir) -> RunData:
         """Read a run directory at any moment of its life."""
-        trainer = read_metrics(run_dir / "metrics" / "trainer.jsonl")
+        trainer = read_metrics(run.metrics_file("trainer"))
         return cls(
             trainer,
             step_records(trainer),
-            {index_of(path): read_metrics(path) for path in searcher_files(run_dir)},
-            read_evaluations(run_dir, searchers),
+            {index_of(path): read_metrics(path) for path in searcher_files(run)},
+            read_evaluations(run),
         )
 
     @property
@@ -68,9 +56,9 @@ class RunData:
         return [evaluation for evaluation in self.evaluations if evaluation.split == "test"]
 
 
-def searcher_files(run_dir: Path) -> list[Path]:
+def searcher_files(run: RunDir) -> list[Path]:
     """Metrics files of the searchers, by index."""
-    return sorted((run_dir / "metrics").glob("searcher-*.jsonl"))
+    return sorted(run.metrics.glob("searcher-*.jsonl"))
 
 
 def index_of(path: Path) -> int:
@@ -78,15 +66,18 @@ def index_of(path: Path) -> int:
     return int(path.stem.rpartition("-")[2])
 
 
-def read_evaluations(run_dir: Path, searchers: int) -> list[Evaluation]:
-    """Evaluations of which the parts of all ``searchers`` are there, by split and step."""
-    found = []
-    for folder in (run_dir / "evaluations").glob("*-step-*"):
-        parts = [json.loads(path.read_text()) for path in folder.glob("searcher-*.json")]
-        if len(parts) >= searchers and (total := sum(part["total"] for part in parts)):
-            split, _, step = folder.name.partition("-step-")
-            found.append(Evaluation(split, int(step), sum(part["correct"] for part in parts), total))
-    return sorted(found, key=lambda evaluation: (evaluation.split, evaluation.step))
+def read_evaluations(run: RunDir) -> list[Evaluation]:
+    """All evaluations of which every part is there, by split and step."""
+    found = [_evaluation_in(run, folder) for folder in sorted(run.evaluations.glob("*-step-*"))]
+    return [evaluation for evaluation in found if evaluation and evaluation.total]
+
+
+def _evaluation_in(run: RunDir, folder: Path) -> Evaluation | None:
+    """The evaluation of a folder, whatever number of searchers made it; None while a part is missing."""
+    split, _, step = folder.name.partition("-step-")
+    counts = {int(path.stem.rpartition("-")[2]) for path in folder.glob("searcher-*-of-*.json")}
+    whole = (read_evaluation(run, cast(Split, split), int(step), count) for count in sorted(counts))
+    return next((evaluation for evaluation in whole if evaluation), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +115,9 @@ class Summary:
         return self.pass_at_1_after - self.pass_at_1_before
 
 
-def summarise(run_dir: Path, config: Config) -> Summary:
+def summarise(run: RunDir) -> Summary:
     """Take the summary of a run from its files."""
-    return summary_of(RunData.read(run_dir, config.launch.searchers), config)
+    return summary_of(RunData.read(run), run.config())
 
 
 def summary_of(data: RunData, config: Config) -> Summary:
@@ -154,12 +145,11 @@ def summary_of(data: RunData, config: Config) -> Summary:
     )
 
 
-def write_summary(run_dir: Path, summary: Summary) -> Path:
-    """Write ``summary.json`` by rename; returns its path."""
-    path = run_dir / "summary.json"
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(asdict(summary), indent=2) + "\n")
-    return draft.replace(path)
+def write_summary(run: RunDir) -> Summary:
+    """Write ``summary.json``; returns what it holds."""
+    summary = summarise(run)
+    write_atomic(run.summary, json.dumps(asdict(summary), indent=2) + "\n")
+    return summary
 
 
 def series(records: Iterable[Record], name: str) -> list[float]:

@@ -1,0 +1,356 @@
+"""The Learner port on DeepSpeed: one policy, trained by a group of ranks that ZeRO 1, 2 or 3 shards over.
+
+It must not know about searchers, buffers or schedules. Every trainer rank makes one: the leader's is the
+port, the others ``follow`` it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
+
+import deepspeed
+import numpy as np
+import torch
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from deepspeed.utils import logger as deepspeed_logger
+
+from tba_hpc import batch as batches
+from tba_hpc.backends.hf_model import PolicyLogprobs, load_policy, load_tokenizer
+from tba_hpc.backends.trainer_group import Message, TrainerGroup
+from tba_hpc.config import Config
+from tba_hpc.objectives import OBJECTIVES
+from tba_hpc.state import StateError, write_atomic
+from tba_hpc.types import TrajectoryBatch, WeightLayout, WeightSlot
+
+SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16"}
+SAFETENSORS_DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16}
+
+TAG = "zero"
+"""DeepSpeed's folder inside a checkpoint."""
+
+RANKS_FILE = "ranks.json"
+"""Beside it: how many trainer ranks wrote it."""
+
+BUCKET_ELEMENTS = 128 << 20
+"""Most parameters in one reduction of gradients: memory against messages."""
+
+BUCKET_BYTES = 256 << 20
+"""Most weights that ZeRO-3 makes whole at once to copy them out: memory against messages."""
+
+
+class Command(IntEnum):
+    """What the leader asks of every rank."""
+
+    STEP = 0
+    WRITE = 1
+    SAVE = 2
+    LOAD = 3
+    EXPORT = 4
+    CLOSE = 5
+
+
+class DeepSpeedLearner:
+    """A policy and its AdamW state, shared by the trainer ranks.
+
+    Weights are float32, or bfloat16 with float32 master weights and float32 gradient accumulation.
+    Every method of the port is called on the leader (rank 0) alone, while the other ranks are inside
+    ``follow``; all ranks then act together.
+    """
+
+    def __init__(self, config: Config, group: TrainerGroup) -> None:
+        self._config = config
+        self._group = group
+        self._objective = OBJECTIVES[config.train.objective]
+        self._tokenizer = load_tokenizer(config.model.path)
+        self._policy = load_policy(config.model.path, config.model.dtype)
+        self._parameters = dict(self._policy.named_parameters())  # tied ones once, as save_pretrained does
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in self._parameters.items()]
+        self.layout = WeightLayout.of(shapes, SAFETENSORS_NAME[config.model.dtype])
+        if config.train.gradient_checkpointing:
+            self._policy.gradient_checkpointing_enable({"use_reentrant": False})
+        logprobs = PolicyLogprobs(self._policy, chunk_tokens=config.train.logprob_chunk_tokens)
+        self._engine = _make_engine(config, logprobs.train())
+
+    @classmethod
+    def create(
+        cls, config: Config, *, rank: int, ranks: int, store: Path, deadline: float
+    ) -> DeepSpeedLearner:
+        """Join the group of trainer ranks and load the policy; every trainer rank calls it.
+
+        ``store``: an existing, private folder on a file system that all ranks share, new for this attempt.
+        ``deadline``: longest wait for another rank, s. Raises ConfigError for a model that cannot be
+        trained, ExchangeError naming the ranks that did not come.
+        """
+        return cls(config, TrainerGroup.join(store, rank=rank, ranks=ranks, deadline=deadline))
+
+    # --- The port: called on the leader ---
+
+    def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
+        """One optimizer step on the mean loss over all rows of ``batch``, however ranks share it.
+
+        Groups must divide evenly over the ranks. Metrics: see ``_Sums``.
+        """
+        self._group.tell(Message(Command.STEP, (learning_rate, beta), _pack(batches.to_arrays(batch))))
+        return self._step(batch, learning_rate, beta)
+
+    def write_weights(self, out: np.ndarray) -> None:
+        """Copy the current weights into ``out``, uint8 [layout.nbytes]: here this rank's part of them.
+
+        The followers copy theirs into their own ``slot``; back when all have.
+        """
+        self._group.tell(Message(Command.WRITE))
+        self._write(out)
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer into an existing folder that all ranks see, durably."""
+        self._tell(Command.SAVE, folder)
+        self._save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Restore what ``save`` wrote; exactly for the same number of ranks, else to rounding."""
+        self._tell(Command.LOAD, folder)
+        self._load(folder)
+
+    def export(self, folder: Path) -> None:
+        """Write a folder that ``from_pretrained`` and ``vllm serve`` load; it appears whole, by rename."""
+        self._tell(Command.EXPORT, folder)
+        self._export(folder)
+
+    def close(self) -> None:
+        """Let the following ranks go."""
+        self._group.tell(Message(Command.CLOSE))
+        self._close()
+
+    def _tell(self, command: Command, folder: Path) -> None:
+        self._group.tell(Message(command, payload=os.fsencode(folder.absolute())))
+
+    # --- The other ranks ---
+
+    def follow(self, slot: Callable[[], np.ndarray]) -> None:
+        """Obey the leader until it closes the group.
+
+        ``slot`` gives the uint8 buffer [layout.nbytes] that this rank's part of the weights goes into.
+        Waits for the leader's commands; raises ExchangeError where the leader is gone.
+        """
+        while (message := self._group.hear()).command != Command.CLOSE:
+            self._obey(message, slot)
+        self._close()
+
+    def _obey(self, message: Message, slot: Callable[[], np.ndarray]) -> None:
+        folder = Path(os.fsdecode(message.payload))
+        match Command(message.command):
+            case Command.STEP:
+                self._step(batches.from_arrays(_unpack(message.payload)), *message.numbers)
+            case Command.WRITE:
+                self._write(slot())
+            case Command.SAVE:
+                self._save(folder)
+            case Command.LOAD:
+                self._load(folder)
+            case Command.EXPORT:
+                self._export(folder)
+
+    # --- All ranks together ---
+
+    def _step(self, batch: TrajectoryBatch, learning_rate: float, beta: float) -> dict[str, float]:
+        mine = batches.split(batch, self._group.ranks)[self._group.rank]
+        sums: Counter[str] = Counter()  # type: ignore
+        for micro in batches.micro_batches(mine, self._config.train.groups_per_micro_batch):
+            share = len(micro.reward_N) / len(batch.sequences)
+            sums.update(self._backward(micro, beta, share))
+        for parameters in self._engine.optimizer.param_groups:
+            parameters["lr"] = learning_rate
+        self._engine.step()
+        means = self._group.total(np.array(list(sums.values())))
+        metrics = dict(zip(sums, means.tolist(), strict=True))
+        return metrics | {"grad_norm": float(self._engine.get_global_grad_norm())}
+
+    def _backward(self, micro: batches.PaddedBatch, beta: float, share: float) -> dict[str, float]:
+        """Add the gradient of whole groups, ``share`` of the batch's rows; returns their part of the metrics.
+
+        DeepSpeed takes the mean over ranks, so that multiplying by their number leaves the sum.
+        """
+        device = self._group.device
+        tokens_NL = torch.from_numpy(micro.tokens_NL).to(device)
+        lengths = torch.from_numpy(np.stack([micro.prompt_length_N, micro.length_N])).to(device)
+        logprob_N = self._engine(tokens_NL, *lengths).sum(1)
+        groups = (-1, micro.group_size)
+        ref_logprob_BK = torch.from_numpy(micro.ref_logprob_N).to(device).view(groups)
+        reward_BK = torch.from_numpy(micro.reward_N).to(device).view(groups)
+        output = self._objective(logprob_N.view(groups), ref_logprob_BK, reward_BK, beta)
+        self._engine.backward(output.loss * (share * self._group.ranks), scale_wrt_gas=False)
+        metrics = {"loss": output.loss, **output.metrics}
+        metrics["kl"] = (logprob_N.detach().view(groups) - ref_logprob_BK).mean()
+        return {name: share * float(value.detach()) for name, value in metrics.items()}
+
+    def _write(self, out: np.ndarray) -> None:
+        self._copy(self.layout.parts(self._group.ranks)[self._group.rank], out)
+        self._group.barrier()
+
+    def _copy(self, slots: Sequence[WeightSlot], out: np.ndarray) -> None:
+        """Copy the tensors of ``slots`` to their places in ``out``: one memcpy each.
+
+        Under ZeRO-3 every rank must come here, for all make each bucket of parameters whole together.
+        """
+        wanted = {slot.name for slot in slots}
+        for bucket in _buckets(self.layout):
+            parameters = [self._parameters[slot.name] for slot in bucket]
+            sharded = self._config.train.zero_stage == 3
+            with GatheredParameters(parameters, enabled=sharded), torch.no_grad():
+                for slot, parameter in zip(bucket, parameters, strict=True):
+                    if slot.name in wanted:
+                        _place(out, slot).copy_(parameter)
+
+    def _save(self, folder: Path) -> None:
+        self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+        if self._group.leads:
+            write_atomic(folder / RANKS_FILE, json.dumps(self._group.ranks))
+        for path in (folder / TAG).iterdir():  # on every rank: only the node that wrote a page can flush it
+            _fsync(path)
+        self._group.barrier()
+
+    def _load(self, folder: Path) -> None:
+        if json.loads((folder / RANKS_FILE).read_text()) == self._group.ranks:
+            self._restore(folder)
+        else:
+            self._load_universal(folder)
+
+    def _load_universal(self, folder: Path) -> None:
+        """Load a checkpoint of another number of ranks, converted into a scratch folder beside it."""
+        scratch = folder.with_name(f".{folder.name}.universal.tmp")
+        if self._group.leads:
+            shutil.rmtree(scratch, ignore_errors=True)
+            _convert(folder / TAG, scratch / TAG)
+        self._group.barrier()
+        self._engine._config.load_universal_checkpoint = True  # DeepSpeed reads it when it loads
+        self._restore(scratch)
+        self._engine._config.load_universal_checkpoint = False
+        self._group.barrier()
+        if self._group.leads:
+            shutil.rmtree(scratch)
+
+    def _restore(self, folder: Path) -> None:
+        loaded, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
+        if loaded is None:
+            raise StateError(f"{folder} holds no checkpoint of DeepSpeed: resume from another one")
+
+    def _export(self, folder: Path) -> None:
+        slots = self.layout.slots if self._group.leads else ()
+        whole = np.empty(self.layout.nbytes if self._group.leads else 0, np.uint8)
+        self._copy(slots, whole)
+        if self._group.leads:
+            with _replacing(folder) as temporary:
+                tensors = {slot.name: _place(whole, slot) for slot in slots}
+                self._policy.save_pretrained(temporary, state_dict=tensors)
+                self._tokenizer.save(temporary)
+        self._group.barrier()
+
+    def _close(self) -> None:
+        self._engine.destroy()
+        self._group.leave()
+
+
+def _make_engine(config: Config, model: PolicyLogprobs) -> deepspeed.DeepSpeedEngine:
+    """DeepSpeed's engine around ``model`` and torch's AdamW (its own would need a compiler)."""
+    deepspeed_logger.setLevel(logging.WARNING)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles one, for minutes
+    train = config.train
+    optimizer = torch.optim.AdamW(
+        model.parameters(), train.learning_rate.peak, train.adam_betas, weight_decay=train.weight_decay
+    )
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_settings(config, model))
+    return engine
+
+
+def _settings(config: Config, model: PolicyLogprobs) -> dict[str, object]:
+    """DeepSpeed's own configuration. ``step`` alone ends an accumulation, whatever the micro-batches."""
+    bucket = min(BUCKET_ELEMENTS, sum(parameter.numel() for parameter in model.parameters()))
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # required, and unused: batches do not come from DeepSpeed
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": config.train.gradient_clip,
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": config.model.dtype == "bfloat16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {
+            "stage": config.train.zero_stage,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+            "overlap_comm": False,
+        },
+    }
+
+
+def _pack(arrays: Mapping[str, np.ndarray]) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def _unpack(payload: bytes) -> dict[str, np.ndarray]:
+    return dict(np.load(io.BytesIO(payload), allow_pickle=False))
+
+
+def _buckets(layout: WeightLayout) -> Iterator[list[WeightSlot]]:
+    """All slots in order, in runs of at most BUCKET_BYTES (or of one larger tensor)."""
+    bucket: list[WeightSlot] = []
+    for slot in layout.slots:
+        if bucket and slot.end - bucket[0].start > BUCKET_BYTES:
+            yield bucket
+            bucket = []
+        bucket.append(slot)
+    yield bucket
+
+
+def _place(buffer: np.ndarray, slot: WeightSlot) -> torch.Tensor:
+    """The tensor whose memory is ``slot`` of a flat uint8 buffer."""
+    return torch.from_numpy(buffer[slot.start : slot.end]).view(SAFETENSORS_DTYPE[slot.dtype]).view(slot.shape)
+
+
+def _convert(folder: Path, universal: Path) -> None:
+    """DeepSpeed's own conversion to a checkpoint for any number of ranks, in a process of its own
+
+    because it starts workers, which must not be forked from an MPI rank.
+    """
+    program = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    arguments = ["--input_folder", str(folder), "--output_folder", str(universal)]
+    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    done = subprocess.run([*program, *arguments, *workers], capture_output=True, text=True)
+    if done.returncode:
+        raise StateError(
+            f"{folder} cannot be converted to another number of trainer ranks: resume with the old "
+            f"launch.trainers ({done.stderr.strip().splitlines()[-1]})"
+        )
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """A temporary folder that takes the place of ``folder``, whole and durable, when the block ends."""
+    temporary, old = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.old.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    yield temporary
+    for path in [*temporary.iterdir(), temporary]:
+        _fsync(path)
+    if folder.exists():
+        folder.rename(old)
+    temporary.rename(folder)
+    _fsync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

@@ -1,0 +1,369 @@
+"""The exchange of weights and shards over a shared file system: searchers come and go as they like.
+
+It must not know how weights are made or used, nor the format of shards. Weights travel as safetensors
+files, shards are found where they were sealed, and one small file, ``latest.json``, says everything
+else: which weights there are, which shards are merged, whether the run is over. It is replaced whole by
+the trainer alone; a searcher only ever reads it, so the death of one costs nothing.
+
+Weights to be evaluated stay in the list, and on disk, until their evaluation is complete: a searcher
+takes those first, oldest first, and otherwise the newest.
+
+Trainer ranks on several nodes that each write a part of the weights need a file system that is coherent
+under mmap (Lustre, GPFS; not NFS).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+
+from tba_hpc.ports import ExchangeError
+from tba_hpc.state import DiskFullError, write_atomic
+from tba_hpc.types import Shard, Split, WeightLayout, WeightSlot, WeightUpdate
+
+KEEP = 2
+"""Newest weights kept on disk, evaluated or not: a searcher may just be opening the one before the last."""
+
+POLL_SECONDS = 0.1
+"""Seconds between two looks of a searcher at ``latest.json``; metadata servers are slow and shared."""
+
+IDLE_DEADLINES = 6
+"""A searcher gives its trainer this many deadlines between two changes of ``latest.json``."""
+
+INCOMING = "incoming.tmp"
+"""Name of the weights while they are being written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """One published set of weights. ``sequence`` goes up by one per publish, over all attempts of a run."""
+
+    sequence: int
+    version: int
+    file: str
+    evaluate: Split | None
+    published: float
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """Contents of ``latest.json``. attempt: which trainer process wrote it.
+
+    cursors: next shard to merge per searcher. publications: those on disk, oldest first.
+    """
+
+    attempt: str
+    closed: bool = False
+    cursors: Mapping[int, int] = field(default_factory=dict)
+    publications: tuple[Publication, ...] = ()
+
+    @classmethod
+    def read(cls, folder: Path) -> Board | None:
+        """The board of a run, None before its first trainer has started."""
+        try:
+            values = json.loads((folder / "latest.json").read_text())
+        except FileNotFoundError:
+            return None
+        values["cursors"] = {int(searcher): index for searcher, index in values["cursors"].items()}
+        values["publications"] = tuple(Publication(**entry) for entry in values["publications"])
+        return cls(**values)
+
+    def write(self, folder: Path) -> None:
+        """Replace the board of a run."""
+        write_atomic(folder / "latest.json", json.dumps(asdict(self)))
+
+
+class FileTrainerExchange:
+    """The leader's end.
+
+    folder: where weights go. read_pending: all readable shards at or beyond the cursors, in order.
+    cursors: next shard to merge per searcher. evaluated: whether the evaluation of a split with the
+    weights of a version is complete.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        layout: WeightLayout,
+        *,
+        read_pending: Callable[[Mapping[int, int]], Iterable[Shard]],
+        cursors: Mapping[int, int],
+        evaluated: Callable[[Split, int], bool],
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for request in folder.glob("stop-*"):
+            request.unlink()
+        self._folder = folder
+        self._layout = layout
+        self._read_pending = read_pending
+        self._evaluated = evaluated
+        self._board = self._first_board(cursors)
+        self._arrived: deque[Shard] = deque()
+        self._stop_requested = False
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exchange")
+        self._round: Future[None] | None = None
+
+    def publish(
+        self, version: int, write: Callable[[np.ndarray], None], *, evaluate: Split | None = None
+    ) -> bool:
+        """Write a weights file; see ports.TrainerExchange. It is made durable and announced beside the loop.
+
+        With several trainer ranks, rank i writes run i of ``layout.parts``: the leader inside ``write``,
+        the others into their ``slot()``; ``write`` must be back only when all have written.
+        Raises DiskFullError.
+        """
+        published = time.time()
+        if not self._idle:
+            return False
+        write(_create_incoming(self._folder / INCOMING, self._layout, version))
+        name = f"step-{version:06d}.safetensors"
+        new = Publication(self._next_sequence, version, name, evaluate, published)
+        self._round = self._worker.submit(self._sync, new)
+        return True
+
+    def gather(self) -> bool:
+        """Look for new shards beside the loop; see ports.TrainerExchange."""
+        if not self._idle:
+            return False
+        self._round = self._worker.submit(self._sync, None)
+        return True
+
+    def collect(self) -> list[Shard]:
+        """Shards found since the last call, each exactly once, in order per searcher."""
+        return [self._arrived.popleft() for _ in range(len(self._arrived))]
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a searcher had asked to stop the run by the last round."""
+        return self._stop_requested
+
+    def close(self) -> list[Shard]:
+        """Finish the round under way, end the run for the searchers, return the last shards."""
+        if not self._board.closed:
+            self._worker.shutdown()
+            assert self._idle
+            self._board = replace(self._board, closed=True)
+            self._sync(None)
+            self._board.write(self._folder)
+        return self.collect()
+
+    @property
+    def _idle(self) -> bool:
+        if self._round is not None and self._round.done():
+            self._round.result()
+            self._round = None
+        return self._round is None
+
+    @property
+    def _next_sequence(self) -> int:
+        return max((entry.sequence for entry in self._board.publications), default=-1) + 1
+
+    def _first_board(self, cursors: Mapping[int, int]) -> Board:
+        """A board for this attempt; the newest weights of the one before stay, so that sequences go on."""
+        before = Board.read(self._folder)
+        kept = before.publications[-1:] if before else ()
+        board = Board(uuid.uuid4().hex, False, dict(cursors), tuple(replace(e, evaluate=None) for e in kept))
+        board.write(self._folder)
+        return board
+
+    def _sync(self, new: Publication | None) -> None:
+        """One round: make the incoming weights visible, find new shards, tell the searchers."""
+        before = self._board
+        if new is not None:
+            _make_durable(self._folder / INCOMING, self._folder / new.file)
+            self._board = replace(before, publications=(*self._still_needed(), new))
+        self._find_shards()
+        if self._board != before:
+            self._board.write(self._folder)
+            self._remove_superseded()
+        self._stop_requested |= any(self._folder.glob("stop-*"))
+
+    def _still_needed(self) -> list[Publication]:
+        entries = self._board.publications
+        return [
+            entry
+            for entry in entries
+            if entry in entries[-(KEEP - 1) :]
+            or (entry.evaluate and not self._evaluated(entry.evaluate, entry.version))
+        ]
+
+    def _find_shards(self) -> None:
+        cursors = dict(self._board.cursors)
+        for shard in self._read_pending(cursors):
+            self._arrived.append(shard)
+            cursors[shard.searcher] = shard.index + 1
+        self._board = replace(self._board, cursors=cursors)
+
+    def _remove_superseded(self) -> None:
+        needed = {entry.file for entry in self._board.publications}
+        for path in self._folder.glob("step-*.safetensors"):
+            if path.name not in needed:
+                path.unlink()
+
+
+class FileTrainerFollower:
+    """A trainer rank other than the leader: it writes its run of ``layout.parts`` into the same file."""
+
+    def __init__(self, folder: Path, layout: WeightLayout) -> None:
+        self._path = folder / INCOMING
+        self._layout = layout
+
+    def slot(self) -> np.ndarray:
+        """uint8 [layout.nbytes] of the file that the leader has just created. Call once per publish."""
+        return _map_data(self._path, self._layout.nbytes, "r+")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class FileSearcherExchange:
+    """A searcher's end. folder: the trainer's; it need not exist yet. deadline: see IDLE_DEADLINES, s."""
+
+    def __init__(self, folder: Path, searcher: int, *, deadline: float) -> None:
+        self._folder = folder
+        self._searcher = searcher
+        self._patience = IDLE_DEADLINES * deadline
+        self._board = Board.read(folder)
+        self._over = self._board.attempt if self._board and self._board.closed else ""
+        self._looked = self._changed = time.monotonic()
+        self._seen = -1  # sequence of the publication taken last
+        self._offered: list[int] = []
+
+    def offer(self, shard: Shard) -> None:
+        """Count a sealed shard as pending; the trainer finds it on disk."""
+        self._offered.append(shard.index)
+
+    def poll(self) -> WeightUpdate | None:
+        """Weights not seen before: the oldest that are to be evaluated, else the newest; mapped, read-only.
+
+        Raises ExchangeError where nothing has come from the trainer for IDLE_DEADLINES deadlines.
+        """
+        self._look()
+        entry = self._next_publication()
+        if entry is None:
+            return None
+        try:
+            layout, data = read_weights(self._folder / entry.file)
+        except FileNotFoundError:  # superseded between two looks
+            return None
+        self._seen = entry.sequence
+        return WeightUpdate(entry.version, layout, data, entry.evaluate, entry.published)
+
+    def request_stop(self) -> None:
+        """Leave a note that the trainer finds in its next round."""
+        if self._folder.exists():
+            (self._folder / f"stop-searcher-{self._searcher:04d}").touch()
+
+    @property
+    def pending(self) -> int:
+        """Shards offered and not yet found by the trainer."""
+        self._look()
+        merged = self._board.cursors.get(self._searcher, 0) if self._board else 0
+        self._offered = [index for index in self._offered if index >= merged]
+        return len(self._offered)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the trainer has ended the run and every published weight has been polled."""
+        self._look()
+        return self._ended and self._next_publication() is None
+
+    def close(self) -> None:
+        """Leave; nothing is held."""
+
+    @property
+    def _ended(self) -> bool:
+        """Whether the run has ended; an end that came before this searcher was that of an earlier attempt."""
+        return self._board is not None and self._board.closed and self._board.attempt != self._over
+
+    def _next_publication(self) -> Publication | None:
+        unseen = [e for e in self._board.publications if e.sequence > self._seen] if self._board else []
+        return next((entry for entry in unseen if entry.evaluate), unseen[-1] if unseen else None)
+
+    def _look(self) -> None:
+        """Read the board anew, not too often."""
+        now = time.monotonic()
+        if now - self._looked < POLL_SECONDS:
+            return
+        self._looked, board = now, Board.read(self._folder)
+        if board != self._board:
+            self._board, self._changed = board, now
+        elif not self._ended and now - self._changed > self._patience:
+            raise ExchangeError(
+                f"the trainer has not changed {self._folder / 'latest.json'} for {self._patience:g} s: it has "
+                "ended or hangs; see its log, and start the same run again"
+            )
+
+
+def read_weights(path: Path) -> tuple[WeightLayout, np.ndarray]:
+    """Layout and mapped bytes, uint8 [layout.nbytes], of a safetensors file, verified by its library."""
+    with safe_open(path, framework="numpy") as file:
+        slots, start = [], 0
+        for name in file.offset_keys():
+            tensor = file.get_slice(name)
+            shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+            end = start + int(np.prod(shape, dtype=np.int64)) * _WIDTH[dtype]
+            slots.append(WeightSlot(name, dtype, shape, start, end))
+            start = end
+    layout = WeightLayout(tuple(slots))
+    return layout, _map_data(path, layout.nbytes, "r")
+
+
+_WIDTH = {"F32": 4, "BF16": 2, "F16": 2}
+
+
+def _map_data(path: Path, nbytes: int, mode: str) -> np.ndarray:
+    """The tensors' bytes at the end of a safetensors file."""
+    return np.memmap(path, np.uint8, mode, offset=path.stat().st_size - nbytes, shape=(nbytes,))  # type: ignore[call-overload, no-any-return]
+
+
+def _create_incoming(path: Path, layout: WeightLayout, version: int) -> np.ndarray:
+    """A file of full size with its header written; returns its mapped data. Raises DiskFullError."""
+    header = _safetensors_header(layout, version)
+    with path.open("wb") as file:
+        try:
+            # Room for all of it now: a disk that fills up under mmap would kill the process.
+            os.posix_fallocate(file.fileno(), 0, len(header) + layout.nbytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise DiskFullError(
+                f"cannot write weights of {layout.nbytes / 1e9:.2f} GB to {path.parent}: "
+                f"{os.strerror(error.errno)}; free space or raise the quota, then start the same run again"
+            ) from None
+        file.write(header)
+    return _map_data(path, layout.nbytes, "r+")
+
+
+def _safetensors_header(layout: WeightLayout, version: int) -> bytes:
+    """Length of the JSON as 8 bytes, then the JSON, padded with spaces so that the data are aligned."""
+    tensors = {
+        slot.name: {"dtype": slot.dtype, "shape": slot.shape, "data_offsets": (slot.start, slot.end)}
+        for slot in layout.slots
+    }
+    text = json.dumps({"__metadata__": {"format": "pt", "version": str(version)}, **tensors}).encode()
+    text = text.ljust(-(-(len(text) + 8) // 64) * 64 - 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _make_durable(incoming: Path, path: Path) -> None:
+    _fsync(incoming)
+    incoming.replace(path)
+    _fsync(path.parent)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

@@ -1,0 +1,208 @@
+"""Hugging Face models of the policy: tokenizer, weights, and log-probabilities of completions.
+
+It must not know about ranks or optimizers, and it never holds the logits [tokens × vocabulary] of a
+whole batch.
+
+Shape letters: N sequences · L padded length · T completion tokens in all · D hidden size · V vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as TransformersTokenizer
+
+from tba_hpc.config import ConfigError, Dtype
+
+TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+RESCALED_LOGITS = (
+    *("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap"),
+    *("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier"),
+)
+"""Settings by which some models change the logits after the output layer; see PolicyLogprobs."""
+
+
+class HfTokenizer:
+    """The Tokenizer port on a tokenizer of transformers."""
+
+    def __init__(self, tokenizer: TransformersTokenizer, eos_token_id: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = eos_token_id
+        self.vocab_size = len(tokenizer)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Tokens int32 [T] of ``text``, without special tokens added."""
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """Text of ``tokens``, special tokens left out."""
+        return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer's files into an exported model folder."""
+        self._tokenizer.save_pretrained(folder)
+
+
+def load_tokenizer(path: str) -> HfTokenizer:
+    """Tokenizer of a model folder or hub name.
+
+    Raises ConfigError where there is none, or where it has no end-of-sequence token.
+    """
+    tokenizer = _from_pretrained(AutoTokenizer, path)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"the tokenizer of model.path={path} has no end-of-sequence token, so no completion could ever end: "
+            "set eos_token in its tokenizer_config.json"
+        )
+    return HfTokenizer(tokenizer, tokenizer.eos_token_id)
+
+
+def load_policy(path: str, dtype: Dtype) -> PreTrainedModel:
+    """Causal language model of a folder or hub name, on the CPU, in ``dtype``, without dropout.
+
+    Dropout is off because log-probabilities must be those of the policy that samples.
+    Raises ConfigError where there is no such model.
+    """
+    config = _from_pretrained(AutoConfig, path)
+    for name, value in vars(config).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return _from_pretrained(AutoModelForCausalLM, path, config=config, dtype=TORCH_DTYPE[dtype])
+
+
+def _from_pretrained(kind: Any, path: str, **options: Any) -> Any:
+    """``kind.from_pretrained``; whatever it cannot find or read becomes one sentence."""
+    looks_like_a_folder = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_like_a_folder and not Path(path).is_dir():
+        raise ConfigError(f"model.path={path} is not a folder: give a model's folder or its name on the hub")
+    try:
+        return kind.from_pretrained(path, **options)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"no model can be loaded from model.path={path}: give a folder that save_pretrained wrote, or a hub "
+            f"name that is cached or reachable ({reason})"
+        ) from error
+
+
+class PolicyLogprobs(nn.Module):
+    """log π of the completion tokens of a padded batch, differentiable, in bounded memory.
+
+    Equal to ``log_softmax(model(tokens).logits)`` gathered at the next tokens, but only completion
+    positions pass the output layer, ``chunk_tokens`` at a time, and their logits are computed again in
+    the backward pass instead of being kept. log-sum-exp is taken in float32 whatever the model's dtype.
+
+    Models that change the logits after the output layer (soft caps, scales) are refused with a ConfigError:
+    nothing here could know how.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, chunk_tokens: int) -> None:
+        super().__init__()
+        _require_plain_logits(model)
+        self.model = model
+        self.head = LogprobHead(model.get_output_embeddings(), chunk_tokens)
+
+    def forward(self, tokens_NL: Tensor, prompt_length_N: Tensor, length_N: Tensor) -> Tensor:
+        """float32 [N, L]: log π(token | all before it) at temperature 1 at completion tokens, 0 elsewhere.
+
+        tokens_NL: int64, padded on the right with any token. prompt_length_N (at least 1) and length_N:
+        int64, tokens of the prompt, and of prompt and completion together. Causal attention never looks
+        right, so the padding needs no mask and positions count from 0 in every row.
+        """
+        position_L = torch.arange(tokens_NL.shape[1], device=tokens_NL.device)
+        completion_NL = (position_L >= prompt_length_N[:, None]) & (position_L < length_N[:, None])
+        hidden_NLD = self.model.base_model(input_ids=tokens_NL, use_cache=False).last_hidden_state
+        logprob_T = self.head(hidden_NLD[:, :-1][completion_NL[:, 1:]], tokens_NL[completion_NL])
+        nothing_NL = torch.zeros(tokens_NL.shape, device=tokens_NL.device)
+        return nothing_NL.masked_scatter(completion_NL, logprob_T)
+
+
+class LogprobHead(nn.Module):
+    """The output layer of a model as a function from hidden states to log-probabilities of given tokens.
+
+    A module of its own, owning the (shared) parameters, so that ZeRO-3 gathers them around it, once for
+    all chunks.
+    """
+
+    def __init__(self, output_layer: nn.Module, chunk_tokens: int) -> None:
+        super().__init__()
+        assert isinstance(output_layer, nn.Linear)
+        self.weight = output_layer.weight
+        self.bias = output_layer.bias
+        self._chunk_tokens = chunk_tokens
+
+    def forward(self, hidden_TD: Tensor, token_T: Tensor) -> Tensor:
+        """float32 [T]."""
+        logprob_T: Tensor = _ChunkedLogprob.apply(  # type: ignore[no-untyped-call]
+            hidden_TD, self.weight, self.bias, token_T, self._chunk_tokens
+        )
+        return logprob_T
+
+
+class _ChunkedLogprob(torch.autograd.Function):
+    """log softmax(h·Wᵀ + b)[token], with d log p / d logits = onehot(token) − softmax(logits)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        token_T: Tensor,
+        chunk_tokens: int,
+    ) -> Tensor:
+        logprob_T = torch.empty(len(token_T), device=hidden_TD.device)
+        normalizer_T = torch.empty_like(logprob_T)
+        for rows in _chunks(len(token_T), chunk_tokens):
+            logits = functional.linear(hidden_TD[rows], weight_VD, bias_V).float()
+            normalizer_T[rows] = logits.logsumexp(1)
+            logprob_T[rows] = logits.gather(1, token_T[rows, None])[:, 0] - normalizer_T[rows]
+        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, token_T, normalizer_T)
+        ctx.chunk_tokens = chunk_tokens
+        return logprob_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_T,) = grads
+        hidden_TD, weight_VD, bias_V, token_T, normalizer_T = ctx.saved_tensors
+        hidden_grad = torch.empty_like(hidden_TD)
+        weight_grad = torch.zeros_like(weight_VD) if ctx.needs_input_grad[1] else None
+        bias_grad = torch.zeros_like(bias_V) if ctx.needs_input_grad[2] else None
+        for rows in _chunks(len(token_T), ctx.chunk_tokens):
+            logits = functional.linear(hidden_TD[rows], weight_VD, bias_V).float()
+            logits.sub_(normalizer_T[rows, None]).exp_().mul_(-grad_T[rows, None])
+            logits.scatter_add_(1, token_T[rows, None], grad_T[rows, None])
+            logits_grad = logits.to(weight_VD.dtype)
+            hidden_grad[rows] = logits_grad @ weight_VD
+            if weight_grad is not None:
+                weight_grad.addmm_(logits_grad.T, hidden_TD[rows])
+            if bias_grad is not None:
+                bias_grad += logits_grad.sum(0)
+        return hidden_grad, weight_grad, bias_grad, None, None
+
+
+def _chunks(total: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, total, size))
+
+
+def _require_plain_logits(model: PreTrainedModel) -> None:
+    """Raise ConfigError unless the logits are the output layer's, a linear map of the hidden states."""
+    rescaled = [name for name in RESCALED_LOGITS if getattr(model.config, name, None) not in (None, 1, False)]
+    name = type(model).__name__
+    if rescaled:
+        raise ConfigError(
+            f"{name} changes its logits after the output layer ({', '.join(rescaled)}), which the chunked "
+            "log-probabilities do not do: train a model without it, such as Llama, Qwen, GPT-NeoX or GPT-2"
+        )
+    if not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise ConfigError(
+            f"{name} has no linear output layer: train a causal language model such as Llama, Qwen, GPT-NeoX or GPT-2"
+        )

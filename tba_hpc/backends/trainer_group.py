@@ -1,0 +1,157 @@
+"""The trainer ranks as one group: they find each other, the leader commands, sums go over all.
+
+It must not know what the commands mean. Rendezvous goes through files in a private folder, so that no
+rank opens a port to strangers; rank 0 is the leader.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tba_hpc.ports import ExchangeError
+from tba_hpc.state import write_atomic
+
+IDLE_DEADLINE = timedelta(days=2)
+"""Longest time between two commands: the leader may fill its first buffer for hours. A leader that dies
+
+is noticed at once, by its closed connection."""
+
+HEADER = struct.Struct("<qddq")  # command, two numbers, bytes of the payload
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A command of the leader, with what it needs."""
+
+    command: int
+    numbers: tuple[float, float] = (0.0, 0.0)
+    payload: bytes = b""
+
+
+class TrainerGroup:
+    """One rank's view of the group; one per process, because torch.distributed is.
+
+    ``device`` is this rank's GPU where there are GPUs, else the CPU.
+    """
+
+    def __init__(self, *, rank: int, ranks: int, device: torch.device) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.device = device
+        self._commands = dist.new_group(backend="gloo", timeout=IDLE_DEADLINE)
+
+    @classmethod
+    def join(cls, store: Path, *, rank: int, ranks: int, deadline: float) -> TrainerGroup:
+        """Meet the other ranks in ``store``: an existing, private, shared folder, empty before this attempt.
+
+        ``deadline``: longest wait for another rank, here and in any collective, s. Sets the variables by
+        which libraries learn their place (RANK, LOCAL_RANK …). Raises ExchangeError naming who is missing.
+        """
+        hosts = _meet(store, rank, ranks, deadline)
+        local_rank = hosts[:rank].count(hosts[rank])
+        _set_environment(rank=rank, ranks=ranks, local_rank=local_rank, local_ranks=hosts.count(hosts[rank]))
+        if len(set(hosts)) == 1:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        device = torch.device("cpu")
+        if torch.cuda.is_available():
+            device = torch.device("cuda", local_rank % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            init_method=f"file://{store.absolute() / 'group'}",
+            timeout=timedelta(seconds=deadline),
+            rank=rank,
+            world_size=ranks,
+        )
+        return cls(rank=rank, ranks=ranks, device=device)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the leader."""
+        return self.rank == 0
+
+    def tell(self, message: Message) -> None:
+        """Leader: send a command to all followers. Raises ExchangeError where one of them is gone."""
+        header = HEADER.pack(message.command, *message.numbers, len(message.payload))
+        with _lost(f"trainer rank 0 cannot reach the followers, ranks 1 to {self.ranks - 1}: one of them"):
+            self._broadcast(header)
+            if message.payload:
+                self._broadcast(message.payload)
+
+    def hear(self) -> Message:
+        """Follower: wait for the leader's next command. Raises ExchangeError where the leader is gone."""
+        with _lost(f"trainer rank {self.rank} waited for its next command, but the leader, trainer rank 0,"):
+            command, first, second, size = HEADER.unpack(self._broadcast(bytes(HEADER.size)))
+            payload = self._broadcast(bytes(size)) if size else b""
+        return Message(command, (first, second), payload)
+
+    def _broadcast(self, data: bytes) -> bytes:
+        """The leader's ``data``; a follower passes as many bytes of anything."""
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        dist.broadcast(buffer, src=0, group=self._commands)
+        return buffer.numpy().tobytes()
+
+    def total(self, values: np.ndarray) -> np.ndarray:
+        """float64 sums over all ranks."""
+        sums = torch.from_numpy(values.astype(np.float64))
+        dist.all_reduce(sums)
+        return sums.numpy()
+
+    def barrier(self) -> None:
+        """Back when all ranks have come here."""
+        self.total(np.zeros(1))
+
+    def leave(self) -> None:
+        """Close all connections; all ranks call it."""
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _lost(who: str) -> Iterator[None]:
+    """torch.distributed knows a lost peer only as a RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ExchangeError(
+            f"{who} has died or was cut off; the cause is in that rank's log ({error})"
+        ) from error
+
+
+def _meet(store: Path, rank: int, ranks: int, deadline: float) -> list[str]:
+    """Host names of all ranks; each leaves its own in a file of ``store``."""
+    places = [store / f"rank-{other:04d}" for other in range(ranks)]
+    write_atomic(places[rank], socket.gethostname())
+    give_up = time.monotonic() + deadline
+    while missing := [other for other, place in enumerate(places) if not place.exists()]:
+        if time.monotonic() > give_up:
+            raise ExchangeError(
+                f"trainer rank {rank} waited {deadline:.0f} s for trainer ranks {missing} of {ranks} in {store}: "
+                "they have not started, or do not see that folder; see their logs, or raise "
+                "exchange.deadline_seconds"
+            )
+        time.sleep(0.02)
+    return [place.read_text() for place in places]
+
+
+def _set_environment(*, rank: int, ranks: int, local_rank: int, local_ranks: int) -> None:
+    """What torch-based libraries read. MPI's own names count searchers too and would contradict them."""
+    for name in [name for name in os.environ if name.startswith("OMPI_COMM_WORLD_")]:
+        del os.environ[name]
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_SIZE": str(local_ranks),
+    }

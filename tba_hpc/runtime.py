@@ -1,0 +1,333 @@
+"""The composition root: builds what a rank needs from the frozen config, then runs its loop.
+
+The only module that sees both loops and the backends. A rank is started by ``tba train RUN`` or
+``tba search RUN``; vllm and deepspeed are imported by the role that needs them, after the world is checked.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange, FileTrainerFollower
+from tba_hpc.backends.hdf5_shards import ShardError, ShardWriter, read_arrays, read_pending, write_arrays
+from tba_hpc.buffer import ReplayBuffer
+from tba_hpc.config import Config, ConfigError
+from tba_hpc.evaluator import Evaluator
+from tba_hpc.launch.local import own_log, rank_name, report_error
+from tba_hpc.metrics import MetricsWriter
+from tba_hpc.ports import ExchangeError, Learner, SearcherExchange, Task, TrainerExchange
+from tba_hpc.report import page, summary
+from tba_hpc.searcher import Searcher
+from tba_hpc.state import (
+    DiskFullError,
+    PromptLedger,
+    PromptOrder,
+    RunDir,
+    StateError,
+    StopFlag,
+    TrainerState,
+    begin_checkpoint,
+    complete_checkpoint,
+    discard_evaluations,
+    latest_checkpoint,
+    prune_shards,
+    read_evaluation,
+    read_state,
+    write_evaluation,
+)
+from tba_hpc.tasks import load_task
+from tba_hpc.trainer import Trainer
+from tba_hpc.types import Request, Role, Sampling, WeightLayout
+
+if TYPE_CHECKING:
+    from tba_hpc.backends.mpi_exchange import MpiTrainerFollower, MpiWorld
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.1
+"""Pause between two looks for the last evaluation."""
+
+USER_ERRORS = (ConfigError, ExchangeError, StateError, ShardError, DiskFullError)
+"""Errors whose message is a sentence for the user."""
+
+USER_ERROR = 2
+"""Exit status of a rank that ended by one of them."""
+
+BUFFER_FILE = "buffer.h5"
+"""Replay buffer and prompt ledger inside a checkpoint."""
+
+LEDGER_ARRAY = "prompts_done"
+"""Name of the ledger's bitmap among the buffer's arrays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """This rank's place: its number within the role and on its host, and the MPI world where there is one."""
+
+    index: int
+    local_index: int
+    mpi: MpiWorld | None
+
+    @classmethod
+    def take(cls, config: Config, role: Role, index: int | None) -> Seat:
+        """Join the MPI world, or sit where ``index`` says (files transport). Raises ConfigError, ExchangeError."""
+        if config.exchange.transport == "files":
+            if index is None:
+                raise ConfigError("exchange.transport=files has no MPI to number the ranks: give --index")
+            return cls(index, index, None)
+        from tba_hpc.backends.mpi_exchange import MpiWorld  # importing it starts MPI
+
+        world = MpiWorld.join(
+            role,
+            trainers=config.launch.trainers,
+            searchers=config.launch.searchers,
+            deadline=config.exchange.deadline_seconds,
+        )
+        return cls(world.index, world.local_index, world)
+
+
+def train(run: RunDir, index: int | None, stop: StopFlag) -> None:
+    """Be trainer rank ``index`` (None: as MPI says) of ``run`` until it is finished or stopped.
+
+    The leader runs the loop, exports and reports; the other ranks follow its learner. Raises
+    ConfigError, ExchangeError and the like with one sentence.
+    """
+    config = run.config()
+    with errors_reported(run, "trainer", index or 0):
+        seat = Seat.take(config, "trainer", index)
+    own_log(run, "trainer", seat.index)
+    with errors_reported(run, "trainer", seat.index):
+        _choose_gpus(seat.local_index, 1)
+        from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
+
+        learner = DeepSpeedLearner.create(
+            config,
+            rank=seat.index,
+            ranks=config.launch.trainers,
+            store=_rendezvous(run),
+            deadline=config.exchange.deadline_seconds,
+        )
+        if seat.index == 0:
+            _lead(run, config, seat, learner, stop)
+        else:
+            follower = _open_follower(run, seat, learner.layout)
+            learner.follow(follower.slot)
+            follower.close()
+
+
+def _lead(run: RunDir, config: Config, seat: Seat, learner: Learner, stop: StopFlag) -> None:
+    """Restore what the last checkpoint holds, train, and leave a model, a summary and a report."""
+    buffer, ledger, state = ReplayBuffer(config.buffer, config.run.seed), PromptLedger(), TrainerState()
+    if folder := latest_checkpoint(run):
+        state = read_state(folder)
+        arrays = read_arrays(folder / BUFFER_FILE)
+        ledger = PromptLedger.from_array(arrays.pop(LEDGER_ARRAY))
+        buffer.restore(arrays)
+        learner.load(folder)
+    discard_evaluations(run, after=state.step)
+    pending = list(read_pending(run, state.cursors))
+    cursors = {**state.cursors, **{shard.searcher: shard.index + 1 for shard in pending}}
+    trainer = Trainer(
+        config,
+        learner=learner,
+        exchange=_open_trainer(run, config, seat, learner.layout, cursors),
+        buffer=buffer,
+        ledger=ledger,
+        state=state,
+        pending=pending,
+        checkpoints=Checkpoints(run, config.checkpoint.keep),
+        metrics=_metrics(run, config, "trainer", 0),
+        stop_asked=lambda: stop.is_set,
+    )
+    finished = trainer.run()
+    if finished:
+        learner.export(run.export)
+    learner.close()
+    if finished:
+        _await_evaluation(run, config)
+    summary.write_summary(run, summary.summarise(run, config))
+    page.write_report(run)
+
+
+def search(run: RunDir, index: int | None, stop: StopFlag) -> None:
+    """Be searcher rank ``index`` (None: as MPI says) of ``run`` until the trainer ends it."""
+    config = run.config()
+    with errors_reported(run, "searcher", index or 0):
+        seat = Seat.take(config, "searcher", index)
+    own_log(run, "searcher", seat.index)
+    with errors_reported(run, "searcher", seat.index):
+        _choose_gpus(seat.local_index, config.generator.tensor_parallel)
+        from tba_hpc.backends.hf_model import load_policy, load_tokenizer
+        from tba_hpc.backends.hf_reference import HfReference
+        from tba_hpc.backends.vllm_generator import VllmGenerator
+
+        state, ledger = _progress(run)
+        task = load_task(config.task, load_tokenizer(config.model.path))
+        refuse_long_prompts(task, config)
+        generator = VllmGenerator(config.model, config.generator, seed=_seed(config, seat.index, state.round))
+        searcher = Searcher(
+            generator=generator,
+            reference=HfReference(
+                load_policy(config.model.path, config.model.dtype),
+                chunk_tokens=config.train.logprob_chunk_tokens,
+            ),
+            task=task,
+            shards=ShardWriter(run, seat.index, first_index=state.cursors.get(seat.index, 0)),
+            requests=training_requests(config, task, seat.index, ledger),
+            evaluator=_evaluator(config, task, seat.index),
+            report=lambda part: write_evaluation(run, seat.index, config.launch.searchers, part),
+            exchange=_open_searcher(run, config, seat),
+            metrics=_metrics(run, config, "searcher", seat.index),
+            stop_asked=lambda: stop.is_set,
+            sequences=config.generator.prompts_in_flight * config.generator.completions_per_prompt,
+            seal_seconds=config.exchange.seal_seconds,
+            pending_shards=config.exchange.pending_shards,
+        )
+        searcher.run()
+
+
+def _open_trainer(
+    run: RunDir, config: Config, seat: Seat, layout: WeightLayout, cursors: Mapping[int, int]
+) -> TrainerExchange:
+    if seat.mpi:
+        return seat.mpi.open_trainer(layout, bucket_mb=config.exchange.bucket_mb)
+    return FileTrainerExchange(
+        run.weights,
+        layout,
+        read_pending=partial(read_pending, run),
+        cursors=cursors,
+        evaluated=lambda split, step: read_evaluation(run, split, step, config.launch.searchers) is not None,
+    )
+
+
+def _open_follower(run: RunDir, seat: Seat, layout: WeightLayout) -> MpiTrainerFollower | FileTrainerFollower:
+    return seat.mpi.open_follower() if seat.mpi else FileTrainerFollower(run.weights, layout)
+
+
+def _open_searcher(run: RunDir, config: Config, seat: Seat) -> SearcherExchange:
+    if seat.mpi:
+        return seat.mpi.open_searcher()
+    return FileSearcherExchange(run.weights, seat.index, deadline=config.exchange.deadline_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """Complete checkpoints of a run, the newest ``keep`` of them."""
+
+    run: RunDir
+    keep: int
+
+    def save(self, state: TrainerState, learner: Learner, buffer: ReplayBuffer, ledger: PromptLedger) -> None:
+        """Write a checkpoint; then shards that no kept checkpoint needs are deleted."""
+        folder = begin_checkpoint(self.run, state.step)
+        learner.save(folder)
+        write_arrays(folder / BUFFER_FILE, {**buffer.state(), LEDGER_ARRAY: ledger.to_array()})
+        prune_shards(self.run, complete_checkpoint(self.run, folder, state, keep=self.keep))
+
+
+@contextmanager
+def errors_reported(run: RunDir, role: Role, index: int) -> Iterator[None]:
+    """Leave the sentence of an error that the user can mend to the launcher; the traceback goes to the log."""
+    try:
+        yield
+    except USER_ERRORS as error:
+        log.exception("%s ends", rank_name(role, index))
+        report_error(run, role, index, str(error))
+        raise SystemExit(USER_ERROR) from None
+
+
+def training_requests(config: Config, task: Task, searcher: int, ledger: PromptLedger) -> Iterator[Request]:
+    """The prompts of one searcher, without end, in the run's order, less those done before."""
+    prompts = task.prompts("train")
+    order = PromptOrder(config.run.seed, len(prompts))
+    sampling = Sampling(config.generator.temperature, config.generator.top_p, config.generator.max_tokens)
+    for position in order.positions(searcher, config.launch.searchers, ledger):
+        prompt = prompts[order.prompt_at(position)]
+        yield Request(prompt, position, config.generator.completions_per_prompt, sampling)
+
+
+def refuse_long_prompts(task: Task, config: Config) -> None:
+    """Raise ConfigError where a prompt leaves no room for its completion."""
+    room = config.model.context_length - config.generator.max_tokens
+    for split in ("train", "validation", "test"):
+        longest = max(task.prompts(split), key=lambda prompt: len(prompt.tokens), default=None)
+        if longest is not None and len(longest.tokens) > room:
+            raise ConfigError(
+                f"{split} prompt {longest.id} has {len(longest.tokens)} tokens, but model.context_length="
+                f"{config.model.context_length} less generator.max_tokens={config.generator.max_tokens} leaves "
+                f"{room}: raise the first or lower the second"
+            )
+
+
+def _progress(run: RunDir) -> tuple[TrainerState, PromptLedger]:
+    """State of the last checkpoint, and every position of the prompt sequence sealed so far."""
+    state, ledger = TrainerState(), PromptLedger()
+    if folder := latest_checkpoint(run):
+        state = read_state(folder)
+        ledger = PromptLedger.from_array(read_arrays(folder / BUFFER_FILE)[LEDGER_ARRAY])
+    for shard in read_pending(run, state.cursors):
+        ledger.add(shard.trajectories.record["position"])
+    return state, ledger
+
+
+def _evaluator(config: Config, task: Task, searcher: int) -> Evaluator:
+    return Evaluator(
+        task,
+        searcher=searcher,
+        searchers=config.launch.searchers,
+        max_tokens=config.generator.max_tokens,
+        limits={
+            "validation": config.evaluate.validation_prompts,
+            "test": config.evaluate.test_prompts,
+        },
+    )
+
+
+def _await_evaluation(run: RunDir, config: Config) -> None:
+    """Wait until every searcher's part of the last evaluation is on disk."""
+    steps, searchers = config.train.steps, config.launch.searchers
+    end = time.monotonic() + config.exchange.deadline_seconds
+    while read_evaluation(run, "test", steps, searchers) is None:
+        if time.monotonic() > end:
+            raise ExchangeError(
+                f"the last evaluation is incomplete after {config.exchange.deadline_seconds:g} s: see which "
+                f"searcher's part is missing in {run.evaluations}, and its log; the model is in {run.export}"
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _rendezvous(run: RunDir) -> Path:
+    """The folder where the trainer ranks of this attempt meet."""
+    folder = run.attempt / "rendezvous"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _metrics(run: RunDir, config: Config, role: Role, index: int) -> MetricsWriter:
+    events = run.metrics / "tensorboard" / rank_name(role, index) if config.metrics.tensorboard else None
+    return MetricsWriter(run.metrics_file(role, index), tensorboard=events)
+
+
+def _choose_gpus(local_index: int, count: int) -> None:
+    """Where a node's GPUs are visible to all its ranks, give each rank its own; a launcher's choice stands."""
+    import torch
+
+    visible = torch.cuda.device_count()
+    if visible > count and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        first = local_index * count % visible
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + count)))
+
+
+def _seed(config: Config, searcher: int, round: int) -> int:
+    """The engine's seed: another one for each searcher and after each resume."""
+    return int(np.random.SeedSequence([config.run.seed, searcher, round]).generate_state(1)[0] >> 1)

@@ -1,0 +1,508 @@
+"""Everything a run keeps on disk except the shards' format: paths, checkpoints, prompt order, evaluations.
+
+It must not import torch or h5py: a login node reads all of this. Files become visible only by rename
+after fsync; a checkpoint is complete only when its last file, COMPLETE, exists.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+
+from tba_hpc.config import Config, ConfigError, differing_keys, dump_config, load_config
+from tba_hpc.types import Role, Split
+
+STATE_FORMAT = 1
+"""Version of state.json."""
+
+MAY_DIFFER = ("launch.", "run.root")
+"""Config keys that a resume may change: it can have another number of ranks and another place."""
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_PROMPT_ORDER = int.from_bytes(b"prompt order")  # keeps this stream apart from others of the same seed
+
+
+class StateError(ValueError):
+    """Something on disk cannot be used; the message is one sentence."""
+
+
+class DiskFullError(OSError, ValueError):
+    """No space for a file; nothing of it is visible, and nothing sealed before is lost."""
+
+
+def publish(path: Path, data: bytes | memoryview) -> None:
+    """Make ``data`` visible as ``path``, whole and durable, or not at all.
+
+    Temporary file, fsync, rename, fsync of the folder. Raises DiskFullError where there is no room
+    (disk, quota or file size limit).
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _fsync(path.parent)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise DiskFullError(
+            f"cannot write {path} ({len(data)} bytes): {os.strerror(error.errno)}; free space or raise the "
+            "quota, then start the same run again: nothing sealed before is lost"
+        ) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """``publish`` for text."""
+    publish(path, text.encode())
+
+
+def _fsync(path: Path) -> None:
+    """Make a file, or the entries of a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """The directory of a run; alone knows where things lie. Private: 0700, and 0600 for the files below."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, config: Config) -> RunDir:
+        """Make ``config.run_dir``, or take it again where it holds a run of the same config (a resume).
+
+        Sets the process's umask to 077. Raises ConfigError where the directory holds a run whose config
+        differs in more than ``MAY_DIFFER``, holds anything else, or cannot be written.
+        """
+        run = cls(config.run_dir.absolute())
+        os.umask(0o077)
+        try:
+            run._adopt(config)
+        except DiskFullError:
+            raise
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write to the run directory {run.path}: {error.strerror}; "
+                "choose another place with --set run.root=…"
+            ) from None
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        """The run directory that ``create`` made. Sets the process's umask to 077. Raises ConfigError."""
+        run = cls(path.absolute())
+        if not run.config_file.is_file():
+            raise ConfigError(
+                f"{path} is not a run directory: it has no config.yaml; start the run with 'tba run CONFIG'"
+            )
+        os.umask(0o077)
+        return run
+
+    def _adopt(self, config: Config) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        if self.config_file.exists():
+            self._refuse_another_config(config)
+        elif strangers := sorted(p.name for p in self.path.iterdir() if p.suffix != ".tmp"):
+            raise ConfigError(
+                f"{self.path} is not empty and holds no run (found {strangers[0]}): "
+                "choose another run.name or run.root, or empty it"
+            )
+        self.path.chmod(0o700)
+        write_atomic(self.config_file, dump_config(config))
+        for folder in self._folders:
+            folder.mkdir(exist_ok=True)
+
+    def _refuse_another_config(self, config: Config) -> None:
+        try:
+            old = self.config()
+        except ConfigError as error:
+            raise ConfigError(
+                f"{self.path} holds a run that this version cannot resume ({error}): choose another run.name"
+            ) from None
+        keys = [key for key in differing_keys(old, config) if not key.startswith(MAY_DIFFER)]
+        if keys:
+            raise ConfigError(
+                f"{self.path} holds a run with another config: {', '.join(keys)} "
+                f"{'differs' if len(keys) == 1 else 'differ'}; choose another run.name to start afresh, "
+                "or the old values to resume"
+            )
+
+    def config(self) -> Config:
+        """The frozen config. Raises ConfigError."""
+        return load_config(self.config_file)
+
+    @property
+    def _folders(self) -> tuple[Path, ...]:
+        return self.shards, self.weights, self.checkpoints, self.metrics, self.logs, self.evaluations
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved config, all that the roles read."""
+        return self.path / "config.yaml"
+
+    @property
+    def shards(self) -> Path:
+        """Sealed trajectories, a folder per searcher."""
+        return self.path / "shards"
+
+    @property
+    def weights(self) -> Path:
+        """Published weights (file exchange only)."""
+        return self.path / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder per checkpoint."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSONL file per role and rank."""
+        return self.path / "metrics"
+
+    @property
+    def logs(self) -> Path:
+        """One folder per attempt; ``latest`` points to the newest."""
+        return self.path / "logs"
+
+    @property
+    def evaluations(self) -> Path:
+        """One folder per split and step."""
+        return self.path / "evaluations"
+
+    @property
+    def export(self) -> Path:
+        """The trained model as a Hugging Face folder."""
+        return self.path / "export"
+
+    @property
+    def report(self) -> Path:
+        """The self-contained HTML page."""
+        return self.path / "report.html"
+
+    @property
+    def summary(self) -> Path:
+        """The figures of a finished run."""
+        return self.path / "summary.json"
+
+    def metrics_file(self, role: Role, rank: int = 0) -> Path:
+        """``trainer.jsonl`` or ``searcher-0003.jsonl``."""
+        return self.metrics / ("trainer.jsonl" if role == "trainer" else f"searcher-{rank:04d}.jsonl")
+
+    def shard_folder(self, searcher: int) -> Path:
+        """Where a searcher seals its shards."""
+        return self.shards / f"searcher-{searcher:04d}"
+
+    def shard_file(self, searcher: int, index: int) -> Path:
+        """Path of one shard."""
+        return self.shard_folder(searcher) / f"{index:06d}.h5"
+
+    def shard_files(self, suffix: str = ".h5") -> dict[tuple[int, int], Path]:
+        """All visible shards by (searcher, index), ascending; files of other names are left alone."""
+        name = re.compile(rf"searcher-(\d+)/(\d+){re.escape(suffix)}")
+        found = {
+            (int(place[1]), int(place[2])): path
+            for path in self.shards.glob(f"searcher-*/*{suffix}")
+            if (place := name.fullmatch(str(path.relative_to(self.shards))))
+        }
+        return dict(sorted(found.items()))
+
+    def begin_attempt(self) -> Path:
+        """A new folder ``logs/attempt-001`` …, which ``logs/latest`` names from now on."""
+        taken = [int(path.name.removeprefix("attempt-")) for path in self.logs.glob("attempt-*")]
+        folder = self.logs / f"attempt-{max(taken, default=0) + 1:03d}"
+        folder.mkdir()
+        link = self.logs / f".latest.{os.getpid()}.tmp"
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.name)
+        link.replace(self.logs / "latest")
+        return folder
+
+    @property
+    def attempt(self) -> Path:
+        """Folder of the newest attempt's logs; ``begin_attempt`` comes first."""
+        return (self.logs / "latest").resolve()
+
+
+# --- Checkpoints ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """Where the trainer stands; with the learner's files, buffer and ledger beside it, all of a checkpoint.
+
+    cursors: per searcher, the index of the next shard to merge; searchers of earlier attempts stay in it.
+    trajectories, tokens: merged so far (completion tokens); added, duplicates, evicted: what the buffer
+    did with them. train_seconds: wall time of the loop, attempts added up.
+    """
+
+    step: int = 0
+    round: int = 0
+    cursors: Mapping[int, int] = field(default_factory=dict)
+    trajectories: int = 0
+    added: int = 0
+    duplicates: int = 0
+    evicted: int = 0
+    tokens: int = 0
+    train_seconds: float = 0.0
+    seed: int = 0
+
+    def to_json(self) -> str:
+        """JSON text that from_json reads."""
+        return json.dumps({"format": STATE_FORMAT, **asdict(self)}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainerState:
+        """Inverse of to_json. Raises StateError for a text of another format."""
+        values = json.loads(text)
+        if values.pop("format") != STATE_FORMAT:
+            raise StateError(
+                f"state.json is not of format {STATE_FORMAT}: resume with the version that wrote it"
+            )
+        values["cursors"] = {int(searcher): index for searcher, index in values["cursors"].items()}
+        return cls(**{known.name: values[known.name] for known in fields(cls)})
+
+
+def begin_checkpoint(run: RunDir, step: int) -> Path:
+    """A new folder for the files of a checkpoint; incomplete ones of earlier attempts are removed.
+
+    ``step-000400``, or ``step-000400.1`` … where that step has a complete one already (stopped again
+    right after a resume): a complete checkpoint is never written over.
+    """
+    for folder in _checkpoints(run, complete=False):
+        shutil.rmtree(folder)
+    names = (f"step-{step:06d}" + (f".{again}" if again else "") for again in itertools.count())
+    folder = next(folder for name in names if not (folder := run.checkpoints / name).exists())
+    folder.mkdir()
+    return folder
+
+
+def complete_checkpoint(run: RunDir, folder: Path, state: TrainerState, *, keep: int) -> dict[int, int]:
+    """Write ``state.json``, make everything in ``folder`` durable, and only then mark it COMPLETE.
+
+    Checkpoints beyond the newest ``keep`` are deleted. Returns the cursors of the oldest one kept:
+    shards before them are needed no more, see ``prune_shards``. Raises DiskFullError.
+    """
+    write_atomic(folder / "state.json", state.to_json())
+    for path in folder.rglob("*"):
+        _fsync(path)
+    write_atomic(folder / "COMPLETE", f"{state.step}\n")
+    _fsync(run.checkpoints)
+    kept = _checkpoints(run, complete=True)
+    for old in kept[:-keep]:
+        (old / "COMPLETE").unlink()  # first: a half-deleted checkpoint must not look complete
+        shutil.rmtree(old)
+    return dict(read_state(kept[-keep:][0]).cursors)
+
+
+def latest_checkpoint(run: RunDir) -> Path | None:
+    """The newest complete checkpoint."""
+    return next(iter(reversed(_checkpoints(run, complete=True))), None)
+
+
+def read_state(folder: Path) -> TrainerState:
+    """State of a complete checkpoint. Raises StateError where another version wrote it."""
+    return TrainerState.from_json((folder / "state.json").read_text())
+
+
+def prune_shards(run: RunDir, cursors: Mapping[int, int]) -> int:
+    """Delete the shards before ``cursors``; returns how many. Files set aside stay, as evidence."""
+    merged = [path for (s, index), path in run.shard_files().items() if index < cursors.get(s, 0)]
+    for path in merged:
+        path.unlink()
+    return len(merged)
+
+
+def _checkpoints(run: RunDir, *, complete: bool) -> list[Path]:
+    """Checkpoint folders by (step, save), ascending."""
+    named = {
+        folder: re.fullmatch(r"step-(\d+)(?:\.(\d+))?", folder.name) for folder in run.checkpoints.iterdir()
+    }
+    found = {
+        (int(name[1]), int(name[2] or 0)): folder
+        for folder, name in named.items()
+        if name and (folder / "COMPLETE").exists() == complete
+    }
+    return [found[key] for key in sorted(found)]
+
+
+# --- Prompts ---
+
+
+class PromptLedger:
+    """The positions of the prompt sequence whose groups lie in sealed shards: a growing set of bits."""
+
+    def __init__(self) -> None:
+        self._done = np.zeros(0, np.bool_)
+
+    @classmethod
+    def from_array(cls, packed: np.ndarray) -> PromptLedger:
+        """Inverse of to_array."""
+        ledger = cls()
+        ledger._done = np.unpackbits(packed).view(np.bool_)
+        return ledger
+
+    def to_array(self) -> np.ndarray:
+        """uint8 bitmap, eight positions a byte."""
+        return np.packbits(self._done[: self._end])
+
+    def add(self, positions: np.ndarray) -> None:
+        """Mark positions (int64, any shape, repeats allowed) as done."""
+        if positions.size == 0:
+            return
+        assert positions.min() >= 0, "a position of the prompt sequence is never negative"
+        needed = int(positions.max()) + 1
+        if needed > len(self._done):
+            grown = np.zeros(max(needed, 2 * len(self._done)), np.bool_)
+            grown[: len(self._done)] = self._done
+            self._done = grown
+        self._done[positions] = True
+
+    def merge(self, other: PromptLedger) -> None:
+        """Mark what is done in ``other``."""
+        self.add(np.flatnonzero(other._done))
+
+    def done(self, position: int) -> bool:
+        """Whether the group at ``position`` is sealed."""
+        return position < len(self._done) and bool(self._done[position])
+
+    def __len__(self) -> int:
+        """Positions done."""
+        return int(self._done.sum())
+
+    @property
+    def frontier(self) -> int:
+        """The first position not done."""
+        return len(self._done) if self._done.all() else int(self._done.argmin())
+
+    @property
+    def _end(self) -> int:
+        return int(np.flatnonzero(self._done)[-1]) + 1 if self._done.any() else 0
+
+
+class PromptOrder:
+    """The run's global prompt sequence: epoch after epoch, each a permutation drawn from (seed, epoch)."""
+
+    def __init__(self, seed: int, n_prompts: int) -> None:
+        self._seed = seed
+        self._n_prompts = n_prompts
+        self._epoch = -1
+        self._permutation = np.empty(0, np.int64)
+
+    def prompt_at(self, position: int) -> int:
+        """Id of the prompt at ``position``."""
+        epoch, place = divmod(position, self._n_prompts)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            random = np.random.default_rng([self._seed, _PROMPT_ORDER, epoch])
+            self._permutation = random.permutation(self._n_prompts)
+        return int(self._permutation[place])
+
+    def positions(self, searcher: int, searchers: int, ledger: PromptLedger) -> Iterator[int]:
+        """Positions of one of ``searchers``, ascending without end, leaving out what is done.
+
+        Only this searcher ever takes positions ≡ ``searcher`` (mod ``searchers``), so that nothing is
+        dealt twice in an attempt; a resume deals whatever was not sealed, to any number of searchers.
+        """
+        mine = itertools.count(searcher, searchers)
+        return (position for position in mine if not ledger.done(position))
+
+
+# --- Evaluations ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Greedy answers to a split under the weights of ``step``: one searcher's part, or all of it."""
+
+    split: Split
+    step: int
+    correct: int
+    total: int
+    tokens: int
+    truncated: int
+
+    @property
+    def pass_at_1(self) -> float:
+        """Share of correct answers; NaN for an empty split."""
+        return self.correct / self.total if self.total else float("nan")
+
+
+def write_evaluation(run: RunDir, searcher: int, searchers: int, part: Evaluation) -> None:
+    """Publish one searcher's part of an evaluation."""
+    path = _evaluation_part(run, part.split, part.step, searcher, searchers)
+    path.parent.mkdir(exist_ok=True)
+    write_atomic(path, json.dumps(asdict(part)))
+
+
+def read_evaluation(run: RunDir, split: Split, step: int, searchers: int) -> Evaluation | None:
+    """The sum of all parts; None until every searcher's part is there."""
+    paths = [_evaluation_part(run, split, step, searcher, searchers) for searcher in range(searchers)]
+    if not all(path.exists() for path in paths):
+        return None
+    parts = [Evaluation(**json.loads(path.read_text())) for path in paths]
+    return Evaluation(
+        split=split,
+        step=step,
+        correct=sum(part.correct for part in parts),
+        total=sum(part.total for part in parts),
+        tokens=sum(part.tokens for part in parts),
+        truncated=sum(part.truncated for part in parts),
+    )
+
+
+def discard_evaluations(run: RunDir, *, after: int) -> None:
+    """Delete evaluations of steps beyond ``after``: a resume from there takes those steps again."""
+    for folder in run.evaluations.glob("*-step-*"):
+        if int(folder.name.rpartition("-")[2]) > after:
+            shutil.rmtree(folder)
+
+
+def _evaluation_part(run: RunDir, split: Split, step: int, searcher: int, searchers: int) -> Path:
+    """The name holds the number of searchers: parts of another number slice the split differently."""
+    folder = run.evaluations / f"{split}-step-{step:06d}"
+    return folder / f"searcher-{searcher:04d}-of-{searchers:04d}.json"
+
+
+# --- Signals ---
+
+
+class StopFlag:
+    """Turns SIGTERM, SIGUSR1 and SIGINT into a flag that loops read at their safe points.
+
+    The handler does nothing else: saving inside a handler could interrupt a save. Main thread only.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+        for number in self.SIGNALS:
+            signal.signal(number, self._set)
+
+    def _set(self, number: int, frame: FrameType | None) -> None:
+        self.signal_name = signal.Signals(number).name
+
+    @property
+    def is_set(self) -> bool:
+        """Whether a stop was asked for; ``signal_name`` says by what."""
+        return self.signal_name is not None

@@ -1,0 +1,446 @@
+"""Shards on disk: what is sealed comes back bit by bit, what is broken is refused with a sentence."""
+
+import dataclasses
+import itertools
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from tba_hpc.backends.hdf5_shards import (
+    HEADER_BYTES,
+    ShardError,
+    ShardWriter,
+    pending_shards,
+    read_arrays,
+    read_pending,
+    read_shard,
+    write_arrays,
+    write_shard,
+)
+from tba_hpc.state import DiskFullError, RunDir
+from tba_hpc.types import (
+    RECORD,
+    Completion,
+    Group,
+    Prompt,
+    Ragged,
+    Request,
+    Sampling,
+    Shard,
+    Trajectories,
+    make_uid,
+)
+
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=50)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """An empty run directory; the config plays no part here."""
+    run = RunDir(tmp_path / "run")
+    run.shards.mkdir(parents=True)
+    return run
+
+
+def scored(position: int, prompt_id: int, n: int = 4, tokens: int = 12) -> tuple[Group, list[float], list]:
+    """A group with random completions, rewards and reference log-probabilities."""
+    random = np.random.default_rng([position, prompt_id])
+    prompt = Prompt(prompt_id, np.arange(prompt_id, prompt_id + 3, dtype=np.int32), "4")
+    completions = [
+        Completion(
+            random.integers(0, 1000, length).astype(np.int32),
+            -random.exponential(size=length).astype(np.float32),
+            "length" if length == tokens else "stop",
+        )
+        for length in random.integers(1, tokens + 1, n)
+    ]
+    versions = np.sort(random.integers(0, 9, (n, 2)), axis=1).astype(np.int32)
+    group = Group(Request(prompt, position, n, SAMPLING), tuple(completions), versions)
+    references = [completion.logprobs - np.float32(0.5) for completion in completions]
+    return group, random.normal(size=n).tolist(), references
+
+
+def assert_equal(left: Trajectories, right: Trajectories) -> None:
+    """Bitwise, dtypes included."""
+    for a, b in zip(arrays_of(left), arrays_of(right), strict=True):
+        assert a.dtype == b.dtype
+        assert a.tobytes() == b.tobytes()
+
+
+def arrays_of(trajectories: Trajectories) -> list[np.ndarray]:
+    prompts, completions = trajectories.prompts, trajectories.completions
+    return [
+        *(trajectories.record, prompts.values, prompts.offsets, completions.values, completions.offsets),
+        *(trajectories.logprobs, trajectories.ref_logprobs),
+    ]
+
+
+def sealed(run: RunDir, searcher: int = 3, groups: int = 3) -> tuple[Path, Shard]:
+    """One shard on disk and what it holds."""
+    writer = ShardWriter(run, searcher)
+    for position in range(groups):
+        writer.append(*scored(position, prompt_id=position % 2))
+    shard = writer.seal()
+    assert shard is not None
+    return run.shard_file(searcher, shard.index), shard
+
+
+# --- Round trip ---
+
+
+def test_a_shard_holds_exactly_what_was_appended(run: RunDir) -> None:
+    given = [scored(position=7 * i, prompt_id=i % 2) for i in range(3)]
+    writer = ShardWriter(run, searcher=5, first_index=17)
+    for group, rewards, references in given:
+        writer.append(group, rewards, references)
+    assert len(writer) == 12
+    shard = writer.seal()
+    assert shard is not None and len(writer) == 0 and writer.seal() is None
+    assert (shard.searcher, shard.index) == (5, 17)
+
+    t = shard.trajectories
+    assert len(t.prompts) == 2  # prompt 0 came twice and is stored once
+    assert t.record["uid"].tolist() == [make_uid(5, 17, row) for row in range(12)]
+    rows = itertools.count()
+    for group, rewards, references in given:
+        for completion, reward, reference, versions in zip(
+            group.completions, rewards, references, group.versions, strict=True
+        ):
+            row = next(rows)
+            record = t.record[row]
+            assert record["prompt_id"] == group.request.prompt.id
+            assert record["position"] == group.request.position
+            assert record["reward"] == np.float32(reward)
+            assert [record["version_oldest"], record["version_newest"]] == versions.tolist()
+            assert record["truncated"] == (completion.finish_reason == "length")
+            np.testing.assert_array_equal(t.prompts.row(record["prompt_row"]), group.request.prompt.tokens)
+            np.testing.assert_array_equal(t.completions.row(row), completion.tokens)
+            span = slice(*t.completions.offsets[row : row + 2])
+            np.testing.assert_array_equal(t.logprobs[span], completion.logprobs)
+            np.testing.assert_array_equal(t.ref_logprobs[span], reference)
+
+
+def test_read_returns_what_was_sealed_bit_by_bit(run: RunDir) -> None:
+    path, shard = sealed(run)
+    again = read_shard(path)
+    assert (again.searcher, again.index) == (3, 0)
+    assert_equal(again.trajectories, shard.trajectories)
+    assert path == run.path / "shards" / "searcher-0003" / "000000.h5"
+
+
+def test_the_same_shard_gives_the_same_bytes(run: RunDir, tmp_path: Path) -> None:
+    path, shard = sealed(run)
+    write_shard(tmp_path / "again.h5", shard)
+    assert (tmp_path / "again.h5").read_bytes() == path.read_bytes()
+
+
+def test_arrays_round_trip(tmp_path: Path) -> None:
+    arrays = {
+        "record": np.zeros(3, RECORD),
+        "empty": np.empty(0, np.int64),
+        "matrix": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "bits": np.packbits(np.array([True, False, True])),
+        "scalar": np.array(7, np.int64),
+    }
+    write_arrays(tmp_path / "buffer.h5", arrays)
+    again = read_arrays(tmp_path / "buffer.h5")
+    assert again.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert again[name].dtype == array.dtype and again[name].shape == array.shape
+        assert again[name].tobytes() == array.tobytes()
+
+
+def test_other_programs_read_it_with_hdf5_1_10(run: RunDir) -> None:
+    path, shard = sealed(run)
+    with h5py.File(path, "r") as file:  # finds the image behind the user block by itself
+        assert file.userblock_size == HEADER_BYTES
+        assert file.attrs["format"] == "tba-hpc shard"
+        assert (file.attrs["schema"], file.attrs["searcher"], file.attrs["index"]) == (1, 3, 0)
+        assert file.attrs["count"] == len(shard.trajectories)
+        np.testing.assert_array_equal(file["completion_tokens"], shard.trajectories.completions.values)
+        assert all(dataset.chunks is None for dataset in file.values())
+    image = path.read_bytes()[HEADER_BYTES:]
+    assert image[:8] == b"\x89HDF\r\n\x1a\n"
+    assert image[8] == 0  # superblock version: 2 came with 1.8, 3 with 1.10
+
+
+def test_only_the_owner_reads_it(run: RunDir) -> None:
+    before = os.umask(0o077)
+    try:
+        path, _ = sealed(run)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+# --- The writer ---
+
+
+def test_age_is_that_of_the_oldest_unsealed_completion(run: RunDir) -> None:
+    now = iter([10.0, 12.5, 20.0])
+    writer = ShardWriter(run, 0, clock=lambda: next(now))
+    assert writer.age == 0.0
+    writer.append(*scored(0, 0))  # at 10.0
+    assert writer.age == 2.5
+    writer.append(*scored(1, 1))  # takes no time: the first one counts
+    assert writer.age == 10.0
+    writer.seal()
+    assert writer.age == 0.0
+
+
+def test_a_group_without_completions_leaves_no_trace(run: RunDir) -> None:
+    writer = ShardWriter(run, 0)
+    writer.append(*scored(0, 0, n=0))
+    assert len(writer) == 0 and writer.age == 0.0 and writer.seal() is None
+    assert pending_shards(run, {}) == []
+
+
+def test_an_index_is_never_used_twice(run: RunDir) -> None:
+    def seal_one(first_index: int = 0) -> int:
+        writer = ShardWriter(run, 2, first_index=first_index)
+        writer.append(*scored(0, 0))
+        shard = writer.seal()
+        assert shard is not None
+        return shard.index
+
+    assert [seal_one(), seal_one()] == [0, 1]
+    run.shard_file(2, 1).rename(run.shard_file(2, 1).with_suffix(".h5.refused"))
+    assert seal_one() == 2  # 1 was set aside and stays taken
+    for path in pending_shards(run, {}):
+        path.unlink()
+    assert seal_one(first_index=3) == 3  # all pruned: the checkpoint's cursor knows
+    assert seal_one(first_index=3) == 4  # more was sealed since that checkpoint
+
+
+def test_leftovers_of_a_killed_writer_are_removed(run: RunDir) -> None:
+    folder = run.shard_folder(0)
+    folder.mkdir()
+    (folder / ".000000.h5.123.tmp").write_bytes(b"half")
+    ShardWriter(run, 0)
+    assert list(folder.iterdir()) == []
+
+
+def test_inconsistent_trajectories_are_never_sealed(run: RunDir) -> None:
+    path, shard = sealed(run)
+    path.unlink()
+    broken = dataclasses.replace(shard.trajectories, logprobs=shard.trajectories.logprobs[:-1])
+    with pytest.raises(ValueError, match="one logprob per token"):
+        write_shard(path, Shard(3, 0, broken))
+    assert not path.exists()
+
+
+# --- Broken files ---
+
+
+def test_every_truncation_is_refused(run: RunDir, tmp_path: Path) -> None:
+    path, _ = sealed(run)
+    data = path.read_bytes()
+    near_edges = [*range(70), 511, 512, 513, len(data) - 1]
+    copy = tmp_path / "copy.h5"
+    for size in near_edges + random.Random(0).sample(range(len(data)), 200):
+        copy.write_bytes(data[:size])
+        with pytest.raises(ShardError, match="truncated") as caught:
+            read_shard(copy)
+        assert "\n" not in str(caught.value)
+
+
+def test_every_flipped_bit_is_refused(run: RunDir, tmp_path: Path) -> None:
+    path, _ = sealed(run, groups=1)
+    data = bytearray(path.read_bytes())
+    copy = tmp_path / "copy.h5"
+    line = data.index(b"\n") + 1
+    bits = [*range(8 * line), *random.Random(0).sample(range(8 * line, 8 * len(data)), 600)]
+    for bit in bits:
+        data[bit // 8] ^= 1 << bit % 8
+        copy.write_bytes(data)
+        with pytest.raises(ShardError):
+            read_shard(copy)
+        data[bit // 8] ^= 1 << bit % 8
+
+
+def test_a_longer_file_is_refused(run: RunDir) -> None:
+    path, _ = sealed(run)
+    path.write_bytes(path.read_bytes() + b"\0")
+    with pytest.raises(ShardError, match="corrupt"):
+        read_shard(path)
+
+
+def test_foreign_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w") as file:
+        file["record"] = np.zeros(3, RECORD)
+    with pytest.raises(ShardError, match="another program"):
+        read_shard(path)
+    path.write_text("not HDF5 at all")
+    with pytest.raises(ShardError, match="another program"):
+        read_shard(path)
+    write_arrays(path, {"record": np.zeros(3, RECORD)})
+    with pytest.raises(ShardError, match="holds arrays, where shard was expected"):
+        read_shard(path)
+
+
+def test_a_future_schema_is_refused_by_its_number(run: RunDir) -> None:
+    path, _ = sealed(run)
+    path.write_bytes(path.read_bytes().replace(b"schema=1", b"schema=2", 1))
+    with pytest.raises(ShardError, match="schema 2, this version reads up to 1"):
+        read_shard(path)
+
+
+def test_valid_bytes_of_inconsistent_arrays_are_refused(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, shard = sealed(run)
+    lengths = shard.trajectories.completions.offsets.copy()
+    lengths[1] = -1
+    broken = dataclasses.replace(
+        shard.trajectories, completions=Ragged(shard.trajectories.completions.values, lengths)
+    )
+    with monkeypatch.context() as patch:  # a writer with a defect
+        patch.setattr(Trajectories, "check", lambda self: None)
+        write_shard(path, Shard(3, 0, broken))
+    with pytest.raises(ShardError, match="completion offsets"):
+        read_shard(path)
+
+
+# --- Resume ---
+
+
+def test_pending_shards_come_in_order_from_the_cursors_on(run: RunDir) -> None:
+    for searcher in (10, 2, 0):
+        for _ in range(3):
+            sealed(run, searcher, groups=1)
+    (run.shard_folder(2) / "notes.h5").write_text("a stranger's file")
+    assert pending_shards(run, {2: 1, 10: 3}) == [
+        *(run.shard_file(0, index) for index in (0, 1, 2)),
+        *(run.shard_file(2, index) for index in (1, 2)),
+    ]
+
+
+def test_broken_shards_are_set_aside_and_the_rest_goes_on(
+    run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = [sealed(run, searcher=0, groups=1)[1] for _ in range(4)]
+    run.shard_file(0, 1).write_bytes(run.shard_file(0, 1).read_bytes()[:-10])
+    run.shard_file(0, 3).write_bytes(run.shard_file(0, 2).read_bytes())  # a copy: would be merged twice
+    shards = list(read_pending(run, {}))
+    assert [shard.index for shard in shards] == [0, 2]
+    assert_equal(shards[1].trajectories, whole[2].trajectories)
+    assert "truncated" in caplog.records[0].message and "000001.h5.refused" in caplog.records[0].message
+    assert "a copy" in caplog.records[1].message
+    assert len(list(read_pending(run, {}))) == 2 and len(caplog.records) == 2  # said once
+    assert ShardWriter(run, 0).seal() is None
+    assert sealed(run, searcher=0)[1].index == 4
+
+
+def test_a_shard_that_vanishes_while_others_are_read_is_passed_over(run: RunDir) -> None:
+    for _ in range(3):
+        sealed(run, searcher=0, groups=1)
+    reading = read_pending(run, {})
+    assert next(reading).index == 0
+    run.shard_file(0, 1).unlink()
+    assert [shard.index for shard in reading] == [2]
+
+
+# --- Full disk ---
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 256 KiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small tmpfs is not permitted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_loses_nothing_that_was_sealed(small_disk: Path) -> None:
+    run = RunDir(small_disk)
+    writer = ShardWriter(run, 0)
+    kept: list[Shard] = []
+    with pytest.raises(
+        DiskFullError, match=r"No space left on device; free space .* nothing sealed"
+    ) as caught:
+        for position in range(1000):
+            writer.append(*scored(position, position, n=8, tokens=200))
+            shard = writer.seal()
+            assert shard is not None
+            kept.append(shard)
+    assert "\n" not in str(caught.value) and len(kept) > 5
+    files = sorted(path.name for path in run.shard_folder(0).iterdir())
+    assert files == [f"{shard.index:06d}.h5" for shard in kept]  # no half file, visible or hidden
+    for shard, again in zip(kept, read_pending(run, {}), strict=True):
+        assert_equal(shard.trajectories, again.trajectories)
+
+    run.shard_file(0, 0).unlink()  # space is freed: the groups are still there and the same index is taken
+    assert len(writer) == 8
+    shard = writer.seal()
+    assert shard is not None and shard.index == len(kept)
+
+
+FILE_SIZE_LIMIT = """
+import resource, sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from test_hdf5_shards import scored
+from tba_hpc.backends.hdf5_shards import ShardWriter
+from tba_hpc.state import DiskFullError, RunDir
+resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+writer = ShardWriter(RunDir(Path(sys.argv[1])), 0)
+writer.append(*scored(0, 0, n=8))
+print(len(writer.seal().trajectories))
+writer.append(*scored(1, 1, n=800, tokens=50))
+try:
+    writer.seal()
+except DiskFullError as error:
+    print(error)
+"""
+
+
+def test_a_file_size_limit_is_met_like_a_full_disk(run: RunDir) -> None:
+    program = FILE_SIZE_LIMIT.format(tests=str(Path(__file__).parent))
+    done = subprocess.run(
+        [sys.executable, "-c", program, run.path], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    count, sentence = done.stdout.splitlines()
+    assert count == "8" and "File too large; free space" in sentence
+    assert [path.name for path in run.shard_folder(0).iterdir()] == ["000000.h5"]
+    assert len(read_shard(run.shard_file(0, 0)).trajectories) == 8
+
+
+# --- Durability ---
+
+
+BENCH = Path(__file__).parents[1] / "tools" / "bench_shards.py"
+
+
+def test_killed_writers_lose_nothing_they_acknowledged(run: RunDir) -> None:
+    acknowledged: set[int] = set()
+    for attempt in range(5):
+        writer = subprocess.Popen(
+            [sys.executable, BENCH, "write", run.path], stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        assert writer.stdout is not None
+        first = writer.stdout.readline()
+        time.sleep(0.02 + 0.017 * attempt)
+        writer.send_signal(signal.SIGKILL)
+        lines = [first, *writer.stdout.readlines()]
+        writer.wait()
+        assert writer.returncode == -signal.SIGKILL
+        acknowledged |= {int(uid) for line in lines if line.endswith("\n") for uid in line.split()}
+
+    found = [uid for path in pending_shards(run, {}) for uid in read_shard(path).trajectories.record["uid"]]
+    assert len(found) == len(set(found))
+    assert acknowledged and acknowledged <= set(found)

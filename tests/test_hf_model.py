@@ -1,0 +1,152 @@
+"""Model loading, and chunked log-probabilities against the plain log-softmax of all logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import make_random_model
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from tba_hpc.backends.hf_model import PolicyLogprobs, load_policy, load_tokenizer
+from tba_hpc.config import ConfigError
+
+PROMPTS = torch.tensor([3, 1, 5, 2])
+LENGTHS = torch.tensor([9, 4, 6, 12])
+TOKENS = torch.randint(3, 90, (4, 12), generator=torch.Generator().manual_seed(0))
+
+
+def make_model(kind: str) -> PreTrainedModel:
+    torch.manual_seed(1)
+    size = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    wide = {"intermediate_size": 64, "initializer_range": 0.3}
+    if kind == "gpt2":
+        model = GPT2LMHeadModel(
+            GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3)
+        )
+    elif kind == "neox":
+        model = GPTNeoXForCausalLM(GPTNeoXConfig(**size, **wide))
+    else:
+        model = Qwen2ForCausalLM(Qwen2Config(**size, **wide, num_key_value_heads=2))
+    return model.eval()
+
+
+def plain_logprobs(model: PreTrainedModel) -> torch.Tensor:
+    """The definition: full logits, full log-softmax, then zero outside the completions."""
+    logprobs = model(input_ids=TOKENS).logits.float().log_softmax(-1)
+    chosen = logprobs[:, :-1].gather(2, TOKENS[:, 1:, None])[..., 0]
+    position = torch.arange(TOKENS.shape[1])
+    completion = (position >= PROMPTS[:, None]) & (position < LENGTHS[:, None])
+    return torch.cat([torch.zeros(4, 1), chosen], dim=1) * completion
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "neox", "qwen2"])
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
+def test_chunked_values_and_gradients_equal_the_plain_softmax(kind: str, chunk_tokens: int) -> None:
+    model = make_model(kind)
+    weight = torch.randn(TOKENS.shape, generator=torch.Generator().manual_seed(2))
+    plain = plain_logprobs(model)
+    (plain * weight).sum().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    chunked = PolicyLogprobs(model, chunk_tokens=chunk_tokens)(TOKENS, PROMPTS, LENGTHS)
+    (chunked * weight).sum().backward()
+
+    assert plain.abs().max() > 3  # far from uniform: otherwise equality would prove little
+    torch.testing.assert_close(chunked, plain, atol=1e-5, rtol=1e-5)
+    for name, parameter in model.named_parameters():
+        scale = expected[name].abs().max().clamp(min=1e-3)
+        assert (parameter.grad - expected[name]).abs().max() / scale < 1e-5, name
+
+
+def test_output_bias_and_its_gradient() -> None:
+    model = make_model("qwen2")
+    model.lm_head.bias = torch.nn.Parameter(torch.linspace(-2, 2, 96))
+    plain = plain_logprobs(model)
+    (expected,) = torch.autograd.grad(plain.square().sum(), model.lm_head.bias)
+    chunked = PolicyLogprobs(model, chunk_tokens=4)(TOKENS, PROMPTS, LENGTHS)
+    (actual,) = torch.autograd.grad(chunked.square().sum(), model.lm_head.bias)
+    torch.testing.assert_close(chunked, plain, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "neox", "qwen2"])
+def test_padding_changes_nothing(kind: str) -> None:
+    logprobs = PolicyLogprobs(make_model(kind), chunk_tokens=7)
+    together = logprobs(TOKENS, PROMPTS, LENGTHS)
+    other_padding = TOKENS.where(torch.arange(12) < LENGTHS[:, None], 95)
+    torch.testing.assert_close(logprobs(other_padding, PROMPTS, LENGTHS), together, atol=0, rtol=0)
+    for row, length in enumerate(LENGTHS):
+        alone = logprobs(TOKENS[row : row + 1, :length], PROMPTS[row : row + 1], LENGTHS[row : row + 1])
+        torch.testing.assert_close(alone[0], together[row, :length], atol=1e-5, rtol=1e-5)
+
+
+def test_probabilities_of_all_next_tokens_add_up_to_one() -> None:
+    prompt, every_token = TOKENS[:1, :5].expand(96, 5), torch.arange(96)[:, None]
+    tokens = torch.cat([prompt, every_token], dim=1)
+    logprobs = PolicyLogprobs(make_model("qwen2"), chunk_tokens=10)(
+        tokens, torch.full((96,), 5), torch.full((96,), 6)
+    )
+    assert logprobs.sum(1).exp().sum().item() == pytest.approx(1, abs=1e-5)
+
+
+def test_bfloat16_takes_the_softmax_in_float32() -> None:
+    model = make_model("qwen2").to(torch.bfloat16)
+    hidden = model.base_model(input_ids=TOKENS, use_cache=False).last_hidden_state
+    logits = model.lm_head(hidden).double()
+    exact = logits.log_softmax(-1)[:, :-1].gather(2, TOKENS[:, 1:, None])[..., 0]
+    chunked = PolicyLogprobs(model, chunk_tokens=3)(
+        TOKENS, torch.ones(4, dtype=torch.int64), torch.full((4,), 12)
+    )
+    assert chunked.dtype == torch.float32
+    torch.testing.assert_close(chunked[:, 1:].double(), exact, atol=1e-4, rtol=1e-4)
+
+
+def test_rescaled_logits_are_refused() -> None:
+    model = make_model("qwen2")
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(ConfigError, match="final_logit_softcapping"):
+        PolicyLogprobs(model, chunk_tokens=8)
+
+
+def test_tokenizer_round_trip_and_export(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(make_random_model(tmp_path / "model", tied=False)))
+    tokens = tokenizer.encode("3+4=7")
+    assert (tokens.dtype, len(tokens), tokenizer.vocab_size) == (np.int32, 5, 128)
+    assert tokenizer.decode(np.append(tokens, tokenizer.eos_token_id)) == "3+4=7"
+    tokenizer.save(tmp_path / "export")
+    assert load_tokenizer(str(tmp_path / "export")).encode("3+4=7").tolist() == tokens.tolist()
+
+
+def test_policy_comes_in_the_asked_dtype_without_dropout(tmp_path: Path) -> None:
+    GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    policy = load_policy(str(tmp_path), "bfloat16")
+    assert {p.dtype for p in policy.parameters()} == {torch.bfloat16}
+    policy.train()
+    assert torch.equal(policy(TOKENS).logits, policy(TOKENS).logits)
+
+
+def test_missing_models_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    for load in (load_tokenizer, lambda path: load_policy(path, "float32")):
+        with pytest.raises(ConfigError, match="is not a folder"):
+            load(str(tmp_path / "nowhere"))
+        with pytest.raises(ConfigError, match="no model can be loaded") as refused:
+            load(str(tmp_path))
+        assert "\n" not in str(refused.value)
+
+
+def test_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:
+    folder = make_random_model(tmp_path, tied=False, eos=False)
+    with pytest.raises(ConfigError, match="no end-of-sequence token"):
+        load_tokenizer(str(folder))

@@ -1,0 +1,105 @@
+"""Reference log-probabilities against the textbook computation: softmax over the whole sequence."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import make_random_model
+from transformers import PreTrainedModel
+
+from tba_hpc.backends.hf_model import load_policy
+from tba_hpc.backends.hf_reference import HfReference
+from tba_hpc.types import Completion, Group, Prompt, Request, Sampling
+
+VOCABULARY = 128
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    return load_policy(str(make_random_model(tmp_path_factory.mktemp("m"), tied=request.param)), "float32")
+
+
+def _group(lengths: list[int], *, prompt_length: int = 11, seed: int = 0) -> Group:
+    rng = np.random.default_rng(seed)
+    prompt = Prompt(0, rng.integers(3, VOCABULARY, prompt_length, np.int32), "")
+    rows = [rng.integers(0, VOCABULARY, length, np.int32) for length in lengths]
+    completions = tuple(Completion(row, np.zeros(len(row), np.float32), "stop") for row in rows)
+    request = Request(prompt, 0, len(rows), Sampling(1.0, 1.0, max(lengths)))
+    return Group(request, completions, np.zeros((len(rows), 2), np.int32))
+
+
+def _textbook(model: PreTrainedModel, prompt: np.ndarray, completion: np.ndarray) -> np.ndarray:
+    """One sequence, no cache, no padding, float64 softmax."""
+    tokens = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))
+    with torch.no_grad():
+        logits = model(input_ids=tokens[None]).logits[0].double()
+    logprobs = logits.log_softmax(1)[len(prompt) - 1 : -1]
+    return logprobs.gather(1, tokens[len(prompt) :, None])[:, 0].numpy()
+
+
+def _expected(model: PreTrainedModel, group: Group) -> list[np.ndarray]:
+    return [_textbook(model, group.request.prompt.tokens, c.tokens) for c in group.completions]
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [9], [5, 1, 30, 17, 2], [26] * 16], ids=str)
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 4096])
+def test_equals_the_textbook(model: PreTrainedModel, lengths: list[int], chunk_tokens: int) -> None:
+    group = _group(lengths)
+    found = HfReference(model, chunk_tokens=chunk_tokens).logprobs(group)
+    assert [row.shape for row in found] == [(length,) for length in lengths]
+    assert all(row.dtype == np.float32 for row in found)
+    for row, expected in zip(found, _expected(model, group), strict=True):
+        np.testing.assert_allclose(row, expected, atol=1e-5, rtol=0)
+
+
+def test_a_completion_has_one_value_in_any_company(model: PreTrainedModel) -> None:
+    reference = HfReference(model, chunk_tokens=64)
+    group = _group([3, 40, 12, 7] * 4)
+    together = reference.logprobs(group)
+    for completion, row in zip(group.completions, together, strict=True):
+        (alone,) = reference.logprobs(Group(group.request, (completion,), group.versions[:1]))
+        np.testing.assert_allclose(row, alone, atol=1e-5, rtol=0)
+
+
+def test_a_prompt_of_one_token(model: PreTrainedModel) -> None:
+    group = _group([4, 6], prompt_length=1)
+    found = HfReference(model, chunk_tokens=64).logprobs(group)
+    for row, expected in zip(found, _expected(model, group), strict=True):
+        np.testing.assert_allclose(row, expected, atol=1e-5, rtol=0)
+
+
+def test_equal_completions_share_one_computation(model: PreTrainedModel) -> None:
+    """Sixteen equal completions cost no more rows of the network than one."""
+    seen: list[int] = []
+    layer = model.base_model.layers[0].mlp  # the one place every token passes exactly once
+    hook = layer.register_forward_hook(lambda module, inputs, output: seen.append(output[..., 0].numel()))
+    try:
+        one = _group([9])
+        many = Group(one.request, one.completions * 16, np.zeros((16, 2), np.int32))
+        found = HfReference(model, chunk_tokens=64).logprobs(many)
+    finally:
+        hook.remove()
+    assert sum(seen) == len(one.request.prompt.tokens) + 9 - 1
+    assert len(found) == 16
+    for row in found:
+        np.testing.assert_allclose(row, _expected(model, one)[0], atol=1e-5, rtol=0)
+
+
+def test_the_reference_stays_frozen(model: PreTrainedModel) -> None:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    HfReference(model, chunk_tokens=64).logprobs(_group([5, 8]))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_bfloat16_sums_in_float32(tmp_path: Path) -> None:
+    """A bf16 model's log-probabilities are a proper distribution: float32, summing to one."""
+    model = load_policy(str(make_random_model(tmp_path, tied=False)), "bfloat16")
+    rows = [np.array([token], np.int32) for token in range(VOCABULARY)]
+    completions = tuple(Completion(row, np.zeros(1, np.float32), "length") for row in rows)
+    request = Request(_group([1]).request.prompt, 0, VOCABULARY, Sampling(1.0, 1.0, 1))
+    found = HfReference(model, chunk_tokens=50).logprobs(
+        Group(request, completions, np.zeros((VOCABULARY, 2), np.int32))
+    )
+    assert np.exp(np.concatenate(found).astype(np.float64)).sum() == pytest.approx(1.0, abs=1e-5)

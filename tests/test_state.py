@@ -1,0 +1,437 @@
+"""The run directory: what may be resumed, what counts as a checkpoint, which prompts are dealt."""
+
+import itertools
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tba_hpc.config import Config, ConfigError, parse_config
+from tba_hpc.state import (
+    DiskFullError,
+    Evaluation,
+    PromptLedger,
+    PromptOrder,
+    RunDir,
+    StateError,
+    StopFlag,
+    TrainerState,
+    begin_checkpoint,
+    complete_checkpoint,
+    discard_evaluations,
+    latest_checkpoint,
+    prune_shards,
+    publish,
+    read_evaluation,
+    read_state,
+    write_atomic,
+    write_evaluation,
+)
+
+
+@pytest.fixture(autouse=True)
+def same_umask() -> Iterator[None]:
+    """RunDir sets the umask of the process; give it back."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def config_in(root: Path, **sections: dict[str, Any]) -> Config:
+    """A small config whose run directory is ``root/run-seed0``."""
+    run = {"root": str(root), **sections.pop("run", {})}
+    return parse_config({"model": {"path": "tiny"}, "run": run, **sections})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(config_in(tmp_path))
+
+
+def modes(folder: Path) -> dict[str, set[int]]:
+    """Permission bits of everything in a folder, itself included."""
+    paths = [folder, *folder.rglob("*")]
+    return {
+        "folders": {stat.S_IMODE(path.stat().st_mode) for path in paths if path.is_dir()},
+        "files": {stat.S_IMODE(path.stat().st_mode) for path in paths if path.is_file()},
+    }
+
+
+# --- Run directory ---
+
+
+def test_a_run_directory_is_private_and_holds_its_config(tmp_path: Path) -> None:
+    (tmp_path / "run-seed0").mkdir(mode=0o755)  # made by the user beforehand, still empty
+    config = config_in(tmp_path)
+    run = RunDir.create(config)
+    write_atomic(run.summary, "{}")
+    run.begin_attempt()
+    assert modes(run.path) == {"folders": {0o700}, "files": {0o600}}
+    assert RunDir.open(run.path) == run
+    assert run.config() == config
+
+
+def test_a_resume_may_change_ranks_and_place_but_nothing_else(tmp_path: Path) -> None:
+    RunDir.create(config_in(tmp_path))
+    again = config_in(tmp_path, launch={"searchers": 3})
+    assert RunDir.create(again).config().launch.searchers == 3  # the roles read the new number
+
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    (tmp_path / "run-seed0").rename(moved / "run-seed0")
+    assert RunDir.create(config_in(moved)).config().run.root == str(moved)
+
+    other = config_in(moved, train={"steps": 7}, buffer={"uniform_mix": 0.5}, launch={"searchers": 2})
+    with pytest.raises(ConfigError, match=r"another config: buffer\.uniform_mix, train\.steps differ;"):
+        RunDir.create(other)
+    with pytest.raises(ConfigError, match=r"another config: train\.steps differs;"):
+        RunDir.create(config_in(moved, train={"steps": 7}))
+    assert RunDir.open(moved / "run-seed0").config().launch.searchers == 1  # a refusal changes nothing
+
+
+def test_directories_of_others_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run-seed0"
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match=r"not empty and holds no run \(found thesis.tex\)"):
+        RunDir.create(config_in(tmp_path))
+    assert [path.name for path in folder.iterdir()] == ["thesis.tex"]
+
+    (folder / "config.yaml").write_text("model: {path: x}\nsalad: 1\n")
+    with pytest.raises(ConfigError, match=r"cannot resume \(unknown config key 'salad'"):
+        RunDir.create(config_in(tmp_path))
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        RunDir.open(tmp_path)
+
+
+def test_a_crash_before_the_config_was_written_is_no_obstacle(tmp_path: Path) -> None:
+    folder = tmp_path / "run-seed0"
+    folder.mkdir()
+    (folder / ".config.yaml.1.tmp").write_text("model:")
+    assert RunDir.create(config_in(tmp_path)).config().model.path == "tiny"
+
+
+def test_a_file_in_the_way_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for root in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(
+            ConfigError, match=r"cannot write to the run directory .*: Not a directory; choose"
+        ):
+            RunDir.create(config_in(root))
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A folder that cannot be written, by root neither."""
+    folder = tmp_path / "read-only"
+    folder.mkdir()
+    if os.geteuid() != 0:
+        folder.chmod(0o500)
+        yield folder
+        folder.chmod(0o700)
+        return
+    mount = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("root without the right to mount: no read-only folder can be had")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_read_only_path_is_one_sentence(read_only: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"cannot write to .*(Read-only|denied).*; choose another"
+    ) as caught:
+        RunDir.create(config_in(read_only))
+    assert "\n" not in str(caught.value)
+
+
+def test_paths_are_those_of_the_design(run: RunDir) -> None:
+    paths = [
+        *(
+            run.config_file,
+            run.shard_file(3, 17),
+            run.metrics_file("trainer"),
+            run.metrics_file("searcher", 3),
+        ),
+        *(run.export, run.report, run.summary, begin_checkpoint(run, 400)),
+    ]
+    assert [str(path.relative_to(run.path)) for path in paths] == [
+        *("config.yaml", "shards/searcher-0003/000017.h5", "metrics/trainer.jsonl"),
+        *("metrics/searcher-0003.jsonl", "export", "report.html", "summary.json", "checkpoints/step-000400"),
+    ]
+
+
+def test_attempts_count_up_and_latest_follows(run: RunDir) -> None:
+    first = run.begin_attempt()
+    assert (first.name, run.attempt) == ("attempt-001", first.resolve())
+    second = run.begin_attempt()
+    assert (second.name, run.attempt) == ("attempt-002", second.resolve())
+    assert sorted(path.name for path in run.logs.iterdir()) == ["attempt-001", "attempt-002", "latest"]
+
+
+def test_publish_replaces_whole_files_and_leaves_nothing_else(tmp_path: Path) -> None:
+    publish(tmp_path / "x", b"old")
+    publish(tmp_path / "x", b"new and longer")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert (tmp_path / "x").read_bytes() == b"new and longer"
+
+
+FILE_SIZE_LIMIT = """
+import resource, sys
+from pathlib import Path
+from tba_hpc.state import DiskFullError, publish
+path = Path(sys.argv[1])
+publish(path, b"old")
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    publish(path, bytes(1001))
+except DiskFullError as error:
+    print(isinstance(error, ValueError), error)
+"""
+
+
+def test_where_there_is_no_room_the_old_file_stays(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    done = subprocess.run(
+        [sys.executable, "-c", FILE_SIZE_LIMIT, path], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(f"True cannot write {path} (1001 bytes): File too large; free space")
+    assert path.read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
+    assert issubclass(DiskFullError, OSError)
+
+
+# --- Checkpoints ---
+
+
+STATE = TrainerState(
+    step=400, round=200, cursors={0: 17, 3: 5}, trajectories=900, added=800, duplicates=100,
+    evicted=4, tokens=12345, train_seconds=67.25, seed=7,
+)  # fmt: skip
+
+
+def checkpoint(run: RunDir, state: TrainerState, keep: int = 2) -> dict[int, int]:
+    folder = begin_checkpoint(run, state.step)
+    (folder / "sub").mkdir()
+    (folder / "sub" / "weights.bin").write_bytes(b"w" * 100)
+    return complete_checkpoint(run, folder, state, keep=keep)
+
+
+def names(run: RunDir) -> list[str]:
+    return sorted(path.name for path in run.checkpoints.iterdir())
+
+
+def test_state_round_trips_and_other_formats_are_refused(run: RunDir) -> None:
+    assert TrainerState.from_json(STATE.to_json()) == STATE
+    assert TrainerState.from_json(TrainerState().to_json()) == TrainerState()
+    checkpoint(run, STATE)
+    folder = latest_checkpoint(run)
+    assert folder is not None and read_state(folder) == STATE
+    with pytest.raises(StateError, match="not of format 1"):
+        TrainerState.from_json(STATE.to_json().replace('"format": 1', '"format": 2'))
+
+
+def test_only_complete_checkpoints_count(run: RunDir) -> None:
+    assert latest_checkpoint(run) is None
+    checkpoint(run, replace(STATE, step=100))
+    half = begin_checkpoint(run, 200)
+    (half / "weights.bin").write_bytes(b"w")
+    write_atomic(half / "state.json", STATE.to_json())  # killed here: all but COMPLETE is there
+    latest = latest_checkpoint(run)
+    assert latest is not None and latest.name == "step-000100"
+
+    again = begin_checkpoint(run, 200)
+    assert again == half and list(again.iterdir()) == []  # the half one is gone
+    complete_checkpoint(run, again, replace(STATE, step=200), keep=2)
+    assert latest_checkpoint(run) == again
+
+
+def test_the_newest_are_kept_by_step_not_by_name(run: RunDir) -> None:
+    for step in (999_999, 1_000_000, 1_000_001):
+        checkpoint(run, replace(STATE, step=step), keep=2)
+    assert names(run) == ["step-1000000", "step-1000001"]
+
+
+def test_a_second_checkpoint_of_a_step_leaves_the_first_alone(run: RunDir) -> None:
+    checkpoint(run, STATE)
+    later = replace(STATE, cursors={0: 20})
+    folder = begin_checkpoint(run, 400)
+    first = latest_checkpoint(run)
+    assert first is not None and (folder.name, first.name) == ("step-000400.1", "step-000400")
+    complete_checkpoint(run, folder, later, keep=1)
+    assert names(run) == ["step-000400.1"]
+    assert read_state(folder) == later
+
+
+def test_shards_are_pruned_up_to_the_oldest_kept_checkpoint(run: RunDir) -> None:
+    def cursors(step: int) -> dict[int, int]:
+        return {0: step, 3: 2 * step}
+
+    for searcher, count in ((0, 6), (3, 12), (5, 2)):
+        run.shard_folder(searcher).mkdir()
+        for index in range(count):
+            run.shard_file(searcher, index).write_bytes(b"")
+    run.shard_file(0, 0).rename(run.shard_folder(0) / "000000.h5.refused")
+    removable = [checkpoint(run, replace(STATE, step=s, cursors=cursors(s)), keep=2) for s in (1, 3, 5)]
+    assert removable == [cursors(1), cursors(1), cursors(3)]
+
+    assert prune_shards(run, removable[-1]) == 2 + 6
+    left = [key for key in run.shard_files()]
+    assert left == [*((0, i) for i in (3, 4, 5)), *((3, i) for i in range(6, 12)), (5, 0), (5, 1)]
+    assert (run.shard_folder(0) / "000000.h5.refused").exists()
+
+
+CHECKPOINTER = """
+import itertools, sys
+from pathlib import Path
+from tba_hpc.state import RunDir, TrainerState, begin_checkpoint, complete_checkpoint
+run = RunDir(Path(sys.argv[1]))
+for step in itertools.count(int(sys.argv[2])):
+    folder = begin_checkpoint(run, step)
+    (folder / "weights.bin").write_bytes(step.to_bytes(4, "little") * 50_000)
+    complete_checkpoint(run, folder, TrainerState(step=step), keep=2)
+    print(step, flush=True)
+"""
+
+
+def test_a_killed_checkpointer_leaves_the_newest_complete_one_whole(run: RunDir) -> None:
+    step = 0
+    for attempt in range(5):
+        command = [sys.executable, "-c", CHECKPOINTER, str(run.path), str(step)]
+        writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None
+        first = writer.stdout.readline()
+        time.sleep(0.01 + 0.013 * attempt)
+        writer.send_signal(signal.SIGKILL)
+        reported = [int(line) for line in [first, *writer.stdout.readlines()] if line.endswith("\n")]
+        writer.wait()
+        folder = latest_checkpoint(run)
+        assert folder is not None
+        state = read_state(folder)
+        assert state.step in (reported[-1], reported[-1] + 1)  # the kill may fall between COMPLETE and print
+        assert (folder / "weights.bin").read_bytes() == state.step.to_bytes(4, "little") * 50_000
+        step = state.step + 1
+
+
+# --- Prompts ---
+
+
+def test_every_epoch_is_a_permutation_and_no_two_are_alike() -> None:
+    order = PromptOrder(seed=3, n_prompts=50)
+    epochs = [tuple(order.prompt_at(50 * epoch + place) for place in range(50)) for epoch in range(4)]
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+    assert len(set(epochs)) == 4
+    assert [order.prompt_at(p) for p in (120, 3, 120)] == [epochs[2][20], epochs[0][3], epochs[2][20]]
+    other = PromptOrder(seed=4, n_prompts=50)
+    assert tuple(other.prompt_at(place) for place in range(50)) != epochs[0]
+
+
+def test_the_ledger_is_a_set_of_positions() -> None:
+    random = np.random.default_rng(0)
+    for size in (0, 1, 7, 8, 9, 300):
+        expected: set[int] = set()
+        ledger = PromptLedger()
+        for _ in range(5):
+            positions = random.integers(0, 1000, size)
+            ledger.add(positions)
+            expected |= set(positions.tolist())
+        for seen in (ledger, PromptLedger.from_array(ledger.to_array())):
+            assert {p for p in range(1100) if seen.done(p)} == expected
+            assert len(seen) == len(expected)
+            assert seen.frontier == next(p for p in itertools.count() if p not in expected)
+        assert ledger.to_array().nbytes == (max(expected, default=-1) + 8) // 8
+
+
+def test_ledgers_merge_to_the_union() -> None:
+    ledger, other = PromptLedger(), PromptLedger()
+    ledger.add(np.array([0, 2]))
+    other.add(np.array([1, 2, 900]))
+    ledger.merge(other)
+    assert [p for p in range(1000) if ledger.done(p)] == [0, 1, 2, 900]
+    assert ledger.frontier == 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_resumes_with_any_number_of_searchers_deal_every_position_once(seed: int) -> None:
+    """Attempts that stop anywhere: groups finish out of order, some are sealed, the rest is lost."""
+    random = np.random.default_rng(seed)
+    order = PromptOrder(seed, n_prompts=30)
+    ledger = PromptLedger()
+    sealed: Counter[int] = Counter()
+    for _ in range(8):
+        ledger = PromptLedger.from_array(ledger.to_array())  # as a resume does
+        searchers = int(random.integers(1, 7))
+        shards = []
+        for searcher in range(searchers):
+            dealt = order.positions(searcher, searchers, ledger)
+            mine = list(itertools.islice(dealt, int(random.integers(0, 25))))
+            assert all(position % searchers == searcher for position in mine)
+            finished = random.permutation(mine)[: int(random.integers(0, len(mine) + 1))].astype(np.int64)
+            shards.append(finished)
+        for shard in shards:  # merged only now: a searcher's own stream leaves out what it has dealt
+            sealed.update(shard.tolist())
+            ledger.add(shard)
+    assert all(count == 1 for count in sealed.values())
+    assert set(sealed) == {p for p in range(2000) if ledger.done(p)}
+
+    bound = max(sealed, default=0) + 31  # a last attempt that is not disturbed fills every gap
+    for searcher in range(3):
+        below = itertools.takewhile(lambda p: p < bound, order.positions(searcher, 3, ledger))
+        sealed.update(below)
+    assert sealed == Counter(range(bound))
+    whole_epochs = bound // 30
+    prompts = Counter(order.prompt_at(position) for position in range(30 * whole_epochs))
+    assert set(prompts.values()) == {whole_epochs}
+
+
+# --- Evaluations ---
+
+
+def part(step: int, correct: int, total: int) -> Evaluation:
+    return Evaluation(split="test", step=step, correct=correct, total=total, tokens=10 * total, truncated=1)
+
+
+def test_an_evaluation_is_there_when_all_parts_are(run: RunDir) -> None:
+    write_evaluation(run, 0, 2, part(80, correct=3, total=5))
+    assert read_evaluation(run, "test", 80, 2) is None
+    write_evaluation(run, 1, 3, part(80, correct=9, total=9))  # of an attempt with three searchers
+    assert read_evaluation(run, "test", 80, 2) is None
+    write_evaluation(run, 1, 2, part(80, correct=1, total=3))
+    whole = read_evaluation(run, "test", 80, 2)
+    assert whole == replace(part(80, correct=4, total=8), truncated=2)
+    assert whole is not None and whole.pass_at_1 == 0.5
+    assert read_evaluation(run, "validation", 80, 2) is None
+    assert (run.evaluations / "test-step-000080" / "searcher-0000-of-0002.json").exists()
+
+
+def test_a_resume_discards_evaluations_of_steps_it_takes_again(run: RunDir) -> None:
+    for step in (80, 100, 120):
+        write_evaluation(run, 0, 1, part(step, 1, 1))
+    discard_evaluations(run, after=100)
+    found = [step for step in (80, 100, 120) if read_evaluation(run, "test", step, 1)]
+    assert found == [80, 100]
+
+
+# --- Signals ---
+
+
+@pytest.mark.parametrize("number", StopFlag.SIGNALS, ids=lambda number: number.name)
+def test_signals_set_the_flag_and_nothing_else(number: signal.Signals) -> None:
+    before = {each: signal.getsignal(each) for each in StopFlag.SIGNALS}
+    try:
+        flag = StopFlag()
+        assert not flag.is_set
+        os.kill(os.getpid(), number)
+        assert flag.is_set and flag.signal_name == number.name
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
