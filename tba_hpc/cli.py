@@ -1,21 +1,26 @@
-"""The command ``tba``: run, the two roles, report. Imports nothing heavy until a role starts.
+"""The command ``tba``: run, the two roles, report. It imports nothing heavy until a role starts.
 
-Errors that a user can mend are one sentence on stderr and exit code 2; everything else keeps its
-traceback in the rank's log.
+An error that the user can mend is one sentence on stderr and exit status 2; the ranks leave theirs in
+the logs of the attempt, where ``tba run`` finds it.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from tba_hpc.config import Config, ConfigError, dump_config, load_config
-from tba_hpc.state import RunDir
+from tba_hpc.launch import local
+from tba_hpc.report.status import print_summary
+from tba_hpc.report.summary import summarise
+from tba_hpc.state import DiskFullError, RunDir, StateError, StopFlag
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,7 +30,7 @@ app = typer.Typer(
 )
 
 USER_ERROR = 2
-"""Exit code of a command that could not run as asked."""
+"""Exit status of a command that could not run as asked."""
 
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=value", help="Override one key; repeatable.")
@@ -34,6 +39,7 @@ RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")
 Index = Annotated[
     int | None, typer.Option("--index", help="Rank within the role, where no MPI launcher gives it.")
 ]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the config and the commands; start nothing.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -41,34 +47,92 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 def run(
     config: Annotated[Path, typer.Argument(help="A YAML config, or the directory of a run to go on with.")],
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config, start nothing.")] = False,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train on this machine, from the start or from where the run directory stopped."""
-    from tba_hpc.launch import local
-    from tba_hpc.report import summary
-
+    """Train on this machine, from the start or from where the run stopped."""
     resolved = _resolve(config, overrides or [])
     if dry_run:
-        typer.echo(f"{dump_config(resolved)}# {' '.join(local.command(resolved.run_dir, resolved))}")
+        run_dir = RunDir(resolved.run_dir.absolute())
+        commands = [shlex.join(command) for command in local.commands(run_dir, resolved).values()]
+        typer.echo(dump_config(resolved) + "".join(f"# {command}\n" for command in commands), nl=False)
         return
     run_dir = RunDir.create(resolved)
-    if not run_dir.finished:
-        local.launch(run_dir, resolved)
-    summary.show(run_dir, as_json=as_json)
+    if not _finished(run_dir):
+        _launch(run_dir, resolved, quiet=as_json)
+    print_summary(run_dir, summarise(run_dir, resolved), as_json=as_json)
 
 
 @app.command()
 def train(run: RunPath, index: Index = None) -> None:
     """Be a trainer rank of RUN (started by mpiexec or srun)."""
+    stop = StopFlag()  # before the slow imports: a signal that finds no handler is lost
     from tba_hpc import runtime
 
-    runtime.train(RunDir.open(run), index)
+    runtime.train(_open(run), index, stop)
 
 
 @app.command()
 def search(run: RunPath, index: Index = None) -> None:
     """Be a searcher rank of RUN (started by mpiexec or srun)."""
+    stop = StopFlag()
     from tba_hpc import runtime
 
-    runtime.search(RunDir.open(run), index)
+    runtime.search(_open(run), index, stop)
+
+
+@app.command()
+def report(run: RunPath, as_json: AsJson = False) -> None:
+    """Write RUN/report.html anew and print the summary of RUN."""
+    from tba_hpc.report.page import write_report
+
+    run_dir = RunDir.open(run)
+    write_report(run_dir)
+    print_summary(run_dir, summarise(run_dir, run_dir.config()), as_json=as_json)
+
+
+def _resolve(path: Path, overrides: list[str]) -> Config:
+    """The config of a file, or the frozen one of a run directory; local files it names must exist."""
+    config = load_config(RunDir.open(path).config_file if path.is_dir() else path, overrides)
+    for key, value in (
+        ("model.path", config.model.path),
+        ("task.train_file", config.task.train_file),
+        ("task.test_file", config.task.test_file),
+    ):
+        if value and _is_local(value) and not Path(value).exists():
+            raise ConfigError(f"{key}={value} does not exist: check the path, seen from {Path.cwd()}")
+    return config
+
+
+def _is_local(value: str) -> bool:
+    """Whether a value is a path of this machine, not a name on a hub such as ``org/model``."""
+    return value.startswith((".", "/", "~")) or value.count("/") > 1 or Path(value).suffix == ".jsonl"
+
+
+def _open(path: Path) -> RunDir:
+    """The run directory of a rank, which logs what it does."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    return RunDir.open(path)
+
+
+def _finished(run_dir: RunDir) -> bool:
+    """Whether nothing is left to do: the leader writes the summary last of all."""
+    return run_dir.summary.exists() and bool(json.loads(run_dir.summary.read_text())["finished"])
+
+
+def _launch(run_dir: RunDir, config: Config, *, quiet: bool) -> None:
+    """Run all roles; exit with their status unless they finished or stopped on request."""
+    code = local.launch(run_dir, config, console=Console(stderr=quiet))
+    if code:
+        raise typer.Exit(code)
+
+
+def main() -> None:
+    """Entry point: print a user's error as one sentence."""
+    try:
+        app()
+    except (ConfigError, StateError, DiskFullError, local.LaunchError) as error:
+        print(f"tba: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)

@@ -18,11 +18,9 @@ train/beta                      KL coefficient β of the step
 train/tokens                    completion tokens in the batch (count)
 time/step_seconds               one whole iteration of the trainer loop (s)
 time/learn_seconds              of which inside ``learner.step`` (s)
-time/wait_seconds               of which standing still for searchers (s)
-time/wait_share                 ``train/wait_share`` of this one iteration (share)
 train/wait_share                wall time outside forward, backward and optimizer, since warm-up (share)
 sync/version                    weights last published (optimizer steps)
-sync/publish_stall_seconds      time that the loop stood still in the publish of this step (s)
+sync/publish_stall_seconds      time that the loop stood still in this step's publish, if it had one (s)
 sync/late                       publishes put off because the round before was under way (count, so far)
 sync/rounds                     publishes so far (count)
 buffer/size                     trajectories in the replay buffer (count)
@@ -175,9 +173,9 @@ def step_records(records: Sequence[Record]) -> list[Record]:
     kept: list[Record] = []
     for record in records:
         event = record.get("event")
-        if "step" not in record or event not in (None, "resumed"):
+        if "step" not in record or event not in (None, "started", "resumed"):
             continue
-        while kept and _step(kept[-1]) >= _step(record) + (event == "resumed"):
+        while kept and _step(kept[-1]) >= _step(record) + (event is not None):
             kept.pop()
         if event is None:
             kept.append(record)

@@ -58,6 +58,8 @@ class Generator(Protocol):
     """Version of the weights in use."""
     in_flight: int
     """Requests submitted and not yet finished."""
+    rebuilds: int
+    """Times that a dead engine was replaced."""
 
     def submit(self, request: Request) -> None:
         """Queue a request. ValueError where prompt and completion exceed the context."""
@@ -154,6 +156,10 @@ class SearcherExchange(Protocol):
 
     def close(self) -> None:
         """Leave. Shards not yet merged stay on disk and are merged by a resume."""
+
+
+class EngineError(RuntimeError):
+    """The engine died again and again; the message says how often and why."""
 
 
 class ExchangeError(RuntimeError):

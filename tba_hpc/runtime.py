@@ -25,7 +25,7 @@ from tba_hpc.config import Config, ConfigError
 from tba_hpc.evaluator import Evaluator
 from tba_hpc.launch.local import own_log, rank_name, report_error
 from tba_hpc.metrics import MetricsWriter
-from tba_hpc.ports import ExchangeError, Learner, SearcherExchange, Task, TrainerExchange
+from tba_hpc.ports import EngineError, ExchangeError, Learner, SearcherExchange, Task, TrainerExchange
 from tba_hpc.report import page, summary
 from tba_hpc.searcher import Searcher
 from tba_hpc.state import (
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 """Pause between two looks for the last evaluation."""
 
-USER_ERRORS = (ConfigError, ExchangeError, StateError, ShardError, DiskFullError)
+USER_ERRORS = (ConfigError, EngineError, ExchangeError, StateError, ShardError, DiskFullError)
 """Errors whose message is a sentence for the user."""
 
 USER_ERROR = 2

@@ -170,7 +170,8 @@ class Searcher:
 
     def _generate(self) -> list[Group]:
         if self._in_flight:
-            return self._generator.step()
+            with self._clock("generate"):
+                return self._generator.step()
         with self._clock("paused"):
             time.sleep(IDLE_SECONDS)
         return []
@@ -263,6 +264,8 @@ class Searcher:
                 "search/trajectories": count,
                 "search/reward": sum(tally.rewards) / count if count else None,
                 "search/truncated_share": tally.truncated / count if count else None,
+                "search/busy_share": spent.get("generate", 0.0) / seconds,
+                "search/rebuilds": self._generator.rebuilds,
                 "search/seal_share": spent.get("seal", 0.0) / seconds,
                 "search/paused_seconds": spent.get("paused", 0.0),
                 "search/load_seconds": tally.load_seconds or None,

@@ -24,7 +24,8 @@ mode, verb, run = sys.argv[1:4]
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", sys.argv[-1] if "--index" in sys.argv else 0))
 run = Path(run)
 hits = []
-signal.signal(signal.SIGUSR1, lambda *_: hits.append(1))
+if mode != "early":
+    signal.signal(signal.SIGUSR1, lambda *_: hits.append(1))
 name = f"{verb}-{rank}"
 (run / f"pid-{name}").write_text(str(os.getpid()))
 (run / f"threads-{name}").write_text(os.environ["OMP_NUM_THREADS"])
@@ -44,7 +45,8 @@ time.sleep(0.3)  # a second signal would come now
 if mode == "stubborn":
     time.sleep(60)
 """
-"""A rank: ``finish`` ends at once, ``wait`` ends after SIGUSR1, ``stubborn`` never; the others fail."""
+"""A rank: ``finish`` ends at once, ``wait`` after SIGUSR1, ``stubborn`` never, ``early`` takes no signals
+yet; the others fail."""
 
 LAUNCHER = """
 import sys
@@ -179,6 +181,16 @@ def test_every_rank_is_asked_to_stop_exactly_once(
     assert code == 0
     assert sorted(launched.hits().values()) == [1, 1, 1]
     assert "stopping at the next safe point" in out
+
+
+@pytest.mark.parametrize("transport", [MPI, "files"])
+def test_a_stop_before_the_roles_are_up_is_no_failure(tmp_path: Path, transport: str) -> None:
+    launched = Launched(tmp_path, "early", transport)
+    pids = launched.wait_for_ranks()
+    launched.process.send_signal(signal.SIGINT)
+    code, out, err = launched.end()
+    assert (code, err) == (0, "") and "nothing is lost" in out
+    assert alive(pids) == []
 
 
 @pytest.mark.parametrize("transport", [MPI, "files"])

@@ -285,7 +285,7 @@ def test_shards_are_pruned_up_to_the_oldest_kept_checkpoint(run: RunDir) -> None
     assert removable == [cursors(1), cursors(1), cursors(3)]
 
     assert prune_shards(run, removable[-1]) == 2 + 6
-    left = [key for key in run.shard_files()]
+    left = list(run.shard_files())
     assert left == [*((0, i) for i in (3, 4, 5)), *((3, i) for i in range(6, 12)), (5, 0), (5, 1)]
     assert (run.shard_folder(0) / "000000.h5.refused").exists()
 

@@ -183,15 +183,29 @@ def test_sampling_follows_temperature_and_top_p(served: Served) -> None:
     (group,) = _generate(served.generator, request)
     with torch.no_grad():
         logits = model(input_ids=torch.from_numpy(request.prompt.tokens.astype(np.int64))[None]).logits[0, -1]
-    probability = (logits.double() / 0.7).softmax(0).numpy()
-    order = np.argsort(-probability)
-    nucleus = order[: np.searchsorted(np.cumsum(probability[order]), 0.9) + 1]
-    expected = np.zeros_like(probability)
-    expected[nucleus] = probability[nucleus] / probability[nucleus].sum()
     tokens = np.array([completion.tokens[0] for completion in group.completions])
-    found = np.bincount(tokens, minlength=len(expected)) / len(tokens)
-    assert not found[expected == 0].any()
-    assert np.abs(found - expected).sum() / 2 < 0.05
+    assert _misfit(tokens, _nucleus((logits.double() / 0.7).softmax(0).numpy(), 0.9)) < 2
+    assert _misfit(tokens, _nucleus((logits.double() / 0.8).softmax(0).numpy(), 0.9)) > 4
+    assert _misfit(tokens, _nucleus((logits.double() / 0.7).softmax(0).numpy(), 0.8)) > 4
+
+
+def _nucleus(probability: np.ndarray, mass: float) -> np.ndarray:
+    """The smallest set of likeliest tokens that holds ``mass``, renormalised."""
+    order = np.argsort(-probability)
+    kept = order[: np.searchsorted(np.cumsum(probability[order]), mass) + 1]
+    nucleus = np.zeros_like(probability)
+    nucleus[kept] = probability[kept] / probability[kept].sum()
+    return nucleus
+
+
+def _misfit(tokens: np.ndarray, expected: np.ndarray) -> float:
+    """Pearson's χ² per degree of freedom: about 1 where ``tokens`` come from ``expected``."""
+    found = np.bincount(tokens, minlength=len(expected))
+    possible = expected > 0
+    if found[~possible].any():
+        return float("inf")
+    wanted = expected[possible] * len(tokens)
+    return float(((found[possible] - wanted) ** 2 / wanted).sum() / (possible.sum() - 1))
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(served: Served) -> None:

@@ -1,6 +1,6 @@
 """Measures what durability costs and proves that it holds.
 
-    python tools/bench_shards.py rates        records/s sealed and read, against write() + fsync of the same bytes
+    python tools/bench_shards.py rates        records/s sealed and read, against write() + fsync of the bytes
     python tools/bench_shards.py durability   kill a real writer 50 times, then read all that it acknowledged
 
 Both take ``--json``. ``--folder`` chooses the file system (default: a temporary folder here).
@@ -26,6 +26,7 @@ from typing import Annotated, ParamSpec
 
 import numpy as np
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -46,16 +47,15 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Medians over the shards of one workload."""
+    """Medians over the shards of rollouts that are ``tokens`` long on average."""
 
-    workload: str
+    tokens: int
     shard_bytes: int
     seal_ms: float
     raw_ms: float
     seal_over_raw: float
-    sealed_per_second: float
-    raw_per_second: float
-    read_per_second: float
+    sealed_per_second: int
+    read_per_second: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +78,8 @@ def rates(
     as_json: Json = False,
 ) -> None:
     """Commit and read rates of two workloads: rollouts of 177 tokens, and the quickstart's of 26."""
-    workloads = {"177 tokens": 177, "26 tokens": 26}
     with _scratch(folder) as scratch:
-        results = [
-            _rates(RunDir(scratch / str(tokens)), name, tokens, shards, records)
-            for name, tokens in workloads.items()
-        ]
+        results = [_rates(RunDir(scratch / str(tokens)), tokens, shards, records) for tokens in (177, 26)]
     _show(f"shards of {records} trajectories", [asdict(result) for result in results], as_json)
 
 
@@ -119,26 +115,25 @@ def write(run: Path) -> None:
         position += 1
 
 
-def _rates(run: RunDir, workload: str, tokens: int, shards: int, records: int) -> Rates:
+def _rates(run: RunDir, tokens: int, shards: int, records: int) -> Rates:
     """Seal and raw write take turns, so that both meet the same neighbours on the machine."""
     writer = ShardWriter(run, 0)
     groups = [_scored(position, tokens) for position in range(records // COMPLETIONS)]
     seal, raw = [], []
-    for _ in range(shards):
+    for turn in range(shards):
         seal.append(_seconds(_seal, writer, groups))
         data = pending_shards(run, {})[-1].read_bytes()
-        raw.append(_seconds(_write_raw, run.shards / "raw.bin", data))
+        raw.append(_seconds(_write_raw, run.shards / f"raw-{turn}", data))
     read = statistics.median(_seconds(read_shard, path) for path in pending_shards(run, {}))
     sealing, writing = statistics.median(seal), statistics.median(raw)
     return Rates(
-        workload=workload,
+        tokens=tokens,
         shard_bytes=len(data),
         seal_ms=1e3 * sealing,
         raw_ms=1e3 * writing,
         seal_over_raw=statistics.median(s / r for s, r in zip(seal, raw, strict=True)),
-        sealed_per_second=records / sealing,
-        raw_per_second=records / writing,
-        read_per_second=records / read,
+        sealed_per_second=round(records / sealing),
+        read_per_second=round(records / read),
     )
 
 
@@ -223,9 +218,10 @@ def _show(title: str, rows: list[dict[str, str | int | float]], as_json: bool) -
     if as_json:
         print(json.dumps(rows))
         return
-    table = Table(title=title)
+    table = Table(title=title, box=SIMPLE_HEAD)
     for name in rows[0]:
-        table.add_column(name.replace("_", " "), justify="right")
+        heading = name.replace("_per_second", "/s").replace("_over_", " ÷ ").replace("_", " ")
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*map(_cell, row.values()))
     Console().print(table)

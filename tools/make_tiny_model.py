@@ -42,7 +42,7 @@ VOCABULARY = 384
 CONTEXT = 1024
 """Longest sequence in tokens: room for a GSM8K question spelled nearly letter by letter."""
 
-DEMONSTRATIONS = 3000
+DEMONSTRATIONS = 10_000
 BATCH = 32
 PEAK_RATE = 3e-3
 WARMUP = 50
@@ -254,10 +254,12 @@ def cached(recipe: Recipe, out: Path) -> dict[str, object] | None:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Command line; ``out`` defaults to a folder of the repository named after the seed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="folder (default: .cache/tiny-model-seed<SEED>)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, problems and batches (default 0)")
-    parser.add_argument("--steps", type=int, default=700, help="optimizer steps of 32 (default 700)")
+    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps of 32 (default 1000)")
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
     arguments = parser.parse_args(argv)
     if arguments.seed < 0 or arguments.steps < 1:

@@ -228,12 +228,12 @@ class FileTrainerFollower:
 
 
 class FileSearcherExchange:
-    """A searcher's end. folder: the trainer's; it need not exist yet. deadline: see IDLE_DEADLINES, s."""
+    """A searcher's end. folder: the trainer's, which need not exist yet. deadline: for it to start, s."""
 
     def __init__(self, folder: Path, searcher: int, *, deadline: float) -> None:
         self._folder = folder
         self._searcher = searcher
-        self._patience = IDLE_DEADLINES * deadline
+        self._deadline = deadline
         self._board = Board.read(folder)
         self._over = self._board.attempt if self._board and self._board.closed else ""
         self._looked = self._changed = time.monotonic()
@@ -247,7 +247,8 @@ class FileSearcherExchange:
     def poll(self) -> WeightUpdate | None:
         """Weights not seen before: the oldest that are to be evaluated, else the newest; mapped, read-only.
 
-        Raises ExchangeError where nothing has come from the trainer for IDLE_DEADLINES deadlines.
+        Raises ExchangeError where the trainer has not started within the deadline, or has then done nothing
+        for IDLE_DEADLINES deadlines.
         """
         self._look()
         entry = self._next_publication()
@@ -301,9 +302,15 @@ class FileSearcherExchange:
             self._board, self._changed = board, now
         elif not self._ended and now - self._changed > self._patience:
             raise ExchangeError(
-                f"the trainer has not changed {self._folder / 'latest.json'} for {self._patience:g} s: it has "
-                "ended or hangs; see its log, and start the same run again"
+                f"the trainer has not changed {self._folder / 'latest.json'} for {self._patience:g} s: it "
+                "has ended or hangs; see its log, and start the same run again"
             )
+
+    @property
+    def _patience(self) -> float:
+        """Seconds that the trainer may go without a change: to start, or between two rounds."""
+        running = self._board is not None and not self._board.closed
+        return self._deadline * (IDLE_DEADLINES if running else 1)
 
 
 def read_weights(path: Path) -> tuple[WeightLayout, np.ndarray]:
@@ -325,7 +332,7 @@ _WIDTH = {"F32": 4, "BF16": 2, "F16": 2}
 
 def _map_data(path: Path, nbytes: int, mode: str) -> np.ndarray:
     """The tensors' bytes at the end of a safetensors file."""
-    return np.memmap(path, np.uint8, mode, offset=path.stat().st_size - nbytes, shape=(nbytes,))  # type: ignore[call-overload, no-any-return]
+    return np.memmap(path, np.uint8, mode, offset=path.stat().st_size - nbytes, shape=(nbytes,))  # type: ignore[call-overload]
 
 
 def _create_incoming(path: Path, layout: WeightLayout, version: int) -> np.ndarray:

@@ -34,6 +34,7 @@ TORCH_DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float1
 
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output belongs to the program
     "VLLM_NO_USAGE_STATS": "1",  # vLLM otherwise reports each start to its makers
 }
 CPU_ENVIRONMENT = {
@@ -152,6 +153,7 @@ class VllmGenerator:
             kv_cache_memory_bytes=cache_mb and cache_mb << 20,
             tensor_parallel_size=self._generator.tensor_parallel,
             enforce_eager=not on_gpu,
+            use_tqdm_on_load=False,
             seed=self._seed + self.rebuilds,
         )
         llm.llm_engine.set_weight_version(str(self.version))

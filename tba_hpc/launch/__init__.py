@@ -1,0 +1,1 @@
+"""Ways to start the roles of a run."""

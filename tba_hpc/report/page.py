@@ -555,11 +555,11 @@ def _faults(data: RunData) -> list[Event]:
     told = []
     for index, records in data.searchers.items():
         for name, what in (
-            ("search/rebuilds", "engine rebuilds"),
-            ("search/rejected", "trajectories set aside: reward not finite"),
+            ("search/rebuilds", "engine rebuilt"),
+            ("search/rejected", "trajectory set aside: reward not finite"),
         ):
             if count := int(max(series(records, name), default=0)):
-                told.append(Event("", "", f"searcher {index}: {count} {what}", ""))
+                told.append(Event("", "", f"searcher {index}: {count} × {what}", ""))
     return told
 
 

@@ -50,7 +50,7 @@ class RunView:
     config: Config
     latest: Record = field(default_factory=dict)
     searchers: dict[int, Record] = field(default_factory=dict)
-    evaluations: list[Evaluation] = field(default_factory=list)
+    evaluations: dict[str, Evaluation] = field(default_factory=dict)
     phase: str = "starting"
     _times: list[float] = field(default_factory=list)
     _tails: dict[Path, MetricsTail] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class RunView:
         for path in searcher_files(self.run):
             for record in self._new(path):
                 self.searchers[index_of(path)] = record
-        self.evaluations = read_evaluations(self.run)
+        self.evaluations = read_evaluations(self.run, self.evaluations)
 
     def _new(self, path: Path) -> list[Record]:
         return self._tails.setdefault(path, MetricsTail(path)).new()
@@ -100,6 +100,10 @@ class RunView:
         wanted = self.config.buffer.initial_completions
         if self.phase == "training":
             return "training"
+        if self.phase == "finished" and not any(
+            (found.split, found.step) == ("test", self.step) for found in self.evaluations.values()
+        ):
+            return "last step done, final evaluation"
         if self.phase in ("stopped", "finished"):
             return f"{self.phase} at step {self.step}"
         if size := int(number(self.latest, "buffer/size", 0)):
@@ -113,8 +117,8 @@ class RunView:
     def cells(self) -> dict[str, str]:
         """Column title → value, the numbers a user watches."""
         latest = self.latest
-        validation = [e.pass_at_1 for e in self.evaluations if e.split == "validation"][-1:]
-        test = [e.pass_at_1 for e in self.evaluations if e.split == "test"]
+        validation = self._pass_at_1("validation")[-1:]
+        test = self._pass_at_1("test")
         return {
             "pass@1": " → ".join(map(percent, validation)) or NOTHING,
             "test": " → ".join(map(percent, test[:1] + test[1:][-1:])) or NOTHING,
@@ -126,6 +130,9 @@ class RunView:
             "buffer": _show(latest, "buffer/size", "{:,.0f}"),
             "tokens/s": self._rates(),
         }
+
+    def _pass_at_1(self, split: str) -> list[float]:
+        return [found.pass_at_1 for found in self.evaluations.values() if found.split == split]
 
     def _rates(self) -> str:
         """Tokens per second of each searcher; of many, their number times the mean."""

@@ -6,7 +6,7 @@ Reads what the ranks wrote and nothing else, so a summary can be taken at any ti
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
@@ -38,7 +38,7 @@ class RunData:
             trainer,
             step_records(trainer),
             {index_of(path): read_metrics(path) for path in searcher_files(run)},
-            read_evaluations(run),
+            list(read_evaluations(run).values()),
         )
 
     @property
@@ -66,10 +66,11 @@ def index_of(path: Path) -> int:
     return int(path.stem.rpartition("-")[2])
 
 
-def read_evaluations(run: RunDir) -> list[Evaluation]:
-    """All evaluations of which every part is there, by split and step."""
-    found = [_evaluation_in(run, folder) for folder in sorted(run.evaluations.glob("*-step-*"))]
-    return [evaluation for evaluation in found if evaluation and evaluation.total]
+def read_evaluations(run: RunDir, known: Mapping[str, Evaluation] | None = None) -> dict[str, Evaluation]:
+    """All evaluations of which every part is there, by folder; those in ``known`` are not read again."""
+    folders = run.evaluations.glob("*-step-*")
+    found = {folder.name: (known or {}).get(folder.name) or _evaluation_in(run, folder) for folder in folders}
+    return {name: evaluation for name, evaluation in sorted(found.items()) if evaluation and evaluation.total}
 
 
 def _evaluation_in(run: RunDir, folder: Path) -> Evaluation | None:
@@ -115,9 +116,9 @@ class Summary:
         return self.pass_at_1_after - self.pass_at_1_before
 
 
-def summarise(run: RunDir) -> Summary:
+def summarise(run: RunDir, config: Config) -> Summary:
     """Take the summary of a run from its files."""
-    return summary_of(RunData.read(run), run.config())
+    return summary_of(RunData.read(run), config)
 
 
 def summary_of(data: RunData, config: Config) -> Summary:
@@ -145,11 +146,9 @@ def summary_of(data: RunData, config: Config) -> Summary:
     )
 
 
-def write_summary(run: RunDir) -> Summary:
-    """Write ``summary.json``; returns what it holds."""
-    summary = summarise(run)
+def write_summary(run: RunDir, summary: Summary) -> None:
+    """Write ``summary.json``."""
     write_atomic(run.summary, json.dumps(asdict(summary), indent=2) + "\n")
-    return summary
 
 
 def series(records: Iterable[Record], name: str) -> list[float]:

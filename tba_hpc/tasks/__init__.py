@@ -38,9 +38,7 @@ def load_task(config: TaskSection, tokenizer: Tokenizer) -> Task:
     """
     task_class = _find(config.name)
     options = _checked(config.options, task_class, config.name)
-    task: Task = task_class(
-        tokenizer, train_file=config.train_file, test_file=config.test_file, **options
-    )
+    task: Task = task_class(tokenizer, train_file=config.train_file, test_file=config.test_file, **options)
     if not task.prompts("train"):
         raise ConfigError(
             f"the task {config.name} has no training problem: check task.train_file and the sizes in task.options"
@@ -56,7 +54,9 @@ def _find(name: str) -> type:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(f"task.name={name} cannot be imported ({error}): install it or correct it") from None
+        raise ConfigError(
+            f"task.name={name} cannot be imported ({error}): install it or correct it"
+        ) from None
     found = getattr(module, class_name, None)
     if not inspect.isclass(found):
         classes = [key for key, value in vars(module).items() if inspect.isclass(value)]

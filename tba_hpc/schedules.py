@@ -1,0 +1,45 @@
+"""Learning rate and β as pure functions of the optimizer step, so that a resume needs no scheduler state.
+
+It must not know about optimizers. Steps count from 0; step ``i`` is the one that makes version ``i + 1``.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tba_hpc.config import Beta, LearningRate
+
+
+def learning_rate(config: LearningRate, step: int, steps: int) -> float:
+    """Learning rate of ``step`` in a run of ``steps`` steps.
+
+    Warm-up rises from zero *before* the first step: step 0 has peak / warmup_steps, step warmup_steps − 1
+    has the peak. Decay ends at zero *after* the last step. So no step is spent on a rate of zero, and
+    warmup_stable_decay with 50/450/500 has exactly 450 steps between ramps of 50 and 500.
+    """
+    if step < config.warmup_steps:
+        return config.peak * (step + 1) / config.warmup_steps
+    return config.peak * _decay(config, step, steps)
+
+
+def _decay(config: LearningRate, step: int, steps: int) -> float:
+    """Share of the peak after warm-up."""
+    left = max(0, steps - step)
+    whole = max(1, steps - config.warmup_steps)
+    match config.schedule:
+        case "constant":
+            return 1.0
+        case "linear":
+            return left / whole
+        case "cosine":
+            return (1 - math.cos(math.pi * left / whole)) / 2
+        case "warmup_stable_decay":
+            return min(1.0, left / max(1, config.decay_steps))
+
+
+def beta(config: Beta, step: int) -> float:
+    """KL coefficient β of ``step``: ``start`` at step 0, ``end`` from step ``anneal_steps`` on where linear."""
+    if config.schedule == "constant":
+        return config.start
+    assert config.end is not None and config.anneal_steps > 0, "Beta's validator asks for both"
+    return config.start + (config.end - config.start) * min(1.0, step / config.anneal_steps)

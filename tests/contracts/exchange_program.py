@@ -1,0 +1,417 @@
+"""One process of an exchange contract: ``exchange_program.py TRANSPORT SCENARIO FOLDER [RANK]``.
+
+Every scenario is a function for the trainer and one for each searcher; both assert, and meet through
+flags in FOLDER where the order of things matters. Ranks 0…T-1 are trainers, the two others searchers.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange, FileTrainerFollower
+from tba_hpc.backends.hdf5_shards import read_pending, write_shard
+from tba_hpc.ports import SearcherExchange, TrainerExchange
+from tba_hpc.state import RunDir
+from tba_hpc.types import RECORD, Ragged, Shard, Trajectories, WeightLayout, WeightUpdate, make_uid
+
+SEARCHERS = 2
+TRAINERS = {"files": 1, "files-two-trainers": 2, "mpi": 1, "mpi-unthreaded": 1, "mpi-nodes-two-trainers": 2}
+PATIENCE = 20.0
+
+LAYOUT = WeightLayout.of(
+    [("embed", (301, 64)), ("norm", (7,)), ("proj", (129, 257)), ("bias", (1,)), ("head", (64, 301))], "BF16"
+)
+
+
+def weights_of(version: int) -> np.ndarray:
+    """uint8 [LAYOUT.nbytes]: random bytes, NaN patterns of bf16 included."""
+    return np.random.default_rng([1, version]).integers(0, 256, LAYOUT.nbytes, np.uint8)
+
+
+def shard_of(searcher: int, index: int) -> Shard:
+    """A shard with ragged random contents of 1 to 40 trajectories."""
+    rng = np.random.default_rng([2, searcher, index])
+    n = int(rng.integers(1, 40))
+    prompts = Ragged.from_rows([rng.integers(0, 9999, rng.integers(1, 9)) for _ in range(3)], np.int32)
+    completions = Ragged.from_rows([rng.integers(0, 9999, rng.integers(0, 30)) for _ in range(n)], np.int32)
+    record = np.zeros(n, RECORD)
+    record["uid"] = make_uid(searcher, index, 0) + np.arange(n, dtype=np.uint64)
+    record["prompt_row"] = rng.integers(0, 3, n)
+    record["reward"] = rng.normal(size=n)
+    tokens = len(completions.values)
+    logprobs, ref_logprobs = rng.normal(size=(2, tokens)).astype(np.float32)
+    return Shard(searcher, index, Trajectories(record, prompts, completions, logprobs, ref_logprobs))
+
+
+def same_shard(one: Shard, other: Shard) -> bool:
+    """Equal to the last bit."""
+
+    def contents(shard: Shard) -> list[bytes]:
+        t = shard.trajectories
+        arrays = (t.record, t.prompts.values, t.prompts.offsets, t.completions.values, t.completions.offsets)
+        return [f"{a.dtype}{a.shape}".encode() + a.tobytes() for a in (*arrays, t.logprobs, t.ref_logprobs)]
+
+    return (one.searcher, one.index, contents(one)) == (other.searcher, other.index, contents(other))
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    """Wait for a condition; fail after PATIENCE seconds."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, f"in vain: {what}"
+        time.sleep(0.002)
+
+
+@dataclass
+class Flags:
+    """Facts that the processes of a scenario tell each other."""
+
+    folder: Path
+
+    def set(self, name: str) -> None:
+        """State a fact."""
+        (self.folder / name).touch()
+
+    def wait(self, name: str) -> None:
+        """Wait until another process has stated it."""
+        until((self.folder / name).exists, f"flag {name}")
+
+
+@dataclass
+class TrainerSide:
+    """The leader's end, with a learner that writes ``weights_of(version)`` over all trainer ranks."""
+
+    exchange: TrainerExchange
+    flags: Flags
+    trainers: int
+    writes: int = 0
+
+    def publish(self, version: int, evaluate: str | None = None) -> None:
+        """Publish as soon as the exchange takes it."""
+        until(lambda: self.exchange.publish(version, self.writer(version), evaluate=evaluate), "publish")
+
+    def writer(self, version: int) -> Callable[[np.ndarray], None]:
+        """Writes the leader's part; followers write theirs before it returns."""
+
+        def write(out: np.ndarray) -> None:
+            self.writes += 1
+            for rank in range(1, self.trainers):
+                (self.flags.folder / f"write-{self.writes}").write_text(str(version))
+                self.flags.wait(f"written-{self.writes}-{rank}")
+            write_part(out, weights_of(version), self.trainers, 0)
+
+        return write
+
+    def settle(self) -> None:
+        """Wait until no round is under way."""
+        until(self.exchange.gather, "the end of a round")
+
+    def collect(self, wanted: int) -> list[Shard]:
+        """Gather until that many shards have arrived."""
+        shards: list[Shard] = []
+
+        def arrived() -> bool:
+            self.exchange.gather()
+            shards.extend(self.exchange.collect())
+            return len(shards) >= wanted
+
+        until(arrived, f"{wanted} shards")
+        return shards
+
+    def close(self) -> list[Shard]:
+        """Close, and let the followers go."""
+        (self.flags.folder / f"write-{self.writes + 1}").write_text("-1")
+        return self.exchange.close()
+
+
+def write_part(out: np.ndarray, weights: np.ndarray, trainers: int, rank: int) -> None:
+    """What trainer ``rank`` owns of the weights."""
+    run = LAYOUT.parts(trainers)[rank]
+    out[run[0].start : run[-1].end] = weights[run[0].start : run[-1].end]
+
+
+@dataclass
+class SearcherSide:
+    """A searcher's end; ``seal`` makes a shard durable before it is offered."""
+
+    exchange: SearcherExchange
+    index: int
+    flags: Flags
+    seal: Callable[[Shard], None]
+
+    def offer(self, index: int) -> None:
+        """Seal and hand over shard ``index``."""
+        shard = shard_of(self.index, index)
+        self.seal(shard)
+        self.exchange.offer(shard)
+
+    def take(self) -> WeightUpdate:
+        """The next weights; their bytes are checked."""
+        updates: list[WeightUpdate | None] = []
+
+        def polled() -> bool:
+            updates.append(self.exchange.poll())
+            return updates[-1] is not None
+
+        until(polled, "weights")
+        update = updates[-1]
+        assert update is not None and update.layout == LAYOUT
+        assert np.array_equal(update.data, weights_of(update.version)), f"wrong bytes of {update.version}"
+        return update
+
+    def wait(self, flag: str) -> None:
+        """Wait for another process, going on to call the exchange as a searcher at work does."""
+        until(lambda: (self.exchange.pending, (self.flags.folder / flag).exists())[1], f"flag {flag}")
+
+    def work_to_end(self) -> None:
+        """Poll like a searcher at work until the trainer has closed."""
+        until(lambda: (self.exchange.poll(), self.exchange.closed)[1], "the end of the run")
+
+    def wait_for_end(self) -> None:
+        """Wait until the trainer has closed and nothing is left to poll."""
+        until(lambda: self.exchange.closed, "the end of the run")
+        assert self.exchange.poll() is None
+        self.exchange.close()
+
+
+# --- Weights arrive bit-identical, the newest wins ---
+
+
+def weights_trainer(side: TrainerSide) -> None:
+    side.publish(1)
+    side.settle()
+    side.flags.set("published-1")
+    for searcher in range(SEARCHERS):
+        side.flags.wait(f"taken-{searcher}")
+    for version in (2, 3, 4):
+        side.publish(version)
+        side.settle()
+    side.flags.set("published-4")
+    side.close()
+
+
+def weights_searcher(side: SearcherSide) -> None:
+    asked = time.time()
+    assert (first := side.take()).version == 1 and first.evaluate is None
+    assert abs(first.published - asked) < PATIENCE and side.exchange.poll() is None
+    assert not first.data.flags.writeable and not side.exchange.closed
+    side.flags.set(f"taken-{side.index}")
+    side.wait("published-4")
+    time.sleep(0.2)
+    assert side.take().version == 4
+    side.wait_for_end()
+
+
+# --- Weights to evaluate are never lost ---
+
+
+def evaluations_trainer(side: TrainerSide) -> None:
+    for version in range(12):
+        side.publish(version, {0: "test", 3: "validation", 4: "validation", 11: "test"}.get(version))
+    assert side.close() == []
+
+
+def evaluations_searcher(side: SearcherSide) -> None:
+    rng = np.random.default_rng(side.index)
+    seen = []
+    while not seen or seen[-1][0] < 11:
+        update = side.take()
+        held = update.data.copy()
+        time.sleep(rng.uniform(0, 0.1))
+        assert np.array_equal(update.data, held), "weights changed while they were held"
+        seen.append((update.version, update.evaluate))
+    versions = [version for version, _ in seen]
+    assert versions == sorted(set(versions))
+    assert [entry for entry in seen if entry[1]] == [
+        *((0, "test"), (3, "validation"), (4, "validation"), (11, "test"))
+    ]
+    side.wait_for_end()
+
+
+# --- Every offered shard arrives once, in order, to the bit ---
+
+SHARDS = 25
+
+
+def shards_trainer(side: TrainerSide) -> None:
+    side.publish(0)
+    shards = side.collect(10)
+    for version in range(1, 4):
+        side.publish(version)
+        shards += side.exchange.collect()
+    for searcher in range(SEARCHERS):
+        side.flags.wait(f"offered-{searcher}")
+    shards += side.close() + side.exchange.collect() + side.exchange.close()
+    for searcher in range(SEARCHERS):
+        got = [shard for shard in shards if shard.searcher == searcher]
+        assert len(got) == SHARDS
+        for index, shard in enumerate(got):
+            assert same_shard(shard, shard_of(searcher, index)), f"shard {index} of {searcher}"
+            shard.trajectories.check()
+
+
+def shards_searcher(side: SearcherSide) -> None:
+    rng = np.random.default_rng(side.index)
+    for index in range(SHARDS):
+        side.offer(index)
+        time.sleep(rng.uniform(0, 0.01))
+        side.exchange.poll()
+    side.flags.set(f"offered-{side.index}")
+    side.work_to_end()
+    assert side.exchange.pending == 0
+
+
+# --- Pending shards are counted; a refused publish writes nothing ---
+
+
+def pending_trainer(side: TrainerSide) -> None:
+    side.publish(0)
+    for searcher in range(SEARCHERS):
+        side.flags.wait(f"offered-{searcher}")
+    assert {shard.index for shard in side.collect(3 * SEARCHERS)} == {0, 1, 2}
+    side.settle()
+    for version in range(1, 30):
+        written: list[int] = []
+        accepted = side.exchange.publish(version, lambda out: written.append(len(out)))  # noqa: B023
+        assert written == [LAYOUT.nbytes] * accepted
+    side.flags.set("over")
+    side.close()
+
+
+def pending_searcher(side: SearcherSide) -> None:
+    assert side.exchange.pending == 0
+    side.take()  # what is offered from here on is for the next round
+    for index in range(3):
+        side.offer(index)
+    if side.index == 0:
+        side.wait("checked-1")
+    assert side.exchange.pending == 3
+    side.flags.set(f"checked-{side.index}")
+    if side.index == 1:
+        side.wait("checked-0")
+    side.flags.set(f"offered-{side.index}")
+    until(lambda: side.exchange.pending == 0, "the gather of all shards")
+    side.work_to_end()
+
+
+# --- Close: the last weights are polled first, a stop is passed on ---
+
+
+def ending_trainer(side: TrainerSide) -> None:
+    side.publish(0)
+    until(lambda: side.exchange.gather() and side.exchange.stop_requested, "the request to stop")
+    side.publish(5, "test")
+    for searcher in range(SEARCHERS):
+        side.flags.wait(f"offered-{searcher}")
+    shards = side.close()
+    assert sorted((shard.searcher, shard.index) for shard in shards) == [(0, 0), (1, 0)]
+
+
+def ending_searcher(side: SearcherSide) -> None:
+    assert side.take().version == 0
+    if side.index == 1:
+        side.exchange.request_stop()
+    side.offer(0)
+    side.flags.set(f"offered-{side.index}")
+    time.sleep(0.3)
+    assert not side.exchange.closed, "closed before the last weights were polled"
+    last = side.take()
+    assert (last.version, last.evaluate) == (5, "test")
+    side.wait_for_end()
+    side.offer(1)  # too late for this run; a resume finds it on disk
+    assert side.exchange.closed
+
+
+SCENARIOS = {
+    "weights": (weights_trainer, weights_searcher),
+    "evaluations": (evaluations_trainer, evaluations_searcher),
+    "shards": (shards_trainer, shards_searcher),
+    "pending": (pending_trainer, pending_searcher),
+    "ending": (ending_trainer, ending_searcher),
+}
+
+
+def follow(slot: Callable[[], np.ndarray], flags: Flags, trainers: int, rank: int) -> None:
+    """A following trainer rank: write its part whenever the leader says so."""
+    for write in range(1, 1_000_000):
+        order = flags.folder / f"write-{write}"
+        until(lambda: order.exists() and order.read_text(), "the leader")  # noqa: B023
+        if (version := int(order.read_text())) < 0:
+            return
+        write_part(slot(), weights_of(version), trainers, rank)
+        flags.set(f"written-{write}-{rank}")
+
+
+def run_files(scenario: str, folder: Path, rank: int, trainers: int) -> None:
+    """This process's part over the file system."""
+    run, flags = RunDir(folder / "run"), Flags(folder)
+    run.weights.mkdir(parents=True, exist_ok=True)
+    lead, search = SCENARIOS[scenario]
+
+    def pending(cursors: dict[int, int]) -> Iterable[Shard]:
+        return read_pending(run, cursors)
+
+    def seal(shard: Shard) -> None:
+        run.shard_folder(shard.searcher).mkdir(parents=True, exist_ok=True)
+        write_shard(run.shard_file(shard.searcher, shard.index), shard)
+
+    if rank == 0:
+        trainer = FileTrainerExchange(
+            run.weights, LAYOUT, read_pending=pending, cursors={}, evaluated=lambda split, version: False
+        )
+        for searcher_index in range(SEARCHERS):
+            flags.wait(f"open-{searcher_index}")
+        lead(TrainerSide(trainer, flags, trainers))
+    elif rank < trainers:
+        follower = FileTrainerFollower(run.weights, LAYOUT)
+        follow(follower.slot, flags, trainers, rank)
+        follower.close()
+    else:
+        searcher = FileSearcherExchange(run.weights, rank - trainers, deadline=PATIENCE)
+        flags.set(f"open-{rank - trainers}")
+        search(SearcherSide(searcher, rank - trainers, flags, seal))
+
+
+def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> None:
+    """This process's part over MPI; ``nodes`` makes every rank a node of its own."""
+    from mpi4py import MPI
+
+    from tba_hpc.backends import mpi_exchange
+
+    rank, flags = MPI.COMM_WORLD.rank, Flags(folder)
+    lead, search = SCENARIOS[scenario]
+    world = mpi_exchange.MpiWorld.join(
+        "trainer" if rank < trainers else "searcher",
+        trainers=trainers,
+        searchers=SEARCHERS,
+        deadline=PATIENCE,
+        threaded=False if "unthreaded" in transport else None,
+        node_split=(lambda comm: comm.Split(comm.rank))
+        if "nodes" in transport
+        else mpi_exchange.split_by_memory,
+    )
+    if rank == 0:
+        lead(TrainerSide(world.open_trainer(LAYOUT, bucket_mb=1), flags, trainers))
+    elif rank < trainers:
+        follower = world.open_follower()
+        follow(follower.slot, flags, trainers, rank)
+        follower.close()
+    else:
+        search(SearcherSide(world.open_searcher(), world.index, flags, lambda shard: None))
+
+
+def main() -> None:
+    """Play one process of a scenario."""
+    transport, scenario, folder, *rank = sys.argv[1:]
+    if rank:
+        run_files(scenario, Path(folder), int(rank[0]), TRAINERS[transport])
+    else:
+        run_mpi(scenario, Path(folder), transport, TRAINERS[transport])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Runs a real DeepSpeedLearner on one or more ranks, each a process, and keeps what it did in files.
+
+A plan is a list of actions, such as ``("step", 7)`` or ``("save", "checkpoint")``, that the leader takes
+in order. Processes are forked from a server that has already imported DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import standin  # TEMPORARY
+import numpy as np
+import torch
+
+from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
+from tba_hpc.config import Config, parse_config
+from tba_hpc.types import Ragged, TrajectoryBatch, WeightLayout
+
+Plan = list[tuple[str, int | str]]
+
+LEARNING_RATE, BETA = 5e-5, 0.5
+GROUPS, GROUP_SIZE = 4, 4
+DEADLINE = 60.0
+
+
+def make_config(model: Path, *, ranks: int, dtype: str = "float32", **train: object) -> Config:
+    """A config whose micro-batches, chunks and clip all matter to the result."""
+    settings = {
+        "prompts_per_step": GROUPS,
+        "completions_per_prompt": GROUP_SIZE,
+        "groups_per_micro_batch": 1,
+        "logprob_chunk_tokens": 16,
+        "gradient_clip": 5.0,
+        "weight_decay": 0.01,
+    }
+    return parse_config(
+        {
+            "model": {"path": str(model), "dtype": dtype},
+            "train": settings | train,
+            "launch": {"trainers": ranks},
+        }
+    )
+
+
+def make_batch(seed: int) -> TrajectoryBatch:
+    """Random groups of very different lengths: B = 4, K = 4."""
+    random = np.random.default_rng(seed)
+    rows, prompt_lengths = [], []
+    for group in range(GROUPS):
+        prompt = random.integers(3, 90, random.integers(2, 9))
+        for _ in range(GROUP_SIZE):
+            completion = random.integers(3, 90, random.integers(1, 6 * (group + 1)))
+            rows.append(np.concatenate([prompt, completion]))
+            prompt_lengths.append(len(prompt))
+    sequences = Ragged.from_rows(rows, np.int32)
+    tokens = int(sequences.lengths.sum() - sum(prompt_lengths))
+    return TrajectoryBatch(
+        group_size=GROUP_SIZE,
+        sequences=sequences,
+        prompt_length_N=np.array(prompt_lengths, np.int64),
+        reward_N=random.random(len(rows)).astype(np.float32),
+        version_N=np.zeros(len(rows), np.int32),
+        logprobs=np.zeros(tokens, np.float32),
+        ref_logprobs=random.normal(-3, 1, tokens).astype(np.float32),
+        prompt_id_B=np.arange(GROUPS),
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a group of ranks did in ``folder``: metrics of every step in order, weights by name."""
+
+    folder: Path
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        return json.loads((self.folder / "metrics.json").read_text())
+
+    @property
+    def layout(self) -> WeightLayout:
+        return WeightLayout.from_json((self.folder / "layout.json").read_text())
+
+    def losses(self) -> list[float]:
+        return [step["loss"] for step in self.metrics]
+
+    def weights(self, name: str) -> dict[str, torch.Tensor]:
+        data = torch.from_numpy(np.fromfile(self.folder / name, np.uint8))
+        kind = {"F32": torch.float32, "BF16": torch.bfloat16}
+        return {
+            slot.name: data[slot.start : slot.end].view(kind[slot.dtype]).view(slot.shape)
+            for slot in self.layout.slots
+        }
+
+    def peak_bytes(self, rank: int) -> int:
+        return int((self.folder / f"peak-{rank}").read_text())
+
+
+def run(folder: Path, config: Config, plan: Plan) -> Run:
+    """Take the actions of ``plan`` on ``config.launch.trainers`` ranks; fails with their logs."""
+    (folder / "store").mkdir(parents=True)
+    ranks = config.launch.trainers
+    processes = [start(_work, folder, config, plan, rank) for rank in range(ranks)]
+    codes = join(processes)
+    logs = "\n".join((folder / f"log-{rank}").read_text()[-3000:] for rank in range(ranks))
+    assert codes == [0] * ranks, f"exit codes {codes}\n{logs}"
+    return Run(folder)
+
+
+def start(target: object, *arguments: object) -> multiprocessing.Process:
+    """A process of the fork server."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    process = context.Process(target=target, args=arguments)  # type: ignore[arg-type]
+    process.start()
+    return process
+
+
+def join(processes: list[multiprocessing.Process]) -> list[int | None]:
+    """Exit codes; None for a process that had to be killed after two minutes."""
+    for process in processes:
+        process.join(120)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+def log_to(path: Path) -> None:
+    """Send this process's output to a file."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+
+
+def _work(folder: Path, config: Config, plan: Plan, rank: int) -> None:
+    log_to(folder / f"log-{rank}")
+    os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = "7"  # as under mpiexec: not this group's numbering
+    torch.set_num_threads(1)
+    ranks = config.launch.trainers
+    learner = DeepSpeedLearner.create(
+        config, rank=rank, ranks=ranks, store=folder / "store", deadline=DEADLINE
+    )
+    if rank == 0:
+        _lead(learner, folder, plan)
+    else:
+        learner.follow(lambda: _window(folder / "window", learner.layout))
+    (folder / f"peak-{rank}").write_text(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10))
+
+
+def _lead(learner: DeepSpeedLearner, folder: Path, plan: Plan) -> None:
+    metrics: list[dict[str, float]] = []
+    (folder / "layout.json").write_text(learner.layout.to_json())
+    (folder / "window").write_bytes(b"\xff" * learner.layout.nbytes)
+    for action, value in plan:
+        match action:
+            case "step":
+                step = learner.step(make_batch(int(value)), learning_rate=LEARNING_RATE, beta=BETA)
+                metrics.append(dict(step))
+            case "write":
+                learner.write_weights(_window(folder / "window", learner.layout))
+                (folder / str(value)).write_bytes((folder / "window").read_bytes())
+            case "save":
+                (folder / str(value)).mkdir()
+                learner.save(folder / str(value))
+            case "load":
+                learner.load(Path(value))
+            case "export":
+                learner.export(folder / str(value))
+    (folder / "metrics.json").write_text(json.dumps(metrics))
+    learner.close()
+
+
+def _window(path: Path, layout: WeightLayout) -> np.ndarray:
+    """The shared buffer that all ranks write weights into."""
+    return np.memmap(path, np.uint8, "r+", shape=(layout.nbytes,))

@@ -1,0 +1,191 @@
+"""Worlds in which something is wrong: ``exchange_faults.py CASE [ARGUMENT]``, one trainer, two searchers.
+
+A trainer that meets the error it should prints ``refused: MESSAGE`` and ends the world with status 3.
+"""
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+from mpi4py import MPI
+
+from tba_hpc.backends.mpi_exchange import MpiWorld
+from tba_hpc.ports import ExchangeError
+from tba_hpc.types import WeightLayout
+
+RANK = MPI.COMM_WORLD.rank
+DEADLINE = 1.0
+LAYOUT = WeightLayout.of([("weight", (1000,))], "F32")
+
+
+def join(deadline: float = DEADLINE) -> MpiWorld:
+    """The world as it should be."""
+    role = "trainer" if RANK == 0 else "searcher"
+    return MpiWorld.join(role, trainers=1, searchers=2, deadline=deadline)
+
+
+def publish_for_ever(world: MpiWorld) -> None:
+    """A trainer at work."""
+    exchange = world.open_trainer(LAYOUT, bucket_mb=1)
+    for version in range(1_000_000):
+        exchange.publish(version, lambda out: out.fill(1))
+        time.sleep(0.01)
+
+
+def search_for_ever(world: MpiWorld) -> None:
+    """A searcher at work."""
+    exchange = world.open_searcher()
+    while not exchange.closed:
+        exchange.poll()
+        time.sleep(0.01)
+
+
+def wrong_size() -> None:
+    """Configured for more searchers than there are ranks."""
+    MpiWorld.join("trainer" if RANK == 0 else "searcher", trainers=1, searchers=3, deadline=DEADLINE)
+
+
+def wrong_role() -> None:
+    """Rank 1 believes that it is a trainer."""
+    MpiWorld.join("searcher" if RANK == 2 else "trainer", trainers=1, searchers=2, deadline=5.0)
+
+
+def never_joins() -> None:
+    """Rank 2 starts, but does not get as far as join."""
+    if RANK == 2:
+        time.sleep(60)
+    join()
+
+
+def never_connects() -> None:
+    """Searcher 1 joins, but its engine never gets ready."""
+    world = join(DEADLINE if RANK == 0 else 60)
+    if RANK == 2:
+        time.sleep(60)
+    publish_for_ever(world) if RANK == 0 else search_for_ever(world)
+
+
+def trainer_never_connects() -> None:
+    """The trainer joins and hangs; a searcher must find out."""
+    world = join()
+    if RANK == 0:
+        time.sleep(60)
+    search_for_ever(world)
+
+
+def stops_answering() -> None:
+    """All of searcher 1 is stopped, communication thread included."""
+    world = join()
+    if RANK == 0:
+        publish_for_ever(world)
+    if RANK == 2:
+        world.open_searcher()
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    search_for_ever(world)
+
+
+def main_thread_hangs() -> None:
+    """Searcher 1's engine hangs while it holds weights; its communication thread lives."""
+    world = join()
+    if RANK == 0:
+        publish_for_ever(world)
+    if RANK == 2:
+        exchange = world.open_searcher()
+        while exchange.poll() is None:
+            time.sleep(0.01)
+        time.sleep(60)
+    search_for_ever(world)
+
+
+def killed() -> None:
+    """Searcher 1 is killed in the middle of its work."""
+    world = join(60.0)
+    if RANK == 0:
+        publish_for_ever(world)
+    if RANK == 2:
+        exchange = world.open_searcher()
+        while exchange.poll() is None:
+            time.sleep(0.01)
+        print("killing myself", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    search_for_ever(world)
+
+
+def slow_evaluation() -> None:
+    """Searcher 1 evaluates for longer than the deadline, but lives: nobody gives up."""
+    world = join()
+    if RANK == 0:
+        exchange = world.open_trainer(LAYOUT, bucket_mb=1)
+        for version in range(3):
+            while not exchange.publish(version, lambda out: out.fill(1), evaluate="test"):
+                time.sleep(0.01)
+        exchange.close()
+        print("patient", flush=True)
+        return
+    exchange = world.open_searcher()
+    while not exchange.closed:
+        if exchange.poll() and RANK == 2:
+            evaluated = time.monotonic() + 2 * DEADLINE
+            while time.monotonic() < evaluated:
+                assert exchange.pending == 0
+                time.sleep(0.01)
+        time.sleep(0.01)
+
+
+def large_weights() -> None:
+    """80 MB of bf16 in buckets of 1 MB between three one-rank nodes."""
+    layout = WeightLayout.of([(f"layer{i}", (1024, 1 << 12)) for i in range(10)], "BF16")
+    expected = np.random.default_rng(0).integers(0, 256, layout.nbytes, np.uint8)
+    world = MpiWorld.join(
+        "trainer" if RANK == 0 else "searcher",
+        trainers=1,
+        searchers=2,
+        deadline=30.0,
+        node_split=lambda comm: comm.Split(comm.rank),
+    )
+    if RANK == 0:
+        exchange = world.open_trainer(layout, bucket_mb=1)
+        for version in range(3):
+            while not exchange.publish(version, lambda out: np.copyto(out, expected + version)):  # noqa: B023
+                time.sleep(0.001)
+        exchange.close()
+        return
+    searcher = world.open_searcher()
+    while not searcher.closed:
+        if update := searcher.poll():
+            assert np.array_equal(update.data, expected + np.uint8(update.version))
+            print(f"searcher {world.index} has version {update.version}", flush=True)
+        time.sleep(0.001)
+
+
+def describes_itself() -> None:
+    """What every rank knows of the world."""
+    world = join()
+    print(
+        f"[{world.rank} {world.role} {world.index}/{world.size} local {world.local_index} "
+        f"{len(set(world.hosts))} host {0 < world.rendezvous_port < 65536} {world.threaded}]",
+        flush=True,
+    )
+
+
+CASES: dict[str, Callable[[], None]] = {
+    case.__name__: case
+    for case in (
+        *(wrong_size, wrong_role, never_joins, never_connects, trainer_never_connects, stops_answering),
+        *(main_thread_hangs, killed, slow_evaluation, large_weights, describes_itself),
+    )
+}
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    try:
+        CASES[sys.argv[1]]()
+    except ExchangeError as error:
+        print(f"refused: {error}", flush=True)
+        time.sleep(0.3)  # so that mpiexec passes the line on before the world ends
+        MPI.COMM_WORLD.Abort(3)

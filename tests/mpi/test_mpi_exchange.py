@@ -1,0 +1,125 @@
+"""The MPI exchange where something is wrong, or large: what a user would read, and how soon."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from contracts.exchange_program import same_shard, shard_of
+
+from mpi.launch import ENVIRONMENT, Outcome, run_world
+
+FAULTS = Path(__file__).with_name("exchange_faults.py")
+
+pytestmark = pytest.mark.mpi
+
+
+def world(case: str, ranks: int = 3) -> tuple[Outcome, float]:
+    """Outcome of a case and the seconds that it took."""
+    began = time.monotonic()
+    outcome = run_world(ranks, [FAULTS, case])
+    return outcome, time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence"),
+    [
+        (
+            "wrong_size",
+            "the MPI world has 3 ranks, but launch.trainers=1 and launch.searchers=3 need 4: "
+            "start exactly that many",
+        ),
+        (
+            "wrong_role",
+            "world rank 1 was started as a trainer, but with launch.trainers=1 it must be a searcher",
+        ),
+        (
+            "never_joins",
+            r"searcher 1 \(world rank 2 on \S+\) has not joined the world within 1 s: it did not",
+        ),
+        (
+            "never_connects",
+            r"searcher 1 \(world rank 2 on \S+\) joined the world, but has not finished its set-up "
+            r"\(loading model and engine\) within 1 s: see its log",
+        ),
+        (
+            "trainer_never_connects",
+            r"trainer 0 \(world rank 0 on \S+\) has not sent the layout .* within 1 s",
+        ),
+        (
+            "stops_answering",
+            r"searcher 1 \(world rank 2 on \S+\) did not \w+ .*round \d+ within 1 s: .*see its log",
+        ),
+        (
+            "main_thread_hangs",
+            r"searcher 1 \(world rank 2 on \S+\) did not confirm round \d+ within 1 s: its main thread or "
+            "its engine hangs; see its log",
+        ),
+    ],
+)
+def test_a_missing_peer_is_named_within_the_deadline(case: str, sentence: str) -> None:
+    outcome, seconds = world(case)
+    assert outcome.code != 0
+    assert re.search("refused: " + sentence, outcome.output), outcome.output
+    assert "searcher 0 (" not in outcome.output, "a healthy searcher was accused"
+    assert seconds < 15
+
+
+def test_a_rank_alone_in_its_world_is_told_what_to_try() -> None:
+    alone = subprocess.run(
+        [sys.executable, FAULTS, "wrong_size"], capture_output=True, text=True, env=ENVIRONMENT, timeout=60
+    )
+    assert alone.returncode != 0
+    assert "alone in its MPI world, 4 ranks were expected" in alone.stdout
+    assert re.search(r"srun --mpi=(pmix|pmi2)", alone.stdout)
+
+
+def test_the_world_ends_when_a_searcher_is_killed() -> None:
+    outcome, seconds = world("killed")
+    assert "killing myself" in outcome.output
+    assert outcome.code != 0
+    assert seconds < 15
+
+
+def test_a_long_evaluation_is_no_fault() -> None:
+    outcome, seconds = world("slow_evaluation")
+    assert outcome.code == 0, outcome.output
+    assert "patient" in outcome.output
+    assert seconds > 6, "three evaluations of two deadlines each"
+
+
+def test_many_buckets_between_nodes() -> None:
+    outcome, _ = world("large_weights")
+    assert outcome.code == 0, outcome.output
+    for searcher in range(2):
+        assert f"searcher {searcher} has version 2" in outcome.output
+
+
+def test_every_rank_knows_its_place() -> None:
+    outcome, _ = world("describes_itself")
+    assert outcome.code == 0, outcome.output
+    for line in (
+        "[0 trainer 0/1 local 0 1 host True True]",
+        "[1 searcher 0/2 local 1 1 host True True]",
+        "[2 searcher 1/2 local 2 1 host True True]",
+    ):
+        assert line in outcome.output
+
+
+def test_a_shard_survives_packing() -> None:
+    """In a process of its own: importing the module starts MPI."""
+    program = (
+        "from contracts.exchange_program import same_shard, shard_of\n"
+        "from tba_hpc.backends.mpi_exchange import pack_shard, unpack_shard\n"
+        "for index in range(20):\n"
+        "    shard = shard_of(3, index)\n"
+        "    assert same_shard(unpack_shard(pack_shard(shard)), shard)\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, env=ENVIRONMENT, cwd=Path(__file__).parents[1]
+    )
+    assert not same_shard(shard_of(3, 0), shard_of(3, 1))
+    assert np.isfinite(shard_of(3, 0).trajectories.record["reward"]).all()

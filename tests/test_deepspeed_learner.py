@@ -1,0 +1,226 @@
+"""The learner against plain torch on one process, its own restored self, and other numbers of ranks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from learner_worker import (
+    BETA,
+    GROUP_SIZE,
+    LEARNING_RATE,
+    Plan,
+    Run,
+    join,
+    log_to,
+    make_batch,
+    make_config,
+    run,
+    start,
+)
+from safetensors.torch import load_file
+from tiny_models import make_random_model
+
+from tba_hpc.backends.hf_model import load_policy, load_tokenizer
+from tba_hpc.backends.trainer_group import Message, TrainerGroup
+from tba_hpc.config import Config
+from tba_hpc.ports import ExchangeError
+from tba_hpc.types import TrajectoryBatch
+
+pytestmark = pytest.mark.engine
+
+STEPS = (1, 2, 3, 4)
+WHOLE: Plan = [("step", 1), ("step", 2), ("save", "checkpoint"), ("step", 3), ("step", 4), ("write", "weights")]
+REST: Plan = [("step", 3), ("step", 4), ("write", "weights")]
+
+
+def sequence_logprobs(model: torch.nn.Module, batch: TrajectoryBatch) -> torch.Tensor:
+    """The definition, a row at a time: sum of log-softmax of all logits at the completion tokens."""
+    sums = []
+    for row, prompt_length in enumerate(batch.prompt_length_N):
+        tokens = torch.from_numpy(batch.sequences.row(row).astype(np.int64))
+        logprobs = model(input_ids=tokens[None]).logits[0].log_softmax(-1)
+        sums.append(logprobs[:-1].gather(1, tokens[1:, None])[prompt_length - 1 :].sum())
+    return torch.stack(sums).view(-1, GROUP_SIZE)
+
+
+def trajectory_balance_loss(model: torch.nn.Module, batch: TrajectoryBatch) -> torch.Tensor:
+    """METHOD: mean over rows of the squared residual, log Z as the group's mean without gradient."""
+    ends = np.cumsum(batch.completion_length_N)[:-1]
+    ref = torch.tensor([part.sum() for part in np.split(batch.ref_logprobs, ends)]).view(-1, GROUP_SIZE)
+    excess = sequence_logprobs(model, batch) - ref - torch.from_numpy(batch.reward_N).view(-1, GROUP_SIZE) / BETA
+    return (excess - excess.mean(1, keepdim=True).detach()).square().mean() * LOSS_SCALE
+
+
+LOSS_SCALE = BETA / 2
+"""The objective's loss is ½β·δ²."""
+
+
+class Plain:
+    """The tests' known answer: an ordinary single-process AdamW loop over the same batches."""
+
+    def __init__(self, folder: Path) -> None:
+        train = make_config(folder, ranks=1).train
+        self.model = load_policy(str(folder), "float32")
+        before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        optimizer = torch.optim.AdamW(
+            self.model.parameters(), LEARNING_RATE, train.adam_betas, weight_decay=train.weight_decay
+        )
+        self.losses, self.norms = [], []
+        for seed in STEPS:
+            optimizer.zero_grad()
+            loss = trajectory_balance_loss(self.model, make_batch(seed))
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), train.gradient_clip)
+            optimizer.step()
+            self.losses.append(loss.item())
+            self.norms.append(norm.item())
+        self.weights = {name: p.detach() for name, p in self.model.named_parameters()}
+        self.moved = {name: (self.weights[name] - before[name]).norm() for name in before}
+
+    def check(self, done: Run) -> None:
+        np.testing.assert_allclose(done.losses(), self.losses, rtol=1e-5)
+        np.testing.assert_allclose([step["grad_norm"] for step in done.metrics], self.norms, rtol=1e-4)
+        assert min(self.norms) > 5, "the gradient clip was meant to matter"
+        for name, weight in done.weights("weights").items():
+            torch.testing.assert_close(weight, self.weights[name], atol=1e-5, rtol=1e-5)
+            assert (weight - self.weights[name]).norm() < 1e-2 * self.moved[name], name
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train: number of ranks and settings."""
+
+    ranks: int
+    zero_stage: int
+    tied: bool = False
+    dtype: str = "float32"
+    groups_per_micro_batch: int = 1
+    gradient_checkpointing: bool = False
+
+    def config(self, model: Path, *, ranks: int | None = None) -> Config:
+        train = {key: value for key, value in asdict(self).items() if key not in ("ranks", "tied", "dtype")}
+        return make_config(model, ranks=ranks or self.ranks, dtype=self.dtype, **train)
+
+    def __str__(self) -> str:
+        return f"zero{self.zero_stage}-{self.dtype}-{self.ranks}-ranks-{'tied' if self.tied else 'untied'}"
+
+
+ONE_RANK = Case(1, 2, groups_per_micro_batch=3)
+ZERO_1 = Case(2, 1, tied=True)
+ZERO_2 = Case(2, 2)
+ZERO_3 = Case(2, 3, tied=True, gradient_checkpointing=True)
+BF16 = [Case(2, 2, dtype="bfloat16"), Case(1, 1, dtype="bfloat16"), Case(1, 3, dtype="bfloat16")]
+
+
+class Runs:
+    """Models, plain loops and whole runs, each made once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @cache
+    def model(self, tied: bool) -> Path:
+        return make_random_model(self._folder / f"model-{tied}", tied=tied)
+
+    @cache
+    def plain(self, tied: bool) -> Plain:
+        return Plain(self.model(tied))
+
+    @cache
+    def whole(self, case: Case) -> Run:
+        return run(self._folder / str(case), case.config(self.model(case.tied)), WHOLE)
+
+    def restored(self, case: Case, *, ranks: int | None = None) -> Run:
+        """Steps 3 and 4 taken by fresh processes, perhaps of another number, after loading steps 1 and 2."""
+        load = ("load", str(self.whole(case).folder / "checkpoint"))
+        config = case.config(self.model(case.tied), ranks=ranks)
+        return run(self._folder / f"{case}-restored-{ranks}", config, [load, *REST])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    torch.set_num_threads(1)
+    return Runs(tmp_path_factory.mktemp("learner"))
+
+
+@pytest.mark.parametrize("case", [ONE_RANK, ZERO_1, ZERO_2, ZERO_3], ids=str)
+def test_learner_equals_a_plain_adamw_loop(runs: Runs, case: Case) -> None:
+    runs.plain(case.tied).check(runs.whole(case))
+
+
+@pytest.mark.parametrize("case", [ZERO_1, ZERO_2, ZERO_3, *BF16], ids=str)
+def test_a_restored_run_continues_bit_for_bit(runs: Runs, case: Case) -> None:
+    whole, restored = runs.whole(case), runs.restored(case)
+    assert restored.metrics == whole.metrics[2:]
+    assert (restored.folder / "weights").read_bytes() == (whole.folder / "weights").read_bytes()
+
+
+@pytest.mark.parametrize(("case", "ranks"), [(ZERO_2, 1), (ZERO_3, 1), (ONE_RANK, 2)], ids=str)
+def test_a_checkpoint_loads_with_another_number_of_ranks(runs: Runs, case: Case, ranks: int) -> None:
+    restored = runs.restored(case, ranks=ranks)
+    np.testing.assert_allclose(restored.losses(), runs.plain(case.tied).losses[2:], rtol=1e-5)
+    expected = runs.whole(case).weights("weights")
+    for name, weight in restored.weights("weights").items():
+        torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=1e-5)
+    leftovers = [path.name for path in runs.whole(case).folder.iterdir() if "universal" in path.name]
+    assert leftovers == []
+
+
+@pytest.mark.parametrize("case", [ZERO_2, ZERO_3], ids=str)
+def test_export_holds_the_trained_weights(runs: Runs, case: Case, tmp_path: Path) -> None:
+    """Under the layout's names, and a user's from_pretrained and tokenizer load it."""
+    load = ("load", str(runs.whole(case).folder / "checkpoint"))
+    plan: Plan = [load, *REST, ("export", "export"), ("export", "export")]  # a second one replaces the first
+    done = run(tmp_path / "run", case.config(runs.model(case.tied)), plan)
+    weights, export = done.weights("weights"), done.folder / "export"
+    stored = load_file(export / "model.safetensors")
+    assert stored.keys() == weights.keys()
+    assert all(torch.equal(stored[name], weights[name]) for name in stored)
+    assert not list(done.folder.glob(".export*"))
+    tokens = torch.from_numpy(load_tokenizer(str(export)).encode("3+4=7").astype(np.int64))[None]
+    logits = load_policy(str(export), "float32")(tokens).logits
+    torch.testing.assert_close(logits, runs.plain(case.tied).model(tokens).logits, atol=1e-3, rtol=1e-3)
+
+
+def test_master_weights_keep_updates_below_a_bfloat16_ulp(runs: Runs, tmp_path: Path) -> None:
+    """One step moves a weight by 5e-5, a tenth of half a bfloat16 ulp at 0.125: only float32 can add those up."""
+    case = BF16[0]
+    plan: Plan = [("write", "before"), *[("step", 1)] * 30, ("write", "after")]
+    done = run(tmp_path / "run", case.config(runs.model(case.tied)), plan)
+    before, after = done.weights("before"), done.weights("after")
+    name = "model.layers.0.mlp.up_proj.weight"
+    large = before[name].abs() > 0.125
+    assert (after[name] != before[name])[large].float().mean() > 0.2
+    assert done.losses()[-1] < 0.9 * done.losses()[0]
+
+
+def test_a_trainer_needs_little_memory(runs: Runs) -> None:
+    assert runs.whole(ONE_RANK).peak_bytes(0) < 1.2e9
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ExchangeError, match=r"trainer rank 0 waited 0 s for trainer ranks \[1, 2\] of 3"):
+        TrainerGroup.join(tmp_path, rank=0, ranks=3, deadline=0.1)
+
+
+def test_a_follower_notices_that_its_leader_died(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    processes = [start(_die_or_hear, tmp_path, rank) for rank in range(2)]
+    assert join(processes) == [9, 1]
+    assert "the leader, trainer rank 0, has died or was cut off" in (tmp_path / "log-1").read_text()
+
+
+def _die_or_hear(folder: Path, rank: int) -> None:
+    log_to(folder / f"log-{rank}")
+    group = TrainerGroup.join(folder / "store", rank=rank, ranks=2, deadline=60)
+    if rank == 0:
+        group.tell(Message(3, (0.25, -1.5), b"payload"))
+        os._exit(9)
+    assert group.hear() == Message(3, (0.25, -1.5), b"payload")
+    group.hear()

@@ -1,0 +1,124 @@
+"""Metrics files: what is written is read back, also after a crash, a resume, or while it is written."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tba_hpc import metrics
+from tba_hpc.metrics import Clock, MetricsTail, MetricsWriter, number, read_metrics, step_records
+
+
+def test_records_are_read_back_in_order_with_their_time(tmp_path: Path) -> None:
+    path = tmp_path / "metrics" / "trainer.jsonl"
+    writer = MetricsWriter(path)
+    before = time.time()
+    writer.log({"step": 1, "train/loss": np.float32(0.5), "staleness/histogram": np.array([3, 0, 1])})
+    writer.log({"event": "stopped", "step": 1, "train/kl": None})
+    first, second = read_metrics(path)  # the writer is still open: every record is visible at once
+    assert before <= number(first, "time", 0) <= time.time()
+    assert {**first, "time": 0} == {"time": 0, "step": 1, "train/loss": 0.5, "staleness/histogram": [3, 0, 1]}
+    assert {**second, "time": 0} == {"time": 0, "event": "stopped", "step": 1}
+    assert path.read_text().count("\n") == 2
+
+
+def test_a_missing_file_has_no_records(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20])
+def test_a_line_torn_by_a_crash_costs_only_itself(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "m.jsonl"
+    writer = MetricsWriter(path)
+    for step in (1, 2):
+        writer.log({"step": step})
+    writer.close()
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert [record["step"] for record in read_metrics(path)] == [1]
+    MetricsWriter(path).log({"step": 3})
+    after = [record["step"] for record in read_metrics(path)]
+    assert after == ([1, 2, 3] if cut == 1 else [1, 3])  # without its line end alone, 2 is whole again
+
+
+def test_a_tail_gives_each_record_once_and_no_half_ones(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    tail = MetricsTail(path)
+    assert tail.new() == []
+    text = "".join(json.dumps({"step": step, "note": "β" * step}) + "\n" for step in range(20)).encode()
+    seen = []
+    with path.open("wb", buffering=0) as file:
+        for byte in range(len(text)):
+            file.write(text[byte : byte + 1])
+            seen += tail.new()
+            assert len(seen) == text[: byte + 1].count(b"\n")
+    assert [record["step"] for record in seen] == list(range(20))
+    assert tail.new() == []
+
+
+def test_of_a_step_done_twice_the_later_attempt_counts() -> None:
+    records = [
+        {"event": "started", "step": 0},
+        *({"step": step, "attempt": 1} for step in (1, 2, 3, 4, 5)),
+        {"event": "checkpoint", "step": 5},
+        {"event": "resumed", "step": 2},
+        *({"step": step, "attempt": 2} for step in (3, 4)),
+    ]
+    found = [(record["step"], record["attempt"]) for record in step_records(records)]
+    assert found == [(1, 1), (2, 1), (3, 2), (4, 2)]
+    assert step_records([*records, {"event": "started", "step": 0}]) == []
+    without_events = [record for record in records if "event" not in record]
+    assert [(r["step"], r["attempt"]) for r in step_records(without_events)] == found
+
+
+@pytest.mark.parametrize("loop", ["trainer", "searcher"])
+def test_every_metric_that_a_loop_logs_is_documented(loop: str) -> None:
+    source = (Path(metrics.__file__).parent / f"{loop}.py").read_text()
+    logged = set(re.findall(r'"((?:train|time|sync|buffer|staleness|search)/\w+)"', source))
+    documented = set(re.findall(r"^((?:\w+/\w+(?:, )?)+)", metrics.__doc__ or "", re.MULTILINE))
+    names = {name for names in documented for name in names.split(", ")}
+    assert len(logged) > 10 and logged <= names
+
+
+def test_number_takes_scalars_only() -> None:
+    record = {"a": 2, "b": "text", "c": [1.0], "d": 0}
+    assert [number(record, name) for name in "abcdx"] == [2.0, None, None, 0.0, None]
+    assert number(record, "b", 7.0) == 7.0
+
+
+def test_a_clock_adds_up_by_name_and_starts_anew() -> None:
+    clock = Clock()
+    for _ in range(2):
+        with clock("sleep"):
+            time.sleep(0.02)
+    with pytest.raises(KeyError), clock("fail"):
+        raise KeyError
+    total, last = clock.seconds("sleep"), clock.last("sleep")
+    assert 0.02 <= last < total and 0.04 <= total <= clock.wall
+    assert set(clock.shares()) == {"sleep", "fail"}
+    assert 0 < clock.shares()["sleep"] <= 1
+    assert clock.reset()["sleep"] == total
+    assert (clock.seconds("sleep"), clock.last("sleep"), clock.last("never")) == (0.0, last, 0.0)
+    assert clock.reset() == {} and clock.wall < 0.02
+
+
+def test_tensorboard_gets_the_same_scalars(tmp_path: Path) -> None:
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import masked_crc32c  # the format's checksum, as its readers check it
+
+    writer = MetricsWriter(tmp_path / "m.jsonl", tensorboard=tmp_path / "board")
+    writer.log({"step": 7, "train/loss": 0.25, "staleness/histogram": [1, 2], "event": "x"})
+    writer.close()
+    (path,) = (tmp_path / "board").iterdir()
+    data, found = path.read_bytes(), []
+    while data:
+        length = int.from_bytes(data[:8], "little")
+        assert int.from_bytes(data[8:12], "little") == masked_crc32c(data[:8])
+        event = Event.FromString(data[12 : 12 + length])
+        found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+        data = data[16 + length :]
+    assert found == [(7, "train/loss", 0.25)]

@@ -1,0 +1,120 @@
+"""Shows what lies in a run's shards, or in one shard, and whether it is whole. Changes nothing.
+
+    python tools/inspect_shards.py RUN                                    a line per shard
+    python tools/inspect_shards.py RUN/shards/searcher-0003/000017.h5     one shard and its first trajectories
+
+Takes ``--json``. Exit code 1 where a file is broken.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from tba_hpc.backends.hdf5_shards import REFUSED, ShardError, read_shard
+from tba_hpc.state import RunDir
+from tba_hpc.types import RECORD, Shard
+
+Row = dict[str, str | int | float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One file of a run; ``state`` is "whole", or why it cannot be used."""
+
+    file: str
+    state: str
+    count: int | None = None
+    prompts: int | None = None
+    tokens: int | None = None
+    reward: float | None = None
+    truncated: float | None = None
+    versions: str | None = None
+
+
+def main(
+    path: Annotated[Path, typer.Argument(help="A run directory or one shard.")],
+    rows: Annotated[int, typer.Option(min=0, help="Trajectories shown of one shard.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Counts, mean reward, weight versions and checksum state of shards."""
+    if not path.exists():
+        raise typer.BadParameter(f"{path} does not exist: give a run directory or a shard")
+    files = _files(path) if path.is_dir() else [path]
+    if not files:
+        raise typer.BadParameter(f"{path} holds no shards: give the run directory, the one with config.yaml")
+    lines = [_line(file, base=path if path.is_dir() else path.parent) for file in files]
+    whole = all(line.state == "whole" for line in lines)
+    head = _head(read_shard(path), rows) if path.is_file() and whole else []
+    if as_json:
+        print(json.dumps({"shards": [asdict(line) for line in lines], "head": head}))
+    else:
+        _show(f"{len(lines)} shards of {path}", [asdict(line) for line in lines])
+        _show(f"first {len(head)} trajectories", head)
+    raise typer.Exit(int(not whole))
+
+
+def _files(path: Path) -> list[Path]:
+    run = RunDir(path)
+    return [*run.shard_files().values(), *run.shard_files(".h5" + REFUSED).values()]
+
+
+def _line(path: Path, base: Path) -> Line:
+    name = str(path.relative_to(base))
+    try:
+        trajectories = read_shard(path).trajectories
+    except ShardError as error:
+        return Line(name, str(error).removeprefix(f"{path} "))
+    record = trajectories.record
+    return Line(
+        file=name,
+        state="whole",
+        count=len(record),
+        prompts=len(trajectories.prompts),
+        tokens=len(trajectories.completions.values),
+        reward=float(record["reward"].mean()) if len(record) else None,
+        truncated=float(record["truncated"].mean()) if len(record) else None,
+        versions=f"{record['version_oldest'].min()}–{record['version_newest'].max()}"
+        if len(record)
+        else None,
+    )
+
+
+def _head(shard: Shard, rows: int) -> list[Row]:
+    """The first records, with token counts and the sum of the log-probabilities under both policies."""
+    trajectories, head = shard.trajectories, []
+    names = [name for name in RECORD.names or () if name != "prompt_row"]
+    for i, record in enumerate(trajectories.record[:rows]):
+        span = slice(*trajectories.completions.offsets[i : i + 2])
+        row: Row = {name: record[name].item() for name in names}
+        row["tokens"] = int(span.stop - span.start)
+        row["logprob"] = float(trajectories.logprobs[span].sum())
+        row["ref_logprob"] = float(trajectories.ref_logprobs[span].sum())
+        head.append(row)
+    return head
+
+
+def _show(title: str, rows: list[Row]) -> None:
+    if not rows:
+        return
+    table = Table(title=title, box=SIMPLE_HEAD)
+    for name in rows[0]:
+        table.add_column(name.replace("_", " "), justify="left" if name in ("file", "state") else "right")
+    for row in rows:
+        table.add_row(*map(_cell, row.values()))
+    Console().print(table)
+
+
+def _cell(value: str | int | float | None) -> str:
+    return "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    typer.run(main)
