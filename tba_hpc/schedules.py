@@ -38,7 +38,7 @@ def _decay(config: LearningRate, step: int, steps: int) -> float:
 
 
 def beta(config: Beta, step: int) -> float:
-    """KL coefficient β of ``step``: ``start`` at step 0, ``end`` from step ``anneal_steps`` on where linear."""
+    """KL coefficient β of ``step``; where linear, from ``start`` at step 0 to ``end`` at ``anneal_steps``."""
     if config.schedule == "constant":
         return config.start
     assert config.end is not None and config.anneal_steps > 0, "Beta's validator asks for both"

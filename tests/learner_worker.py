@@ -10,11 +10,9 @@ import json
 import multiprocessing
 import os
 import resource
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-import standin  # TEMPORARY
 import numpy as np
 import torch
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +28,7 @@ from learner_worker import (
 from safetensors.torch import load_file
 from tiny_models import make_random_model
 
+from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
 from tba_hpc.backends.hf_model import load_policy, load_tokenizer
 from tba_hpc.backends.trainer_group import Message, TrainerGroup
 from tba_hpc.config import Config
@@ -35,7 +38,14 @@ from tba_hpc.types import TrajectoryBatch
 pytestmark = pytest.mark.engine
 
 STEPS = (1, 2, 3, 4)
-WHOLE: Plan = [("step", 1), ("step", 2), ("save", "checkpoint"), ("step", 3), ("step", 4), ("write", "weights")]
+WHOLE: Plan = [
+    ("step", 1),
+    ("step", 2),
+    ("save", "checkpoint"),
+    ("step", 3),
+    ("step", 4),
+    ("write", "weights"),
+]
 REST: Plan = [("step", 3), ("step", 4), ("write", "weights")]
 
 
@@ -53,7 +63,9 @@ def trajectory_balance_loss(model: torch.nn.Module, batch: TrajectoryBatch) -> t
     """METHOD: mean over rows of the squared residual, log Z as the group's mean without gradient."""
     ends = np.cumsum(batch.completion_length_N)[:-1]
     ref = torch.tensor([part.sum() for part in np.split(batch.ref_logprobs, ends)]).view(-1, GROUP_SIZE)
-    excess = sequence_logprobs(model, batch) - ref - torch.from_numpy(batch.reward_N).view(-1, GROUP_SIZE) / BETA
+    excess = (
+        sequence_logprobs(model, batch) - ref - torch.from_numpy(batch.reward_N).view(-1, GROUP_SIZE) / BETA
+    )
     return (excess - excess.mean(1, keepdim=True).detach()).square().mean() * LOSS_SCALE
 
 
@@ -118,35 +130,30 @@ ZERO_3 = Case(2, 3, tied=True, gradient_checkpointing=True)
 BF16 = [Case(2, 2, dtype="bfloat16"), Case(1, 1, dtype="bfloat16"), Case(1, 3, dtype="bfloat16")]
 
 
+@dataclass(frozen=True)
 class Runs:
     """Models, plain loops and whole runs, each made once."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    @cache
-    def model(self, tied: bool) -> Path:
-        return make_random_model(self._folder / f"model-{tied}", tied=tied)
-
-    @cache
-    def plain(self, tied: bool) -> Plain:
-        return Plain(self.model(tied))
-
-    @cache
-    def whole(self, case: Case) -> Run:
-        return run(self._folder / str(case), case.config(self.model(case.tied)), WHOLE)
+    folder: Path
+    model: Callable[[bool], Path]
+    plain: Callable[[bool], Plain]
+    whole: Callable[[Case], Run]
 
     def restored(self, case: Case, *, ranks: int | None = None) -> Run:
         """Steps 3 and 4 taken by fresh processes, perhaps of another number, after loading steps 1 and 2."""
         load = ("load", str(self.whole(case).folder / "checkpoint"))
         config = case.config(self.model(case.tied), ranks=ranks)
-        return run(self._folder / f"{case}-restored-{ranks}", config, [load, *REST])
+        return run(self.folder / f"{case}-restored-{ranks}", config, [load, *REST])
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     torch.set_num_threads(1)
-    return Runs(tmp_path_factory.mktemp("learner"))
+    folder = tmp_path_factory.mktemp("learner")
+    model = cache(lambda tied: make_random_model(folder / f"model-{tied}", tied=tied))
+    plain = cache(lambda tied: Plain(model(tied)))
+    whole = cache(lambda case: run(folder / str(case), case.config(model(case.tied)), WHOLE))
+    return Runs(folder, model, plain, whole)
 
 
 @pytest.mark.parametrize("case", [ONE_RANK, ZERO_1, ZERO_2, ZERO_3], ids=str)
@@ -189,7 +196,7 @@ def test_export_holds_the_trained_weights(runs: Runs, case: Case, tmp_path: Path
 
 
 def test_master_weights_keep_updates_below_a_bfloat16_ulp(runs: Runs, tmp_path: Path) -> None:
-    """One step moves a weight by 5e-5, a tenth of half a bfloat16 ulp at 0.125: only float32 can add those up."""
+    """A step moves a weight by 5e-5, a tenth of half a bfloat16 ulp at 0.125: only float32 adds those up."""
     case = BF16[0]
     plan: Plan = [("write", "before"), *[("step", 1)] * 30, ("write", "after")]
     done = run(tmp_path / "run", case.config(runs.model(case.tied)), plan)
@@ -202,6 +209,20 @@ def test_master_weights_keep_updates_below_a_bfloat16_ulp(runs: Runs, tmp_path: 
 
 def test_a_trainer_needs_little_memory(runs: Runs) -> None:
     assert runs.whole(ONE_RANK).peak_bytes(0) < 1.2e9
+
+
+def test_a_full_disk_ends_a_save_with_one_sentence(runs: Runs, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    process = start(_save_beyond_a_limit, tmp_path, ONE_RANK.config(runs.model(False)))
+    assert join([process]) == [1]
+    assert f"StateError: cannot write the checkpoint {tmp_path}" in (tmp_path / "log-0").read_text()
+
+
+def _save_beyond_a_limit(folder: Path, config: Config) -> None:
+    log_to(folder / "log-0")
+    learner = DeepSpeedLearner.create(config, rank=0, ranks=1, store=folder / "store", deadline=60)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    learner.save(folder)
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The engine against the model it serves: log-probabilities, live weights, versions, death and rebuild."""
 
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 from tba_hpc.backends.hf_model import load_policy
 from tba_hpc.backends.hf_reference import HfReference
 from tba_hpc.backends.vllm_generator import EngineError, VllmGenerator
-from tba_hpc.config import GeneratorSection, ModelSection
+from tba_hpc.config import ConfigError, GeneratorSection, ModelSection
 from tba_hpc.types import Group, Prompt, Request, Sampling, WeightLayout, WeightUpdate
 
 pytestmark = pytest.mark.engine
@@ -216,6 +217,27 @@ def test_a_prompt_that_leaves_no_room_is_refused(served: Served) -> None:
     assert len(group.completions) == 4
 
 
+@pytest.mark.parametrize(
+    ("context", "options", "message"),
+    [
+        (
+            4 * CONTEXT,
+            {},
+            r"vLLM cannot serve .*max_model_len \(256\) is greater .*check model.context_length",
+        ),
+        (CONTEXT, {"tensor_parallel": 2}, r"tensor_parallel=2, .*takes one GPU: set it to 1"),
+    ],
+)
+def test_an_impossible_engine_is_refused(
+    tmp_path: Path, context: int, options: dict[str, int], message: str
+) -> None:
+    folder = make_random_model(tmp_path, tied=False, context=CONTEXT)
+    model = ModelSection(path=str(folder), dtype="float32", context_length=context)
+    with pytest.raises(ConfigError, match=message) as refused:
+        VllmGenerator(model, GeneratorSection(kv_cache_mb=16, **options), seed=0)
+    assert "\n" not in str(refused.value)
+
+
 def test_the_reference_may_run_beside_the_engine(served: Served) -> None:
     """The same bits from another thread while the engine steps and reloads, as from a quiet process."""
     model = load_policy(str(served.folder), "float32")
@@ -265,15 +287,20 @@ def _break_model(model: torch.nn.Module) -> None:
     model.model.norm.weight = None
 
 
-def test_a_dead_engine_is_rebuilt_and_loses_nothing(served: Served) -> None:
+def test_a_dead_engine_is_rebuilt_and_loses_nothing(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     model = served.load(served.other, version=13)
     requests = [_request(position) for position in range(6)]
     for request in requests:
         served.generator.submit(request)
     groups = [group for _ in range(8) for group in served.generator.step()]
     rebuilds = served.generator.rebuilds
+    dead = weakref.ref(served.generator.llm.apply_model(lambda model: model)[0])
+    build = served.generator._build
+    freed: list[bool] = []
+    monkeypatch.setattr(served.generator, "_build", lambda: (freed.append(dead() is None), build())[1])
     _kill(served.generator)
     groups += _drain(served.generator)
+    assert freed == [True]  # before the next engine takes its memory
     assert served.generator.rebuilds == rebuilds + 1
     assert sorted(group.request.position for group in groups) == list(range(6))
     assert all((group.versions == 13).all() for group in groups)

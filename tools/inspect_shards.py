@@ -15,22 +15,22 @@ from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from tba_hpc.backends.hdf5_shards import REFUSED, ShardError, read_shard
 from tba_hpc.state import RunDir
-from tba_hpc.types import RECORD, Shard
+from tba_hpc.types import Shard
 
 Row = dict[str, str | int | float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One file of a run; ``state`` is "whole", or why it cannot be used."""
+    """One file of a run; ``broken`` says why it cannot be used."""
 
     file: str
-    state: str
+    broken: str | None = None
     count: int | None = None
     prompts: int | None = None
     tokens: int | None = None
@@ -50,15 +50,26 @@ def main(
     files = _files(path) if path.is_dir() else [path]
     if not files:
         raise typer.BadParameter(f"{path} holds no shards: give the run directory, the one with config.yaml")
-    lines = [_line(file, base=path if path.is_dir() else path.parent) for file in files]
-    whole = all(line.state == "whole" for line in lines)
+    lines = [_line(file, base=RunDir(path).shards if path.is_dir() else path.parent) for file in files]
+    whole = all(line.broken is None for line in lines)
     head = _head(read_shard(path), rows) if path.is_file() and whole else []
     if as_json:
         print(json.dumps({"shards": [asdict(line) for line in lines], "head": head}))
     else:
-        _show(f"{len(lines)} shards of {path}", [asdict(line) for line in lines])
-        _show(f"first {len(head)} trajectories", head)
+        _report(lines, head, path)
     raise typer.Exit(int(not whole))
+
+
+def _report(lines: list[Line], head: list[Row], path: Path) -> None:
+    """Tables for people; the reasons below, where they have room."""
+    columns = [name for name in Line.__annotations__ if name != "broken"]
+    _show(
+        f"{len(lines)} shards of {path}", [{name: asdict(line)[name] for name in columns} for line in lines]
+    )
+    _show(f"first {len(head)} trajectories", head)
+    for line in lines:
+        if line.broken:
+            print(f"{line.file} {line.broken}")
 
 
 def _files(path: Path) -> list[Path]:
@@ -75,7 +86,6 @@ def _line(path: Path, base: Path) -> Line:
     record = trajectories.record
     return Line(
         file=name,
-        state="whole",
         count=len(record),
         prompts=len(trajectories.prompts),
         tokens=len(trajectories.completions.values),
@@ -90,10 +100,11 @@ def _line(path: Path, base: Path) -> Line:
 def _head(shard: Shard, rows: int) -> list[Row]:
     """The first records, with token counts and the sum of the log-probabilities under both policies."""
     trajectories, head = shard.trajectories, []
-    names = [name for name in RECORD.names or () if name != "prompt_row"]
+    names = ("uid", "prompt_id", "position", "reward", "truncated")
     for i, record in enumerate(trajectories.record[:rows]):
         span = slice(*trajectories.completions.offsets[i : i + 2])
         row: Row = {name: record[name].item() for name in names}
+        row["versions"] = f"{record['version_oldest']}–{record['version_newest']}"
         row["tokens"] = int(span.stop - span.start)
         row["logprob"] = float(trajectories.logprobs[span].sum())
         row["ref_logprob"] = float(trajectories.ref_logprobs[span].sum())
@@ -104,9 +115,10 @@ def _head(shard: Shard, rows: int) -> list[Row]:
 def _show(title: str, rows: list[Row]) -> None:
     if not rows:
         return
-    table = Table(title=title, box=SIMPLE_HEAD)
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in rows[0]:
-        table.add_column(name.replace("_", " "), justify="left" if name in ("file", "state") else "right")
+        justify: JustifyMethod = "left" if name == "file" else "right"
+        table.add_column(name.replace("_", " "), justify=justify, no_wrap=name == "file")
     for row in rows:
         table.add_row(*map(_cell, row.values()))
     Console().print(table)

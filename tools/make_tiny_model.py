@@ -37,6 +37,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 MANIFEST = "manifest.json"
 
 EOS, PAD = "<eos>", "<pad>"
+EOS_ID, PAD_ID = 0, 1
 VOCABULARY = 384
 """256 bytes, two special tokens, merges for the words of the task; any text can be encoded."""
 CONTEXT = 1024
@@ -119,8 +120,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
     )
     return LlamaForCausalLM(config)
 
@@ -128,12 +129,11 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
 def demonstrate(problem: Problem, tokenizer: PreTrainedTokenizerFast) -> Demonstration:
     """Both answers of a problem as tokens."""
     prompt, worked, bare = tokenizer([problem.question, problem.solution, problem.bare_answer])["input_ids"]
-    eos = [tokenizer.eos_token_id]
-    return Demonstration(prompt, worked + eos, bare + eos, BARE_SHARE[problem.item in BARE_ITEMS])
+    return Demonstration(prompt, [*worked, EOS_ID], [*bare, EOS_ID], BARE_SHARE[problem.item in BARE_ITEMS])
 
 
 def batches(
-    demonstrations: list[Demonstration], recipe: Recipe, pad: int
+    demonstrations: list[Demonstration], recipe: Recipe
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """One (tokens, labels) per step, int64 [BATCH, longest]; only the answers are labelled."""
     for step in range(recipe.steps):
@@ -143,7 +143,7 @@ def batches(
         answers = [d.bare if may_be_bare and rng.random() < d.bare_share else d.worked for d in chosen]
         rows = [d.prompt + answer for d, answer in zip(chosen, answers, strict=True)]
         labels = [[IGNORED] * len(d.prompt) + answer for d, answer in zip(chosen, answers, strict=True)]
-        yield _padded(rows, pad), _padded(labels, IGNORED)
+        yield _padded(rows, PAD_ID), _padded(labels, IGNORED)
 
 
 def _padded(rows: list[list[int]], filler: int) -> torch.Tensor:
@@ -155,9 +155,8 @@ def teach(model: LlamaForCausalLM, demonstrations: list[Demonstration], recipe: 
     """Supervised fine-tuning, in place: AdamW, linear warm-up, then linear decay to zero."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.99), weight_decay=0.01)
     shape = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, recipe.steps))
-    data = batches(demonstrations, recipe, model.config.pad_token_id)
-    progress = track(data, "teaching", recipe.steps, console=Console(stderr=True))
-    for tokens, labels in progress:
+    data = batches(demonstrations, recipe)
+    for tokens, labels in track(data, "teaching", recipe.steps, console=Console(stderr=True)):
         loss = model(input_ids=tokens, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -176,13 +175,13 @@ def answer(
 ) -> list[str]:
     """Greedy answers; an answer cut off by ANSWER_TOKENS is empty."""
     inputs = tokenizer([problem.question for problem in problems], padding=True, return_tensors="pt")
-    outputs = model.generate(
+    outputs = model.generate(  # type: ignore[misc]  # transformers asks for a protocol that no model meets
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
         do_sample=False,
         max_new_tokens=ANSWER_TOKENS,
     )[:, inputs["input_ids"].shape[1] :]
-    ended = (outputs == tokenizer.eos_token_id).any(dim=1).tolist()
+    ended = (outputs == EOS_ID).any(dim=1).tolist()
     texts = tokenizer.batch_decode(outputs, skip_special_tokens=True)
     return [text if whole else "" for text, whole in zip(texts, ended, strict=True)]
 
@@ -280,8 +279,8 @@ def main(argv: list[str] | None = None) -> None:
         print(json.dumps(manifest))
     else:
         print(
-            f"{arguments.out}: {manifest['parameters']:,} parameters, greedy pass@1 {manifest['pass_at_1']:.1%} "
-            f"on {manifest['validation_problems']} validation problems"
+            f"{arguments.out}: {manifest['parameters']:,} parameters, greedy pass@1 "
+            f"{manifest['pass_at_1']:.1%} on {manifest['validation_problems']} validation problems"
         )
 
 

@@ -6,15 +6,14 @@ port, the others ``follow`` it.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections import Counter
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
@@ -24,6 +23,8 @@ import numpy as np
 import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils import logger as deepspeed_logger
+from safetensors import numpy as wire
+from torch import Tensor
 
 from tba_hpc import batch as batches
 from tba_hpc.backends.hf_model import PolicyLogprobs, load_policy, load_tokenizer
@@ -99,9 +100,10 @@ class DeepSpeedLearner:
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
         """One optimizer step on the mean loss over all rows of ``batch``, however ranks share it.
 
-        Groups must divide evenly over the ranks. Metrics: see ``_Sums``.
+        Groups must divide evenly over the ranks. Metrics: ``loss`` and the objective's own, means over the
+        batch; ``grad_norm`` before clipping; ``tokens`` of the completions.
         """
-        self._group.tell(Message(Command.STEP, (learning_rate, beta), _pack(batches.to_arrays(batch))))
+        self._group.tell(Message(Command.STEP, (learning_rate, beta), wire.save(batches.to_arrays(batch))))
         return self._step(batch, learning_rate, beta)
 
     def write_weights(self, out: np.ndarray) -> None:
@@ -151,7 +153,7 @@ class DeepSpeedLearner:
         folder = Path(os.fsdecode(message.payload))
         match Command(message.command):
             case Command.STEP:
-                self._step(batches.from_arrays(_unpack(message.payload)), *message.numbers)
+                self._step(batches.from_arrays(wire.load(message.payload)), *message.numbers)
             case Command.WRITE:
                 self._write(slot())
             case Command.SAVE:
@@ -165,34 +167,41 @@ class DeepSpeedLearner:
 
     def _step(self, batch: TrajectoryBatch, learning_rate: float, beta: float) -> dict[str, float]:
         mine = batches.split(batch, self._group.ranks)[self._group.rank]
-        sums: Counter[str] = Counter()  # type: ignore
+        sums: dict[str, Tensor] = {}
         for micro in batches.micro_batches(mine, self._config.train.groups_per_micro_batch):
-            share = len(micro.reward_N) / len(batch.sequences)
-            sums.update(self._backward(micro, beta, share))
+            for name, part in self._backward(micro, beta, share=len(micro.reward_N) / len(batch.sequences)):
+                sums[name] = sums.get(name, 0.0) + part
         for parameters in self._engine.optimizer.param_groups:
             parameters["lr"] = learning_rate
         self._engine.step()
-        means = self._group.total(np.array(list(sums.values())))
-        metrics = dict(zip(sums, means.tolist(), strict=True))
-        return metrics | {"grad_norm": float(self._engine.get_global_grad_norm())}
+        totals = self._group.total(np.array([float(part) for part in sums.values()]))
+        return {
+            **dict(zip(sums, totals.tolist(), strict=True)),
+            "grad_norm": float(self._engine.get_global_grad_norm()),
+            "tokens": float(batch.completion_length_N.sum()),
+        }
 
-    def _backward(self, micro: batches.PaddedBatch, beta: float, share: float) -> dict[str, float]:
+    def _backward(self, micro: batches.PaddedBatch, beta: float, *, share: float) -> list[tuple[str, Tensor]]:
         """Add the gradient of whole groups, ``share`` of the batch's rows; returns their part of the metrics.
 
-        DeepSpeed takes the mean over ranks, so that multiplying by their number leaves the sum.
+        DeepSpeed takes the mean of the ranks' gradients: times their number, that is the sum.
         """
-        device = self._group.device
-        tokens_NL = torch.from_numpy(micro.tokens_NL).to(device)
-        lengths = torch.from_numpy(np.stack([micro.prompt_length_N, micro.length_N])).to(device)
-        logprob_N = self._engine(tokens_NL, *lengths).sum(1)
+        logprob_N = self._engine(
+            *map(self._tensor, (micro.tokens_NL, micro.prompt_length_N, micro.length_N))
+        ).sum(1)
         groups = (-1, micro.group_size)
-        ref_logprob_BK = torch.from_numpy(micro.ref_logprob_N).to(device).view(groups)
-        reward_BK = torch.from_numpy(micro.reward_N).to(device).view(groups)
-        output = self._objective(logprob_N.view(groups), ref_logprob_BK, reward_BK, beta)
+        output = self._objective(
+            logprob_N.view(groups),
+            self._tensor(micro.ref_logprob_N).view(groups),
+            self._tensor(micro.reward_N).view(groups),
+            beta,
+        )
         self._engine.backward(output.loss * (share * self._group.ranks), scale_wrt_gas=False)
-        metrics = {"loss": output.loss, **output.metrics}
-        metrics["kl"] = (logprob_N.detach().view(groups) - ref_logprob_BK).mean()
-        return {name: share * float(value.detach()) for name, value in metrics.items()}
+        metrics = {"loss": output.loss.detach(), **output.metrics}
+        return [(name, share * value.double()) for name, value in metrics.items()]
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._group.device)
 
     def _write(self, out: np.ndarray) -> None:
         self._copy(self.layout.parts(self._group.ranks)[self._group.rank], out)
@@ -213,7 +222,13 @@ class DeepSpeedLearner:
                         _place(out, slot).copy_(parameter)
 
     def _save(self, folder: Path) -> None:
-        self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+        try:
+            self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+        except (OSError, RuntimeError) as error:  # torch's writer raises either
+            raise StateError(
+                f"cannot write the checkpoint {folder} ({error}): free space or raise the quota, then start "
+                "the same run again; it goes on from the checkpoint before"
+            ) from error
         if self._group.leads:
             write_atomic(folder / RANKS_FILE, json.dumps(self._group.ranks))
         for path in (folder / TAG).iterdir():  # on every rank: only the node that wrote a page can flush it
@@ -264,6 +279,7 @@ class DeepSpeedLearner:
 def _make_engine(config: Config, model: PolicyLogprobs) -> deepspeed.DeepSpeedEngine:
     """DeepSpeed's engine around ``model`` and torch's AdamW (its own would need a compiler)."""
     deepspeed_logger.setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles one, for minutes
     train = config.train
     optimizer = torch.optim.AdamW(
@@ -292,16 +308,6 @@ def _settings(config: Config, model: PolicyLogprobs) -> dict[str, object]:
     }
 
 
-def _pack(arrays: Mapping[str, np.ndarray]) -> bytes:
-    file = io.BytesIO()
-    np.savez(file, **arrays)
-    return file.getvalue()
-
-
-def _unpack(payload: bytes) -> dict[str, np.ndarray]:
-    return dict(np.load(io.BytesIO(payload), allow_pickle=False))
-
-
 def _buckets(layout: WeightLayout) -> Iterator[list[WeightSlot]]:
     """All slots in order, in runs of at most BUCKET_BYTES (or of one larger tensor)."""
     bucket: list[WeightSlot] = []
@@ -313,9 +319,11 @@ def _buckets(layout: WeightLayout) -> Iterator[list[WeightSlot]]:
     yield bucket
 
 
-def _place(buffer: np.ndarray, slot: WeightSlot) -> torch.Tensor:
+def _place(buffer: np.ndarray, slot: WeightSlot) -> Tensor:
     """The tensor whose memory is ``slot`` of a flat uint8 buffer."""
-    return torch.from_numpy(buffer[slot.start : slot.end]).view(SAFETENSORS_DTYPE[slot.dtype]).view(slot.shape)
+    return (
+        torch.from_numpy(buffer[slot.start : slot.end]).view(SAFETENSORS_DTYPE[slot.dtype]).view(slot.shape)
+    )
 
 
 def _convert(folder: Path, universal: Path) -> None:

@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as TransformersTokenizer
+from transformers.utils import logging as transformers_logging
 
 from tba_hpc.config import ConfigError, Dtype
+
+transformers_logging.disable_progress_bar()  # a rank writes to a log
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -59,8 +62,8 @@ def load_tokenizer(path: str) -> HfTokenizer:
     tokenizer = _from_pretrained(AutoTokenizer, path)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"the tokenizer of model.path={path} has no end-of-sequence token, so no completion could ever end: "
-            "set eos_token in its tokenizer_config.json"
+            f"the tokenizer of model.path={path} has no end-of-sequence token, so no completion "
+            "could ever end: set eos_token in its tokenizer_config.json"
         )
     return HfTokenizer(tokenizer, tokenizer.eos_token_id)
 
@@ -88,8 +91,8 @@ def _from_pretrained(kind: Any, path: str, **options: Any) -> Any:
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"no model can be loaded from model.path={path}: give a folder that save_pretrained wrote, or a hub "
-            f"name that is cached or reachable ({reason})"
+            f"no model can be loaded from model.path={path}: give a folder that save_pretrained "
+            f"wrote, or a hub name that is cached or reachable ({reason})"
         ) from error
 
 
@@ -141,7 +144,7 @@ class LogprobHead(nn.Module):
 
     def forward(self, hidden_TD: Tensor, token_T: Tensor) -> Tensor:
         """float32 [T]."""
-        logprob_T: Tensor = _ChunkedLogprob.apply(  # type: ignore[no-untyped-call]
+        logprob_T: Tensor = _ChunkedLogprob.apply(
             hidden_TD, self.weight, self.bias, token_T, self._chunk_tokens
         )
         return logprob_T
@@ -204,5 +207,6 @@ def _require_plain_logits(model: PreTrainedModel) -> None:
         )
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise ConfigError(
-            f"{name} has no linear output layer: train a causal language model such as Llama, Qwen, GPT-NeoX or GPT-2"
+            f"{name} has no linear output layer: train a causal language model "
+            "such as Llama, Qwen, GPT-NeoX or GPT-2"
         )

@@ -34,7 +34,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import zip_longest
 from pathlib import Path
@@ -172,17 +172,21 @@ class MpiWorld:
         (default: where MPI allows it). node_split: which ranks share memory.
         Raises ExchangeError naming what is wrong with the world, or who has not joined.
         """
-        comm = MPI.COMM_WORLD.Dup()
+        comm = MPI.COMM_WORLD
         _check_size(comm.size, trainers, searchers)
         _check_role(comm.rank, role, trainers)
         if threaded is None:
             threaded = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
         if not threaded:
             log.info("weights and shards travel in the main thread, at the round boundary")
-        world = cls(comm, trainers, searchers, ("?",) * comm.size, 0, deadline, threaded, node_split)
+        world = cls(comm, trainers, searchers, (), 0, deadline, threaded, node_split)
         table = world._meet()
-        hosts = tuple(host.decode() for host in table["host"])
-        return cls(comm, trainers, searchers, hosts, int(table["port"][0]), deadline, threaded, node_split)
+        return replace(
+            world,
+            comm=comm.Dup(),  # collective, hence not before everybody is known to be there
+            hosts=tuple(host.decode() for host in table["host"]),
+            rendezvous_port=int(table["port"][0]),
+        )
 
     @property
     def rank(self) -> int:
@@ -222,7 +226,12 @@ class MpiWorld:
     def name(self, rank: int) -> str:
         """For messages: ``searcher 1 (world rank 2 on node07)``."""
         role = f"trainer {rank}" if rank < self.trainers else f"searcher {rank - self.trainers}"
-        return f"{role} (world rank {rank} on {self.hosts[rank]})"
+        return f"{role} (world rank {rank}{f' on {self.hosts[rank]}' if self.hosts else ''})"
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for another rank: the leader, who sees most, gives up and names the culprit first."""
+        return self.deadline * (1 if self.rank == LEADER else 2)
 
     def missing(
         self, ranks: Iterable[int], what: str, remedy: str = _HANGS, *, seconds: float | None = None
@@ -230,7 +239,7 @@ class MpiWorld:
         """The error that says who is missing, for how long, and what to do."""
         names = [self.name(rank) for rank in sorted(set(ranks))]
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        return ExchangeError(f"{shown} {what} within {seconds or self.deadline:g} s: {remedy}")
+        return ExchangeError(f"{shown} {what} within {seconds or self.patience:g} s: {remedy}")
 
     def send_all(self, message: np.ndarray, tag: Tag, what: str) -> Waiting:
         """Send ``message`` to every other rank; past the deadline, name those that did not take it."""
@@ -247,7 +256,7 @@ class MpiWorld:
         pause: float = SHORTEST_PAUSE,
     ) -> Waiting:
         """Wait for requests that depend on the given ranks; past the deadline, name those not done."""
-        end = time.monotonic() + (seconds or self.deadline)
+        end = time.monotonic() + (seconds or self.patience)
         while requests := [(rank, request) for rank, request in requests if not request.Test()]:
             if time.monotonic() > end:
                 raise self.missing([rank for rank, _ in requests], what, remedy, seconds=seconds)

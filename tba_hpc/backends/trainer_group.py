@@ -24,9 +24,8 @@ from tba_hpc.ports import ExchangeError
 from tba_hpc.state import write_atomic
 
 IDLE_DEADLINE = timedelta(days=2)
-"""Longest time between two commands: the leader may fill its first buffer for hours. A leader that dies
-
-is noticed at once, by its closed connection."""
+"""Longest time between two commands: the leader may fill its first buffer for hours. Its death is noticed at
+once, by the closed connection."""
 
 HEADER = struct.Struct("<qddq")  # command, two numbers, bytes of the payload
 
@@ -61,13 +60,14 @@ class TrainerGroup:
         """
         hosts = _meet(store, rank, ranks, deadline)
         local_rank = hosts[:rank].count(hosts[rank])
-        _set_environment(rank=rank, ranks=ranks, local_rank=local_rank, local_ranks=hosts.count(hosts[rank]))
         if len(set(hosts)) == 1:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nobody outside this machine has to reach us
         device = torch.device("cpu")
-        if torch.cuda.is_available():
-            device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        if gpus := torch.cuda.device_count():  # 1 where the launcher shows each rank only its own
+            local_rank %= gpus
+            device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)
+        _set_environment(rank=rank, ranks=ranks, local_rank=local_rank, local_ranks=hosts.count(hosts[rank]))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             init_method=f"file://{store.absolute() / 'group'}",
@@ -137,8 +137,8 @@ def _meet(store: Path, rank: int, ranks: int, deadline: float) -> list[str]:
     while missing := [other for other, place in enumerate(places) if not place.exists()]:
         if time.monotonic() > give_up:
             raise ExchangeError(
-                f"trainer rank {rank} waited {deadline:.0f} s for trainer ranks {missing} of {ranks} in {store}: "
-                "they have not started, or do not see that folder; see their logs, or raise "
+                f"trainer rank {rank} waited {deadline:.0f} s for trainer ranks {missing} of {ranks} in "
+                f"{store}: they have not started, or do not see that folder; see their logs, or raise "
                 "exchange.deadline_seconds"
             )
         time.sleep(0.02)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
-from tba_hpc.config import GeneratorSection, ModelSection
+from tba_hpc.config import ConfigError, GeneratorSection, ModelSection
 from tba_hpc.types import Completion, Group, Request, Sampling, WeightSlot, WeightUpdate
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks of one node must not pin themselves to the same cores
 }
 
-
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 
 
@@ -67,7 +67,7 @@ class VllmGenerator:
 
     ``prompts_in_flight`` × ``completions_per_prompt`` sequences are decoded at once; what is submitted beyond
     that queues inside the engine. ``seed`` should differ between searchers and between restarts of one.
-    The weights start as those of ``model.path``, version 0.
+    The weights start as those of ``model.path``, version 0. Raises ConfigError where vLLM refuses them.
     """
 
     def __init__(self, model: ModelSection, generator: GeneratorSection, *, seed: int) -> None:
@@ -85,7 +85,7 @@ class VllmGenerator:
         """Times that a dead engine was replaced."""
         self.tokens_generated = 0
         """Tokens of all finished completions."""
-        self._engine: LLM | None = self._build()
+        self._engine: LLM | None = self._build_first()
 
     @property
     def in_flight(self) -> int:
@@ -106,11 +106,12 @@ class VllmGenerator:
         An engine that dies is replaced, and its requests start again. Raises EngineError after
         REBUILDS_WITHOUT_RESULT replacements that finished nothing.
         """
+        outputs: list[RequestOutput] = []
         try:
             outputs = cast("list[RequestOutput]", self.llm.llm_engine.step())
         except Exception as error:
-            self._rebuild(error)
-            return []
+            self._bury(error)
+        self._rebuild_if_dead()
         return [self._finish(output) for output in outputs if output.finished]
 
     def load(self, update: WeightUpdate) -> None:
@@ -124,7 +125,8 @@ class VllmGenerator:
         try:
             self._apply(self._update)
         except Exception as error:
-            self._rebuild(error)
+            self._bury(error)
+        self._rebuild_if_dead()
 
     def close(self) -> None:
         """Release the engine and its memory. Nothing may be called after it, but close again."""
@@ -136,6 +138,21 @@ class VllmGenerator:
         """vLLM's own handle on the engine, for measurements beside this port."""
         assert self._engine is not None, "the generator is closed"
         return self._engine
+
+    def _build_first(self) -> LLM:
+        """As _build, but what fails now is the configuration's fault."""
+        if self._generator.tensor_parallel > 1:
+            raise ConfigError(
+                f"generator.tensor_parallel={self._generator.tensor_parallel}, but an engine lives in its "
+                "searcher's process and takes one GPU: set it to 1 and use more searchers"
+            )
+        try:
+            return self._build()
+        except ValueError as error:
+            raise ConfigError(
+                f"vLLM cannot serve model.path={self._model.path} with this configuration: {_reason(error)}; "
+                "check model.context_length and generator.kv_cache_mb"
+            ) from error
 
     def _build(self) -> LLM:
         # vllm reads its environment when it is imported, hence not before prepare_environment().
@@ -151,7 +168,6 @@ class VllmGenerator:
             max_num_seqs=self._generator.prompts_in_flight * self._generator.completions_per_prompt,
             gpu_memory_utilization=self._generator.gpu_memory_utilization,
             kv_cache_memory_bytes=cache_mb and cache_mb << 20,
-            tensor_parallel_size=self._generator.tensor_parallel,
             enforce_eager=not on_gpu,
             use_tqdm_on_load=False,
             seed=self._seed + self.rebuilds,
@@ -159,18 +175,30 @@ class VllmGenerator:
         llm.llm_engine.set_weight_version(str(self.version))
         return llm
 
-    def _rebuild(self, error: Exception) -> None:
-        """Replace the dead engine, load the last weights, start the requests in flight again."""
-        while True:
-            self._count_rebuild(error)
-            self._release()
+    def _bury(self, error: Exception) -> None:
+        """Note the engine's death and let go of it. Raises EngineError where rebuilding does not help."""
+        if self._rebuilds_in_a_row == REBUILDS_WITHOUT_RESULT:
+            raise EngineError(
+                f"the vLLM engine died {REBUILDS_WITHOUT_RESULT + 1} times without finishing a completion "
+                f"({type(error).__name__}: {_reason(error)}): see this searcher's log for the tracebacks"
+            ) from error
+        log.warning("the vLLM engine died; building another one", exc_info=error)
+        self._rebuilds_in_a_row += 1
+        self.rebuilds += 1
+        self._release()
+
+    def _rebuild_if_dead(self) -> None:
+        """Build another engine with the last weights, and start the requests in flight again."""
+        if self._engine is not None:
+            return
+        while self._engine is None:
+            gc.collect()  # only now is the exception gone whose traceback still held the dead engine's memory
             try:
                 self._engine = self._build()
                 if self._update is not None:
                     self._apply(self._update)
-                break
-            except Exception as next_error:
-                error = next_error
+            except Exception as error:
+                self._bury(error)
         for name, request in self._requests.items():
             self._enqueue(name, request)
 
@@ -181,16 +209,6 @@ class VllmGenerator:
                 self._engine.llm_engine.engine_core.shutdown()
         self._engine = None
         gc.collect()
-
-    def _count_rebuild(self, error: Exception) -> None:
-        if self._rebuilds_in_a_row == REBUILDS_WITHOUT_RESULT:
-            raise EngineError(
-                f"the vLLM engine died {REBUILDS_WITHOUT_RESULT + 1} times without finishing a completion "
-                f"({type(error).__name__}: {error}): see this searcher's log for the traceback"
-            ) from error
-        self._rebuilds_in_a_row += 1
-        self.rebuilds += 1
-        log.warning("the vLLM engine died; building another one", exc_info=error)
 
     def _stage(self, update: WeightUpdate) -> WeightUpdate:
         """A private copy: the caller's buffer is soon overwritten, and a rebuild needs the last weights."""
@@ -290,6 +308,12 @@ def _repack_output_layers(model: torch.nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead):
             layer.quant_method.process_weights_after_loading(layer)
+
+
+def _reason(error: Exception) -> str:
+    """First sentence of an error of vLLM, whose configuration is checked by pydantic."""
+    text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+    return text.split("\n")[0].split(". ")[0]
 
 
 def _is_not_about_rotary_embeddings(record: logging.LogRecord) -> bool:

@@ -15,7 +15,7 @@ def trajectory_balance(
 ) -> ObjectiveOutput:
     """β/2 · mean over all rows of residual², where
 
-        log Ẑ(x_i)  = mean_j [ log π_ref(y_ij|x_i) − log π_θ(y_ij|x_i) + r_ij/β ]      (current θ, no gradient)
+        log Ẑ(x_i)  = mean_j [ log π_ref(y_ij|x_i) − log π_θ(y_ij|x_i) + r_ij/β ]   (current θ, no gradient)
         residual_ij = log Ẑ(x_i) + log π_θ(y_ij|x_i) − log π_ref(y_ij|x_i) − r_ij/β
 
     The paper's loss has no factor; with β/2 the gradient is −A·∇log π_θ, A being the group-centred

@@ -13,8 +13,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Iterable
-from typing import Any, get_type_hints
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -26,22 +26,23 @@ TASKS = {
     "gsm8k": "tba_hpc.tasks.gsm8k:GSM8K",
 }
 
-CONTRACT = {"self", "tokenizer", "train_file", "test_file"}
+CONTRACT = frozenset(("tokenizer", "train_file", "test_file"))
 """Arguments of every task's constructor; the others are its options."""
 
 
 def load_task(config: TaskSection, tokenizer: Tokenizer) -> Task:
     """The task that ``config`` names, with its options, encoding with ``tokenizer``.
 
-    Raises ConfigError with one sentence: unknown task, unknown or ill-typed option, missing or
-    ill-formed file, no training problem.
+    Raises ConfigError with one sentence: unknown task; unknown, ill-typed or missing option; missing
+    or ill-formed file; no training problem.
     """
     task_class = _find(config.name)
-    options = _checked(config.options, task_class, config.name)
-    task: Task = task_class(tokenizer, train_file=config.train_file, test_file=config.test_file, **options)
+    _check_options(config.options, task_class, config.name)
+    files = {"train_file": config.train_file, "test_file": config.test_file}
+    task: Task = task_class(tokenizer, **files, **config.options)
     if not task.prompts("train"):
         raise ConfigError(
-            f"the task {config.name} has no training problem: check task.train_file and the sizes in task.options"
+            f"the task {config.name} has no training problem: check task.train_file and task.options"
         )
     return task
 
@@ -49,42 +50,42 @@ def load_task(config: TaskSection, tokenizer: Tokenizer) -> Task:
 def _find(name: str) -> type:
     """The class behind a registered name or ``module:Class``."""
     if name not in TASKS and ":" not in name:
-        raise ConfigError(f"unknown task {name!r}{nearest(name, TASKS)}, or module:Class of your own")
+        raise ConfigError(f"unknown task {name!r}{_nearest(name, TASKS)}, or module:Class of your own")
     module_name, _, class_name = TASKS.get(name, name).partition(":")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(
-            f"task.name={name} cannot be imported ({error}): install it or correct it"
-        ) from None
+        raise ConfigError(f"task.name={name} cannot be imported ({error}): install or correct it") from None
     found = getattr(module, class_name, None)
     if not inspect.isclass(found):
         classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
-        raise ConfigError(f"task.name={name}: no class {class_name!r} there{nearest(class_name, classes)}")
+        raise ConfigError(f"task.name={name}: no class {class_name!r} there{_nearest(class_name, classes)}")
     return found
 
 
-def _checked(options: dict[str, Any], task_class: type, task: str) -> dict[str, Any]:
-    """``options`` as the constructor's annotations demand them."""
-    hints = get_type_hints(task_class.__init__, include_extras=True)
-    valid = [key for key in inspect.signature(task_class).parameters if key not in CONTRACT]
+def _check_options(options: Mapping[str, object], task_class: type, task: str) -> None:
+    """Raise ConfigError unless the constructor takes ``options`` as they are."""
+    parameters = inspect.signature(task_class, eval_str=True).parameters
+    valid = {key: value for key, value in parameters.items() if key not in CONTRACT}
     for key, value in options.items():
         if key not in valid:
-            raise ConfigError(f"the task {task} has no option {key!r}{nearest(key, valid)}")
-        _check(f"task.options.{key}", value, hints.get(key, Any))
-    return options
+            raise ConfigError(f"the task {task} has no option {key!r}{_nearest(key, valid)}")
+        _check_value(f"task.options.{key}", value, valid[key].annotation)
+    for key, parameter in valid.items():
+        if parameter.default is parameter.empty and key not in options:
+            raise ConfigError(f"the task {task} needs the option {key!r}: set task.options.{key}")
 
 
-def _check(key: str, value: object, hint: Any) -> None:
+def _check_value(key: str, value: object, annotation: Any) -> None:
     try:
-        TypeAdapter(hint).validate_python(value, strict=True)
+        TypeAdapter(annotation).validate_python(value, strict=True)
     except ValidationError as error:
         rule = error.errors()[0]["msg"]
         raise ConfigError(f"{key} has the value {value!r}, but {rule[0].lower()}{rule[1:]}") from None
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
+def _nearest(name: str, valid: Iterable[str]) -> str:
     """``: did you mean 'x'?``, or the list of valid names where none is near."""
-    valid = list(valid)
-    close = difflib.get_close_matches(name, valid, n=1)
-    return f": did you mean {close[0]!r}?" if close else f": valid are {', '.join(valid) or 'none'}"
+    names = list(valid)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f": did you mean {close[0]!r}?" if close else f": valid are {', '.join(names) or 'none'}"

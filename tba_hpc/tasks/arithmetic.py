@@ -36,7 +36,7 @@ LARGEST = 50
 
 HELD_OUT: tuple[Split, ...] = ("validation", "test")
 PARTS = 10
-"""Part p of the ten that checksums fall into is held out for HELD_OUT[p]; the other eight are for training."""
+"""Checksums modulo PARTS: part p is held out for HELD_OUT[p], the other eight are for training."""
 
 Size = Annotated[int, Field(ge=0, le=100_000)]
 
@@ -70,7 +70,8 @@ class Problem:
     def question(self) -> str:
         """The prompt's text, newline included."""
         story = [f"{self.name} has {self.start} {self.item}."]
-        story += [f"{self.name} {v} {abs(c)}." for v, c in zip(self.verbs, self.changes, strict=True)]
+        for verb, change in zip(self.verbs, self.changes, strict=True):
+            story.append(f"{self.name} {verb} {abs(change)}.")
         return " ".join([*story, f"How many {self.item}?\n"])
 
     @property
@@ -153,11 +154,11 @@ class Arithmetic:
         test_problems: Size = 512,
         seed: Annotated[int, Field(ge=0)] = 0,
     ) -> None:
-        """Sizes of the splits in problems; ``seed`` draws others. Raises ConfigError where a file is given."""
+        """Sizes of the splits in problems; ``seed`` draws others. Raises ConfigError given a file."""
         if train_file or test_file:
             raise ConfigError(
-                f"task.train_file and task.test_file ({train_file or test_file}) have no use in the arithmetic "
-                "task, which generates its problems: remove them or choose another task.name"
+                f"task.train_file and task.test_file ({train_file or test_file}) have no use in the "
+                "arithmetic task, which generates its problems: remove them or choose another task.name"
             )
         self._tokenizer = tokenizer
         self._seed = seed

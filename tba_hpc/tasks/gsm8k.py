@@ -119,7 +119,7 @@ class GSM8K:
         """
         if "{question}" not in template:
             raise ConfigError(
-                f"task.options.template={template!r} has no place for the problem: write {{question}} where it goes"
+                f"task.options.template={template!r} has no place for the problem: write {{question}} there"
             )
         self._tokenizer = tokenizer
         self._train_file = train_file

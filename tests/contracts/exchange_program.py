@@ -1,7 +1,8 @@
-"""One process of an exchange contract: ``exchange_program.py TRANSPORT SCENARIO FOLDER [RANK]``.
+"""One process of the exchange's contract: ``exchange_program.py TRANSPORT FOLDER [RANK]``.
 
 Every scenario is a function for the trainer and one for each searcher; both assert, and meet through
 flags in FOLDER where the order of things matters. Ranks 0…T-1 are trainers, the two others searchers.
+Each prints ``SCENARIO holds at rank RANK`` for each scenario that it has gone through.
 """
 
 import sys
@@ -376,8 +377,8 @@ def run_files(scenario: str, folder: Path, rank: int, trainers: int) -> None:
         search(SearcherSide(searcher, rank - trainers, flags, seal))
 
 
-def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> None:
-    """This process's part over MPI; ``nodes`` makes every rank a node of its own."""
+def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
+    """This process's part over MPI, and its rank; ``nodes`` makes every rank a node of its own."""
     from mpi4py import MPI
 
     from tba_hpc.backends import mpi_exchange
@@ -402,15 +403,21 @@ def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> None:
         follower.close()
     else:
         search(SearcherSide(world.open_searcher(), world.index, flags, lambda shard: None))
+    return rank
 
 
 def main() -> None:
-    """Play one process of a scenario."""
-    transport, scenario, folder, *rank = sys.argv[1:]
-    if rank:
-        run_files(scenario, Path(folder), int(rank[0]), TRAINERS[transport])
-    else:
-        run_mpi(scenario, Path(folder), transport, TRAINERS[transport])
+    """Play one process of every scenario."""
+    transport, folder, *number = sys.argv[1:]
+    for scenario in SCENARIOS:
+        place = Path(folder) / scenario
+        place.mkdir(exist_ok=True)
+        if number:
+            rank = int(number[0])
+            run_files(scenario, place, rank, TRAINERS[transport])
+        else:
+            rank = run_mpi(scenario, place, transport, TRAINERS[transport])
+        print(f"{scenario} holds at rank {rank}", flush=True)
 
 
 if __name__ == "__main__":

@@ -32,28 +32,25 @@ def world_command(ranks: int, program: Sequence[str | Path]) -> list[str]:
 
 def run_world(ranks: int, program: Sequence[str | Path], *, timeout: float = 60) -> Outcome:
     """Run a program on ``ranks`` ranks to its end. subprocess.TimeoutExpired where it does not come."""
-    done = subprocess.run(
-        world_command(ranks, program),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=ENVIRONMENT,
-        timeout=timeout,
-    )
-    return Outcome(done.returncode, done.stdout)
+    return _outcome([_start(world_command(ranks, program))], timeout)
 
 
-def run_processes(commands: Sequence[Sequence[str | Path]], *, timeout: float = 60) -> Outcome:
+def run_processes(programs: Sequence[Sequence[str | Path]], *, timeout: float = 60) -> Outcome:
     """Run Python programs side by side to their ends; the highest exit status and all output."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=ENVIRONMENT,
-        )
-        for command in commands
-    ]
-    outputs = [process.communicate(timeout=timeout)[0] for process in started]
-    return Outcome(max(abs(process.returncode) for process in started), "\n".join(outputs))
+    return _outcome([_start([sys.executable, *map(str, program)]) for program in programs], timeout)
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
+    )
+
+
+def _outcome(processes: Sequence[subprocess.Popen[str]], timeout: float) -> Outcome:
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.terminate()  # on SIGTERM mpiexec ends its ranks
+            process.wait()
+    return Outcome(max(abs(process.returncode) for process in processes), "\n".join(outputs))

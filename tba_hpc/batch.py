@@ -1,0 +1,149 @@
+"""Whole groups of a batch: dealt to ranks by token count, padded into micro-batches, sent as plain arrays.
+
+It must not know how a batch was sampled or what is learned from it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from tba_hpc.types import Ragged, TrajectoryBatch, offsets_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PaddedBatch:
+    """B whole groups of K rows as rectangles; N = B·K rows, prompt-major, L the longest sequence.
+
+    tokens_NL: int64, prompt then completion, 0 to the right of it · prompt_length_N, length_N: int64, tokens
+    of the prompt, and of prompt and completion together · reward_N: float32 · ref_logprob_N: float32, the
+    reference's log-probability of the whole completion · prompt_id_B: int64.
+    """
+
+    group_size: int
+    tokens_NL: np.ndarray
+    prompt_length_N: np.ndarray
+    length_N: np.ndarray
+    reward_N: np.ndarray
+    ref_logprob_N: np.ndarray
+    prompt_id_B: np.ndarray
+
+    @property
+    def completion_mask_NL(self) -> np.ndarray:
+        """bool: where the tokens of the completions are."""
+        position_L = np.arange(self.tokens_NL.shape[1])
+        return (position_L >= self.prompt_length_N[:, None]) & (position_L < self.length_N[:, None])
+
+
+def balance(batch: TrajectoryBatch, ranks: int) -> list[np.ndarray]:
+    """Per rank, the groups that it gets, int64 [B / ranks], in the batch's order.
+
+    Equally many groups each, and about equally many tokens: the longest group goes first, always to
+    the rank with the fewest tokens among those that still have room.
+    """
+    assert batch.groups % ranks == 0, "Config asks for a multiple of the trainer ranks"
+    tokens_B = _tokens_of_groups(batch)
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    load = np.zeros(ranks)
+    for group in np.argsort(-tokens_B, kind="stable").tolist():
+        rank = int(load.argmin())
+        shares[rank].append(group)
+        load[rank] += tokens_B[group] if len(shares[rank]) < batch.groups // ranks else np.inf
+    return [np.array(sorted(share), np.int64) for share in shares]
+
+
+def split(batch: TrajectoryBatch, ranks: int) -> list[TrajectoryBatch]:
+    """The part of every rank, as ``balance`` deals them."""
+    return [take_groups(batch, groups) for groups in balance(batch, ranks)]
+
+
+def take_groups(batch: TrajectoryBatch, groups: np.ndarray) -> TrajectoryBatch:
+    """The given groups, whole, in the given order."""
+    size = batch.group_size
+    rows = (groups[:, None] * size + np.arange(size)).ravel()
+    completions = Ragged(batch.logprobs, offsets_of(batch.completion_length_N))
+    tokens = completions.indices(rows)
+    return TrajectoryBatch(
+        group_size=size,
+        sequences=batch.sequences.take(rows),
+        prompt_length_N=batch.prompt_length_N[rows],
+        reward_N=batch.reward_N[rows],
+        version_N=batch.version_N[rows],
+        logprobs=batch.logprobs[tokens],
+        ref_logprobs=batch.ref_logprobs[tokens],
+        prompt_id_B=batch.prompt_id_B[groups],
+    )
+
+
+def micro_batches(batch: TrajectoryBatch, groups_per_micro_batch: int) -> Iterator[PaddedBatch]:
+    """All groups, whole, ``groups_per_micro_batch`` at a time (the last may have fewer).
+
+    Groups of like length meet, so that little is padding; the longest come first, so that a lack of
+    memory shows at once.
+    """
+    longest_B = batch.sequences.lengths.reshape(-1, batch.group_size).max(1)
+    order = np.argsort(-longest_B, kind="stable")
+    for start in range(0, batch.groups, groups_per_micro_batch):
+        yield _pad(take_groups(batch, order[start : start + groups_per_micro_batch]))
+
+
+def staleness(batch: TrajectoryBatch, version: int) -> np.ndarray:
+    """int32 [N]: optimizer steps between the weights that sampled a trajectory and ``version``."""
+    return version - batch.version_N
+
+
+def to_arrays(batch: TrajectoryBatch) -> dict[str, np.ndarray]:
+    """The batch as named plain arrays, for a wire without pickle."""
+    return {
+        "group_size": np.array(batch.group_size, np.int64),
+        "tokens": batch.sequences.values,
+        "offsets": batch.sequences.offsets,
+        "prompt_length_N": batch.prompt_length_N,
+        "reward_N": batch.reward_N,
+        "version_N": batch.version_N,
+        "logprobs": batch.logprobs,
+        "ref_logprobs": batch.ref_logprobs,
+        "prompt_id_B": batch.prompt_id_B,
+    }
+
+
+def from_arrays(arrays: Mapping[str, np.ndarray]) -> TrajectoryBatch:
+    """Inverse of ``to_arrays``."""
+    return TrajectoryBatch(
+        group_size=int(arrays["group_size"]),
+        sequences=Ragged(arrays["tokens"], arrays["offsets"]),
+        prompt_length_N=arrays["prompt_length_N"],
+        reward_N=arrays["reward_N"],
+        version_N=arrays["version_N"],
+        logprobs=arrays["logprobs"],
+        ref_logprobs=arrays["ref_logprobs"],
+        prompt_id_B=arrays["prompt_id_B"],
+    )
+
+
+def _tokens_of_groups(batch: TrajectoryBatch) -> np.ndarray:
+    """int64 [B]: tokens of all sequences of a group."""
+    return batch.sequences.lengths.reshape(-1, batch.group_size).sum(1)
+
+
+def _pad(batch: TrajectoryBatch) -> PaddedBatch:
+    length_N = batch.sequences.lengths
+    tokens_NL = np.zeros((len(length_N), int(length_N.max())), np.int64)
+    tokens_NL[np.arange(tokens_NL.shape[1]) < length_N[:, None]] = batch.sequences.values
+    return PaddedBatch(
+        group_size=batch.group_size,
+        tokens_NL=tokens_NL,
+        prompt_length_N=batch.prompt_length_N,
+        length_N=length_N,
+        reward_N=batch.reward_N,
+        ref_logprob_N=_sums(batch.ref_logprobs, batch.completion_length_N),
+        prompt_id_B=batch.prompt_id_B,
+    )
+
+
+def _sums(value_T: np.ndarray, length_N: np.ndarray) -> np.ndarray:
+    """float32 [N]: sum of each row of ``value_T``, taken in float64."""
+    row_T = np.repeat(np.arange(len(length_N)), length_N)
+    return np.bincount(row_T, value_T, minlength=len(length_N)).astype(np.float32)

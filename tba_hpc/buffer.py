@@ -1,0 +1,492 @@
+"""The replay buffer: distinct completions per prompt, bounded in number, sampled as groups (MOP).
+
+It must not know where trajectories come from or what is learned from them. Imports no torch.
+
+Rows lie in flat arrays in order of arrival, so a smaller row number means older. A row that leaves is
+only marked; when such rows (or their tokens) outnumber the live ones, the arrays are written anew.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import pairwise
+
+import numpy as np
+
+from tba_hpc.config import BufferSection
+from tba_hpc.types import RECORD, Ragged, Trajectories, TrajectoryBatch, offsets_of
+
+_REPLAY = int.from_bytes(b"replay")  # keeps this stream apart from others of the same seed
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What a merge did. added: trajectories stored as new · duplicates: trajectories whose equal was
+
+    there, which they replaced · evicted: trajectories that left for want of room, whenever they came.
+    """
+
+    added: int
+    duplicates: int
+    evicted: int
+
+
+class ReplayBuffer:
+    """Live trajectories of a run, each counted exactly once: merged = live + duplicates + evicted."""
+
+    def __init__(self, config: BufferSection, seed: int) -> None:
+        self._config = config
+        self._seed = seed
+        self._merged = 0
+        self._duplicates = 0
+        self._evicted = 0
+        self._round = -1
+        self._prompts = _Prompts()
+        self._rows = _Rows()
+        # Per prompt with live rows: fingerprint -> row, oldest first.
+        self._groups: dict[int, OrderedDict[bytes, int]] = {}
+        self._everyone = _Draw()
+        self._recent = _Draw()
+
+    def __len__(self) -> int:
+        """Live trajectories."""
+        return self._merged - self._duplicates - self._evicted
+
+    @property
+    def prompts(self) -> int:
+        """Prompts that have live trajectories."""
+        return len(self._groups)
+
+    @property
+    def added(self) -> int:
+        """Trajectories stored as new so far."""
+        return self._merged - self._duplicates
+
+    @property
+    def duplicates(self) -> int:
+        """Trajectories that replaced an equal one so far."""
+        return self._duplicates
+
+    @property
+    def evicted(self) -> int:
+        """Trajectories that left for want of room so far."""
+        return self._evicted
+
+    # --- Merging ---
+
+    def merge(self, trajectories: Trajectories, round: int) -> Merged:
+        """Add what arrived at sync ``round``, which must not be lower than that of the last merge.
+
+        A completion equal to a live one of its prompt replaces it (and is as young as it arrived). Then
+        the oldest leave: of a prompt above ``capacity_per_prompt``, and of all above ``capacity``.
+        "Most recent" are from now on the live trajectories of this round, unless it brought nothing.
+        """
+        assert round >= self._round, f"round {round} comes after round {self._round}"
+        if not len(trajectories):
+            return Merged(0, 0, 0)
+        if round > self._round:
+            self._round, self._recent = round, _Draw()
+        first = len(self._rows)
+        prompt_N = self._prompts.intern(trajectories)
+        self._rows.append(trajectories, prompt_N, round)
+        duplicates = self._file(range(first, len(self._rows)), prompt_N.tolist(), _fingerprints(trajectories))
+        self._merged += len(trajectories)
+        self._duplicates += duplicates
+        evicted = self._evict(dict.fromkeys(prompt_N.tolist()))
+        if self._rows.mostly_dead:
+            self._compact()
+        return Merged(len(trajectories) - duplicates, duplicates, evicted)
+
+    def _file(self, rows: Iterable[int], prompts: list[int], keys: list[bytes]) -> int:
+        """Enter live rows under their prompts and fingerprints; returns how many replaced an older row."""
+        replaced = []
+        for row, prompt, key in zip(rows, prompts, keys, strict=True):
+            group = self._groups.setdefault(prompt, OrderedDict())
+            if (older := group.pop(key, None)) is not None:
+                replaced.append(older)
+            group[key] = row
+            self._everyone.add(prompt)
+            self._recent.add(prompt)
+        self._rows.kill(replaced)
+        return len(replaced)
+
+    def _evict(self, touched: Iterable[int]) -> int:
+        """Let the oldest leave, first of every touched prompt that is too full, then of all."""
+        leaving = [
+            self._groups[prompt].popitem(last=False)[1]
+            for prompt in touched
+            for _ in range(len(self._groups[prompt]) - self._config.capacity_per_prompt)
+        ]
+        self._evicted += len(leaving)
+        self._rows.kill(leaving)
+        oldest = self._rows.oldest(max(0, len(self) - self._config.capacity))
+        for prompt in self._rows.record[oldest]["prompt_row"].tolist():
+            self._groups[prompt].popitem(last=False)  # the oldest of all is the oldest of its prompt
+            if not self._groups[prompt]:
+                del self._groups[prompt]
+        self._evicted += len(oldest)
+        self._rows.kill(oldest)
+        return len(leaving) + len(oldest)
+
+    def _compact(self) -> None:
+        live = np.flatnonzero(self._rows.live)
+        row_after = np.cumsum(self._rows.live) - 1
+        self._rows = self._rows.take(live)
+        for group in self._groups.values():
+            for key, row in group.items():
+                group[key] = int(row_after[row])
+
+    # --- Sampling ---
+
+    def sample(self, step: int, *, groups: int, group_size: int) -> TrajectoryBatch:
+        """B = ``groups`` groups of K = ``group_size`` trajectories, by MOP (TBA, §3).
+
+        With probability ``most_on_policy`` a group's prompt is drawn among those with trajectories of the
+        most recent round, and its completions uniformly among these; where they are fewer than K, the
+        prompt's other trajectories complete the group. Otherwise the prompt is drawn among all, and its
+        completions by softmax(reward / reward_temperature) mixed with ``uniform_mix`` of uniform. Either
+        way the completions are distinct while the prompt has K, else all of them and repeats by the same
+        weights.
+
+        Each of the two draws of prompts takes every prompt once before any again. A prompt comes once
+        per batch while the buffer has others: a recent draw that has run out goes on among all prompts.
+
+        Randomness depends on (seed, step) alone. The cost depends on B, K and the trajectories of the
+        drawn prompts, not on how much is stored.
+        """
+        assert self._groups, "the buffer is filled before it is sampled"
+        rng = np.random.default_rng([self._seed, _REPLAY, step])
+        chosen, taken = [], set[int]()
+        for most_recent in (rng.random(groups) < self._config.most_on_policy).tolist():
+            if len(taken) == len(self._groups):
+                taken.clear()
+            prompt = self._recent.draw(rng, taken, self._is_recent) if most_recent else None
+            recent = prompt is not None
+            if prompt is None:
+                prompt = self._everyone.draw(rng, taken, self._groups.__contains__)
+            assert prompt is not None
+            taken.add(prompt)
+            chosen.append(self._choose(rng, prompt, group_size, recent=recent))
+        return self._batch(np.concatenate(chosen), group_size)
+
+    def _is_recent(self, prompt: int) -> bool:
+        """Whether the youngest live trajectory of a prompt is of the most recent round."""
+        group = self._groups.get(prompt)
+        return group is not None and bool(self._rows.round[next(reversed(group.values()))] == self._round)
+
+    def _choose(self, rng: np.random.Generator, prompt: int, count: int, *, recent: bool) -> np.ndarray:
+        """int64 [K] rows of a prompt.
+
+        Gumbel top-k: the largest of log weight + Gumbel noise are a draw without replacement by weight.
+        """
+        group = self._groups[prompt]
+        rows = np.fromiter(group.values(), np.int64, len(group))
+        weight = self._weights(self._rows.record["reward"][rows])
+        score = np.log(np.maximum(weight, np.finfo(weight.dtype).tiny)) + rng.gumbel(size=len(rows))
+        first = np.zeros(len(rows), bool)
+        if recent:
+            first = self._rows.round[rows] == self._round
+            score[first] = rng.gumbel(size=np.count_nonzero(first))
+        distinct = rows[np.lexsort((-score, ~first))[:count]]
+        repeats = rng.choice(rows, count - len(distinct), p=weight)
+        return np.concatenate([distinct, repeats])
+
+    def _weights(self, reward_N: np.ndarray) -> np.ndarray:
+        """float64 [N]: probability of each trajectory of a prompt in the replay draw."""
+        uniform = np.full(len(reward_N), 1 / len(reward_N))
+        temperature, mix = self._config.reward_temperature, self._config.uniform_mix
+        if temperature is None:
+            return uniform
+        odds = np.exp((reward_N.astype(np.float64) - reward_N.max()) / temperature)
+        return (1 - mix) * odds / odds.sum() + mix * uniform
+
+    def _batch(self, rows: np.ndarray, group_size: int) -> TrajectoryBatch:
+        record = self._rows.record[rows]
+        prompts = self._prompts.take(record["prompt_row"].astype(np.int64))
+        completions, logprobs, ref_logprobs = self._rows.texts(rows)
+        turns = np.arange(2 * len(rows)).reshape(2, -1).T.ravel()  # prompt, completion, prompt, …
+        pairs = Ragged.concat([prompts, completions]).take(turns)
+        return TrajectoryBatch(
+            group_size=group_size,
+            sequences=Ragged(pairs.values, pairs.offsets[::2]),
+            prompt_length_N=prompts.lengths,
+            reward_N=record["reward"].copy(),
+            version_N=record["version_oldest"].copy(),
+            logprobs=logprobs,
+            ref_logprobs=ref_logprobs,
+            prompt_id_B=record["prompt_id"][::group_size].copy(),
+        )
+
+    # --- Saving ---
+
+    def trajectories(self) -> Trajectories:
+        """A copy of all live trajectories, oldest first; ``prompts`` holds every prompt ever seen."""
+        rows = np.flatnonzero(self._rows.live)
+        completions, logprobs, ref_logprobs = self._rows.texts(rows)
+        return Trajectories(
+            self._rows.record[rows], self._prompts.ragged, completions, logprobs, ref_logprobs
+        )
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Plain arrays from which ``restore`` makes a buffer that goes on exactly as this one would."""
+        live = self.trajectories()
+        return {
+            "counters": np.array([self._merged, self._duplicates, self._evicted, self._round], np.int64),
+            "record": live.record,
+            "round": self._rows.round[self._rows.live],
+            "completion_tokens": live.completions.values,
+            "completion_offsets": live.completions.offsets,
+            "logprobs": live.logprobs,
+            "ref_logprobs": live.ref_logprobs,
+            "prompt_id": self._prompts.ids,
+            "prompt_tokens": live.prompts.values,
+            "prompt_offsets": live.prompts.offsets,
+            **{f"everyone_{name}": array for name, array in self._everyone.state().items()},
+            **{f"recent_{name}": array for name, array in self._recent.state().items()},
+        }
+
+    def restore(self, arrays: dict[str, np.ndarray]) -> None:
+        """Become the buffer whose ``state`` the arrays are; what was here before is dropped."""
+        live = Trajectories(
+            arrays["record"],
+            Ragged(arrays["prompt_tokens"], arrays["prompt_offsets"]),
+            Ragged(arrays["completion_tokens"], arrays["completion_offsets"]),
+            arrays["logprobs"],
+            arrays["ref_logprobs"],
+        )
+        prompt_N = live.record["prompt_row"].astype(np.int64)
+        self._prompts = _Prompts.restore(arrays["prompt_id"], live.prompts)
+        self._rows = _Rows()
+        self._rows.append(live, prompt_N, arrays["round"])
+        self._groups = {}
+        self._file(range(len(live)), prompt_N.tolist(), _fingerprints(live))
+        self._merged, self._duplicates, self._evicted, self._round = arrays["counters"].tolist()
+        self._everyone = _Draw(arrays["everyone_waiting"], arrays["everyone_drawn"])
+        self._recent = _Draw(arrays["recent_waiting"], arrays["recent_drawn"])
+
+
+def _fingerprints(trajectories: Trajectories) -> list[bytes]:
+    """16 bytes per trajectory that are equal where the completion's tokens are, and (2⁻¹²⁸) only there."""
+    data = trajectories.completions.values.astype("<i4", copy=False).tobytes()
+    ends = (trajectories.completions.offsets * 4).tolist()
+    return [blake2b(data[start:end], digest_size=16).digest() for start, end in pairwise(ends)]
+
+
+class _Draw:
+    """Prompts in random order, each once before any comes again; a draw costs the same for any number.
+
+    waiting: not yet drawn in this pass · drawn: the others. Prompts that have become useless are
+    dropped when a draw comes upon them.
+    """
+
+    def __init__(self, waiting: Iterable[int] = (), drawn: Iterable[int] = ()) -> None:
+        self._waiting = [int(prompt) for prompt in waiting]
+        self._drawn = [int(prompt) for prompt in drawn]
+        self._members = {*self._waiting, *self._drawn}
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Arguments that make an equal draw."""
+        return {"waiting": np.array(self._waiting, np.int64), "drawn": np.array(self._drawn, np.int64)}
+
+    def add(self, prompt: int) -> None:
+        """Let a prompt take part, from this pass on, unless it does already."""
+        if prompt not in self._members:
+            self._members.add(prompt)
+            self._waiting.append(prompt)
+
+    def draw(self, rng: np.random.Generator, taken: set[int], useful: Callable[[int], bool]) -> int | None:
+        """The next useful prompt that is not taken, or None; those taken keep their turn."""
+        prompt = self._pick(self._waiting, rng, taken, useful)
+        if prompt is None and (prompt := self._pick(self._drawn, rng, taken, useful)) is not None:
+            self._drawn += self._waiting  # only taken prompts still wait: the next pass begins
+            self._waiting, self._drawn = self._drawn, []
+        if prompt is not None:
+            self._drawn.append(prompt)
+        return prompt
+
+    def _pick(
+        self, pile: list[int], rng: np.random.Generator, taken: set[int], useful: Callable[[int], bool]
+    ) -> int | None:
+        """Remove a random prompt that is useful and not taken from a pile, and all useless ones met."""
+        passed_over, found = [], None
+        while pile and found is None:
+            prompt = _pop(pile, int(rng.integers(len(pile))))
+            if not useful(prompt):
+                self._members.remove(prompt)
+            elif prompt in taken:
+                passed_over.append(prompt)
+            else:
+                found = prompt
+        pile += passed_over
+        return found
+
+
+def _pop(pile: list[int], place: int) -> int:
+    """Remove what is at ``place``; the last takes its place."""
+    prompt, pile[place] = pile[place], pile[-1]
+    pile.pop()
+    return prompt
+
+
+class _Prompts:
+    """The tokens of every prompt seen, once each; prompts are known to the buffer by their row here."""
+
+    def __init__(self) -> None:
+        self._row_of: dict[int, int] = {}
+        self._tokens = _Column(np.int32)
+        self._offsets = _Column(np.int64, [0])
+
+    @classmethod
+    def restore(cls, ids: np.ndarray, prompts: Ragged) -> _Prompts:
+        """Inverse of ``ids`` and ``ragged``."""
+        made = cls()
+        made._row_of = {prompt: row for row, prompt in enumerate(ids.tolist())}
+        made._tokens.append(prompts.values)
+        made._offsets.append(prompts.offsets[1:])
+        return made
+
+    @property
+    def ids(self) -> np.ndarray:
+        """int64 [P]."""
+        return np.array(list(self._row_of), np.int64)
+
+    @property
+    def ragged(self) -> Ragged:
+        """A copy of all prompts."""
+        return Ragged(self._tokens.values.copy(), self._offsets.values.copy())
+
+    def intern(self, trajectories: Trajectories) -> np.ndarray:
+        """int64 [N]: the row here of every trajectory's prompt, which is added where it is new."""
+        used, first = np.unique(trajectories.record["prompt_row"], return_index=True)
+        row_P = np.zeros(len(trajectories.prompts), np.int64)
+        ids = trajectories.record["prompt_id"][first].tolist()
+        for there, prompt in zip(used.tolist(), ids, strict=True):
+            if prompt not in self._row_of:
+                self._row_of[prompt] = len(self._row_of)
+                self._tokens.append(trajectories.prompts.row(there))
+                self._offsets.append([len(self._tokens)])
+            row_P[there] = self._row_of[prompt]
+        return row_P[trajectories.record["prompt_row"]]
+
+    def take(self, rows: np.ndarray) -> Ragged:
+        """A copy of the given rows."""
+        index_T, offsets = _spans(self._offsets.values, rows)
+        return Ragged(self._tokens.values[index_T], offsets)
+
+
+class _Rows:
+    """Trajectories in order of arrival, live and dead."""
+
+    def __init__(self) -> None:
+        self._record = _Column(RECORD)
+        self._round = _Column(np.int64)
+        self._live = _Column(np.bool_)
+        self._offsets = _Column(np.int64, [0])
+        self._tokens = _Column(np.int32)
+        self._logprobs = _Column(np.float32)
+        self._ref_logprobs = _Column(np.float32)
+        self._dead_rows = 0
+        self._dead_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._record)
+
+    @property
+    def record(self) -> np.ndarray:
+        """RECORD [N]; ``prompt_row`` is the buffer's own."""
+        return self._record.values
+
+    @property
+    def round(self) -> np.ndarray:
+        """int64 [N]: the sync round that brought it."""
+        return self._round.values
+
+    @property
+    def live(self) -> np.ndarray:
+        """bool [N]."""
+        return self._live.values
+
+    @property
+    def mostly_dead(self) -> bool:
+        """Whether more than half of the rows, or of the tokens, are garbage."""
+        return 2 * self._dead_rows > len(self) or 2 * self._dead_tokens > len(self._tokens)
+
+    def append(self, trajectories: Trajectories, prompt_N: np.ndarray, round: int | np.ndarray) -> None:
+        """Add live rows."""
+        count, tokens = len(trajectories), len(self._tokens)
+        record = trajectories.record.copy()
+        record["prompt_row"] = prompt_N
+        self._record.append(record)
+        self._round.append(np.broadcast_to(round, count))
+        self._live.append(np.ones(count, bool))
+        self._offsets.append(tokens + trajectories.completions.offsets[1:])
+        self._tokens.append(trajectories.completions.values)
+        self._logprobs.append(trajectories.logprobs)
+        self._ref_logprobs.append(trajectories.ref_logprobs)
+
+    def kill(self, rows: list[int] | np.ndarray) -> None:
+        """Mark rows, each live until now, as dead."""
+        rows = np.asarray(rows, np.int64)
+        offsets = self._offsets.values
+        self.live[rows] = False
+        self._dead_rows += len(rows)
+        self._dead_tokens += int((offsets[rows + 1] - offsets[rows]).sum())
+
+    def oldest(self, count: int) -> np.ndarray:
+        """int64 [count]: the live rows that came first."""
+        return np.flatnonzero(self.live)[:count] if count else np.empty(0, np.int64)
+
+    def texts(self, rows: np.ndarray) -> tuple[Ragged, np.ndarray, np.ndarray]:
+        """Copies of the completions of ``rows``, their log-probabilities and the reference's."""
+        index_T, offsets = _spans(self._offsets.values, rows)
+        tokens = Ragged(self._tokens.values[index_T], offsets)
+        return tokens, self._logprobs.values[index_T], self._ref_logprobs.values[index_T]
+
+    def take(self, rows: np.ndarray) -> _Rows:
+        """New rows that hold only the given ones, all live."""
+        completions, logprobs, ref_logprobs = self.texts(rows)
+        nothing = Ragged(np.empty(0, np.int32), np.zeros(1, np.int64))
+        kept = Trajectories(self.record[rows], nothing, completions, logprobs, ref_logprobs)
+        made = _Rows()
+        made.append(kept, kept.record["prompt_row"], self.round[rows])
+        return made
+
+
+class _Column:
+    """A one-dimensional array that grows at its end, by doubling."""
+
+    def __init__(self, dtype: np.typing.DTypeLike, values: Iterable[int] = ()) -> None:
+        self._data = np.array(list(values), dtype)
+        self._length = len(self._data)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def values(self) -> np.ndarray:
+        """A view of what is filled."""
+        return self._data[: self._length]
+
+    def append(self, values: np.ndarray | list[int]) -> None:
+        """Add values at the end."""
+        end = self._length + len(values)
+        if end > len(self._data):
+            grown = np.empty(max(end, 2 * len(self._data)), self._data.dtype)
+            grown[: self._length] = self.values
+            self._data = grown
+        self._data[self._length : end] = values
+        self._length = end
+
+
+def _spans(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the tokens of ``rows`` lie in an arena, int64 [T], and offsets of their copies, int64 [N + 1].
+
+    Unlike ``Ragged.take`` it looks at no other row: the arena may be large.
+    """
+    start_N = offsets[rows]
+    packed = offsets_of(offsets[rows + 1] - start_N)
+    index_T = np.arange(packed[-1]) + np.repeat(start_N - packed[:-1], np.diff(packed))
+    return index_T, packed

@@ -1,0 +1,191 @@
+"""GSM8K: both graders on all real answers, the splits of the data, and sentences for bad files."""
+
+from __future__ import annotations
+
+import json
+import threading
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tba_hpc.config import ConfigError, TaskSection
+from tba_hpc.tasks import load_task
+from tba_hpc.tasks.gsm8k import GRADERS, GSM8K, equivalent, final_number, read_problems
+from tba_hpc.types import Completion, FinishReason
+
+DATA = Path(__file__).parents[1].parent / "shared" / "data" / "gsm8k"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the GSM8K files are not at {DATA}")
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8; 256 ends a sequence."""
+
+    eos_token_id = 256
+    vocab_size = 257
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def decode(self, tokens: np.ndarray) -> str:
+        return bytes(tokens[tokens != self.eos_token_id].tolist()).decode()
+
+
+def completion(text: str, finish: FinishReason = "stop") -> Completion:
+    tokens = ByteTokenizer().encode(text)
+    return Completion(tokens, np.zeros(len(tokens), np.float32), finish)
+
+
+def answers(name: str) -> list[str]:
+    return [json.loads(line)["answer"] for line in (DATA / name).read_text().splitlines()]
+
+
+def off_by_one(answer: str) -> str:
+    """The same solution with a wrong result."""
+    work, _, gold = answer.rpartition("#### ")
+    return f"{work}#### {Decimal(gold.replace(',', '')) + 1}"
+
+
+@needs_data
+@pytest.mark.parametrize("grader", GRADERS)
+def test_every_gold_answer_counts_and_no_perturbed_or_truncated_one(grader: str) -> None:
+    task = GSM8K(ByteTokenizer(), test_file=str(DATA / "test.jsonl"), grader=grader)  # type: ignore[arg-type]
+    pairs = list(zip(task.prompts("test"), answers("test.jsonl"), strict=True))
+    assert len(pairs) == 1319
+    assert all(task.score(prompt, completion(answer)) == 1.0 for prompt, answer in pairs)
+    assert not any(task.score(prompt, completion(off_by_one(answer))) for prompt, answer in pairs)
+    assert not any(task.score(prompt, completion(answer, "length")) for prompt, answer in pairs)
+    assert not any(task.correct(prompt, completion(answer, "length")) for prompt, answer in pairs)
+
+
+@needs_data
+def test_splits_of_the_local_files_are_disjoint_and_whole() -> None:
+    train, test = str(DATA / "train.jsonl"), str(DATA / "test.jsonl")
+    both = GSM8K(ByteTokenizer(), train_file=train, test_file=test)
+    assert [len(both.prompts(s)) for s in ("train", "validation", "test")] == [7473 - 256, 256, 1319]
+    alone = GSM8K(ByteTokenizer(), train_file=train, validation_problems=100)
+    parts = [alone.prompts(s) for s in ("train", "test", "validation")]
+    assert [len(part) for part in parts] == [7473 - 200, 100, 100]
+    texts = [prompt.tokens.tobytes() for part in parts for prompt in part]
+    assert texts == [prompt.tokens.tobytes() for s in ("train", "validation") for prompt in both.prompts(s)]
+    assert all(prompt.id == i for part in parts for i, prompt in enumerate(part))
+
+
+@needs_data
+def test_the_prompt_is_the_papers() -> None:
+    task = GSM8K(ByteTokenizer(), test_file=str(DATA / "test.jsonl"))
+    text = ByteTokenizer().decode(task.prompts("test")[0].tokens)
+    assert text.startswith("[MATH_TASK] Problem:\nJanet’s ducks lay 16 eggs per day.")
+    assert text.endswith("at the farmers' market?\n\nSolution:")
+    assert task.prompts("test")[0].target == "18"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("#### 18", "18"),
+        ("a 1, b 2\n#### $1,234,567.50.", "1234567.5"),
+        ("#### -10", "-10"),
+        ("#### -$3", "-3"),
+        ("#### 72.0", "72"),
+        ("#### .5", "0.5"),
+        ("#### 18 dollars", "18"),
+        ("#### 3 #### 4", "4"),
+        ("#### 3 4", None),
+        ("#### 18/5", None),
+        ("12 + 6 = 18\n####", None),
+        ("She makes 9 * 2 = $18 every day.", "18"),
+        ("20-3", "3"),
+        ("from 20 to -3", "-3"),
+        ("no number", None),
+        ("", None),
+    ],
+)
+def test_the_final_number_rule(text: str, number: str | None) -> None:
+    assert final_number(text) == (None if number is None else Decimal(number))
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("#### 3.5", True),
+        ("#### 7/2", True),
+        (r"Half of seven:" + "\n" + r"\boxed{\frac{7}{2}}", True),
+        ("#### $3.50.", True),
+        ("#### 3.49", False),
+        ("#### nothing", False),
+        ("#### 9^9^9^9^9", False),
+        ("#### 99999999!", False),
+        ("#### " + "9*" * 1000 + "9", False),
+        (r"#### \int_0^1 x", False),
+    ],
+)
+def test_equivalence_works_in_a_thread_and_refuses_what_could_take_for_ever(text: str, right: bool) -> None:
+    results: list[bool] = []
+    thread = threading.Thread(target=lambda: results.append(equivalent(text, "3.5")), daemon=True)
+    thread.start()
+    thread.join(timeout=30)
+    assert results == [right]
+
+
+def write(path: Path, *rows: object) -> str:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return str(path)
+
+
+def problem(i: int) -> dict[str, str]:
+    return {"question": f"What is {i}?", "answer": f"It is.\n#### {i:,}"}
+
+
+def test_a_problem_may_hold_any_character_and_commas_leave_the_target(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", {"question": "Line\u2028break {x}?", "answer": "#### 12,500"})
+    (read,) = read_problems(file, "train")
+    assert (read.question, read.target) == ("Line\u2028break {x}?", "12500")
+
+
+def load(**fields: object) -> None:
+    load_task(TaskSection(name="gsm8k", **fields), ByteTokenizer())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ([], "is empty: it must hold one JSON object a line"),
+        (["{not json"], "line 1: not a problem"),
+        ([problem(0), {"question": "No answer?"}], "line 2: not a problem"),
+        ([problem(0), {"question": "Which?", "answer": "12"}], "line 2: not a problem"),
+        ([[1, 2]], "line 1: not a problem"),
+        ([problem(i) for i in range(512)], "has 512 problems, but validation and test take 256 each"),
+    ],
+)
+def test_a_bad_file_gets_one_sentence(tmp_path: Path, rows: list[object], sentence: str) -> None:
+    file = write(tmp_path / "train.jsonl", *rows)
+    with pytest.raises(ConfigError) as caught:
+        load(train_file=file)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"train_file": "no/such.jsonl"}, "cannot read task.train_file=no/such.jsonl (No such file"),
+        ({"options": {"grader": "judge"}}, "task.options.grader has the value 'judge', but input should be"),
+        ({"options": {"template": "Solve."}}, "task.options.template='Solve.' has no place for the problem"),
+        ({"options": {"validation_problems": 0}}, "task.options.validation_problems has the value 0, but"),
+    ],
+)
+def test_bad_settings_get_one_sentence(fields: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(**fields)
+    assert sentence in str(caught.value)
+
+
+def test_an_unreachable_hub_names_the_way_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot load openai/gsm8k .* or give local JSONL files with task\."):
+        load()

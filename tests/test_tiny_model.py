@@ -1,0 +1,141 @@
+"""The tiny model of the quickstart: its data, its cache, and that transformers and vLLM load it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tba_hpc.tasks.arithmetic import Problem, draw_problems, is_correct
+
+TOOL = Path(__file__).parents[1] / "tools" / "make_tiny_model.py"
+FEW_STEPS = 12
+
+
+def load_tool() -> ModuleType:
+    """tools/ is no package: its files are scripts."""
+    spec = importlib.util.spec_from_file_location("make_tiny_model", TOOL)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+tool = load_tool()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that was hardly taught."""
+    out = tmp_path_factory.mktemp("cache") / "tiny"
+    tool.make(tool.Recipe(seed=5, steps=FEW_STEPS), out)
+    return out
+
+
+def test_the_tokenizer_spells_any_text_and_every_digit_alone(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for text in ("Janet’s ducks lay 1,234 eggs\n\tfor €5 🦆", "17-3=14;14+9=23;#### 23", " two  spaces "):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("2025")) == ["2", "0", "2", "5"]
+    assert len(tokenizer) <= tool.VOCABULARY
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (tool.EOS_ID, tool.PAD_ID)
+    assert len(tokenizer.encode(draw_problems("train", 1, 0)[0].solution)) < tool.ANSWER_TOKENS
+
+
+def test_the_folder_loads_and_says_what_it_is(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert model.num_parameters() == manifest["parameters"] < 300_000
+    assert model.config.max_position_embeddings == 1024
+    assert model.config.tie_word_embeddings is False
+    assert model.generation_config.eos_token_id == tool.EOS_ID
+    assert (manifest["seed"], manifest["steps"]) == (5, FEW_STEPS)
+    assert not list(folder.parent.glob(".tiny-*"))
+
+
+def test_the_same_recipe_gives_the_same_bytes_and_another_seed_does_not(folder: Path, tmp_path: Path) -> None:
+    for seed, same in ((5, True), (6, False)):
+        tool.make(tool.Recipe(seed, FEW_STEPS), tmp_path / str(seed))
+        made = (tmp_path / str(seed) / "model.safetensors").read_bytes()
+        assert (made == (folder / "model.safetensors").read_bytes()) is same
+
+
+def test_a_second_call_finds_the_model_and_another_recipe_replaces_it(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "tiny"
+    stamps = []
+    for steps in (2, 2, 3):
+        tool.main(["--out", str(out), "--steps", str(steps), "--json"])
+        assert json.loads(capsys.readouterr().out)["steps"] == steps
+        stamps.append((out / "manifest.json").stat().st_mtime_ns)
+    assert stamps[0] == stamps[1] != stamps[2]
+
+
+def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("irreplaceable")
+    with pytest.raises(SystemExit, match="exists and is not a tiny model"):
+        tool.main(["--out", str(tmp_path), "--steps", "1"])
+    assert (tmp_path / "thesis.txt").read_text() == "irreplaceable"
+
+
+def test_demonstrations_are_worked_first_and_bare_as_often_as_planned() -> None:
+    problems = draw_problems("train", 400, seed=0)
+    tokenizer = tool.make_tokenizer(problems)
+    demonstrations = [tool.demonstrate(problem, tokenizer) for problem in problems]
+    steps = 200
+    bare, planned = [], []
+    for step, (tokens, labels) in enumerate(tool.batches(demonstrations, tool.Recipe(0, steps))):
+        assert bool((labels[labels != tool.IGNORED] == tokens[labels != tool.IGNORED]).all())
+        answers = tokenizer.batch_decode([row[row != tool.IGNORED] for row in labels])
+        assert all(answer.endswith(tool.EOS) for answer in answers)
+        if step < tool.WORKED_SHARE * steps:
+            assert not any(answer.startswith("####") for answer in answers)
+        else:
+            questions = tokenizer.batch_decode(tokens)
+            bare += [answer.startswith("####") for answer in answers]
+            planned += [any(f" {item}." in q for item in tool.BARE_ITEMS) for q in questions]
+    assert len(bare) == 40 * tool.BATCH
+    for often, share in tool.BARE_SHARE.items():
+        drawn = [b for b, p in zip(bare, planned, strict=True) if p == often]
+        assert abs(sum(drawn) / len(drawn) - share) < 0.05
+
+
+def test_padding_on_the_left_does_not_change_an_answer(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    short = Problem("Ada", "pens", 9, (1, 1), ("buys", "buys"))
+    long = draw_problems("train", 6, seed=0)
+    together = tool.answer(model, tokenizer, (short, *long))
+    assert together == [tool.answer(model, tokenizer, (p,))[0] for p in (short, *long)]
+
+
+@pytest.mark.engine
+def test_vllm_loads_it_and_answers_as_transformers_do(folder: Path) -> None:
+    from tiny_engine import greedy_texts
+
+    problems = draw_problems("validation", 8, seed=0)
+    assert greedy_texts(folder, [p.question for p in problems])
+
+
+@pytest.mark.system
+def test_the_model_of_the_quickstart_starts_between_30_and_55_percent() -> None:
+    tool.main(["--seed", "0"])
+    folder = TOOL.parents[1] / ".cache" / "tiny-model-seed0"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert 0.30 <= manifest["pass_at_1"] <= 0.55
+    assert manifest["pass_at_1_worked"] > 0.85 > 0.15 > manifest["pass_at_1_bare"]
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    problems = draw_problems("validation", tool.VALIDATION, seed=0)
+    texts = tool.answer(model, tokenizer, problems)
+    right = sum(is_correct(text, p.target) for text, p in zip(texts, problems, strict=True))
+    assert right / tool.VALIDATION == pytest.approx(manifest["pass_at_1"], abs=1e-4)
+    assert model.dtype == torch.float32
