@@ -56,10 +56,12 @@ class Generator(Protocol):
 
     version: int
     """Version of the weights in use."""
-    in_flight: int
-    """Requests submitted and not yet finished."""
     rebuilds: int
     """Times that a dead engine was replaced."""
+
+    @property
+    def in_flight(self) -> int:
+        """Requests submitted and not yet finished."""
 
     def submit(self, request: Request) -> None:
         """Queue a request. ValueError where prompt and completion exceed the context."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from byte_tokenizer import ByteTokenizer, completion
 
 from tba_hpc.config import ConfigError, TaskSection
 from tba_hpc.tasks import load_task
@@ -18,29 +19,10 @@ from tba_hpc.tasks.arithmetic import (
     is_correct,
     split_of,
 )
-from tba_hpc.types import Completion, FinishReason, Prompt
+from tba_hpc.types import Prompt, Split
 
-SPLITS = ("train", "validation", "test")
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 EXAMPLE = Problem("Gus", "apples", 17, (-3, 9), ("loses", "finds"))
-
-
-class ByteTokenizer:
-    """One token per byte of UTF-8; 256 ends a sequence."""
-
-    eos_token_id = 256
-    vocab_size = 257
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-
-    def decode(self, tokens: np.ndarray) -> str:
-        return bytes(tokens[tokens != self.eos_token_id].tolist()).decode()
-
-
-def completion(text: str, finish: FinishReason = "stop") -> Completion:
-    ending = [256] if finish == "stop" else []
-    tokens = np.array([*text.encode(), *ending], np.int32)
-    return Completion(tokens, np.zeros(len(tokens), np.float32), finish)
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -51,7 +33,7 @@ def test_the_example_of_the_docstring() -> None:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_every_equation_and_result_is_what_python_computes(split) -> None:
+def test_every_equation_and_result_is_what_python_computes(split: Split) -> None:
     for problem in draw_problems(split, 500, seed=3):
         *work, answer = problem.solution.split(";")
         assert all(eval(left) == int(right) for left, right in (line.split("=") for line in work))

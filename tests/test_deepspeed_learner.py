@@ -74,12 +74,18 @@ LOSS_SCALE = BETA / 2
 
 
 class Plain:
-    """The tests' known answer: an ordinary single-process AdamW loop over the same batches."""
+    """The tests' known answer: an ordinary single-process AdamW loop over the same batches.
+
+    ``clear`` marks the weights whose gradient was never lost in rounding: Adam divides a gradient by its own
+    size, so that rounding decides which way the others step (float32 and float64 differ there, too).
+    """
 
     def __init__(self, folder: Path) -> None:
         train = make_config(folder, ranks=1).train
         self.model = load_policy(str(folder), "float32")
-        before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.weights = dict(self.model.named_parameters())
+        self.clear = {name: torch.ones_like(p, dtype=torch.bool) for name, p in self.weights.items()}
+        before = {name: p.detach().clone() for name, p in self.weights.items()}
         optimizer = torch.optim.AdamW(
             self.model.parameters(), LEARNING_RATE, train.adam_betas, weight_decay=train.weight_decay
         )
@@ -92,16 +98,19 @@ class Plain:
             optimizer.step()
             self.losses.append(loss.item())
             self.norms.append(norm.item())
-        self.weights = {name: p.detach() for name, p in self.model.named_parameters()}
-        self.moved = {name: (self.weights[name] - before[name]).norm() for name in before}
+            for name, p in self.weights.items():
+                self.clear[name] &= (p.grad == 0) | (p.grad.abs() > 1e-5 * p.grad.abs().max())
+        self.moved = {name: (p.detach() - before[name]).norm() for name, p in self.weights.items()}
 
     def check(self, done: Run) -> None:
         np.testing.assert_allclose(done.losses(), self.losses, rtol=1e-5)
         np.testing.assert_allclose([step["grad_norm"] for step in done.metrics], self.norms, rtol=1e-4)
         assert min(self.norms) > 5, "the gradient clip was meant to matter"
         for name, weight in done.weights("weights").items():
-            torch.testing.assert_close(weight, self.weights[name], atol=1e-5, rtol=1e-5)
-            assert (weight - self.weights[name]).norm() < 1e-2 * self.moved[name], name
+            expected, clear = self.weights[name].detach(), self.clear[name]
+            assert clear.float().mean() > 0.99, name
+            torch.testing.assert_close(weight[clear], expected[clear], atol=1e-5, rtol=0)
+            assert (weight - expected).norm() < 1e-3 * self.moved[name], name
 
 
 @dataclass(frozen=True)

@@ -7,34 +7,15 @@ import threading
 from decimal import Decimal
 from pathlib import Path
 
-import numpy as np
 import pytest
+from byte_tokenizer import ByteTokenizer, completion
 
 from tba_hpc.config import ConfigError, TaskSection
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.gsm8k import GRADERS, GSM8K, equivalent, final_number, read_problems
-from tba_hpc.types import Completion, FinishReason
 
 DATA = Path(__file__).parents[1].parent / "shared" / "data" / "gsm8k"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the GSM8K files are not at {DATA}")
-
-
-class ByteTokenizer:
-    """One token per byte of UTF-8; 256 ends a sequence."""
-
-    eos_token_id = 256
-    vocab_size = 257
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-
-    def decode(self, tokens: np.ndarray) -> str:
-        return bytes(tokens[tokens != self.eos_token_id].tolist()).decode()
-
-
-def completion(text: str, finish: FinishReason = "stop") -> Completion:
-    tokens = ByteTokenizer().encode(text)
-    return Completion(tokens, np.zeros(len(tokens), np.float32), finish)
 
 
 def answers(name: str) -> list[str]:
@@ -187,5 +168,7 @@ def test_an_unreachable_hub_names_the_way_out(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    with pytest.raises(ConfigError, match=r"cannot load openai/gsm8k .* or give local JSONL files with task\."):
+    with pytest.raises(
+        ConfigError, match=r"cannot load openai/gsm8k .* or give local JSONL files with task\."
+    ):
         load()

@@ -12,10 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tba_hpc.tasks.arithmetic import Problem, draw_problems, is_correct
+from tba_hpc.config import GeneratorSection, ModelSection
+from tba_hpc.tasks.arithmetic import Arithmetic, Problem, draw_problems, is_correct
+from tba_hpc.types import Request, Sampling
 
 TOOL = Path(__file__).parents[1] / "tools" / "make_tiny_model.py"
-FEW_STEPS = 12
+FEW_STEPS = 30
 
 
 def load_tool() -> ModuleType:
@@ -119,10 +121,29 @@ def test_padding_on_the_left_does_not_change_an_answer(folder: Path) -> None:
 
 @pytest.mark.engine
 def test_vllm_loads_it_and_answers_as_transformers_do(folder: Path) -> None:
-    from tiny_engine import greedy_texts
+    from tba_hpc.backends.hf_model import load_tokenizer
+    from tba_hpc.backends.vllm_generator import VllmGenerator
 
-    problems = draw_problems("validation", 8, seed=0)
-    assert greedy_texts(folder, [p.question for p in problems])
+    task = Arithmetic(load_tokenizer(str(folder)), validation_problems=16)
+    greedy = Sampling(temperature=0.0, top_p=1.0, max_tokens=tool.ANSWER_TOKENS)
+    generator = VllmGenerator(
+        ModelSection(path=str(folder), dtype="float32", context_length=256),
+        GeneratorSection(completions_per_prompt=1, prompts_in_flight=16, kv_cache_mb=16),
+        seed=0,
+    )
+    for prompt in task.prompts("validation"):
+        generator.submit(Request(prompt, prompt.id, 1, greedy, "validation"))
+    answers = {}
+    while generator.in_flight:
+        for group in generator.step():
+            answers[group.request.position] = group.completions[0]
+    generator.close()
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    expected = tool.answer(model, tokenizer, draw_problems("validation", 16, seed=0))
+    for i, text in enumerate(expected):
+        whole = answers[i].finish_reason == "stop"
+        assert (tokenizer.decode(answers[i].tokens, skip_special_tokens=True) if whole else "") == text
 
 
 @pytest.mark.system

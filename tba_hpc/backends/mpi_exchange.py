@@ -230,7 +230,7 @@ class MpiWorld:
 
     @property
     def patience(self) -> float:
-        """Seconds to wait for another rank: the leader, who sees most, gives up and names the culprit first."""
+        """Seconds to wait for a rank: the leader, who sees most, is first to give up and name the culprit."""
         return self.deadline * (1 if self.rank == LEADER else 2)
 
     def missing(

@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 from collections.abc import Iterator
+from traceback import format_exception
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -182,7 +183,8 @@ class VllmGenerator:
                 f"the vLLM engine died {REBUILDS_WITHOUT_RESULT + 1} times without finishing a completion "
                 f"({type(error).__name__}: {_reason(error)}): see this searcher's log for the tracebacks"
             ) from error
-        log.warning("the vLLM engine died; building another one", exc_info=error)
+        # As text, since a log handler that kept the exception would keep the dead engine's memory.
+        log.warning("the vLLM engine died; building another one\n%s", "".join(format_exception(error)))
         self._rebuilds_in_a_row += 1
         self.rebuilds += 1
         self._release()

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from mpi4py import MPI
@@ -18,14 +19,14 @@ from tba_hpc.ports import ExchangeError
 from tba_hpc.types import WeightLayout
 
 RANK = MPI.COMM_WORLD.rank
-DEADLINE = 1.0
+DEADLINE = 2.0
 LAYOUT = WeightLayout.of([("weight", (1000,))], "F32")
 
 
 def join(deadline: float = DEADLINE) -> MpiWorld:
-    """The world as it should be."""
+    """The world as it should be; the deadline counts from here on, however late a busy machine starts a rank."""
     role = "trainer" if RANK == 0 else "searcher"
-    return MpiWorld.join(role, trainers=1, searchers=2, deadline=deadline)
+    return replace(MpiWorld.join(role, trainers=1, searchers=2, deadline=60.0), deadline=deadline)
 
 
 def publish_for_ever(world: MpiWorld) -> None:
@@ -56,9 +57,10 @@ def wrong_role() -> None:
 
 def never_joins() -> None:
     """Rank 2 starts, but does not get as far as join."""
+    MPI.COMM_WORLD.Barrier()
     if RANK == 2:
         time.sleep(60)
-    join()
+    MpiWorld.join("trainer" if RANK == 0 else "searcher", trainers=1, searchers=2, deadline=DEADLINE)
 
 
 def never_connects() -> None:
@@ -145,7 +147,7 @@ def large_weights() -> None:
         "trainer" if RANK == 0 else "searcher",
         trainers=1,
         searchers=2,
-        deadline=30.0,
+        deadline=60.0,
         node_split=lambda comm: comm.Split(comm.rank),
     )
     if RANK == 0:

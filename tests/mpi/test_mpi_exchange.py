@@ -38,24 +38,24 @@ def world(case: str, ranks: int = 3) -> tuple[Outcome, float]:
         ),
         (
             "never_joins",
-            r"searcher 1 \(world rank 2\) has not joined the world within 1 s: it did not",
+            r"searcher 1 \(world rank 2\) has not joined the world within 2 s: it did not",
         ),
         (
             "never_connects",
             r"searcher 1 \(world rank 2 on \S+\) joined the world, but has not finished its set-up "
-            r"\(loading model and engine\) within 1 s: see its log",
+            r"\(loading model and engine\) within 2 s: see its log",
         ),
         (
             "trainer_never_connects",
-            r"trainer 0 \(world rank 0 on \S+\) has not sent the layout .* within 2 s",
+            r"trainer 0 \(world rank 0 on \S+\) has not sent the layout .* within 4 s",
         ),
         (
             "stops_answering",
-            r"searcher 1 \(world rank 2 on \S+\) did not \w+ .*round \d+ within 1 s: .*see its log",
+            r"searcher 1 \(world rank 2 on \S+\) did not \w+ .*round \d+ within 2 s: .*see its log",
         ),
         (
             "main_thread_hangs",
-            r"searcher 1 \(world rank 2 on \S+\) did not confirm round \d+ within 1 s: its main thread or "
+            r"searcher 1 \(world rank 2 on \S+\) did not confirm round \d+ within 2 s: its main thread or "
             "its engine hangs; see its log",
         ),
     ],
@@ -65,7 +65,7 @@ def test_a_missing_peer_is_named_within_the_deadline(case: str, sentence: str) -
     assert outcome.code != 0
     assert re.search("refused: " + sentence, outcome.output), outcome.output
     assert "searcher 0 (" not in outcome.output, "a healthy searcher was accused"
-    assert seconds < 15
+    assert seconds < 25
 
 
 def test_a_rank_alone_in_its_world_is_told_what_to_try() -> None:
@@ -81,14 +81,14 @@ def test_the_world_ends_when_a_searcher_is_killed() -> None:
     outcome, seconds = world("killed")
     assert "killing myself" in outcome.output
     assert outcome.code != 0
-    assert seconds < 15
+    assert seconds < 25
 
 
 def test_a_long_evaluation_is_no_fault() -> None:
     outcome, seconds = world("slow_evaluation")
     assert outcome.code == 0, outcome.output
     assert "patient" in outcome.output
-    assert seconds > 6, "three evaluations of two deadlines each"
+    assert seconds > 12, "three evaluations of two deadlines each"
 
 
 def test_many_buckets_between_nodes() -> None:
