@@ -27,6 +27,7 @@ from tba_hpc.launch.local import own_log, rank_name, report_error
 from tba_hpc.metrics import MetricsWriter
 from tba_hpc.ports import EngineError, ExchangeError, Learner, SearcherExchange, Task, TrainerExchange
 from tba_hpc.report import page, summary
+from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
 from tba_hpc.state import (
     DiskFullError,
@@ -64,10 +65,10 @@ USER_ERROR = 2
 """Exit status of a rank that ended by one of them."""
 
 BUFFER_FILE = "buffer.h5"
-"""Replay buffer and prompt ledger inside a checkpoint."""
+"""The replay buffer inside a checkpoint."""
 
-LEDGER_ARRAY = "prompts_done"
-"""Name of the ledger's bitmap among the buffer's arrays."""
+PROMPTS_FILE = "prompts.h5"
+"""Beside it the ledger of prompts done, which every searcher reads too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class Seat:
 
     @classmethod
     def take(cls, config: Config, role: Role, index: int | None) -> Seat:
-        """Join the MPI world, or sit where ``index`` says (files transport). Raises ConfigError, ExchangeError."""
+        """Join the MPI world, or sit where ``index`` says (files). Raises ConfigError, ExchangeError."""
         if config.exchange.transport == "files":
             if index is None:
                 raise ConfigError("exchange.transport=files has no MPI to number the ranks: give --index")
@@ -130,9 +131,8 @@ def _lead(run: RunDir, config: Config, seat: Seat, learner: Learner, stop: StopF
     buffer, ledger, state = ReplayBuffer(config.buffer, config.run.seed), PromptLedger(), TrainerState()
     if folder := latest_checkpoint(run):
         state = read_state(folder)
-        arrays = read_arrays(folder / BUFFER_FILE)
-        ledger = PromptLedger.from_array(arrays.pop(LEDGER_ARRAY))
-        buffer.restore(arrays)
+        ledger = _read_ledger(folder)
+        buffer.restore(read_arrays(folder / BUFFER_FILE))
         learner.load(folder)
     discard_evaluations(run, after=state.step)
     pending = list(read_pending(run, state.cursors))
@@ -177,12 +177,15 @@ def search(run: RunDir, index: int | None, stop: StopFlag) -> None:
         generator = VllmGenerator(config.model, config.generator, seed=_seed(config, seat.index, state.round))
         searcher = Searcher(
             generator=generator,
-            reference=HfReference(
-                load_policy(config.model.path, config.model.dtype),
-                chunk_tokens=config.train.logprob_chunk_tokens,
+            scorer=Scorer(
+                task,
+                HfReference(
+                    load_policy(config.model.path, config.model.dtype),
+                    chunk_tokens=config.train.logprob_chunk_tokens,
+                ),
+                ShardWriter(run, seat.index, first_index=state.cursors.get(seat.index, 0)),
+                seal_seconds=config.exchange.seal_seconds,
             ),
-            task=task,
-            shards=ShardWriter(run, seat.index, first_index=state.cursors.get(seat.index, 0)),
             requests=training_requests(config, task, seat.index, ledger),
             evaluator=_evaluator(config, task, seat.index),
             report=lambda part: write_evaluation(run, seat.index, config.launch.searchers, part),
@@ -190,7 +193,6 @@ def search(run: RunDir, index: int | None, stop: StopFlag) -> None:
             metrics=_metrics(run, config, "searcher", seat.index),
             stop_asked=lambda: stop.is_set,
             sequences=config.generator.prompts_in_flight * config.generator.completions_per_prompt,
-            seal_seconds=config.exchange.seal_seconds,
             pending_shards=config.exchange.pending_shards,
         )
         searcher.run()
@@ -231,13 +233,14 @@ class Checkpoints:
         """Write a checkpoint; then shards that no kept checkpoint needs are deleted."""
         folder = begin_checkpoint(self.run, state.step)
         learner.save(folder)
-        write_arrays(folder / BUFFER_FILE, {**buffer.state(), LEDGER_ARRAY: ledger.to_array()})
+        write_arrays(folder / BUFFER_FILE, buffer.state())
+        write_arrays(folder / PROMPTS_FILE, {"done": ledger.to_array()})
         prune_shards(self.run, complete_checkpoint(self.run, folder, state, keep=self.keep))
 
 
 @contextmanager
 def errors_reported(run: RunDir, role: Role, index: int) -> Iterator[None]:
-    """Leave the sentence of an error that the user can mend to the launcher; the traceback goes to the log."""
+    """Leave a user's error to the launcher as its sentence; the traceback goes to the log."""
     try:
         yield
     except USER_ERRORS as error:
@@ -264,8 +267,8 @@ def refuse_long_prompts(task: Task, config: Config) -> None:
         if longest is not None and len(longest.tokens) > room:
             raise ConfigError(
                 f"{split} prompt {longest.id} has {len(longest.tokens)} tokens, but model.context_length="
-                f"{config.model.context_length} less generator.max_tokens={config.generator.max_tokens} leaves "
-                f"{room}: raise the first or lower the second"
+                f"{config.model.context_length} less generator.max_tokens={config.generator.max_tokens} "
+                f"leaves {room}: raise the first or lower the second"
             )
 
 
@@ -274,10 +277,14 @@ def _progress(run: RunDir) -> tuple[TrainerState, PromptLedger]:
     state, ledger = TrainerState(), PromptLedger()
     if folder := latest_checkpoint(run):
         state = read_state(folder)
-        ledger = PromptLedger.from_array(read_arrays(folder / BUFFER_FILE)[LEDGER_ARRAY])
+        ledger = _read_ledger(folder)
     for shard in read_pending(run, state.cursors):
         ledger.add(shard.trajectories.record["position"])
     return state, ledger
+
+
+def _read_ledger(folder: Path) -> PromptLedger:
+    return PromptLedger.from_array(read_arrays(folder / PROMPTS_FILE)["done"])
 
 
 def _evaluator(config: Config, task: Task, searcher: int) -> Evaluator:
@@ -319,7 +326,7 @@ def _metrics(run: RunDir, config: Config, role: Role, index: int) -> MetricsWrit
 
 
 def _choose_gpus(local_index: int, count: int) -> None:
-    """Where a node's GPUs are visible to all its ranks, give each rank its own; a launcher's choice stands."""
+    """Where all ranks of a node see all its GPUs, give each rank its own; a launcher's choice stands."""
     import torch
 
     visible = torch.cuda.device_count()

@@ -5,56 +5,22 @@ It must not know how completions are generated, how shards travel, or how many r
 
 from __future__ import annotations
 
-import logging
-import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
-
-import numpy as np
 
 from tba_hpc.evaluator import Evaluator
 from tba_hpc.metrics import Clock, MetricsWriter
-from tba_hpc.ports import Generator, Reference, SearcherExchange, Task
+from tba_hpc.ports import Generator, SearcherExchange
+from tba_hpc.scorer import Scored, Scorer
 from tba_hpc.state import Evaluation
-from tba_hpc.types import Group, Request, Shard
-
-log = logging.getLogger(__name__)
-
-SCORING_BACKLOG = 8
-"""Groups that may wait for their rewards before generation pauses for them."""
+from tba_hpc.types import Group, Request
 
 LOG_SECONDS = 1.0
 """Seconds between two metric records."""
 
 IDLE_SECONDS = 0.005
 """Pause of a loop that has nothing to generate."""
-
-
-class ShardSink(Protocol):
-    """Where scored groups go; see backends.hdf5_shards.ShardWriter."""
-
-    @property
-    def age(self) -> float:
-        """Seconds that the oldest unsealed completion has waited; 0 where there is none."""
-
-    def append(self, group: Group, rewards: list[float], ref_logprobs: list[np.ndarray]) -> None:
-        """Add a group to the open shard."""
-
-    def seal(self) -> Shard | None:
-        """Make the open shard durable and return it; None where it is empty."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A group with a reward and reference log-probabilities per completion."""
-
-    group: Group
-    rewards: list[float]
-    ref_logprobs: list[np.ndarray]
 
 
 @dataclass(slots=True)
@@ -65,6 +31,7 @@ class Tally:
     groups: int = 0
     rewards: list[float] = field(default_factory=list)
     truncated: int = 0
+    seal_seconds: float = 0.0
     load_seconds: float = 0.0
     propagation_seconds: float = 0.0
 
@@ -72,44 +39,36 @@ class Tally:
 class Searcher:
     """One engine's loop.
 
-    sequences: completions that the engine works on at once. seal_seconds: longest wait of a finished
-    completion for its seal. pending_shards: unmerged shards at which generation pauses.
+    sequences: completions that the engine works on at once. pending_shards: unmerged shards at which
+    generation pauses.
     """
 
     def __init__(
         self,
         *,
         generator: Generator,
-        reference: Reference,
-        task: Task,
+        scorer: Scorer,
         exchange: SearcherExchange,
-        shards: ShardSink,
         requests: Iterator[Request],
         evaluator: Evaluator,
         report: Callable[[Evaluation], None],
         metrics: MetricsWriter,
         stop_asked: Callable[[], bool],
         sequences: int,
-        seal_seconds: float,
         pending_shards: int,
     ) -> None:
         self._generator = generator
-        self._reference = reference
-        self._task = task
+        self._scorer = scorer
         self._exchange = exchange
-        self._shards = shards
         self._requests = requests
         self._evaluator = evaluator
         self._report = report
         self._metrics = metrics
         self._stop_asked = stop_asked
         self._sequences = sequences
-        self._seal_seconds = seal_seconds
         self._pending_shards = pending_shards
         self._loaded = False
         self._in_flight = 0
-        self._scorer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scorer")
-        self._scoring: deque[Future[Scored]] = deque()
         self._rejected = 0
         self._tally = Tally()
         self._clock = Clock()
@@ -127,8 +86,7 @@ class Searcher:
             self._refill()
             for group in self._generate():
                 self._deliver(group)
-            self._append_scored()
-            self._seal_if_due()
+            self._hand_over(self._scorer.finished())
             self._pass_on_stop()
             self._log_if_due()
         self._leave()
@@ -149,7 +107,6 @@ class Searcher:
         self._loaded = True
         self._tally.load_seconds = self._clock.last("load")
         self._tally.propagation_seconds = max(0.0, time.time() - update.published)
-        self._seal()
         if update.evaluate and (part := self._evaluator.start(update.evaluate, update.version)):
             self._report(part)
 
@@ -181,55 +138,20 @@ class Searcher:
         self._in_flight -= group.request.n
         self._tally.tokens += sum(len(completion.tokens) for completion in group.completions)
         if group.request.split == "train":
-            self._scoring.append(self._scorer.submit(self._score, group))
+            self._scorer.submit(group)
         elif part := self._evaluator.finish(group):
             self._report(part)
 
-    def _score(self, group: Group) -> Scored:
-        """Rewards and reference log-probabilities; in the scorer thread, beside generation."""
-        prompt = group.request.prompt
-        rewards = [float(self._task.score(prompt, completion)) for completion in group.completions]
-        return Scored(group, rewards, self._reference.logprobs(group))
-
-    def _append_scored(self) -> None:
-        """Append scored groups in the order they were generated; wait only for an overlong backlog."""
-        while self._scoring and (self._scoring[0].done() or len(self._scoring) > SCORING_BACKLOG):
-            self._append(self._scoring.popleft().result())
-
-    def _append(self, scored: Scored) -> None:
-        kept = [row for row, reward in enumerate(scored.rewards) if math.isfinite(reward)]
-        if len(kept) < len(scored.rewards):
-            scored = self._set_aside(scored, kept)
-        self._shards.append(scored.group, scored.rewards, scored.ref_logprobs)
-        self._tally.groups += 1
-        self._tally.rewards += scored.rewards
-        self._tally.truncated += sum(c.finish_reason == "length" for c in scored.group.completions)
-
-    def _set_aside(self, scored: Scored, kept: list[int]) -> Scored:
-        """Leave out completions whose reward is not a finite number; count and name them."""
-        request = scored.group.request
-        self._rejected += len(scored.rewards) - len(kept)
-        log.warning(
-            "prompt %d (position %d): %d of %d rewards are not finite numbers; these trajectories are set "
-            "aside, check the task's score()",
-            *(request.prompt.id, request.position),
-            *(len(scored.rewards) - len(kept), len(scored.rewards)),
-        )
-        group = Group(
-            request, tuple(scored.group.completions[row] for row in kept), scored.group.versions[kept]
-        )
-        return Scored(group, [scored.rewards[r] for r in kept], [scored.ref_logprobs[r] for r in kept])
-
-    def _seal_if_due(self) -> None:
-        if self._shards.age >= self._seal_seconds:
-            self._seal()
-
-    def _seal(self) -> None:
-        """Acknowledge what is scored: durable on disk first, then offered to the trainer."""
-        with self._clock("seal"):
-            shard = self._shards.seal()
-        if shard is not None:
-            self._exchange.offer(shard)
+    def _hand_over(self, results: list[Scored]) -> None:
+        """Offer what is sealed to the trainer."""
+        for scored in results:
+            self._tally.groups += bool(scored.rewards)
+            self._tally.rewards += scored.rewards
+            self._tally.truncated += scored.truncated
+            self._tally.seal_seconds += scored.seal_seconds
+            self._rejected += scored.rejected
+            if scored.shard is not None:
+                self._exchange.offer(scored.shard)
 
     def _pass_on_stop(self) -> None:
         if self._stop_asked():
@@ -237,10 +159,7 @@ class Searcher:
 
     def _leave(self) -> None:
         """Seal what was generated after the last sync: a resume merges it."""
-        for future in self._scoring:
-            self._append(future.result())
-        self._scorer.shutdown()
-        self._seal()
+        self._hand_over(self._scorer.close())
         self._log()
         self._exchange.close()
         self._generator.close()
@@ -266,7 +185,7 @@ class Searcher:
                 "search/truncated_share": tally.truncated / count if count else None,
                 "search/busy_share": spent.get("generate", 0.0) / seconds,
                 "search/rebuilds": self._generator.rebuilds,
-                "search/seal_share": spent.get("seal", 0.0) / seconds,
+                "search/seal_share": tally.seal_seconds / seconds,
                 "search/paused_seconds": spent.get("paused", 0.0),
                 "search/load_seconds": tally.load_seconds or None,
                 "search/propagation_seconds": tally.propagation_seconds or None,

@@ -72,8 +72,8 @@ class Trainer:
         self._metrics = metrics
         self._stop_asked = stop_asked
         self._next_sync = state.step + config.exchange.sync_every
-        self._next_evaluation = state.step + config.evaluate.every
-        self._next_checkpoint = state.step + config.checkpoint.every
+        self._next_evaluation = _next_multiple(config.evaluate.every, state.step)
+        self._next_checkpoint = _next_multiple(config.checkpoint.every, state.step)
         self._late = 0
         self._published = state.step
         self._publishes = 0
@@ -86,7 +86,7 @@ class Trainer:
         Consumes shards. Produces weights, checkpoints, metrics. Waits for nothing once the initial
         buffer is there; that wait is unblocked by the searchers' first shards.
         """
-        self._log_event("resumed" if self._state.cursors else "started")
+        self._log_event("resumed" if self._state != TrainerState() else "started")
         self._merge(list(self._pending))
         self._publish(evaluate="test" if self._state.step == 0 else None)
         self._fill_buffer()
@@ -145,10 +145,11 @@ class Trainer:
             return
         self._next_sync = step + self._config.exchange.sync_every
         if evaluate:
-            self._next_evaluation = step + self._config.evaluate.every
+            self._next_evaluation = _next_multiple(self._config.evaluate.every, step)
 
     def _merge(self, shards: list[Shard]) -> int:
         """Merge the shards of one round into the replay buffer; returns how many completions were new."""
+        shards = [shard for shard in shards if shard.index >= self._state.cursors.get(shard.searcher, 0)]
         if not shards:
             return 0
         cursors, added, tokens = dict(self._state.cursors), 0, 0
@@ -163,6 +164,9 @@ class Trainer:
             round=self._state.round + 1,
             cursors=cursors,
             trajectories=self._state.trajectories + sum(len(s.trajectories) for s in shards),
+            added=self._buffer.added,
+            duplicates=self._buffer.duplicates,
+            evicted=self._buffer.evicted,
             tokens=self._state.tokens + tokens,
         )
         return added
@@ -186,13 +190,13 @@ class Trainer:
         return learned
 
     def _checkpoint_if_due(self) -> None:
-        if self._state.step >= self._next_checkpoint:
+        if self._state.step >= self._next_checkpoint and not self._finished:
             self._checkpoint()
 
     def _checkpoint(self) -> None:
         with self._clock("checkpoint"):
             self._checkpoints.save(self._state, self._learner, self._buffer, self._ledger)
-        self._next_checkpoint = self._state.step + self._config.checkpoint.every
+        self._next_checkpoint = _next_multiple(self._config.checkpoint.every, self._state.step)
         self._log_event("checkpoint")
 
     def _leave(self) -> bool:
@@ -240,6 +244,11 @@ class Trainer:
                 "staleness/histogram": np.bincount(np.minimum(lag, STALENESS_BINS)).tolist(),
             }
         )
+
+
+def _next_multiple(of: int, step: int) -> int:
+    """The first step after ``step`` at which something done every ``of`` steps is due."""
+    return (step // of + 1) * of
 
 
 class BusyShare:

@@ -129,7 +129,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``n`` completions wanted of ``prompt``. ``position`` is its place in the prompt sequence of ``split``."""
+    """``n`` completions wanted of ``prompt``, which stands at ``position`` in the sequence of ``split``."""
 
     prompt: Prompt
     position: int

@@ -156,6 +156,6 @@ def test_a_task_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.syspath_prepend(tmp_path)
     task = load(name="users_own_task:Echo", options={"word": "hi", "times": 2})
     assert [p.target for p in task.prompts("train")] == ["hi", "hi"]  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="needs the option 'word': set task.options.word"):
+    with pytest.raises(ConfigError, match=r"needs the option 'word': set task\.options\.word"):
         load(name="users_own_task:Echo")
     sys.modules.pop("users_own_task")

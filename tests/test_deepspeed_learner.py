@@ -110,7 +110,7 @@ class Plain:
             expected, clear = self.weights[name].detach(), self.clear[name]
             assert clear.float().mean() > 0.99, name
             torch.testing.assert_close(weight[clear], expected[clear], atol=1e-5, rtol=0)
-            assert (weight - expected).norm() < 1e-3 * self.moved[name], name
+            assert (weight - expected).norm() < 1e-2 * self.moved[name], name
 
 
 @dataclass(frozen=True)

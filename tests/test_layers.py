@@ -16,7 +16,7 @@ LAYERS = [
     {"types", "config"},
     {"objectives", "schedules", "ports"},
     {"state", "buffer", "batch", "metrics"},
-    {"trainer", "searcher", "evaluator", "backends", "tasks", "launch", "report"},
+    {"trainer", "searcher", "scorer", "evaluator", "backends", "tasks", "launch", "report"},
     {"runtime"},
     {"cli"},
 ]
@@ -24,6 +24,7 @@ LAYERS = [
 
 SIBLINGS_THAT_MEET = {
     ("searcher", "evaluator"),  # the searcher's loop holds the evaluator
+    ("searcher", "scorer"),  # and the scorer
     ("launch", "report"),  # the local launcher shows the live display
 }
 
@@ -78,9 +79,10 @@ def test_one_heavy_library_one_module(library: str) -> None:
 
 def test_a_login_node_needs_no_heavy_library() -> None:
     modules = ", ".join(f"tba_hpc.{name}" for name in WITHOUT_TORCH)
+    unwanted = HEAVY | {"torch", "transformers"}
     program = (
         f"import sys, {modules}; "
-        f"print(*sorted({{name.split('.')[0] for name in sys.modules}} & {HEAVY | {'torch', 'transformers'}!r}))"
+        f"print(*sorted({{name.split('.')[0] for name in sys.modules}} & {unwanted!r}))"
     )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == ""

@@ -7,16 +7,22 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import get_args
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tba_hpc.config import GeneratorSection, ModelSection
+from tba_hpc.backends.hf_model import load_tokenizer
+from tba_hpc.config import GeneratorSection, ModelSection, load_config
 from tba_hpc.tasks.arithmetic import Arithmetic, Problem, draw_problems, is_correct
-from tba_hpc.types import Request, Sampling
+from tba_hpc.tasks.gsm8k import GSM8K
+from tba_hpc.types import Request, Sampling, Split
 
-TOOL = Path(__file__).parents[1] / "tools" / "make_tiny_model.py"
+REPOSITORY = Path(__file__).parents[1]
+TOOL = REPOSITORY / "tools" / "make_tiny_model.py"
+CONFIGS = REPOSITORY / "configs"
+GSM8K_DATA = REPOSITORY.parent / "shared" / "data" / "gsm8k"
 FEW_STEPS = 30
 
 
@@ -55,7 +61,7 @@ def test_the_folder_loads_and_says_what_it_is(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     manifest = json.loads((folder / "manifest.json").read_text())
     assert model.num_parameters() == manifest["parameters"] < 300_000
-    assert model.config.max_position_embeddings == 1024
+    assert model.config.max_position_embeddings == tool.CONTEXT
     assert model.config.tie_word_embeddings is False
     assert model.generation_config.eos_token_id == tool.EOS_ID
     assert (manifest["seed"], manifest["steps"]) == (5, FEW_STEPS)
@@ -119,9 +125,16 @@ def test_padding_on_the_left_does_not_change_an_answer(folder: Path) -> None:
     assert together == [tool.answer(model, tokenizer, (p,))[0] for p in (short, *long)]
 
 
+@pytest.mark.skipif(not GSM8K_DATA.is_dir(), reason=f"the GSM8K files are not at {GSM8K_DATA}")
+def test_every_gsm8k_question_fits_the_shipped_config(folder: Path) -> None:
+    config = load_config(CONFIGS / "math_gsm8k.yaml")
+    task = GSM8K(load_tokenizer(str(folder)), train_file=str(GSM8K_DATA / "train.jsonl"))
+    longest = max(len(prompt.tokens) for split in get_args(Split) for prompt in task.prompts(split))
+    assert longest + config.generator.max_tokens <= config.model.context_length <= tool.CONTEXT
+
+
 @pytest.mark.engine
 def test_vllm_loads_it_and_answers_as_transformers_do(folder: Path) -> None:
-    from tba_hpc.backends.hf_model import load_tokenizer
     from tba_hpc.backends.vllm_generator import VllmGenerator
 
     task = Arithmetic(load_tokenizer(str(folder)), validation_problems=16)
@@ -149,7 +162,7 @@ def test_vllm_loads_it_and_answers_as_transformers_do(folder: Path) -> None:
 @pytest.mark.system
 def test_the_model_of_the_quickstart_starts_between_30_and_55_percent() -> None:
     tool.main(["--seed", "0"])
-    folder = TOOL.parents[1] / ".cache" / "tiny-model-seed0"
+    folder = REPOSITORY / ".cache" / "tiny-model-seed0"
     manifest = json.loads((folder / "manifest.json").read_text())
     assert 0.30 <= manifest["pass_at_1"] <= 0.55
     assert manifest["pass_at_1_worked"] > 0.85 > 0.15 > manifest["pass_at_1_bare"]

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tba_hpc.backends.hf_model import load_policy
 from tba_hpc.backends.hf_reference import HfReference
-from tba_hpc.backends.vllm_generator import EngineError, VllmGenerator
+from tba_hpc.backends.vllm_generator import VllmGenerator
 from tba_hpc.config import ConfigError, GeneratorSection, ModelSection
 from tba_hpc.types import Group, Prompt, Request, Sampling, WeightLayout, WeightUpdate
 

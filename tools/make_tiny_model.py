@@ -40,8 +40,8 @@ EOS, PAD = "<eos>", "<pad>"
 EOS_ID, PAD_ID = 0, 1
 VOCABULARY = 384
 """256 bytes, two special tokens, merges for the words of the task; any text can be encoded."""
-CONTEXT = 1024
-"""Longest sequence in tokens: room for a GSM8K question spelled nearly letter by letter."""
+CONTEXT = 2048
+"""Longest sequence in tokens: room for a GSM8K question spelled nearly letter by letter, and its answer."""
 
 DEMONSTRATIONS = 10_000
 BATCH = 32

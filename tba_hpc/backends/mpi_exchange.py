@@ -109,7 +109,7 @@ class Status(IntEnum):
     BUSY = 2  # weights received, main thread alive but not done with the older ones
 
 
-HELLO = np.dtype([("port", "<i4"), ("host", "S124")])
+HOSTNAME = np.dtype("S256")
 HEADER = np.dtype(
     [
         ("command", "<i8"),
@@ -149,8 +149,6 @@ class MpiWorld:
     searchers: int
     hosts: tuple[str, ...]
     """Host name of every world rank."""
-    rendezvous_port: int
-    """A TCP port that was free on ``hosts[0]``, for process groups beside MPI."""
     deadline: float
     threaded: bool
     node_split: Callable[[MPI.Intracomm], MPI.Intracomm]
@@ -179,14 +177,10 @@ class MpiWorld:
             threaded = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
         if not threaded:
             log.info("weights and shards travel in the main thread, at the round boundary")
-        world = cls(comm, trainers, searchers, (), 0, deadline, threaded, node_split)
-        table = world._meet()
-        return replace(
-            world,
-            comm=comm.Dup(),  # collective, hence not before everybody is known to be there
-            hosts=tuple(host.decode() for host in table["host"]),
-            rendezvous_port=int(table["port"][0]),
-        )
+        world = cls(comm, trainers, searchers, (), deadline, threaded, node_split)
+        hosts = world._meet()
+        # Dup is collective, hence not before everybody is known to be there.
+        return replace(world, comm=comm.Dup(), hosts=hosts)
 
     @property
     def rank(self) -> int:
@@ -254,14 +248,18 @@ class MpiWorld:
         *,
         seconds: float | None = None,
         pause: float = SHORTEST_PAUSE,
+        longest: float = LONGEST_PAUSE,
     ) -> Waiting:
-        """Wait for requests that depend on the given ranks; past the deadline, name those not done."""
+        """Wait for requests that depend on the given ranks; past the deadline, name those not done.
+
+        pause, longest: first and last seconds between two looks.
+        """
         end = time.monotonic() + (seconds or self.patience)
         while requests := [(rank, request) for rank, request in requests if not request.Test()]:
             if time.monotonic() > end:
                 raise self.missing([rank for rank, _ in requests], what, remedy, seconds=seconds)
             yield pause
-            pause = max(pause, min(1.5 * pause, LONGEST_PAUSE))
+            pause = min(1.5 * pause, longest)
 
     def open_trainer(self, layout: WeightLayout, *, bucket_mb: int) -> MpiTrainerExchange:
         """Connect, as the leader, to ranks that are all set up. Raises ExchangeError naming who is not."""
@@ -282,10 +280,10 @@ class MpiWorld:
         """Connect as a searcher whose engine is ready for weights."""
         return MpiSearcherExchange(self, self._connect())
 
-    def _meet(self) -> np.ndarray:
-        """HELLO [ranks] of everybody, the same on all ranks."""
-        table = np.zeros(self.comm.size, HELLO)
-        table[self.rank] = (_free_port(), socket.gethostname())
+    def _meet(self) -> tuple[str, ...]:
+        """Host names of all ranks."""
+        table = np.zeros(self.comm.size, HOSTNAME)
+        table[self.rank] = socket.gethostname()
         rows = [table[rank : rank + 1].view(np.uint8) for rank in range(self.comm.size)]
         not_there = "it did not start, or not as configured; see the launcher's output"
         if self.rank == LEADER:
@@ -297,7 +295,7 @@ class MpiWorld:
             answer = self.comm.Irecv(table.view(np.uint8), LEADER, Tag.JOIN)
             requests = [(LEADER, sent), (LEADER, answer)]
             _run(self.wait_for(requests, "has not welcomed all ranks", not_there))
-        return table
+        return tuple(host.decode() for host in table)
 
     def _connect_peers(self, layout: WeightLayout, bucket_bytes: int) -> None:
         """Wait until every rank is set up, then send all of them the layout of the weights."""
@@ -396,12 +394,16 @@ class NodeMemory:
     def _broadcast(self, slot: np.ndarray) -> Waiting:
         """Between node leaders, bucket by bucket; nothing to do on a world of one node."""
         under_way: deque[tuple[int, MPI.Request]] = deque()
-        what = "could not finish the broadcast of the weights"
         for start, end, root in self._buckets:
             if len(under_way) == BUCKETS_IN_FLIGHT:
-                yield from self._world.wait_for([under_way.popleft()], what, _BROADCAST_HANGS)
+                yield from self._finish_broadcast([under_way.popleft()])
             under_way.append((self._world.rank, self._nodes.Ibcast(slot[start:end], root)))
-        yield from self._world.wait_for(under_way, what, _BROADCAST_HANGS)
+        yield from self._finish_broadcast(under_way)
+
+    def _finish_broadcast(self, buckets: Sequence[tuple[int, MPI.Request]]) -> Waiting:
+        # MPI moves data only while we look, so look often.
+        what = "could not finish the broadcast of the weights"
+        yield from self._world.wait_for(buckets, what, _BROADCAST_HANGS, longest=SHORTEST_PAUSE)
 
     def _announce(self) -> Waiting:
         """Tell the other ranks of this node that the weights are in memory."""
@@ -576,7 +578,9 @@ class _Peer:
         request = self._world.comm.Irecv(header.view(np.uint8), LEADER, Tag.HEADER)
         patience = IDLE_DEADLINES * self._world.deadline
         what = "has not started a round"
-        yield from self._world.wait_for([(LEADER, request)], what, seconds=patience, pause=IDLE_PAUSE)
+        yield from self._world.wait_for(
+            [(LEADER, request)], what, seconds=patience, pause=IDLE_PAUSE, longest=IDLE_PAUSE
+        )
         return header[0]
 
     def _take_part(self, header: np.void) -> Waiting:
@@ -846,12 +850,6 @@ def _buckets(layout: WeightLayout, roots: list[int], bucket_bytes: int) -> list[
 def _run(procedure: Waiting) -> None:
     for pause in procedure:
         time.sleep(pause)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def _check_size(size: int, trainers: int, searchers: int) -> None:

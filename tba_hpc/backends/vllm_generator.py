@@ -18,6 +18,7 @@ import torch
 from pydantic import ValidationError
 
 from tba_hpc.config import ConfigError, GeneratorSection, ModelSection
+from tba_hpc.ports import EngineError
 from tba_hpc.types import Completion, Group, Request, Sampling, WeightSlot, WeightUpdate
 
 if TYPE_CHECKING:
@@ -46,10 +47,6 @@ CPU_ENVIRONMENT = {
 }
 
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
-
-
-class EngineError(RuntimeError):
-    """The engine died again and again; the message says how often and why."""
 
 
 def prepare_environment() -> None:

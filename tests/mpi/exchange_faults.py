@@ -24,7 +24,7 @@ LAYOUT = WeightLayout.of([("weight", (1000,))], "F32")
 
 
 def join(deadline: float = DEADLINE) -> MpiWorld:
-    """The world as it should be; the deadline counts from here on, however late a busy machine starts a rank."""
+    """The world as it should be; its deadline counts from here on, however slowly the ranks started."""
     role = "trainer" if RANK == 0 else "searcher"
     return replace(MpiWorld.join(role, trainers=1, searchers=2, deadline=60.0), deadline=deadline)
 
@@ -170,7 +170,7 @@ def describes_itself() -> None:
     world = join()
     print(
         f"[{world.rank} {world.role} {world.index}/{world.size} local {world.local_index} "
-        f"{len(set(world.hosts))} host {0 < world.rendezvous_port < 65536} {world.threaded}]",
+        f"{len(set(world.hosts))} host {world.threaded}]",
         flush=True,
     )
 

@@ -102,9 +102,9 @@ def test_every_rank_knows_its_place() -> None:
     outcome, _ = world("describes_itself")
     assert outcome.code == 0, outcome.output
     for line in (
-        "[0 trainer 0/1 local 0 1 host True True]",
-        "[1 searcher 0/2 local 1 1 host True True]",
-        "[2 searcher 1/2 local 2 1 host True True]",
+        "[0 trainer 0/1 local 0 1 host True]",
+        "[1 searcher 0/2 local 1 1 host True]",
+        "[2 searcher 1/2 local 2 1 host True]",
     ):
         assert line in outcome.output
 

@@ -1,0 +1,127 @@
+"""Rewards, reference log-probabilities and seals, in a thread beside generation.
+
+It must not know where groups come from or what becomes of the shards. Everything here happens in one
+worker thread, in the order of submission, so that neither a slow reward nor an fsync stops the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from tba_hpc.ports import Reference, Task
+from tba_hpc.types import Group, Shard
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 8
+"""Groups that may wait to be scored before ``finished`` waits for the oldest of them."""
+
+
+class ShardSink(Protocol):
+    """Where scored groups go; see backends.hdf5_shards.ShardWriter."""
+
+    @property
+    def age(self) -> float:
+        """Seconds that the oldest unsealed completion has waited; 0 where there is none."""
+
+    def append(self, group: Group, rewards: list[float], ref_logprobs: list[np.ndarray]) -> None:
+        """Add a group to the open shard."""
+
+    def seal(self) -> Shard | None:
+        """Make the open shard durable and return it; None where it is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What became of a group, or of a call to seal.
+
+    rewards: of the completions kept · rejected: completions set aside, because their reward is not a
+    finite number · truncated: those kept that the token limit ended · shard: the open shard, where it
+    was now sealed, which took ``seal_seconds``.
+    """
+
+    rewards: list[float]
+    rejected: int
+    truncated: int
+    shard: Shard | None
+    seal_seconds: float
+
+
+class Scorer:
+    """Scores groups into ``shards`` and seals what has waited for ``seal_seconds``."""
+
+    def __init__(self, task: Task, reference: Reference, shards: ShardSink, *, seal_seconds: float) -> None:
+        self._task = task
+        self._reference = reference
+        self._shards = shards
+        self._seal_seconds = seal_seconds
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scorer")
+        self._waiting: deque[Future[Scored]] = deque()
+
+    def submit(self, group: Group) -> None:
+        """Queue a finished group."""
+        self._do(lambda: self._score(group))
+
+    def finished(self) -> list[Scored]:
+        """Results since the last call, in order. Waits only while more than BACKLOG groups are queued."""
+        if not self._waiting and self._shards.age >= self._seal_seconds:
+            self._do(self._seal)
+        return self._take(lambda: self._waiting[0].done() or len(self._waiting) > BACKLOG)
+
+    def close(self) -> list[Scored]:
+        """Score and seal all that is left; no call may follow."""
+        self._do(self._seal)
+        results = self._take(lambda: True)
+        self._worker.shutdown()
+        return results
+
+    def _do(self, work: Callable[[], Scored]) -> None:
+        self._waiting.append(self._worker.submit(work))
+
+    def _take(self, ready: Callable[[], bool]) -> list[Scored]:
+        results = []
+        while self._waiting and ready():
+            results.append(self._waiting.popleft().result())
+        return results
+
+    def _score(self, group: Group) -> Scored:
+        prompt = group.request.prompt
+        rewards = [float(self._task.score(prompt, completion)) for completion in group.completions]
+        kept = [row for row, reward in enumerate(rewards) if math.isfinite(reward)]
+        if len(kept) < len(rewards):
+            group = _without_rejected(group, kept)
+        kept_rewards = [rewards[row] for row in kept]
+        if kept:
+            self._shards.append(group, kept_rewards, self._reference.logprobs(group))
+        truncated = sum(completion.finish_reason == "length" for completion in group.completions)
+        sealed = self._seal() if self._shards.age >= self._seal_seconds else NOTHING
+        return Scored(kept_rewards, len(rewards) - len(kept), truncated, sealed.shard, sealed.seal_seconds)
+
+    def _seal(self) -> Scored:
+        """Acknowledge what is scored: durable on disk before anybody hears of it."""
+        start = time.monotonic()
+        shard = self._shards.seal()
+        return Scored([], 0, 0, shard, time.monotonic() - start)
+
+
+NOTHING = Scored([], 0, 0, None, 0.0)
+
+
+def _without_rejected(group: Group, kept: list[int]) -> Group:
+    """The group less the completions set aside, which are named."""
+    request, total = group.request, len(group.completions)
+    log.warning(
+        "prompt %d (position %d): %d of %d rewards are not finite numbers; these trajectories are set aside, "
+        "check the task's score()",
+        *(request.prompt.id, request.position, total - len(kept), total),
+    )
+    return Group(request, tuple(group.completions[row] for row in kept), group.versions[kept])

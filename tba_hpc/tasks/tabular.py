@@ -1,0 +1,365 @@
+"""A world small enough to enumerate: task, generator, reference and learner whose optimum is known exactly.
+
+The policy is a table of logits per (prompt, prefix of the completion), so that the target distribution
+π_ref·exp(r/β)/Z can be written down and reached. The four classes implement the ports as any backend
+does; they know nothing of each other beyond the ``Table``.
+
+Shape letters: P prompts · C completions that exist · S prefixes that can go on · V tokens that can follow
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from tba_hpc.batch import PaddedBatch, micro_batches
+from tba_hpc.objectives import OBJECTIVES
+from tba_hpc.state import publish
+from tba_hpc.types import (
+    Completion,
+    Group,
+    Prompt,
+    Request,
+    Split,
+    TrajectoryBatch,
+    WeightLayout,
+    WeightUpdate,
+)
+
+STATE_FILE = "tabular.pt"
+"""What a learner saves into a checkpoint: its logits and AdamW's state."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The world: one-token prompts, and completions of up to ``length`` of ``letters`` letters.
+
+    A completion ends by the end-of-sequence token or, cut off, with its ``length``-th letter. Tokens
+    are 0 … letters − 1 (the letters), ``letters`` (end of sequence), then one per prompt. ``seed`` draws
+    rewards in [0, 1) and the reference's logits.
+    """
+
+    prompts: int = 4
+    letters: int = 2
+    length: int = 3
+    seed: int = 0
+
+    @property
+    def eos(self) -> int:
+        """The end-of-sequence token."""
+        return self.letters
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of a policy's logits: P, S, V."""
+        return self.prompts, sum(self.letters**t for t in range(self.length)), self.letters + 1
+
+    @cached_property
+    def completions(self) -> tuple[np.ndarray, ...]:
+        """All C completions, int32 [T] each, shortest first."""
+        ended = [
+            (*word, self.eos) for t in range(self.length) for word in product(range(self.letters), repeat=t)
+        ]
+        cut = product(range(self.letters), repeat=self.length)
+        return tuple(np.array(tokens, np.int32) for tokens in [*ended, *cut])
+
+    @cached_property
+    def reward_PC(self) -> np.ndarray:
+        """float32."""
+        rng = np.random.default_rng([self.seed, 0])
+        return rng.random((self.prompts, len(self.completions)), np.float32)
+
+    @cached_property
+    def ref_logits_PSV(self) -> np.ndarray:
+        """float32: the reference, and every policy's start."""
+        return np.random.default_rng([self.seed, 1]).standard_normal(self.shape, np.float32)
+
+    def prompt_token(self, prompt: int) -> int:
+        """The token that a prompt consists of."""
+        return self.letters + 1 + prompt
+
+    def prefixes(self, tokens_NL: np.ndarray) -> np.ndarray:
+        """int64 [N, L]: the prefix, 0 … S − 1, that each token of a completion follows.
+
+        Prefixes are numbered as the nodes of a heap with ``letters`` children each. After the end of a
+        completion the numbers mean nothing.
+        """
+        prefix_NL = np.zeros(tokens_NL.shape, np.int64)
+        for t in range(1, tokens_NL.shape[1]):
+            prefix_NL[:, t] = prefix_NL[:, t - 1] * self.letters + tokens_NL[:, t - 1] + 1
+        return prefix_NL
+
+    def index(self, completion: np.ndarray) -> int:
+        """Which completion this is."""
+        return self._index[np.asarray(completion, np.int32).tobytes()]
+
+    @cached_property
+    def _index(self) -> dict[bytes, int]:
+        return {tokens.tobytes(): i for i, tokens in enumerate(self.completions)}
+
+    def token_logprobs(self, logits_PSV: np.ndarray, prompt: int, completion: np.ndarray) -> np.ndarray:
+        """float64 [T]: log-probability of each token of a completion."""
+        logprob_SV = log_softmax(logits_PSV[prompt])
+        return logprob_SV[self.prefixes(completion[None])[0], completion]
+
+    def probabilities(self, logits_PSV: np.ndarray) -> np.ndarray:
+        """float64 [P, C]: probability of every completion under a policy."""
+        logprob_PC = [
+            [self.token_logprobs(logits_PSV, prompt, completion).sum() for completion in self.completions]
+            for prompt in range(self.prompts)
+        ]
+        return np.exp(logprob_PC)
+
+    def optimum(self, beta: float) -> np.ndarray:
+        """float64 [P, C]: π_ref·exp(r/β)/Z, the policy that the objective has for its only minimum."""
+        weight_PC = self.probabilities(self.ref_logits_PSV) * np.exp(self.reward_PC.astype(np.float64) / beta)
+        return weight_PC / weight_PC.sum(1, keepdims=True)
+
+
+def total_variation(p_PC: np.ndarray, q_PC: np.ndarray) -> np.ndarray:
+    """float64 [P]: half the absolute difference of two distributions over completions, 0 … 1."""
+    return np.abs(p_PC - q_PC).sum(1) / 2
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """float64, over the last axis."""
+    logits = logits.astype(np.float64)
+    return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+
+
+class TabularTokenizer:
+    """Letters are a, b, …; prompts A, B, …; the end of a sequence has no text."""
+
+    def __init__(self, table: Table) -> None:
+        self.eos_token_id = table.eos
+        self.vocab_size = table.eos + 1 + table.prompts
+        lower = [chr(ord("a") + i) for i in range(table.letters)]
+        upper = [chr(ord("A") + i) for i in range(table.prompts)]
+        self._texts = [*lower, "", *upper]
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [T]. ValueError where a character is none of the table's."""
+        return np.array([self._texts.index(character) for character in text], np.int32)
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """Letters and prompts as text."""
+        return "".join(self._texts[token] for token in tokens)
+
+
+class TabularTask:
+    """The table's prompts, the same in every split, and its rewards."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        decode = TabularTokenizer(table).decode
+        best_P = table.reward_PC.argmax(1)
+        self._prompts = tuple(
+            Prompt(i, np.array([table.prompt_token(i)], np.int32), decode(table.completions[best]))
+            for i, best in enumerate(best_P)
+        )
+
+    def prompts(self, split: Split) -> tuple[Prompt, ...]:
+        """All prompts; ``target`` is the text of the best completion."""
+        return self._prompts
+
+    def score(self, prompt: Prompt, completion: Completion) -> float:
+        """The table's reward."""
+        return float(self._table.reward_PC[prompt.id, self._table.index(completion.tokens)])
+
+    def correct(self, prompt: Prompt, completion: Completion) -> bool:
+        """Whether no completion has a higher reward."""
+        return self.score(prompt, completion) == self._table.reward_PC[prompt.id].max()
+
+
+class TabularReference:
+    """The table's reference policy."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def logprobs(self, group: Group) -> list[np.ndarray]:
+        """Per completion, float32 [T]."""
+        table, prompt = self._table, group.request.prompt.id
+        return [
+            table.token_logprobs(table.ref_logits_PSV, prompt, completion.tokens).astype(np.float32)
+            for completion in group.completions
+        ]
+
+
+class TabularGenerator:
+    """Samples from a table of logits: the reference's (version 0) until others are loaded."""
+
+    def __init__(self, table: Table, *, seed: int = 0) -> None:
+        self.version = 0
+        self.rebuilds = 0
+        self._table = table
+        self._logits_PSV = table.ref_logits_PSV
+        self._rng = np.random.default_rng(seed)
+        self._decoding: list[_Decoding] = []
+
+    @property
+    def in_flight(self) -> int:
+        """Requests submitted and not yet finished."""
+        return len(self._decoding)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. ValueError where it asks for other completions than the table has."""
+        sampling, length = request.sampling, self._table.length
+        if sampling.max_tokens != length or sampling.top_p != 1:
+            raise ValueError(
+                f"max_tokens={sampling.max_tokens} and top_p={sampling.top_p} do not fit a table of "
+                f"completions of up to {length} tokens: use max_tokens={length} and top_p=1"
+            )
+        self._decoding.append(_Decoding(self._table, request))
+
+    def step(self) -> list[Group]:
+        """Advance every request by one token; return the groups that are now whole."""
+        for decoding in self._decoding:
+            decoding.advance(self._logits_PSV, self._rng, self.version)
+        whole = [decoding.group() for decoding in self._decoding if decoding.whole]
+        self._decoding = [decoding for decoding in self._decoding if not decoding.whole]
+        return whole
+
+    def load(self, update: WeightUpdate) -> None:
+        """Copy other logits. Requests in flight go on under them."""
+        self._logits_PSV = update.data.view(np.float32).reshape(self._table.shape).copy()
+        self.version = update.version
+
+    def close(self) -> None:
+        """Drop what is in flight."""
+        self._decoding.clear()
+
+
+class _Decoding:
+    """A request in flight: N completions, of which the open ones get one more token at a time."""
+
+    def __init__(self, table: Table, request: Request) -> None:
+        self._table = table
+        self._request = request
+        self._tokens_NL = np.zeros((request.n, table.length), np.int32)
+        self._logprob_NL = np.zeros((request.n, table.length), np.float32)
+        self._versions = np.zeros((request.n, 2), np.int32)
+        self._length_N = np.zeros(request.n, np.int64)
+        self._open_N = np.ones(request.n, bool)
+        self._steps = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether every completion has ended."""
+        return not self._open_N.any()
+
+    def advance(self, logits_PSV: np.ndarray, rng: np.random.Generator, version: int) -> None:
+        """Sample one token for every open completion."""
+        t, rows = self._steps, np.flatnonzero(self._open_N)
+        prefix_N = self._table.prefixes(self._tokens_NL[rows, : t + 1])[:, -1]
+        logprob_NV = log_softmax(logits_PSV[self._request.prompt.id])[prefix_N]
+        token_N = _draw(rng, logprob_NV, self._request.sampling.temperature)
+        self._tokens_NL[rows, t] = token_N
+        self._logprob_NL[rows, t] = logprob_NV[np.arange(len(rows)), token_N]
+        self._versions[rows, min(t, 1) :] = version
+        self._length_N[rows] = t + 1
+        self._open_N[rows] = (token_N != self._table.eos) & (t + 1 < self._table.length)
+        self._steps += 1
+
+    def group(self) -> Group:
+        """The completions as they are."""
+        rows = zip(self._tokens_NL, self._logprob_NL, self._length_N, strict=True)
+        completions = [
+            Completion(
+                tokens[:length],
+                logprobs[:length],
+                "stop" if tokens[length - 1] == self._table.eos else "length",
+            )
+            for tokens, logprobs, length in rows
+        ]
+        return Group(self._request, tuple(completions), self._versions)
+
+
+def _draw(rng: np.random.Generator, logprob_NV: np.ndarray, temperature: float) -> np.ndarray:
+    """int64 [N]: a token per row; the likeliest at temperature 0."""
+    if temperature == 0:
+        return logprob_NV.argmax(1)
+    return (logprob_NV / temperature + rng.gumbel(size=logprob_NV.shape)).argmax(1)
+
+
+class TabularLearner:
+    """A table of logits, the reference's at first, trained by AdamW on one rank.
+
+    objective: a name in OBJECTIVES.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        *,
+        objective: str = "trajectory_balance",
+        adam_betas: tuple[float, float] = (0.9, 0.99),
+    ) -> None:
+        self.layout = WeightLayout.of([("logits", table.shape)], "F32")
+        self._table = table
+        self._objective = OBJECTIVES[objective]
+        self._logits = torch.nn.Parameter(torch.from_numpy(table.ref_logits_PSV.copy()))
+        self._optimizer = torch.optim.AdamW([self._logits], betas=adam_betas, weight_decay=0.0)
+
+    @property
+    def policy_PC(self) -> np.ndarray:
+        """float64: probability of every completion now."""
+        return self._table.probabilities(self._logits.detach().numpy())
+
+    def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
+        """One optimizer step; metrics as the objective's, with loss and grad_norm."""
+        (padded,) = micro_batches(batch, batch.groups)
+        groups = (-1, padded.group_size)
+        ref_logprob_BK = torch.from_numpy(padded.ref_logprob_N).view(groups)
+        reward_BK = torch.from_numpy(padded.reward_N).view(groups)
+        output = self._objective(self._logprobs(padded).view(groups), ref_logprob_BK, reward_BK, beta)
+        self._optimizer.zero_grad()
+        output.loss.backward()
+        self._optimizer.param_groups[0]["lr"] = learning_rate
+        self._optimizer.step()
+        assert self._logits.grad is not None
+        metrics = {"loss": output.loss, "grad_norm": self._logits.grad.norm(), **output.metrics}
+        return {name: float(value.detach()) for name, value in metrics.items()}
+
+    def write_weights(self, out: np.ndarray) -> None:
+        """Copy the logits into ``out``, uint8 [layout.nbytes]."""
+        out[:] = self._logits.detach().numpy().reshape(-1).view(np.uint8)
+
+    def save(self, folder: Path) -> None:
+        """Write logits and optimizer into an existing folder."""
+        file = io.BytesIO()
+        torch.save({"logits": self._logits.detach(), "optimizer": self._optimizer.state_dict()}, file)
+        publish(folder / STATE_FILE, file.getvalue())
+
+    def load(self, folder: Path) -> None:
+        """Restore exactly what ``save`` wrote."""
+        saved = torch.load(folder / STATE_FILE, weights_only=True)
+        with torch.no_grad():
+            self._logits.copy_(saved["logits"])
+        self._optimizer.load_state_dict(saved["optimizer"])
+
+    def export(self, folder: Path) -> None:
+        """Write the logits as model.safetensors; no library knows this architecture."""
+        folder.mkdir(exist_ok=True)
+        publish(folder / "model.safetensors", safetensors.torch.save({"logits": self._logits.detach()}))
+
+    def close(self) -> None:
+        """No other rank follows."""
+
+    def _logprobs(self, padded: PaddedBatch) -> Tensor:
+        """float32 [N], with gradient: log-probability of each completion."""
+        tokens_NL, mask_NL = padded.tokens_NL[:, 1:], padded.completion_mask_NL[:, 1:]
+        prompt_N = padded.tokens_NL[:, 0] - self._table.prompt_token(0)
+        row_T = np.nonzero(mask_NL)[0]
+        cells = prompt_N[row_T], self._table.prefixes(tokens_NL)[mask_NL], tokens_NL[mask_NL]
+        logprob_T = self._logits.log_softmax(-1)[tuple(map(torch.from_numpy, cells))]
+        return torch.zeros(len(prompt_N)).index_add(0, torch.from_numpy(row_T), logprob_T)

@@ -1,0 +1,311 @@
+"""Measures the MPI exchange against plain memory copies and plain MPI, all in the same world.
+
+    python tools/bench_exchange.py weights    publish stall and propagation of the weights
+    python tools/bench_exchange.py merge      trajectories/s from offered shards to a sampled buffer
+
+Both take ``--json`` and start mpiexec themselves. Believe the ratios, not the seconds: each ratio comes
+from one run. "nodes" makes every rank a node of its own, so that the weights take the way between nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import numpy as np
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from tba_hpc.buffer import ReplayBuffer
+from tba_hpc.config import BufferSection
+from tba_hpc.launch.local import child_environment, find_mpiexec
+from tba_hpc.types import RECORD, Ragged, Shard, Trajectories, WeightLayout, make_uid
+
+if TYPE_CHECKING:
+    from tba_hpc.backends.mpi_exchange import MpiWorld
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+
+DEADLINE = 120.0
+BUCKET_MB = 64
+PROMPTS, COMPLETIONS, TOKENS = 16, 16, 100
+"""A synthetic shard: prompts, completions per prompt, mean tokens per completion."""
+
+SIZES = [10.0, 100.0, 1000.0]
+RANKS = [1, 4, 16, 64]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Medians over rounds. Rates count the bytes of the weights once.
+
+    memcpy_ms: one copy of the weights by the trainer, before each publish. stall: publish over memcpy.
+    visible_ms: from the call of publish until the last searcher's poll returns them; propagation_ms and
+    gb_per_s: until it has a copy of its own. window: plain copies, one into a shared window and one out of
+    it per searcher. bcast: MPI's own blocking Bcast. of_window, of_bcast: gb_per_s over those.
+    """
+
+    memory: str
+    megabytes: float
+    searchers: int
+    memcpy_ms: float
+    publish_ms: float
+    stall: float
+    visible_ms: float
+    propagation_ms: float
+    gb_per_s: float
+    window_gb_per_s: float
+    bcast_gb_per_s: float
+    of_window: float
+    of_bcast: float
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Trajectories of ``searchers`` light ranks: offered, gathered, merged and sampled from."""
+
+    searchers: int
+    trajectories: int
+    seconds: float
+    trajectories_per_second: int
+    rounds: int
+
+
+@app.command()
+def weights(
+    megabytes: Annotated[list[float], typer.Option("--mb", help="Sizes of the weights, MB.")] = SIZES,
+    searchers: Annotated[int, typer.Option(min=1)] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds per size.")] = 7,
+    as_json: Json = False,
+) -> None:
+    """Publish stall and propagation, through a shared window and between (emulated) nodes."""
+    rows = [
+        Weights(**run_world(1 + searchers, ["weights-rank", memory, str(mb), str(rounds)]))
+        for memory in ("shared", "nodes")
+        for mb in megabytes
+    ]
+    show(rows, as_json)
+
+
+@app.command()
+def merge(
+    searchers: Annotated[list[int], typer.Option(help="Numbers of searcher ranks.")] = RANKS,
+    shards: Annotated[int, typer.Option(min=1, help="Shards of 256 trajectories in all.")] = 256,
+    as_json: Json = False,
+) -> None:
+    """From sealed shards, offered at once, to a replay buffer that is sampled after every round."""
+    show([Merge(**run_world(1 + n, ["merge-rank", str(max(1, shards // n))])) for n in searchers], as_json)
+
+
+def show(rows: list[Weights] | list[Merge], as_json: bool) -> None:
+    """Print the rows."""
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    table = Table(*asdict(rows[0]), box=SIMPLE_HEAD)
+    for row in rows:
+        table.add_row(*(f"{v:.3g}" if isinstance(v, float) else str(v) for v in asdict(row).values()))
+    Console(width=160).print(table)
+
+
+def run_world(ranks: int, arguments: list[str]) -> dict:
+    """Run this file as one MPI world; returns what its trainer wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        placement = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "--mca", "osc", "^ucx"]
+        program = [sys.executable, "-m", "mpi4py", __file__, *arguments, str(result)]
+        command = [str(find_mpiexec()), *placement, "-n", str(ranks), *program]
+        environment = child_environment(os.environ, root=os.geteuid() == 0)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+        if done.returncode:
+            sys.exit(f"the world of {ranks} ranks failed:\n{done.stdout}{done.stderr}")
+        return json.loads(result.read_text())
+
+
+# --- One rank of a world ---
+
+
+def join(memory: str) -> MpiWorld:
+    """The world; ``nodes`` makes every rank a node of its own."""
+    from mpi4py import MPI
+
+    from tba_hpc.backends.mpi_exchange import MpiWorld, split_by_memory
+
+    def alone(comm: MPI.Intracomm) -> MPI.Intracomm:
+        return cast(MPI.Intracomm, comm.Split(comm.rank))
+
+    return MpiWorld.join(
+        "trainer" if MPI.COMM_WORLD.rank == 0 else "searcher",
+        trainers=1,
+        searchers=MPI.COMM_WORLD.size - 1,
+        deadline=DEADLINE,
+        node_split=alone if memory == "nodes" else split_by_memory,
+    )
+
+
+@app.command(hidden=True)
+def weights_rank(memory: str, megabytes: float, rounds: int, result: Path) -> None:
+    """One rank of the weights benchmark."""
+    layout = WeightLayout.of([("weights", (int(megabytes * 1e6) // 2,))], "BF16")
+    private = np.random.default_rng(0).integers(0, 256, layout.nbytes, np.uint8)
+    world = join(memory)
+    seconds = (publish_weights if world.role == "trainer" else take_weights)(
+        world, layout, private, rounds + 1
+    )
+    window, bcast = limits(world, private, rounds)
+    table = np.empty((world.comm.size, *seconds.shape))
+    world.comm.Gather(seconds, table, 0)
+    if world.role == "searcher":
+        return
+    called, returned, memcpy = table[0, 1:].T  # the first round warms up
+    visible, copied, _ = table[1:, 1:].max(axis=0).T
+    copying, stall = statistics.median(memcpy), statistics.median(returned - called)
+    propagation = statistics.median(copied - called)
+    row = Weights(
+        memory=memory,
+        megabytes=layout.nbytes / 1e6,
+        searchers=world.searchers,
+        memcpy_ms=copying * 1e3,
+        publish_ms=stall * 1e3,
+        stall=stall / copying,
+        visible_ms=statistics.median(visible - called) * 1e3,
+        propagation_ms=propagation * 1e3,
+        gb_per_s=layout.nbytes / propagation / 1e9,
+        window_gb_per_s=layout.nbytes / window / 1e9,
+        bcast_gb_per_s=layout.nbytes / bcast / 1e9,
+        of_window=window / propagation,
+        of_bcast=bcast / propagation,
+    )
+    result.write_text(json.dumps(asdict(row)))
+
+
+def publish_weights(world: MpiWorld, layout: WeightLayout, source: np.ndarray, rounds: int) -> np.ndarray:
+    """The trainer's clock, s [rounds, 3]: publish called, publish returned, seconds of a memcpy just before."""
+    exchange = world.open_trainer(layout, bucket_mb=BUCKET_MB)
+    clock, copy = np.empty((rounds, 3)), np.zeros_like(source)
+    for version in range(rounds):
+        time.sleep(0.2)
+        start = time.monotonic()
+        np.copyto(copy, source)
+        clock[version, 2] = time.monotonic() - start
+        time.sleep(0.05)
+        clock[version, 0] = time.monotonic()
+        assert exchange.publish(version, lambda out: np.copyto(out, source), evaluate="test")
+        clock[version, 1] = time.monotonic()
+        while not exchange.gather():  # until the round is over
+            time.sleep(0.01)
+    exchange.close()
+    return clock
+
+
+def take_weights(world: MpiWorld, layout: WeightLayout, private: np.ndarray, rounds: int) -> np.ndarray:
+    """A searcher's clock, s [rounds, 2 and 1 unused]: weights polled, weights copied."""
+    exchange, clock = world.open_searcher(), np.zeros((rounds, 3))
+    while not exchange.closed:
+        if update := exchange.poll():
+            clock[update.version, 0] = time.monotonic()
+            np.copyto(private, update.data)
+            clock[update.version, 1] = time.monotonic()
+        time.sleep(0.0005)
+    return clock
+
+
+def limits(world: MpiWorld, private: np.ndarray, rounds: int) -> tuple[float, float]:
+    """Median seconds of a copy through a shared window, and of MPI's Bcast."""
+    from mpi4py import MPI
+
+    comm, trainer = world.comm, world.role == "trainer"
+    window = MPI.Win.Allocate_shared(private.nbytes if trainer else 0, 1, comm=comm)
+    shared = np.frombuffer(cast(memoryview, window.Shared_query(0)[0]), np.uint8)
+
+    def through_window() -> None:
+        if trainer:
+            np.copyto(shared, private)
+        comm.Barrier()
+        if not trainer:
+            np.copyto(private, shared)
+
+    return timed(world, through_window, rounds), timed(world, lambda: comm.Bcast(private, 0), rounds)
+
+
+def timed(world: MpiWorld, work: Callable[[], None], rounds: int) -> float:
+    """Median seconds from a common start to the end on the last rank; the first round warms up."""
+    seconds = []
+    for _ in range(rounds + 1):
+        world.comm.Barrier()
+        start = time.monotonic()
+        work()
+        world.comm.Barrier()
+        seconds.append(time.monotonic() - start)
+    return statistics.median(seconds[1:])
+
+
+@app.command(hidden=True)
+def merge_rank(shards: int, result: Path) -> None:
+    """One rank of the merge benchmark."""
+    world = join("shared")
+    if world.role == "searcher":
+        offer_shards(world, shards)
+        return
+    exchange = world.open_trainer(WeightLayout.of([("weights", (1,))], "F32"), bucket_mb=1)
+    buffer = ReplayBuffer(BufferSection(capacity=1_000_000), seed=0)
+    wanted = world.searchers * shards * PROMPTS * COMPLETIONS
+    merged = rounds = 0
+    world.comm.Barrier()
+    start = time.monotonic()
+    while merged < wanted:
+        exchange.gather()
+        if arrived := exchange.collect():
+            for shard in arrived:
+                buffer.merge(shard.trajectories, rounds)
+            buffer.sample(rounds, groups=8, group_size=COMPLETIONS)
+            merged += sum(len(shard.trajectories) for shard in arrived)
+            rounds += 1
+        time.sleep(0.0005)
+    seconds = time.monotonic() - start
+    exchange.close()
+    row = Merge(world.searchers, merged, seconds, round(merged / seconds), rounds)
+    result.write_text(json.dumps(asdict(row)))
+
+
+def offer_shards(world: MpiWorld, shards: int) -> None:
+    """A light searcher: offers its shards as fast as it can, then polls until the end."""
+    ready = [synthetic_shard(world.index, index) for index in range(shards)]
+    exchange = world.open_searcher()
+    world.comm.Barrier()
+    for shard in ready:
+        exchange.offer(shard)
+    while not exchange.closed:
+        time.sleep(0.005)
+
+
+def synthetic_shard(searcher: int, index: int) -> Shard:
+    """PROMPTS × COMPLETIONS trajectories of random tokens, all distinct."""
+    rng = np.random.default_rng([searcher, index])
+    n = PROMPTS * COMPLETIONS
+    record = np.zeros(n, RECORD)
+    record["uid"] = make_uid(searcher, index, 0) + np.arange(n, dtype=np.uint64)
+    record["prompt_row"] = np.repeat(np.arange(PROMPTS), COMPLETIONS)
+    record["prompt_id"] = (searcher << 20 | index) * PROMPTS + record["prompt_row"]
+    record["reward"] = rng.random(n)
+    lengths = rng.integers(TOKENS // 2, TOKENS * 3 // 2, n)
+    completions = Ragged.from_rows([rng.integers(0, 32000, length) for length in lengths], np.int32)
+    prompts = Ragged.from_rows([rng.integers(0, 32000, 64) for _ in range(PROMPTS)], np.int32)
+    logprobs, ref_logprobs = -rng.random((2, len(completions.values)), np.float32)
+    return Shard(searcher, index, Trajectories(record, prompts, completions, logprobs, ref_logprobs))
+
+
+if __name__ == "__main__":
+    app()
