@@ -243,12 +243,6 @@ class Config(Section):
                 f"buffer.capacity_per_prompt={self.buffer.capacity_per_prompt} cannot hold a group of "
                 f"train.completions_per_prompt={train.completions_per_prompt}: raise it to at least that"
             )
-        rate = train.learning_rate
-        if rate.warmup_steps + rate.decay_steps > train.steps:
-            raise ValueError(
-                f"learning_rate.warmup_steps + decay_steps = {rate.warmup_steps + rate.decay_steps} exceed "
-                f"train.steps={train.steps}: shorten them or train longer"
-            )
         return self
 
 

@@ -62,7 +62,7 @@ class Evaluator:
         (completion,) = group.completions
         self._part = replace(
             self._part,
-            correct=self._part.correct + self._task.correct(group.request.prompt, completion),
+            correct=self._part.correct + bool(self._task.correct(group.request.prompt, completion)),
             total=self._part.total + 1,
             tokens=self._part.tokens + len(completion.tokens),
             truncated=self._part.truncated + (completion.finish_reason == "length"),

@@ -192,7 +192,7 @@ def weights_rank(memory: str, megabytes: float, rounds: int, result: Path) -> No
 
 
 def publish_weights(world: MpiWorld, layout: WeightLayout, source: np.ndarray, rounds: int) -> np.ndarray:
-    """The trainer's clock, s [rounds, 3]: publish called, publish returned, seconds of a memcpy just before."""
+    """The trainer's clock, s [rounds, 3]: publish called and returned, seconds of a memcpy just before."""
     exchange = world.open_trainer(layout, bucket_mb=BUCKET_MB)
     clock, copy = np.empty((rounds, 3)), np.zeros_like(source)
     for version in range(rounds):

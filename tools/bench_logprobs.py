@@ -1,6 +1,6 @@
 """Measures chunked log-probabilities against the plain log-softmax of all logits: time and peak memory.
 
-    python tools/bench_logprobs.py [--tokens 4096] [--vocabulary 65536] [--hidden 256] [--chunk 1024] [--json]
+    python tools/bench_logprobs.py [--tokens 4096] [--vocabulary 65536] [--hidden 256] [--chunk 256] [--json]
 
 Forward and backward of a one-layer model, so that the output layer is nearly all there is. Each variant
 runs in a process of its own, on the GPU where there is one; memory is what it adds to the loaded model.
@@ -55,7 +55,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4096, help="completion tokens of the batch")
     parser.add_argument("--vocabulary", type=int, default=65536)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--chunk", type=int, default=1024, help="train.logprob_chunk_tokens")
+    parser.add_argument("--chunk", type=int, default=256, help="train.logprob_chunk_tokens")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--variant", choices=["plain", "chunked"], help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -150,18 +150,17 @@ class DeepSpeedLearner:
         self._close()
 
     def _obey(self, message: Message, slot: Callable[[], np.ndarray]) -> None:
-        folder = Path(os.fsdecode(message.payload))
         match Command(message.command):
             case Command.STEP:
                 self._step(batches.from_arrays(wire.load(message.payload)), *message.numbers)
             case Command.WRITE:
                 self._write(slot())
             case Command.SAVE:
-                self._save(folder)
+                self._save(_folder(message))
             case Command.LOAD:
-                self._load(folder)
+                self._load(_folder(message))
             case Command.EXPORT:
-                self._export(folder)
+                self._export(_folder(message))
 
     # --- All ranks together ---
 
@@ -186,9 +185,8 @@ class DeepSpeedLearner:
 
         DeepSpeed takes the mean of the ranks' gradients: times their number, that is the sum.
         """
-        logprob_N = self._engine(
-            *map(self._tensor, (micro.tokens_NL, micro.prompt_length_N, micro.length_N))
-        ).sum(1)
+        inputs = (micro.tokens_NL, micro.prompt_length_N, micro.length_N)
+        logprob_N = self._engine(*map(self._tensor, inputs)).sum(1)
         groups = (-1, micro.group_size)
         output = self._objective(
             logprob_N.view(groups),
@@ -306,6 +304,10 @@ def _settings(config: Config, model: PolicyLogprobs) -> dict[str, object]:
             "overlap_comm": False,
         },
     }
+
+
+def _folder(message: Message) -> Path:
+    return Path(os.fsdecode(message.payload))
 
 
 def _buckets(layout: WeightLayout) -> Iterator[list[WeightSlot]]:

@@ -346,7 +346,7 @@ def _create_incoming(path: Path, layout: WeightLayout, version: int) -> np.ndarr
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise DiskFullError(
-                f"cannot write weights of {layout.nbytes / 1e9:.2f} GB to {path.parent}: "
+                f"cannot write weights of {layout.nbytes / 1e6:.1f} MB to {path.parent}: "
                 f"{os.strerror(error.errno)}; free space or raise the quota, then start the same run again"
             ) from None
         file.write(header)

@@ -288,13 +288,13 @@ class MpiWorld:
         not_there = "it did not start, or not as configured; see the launcher's output"
         if self.rank == LEADER:
             hellos = [(rank, self.comm.Irecv(rows[rank], rank, Tag.JOIN)) for rank in self.peers]
-            _run(self.wait_for(hellos, "has not joined the world", not_there))
-            _run(self.send_all(table, Tag.JOIN, "has not taken the list of ranks"))
+            _run(self.wait_for(hellos, "did not join the world", not_there))
+            _run(self.send_all(table, Tag.JOIN, "did not take the list of ranks"))
         else:
             sent = self.comm.Isend(rows[self.rank], LEADER, Tag.JOIN)
             answer = self.comm.Irecv(table.view(np.uint8), LEADER, Tag.JOIN)
             requests = [(LEADER, sent), (LEADER, answer)]
-            _run(self.wait_for(requests, "has not welcomed all ranks", not_there))
+            _run(self.wait_for(requests, "did not welcome all ranks", not_there))
         return tuple(host.decode() for host in table)
 
     def _connect_peers(self, layout: WeightLayout, bucket_bytes: int) -> None:
@@ -303,25 +303,28 @@ class MpiWorld:
         _run(
             self.wait_for(
                 hellos,
-                "joined the world, but has not finished its set-up (loading model and engine)",
+                "joined the world, but did not get ready (loading model and engine)",
                 "see its log, or raise exchange.deadline_seconds",
             )
         )
         text = np.frombuffer(layout.to_json().encode(), np.uint8)
         for message in (np.array([len(text), bucket_bytes]), text):
-            _run(self.send_all(message, Tag.CONNECT, "has not taken the layout of the weights"))
+            _run(self.send_all(message, Tag.CONNECT, "did not take the layout of the weights"))
 
     def _connect(self) -> NodeMemory:
         """Tell the leader that this rank is set up; receive the layout of the weights."""
         hello = self.comm.Isend(np.array([self.rank]), LEADER, Tag.CONNECT)
         sizes = self._layout_message(np.empty(2, np.int64))
         text = self._layout_message(np.empty(int(sizes[0]), np.uint8))
-        _run(self.wait_for([(LEADER, hello)], "has not taken the greeting"))
+        _run(self.wait_for([(LEADER, hello)], "did not take the greeting"))
         return NodeMemory(self, WeightLayout.from_json(text.tobytes().decode()), int(sizes[1]))
 
     def _layout_message(self, out: np.ndarray) -> np.ndarray:
         request = self.comm.Irecv(out, LEADER, Tag.CONNECT)
-        what, remedy = "has not sent the layout of the weights", "it, or a rank it waits for, is not set up"
+        what, remedy = (
+            "did not send the layout of the weights",
+            "it, or a rank that it waits for, is not ready",
+        )
         _run(self.wait_for([(LEADER, request)], what, remedy))
         return out
 
@@ -356,7 +359,7 @@ class NodeMemory:
             yield from self._announce()
         else:
             arrived = self._node.Irecv(np.empty(0, np.uint8), 0, Tag.ARRIVED)
-            what = "has not received the weights for its node"
+            what = "did not receive the weights for its node"
             yield from self._world.wait_for([(self._node_leader, arrived)], what, _BROADCAST_HANGS)
         self._window.Sync()
 
@@ -577,7 +580,7 @@ class _Peer:
         header = np.zeros(1, HEADER)
         request = self._world.comm.Irecv(header.view(np.uint8), LEADER, Tag.HEADER)
         patience = IDLE_DEADLINES * self._world.deadline
-        what = "has not started a round"
+        what = "did not start a round"
         yield from self._world.wait_for(
             [(LEADER, request)], what, seconds=patience, pause=IDLE_PAUSE, longest=IDLE_PAUSE
         )
@@ -643,7 +646,7 @@ class MpiTrainerFollower(_Peer):
         end = time.monotonic() + self._world.deadline
         while not self._service.finished:
             if time.monotonic() > end:
-                raise self._world.missing([LEADER], "has not closed the exchange")
+                raise self._world.missing([LEADER], "did not close the exchange")
             time.sleep(IDLE_PAUSE)
 
 

@@ -311,12 +311,17 @@ class TabularLearner:
         self._optimizer = torch.optim.AdamW([self._logits], betas=adam_betas, weight_decay=0.0)
 
     @property
+    def policy_logits(self) -> np.ndarray:
+        """float32 [P, S, V]: a copy of the logits now."""
+        return self._logits.detach().numpy().copy()
+
+    @property
     def policy_PC(self) -> np.ndarray:
         """float64: probability of every completion now."""
         return self._table.probabilities(self._logits.detach().numpy())
 
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
-        """One optimizer step; metrics as the objective's, with loss and grad_norm."""
+        """One optimizer step; metrics: loss, grad_norm, tokens, and the objective's own."""
         (padded,) = micro_batches(batch, batch.groups)
         groups = (-1, padded.group_size)
         ref_logprob_BK = torch.from_numpy(padded.ref_logprob_N).view(groups)
@@ -327,8 +332,9 @@ class TabularLearner:
         self._optimizer.param_groups[0]["lr"] = learning_rate
         self._optimizer.step()
         assert self._logits.grad is not None
-        metrics = {"loss": output.loss, "grad_norm": self._logits.grad.norm(), **output.metrics}
-        return {name: float(value.detach()) for name, value in metrics.items()}
+        metrics = {"loss": output.loss.detach(), "grad_norm": self._logits.grad.norm(), **output.metrics}
+        tokens = float(batch.completion_length_N.sum())
+        return {**{name: float(value) for name, value in metrics.items()}, "tokens": tokens}
 
     def write_weights(self, out: np.ndarray) -> None:
         """Copy the logits into ``out``, uint8 [layout.nbytes]."""

@@ -21,7 +21,7 @@ from tba_hpc.types import RECORD, Ragged, Shard, Trajectories, WeightLayout, Wei
 
 SEARCHERS = 2
 TRAINERS = {"files": 1, "files-two-trainers": 2, "mpi": 1, "mpi-unthreaded": 1, "mpi-nodes-two-trainers": 2}
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 LAYOUT = WeightLayout.of(
     [("embed", (301, 64)), ("norm", (7,)), ("proj", (129, 257)), ("bias", (1,)), ("head", (64, 301))], "BF16"

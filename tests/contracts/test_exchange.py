@@ -20,8 +20,8 @@ def output(tmp_path_factory: pytest.TempPathFactory):
         ranks = TRAINERS[transport] + SEARCHERS
         arguments = [PROGRAM, transport, tmp_path_factory.mktemp(transport)]
         if transport.startswith("mpi"):
-            return run_world(ranks, arguments).output
-        return run_processes([[*arguments, str(rank)] for rank in range(ranks)]).output
+            return run_world(ranks, arguments, timeout=180).output
+        return run_processes([[*arguments, str(rank)] for rank in range(ranks)], timeout=180).output
 
     return run
 

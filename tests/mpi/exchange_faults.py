@@ -123,7 +123,7 @@ def slow_evaluation() -> None:
     world = join()
     if RANK == 0:
         exchange = world.open_trainer(LAYOUT, bucket_mb=1)
-        for version in range(3):
+        for version in range(2):
             while not exchange.publish(version, lambda out: out.fill(1), evaluate="test"):
                 time.sleep(0.01)
         exchange.close()

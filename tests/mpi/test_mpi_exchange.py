@@ -38,16 +38,16 @@ def world(case: str, ranks: int = 3) -> tuple[Outcome, float]:
         ),
         (
             "never_joins",
-            r"searcher 1 \(world rank 2\) has not joined the world within 2 s: it did not",
+            r"searcher 1 \(world rank 2\) did not join the world within 2 s: it did not",
         ),
         (
             "never_connects",
-            r"searcher 1 \(world rank 2 on \S+\) joined the world, but has not finished its set-up "
+            r"searcher 1 \(world rank 2 on \S+\) joined the world, but did not get ready "
             r"\(loading model and engine\) within 2 s: see its log",
         ),
         (
             "trainer_never_connects",
-            r"trainer 0 \(world rank 0 on \S+\) has not sent the layout .* within 4 s",
+            r"trainer 0 \(world rank 0 on \S+\) did not send the layout .* within 4 s",
         ),
         (
             "stops_answering",
@@ -88,7 +88,7 @@ def test_a_long_evaluation_is_no_fault() -> None:
     outcome, seconds = world("slow_evaluation")
     assert outcome.code == 0, outcome.output
     assert "patient" in outcome.output
-    assert seconds > 12, "three evaluations of two deadlines each"
+    assert seconds > 8, "two evaluations of two deadlines each"
 
 
 def test_many_buckets_between_nodes() -> None:

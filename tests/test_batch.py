@@ -1,0 +1,169 @@
+"""Batches: nothing is lost or mixed up on the way to ranks, micro-batches and the wire."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from tba_hpc.batch import (
+    PaddedBatch,
+    balance,
+    from_arrays,
+    micro_batches,
+    split,
+    staleness,
+    take_groups,
+    to_arrays,
+)
+from tba_hpc.types import Ragged, TrajectoryBatch
+
+
+def make_batch(groups: int, size: int = 3, *, seed: int = 0, longest: int = 30) -> TrajectoryBatch:
+    """Random batch; every token, reward and log-probability is different, so that rows cannot be confused."""
+    rng = np.random.default_rng(seed)
+    rows = groups * size
+    prompt_length_N = np.repeat(rng.integers(1, 9, groups), size)
+    completion_length_N = rng.integers(1, longest, rows)
+    offsets = np.concatenate([[0], np.cumsum(prompt_length_N + completion_length_N)])
+    completion_tokens = completion_length_N.sum()
+    return TrajectoryBatch(
+        group_size=size,
+        sequences=Ragged(np.arange(1, offsets[-1] + 1, dtype=np.int32), offsets),
+        prompt_length_N=prompt_length_N,
+        reward_N=np.arange(rows, dtype=np.float32),
+        version_N=rng.integers(0, 50, rows).astype(np.int32),
+        logprobs=-rng.random(completion_tokens).astype(np.float32),
+        ref_logprobs=-rng.random(completion_tokens).astype(np.float32),
+        prompt_id_B=rng.permutation(groups * 5)[:groups],
+    )
+
+
+Row = tuple[int, float, int, int, tuple[int, ...], tuple[float, ...], tuple[float, ...]]
+
+
+def rows_of(batch: TrajectoryBatch) -> list[Row]:
+    """Every row as plain values, taken apart one by one."""
+    found, start = [], 0
+    for i in range(len(batch.reward_N)):
+        tokens = batch.sequences.row(i).tolist()
+        end = start + len(tokens) - int(batch.prompt_length_N[i])
+        found.append(
+            (
+                int(batch.prompt_id_B[i // batch.group_size]),
+                float(batch.reward_N[i]),
+                int(batch.version_N[i]),
+                int(batch.prompt_length_N[i]),
+                tuple(tokens),
+                tuple(batch.logprobs[start:end].tolist()),
+                tuple(batch.ref_logprobs[start:end].tolist()),
+            )
+        )
+        start = end
+    assert start == len(batch.logprobs) == len(batch.ref_logprobs)
+    return found
+
+
+def group_rows(batch: TrajectoryBatch) -> list[list[Row]]:
+    rows, size = rows_of(batch), batch.group_size
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+def test_take_groups_takes_whole_groups_in_order() -> None:
+    batch = make_batch(5)
+    groups = group_rows(batch)
+    taken = take_groups(batch, np.array([3, 0, 3]))
+    assert group_rows(taken) == [groups[3], groups[0], groups[3]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+def test_split_deals_every_group_once_and_equally(ranks: int) -> None:
+    batch = make_batch(6)
+    parts = [group_rows(part) for part in split(batch, ranks)]
+    assert [len(part) for part in parts] == [6 // ranks] * ranks
+    assert sorted(itertools.chain(*parts)) == sorted(group_rows(batch))
+
+
+def lightest_possible(tokens: list[int], ranks: int) -> int:
+    """Brute force: the smallest heaviest load over all ways to deal equal numbers of groups."""
+    size = len(tokens) // ranks
+    return min(
+        max(sum(order[i : i + size]) for i in range(0, len(order), size))
+        for order in set(itertools.permutations(tokens))
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_balance_is_within_four_thirds_of_the_optimum(seed: int) -> None:
+    ranks = (2, 3)[seed % 2]
+    batch = make_batch(6, seed=seed, longest=(10, 200)[seed % 4 // 2])
+    tokens = [sum(len(row[4]) for row in group) for group in group_rows(batch)]
+    heaviest = max(sum(tokens[group] for group in share) for share in balance(batch, ranks))
+    assert heaviest <= 4 / 3 * lightest_possible(tokens, ranks)
+
+
+def test_ranks_beyond_the_groups_are_refused() -> None:
+    with pytest.raises(AssertionError):
+        balance(make_batch(3), 2)
+
+
+def test_arrays_round_trip_bit_by_bit() -> None:
+    batch = make_batch(4)
+    arrays = to_arrays(batch)
+    assert all(array.dtype != object for array in arrays.values())
+    again = to_arrays(from_arrays(arrays))
+    assert {name: (a.dtype, a.tobytes()) for name, a in arrays.items()} == {
+        name: (a.dtype, a.tobytes()) for name, a in again.items()
+    }
+    assert rows_of(from_arrays(arrays)) == rows_of(batch)
+
+
+def unpadded(micro: PaddedBatch) -> list[list[tuple[int, float, int, tuple[int, ...]]]]:
+    """Groups of (prompt id, reward, prompt length, tokens), padding checked and left out."""
+    rows = []
+    for i, length in enumerate(micro.length_N):
+        assert not micro.tokens_NL[i, length:].any()
+        tokens = tuple(micro.tokens_NL[i, :length].tolist())
+        prompt = int(micro.prompt_id_B[i // micro.group_size])
+        rows.append((prompt, float(micro.reward_N[i]), int(micro.prompt_length_N[i]), tokens))
+    return [rows[i : i + micro.group_size] for i in range(0, len(rows), micro.group_size)]
+
+
+@pytest.mark.parametrize("per_micro_batch", [1, 2, 3, 7, 20])
+def test_micro_batches_hold_every_group_once_and_whole(per_micro_batch: int) -> None:
+    batch = make_batch(7)
+    micros = list(micro_batches(batch, per_micro_batch))
+    found = [group for micro in micros for group in unpadded(micro)]
+    wanted = [[(row[0], row[1], row[3], row[4]) for row in group] for group in group_rows(batch)]
+    assert sorted(found) == sorted(wanted)
+    assert all(len(micro.prompt_id_B) == per_micro_batch for micro in micros[:-1])
+
+
+def test_micro_batches_pad_to_their_own_longest_row_longest_first() -> None:
+    widths = []
+    for micro in micro_batches(make_batch(8), 2):
+        assert micro.tokens_NL.dtype == np.int64
+        assert micro.tokens_NL.shape[1] == micro.length_N.max()
+        widths.append(micro.tokens_NL.shape[1])
+    assert widths == sorted(widths, reverse=True)
+    assert widths[0] > widths[-1]
+
+
+def test_reference_logprobs_are_summed_per_completion() -> None:
+    batch = make_batch(4)
+    wanted = {row[4]: sum(row[6]) for row in rows_of(batch)}
+    for micro in micro_batches(batch, 2):
+        for i, length in enumerate(micro.length_N):
+            found = micro.ref_logprob_N[i]
+            assert found == pytest.approx(wanted[tuple(micro.tokens_NL[i, :length].tolist())], rel=1e-6)
+
+
+def test_completion_mask_marks_the_tokens_after_the_prompt() -> None:
+    (micro,) = micro_batches(make_batch(3), 3)
+    for i, mask in enumerate(micro.completion_mask_NL):
+        start, end = micro.prompt_length_N[i], micro.length_N[i]
+        assert np.flatnonzero(mask).tolist() == list(range(start, end))
+
+
+def test_staleness_counts_from_the_version_that_sampled() -> None:
+    batch = make_batch(2)
+    assert staleness(batch, 60).tolist() == [60 - version for version in batch.version_N.tolist()]

@@ -1,0 +1,498 @@
+"""The replay buffer against a naive model of it, closed-form probabilities, and itself after a restore."""
+
+import sys
+import tracemalloc
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+
+import numpy as np
+import pytest
+
+from tba_hpc import buffer as buffer_module
+from tba_hpc.batch import to_arrays
+from tba_hpc.buffer import Merged, ReplayBuffer
+from tba_hpc.config import BufferSection
+from tba_hpc.types import RECORD, Ragged, Trajectories, TrajectoryBatch
+
+
+@dataclass(frozen=True)
+class Item:
+    """One trajectory as plain values; log-probabilities are made from the uid, so that mix-ups show."""
+
+    uid: int
+    prompt: int
+    tokens: tuple[int, ...]
+    reward: float = 0.0
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        return [1000 + self.prompt] * (1 + self.prompt % 3)
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [-float(self.uid) - t / 8 for t in range(len(self.tokens))]
+
+
+def pack(items: Sequence[Item]) -> Trajectories:
+    """As a shard holds them: each distinct prompt once."""
+    prompts = {item.prompt: item.prompt_tokens for item in reversed(items)}
+    row_of = {prompt: row for row, prompt in enumerate(prompts)}
+    record = np.zeros(len(items), RECORD)
+    for row, item in enumerate(items):
+        record[row] = (
+            item.uid,
+            item.prompt,
+            item.uid,
+            row_of[item.prompt],
+            item.reward,
+            item.uid,
+            item.uid,
+            0,
+        )
+    logprobs = np.array([x for item in items for x in item.logprobs], np.float32)
+    return Trajectories(
+        record,
+        Ragged.from_rows([np.array(tokens) for tokens in prompts.values()], np.int32),
+        Ragged.from_rows([np.array(item.tokens) for item in items], np.int32),
+        logprobs,
+        logprobs * 2,
+    )
+
+
+@dataclass
+class Naive:
+    """What the buffer should hold, by lists."""
+
+    per_prompt: int
+    capacity: int
+    live: list[tuple[Item, int]] = field(default_factory=list)
+
+    def merge(self, items: Sequence[Item], round: int) -> Merged:
+        duplicates = evicted = 0
+        for item in items:
+            equal = [x for x in self.live if (x[0].prompt, x[0].tokens) == (item.prompt, item.tokens)]
+            for old in equal:
+                self.live.remove(old)
+                duplicates += 1
+            self.live.append((item, round))
+        for prompt in {item.prompt for item in items}:
+            of_prompt = [x for x in self.live if x[0].prompt == prompt]
+            for old in of_prompt[: max(0, len(of_prompt) - self.per_prompt)]:
+                self.live.remove(old)
+                evicted += 1
+        while len(self.live) > self.capacity:
+            self.live.pop(0)
+            evicted += 1
+        return Merged(len(items) - duplicates, duplicates, evicted)
+
+
+def random_items(rng: np.random.Generator, count: int, first_uid: int, prompts: int = 6) -> list[Item]:
+    """Short texts of two letters, so that many are equal."""
+    return [
+        Item(
+            first_uid + i,
+            int(rng.integers(prompts)),
+            tuple(rng.integers(0, 2, rng.integers(1, 5)).tolist()),
+            float(np.float32(rng.random())),
+        )
+        for i in range(count)
+    ]
+
+
+def items_of(trajectories: Trajectories) -> list[Item]:
+    """Inverse of pack, checking everything that Item derives."""
+    trajectories.check()
+    items, start = [], 0
+    for row, record in enumerate(trajectories.record):
+        tokens = tuple(trajectories.completions.row(row).tolist())
+        item = Item(int(record["uid"]), int(record["prompt_id"]), tokens, float(record["reward"]))
+        assert trajectories.prompts.row(record["prompt_row"]).tolist() == item.prompt_tokens
+        end = start + len(tokens)
+        assert trajectories.logprobs[start:end].tolist() == item.logprobs
+        assert trajectories.ref_logprobs[start:end].tolist() == [2 * x for x in item.logprobs]
+        items.append(item)
+        start = end
+    return items
+
+
+def groups_of(batch: TrajectoryBatch) -> list[list[Item]]:
+    """The trajectories of each group, checking everything that Item derives."""
+    items, start = [], 0
+    for row in range(len(batch.reward_N)):
+        prompt = int(batch.prompt_id_B[row // batch.group_size])
+        text, length = batch.sequences.row(row).tolist(), int(batch.prompt_length_N[row])
+        item = Item(int(batch.version_N[row]), prompt, tuple(text[length:]), float(batch.reward_N[row]))
+        assert text[:length] == item.prompt_tokens
+        end = start + len(item.tokens)
+        assert batch.logprobs[start:end].tolist() == item.logprobs
+        assert batch.ref_logprobs[start:end].tolist() == [2 * x for x in item.logprobs]
+        items.append(item)
+        start = end
+    assert start == len(batch.logprobs)
+    return [items[i : i + batch.group_size] for i in range(0, len(items), batch.group_size)]
+
+
+def filled(items: Sequence[Item], seed: int = 0, **config: object) -> ReplayBuffer:
+    """A buffer that got all items in round 0."""
+    made = ReplayBuffer(BufferSection(**config), seed)
+    made.merge(pack(items), 0)
+    return made
+
+
+def prompts_with(count: int, completions: int = 1, first_prompt: int = 0) -> list[Item]:
+    return [
+        Item(100 * prompt + i, prompt, (prompt, i))
+        for prompt in range(first_prompt, first_prompt + count)
+        for i in range(completions)
+    ]
+
+
+# --- Merging ---
+
+
+@pytest.mark.parametrize("per_prompt, capacity", [(100, 1000), (4, 1000), (100, 20), (5, 22), (1, 3)])
+def test_merging_equals_the_naive_model(per_prompt: int, capacity: int) -> None:
+    rng = np.random.default_rng(per_prompt + capacity)
+    naive = Naive(per_prompt, capacity)
+    real = ReplayBuffer(BufferSection(capacity_per_prompt=per_prompt, capacity=capacity), 0)
+    merged = 0
+    for round in range(60):
+        items = random_items(rng, int(rng.integers(0, 30)), first_uid=merged)
+        assert real.merge(pack(items), round) == naive.merge(items, round)
+        merged += len(items)
+        assert items_of(real.trajectories()) == [item for item, _ in naive.live]
+        assert len(real) == len(naive.live)
+        assert real.prompts == len({item.prompt for item, _ in naive.live})
+        assert merged == len(real) + real.evicted + real.duplicates
+        assert real.added == merged - real.duplicates
+
+
+def test_a_duplicate_replaces_the_older_and_becomes_the_youngest() -> None:
+    same, other = (1, 2), (3,)
+    real = filled([Item(0, 0, same, 0.25), Item(1, 0, other)], capacity_per_prompt=2)
+    assert real.merge(pack([Item(2, 0, same, 0.5)]), 1) == Merged(0, 1, 0)
+    assert items_of(real.trajectories()) == [Item(1, 0, other), Item(2, 0, same, 0.5)]
+    assert real.merge(pack([Item(3, 0, (4,))]), 2) == Merged(1, 0, 1)
+    assert [item.uid for item in items_of(real.trajectories())] == [2, 3]
+
+
+def test_equal_completions_of_different_prompts_are_different() -> None:
+    assert len(filled([Item(0, 0, (7,)), Item(1, 1, (7,))])) == 2
+
+
+def test_one_completion_that_continues_another_is_different() -> None:
+    assert len(filled([Item(0, 0, (7,)), Item(1, 0, (7, 0)), Item(2, 0, ())])) == 3
+
+
+def test_a_prompt_is_stored_once_whatever_the_number_of_shards() -> None:
+    real = filled(prompts_with(3))
+    real.merge(pack([Item(900, 2, (9,)), Item(901, 1, (9,))]), 1)
+    assert len(real.trajectories().prompts) == 3
+
+
+def test_garbage_never_outweighs_what_is_live() -> None:
+    """Memory follows the live tokens, not all that ever came."""
+    real = ReplayBuffer(BufferSection(capacity=50, capacity_per_prompt=50), 0)
+    for round in range(200):
+        real.merge(pack([Item(100 * round + i, i % 7, (round, i)) for i in range(20)]), round)
+        assert len(real._rows) <= 2 * len(real) <= 100
+
+
+def test_rounds_never_go_back() -> None:
+    real = ReplayBuffer(BufferSection(), 0)
+    real.merge(pack([Item(0, 0, (1,))]), 5)
+    with pytest.raises(AssertionError):
+        real.merge(pack([Item(1, 0, (2,))]), 4)
+
+
+# --- Which prompts ---
+
+
+def test_prompts_come_in_passes_each_once() -> None:
+    real = filled(prompts_with(12), most_on_policy=0.0)
+    orders = []
+    for start in range(0, 30, 3):
+        batches = [real.sample(step, groups=4, group_size=1) for step in range(start, start + 3)]
+        order = [prompt for batch in batches for prompt in batch.prompt_id_B.tolist()]
+        assert sorted(order) == list(range(12))
+        orders.append(order)
+    assert len({tuple(order) for order in orders}) == 10  # in another order every time
+
+
+def test_no_prompt_twice_in_a_batch_across_passes() -> None:
+    real = filled(prompts_with(12), most_on_policy=0.0)
+    seen = Counter(dict.fromkeys(range(12), 0))
+    for step in range(100):
+        batch = real.sample(step, groups=5, group_size=1).prompt_id_B.tolist()
+        assert len(set(batch)) == 5
+        seen.update(batch)
+        assert max(seen.values()) - min(seen.values()) <= 1
+
+
+def test_prompts_repeat_evenly_where_they_are_too_few() -> None:
+    real = filled(prompts_with(2), most_on_policy=0.5)
+    for step in range(20):
+        batch = real.sample(step, groups=5, group_size=1)
+        assert sorted(Counter(batch.prompt_id_B.tolist()).values()) == [2, 3]
+
+
+def test_a_new_prompt_joins_the_pass_under_way_and_an_evicted_one_leaves_it() -> None:
+    real = filled(prompts_with(6), most_on_policy=0.0, capacity=6)
+    first = real.sample(0, groups=2, group_size=1).prompt_id_B.tolist()
+    real.merge(pack(prompts_with(2, first_prompt=6)), 1)  # the oldest, prompts 0 and 1, leave
+    rest = set(range(2, 8)) - set(first)
+    batch = real.sample(1, groups=len(rest), group_size=1)
+    assert set(batch.prompt_id_B.tolist()) == rest
+
+
+def test_most_on_policy_share_of_groups() -> None:
+    """10 old and 10 recent prompts: recent ones come with probability m + (1 − m)/2."""
+    real = filled(prompts_with(10), most_on_policy=0.6)
+    real.merge(pack(prompts_with(10, first_prompt=10)), 1)
+    draws = 4000
+    recent = sum(int(real.sample(step, groups=1, group_size=1).prompt_id_B[0] >= 10) for step in range(draws))
+    assert abs(recent - 0.8 * draws) < 4 * np.sqrt(draws * 0.8 * 0.2)
+
+
+def test_m_one_takes_all_from_the_most_recent_round() -> None:
+    real = filled(prompts_with(10, 4), most_on_policy=1.0)
+    real.merge(pack([Item(5000 + 10 * p + i, p, (77, i)) for p in range(4) for i in range(3)]), 1)
+    for step in range(30):
+        for group in groups_of(real.sample(step, groups=4, group_size=3)):
+            assert all(item.uid >= 5000 for item in group)
+
+
+def test_all_shards_of_a_round_are_recent_and_an_empty_round_changes_nothing() -> None:
+    real = filled(prompts_with(8), most_on_policy=1.0)
+    real.merge(pack([Item(5000, 1, (9,))]), 3)
+    real.merge(pack([Item(5001, 2, (9,))]), 3)
+    assert real.merge(pack([]), 4) == Merged(0, 0, 0)
+    for step in range(10):
+        assert set(real.sample(step, groups=2, group_size=1).prompt_id_B.tolist()) == {1, 2}
+
+
+def test_recent_means_live_and_a_regenerated_duplicate_counts_once() -> None:
+    real = filled([Item(i, i, (i,)) for i in range(4)], most_on_policy=1.0, capacity=4)
+    again = [
+        Item(10, 0, (0,)),
+        Item(11, 0, (0,)),
+        Item(12, 1, (1,)),
+    ]  # duplicates: of round 0, and of each other
+    assert real.merge(pack(again), 1) == Merged(0, 3, 0)
+    assert sorted(items_of(real.trajectories()), key=lambda item: item.uid) == [
+        Item(2, 2, (2,)),
+        Item(3, 3, (3,)),
+        Item(11, 0, (0,)),
+        Item(12, 1, (1,)),
+    ]
+    for step in range(10):
+        assert set(real.sample(step, groups=2, group_size=1).prompt_id_B.tolist()) == {0, 1}
+
+
+def test_a_round_larger_than_the_buffer() -> None:
+    real = filled(prompts_with(3), most_on_policy=1.0, capacity=5)
+    assert real.merge(pack(prompts_with(9, first_prompt=20)), 1) == Merged(9, 0, 7)
+    batch = real.sample(0, groups=5, group_size=1)
+    assert set(batch.prompt_id_B.tolist()) == {24, 25, 26, 27, 28}
+
+
+def test_a_recent_draw_that_has_run_out_goes_on_among_all() -> None:
+    real = filled(prompts_with(6), most_on_policy=1.0)
+    real.merge(pack([Item(900, 0, (9,)), Item(901, 1, (9,))]), 1)
+    for step in range(20):
+        batch = real.sample(step, groups=4, group_size=1).prompt_id_B.tolist()
+        assert len(set(batch)) == 4 and {0, 1} <= set(batch)
+
+
+# --- Which completions ---
+
+
+def chi_square(found: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float], draws: int) -> float:
+    assert set(found) <= set(expected)
+    assert sum(expected.values()) == pytest.approx(1)
+    return sum((found[key] - draws * p) ** 2 / (draws * p) for key, p in expected.items())
+
+
+REWARDS = (0.0, 0.5, 1.0, 2.0)
+
+
+def replay_weights(temperature: float | None, mix: float) -> np.ndarray:
+    if temperature is None:
+        return np.full(4, 0.25)
+    odds = np.exp(np.array(REWARDS) / temperature)
+    return (1 - mix) * odds / odds.sum() + mix / 4
+
+
+def draws_of(size: int, draws: int, **config: object) -> Counter[tuple[int, ...]]:
+    """How often each ordered group of uids came, from one prompt with REWARDS."""
+    real = filled([Item(i, 0, (i,), reward) for i, reward in enumerate(REWARDS)], **config)
+    groups = (real.sample(step, groups=1, group_size=size) for step in range(draws))
+    return Counter(tuple(group.version_N.tolist()) for group in groups)
+
+
+CHI_SQUARE_3, CHI_SQUARE_11 = 21.1, 37.4
+"""Exceeded with probability 1e-4 by 3 and by 11 degrees of freedom; seeds are fixed."""
+
+
+@pytest.mark.parametrize("temperature, mix", [(1.0, 0.1), (0.5, 0.0), (0.25, 0.5), (1.0, 1.0), (None, 0.0)])
+def test_single_completions_follow_softmax_mixed_with_uniform(temperature: float | None, mix: float) -> None:
+    draws = 3000
+    found = draws_of(1, draws, most_on_policy=0.0, reward_temperature=temperature, uniform_mix=mix)
+    expected = {(i,): p for i, p in enumerate(replay_weights(temperature, mix))}
+    assert chi_square(found, expected, draws) < CHI_SQUARE_3
+
+
+def test_pairs_follow_the_draw_without_replacement() -> None:
+    """P(i then j) = w_i · w_j / (1 − w_i)."""
+    draws, w = 4000, replay_weights(1.0, 0.1)
+    expected = {(i, j): w[i] * w[j] / (1 - w[i]) for i in range(4) for j in range(4) if i != j}
+    assert chi_square(draws_of(2, draws, most_on_policy=0.0), expected, draws) < CHI_SQUARE_11
+
+
+def test_recent_completions_are_drawn_uniformly_whatever_their_reward() -> None:
+    draws = 3000
+    found = draws_of(1, draws, most_on_policy=1.0, reward_temperature=0.25, uniform_mix=0.0)
+    assert chi_square(found, {(i,): 0.25 for i in range(4)}, draws) < CHI_SQUARE_3
+
+
+def test_extreme_rewards_leave_finite_probabilities() -> None:
+    items = [Item(0, 0, (0,), -1e30), Item(1, 0, (1,), 1e30), Item(2, 0, (2,), 0.0)]
+    real = filled(items, most_on_policy=0.0, reward_temperature=1e-3, uniform_mix=0.0)
+    for step in range(20):
+        (group,) = groups_of(real.sample(step, groups=1, group_size=4))
+        assert group[0].uid == group[3].uid == 1  # all of the weight; the others once each for want of more
+        assert {item.uid for item in group} == {0, 1, 2}
+
+
+def test_a_group_is_distinct_while_its_prompt_suffices() -> None:
+    real = filled(prompts_with(5, completions=6), most_on_policy=0.5)
+    for step in range(30):
+        for group in groups_of(real.sample(step, groups=4, group_size=6)):
+            assert len({item.uid for item in group}) == 6
+
+
+def test_too_few_completions_come_all_before_any_repeats() -> None:
+    real = filled(prompts_with(3, completions=3), most_on_policy=0.0)
+    for step in range(30):
+        for group in groups_of(real.sample(step, groups=3, group_size=7)):
+            assert len({item.uid for item in group[:3]}) == 3
+            assert {item.prompt for item in group} == {group[0].prompt}
+
+
+def test_too_few_recent_completions_are_all_taken_then_older_ones_of_the_prompt() -> None:
+    real = filled(prompts_with(1, completions=4), most_on_policy=1.0)
+    real.merge(pack([Item(900, 0, (9, 0)), Item(901, 0, (9, 1))]), 1)
+    for step in range(30):
+        (group,) = groups_of(real.sample(step, groups=1, group_size=5))
+        assert {item.uid for item in group[:2]} == {900, 901}
+        assert len({item.uid for item in group}) == 5
+
+
+def test_samples_are_of_live_trajectories_only() -> None:
+    rng = np.random.default_rng(3)
+    naive, real = Naive(5, 30), ReplayBuffer(BufferSection(capacity_per_prompt=5, capacity=30), 0)
+    for round in range(40):
+        items = random_items(rng, 12, first_uid=100 * round, prompts=12)
+        naive.merge(items, round)
+        real.merge(pack(items), round)
+        live = {item for item, _ in naive.live}
+        for group in groups_of(real.sample(round, groups=4, group_size=3)):
+            assert set(group) <= live
+
+
+# --- Repeating, resuming, cost ---
+
+
+def image(batch: TrajectoryBatch) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in to_arrays(batch).items()}
+
+
+def test_samples_depend_on_seed_and_step_alone() -> None:
+    def one(seed: int, step: int) -> dict[str, bytes]:
+        return image(filled(prompts_with(20, 5), seed).sample(step, groups=4, group_size=3))
+
+    assert one(0, 7) == one(0, 7)
+    assert len({str(one(seed, step)) for seed in range(3) for step in range(3)}) == 9
+
+
+def test_a_restored_buffer_goes_on_bit_by_bit() -> None:
+    config = BufferSection(capacity_per_prompt=6, capacity=40, most_on_policy=0.5)
+    rng = np.random.default_rng(1)
+    real = ReplayBuffer(config, 4)
+    for round in range(50):
+        for part in range(2):
+            real.merge(pack(random_items(rng, 9, 100 * round + 20 * part, prompts=15)), round)
+        real.sample(round, groups=4, group_size=3)
+        if round % 10 == 5:
+            arrays = real.state()
+            restored = ReplayBuffer(config, 4)
+            restored.merge(pack(random_items(np.random.default_rng(9), 20, 1)), 0)  # all of it is dropped
+            restored.restore(arrays)
+            follow(real, restored, rng.integers(1 << 30), round)
+
+
+def follow(real: ReplayBuffer, restored: ReplayBuffer, seed: int, round: int) -> None:
+    """Both go on alike: samples, merges, counters, and the next state."""
+    rng = np.random.default_rng(seed)
+    for step in range(8):
+        items = random_items(rng, 7, 10_000 * round + 10 * step, prompts=20)
+        batches = [b.sample(step, groups=5, group_size=4) for b in (real, restored)]
+        assert image(batches[0]) == image(batches[1])
+        assert real.merge(pack(items), round + step // 4) == restored.merge(pack(items), round + step // 4)
+    assert [len(real), real.prompts, real.added, real.duplicates, real.evicted] == [
+        *(len(restored), restored.prompts),
+        *(restored.added, restored.duplicates, restored.evicted),
+    ]
+    one, other = real.state(), restored.state()
+    assert {name: array.tobytes() for name, array in one.items()} == {
+        name: array.tobytes() for name, array in other.items()
+    }
+
+
+def test_the_state_is_plain_arrays_and_that_of_an_empty_buffer_restores() -> None:
+    empty = ReplayBuffer(BufferSection(), 0)
+    again = ReplayBuffer(BufferSection(), 0)
+    again.restore(empty.state())
+    assert again.merge(pack(prompts_with(3)), 0) == Merged(3, 0, 0)
+    assert all(array.dtype != object for array in again.state().values())
+
+
+def lines_and_peak_bytes(real: ReplayBuffer) -> tuple[int, int]:
+    """Lines of buffer.py run, and the most memory allocated, in 20 samples."""
+    lines = 0
+
+    def count(frame: FrameType, event: str, _: object) -> object:
+        nonlocal lines
+        if frame.f_code.co_filename != buffer_module.__file__:
+            return None
+        lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    tracemalloc.start()
+    sys.settrace(count)
+    try:
+        for step in range(20):
+            real.sample(step, groups=8, group_size=4)
+    finally:
+        sys.settrace(before)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return lines, peak
+
+
+def test_the_cost_of_a_sample_does_not_depend_on_how_much_is_stored() -> None:
+    """A hundred times the trajectories: neither more lines run nor larger arrays made."""
+    costs = []
+    for prompts in (100, 10_000):
+        items = prompts_with(prompts, completions=10)
+        real = filled(items, capacity=200_000)
+        real.merge(pack(items[: len(items) // 2]), 1)  # half of the prompts are recent
+        assert len(real) == 10 * prompts
+        real.sample(99, groups=8, group_size=4)  # what is imported or cached at first use
+        costs.append(lines_and_peak_bytes(real))
+    (few_lines, few_bytes), (many_lines, many_bytes) = costs
+    assert many_lines < 1.2 * few_lines
+    assert many_bytes < 1.5 * few_bytes

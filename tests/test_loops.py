@@ -1,0 +1,397 @@
+"""The real trainer and searcher loops on the tabular policy: learning, resume, stop, bad rewards, evaluation.
+
+Only backends are swapped: the engine and the learner are the enumerable ones, the exchange is the one
+over files, or one that replays a fixed sequence of shards.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange
+from tba_hpc.backends.hdf5_shards import ShardWriter, read_arrays, read_pending, read_shard
+from tba_hpc.buffer import ReplayBuffer
+from tba_hpc.config import Config, parse_config
+from tba_hpc.evaluator import Evaluator
+from tba_hpc.metrics import MetricsWriter, read_metrics, step_records
+from tba_hpc.ports import ExchangeError, Generator, SearcherExchange, TrainerExchange
+from tba_hpc.runtime import Checkpoints, training_requests
+from tba_hpc.scorer import Scorer
+from tba_hpc.searcher import Searcher
+from tba_hpc.state import (
+    PromptLedger,
+    RunDir,
+    TrainerState,
+    latest_checkpoint,
+    read_evaluation,
+    read_state,
+    write_evaluation,
+)
+from tba_hpc.tasks.tabular import (
+    Table,
+    TabularGenerator,
+    TabularLearner,
+    TabularReference,
+    TabularTask,
+    total_variation,
+)
+from tba_hpc.trainer import Trainer
+from tba_hpc.types import Completion, Prompt, Shard, Split, Trajectories, WeightUpdate
+
+TABLE = Table()
+BETA = 0.25
+
+
+def make_config(root: Path, **sections: dict[str, object]) -> Config:
+    """Four prompts, K = 8, k = 2, replay half the time."""
+    tree: dict[str, dict[str, object]] = {
+        "run": {"root": str(root), "name": "loops"},
+        "model": {"path": "tabular", "dtype": "float32", "context_length": 8},
+        "generator": {"completions_per_prompt": 12, "temperature": 1.0, "max_tokens": TABLE.length},
+        "buffer": {"initial_completions": 15, "capacity_per_prompt": 40},
+        "train": {
+            "steps": 12,
+            "prompts_per_step": 4,
+            "completions_per_prompt": 8,
+            "learning_rate": {"peak": 0.05},
+            "beta": {"start": BETA},
+        },
+        "exchange": {"transport": "files", "sync_every": 2, "seal_seconds": 0.01, "deadline_seconds": 20},
+        "checkpoint": {"every": 5},
+        "evaluate": {"every": 4, "validation_prompts": 4},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return parse_config(tree)
+
+
+def never() -> bool:
+    """No stop is asked for."""
+    return False
+
+
+@dataclass
+class TrainerParts:
+    """A trainer as the runtime would build it from the run directory, on the tabular learner."""
+
+    config: Config
+    run: RunDir
+    learner: TabularLearner = field(default_factory=lambda: TabularLearner(TABLE))
+    buffer: ReplayBuffer = field(init=False)
+
+    def build(self, exchange: TrainerExchange, stop_asked: Callable[[], bool] = never) -> Trainer:
+        """Restore the newest checkpoint, if there is one."""
+        self.buffer, ledger, state = ReplayBuffer(self.config.buffer, 0), PromptLedger(), TrainerState()
+        if folder := latest_checkpoint(self.run):
+            state = read_state(folder)
+            ledger = PromptLedger.from_array(read_arrays(folder / "prompts.h5")["done"])
+            self.buffer.restore(read_arrays(folder / "buffer.h5"))
+            self.learner.load(folder)
+        return Trainer(
+            self.config,
+            learner=self.learner,
+            exchange=exchange,
+            buffer=self.buffer,
+            ledger=ledger,
+            state=state,
+            checkpoints=Checkpoints(self.run, self.config.checkpoint.keep),
+            pending=(),
+            metrics=MetricsWriter(self.run.metrics_file("trainer")),
+            stop_asked=stop_asked,
+        )
+
+    def file_exchange(self) -> FileTrainerExchange:
+        """The leader's end over the run directory."""
+        return FileTrainerExchange(
+            self.run.weights,
+            self.learner.layout,
+            read_pending=partial(read_pending, self.run),
+            cursors={},
+            evaluated=lambda split, step: read_evaluation(self.run, split, step, 1) is not None,
+        )
+
+
+def make_searcher(
+    config: Config,
+    run: RunDir,
+    exchange: SearcherExchange,
+    *,
+    task: TabularTask | None = None,
+    generator: Generator | None = None,
+) -> Searcher:
+    """The only searcher of a run, on the tabular policy."""
+    task = task or TabularTask(TABLE)
+    return Searcher(
+        generator=generator or TabularGenerator(TABLE),
+        scorer=Scorer(task, TabularReference(TABLE), ShardWriter(run, 0), seal_seconds=0.01),
+        exchange=exchange,
+        requests=training_requests(config, task, 0, PromptLedger()),
+        evaluator=Evaluator(
+            task,
+            searcher=0,
+            searchers=1,
+            max_tokens=TABLE.length,
+            limits={"validation": config.evaluate.validation_prompts, "test": None},
+        ),
+        report=lambda part: write_evaluation(run, 0, 1, part),
+        metrics=MetricsWriter(run.metrics_file("searcher")),
+        stop_asked=never,
+        sequences=24,
+        pending_shards=config.exchange.pending_shards,
+    )
+
+
+def test_a_whole_asynchronous_run_learns_the_target(tmp_path: Path) -> None:
+    """Real loops, two threads, stale replayed data: the policy ends near π_ref·exp(r/β)/Z."""
+    config = make_config(tmp_path, train={"steps": 400})
+    run = RunDir.create(config)
+    parts = TrainerParts(config, run)
+    before = total_variation(parts.learner.policy_PC, TABLE.optimum(BETA)).max()
+    searcher = make_searcher(config, run, FileSearcherExchange(run.weights, 0, deadline=20))
+    thread = threading.Thread(target=searcher.run)
+    thread.start()
+    finished = parts.build(parts.file_exchange()).run()
+    thread.join(20)
+
+    assert finished and not thread.is_alive()
+    after = total_variation(parts.learner.policy_PC, TABLE.optimum(BETA)).max()
+    assert before > 0.3 and after < 0.03
+    steps = step_records(read_metrics(run.metrics_file("trainer")))
+    assert [record["step"] for record in steps] == list(range(1, 401))
+    assert max(float(record["staleness/max"]) for record in steps) > config.exchange.sync_every
+
+
+def test_evaluations_use_exactly_the_named_weights(tmp_path: Path) -> None:
+    """Greedy pass@1 of every recorded step equals that of the policy which the checkpoint holds."""
+    config = make_config(tmp_path, train={"steps": 40}, evaluate={"every": 8}, checkpoint={"every": 8})
+    run = RunDir.create(config)
+    parts = TrainerParts(config, run)
+    thread = threading.Thread(
+        target=make_searcher(config, run, FileSearcherExchange(run.weights, 0, deadline=20)).run
+    )
+    thread.start()
+    parts.build(parts.file_exchange()).run()
+    thread.join(20)
+
+    last = read_evaluation(run, "test", 40, 1)
+    first = read_evaluation(run, "test", 0, 1)
+    assert first is not None and last is not None
+    assert last.correct == _greedy_correct(parts.learner.policy_logits)
+    assert first.correct == _greedy_correct(TABLE.ref_logits_PSV)
+
+
+def _greedy_correct(logits_PSV: np.ndarray) -> int:
+    """Prompts whose greedy completion has the highest reward, followed token by token."""
+    task, correct = TabularTask(TABLE), 0
+    for prompt in task.prompts("test"):
+        tokens: list[int] = []
+        while len(tokens) < TABLE.length and TABLE.eos not in tokens:
+            prefix = TABLE.prefixes(np.array([[*tokens, 0]]))[0, -1]
+            tokens.append(int(logits_PSV[prompt.id, prefix].argmax()))
+        reason = "stop" if tokens[-1] == TABLE.eos else "length"
+        completion = Completion(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), reason)
+        correct += task.correct(prompt, completion)
+    return correct
+
+
+# --- Resume ---
+
+
+class ReplayExchange:
+    """A TrainerExchange whose n-th publish brings the shards sealed as n-th: a fixed sequence."""
+
+    def __init__(self, shards: list[Shard], published: int) -> None:
+        self._shards = shards
+        self._published = published
+        self._arrived: deque[Shard] = deque()
+        self.stop_requested = False
+
+    def publish(
+        self, version: int, write: Callable[[np.ndarray], None], *, evaluate: Split | None = None
+    ) -> bool:
+        """Deliver the next shard."""
+        write(np.empty(TabularLearner(TABLE).layout.nbytes, np.uint8))
+        self._arrived.append(self._shards[self._published])
+        self._published += 1
+        return True
+
+    def gather(self) -> bool:
+        """Nothing arrives between two publishes."""
+        return True
+
+    def collect(self) -> list[Shard]:
+        """What the last publish brought."""
+        return [self._arrived.popleft() for _ in range(len(self._arrived))]
+
+    def close(self) -> list[Shard]:
+        """Nothing is left."""
+        return []
+
+
+def _sealed(config: Config, run: RunDir, count: int) -> list[Shard]:
+    """Shards of the untrained policy, one per four prompts."""
+    task, generator, writer = TabularTask(TABLE), TabularGenerator(TABLE), ShardWriter(run, 0)
+    reference, requests = TabularReference(TABLE), training_requests(config, task, 0, PromptLedger())
+    shards = []
+    for _ in range(count):
+        for _ in range(4):
+            generator.submit(next(requests))
+        while generator.in_flight:
+            for group in generator.step():
+                rewards = [task.score(group.request.prompt, completion) for completion in group.completions]
+                writer.append(group, rewards, reference.logprobs(group))
+        shards.append(writer.seal())
+    return [shard for shard in shards if shard is not None]
+
+
+def _losses(run: RunDir) -> list[tuple[float, ...]]:
+    names = ("step", "train/loss", "train/grad_norm", "train/reward", "staleness/mean", "buffer/size")
+    records = step_records(read_metrics(run.metrics_file("trainer")))
+    return [tuple(float(record[name]) for name in names) for record in records]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stop_at", [2, 4, 6, 10])
+def test_a_resumed_run_equals_the_continued_one_bit_by_bit(stop_at: int, tmp_path: Path) -> None:
+    config = make_config(tmp_path / "whole")
+    whole = TrainerParts(config, RunDir.create(config))
+    shards = _sealed(config, whole.run, 10)
+    assert whole.build(ReplayExchange(shards, 0)).run()
+
+    config = make_config(tmp_path / "parts")
+    run = RunDir.create(config)
+    first = TrainerParts(config, run)
+    reached = [False]
+    stopped = first.build(ReplayExchange(shards, 0), stop_asked=lambda: _losses_reach(run, stop_at, reached))
+    assert not stopped.run()
+    second = TrainerParts(config, run)
+    assert second.build(ReplayExchange(shards, stop_at // 2)).run()
+
+    assert _losses(run) == _losses(whole.run)
+    assert len(_losses(run)) == config.train.steps
+    np.testing.assert_array_equal(second.learner.policy_logits, whole.learner.policy_logits)
+    for name, array in whole.buffer.state().items():
+        np.testing.assert_array_equal(second.buffer.state()[name], array, err_msg=name)
+
+
+def _losses_reach(run: RunDir, step: int, reached: list[bool]) -> bool:
+    reached[0] = reached[0] or len(_losses(run)) >= step
+    return reached[0]
+
+
+def test_a_stop_before_the_first_step_leaves_a_checkpoint(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    parts = TrainerParts(config, RunDir.create(config))
+    shards = _sealed(config, parts.run, 1)
+    assert not parts.build(ReplayExchange(shards, 0), stop_asked=lambda: True).run()
+    folder = latest_checkpoint(parts.run)
+    assert folder is not None and read_state(folder).step == 0
+
+
+# --- What goes wrong ---
+
+
+def test_a_buffer_that_nothing_fills_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
+    config = make_config(tmp_path, exchange={"deadline_seconds": 0.3})
+    parts = TrainerParts(config, RunDir.create(config))
+    with pytest.raises(ExchangeError, match="holds 0 of 15 initial completions and no new one has arrived"):
+        parts.build(parts.file_exchange()).run()
+
+
+class BrokenReward(TabularTask):
+    """Some rewards are no numbers."""
+
+    def score(self, prompt: Prompt, completion: Completion) -> float:
+        """NaN for completions of one token, infinite for one prompt."""
+        if len(completion.tokens) == 1:
+            return float("nan")
+        return float("inf") if prompt.id == 1 else super().score(prompt, completion)
+
+
+@dataclass
+class OneShot:
+    """A SearcherExchange that gives the reference's weights once and closes when enough has been offered."""
+
+    wanted: int
+    closes: bool = True
+    offered: list[Shard] = field(default_factory=list)
+    polled: bool = False
+
+    def poll(self) -> WeightUpdate | None:
+        """Version 7, once."""
+        if self.polled:
+            return None
+        self.polled = True
+        data = TABLE.ref_logits_PSV.reshape(-1).view(np.uint8)
+        return WeightUpdate(7, TabularLearner(TABLE).layout, data, None, time.time())
+
+    def offer(self, shard: Shard) -> None:
+        """Keep it."""
+        self.offered.append(shard)
+
+    def request_stop(self) -> None:
+        """Nobody to ask."""
+
+    @property
+    def pending(self) -> int:
+        """Nothing is ever merged."""
+        return len(self.offered)
+
+    @property
+    def closed(self) -> bool:
+        """Whether enough has come."""
+        return self.closes and sum(len(shard.trajectories) for shard in self.offered) >= self.wanted
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_rewards_that_are_no_numbers_are_set_aside_and_counted(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run = RunDir.create(config)
+    exchange = OneShot(wanted=200)
+    make_searcher(config, run, exchange, task=BrokenReward(TABLE)).run()
+
+    parts: list[Trajectories] = [read_shard(path).trajectories for path in run.shard_files().values()]
+    kept = np.concatenate([part.record for part in parts])
+    lengths = np.concatenate([part.completions.lengths for part in parts])
+    assert np.isfinite(kept["reward"]).all() and 1 not in kept["prompt_id"] and lengths.min() > 1
+    assert set(kept["version_oldest"]) == {7}
+    rejected = read_metrics(run.metrics_file("searcher"))[-1]["search/rejected"]
+    assert isinstance(rejected, int) and rejected > 50
+
+
+def test_a_searcher_pauses_at_the_bound_on_unmerged_shards(tmp_path: Path) -> None:
+    config = make_config(tmp_path, exchange={"pending_shards": 3})
+    run = RunDir.create(config)
+    exchange = OneShot(wanted=1, closes=False)
+    thread = threading.Thread(target=make_searcher(config, run, exchange).run)
+    thread.start()
+    time.sleep(1.0)
+    paused_at = len(exchange.offered)
+    time.sleep(0.5)
+    still = len(exchange.offered)
+    exchange.closes = True
+    thread.join(10)
+    assert not thread.is_alive()
+    # What is in flight when the bound is met may still fill a few shards.
+    assert 3 <= paused_at == still <= 6
+
+
+def test_every_position_is_sealed_once(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run = RunDir.create(config)
+    make_searcher(config, run, OneShot(wanted=500)).run()
+    shards = [read_shard(path).trajectories for path in run.shard_files().values()]
+    groups = [np.unique(shard.record["position"], return_counts=True) for shard in shards]
+    positions = np.concatenate([positions for positions, _ in groups])
+    assert len(set(positions.tolist())) == len(positions)
+    assert all((counts == 12).all() for _, counts in groups)

@@ -1,0 +1,56 @@
+"""Schedules against values worked out by hand."""
+
+import math
+
+import pytest
+
+from tba_hpc.config import Beta, LearningRate
+from tba_hpc.schedules import beta, learning_rate
+
+
+def rates(steps: int, **fields: object) -> list[float]:
+    config = LearningRate(peak=1.0, **fields)
+    return [learning_rate(config, step, steps) for step in range(steps)]
+
+
+def test_warm_up_starts_above_zero_and_ends_at_the_peak() -> None:
+    assert rates(6, warmup_steps=4) == [0.25, 0.5, 0.75, 1, 1, 1]
+
+
+def test_linear_decays_to_zero_just_after_the_last_step() -> None:
+    assert rates(4, schedule="linear") == [1, 0.75, 0.5, 0.25]
+    assert rates(6, schedule="linear", warmup_steps=2) == [0.5, 1, 1, 0.75, 0.5, 0.25]
+
+
+def test_cosine_is_half_way_down_at_half_time() -> None:
+    assert rates(4, schedule="cosine") == pytest.approx(
+        [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]
+    )
+
+
+def test_warmup_stable_decay_of_the_paper() -> None:
+    rate = rates(1000, schedule="warmup_stable_decay", warmup_steps=50, decay_steps=500)
+    assert rate[0] == 1 / 50
+    assert rate[49:501] == [1] * 452  # ends of both ramps included
+    assert rate[501] == 499 / 500
+    assert rate[999] == pytest.approx(1 / 500)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "warmup_stable_decay"])
+def test_decay_is_over_at_the_end_and_stays_there(schedule: str) -> None:
+    config = LearningRate(schedule=schedule, peak=3.0, warmup_steps=2, decay_steps=3)
+    assert learning_rate(config, 10, 10) == learning_rate(config, 12, 10) == 0
+
+
+def test_a_run_of_warm_up_alone() -> None:
+    assert rates(3, schedule="linear", warmup_steps=3) == pytest.approx([1 / 3, 2 / 3, 1])
+
+
+def test_no_decay_steps_is_constant() -> None:
+    assert rates(3, schedule="warmup_stable_decay") == [1, 1, 1]
+
+
+def test_beta() -> None:
+    assert beta(Beta(start=0.3), 1000) == 0.3
+    linear = Beta(schedule="linear", start=0.012, end=0.004, anneal_steps=500)
+    assert [beta(linear, step) for step in (0, 250, 500, 900)] == pytest.approx([0.012, 0.008, 0.004, 0.004])

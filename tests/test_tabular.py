@@ -1,0 +1,279 @@
+"""The enumerable world: its own correctness, and what the objectives learn in it from stale replayed data."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tba_hpc.buffer import ReplayBuffer
+from tba_hpc.config import BufferSection
+from tba_hpc.tasks.tabular import (
+    Table,
+    TabularGenerator,
+    TabularLearner,
+    TabularReference,
+    TabularTask,
+    TabularTokenizer,
+    log_softmax,
+    total_variation,
+)
+from tba_hpc.types import RECORD, Completion, Group, Ragged, Request, Sampling, Trajectories, WeightUpdate
+
+BETA = 0.25
+
+
+def update_of(table: Table, logits: np.ndarray, version: int = 1) -> WeightUpdate:
+    """Weights as they arrive from an exchange."""
+    data = logits.astype(np.float32).reshape(-1).view(np.uint8)
+    return WeightUpdate(version, TabularLearner(table).layout, data)
+
+
+def generate(table: Table, generator: TabularGenerator, n: int, temperature: float = 1.0) -> list[Group]:
+    """``n`` completions of every prompt."""
+    for i, prompt in enumerate(TabularTask(table).prompts("train")):
+        generator.submit(Request(prompt, i, n, Sampling(temperature, 1.0, table.length)))
+    groups: list[Group] = []
+    while generator.in_flight:
+        groups += generator.step()
+    return groups
+
+
+def score(table: Table, groups: list[Group]) -> Trajectories:
+    """What a searcher makes of its groups."""
+    task, reference = TabularTask(table), TabularReference(table)
+    record = [
+        (0, g.request.prompt.id, g.request.position, row, task.score(g.request.prompt, c), *versions, 0)
+        for row, g in enumerate(groups)
+        for c, versions in zip(g.completions, g.versions, strict=True)
+    ]
+    completions = [c for g in groups for c in g.completions]
+    scored = Trajectories(
+        np.array(record, RECORD),
+        Ragged.from_rows([g.request.prompt.tokens for g in groups], np.int32),
+        Ragged.from_rows([c.tokens for c in completions], np.int32),
+        np.concatenate([c.logprobs for c in completions]),
+        np.concatenate([rows for g in groups for rows in reference.logprobs(g)]),
+    )
+    scored.check()
+    return scored
+
+
+def stale_buffer(table: Table, seed: int) -> ReplayBuffer:
+    """Collected once by the uniform policy, which no one trains; every completion is in it."""
+    generator = TabularGenerator(table, seed=seed)
+    generator.load(update_of(table, np.zeros(table.shape), version=0))
+    buffer = ReplayBuffer(BufferSection(most_on_policy=0.5), seed)
+    buffer.merge(score(table, generate(table, generator, 400)), 0)
+    assert len(buffer) == table.prompts * len(table.completions)
+    return buffer
+
+
+def trained(table: Table, objective: str, seed: int, steps: int = 300) -> np.ndarray:
+    """Policy [P, C] after training on the stale buffer alone."""
+    buffer, learner = stale_buffer(table, seed), TabularLearner(table, objective=objective)
+    for step in range(steps):
+        batch = buffer.sample(step, groups=4, group_size=8)
+        learner.step(batch, learning_rate=0.1 * (1 - step / steps), beta=BETA)
+    return learner.policy_PC
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_trajectory_balance_reaches_the_optimum_from_stale_replayed_data(seed: int) -> None:
+    table = Table(seed=seed)
+    distance_P = total_variation(trained(table, "trajectory_balance", seed), table.optimum(BETA))
+    assert distance_P.max() <= 1e-3
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_policy_gradient_without_correction_does_not(seed: int) -> None:
+    table = Table(seed=seed)
+    distance_P = total_variation(trained(table, "policy_gradient", seed), table.optimum(BETA))
+    assert distance_P.max() > 0.05
+
+
+def test_the_start_is_far_from_the_optimum() -> None:
+    table = Table()
+    assert total_variation(TabularLearner(table).policy_PC, table.optimum(BETA)).min() > 0.05
+
+
+# --- The table ---
+
+
+@pytest.mark.parametrize("letters, length, count", [(2, 3, 15), (3, 3, 40), (1, 4, 5), (2, 1, 3)])
+def test_every_completion_exists_once_and_all_policies_sum_to_one(
+    letters: int, length: int, count: int
+) -> None:
+    table = Table(prompts=2, letters=letters, length=length)
+    texts = {tuple(tokens.tolist()) for tokens in table.completions}
+    assert len(texts) == len(table.completions) == count
+    logits = np.random.default_rng(0).standard_normal(table.shape)
+    np.testing.assert_allclose(table.probabilities(logits).sum(1), 1, rtol=1e-12)
+
+
+def test_different_prefixes_have_different_numbers() -> None:
+    table = Table(letters=3)
+    seen: dict[int, tuple[int, ...]] = {}
+    for tokens in table.completions:
+        for t, number in enumerate(table.prefixes(tokens[None])[0].tolist()):
+            assert seen.setdefault(number, tuple(tokens[:t].tolist())) == tuple(tokens[:t].tolist())
+    assert sorted(seen) == list(range(table.shape[1]))
+
+
+def test_optimum_by_hand() -> None:
+    """Two completions, end or the letter: a logistic function of the difference of rewards."""
+    table = Table(prompts=1, letters=1, length=1)
+    (end, letter), (ref_letter, ref_end) = table.reward_PC[0], table.ref_logits_PSV[0, 0]
+    log_odds = float(ref_letter) - float(ref_end) + (float(letter) - float(end)) / 0.5
+    np.testing.assert_allclose(table.optimum(0.5)[0, 1], 1 / (1 + np.exp(-log_odds)), rtol=1e-6)
+
+
+def test_total_variation() -> None:
+    p, q = np.array([[0.5, 0.5], [1.0, 0.0]]), np.array([[0.5, 0.5], [0.0, 1.0]])
+    assert total_variation(p, q).tolist() == [0, 1]
+
+
+def test_tokenizer_round_trip_and_end_of_sequence() -> None:
+    table = Table()
+    tokenizer = TabularTokenizer(table)
+    assert tokenizer.encode("Dab").tolist() == [table.prompt_token(3), 0, 1]
+    assert tokenizer.decode(tokenizer.encode("Cbba")) == "Cbba"
+    assert tokenizer.decode(np.array([1, tokenizer.eos_token_id])) == "b"
+    assert tokenizer.vocab_size == max(table.prompt_token(p) for p in range(4)) + 1
+
+
+def test_task_scores_by_the_table() -> None:
+    table = Table()
+    task = TabularTask(table)
+    for prompt in task.prompts("test"):
+        assert prompt.id == task.prompts("test").index(prompt)
+        completions = [Completion(tokens, np.zeros(len(tokens)), "stop") for tokens in table.completions]
+        assert [task.score(prompt, c) for c in completions] == table.reward_PC[prompt.id].tolist()
+        (best,) = [c for c in completions if task.correct(prompt, c)]
+        assert TabularTokenizer(table).decode(best.tokens) == prompt.target
+
+
+# --- The ports ---
+
+
+def test_samples_follow_the_policy_and_carry_its_logprobs() -> None:
+    table = Table(prompts=1)
+    logits = np.random.default_rng(5).standard_normal(table.shape).astype(np.float32)
+    generator = TabularGenerator(table, seed=0)
+    generator.load(update_of(table, logits))
+    (group,) = generate(table, generator, n := 4000)
+    counts = np.bincount([table.index(c.tokens) for c in group.completions], minlength=15)
+    expected = n * table.probabilities(logits)[0]
+    assert ((counts - expected) ** 2 / expected).sum() < 42.6  # exceeded with probability 1e-4 by 14 degrees
+    for completion in group.completions[:50]:
+        np.testing.assert_allclose(
+            completion.logprobs, table.token_logprobs(logits, 0, completion.tokens), rtol=1e-6
+        )
+        assert completion.finish_reason == ("stop" if completion.tokens[-1] == table.eos else "length")
+
+
+def test_temperature_sharpens_the_sampler_not_the_logprobs() -> None:
+    table = Table(prompts=1, length=1)
+    (group,) = generate(table, TabularGenerator(table, seed=0), 4000, temperature=0.5)
+    expected = np.exp(log_softmax(2 * table.ref_logits_PSV[0, 0]))
+    counts = np.bincount([c.tokens[0] for c in group.completions], minlength=3)
+    np.testing.assert_allclose(counts / 4000, expected, atol=0.03)
+    for completion, reference in zip(group.completions, TabularReference(table).logprobs(group), strict=True):
+        np.testing.assert_array_equal(completion.logprobs, reference)
+
+
+def test_temperature_zero_is_greedy() -> None:
+    table = Table(length=2)
+    for group in generate(table, TabularGenerator(table), 3, temperature=0.0):
+        logits = table.ref_logits_PSV[group.request.prompt.id]
+        first = logits[0].argmax()
+        wanted = [first] if first == table.eos else [first, logits[1 + first].argmax()]
+        assert all(completion.tokens.tolist() == wanted for completion in group.completions)
+
+
+def test_weights_loaded_midway_serve_the_rest_of_a_completion() -> None:
+    table = Table(prompts=1)
+    only_a, only_b = (np.tile(np.eye(3)[letter] * 100, (1, 7, 1)) for letter in (0, 1))
+    generator = TabularGenerator(table)
+    generator.load(update_of(table, only_a, version=3))
+    request = Request(TabularTask(table).prompts("train")[0], 0, 2, Sampling(1.0, 1.0, 3))
+    generator.submit(request)
+    assert generator.step() == [] and generator.in_flight == 1
+    generator.load(update_of(table, only_b, version=8))
+    assert generator.step() == []
+    (group,) = generator.step()
+    assert generator.in_flight == 0 and generator.version == 8
+    assert [c.tokens.tolist() for c in group.completions] == [[0, 1, 1]] * 2
+    assert group.versions.tolist() == [[3, 8]] * 2
+    assert group.request is request
+
+
+def test_other_completion_lengths_are_refused() -> None:
+    generator, prompt = TabularGenerator(Table()), TabularTask(Table()).prompts("train")[0]
+    with pytest.raises(ValueError, match="use max_tokens=3"):
+        generator.submit(Request(prompt, 0, 1, Sampling(1.0, 1.0, 4)))
+
+
+def written(learner: TabularLearner) -> np.ndarray:
+    """The bytes that an exchange would carry."""
+    data = np.empty(learner.layout.nbytes, np.uint8)
+    learner.write_weights(data)
+    return data
+
+
+def test_weights_written_are_the_weights_trained_and_then_those_that_sample() -> None:
+    table = Table()
+    learner, generator = TabularLearner(table), TabularGenerator(table)
+    learner.step(stale_buffer(table, 0).sample(0, groups=4, group_size=4), learning_rate=0.1, beta=BETA)
+    data = written(learner)
+    logits = data.view(np.float32).reshape(table.shape).copy()
+    assert not np.array_equal(logits, table.ref_logits_PSV)
+    np.testing.assert_array_equal(table.probabilities(logits), learner.policy_PC)
+    generator.load(WeightUpdate(1, learner.layout, data))
+    data[:] = 0  # an update is valid until the next poll only
+    for group in generate(table, generator, 5):
+        for completion in group.completions:
+            wanted = table.token_logprobs(logits, group.request.prompt.id, completion.tokens)
+            np.testing.assert_allclose(completion.logprobs, wanted, rtol=1e-6)
+
+
+def test_the_learner_reports_the_loss_of_its_policy() -> None:
+    """Loss and KL from the table's own probabilities, before the step."""
+    table, beta = Table(), 0.5
+    batch = stale_buffer(table, 0).sample(0, groups=4, group_size=5)
+    learner = TabularLearner(table)
+    learner.step(batch, learning_rate=0.3, beta=beta)  # away from the reference
+    ratio_PC = np.log(learner.policy_PC) - np.log(table.probabilities(table.ref_logits_PSV))
+    losses, ratios = [], []
+    for group, prompt in enumerate(batch.prompt_id_B):
+        rows = [batch.sequences.row(5 * group + j)[1:] for j in range(5)]
+        which = [table.index(tokens) for tokens in rows]
+        score = ratio_PC[prompt, which] - table.reward_PC[prompt, which] / beta
+        losses.append(beta / 2 * np.mean((score - score.mean()) ** 2))
+        ratios.append(ratio_PC[prompt, which].mean())
+    metrics = learner.step(batch, learning_rate=0.3, beta=beta)
+    assert metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+    assert metrics["kl"] == pytest.approx(np.mean(ratios), rel=1e-4)
+    assert metrics["tokens"] == len(batch.logprobs)
+
+
+def test_a_restored_learner_goes_on_bit_by_bit(tmp_path: Path) -> None:
+    table = Table()
+    buffer, learner, restored = stale_buffer(table, 0), TabularLearner(table), TabularLearner(table)
+    batches = [buffer.sample(step, groups=4, group_size=4) for step in range(8)]
+    for batch in batches[:4]:
+        learner.step(batch, learning_rate=0.1, beta=BETA)
+    learner.save(tmp_path)
+    restored.load(tmp_path)
+    for batch in batches[4:]:
+        metrics = learner.step(batch, learning_rate=0.05, beta=BETA)
+        assert metrics == restored.step(batch, learning_rate=0.05, beta=BETA)
+    np.testing.assert_array_equal(learner.policy_PC, restored.policy_PC)
+
+
+def test_export_holds_the_logits(tmp_path: Path) -> None:
+    table = Table()
+    learner = TabularLearner(table)
+    learner.export(tmp_path / "export")
+    logits = safetensors.numpy.load_file(tmp_path / "export" / "model.safetensors")["logits"]
+    np.testing.assert_array_equal(logits, table.ref_logits_PSV)
