@@ -133,7 +133,7 @@ class TrainSection(Section):
     """K: trajectories per group."""
     groups_per_micro_batch: int = Field(1, ge=1)
     """Groups per forward and backward pass on a rank; memory against speed."""
-    logprob_chunk_tokens: int = Field(1024, ge=1)
+    logprob_chunk_tokens: int = Field(256, ge=1)
     """Tokens whose logits are held at once: memory is this times the vocabulary."""
     learning_rate: LearningRate = LearningRate()
     """Learning rate as a function of the step."""

@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
     vocab_size: int
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens int32 [T] of ``text``, without special tokens added."""
+        """Tokens int32 [T] of ``text`` at the start of a sequence: begun as usual, not ended."""
 
     def decode(self, tokens: np.ndarray) -> str:
         """Text of ``tokens``, special tokens left out."""

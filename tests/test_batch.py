@@ -21,9 +21,14 @@ from tba_hpc.types import Ragged, TrajectoryBatch
 def make_batch(groups: int, size: int = 3, *, seed: int = 0, longest: int = 30) -> TrajectoryBatch:
     """Random batch; every token, reward and log-probability is different, so that rows cannot be confused."""
     rng = np.random.default_rng(seed)
-    rows = groups * size
     prompt_length_N = np.repeat(rng.integers(1, 9, groups), size)
-    completion_length_N = rng.integers(1, longest, rows)
+    return batch_of(prompt_length_N, rng.integers(1, longest, groups * size), size, rng)
+
+
+def batch_of(
+    prompt_length_N: np.ndarray, completion_length_N: np.ndarray, size: int, rng: np.random.Generator
+) -> TrajectoryBatch:
+    rows, groups = len(completion_length_N), len(completion_length_N) // size
     offsets = np.concatenate([[0], np.cumsum(prompt_length_N + completion_length_N)])
     completion_tokens = completion_length_N.sum()
     return TrajectoryBatch(
@@ -101,7 +106,13 @@ def test_balance_is_within_four_thirds_of_the_optimum(seed: int) -> None:
     assert heaviest <= 4 / 3 * lightest_possible(tokens, ranks)
 
 
-def test_ranks_beyond_the_groups_are_refused() -> None:
+def test_balance_by_hand() -> None:
+    """Sequences of 2, 3, 4 and 5 tokens: 5 + 2 and 4 + 3."""
+    batch = batch_of(np.ones(4, np.int64), np.array([1, 2, 3, 4]), 1, np.random.default_rng(0))
+    assert [share.tolist() for share in balance(batch, 2)] == [[0, 3], [1, 2]]
+
+
+def test_groups_that_do_not_divide_over_the_ranks_are_refused() -> None:
     with pytest.raises(AssertionError):
         balance(make_batch(3), 2)
 

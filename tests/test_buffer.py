@@ -198,6 +198,21 @@ def test_garbage_never_outweighs_what_is_live() -> None:
     for round in range(200):
         real.merge(pack([Item(100 * round + i, i % 7, (round, i)) for i in range(20)]), round)
         assert len(real._rows) <= 2 * len(real) <= 100
+        assert len(real._rows._tokens) <= 4 * len(real)
+
+
+def test_rows_do_not_pile_up_beside_one_long_completion() -> None:
+    real = filled([Item(0, 0, tuple(range(1000)))])
+    for round in range(1, 200):
+        assert real.merge(pack([Item(round, 0, (1,))]), round).evicted == 0
+        assert len(real) == 2 and len(real._rows) <= 4
+
+
+def test_tokens_do_not_pile_up_beside_many_short_completions() -> None:
+    real = filled(prompts_with(100), capacity_per_prompt=1)
+    for round in range(1, 60):
+        assert real.merge(pack([Item(round, 0, (round,) * 1000)]), round).evicted == 1
+        assert len(real) == 100 and len(real._rows._tokens) <= 2 * (1000 + 99 * 2)
 
 
 def test_rounds_never_go_back() -> None:

@@ -4,7 +4,9 @@
     python tools/bench_exchange.py merge      trajectories/s from offered shards to a sampled buffer
 
 Both take ``--json`` and start mpiexec themselves. Believe the ratios, not the seconds: each ratio comes
-from one run. "nodes" makes every rank a node of its own, so that the weights take the way between nodes.
+from one run. "nodes" makes every rank a node of its own, so that the weights take the way between nodes;
+on one machine Bcast then runs at the speed of memory, and the copies before and after it weigh as much as
+it does, which no network lets them.
 """
 
 from __future__ import annotations

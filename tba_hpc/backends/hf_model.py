@@ -42,8 +42,12 @@ class HfTokenizer:
         self.vocab_size = len(tokenizer)
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens int32 [T] of ``text``, without special tokens added."""
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+        """Tokens int32 [T] of ``text`` at the start of a sequence: as the model was taught, less an end.
+
+        So a beginning-of-sequence token comes first where the tokenizer adds one by itself.
+        """
+        tokens = self._tokenizer.encode(text)
+        return np.asarray(tokens[:-1] if tokens[-1:] == [self.eos_token_id] else tokens, np.int32)
 
     def decode(self, tokens: np.ndarray) -> str:
         """Text of ``tokens``, special tokens left out."""

@@ -1,0 +1,352 @@
+"""A real multi-node Slurm cluster on this machine, for tests: up in a second, gone without a trace.
+
+munged, slurmctld and one slurmd per node are children of this process. Each node has its own UTS, mount and
+PID namespace: a host name, /etc/hosts, /dev/shm and process tree of its own, so that the crash of a node is
+the SIGKILL of one process. Needs root and Slurm's daemons; ``missing()`` says what is not there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+PACKAGES = "slurmctld slurmd slurm-client munge libpmix2 slurm-wlm-basic-plugins"
+"""Debian packages that hold all of it."""
+
+NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "unshare", "setpriv")
+
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"}
+"""States of a job that will not run again."""
+
+T = TypeVar("T")
+
+
+def missing() -> str | None:
+    """Why no cluster can be brought up here and how to change that; None where it can."""
+    absent = [name for name in NEEDED if shutil.which(name, path=_path()) is None]
+    if absent:
+        return f"{', '.join(absent)} not found: apt-get install --no-install-recommends {PACKAGES}"
+    if os.geteuid() != 0:
+        return "not root: nodes need namespaces and device files of their own"
+    probe = subprocess.run(["unshare", "--uts", "--mount", "--pid", "--fork", "true"], capture_output=True)
+    return None if probe.returncode == 0 else "this container may not make namespaces: run it privileged"
+
+
+def _path() -> str:
+    return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+
+
+@dataclass
+class Cluster:
+    """``with Cluster() as cluster:`` six idle nodes, node1 … node6; afterwards no process, mount or file.
+
+    cpus, memory (MiB), gpus: what each node pretends to have. settings: lines of slurm.conf to replace.
+    """
+
+    nodes: int = 6
+    cpus: int = 8
+    memory: int = 3500
+    gpus: int = 4
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    def __enter__(self) -> Cluster:
+        self.root = Path(tempfile.mkdtemp(prefix="slurm-"))
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        try:
+            self._write_files()
+            self._start_daemons()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if "slurmctld" in self._daemons:
+            self.clear()
+        for name in reversed(list(self._daemons)):
+            self._stop(name)
+        left = self.processes()
+        shutil.rmtree(self.root)
+        assert not left, f"the cluster left processes behind: {left}"
+        assert str(self.root) not in Path("/proc/mounts").read_text(), "the cluster left a mount behind"
+
+    # --- Use ---
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment in which Slurm's commands speak to this cluster."""
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
+        return {**inherited, "PATH": _path(), "SLURM_CONF": str(self.root / "slurm.conf")}
+
+    def run(self, *command: str | Path, check: bool = True, seconds: float = 60) -> str:
+        """Standard output of a command on the login node (this machine)."""
+        done = subprocess.run(
+            list(map(str, command)), env=self.environment, capture_output=True, text=True, timeout=seconds
+        )
+        assert not check or done.returncode == 0, f"{command} failed: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def submit(self, script: str, *options: str) -> int:
+        """Job id of a batch script given as text."""
+        path = self.root / f"job-{time.monotonic_ns()}.sh"
+        path.write_text(script)
+        return int(self.run("sbatch", "--parsable", *options, path))
+
+    def jobs(self, job: int) -> list[dict[str, str]]:
+        """What ``scontrol show job`` says of a job, one dict per component."""
+        lines = self.run("scontrol", "-o", "show", "job", str(job)).splitlines()
+        return [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in lines if line]
+
+    def state(self, job: int) -> str:
+        """State of a job: of its leader, or ``A+B`` where the components differ."""
+        return "+".join(dict.fromkeys(component["JobState"] for component in self.jobs(job)))
+
+    def wait(self, job: int, *states: str, seconds: float = 60) -> str:
+        """Wait until the job is in one of ``states`` (default: ended); returns it."""
+        wanted = set(states) or ENDED
+        return self.until(
+            lambda: (state := self.state(job)) in wanted and state,
+            f"job {job} to be {' or '.join(sorted(wanted))}",
+            seconds,
+            seen=lambda: self.state(job),
+        )
+
+    def until(
+        self,
+        probe: Callable[[], T],
+        what: str,
+        seconds: float = 60,
+        *,
+        seen: Callable[[], object] = lambda: "",
+    ) -> T:
+        """Wait for a true value; the error says what was waited for and what was seen."""
+        end = time.monotonic() + seconds
+        while not (found := probe()):
+            assert time.monotonic() < end, f"waited {seconds} s for {what}: {seen()}"
+            time.sleep(0.1)
+        return found
+
+    def clear(self) -> None:
+        """Cancel every job and wait until the queue is empty."""
+        self.run("scancel", "--user=root", check=False)
+        self.until(lambda: not self.run("squeue", "--noheader", check=False).strip(), "an empty queue")
+
+    def crash(self, node: str) -> None:
+        """Power failure of a node: SIGKILL of everything in its namespaces, at once."""
+        self._stop(node)
+
+    def start(self, node: str) -> None:
+        """Boot a node (again); returns once Slurm would place a job on it."""
+        before = self._registered(node)
+        self._boot(node)
+        self.until(
+            lambda: self._registered(node) not in (before, None),
+            f"{node} to come back",
+            seen=lambda: self.run("sinfo", "-N", "-l") + self._log(node),
+        )
+
+    def _registered(self, node: str) -> str | None:
+        """When the slurmd of a node started, as slurmctld knows it; None where the node takes no job."""
+        seen = self.run("scontrol", "-o", "show", "node", node)
+        fields = dict(re.findall(r"(\S+?)=(\S*)", seen))
+        return fields["SlurmdStartTime"] if fields["State"] in ("IDLE", "MIXED", "ALLOCATED") else None
+
+    def heal(self) -> None:
+        """Empty the queue and start what crashed: the cluster as it was."""
+        self.clear()
+        for node in self._names:
+            if node not in self._daemons:
+                self.start(node)
+
+    def pids(self, node: str) -> list[int]:
+        """Process ids, as seen from here, of everything that runs on a node: to kill a rank or an engine."""
+        names = _uts(self._daemons[node].pid)
+        return [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _uts(int(entry.name)) == names]
+
+    def processes(self) -> list[str]:
+        """Command lines of all processes that belong to this cluster."""
+        mark = f"SLURM_CONF={self.root}/".encode()
+        return [
+            (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            for entry in Path("/proc").glob("[0-9]*")
+            if mark in _read(entry / "environ")
+        ]
+
+    # --- Daemons ---
+
+    @property
+    def _names(self) -> list[str]:
+        return [f"node{i}" for i in range(1, self.nodes + 1)]
+
+    def _start_daemons(self) -> None:
+        (self.root / "munge").mkdir(mode=0o755)
+        self._spawn("munged", ["munged", "--foreground", "--force", *self._munge_options()])
+        self.until((self.root / "munge/socket").exists, "munged", 10, seen=lambda: self._log("munged"))
+        self._spawn("slurmctld", ["slurmctld", "-D", "-i"])
+        for node in self._names:
+            self._boot(node)
+        idle = ["sinfo", "--noheader", "--Node", "-p", "main", "-t", "idle", "-o", "%N"]
+        self.until(
+            lambda: len(self.run(*idle, check=False).split()) == self.nodes,
+            f"{self.nodes} idle nodes",
+            20,
+            seen=lambda: self.run("sinfo", "-N", "-l", check=False) + self._log("slurmctld"),
+        )
+
+    def _boot(self, node: str) -> None:
+        self._spawn(node, ["unshare", *_NAMESPACES, "sh", "-c", _BOOT, node, str(self.root)])
+
+    def _munge_options(self) -> list[str]:
+        key = self.root / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        files = {"key-file": key, "socket": self.root / "munge/socket", "pid-file": self.root / "munge/pid"}
+        files |= {"log-file": self.root / "munged.log", "seed-file": self.root / "munge/seed"}
+        return [f"--{option}={path}" for option, path in files.items()]
+
+    def _spawn(self, name: str, command: Sequence[str]) -> None:
+        """Start a daemon in the foreground; it dies with this process, whatever ends that."""
+        with (self.root / f"{name}.out").open("ab") as output:
+            self._daemons[name] = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *command],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def _stop(self, name: str) -> None:
+        """SIGKILL a daemon; that of a node takes its whole PID namespace along."""
+        inside = self.pids(name) if name in self._names else []
+        self._daemons[name].kill()
+        self._daemons[name].wait()
+        self.until(lambda: not any(_uts(pid) for pid in inside), f"{name} to be gone", 10)
+        del self._daemons[name]
+
+    def _log(self, name: str) -> str:
+        return "".join(_read(path).decode()[-2000:] for path in sorted(self.root.glob(f"{name}.*")))
+
+    # --- Files ---
+
+    def _write_files(self) -> None:
+        self.root.chmod(0o755)
+        (self.root / "state").mkdir()
+        (self.root / "dev").mkdir()
+        for gpu in range(self.gpus):
+            # Slurm wants character devices; these are /dev/null by another name.
+            os.mknod(self.root / f"dev/gpu{gpu}", 0o666 | 0o020000, os.makedev(1, 3))
+        hosts = "".join(f"127.0.1.{i} {name}\n" for i, name in enumerate(self._names, 1))
+        (self.root / "hosts").write_text(Path("/etc/hosts").read_text() + hosts)
+        (self.root / "gres.conf").write_text(self._gres())
+        (self.root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        (self.root / "slurm.conf").write_text(self._slurm_conf(_free_ports(self.nodes + 1)))
+
+    def _gres(self) -> str:
+        files = f"{self.root}/dev/gpu[0-{self.gpus - 1}]"
+        return "AutoDetect=off\n" + (f"NodeName=node[1-{self.nodes}] Name=gpu File={files}\n" if self.gpus else "")
+
+    def _slurm_conf(self, ports: list[int]) -> str:
+        values = {**_SETTINGS, **self.settings}
+        lines = [f"{key}={value}".replace("{root}", str(self.root)) for key, value in values.items()]
+        lines += [f"SlurmctldHost={socket.gethostname().split('.')[0]}(127.0.0.1)", f"SlurmctldPort={ports[0]}"]
+        for name, port in zip(self._names, ports[1:], strict=True):
+            (self.root / "spool" / name).mkdir(parents=True)
+            lines.append(
+                f"NodeName={name} NodeAddr=127.0.0.1 Port={port} CPUs={self.cpus} CoresPerSocket={self.cpus} "
+                f"RealMemory={self.memory} Gres=gpu:{self.gpus} State=UNKNOWN"
+            )
+        lines += [
+            "PartitionName=main Nodes=ALL Default=YES PriorityTier=10 PreemptMode=OFF",
+            "PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=30",
+            "PartitionName=high Nodes=ALL PriorityTier=100 PreemptMode=OFF",
+        ]
+        return "\n".join(lines) + "\n"
+
+
+_NAMESPACES = ("--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation", "private")
+
+_BOOT = """
+hostname "$0" && mount --bind "$1/hosts" /etc/hosts && mount -t tmpfs tmpfs /dev/shm || exit 1
+slurmd -D -N "$0" &
+wait
+"""
+"""First process of a node: as init it stays, to reap what slurmd leaves."""
+
+_SETTINGS = {
+    "ClusterName": "test",
+    "SlurmUser": "root",
+    "SlurmdUser": "root",
+    "AuthType": "auth/munge",
+    # A requeued job waits cred_expire; 5 s is the least.
+    "AuthInfo": "socket={root}/munge/socket,cred_expire=5",
+    "CredType": "cred/munge",
+    "StateSaveLocation": "{root}/state",
+    "SlurmdSpoolDir": "{root}/spool/%n",
+    "TmpFS": "{root}/spool/%n",  # shared by nodes, PMIx would fail
+    "SlurmctldPidFile": "{root}/slurmctld.pid",
+    "SlurmdPidFile": "{root}/spool/%n/pid",
+    "SlurmctldLogFile": "{root}/slurmctld.log",
+    "SlurmdLogFile": "{root}/%n.log",
+    "ProctrackType": "proctrack/linuxproc",
+    "TaskPlugin": "task/none",
+    "SwitchType": "switch/none",
+    "MpiDefault": "none",
+    "ReturnToService": "2",
+    "SlurmdParameters": "config_overrides",
+    "SelectType": "select/cons_tres",
+    "SelectTypeParameters": "CR_Core_Memory",
+    "DefMemPerCPU": "200",
+    "GresTypes": "gpu",
+    "SchedulerType": "sched/backfill",
+    # Only backfill starts het jobs: with the default interval each would wait 30 s.
+    "SchedulerParameters": "sched_interval=1,bf_interval=1,sched_min_interval=0,batch_sched_delay=0",
+    "PriorityType": "priority/basic",
+    "PreemptType": "preempt/partition_prio",
+    "PreemptMode": "REQUEUE",
+    "SlurmctldParameters": "preempt_send_user_signal",
+    "JobRequeue": "1",
+    "KillWait": "5",
+    "SlurmctldTimeout": "30",
+    "SlurmdTimeout": "10",
+    "MessageTimeout": "10",
+    "InactiveLimit": "0",
+    "MinJobAge": "300",
+    "FirstJobId": "1",
+    "AccountingStorageType": "accounting_storage/none",
+    "JobAcctGatherType": "jobacct_gather/none",
+}
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody uses: all held at once, so that they differ, then let go."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def _uts(pid: int) -> str | None:
+    """The namespace of host names that a process lives in, None if it is gone."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/uts")
+    except OSError:
+        return None
+
+
+def _read(path: Path) -> bytes:
+    """A file that may vanish, or not be for us."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

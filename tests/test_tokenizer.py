@@ -1,0 +1,25 @@
+"""The start and the end of a sequence: begun as the model's tokenizer does by itself, never ended."""
+
+from pathlib import Path
+
+import pytest
+from tiny_models import make_tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from tba_hpc.backends.hf_model import load_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("template", "first"), [("$A", []), ("<eos> $A", [0]), ("<pad> $A", [1]), ("<pad> $A <eos>", [1])]
+)
+def test_a_prompt_begins_as_taught_and_does_not_end(template: str, first: list[int], tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(128)
+    plain = tokenizer.encode("12+3", add_special_tokens=False)
+    names = {tokenizer.convert_ids_to_tokens(0): 0, tokenizer.convert_ids_to_tokens(1): 1}
+    eos, pad = names
+    template = template.replace("<eos>", eos).replace("<pad>", pad)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=template, special_tokens=[(name, index) for name, index in names.items()]
+    )
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).encode("12+3").tolist() == [*first, *plain]
