@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tba_hpc.types import Ragged, TrajectoryBatch, offsets_of
+from tba_hpc.types import Ragged, TrajectoryBatch, offsets_of, spans
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,8 +63,7 @@ def take_groups(batch: TrajectoryBatch, groups: np.ndarray) -> TrajectoryBatch:
     """The given groups, whole, in the given order."""
     size = batch.group_size
     rows = (groups[:, None] * size + np.arange(size)).ravel()
-    completions = Ragged(batch.logprobs, offsets_of(batch.completion_length_N))
-    tokens = completions.indices(rows)
+    tokens, _ = spans(offsets_of(batch.completion_length_N), rows)
     return TrajectoryBatch(
         group_size=size,
         sequences=batch.sequences.take(rows),

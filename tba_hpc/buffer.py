@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from tba_hpc.config import BufferSection
-from tba_hpc.types import RECORD, Ragged, Trajectories, TrajectoryBatch, offsets_of
+from tba_hpc.types import RECORD, Ragged, Trajectories, TrajectoryBatch, spans
 
 _REPLAY = int.from_bytes(b"replay")  # keeps this stream apart from others of the same seed
 
@@ -373,7 +373,7 @@ class _Prompts:
 
     def take(self, rows: np.ndarray) -> Ragged:
         """A copy of the given rows."""
-        index_T, offsets = _spans(self._offsets.values, rows)
+        index_T, offsets = spans(self._offsets.values, rows)
         return Ragged(self._tokens.values[index_T], offsets)
 
 
@@ -441,7 +441,7 @@ class _Rows:
 
     def texts(self, rows: np.ndarray) -> tuple[Ragged, np.ndarray, np.ndarray]:
         """Copies of the completions of ``rows``, their log-probabilities and the reference's."""
-        index_T, offsets = _spans(self._offsets.values, rows)
+        index_T, offsets = spans(self._offsets.values, rows)
         tokens = Ragged(self._tokens.values[index_T], offsets)
         return tokens, self._logprobs.values[index_T], self._ref_logprobs.values[index_T]
 
@@ -479,14 +479,3 @@ class _Column:
             self._data = grown
         self._data[self._length : end] = values
         self._length = end
-
-
-def _spans(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the tokens of ``rows`` lie in an arena, int64 [T], and offsets of their copies, int64 [N + 1].
-
-    Unlike ``Ragged.take`` it looks at no other row: the arena may be large.
-    """
-    start_N = offsets[rows]
-    packed = offsets_of(offsets[rows + 1] - start_N)
-    index_T = np.arange(packed[-1]) + np.repeat(start_N - packed[:-1], np.diff(packed))
-    return index_T, packed

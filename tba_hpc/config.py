@@ -92,7 +92,7 @@ class BufferSection(Section):
 
 class LearningRate(Section):
     schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "constant"
-    """Shape after warm-up: constant; to zero at the last step (linear, cosine); stable, then linear decay."""
+    """Shape after warm-up: constant; linear or cosine to zero after the last step; stable, then linear."""
     peak: float = Field(1e-5, gt=0)
     """Highest learning rate."""
     warmup_steps: int = Field(0, ge=0)
@@ -124,7 +124,7 @@ class Beta(Section):
 
 class TrainSection(Section):
     objective: Literal["trajectory_balance", "policy_gradient"] = "trajectory_balance"
-    """Loss: VarGrad trajectory balance, or plain REINFORCE with a group baseline."""
+    """Loss: VarGrad trajectory balance, or REINFORCE with a group baseline and no correction."""
     steps: int = Field(1000, ge=1)
     """Optimizer steps in all."""
     prompts_per_step: int = Field(8, ge=1)

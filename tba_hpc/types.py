@@ -78,15 +78,10 @@ class Ragged:
         """A view of row ``i``."""
         return self.values[self.offsets[i] : self.offsets[i + 1]]
 
-    def indices(self, rows: np.ndarray) -> np.ndarray:
-        """int64 [sum of lengths]: where the tokens of ``rows`` stand in ``values``, in order."""
-        lengths = self.lengths[rows]
-        offsets = offsets_of(lengths)
-        return np.arange(offsets[-1]) + np.repeat(self.offsets[rows] - offsets[:-1], lengths)
-
     def take(self, rows: np.ndarray) -> Ragged:
-        """A copy of the given rows, in the given order (repeats allowed)."""
-        return Ragged(self.values[self.indices(rows)], offsets_of(self.lengths[rows]))
+        """A copy of the given rows, in the given order (repeats allowed); looks at no other row."""
+        index_T, packed = spans(self.offsets, rows)
+        return Ragged(self.values[index_T], packed)
 
 
 def offsets_of(lengths: Iterable[int] | np.ndarray) -> np.ndarray:
@@ -95,6 +90,17 @@ def offsets_of(lengths: Iterable[int] | np.ndarray) -> np.ndarray:
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
+
+
+def spans(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the tokens of ``rows`` lie in an arena, int64 [T], and offsets of their copies, int64 [N + 1].
+
+    The cost depends on the rows asked for, not on the size of the arena.
+    """
+    start_N = offsets[rows]
+    packed = offsets_of(offsets[rows + 1] - start_N)
+    index_T = np.arange(packed[-1]) + np.repeat(start_N - packed[:-1], np.diff(packed))
+    return index_T, packed
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,7 +19,7 @@ def test_a_prompt_begins_as_taught_and_does_not_end(template: str, first: list[i
     eos, pad = names
     template = template.replace("<eos>", eos).replace("<pad>", pad)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=template, special_tokens=[(name, index) for name, index in names.items()]
+        single=template, special_tokens=list(names.items())
     )
     tokenizer.save_pretrained(tmp_path)
     assert load_tokenizer(str(tmp_path)).encode("12+3").tolist() == [*first, *plain]

@@ -15,6 +15,7 @@ from tba_hpc.backends.hf_model import load_policy
 from tba_hpc.backends.hf_reference import HfReference
 from tba_hpc.backends.vllm_generator import VllmGenerator
 from tba_hpc.config import ConfigError, GeneratorSection, ModelSection
+from tba_hpc.ports import EngineError
 from tba_hpc.types import Group, Prompt, Request, Sampling, WeightLayout, WeightUpdate
 
 pytestmark = pytest.mark.engine

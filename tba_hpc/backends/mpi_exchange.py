@@ -75,7 +75,7 @@ IDLE_DEADLINES = 6
 BUCKETS_IN_FLIGHT = 4
 """Broadcasts under way at once."""
 
-SHARDS_PER_ROUND, BYTES_PER_ROUND = 512, 1 << 30
+SHARDS_PER_ROUND, BYTES_PER_ROUND = 256, 1 << 30
 """Most that one searcher hands over in one round; the rest goes with the next."""
 
 PAGE = 4096

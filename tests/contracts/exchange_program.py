@@ -304,10 +304,10 @@ def pending_searcher(side: SearcherSide) -> None:
 
 def ending_trainer(side: TrainerSide) -> None:
     side.publish(0)
-    until(lambda: side.exchange.gather() and side.exchange.stop_requested, "the request to stop")
-    side.publish(5, "test")
     for searcher in range(SEARCHERS):
         side.flags.wait(f"offered-{searcher}")
+    until(lambda: side.exchange.gather() and side.exchange.stop_requested, "the request to stop")
+    side.publish(5, "test")
     shards = side.close()
     assert sorted((shard.searcher, shard.index) for shard in shards) == [(0, 0), (1, 0)]
 

@@ -253,12 +253,17 @@ class Cluster:
 
     def _gres(self) -> str:
         files = f"{self.root}/dev/gpu[0-{self.gpus - 1}]"
-        return "AutoDetect=off\n" + (f"NodeName=node[1-{self.nodes}] Name=gpu File={files}\n" if self.gpus else "")
+        return "AutoDetect=off\n" + (
+            f"NodeName=node[1-{self.nodes}] Name=gpu File={files}\n" if self.gpus else ""
+        )
 
     def _slurm_conf(self, ports: list[int]) -> str:
         values = {**_SETTINGS, **self.settings}
         lines = [f"{key}={value}".replace("{root}", str(self.root)) for key, value in values.items()]
-        lines += [f"SlurmctldHost={socket.gethostname().split('.')[0]}(127.0.0.1)", f"SlurmctldPort={ports[0]}"]
+        lines += [
+            f"SlurmctldHost={socket.gethostname().split('.')[0]}(127.0.0.1)",
+            f"SlurmctldPort={ports[0]}",
+        ]
         for name, port in zip(self._names, ports[1:], strict=True):
             (self.root / "spool" / name).mkdir(parents=True)
             lines.append(
@@ -273,7 +278,16 @@ class Cluster:
         return "\n".join(lines) + "\n"
 
 
-_NAMESPACES = ("--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation", "private")
+_NAMESPACES = (
+    "--uts",
+    "--mount",
+    "--pid",
+    "--fork",
+    "--kill-child",
+    "--mount-proc",
+    "--propagation",
+    "private",
+)
 
 _BOOT = """
 hostname "$0" && mount --bind "$1/hosts" /etc/hosts && mount -t tmpfs tmpfs /dev/shm || exit 1

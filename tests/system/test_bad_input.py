@@ -1,0 +1,110 @@
+"""What a user gets wrong is answered by one sentence and a non-zero exit, without a traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_models import make_random_model
+
+TBA = str(Path(sys.executable).parent / "tba")
+CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+
+
+def tba(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    return subprocess.run(
+        [TBA, *words], capture_output=True, text=True, timeout=180, env={**os.environ, **environment}
+    )
+
+
+def refused(done: subprocess.CompletedProcess[str], sentence: str) -> None:
+    """One sentence, no traceback."""
+    assert done.returncode == 2, done
+    assert sentence in done.stderr.replace("\n", " "), done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def settings(**values: object) -> list[str]:
+    """``--set`` words; ``__`` stands for the dot."""
+    return [word for key, value in values.items() for word in ("--set", f"{key.replace('__', '.')}={value}")]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A random model."""
+    return make_random_model(tmp_path / "model", tied=False)
+
+
+def test_before_anything_is_made(tmp_path: Path, model: Path) -> None:
+    refused(tba("run", "absent.yaml"), "cannot read the config absent.yaml: No such file or directory")
+    refused(tba("run", CONFIG, *settings(train__stps=3)), "unknown config key 'train.stps': did you mean")
+    absent = tmp_path / "no-model"
+    refused(tba("run", CONFIG, *settings(model__path=absent)), f"model.path={absent} does not exist")
+    refused(
+        tba("run", CONFIG, *settings(model__path=model, task__train_file="./no.jsonl")),
+        "task.train_file=./no.jsonl does not exist",
+    )
+    refused(
+        tba("run", CONFIG, *settings(model__path=model, launch__trainers=3)),
+        "train.prompts_per_step=8 cannot be split over 3 trainer ranks: use a multiple of 3",
+    )
+    refused(tba("report", str(tmp_path)), "is not a run directory")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_directory_of_another_config_or_of_somebody_else(tmp_path: Path, model: Path) -> None:
+    common = settings(model__path=model, run__root=tmp_path / "runs")
+    folder = tmp_path / "runs" / "quickstart-seed0"
+    folder.mkdir(parents=True)
+    (folder / "thesis.tex").touch()
+    refused(tba("run", CONFIG, *common), "is not empty and holds no run (found thesis.tex)")
+    (folder / "thesis.tex").unlink()
+    planned = tba("run", CONFIG, *common, "--dry-run")
+    assert planned.returncode == 0 and "mpiexec" in planned.stdout
+    (folder / "config.yaml").write_text(planned.stdout)
+    changed = tba("run", CONFIG, *common, *settings(train__steps=7, run__seed=0))
+    refused(changed, "holds a run with another config: train.steps differs")
+
+
+def test_a_read_only_place(model: Path) -> None:
+    refused(
+        tba("run", CONFIG, *settings(model__path=model, run__root="/proc")), "cannot write to the run dir"
+    )
+
+
+@pytest.mark.system
+def test_what_only_a_rank_can_see(tmp_path: Path, model: Path) -> None:
+    """The launcher shows the sentence of the rank that met it."""
+    no_eos = make_random_model(tmp_path / "no-eos", tied=False, eos=False)
+    common = settings(run__root=tmp_path / "runs", exchange__deadline_seconds=60)
+    done = tba("run", CONFIG, *common, *settings(model__path=no_eos, run__name="no-eos"))
+    refused(done, "has no end-of-sequence token")
+    done = tba(
+        "run", CONFIG, *common, *settings(model__path=model, run__name="long", generator__max_tokens=100)
+    )
+    refused(done, "less generator.max_tokens=100 leaves 28: raise the first or lower the second")
+
+
+@pytest.mark.mpi
+def test_too_few_ranks(tmp_path: Path, model: Path) -> None:
+    """A launcher that starts every rank alone must not run N singletons."""
+    common = settings(model__path=model, run__root=tmp_path)
+    planned = tba("run", CONFIG, *common, "--dry-run").stdout
+    folder = tmp_path / "quickstart-seed0"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(planned)
+    (folder / "logs" / "attempt-001").mkdir(parents=True)
+    (folder / "logs" / "latest").symlink_to("attempt-001")
+    alone = subprocess.run(
+        [sys.executable, "-m", "mpi4py", "-m", "tba_hpc", "train", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert alone.returncode == 2
+    sentence = (folder / "logs" / "attempt-001" / "error-trainer-0000.txt").read_text()
+    assert "alone in its MPI world, 3 ranks were expected" in sentence and "--mpi=pmix" in sentence

@@ -1,0 +1,210 @@
+"""`tba run` as a user types it: whole runs of the main job, stopped, killed, starved of disk, and resumed.
+
+Every test starts the real thing: mpiexec, vLLM engines, a DeepSpeed trainer, on a tiny model taught in
+seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tba_hpc.backends.hdf5_shards import read_arrays
+from tba_hpc.metrics import read_metrics, step_records
+from tba_hpc.state import PromptLedger, RunDir, latest_checkpoint, read_state
+
+pytestmark = pytest.mark.system
+
+ROOT = Path(__file__).parents[2]
+TBA = Path(sys.executable).parent / "tba"
+SAMPLES = 20
+SETTINGS = [
+    "train.steps=16",
+    "checkpoint.every=4",
+    "buffer.initial_completions=64",
+    f"generator.completions_per_prompt={SAMPLES}",
+    "evaluate.every=5",
+    "evaluate.validation_prompts=16",
+    "evaluate.test_prompts=64",
+    "exchange.deadline_seconds=60",
+]
+START_SECONDS = 240
+"""Longest wait for engines on a busy machine."""
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy that has seen a few problems."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tool = ROOT / "tools" / "make_tiny_model.py"
+    subprocess.run([sys.executable, tool, "--steps", "60", "--out", folder], check=True, capture_output=True)
+    return folder
+
+
+def command(model: Path, root: Path, *settings: str) -> list[str]:
+    """``tba run`` with everything set."""
+    pairs = [f"model.path={model}", f"run.root={root}", *SETTINGS, *settings]
+    return [str(TBA), "run", "configs/quickstart.yaml", *(word for pair in pairs for word in ("--set", pair))]
+
+
+def start(model: Path, root: Path, *settings: str) -> subprocess.Popen[str]:
+    """Start a run; its output goes to pipes."""
+    return subprocess.Popen(
+        command(model, root, *settings), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit status, output, errors."""
+    out, err = process.communicate(timeout=START_SECONDS)
+    return process.returncode, out, err
+
+
+def run_to_end(model: Path, root: Path, *settings: str) -> RunDir:
+    """A run that must finish; its directory."""
+    code, out, err = finish(start(model, root, *settings))
+    assert code == 0, out + err
+    return RunDir.open(root / "quickstart-seed0")
+
+
+def wait_for(what: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Until ``what`` holds; fails where the run ends before."""
+    end = time.monotonic() + START_SECONDS
+    while not what():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "the run did not get there"
+        time.sleep(0.1)
+
+
+def steps_done(root: Path) -> int:
+    """Optimizer steps in the metrics so far."""
+    return len(step_records(read_metrics(root / "quickstart-seed0" / "metrics" / "trainer.jsonl")))
+
+
+def ranks(process: subprocess.Popen[str], verb: str) -> list[psutil.Process]:
+    """Processes of one role."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in children if verb in child.cmdline() and "mpiexec" not in child.cmdline()[0]]
+
+
+def assert_whole(run: RunDir, steps: int = 16) -> None:
+    """All steps once, nothing lost or doubled, results there."""
+    records = step_records(read_metrics(run.metrics_file("trainer")))
+    assert [record["step"] for record in records] == list(range(1, steps + 1))
+    summary = json.loads(run.summary.read_text())
+    assert summary["finished"] and summary["steps"] == steps
+    assert 0 <= summary["pass_at_1_before"] <= 1 and 0 <= summary["pass_at_1_after"] <= 1
+    assert summary["train_seconds"] > 0 and summary["trajectories"] > 0 and summary["tokens"] > 0
+
+    folder = latest_checkpoint(run)
+    assert folder is not None
+    state, arrays = read_state(folder), read_arrays(folder / "buffer.h5")
+    done = PromptLedger.from_array(read_arrays(folder / "prompts.h5")["done"])
+    merged, duplicates, evicted, _ = arrays["counters"].tolist()
+    assert len(done) * SAMPLES == state.trajectories == merged  # a prompt done twice would count twice
+    assert merged == len(arrays["record"]) + duplicates + evicted
+    assert len(np_unique(arrays["record"]["uid"])) == len(arrays["record"])
+
+
+def np_unique(values: object) -> set[int]:
+    """Distinct values of an array."""
+    return set(values.tolist())  # type: ignore[attr-defined]
+
+
+def test_stopped_by_ctrl_c_and_resumed(model: Path, tmp_path: Path) -> None:
+    process = start(model, tmp_path)
+    wait_for(lambda: steps_done(tmp_path) >= 5, process)
+    process.send_signal(signal.SIGINT)
+    asked = time.monotonic()
+    code, out, err = finish(process)
+    assert code == 0, out + err
+    assert time.monotonic() - asked < 30
+    run = RunDir.open(tmp_path / "quickstart-seed0")
+    folder = latest_checkpoint(run)
+    assert folder is not None
+    stopped_at = read_state(folder).step
+    assert 5 <= stopped_at == steps_done(tmp_path) < 16
+
+    run = run_to_end(model, tmp_path)
+    assert_whole(run)
+    events = [record["event"] for record in read_metrics(run.metrics_file("trainer")) if "event" in record]
+    assert "resumed" in events and events[-1] == "finished"
+
+    # A finished run is not run again; its model loads; its page needs nothing from outside.
+    code, out, _ = finish(
+        subprocess.Popen([*command(model, tmp_path), "--json"], cwd=ROOT, stdout=-1, stderr=-1, text=True)
+    )
+    assert code == 0 and json.loads(out) == json.loads(run.summary.read_text())
+    policy = AutoModelForCausalLM.from_pretrained(run.export)
+    assert AutoTokenizer.from_pretrained(run.export).eos_token_id is not None
+    old = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    assert any(not torch.equal(tensor, old[name]) for name, tensor in policy.state_dict().items())
+    page = run.report.read_text()
+    assert "<svg" in page and "http://" not in page.replace("http://www.w3.org", "")
+    assert oct(run.path.stat().st_mode & 0o777) == "0o700"
+
+
+@pytest.mark.parametrize("verb", ["search", "train"])
+def test_a_killed_rank_ends_the_world_and_the_run_goes_on_later(
+    verb: str, model: Path, tmp_path: Path
+) -> None:
+    process = start(model, tmp_path)
+    wait_for(lambda: steps_done(tmp_path) >= 5, process)
+    ranks(process, verb)[-1].kill()
+    killed = time.monotonic()
+    code, out, err = finish(process)
+    assert code != 0 and time.monotonic() - killed < 30
+    assert "was ended by SIGKILL" in err, out + err
+    assert_whole(run_to_end(model, tmp_path))
+
+
+def test_over_files_with_two_trainer_ranks(model: Path, tmp_path: Path) -> None:
+    settings = ("exchange.transport=files", "launch.trainers=2", "launch.searchers=1")
+    assert_whole(run_to_end(model, tmp_path, *settings))
+
+
+def test_two_trainer_ranks_and_another_number_on_resume(model: Path, tmp_path: Path) -> None:
+    """MPI, ZeRO over two ranks, stopped; then one trainer rank and one searcher more."""
+    process = start(model, tmp_path, "launch.trainers=2", "launch.searchers=1")
+    wait_for(lambda: steps_done(tmp_path) >= 3, process)
+    process.send_signal(signal.SIGTERM)
+    code, out, err = finish(process)
+    assert code == 0, out + err
+    assert_whole(run_to_end(model, tmp_path, "launch.trainers=1", "launch.searchers=2"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root; run the tests as root to include this one")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this sandbox does not allow mounts; run the tests where root may mount tmpfs")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_stops_cleanly_and_the_run_goes_on_later(model: Path, small_disk: Path) -> None:
+    process = start(model, small_disk)
+    wait_for(lambda: steps_done(small_disk) >= 5, process)
+    with (small_disk / "ballast").open("wb") as ballast:
+        free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
+        ballast.write(b"\0" * (free - 20_000))
+    code, out, err = finish(process)
+    assert code == 2 and "No space left on device" in err and "Traceback" not in err, out + err
+    (small_disk / "ballast").unlink()
+    assert_whole(run_to_end(model, small_disk))
