@@ -70,9 +70,9 @@ class GeneratorSection(Section):
     kv_cache_mb: int | None = Field(None, ge=1)
     """Memory for the engine's KV cache, MiB; none: what gpu_memory_utilization leaves."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
-    """Share of a GPU's memory that the engine may take."""
+    """Share of a GPU's memory that the engine may take; the reference policy needs room beside it."""
     tensor_parallel: int = Field(1, ge=1)
-    """GPUs per engine."""
+    """GPUs per engine; more than one is not supported yet."""
 
 
 class BufferSection(Section):

@@ -180,7 +180,7 @@ def search(run: RunDir, index: int | None, stop: StopFlag) -> None:
             scorer=Scorer(
                 task,
                 HfReference(
-                    load_policy(config.model.path, config.model.dtype),
+                    load_policy(config.model.path, config.model.dtype).to(_device()),
                     chunk_tokens=config.train.logprob_chunk_tokens,
                 ),
                 ShardWriter(run, seat.index, first_index=state.cursors.get(seat.index, 0)),
@@ -196,6 +196,7 @@ def search(run: RunDir, index: int | None, stop: StopFlag) -> None:
             pending_shards=config.exchange.pending_shards,
         )
         searcher.run()
+        generator.close()
 
 
 def _open_trainer(
@@ -333,6 +334,13 @@ def _choose_gpus(local_index: int, count: int) -> None:
     if visible > count and "CUDA_VISIBLE_DEVICES" not in os.environ:
         first = local_index * count % visible
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + count)))
+
+
+def _device() -> str:
+    """Where this rank's own models live."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _seed(config: Config, searcher: int, round: int) -> int:

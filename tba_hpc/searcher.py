@@ -123,7 +123,7 @@ class Searcher:
         """The next training prompt, or None while the trainer is too far behind or has ended the run."""
         if self._exchange.closed or self._exchange.pending >= self._pending_shards:
             return None
-        return next(self._requests)
+        return next(self._requests, None)
 
     def _generate(self) -> list[Group]:
         if self._in_flight:
@@ -162,7 +162,6 @@ class Searcher:
         self._hand_over(self._scorer.close())
         self._log()
         self._exchange.close()
-        self._generator.close()
 
     def _log_if_due(self) -> None:
         if time.monotonic() - self._logged >= LOG_SECONDS:

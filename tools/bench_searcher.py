@@ -3,119 +3,177 @@
     python tools/bench_searcher.py [--model FOLDER] [--rounds 7] [--json]
 
 Arms: ``bare`` hands all prompts to ``LLM.generate`` at once; ``generator`` refills our generator as groups
-end; ``searcher`` also scores every group and computes its reference log-probabilities in a second thread.
-An arm's figure is the median over rounds of its tokens per second divided by bare's of the same round.
+end; ``searcher`` is the real loop of tba_hpc.searcher, with rewards, reference log-probabilities and seals
+on disk in its second thread. An arm's figure is the median over rounds of its tokens per second divided by
+bare's of the same round. MODEL: see tools/make_tiny_model.py; the task is the quickstart's.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
-from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tba_hpc.backends.hdf5_shards import ShardWriter
 from tba_hpc.backends.hf_model import load_policy, load_tokenizer
 from tba_hpc.backends.hf_reference import HfReference
 from tba_hpc.backends.vllm_generator import VllmGenerator, sampling_params
-from tba_hpc.config import GeneratorSection, ModelSection
-from tba_hpc.types import Group, Prompt, Request, Sampling
+from tba_hpc.config import Config, load_config
+from tba_hpc.evaluator import Evaluator
+from tba_hpc.metrics import MetricsWriter, read_metrics
+from tba_hpc.report.status import print_rows
+from tba_hpc.scorer import Scorer
+from tba_hpc.searcher import Searcher
+from tba_hpc.state import RunDir
+from tba_hpc.tasks import load_task
+from tba_hpc.types import Request, Sampling, Shard, WeightLayout, WeightUpdate
+
+ROOT = Path(__file__).parents[1]
 
 Arm = Callable[[list[Request]], int]
 """Generates all requests and returns how many tokens were sampled."""
-
-VOCABULARY = 161
 
 
 def main() -> None:
     """Measure and print."""
     options = _options()
     with tempfile.TemporaryDirectory() as scratch:
-        path = options.model or str(_make_model(Path(scratch)))
-        generator = _generator(path, options)
-        reference = HfReference(load_policy(path, "float32"), chunk_tokens=1024)
-        sequences = options.prompts_in_flight * options.completions
-        arms: dict[str, Arm] = {
-            "bare": lambda requests: bare(generator, requests),
-            "generator": lambda requests: refill(generator, requests, sequences),
-            "searcher": lambda requests: searcher(generator, reference, requests, sequences),
-        }
-        requests = _requests(options, load_tokenizer(path).vocab_size)
-        rates = measure(arms, requests, options.rounds)
-        generator.close()
-    _print(summarize(rates), as_json=options.json)
+        overrides = [f"model.path={options.model}", f"run.root={scratch}"]
+        bench = Bench(load_config(ROOT / "configs" / "quickstart.yaml", overrides))
+        arms: dict[str, Arm] = {"bare": bench.bare, "generator": bench.refill, "searcher": bench.searcher}
+        rates = measure(arms, bench.requests(options.prompts), options.rounds)
+        rows = summarize(rates)
+        rows[-1]["sealing"] = bench.seal_share
+    bench.generator.close()
+    print_rows(rows, as_json=options.json)
 
 
-def _generator(path: str, options: argparse.Namespace) -> VllmGenerator:
-    model = ModelSection(path=path, dtype="float32", context_length=50 + options.max_tokens)
-    section = GeneratorSection(
-        completions_per_prompt=options.completions,
-        prompts_in_flight=options.prompts_in_flight,
-        max_tokens=options.max_tokens,
-        kv_cache_mb=256,
-    )
-    return VllmGenerator(model, section, seed=0)
+class Bench:
+    """One engine and what the three arms need of it."""
 
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._sequences = config.generator.prompts_in_flight * config.generator.completions_per_prompt
+        self._run = RunDir.create(config)
+        self._task = load_task(config.task, load_tokenizer(config.model.path))
+        policy = load_policy(config.model.path, config.model.dtype)
+        self._update = _own_weights(policy.state_dict())
+        self._reference = HfReference(policy, chunk_tokens=config.train.logprob_chunk_tokens)
+        self._metrics = self._run.metrics_file("searcher")
+        self.generator = VllmGenerator(config.model, config.generator, seed=0)
 
-def bare(generator: VllmGenerator, requests: list[Request]) -> int:
-    """vLLM's own offline loop, with everything it could wish for: all prompts at once."""
-    prompts = [request.prompt.tokens.tolist() for request in requests]
-    params = [sampling_params(request.sampling, request.n) for request in requests]
-    outputs = generator.llm.generate(prompts, params, use_tqdm=False)
-    return sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    def requests(self, count: int) -> list[Request]:
+        """Training prompts of the task, over and over."""
+        prompts, section = self._task.prompts("train"), self._config.generator
+        sampling = Sampling(section.temperature, section.top_p, section.max_tokens)
+        return [
+            Request(prompts[i % len(prompts)], i, section.completions_per_prompt, sampling)
+            for i in range(count)
+        ]
 
+    def bare(self, requests: list[Request]) -> int:
+        """vLLM's own offline loop, with everything it could wish for: all prompts at once."""
+        prompts = [request.prompt.tokens.tolist() for request in requests]
+        params = [sampling_params(request.sampling, request.n) for request in requests]
+        outputs = self.generator.llm.generate(prompts, params, use_tqdm=False)
+        return sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
 
-def refill(
-    generator: VllmGenerator,
-    requests: list[Request],
-    sequences: int,
-    deliver: Callable[[Group], object] = lambda group: None,
-) -> int:
-    """The searcher's way: at least ``sequences`` in flight while prompts last, new ones as groups end."""
-    waiting, in_flight, tokens = iter(requests), 0, 0
-    while True:
-        while in_flight < sequences and (request := next(waiting, None)):
-            generator.submit(request)
-            in_flight += request.n
-        if not in_flight:
-            return tokens
-        for group in generator.step():
-            in_flight -= group.request.n
-            tokens += sum(len(completion.tokens) for completion in group.completions)
-            deliver(group)
+    def refill(self, requests: list[Request]) -> int:
+        """Our generator alone: at least ``sequences`` in flight while prompts last."""
+        waiting, in_flight, before = iter(requests), 0, self.generator.tokens_generated
+        while True:
+            while in_flight < self._sequences and (request := next(waiting, None)):
+                self.generator.submit(request)
+                in_flight += request.n
+            if not in_flight:
+                return self.generator.tokens_generated - before
+            in_flight -= sum(group.request.n for group in self.generator.step())
 
-
-def searcher(
-    generator: VllmGenerator, reference: HfReference, requests: list[Request], sequences: int
-) -> int:
-    """As ``refill``, with rewards and reference log-probabilities of every group in a second thread."""
-    with ThreadPoolExecutor(max_workers=1) as scorer:
-        scored: list[Future[float]] = []
-        tokens = refill(
-            generator,
-            requests,
-            sequences,
-            lambda group: scored.append(scorer.submit(_score, reference, group)),
+    def searcher(self, requests: list[Request]) -> int:
+        """The whole loop, on an exchange that gives the weights once and takes shards at once."""
+        before = self.generator.tokens_generated
+        shards, feed = ShardWriter(self._run, 0), Feed(requests)
+        searcher = Searcher(
+            generator=self.generator,
+            scorer=Scorer(
+                self._task, self._reference, shards, seal_seconds=self._config.exchange.seal_seconds
+            ),
+            exchange=Sink(self._update, feed, self.generator, sum(request.n for request in requests)),
+            requests=feed,
+            evaluator=Evaluator(self._task, searcher=0, searchers=1, max_tokens=1, limits={}),
+            report=lambda part: None,
+            metrics=MetricsWriter(self._metrics),
+            stop_asked=lambda: False,
+            sequences=self._sequences,
+            pending_shards=1,
         )
-        assert all(np.isfinite(future.result()) for future in scored)
-    return tokens
+        searcher.run()
+        return self.generator.tokens_generated - before
+
+    @property
+    def seal_share(self) -> float:
+        """Mean share of wall time that the scorer's thread spent sealing."""
+        shares = [float(record["search/seal_share"]) for record in read_metrics(self._metrics)]  # type: ignore[arg-type]
+        return statistics.mean(shares)
 
 
-def _score(reference: HfReference, group: Group) -> float:
-    """Stands for the task: a rule over the tokens of each completion, and the reference."""
-    rewards = [float(tokens.tokens[-1] == 0) for tokens in group.completions]
-    return sum(rewards) + float(sum(row.sum() for row in reference.logprobs(group)))
+class Feed:
+    """The prompts, and whether they have run out."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self._requests = iter(requests)
+        self.exhausted = False
+
+    def __iter__(self) -> Feed:
+        return self
+
+    def __next__(self) -> Request:
+        request = next(self._requests, None)
+        if request is None:
+            self.exhausted = True
+            raise StopIteration
+        return request
+
+
+@dataclass
+class Sink:
+    """A SearcherExchange that gives weights once and is closed when nothing is left to generate."""
+
+    update: WeightUpdate | None
+    feed: Feed
+    generator: VllmGenerator
+    wanted: int
+    pending: int = 0
+    trajectories: int = 0
+
+    def poll(self) -> WeightUpdate | None:
+        """The weights, at the first call."""
+        update, self.update = self.update, None
+        return update
+
+    def offer(self, shard: Shard) -> None:
+        """Count."""
+        self.trajectories += len(shard.trajectories)
+
+    def request_stop(self) -> None:
+        """Nobody to ask."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the prompts have run out and the engine is empty."""
+        return self.feed.exhausted and self.generator.in_flight == 0
+
+    def close(self) -> None:
+        """Every completion must have come as a sealed trajectory."""
+        assert self.trajectories == self.wanted, (self.trajectories, self.wanted)
 
 
 def measure(arms: dict[str, Arm], requests: list[Request], rounds: int) -> dict[str, list[float]]:
@@ -132,73 +190,38 @@ def measure(arms: dict[str, Arm], requests: list[Request], rounds: int) -> dict[
     return rates
 
 
-def summarize(rates: dict[str, list[float]]) -> list[dict[str, float | str]]:
+def summarize(rates: dict[str, list[float]]) -> list[dict[str, str | int | float | bool | None]]:
     """Per arm: median tokens per second, and median, least and greatest ratio to bare's of the same round."""
-    rows: list[dict[str, float | str]] = []
+    rows: list[dict[str, str | int | float | bool | None]] = []
     for name, values in rates.items():
         ratios = [rate / base for rate, base in zip(values, rates["bare"], strict=True)]
         rows.append(
             {
                 "arm": name,
-                "tokens_per_second": statistics.median(values),
-                "ratio": statistics.median(ratios),
-                "ratio_min": min(ratios),
-                "ratio_max": max(ratios),
+                "tokens/s": statistics.median(values),
+                "÷ bare": statistics.median(ratios),
+                "least": min(ratios),
+                "greatest": max(ratios),
+                "sealing": None,
             }
         )
     return rows
 
 
-def _print(rows: list[dict[str, float | str]], *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(rows))
-        return
-    table = Table("arm", "tokens/s", "÷ bare (median)", "min", "max")
-    for row in rows:
-        name, rate, *ratios = row.values()
-        table.add_row(str(name), f"{rate:,.0f}", *(f"{ratio:.3f}" for ratio in ratios))
-    Console().print(table)
-
-
-def _requests(options: argparse.Namespace, vocabulary: int) -> list[Request]:
-    """Random prompts of 30 to 50 tokens, as many as the quickstart's problems have."""
-    rng = np.random.default_rng(0)
-    sampling = Sampling(temperature=1.0, top_p=1.0, max_tokens=options.max_tokens)
-    prompts = [rng.integers(3, vocabulary, rng.integers(30, 51), np.int32) for _ in range(options.prompts)]
-    return [Request(Prompt(i, p, ""), i, options.completions, sampling) for i, p in enumerate(prompts)]
-
-
-def _make_model(folder: Path) -> Path:
-    """A random Llama of the quickstart's size: its completions end by chance, here and there."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=96,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=3,
-        max_position_embeddings=256,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=0,
-        tie_word_embeddings=False,
+def _own_weights(state: Mapping[str, torch.Tensor]) -> WeightUpdate:
+    """The model's own weights, as a trainer would publish them."""
+    layout = WeightLayout.of([(name, tuple(tensor.shape)) for name, tensor in state.items()], "F32")
+    data = np.concatenate(
+        [tensor.contiguous().numpy().reshape(-1).view(np.uint8) for tensor in state.values()]
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    words = {f"<{i}>": i for i in range(VOCABULARY)}
-    backend = Tokenizer(models.WordLevel(words, unk_token="<2>"))
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<0>").save_pretrained(folder)
-    return folder
+    return WeightUpdate(0, layout, data, None, time.time())
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="folder of a model (default: a random one of 0.2 M parameters)")
+    parser.add_argument("--model", default=".cache/tiny-model-seed0", help="folder of a tiny model")
     parser.add_argument("--rounds", type=int, default=7, help="segments per arm")
-    parser.add_argument("--prompts", type=int, default=96, help="prompts per segment")
-    parser.add_argument("--completions", type=int, default=16, help="completions per prompt")
-    parser.add_argument("--prompts-in-flight", type=int, default=8, help="prompts decoded at once")
-    parser.add_argument("--max-tokens", type=int, default=32, help="longest completion")
+    parser.add_argument("--prompts", type=int, default=300, help="prompts per segment")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser.parse_args()
 
