@@ -94,8 +94,8 @@ def staleness(batch: TrajectoryBatch, version: int) -> np.ndarray:
 
 
 def to_arrays(batch: TrajectoryBatch) -> dict[str, np.ndarray]:
-    """The batch as named plain arrays, for a wire without pickle."""
-    return {
+    """The batch as named contiguous arrays, for a wire without pickle (safetensors ignores strides)."""
+    arrays = {
         "group_size": np.array(batch.group_size, np.int64),
         "tokens": batch.sequences.values,
         "offsets": batch.sequences.offsets,
@@ -106,6 +106,7 @@ def to_arrays(batch: TrajectoryBatch) -> dict[str, np.ndarray]:
         "ref_logprobs": batch.ref_logprobs,
         "prompt_id_B": batch.prompt_id_B,
     }
+    return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray]) -> TrajectoryBatch:

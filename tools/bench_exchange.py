@@ -5,7 +5,7 @@
 
 Both take ``--json`` and start mpiexec themselves. Believe the ratios, not the seconds: each ratio comes
 from one run. "nodes" makes every rank a node of its own, so that the weights take the way between nodes;
-on one machine Bcast then runs at the speed of memory, and the copies before and after it weigh as much as
+on one machine that way runs at the speed of memory, and the copies before and after it weigh as much as
 it does, which no network lets them.
 """
 
@@ -35,6 +35,8 @@ from tba_hpc.launch.local import child_environment, find_mpiexec
 from tba_hpc.types import RECORD, Ragged, Shard, Trajectories, WeightLayout, make_uid
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from tba_hpc.backends.mpi_exchange import MpiWorld
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
@@ -55,8 +57,10 @@ class Weights:
 
     memcpy_ms: one copy of the weights by the trainer, before each publish. stall: publish over memcpy.
     visible_ms: from the call of publish until the last searcher's poll returns them; propagation_ms and
-    gb_per_s: until it has a copy of its own. window: plain copies, one into a shared window and one out of
-    it per searcher. bcast: MPI's own blocking Bcast. of_window, of_bcast: gb_per_s over those.
+    gb_per_s: until it has a copy of its own. Limits in the same world: window, plain copies, one into a
+    shared window and one out of it per searcher; bcast, MPI's blocking Bcast between private memories;
+    bcast_shared, the same between shared memories, one per rank, where a node's only copy must lie.
+    of_…: gb_per_s over the limit.
     """
 
     memory: str
@@ -70,8 +74,10 @@ class Weights:
     gb_per_s: float
     window_gb_per_s: float
     bcast_gb_per_s: float
+    bcast_shared_gb_per_s: float
     of_window: float
     of_bcast: float
+    of_bcast_shared: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +122,11 @@ def show(rows: list[Weights] | list[Merge], as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return
-    table = Table(*asdict(rows[0]), box=SIMPLE_HEAD)
-    for row in rows:
-        table.add_row(*(f"{v:.3g}" if isinstance(v, float) else str(v) for v in asdict(row).values()))
-    Console(width=160).print(table)
+    table = Table("", *([""] * len(rows)), box=SIMPLE_HEAD, show_header=False)
+    for name in asdict(rows[0]):
+        values = [getattr(row, name) for row in rows]
+        table.add_row(name, *(f"{value:.3g}" if isinstance(value, float) else str(value) for value in values))
+    Console().print(table)
 
 
 def run_world(ranks: int, arguments: list[str]) -> dict:
@@ -166,7 +173,7 @@ def weights_rank(memory: str, megabytes: float, rounds: int, result: Path) -> No
     seconds = (publish_weights if world.role == "trainer" else take_weights)(
         world, layout, private, rounds + 1
     )
-    window, bcast = limits(world, private, rounds)
+    window, bcast, bcast_shared = limits(world, private, rounds)
     table = np.empty((world.comm.size, *seconds.shape))
     world.comm.Gather(seconds, table, 0)
     if world.role == "searcher":
@@ -187,8 +194,10 @@ def weights_rank(memory: str, megabytes: float, rounds: int, result: Path) -> No
         gb_per_s=layout.nbytes / propagation / 1e9,
         window_gb_per_s=layout.nbytes / window / 1e9,
         bcast_gb_per_s=layout.nbytes / bcast / 1e9,
+        bcast_shared_gb_per_s=layout.nbytes / bcast_shared / 1e9,
         of_window=window / propagation,
         of_bcast=bcast / propagation,
+        of_bcast_shared=bcast_shared / propagation,
     )
     result.write_text(json.dumps(asdict(row)))
 
@@ -224,22 +233,32 @@ def take_weights(world: MpiWorld, layout: WeightLayout, private: np.ndarray, rou
     return clock
 
 
-def limits(world: MpiWorld, private: np.ndarray, rounds: int) -> tuple[float, float]:
-    """Median seconds of a copy through a shared window, and of MPI's Bcast."""
-    from mpi4py import MPI
-
+def limits(world: MpiWorld, private: np.ndarray, rounds: int) -> tuple[float, float, float]:
+    """Median seconds of a copy through a shared window, and of MPI's Bcast between private and shared memories."""
     comm, trainer = world.comm, world.role == "trainer"
-    window = MPI.Win.Allocate_shared(private.nbytes if trainer else 0, 1, comm=comm)
-    shared = np.frombuffer(cast(memoryview, window.Shared_query(0)[0]), np.uint8)
+    window, memory = shared_memory(comm, private.nbytes if trainer else 0)
 
     def through_window() -> None:
         if trainer:
-            np.copyto(shared, private)
+            np.copyto(memory, private)
         comm.Barrier()
         if not trainer:
-            np.copyto(private, shared)
+            np.copyto(private, memory)
 
-    return timed(world, through_window, rounds), timed(world, lambda: comm.Bcast(private, 0), rounds)
+    copies = timed(world, through_window, rounds)
+    window.Free()
+    bcast = timed(world, lambda: comm.Bcast(private, 0), rounds)
+    window, own = shared_memory(comm.Split(comm.rank), private.nbytes)
+    own[:] = private
+    return copies, bcast, timed(world, lambda: comm.Bcast(own, 0), rounds)
+
+
+def shared_memory(comm: MPI.Intracomm, nbytes: int) -> tuple[MPI.Win, np.ndarray]:
+    """A window of ``comm`` and the memory of its rank 0."""
+    from mpi4py import MPI
+
+    window = MPI.Win.Allocate_shared(nbytes, 1, comm=comm)
+    return window, np.frombuffer(cast(memoryview, window.Shared_query(0)[0]), np.uint8)
 
 
 def timed(world: MpiWorld, work: Callable[[], None], rounds: int) -> float:

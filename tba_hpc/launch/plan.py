@@ -1,0 +1,292 @@
+"""Which nodes do what: reads a site's YAML and splits the nodes of a job into trainers and searchers.
+
+Pure: it asks no Slurm and writes no file. ``sbatch.py`` turns a Plan into a batch script.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from tba_hpc.config import Config, ConfigError, Section
+from tba_hpc.types import Role
+
+Form = Literal["het", "homogeneous"]
+
+
+class Container(Section):
+    """The programs' surroundings where modules and a virtual environment are not enough."""
+
+    image: str = Field(min_length=1)
+    """Path of the image, readable on every node."""
+    runtime: Literal["apptainer", "singularity"] = "apptainer"
+    """The command that runs it."""
+    binds: tuple[str, ...] = ()
+    """``SOURCE:TARGET`` folders to see inside; the run directory must be among them."""
+    arguments: tuple[str, ...] = ("--nv",)
+    """Further arguments of ``exec``; ``--nv`` brings the GPU driver in."""
+
+
+class ComponentSite(Section):
+    """What one component asks for otherwise than the rest of the site; none: as the site says."""
+
+    partition: str | None = None
+    """Its partition."""
+    qos: str | None = None
+    """Its quality of service."""
+    constraint: str | None = None
+    """Its node features."""
+    memory: str | None = None
+    """Its memory per node."""
+    gpu_request: str | None = None
+    """Its way to ask for GPUs."""
+
+
+class Site(Section):
+    """A Slurm cluster as its users see it. One file in ``slurm/sites`` per cluster."""
+
+    partition: str | None = None
+    """Partition (queue) to submit to; none: the cluster's default."""
+    account: str | None = None
+    """Account (project) that is charged; none: yours."""
+    qos: str | None = None
+    """Quality of service; none: the default one."""
+    constraint: str | None = None
+    """Node features, as for ``sbatch --constraint``."""
+    gpus_per_node: int = Field(4, ge=0)
+    """GPUs that a node has and the job takes; 0: a CPU cluster."""
+    ranks_per_node: int = Field(2, ge=1)
+    """Ranks on a node of a CPU cluster; with GPUs it follows from them."""
+    gpu_request: str = "--gres=gpu:{gpus}"
+    """How the cluster wants GPUs asked for; ``{gpus}`` is gpus_per_node. Such as ``--gres=gpu:a100:{gpus}``
+    or ``--gpus-per-node={gpus}``."""
+    cpus_per_node: int = Field(8, ge=1)
+    """CPU cores that the job takes of a node; shared out evenly among its ranks."""
+    memory: str = "0"
+    """Memory per node, as for ``sbatch --mem``; 0: all of it."""
+    exclusive: bool = False
+    """Whether to ask for whole nodes."""
+    time: str = Field("24:00:00", pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$")
+    """Wall time of one life of the job; a run that needs more requeues itself."""
+    signal_seconds: int = Field(300, ge=10)
+    """How long before the wall time ends the run is asked to checkpoint, s; Slurm may ask 60 s earlier."""
+    requeue: bool = True
+    """Whether jobs may requeue here; if not, submit again to go on."""
+    hetjob: bool = True
+    """Whether the cluster runs heterogeneous jobs; if not, one allocation holds both roles."""
+    mpi: str = Field("pmix", pattern=r"^(pmix(_v\d)?|pmi2|cray_shasta)$")
+    """``srun --mpi=``: pmix for Open MPI, pmi2 for MPICH, cray_shasta for Cray MPICH."""
+    srun_arguments: tuple[str, ...] = ()
+    """Further arguments of the srun that starts the ranks."""
+    sbatch_options: tuple[str, ...] = ()
+    """Further ``#SBATCH`` options of every component, such as ``--exclude=node13``."""
+    network_interface: str | None = None
+    """Interface of the fast network, such as ib0 or hsn0; none: the libraries guess."""
+    modules: tuple[str, ...] = ()
+    """Environment modules to load, in this order."""
+    venv: str | None = None
+    """Virtual environment to activate on the nodes; none: the Python that submits."""
+    container: Container | None = None
+    """Container that the ranks run in; none: the nodes' own system."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Further environment variables of the job."""
+    relaunches: int = Field(3, ge=0)
+    """Failed starts in a row, nothing sealed in between, after which the job gives up."""
+    trainer: ComponentSite = ComponentSite()
+    """What trainer nodes need otherwise (het form)."""
+    searcher: ComponentSite = ComponentSite()
+    """What searcher nodes need otherwise (het form)."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Site:
+        if self.container and self.venv:
+            raise ValueError("container and venv exclude each other: activate nothing inside an image, drop venv")
+        if self.gpus_per_node and "{gpus}" not in self.gpu_request:
+            raise ValueError(
+                f"gpu_request={self.gpu_request} never says how many: write {{gpus}} where the number belongs"
+            )
+        return self
+
+
+def load_site(path: Path) -> Site:
+    """Read a site file. Raises ConfigError with one sentence: value, rule, remedy."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise ConfigError(f"cannot read the site {path}: {error.strerror}; see slurm/sites for examples") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold keys such as 'partition:', not a {type(tree).__name__}")
+    try:
+        return Site.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_sentence(error)}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """One role's share of the job. ranks_per_node: the most that a node holds; cpus_per_rank: cores."""
+
+    role: Role
+    nodes: int
+    ranks: int
+    ranks_per_node: int
+    cpus_per_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Nodes and ranks of a job, and in ``why`` the split in words."""
+
+    form: Form
+    nodes: int
+    trainer: Component
+    searcher: Component
+    why: str
+
+    @property
+    def overrides(self) -> list[str]:
+        """What the run's config must say about it."""
+        return [f"launch.trainers={self.trainer.ranks}", f"launch.searchers={self.searcher.ranks}"]
+
+
+def plan(
+    config: Config, site: Site, nodes: int, trainer_nodes: int | None = None, *, homogeneous: bool = False
+) -> Plan:
+    """Split ``nodes``: the first ``trainer_nodes`` train (default: one in four, as in the paper), the rest search.
+
+    homogeneous: one allocation although the site has het jobs. Raises ConfigError with one sentence.
+    """
+    if nodes < 1:
+        raise ConfigError(f"--nodes {nodes} is no job: ask for at least 1")
+    slots, engine = _slots(config, site)
+    if nodes == 1:
+        return _within_a_node(config, site, trainer_nodes, slots, engine)
+    chosen = trainer_nodes is not None
+    train = trainer_nodes if trainer_nodes is not None else max(1, nodes // 4)
+    if not 1 <= train < nodes:
+        raise ConfigError(
+            f"--trainer-nodes {train} of --nodes {nodes} leaves no node for one of the roles: "
+            f"use 1 to {nodes - 1}"
+        )
+    ranks = _divisor(config, train * slots)
+    if ranks < train:
+        raise ConfigError(
+            f"train.prompts_per_step={config.train.prompts_per_step} gives work to at most {ranks} ranks of "
+            f"{train} trainer nodes: use --trainer-nodes {ranks} or a multiple of {train} prompts"
+        )
+    trainer = _component("trainer", site, train, ranks, slots)
+    searcher = _component("searcher", site, nodes - train, (nodes - train) * (slots // engine), slots // engine)
+    form: Form = "het" if site.hetjob and not homogeneous else "homogeneous"
+    how = "as asked" if chosen else "one node in four, as in the paper"
+    why = f"{_count(train, 'node')} to train ({how}) and {_count(nodes - train, 'node')} to search"
+    return Plan(
+        form=form,
+        nodes=nodes,
+        trainer=trainer,
+        searcher=searcher,
+        why=why + _words(config, trainer, searcher, idle=train * slots - ranks, unit=_unit(site)),
+    )
+
+
+def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, slots: int, engine: int) -> Plan:
+    """Both roles on the only node: one GPU in four trains."""
+    if trainer_nodes is not None:
+        raise ConfigError(f"--trainer-nodes {trainer_nodes} of --nodes 1: a single node is shared; drop the option")
+    ranks = _divisor(config, max(1, slots // 4))
+    searchers = (slots - ranks) // engine
+    if searchers < 1:
+        raise ConfigError(
+            f"one node has room for {_count(slots, _unit(site))}, too few for a trainer and an engine of "
+            f"generator.tensor_parallel={engine}: use --nodes 2"
+        )
+    most = ranks + searchers
+    trainer = _component("trainer", site, 1, ranks, most)
+    searcher = _component("searcher", site, 1, searchers, most)
+    idle = slots - ranks - searchers * engine
+    return Plan(
+        form="homogeneous",
+        nodes=1,
+        trainer=trainer,
+        searcher=searcher,
+        why="one node for both roles" + _words(config, trainer, searcher, idle=idle, unit=_unit(site)),
+    )
+
+
+def _slots(config: Config, site: Site) -> tuple[int, int]:
+    """Places for ranks on a node, and how many of them an engine takes. Raises ConfigError."""
+    engine, gpus = config.generator.tensor_parallel, site.gpus_per_node
+    if gpus == 0:
+        if engine > 1:
+            raise ConfigError(
+                f"generator.tensor_parallel={engine} needs GPUs, but the site has gpus_per_node=0: use 1"
+            )
+        return site.ranks_per_node, 1
+    if engine > gpus:
+        raise ConfigError(
+            f"generator.tensor_parallel={engine} is larger than a node with gpus_per_node={gpus}: "
+            f"an engine lives on one node; use at most {gpus}"
+        )
+    if gpus % engine:
+        raise ConfigError(
+            f"gpus_per_node={gpus} cannot be shared out in engines of generator.tensor_parallel={engine}: "
+            f"use {' or '.join(str(n) for n in range(1, gpus + 1) if gpus % n == 0)}"
+        )
+    return gpus, engine
+
+
+def _divisor(config: Config, most: int) -> int:
+    """The largest number of trainer ranks up to ``most`` that the prompts of a step can be split over."""
+    prompts = config.train.prompts_per_step
+    return max(ranks for ranks in range(1, most + 1) if prompts % ranks == 0)
+
+
+def _component(role: Role, site: Site, nodes: int, ranks: int, ranks_per_node: int) -> Component:
+    per_node = min(ranks_per_node, -(-ranks // nodes)) if nodes > 1 else ranks_per_node
+    cpus = max(1, site.cpus_per_node // per_node)
+    return Component(role=role, nodes=nodes, ranks=ranks, ranks_per_node=per_node, cpus_per_rank=cpus)
+
+
+def _words(config: Config, trainer: Component, searcher: Component, *, idle: int, unit: str) -> str:
+    """The ranks of a split, and why some places stay empty."""
+    text = f": {_count(trainer.ranks, 'trainer rank')}, {_count(searcher.ranks, 'searcher')}"
+    if idle:
+        text += (
+            f"; {_count(idle, unit)} stay{'s' if idle == 1 else ''} idle, since "
+            f"train.prompts_per_step={config.train.prompts_per_step} must be a multiple of the trainer ranks"
+        )
+    return text
+
+
+def _unit(site: Site) -> str:
+    return "GPU" if site.gpus_per_node else "rank"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _sentence(error: ValidationError) -> str:
+    """The first problem of a site file as one sentence."""
+    problem = error.errors()[0]
+    names = [str(part) for part in problem["loc"]]
+    key = ".".join(names)
+    if problem["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(names[-1], _keys(names[:-1]), n=1)
+        valid = f"did you mean {close[0]!r}?" if close else f"valid are {', '.join(_keys(names[:-1]))}"
+        return f"unknown site key {key!r}: {valid}"
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    return f"site key {key!r} has the value {problem['input']!r}, but {problem['msg'][0].lower()}{problem['msg'][1:]}"
+
+
+def _keys(section: list[str]) -> list[str]:
+    """Valid keys of a site file, or of one of its sections."""
+    sections = {"container": Container, "trainer": ComponentSite, "searcher": ComponentSite}
+    return list((sections[section[0]] if section else Site).model_fields)
