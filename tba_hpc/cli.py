@@ -29,9 +29,6 @@ app = typer.Typer(
     help="Trajectory Balance with Asynchrony: post-train language models with reinforcement learning.",
 )
 
-USER_ERROR = 2
-"""Exit status of a command that could not run as asked."""
-
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=value", help="Override one key; repeatable.")
 ]
@@ -135,4 +132,4 @@ def main() -> None:
         app()
     except (ConfigError, StateError, DiskFullError, local.LaunchError) as error:
         print(f"tba: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR)
+        sys.exit(local.USER_ERROR)

@@ -23,14 +23,13 @@ from tba_hpc.backends.hdf5_shards import ShardError, ShardWriter, read_arrays, r
 from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.evaluator import Evaluator
-from tba_hpc.launch.local import own_log, rank_name, report_error
+from tba_hpc.launch.local import USER_ERROR, own_log, rank_name, report_error
 from tba_hpc.metrics import MetricsWriter
 from tba_hpc.ports import EngineError, ExchangeError, Learner, SearcherExchange, Task, TrainerExchange
 from tba_hpc.report import page, summary
 from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
 from tba_hpc.state import (
-    DiskFullError,
     PromptLedger,
     PromptOrder,
     RunDir,
@@ -58,11 +57,8 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 """Pause between two looks for the last evaluation."""
 
-USER_ERRORS = (ConfigError, EngineError, ExchangeError, StateError, ShardError, DiskFullError)
+USER_ERRORS = (ConfigError, EngineError, ExchangeError, StateError, ShardError, OSError)
 """Errors whose message is a sentence for the user."""
-
-USER_ERROR = 2
-"""Exit status of a rank that ended by one of them."""
 
 BUFFER_FILE = "buffer.h5"
 """The replay buffer inside a checkpoint."""
@@ -180,7 +176,7 @@ def search(run: RunDir, index: int | None, stop: StopFlag) -> None:
             scorer=Scorer(
                 task,
                 HfReference(
-                    load_policy(config.model.path, config.model.dtype).to(_device()),
+                    load_policy(config.model.path, config.model.dtype),
                     chunk_tokens=config.train.logprob_chunk_tokens,
                 ),
                 ShardWriter(run, seat.index, first_index=state.cursors.get(seat.index, 0)),
@@ -334,13 +330,6 @@ def _choose_gpus(local_index: int, count: int) -> None:
     if visible > count and "CUDA_VISIBLE_DEVICES" not in os.environ:
         first = local_index * count % visible
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + count)))
-
-
-def _device() -> str:
-    """Where this rank's own models live."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _seed(config: Config, searcher: int, round: int) -> int:

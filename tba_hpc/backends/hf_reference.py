@@ -27,6 +27,8 @@ class HfReference:
 
     def __init__(self, model: PreTrainedModel, *, chunk_tokens: int) -> None:
         self._model = model.eval().requires_grad_(False)
+        if torch.cuda.is_available():
+            self._model.cuda()
         self._head = PolicyLogprobs(self._model, chunk_tokens=chunk_tokens).head
 
     @torch.inference_mode()

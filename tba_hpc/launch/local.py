@@ -38,6 +38,9 @@ LEAVE_SECONDS = 60.0
 TAIL_LINES = 15
 """Lines of a failed rank's log that are shown."""
 
+USER_ERROR = 2
+"""Exit status of a rank, and of a run, that ended by something the user can mend."""
+
 MPIEXEC = "mpiexec"
 """Name of the one process that an MPI world is to the launcher."""
 
@@ -102,7 +105,10 @@ def own_log(run: RunDir, role: Role, index: int) -> None:
 
 def report_error(run: RunDir, role: Role, index: int, sentence: str) -> None:
     """In a rank: leave the one sentence that the launcher shows to the user instead of a traceback."""
-    write_atomic(run.attempt / f"error-{rank_name(role, index)}.txt", sentence.strip() + "\n")
+    try:
+        write_atomic(run.attempt / f"error-{rank_name(role, index)}.txt", sentence.strip() + "\n")
+    except OSError as error:  # a full disk may be what is to be reported
+        print(f"cannot leave a note for the launcher ({error}): {sentence}", file=sys.stderr)
 
 
 def log_file(logs: Path, name: str) -> Path:
@@ -292,7 +298,7 @@ def listening() -> Iterator[Asked]:
 def launch(
     run: RunDir, config: Config, *, program: Sequence[str] | None = None, console: Console | None = None
 ) -> int:
-    """Run all roles to the end and return the exit status: 0 when finished or stopped on request.
+    """Run all roles to the end; the exit status: 0 finished or stopped on request, 2 a user's error.
 
     Main thread only. Raises LaunchError where the run cannot be started.
     """
@@ -312,8 +318,10 @@ def launch(
         return 0
     elif code:
         name = world.failed.name if world.failed else MPIEXEC
-        text = failure(logs, name, code, config.launch.trainers)
+        sentence = user_error(logs)
+        text = sentence or failure(logs, name, code, config.launch.trainers)
         Console(stderr=True).print(text, style="red", highlight=False, markup=False, soft_wrap=True)
+        return USER_ERROR if sentence else code
     return code
 
 
@@ -333,11 +341,14 @@ def _watch(world: World, asked: Asked, refresh: Callable[[], None], note: Callab
     return code
 
 
-def failure(logs: Path, child: str, code: int, trainers: int) -> str:
-    """Why a run failed: the rank's own sentence if it left one, else the end of the failed rank's log."""
+def user_error(logs: Path) -> str | None:
+    """The sentence of the rank that failed first by something the user can mend."""
     sentences = sorted(logs.glob("error-*.txt"), key=lambda path: path.stat().st_mtime_ns)
-    if sentences:
-        return sentences[0].read_text(encoding="utf-8").strip()
+    return sentences[0].read_text(encoding="utf-8").strip() if sentences else None
+
+
+def failure(logs: Path, child: str, code: int, trainers: int) -> str:
+    """How a run failed otherwise: which rank, how, and the end of its log."""
     name = _failed_rank(log_file(logs, MPIEXEC), trainers) or child
     log = log_file(logs, name)
     log = log if log.exists() else log_file(logs, MPIEXEC)
