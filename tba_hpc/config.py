@@ -163,7 +163,8 @@ class ExchangeSection(Section):
     bucket_mb: int = Field(64, ge=1, le=1024)
     """Size of one broadcast message, MiB (MPI counts end at 2 GiB)."""
     deadline_seconds: float = Field(600.0, gt=0)
-    """Longest wait for another rank, s; then the run ends naming who is missing."""
+    """Longest wait for another rank, s; then the run ends naming who is missing. A searcher gives the
+    trainer six of them between two syncs."""
 
 
 class CheckpointSection(Section):

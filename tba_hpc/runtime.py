@@ -125,18 +125,21 @@ def train(run: RunDir, index: int | None, stop: StopFlag) -> None:
 def _lead(run: RunDir, config: Config, seat: Seat, learner: Learner, stop: StopFlag) -> None:
     """Restore what the last checkpoint holds, train, and leave a model, a summary and a report."""
     buffer, ledger, state = ReplayBuffer(config.buffer, config.run.seed), PromptLedger(), TrainerState()
-    if folder := latest_checkpoint(run):
+    folder = latest_checkpoint(run)
+    if folder:
         state = read_state(folder)
         ledger = _read_ledger(folder)
         buffer.restore(read_arrays(folder / BUFFER_FILE))
-        learner.load(folder)
     discard_evaluations(run, after=state.step)
     pending = list(read_pending(run, state.cursors))
     cursors = {**state.cursors, **{shard.searcher: shard.index + 1 for shard in pending}}
+    exchange = _open_trainer(run, config, seat, learner.layout, cursors)
+    if folder:
+        learner.load(folder)  # after the exchange: the other trainer ranks follow only once they are in it
     trainer = Trainer(
         config,
         learner=learner,
-        exchange=_open_trainer(run, config, seat, learner.layout, cursors),
+        exchange=exchange,
         buffer=buffer,
         ledger=ledger,
         state=state,

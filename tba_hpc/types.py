@@ -296,7 +296,7 @@ class WeightUpdate:
 
     ``evaluate`` names the split to evaluate with exactly these weights, if any.
     ``published`` is when the trainer published them, unix seconds.
-    ``data`` may be shared memory: it is valid until the next ``poll``.
+    ``data`` may be shared memory: it is valid until the next call of the exchange.
     """
 
     version: int

@@ -122,7 +122,7 @@ def test_mpiexec_command_is_this() -> None:
         program=["py", "-m", "tba_hpc"],
     )
     assert command == [
-        *("/bin/mpiexec", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"),
+        *("/bin/mpiexec", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "--mca", "osc", "^ucx"),
         *("-n", "2", "py", "-m", "tba_hpc", "train", "/runs/a b", ":"),
         *("-n", "3", "py", "-m", "tba_hpc", "search", "/runs/a b"),
     ]

@@ -234,7 +234,7 @@ def take_weights(world: MpiWorld, layout: WeightLayout, private: np.ndarray, rou
 
 
 def limits(world: MpiWorld, private: np.ndarray, rounds: int) -> tuple[float, float, float]:
-    """Median seconds of a copy through a shared window, and of MPI's Bcast between private and shared memories."""
+    """Median seconds of a copy through a shared window, and of Bcast between private and shared memories."""
     comm, trainer = world.comm, world.role == "trainer"
     window, memory = shared_memory(comm, private.nbytes if trainer else 0)
 
@@ -253,11 +253,11 @@ def limits(world: MpiWorld, private: np.ndarray, rounds: int) -> tuple[float, fl
     return copies, bcast, timed(world, lambda: comm.Bcast(own, 0), rounds)
 
 
-def shared_memory(comm: MPI.Intracomm, nbytes: int) -> tuple[MPI.Win, np.ndarray]:
+def shared_memory(comm: MPI.Comm, nbytes: int) -> tuple[MPI.Win, np.ndarray]:
     """A window of ``comm`` and the memory of its rank 0."""
     from mpi4py import MPI
 
-    window = MPI.Win.Allocate_shared(nbytes, 1, comm=comm)
+    window = MPI.Win.Allocate_shared(nbytes, 1, comm=cast(MPI.Intracomm, comm))
     return window, np.frombuffer(cast(memoryview, window.Shared_query(0)[0]), np.uint8)
 
 

@@ -59,7 +59,8 @@ def mpiexec_command(
     run_dir: Path, *, trainers: int, searchers: int, mpiexec: Path, program: Sequence[str]
 ) -> list[str]:
     """One world: ranks 0 … trainers - 1 run ``program train RUN``, the others ``program search RUN``."""
-    placement = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]
+    # UCX has no one-sided windows where it finds no network card, and says so on every rank.
+    placement = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "--mca", "osc", "^ucx"]
     train = ["-n", str(trainers), *program, "train", str(run_dir)]
     search = ["-n", str(searchers), *program, "search", str(run_dir)]
     return [str(mpiexec), *placement, *train, ":", *search]

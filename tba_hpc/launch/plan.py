@@ -105,7 +105,9 @@ class Site(Section):
     @model_validator(mode="after")
     def _possible(self) -> Site:
         if self.container and self.venv:
-            raise ValueError("container and venv exclude each other: activate nothing inside an image, drop venv")
+            raise ValueError(
+                "container and venv exclude each other: activate nothing inside an image, drop venv"
+            )
         if self.gpus_per_node and "{gpus}" not in self.gpu_request:
             raise ValueError(
                 f"gpu_request={self.gpu_request} never says how many: write {{gpus}} where the number belongs"
@@ -118,7 +120,9 @@ def load_site(path: Path) -> Site:
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
-        raise ConfigError(f"cannot read the site {path}: {error.strerror}; see slurm/sites for examples") from None
+        raise ConfigError(
+            f"cannot read the site {path}: {error.strerror}; see slurm/sites for examples"
+        ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
@@ -182,7 +186,9 @@ def plan(
             f"{train} trainer nodes: use --trainer-nodes {ranks} or a multiple of {train} prompts"
         )
     trainer = _component("trainer", site, train, ranks, slots)
-    searcher = _component("searcher", site, nodes - train, (nodes - train) * (slots // engine), slots // engine)
+    searcher = _component(
+        "searcher", site, nodes - train, (nodes - train) * (slots // engine), slots // engine
+    )
     form: Form = "het" if site.hetjob and not homogeneous else "homogeneous"
     how = "as asked" if chosen else "one node in four, as in the paper"
     why = f"{_count(train, 'node')} to train ({how}) and {_count(nodes - train, 'node')} to search"
@@ -198,7 +204,9 @@ def plan(
 def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, slots: int, engine: int) -> Plan:
     """Both roles on the only node: one GPU in four trains."""
     if trainer_nodes is not None:
-        raise ConfigError(f"--trainer-nodes {trainer_nodes} of --nodes 1: a single node is shared; drop the option")
+        raise ConfigError(
+            f"--trainer-nodes {trainer_nodes} of --nodes 1: a single node is shared; drop the option"
+        )
     ranks = _divisor(config, max(1, slots // 4))
     searchers = (slots - ranks) // engine
     if searchers < 1:

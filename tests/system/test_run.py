@@ -175,12 +175,13 @@ def test_over_files_with_two_trainer_ranks(model: Path, tmp_path: Path) -> None:
 
 
 def test_two_trainer_ranks_and_another_number_on_resume(model: Path, tmp_path: Path) -> None:
-    """MPI, ZeRO over two ranks, stopped; then one trainer rank and one searcher more."""
-    process = start(model, tmp_path, "launch.trainers=2", "launch.searchers=1")
-    wait_for(lambda: steps_done(tmp_path) >= 3, process)
-    process.send_signal(signal.SIGTERM)
-    code, out, err = finish(process)
-    assert code == 0, out + err
+    """MPI, ZeRO over two ranks, stopped twice; then one trainer rank and one searcher more."""
+    for steps in (3, 8):
+        process = start(model, tmp_path, "launch.trainers=2", "launch.searchers=1")
+        wait_for(lambda steps=steps: steps_done(tmp_path) >= steps, process)
+        process.send_signal(signal.SIGTERM)
+        code, out, err = finish(process)
+        assert code == 0, out + err
     assert_whole(run_to_end(model, tmp_path, "launch.trainers=1", "launch.searchers=2"))
 
 

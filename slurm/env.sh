@@ -1,0 +1,207 @@
+# Sourced by every batch script of this project: the environment of the ranks, and how a job brings its run to
+# an end through preemption, time limits, crashes and lost nodes. The script that sources it says what is where:
+#   RUN              the run directory, on a file system that all nodes share
+#   TBA, RANK        commands (arrays): `tba`, and `tba` as a rank of MPI
+#   TRAINER_NODES, TRAINERS, SEARCHERS_PER_NODE, SEARCHERS      who works where
+#   REQUEUE, RELAUNCHES, SAVE_SECONDS                           what the site allows
+#   ranks()          starts all ranks as one step, and waits for it
+# Everything here runs on the first node, outside any container: scontrol and srun must be found there.
+
+# --- Environment. Each line may be overridden by the site file or by your shell. ---
+
+umask 077                                             # a run is its owner's business
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export PYTHONUNBUFFERED=1
+export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}            # compute nodes seldom reach the internet; waiting for it costs minutes
+export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
+export HDF5_USE_FILE_LOCKING=${HDF5_USE_FILE_LOCKING:-FALSE}   # shards never change once visible; locks fail on some file systems
+
+say() { echo "[$(date '+%F %T') job $SLURM_JOB_ID life ${SLURM_RESTART_COUNT:-0}] $*"; }
+
+# --- Being asked to stop ---
+# Slurm sends USR1 to this shell (#SBATCH --signal=B:USR1@…), not to the ranks: Python needs a second before it
+# can take a signal, and one that comes earlier would kill. The shell listens from here on, remembers, and passes
+# it on; the ranks checkpoint at their next safe point and end.
+
+STOP=0 STEP='' GUARD=''
+trap 'asked_to_stop' USR1
+trap ':' TERM        # Slurm is ending the job; stay to see the step off
+
+asked_to_stop() {
+    [ "$STOP" = 1 ] && return
+    STOP=1
+    say "asked to stop: the ranks have $SAVE_SECONDS s for a checkpoint"
+    pass_on
+}
+
+pass_on() {          # srun hands USR1 to every rank of every component
+    [ -n "$STEP" ] || return 0
+    kill -USR1 "$STEP" 2>/dev/null
+    # A rank that hangs must not cost the requeue: at the wall time Slurm ends the job for good.
+    (sleep "$SAVE_SECONDS" && kill -KILL "$STEP") >/dev/null 2>&1 &
+    GUARD=$!
+}
+
+await() {            # exit status of a child: a signal interrupts `wait`, not this
+    while kill -0 "$1" 2>/dev/null; do wait "$1"; done
+    wait "$1"
+}
+
+# --- One run, one job ---
+
+state_of() { squeue --noheader --jobs="$1" --format='%T %k' 2>/dev/null | head -n 1; }
+
+claim_run() {        # two jobs on one run directory would train it twice
+    local owner=''
+    mkdir -p "$RUN/slurm" || exit 2
+    scontrol update "JobId=$SLURM_JOB_ID" "Comment=$RUN"
+    [ -f "$RUN/slurm/job" ] && read -r owner < "$RUN/slurm/job"
+    if [ -n "$owner" ] && [ "$owner" != "$SLURM_JOB_ID" ] && [ "$(state_of "$owner")" = "RUNNING $RUN" ]; then
+        say "job $owner is at work on $RUN: let it finish, or cancel it with: scancel $owner"
+        exit 2
+    fi
+    echo "$SLURM_JOB_ID" > "$RUN/slurm/job.tmp" && mv "$RUN/slurm/job.tmp" "$RUN/slurm/job"
+}
+
+drop_orphans() {
+    # When the first node is lost, Slurm starts component 0 again elsewhere and leaves the others as they are, at
+    # work for a leader that is gone. Their nodes are still ours: only the old step must go.
+    local group other
+    for ((group = 1; group < ${SLURM_HET_SIZE:-1}; group++)); do
+        other=SLURM_JOB_ID_HET_GROUP_$group
+        cancel_steps "${!other}"
+    done
+}
+
+cancel_steps() {
+    local end=$((SECONDS + 60)) steps
+    while steps=$(squeue --noheader --steps --jobs="$1" --format=%i | grep -E '\.[0-9]+$') && [ $SECONDS -lt $end ]; do
+        say "cancelling steps left by an earlier life:" $steps
+        scancel $steps
+        sleep 1
+    done
+}
+
+# --- Which nodes are fit ---
+
+allocated() {        # allocated [GROUP]: host names, as Slurm has them now
+    local job=$SLURM_JOB_ID other=SLURM_JOB_ID_HET_GROUP_${1:-}
+    [ -n "${1:-}" ] && job=${!other}
+    scontrol show hostnames "$(squeue --noheader --jobs="$job" --format='%i %N' | awk -v g="+${1:-}" \
+        'NF == 2 && (g == "+" || index($1, g)) {print $2}')"
+}
+
+probe() {            # probe "GROUP" HOST…: those that start a process, in order; with a "!" where RUN is not seen
+    local host child group=() children=()
+    [ -n "$1" ] && group=("--het-group=$1")
+    shift
+    for host; do
+        timeout 60 srun --overlap --mem=0 --mpi=none "${group[@]}" -N1 -n1 --nodelist="$host" \
+            bash -c '[ -r "$0/config.yaml" ] || exit 3' "$RUN" </dev/null >/dev/null 2>&1 &
+        children+=($!)
+    done
+    for host; do
+        child=${children[0]} children=("${children[@]:1}")
+        await "$child"
+        case $? in
+            0) echo "$host" ;;
+            3) echo "!$host" ;;
+            *) say "$host does not answer" >&2 ;;
+        esac
+    done
+}
+
+refuse_blind() {     # more lives will not mend this
+    local host
+    for host; do
+        [ "${host#!}" = "$host" ] && continue
+        say "${host#!} does not see $RUN: put run.root on a file system that all nodes share"
+        exit 2
+    done
+}
+
+place_components() { # het form: every node is needed, since Slurm requeues the whole job when one is lost
+    local group hosts fit
+    for group in 0 1; do
+        mapfile -t hosts < <(allocated "$group")
+        mapfile -t fit < <(probe "$group" "${hosts[@]}")
+        refuse_blind "${fit[@]}"
+        [ ${#hosts[@]} -gt 0 ] && [ ${#fit[@]} = ${#hosts[@]} ] || return 1
+    done
+}
+
+place_ranks() {      # homogeneous form: the first nodes train, and any number of others searches
+    local hosts fit searching
+    mapfile -t hosts < <(allocated)
+    mapfile -t fit < <(probe '' "${hosts[@]}")
+    refuse_blind "${fit[@]}"
+    if [ "$NODES" = 1 ]; then
+        searching=("${fit[@]}")
+    else
+        searching=("${fit[@]:$TRAINER_NODES}")
+        SEARCHERS=$((${#searching[@]} * SEARCHERS_PER_NODE))
+    fi
+    [ ${#searching[@]} -gt 0 ] || return 1
+    NODES_LEFT=${#fit[@]}
+    { spread "$TRAINERS" "${fit[@]:0:$TRAINER_NODES}"; spread "$SEARCHERS" "${searching[@]}"; } > "$RUN/slurm/hosts"
+}
+
+spread() {           # spread RANKS HOST…: the host of each rank, in blocks as even as can be
+    local ranks=$1 rank hosts
+    shift
+    hosts=("$@")
+    for ((rank = 0; rank < ranks; rank++)); do echo "${hosts[rank * $# / ranks]}"; done
+}
+
+# --- To the end ---
+
+finished() { grep -qs '"finished": true' "$RUN/summary.json"; }   # the leader writes it last of all
+
+progress() {         # whether this start sealed anything: a shard or a checkpoint
+    [ -n "$(find "$RUN/shards" "$RUN/checkpoints" \( -name '*.h5' -o -name COMPLETE \) -newer "$RUN/slurm/start" \
+        -print -quit 2>/dev/null)" ]
+}
+
+requeue() {
+    local state
+    state=$(state_of "$SLURM_JOB_ID")
+    if [ "${state%% *}" != RUNNING ]; then   # a cancelled job that requeues itself would come back to life
+        say "Slurm is ending this job (${state:-gone}); nothing more to do here"
+        exit 0
+    fi
+    if [ "$REQUEUE" = no ]; then
+        say "stopped, and this site does not requeue: submit the same run again to go on"
+        exit 0
+    fi
+    say "back to the queue"
+    scontrol requeue "$SLURM_JOB_ID" || { say "Slurm refused to requeue: submit the same run again to go on"; exit 1; }
+    while sleep 60; do :; done               # Slurm ends this shell
+}
+
+run_to_the_end() {   # run_to_the_end PLACE: start the ranks, again and again, until the run is finished
+    local tries=0 code
+    claim_run
+    drop_orphans
+    if finished; then say "the run is finished already: $RUN/summary.json"; exit 0; fi
+    while [ "$STOP" = 0 ]; do
+        "$1" || { say "nodes are missing: asking Slurm for others"; break; }
+        "${TBA[@]}" prepare "$RUN" --set "launch.trainers=$TRAINERS" --set "launch.searchers=$SEARCHERS" || exit
+        touch "$RUN/slurm/start"
+        say "starting $TRAINERS trainer ranks and $SEARCHERS searchers; their logs: $RUN/logs/latest"
+        ranks &
+        STEP=$!
+        [ "$STOP" = 1 ] && pass_on           # asked just now
+        await "$STEP"
+        code=$?
+        STEP=''
+        [ -n "$GUARD" ] && kill "$GUARD" 2>/dev/null
+        if finished; then say "the run is finished: $RUN/report.html"; exit 0; fi
+        [ "$code" = 0 ] && break             # the ranks were asked to stop, and did
+        progress && tries=0
+        tries=$((tries + 1))
+        say "the ranks ended with status $code (failure $tries in a row): see $RUN/logs/latest"
+        [ "$STOP" = 0 ] && [ "$tries" -gt "$RELAUNCHES" ] && { say "giving up"; exit "$code"; }
+        sleep 2
+    done
+    requeue
+}

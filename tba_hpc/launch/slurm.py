@@ -1,0 +1,192 @@
+"""Submits batch scripts through submitit and knows what became of them, het jobs included.
+
+The only module that imports submitit. Upstream it has no het jobs: here the script's text is ours
+(``sbatch.py``), nothing is pickled, and the state of a job comes from ``scontrol``, which needs no accounting.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from submitit import SlurmExecutor, SlurmJob
+from submitit.core.utils import FailedJobError
+from submitit.slurm.slurm import SlurmInfoWatcher
+
+from tba_hpc.state import RunDir, write_atomic
+
+ENDED = frozenset(
+    {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
+)
+"""States after which a job does not run again."""
+
+FORGOTTEN = "FORGOTTEN"
+"""State of a job that Slurm no longer knows: it ended some time ago."""
+
+WATCH_SECONDS = 10
+"""Longest pause between two looks at a job."""
+
+REMEDIES = {
+    "partition": "partition",
+    "account": "account",
+    "qos": "qos",
+    "time limit": "time",
+    "feature": "constraint",
+    "constraint": "constraint",
+    "generic resource": "gpu_request",
+    "gres": "gpu_request",
+    "memory": "memory",
+    "cpu count": "cpus_per_node",
+    "node count": "partition, or ask for fewer --nodes",
+    "node configuration": "gpus_per_node, cpus_per_node, memory or constraint",
+}
+"""Words of Slurm's complaint, and the site key to change."""
+
+
+class SubmitError(RuntimeError):
+    """The run was not submitted; the message is for the user."""
+
+
+class Watcher(SlurmInfoWatcher):
+    """States from ``scontrol``: no accounting, no lag, components of a het job folded into one state."""
+
+    def _make_command(self) -> list[str] | None:
+        return ["scontrol", "-o", "show", "jobs"] if self._registered - self._finished else None
+
+    def read_info(self, string: bytes | str) -> dict[str, dict[str, str]]:
+        """Info by job id, a het job under its leader's; jobs that Slurm has forgotten have ended."""
+        text = string if isinstance(string, str) else string.decode()
+        components: dict[str, list[dict[str, str]]] = {}
+        for line in text.splitlines():
+            if values := dict(re.findall(r"(\S+?)=(\S*)", line)):
+                components.setdefault(values.get("HetJobId", values.get("JobId", "")), []).append(values)
+        found = {job: _fold(parts) for job, parts in components.items()}
+        return {job: {"JobID": job, "State": FORGOTTEN} for job in self._registered} | found
+
+    def is_done(self, job_id: str, mode: str = "standard") -> bool:
+        """Whether the job will not run again."""
+        return self.get_state(job_id, mode=mode) in ENDED | {FORGOTTEN}
+
+
+def _fold(components: list[dict[str, str]]) -> dict[str, str]:
+    """One job out of its components: not over before all are, and failed if one is."""
+    states = [component["JobState"] for component in components]
+    going_on = [state for state in states if state not in ENDED]
+    worst = [state for state in states if state != "COMPLETED"]
+    nodes = [component.get("NodeList", "") for component in components]
+    return {
+        "JobID": components[0].get("HetJobId", components[0]["JobId"]),
+        "State": (going_on or worst or states)[0],
+        "NodeList": ",".join(node for node in nodes if node and node != "(null)"),
+    }
+
+
+class BatchJob(SlurmJob[None]):
+    """A submitted batch script: ``state``, ``done()``, ``wait()``, ``cancel()``; it has no result."""
+
+    watcher = Watcher(delay_s=WATCH_SECONDS)
+
+
+class HetSlurmExecutor(SlurmExecutor):
+    """Submits batch scripts of ours, with any number of components."""
+
+    job_class = BatchJob
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._script = ""
+
+    @classmethod
+    def name(cls) -> str:
+        """As submitit calls its Slurm executor."""
+        return "slurm"
+
+    def submit_script(self, script: str) -> BatchJob:
+        """Submit the text. Raises SubmitError with Slurm's own message and what to change."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._script = script
+        try:
+            job = self._submit_command("")
+        except FailedJobError as error:
+            raise SubmitError(refusal(str(error))) from None
+        finally:
+            for leftover in self.folder.glob(".submission_file_*"):
+                leftover.unlink()
+        assert isinstance(job, BatchJob)
+        return job
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        return self._script
+
+    def _num_tasks(self) -> int:
+        return 1  # the batch script; its ranks are its own affair
+
+
+def require_slurm() -> None:
+    """Raise SubmitError where sbatch is not to be found."""
+    if shutil.which("sbatch") is None:
+        raise SubmitError(
+            "no Slurm here (sbatch is not on PATH): log in to the cluster's login node or load its Slurm module; "
+            "to train on this machine alone: tba run CONFIG"
+        )
+
+
+def refusal(message: str) -> str:
+    """Slurm's own words about a submission it refused, and the site key to change."""
+    lines = [line.split("error: ", 1)[1] for line in message.splitlines() if "error: " in line]
+    said = (
+        "; ".join(dict.fromkeys(line.removeprefix("Batch job submission failed: ") for line in lines))
+        or message
+    )
+    key = next((key for word, key in REMEDIES.items() if word in said.lower()), None)
+    return f"Slurm refused the job: {said}" + (f"; change the site key {key}" if key else "")
+
+
+def submit(run: RunDir, script: str) -> BatchJob:
+    """Submit a run's batch script, unless a job of the run is queued or running. Raises SubmitError."""
+    folder = run.path / "slurm"
+    folder.mkdir(exist_ok=True)
+    with _alone(folder):
+        if job := active_job(run):
+            raise SubmitError(
+                f"job {job[0]} of this run is {job[1].lower()} already: watch it with 'squeue --job {job[0]}', "
+                f"or cancel it first: scancel {job[0]}"
+            )
+        submitted = HetSlurmExecutor(folder).submit_script(script)
+        write_atomic(folder / "job", f"{submitted.job_id}\n")
+    return submitted
+
+
+def active_job(run: RunDir) -> tuple[str, str] | None:
+    """(id, state) of the run's job while Slurm has it queued or running."""
+    file = run.path / "slurm" / "job"
+    if not file.exists():
+        return None
+    job = file.read_text().strip()
+    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%T %k"]
+    seen = subprocess.run(command, capture_output=True, text=True, env=_plain(os.environ))
+    # Ids come back after years; the comment tells whose job it is.
+    states = [line.split(" ", 1)[0] for line in seen.stdout.splitlines() if line.endswith(str(run.path))]
+    return (job, states[0]) if states else None
+
+
+def _plain(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without the user's squeue format."""
+    return {key: value for key, value in environment.items() if not key.startswith("SQUEUE_")}
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the lock on submissions of a run. Raises SubmitError where another submission holds it."""
+    with (folder / "submit.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SubmitError("this run is being submitted by another process: wait for it") from None
+        yield

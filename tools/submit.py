@@ -1,0 +1,145 @@
+"""Submits a run to Slurm: trainer nodes and searcher nodes in one job, that goes on by itself until it is done.
+
+    python tools/submit.py --config configs/math_gsm8k.yaml --nodes 8 --site slurm/sites/a100x4-pmix.yaml
+
+Submitting again with the same config goes on where the run stopped. Needs no torch: made for a login node.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tba_hpc.config import Config, ConfigError, load_config
+from tba_hpc.launch import slurm
+from tba_hpc.launch.plan import Plan, Site, load_site, plan
+from tba_hpc.launch.sbatch import RANK, TBA, Job, batch_script
+from tba_hpc.state import DiskFullError, RunDir, StateError
+
+HOME = Path(__file__).resolve().parents[1]
+
+USER_ERROR = 2
+"""Exit status where the run could not be submitted as asked."""
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def submit(
+    config: Annotated[Path, typer.Option(help="A YAML config, or the directory of a run to go on with.")],
+    nodes: Annotated[int, typer.Option(help="Nodes in all.")],
+    trainer_nodes: Annotated[int | None, typer.Option(help="Nodes that train; default: one in four.")] = None,
+    site: Annotated[Path, typer.Option(help="The cluster.")] = HOME / "slurm/sites/generic.yaml",
+    time: Annotated[str | None, typer.Option(help="Wall time of one life of the job, as for sbatch.")] = None,
+    homogeneous: Annotated[bool, typer.Option(help="One allocation for both roles, no het job.")] = False,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="a.b=value", help="Override one config key; repeatable."),
+    ] = None,
+    run_root: Annotated[
+        Path | None, typer.Option(help="Folder for run directories; all nodes must see it.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option(help="Print the batch script; submit nothing.")] = False,
+    wait: Annotated[bool, typer.Option(help="Return when the job has ended, with its success.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Submit a run, or go on with one."""
+    cluster = load_site(site)
+    if time:
+        cluster = Site.model_validate({**cluster.model_dump(), "time": time})
+    resolved, split = _resolve(config, overrides or [], run_root, cluster, nodes, trainer_nodes, homogeneous)
+    run = RunDir(resolved.run_dir.absolute())
+    script = batch_script(_job(resolved, run, cluster), split, cluster)
+    if dry_run:
+        typer.echo(script, nl=False)
+        return
+    slurm.require_slurm()
+    run = RunDir.create(resolved)
+    if _finished(run):
+        _tell(run, split, None, as_json)
+        return
+    job = slurm.submit(run, script)
+    _tell(run, split, job.job_id, as_json)
+    if wait:
+        job.wait()
+        if not _finished(run):
+            print(f"job {job.job_id} ended as {job.state}: see {run.logs}/latest", file=sys.stderr)
+            raise typer.Exit(1)
+
+
+def _resolve(
+    path: Path,
+    overrides: list[str],
+    run_root: Path | None,
+    site: Site,
+    nodes: int,
+    trainer_nodes: int | None,
+    homogeneous: bool,
+) -> tuple[Config, Plan]:
+    """The config of the run and its nodes; ranks follow from the nodes, and paths hold on all of them."""
+    if path.is_dir():
+        run_root, path = path.absolute().parent, RunDir.open(path).config_file
+    # One trainer fits every config: how many there will be is not known before the plan.
+    first = load_config(path, [*overrides, "launch.trainers=1"])
+    split = plan(first, site, nodes, trainer_nodes, homogeneous=homogeneous)
+    root = (run_root or Path(first.run.root)).absolute()
+    return load_config(path, [*overrides, *split.overrides, f"run.root={json.dumps(str(root))}"]), split
+
+
+def _job(config: Config, run: RunDir, site: Site) -> Job:
+    """The nodes use this Python, unless the site brings another."""
+    own = site.venv is None and site.container is None
+    python = [sys.executable] if own else ["python"]
+    return Job(
+        name=f"tba-{config.run.name}",
+        run=run.path,
+        library=HOME / "slurm/env.sh",
+        rank=[*python, *RANK[1:]],
+        tba=[*python, *TBA[1:]],
+    )
+
+
+def _finished(run: RunDir) -> bool:
+    return run.summary.exists() and bool(json.loads(run.summary.read_text())["finished"])
+
+
+def _tell(run: RunDir, split: Plan, job: str | None, as_json: bool) -> None:
+    """What was done, and the commands that come next."""
+    again = " ".join(sys.argv)
+    commands = {
+        "watch": f"tail -F {run.path}/slurm/job-{job}.log",
+        "queue": f"squeue --job {job}",
+        "cancel": f"scancel {job}",
+        "stop": f"scancel --batch --signal=USR1 {job}",
+        "resume": f"python {again}",
+    }
+    if as_json:
+        print(
+            json.dumps(
+                {"job": job, "run": str(run.path), "commands": commands if job else {}, **asdict(split)}
+            )
+        )
+    elif job is None:
+        print(f"finished already, nothing to submit: {run.summary}\nanother run: --set run.name=…")
+    else:
+        print(f"{split.why}\njob {job}, run directory {run.path}")
+        for name, command in commands.items():
+            print(f"  {name:7} {command}")
+
+
+def main() -> None:
+    """Entry point: print a user's error as one sentence."""
+    try:
+        app()
+    except (ConfigError, StateError, DiskFullError, slurm.SubmitError) as error:
+        print(f"submit: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+
+
+if __name__ == "__main__":
+    main()
