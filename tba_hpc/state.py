@@ -54,7 +54,7 @@ def publish(path: Path, data: bytes | memoryview) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _fsync(path.parent)
+        fsync(path.parent)
     except OSError as error:
         if error.errno not in _FULL:
             raise
@@ -71,7 +71,7 @@ def write_atomic(path: Path, text: str) -> None:
     publish(path, text.encode())
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Make a file, or the entries of a folder, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -304,9 +304,9 @@ def complete_checkpoint(run: RunDir, folder: Path, state: TrainerState, *, keep:
     """
     write_atomic(folder / "state.json", state.to_json())
     for path in folder.rglob("*"):
-        _fsync(path)
+        fsync(path)
     write_atomic(folder / "COMPLETE", f"{state.step}\n")
-    _fsync(run.checkpoints)
+    fsync(run.checkpoints)
     kept = _checkpoints(run, complete=True)
     for old in kept[:-keep]:
         (old / "COMPLETE").unlink()  # first: a half-deleted checkpoint must not look complete

@@ -31,7 +31,7 @@ from tba_hpc.backends.hf_model import PolicyLogprobs, load_policy, load_tokenize
 from tba_hpc.backends.trainer_group import Message, TrainerGroup
 from tba_hpc.config import Config
 from tba_hpc.objectives import OBJECTIVES
-from tba_hpc.state import StateError, write_atomic
+from tba_hpc.state import StateError, fsync, write_atomic
 from tba_hpc.types import TrajectoryBatch, WeightLayout, WeightSlot
 
 SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16"}
@@ -230,7 +230,7 @@ class DeepSpeedLearner:
         if self._group.leads:
             write_atomic(folder / RANKS_FILE, json.dumps(self._group.ranks))
         for path in (folder / TAG).iterdir():  # on every rank: only the node that wrote a page can flush it
-            _fsync(path)
+            fsync(path)
         self._group.barrier()
 
     def _load(self, folder: Path) -> None:
@@ -352,15 +352,9 @@ def _replacing(folder: Path) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     yield temporary
     for path in [*temporary.iterdir(), temporary]:
-        _fsync(path)
+        fsync(path)
     if folder.exists():
         folder.rename(old)
     temporary.rename(folder)
-    _fsync(folder.parent)
+    fsync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

@@ -29,7 +29,7 @@ import numpy as np
 from safetensors import safe_open
 
 from tba_hpc.ports import ExchangeError
-from tba_hpc.state import DiskFullError, write_atomic
+from tba_hpc.state import DiskFullError, fsync, write_atomic
 from tba_hpc.types import Shard, Split, WeightLayout, WeightSlot, WeightUpdate
 
 KEEP = 2
@@ -365,12 +365,6 @@ def _safetensors_header(layout: WeightLayout, version: int) -> bytes:
 
 
 def _make_durable(incoming: Path, path: Path) -> None:
-    _fsync(incoming)
+    fsync(incoming)
     incoming.replace(path)
-    _fsync(path.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    fsync(path.parent)

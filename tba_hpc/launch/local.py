@@ -35,6 +35,9 @@ WATCH_SECONDS = 0.25
 LEAVE_SECONDS = 60.0
 """Time that searchers have to leave after the last trainer did (files transport)."""
 
+FULL_BYTES = 1 << 20
+"""Free space below which a failed run is put down to a full disk."""
+
 TAIL_LINES = 15
 """Lines of a failed rank's log that are shown."""
 
@@ -343,9 +346,17 @@ def _watch(world: World, asked: Asked, refresh: Callable[[], None], note: Callab
 
 
 def user_error(logs: Path) -> str | None:
-    """The sentence of the rank that failed first by something the user can mend."""
+    """The sentence of the rank that failed first by something the user can mend, if any was."""
     sentences = sorted(logs.glob("error-*.txt"), key=lambda path: path.stat().st_mtime_ns)
-    return sentences[0].read_text(encoding="utf-8").strip() if sentences else None
+    if sentences:
+        return sentences[0].read_text(encoding="utf-8").strip()
+    free = shutil.disk_usage(logs).free
+    if free < FULL_BYTES:  # then no rank could leave its sentence
+        return (
+            f"the file system of {logs} is full ({free} bytes free): free space or raise the quota, then start "
+            "the same run again; nothing sealed is lost"
+        )
+    return None
 
 
 def failure(logs: Path, child: str, code: int, trainers: int) -> str:
