@@ -5,7 +5,7 @@
 Arms: ``bare`` hands all prompts to ``LLM.generate`` at once; ``generator`` refills our generator as groups
 end; ``searcher`` is the real loop of tba_hpc.searcher, with rewards, reference log-probabilities and seals
 on disk in its second thread. An arm's figure is the median over rounds of its tokens per second divided by
-bare's of the same round. MODEL: see tools/make_tiny_model.py; the task is the quickstart's.
+bare's of the same round; the arm without reference shows what that costs. MODEL: see tools/make_tiny_model.py; the task is the quickstart's.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from tba_hpc.backends.vllm_generator import VllmGenerator, sampling_params
 from tba_hpc.config import Config, load_config
 from tba_hpc.evaluator import Evaluator
 from tba_hpc.metrics import MetricsWriter, read_metrics
+from tba_hpc.ports import Reference
 from tba_hpc.report.status import print_rows
 from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
 from tba_hpc.state import RunDir
 from tba_hpc.tasks import load_task
-from tba_hpc.types import Request, Sampling, Shard, WeightLayout, WeightUpdate
+from tba_hpc.types import Group, Request, Sampling, Shard, WeightLayout, WeightUpdate
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,7 +49,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         overrides = [f"model.path={options.model}", f"run.root={scratch}"]
         bench = Bench(load_config(ROOT / "configs" / "quickstart.yaml", overrides))
-        arms: dict[str, Arm] = {"bare": bench.bare, "generator": bench.refill, "searcher": bench.searcher}
+        arms: dict[str, Arm] = {
+            "bare": bench.bare,
+            "generator": bench.refill,
+            "searcher without reference": lambda requests: bench.searcher(requests, NoReference()),
+            "searcher": bench.searcher,
+        }
         rates = measure(arms, bench.requests(options.prompts), options.rounds)
         rows = summarize(rates)
         rows[-1]["sealing"] = bench.seal_share
@@ -97,14 +103,17 @@ class Bench:
                 return self.generator.tokens_generated - before
             in_flight -= sum(group.request.n for group in self.generator.step())
 
-    def searcher(self, requests: list[Request]) -> int:
+    def searcher(self, requests: list[Request], reference: Reference | None = None) -> int:
         """The whole loop, on an exchange that gives the weights once and takes shards at once."""
         before = self.generator.tokens_generated
         shards, feed = ShardWriter(self._run, 0), Feed(requests)
         searcher = Searcher(
             generator=self.generator,
             scorer=Scorer(
-                self._task, self._reference, shards, seal_seconds=self._config.exchange.seal_seconds
+                self._task,
+                reference or self._reference,
+                shards,
+                seal_seconds=self._config.exchange.seal_seconds,
             ),
             exchange=Sink(self._update, feed, self.generator, sum(request.n for request in requests)),
             requests=feed,
@@ -123,6 +132,14 @@ class Bench:
         """Mean share of wall time that the scorer's thread spent sealing."""
         shares = [float(record["search/seal_share"]) for record in read_metrics(self._metrics)]  # type: ignore[arg-type]
         return statistics.mean(shares)
+
+
+class NoReference:
+    """In place of the reference policy, the sampler itself: its log-probabilities are there already."""
+
+    def logprobs(self, group: Group) -> list[np.ndarray]:
+        """Those of the completions."""
+        return [completion.logprobs for completion in group.completions]
 
 
 class Feed:

@@ -353,8 +353,8 @@ def user_error(logs: Path) -> str | None:
     free = shutil.disk_usage(logs).free
     if free < FULL_BYTES:  # then no rank could leave its sentence
         return (
-            f"the file system of {logs} is full ({free} bytes free): free space or raise the quota, then start "
-            "the same run again; nothing sealed is lost"
+            f"the file system of {logs} is full ({free} bytes free): free space or raise the quota, then "
+            "start the same run again; nothing sealed is lost"
         )
     return None
 
