@@ -47,6 +47,19 @@ await() {            # exit status of a child: a signal interrupts `wait`, not t
     wait "$1"
 }
 
+watch_step() {       # watch_step SRUN: end an srun that outlives its step
+    # In a het step under PMIx, srun has one thread per component, and in some versions of Slurm (22.05 among them)
+    # both may wait for the same thread at the end: it then hangs, long after the last rank has ended.
+    local seen=0 gone=0 pause=1 steps
+    while sleep "$pause" && kill -0 "$1" 2>/dev/null; do
+        [ $pause -lt 8 ] && pause=$((pause * 2))
+        steps=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null) || continue
+        if grep -qE '\.[0-9]+$' <<< "$steps"; then seen=1 gone=0; continue; fi
+        gone=$((gone + 1 + 3 * seen))        # one not seen yet may still wait for its nodes
+        [ $gone -ge 8 ] && { say "srun hangs although its step has ended: ending it"; kill -KILL "$1"; return; }
+    done
+}
+
 # --- One run, one job ---
 
 state_of() { squeue --noheader --jobs="$1" --format='%T %k' 2>/dev/null | head -n 1; }
@@ -121,13 +134,16 @@ refuse_blind() {     # more lives will not mend this
 }
 
 place_components() { # het form: every node is needed, since Slurm requeues the whole job when one is lost
-    local group hosts fit
+    local group hosts fit all=()
     for group in 0 1; do
         mapfile -t hosts < <(allocated "$group")
         mapfile -t fit < <(probe "$group" "${hosts[@]}")
         refuse_blind "${fit[@]}"
         [ ${#hosts[@]} -gt 0 ] && [ ${#fit[@]} = ${#hosts[@]} ] || return 1
+        all+=("${hosts[@]}")
     done
+    # A component 0 that was restarted alone may share a node with component 1; srun cannot start a step on that.
+    [ -z "$(printf '%s\n' "${all[@]}" | sort | uniq -d)" ]
 }
 
 place_ranks() {      # homogeneous form: the first nodes train, and any number of others searches
@@ -179,22 +195,23 @@ requeue() {
 }
 
 run_to_the_end() {   # run_to_the_end PLACE: start the ranks, again and again, until the run is finished
-    local tries=0 code
+    local tries=0 code watcher
     claim_run
     drop_orphans
     if finished; then say "the run is finished already: $RUN/summary.json"; exit 0; fi
     while [ "$STOP" = 0 ]; do
-        "$1" || { say "nodes are missing: asking Slurm for others"; break; }
+        "$1" || { say "these nodes will not do: asking Slurm for others"; break; }
         "${TBA[@]}" prepare "$RUN" --set "launch.trainers=$TRAINERS" --set "launch.searchers=$SEARCHERS" || exit
         touch "$RUN/slurm/start"
         say "starting $TRAINERS trainer ranks and $SEARCHERS searchers; their logs: $RUN/logs/latest"
         ranks &
         STEP=$!
         [ "$STOP" = 1 ] && pass_on           # asked just now
+        watch_step "$STEP" & watcher=$!
         await "$STEP"
         code=$?
+        kill "$watcher" $GUARD 2>/dev/null
         STEP=''
-        [ -n "$GUARD" ] && kill "$GUARD" 2>/dev/null
         if finished; then say "the run is finished: $RUN/report.html"; exit 0; fi
         [ "$code" = 0 ] && break             # the ranks were asked to stop, and did
         progress && tries=0

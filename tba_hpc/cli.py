@@ -61,6 +61,22 @@ def run(
 
 
 @app.command()
+def create(
+    config: Annotated[Path, typer.Argument(help="A YAML config.")], overrides: Overrides = None
+) -> None:
+    """Make the run directory of a config, or check that it holds the same run, and print its path."""
+    typer.echo(RunDir.create(_resolve(config, overrides or [])).path)
+
+
+@app.command()
+def prepare(run: RunPath, overrides: Overrides = None) -> None:
+    """Before every start of RUN's ranks by a batch script: set how many there are, begin new logs."""
+    run_dir = RunDir.open(run)
+    run_dir.adapt(overrides or [])
+    run_dir.begin_attempt()
+
+
+@app.command()
 def train(run: RunPath, index: Index = None) -> None:
     """Be a trainer rank of RUN (started by mpiexec or srun)."""
     stop = StopFlag()  # before the slow imports: a signal that finds no handler is lost

@@ -104,7 +104,7 @@ def train(run: RunDir, index: int | None, stop: StopFlag) -> None:
         seat = Seat.take(config, "trainer", index)
     own_log(run, "trainer", seat.index)
     with errors_reported(run, "trainer", seat.index):
-        _choose_gpus(seat.local_index, 1)
+        _choose_gpu(seat.local_index)
         from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
 
         learner = DeepSpeedLearner.create(
@@ -165,7 +165,7 @@ def search(run: RunDir, index: int | None, stop: StopFlag) -> None:
         seat = Seat.take(config, "searcher", index)
     own_log(run, "searcher", seat.index)
     with errors_reported(run, "searcher", seat.index):
-        _choose_gpus(seat.local_index, config.generator.tensor_parallel)
+        _choose_gpu(seat.local_index)
         from tba_hpc.backends.hf_model import load_policy, load_tokenizer
         from tba_hpc.backends.hf_reference import HfReference
         from tba_hpc.backends.vllm_generator import VllmGenerator
@@ -325,14 +325,13 @@ def _metrics(run: RunDir, config: Config, role: Role, index: int) -> MetricsWrit
     return MetricsWriter(run.metrics_file(role, index), tensorboard=events)
 
 
-def _choose_gpus(local_index: int, count: int) -> None:
-    """Where all ranks of a node see all its GPUs, give each rank its own; a launcher's choice stands."""
+def _choose_gpu(local_index: int) -> None:
+    """Of the GPUs that all ranks of a node see, take one; a launcher that shows one has chosen already."""
     import torch
 
-    visible = torch.cuda.device_count()
-    if visible > count and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        first = local_index * count % visible
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + count)))
+    if (count := torch.cuda.device_count()) > 1:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[local_index % count]
 
 
 def _seed(config: Config, searcher: int, round: int) -> int:

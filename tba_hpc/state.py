@@ -146,6 +146,12 @@ class RunDir:
                 "or the old values to resume"
             )
 
+    def adapt(self, overrides: list[str]) -> None:
+        """Set keys that a resume may change (``MAY_DIFFER``) in the frozen config. Raises ConfigError."""
+        config = load_config(self.config_file, overrides)
+        self._refuse_another_config(config)
+        write_atomic(self.config_file, dump_config(config))
+
     def config(self) -> Config:
         """The frozen config. Raises ConfigError."""
         return load_config(self.config_file)

@@ -5,7 +5,8 @@
 Arms: ``bare`` hands all prompts to ``LLM.generate`` at once; ``generator`` refills our generator as groups
 end; ``searcher`` is the real loop of tba_hpc.searcher, with rewards, reference log-probabilities and seals
 on disk in its second thread. An arm's figure is the median over rounds of its tokens per second divided by
-bare's of the same round; the arm without reference shows what that costs. MODEL: see tools/make_tiny_model.py; the task is the quickstart's.
+bare's of the same round; the arm without reference shows what that costs.
+MODEL: see tools/make_tiny_model.py; the task is the quickstart's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Submits a run to Slurm: trainer nodes and searcher nodes in one job, that goes on by itself until it is done.
+"""Submits a run to Slurm: trainer and searcher nodes in one job, which goes on by itself until it is done.
 
     python tools/submit.py --config configs/math_gsm8k.yaml --nodes 8 --site slurm/sites/a100x4-pmix.yaml
 

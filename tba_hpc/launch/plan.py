@@ -90,11 +90,11 @@ class Site(Section):
     modules: tuple[str, ...] = ()
     """Environment modules to load, in this order."""
     venv: str | None = None
-    """Virtual environment to activate on the nodes; none: the Python that submits."""
+    """Virtual environment to activate on the nodes, may hold ``$NAME``; none: the Python that submits."""
     container: Container | None = None
     """Container that the ranks run in; none: the nodes' own system."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Further environment variables of the job."""
+    """Further environment variables of the job; ``$NAME`` in a value is filled in on the node."""
     relaunches: int = Field(3, ge=0)
     """Failed starts in a row, nothing sealed in between, after which the job gives up."""
     trainer: ComponentSite = ComponentSite()
@@ -163,9 +163,10 @@ class Plan:
 def plan(
     config: Config, site: Site, nodes: int, trainer_nodes: int | None = None, *, homogeneous: bool = False
 ) -> Plan:
-    """Split ``nodes``: the first ``trainer_nodes`` train (default: one in four, as in the paper), the rest search.
+    """Split ``nodes``: the first ``trainer_nodes`` train, the rest search.
 
-    homogeneous: one allocation although the site has het jobs. Raises ConfigError with one sentence.
+    trainer_nodes: default one in four, as in the paper; a single node is split within. homogeneous: one
+    allocation although the site has het jobs. Raises ConfigError with one sentence.
     """
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes} is no job: ask for at least 1")
@@ -266,8 +267,8 @@ def _words(config: Config, trainer: Component, searcher: Component, *, idle: int
     text = f": {_count(trainer.ranks, 'trainer rank')}, {_count(searcher.ranks, 'searcher')}"
     if idle:
         text += (
-            f"; {_count(idle, unit)} stay{'s' if idle == 1 else ''} idle, since "
-            f"train.prompts_per_step={config.train.prompts_per_step} must be a multiple of the trainer ranks"
+            f"; {_count(idle, unit)} stay{'s' if idle == 1 else ''} idle, since the trainer ranks must "
+            f"divide train.prompts_per_step={config.train.prompts_per_step}"
         )
     return text
 
@@ -291,10 +292,13 @@ def _sentence(error: ValidationError) -> str:
         return f"unknown site key {key!r}: {valid}"
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
-    return f"site key {key!r} has the value {problem['input']!r}, but {problem['msg'][0].lower()}{problem['msg'][1:]}"
+    rule = problem["msg"][0].lower() + problem["msg"][1:]
+    return f"site key {key!r} has the value {problem['input']!r}, but {rule}"
 
 
 def _keys(section: list[str]) -> list[str]:
     """Valid keys of a site file, or of one of its sections."""
-    sections = {"container": Container, "trainer": ComponentSite, "searcher": ComponentSite}
-    return list((sections[section[0]] if section else Site).model_fields)
+    model: type[Section] = Site
+    if section:
+        model = Container if section[0] == "container" else ComponentSite
+    return list(model.model_fields)

@@ -6,7 +6,9 @@ sources, brings the run to its end. Facts behind the options: ``slurm/README.md`
 
 from __future__ import annotations
 
+import re
 import shlex
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +27,7 @@ SPARE_SECONDS = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A run as a job. run: its directory, absolute. library: ``slurm/env.sh``. rank, tba: see RANK and TBA."""
+    """A run as a job. run: its directory, absolute. library: ``slurm/env.sh``. rank, tba: as RANK, TBA."""
 
     name: str
     run: Path
@@ -49,9 +51,11 @@ def batch_script(job: Job, plan: Plan, site: Site) -> str:
 
 
 def _title(job: Job, plan: Plan) -> str:
+    subject = f"{job.name} on {plan.nodes} node{'s' * (plan.nodes > 1)}: {plan.why}."
+    lines = textwrap.wrap(subject, 110, initial_indent="# ", subsequent_indent="# ")
     return (
-        f"#!/bin/bash\n# {job.name} on {plan.nodes} node{'s' * (plan.nodes > 1)}: {plan.why}.\n"
-        "# Submitted again, it goes on where the run stopped. How it survives: env.sh, sourced below.\n"
+        "\n".join(["#!/bin/bash", *lines, ""])
+        + "# Submitted again, it goes on where the run stopped. How it survives: env.sh, sourced below.\n"
     )
 
 
@@ -62,8 +66,8 @@ def _het_header(job: Job, plan: Plan, site: Site) -> str:
         _common(job, site)
         + "\n# Component 0, the trainers. Its first node runs this script.\n"
         + _directives(first)
-        + "\n# Component 1, the searchers. Of the above it inherits name, time and requeue only, so all else is said"
-        + " again.\n#SBATCH hetjob\n"
+        + "\n# Component 1, the searchers. It inherits name, time and requeue; all else is said again.\n"
+        + "#SBATCH hetjob\n"
         + _directives([*second, _signal(site)])
     )
 
@@ -78,7 +82,7 @@ def _homogeneous_header(job: Job, plan: Plan, site: Site) -> str:
     )
     text = _common(job, site) + "\n# One allocation for both roles.\n" + _directives(options)
     if plan.nodes > 1:
-        text += "# A lost node does not end the job, as long as it is not the first: the ranks start again on the rest.\n"
+        text += "# A lost node, unless the first, does not end the job: the ranks start again on the rest.\n"
         text += "#SBATCH --no-kill\n"
     return text
 
@@ -163,14 +167,19 @@ def _environment(job: Job, site: Site) -> str:
     interface = site.network_interface
     names = {name: interface for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if interface}
     lines = [f"module load {shlex.join(site.modules)}"] if site.modules else []
-    lines += [f"source {shlex.quote(site.venv + '/bin/activate')}"] if site.venv else []
-    lines += [f"export {key}={shlex.quote(value)}" for key, value in (names | site.environment).items()]
+    lines += [f"source {_expanded(site.venv + '/bin/activate')}"] if site.venv else []
+    lines += [f"export {key}={_expanded(value)}" for key, value in (names | site.environment).items()]
     lines += [f"source {shlex.quote(str(job.library))}"]
     return "\n".join(lines) + "\n"
 
 
+def _expanded(value: str) -> str:
+    """Shell word in which variables are filled in and nothing else happens."""
+    return '"' + re.sub(r'(["`\\])|\$(?=\()', r"\\\g<0>", value) + '"'
+
+
 def _srun(site: Site) -> str:
-    """--overlap, --mem=0: the step of a lost node keeps its share booked, and the next one must not wait for it."""
+    # --overlap, --mem=0: the step of a lost node keeps its share booked; the next must not wait for it.
     extra = f" {shlex.join(site.srun_arguments)}" if site.srun_arguments else ""
     return f"srun --mpi={site.mpi} --kill-on-bad-exit=1 --overlap --mem=0{extra}"
 
@@ -193,12 +202,13 @@ def _het_step(plan: Plan, site: Site) -> str:
 
 def _homogeneous_step(plan: Plan, site: Site) -> str:
     cpus = min(plan.trainer.cpus_per_rank, plan.searcher.cpus_per_rank)
+    choose = 'role=search; [ "$SLURM_PROCID" -lt "$0" ] && role=train; exec "$@" "$role" "$RUN"'
     return (
         "ranks() {   # one MPI world; a rank's number is its role, and its line of the host file its node\n"
         "    unset SLURM_NTASKS_PER_NODE\n"
-        f"    SLURM_HOSTFILE=$RUN/slurm/hosts exec {_srun(site)} \\\n"
-        f'        --distribution=arbitrary --nodes="$NODES_LEFT" --ntasks=$((TRAINERS + SEARCHERS)) --cpus-per-task={cpus} \\\n'
-        '        bash -c \'role=search; [ "$SLURM_PROCID" -lt "$0" ] && role=train; exec "$@" "$role" "$RUN"\' \\\n'
+        f"    SLURM_HOSTFILE=$RUN/slurm/hosts exec {_srun(site)} --distribution=arbitrary \\\n"
+        f'        --nodes="$NODES_LEFT" --ntasks=$((TRAINERS + SEARCHERS)) --cpus-per-task={cpus} \\\n'
+        f"        bash -c '{choose}' \\\n"
         '        "$TRAINERS" "${RANK[@]}"\n'
         "}\n"
     )

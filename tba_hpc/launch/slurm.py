@@ -1,7 +1,7 @@
 """Submits batch scripts through submitit and knows what became of them, het jobs included.
 
 The only module that imports submitit. Upstream it has no het jobs: here the script's text is ours
-(``sbatch.py``), nothing is pickled, and the state of a job comes from ``scontrol``, which needs no accounting.
+(``sbatch.py``), nothing is pickled, and the state of a job comes from ``scontrol``, without accounting.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class Watcher(SlurmInfoWatcher):
         text = string if isinstance(string, str) else string.decode()
         components: dict[str, list[dict[str, str]]] = {}
         for line in text.splitlines():
-            if values := dict(re.findall(r"(\S+?)=(\S*)", line)):
-                components.setdefault(values.get("HetJobId", values.get("JobId", "")), []).append(values)
+            values: dict[str, str] = dict(re.findall(r"(\S+?)=(\S*)", line))
+            if "JobId" in values:
+                components.setdefault(values.get("HetJobId", values["JobId"]), []).append(values)
         found = {job: _fold(parts) for job, parts in components.items()}
         return {job: {"JobID": job, "State": FORGOTTEN} for job in self._registered} | found
 
@@ -132,7 +133,7 @@ def require_slurm() -> None:
     """Raise SubmitError where sbatch is not to be found."""
     if shutil.which("sbatch") is None:
         raise SubmitError(
-            "no Slurm here (sbatch is not on PATH): log in to the cluster's login node or load its Slurm module; "
+            "no Slurm here (sbatch is not on PATH): log in to the cluster or load its Slurm module; "
             "to train on this machine alone: tba run CONFIG"
         )
 
@@ -154,9 +155,10 @@ def submit(run: RunDir, script: str) -> BatchJob:
     folder.mkdir(exist_ok=True)
     with _alone(folder):
         if job := active_job(run):
+            number, state = job
             raise SubmitError(
-                f"job {job[0]} of this run is {job[1].lower()} already: watch it with 'squeue --job {job[0]}', "
-                f"or cancel it first: scancel {job[0]}"
+                f"job {number} of this run is {state.lower()} already: let it finish "
+                f"('squeue --job {number}'), or cancel it first: scancel {number}"
             )
         submitted = HetSlurmExecutor(folder).submit_script(script)
         write_atomic(folder / "job", f"{submitted.job_id}\n")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-PACKAGES = "slurmctld slurmd slurm-client munge libpmix2 slurm-wlm-basic-plugins"
+PACKAGES = "slurmctld slurmd slurm-client munge libpmix-dev slurm-wlm-basic-plugins"
 """Debian packages that hold all of it."""
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "unshare", "setpriv")
@@ -277,22 +277,21 @@ class Cluster:
 
 
 _NAMESPACES = (
-    "--uts",
-    "--mount",
-    "--pid",
-    "--fork",
-    "--kill-child",
-    "--mount-proc",
-    "--propagation",
-    "private",
+    *("--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"),
+    *("--propagation", "private"),
 )
 
 _BOOT = """
 hostname "$0" && mount --bind "$1/hosts" /etc/hosts && mount -t tmpfs tmpfs /dev/shm || exit 1
+cat /proc/sys/kernel/random/uuid > "$1/spool/$0/boot_id"
+mount --bind "$1/spool/$0/boot_id" /proc/sys/kernel/random/boot_id || exit 1
 slurmd -D -N "$0" &
 wait
 """
-"""First process of a node: as init it stays, to reap what slurmd leaves."""
+"""First process of a node: as init it stays, to reap what slurmd leaves.
+
+UCX knows by the boot id which ranks share a machine, and would use shared memory between nodes.
+"""
 
 _SETTINGS = {
     "ClusterName": "test",
@@ -329,7 +328,7 @@ _SETTINGS = {
     "JobRequeue": "1",
     "KillWait": "5",
     "SlurmctldTimeout": "30",
-    "SlurmdTimeout": "10",
+    "SlurmdTimeout": "5",
     "MessageTimeout": "10",
     "InactiveLimit": "0",
     "MinJobAge": "300",
@@ -351,7 +350,7 @@ def _free_ports(count: int) -> list[int]:
 def _uts(pid: int) -> str | None:
     """The namespace of host names that a process lives in, None if it is gone."""
     try:
-        return os.readlink(f"/proc/{pid}/ns/uts")
+        return str(Path(f"/proc/{pid}/ns/uts").readlink())
     except OSError:
         return None
 

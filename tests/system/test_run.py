@@ -43,15 +43,6 @@ START_SECONDS = 240
 """Longest wait for engines on a busy machine."""
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy that has seen a few problems."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tool = ROOT / "tools" / "make_tiny_model.py"
-    subprocess.run([sys.executable, tool, "--steps", "60", "--out", folder], check=True, capture_output=True)
-    return folder
-
-
 def command(model: Path, root: Path, *settings: str) -> list[str]:
     """``tba run`` with everything set."""
     pairs = [f"model.path={model}", f"run.root={root}", *SETTINGS, *settings]

@@ -1,0 +1,71 @@
+"""A run in miniature, in place of ``tba`` under Slurm: ``create``, ``prepare``, and ranks that count steps.
+
+Each rank leaves RUN/ranks/<start>-<rank>.json. A step is 0.1 s and seals a file in RUN/shards. HELLO_STEPS is
+how many there are. USR1 or TERM ends the ranks together, as the real ones do.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from array import array
+from pathlib import Path
+from typing import Any
+
+asked: list[int] = []
+
+
+def prepare(run: Path, overrides: list[str]) -> None:
+    """What ``tba prepare`` does before each start; here it also counts the starts."""
+    for folder in ("shards", "checkpoints", "logs", "ranks"):
+        (run / folder).mkdir(exist_ok=True)
+    with (run / "starts").open("a") as file:
+        print(" ".join(overrides), file=file)
+
+
+def work(role: str, run: Path) -> None:
+    """A rank: says who it is, then takes part in every step."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    record = {
+        "role": role,
+        "rank": world.rank,
+        "size": world.size,
+        "host": os.uname().nodename,
+        "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "life": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+    }
+    start = len((run / "starts").read_text().splitlines())
+    (run / "ranks" / f"{start}-{world.rank}.json").write_text(json.dumps(record))
+    steps, done = int(os.environ["HELLO_STEPS"]), len(list((run / "shards").iterdir()))
+    while not anyone(world, bool(asked)) and not anyone(world, world.rank == 0 and done >= steps):
+        time.sleep(0.1)
+        if world.rank == 0:
+            (run / "shards" / f"{done:06d}.h5").touch()
+            done += 1
+    if world.rank == 0:
+        (run / "summary.json").write_text(json.dumps({"finished": done >= steps, "steps": done}))
+    anyone(world, False)
+
+
+def anyone(world: Any, flag: bool) -> bool:
+    """Whether the flag is set on any rank; waits without spinning, for there are more ranks than cores."""
+    mine, all_of_us = array("i", [flag]), array("i", [0])
+    request = world.Iallreduce(mine, all_of_us)
+    while not request.Test():
+        time.sleep(0.005)
+    return bool(all_of_us[0])
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, lambda number, _: asked.append(number))
+    verb, place = sys.argv[1], Path(sys.argv[2])
+    if verb == "create":
+        print(os.environ["HELLO_RUN"])
+    elif verb == "prepare":
+        prepare(place, sys.argv[3:])
+    else:
+        work(verb, place)

@@ -1,0 +1,437 @@
+"""Submission on a real cluster: one MPI world in both forms, and every way in which a job ends or goes on.
+
+The program is ``hello.py``, a run in miniature; the batch script around it is the real one.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba_hpc.config import Config, parse_config
+from tba_hpc.launch import slurm
+from tba_hpc.launch.plan import Site, plan
+from tba_hpc.launch.sbatch import Job, batch_script
+from tba_hpc.state import RunDir
+from tests.slurm.cluster import Cluster
+
+REPOSITORY = Path(__file__).parents[2]
+HELLO = (sys.executable, str(Path(__file__).with_name("hello.py")))
+BLANK = "#!/bin/bash\n#SBATCH --output=/dev/null\n"
+SUBMIT = (sys.executable, str(REPOSITORY / "tools" / "submit.py"))
+
+pytestmark = pytest.mark.mpi
+
+
+def _config(root: Path) -> Config:
+    return parse_config(
+        {
+            "run": {"name": "hello", "root": str(root)},
+            "model": {"path": "none"},
+            "train": {"prompts_per_step": 2, "completions_per_prompt": 2},
+        }
+    )
+
+
+def _site(steps: int = 3, **keys: Any) -> Site:
+    """The test cluster, two ranks on a node."""
+    environment = {"HELLO_STEPS": str(steps)} | keys.pop("environment", {})
+    values = {"gpus_per_node": 2, "cpus_per_node": 4, "memory": "1000", "time": "10", "signal_seconds": 60}
+    return Site.model_validate(values | {"environment": environment} | keys)
+
+
+def _run(
+    root: Path, site: Site, nodes: int = 3, *, homogeneous: bool = False, program: tuple[str, ...] = HELLO
+) -> tuple[RunDir, str]:
+    """A run directory and its batch script."""
+    config = _config(root)
+    run = RunDir.create(config)
+    (run.path / "slurm").mkdir(exist_ok=True)
+    library = REPOSITORY / "slurm" / "env.sh"
+    job = Job(name="tba-hello", run=run.path, library=library, rank=program, tba=HELLO)
+    return run, batch_script(job, plan(config, site, nodes, homogeneous=homogeneous), site)
+
+
+def _ranks(run: RunDir, start: int) -> list[dict[str, Any]]:
+    """What the ranks of a start said of themselves, by rank."""
+    files = (run.path / "ranks").glob(f"{start}-*.json")
+    return sorted((json.loads(file.read_text()) for file in files), key=lambda record: record["rank"])
+
+
+def _log(run: RunDir) -> str:
+    return "".join(file.read_text() for file in sorted((run.path / "slurm").glob("job-*.log")))
+
+
+def _working(cluster: Cluster, run: RunDir, start: int, ranks: int = 6) -> None:
+    """Wait until all ranks of a start are at work."""
+    cluster.until(lambda: len(_ranks(run, start)) == ranks, f"start {start}", 90, seen=lambda: _log(run))
+    time.sleep(0.3)
+
+
+def _finished(cluster: Cluster, run: RunDir, job: slurm.BatchJob, seconds: float = 120) -> None:
+    """Wait for the end of the job; the run must be finished."""
+    state = cluster.wait(int(job.job_id), seconds=seconds)
+    assert state == "COMPLETED", _log(run)
+    assert json.loads(run.summary.read_text())["finished"], _log(run)
+
+
+@pytest.mark.parametrize("homogeneous", [False, True], ids=["het", "homogeneous"])
+def test_all_ranks_are_one_world_with_their_roles_hosts_and_gpus(
+    cluster: Cluster, tmp_path: Path, homogeneous: bool
+) -> None:
+    run, script = _run(tmp_path, _site(), homogeneous=homogeneous)
+    job = slurm.submit(run, script)
+    _finished(cluster, run, job)
+    ranks = _ranks(run, 1)
+    assert [rank["size"] for rank in ranks] == [6] * 6
+    assert [rank["role"] for rank in ranks] == ["train"] * 2 + ["search"] * 4
+    hosts = [rank["host"] for rank in ranks]
+    assert hosts[0] == hosts[1] and hosts[2] == hosts[3] and hosts[4] == hosts[5]
+    assert len(set(hosts)) == 3
+    assert {rank["gpus"] for rank in ranks} == {"0,1"}
+    assert (run.path / "starts").read_text() == "--set launch.trainers=2 --set launch.searchers=4\n"
+
+
+def test_one_node_holds_both_roles(cluster: Cluster, tmp_path: Path) -> None:
+    run, script = _run(tmp_path, _site(gpus_per_node=4), 1)
+    _finished(cluster, run, slurm.submit(run, script))
+    ranks = _ranks(run, 1)
+    assert [rank["role"] for rank in ranks] == ["train", "search", "search", "search"]
+    assert len({rank["host"] for rank in ranks}) == 1
+
+
+def test_the_script_to_edit_by_hand_works(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HELLO_STEPS", "3")
+    monkeypatch.setenv("HELLO_RUN", str(tmp_path / "hello-seed0"))
+    monkeypatch.chdir(REPOSITORY)
+    run = RunDir.create(_config(tmp_path))
+    script = (REPOSITORY / "slurm/tba_math.sbatch").read_text()
+    script = script.replace("--cpus-per-task=8", "--cpus-per-task=2")  # nodes here are small
+    for command in ("(python -m tba_hpc)", "(python -m mpi4py -m tba_hpc)"):
+        assert command in script
+        script = script.replace(command, f"({' '.join(HELLO)})")
+    job = cluster.submit(script, f"--output={tmp_path}/log")
+    assert cluster.wait(job) == "COMPLETED", (tmp_path / "log").read_text()
+    assert json.loads(run.summary.read_text())["finished"]
+    ranks = _ranks(run, 1)
+    assert [rank["role"] for rank in ranks] == ["train", "search", "search", "search"]
+    assert [rank["gpus"] for rank in ranks] == ["0", "0,1,2", "0,1,2", "0,1,2"]
+
+
+def test_mpich_speaks_pmi2(cluster: Cluster, tmp_path: Path, mpich: Path) -> None:
+    site = _site(mpi="pmi2", environment={"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": str(mpich)})
+    run, script = _run(tmp_path, site)
+    _finished(cluster, run, slurm.submit(run, script))
+    assert [rank["size"] for rank in _ranks(run, 1)] == [6] * 6
+
+
+def test_the_job_tells_its_state_and_wait_returns_at_its_end(cluster: Cluster, tmp_path: Path) -> None:
+    run, script = _run(tmp_path, _site(10))
+    job = slurm.submit(run, script)
+    _working(cluster, run, 1)
+    assert job.get_info()["State"] == "RUNNING"
+    assert job.get_info()["NodeList"] == "node1,node[2-3]"
+    assert not job.done(force_check=True)
+    job.wait()
+    assert job.state == "COMPLETED"
+
+
+def test_cancel_ends_all_components_for_good(cluster: Cluster, tmp_path: Path) -> None:
+    run, script = _run(tmp_path, _site(10_000))
+    job = slurm.submit(run, script)
+    _working(cluster, run, 1)
+    job.cancel()
+    cluster.until(lambda: not cluster.run("squeue", "-h"), "an empty queue", 30)
+    time.sleep(8)  # longer than a requeued job would wait
+    assert job.get_info()["State"] == "CANCELLED"
+    assert cluster.state(int(job.job_id)) == "CANCELLED"
+    assert not run.summary.exists() or not json.loads(run.summary.read_text())["finished"]
+
+
+def test_a_run_that_is_queued_or_running_is_not_submitted_again(cluster: Cluster, tmp_path: Path) -> None:
+    run, script = _run(tmp_path, _site(10_000))
+    job = slurm.submit(run, script)
+    with pytest.raises(slurm.SubmitError, match=f"job {job.job_id} of this run is .* already.*scancel"):
+        slurm.submit(run, script)
+    _working(cluster, run, 1)
+    with pytest.raises(slurm.SubmitError, match="is running already"):
+        slurm.submit(run, script)
+    job.cancel()
+    cluster.until(lambda: slurm.active_job(run) is None, "the end of the job")
+    again = slurm.submit(run, script)
+    assert int(again.job_id) > int(job.job_id)
+
+
+def test_two_submissions_at_once_make_one_job(cluster: Cluster, tmp_path: Path) -> None:
+    run, script = _run(tmp_path, _site(10_000))
+    outcomes: list[str] = []
+
+    def attempt() -> None:
+        try:
+            outcomes.append(slurm.submit(run, script).job_id)
+        except slurm.SubmitError:
+            outcomes.append("refused")
+
+    threads = [threading.Thread(target=attempt) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes)[1:] == ["refused"] * 3
+
+
+def test_a_second_job_on_the_run_refuses_to_start(cluster: Cluster, tmp_path: Path) -> None:
+    run, script = _run(tmp_path, _site(10_000), 2)
+    job = slurm.submit(run, script)
+    _working(cluster, run, 1, 4)
+    intruder = cluster.submit(script)
+    assert cluster.wait(intruder) == "FAILED"
+    assert f"job {job.job_id} is at work on {run.path}" in _log(run)
+    assert len((run.path / "starts").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "said", "remedy"),
+    [
+        ({"partition": "gpuu"}, "invalid partition specified: gpuu", "site key partition"),
+        ({"gpu_request": "--gres=gpu:h100:{gpus}"}, "node configuration", "site key gpus_per_node"),
+        ({"constraint": "nvlink"}, "feature", "site key constraint"),
+        ({"memory": "9999G"}, "emory", "site key memory"),
+    ],
+    ids=["partition", "gres", "constraint", "memory"],
+)
+def test_a_refusal_is_slurms_own_message_and_the_site_key(
+    cluster: Cluster, tmp_path: Path, keys: dict[str, str], said: str, remedy: str
+) -> None:
+    run, script = _run(tmp_path, _site(**keys))
+    with pytest.raises(slurm.SubmitError) as refused:
+        slurm.submit(run, script)
+    assert said in str(refused.value)
+    assert remedy in str(refused.value)
+    assert slurm.active_job(run) is None
+
+
+# --- How a job goes on ---
+
+
+@pytest.mark.parametrize("homogeneous", [False, True], ids=["het", "homogeneous"])
+def test_a_preempted_job_stops_by_itself_requeues_and_finishes(
+    cluster: Cluster, tmp_path: Path, homogeneous: bool
+) -> None:
+    run, script = _run(tmp_path, _site(40, partition="low"), homogeneous=homogeneous)
+    job = slurm.submit(run, script)
+    _working(cluster, run, 1)
+    high = cluster.submit(
+        "#!/bin/bash\n#SBATCH --output=/dev/null\nsleep 1\n", "-phigh", "-N6", "--exclusive"
+    )
+    began = time.monotonic()
+    assert cluster.wait(high) == "COMPLETED"
+    assert time.monotonic() - began < 20, "the job left long before its grace of 30 s was over"
+    _finished(cluster, run, job)
+    assert "asked to stop" in _log(run) and "back to the queue" in _log(run)
+    assert [rank["life"] for rank in _ranks(run, 2)] == [1] * 6
+
+
+def test_a_stop_before_the_ranks_listen_still_requeues(cluster: Cluster, tmp_path: Path) -> None:
+    run, script = _run(tmp_path, _site(3))
+    slow = script.replace("ranks() {", "sleep 2; ranks() {").replace("exec srun", "sleep 3; exec srun")
+    job = slurm.submit(run, slow)
+    cluster.until(lambda: (run.path / "starts").exists(), "the first start", 60, seen=lambda: _log(run))
+    cluster.run("scancel", "--batch", "--signal=USR1", job.job_id)
+    _finished(cluster, run, job)
+    assert cluster.jobs(int(job.job_id))[0]["Restarts"] == "1"
+
+
+def test_ranks_that_do_not_stop_in_time_are_ended_and_the_job_requeues(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    deaf = tmp_path / "deaf.sh"
+    deaf.write_text(
+        "#!/bin/bash\ntrap '' USR1 TERM\n"
+        '[ "${SLURM_RESTART_COUNT:-0}" = 0 ] && touch "$2/deaf-$SLURM_PROCID" && while :; do sleep 1; done\n'
+        f'exec {" ".join(HELLO)} "$@"\n'
+    )
+    deaf.chmod(0o755)
+    run, script = _run(tmp_path / "runs", _site(3), program=(str(deaf),))
+    job = slurm.submit(run, script.replace("SAVE_SECONDS=30", "SAVE_SECONDS=2"))
+    cluster.until(lambda: len(list(run.path.glob("deaf-*"))) == 6, "ranks", 60, seen=lambda: _log(run))
+    cluster.run("scancel", "--batch", "--signal=USR1", job.job_id)
+    _finished(cluster, run, job)
+    assert cluster.jobs(int(job.job_id))[0]["Restarts"] == "1"
+
+
+def test_a_killed_rank_costs_a_start_inside_the_allocation(cluster: Cluster, tmp_path: Path) -> None:
+    run, script = _run(tmp_path, _site(30))
+    job = slurm.submit(run, script)
+    _working(cluster, run, 1)
+    _kill_rank(cluster, "node3")
+    _finished(cluster, run, job)
+    assert [rank["life"] for rank in _ranks(run, 2)] == [0] * 6, "started again in the same life"
+    assert "failure 1 in a row" in _log(run)
+
+
+def test_a_program_that_always_fails_is_given_up(cluster: Cluster, tmp_path: Path) -> None:
+    run, script = _run(tmp_path, _site(relaunches=1), 2, program=("false",))
+    job = slurm.submit(run, script)
+    assert cluster.wait(int(job.job_id)) == "FAILED"
+    assert "failure 2 in a row" in _log(run) and "giving up" in _log(run)
+    assert len((run.path / "starts").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("exclusive", [True, False], ids=["another-node", "a-searchers-node"])
+def test_a_lost_leader_node_does_not_strand_the_searchers(
+    cluster: Cluster, tmp_path: Path, exclusive: bool
+) -> None:
+    """Component 0 restarts alone: on another node, or, where nodes are shared, on one of component 1."""
+    run, script = _run(tmp_path, _site(600, exclusive=exclusive))
+    job = slurm.submit(run, script)
+    _working(cluster, run, 1)
+    cluster.crash("node1")
+    _working(cluster, run, 2)
+    ranks = _ranks(run, 2)
+    assert [rank["size"] for rank in ranks] == [6] * 6
+    assert "node1" not in {rank["host"] for rank in ranks}
+    at_work = [line for line in cluster.processes() if "hello.py" in line and "srun" not in line]
+    assert len(at_work) == 6, "ranks of the first life are still there"
+    job.cancel()
+
+
+def test_a_lost_searcher_node_requeues_a_het_job(cluster: Cluster, tmp_path: Path) -> None:
+    run, script = _run(tmp_path, _site(600))
+    job = slurm.submit(run, script)
+    _working(cluster, run, 1)
+    cluster.crash("node3")
+    _working(cluster, run, 2)
+    assert "node3" not in {rank["host"] for rank in _ranks(run, 2)}
+    job.cancel()
+
+
+def test_a_homogeneous_job_goes_on_without_a_lost_node(cluster: Cluster, tmp_path: Path) -> None:
+    run, script = _run(tmp_path, _site(600), homogeneous=True)
+    job = slurm.submit(run, script)
+    _working(cluster, run, 1)
+    cluster.crash("node3")
+    _working(cluster, run, 2, 4)
+    ranks = _ranks(run, 2)
+    assert [rank["size"] for rank in ranks] == [4] * 4
+    assert [rank["life"] for rank in ranks] == [0] * 4
+    assert (run.path / "starts").read_text().splitlines()[1].endswith("launch.searchers=2")
+    job.cancel()
+
+
+def test_a_run_directory_that_nodes_do_not_see_is_said_so(cluster: Cluster) -> None:
+    run, script = _run(Path("/dev/shm/hidden-from-nodes"), _site(), 2)  # nodes have a /dev/shm of their own
+    try:
+        public = cluster.root / "batch.log"
+        lines = [line for line in script.splitlines() if "--output" not in line]
+        # The first node must see it to write anything there: this test gives it that.
+        prelude = f"mkdir -p {run.path} && touch {run.config_file}"
+        text = "\n".join(lines).replace("set -u", f"set -u\n{prelude}")
+        job = cluster.submit(text, f"--output={public}")
+        assert cluster.wait(job) == "FAILED"
+        assert "node2 does not see /dev/shm/hidden-from-nodes" in public.read_text()
+    finally:
+        subprocess.run(["rm", "-r", "/dev/shm/hidden-from-nodes"], check=True)
+
+
+def _kill_rank(cluster: Cluster, node: str) -> None:
+    """SIGKILL one rank of the program on a node."""
+    ranks = [
+        pid for pid in cluster.pids(node) if b"hello.py\0search" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(ranks[0], signal.SIGKILL)
+
+
+# --- The command ---
+
+
+def _submit(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [*SUBMIT, *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=60
+    )
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """Options of submit.py for a small run on the test cluster."""
+    config, site = tmp_path / "config.yaml", tmp_path / "site.yaml"
+    config.write_text("run: {name: small}\nmodel: {path: none}\ntrain: {prompts_per_step: 2}\n")
+    site.write_text("{gpus_per_node: 2, cpus_per_node: 4, memory: '1000', time: '10', signal_seconds: 60}")
+    return [
+        "--config",
+        str(config),
+        "--site",
+        str(site),
+        "--run-root",
+        str(tmp_path / "runs"),
+        "--nodes",
+        "3",
+    ]
+
+
+def test_submit_says_what_it_did_and_what_comes_next(
+    cluster: Cluster, tmp_path: Path, files: list[str]
+) -> None:
+    cluster.submit(
+        "#!/bin/bash\n#SBATCH -N6 --exclusive --output=/dev/null\nsleep 600\n"
+    )  # so that it stays queued
+    began = time.monotonic()
+    done = _submit(*files)
+    assert time.monotonic() - began < 2
+    assert done.returncode == 0, done.stderr
+    assert "1 node to train (one node in four, as in the paper) and 2 nodes to search" in done.stdout
+    assert f"run directory {tmp_path}/runs/small-seed0" in done.stdout
+    for command in ("tail -F ", "squeue --job ", "scancel ", "tools/submit.py"):
+        assert command in done.stdout
+    again = _submit(*files)
+    assert again.returncode == 2
+    assert "of this run is pending already" in again.stderr
+    assert len(again.stderr.splitlines()) == 1
+
+
+def test_submit_answers_in_json(cluster: Cluster, tmp_path: Path, files: list[str]) -> None:
+    answer = json.loads(_submit(*files, "--json", "--homogeneous", "--time", "5").stdout)
+    assert answer["run"] == f"{tmp_path}/runs/small-seed0"
+    assert answer["trainer"]["ranks"] == 2 and answer["searcher"]["ranks"] == 4
+    assert cluster.jobs(int(answer["job"]))[0]["TimeLimit"] == "00:05:00"
+    assert answer["commands"]["cancel"] == f"scancel {answer['job']}"
+
+
+def test_submit_waits_and_returns_failure(cluster: Cluster, files: list[str]) -> None:
+    done = _submit(*files, "--wait", "--set", "model.path=/nowhere/model")
+    assert done.returncode == 1
+    assert "ended as FAILED" in done.stderr
+
+
+def test_dry_run_prints_the_script_and_leaves_nothing(tmp_path: Path, files: list[str]) -> None:
+    done = _submit(*files, "--dry-run")
+    assert done.stdout.startswith("#!/bin/bash\n")
+    assert "#SBATCH hetjob" in done.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_slurm_it_says_so_and_offers_the_local_way(tmp_path: Path, files: list[str]) -> None:
+    done = _submit(*files, PATH=str(tmp_path))
+    assert done.returncode == 2
+    assert "no Slurm here" in done.stderr and "tba run" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_finished_run_is_not_submitted(cluster: Cluster, tmp_path: Path, files: list[str]) -> None:
+    _submit(*files)
+    cluster.clear()
+    (tmp_path / "runs/small-seed0/summary.json").write_text('{"finished": true}')
+    done = _submit(*files)
+    assert done.returncode == 0
+    assert "finished already" in done.stdout
+    assert not cluster.run("squeue", "-h")

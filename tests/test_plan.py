@@ -1,0 +1,159 @@
+"""Sites and the split of nodes: every rule with its sentence, and the arithmetic by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba_hpc.config import Config, ConfigError, parse_config
+from tba_hpc.launch.plan import Site, load_site, plan
+
+SITES = Path(__file__).parents[1] / "slurm" / "sites"
+
+
+def _config(prompts: int = 8, tensor_parallel: int = 1) -> Config:
+    return parse_config(
+        {
+            "model": {"path": "none"},
+            "train": {"prompts_per_step": prompts},
+            "generator": {"tensor_parallel": tensor_parallel},
+        }
+    )
+
+
+def _refusal(*arguments: Any, **options: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        plan(*arguments, **options)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "trainer_nodes", "prompts", "tensor_parallel", "trainers", "searchers"),
+    [
+        (2, None, 8, 1, 4, 4),
+        (4, None, 8, 1, 4, 12),
+        (8, None, 8, 1, 8, 24),
+        (8, None, 8, 2, 8, 12),
+        (8, None, 8, 4, 8, 6),
+        (8, 4, 16, 1, 16, 16),
+        (8, None, 7, 1, 7, 24),  # 7 prompts: 7 of 8 GPUs train
+        (4, None, 7, 1, 1, 12),  # … and of 4 only 1
+        (100, None, 100, 1, 100, 300),
+        (1, None, 8, 1, 1, 3),  # the paper's 4 GPUs
+        (1, None, 8, 2, 1, 1),
+    ],
+)
+def test_ranks_follow_from_nodes(
+    nodes: int, trainer_nodes: int | None, prompts: int, tensor_parallel: int, trainers: int, searchers: int
+) -> None:
+    split = plan(_config(prompts, tensor_parallel), Site(), nodes, trainer_nodes)
+    assert (split.trainer.ranks, split.searcher.ranks) == (trainers, searchers)
+    assert split.overrides == [f"launch.trainers={trainers}", f"launch.searchers={searchers}"]
+    assert prompts % trainers == 0
+    if nodes > 1:
+        assert split.trainer.nodes + split.searcher.nodes == nodes
+        for part in (split.trainer, split.searcher):
+            assert part.ranks <= part.nodes * part.ranks_per_node
+            assert part.ranks_per_node * part.cpus_per_rank <= Site().cpus_per_node
+
+
+def test_the_split_is_told_in_words() -> None:
+    assert plan(_config(8), Site(), 8).why == (
+        "2 nodes to train (one node in four, as in the paper) and 6 nodes to search: "
+        "8 trainer ranks, 24 searchers"
+    )
+    assert "as asked" in plan(_config(8), Site(), 8, 2).why
+    assert plan(_config(7), Site(), 8).why.endswith(
+        "1 GPU stays idle, since the trainer ranks must divide train.prompts_per_step=7"
+    )
+    assert plan(_config(8), Site(), 1).why == "one node for both roles: 1 trainer rank, 3 searchers"
+
+
+def test_the_form_is_het_where_the_site_has_it_and_there_are_nodes_to_part() -> None:
+    assert plan(_config(), Site(), 2).form == "het"
+    assert plan(_config(), Site(), 2, homogeneous=True).form == "homogeneous"
+    assert plan(_config(), Site(hetjob=False), 2).form == "homogeneous"
+    assert plan(_config(), Site(), 1).form == "homogeneous"
+
+
+def test_a_cpu_site_counts_ranks() -> None:
+    split = plan(_config(), Site(gpus_per_node=0, ranks_per_node=4), 4)
+    assert (split.trainer.ranks, split.searcher.ranks) == (4, 12)
+
+
+@pytest.mark.parametrize(
+    ("config", "site", "nodes", "trainer_nodes", "words"),
+    [
+        (_config(), Site(), 0, None, "--nodes 0 is no job"),
+        (
+            _config(),
+            Site(),
+            4,
+            4,
+            "--trainer-nodes 4 of --nodes 4 leaves no node for one of the roles: use 1 to 3",
+        ),
+        (_config(), Site(), 4, 9, "use 1 to 3"),
+        (_config(), Site(), 4, 0, "use 1 to 3"),
+        (_config(), Site(), 1, 1, "a single node is shared"),
+        (_config(7), Site(), 16, 8, "at most 7 ranks of 8 trainer nodes: use --trainer-nodes 7"),
+        (
+            _config(8, 3),
+            Site(),
+            2,
+            None,
+            "gpus_per_node=4 cannot be shared out in engines of generator.tensor_parallel=3",
+        ),
+        (_config(8, 8), Site(), 2, None, "tensor_parallel=8 is larger than a node with gpus_per_node=4"),
+        (_config(8, 2), Site(gpus_per_node=0), 2, None, "tensor_parallel=2 needs GPUs"),
+        (_config(), Site(gpus_per_node=1), 1, None, "one node has room for 1 GPU, too few"),
+        (_config(8, 4), Site(), 1, None, "use --nodes 2"),
+    ],
+)
+def test_an_impossible_split_is_one_sentence(
+    config: Config, site: Site, nodes: int, trainer_nodes: int | None, words: str
+) -> None:
+    sentence = _refusal(config, site, nodes, trainer_nodes)
+    assert words in sentence
+    assert "\n" not in sentence
+
+
+# --- Site files ---
+
+
+@pytest.mark.parametrize("path", sorted(SITES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_sites_load(path: Path) -> None:
+    assert load_site(path).gpus_per_node in (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("partitoin: gpu", "unknown site key 'partitoin': did you mean 'partition'?"),
+        ("container: {image: a.sif, bind: [/x]}", "unknown site key 'container.bind': did you mean 'binds'?"),
+        ("trainer: {memry: 4G}", "unknown site key 'trainer.memry': did you mean 'memory'?"),
+        ("zzz: 1", "unknown site key 'zzz': valid are partition, account"),
+        ("gpus_per_node: many", "site key 'gpus_per_node' has the value 'many', but"),
+        ("mpi: openmpi", "site key 'mpi' has the value 'openmpi', but"),
+        ("time: tomorrow", "site key 'time'"),
+        ("gpu_request: --gres=gpu:4", "gpu_request=--gres=gpu:4 never says how many"),
+        ("{container: {image: a.sif}, venv: /v}", "container and venv exclude each other"),
+        ("- a", "must hold keys"),
+        ("a: [", "is not valid YAML"),
+    ],
+)
+def test_a_wrong_site_is_one_sentence(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "site.yaml").write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load_site(tmp_path / "site.yaml")
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_missing_site_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the site .*none\.yaml"):
+        load_site(tmp_path / "none.yaml")
+
+
+def test_every_site_key_is_documented() -> None:
+    for name, field in Site.model_fields.items():
+        assert field.description, f"{name} has no line of documentation"
