@@ -1,4 +1,4 @@
-"""The main job as a heterogeneous Slurm job: real engines and a real trainer, to the end, also when preempted."""
+"""The main job as a heterogeneous Slurm job: real engines, a real trainer, to the end though preempted."""
 
 import json
 import subprocess
