@@ -35,6 +35,8 @@ def missing() -> str | None:
     absent = [name for name in NEEDED if shutil.which(name, path=_path()) is None]
     if absent:
         return f"{', '.join(absent)} not found: apt-get install --no-install-recommends {PACKAGES}"
+    if not any(Path("/usr/lib").glob("**/libpmix.so")):  # the name that Slurm's plugin opens
+        return f"libpmix.so not found: apt-get install --no-install-recommends {PACKAGES}"
     if os.geteuid() != 0:
         return "not root: nodes need namespaces and device files of their own"
     probe = subprocess.run(["unshare", "--uts", "--mount", "--pid", "--fork", "true"], capture_output=True)
