@@ -6,7 +6,6 @@ the logs of the attempt, where ``tba run`` finds it.
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
 import sys
@@ -18,7 +17,7 @@ from rich.console import Console
 
 from tba_hpc.config import Config, ConfigError, dump_config, load_config
 from tba_hpc.launch import local
-from tba_hpc.report.status import print_summary
+from tba_hpc.report.status import follow, print_status, print_summary
 from tba_hpc.report.summary import summarise
 from tba_hpc.state import DiskFullError, RunDir, StateError, StopFlag
 
@@ -55,7 +54,7 @@ def run(
         typer.echo(dump_config(resolved) + "".join(f"# {command}\n" for command in commands), nl=False)
         return
     run_dir = RunDir.create(resolved)
-    if not _finished(run_dir):
+    if not run_dir.finished:
         _launch(run_dir, resolved, quiet=as_json)
     print_summary(run_dir, summarise(run_dir, resolved), as_json=as_json)
 
@@ -95,6 +94,20 @@ def search(run: RunPath, index: Index = None) -> None:
 
 
 @app.command()
+def status(
+    run: RunPath,
+    once: Annotated[bool, typer.Option("--once", help="Print the state once and end.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show how RUN stands, live; from any machine that sees its directory, over plain ssh."""
+    run_dir = RunDir.open(run)
+    if once or as_json:
+        print_status(run_dir, run_dir.config(), as_json=as_json)
+    else:
+        follow(run_dir, run_dir.config())
+
+
+@app.command()
 def report(run: RunPath, as_json: AsJson = False) -> None:
     """Write RUN/report.html anew and print the summary of RUN."""
     from tba_hpc.report.page import write_report
@@ -128,11 +141,6 @@ def _open(path: Path) -> RunDir:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
     return RunDir.open(path)
-
-
-def _finished(run_dir: RunDir) -> bool:
-    """Whether nothing is left to do: the leader writes the summary last of all."""
-    return run_dir.summary.exists() and bool(json.loads(run_dir.summary.read_text())["finished"])
 
 
 def _launch(run_dir: RunDir, config: Config, *, quiet: bool) -> None:

@@ -210,6 +210,11 @@ class RunDir:
         """The figures of a finished run."""
         return self.path / "summary.json"
 
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do: the leading trainer writes the summary last of all."""
+        return self.summary.exists() and bool(json.loads(self.summary.read_text())["finished"])
+
     def metrics_file(self, role: Role, rank: int = 0) -> Path:
         """``trainer.jsonl`` or ``searcher-0003.jsonl``."""
         return self.metrics / ("trainer.jsonl" if role == "trainer" else f"searcher-{rank:04d}.jsonl")

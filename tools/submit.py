@@ -60,14 +60,14 @@ def submit(
         return
     slurm.require_slurm()
     run = RunDir.create(resolved)
-    if _finished(run):
+    if run.finished:
         _tell(run, split, None, as_json)
         return
     job = slurm.submit(run, script)
     _tell(run, split, job.job_id, as_json)
     if wait:
         job.wait()
-        if not _finished(run):
+        if not run.finished:
             print(f"job {job.job_id} ended as {job.state}: see {run.logs}/latest", file=sys.stderr)
             raise typer.Exit(1)
 
@@ -104,15 +104,12 @@ def _job(config: Config, run: RunDir, site: Site) -> Job:
     )
 
 
-def _finished(run: RunDir) -> bool:
-    return run.summary.exists() and bool(json.loads(run.summary.read_text())["finished"])
-
-
 def _tell(run: RunDir, split: Plan, job: str | None, as_json: bool) -> None:
     """What was done, and the commands that come next."""
     again = " ".join(sys.argv)
     commands = {
-        "watch": f"tail -F {run.path}/slurm/job-{job}.log",
+        "watch": f"tba status {run.path}",
+        "log": f"tail -F {run.path}/slurm/job-{job}.log",
         "queue": f"squeue --job {job}",
         "cancel": f"scancel {job}",
         "stop": f"scancel --batch --signal=USR1 {job}",

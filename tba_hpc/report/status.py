@@ -6,6 +6,7 @@ terminal it prints one plain line every few seconds.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -242,6 +243,26 @@ class LiveDisplay:
 
     def _print(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_status(run: RunDir, config: Config, *, as_json: bool = False) -> None:
+    """Print once how a run stands."""
+    view = RunView(run, config)
+    view.update()
+    where = {"run": str(run.path), "state": view.headline, "step": f"{view.step}/{config.train.steps}"}
+    print_values({**where, **view.cells()}, as_json=as_json)
+
+
+def follow(run: RunDir, config: Config) -> None:
+    """Show a run live until it is finished or the user has seen enough (Ctrl-C)."""
+    view, start = RunView(run, config), time.monotonic()
+    with contextlib.suppress(KeyboardInterrupt), Live(auto_refresh=False) as live:
+        while True:
+            view.update()
+            live.update(panel(view, time.monotonic() - start), refresh=True)
+            if run.finished:
+                return
+            time.sleep(1 / REFRESH_PER_SECOND)
 
 
 Cell = str | int | float | bool | None
