@@ -407,7 +407,10 @@ def test_submit_answers_in_json(cluster: Cluster, tmp_path: Path, files: list[st
     assert answer["commands"]["cancel"] == f"scancel {answer['job']}"
 
 
-def test_submit_waits_and_returns_failure(cluster: Cluster, files: list[str]) -> None:
+def test_submit_waits_and_returns_failure(cluster: Cluster, tmp_path: Path, files: list[str]) -> None:
+    """Real ranks, which find no model; with relaunches they would be started again and again."""
+    site = tmp_path / "site.yaml"
+    site.write_text(site.read_text().replace("}", ", relaunches: 0}"))
     done = _submit(*files, "--wait", "--set", "model.path=/nowhere/model")
     assert done.returncode == 1
     assert "ended as FAILED" in done.stderr
