@@ -18,16 +18,18 @@ class PaddedBatch:
     """B whole groups of K rows as rectangles; N = B·K rows, prompt-major, L the longest sequence.
 
     tokens_NL: int64, prompt then completion, 0 to the right of it · prompt_length_N, length_N: int64, tokens
-    of the prompt, and of prompt and completion together · reward_N: float32 · ref_logprob_N: float32, the
-    reference's log-probability of the whole completion · prompt_id_B: int64.
+    of the prompt, and of prompt and completion together · logprob_NL, ref_logprob_NL: float32, of the
+    completions' tokens under the weights that sampled them and under the reference, 0 elsewhere ·
+    reward_N: float32 · prompt_id_B: int64.
     """
 
     group_size: int
     tokens_NL: np.ndarray
     prompt_length_N: np.ndarray
     length_N: np.ndarray
+    logprob_NL: np.ndarray
+    ref_logprob_NL: np.ndarray
     reward_N: np.ndarray
-    ref_logprob_N: np.ndarray
     prompt_id_B: np.ndarray
 
     @property
@@ -131,19 +133,24 @@ def _tokens_of_groups(batch: TrajectoryBatch) -> np.ndarray:
 def _pad(batch: TrajectoryBatch) -> PaddedBatch:
     length_N = batch.sequences.lengths
     tokens_NL = np.zeros((len(length_N), int(length_N.max())), np.int64)
-    tokens_NL[np.arange(tokens_NL.shape[1]) < length_N[:, None]] = batch.sequences.values
+    position_L = np.arange(tokens_NL.shape[1])
+    sequence_NL = position_L < length_N[:, None]
+    completion_NL = sequence_NL & (position_L >= batch.prompt_length_N[:, None])
+    tokens_NL[sequence_NL] = batch.sequences.values
     return PaddedBatch(
         group_size=batch.group_size,
         tokens_NL=tokens_NL,
         prompt_length_N=batch.prompt_length_N,
         length_N=length_N,
+        logprob_NL=_spread(batch.logprobs, completion_NL),
+        ref_logprob_NL=_spread(batch.ref_logprobs, completion_NL),
         reward_N=batch.reward_N,
-        ref_logprob_N=_sums(batch.ref_logprobs, batch.completion_length_N),
         prompt_id_B=batch.prompt_id_B,
     )
 
 
-def _sums(value_T: np.ndarray, length_N: np.ndarray) -> np.ndarray:
-    """float32 [N]: sum of each row of ``value_T``, taken in float64."""
-    row_T = np.repeat(np.arange(len(length_N)), length_N)
-    return np.bincount(row_T, value_T, minlength=len(length_N)).astype(np.float32)
+def _spread(value_T: np.ndarray, mask_NL: np.ndarray) -> np.ndarray:
+    """float32 [N, L]: the values in their places, row by row, 0 elsewhere."""
+    value_NL = np.zeros(mask_NL.shape, np.float32)
+    value_NL[mask_NL] = value_T
+    return value_NL

@@ -15,6 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 Dtype = Literal["float32", "bfloat16"]
 Scalar = bool | int | float | str
+ObjectiveName = Literal[
+    "trajectory_balance", "tba_prime", "rloo", "proximal_rloo", "grpo", "dr_grpo", "online_dpo"
+]
 
 
 class ConfigError(ValueError):
@@ -123,8 +126,14 @@ class Beta(Section):
 
 
 class TrainSection(Section):
-    objective: Literal["trajectory_balance", "policy_gradient"] = "trajectory_balance"
-    """Loss: VarGrad trajectory balance, or REINFORCE with a group baseline and no correction."""
+    objective: ObjectiveName = "trajectory_balance"
+    """Loss: trajectory balance (TB), TBA′, or one of the baselines they are compared with."""
+    ratio_cap: float | None = Field(None, gt=0)
+    """TB, TBA′: largest weight π_θ/π_behaviour of stale data; none: every weight is 1."""
+    gap_clip: float | None = Field(None, gt=0)
+    """TB: nats beyond which a residual pulls no harder; none: no limit."""
+    ratio_clip: float = Field(0.2, gt=0, lt=1)
+    """Proximal RLOO, GRPO, Dr. GRPO: how far π_θ/π_behaviour may leave 1 before its gradient stops."""
     steps: int = Field(1000, ge=1)
     """Optimizer steps in all."""
     prompts_per_step: int = Field(8, ge=1)

@@ -170,13 +170,18 @@ def test_micro_batches_pad_to_their_own_longest_row_longest_first() -> None:
     assert widths[0] > widths[-1]
 
 
-def test_reference_logprobs_are_summed_per_completion() -> None:
+def test_logprobs_stand_at_the_tokens_of_their_completions() -> None:
     batch = make_batch(4)
-    wanted = {row[4]: sum(row[6]) for row in rows_of(batch)}
+    wanted = {row[4]: (row[5], row[6]) for row in rows_of(batch)}
     for micro in micro_batches(batch, 2):
         for i, length in enumerate(micro.length_N):
-            found = micro.ref_logprob_N[i]
-            assert found == pytest.approx(wanted[tuple(micro.tokens_NL[i, :length].tolist())], rel=1e-6)
+            tokens, mask = tuple(micro.tokens_NL[i, :length].tolist()), micro.completion_mask_NL[i]
+            for found_L, values in zip(
+                (micro.logprob_NL[i], micro.ref_logprob_NL[i]), wanted[tokens], strict=True
+            ):
+                assert found_L.dtype == np.float32
+                assert tuple(found_L[mask].tolist()) == tuple(values)
+                assert not found_L[~mask].any()
 
 
 def test_completion_mask_marks_the_tokens_after_the_prompt() -> None:

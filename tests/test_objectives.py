@@ -1,36 +1,172 @@
-"""Objectives against hand-computed values, closed forms and enumeration."""
+"""Objectives against values worked by hand, formulas written as loops, closed forms and enumeration."""
 
 import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from tba_hpc.config import TrainSection
-from tba_hpc.objectives import OBJECTIVES, policy_gradient, trajectory_balance
+from tba_hpc.config import ObjectiveName, TrainSection
+from tba_hpc.objectives import Groups, Objective, make_objective
+from tba_hpc.objectives.policy_gradient import dr_grpo, grpo, proximal_rloo, rloo
+from tba_hpc.objectives.preference import online_dpo
+from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
+
+NAMES: tuple[ObjectiveName, ...] = get_args(ObjectiveName)
 
 
 def tensor(rows: list[list[float]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def random_case(groups: int, size: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """logprob (with gradient), ref_logprob, reward."""
-    draw = torch.Generator().manual_seed(seed)
-    logprob, ref_logprob, reward = torch.randn(3, groups, size, generator=draw, dtype=torch.float64)
-    return (logprob - 5).requires_grad_(), ref_logprob - 5, reward
+def one_token(logprob_BK: Tensor, ref_logprob_BK: Tensor, reward_BK: Tensor) -> Groups:
+    """Completions of one token each, sampled by the policy itself."""
+    return Groups(
+        policy_BKL=logprob_BK[..., None],
+        behaviour_BKL=logprob_BK[..., None].detach().clone(),
+        reference_BKL=ref_logprob_BK[..., None],
+        mask_BKL=torch.ones(*logprob_BK.shape, 1, dtype=torch.bool),
+        reward_BK=reward_BK,
+    )
 
 
-def test_every_objective_of_the_config_exists() -> None:
-    names = get_args(TrainSection.model_fields["objective"].annotation)
-    assert set(OBJECTIVES) == set(names)
+def random_groups(
+    groups: int, size: int, *, length: int = 6, stale: float = 0.3, dtype: torch.dtype = torch.float64
+) -> Groups:
+    """Completions of 1 … ``length`` − 1 tokens, one of prompt; policy and sampler differ by ``stale``."""
+    draw = torch.Generator().manual_seed(groups * 100 + size)
+    shape = groups, size, length
+    policy, reference = torch.randn(2, *shape, generator=draw, dtype=torch.float64) * 0.5 - 1
+    noise = stale * torch.randn(shape, generator=draw, dtype=torch.float64)
+    ends = torch.randint(2, length + 1, (groups, size, 1), generator=draw)
+    position = torch.arange(length)
+    mask = (position >= 1) & (position < ends)
+    return Groups(
+        policy_BKL=(policy * mask).to(dtype).requires_grad_(),
+        behaviour_BKL=((policy + noise) * mask).to(dtype),
+        reference_BKL=(reference * mask).to(dtype),
+        mask_BKL=mask,
+        reward_BK=torch.randn(groups, size, generator=draw, dtype=torch.float64).to(dtype),
+    )
+
+
+def gradient(objective: Callable[..., object], groups: Groups, beta: float) -> Tensor:
+    """∂ loss / ∂ policy_BKL at the tokens of the completions."""
+    output = objective(groups, beta)
+    (slope_BKL,) = torch.autograd.grad(output.loss, groups.policy_BKL)  # type: ignore[attr-defined]
+    return slope_BKL * groups.mask_BKL
+
+
+# --- Formulas, written out token by token ---
+
+
+def tokens(groups: Groups, i: int, j: int) -> list[tuple[Tensor, float, float]]:
+    """(log π_θ, log π_behaviour, log π_ref) of the tokens of one completion."""
+    rows = groups.policy_BKL[i, j], groups.behaviour_BKL[i, j], groups.reference_BKL[i, j]
+    places = torch.nonzero(groups.mask_BKL[i, j])[:, 0].tolist()
+    return [(rows[0][t], rows[1][t].item(), rows[2][t].item()) for t in places]
+
+
+def surrogate(ratio: Tensor, advantage: float, clip: float) -> Tensor:
+    return torch.min(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+
+
+def by_loops(name: ObjectiveName, groups: Groups, beta: float) -> Tensor:
+    """The loss of ``TrainSection(objective=name, ratio_cap=1.2)`` from its definition."""
+    total = torch.zeros((), dtype=torch.float64)
+    many, size = groups.reward_BK.shape
+    for i in range(many):
+        rows = [tokens(groups, i, j) for j in range(size)]
+        reward = groups.reward_BK[i].tolist()
+        logp = [sum((p for p, _, _ in row), torch.zeros((), dtype=torch.float64)) for row in rows]
+        behaviour = [sum(b for _, b, _ in row) for row in rows]
+        ref = [sum(r for _, _, r in row) for row in rows]
+        mean = sum(reward) / size
+        kl_now = [logp[j].item() - ref[j] for j in range(size)]
+        if name == "online_dpo":
+            best, worst = reward.index(max(reward)), reward.index(min(reward))
+            margin = beta * ((logp[best] - ref[best]) - (logp[worst] - ref[worst]))
+            total = total + size * torch.log(1 + torch.exp(-margin))
+            continue
+        for j, row in enumerate(rows):
+            if name == "trajectory_balance":
+                log_z = sum(ref[m] - logp[m].item() + reward[m] / beta for m in range(size)) / size
+                weight = min(1.2, math.exp(logp[j].item() - behaviour[j]))
+                total = total + beta / 2 * weight * (log_z + logp[j] - ref[j] - reward[j] / beta) ** 2
+            elif name == "tba_prime":
+                advantage = reward[j] - mean - beta * (kl_now[j] - sum(kl_now) / size)
+                total = total - sum(advantage * min(1.2, math.exp(p.item() - b)) * p for p, b, _ in row)
+            elif name in ("rloo", "proximal_rloo"):
+                shaped = [reward[m] - beta * (behaviour[m] - ref[m]) for m in range(size)]
+                advantage = shaped[j] - (sum(shaped) - shaped[j]) / (size - 1)
+                ratio = torch.exp(logp[j] - behaviour[j])
+                total = total - (advantage * logp[j] if name == "rloo" else surrogate(ratio, advantage, 0.2))
+            elif name == "dr_grpo":
+                total = total - sum(surrogate(torch.exp(p - b), reward[j] - mean, 0.2) for p, b, _ in row)
+            else:
+                deviation = (sum((r - mean) ** 2 for r in reward) / (size - 1)) ** 0.5
+                advantage = (reward[j] - mean) / (deviation + 1e-4)
+                terms = [
+                    surrogate(torch.exp(p - b), advantage, 0.2) - beta * (torch.exp(r - p) - (r - p) - 1)
+                    for p, b, r in row
+                ]
+                total = total - sum(terms) / len(row)
+    return total / (many * size)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_every_objective_agrees_with_its_formula(
+    name: ObjectiveName, dtype: torch.dtype, tolerance: float
+) -> None:
+    objective = make_objective(TrainSection(objective=name, ratio_cap=1.2))
+    groups = random_groups(5, 4, dtype=dtype)
+    exact = replace(random_groups(5, 4))
+    wanted = by_loops(name, exact, beta=0.3)
+    (slope,) = torch.autograd.grad(wanted, exact.policy_BKL)
+    found = objective(groups, 0.3).loss
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        gradient(objective, groups, 0.3).double(), slope, rtol=tolerance, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_micro_batches_of_whole_groups_add_up(name: ObjectiveName) -> None:
+    objective = make_objective(TrainSection(objective=name))
+    groups = random_groups(5, 4)
+    whole = objective(groups, 0.2)
+    parts = [slice(0, 2), slice(2, 3), slice(3, 5)]
+    outputs = [(rows.stop - rows.start, objective(part(groups, rows), 0.2)) for rows in parts]
+    torch.testing.assert_close(sum(n * output.loss for n, output in outputs) / 5, whole.loss)
+    for metric, value in whole.metrics.items():
+        assert not value.requires_grad
+        torch.testing.assert_close(sum(n * output.metrics[metric] for n, output in outputs) / 5, value)
+
+
+def part(groups: Groups, rows: slice) -> Groups:
+    return Groups(
+        groups.policy_BKL[rows],
+        groups.behaviour_BKL[rows],
+        groups.reference_BKL[rows],
+        groups.mask_BKL[rows],
+        groups.reward_BK[rows],
+    )
+
+
+# --- Trajectory balance ---
 
 
 def test_trajectory_balance_by_hand() -> None:
     # β = 2. log-ratios 1, −1; r/β 1, 3: log Ẑ = mean(0, 4) = 2; residuals 2+1−1 = 2, 2−1−3 = −2.
     logprob = tensor([[-2.0, -4.0]]).requires_grad_()
-    output = trajectory_balance(logprob, tensor([[-3.0, -3.0]]), tensor([[2.0, 6.0]]), beta=2.0)
+    output = trajectory_balance(one_token(logprob, tensor([[-3.0, -3.0]]), tensor([[2.0, 6.0]])), 2.0)
     output.loss.backward()
     assert output.loss.item() == 4.0  # 2/2 · mean(4, 4)
     assert logprob.grad is not None
@@ -42,105 +178,144 @@ def test_trajectory_balance_by_hand() -> None:
     }
 
 
-def test_policy_gradient_by_hand() -> None:
-    # r − r̄ = ∓1, times K/(K−1) = 2: A = ∓2. KL terms 1·(1, 4)/2.
-    logprob = tensor([[-2.0, -5.0]]).requires_grad_()
-    output = policy_gradient(logprob, tensor([[-3.0, -3.0]]), tensor([[0.0, 2.0]]), beta=1.0)
-    output.loss.backward()
-    assert output.loss.item() == ((0.5 - 4) + (2 + 10)) / 2
-    assert logprob.grad is not None
-    assert logprob.grad.tolist() == [[(2.0 + 1.0) / 2, (-2.0 - 2.0) / 2]]
-    assert {name: value.item() for name, value in output.metrics.items()} == {"kl": -0.5, "advantage": 2.0}
-
-
 def test_prompts_of_different_log_z_in_one_batch_do_not_disturb_each_other() -> None:
     """Each at its optimum log π_ref + r/β − log Z, with log Z 0 and 10: a log Ẑ over the batch would be 5."""
     beta, log_z = 0.5, tensor([[0.0], [10.0]])
-    _, ref_logprob, reward = random_case(2, 6)
-    logprob = (ref_logprob + reward / beta - log_z).requires_grad_()
-    output = trajectory_balance(logprob, ref_logprob, reward, beta)
-    output.loss.backward()
+    draw = torch.Generator().manual_seed(0)
+    ref_logprob, reward = torch.randn(2, 2, 6, generator=draw, dtype=torch.float64)
+    groups = one_token((ref_logprob + reward / beta - log_z).requires_grad_(), ref_logprob, reward)
+    output = trajectory_balance(groups, beta)
     assert output.loss.item() == pytest.approx(0, abs=1e-24)
-    assert logprob.grad is not None and logprob.grad.abs().max() < 1e-12
+    assert gradient(trajectory_balance, groups, beta).abs().max() < 1e-12
     assert output.metrics["log_z"].item() == pytest.approx(5)  # mean over groups
-    assert trajectory_balance(logprob[0:1], ref_logprob[0:1], reward[0:1], beta).metrics[
-        "log_z"
-    ].item() == pytest.approx(0, abs=1e-12)
-
-
-@pytest.mark.parametrize("beta", [0.004, 0.1, 3.0])
-def test_gradient_is_mean_baseline_reinforce_on_the_kl_regularised_reward(beta: float) -> None:
-    """−[(r − r̄) − β(KL − KL̄)] / (B·K) per log-probability, from METHOD: without any 1/β."""
-    logprob, ref_logprob, reward = random_case(4, 7)
-    trajectory_balance(logprob, ref_logprob, reward, beta).loss.backward()
-    kl = (logprob - ref_logprob).detach()
-    advantage = (reward - reward.mean(1, keepdim=True)) - beta * (kl - kl.mean(1, keepdim=True))
-    torch.testing.assert_close(logprob.grad, -advantage / 28, rtol=1e-9, atol=1e-12)
+    first = trajectory_balance(part(groups, slice(0, 1)), beta)
+    assert first.metrics["log_z"].item() == pytest.approx(0, abs=1e-12)
 
 
 def test_loss_is_the_papers_times_half_beta() -> None:
-    beta = 0.3
-    logprob, ref_logprob, reward = random_case(3, 4)
+    beta, groups = 0.3, random_groups(3, 4)
+    logprob, ref_logprob, reward = groups.logprob_BK, groups.ref_logprob_BK, groups.reward_BK
     squares = []
     for i in range(3):
         log_z = sum(ref_logprob[i, j] - logprob[i, j] + reward[i, j] / beta for j in range(4)) / 4
         squares += [(log_z + logprob[i, j] - ref_logprob[i, j] - reward[i, j] / beta) ** 2 for j in range(4)]
-    paper = sum(squares) / 12
-    torch.testing.assert_close(trajectory_balance(logprob, ref_logprob, reward, beta).loss, beta / 2 * paper)
+    paper = torch.stack(squares).mean()
+    torch.testing.assert_close(trajectory_balance(groups, beta).loss, beta / 2 * paper)
 
 
-@pytest.mark.parametrize("name", sorted(OBJECTIVES))
-def test_micro_batches_of_whole_groups_add_up(name: str) -> None:
-    logprob, ref_logprob, reward = random_case(5, 4)
-    objective = OBJECTIVES[name]
-    whole = objective(logprob, ref_logprob, reward, 0.2)
-    parts = [(0, 2), (2, 3), (3, 5)]
-    outputs = [(b - a, objective(logprob[a:b], ref_logprob[a:b], reward[a:b], 0.2)) for a, b in parts]
-    torch.testing.assert_close(sum(n * output.loss for n, output in outputs) / 5, whole.loss)
-    for metric, value in whole.metrics.items():
-        assert not value.requires_grad
-        torch.testing.assert_close(sum(n * output.metrics[metric] for n, output in outputs) / 5, value)
+@pytest.mark.parametrize("beta", [0.004, 0.1, 3.0])
+def test_gradients_agree_where_theory_says_so(beta: float) -> None:
+    """TB's is −[(r − r̄) − β(KL − KL̄)] per log-probability and row, without any 1/β: mean-baseline REINFORCE
+
+    on the KL-regularised reward. TBA′ without a ratio has the same on data of any age. RLOO has K/(K−1) of it
+    on its own samples, and so has proximal RLOO, whose ratio is 1 there.
+    """
+    stale = random_groups(4, 7)
+    kl = (stale.logprob_BK - stale.ref_logprob_BK).detach()
+    reward = stale.reward_BK
+    advantage = (reward - reward.mean(1, keepdim=True)) - beta * (kl - kl.mean(1, keepdim=True))
+    wanted = (-advantage / 28)[..., None] * stale.mask_BKL
+    torch.testing.assert_close(gradient(trajectory_balance, stale, beta), wanted, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradient(tba_prime, stale, beta), wanted, rtol=1e-9, atol=1e-12)
+
+    fresh = random_groups(4, 7, stale=0)
+    for objective in (rloo, partial(proximal_rloo, ratio_clip=0.2)):
+        torch.testing.assert_close(gradient(objective, fresh, beta), wanted * 7 / 6, rtol=1e-9, atol=1e-12)
+    capped = partial(tba_prime, ratio_cap=8.0)
+    torch.testing.assert_close(gradient(capped, fresh, beta), wanted, rtol=1e-9, atol=1e-12)
 
 
-def expected_gradient(name: str, logits: Tensor, ref_logprob: Tensor, reward: Tensor, beta: float) -> Tensor:
+def test_grpo_and_dr_grpo_differ_by_length_spread_and_kl_alone() -> None:
+    """Groups of one length and spread 1 − 1e-4, β → 0: the gradients agree up to the length."""
+    groups = random_groups(3, 5, stale=0)
+    mask = torch.arange(6).expand(3, 5, 6) < 4
+    spread = groups.reward_BK.std(1, keepdim=True)
+    groups = replace(groups, mask_BKL=mask, reward_BK=groups.reward_BK / spread * (1 - 1e-4))
+    fresh = replace(groups, behaviour_BKL=groups.policy_BKL.detach().clone())
+    ours = gradient(partial(dr_grpo, ratio_clip=0.2), fresh, 0.1)
+    theirs = gradient(partial(grpo, ratio_clip=0.2), fresh, 1e-12)
+    torch.testing.assert_close(theirs * 4, ours, rtol=1e-6, atol=1e-9)
+
+
+def test_a_capped_weight_bounds_the_pull_of_a_stale_token_and_keeps_it() -> None:
+    groups = one_token(tensor([[-1.0, -1.0]]).requires_grad_(), tensor([[-1.0, -1.0]]), tensor([[1.0, 0.0]]))
+    stale = replace(groups, behaviour_BKL=groups.behaviour_BKL - tensor([[[9.0], [0.0]]]))
+    slope = gradient(partial(tba_prime, ratio_cap=8.0), stale, 0.1)
+    assert slope.flatten().tolist() == pytest.approx([-8 * 0.5 / 2, 0.5 / 2])
+
+
+def test_safeguards_leave_the_optimum_where_it_is_and_bound_the_pull() -> None:
+    safe = partial(trajectory_balance, ratio_cap=2.0, gap_clip=1.5)
+    groups, beta = random_groups(3, 5), 0.5
+    reward_BKL = (groups.reward_BK / beta)[..., None] * (torch.arange(6) == 1)  # all on the first token
+    optimum = replace(groups, policy_BKL=(groups.reference_BKL + reward_BKL).requires_grad_())
+    assert gradient(safe, optimum, beta).abs().max() < 1e-12
+    far = replace(groups, reward_BK=groups.reward_BK * 100)
+    assert gradient(trajectory_balance, far, beta).abs().max() > 2.0
+    assert gradient(safe, far, beta).abs().max() <= beta * 1.5 * 2.0 / 15 + 1e-12
+    tame = partial(trajectory_balance, gap_clip=1e9)
+    torch.testing.assert_close(gradient(tame, groups, beta), gradient(trajectory_balance, groups, beta))
+
+
+# --- Preferences ---
+
+
+def test_online_dpo_prefers_nothing_where_all_rewards_are_the_same() -> None:
+    groups = random_groups(2, 4)
+    even = replace(groups, reward_BK=torch.tensor([[1.0] * 4, [0.0, 1.0, 1.0, 0.0]], dtype=torch.float64))
+    slope = gradient(online_dpo, even, 0.1)
+    assert not slope[0].any()
+    assert [bool(row.any()) for row in slope[1]] == [True, True, False, False]
+    assert online_dpo(even, 0.1).metrics["ties"].item() == 0.5
+
+
+# --- Expectations, by enumeration ---
+
+
+def expected_gradient(
+    objective: Objective, logits: Tensor, ref_logprob: Tensor, reward: Tensor, beta: float
+) -> Tensor:
     """∇_logits of E over groups of 2 drawn from the policy itself, by enumeration of all pairs."""
     total = torch.zeros_like(logits)
     for pair in itertools.product(range(len(logits)), repeat=2):
         variable = logits.clone().requires_grad_()
         chosen = list(pair)
         logprob = variable.log_softmax(0)[chosen]
-        OBJECTIVES[name](logprob[None], ref_logprob[chosen][None], reward[chosen][None], beta).loss.backward()
+        objective(
+            one_token(logprob[None], ref_logprob[chosen][None], reward[chosen][None]), beta
+        ).loss.backward()
         assert variable.grad is not None
         total += logprob.detach().sum().exp() * variable.grad
     return total
 
 
-def test_on_policy_both_expect_the_gradient_of_reward_less_kl() -> None:
-    """Exact: policy gradient, leave-one-out, all of it; trajectory balance, (K−1)/K of it."""
-    draw = torch.Generator().manual_seed(1)
+def world(seed: int) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Logits, reference log-probabilities and rewards of six completions; β."""
+    draw = torch.Generator().manual_seed(seed)
     logits, ref_logits, reward = torch.randn(3, 6, generator=draw, dtype=torch.float64)
-    ref_logprob, beta = ref_logits.log_softmax(0), 0.4
+    return logits, ref_logits.log_softmax(0), reward, 0.4
+
+
+def test_on_policy_all_expect_the_gradient_of_reward_less_kl() -> None:
+    """Exact: leave-one-out, all of it; a mean baseline, (K−1)/K of it."""
+    logits, ref_logprob, reward, beta = case = world(1)
     variable = logits.clone().requires_grad_()
     logprob = variable.log_softmax(0)
     (logprob.exp() * (beta * (logprob - ref_logprob) - reward)).sum().backward()
     exact = variable.grad
     assert exact is not None
-    case = logits, ref_logprob, reward, beta
-    torch.testing.assert_close(expected_gradient("policy_gradient", *case), exact)
-    torch.testing.assert_close(expected_gradient("trajectory_balance", *case), exact / 2)
+    torch.testing.assert_close(expected_gradient(rloo, *case), exact)
+    torch.testing.assert_close(expected_gradient(trajectory_balance, *case), exact / 2)
+    torch.testing.assert_close(expected_gradient(tba_prime, *case), exact / 2)
 
 
-def test_only_trajectory_balance_is_at_rest_at_the_optimum_off_policy() -> None:
-    """Completions drawn uniformly, not by the policy: at π_ref·exp(r/β)/Z one loss rests, the other pulls."""
-    draw = torch.Generator().manual_seed(2)
-    ref_logits, reward = torch.randn(2, 6, generator=draw, dtype=torch.float64)
-    ref_logprob, beta = ref_logits.log_softmax(0), 0.4
-    optimum = (ref_logprob + reward / beta).log_softmax(0)
-    pulls = {}
-    for name, objective in OBJECTIVES.items():
-        logits = optimum.clone().requires_grad_()
-        loss = objective(logits.log_softmax(0)[None], ref_logprob[None], reward[None], beta).loss
-        (gradient,) = torch.autograd.grad(loss, logits)
-        pulls[name] = gradient.norm().item()
-    assert pulls["trajectory_balance"] < 1e-12
-    assert pulls["policy_gradient"] > 0.05
+@pytest.mark.parametrize("name", NAMES)
+def test_only_trajectory_balance_is_at_rest_at_the_optimum_off_policy(name: ObjectiveName) -> None:
+    """Drawn uniformly, not by the policy: at π_ref·exp(r/β)/Z two losses rest, the others pull."""
+    _, ref_logprob, reward, beta = world(2)
+    logits = (ref_logprob + reward / beta).log_softmax(0).requires_grad_()
+    groups = one_token(logits.log_softmax(0)[None], ref_logprob[None], reward[None])
+    stale = replace(groups, behaviour_BKL=torch.full((1, 6, 1), -math.log(6), dtype=torch.float64))
+    loss = make_objective(TrainSection(objective=name))(stale, beta).loss
+    (pull,) = torch.autograd.grad(loss, logits)
+    assert (pull.norm() < 1e-12) == (name in ("trajectory_balance", "tba_prime"))

@@ -30,7 +30,7 @@ from tba_hpc import batch as batches
 from tba_hpc.backends.hf_model import PolicyLogprobs, load_policy, load_tokenizer
 from tba_hpc.backends.trainer_group import Message, TrainerGroup
 from tba_hpc.config import Config
-from tba_hpc.objectives import OBJECTIVES
+from tba_hpc.objectives import Groups, make_objective
 from tba_hpc.state import StateError, fsync, write_atomic
 from tba_hpc.types import TrajectoryBatch, WeightLayout, WeightSlot
 
@@ -72,7 +72,7 @@ class DeepSpeedLearner:
     def __init__(self, config: Config, group: TrainerGroup) -> None:
         self._config = config
         self._group = group
-        self._objective = OBJECTIVES[config.train.objective]
+        self._objective = make_objective(config.train)
         self._tokenizer = load_tokenizer(config.model.path)
         self._policy = load_policy(config.model.path, config.model.dtype)
         self._parameters = dict(self._policy.named_parameters())  # tied ones once, as save_pretrained does
@@ -186,14 +186,9 @@ class DeepSpeedLearner:
         DeepSpeed takes the mean of the ranks' gradients: times their number, that is the sum.
         """
         inputs = (micro.tokens_NL, micro.prompt_length_N, micro.length_N)
-        logprob_N = self._engine(*map(self._tensor, inputs)).sum(1)
-        groups = (-1, micro.group_size)
-        output = self._objective(
-            logprob_N.view(groups),
-            self._tensor(micro.ref_logprob_N).view(groups),
-            self._tensor(micro.reward_N).view(groups),
-            beta,
-        )
+        policy_NL = self._engine(*map(self._tensor, inputs))
+        groups = Groups.of(policy_NL, micro)
+        output = self._objective(groups, beta)
         self._engine.backward(output.loss * (share * self._group.ranks), scale_wrt_gas=False)
         metrics = {"loss": output.loss.detach(), **output.metrics}
         return [(name, share * value.double()) for name, value in metrics.items()]

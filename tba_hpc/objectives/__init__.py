@@ -1,16 +1,28 @@
-"""Losses over whole groups, as pure functions of torch tensors; ``OBJECTIVES`` finds one by config name.
+"""Losses over whole groups, as pure functions of torch tensors; ``make_objective`` finds the one of a config.
 
 Nothing here knows about models, ranks or optimizers.
 """
 
-from tba_hpc.objectives.common import Objective, ObjectiveOutput
-from tba_hpc.objectives.policy_gradient import policy_gradient
-from tba_hpc.objectives.trajectory_balance import trajectory_balance
+from functools import partial
 
-OBJECTIVES: dict[str, Objective] = {
-    "trajectory_balance": trajectory_balance,
-    "policy_gradient": policy_gradient,
-}
-"""Keyed as ``train.objective``."""
+from tba_hpc.config import TrainSection
+from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput
+from tba_hpc.objectives.policy_gradient import dr_grpo, grpo, proximal_rloo, rloo
+from tba_hpc.objectives.preference import online_dpo
+from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
 
-__all__ = ["OBJECTIVES", "Objective", "ObjectiveOutput", "policy_gradient", "trajectory_balance"]
+__all__ = ["Groups", "Objective", "ObjectiveOutput", "make_objective"]
+
+
+def make_objective(train: TrainSection) -> Objective:
+    """The loss that ``train.objective`` names, with its limits."""
+    objectives: dict[str, Objective] = {
+        "trajectory_balance": partial(trajectory_balance, ratio_cap=train.ratio_cap, gap_clip=train.gap_clip),
+        "tba_prime": partial(tba_prime, ratio_cap=train.ratio_cap),
+        "rloo": rloo,
+        "proximal_rloo": partial(proximal_rloo, ratio_clip=train.ratio_clip),
+        "grpo": partial(grpo, ratio_clip=train.ratio_clip),
+        "dr_grpo": partial(dr_grpo, ratio_clip=train.ratio_clip),
+        "online_dpo": online_dpo,
+    }
+    return objectives[train.objective]

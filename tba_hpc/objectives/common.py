@@ -1,11 +1,85 @@
-"""What all objectives share: their signature and their result. It must not know any particular loss."""
+"""What all objectives share: input, signature and result. It must not know any particular loss."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
+
+
+class PaddedRows(Protocol):
+    """What a batch of padded rows offers; see batch.PaddedBatch for shapes and dtypes."""
+
+    @property
+    def group_size(self) -> int: ...
+    @property
+    def logprob_NL(self) -> np.ndarray: ...
+    @property
+    def ref_logprob_NL(self) -> np.ndarray: ...
+    @property
+    def completion_mask_NL(self) -> np.ndarray: ...
+    @property
+    def reward_N(self) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """B whole groups of K completions of one prompt each, in rectangles of L positions.
+
+    policy_BKL: float, with gradient, log π_θ of each token · behaviour_BKL, reference_BKL: the same under the
+    weights that sampled it and under the reference, without gradient; all three at temperature 1 and 0 where
+    ``mask_BKL`` (bool) has no token of a completion; EOS is one · reward_BK: float.
+    A group must be whole: its baseline is taken over what is here.
+    """
+
+    policy_BKL: Tensor
+    behaviour_BKL: Tensor
+    reference_BKL: Tensor
+    mask_BKL: Tensor
+    reward_BK: Tensor
+
+    @classmethod
+    def of(cls, policy_NL: Tensor, rows: PaddedRows) -> Groups:
+        """The groups that ``rows`` holds, prompt-major; ``policy_NL``: float32 [N, L] with gradient."""
+
+        def grouped(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(policy_NL.device).unflatten(0, (-1, rows.group_size))
+
+        return cls(
+            policy_BKL=policy_NL.unflatten(0, (-1, rows.group_size)),
+            behaviour_BKL=grouped(rows.logprob_NL),
+            reference_BKL=grouped(rows.ref_logprob_NL),
+            mask_BKL=grouped(rows.completion_mask_NL),
+            reward_BK=grouped(rows.reward_N),
+        )
+
+    @property
+    def logprob_BK(self) -> Tensor:
+        """log π_θ of whole completions, with gradient."""
+        return self.policy_BKL.sum(2)
+
+    @property
+    def behaviour_logprob_BK(self) -> Tensor:
+        """log-probability of whole completions under the weights that sampled them."""
+        return self.behaviour_BKL.sum(2)
+
+    @property
+    def ref_logprob_BK(self) -> Tensor:
+        """log-probability of whole completions under the reference."""
+        return self.reference_BKL.sum(2)
+
+    @property
+    def log_ratio_BK(self) -> Tensor:
+        """log π_θ/π_ref of whole completions, with gradient: the k1 estimate of KL(π_θ‖π_ref), nats."""
+        return self.logprob_BK - self.ref_logprob_BK
+
+    @property
+    def token_ratio_BKL(self) -> Tensor:
+        """π_θ/π_behaviour of each token, with gradient; 1 where there is none."""
+        return (self.policy_BKL - self.behaviour_BKL).exp()
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +96,26 @@ class ObjectiveOutput:
 class Objective(Protocol):
     """A loss over whole groups."""
 
-    def __call__(
-        self, logprob_BK: Tensor, ref_logprob_BK: Tensor, reward_BK: Tensor, beta: float
-    ) -> ObjectiveOutput:
-        """Rows are the K completions of one prompt each.
-
-        logprob_BK: log π_θ of a completion, summed over its tokens (EOS included), with gradient ·
-        ref_logprob_BK: the same under the reference · reward_BK · beta: KL coefficient, above 0.
-        A group must be whole: its baseline is taken here.
-        """
+    def __call__(self, groups: Groups, beta: float) -> ObjectiveOutput:
+        """beta: KL coefficient, above 0."""
 
 
 def group_mean(value_BK: Tensor) -> Tensor:
     """[B, 1], detached: the mean of every group."""
     return value_BK.detach().mean(dim=1, keepdim=True)
+
+
+def centred(value_BK: Tensor) -> Tensor:
+    """[B, K], detached: each value less the mean of its group."""
+    return value_BK.detach() - group_mean(value_BK)
+
+
+def leave_one_out(value_BK: Tensor) -> Tensor:
+    """[B, K], detached: each value less the mean of the *others* of its group, K/(K−1) times ``centred``."""
+    completions = value_BK.shape[1]
+    return centred(value_BK) * completions / (completions - 1)
+
+
+def clipped(ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
+    """PPO's surrogate min(ρ·A, clip(ρ, 1 ± clip)·A) (arXiv 1707.06347, eq. 7), to be maximised."""
+    return torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)

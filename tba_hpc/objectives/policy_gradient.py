@@ -1,30 +1,77 @@
-"""Plain REINFORCE with a group baseline and a KL penalty: the contrast to trajectory balance.
+"""Policy-gradient baselines: RLOO and its proximal form, GRPO and Dr. GRPO. Right on-policy, or nearly so;
 
-It corrects nothing for the age of the data: right on-policy, biased on replayed completions.
+trajectory balance is what they are compared with. It must not know where the completions come from.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from tba_hpc.objectives.common import ObjectiveOutput, group_mean
+from tba_hpc.objectives.common import Groups, ObjectiveOutput, centred, clipped, leave_one_out
+
+EPSILON = 1e-4
+"""Added to GRPO's standard deviation of rewards, as in its public implementations."""
 
 
-def policy_gradient(
-    logprob_BK: Tensor, ref_logprob_BK: Tensor, reward_BK: Tensor, beta: float
-) -> ObjectiveOutput:
-    """mean over all rows of −A·log π_θ + β/2·(log π_θ − log π_ref)², A = K/(K−1)·(r − r̄) without gradient.
+def rloo(groups: Groups, beta: float) -> ObjectiveOutput:
+    """mean over rows of −A·log π_θ (arXiv 2402.14740), A = R less the mean R of the others of its group,
 
-    A is the reward less the mean of the *other* completions of its group (RLOO, arXiv 2402.14740). The
-    square is the "k2" estimator, whose gradient is that of KL(π_θ‖π_ref) when the completions are π_θ's own.
-    So the expected gradient on-policy is exactly that of −(E[r] − β·KL), the same as trajectory balance's.
-    Off-policy the two part: E[∇log π_θ] is no longer zero, and the KL term here has no group baseline.
+    R = r − β·log(π_behaviour/π_ref): the KL penalty is part of the reward, fixed when it was sampled.
+    On-policy its expected gradient is that of −(E[r] − β·KL), K/(K−1) times that of trajectory balance.
+    Nothing corrects for the age of the data.
 
     Metrics: kl (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value).
     """
-    completions = reward_BK.shape[1]
-    advantage_BK = (reward_BK - group_mean(reward_BK)) * completions / (completions - 1)
-    log_ratio_BK = logprob_BK - ref_logprob_BK
-    loss_BK = beta / 2 * log_ratio_BK.square() - advantage_BK * logprob_BK
-    metrics = {"kl": log_ratio_BK.detach().mean(), "advantage": advantage_BK.abs().mean()}
+    advantage_BK = _kl_advantage(groups, beta)
+    return _output(groups, -advantage_BK * groups.logprob_BK, advantage_BK)
+
+
+def proximal_rloo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutput:
+    """RLOO under PPO's clip, as for asynchronous RLHF (arXiv 2410.18252): mean over rows of
+
+    −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), ρ = π_θ/π_behaviour of the whole completion, A as in ``rloo``.
+    Metrics as there.
+    """
+    advantage_BK = _kl_advantage(groups, beta)
+    ratio_BK = (groups.logprob_BK - groups.behaviour_logprob_BK).exp()
+    return _output(groups, -clipped(ratio_BK, advantage_BK, ratio_clip), advantage_BK)
+
+
+def grpo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutput:
+    """Group-relative policy optimisation (arXiv 2402.03300, eq. 3): mean over rows of the mean over tokens of
+
+        −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A) + β·(π_ref/π_θ − log(π_ref/π_θ) − 1)
+
+    ρ = π_θ/π_behaviour of a token; A = (r − r̄)/(σ_r + 1e-4), σ the group's sample standard deviation.
+    Metrics: kl (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value).
+    """
+    deviation_B1 = groups.reward_BK.std(dim=1, keepdim=True)
+    advantage_BK = centred(groups.reward_BK) / (deviation_B1 + EPSILON)
+    gap_BKL = groups.reference_BKL - groups.policy_BKL
+    penalty_BKL = gap_BKL.exp() - gap_BKL - 1
+    surrogate_BKL = clipped(groups.token_ratio_BKL, advantage_BK[:, :, None], ratio_clip)
+    loss_BKL = (beta * penalty_BKL - surrogate_BKL) * groups.mask_BKL
+    return _output(groups, loss_BKL.sum(2) / groups.mask_BKL.sum(2), advantage_BK)
+
+
+def dr_grpo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutput:
+    """GRPO done right (arXiv 2503.20783): mean over rows of the *sum* over a row's tokens of
+
+    −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), A = r − r̄: neither a row's length nor the spread of a group's
+    rewards changes its weight. The paper divides the sum by a constant, here 1. It has no KL term:
+    ``beta`` is not used. Metrics as in ``grpo``.
+    """
+    advantage_BK = centred(groups.reward_BK)
+    surrogate_BKL = clipped(groups.token_ratio_BKL, advantage_BK[:, :, None], ratio_clip)
+    return _output(groups, -(surrogate_BKL * groups.mask_BKL).sum(2), advantage_BK)
+
+
+def _kl_advantage(groups: Groups, beta: float) -> Tensor:
+    """[B, K], detached: leave-one-out advantage of the reward less the KL penalty at sampling."""
+    kl_BK = groups.behaviour_logprob_BK - groups.ref_logprob_BK
+    return leave_one_out(groups.reward_BK - beta * kl_BK)
+
+
+def _output(groups: Groups, loss_BK: Tensor, advantage_BK: Tensor) -> ObjectiveOutput:
+    metrics = {"kl": groups.log_ratio_BK.detach().mean(), "advantage": advantage_BK.abs().mean()}
     return ObjectiveOutput(loss_BK.mean(), metrics)

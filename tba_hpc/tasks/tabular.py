@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from tba_hpc.batch import PaddedBatch, micro_batches
-from tba_hpc.objectives import OBJECTIVES
+from tba_hpc.config import TrainSection
+from tba_hpc.objectives import Groups, make_objective
 from tba_hpc.state import publish
 from tba_hpc.types import (
     Completion,
@@ -37,6 +38,8 @@ from tba_hpc.types import (
 
 STATE_FILE = "tabular.pt"
 """What a learner saves into a checkpoint: its logits and AdamW's state."""
+
+DEFAULTS = TrainSection()
 
 
 @dataclass(frozen=True)
@@ -294,21 +297,19 @@ def _draw(rng: np.random.Generator, logprob_NV: np.ndarray, temperature: float) 
 class TabularLearner:
     """A table of logits, the reference's at first, trained by AdamW on one rank.
 
-    objective: a name in OBJECTIVES.
+    train: the objective and the optimizer's settings.
     """
 
     def __init__(
         self,
         table: Table,
-        *,
-        objective: str = "trajectory_balance",
-        adam_betas: tuple[float, float] = (0.9, 0.99),
+        train: TrainSection = DEFAULTS,
     ) -> None:
         self.layout = WeightLayout.of([("logits", table.shape)], "F32")
         self._table = table
-        self._objective = OBJECTIVES[objective]
+        self._objective = make_objective(train)
         self._logits = torch.nn.Parameter(torch.from_numpy(table.ref_logits_PSV.copy()))
-        self._optimizer = torch.optim.AdamW([self._logits], betas=adam_betas, weight_decay=0.0)
+        self._optimizer = torch.optim.AdamW([self._logits], betas=train.adam_betas, weight_decay=0.0)
 
     @property
     def policy_logits(self) -> np.ndarray:
@@ -323,10 +324,7 @@ class TabularLearner:
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
         """One optimizer step; metrics: loss, grad_norm, tokens, and the objective's own."""
         (padded,) = micro_batches(batch, batch.groups)
-        groups = (-1, padded.group_size)
-        ref_logprob_BK = torch.from_numpy(padded.ref_logprob_N).view(groups)
-        reward_BK = torch.from_numpy(padded.reward_N).view(groups)
-        output = self._objective(self._logprobs(padded).view(groups), ref_logprob_BK, reward_BK, beta)
+        output = self._objective(Groups.of(self._logprobs(padded), padded), beta)
         self._optimizer.zero_grad()
         output.loss.backward()
         self._optimizer.param_groups[0]["lr"] = learning_rate
@@ -362,10 +360,11 @@ class TabularLearner:
         """No other rank follows."""
 
     def _logprobs(self, padded: PaddedBatch) -> Tensor:
-        """float32 [N], with gradient: log-probability of each completion."""
-        tokens_NL, mask_NL = padded.tokens_NL[:, 1:], padded.completion_mask_NL[:, 1:]
+        """float32 [N, L], with gradient: log-probability of each completion token, 0 elsewhere."""
+        mask_NL = padded.completion_mask_NL
         prompt_N = padded.tokens_NL[:, 0] - self._table.prompt_token(0)
         row_T = np.nonzero(mask_NL)[0]
-        cells = prompt_N[row_T], self._table.prefixes(tokens_NL)[mask_NL], tokens_NL[mask_NL]
+        prefix_T = self._table.prefixes(padded.tokens_NL[:, 1:])[mask_NL[:, 1:]]
+        cells = prompt_N[row_T], prefix_T, padded.tokens_NL[mask_NL]
         logprob_T = self._logits.log_softmax(-1)[tuple(map(torch.from_numpy, cells))]
-        return torch.zeros(len(prompt_N)).index_add(0, torch.from_numpy(row_T), logprob_T)
+        return torch.zeros(mask_NL.shape).masked_scatter(torch.from_numpy(mask_NL), logprob_T)

@@ -1,0 +1,36 @@
+"""Preference losses over the best and the worst completion of a group: online DPO.
+
+It must not know where the completions come from.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from tba_hpc.objectives.common import Groups, ObjectiveOutput
+
+
+def online_dpo(groups: Groups, beta: float) -> ObjectiveOutput:
+    """mean over groups of −log σ(β·[log π_θ/π_ref(best) − log π_θ/π_ref(worst)]) (arXiv 2305.18290, eq. 7;
+
+    online: 2402.04792). Best and worst are those of a group by reward, the first where several tie; a group
+    whose rewards are all the same prefers nothing and adds 0.
+
+    Metrics: kl (mean of log π_θ/π_ref, nats per completion), margin (mean of the bracket times β, over
+    groups), ties (share of groups that prefer nothing).
+    """
+    log_ratio_BK = groups.log_ratio_BK
+    best_B, worst_B = groups.reward_BK.max(1), groups.reward_BK.min(1)
+    prefers_B = (best_B.values > worst_B.values).to(log_ratio_BK.dtype)
+    margin_B = beta * (_pick(log_ratio_BK, best_B.indices) - _pick(log_ratio_BK, worst_B.indices))
+    metrics = {
+        "kl": log_ratio_BK.detach().mean(),
+        "margin": (prefers_B * margin_B).detach().mean(),
+        "ties": 1 - prefers_B.mean(),
+    }
+    return ObjectiveOutput(-(prefers_B * functional.logsigmoid(margin_B)).mean(), metrics)
+
+
+def _pick(value_BK: Tensor, column_B: Tensor) -> Tensor:
+    return value_BK.gather(1, column_B[:, None])[:, 0]
