@@ -34,6 +34,12 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> np.ndarray:
         """Tokens int32 [T] of ``text`` at the start of a sequence: begun as usual, not ended."""
 
+    def encode_chat(self, text: str) -> np.ndarray:
+        """Tokens int32 [T] of ``text`` as a user's message, up to where the model's answer begins.
+
+        Raises ConfigError where the model has no chat template.
+        """
+
     def decode(self, tokens: np.ndarray) -> str:
         """Text of ``tokens``, special tokens left out."""
 

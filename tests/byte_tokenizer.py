@@ -17,6 +17,10 @@ class ByteTokenizer:
         """uint8 values as int32."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
+    def encode_chat(self, text: str) -> np.ndarray:
+        """Between ``<`` and ``>``."""
+        return self.encode(f"<{text}>")
+
     def decode(self, tokens: np.ndarray) -> str:
         """Inverse of encode; EOS left out."""
         return bytes(tokens[tokens != self.eos_token_id].tolist()).decode()

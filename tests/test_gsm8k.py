@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import threading
 from decimal import Decimal
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from byte_tokenizer import ByteTokenizer, completion
 
 from tba_hpc.config import ConfigError, TaskSection
 from tba_hpc.tasks import load_task
-from tba_hpc.tasks.gsm8k import GRADERS, GSM8K, equivalent, final_number, read_problems
+from tba_hpc.tasks.gsm8k import GSM8K, Grader, final_expression, final_number
 
 DATA = Path(__file__).parents[1].parent / "shared" / "data" / "gsm8k"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the GSM8K files are not at {DATA}")
@@ -29,7 +29,7 @@ def off_by_one(answer: str) -> str:
 
 
 @needs_data
-@pytest.mark.parametrize("grader", GRADERS)
+@pytest.mark.parametrize("grader", get_args(Grader))
 def test_every_gold_answer_counts_and_no_perturbed_or_truncated_one(grader: str) -> None:
     task = GSM8K(ByteTokenizer(), test_file=str(DATA / "test.jsonl"), grader=grader)  # type: ignore[arg-type]
     pairs = list(zip(task.prompts("test"), answers("test.jsonl"), strict=True))
@@ -88,26 +88,15 @@ def test_the_final_number_rule(text: str, number: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "right"),
+    ("text", "expression"),
     [
-        ("#### 3.5", True),
-        ("#### 7/2", True),
-        (r"Half of seven:" + "\n" + r"\boxed{\frac{7}{2}}", True),
-        ("#### $3.50.", True),
-        ("#### 3.49", False),
-        ("#### nothing", False),
-        ("#### 9^9^9^9^9", False),
-        ("#### 99999999!", False),
-        ("#### " + "9*" * 1000 + "9", False),
-        (r"#### \int_0^1 x", False),
+        ("#### 3.5", "3.5"),
+        ("It is\n#### $7/2.", "7/2"),
+        (r"Half of seven:" + "\n" + r"\boxed{\frac{7}{2}}" + "\n", r"\boxed{\frac{7}{2}}"),
     ],
 )
-def test_equivalence_works_in_a_thread_and_refuses_what_could_take_for_ever(text: str, right: bool) -> None:
-    results: list[bool] = []
-    thread = threading.Thread(target=lambda: results.append(equivalent(text, "3.5")), daemon=True)
-    thread.start()
-    thread.join(timeout=30)
-    assert results == [right]
+def test_the_final_expression(text: str, expression: str) -> None:
+    assert final_expression(text) == expression
 
 
 def write(path: Path, *rows: object) -> str:
@@ -121,8 +110,9 @@ def problem(i: int) -> dict[str, str]:
 
 def test_a_problem_may_hold_any_character_and_commas_leave_the_target(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"question": "Line\u2028break {x}?", "answer": "#### 12,500"})
-    (read,) = read_problems(file, "train")
-    assert (read.question, read.target) == ("Line\u2028break {x}?", "12500")
+    (prompt,) = GSM8K(ByteTokenizer(), test_file=file, template="Q: {question}").prompts("test")
+    assert ByteTokenizer().decode(prompt.tokens) == "Q: Line\u2028break {x}?"
+    assert prompt.target == "12500"
 
 
 def load(**fields: object) -> None:

@@ -7,6 +7,7 @@ from tiny_models import make_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from tba_hpc.backends.hf_model import load_tokenizer
+from tba_hpc.config import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -23,3 +24,17 @@ def test_a_prompt_begins_as_taught_and_does_not_end(template: str, first: list[i
     )
     tokenizer.save_pretrained(tmp_path)
     assert load_tokenizer(str(tmp_path)).encode("12+3").tolist() == [*first, *plain]
+
+
+def test_a_chat_template_ends_where_the_answer_begins(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(128)
+    tokenizer.chat_template = "{% for m in messages %}U:{{ m.content }}\n{% endfor %}A:"
+    tokenizer.save_pretrained(tmp_path)
+    chat = load_tokenizer(str(tmp_path))
+    assert chat.decode(chat.encode_chat("12+3")) == "U:12+3\nA:"
+
+
+def test_a_tokenizer_without_chat_template_says_what_to_change(tmp_path: Path) -> None:
+    make_tokenizer(128).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"has no chat template: set task\.options\.chat=false"):
+        load_tokenizer(str(tmp_path)).encode_chat("12+3")

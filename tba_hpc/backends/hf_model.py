@@ -49,6 +49,20 @@ class HfTokenizer:
         tokens = self._tokenizer.encode(text)
         return np.asarray(tokens[:-1] if tokens[-1:] == [self.eos_token_id] else tokens, np.int32)
 
+    def encode_chat(self, text: str) -> np.ndarray:
+        """Tokens int32 [T] of ``text`` as a user's message, by the chat template, to where the answer begins.
+
+        Raises ConfigError where the tokenizer has no chat template.
+        """
+        if self._tokenizer.chat_template is None:
+            raise ConfigError(
+                f"the tokenizer of {self._tokenizer.name_or_path} has no chat template: set "
+                "task.options.chat=false, or give a model that was tuned for chat"
+            )
+        message = [{"role": "user", "content": text}]
+        whole = self._tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        return np.asarray(self._tokenizer.encode(whole, add_special_tokens=False), np.int32)
+
     def decode(self, tokens: np.ndarray) -> str:
         """Text of ``tokens``, special tokens left out."""
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))

@@ -24,6 +24,7 @@ from tba_hpc.ports import Task, Tokenizer
 TASKS = {
     "arithmetic": "tba_hpc.tasks.arithmetic:Arithmetic",
     "gsm8k": "tba_hpc.tasks.gsm8k:GSM8K",
+    "math": "tba_hpc.tasks.math:Math",
 }
 
 CONTRACT = frozenset(("tokenizer", "train_file", "test_file"))

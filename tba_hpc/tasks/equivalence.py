@@ -1,0 +1,63 @@
+"""Whether two mathematical answers are equal, by math-verify, in a process of its own.
+
+It must not know where answers come from. math-verify bounds its work by signals, which only a main thread
+may take, and rewards are computed in another; and no signal ends a power tower of integers. So one worker
+process does the algebra, with bounded memory, and one that outlasts its deadline is replaced.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import resource
+from multiprocessing.pool import Pool
+
+log = logging.getLogger(__name__)
+
+STEP_SECONDS = 2
+"""Longest time for parsing an answer, and again for comparing, within the worker."""
+
+DEADLINE_SECONDS = 30.0
+"""Longest wait for the worker, its start included; then the answer counts as wrong."""
+
+WORKER_BYTES = 8 << 30
+"""Address space of the worker."""
+
+
+class Equivalence:
+    """Compares answers one at a time; the worker starts with the first."""
+
+    def __init__(self) -> None:
+        self._pool: Pool | None = None
+
+    def __call__(self, answer: str, target: str) -> bool:
+        r"""Whether ``answer`` equals ``target``, both LaTeX or plain, without dollar signs or ``\boxed``."""
+        if self._pool is None:
+            # Not forked: an MPI rank must not be.
+            self._pool = multiprocessing.get_context("spawn").Pool(1, initializer=_bound_memory)
+        try:
+            return self._pool.apply_async(_equal, (answer, target)).get(DEADLINE_SECONDS)
+        except multiprocessing.TimeoutError:
+            log.warning(
+                "an answer of %d characters took too long to compare; it counts as wrong", len(answer)
+            )
+            self.close()
+            return False
+
+    def close(self) -> None:
+        """End the worker."""
+        if self._pool is not None:
+            self._pool.terminate()
+        self._pool = None
+
+
+def _bound_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (WORKER_BYTES, WORKER_BYTES))
+
+
+def _equal(answer: str, target: str) -> bool:
+    """In the worker: equal as mathematics; False for what cannot be read or takes too long."""
+    import math_verify  # slow to import
+
+    gold, given = (math_verify.parse(f"${text}$", parsing_timeout=STEP_SECONDS) for text in (target, answer))
+    return bool(math_verify.verify(gold, given, timeout_seconds=STEP_SECONDS))

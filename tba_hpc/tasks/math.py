@@ -1,0 +1,83 @@
+r"""Competition mathematics: MATH (Hendrycks et al. 2021, arXiv 2103.03874) and MATH-500; 0/1 reward.
+
+A problem (``problem`` and ``solution`` of the data; the target is what the last ``\boxed`` holds):
+
+    problem   What is the smallest positive perfect cube that can be written as the sum of three …?
+    solution  The sum of three consecutive integers takes the form … \boxed{27}
+
+Data: the training problems of MATH and, as test, MATH-500, both on the Hugging Face hub, or local JSONL
+files of the same two fields (an ``answer`` replaces the solution's box).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from tba_hpc.ports import Tokenizer
+from tba_hpc.tasks.equivalence import Equivalence
+from tba_hpc.tasks.word_problems import HubData, Problem, Source, WordProblems
+
+BOX = r"\boxed{"
+TEMPLATE = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
+"""What Qwen2.5's authors ask with."""
+
+
+def boxed(text: str) -> str | None:
+    r"""What the last ``\boxed{…}`` of a text holds, braces balanced; None where none is there and closed."""
+    _, box, rest = text.rpartition(BOX)
+    depth = 1
+    for end, character in enumerate(rest if box else ""):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return rest[:end].strip()
+    return None
+
+
+class Math(WordProblems):
+    """Reward 1 for a completion that ended by itself and whose last box equals the target, else 0.
+
+    Equal as mathematics, by math-verify.
+    """
+
+    HUB: ClassVar[Mapping[Source, HubData]] = {
+        "train": HubData("DigitalLearningGmbH/MATH-lighteval", None, "train"),
+        "test": HubData("HuggingFaceH4/MATH-500", None, "test"),
+    }
+    ROW = r"a JSON object with a text 'problem' and a 'solution' with a \boxed{…} result, or an 'answer'"
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        train_file: str | None = None,
+        test_file: str | None = None,
+        template: str = TEMPLATE,
+        chat: bool = False,
+        validation_problems: Annotated[int, Field(ge=1)] = 256,
+    ) -> None:
+        """See WordProblems."""
+        super().__init__(
+            tokenizer,
+            train_file=train_file,
+            test_file=test_file,
+            template=template,
+            chat=chat,
+            validation_problems=validation_problems,
+        )
+        self._equivalent = Equivalence()
+
+    def parse(self, row: Mapping[str, object]) -> Problem | None:
+        """Target: the answer, or what the solution boxes."""
+        question, solution = row.get("problem"), row.get("solution")
+        answer = row.get("answer") or (boxed(solution) if isinstance(solution, str) else None)
+        if not isinstance(question, str) or not isinstance(answer, str):
+            return None
+        return Problem(question, answer)
+
+    def accepts(self, text: str, target: str) -> bool:
+        """By equivalence of what is boxed."""
+        answer = boxed(text)
+        return answer is not None and (answer == target or self._equivalent(answer, target))

@@ -1,0 +1,177 @@
+"""Problems with one right answer: where they are read, how they are split and asked, what counts.
+
+It must not know what an answer looks like: a task derives from ``WordProblems`` and says.
+
+Splits: validation is the end of the training data and never trained on, so that the test problems
+need not be looked at for any choice. With a local train_file and no test_file, test is the slice
+before validation.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from tba_hpc.config import ConfigError
+from tba_hpc.ports import Tokenizer
+from tba_hpc.types import Completion, Prompt, Split
+
+Source = Literal["train", "test"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A question and its gold answer as text."""
+
+    question: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class HubData:
+    """A split of a data set on the Hugging Face hub."""
+
+    name: str
+    config: str | None
+    split: str
+
+
+class WordProblems(ABC):
+    """Reward 1 for a completion that ended by itself and whose answer is accepted, else 0."""
+
+    HUB: ClassVar[Mapping[Source, HubData]]
+    """Where the problems come from when no file is given."""
+    ROW: ClassVar[str]
+    """What a row must be, for the user whose file has another."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        train_file: str | None = None,
+        test_file: str | None = None,
+        template: str,
+        chat: bool = False,
+        validation_problems: Annotated[int, Field(ge=1)] = 256,
+    ) -> None:
+        """``template`` holds ``{question}``; ``chat``: as a user's message in the model's chat template;
+
+        ``validation_problems``: size of the held-out slice. Raises ConfigError where the template has no
+        place for the question.
+        """
+        if "{question}" not in template:
+            raise ConfigError(
+                f"task.options.template={template!r} has no place for the problem: write {{question}} there"
+            )
+        self._tokenizer = tokenizer
+        self._train_file = train_file
+        self._test_file = test_file
+        self._template = template
+        self._encode = tokenizer.encode_chat if chat else tokenizer.encode
+        self._held_out = validation_problems
+        self._prompts: dict[Split, tuple[Prompt, ...]] = {}
+
+    @abstractmethod
+    def parse(self, row: Mapping[str, object]) -> Problem | None:
+        """The problem of a row of the data; None where it is not of the form that ``ROW`` describes."""
+
+    @abstractmethod
+    def accepts(self, text: str, target: str) -> bool:
+        """Whether a whole completion answers with ``target``."""
+
+    def prompts(self, split: Split) -> tuple[Prompt, ...]:
+        """All prompts of a split; read and encoded at the first call. Raises ConfigError."""
+        if split not in self._prompts:
+            self._prompts[split] = tuple(
+                Prompt(
+                    i, self._encode(self._template.replace("{question}", problem.question)), problem.target
+                )
+                for i, problem in enumerate(self._problems(split))
+            )
+        return self._prompts[split]
+
+    def score(self, prompt: Prompt, completion: Completion) -> float:
+        """1 or 0."""
+        return float(self.correct(prompt, completion))
+
+    def correct(self, prompt: Prompt, completion: Completion) -> bool:
+        """Whether the completion ended by itself with an answer that is accepted."""
+        if completion.finish_reason == "length":
+            return False
+        return self.accepts(self._tokenizer.decode(completion.tokens), prompt.target)
+
+    @property
+    def _test_is_own(self) -> bool:
+        """Whether test has a source of its own, or else is a slice of train_file."""
+        return self._test_file is not None or self._train_file is None
+
+    def _problems(self, split: Split) -> list[Problem]:
+        if split == "test" and self._test_is_own:
+            return self._read(self._test_file, "test")
+        problems = self._read(self._train_file, "train")
+        held_out: tuple[Split, ...] = ("validation",) if self._test_is_own else ("validation", "test")
+        return _cut(problems, held_out, self._held_out)[split]
+
+    def _read(self, file: str | None, source: Source) -> list[Problem]:
+        """All problems of a local JSONL file, or of the hub's data. Raises ConfigError."""
+        data = self.HUB[source]
+        rows = _hub_rows(data) if file is None else _file_rows(Path(file), f"task.{source}_file")
+        return [self._problem(row, f"{file or data.name}, line {i}") for i, row in enumerate(rows, start=1)]
+
+    def _problem(self, row: object, place: str) -> Problem:
+        problem = self.parse(row) if isinstance(row, dict) else None
+        if problem is None:
+            found = f" (found {', '.join(map(str, row)) or 'no field'})" if isinstance(row, dict) else ""
+            raise ConfigError(f"{place}: not a problem{found}; write {self.ROW}")
+        return problem
+
+
+def _cut(problems: list[Problem], held_out: tuple[Split, ...], size: int) -> dict[Split, list[Problem]]:
+    """Take ``size`` problems off the end for each held-out split; the rest is for training."""
+    rest = len(problems) - size * len(held_out)
+    if rest <= 0:
+        raise ConfigError(
+            f"the training data has {len(problems)} problems, but {' and '.join(held_out)} take {size} each: "
+            "give more problems or lower task.options.validation_problems"
+        )
+    starts = {split: len(problems) - size * (i + 1) for i, split in enumerate(held_out)}
+    parts = {split: problems[start : start + size] for split, start in starts.items()}
+    return {"train": problems[:rest], **parts}
+
+
+def _file_rows(path: Path, key: str) -> Iterable[object]:
+    try:
+        lines = path.read_text(encoding="utf-8").strip().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read {key}={path} ({reason}): check the path") from None
+    if lines == [""]:
+        raise ConfigError(f"{key}={path} is empty: it must hold one JSON object a line")
+    return map(_json, lines)
+
+
+def _json(line: str) -> object:
+    """The value of a line; None where it is not JSON."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None
+
+
+def _hub_rows(data: HubData) -> Iterable[dict[str, Any]]:
+    import datasets  # slow to import, and local files need it not
+
+    try:
+        rows: Iterable[dict[str, Any]] = datasets.load_dataset(data.name, data.config, split=data.split)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot load {data.name} from the hub ({type(error).__name__}): check the network, "
+            "or give local JSONL files with task.train_file and task.test_file"
+        ) from None
+    return rows
