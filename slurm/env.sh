@@ -18,10 +18,24 @@ export HDF5_USE_FILE_LOCKING=${HDF5_USE_FILE_LOCKING:-FALSE}   # shards never ch
 
 say() { echo "[$(date '+%F %T') job $SLURM_JOB_ID life ${SLURM_RESTART_COUNT:-0}] $*"; }
 
+event() {            # event NAME ['"KEY": VALUE']: a line of the run's history; log_event in tba_hpc/state.py has them all
+    [ -d "${RUN:-}" ] || return 0
+    printf '{"time": %s, "event": "%s", "job": "%s", "life": %s%s}\n' "$(date +%s.%N)" "$1" \
+        "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "${2:+, $2}" >> "$RUN/events.jsonl"
+}
+
+quoted() {           # quoted TEXT: as a string of JSON
+    local text
+    text=$(printf %s "$1" | tr '\000-\037' ' ')
+    text=${text//\\/\\\\}
+    printf '"%s"' "${text//\"/\\\"}"
+}
+
 # --- Being asked to stop ---
-# Slurm sends USR1 to this shell (#SBATCH --signal=B:USR1@…), not to the ranks: Python needs a second before it
-# can take a signal, and one that comes earlier would kill. The shell listens from here on, remembers, and passes
-# it on; the ranks checkpoint at their next safe point and end.
+# Slurm sends USR1 to this shell (#SBATCH --signal=B:USR1@…), not to the ranks: it would kill the other commands
+# below. The shell listens from here on, remembers, and passes it on; the ranks checkpoint at their next safe point
+# and end, or end at once where they are still starting. The trainer also keeps an eye on the clock by itself: from
+# TBA_JOB_END it counts back the time that its saves have taken.
 
 STOP=0 STEP='' GUARD=''
 trap 'asked_to_stop' USR1
@@ -30,16 +44,27 @@ trap ':' TERM        # Slurm is ending the job; stay to see the step off
 asked_to_stop() {
     [ "$STOP" = 1 ] && return
     STOP=1
+    event signal
     say "asked to stop: the ranks have $SAVE_SECONDS s for a checkpoint"
     pass_on
 }
 
 pass_on() {          # srun hands USR1 to every rank of every component
-    [ -n "$STEP" ] || return 0
-    kill -USR1 "$STEP" 2>/dev/null
-    # A rank that hangs must not cost the requeue: at the wall time Slurm ends the job for good.
-    (sleep "$SAVE_SECONDS" && kill -KILL "$STEP") >/dev/null 2>&1 &
+    [ -n "$STEP" ] && [ -z "$GUARD" ] || return 0
+    insist "$STEP" >/dev/null 2>&1 &
     GUARD=$!
+}
+
+insist() {           # insist SRUN: it may lose a signal that comes while it is starting the ranks
+    local end=$((SECONDS + SAVE_SECONDS))
+    while [ $SECONDS -lt $end ]; do kill -USR1 "$1" && sleep 2 || return; done
+    kill -KILL "$1"  # a rank that hangs must not cost the requeue: at the wall time Slurm ends the job for good
+}
+
+job_end() {          # when the time of this life is over, in unix seconds; fails where it has no limit
+    local end
+    end=$(TZ=UTC SLURM_TIME_FORMAT=standard squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e | head -n 1)
+    [ -n "$end" ] && TZ=UTC date +%s -d "$end" 2>/dev/null
 }
 
 await() {            # exit status of a child: a signal interrupts `wait`, not this
@@ -56,7 +81,11 @@ watch_step() {       # watch_step SRUN: end an srun that outlives its step
         steps=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null) || continue
         if grep -qE '\.[0-9]+$' <<< "$steps"; then seen=1 gone=0; continue; fi
         gone=$((gone + 1 + 3 * seen))        # one not seen yet may still wait for its nodes
-        [ $gone -ge 8 ] && { say "srun hangs although its step has ended: ending it"; kill -KILL "$1"; return; }
+        [ $gone -lt 8 ] && continue
+        event hung
+        say "srun hangs although its step has ended: ending it"
+        kill -KILL "$1"
+        return
     done
 }
 
@@ -87,15 +116,20 @@ drop_orphans() {
 }
 
 cancel_steps() {
-    local end=$((SECONDS + 60)) steps
+    local end=$((SECONDS + 60)) steps seen=''
     while steps=$(squeue --noheader --steps --jobs="$1" --format=%i | grep -E '\.[0-9]+$') && [ $SECONDS -lt $end ]; do
-        say "cancelling steps left by an earlier life:" $steps
+        [ "$steps" = "$seen" ] || { event orphan; say "cancelling steps left by an earlier life:" $steps; }
+        seen=$steps
         scancel $steps
         sleep 1
     done
 }
 
 # --- Which nodes are fit ---
+
+all_nodes() {        # "node1,node2,…": those of all components
+    scontrol show hostnames "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N | paste -sd,)" | paste -sd,
+}
 
 allocated() {        # allocated [GROUP]: host names, as Slurm has them now
     local job=$SLURM_JOB_ID other=SLURM_JOB_ID_HET_GROUP_${1:-}
@@ -119,17 +153,22 @@ probe() {            # probe "GROUP" HOST…: those that start a process, in ord
         case $? in
             0) echo "$host" ;;
             3) echo "!$host" ;;
-            *) say "$host does not answer" >&2 ;;
+            *) event unfit "\"nodes\": \"$host\""; say "$host does not answer" >&2 ;;
         esac
     done
 }
 
-refuse_blind() {     # more lives will not mend this
+refuse() {           # refuse SENTENCE: end the job for good with what only the user can mend; more lives will not
+    event refused "\"sentence\": $(quoted "$1")"
+    say "$1"
+    exit 2
+}
+
+refuse_blind() {
     local host
     for host; do
         [ "${host#!}" = "$host" ] && continue
-        say "${host#!} does not see $RUN: put run.root on a file system that all nodes share"
-        exit 2
+        refuse "${host#!} does not see $RUN: put run.root on a file system that all nodes share"
     done
 }
 
@@ -143,7 +182,13 @@ place_components() { # het form: every node is needed, since Slurm requeues the 
         all+=("${hosts[@]}")
     done
     # A component 0 that was restarted alone may share a node with component 1; srun cannot start a step on that.
-    [ -z "$(printf '%s\n' "${all[@]}" | sort | uniq -d)" ]
+    [ -z "$(printf '%s\n' "${all[@]}" | sort | uniq -d)" ] && ascending "${all[@]}"
+}
+
+ascending() {        # whether hosts are in Slurm's own order. PMIx takes the nodes of a het step in that order, srun in
+    local sorted     # that of the components (22.05 to 26.05 at least): where they differ, the first collective hangs
+    mapfile -t sorted < <(scontrol show hostnames "$(scontrol show hostlistsorted "$(IFS=,; echo "$*")")")
+    [ "$*" = "${sorted[*]}" ]
 }
 
 place_ranks() {      # homogeneous form: the first nodes train, and any number of others searches
@@ -173,6 +218,12 @@ spread() {           # spread RANKS HOST…: the host of each rank, in blocks as
 
 finished() { grep -qs '"finished": true' "$RUN/summary.json"; }   # the leader writes it last of all
 
+refusal() {          # the sentence of the rank that first met something that only the user can mend, if any did
+    local files
+    mapfile -t files < <(ls -tr "$RUN"/logs/latest/error-*.txt 2>/dev/null)
+    [ ${#files[@]} -gt 0 ] && cat "${files[0]}"
+}
+
 progress() {         # whether this start sealed anything: a shard or a checkpoint
     [ -n "$(find "$RUN/shards" "$RUN/checkpoints" \( -name '*.h5' -o -name COMPLETE \) -newer "$RUN/slurm/start" \
         -print -quit 2>/dev/null)" ]
@@ -189,19 +240,22 @@ requeue() {
         say "stopped, and this site does not requeue: submit the same run again to go on"
         exit 0
     fi
+    event requeue
     say "back to the queue"
     scontrol requeue "$SLURM_JOB_ID" || { say "Slurm refused to requeue: submit the same run again to go on"; exit 1; }
     while sleep 60; do :; done               # Slurm ends this shell
 }
 
 run_to_the_end() {   # run_to_the_end PLACE: start the ranks, again and again, until the run is finished
-    local tries=0 code watcher
+    local tries=0 code watcher sentence
     claim_run
+    event life "\"nodes\": \"$(all_nodes)\""
     drop_orphans
     if finished; then say "the run is finished already: $RUN/summary.json"; exit 0; fi
     while [ "$STOP" = 0 ]; do
         "$1" || { say "these nodes will not do: asking Slurm for others"; break; }
         "${TBA[@]}" prepare "$RUN" --set "launch.trainers=$TRAINERS" --set "launch.searchers=$SEARCHERS" || exit
+        TBA_JOB_END=$(job_end) && export TBA_JOB_END || unset TBA_JOB_END
         touch "$RUN/slurm/start"
         say "starting $TRAINERS trainer ranks and $SEARCHERS searchers; their logs: $RUN/logs/latest"
         ranks &
@@ -211,9 +265,12 @@ run_to_the_end() {   # run_to_the_end PLACE: start the ranks, again and again, u
         await "$STEP"
         code=$?
         kill "$watcher" $GUARD 2>/dev/null
-        STEP=''
-        if finished; then say "the run is finished: $RUN/report.html"; exit 0; fi
-        [ "$code" = 0 ] && break             # the ranks were asked to stop, and did
+        STEP='' GUARD=''
+        if finished; then event finished; say "the run is finished: $RUN/report.html"; exit 0; fi
+        [ "$STOP" = 1 ] && [ "$code" = $((128 + $(kill -l USR1))) ] && code=0   # asked before they listened
+        if [ "$code" = 0 ]; then event stopped; break; fi
+        sentence=$(refusal) && refuse "$sentence"
+        event failed "\"code\": $code"
         progress && tries=0
         tries=$((tries + 1))
         say "the ranks ended with status $code (failure $tries in a row): see $RUN/logs/latest"

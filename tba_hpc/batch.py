@@ -91,8 +91,11 @@ def micro_batches(batch: TrajectoryBatch, groups_per_micro_batch: int) -> Iterat
 
 
 def staleness(batch: TrajectoryBatch, version: int) -> np.ndarray:
-    """int32 [N]: optimizer steps between the weights that sampled a trajectory and ``version``."""
-    return version - batch.version_N
+    """int32 [N]: optimizer steps between the weights that sampled a trajectory and ``version``.
+
+    A shard that survived a crash may come of weights ahead of ``version``, whose steps the resume took back.
+    """
+    return np.abs(version - batch.version_N)
 
 
 def to_arrays(batch: TrajectoryBatch) -> dict[str, np.ndarray]:

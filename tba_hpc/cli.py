@@ -15,11 +15,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tba_hpc.config import Config, ConfigError, dump_config, load_config
+from tba_hpc.config import Config, ConfigError, dump_config, load_config, require_files
 from tba_hpc.launch import local
-from tba_hpc.report.status import follow, print_status, print_summary
+from tba_hpc.ports import ExchangeError
+from tba_hpc.report.status import follow, print_status
 from tba_hpc.report.summary import summarise
-from tba_hpc.state import DiskFullError, RunDir, StateError, StopFlag
+from tba_hpc.report.tables import print_summary
+from tba_hpc.state import DiskFullError, RunDir, StateError, log_event
+from tba_hpc.types import Role
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,6 +39,7 @@ Index = Annotated[
     int | None, typer.Option("--index", help="Rank within the role, where no MPI launcher gives it.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the config and the commands; start nothing.")]
+VERBS: dict[str, Role] = {"train": "trainer", "search": "searcher"}
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -72,25 +76,24 @@ def prepare(run: RunPath, overrides: Overrides = None) -> None:
     """Before every start of RUN's ranks by a batch script: set how many there are, begin new logs."""
     run_dir = RunDir.open(run)
     run_dir.adapt(overrides or [])
-    run_dir.begin_attempt()
+    launch, logs = run_dir.config().launch, run_dir.begin_attempt()
+    log_event(run_dir, "start", attempt=logs.name, trainers=launch.trainers, searchers=launch.searchers)
 
 
 @app.command()
 def train(run: RunPath, index: Index = None) -> None:
     """Be a trainer rank of RUN (started by mpiexec or srun)."""
-    stop = StopFlag()  # before the slow imports: a signal that finds no handler is lost
     from tba_hpc import runtime
 
-    runtime.train(_open(run), index, stop)
+    runtime.train(_open(run), index)
 
 
 @app.command()
 def search(run: RunPath, index: Index = None) -> None:
     """Be a searcher rank of RUN (started by mpiexec or srun)."""
-    stop = StopFlag()
     from tba_hpc import runtime
 
-    runtime.search(_open(run), index, stop)
+    runtime.search(_open(run), index)
 
 
 @app.command()
@@ -100,11 +103,13 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show how RUN stands, live; from any machine that sees its directory, over plain ssh."""
+    from tba_hpc.launch.slurm import job_states
+
     run_dir = RunDir.open(run)
     if once or as_json:
-        print_status(run_dir, run_dir.config(), as_json=as_json)
+        print_status(run_dir, run_dir.config(), job_states, as_json=as_json)
     else:
-        follow(run_dir, run_dir.config())
+        follow(run_dir, run_dir.config(), job_states)
 
 
 @app.command()
@@ -117,22 +122,69 @@ def report(run: RunPath, as_json: AsJson = False) -> None:
     print_summary(run_dir, summarise(run_dir, run_dir.config()), as_json=as_json)
 
 
+@app.command()
+def doctor(
+    site: Annotated[Path | None, typer.Option(help="The cluster, as for tools/submit.py.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Look for the model of this config, too.")] = None,
+    run_root: Annotated[Path | None, typer.Option(help="Folder for run directories.")] = None,
+    launch: Annotated[bool, typer.Option("--launch", help="Start a short job on two nodes, too.")] = False,
+    wait: Annotated[float, typer.Option(help="Longest wait for that job, seconds.")] = 600.0,
+    as_json: AsJson = False,
+) -> None:
+    """Say what this cluster or machine has and what of it will go wrong; exit 1 where a run would fail."""
+    from tba_hpc.launch import doctor
+    from tba_hpc.launch.plan import load_site
+
+    if launch and site is None:
+        raise ConfigError("--launch starts a job: name the cluster with --site")
+    settings = load_config(config) if config else None
+    findings = doctor.examine(
+        load_site(site) if site else None,
+        run_root or Path(settings.run.root if settings else "runs"),
+        settings.model.path if settings else None,
+        seconds=wait if launch else None,
+    )
+    doctor.print_findings(findings, as_json=as_json)
+    raise typer.Exit(int(any(finding.level == "problem" for finding in findings)))
+
+
+@app.command(hidden=True)
+def greet(verb: str, run: RunPath) -> None:
+    """Be a rank of the job that ``tba doctor --launch`` starts: join the world, note what the node has."""
+    from tba_hpc.backends.mpi_exchange import MpiWorld  # importing it starts MPI
+    from tba_hpc.launch import trial
+
+    run_dir = _open(run)
+    role, config = VERBS[verb], run_dir.config()
+    try:
+        world = MpiWorld.join(
+            role,
+            trainers=config.launch.trainers,
+            searchers=config.launch.searchers,
+            deadline=config.exchange.deadline_seconds,
+        )
+    except (ConfigError, ExchangeError) as error:
+        local.report_error(run_dir, role, 0, str(error), refused=True)
+        raise typer.Exit(local.USER_ERROR) from None
+    if world.local_index == 0:
+        trial.greet(run_dir, leader=world.rank == 0)
+
+
+@app.command()
+def audit(run: RunPath, as_json: AsJson = False) -> None:
+    """Prove from the files of RUN that nothing was lost, doubled or skipped; exit 1 where something was."""
+    from tba_hpc.audit import audit, print_audit
+
+    verdict = audit(RunDir.open(run))
+    print_audit(verdict, as_json=as_json)
+    raise typer.Exit(int(not verdict.clean))
+
+
 def _resolve(path: Path, overrides: list[str]) -> Config:
     """The config of a file, or the frozen one of a run directory; local files it names must exist."""
     config = load_config(RunDir.open(path).config_file if path.is_dir() else path, overrides)
-    for key, value in (
-        ("model.path", config.model.path),
-        ("task.train_file", config.task.train_file),
-        ("task.test_file", config.task.test_file),
-    ):
-        if value and _is_local(value) and not Path(value).exists():
-            raise ConfigError(f"{key}={value} does not exist: check the path, seen from {Path.cwd()}")
+    require_files(config)
     return config
-
-
-def _is_local(value: str) -> bool:
-    """Whether a value is a path of this machine, not a name on a hub such as ``org/model``."""
-    return value.startswith((".", "/", "~")) or value.count("/") > 1 or Path(value).suffix == ".jsonl"
 
 
 def _open(path: Path) -> RunDir:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -75,7 +75,9 @@ class GeneratorSection(Section):
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     """Share of a GPU's memory that the engine may take; the reference policy needs room beside it."""
     tensor_parallel: int = Field(1, ge=1)
-    """GPUs per engine; more than one is not supported yet."""
+    """GPUs per engine; it must divide the model's attention heads."""
+    deadline_seconds: float = Field(300.0, gt=0)
+    """Longest silence of an engine, at work or while it is built, s; then it is killed and built anew."""
 
 
 class BufferSection(Section):
@@ -282,7 +284,7 @@ def parse_config(tree: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_sentence(error)) from None
+        raise ConfigError(explain(error, Config)) from None
 
 
 def dump_config(config: Config) -> str:
@@ -294,6 +296,22 @@ def differing_keys(old: Config, new: Config) -> list[str]:
     """Dotted keys whose values differ, in order of declaration."""
     before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
     return [key for key in before | after if before.get(key) != after.get(key)]
+
+
+def require_files(config: Config) -> None:
+    """Check that the local files a config names exist, as seen from here. Raises ConfigError."""
+    for key, value in (
+        ("model.path", config.model.path),
+        ("task.train_file", config.task.train_file),
+        ("task.test_file", config.task.test_file),
+    ):
+        if value and is_local(value) and not Path(value).exists():
+            raise ConfigError(f"{key}={value} does not exist: check the path, seen from {Path.cwd()}")
+
+
+def is_local(value: str) -> bool:
+    """Whether a value is a path of this machine, not a name on a hub such as ``org/model``."""
+    return value.startswith((".", "/", "~")) or value.count("/") > 1 or Path(value).suffix == ".jsonl"
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -318,28 +336,29 @@ def _override(tree: dict[str, Any], text: str) -> None:
         raise ConfigError(f"--set {text}: the value is not valid YAML; put it in quotes") from None
 
 
-def _sentence(error: ValidationError) -> str:
-    """The first problem of a pydantic error as one sentence: value, rule, remedy."""
+def explain(error: ValidationError, model: type[BaseModel], noun: str = "config") -> str:
+    """The first problem of a pydantic error as one sentence: value, rule, remedy. noun: whose keys."""
     problem = error.errors()[0]
     names = [str(part) for part in problem["loc"]]
     key = ".".join(names)
     if problem["type"] == "extra_forbidden":
-        return f"unknown config key {key!r}{_nearest(names)}"
+        return f"unknown {noun} key {key!r}{_nearest(names, model)}"
     if problem["type"] == "missing":
-        return f"config key {key!r} is missing: set it in the file or with --set {key}=…"
+        by_option = f" or with --set {key}=…" if model is Config else ""
+        return f"{noun} key {key!r} is missing: set it in the file{by_option}"
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
     rule = problem["msg"][0].lower() + problem["msg"][1:]
-    return f"config key {key!r} has the value {problem['input']!r}, but {rule}"
+    return f"{noun} key {key!r} has the value {problem['input']!r}, but {rule}"
 
 
-def _nearest(names: list[str]) -> str:
-    model: type[BaseModel] = Config
+def _nearest(names: list[str], model: type[BaseModel]) -> str:
+    """The valid name that is closest to the last of ``names``, which lead to it from ``model``."""
     for name in names[:-1]:
-        annotation = model.model_fields[name].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        section = _section(model.model_fields[name].annotation)
+        if section is None:
             return ""
-        model = annotation
+        model = section
     valid = list(model.model_fields)
     close = difflib.get_close_matches(names[-1], valid, n=1)
     return (
@@ -347,3 +366,9 @@ def _nearest(names: list[str]) -> str:
         if close
         else f": valid are {', '.join(valid)}"
     )
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The model among the types of a field: of ``Container | None`` the container."""
+    types = [annotation, *get_args(annotation)]
+    return next((kind for kind in types if isinstance(kind, type) and issubclass(kind, BaseModel)), None)

@@ -17,7 +17,7 @@ from tba_hpc.types import Group, Request, Sampling, Split
 class Evaluator:
     """Deals evaluation requests and counts their answers.
 
-    limits: prompts used per split (None: all). max_tokens: longest completion.
+    limits: prompts used per split (None: all). max_tokens: longest completion. last_step: of the run.
     """
 
     def __init__(
@@ -28,11 +28,13 @@ class Evaluator:
         searchers: int,
         max_tokens: int,
         limits: Mapping[Split, int | None],
+        last_step: int,
     ) -> None:
         self._task = task
         self._slice = slice(searcher, None, searchers)
         self._greedy = Sampling(temperature=0.0, top_p=1.0, max_tokens=max_tokens)
         self._limits = limits
+        self._last_step = last_step
         self._queue: list[Request] = []
         self._waiting = 0
         self._part: Evaluation | None = None
@@ -41,6 +43,11 @@ class Evaluator:
     def busy(self) -> bool:
         """Whether an evaluation is under way."""
         return self._part is not None
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the evaluation under way is the one that the run ends with."""
+        return self._part is not None and self._part.step == self._last_step
 
     def start(self, split: Split, step: int) -> Evaluation | None:
         """Queue this searcher's slice of ``split``; the finished part at once where the slice is empty."""
@@ -56,9 +63,14 @@ class Evaluator:
         """The next greedy request, if any is left."""
         return self._queue.pop() if self._queue else None
 
+    def abandon(self) -> None:
+        """Give up what is under way; answers that still come are not counted."""
+        self._queue, self._part = [], None
+
     def finish(self, group: Group) -> Evaluation | None:
         """Count one answer; the whole part once the last has come."""
-        assert self._part is not None
+        if self._part is None:
+            return None
         (completion,) = group.completions
         self._part = replace(
             self._part,

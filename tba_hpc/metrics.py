@@ -28,11 +28,17 @@ buffer/prompts                  distinct prompts in it (count)
 buffer/added                    trajectories stored so far (count)
 buffer/duplicates               exact duplicates that replaced their older copy, so far (count)
 buffer/evicted                  trajectories evicted by capacity, so far (count)
-staleness/mean, staleness/max   step − version of the weights that sampled a trajectory (steps)
+staleness/mean, staleness/max   |step − version| of the weights that sampled a trajectory (steps)
 staleness/histogram             list of counts over the batch; bin i holds staleness i, the last bin
                                 everything from its index up
 event                           a record without the above: started, resumed, filling, checkpoint,
-                                stopped, finished; with ``step`` and, while filling, ``buffer/size``
+                                stopped, finished; with ``step``, ``buffer/size``, and ``round``
+round                           merges of what a sync brought, so far (count)
+event: merged                   one per shard, with ``step``, ``round``, and
+searcher, shard                 whose shard it was, and its index
+trajectories, tokens            in it (count; tokens of completions)
+positions                       list of the places of its groups in the run's prompt sequence
+added, duplicates, evicted      what the replay buffer did with them: buffer/… went up by this
 RUN/metrics/searcher-0003.jsonl about one record per second; counts are since the record before
 search/tokens                   tokens generated (count)
 search/tokens_per_second        the same per second of wall time (tokens/s)
@@ -40,21 +46,26 @@ search/trajectories             training completions scored and appended (count)
 search/groups                   training prompts finished (count)
 search/reward                   mean reward of these completions
 search/truncated_share          of these, cut off by the token limit (share)
-search/busy_share               wall time inside the engine's step (share)
+search/busy_share               wall time inside the engine's step, to about a fifth of a second (share)
 search/seal_share               wall time sealing shards (share)
 search/paused_seconds           idle: waiting for weights, or back-pressure (s)
-search/load_seconds             last load of weights into the engine (s)
-search/propagation_seconds      publish call to loaded (s)
+search/load_seconds             that the engine stood still for the last load of weights (s)
+search/propagation_seconds      publish call to in use (s)
 search/version                  weights in use (optimizer steps)
 search/pending_shards           shards offered and not yet merged (count)
 search/rebuilds                 engines rebuilt after a failure, so far (count)
 search/rejected                 trajectories set aside for a reward that is not finite, so far (count)
+event: started                  a record without the above, one per start of this rank, with
+searchers                       searcher ranks that share the prompts (count)
+event: sealed                   one per shard, with ``trajectories``, ``shard`` (its index), and
+search/dealt                    training prompts taken from the sequence since this start (count)
 ==============================  ========================================================================
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -63,6 +74,10 @@ from typing import Protocol, overload
 
 Value = float | int | str | Sequence[float] | None
 Record = dict[str, float | int | str | list[float]]
+
+
+LAST_LINES = 32
+"""Lines at the end of a metrics file that are always parsed."""
 
 
 class _ScalarSink(Protocol):
@@ -103,6 +118,10 @@ class MetricsWriter:
             if "/" in name and value is not None:
                 sink.add_scalar(name, value, step)
 
+    def sync(self) -> None:
+        """Make all records durable."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Release the files."""
         self._file.close()
@@ -131,15 +150,21 @@ class MetricsTail:
         self._path = path
         self._offset = 0
 
-    def new(self) -> list[Record]:
-        """Records completed since the last call, in order."""
+    def new(self, *, dull: bytes | None = None) -> list[Record]:
+        """Records completed since the last call, in order.
+
+        dull: lines with these bytes are left out, but for the last ones: parsing a day's records takes long.
+        """
         if not self._path.exists():
             return []
-        with self._path.open("rb") as file:
+        with self._path.open("rb") as file:  # NFS shows what is new to those who open, not to a stat
             file.seek(self._offset)
             whole, _, _ = file.read().rpartition(b"\n")
         self._offset += len(whole) + 1 if whole else 0
-        return [record for line in whole.splitlines() if (record := _parse(line))]
+        lines = whole.splitlines()
+        if dull is not None:
+            lines = [line for line in lines[:-LAST_LINES] if dull not in line] + lines[-LAST_LINES:]
+        return [record for line in lines if (record := _parse(line))]
 
 
 def read_metrics(path: Path) -> list[Record]:

@@ -62,21 +62,30 @@ class Generator(Protocol):
 
     version: int
     """Version of the weights in use."""
+    loading: bool
+    """Whether the last ``load`` is still under way; another one would wait for it."""
+    load_seconds: float
+    """Time that generation stood still for the last load, s."""
+    busy_seconds: float
+    """Time spent generating so far, s."""
     rebuilds: int
     """Times that a dead engine was replaced."""
 
     @property
     def in_flight(self) -> int:
-        """Requests submitted and not yet finished."""
+        """Completions submitted that have not ended yet, or whose group ``step`` has not returned yet."""
 
     def submit(self, request: Request) -> None:
         """Queue a request. ValueError where prompt and completion exceed the context."""
 
     def step(self) -> list[Group]:
-        """Advance every request in flight by one token; return the groups that are now whole."""
+        """Let generation go on for a moment; return the groups that are now whole."""
 
     def load(self, update: WeightUpdate) -> None:
-        """Replace the weights in place. Requests in flight go on under the new weights."""
+        """Replace the weights in place. Requests in flight, and those to come, go on under the new weights.
+
+        ``update`` has been copied on return; ``loading`` tells until when the old weights are in use.
+        """
 
     def close(self) -> None:
         """Release the engine."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,13 +23,16 @@ from tba_hpc.backends.hdf5_shards import ShardError, ShardWriter, read_arrays, r
 from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.evaluator import Evaluator
-from tba_hpc.launch.local import USER_ERROR, own_log, rank_name, report_error
+from tba_hpc.launch.local import FAULT, USER_ERROR, own_log, rank_name, report_error
 from tba_hpc.metrics import MetricsWriter
 from tba_hpc.ports import EngineError, ExchangeError, Learner, SearcherExchange, Task, TrainerExchange
 from tba_hpc.report import page, summary
 from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
 from tba_hpc.state import (
+    BUFFER_FILE,
+    PROMPTS_FILE,
+    DiskFullError,
     PromptLedger,
     PromptOrder,
     RunDir,
@@ -39,7 +42,9 @@ from tba_hpc.state import (
     begin_checkpoint,
     complete_checkpoint,
     discard_evaluations,
+    find_evaluation,
     latest_checkpoint,
+    make_durable,
     prune_shards,
     read_evaluation,
     read_state,
@@ -47,24 +52,25 @@ from tba_hpc.state import (
 )
 from tba_hpc.tasks import load_task
 from tba_hpc.trainer import Trainer
-from tba_hpc.types import Request, Role, Sampling, WeightLayout
+from tba_hpc.types import Request, Role, Sampling, Split, WeightLayout
 
 if TYPE_CHECKING:
-    from tba_hpc.backends.mpi_exchange import MpiTrainerFollower, MpiWorld
+    from tba_hpc.backends.mpi_exchange import MpiTrainerFollower
+    from tba_hpc.backends.mpi_world import MpiWorld
 
 log = logging.getLogger(__name__)
+
+PROMPTS_AHEAD = 2
+"""Prompts queued in an engine beyond those it decodes, so that it never waits for the next one."""
 
 POLL_SECONDS = 0.1
 """Pause between two looks for the last evaluation."""
 
-USER_ERRORS = (ConfigError, EngineError, ExchangeError, StateError, ShardError, OSError)
-"""Errors whose message is a sentence for the user."""
+REFUSALS = (ConfigError, StateError, ShardError, DiskFullError)
+"""Errors that only the user can mend; the message is a sentence that says how."""
 
-BUFFER_FILE = "buffer.h5"
-"""The replay buffer inside a checkpoint."""
-
-PROMPTS_FILE = "prompts.h5"
-"""Beside it the ledger of prompts done, which every searcher reads too."""
+FAULTS = (EngineError, ExchangeError, OSError)
+"""Errors that another start may not meet again; the message is a sentence, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +88,7 @@ class Seat:
             if index is None:
                 raise ConfigError("exchange.transport=files has no MPI to number the ranks: give --index")
             return cls(index, index, None)
-        from tba_hpc.backends.mpi_exchange import MpiWorld  # importing it starts MPI
+        from tba_hpc.backends.mpi_world import MpiWorld  # importing it starts MPI
 
         world = MpiWorld.join(
             role,
@@ -93,7 +99,7 @@ class Seat:
         return cls(world.index, world.local_index, world)
 
 
-def train(run: RunDir, index: int | None, stop: StopFlag) -> None:
+def train(run: RunDir, index: int | None) -> None:
     """Be trainer rank ``index`` (None: as MPI says) of ``run`` until it is finished or stopped.
 
     The leader runs the loop, exports and reports; the other ranks follow its learner. Raises
@@ -115,14 +121,15 @@ def train(run: RunDir, index: int | None, stop: StopFlag) -> None:
             deadline=config.exchange.deadline_seconds,
         )
         if seat.index == 0:
-            _lead(run, config, seat, learner, stop)
+            _lead(run, config, seat, learner)
         else:
-            follower = _open_follower(run, seat, learner.layout)
-            learner.follow(follower.slot)
-            follower.close()
+            with _led():
+                follower = _open_follower(run, seat, learner.layout)
+                learner.follow(follower.slot)
+                follower.close()
 
 
-def _lead(run: RunDir, config: Config, seat: Seat, learner: Learner, stop: StopFlag) -> None:
+def _lead(run: RunDir, config: Config, seat: Seat, learner: Learner) -> None:
     """Restore what the last checkpoint holds, train, and leave a model, a summary and a report."""
     buffer, ledger, state = ReplayBuffer(config.buffer, config.run.seed), PromptLedger(), TrainerState()
     folder = latest_checkpoint(run)
@@ -134,31 +141,36 @@ def _lead(run: RunDir, config: Config, seat: Seat, learner: Learner, stop: StopF
     pending = list(read_pending(run, state.cursors))
     cursors = {**state.cursors, **{shard.searcher: shard.index + 1 for shard in pending}}
     exchange = _open_trainer(run, config, seat, learner.layout, cursors)
-    if folder:
-        learner.load(folder)  # after the exchange: the other trainer ranks follow only once they are in it
-    trainer = Trainer(
-        config,
-        learner=learner,
-        exchange=exchange,
-        buffer=buffer,
-        ledger=ledger,
-        state=state,
-        pending=pending,
-        checkpoints=Checkpoints(run, config.checkpoint.keep),
-        metrics=_metrics(run, config, "trainer", 0),
-        stop_asked=lambda: stop.is_set,
-    )
-    finished = trainer.run()
-    if finished:
-        learner.export(run.export)
-    learner.close()
-    if finished:
-        _await_evaluation(run, config)
-    summary.write_summary(run, summary.summarise(run, config))
-    page.write_report(run)
+    if folder:  # only now, since the other trainer ranks follow once they are in the exchange
+        if find_evaluation(run, "test", 0) is None:  # it was cut short; these are still the first weights
+            exchange.publish(0, learner.write_weights, evaluate="test")
+        learner.load(folder)
+    metrics = _metrics(run, config, "trainer", 0)
+    with StopFlag() as stop:
+        trainer = Trainer(
+            config,
+            learner=learner,
+            exchange=exchange,
+            buffer=buffer,
+            ledger=ledger,
+            state=state,
+            pending=pending,
+            checkpoints=Checkpoints(run, config.checkpoint.keep),
+            metrics=metrics,
+            stop_asked=lambda: stop.is_set,
+            job_end=float(os.environ.get("TBA_JOB_END", "inf")),
+        )
+        reached_end = trainer.run()
+        if reached_end:
+            learner.export(run.export)
+        learner.close()
+        if reached_end and not _last_evaluation_arrives(run, config, lambda: trainer.stopping):
+            metrics.log({"event": "stopped", "step": config.train.steps})  # a resume has only that left to do
+        summary.write_summary(run, summary.summarise(run, config))
+        page.write_report(run)
 
 
-def search(run: RunDir, index: int | None, stop: StopFlag) -> None:
+def search(run: RunDir, index: int | None) -> None:
     """Be searcher rank ``index`` (None: as MPI says) of ``run`` until the trainer ends it."""
     config = run.config()
     with errors_reported(run, "searcher", index or 0):
@@ -166,59 +178,82 @@ def search(run: RunDir, index: int | None, stop: StopFlag) -> None:
     own_log(run, "searcher", seat.index)
     with errors_reported(run, "searcher", seat.index):
         _choose_gpu(seat.local_index)
-        from tba_hpc.backends.hf_model import load_policy, load_tokenizer
-        from tba_hpc.backends.hf_reference import HfReference
         from tba_hpc.backends.vllm_generator import VllmGenerator
 
         state, ledger = _progress(run)
+        # First of all, since its process builds the engine while this one imports torch.
+        generator = VllmGenerator(config.model, config.generator, seed=_seed(config, seat.index, state.round))
+        from tba_hpc.backends.hf_model import load_policy, load_tokenizer
+        from tba_hpc.backends.hf_reference import HfReference
+
         task = load_task(config.task, load_tokenizer(config.model.path))
         refuse_long_prompts(task, config)
-        generator = VllmGenerator(config.model, config.generator, seed=_seed(config, seat.index, state.round))
-        searcher = Searcher(
-            generator=generator,
-            scorer=Scorer(
-                task,
-                HfReference(
-                    load_policy(config.model.path, config.model.dtype),
-                    chunk_tokens=config.train.logprob_chunk_tokens,
-                ),
-                ShardWriter(run, seat.index, first_index=state.cursors.get(seat.index, 0)),
-                seal_seconds=config.exchange.seal_seconds,
+        metrics = _metrics(run, config, "searcher", seat.index)
+        metrics.log({"event": "started", "searchers": config.launch.searchers})
+        scorer = Scorer(
+            task,
+            HfReference(
+                load_policy(config.model.path, config.model.dtype),
+                chunk_tokens=config.train.logprob_chunk_tokens,
             ),
-            requests=training_requests(config, task, seat.index, ledger),
-            evaluator=_evaluator(config, task, seat.index),
-            report=lambda part: write_evaluation(run, seat.index, config.launch.searchers, part),
-            exchange=_open_searcher(run, config, seat),
-            metrics=_metrics(run, config, "searcher", seat.index),
-            stop_asked=lambda: stop.is_set,
-            sequences=config.generator.prompts_in_flight * config.generator.completions_per_prompt,
-            pending_shards=config.exchange.pending_shards,
+            ShardWriter(run, seat.index, first_index=state.cursors.get(seat.index, 0)),
+            seal_seconds=config.exchange.seal_seconds,
         )
-        searcher.run()
-        generator.close()
+        with _led() as stop:
+            searcher = Searcher(
+                generator=generator,
+                scorer=scorer,
+                requests=training_requests(config, task, seat.index, ledger),
+                evaluator=_evaluator(config, task, seat.index),
+                report=lambda part: write_evaluation(run, seat.index, config.launch.searchers, part),
+                exchange=_open_searcher(run, config, seat),
+                metrics=metrics,
+                stop_asked=lambda: stop.is_set,
+                sequences=(config.generator.prompts_in_flight + PROMPTS_AHEAD)
+                * config.generator.completions_per_prompt,
+                pending_shards=config.exchange.pending_shards,
+            )
+            searcher.run()
+            generator.close()
 
 
 def _open_trainer(
     run: RunDir, config: Config, seat: Seat, layout: WeightLayout, cursors: Mapping[int, int]
 ) -> TrainerExchange:
-    if seat.mpi:
-        return seat.mpi.open_trainer(layout, bucket_mb=config.exchange.bucket_mb)
-    return FileTrainerExchange(
-        run.weights,
+    pending = partial(read_pending, run)
+
+    def evaluated(split: Split, step: int) -> bool:
+        return find_evaluation(run, split, step) is not None
+
+    if seat.mpi is None:
+        return FileTrainerExchange(
+            run.weights, layout, read_pending=pending, cursors=cursors, evaluated=evaluated
+        )
+    from tba_hpc.backends.mpi_exchange import MpiTrainerExchange
+
+    return MpiTrainerExchange.open(
+        seat.mpi,
         layout,
-        read_pending=partial(read_pending, run),
+        bucket_mb=config.exchange.bucket_mb,
+        read_pending=pending,
         cursors=cursors,
-        evaluated=lambda split, step: read_evaluation(run, split, step, config.launch.searchers) is not None,
+        evaluated=evaluated,
     )
 
 
 def _open_follower(run: RunDir, seat: Seat, layout: WeightLayout) -> MpiTrainerFollower | FileTrainerFollower:
-    return seat.mpi.open_follower() if seat.mpi else FileTrainerFollower(run.weights, layout)
+    if seat.mpi is None:
+        return FileTrainerFollower(run.weights, layout)
+    from tba_hpc.backends.mpi_exchange import MpiTrainerFollower
+
+    return MpiTrainerFollower.open(seat.mpi)
 
 
 def _open_searcher(run: RunDir, config: Config, seat: Seat) -> SearcherExchange:
     if seat.mpi:
-        return seat.mpi.open_searcher()
+        from tba_hpc.backends.mpi_exchange import MpiSearcherExchange
+
+        return MpiSearcherExchange.open(seat.mpi)
     return FileSearcherExchange(run.weights, seat.index, deadline=config.exchange.deadline_seconds)
 
 
@@ -229,24 +264,49 @@ class Checkpoints:
     run: RunDir
     keep: int
 
-    def save(self, state: TrainerState, learner: Learner, buffer: ReplayBuffer, ledger: PromptLedger) -> None:
+    def save(
+        self, state: TrainerState, learner: Learner, buffer: ReplayBuffer, ledger: PromptLedger
+    ) -> TrainerState:
         """Write a checkpoint; then shards that no kept checkpoint needs are deleted."""
+        began = time.monotonic()
         folder = begin_checkpoint(self.run, state.step)
         learner.save(folder)
         write_arrays(folder / BUFFER_FILE, buffer.state())
         write_arrays(folder / PROMPTS_FILE, {"done": ledger.to_array()})
+        make_durable(folder)
+        state = replace(state, save_seconds=max(state.save_seconds, time.monotonic() - began))
         prune_shards(self.run, complete_checkpoint(self.run, folder, state, keep=self.keep))
+        return state
+
+
+@contextmanager
+def _led() -> Iterator[StopFlag]:
+    """While the leader may take steps it alone ends the run; this rank leaves when let go.
+
+    Whoever is missing after a request to stop was still starting, and had nothing to save.
+    """
+    with StopFlag() as stop:
+        try:
+            yield stop
+        except ExchangeError as error:
+            if not stop.is_set:
+                raise
+            log.info("asked to stop, and so were the others: %s", error)
 
 
 @contextmanager
 def errors_reported(run: RunDir, role: Role, index: int) -> Iterator[None]:
-    """Leave a user's error to the launcher as its sentence; the traceback goes to the log."""
+    """Leave an error to the launcher as its sentence; the traceback goes to the log.
+
+    The name of its note tells ``slurm/env.sh`` whether to start the ranks again.
+    """
     try:
         yield
-    except USER_ERRORS as error:
+    except (*REFUSALS, *FAULTS) as error:
         log.exception("%s ends", rank_name(role, index))
-        report_error(run, role, index, str(error))
-        raise SystemExit(USER_ERROR) from None
+        mendable = isinstance(error, REFUSALS)
+        report_error(run, role, index, str(error), refused=mendable)
+        raise SystemExit(USER_ERROR if mendable else FAULT) from None
 
 
 def training_requests(config: Config, task: Task, searcher: int, ledger: PromptLedger) -> Iterator[Request]:
@@ -297,20 +357,24 @@ def _evaluator(config: Config, task: Task, searcher: int) -> Evaluator:
             "validation": config.evaluate.validation_prompts,
             "test": config.evaluate.test_prompts,
         },
+        last_step=config.train.steps,
     )
 
 
-def _await_evaluation(run: RunDir, config: Config) -> None:
-    """Wait until every searcher's part of the last evaluation is on disk."""
+def _last_evaluation_arrives(run: RunDir, config: Config, stopping: Callable[[], bool]) -> bool:
+    """Wait until every searcher's part of the last evaluation is on disk; False when asked to stop before."""
     steps, searchers = config.train.steps, config.launch.searchers
     end = time.monotonic() + config.exchange.deadline_seconds
     while read_evaluation(run, "test", steps, searchers) is None:
+        if stopping():
+            return False
         if time.monotonic() > end:
             raise ExchangeError(
                 f"the last evaluation is incomplete after {config.exchange.deadline_seconds:g} s: see which "
                 f"searcher's part is missing in {run.evaluations}, and its log; the model is in {run.export}"
             )
         time.sleep(POLL_SECONDS)
+    return True
 
 
 def _rendezvous(run: RunDir) -> Path:

@@ -14,7 +14,7 @@ from tba_hpc.metrics import Clock, MetricsWriter
 from tba_hpc.ports import Generator, SearcherExchange
 from tba_hpc.scorer import Scored, Scorer
 from tba_hpc.state import Evaluation
-from tba_hpc.types import Group, Request
+from tba_hpc.types import Group, Request, Shard
 
 LOG_SECONDS = 1.0
 """Seconds between two metric records."""
@@ -68,8 +68,10 @@ class Searcher:
         self._sequences = sequences
         self._pending_shards = pending_shards
         self._loaded = False
-        self._in_flight = 0
+        self._published: float | None = None  # when the weights were that are being loaded, unix seconds
+        self._busy_seconds = 0.0
         self._rejected = 0
+        self._dealt = 0
         self._tally = Tally()
         self._clock = Clock()
         self._logged = time.monotonic()
@@ -93,49 +95,57 @@ class Searcher:
 
     @property
     def _finished(self) -> bool:
-        return self._exchange.closed and not self._evaluator.busy
+        return self._exchange.closed and not self._evaluator.awaited
 
     def _take_weights(self) -> None:
-        """Load the newest weights, unless an evaluation still needs those in use."""
+        """Load the newest weights, unless an evaluation still needs those in use or a load is under way."""
+        if self._generator.loading:
+            return
+        self._note_arrival()
         if self._evaluator.busy:
             return
         update = self._exchange.poll()
-        if update is None:
+        if update is None or self._stop_asked():
             return
-        with self._clock("load"):
-            self._generator.load(update)
+        self._generator.load(update)
         self._loaded = True
-        self._tally.load_seconds = self._clock.last("load")
-        self._tally.propagation_seconds = max(0.0, time.time() - update.published)
+        self._published = update.published
         if update.evaluate and (part := self._evaluator.start(update.evaluate, update.version)):
             self._report(part)
 
+    def _note_arrival(self) -> None:
+        """Of the weights loaded last, once they are in use."""
+        if self._published is not None:
+            self._tally.load_seconds = self._generator.load_seconds
+            self._tally.propagation_seconds = max(0.0, time.time() - self._published)
+            self._published = None
+
     def _refill(self) -> None:
         """Keep the engine full: evaluation first, then the next prompts of the run."""
-        while self._loaded and self._in_flight < self._sequences:
+        while self._loaded and self._generator.in_flight < self._sequences:
             request = self._evaluator.next_request() or self._next_prompt()
             if request is None:
                 return
             self._generator.submit(request)
-            self._in_flight += request.n
 
     def _next_prompt(self) -> Request | None:
-        """The next training prompt, or None while the trainer is too far behind or has ended the run."""
-        if self._exchange.closed or self._exchange.pending >= self._pending_shards:
+        """The next training prompt, or None while the trainer is too far behind or the run is ending."""
+        ending = self._stop_asked() or self._exchange.closed
+        if ending or self._exchange.pending >= self._pending_shards:
             return None
-        return next(self._requests, None)
+        request = next(self._requests, None)
+        self._dealt += request is not None
+        return request
 
     def _generate(self) -> list[Group]:
-        if self._in_flight:
-            with self._clock("generate"):
-                return self._generator.step()
+        if self._generator.in_flight:
+            return self._generator.step()
         with self._clock("paused"):
             time.sleep(IDLE_SECONDS)
-        return []
+            return self._generator.step()  # it may have a load or a failure to attend to
 
     def _deliver(self, group: Group) -> None:
         """Send a finished group to be scored, or to the evaluation that asked for it."""
-        self._in_flight -= group.request.n
         self._tally.tokens += sum(len(completion.tokens) for completion in group.completions)
         if group.request.split == "train":
             self._scorer.submit(group)
@@ -151,11 +161,25 @@ class Searcher:
             self._tally.seal_seconds += scored.seal_seconds
             self._rejected += scored.rejected
             if scored.shard is not None:
+                self._log_seal(scored.shard)
                 self._exchange.offer(scored.shard)
 
+    def _log_seal(self, shard: Shard) -> None:
+        """The trace of an acknowledgement, should the file be lost; ``tba audit`` reads it."""
+        self._metrics.log(
+            {
+                "event": "sealed",
+                "shard": shard.index,
+                "trajectories": len(shard.trajectories),
+                "search/dealt": self._dealt,
+            }
+        )
+
     def _pass_on_stop(self) -> None:
+        """Leave it to the trainer to end the run; an evaluation would only delay that."""
         if self._stop_asked():
             self._exchange.request_stop()
+            self._evaluator.abandon()
 
     def _leave(self) -> None:
         """Seal what was generated after the last sync: a resume merges it."""
@@ -172,6 +196,7 @@ class Searcher:
         now = time.monotonic()
         seconds, self._logged = now - self._logged, now
         spent = self._clock.reset()
+        before, self._busy_seconds = self._busy_seconds, self._generator.busy_seconds
         count = len(tally.rewards)
         self._metrics.log(
             {
@@ -182,7 +207,7 @@ class Searcher:
                 "search/trajectories": count,
                 "search/reward": sum(tally.rewards) / count if count else None,
                 "search/truncated_share": tally.truncated / count if count else None,
-                "search/busy_share": spent.get("generate", 0.0) / seconds,
+                "search/busy_share": (self._busy_seconds - before) / seconds,
                 "search/rebuilds": self._generator.rebuilds,
                 "search/seal_share": tally.seal_seconds / seconds,
                 "search/paused_seconds": spent.get("paused", 0.0),

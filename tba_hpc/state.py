@@ -13,18 +13,27 @@ import os
 import re
 import shutil
 import signal
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import FrameType
+from typing import Any, cast
 
 import numpy as np
 
 from tba_hpc.config import Config, ConfigError, differing_keys, dump_config, load_config
 from tba_hpc.types import Role, Split
 
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 """Version of state.json."""
+
+BUFFER_FILE = "buffer.h5"
+"""The replay buffer inside a checkpoint."""
+
+PROMPTS_FILE = "prompts.h5"
+"""Beside it the ledger of prompts done, which every searcher reads too."""
 
 MAY_DIFFER = ("launch.", "run.root")
 """Config keys that a resume may change: it can have another number of ranks and another place."""
@@ -201,6 +210,11 @@ class RunDir:
         return self.path / "export"
 
     @property
+    def events_file(self) -> Path:
+        """What happened to the run's ranks and jobs, over all its lives; see ``log_event``."""
+        return self.path / "events.jsonl"
+
+    @property
     def report(self) -> Path:
         """The self-contained HTML page."""
         return self.path / "report.html"
@@ -263,7 +277,8 @@ class TrainerState:
 
     cursors: per searcher, the index of the next shard to merge; searchers of earlier attempts stay in it.
     trajectories, tokens: merged so far (completion tokens); added, duplicates, evicted: what the buffer
-    did with them. train_seconds: wall time of the loop, attempts added up.
+    did with them. train_seconds: wall time of the loop, attempts added up. save_seconds: the longest save
+    of a checkpoint so far, this one included.
     """
 
     step: int = 0
@@ -275,6 +290,7 @@ class TrainerState:
     evicted: int = 0
     tokens: int = 0
     train_seconds: float = 0.0
+    save_seconds: float = 0.0
     seed: int = 0
 
     def to_json(self) -> str:
@@ -299,26 +315,33 @@ def begin_checkpoint(run: RunDir, step: int) -> Path:
     ``step-000400``, or ``step-000400.1`` … where that step has a complete one already (stopped again
     right after a resume): a complete checkpoint is never written over.
     """
-    for folder in _checkpoints(run, complete=False):
+    for folder in checkpoint_folders(run, complete=False):
         shutil.rmtree(folder)
-    names = (f"step-{step:06d}" + (f".{again}" if again else "") for again in itertools.count())
-    folder = next(folder for name in names if not (folder := run.checkpoints / name).exists())
+    name = f"step-{step:06d}"
+    saves = [int(folder.suffix[1:] or 0) for folder in run.checkpoints.glob(f"{name}*")]
+    again = max(saves, default=-1) + 1  # also where the first is gone: the newest must have the last name
+    folder = run.checkpoints / (f"{name}.{again}" if again else name)
     folder.mkdir()
     return folder
 
 
-def complete_checkpoint(run: RunDir, folder: Path, state: TrainerState, *, keep: int) -> dict[int, int]:
-    """Write ``state.json``, make everything in ``folder`` durable, and only then mark it COMPLETE.
-
-    Checkpoints beyond the newest ``keep`` are deleted. Returns the cursors of the oldest one kept:
-    shards before them are needed no more, see ``prune_shards``. Raises DiskFullError.
-    """
-    write_atomic(folder / "state.json", state.to_json())
+def make_durable(folder: Path) -> None:
+    """Flush everything in ``folder`` to the disk."""
     for path in folder.rglob("*"):
         fsync(path)
-    write_atomic(folder / "COMPLETE", f"{state.step}\n")
+
+
+def complete_checkpoint(run: RunDir, folder: Path, state: TrainerState, *, keep: int) -> dict[int, int]:
+    """Write ``state.json`` beside files that are durable already, and only then mark ``folder`` COMPLETE.
+
+    COMPLETE lists the files, see ``missing_files``. Checkpoints beyond the newest ``keep`` are deleted.
+    Returns the cursors of the oldest one kept: shards before them are needed no more, see ``prune_shards``.
+    Raises DiskFullError.
+    """
+    write_atomic(folder / "state.json", state.to_json())
+    write_atomic(folder / "COMPLETE", _inventory(folder))
     fsync(run.checkpoints)
-    kept = _checkpoints(run, complete=True)
+    kept = checkpoint_folders(run, complete=True)
     for old in kept[:-keep]:
         (old / "COMPLETE").unlink()  # first: a half-deleted checkpoint must not look complete
         shutil.rmtree(old)
@@ -327,12 +350,25 @@ def complete_checkpoint(run: RunDir, folder: Path, state: TrainerState, *, keep:
 
 def latest_checkpoint(run: RunDir) -> Path | None:
     """The newest complete checkpoint."""
-    return next(iter(reversed(_checkpoints(run, complete=True))), None)
+    return next(iter(reversed(checkpoint_folders(run, complete=True))), None)
 
 
 def read_state(folder: Path) -> TrainerState:
     """State of a complete checkpoint. Raises StateError where another version wrote it."""
     return TrainerState.from_json((folder / "state.json").read_text())
+
+
+def missing_files(folder: Path) -> list[str]:
+    """Files of a complete checkpoint that are not there as they were when it was completed, by name."""
+    now = set(_inventory(folder).splitlines())
+    then = (folder / "COMPLETE").read_text().splitlines()
+    return [line.partition(" ")[2] for line in then if line not in now]
+
+
+def _inventory(folder: Path) -> str:
+    """A line per file: bytes and path."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "COMPLETE")
+    return "".join(f"{path.stat().st_size} {path.relative_to(folder)}\n" for path in files)
 
 
 def prune_shards(run: RunDir, cursors: Mapping[int, int]) -> int:
@@ -343,8 +379,8 @@ def prune_shards(run: RunDir, cursors: Mapping[int, int]) -> int:
     return len(merged)
 
 
-def _checkpoints(run: RunDir, *, complete: bool) -> list[Path]:
-    """Checkpoint folders by (step, save), ascending."""
+def checkpoint_folders(run: RunDir, *, complete: bool) -> list[Path]:
+    """The complete checkpoints, or the others, by (step, save), ascending."""
     named = {
         folder: re.fullmatch(r"step-(\d+)(?:\.(\d+))?", folder.name) for folder in run.checkpoints.iterdir()
     }
@@ -481,39 +517,103 @@ def read_evaluation(run: RunDir, split: Split, step: int, searchers: int) -> Eva
     )
 
 
+def find_evaluation(run: RunDir, split: Split, step: int) -> Evaluation | None:
+    """As ``read_evaluation``, whatever number of searchers made it."""
+    parts = _evaluation_folder(run, split, step).glob("searcher-*-of-*.json")
+    counts = sorted({int(part.stem.rpartition("-")[2]) for part in parts})
+    whole = (read_evaluation(run, split, step, searchers) for searchers in counts)
+    return next((evaluation for evaluation in whole if evaluation), None)
+
+
 def discard_evaluations(run: RunDir, *, after: int) -> None:
-    """Delete evaluations of steps beyond ``after``: a resume from there takes those steps again."""
+    """Delete evaluations of steps beyond ``after``, which a resume takes again, and those cut short."""
     for folder in run.evaluations.glob("*-step-*"):
-        if int(folder.name.rpartition("-")[2]) > after:
+        split, _, step = folder.name.partition("-step-")
+        if int(step) > after or find_evaluation(run, cast(Split, split), int(step)) is None:
             shutil.rmtree(folder)
 
 
 def _evaluation_part(run: RunDir, split: Split, step: int, searcher: int, searchers: int) -> Path:
     """The name holds the number of searchers: parts of another number slice the split differently."""
-    folder = run.evaluations / f"{split}-step-{step:06d}"
-    return folder / f"searcher-{searcher:04d}-of-{searchers:04d}.json"
+    return _evaluation_folder(run, split, step) / f"searcher-{searcher:04d}-of-{searchers:04d}.json"
+
+
+def _evaluation_folder(run: RunDir, split: Split, step: int) -> Path:
+    return run.evaluations / f"{split}-step-{step:06d}"
+
+
+# --- Events ---
+
+
+def log_event(run: RunDir, event: str, **extra: object) -> None:
+    """Append a line to ``events.jsonl``: ``time`` (unix s), ``event``, ``job``, ``life``, and ``extra``.
+
+    job: id of the Slurm job that this process is part of, else empty; life: how often it was requeued.
+
+    ==========  ====================================================================================
+    event       when, and its extra keys
+    ==========  ====================================================================================
+    life        a batch script begins, for the first time or after a requeue; ``nodes``: "node1,node2"
+    start       the ranks are about to be started; ``attempt``: "attempt-003", ``trainers``, ``searchers``
+    failed      they ended badly; ``code``: exit status
+    stopped     they ended because they were asked to, or their time was over
+    signal      the batch script, or ``tba run``, was asked to stop
+    requeue     the job goes back to the queue
+    unfit       ``nodes`` do not answer
+    hung        srun outlived its step
+    orphan      a step of an earlier life was cancelled
+    finished    the run is finished
+    refused     the user must mend something; ``sentence``
+    ==========  ====================================================================================
+
+    ``slurm/env.sh`` writes such lines too. A line that cannot be written, on a full disk, is left out.
+    """
+    job, life = os.environ.get("SLURM_JOB_ID", ""), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    line = json.dumps({"time": time.time(), "event": event, "job": job, "life": life, **extra})
+    with suppress(OSError), run.events_file.open("ab", buffering=0) as file:
+        file.write(line.encode() + b"\n")
+
+
+def read_events(run: RunDir) -> list[dict[str, Any]]:
+    """All events in order; a line torn by a crash is left out, no file is no event."""
+    if not run.events_file.exists():
+        return []
+    lines = run.events_file.read_bytes().splitlines()
+    return [event for line in lines if (event := _parse_event(line))]
+
+
+def _parse_event(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None
 
 
 # --- Signals ---
 
 
 class StopFlag:
-    """Turns SIGTERM, SIGUSR1 and SIGINT into a flag that loops read at their safe points.
+    """``with StopFlag() as stop``: SIGTERM, SIGUSR1 and SIGINT set a flag that loops read at safe points.
 
-    The handler does nothing else: saving inside a handler could interrupt a save. Main thread only.
+    The handler does nothing else: saving inside a handler could interrupt a save. Before the block these
+    signals end the process at once, which is right while there is nothing to save: no flag is read inside
+    a slow import or the start of MPI. After it they are ignored: what is left is to leave. Main thread only.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self) -> None:
-        self.signal_name: str | None = None
+        self.is_set = False
+
+    def __enter__(self) -> StopFlag:
         for number in self.SIGNALS:
             signal.signal(number, self._set)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in self.SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
     def _set(self, number: int, frame: FrameType | None) -> None:
-        self.signal_name = signal.Signals(number).name
-
-    @property
-    def is_set(self) -> bool:
-        """Whether a stop was asked for; ``signal_name`` says by what."""
-        return self.signal_name is not None
+        self.is_set = True

@@ -6,16 +6,17 @@ It must not know how weights travel, how the optimizer is sharded, or how many r
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Protocol
 
 import numpy as np
 
 from tba_hpc import schedules
 from tba_hpc.batch import staleness
-from tba_hpc.buffer import ReplayBuffer
+from tba_hpc.buffer import Merged, ReplayBuffer
 from tba_hpc.config import Config
 from tba_hpc.metrics import Clock, MetricsWriter
 from tba_hpc.ports import ExchangeError, Learner, TrainerExchange
@@ -33,18 +34,24 @@ WARMUP_STEPS = 5
 STALENESS_BINS = 64
 """Last bin of the staleness histogram; it holds all that is staler."""
 
+MARGIN_SECONDS = 30.0
+"""Kept free before the end of the job, beside a step and a save: to leave, and to go back to the queue."""
+
 
 class CheckpointStore(Protocol):
     """Where checkpoints go; see runtime.Checkpoints."""
 
-    def save(self, state: TrainerState, learner: Learner, buffer: ReplayBuffer, ledger: PromptLedger) -> None:
-        """Write a complete checkpoint, drop those no longer kept."""
+    def save(
+        self, state: TrainerState, learner: Learner, buffer: ReplayBuffer, ledger: PromptLedger
+    ) -> TrainerState:
+        """Write a complete checkpoint, drop those no longer kept; returns the state that it holds."""
 
 
 class Trainer:
     """The leading trainer's loop, from ``state`` (fresh or restored) to ``config.train.steps``.
 
     pending: shards sealed beyond the cursors of ``state`` by an earlier attempt; they are merged first.
+    job_end: when the job's time is over, unix seconds.
     """
 
     def __init__(
@@ -60,6 +67,7 @@ class Trainer:
         pending: Iterable[Shard],
         metrics: MetricsWriter,
         stop_asked: Callable[[], bool],
+        job_end: float = math.inf,
     ) -> None:
         self._config = config
         self._learner = learner
@@ -71,6 +79,9 @@ class Trainer:
         self._pending = pending
         self._metrics = metrics
         self._stop_asked = stop_asked
+        self._job_end = job_end
+        self._saved = state
+        self._longest_step = 0.0
         self._next_sync = state.step + config.exchange.sync_every
         self._next_evaluation = _next_multiple(config.evaluate.every, state.step)
         self._next_checkpoint = _next_multiple(config.checkpoint.every, state.step)
@@ -81,7 +92,7 @@ class Trainer:
         self._clock = Clock()
 
     def run(self) -> bool:
-        """Train to the last step; True when it was reached, False when stopped and checkpointed before.
+        """Train to the last step; True when it was reached, False when stopped before, with all saved.
 
         Consumes shards. Produces weights, checkpoints, metrics. Waits for nothing once the initial
         buffer is there; that wait is unblocked by the searchers' first shards.
@@ -90,7 +101,7 @@ class Trainer:
         self._merge(list(self._pending))
         self._publish(evaluate="test" if self._state.step == 0 else None)
         self._fill_buffer()
-        while not self._finished and not self._stopping:
+        while not self._finished and not self.stopping:
             self._sync_if_due()
             self._merge(self._exchange.collect())
             batch = self._sample()
@@ -104,8 +115,14 @@ class Trainer:
         return self._state.step >= self._config.train.steps
 
     @property
-    def _stopping(self) -> bool:
-        return self._stop_asked() or self._exchange.stop_requested
+    def stopping(self) -> bool:
+        """Whether a stop was asked for, or the job's time is nearly over."""
+        return self._stop_asked() or self._exchange.stop_requested or self._is_late
+
+    @property
+    def _is_late(self) -> bool:
+        left = self._job_end - time.time()
+        return is_late(left, step_seconds=self._longest_step, save_seconds=self._state.save_seconds)
 
     def _publish(self, *, evaluate: Split | None) -> bool:
         """Publish the current weights; False, and try again later, while a round is under way."""
@@ -121,7 +138,7 @@ class Trainer:
         """Wait for the initial completions; give up when none has arrived for a whole deadline."""
         wanted = self._config.buffer.initial_completions
         patience, last_arrival = self._config.exchange.deadline_seconds, time.monotonic()
-        while len(self._buffer) < wanted and not self._stopping:
+        while len(self._buffer) < wanted and not self.stopping:
             self._exchange.gather()
             if self._merge(self._exchange.collect()):
                 last_arrival = time.monotonic()
@@ -159,6 +176,7 @@ class Trainer:
             cursors[shard.searcher] = shard.index + 1
             added += merged.added
             tokens += len(shard.trajectories.completions.values)
+            self._log_merge(shard, merged)
         self._state = replace(
             self._state,
             round=self._state.round + 1,
@@ -170,6 +188,22 @@ class Trainer:
             tokens=self._state.tokens + tokens,
         )
         return added
+
+    def _log_merge(self, shard: Shard, merged: Merged) -> None:
+        """The trace that a merged shard leaves when its file is pruned; ``tba audit`` reads it."""
+        self._metrics.log(
+            {
+                "event": "merged",
+                "step": self._state.step,
+                "round": self._state.round + 1,
+                "searcher": shard.searcher,
+                "shard": shard.index,
+                "trajectories": len(shard.trajectories),
+                "tokens": len(shard.trajectories.completions.values),
+                "positions": shard.trajectories.positions.tolist(),
+                **asdict(merged),
+            }
+        )
 
     def _sample(self) -> TrajectoryBatch:
         train = self._config.train
@@ -195,7 +229,9 @@ class Trainer:
 
     def _checkpoint(self) -> None:
         with self._clock("checkpoint"):
-            self._checkpoints.save(self._state, self._learner, self._buffer, self._ledger)
+            self._metrics.sync()  # what the checkpoint counts is on record before it is
+            self._state = self._checkpoints.save(self._state, self._learner, self._buffer, self._ledger)
+        self._saved = self._state
         self._next_checkpoint = _next_multiple(self._config.checkpoint.every, self._state.step)
         self._log_event("checkpoint")
 
@@ -204,20 +240,31 @@ class Trainer:
 
         Shards that arrive from here on stay on disk beyond the checkpoint's cursors: a resume merges them.
         """
-        self._checkpoint()
-        if self._finished:
-            while not self._publish(evaluate="test"):  # bounded by the exchange's deadline
-                time.sleep(POLL_SECONDS)
-        self._log_event("finished" if self._finished else "stopped")
+        if self._state != self._saved:
+            self._checkpoint()
+        finished = self._finished and self._publish_last()
+        self._log_event("finished" if finished else "stopped")
         self._exchange.close()
-        return self._finished
+        return finished
+
+    def _publish_last(self) -> bool:
+        """Publish the last weights for the last evaluation; False when asked to stop before."""
+        while not self.stopping:
+            if self._publish(evaluate="test"):  # bounded by the exchange's deadline
+                return True
+            time.sleep(POLL_SECONDS)
+        return False
 
     def _log_event(self, event: str) -> None:
-        self._metrics.log({"event": event, "step": self._state.step, "buffer/size": len(self._buffer)})
+        state = self._state
+        self._metrics.log(
+            {"event": event, "step": state.step, "round": state.round, "buffer/size": len(self._buffer)}
+        )
 
     def _log_step(self, batch: TrajectoryBatch, learned: Mapping[str, float]) -> None:
         train, step = self._config.train, self._state.step - 1
         wall, spent = self._clock.wall, self._clock.reset()
+        self._longest_step = max(self._longest_step, wall - spent.get("checkpoint", 0.0))
         self._state = replace(self._state, train_seconds=self._state.train_seconds + wall)
         lag = staleness(batch, step)
         self._metrics.log(
@@ -244,6 +291,11 @@ class Trainer:
                 "staleness/histogram": np.bincount(np.minimum(lag, STALENESS_BINS)).tolist(),
             }
         )
+
+
+def is_late(left: float, *, step_seconds: float, save_seconds: float) -> bool:
+    """Whether ``left`` seconds are too few for one more step and a save after it."""
+    return left < step_seconds + save_seconds + MARGIN_SECONDS
 
 
 def _next_multiple(of: int, step: int) -> int:

@@ -174,6 +174,12 @@ class Trajectories:
     def __len__(self) -> int:
         return len(self.record)
 
+    @property
+    def positions(self) -> np.ndarray:
+        """int64 [groups]: places of the groups in the run's prompt sequence, in the order of the records."""
+        position_N = self.record["position"]
+        return position_N[np.flatnonzero(np.diff(position_N, prepend=-1))]
+
     def check(self) -> None:
         """Raise ValueError with one sentence where the arrays contradict each other."""
         tokens = len(self.completions.values)
@@ -295,7 +301,8 @@ class WeightUpdate:
     """Weights of ``version`` (optimizer step): ``data`` is uint8 [layout.nbytes].
 
     ``evaluate`` names the split to evaluate with exactly these weights, if any.
-    ``published`` is when the trainer published them, unix seconds.
+    ``published`` is when the trainer published them, unix seconds. ``share`` is this searcher's place among
+    those that evaluate, and their number; None: as configured.
     ``data`` may be shared memory: it is valid until the next call of the exchange.
     """
 
@@ -304,3 +311,4 @@ class WeightUpdate:
     data: np.ndarray
     evaluate: Split | None = None
     published: float = 0.0
+    share: tuple[int, int] | None = None

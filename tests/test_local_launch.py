@@ -15,7 +15,7 @@ import pytest
 
 from tba_hpc.config import Config, parse_config
 from tba_hpc.launch import local
-from tba_hpc.state import RunDir
+from tba_hpc.state import RunDir, read_events
 
 PLAYER = """
 import os, signal, sys, time
@@ -24,12 +24,17 @@ mode, verb, run = sys.argv[1:4]
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", sys.argv[-1] if "--index" in sys.argv else 0))
 run = Path(run)
 hits = []
-if mode != "early":
+if mode == "deaf":
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+elif mode != "early" and (mode, verb) != ("saving", "search"):
     signal.signal(signal.SIGUSR1, lambda *_: hits.append(1))
 name = f"{verb}-{rank}"
 (run / f"pid-{name}").write_text(str(os.getpid()))
 (run / f"threads-{name}").write_text(os.environ["OMP_NUM_THREADS"])
 print("hello from", name, flush=True)
+if mode == "deaf":
+    time.sleep(1)
+    signal.signal(signal.SIGUSR1, lambda *_: hits.append(1))
 if mode == "fail" and verb == "search":
     sys.exit("the sky is too low")
 if mode == "killed" and verb == "search":
@@ -45,8 +50,8 @@ time.sleep(0.3)  # a second signal would come now
 if mode == "stubborn":
     time.sleep(60)
 """
-"""A rank: ``finish`` ends at once, ``wait`` after SIGUSR1, ``stubborn`` never, ``early`` takes no signals
-yet; the others fail."""
+"""A rank: ``finish`` ends at once, ``wait`` after SIGUSR1, ``stubborn`` never; ``early`` takes no signals
+yet, with ``saving`` only the trainer does, and ``deaf`` has missed the first; the others fail."""
 
 LAUNCHER = """
 import sys
@@ -94,6 +99,9 @@ class Launched:
 
     def hits(self) -> dict[str, int]:
         return {path.name: int(path.read_text()) for path in self.run.path.glob("hits-*")}
+
+    def events(self) -> list[str]:
+        return [event["event"] for event in read_events(self.run)]
 
     def end(self) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=30)
@@ -159,6 +167,7 @@ def test_a_run_that_finishes(tmp_path: Path, transport: str) -> None:
     code, _, err = launched.end()
     assert (code, err) == (0, "")
     assert len(launched.hits()) == 3
+    assert launched.events() == ["start", "stopped"]  # these ranks leave no summary of a finished run
     assert {path.read_text() for path in launched.run.path.glob("threads-*")} == {"1"}
     assert {path.stat().st_mode & 0o077 for path in launched.run.path.glob("pid-*")} == {0}
     logs = "".join(path.read_text() for path in launched.run.attempt.glob("*.log"))
@@ -181,6 +190,24 @@ def test_every_rank_is_asked_to_stop_exactly_once(
     assert code == 0
     assert sorted(launched.hits().values()) == [1, 1, 1]
     assert "stopping at the next safe point" in out
+    assert launched.events() == ["start", "signal", "stopped"]
+
+
+@pytest.mark.parametrize("transport", [MPI, "files"])
+def test_who_missed_the_request_to_stop_is_asked_again(tmp_path: Path, transport: str) -> None:
+    launched = Launched(tmp_path, "deaf", transport)
+    launched.wait_for_ranks()
+    launched.process.send_signal(signal.SIGUSR1)
+    assert launched.end()[0] == 0
+    assert sorted(launched.hits().values()) == [1, 1, 1]
+
+
+def test_a_trainer_saves_though_the_searchers_were_not_up(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, "saving", "files")
+    launched.wait_for_ranks()
+    launched.process.send_signal(signal.SIGUSR1)
+    assert launched.end()[0] == 0
+    assert launched.hits() == {"hits-train-0": 1}
 
 
 @pytest.mark.parametrize("transport", [MPI, "files"])
@@ -229,6 +256,7 @@ def test_the_failed_rank_is_named_with_the_end_of_the_log(tmp_path: Path) -> Non
     code, _, err = Launched(tmp_path, "fail", "mpi").end()
     assert code == 1
     assert err.startswith("searcher-000") and "the sky is too low" in err
+    assert read_events(RunDir(tmp_path / "run-seed0"))[-1].items() >= {"event": "failed", "code": 1}.items()
 
 
 @pytest.mark.mpi
@@ -240,9 +268,12 @@ def test_a_rank_killed_by_a_signal_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("transport", [MPI, "files"])
 def test_a_users_error_is_its_sentence_and_nothing_else(tmp_path: Path, transport: str) -> None:
-    code, _, err = Launched(tmp_path, "sentence", transport).end()
+    launched = Launched(tmp_path, "sentence", transport)
+    code, _, err = launched.end()
     assert code == 2
     assert err == "model.path=x is no model: give a folder\n"
+    refused = read_events(launched.run)[-1]
+    assert (refused["event"], refused["sentence"]) == ("refused", err.strip())
 
 
 def test_the_run_ends_with_its_last_searcher(tmp_path: Path) -> None:
@@ -259,8 +290,8 @@ def test_ranks_write_their_own_log_and_error(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from tba_hpc.launch.local import own_log, report_error;"
         "from tba_hpc.state import RunDir; run = RunDir.open(Path(sys.argv[1]));"
-        "own_log(run, 'searcher', 3); report_error(run, 'searcher', 3, 'no disk'); print('out');"
-        "sys.exit('err')"
+        "own_log(run, 'searcher', 3); report_error(run, 'searcher', 3, 'no disk', refused=True);"
+        "report_error(run, 'searcher', 4, 'no peer', refused=False); print('out'); sys.exit('err')"
     )
     done = subprocess.run([sys.executable, "-c", program, str(run.path)], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("", "")

@@ -6,10 +6,11 @@ over files, or one that replays a fixed sequence of shards.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -44,8 +45,8 @@ from tba_hpc.tasks.tabular import (
     TabularTask,
     total_variation,
 )
-from tba_hpc.trainer import Trainer
-from tba_hpc.types import Completion, Prompt, Shard, Split, Trajectories, WeightUpdate
+from tba_hpc.trainer import MARGIN_SECONDS, Trainer, is_late
+from tba_hpc.types import Completion, Group, Prompt, Shard, Split, Trajectories, WeightUpdate
 
 TABLE = Table()
 BETA = 0.25
@@ -88,7 +89,14 @@ class TrainerParts:
     learner: TabularLearner = field(default_factory=lambda: TabularLearner(TABLE))
     buffer: ReplayBuffer = field(init=False)
 
-    def build(self, exchange: TrainerExchange, stop_asked: Callable[[], bool] = never) -> Trainer:
+    def build(
+        self,
+        exchange: TrainerExchange,
+        stop_asked: Callable[[], bool] = never,
+        *,
+        pending: Iterable[Shard] = (),
+        job_end: float = math.inf,
+    ) -> Trainer:
         """Restore the newest checkpoint, if there is one."""
         self.buffer, ledger, state = ReplayBuffer(self.config.buffer, 0), PromptLedger(), TrainerState()
         if folder := latest_checkpoint(self.run):
@@ -104,9 +112,10 @@ class TrainerParts:
             ledger=ledger,
             state=state,
             checkpoints=Checkpoints(self.run, self.config.checkpoint.keep),
-            pending=(),
+            pending=pending,
             metrics=MetricsWriter(self.run.metrics_file("trainer")),
             stop_asked=stop_asked,
+            job_end=job_end,
         )
 
     def file_exchange(self) -> FileTrainerExchange:
@@ -127,6 +136,7 @@ def make_searcher(
     *,
     task: TabularTask | None = None,
     generator: Generator | None = None,
+    stop_asked: Callable[[], bool] = never,
 ) -> Searcher:
     """The only searcher of a run, on the tabular policy."""
     task = task or TabularTask(TABLE)
@@ -141,10 +151,11 @@ def make_searcher(
             searchers=1,
             max_tokens=TABLE.length,
             limits={"validation": config.evaluate.validation_prompts, "test": None},
+            last_step=config.train.steps,
         ),
         report=lambda part: write_evaluation(run, 0, 1, part),
         metrics=MetricsWriter(run.metrics_file("searcher")),
-        stop_asked=never,
+        stop_asked=stop_asked,
         sequences=24,
         pending_shards=config.exchange.pending_shards,
     )
@@ -287,13 +298,107 @@ def _losses_reach(run: RunDir, step: int, reached: list[bool]) -> bool:
     return reached[0]
 
 
-def test_a_stop_before_the_first_step_leaves_a_checkpoint(tmp_path: Path) -> None:
+# --- Stop ---
+
+
+def test_a_stop_saves_what_is_new_and_nothing_twice(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    parts = TrainerParts(config, RunDir.create(config))
-    shards = _sealed(config, parts.run, 1)
-    assert not parts.build(ReplayExchange(shards, 0), stop_asked=lambda: True).run()
-    folder = latest_checkpoint(parts.run)
-    assert folder is not None and read_state(folder).step == 0
+    run = RunDir.create(config)
+    shards = _sealed(config, run, 4)
+
+    def checkpoints_after(stop_asked: Callable[[TrainerParts], bool]) -> list[str]:
+        parts = TrainerParts(config, run)
+        assert not parts.build(ReplayExchange(shards, 0), lambda: stop_asked(parts)).run()
+        return sorted(folder.name for folder in run.checkpoints.iterdir())
+
+    assert checkpoints_after(lambda parts: True) == []
+    assert checkpoints_after(lambda parts: len(parts.buffer) > 0) == ["step-000000"]
+    every = f"step-{config.checkpoint.every:06d}"  # asked to stop while it was being written
+    assert checkpoints_after(lambda parts: every in str(latest_checkpoint(run))) == ["step-000000", every]
+    assert checkpoints_after(lambda parts: True) == ["step-000000", every]
+    assert [record.get("event") for record in read_metrics(run.metrics_file("trainer"))][-1] == "stopped"
+
+
+def test_a_step_is_begun_only_where_a_save_still_fits() -> None:
+    assert not is_late(math.inf, step_seconds=1e9, save_seconds=1e9)
+    needed = 7 + 40 + MARGIN_SECONDS
+    assert not is_late(needed, step_seconds=7, save_seconds=40)
+    assert is_late(needed - 0.1, step_seconds=7, save_seconds=40)
+
+
+def test_the_end_of_the_job_stops_the_run_and_the_time_of_a_save_is_learned(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path, train={"steps": 10**6}, exchange={"sync_every": 10**6}, checkpoint={"every": 10**6}
+    )
+    run = RunDir.create(config)
+    shards = _sealed(config, run, 2)
+    reached = 0
+    for life in range(2):
+        end = time.time() + MARGIN_SECONDS + 1
+        assert not TrainerParts(config, run).build(ReplayExchange(shards, life), job_end=end).run()
+        assert time.time() < end
+        folder = latest_checkpoint(run)
+        assert folder is not None
+        state = read_state(folder)
+        assert state.step > reached and 0 < state.save_seconds < MARGIN_SECONDS
+        reached = state.step
+
+
+class Killed(Exception):
+    """The end of a life without a word."""
+
+
+def test_a_life_that_ends_before_its_first_checkpoint_still_counts(tmp_path: Path) -> None:
+    """What it sealed is merged, and not dealt again, by the next."""
+    config = make_config(tmp_path)
+    run = RunDir.create(config)
+    shards, dying = _sealed(config, run, 3), TrainerParts(config, run)
+
+    def dies() -> bool:
+        if len(_losses(run)) == config.checkpoint.every - 1:
+            raise Killed
+        return False
+
+    with pytest.raises(Killed):
+        dying.build(ReplayExchange(shards, 0), dies).run()
+    assert latest_checkpoint(run) is None
+    pending = list(read_pending(run, {}))
+    TrainerParts(config, run).build(ReplayExchange(shards, 0), lambda: True, pending=pending).run()
+    folder = latest_checkpoint(run)
+    assert folder is not None and read_state(folder).cursors == {0: 3}
+    ledger = PromptLedger.from_array(read_arrays(folder / "prompts.h5")["done"])
+    assert next(training_requests(config, TabularTask(TABLE), 0, ledger)).position == ledger.frontier == 12
+
+
+class Endless(TabularGenerator):
+    """Never finishes a completion."""
+
+    def step(self) -> list[Group]:
+        """Time passes."""
+        time.sleep(0.001)
+        return []
+
+
+@pytest.mark.parametrize(
+    ("version", "asked", "leaves"), [(7, False, True), (12, False, False), (12, True, True)]
+)
+def test_only_the_last_evaluation_is_waited_for_and_no_longer_than_wished(
+    version: int, asked: bool, leaves: bool, tmp_path: Path
+) -> None:
+    """Step 7 is somewhere in the run, step 12 its end; the trainer has closed the exchange."""
+    config, stop = make_config(tmp_path), threading.Event()
+    run = RunDir.create(config)
+    exchange = OneShot(wanted=0, version=version, evaluate="test")
+    searcher = make_searcher(config, run, exchange, generator=Endless(TABLE), stop_asked=stop.is_set)
+    thread = threading.Thread(target=searcher.run)
+    thread.start()
+    if asked:
+        stop.set()
+    thread.join(10 if leaves else 0.5)
+    assert thread.is_alive() != leaves
+    stop.set()
+    thread.join(10)
+    assert not thread.is_alive() and read_evaluation(run, "test", version, 1) is None
 
 
 # --- What goes wrong ---
@@ -322,16 +427,18 @@ class OneShot:
 
     wanted: int
     closes: bool = True
+    version: int = 7
+    evaluate: Split | None = None
     offered: list[Shard] = field(default_factory=list)
     polled: bool = False
 
     def poll(self) -> WeightUpdate | None:
-        """Version 7, once."""
+        """The weights, once."""
         if self.polled:
             return None
         self.polled = True
         data = TABLE.ref_logits_PSV.reshape(-1).view(np.uint8)
-        return WeightUpdate(7, TabularLearner(TABLE).layout, data, None, time.time())
+        return WeightUpdate(self.version, TabularLearner(TABLE).layout, data, self.evaluate, time.time())
 
     def offer(self, shard: Shard) -> None:
         """Keep it."""
@@ -348,7 +455,8 @@ class OneShot:
     @property
     def closed(self) -> bool:
         """Whether enough has come."""
-        return self.closes and sum(len(shard.trajectories) for shard in self.offered) >= self.wanted
+        enough = sum(len(shard.trajectories) for shard in self.offered) >= self.wanted
+        return self.polled and self.closes and enough
 
     def close(self) -> None:
         """Nothing is held."""

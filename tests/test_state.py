@@ -30,9 +30,11 @@ from tba_hpc.state import (
     complete_checkpoint,
     discard_evaluations,
     latest_checkpoint,
+    log_event,
     prune_shards,
     publish,
     read_evaluation,
+    read_events,
     read_state,
     write_atomic,
     write_evaluation,
@@ -215,7 +217,7 @@ def test_where_there_is_no_room_the_old_file_stays(tmp_path: Path) -> None:
 
 STATE = TrainerState(
     step=400, round=200, cursors={0: 17, 3: 5}, trajectories=900, added=800, duplicates=100,
-    evicted=4, tokens=12345, train_seconds=67.25, seed=7,
+    evicted=4, tokens=12345, train_seconds=67.25, save_seconds=1.5, seed=7,
 )  # fmt: skip
 
 
@@ -236,8 +238,8 @@ def test_state_round_trips_and_other_formats_are_refused(run: RunDir) -> None:
     checkpoint(run, STATE)
     folder = latest_checkpoint(run)
     assert folder is not None and read_state(folder) == STATE
-    with pytest.raises(StateError, match="not of format 1"):
-        TrainerState.from_json(STATE.to_json().replace('"format": 1', '"format": 2'))
+    with pytest.raises(StateError, match="not of format 2"):
+        TrainerState.from_json(STATE.to_json().replace('"format": 2', '"format": 1'))
 
 
 def test_only_complete_checkpoints_count(run: RunDir) -> None:
@@ -270,6 +272,8 @@ def test_a_second_checkpoint_of_a_step_leaves_the_first_alone(run: RunDir) -> No
     complete_checkpoint(run, folder, later, keep=1)
     assert names(run) == ["step-000400.1"]
     assert read_state(folder) == later
+    complete_checkpoint(run, begin_checkpoint(run, 400), later, keep=1)
+    assert names(run) == ["step-000400.2"]  # not the name of the first, which would make it the oldest
 
 
 def test_shards_are_pruned_up_to_the_oldest_kept_checkpoint(run: RunDir) -> None:
@@ -416,7 +420,9 @@ def test_an_evaluation_is_there_when_all_parts_are(run: RunDir) -> None:
 def test_a_resume_discards_evaluations_of_steps_it_takes_again(run: RunDir) -> None:
     for step in (80, 100, 120):
         write_evaluation(run, 0, 1, part(step, 1, 1))
+    write_evaluation(run, 0, 2, part(90, 1, 1))  # the other searcher's part never came
     discard_evaluations(run, after=100)
+    assert not list(run.evaluations.glob("*-000090"))
     found = [step for step in (80, 100, 120) if read_evaluation(run, "test", step, 1)]
     assert found == [80, 100]
 
@@ -424,14 +430,45 @@ def test_a_resume_discards_evaluations_of_steps_it_takes_again(run: RunDir) -> N
 # --- Signals ---
 
 
-@pytest.mark.parametrize("number", StopFlag.SIGNALS, ids=lambda number: number.name)
-def test_signals_set_the_flag_and_nothing_else(number: signal.Signals) -> None:
-    before = {each: signal.getsignal(each) for each in StopFlag.SIGNALS}
-    try:
-        flag = StopFlag()
-        assert not flag.is_set
-        os.kill(os.getpid(), number)
-        assert flag.is_set and flag.signal_name == number.name
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+STOPPABLE = """
+import os, signal, sys
+from tba_hpc.state import StopFlag
+number = signal.Signals[sys.argv[1]]
+with StopFlag() as stop:
+    before = stop.is_set
+    os.kill(os.getpid(), number)
+    print(before, stop.is_set)
+os.kill(os.getpid(), number)
+"""
+
+
+@pytest.mark.parametrize("name", [number.name for number in StopFlag.SIGNALS])
+def test_signals_set_the_flag_and_later_nothing(name: str) -> None:
+    """In a process of its own, down to the end of the interpreter."""
+    command = [sys.executable, "-c", STOPPABLE, name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False True\n", "")
+
+
+# --- Events ---
+
+
+def test_events_are_lines_that_a_crash_may_tear(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_events(run) == []
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    log_event(run, "start", attempt="attempt-001", trainers=1, searchers=2)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    log_event(run, "refused", sentence='no "model" at C:\\\nmodels')
+    with run.events_file.open("a") as file:
+        file.write('{"time": 1.0, "ev')
+    first, second = read_events(run)
+    assert abs(first.pop("time") - time.time()) < 60 and second.pop("time") > 0
+    assert first == {
+        **{"event": "start", "job": "", "life": 0},
+        **{"attempt": "attempt-001", "trainers": 1, "searchers": 2},
+    }
+    assert second == {
+        **{"event": "refused", "job": "17", "life": 2},
+        **{"sentence": 'no "model" at C:\\\nmodels'},
+    }

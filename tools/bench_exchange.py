@@ -37,7 +37,8 @@ from tba_hpc.types import RECORD, Ragged, Shard, Trajectories, WeightLayout, mak
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from tba_hpc.backends.mpi_exchange import MpiWorld
+    from tba_hpc.backends.mpi_exchange import MpiSearcherExchange, MpiTrainerExchange
+    from tba_hpc.backends.mpi_world import MpiWorld
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -150,7 +151,7 @@ def join(memory: str) -> MpiWorld:
     """The world; ``nodes`` makes every rank a node of its own."""
     from mpi4py import MPI
 
-    from tba_hpc.backends.mpi_exchange import MpiWorld, split_by_memory
+    from tba_hpc.backends.mpi_world import MpiWorld, split_by_memory
 
     def alone(comm: MPI.Intracomm) -> MPI.Intracomm:
         return cast(MPI.Intracomm, comm.Split(comm.rank))
@@ -202,9 +203,30 @@ def weights_rank(memory: str, megabytes: float, rounds: int, result: Path) -> No
     result.write_text(json.dumps(asdict(row)))
 
 
+def open_trainer(world: MpiWorld, layout: WeightLayout) -> MpiTrainerExchange:
+    """The trainer's end, without a disk."""
+    from tba_hpc.backends.mpi_exchange import MpiTrainerExchange
+
+    return MpiTrainerExchange.open(
+        world,
+        layout,
+        bucket_mb=BUCKET_MB,
+        read_pending=lambda cursors: (),
+        cursors={},
+        evaluated=lambda split, version: True,
+    )
+
+
+def open_searcher(world: MpiWorld) -> MpiSearcherExchange:
+    """A searcher's end."""
+    from tba_hpc.backends.mpi_exchange import MpiSearcherExchange
+
+    return MpiSearcherExchange.open(world)
+
+
 def publish_weights(world: MpiWorld, layout: WeightLayout, source: np.ndarray, rounds: int) -> np.ndarray:
     """The trainer's clock, s [rounds, 3]: publish called and returned, seconds of a memcpy just before."""
-    exchange = world.open_trainer(layout, bucket_mb=BUCKET_MB)
+    exchange = open_trainer(world, layout)
     clock, copy = np.empty((rounds, 3)), np.zeros_like(source)
     for version in range(rounds):
         time.sleep(0.2)
@@ -223,7 +245,7 @@ def publish_weights(world: MpiWorld, layout: WeightLayout, source: np.ndarray, r
 
 def take_weights(world: MpiWorld, layout: WeightLayout, private: np.ndarray, rounds: int) -> np.ndarray:
     """A searcher's clock, s [rounds, 2 and 1 unused]: weights polled, weights copied."""
-    exchange, clock = world.open_searcher(), np.zeros((rounds, 3))
+    exchange, clock = open_searcher(world), np.zeros((rounds, 3))
     while not exchange.closed:
         if update := exchange.poll():
             clock[update.version, 0] = time.monotonic()
@@ -280,7 +302,7 @@ def merge_rank(shards: int, result: Path) -> None:
     if world.role == "searcher":
         offer_shards(world, shards)
         return
-    exchange = world.open_trainer(WeightLayout.of([("weights", (1,))], "F32"), bucket_mb=1)
+    exchange = open_trainer(world, WeightLayout.of([("weights", (1,))], "F32"))
     buffer = ReplayBuffer(BufferSection(capacity=1_000_000), seed=0)
     wanted = world.searchers * shards * PROMPTS * COMPLETIONS
     merged = rounds = 0
@@ -304,7 +326,7 @@ def merge_rank(shards: int, result: Path) -> None:
 def offer_shards(world: MpiWorld, shards: int) -> None:
     """A light searcher: offers its shards as fast as it can, then polls until the end."""
     ready = [synthetic_shard(world.index, index) for index in range(shards)]
-    exchange = world.open_searcher()
+    exchange = open_searcher(world)
     world.comm.Barrier()
     for shard in ready:
         exchange.offer(shard)

@@ -1,11 +1,11 @@
-"""Searcher throughput against bare vLLM: same engine, same prompts, one process, segments alternating.
+"""Searcher throughput against bare vLLM: engines of the same settings, same prompts, segments alternating.
 
     python tools/bench_searcher.py [--model FOLDER] [--rounds 7] [--json]
 
-Arms: ``bare`` hands all prompts to ``LLM.generate`` at once; ``generator`` refills our generator as groups
-end; ``searcher`` is the real loop of tba_hpc.searcher, with rewards, reference log-probabilities and seals
-on disk in its second thread. An arm's figure is the median over rounds of its tokens per second divided by
-bare's of the same round; the arm without reference shows what that costs.
+Arms: ``bare`` is a process that hands all prompts to ``LLM.generate`` at once; ``generator`` refills our
+generator as groups end; ``searcher`` is the real loop of tba_hpc.searcher, with rewards, reference
+log-probabilities and seals on disk. An arm's figure is the median over rounds of its tokens per second
+divided by bare's of the same round; the arm without reference shows what that costs.
 MODEL: see tools/make_tiny_model.py; the task is the quickstart's.
 """
 
@@ -17,27 +17,37 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from tba_hpc.backends import vllm_engine
+from tba_hpc.backends.engine_channel import EngineSettings
 from tba_hpc.backends.hdf5_shards import ShardWriter
 from tba_hpc.backends.hf_model import load_policy, load_tokenizer
 from tba_hpc.backends.hf_reference import HfReference
-from tba_hpc.backends.vllm_generator import VllmGenerator, sampling_params
+from tba_hpc.backends.vllm_generator import VllmGenerator, engine_settings
 from tba_hpc.config import Config, load_config
 from tba_hpc.evaluator import Evaluator
 from tba_hpc.metrics import MetricsWriter, read_metrics
 from tba_hpc.ports import Reference
-from tba_hpc.report.status import print_rows
+from tba_hpc.report.summary import series
+from tba_hpc.report.tables import print_rows
 from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
 from tba_hpc.state import RunDir
 from tba_hpc.tasks import load_task
 from tba_hpc.types import Group, Request, Sampling, Shard, WeightLayout, WeightUpdate
 
+if TYPE_CHECKING:
+    from vllm import LLM
+
+AHEAD = int(__import__("os").environ.get("AHEAD", "2"))
 ROOT = Path(__file__).parents[1]
 
 Arm = Callable[[list[Request]], int]
@@ -50,25 +60,48 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         overrides = [f"model.path={options.model}", f"run.root={scratch}"]
         bench = Bench(load_config(ROOT / "configs" / "quickstart.yaml", overrides))
-        arms: dict[str, Arm] = {
-            "bare": bench.bare,
-            "generator": bench.refill,
-            "searcher without reference": lambda requests: bench.searcher(requests, NoReference()),
-            "searcher": bench.searcher,
-        }
-        rates = measure(arms, bench.requests(options.prompts), options.rounds)
+        with ProcessPoolExecutor(1, get_context("spawn"), build_bare, (bench.settings,)) as bare:
+            arms: dict[str, Arm] = {
+                "bare": lambda requests: bare.submit(generate_bare, requests).result(),
+                "generator": bench.refill,
+                "searcher without reference": lambda requests: bench.searcher(requests, NoReference()),
+                "searcher": bench.searcher,
+            }
+            rates = measure(arms, bench.requests(options.prompts), options.rounds)
         rows = summarize(rates)
         rows[-1]["sealing"] = bench.seal_share
-    bench.generator.close()
+        bench.generator.close()
     print_rows(rows, as_json=options.json)
 
 
+_llm: LLM
+"""The bare engine, in the process of its own."""
+
+
+def build_bare(settings: EngineSettings) -> None:
+    """In a new process: the engine as a searcher's engine process builds it."""
+    global _llm
+    vllm_engine.prepare_environment()
+    _llm = vllm_engine.build(settings)
+
+
+def generate_bare(requests: list[Request]) -> int:
+    """vLLM's own offline loop, with everything it could wish for: all prompts at once."""
+    prompts = [request.prompt.tokens.tolist() for request in requests]
+    params = [vllm_engine.sampling_params(request.sampling, request.n) for request in requests]
+    outputs = _llm.generate(prompts, params, use_tqdm=False)
+    return sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+
+
 class Bench:
-    """One engine and what the three arms need of it."""
+    """A searcher's engine and what its arms need besides."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._sequences = config.generator.prompts_in_flight * config.generator.completions_per_prompt
+        self._sequences = (
+            config.generator.prompts_in_flight + AHEAD
+        ) * config.generator.completions_per_prompt
+        self.settings = engine_settings(config.model, config.generator, seed=0)
         self._run = RunDir.create(config)
         self._task = load_task(config.task, load_tokenizer(config.model.path))
         policy = load_policy(config.model.path, config.model.dtype)
@@ -86,28 +119,21 @@ class Bench:
             for i in range(count)
         ]
 
-    def bare(self, requests: list[Request]) -> int:
-        """vLLM's own offline loop, with everything it could wish for: all prompts at once."""
-        prompts = [request.prompt.tokens.tolist() for request in requests]
-        params = [sampling_params(request.sampling, request.n) for request in requests]
-        outputs = self.generator.llm.generate(prompts, params, use_tqdm=False)
-        return sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-
     def refill(self, requests: list[Request]) -> int:
         """Our generator alone: at least ``sequences`` in flight while prompts last."""
-        waiting, in_flight, before = iter(requests), 0, self.generator.tokens_generated
+        waiting, tokens = iter(requests), 0
         while True:
-            while in_flight < self._sequences and (request := next(waiting, None)):
+            while self.generator.in_flight < self._sequences and (request := next(waiting, None)):
                 self.generator.submit(request)
-                in_flight += request.n
-            if not in_flight:
-                return self.generator.tokens_generated - before
-            in_flight -= sum(group.request.n for group in self.generator.step())
+            if not self.generator.in_flight:
+                return tokens
+            for group in self.generator.step():
+                tokens += sum(len(completion.tokens) for completion in group.completions)
 
     def searcher(self, requests: list[Request], reference: Reference | None = None) -> int:
         """The whole loop, on an exchange that gives the weights once and takes shards at once."""
-        before = self.generator.tokens_generated
         shards, feed = ShardWriter(self._run, 0), Feed(requests)
+        sink = Sink(self._update, feed, self.generator, sum(request.n for request in requests))
         searcher = Searcher(
             generator=self.generator,
             scorer=Scorer(
@@ -116,9 +142,9 @@ class Bench:
                 shards,
                 seal_seconds=self._config.exchange.seal_seconds,
             ),
-            exchange=Sink(self._update, feed, self.generator, sum(request.n for request in requests)),
+            exchange=sink,
             requests=feed,
-            evaluator=Evaluator(self._task, searcher=0, searchers=1, max_tokens=1, limits={}),
+            evaluator=Evaluator(self._task, searcher=0, searchers=1, max_tokens=1, limits={}, last_step=0),
             report=lambda part: None,
             metrics=MetricsWriter(self._metrics),
             stop_asked=lambda: False,
@@ -126,13 +152,12 @@ class Bench:
             pending_shards=1,
         )
         searcher.run()
-        return self.generator.tokens_generated - before
+        return sink.tokens
 
     @property
     def seal_share(self) -> float:
         """Mean share of wall time that the scorer's thread spent sealing."""
-        shares = [float(record["search/seal_share"]) for record in read_metrics(self._metrics)]  # type: ignore[arg-type]
-        return statistics.mean(shares)
+        return statistics.mean(series(read_metrics(self._metrics), "search/seal_share"))
 
 
 class NoReference:
@@ -171,6 +196,7 @@ class Sink:
     wanted: int
     pending: int = 0
     trajectories: int = 0
+    tokens: int = 0
 
     def poll(self) -> WeightUpdate | None:
         """The weights, at the first call."""
@@ -180,6 +206,7 @@ class Sink:
     def offer(self, shard: Shard) -> None:
         """Count."""
         self.trajectories += len(shard.trajectories)
+        self.tokens += len(shard.trajectories.completions.values)
 
     def request_stop(self) -> None:
         """Nobody to ask."""

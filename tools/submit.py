@@ -15,8 +15,10 @@ from typing import Annotated
 
 import typer
 
-from tba_hpc.config import Config, ConfigError, load_config
-from tba_hpc.launch import slurm
+from tba_hpc.config import Config, ConfigError, load_config, require_files
+from tba_hpc.launch import controller, slurm
+from tba_hpc.launch.doctor import preflight
+from tba_hpc.launch.findings import Finding
 from tba_hpc.launch.plan import Plan, Site, load_site, plan
 from tba_hpc.launch.sbatch import RANK, TBA, Job, batch_script
 from tba_hpc.state import DiskFullError, RunDir, StateError
@@ -59,12 +61,14 @@ def submit(
         typer.echo(script, nl=False)
         return
     slurm.require_slurm()
+    warnings = _check(resolved, split, cluster)
     run = RunDir.create(resolved)
     if run.finished:
-        _tell(run, split, None, as_json)
+        _tell(run, split, None, [], as_json)
         return
     job = slurm.submit(run, script)
-    _tell(run, split, job.job_id, as_json)
+    warnings += controller.check_taken(slurm.job_fields(job.job_id), cluster)
+    _tell(run, split, job.job_id, warnings, as_json)
     if wait:
         job.wait()
         if not run.finished:
@@ -91,21 +95,28 @@ def _resolve(
     return load_config(path, [*overrides, *split.overrides, f"run.root={json.dumps(str(root))}"]), split
 
 
+def _check(config: Config, split: Plan, site: Site) -> list[Finding]:
+    """What may go wrong. Raises ConfigError or SubmitError for what will, before hours in the queue."""
+    if site.container is None:  # inside it paths may be others
+        require_files(config)
+    findings = preflight(config, split, site)
+    if problem := next((finding for finding in findings if finding.level == "problem"), None):
+        raise slurm.SubmitError(problem.sentence)
+    return [finding for finding in findings if finding.level == "warning"]
+
+
 def _job(config: Config, run: RunDir, site: Site) -> Job:
-    """The nodes use this Python, unless the site brings another."""
-    own = site.venv is None and site.container is None
-    python = [sys.executable] if own else ["python"]
     return Job(
         name=f"tba-{config.run.name}",
         run=run.path,
         library=HOME / "slurm/env.sh",
-        rank=[*python, *RANK[1:]],
-        tba=[*python, *TBA[1:]],
+        rank=[*site.python, *RANK[1:]],
+        tba=[*site.python, *TBA[1:]],
     )
 
 
-def _tell(run: RunDir, split: Plan, job: str | None, as_json: bool) -> None:
-    """What was done, and the commands that come next."""
+def _tell(run: RunDir, split: Plan, job: str | None, warnings: list[Finding], as_json: bool) -> None:
+    """What was done, what to know about it, and the commands that come next."""
     again = " ".join(sys.argv)
     commands = {
         "watch": f"tba status {run.path}",
@@ -115,25 +126,25 @@ def _tell(run: RunDir, split: Plan, job: str | None, as_json: bool) -> None:
         "stop": f"scancel --batch --signal=USR1 {job}",
         "resume": f"python {again}",
     }
+    sentences = [warning.sentence for warning in warnings]
     if as_json:
-        print(
-            json.dumps(
-                {"job": job, "run": str(run.path), "commands": commands if job else {}, **asdict(split)}
-            )
-        )
+        done = {"job": job, "run": str(run.path), "commands": commands if job else {}, "warnings": sentences}
+        print(json.dumps({**done, **asdict(split)}))
     elif job is None:
         print(f"finished already, nothing to submit: {run.summary}\nanother run: --set run.name=…")
     else:
         print(f"{split.why}\njob {job}, run directory {run.path}")
         for name, command in commands.items():
             print(f"  {name:7} {command}")
+        for sentence in sentences:
+            print(f"warning: {sentence}", file=sys.stderr)
 
 
 def main() -> None:
     """Entry point: print a user's error as one sentence."""
     try:
         app()
-    except (ConfigError, StateError, DiskFullError, slurm.SubmitError) as error:
+    except (ConfigError, StateError, DiskFullError, slurm.SubmitError, controller.ControllerError) as error:
         print(f"submit: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
 

@@ -1,63 +1,69 @@
-"""The policy that samples: one vLLM engine inside the searcher's process.
+"""The policy that samples: a searcher's hold on one vLLM engine, which lives in a process of its own.
 
-It must not know where weights come from or what becomes of the completions. No other module imports vllm.
+It must not know where weights come from or what becomes of the completions, nor vLLM itself: that is
+``vllm_engine``'s. So the engine shares neither a core nor Python's lock with what the searcher does
+besides, and its rank outlives it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
-from collections.abc import Iterator
-from traceback import format_exception
-from typing import TYPE_CHECKING, cast
+import signal
+import socket
+import subprocess
+import sys
+import time
 
+import msgspec
 import numpy as np
-import torch
-from pydantic import ValidationError
 
+from tba_hpc.backends.engine_channel import (
+    ANSWERS,
+    Answer,
+    Channel,
+    Command,
+    Died,
+    EngineSettings,
+    Finished,
+    Load,
+    Loaded,
+    Progress,
+    Ready,
+    Refused,
+    SharedWeights,
+    Submit,
+)
 from tba_hpc.config import ConfigError, GeneratorSection, ModelSection
 from tba_hpc.ports import EngineError
-from tba_hpc.types import Completion, Group, Request, Sampling, WeightSlot, WeightUpdate
-
-if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput, SamplingParams
-    from vllm.outputs import CompletionOutput
+from tba_hpc.types import Completion, Group, Request, WeightUpdate
 
 log = logging.getLogger(__name__)
+
+ENGINE = "tba_hpc.backends.vllm_engine"
+"""The program of the engine's process."""
+
+STEP_SECONDS = 0.01
+"""Longest wait of ``step`` for something finished."""
 
 REBUILDS_WITHOUT_RESULT = 3
 """Rebuilds in a row, with no finished group in between, after which the searcher gives up."""
 
-CPU_KV_CACHE_MB = 512
-"""KV cache on a machine without GPU where none is configured; vLLM's own default takes most of the memory."""
+LONGEST_LOOK = 1.0
+"""Silence that one look counts at most, s: a rank that was itself stopped must not blame its engine."""
 
-TORCH_DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+EXIT_SECONDS = 1.0
+"""Time that a process has to end once it has closed its socket."""
 
-ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output belongs to the program
-    "VLLM_NO_USAGE_STATS": "1",  # vLLM otherwise reports each start to its makers
-}
-CPU_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # one core per rank; more by setting the variable
-    "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than a small run and needs a C++ compiler
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks of one node must not pin themselves to the same cores
-}
+WORKERS_SECONDS = 15.0
+"""Time that an engine's worker processes have to leave by themselves once it is gone."""
 
-RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
+KILL_SECONDS = 30.0
+"""Time that the kernel has to end a killed process."""
 
-
-def prepare_environment() -> None:
-    """Set the variables that vLLM reads once, when it is imported. What the user has set is kept."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine must live in this process
-    on_gpu = torch.cuda.is_available()
-    for name, value in (ENVIRONMENT if on_gpu else ENVIRONMENT | CPU_ENVIRONMENT).items():
-        os.environ.setdefault(name, value)
-    if not on_gpu:
-        # torch read OMP_NUM_THREADS when it was imported, perhaps before it was set here.
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+MPI_VARIABLES = ("OMPI_", "PMIX_", "PRTE_", "PMI_")
+"""What an engine must not inherit: it would take itself for the MPI rank, and hang at its end."""
 
 
 class VllmGenerator:
@@ -65,162 +71,135 @@ class VllmGenerator:
 
     ``prompts_in_flight`` × ``completions_per_prompt`` sequences are decoded at once; what is submitted beyond
     that queues inside the engine. ``seed`` should differ between searchers and between restarts of one.
-    The weights start as those of ``model.path``, version 0. Raises ConfigError where vLLM refuses them.
+    The weights start as those of ``model.path``, version 0.
+
+    The engine steps on its own from the first submit on; a call here only passes something on or takes what
+    is finished. The constructor returns while the engine is still being built, and what is asked of it until
+    then waits. To be called from one thread: the kernel ends the engine with the thread that started it.
     """
 
     def __init__(self, model: ModelSection, generator: GeneratorSection, *, seed: int) -> None:
-        prepare_environment()
         self._model = model
         self._generator = generator
         self._seed = seed
-        self._update: WeightUpdate | None = None
-        self._staged = np.empty(0, np.uint8)
-        self._requests: dict[str, Request] = {}
+        self._weights = SharedWeights()
+        self._load: Load | None = None
+        self._requests: dict[int, Request] = {}
+        self._open = 0  # completions of these that have not ended
         self._submitted = 0
+        self._finished: list[Group] = []
         self._rebuilds_in_a_row = 0
+        self._was_ready = False
         self.version = 0
+        self.loading = False
+        self.load_seconds = 0.0
+        self.busy_seconds = 0.0
         self.rebuilds = 0
-        """Times that a dead engine was replaced."""
-        self.tokens_generated = 0
-        """Tokens of all finished completions."""
-        self._engine: LLM | None = self._build_first()
+        self._engine = self._start()
 
     @property
     def in_flight(self) -> int:
-        """Requests submitted and not yet finished."""
-        return len(self._requests)
+        """Completions submitted that have not ended yet, or whose group ``step`` has not returned yet."""
+        return self._open + sum(group.request.n for group in self._finished)
 
     def submit(self, request: Request) -> None:
         """Queue a request. ValueError where prompt and completion exceed the context."""
         self._check_length(request)
         self._submitted += 1
-        name = str(self._submitted)
-        self._enqueue(name, request)
-        self._requests[name] = request
+        self._requests[self._submitted] = request
+        self._open += request.n
+        if self._engine.ready:
+            self._pass_on(self._submitted)
 
     def step(self) -> list[Group]:
-        """Advance every request in flight by one token; return the groups that are now whole.
+        """The groups finished since the last call; waits a moment where there are none.
 
-        An engine that dies is replaced, and its requests start again. Raises EngineError after
-        REBUILDS_WITHOUT_RESULT replacements that finished nothing.
+        An engine that died, or was silent for ``generator.deadline_seconds``, is replaced, and its requests
+        start again. Raises EngineError after REBUILDS_WITHOUT_RESULT replacements that finished nothing,
+        and ConfigError where vLLM refuses the first one.
         """
-        outputs: list[RequestOutput] = []
-        try:
-            outputs = cast("list[RequestOutput]", self.llm.llm_engine.step())
-        except Exception as error:
-            self._bury(error)
-        self._rebuild_if_dead()
-        return [self._finish(output) for output in outputs if output.finished]
+        self._listen()
+        groups, self._finished = self._finished, []
+        return groups
 
     def load(self, update: WeightUpdate) -> None:
-        """Replace the weights in place. Requests in flight go on under the new weights.
+        """Replace the weights in place, as soon as the engine's current step is over.
 
-        What they have sampled keeps its log-probabilities and version; their attention cache is
-        recomputed, since a cache of the old weights would give log-probabilities of neither policy.
+        Requests in flight go on under the new weights. What they have sampled keeps its log-probabilities
+        and version; their attention cache is recomputed. Waits while ``loading``.
         """
-        self._update = self._stage(update)
-        self.version = update.version
-        try:
-            self._apply(self._update)
-        except Exception as error:
-            self._bury(error)
-        self._rebuild_if_dead()
+        while self.loading:
+            self._listen()
+        self._weights.write(update.data)
+        self._load = Load(update.version, self._weights.path, update.layout.to_json())
+        self.loading = True
+        if self._engine.ready:
+            self._engine.send(self._load)
 
     def close(self) -> None:
-        """Release the engine and its memory. Nothing may be called after it, but close again."""
-        self._requests.clear()
-        self._release()
+        """End the engine. Nothing may be called after it."""
+        self._engine.end()
+        self._weights.close()
 
-    @property
-    def llm(self) -> LLM:
-        """vLLM's own handle on the engine, for measurements beside this port."""
-        assert self._engine is not None, "the generator is closed"
-        return self._engine
+    def _listen(self) -> None:
+        for answer in self._engine.receive(STEP_SECONDS):
+            self._take(answer)
+        if failure := self._engine.failure:
+            self._rebuild(failure)
 
-    def _build_first(self) -> LLM:
-        """As _build, but what fails now is the configuration's fault."""
-        if self._generator.tensor_parallel > 1:
-            raise ConfigError(
-                f"generator.tensor_parallel={self._generator.tensor_parallel}, but an engine lives in its "
-                "searcher's process and takes one GPU: set it to 1 and use more searchers"
-            )
-        try:
-            return self._build()
-        except ValueError as error:
-            raise ConfigError(
-                f"vLLM cannot serve model.path={self._model.path} with this configuration: {_reason(error)}; "
-                "check model.context_length and generator.kv_cache_mb"
-            ) from error
+    def _take(self, answer: Answer) -> None:
+        match answer:
+            case Progress():
+                self.busy_seconds += answer.busy_seconds
+                self._open -= answer.ended
+                self._finished += [self._finish(finished) for finished in answer.finished]
+            case Loaded():
+                self.version, self.load_seconds, self.loading = answer.version, answer.seconds, False
+            case Ready():
+                self._was_ready = True
+                self._catch_up()
+            case Refused() if not self._was_ready:
+                raise ConfigError(
+                    f"vLLM cannot serve model.path={self._model.path} with this configuration: "
+                    f"{answer.reason}; check model.context_length, generator.kv_cache_mb and "
+                    "generator.tensor_parallel"
+                )
 
-    def _build(self) -> LLM:
-        # vllm reads its environment when it is imported, hence not before prepare_environment().
-        from vllm import LLM
+    def _catch_up(self) -> None:
+        """Tell a new engine everything that the one before knew, or that has waited for the first."""
+        if self._load is not None:
+            self._engine.send(self._load)
+        for number in self._requests:
+            self._pass_on(number)
 
-        logging.getLogger(RELOAD_LOGGER).addFilter(_is_not_about_rotary_embeddings)
-        on_gpu = torch.cuda.is_available()
-        cache_mb = self._generator.kv_cache_mb or (None if on_gpu else CPU_KV_CACHE_MB)
-        llm = LLM(
-            self._model.path,
-            dtype=self._model.dtype,
-            max_model_len=self._model.context_length,
-            max_num_seqs=self._generator.prompts_in_flight * self._generator.completions_per_prompt,
-            gpu_memory_utilization=self._generator.gpu_memory_utilization,
-            kv_cache_memory_bytes=cache_mb and cache_mb << 20,
-            enforce_eager=not on_gpu,
-            use_tqdm_on_load=False,
-            seed=self._seed + self.rebuilds,
-        )
-        llm.llm_engine.set_weight_version(str(self.version))
-        return llm
+    def _pass_on(self, number: int) -> None:
+        request = self._requests[number]
+        prompt = request.prompt.tokens.astype(np.int32).tobytes()
+        self._engine.send(Submit(number, prompt, request.n, request.sampling))
 
-    def _bury(self, error: Exception) -> None:
-        """Note the engine's death and let go of it. Raises EngineError where rebuilding does not help."""
+    def _finish(self, finished: Finished) -> Group:
+        self._rebuilds_in_a_row = 0
+        return _group(self._requests.pop(finished.request), finished)
+
+    def _rebuild(self, failure: str) -> None:
+        """Replace an engine that failed. Raises EngineError where that does not help."""
+        log.warning("the vLLM engine (process %d) %s", self._engine.pid, failure)
+        self._engine.end()
         if self._rebuilds_in_a_row == REBUILDS_WITHOUT_RESULT:
             raise EngineError(
                 f"the vLLM engine died {REBUILDS_WITHOUT_RESULT + 1} times without finishing a completion "
-                f"({type(error).__name__}: {_reason(error)}): see this searcher's log for the tracebacks"
-            ) from error
-        # As text, since a log handler that kept the exception would keep the dead engine's memory.
-        log.warning("the vLLM engine died; building another one\n%s", "".join(format_exception(error)))
+                f"(the last one {failure}): see this searcher's log"
+            )
+        log.warning("building another one")
         self._rebuilds_in_a_row += 1
         self.rebuilds += 1
-        self._release()
+        self._open = sum(request.n for request in self._requests.values())
+        self.loading = self._load is not None
+        self._engine = self._start()
 
-    def _rebuild_if_dead(self) -> None:
-        """Build another engine with the last weights, and start the requests in flight again."""
-        if self._engine is not None:
-            return
-        while self._engine is None:
-            gc.collect()  # only now is the exception gone whose traceback still held the dead engine's memory
-            try:
-                self._engine = self._build()
-                if self._update is not None:
-                    self._apply(self._update)
-            except Exception as error:
-                self._bury(error)
-        for name, request in self._requests.items():
-            self._enqueue(name, request)
-
-    def _release(self) -> None:
-        if self._engine is not None:
-            # A dead engine may fail to shut down in an orderly way; its memory is freed all the same.
-            with contextlib.suppress(Exception):
-                self._engine.llm_engine.engine_core.shutdown()
-        self._engine = None
-        gc.collect()
-
-    def _stage(self, update: WeightUpdate) -> WeightUpdate:
-        """A private copy: the caller's buffer is soon overwritten, and a rebuild needs the last weights."""
-        if len(self._staged) != update.layout.nbytes:
-            self._staged = np.empty(update.layout.nbytes, np.uint8)
-        np.copyto(self._staged, update.data)
-        return WeightUpdate(update.version, update.layout, self._staged, update.evaluate)
-
-    def _apply(self, update: WeightUpdate) -> None:
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": _tensors(update)})
-        self.llm.apply_model(_repack_output_layers)
-        self.llm.reset_prefix_cache(reset_running_requests=True)
-        self.llm.llm_engine.set_weight_version(str(update.version))
+    def _start(self) -> EngineProcess:
+        settings = engine_settings(self._model, self._generator, seed=self._seed + self.rebuilds)
+        return EngineProcess(settings, deadline=self._generator.deadline_seconds)
 
     def _check_length(self, request: Request) -> None:
         prompt, completion = len(request.prompt.tokens), request.sampling.max_tokens
@@ -231,90 +210,112 @@ class VllmGenerator:
                 "lower generator.max_tokens"
             )
 
-    def _enqueue(self, name: str, request: Request) -> None:
-        from vllm.inputs import tokens_input
 
-        prompt = tokens_input(request.prompt.tokens.tolist())
-        self.llm.llm_engine.add_request(name, prompt, sampling_params(request.sampling, request.n))
-
-    def _finish(self, output: RequestOutput) -> Group:
-        request = self._requests.pop(output.request_id)
-        self._rebuilds_in_a_row = 0
-        completions = tuple(_completion(sample) for sample in output.outputs)
-        self.tokens_generated += sum(len(completion.tokens) for completion in completions)
-        return Group(request, completions, np.array([_versions(s) for s in output.outputs], np.int32))
-
-
-def sampling_params(sampling: Sampling, n: int) -> SamplingParams:
-    """logprobs=0 asks for the sampled token's log-probability alone, at temperature 1, before top-p.
-
-    No seed per request: it costs a Python call per sequence and token, on a GPU also the fast sampler,
-    and vLLM 0.32's CPU sampler dies of it where a prompt is computed in two parts. The engine's own seed
-    makes the same order of calls give the same completions.
-    """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        n=n,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        max_tokens=sampling.max_tokens,
-        logprobs=0,
-        flat_logprobs=True,  # plain lists of numbers instead of an object per token
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # used for one request only
+def engine_settings(model: ModelSection, generator: GeneratorSection, *, seed: int) -> EngineSettings:
+    """The engine that a configuration asks for."""
+    return EngineSettings(
+        model=model.path,
+        dtype=model.dtype,
+        context_length=model.context_length,
+        sequences=generator.prompts_in_flight * generator.completions_per_prompt,
+        kv_cache_mb=generator.kv_cache_mb,
+        gpu_memory_utilization=generator.gpu_memory_utilization,
+        tensor_parallel=generator.tensor_parallel,
+        seed=seed,
     )
 
 
-def _completion(sample: CompletionOutput) -> Completion:
-    from vllm.logprobs import FlatLogprobs
+class EngineProcess:
+    """A process with an engine in it, leader of a session of its own; it writes to this process's log.
 
-    assert sample.finish_reason in ("stop", "length"), sample.finish_reason
-    assert isinstance(sample.logprobs, FlatLogprobs)
-    return Completion(
-        tokens=np.asarray(sample.token_ids, np.int32),
-        logprobs=np.asarray(sample.logprobs.logprobs, np.float32),  # one per position: the sampled token's
-        finish_reason="stop" if sample.finish_reason == "stop" else "length",
-    )
-
-
-def _versions(sample: CompletionOutput) -> tuple[int, int]:
-    """Oldest and newest weights that sampled a token of it."""
-    spans = sample.weight_versions
-    assert spans, "the engine labels every token with the version of its weights"
-    return int(spans[0].version), int(spans[-1].version)
-
-
-def _tensors(update: WeightUpdate) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views of the flat buffer under the tensors' Hugging Face names; nothing is copied."""
-    return ((slot.name, _view(update.data, slot)) for slot in update.layout.slots)
-
-
-def _view(data: np.ndarray, slot: WeightSlot) -> torch.Tensor:
-    return torch.from_numpy(data[slot.start : slot.end]).view(TORCH_DTYPE[slot.dtype]).view(slot.shape)
-
-
-def _repack_output_layers(model: torch.nn.Module) -> None:
-    """Refresh the packed copy that the CPU kernels keep of the output layer.
-
-    vLLM 0.32 repacks a layer when its own weights have been reloaded; an output layer that is tied to the
-    embedding has none, and would silently go on with the old ones.
+    A signal to the rank's process group does not reach it: it ends when it is killed, or the rank is gone.
+    ``deadline``: longest silence, s.
     """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    for layer in model.modules():
-        if isinstance(layer, ParallelLMHead):
-            layer.quant_method.process_weights_after_loading(layer)
+    def __init__(self, settings: EngineSettings, *, deadline: float) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            arguments = [msgspec.json.encode(settings).decode(), str(os.getpid()), str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", ENGINE, *arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={name: text for name, text in os.environ.items() if not name.startswith(MPI_VARIABLES)},
+                start_new_session=True,
+            )
+        self._channel = Channel(ours, ANSWERS)
+        self._deadline = deadline
+        self._silence = 0.0
+        self._looked = time.monotonic()
+        self._last_word = ""
+        self.pid = self._process.pid
+        self.ready = False
+        """Whether the engine is built, and takes commands."""
+
+    def send(self, command: Command) -> None:
+        """Send a command; the engine takes it between two steps."""
+        self._channel.send(command)
+
+    def receive(self, seconds: float) -> list[Answer]:
+        """What the engine has said; waits up to ``seconds`` where it has said nothing."""
+        answers = self._channel.receive(seconds)
+        now = time.monotonic()
+        self._silence = 0.0 if answers else self._silence + min(now - self._looked, LONGEST_LOOK)
+        self._looked = now
+        for answer in answers:
+            self.ready |= isinstance(answer, Ready)
+            if isinstance(answer, Died | Refused):
+                self._last_word = answer.reason
+        return answers
+
+    @property
+    def failure(self) -> str | None:
+        """How the engine failed, as the end of a sentence; None while it is well."""
+        if self._last_word:
+            return f"failed: {self._last_word}"
+        if self._channel.closed:
+            return self._exit()
+        if self._silence > self._deadline:
+            return f"was silent for more than generator.deadline_seconds={self._deadline:g}"
+        return None
+
+    def end(self) -> None:
+        """Kill it and what it has started. Raises EngineError where the kernel does not end it."""
+        self._channel.close()
+        self._process.kill()
+        try:
+            self._process.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise EngineError(
+                f"the vLLM engine (process {self.pid} on {socket.gethostname()}) cannot be killed, perhaps "
+                "because its GPU does not answer: leave out this node and start the same run again"
+            ) from None
+        self._end_workers()
+
+    def _exit(self) -> str:
+        try:
+            code = self._process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+
+    def _end_workers(self) -> None:
+        """Those of tensor parallelism leave and clean up after their engine; one that hangs is killed."""
+        end = time.monotonic() + WORKERS_SECONDS
+        with contextlib.suppress(ProcessLookupError):  # nobody is left
+            while time.monotonic() < end:
+                os.killpg(self.pid, 0)
+                time.sleep(0.02)
+            os.killpg(self.pid, signal.SIGKILL)
 
 
-def _reason(error: Exception) -> str:
-    """First sentence of an error of vLLM, whose configuration is checked by pydantic."""
-    text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-    return text.split("\n")[0].split(". ")[0]
-
-
-def _is_not_about_rotary_embeddings(record: logging.LogRecord) -> bool:
-    """They have no weights, and vLLM warns at every load that it found none for them."""
-    return "RotaryEmbedding" not in record.getMessage()
+def _group(request: Request, finished: Finished) -> Group:
+    lengths = np.frombuffer(finished.lengths, np.int32)
+    ends = np.cumsum(lengths)[:-1]
+    tokens = np.split(np.frombuffer(finished.tokens, np.int32), ends)
+    logprobs = np.split(np.frombuffer(finished.logprobs, np.float32), ends)
+    completions = tuple(
+        Completion(row, logprobs_T, "stop" if stopped else "length")
+        for row, logprobs_T, stopped in zip(tokens, logprobs, finished.stopped, strict=True)
+    )
+    return Group(request, completions, np.frombuffer(finished.versions, np.int32).reshape(-1, 2))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ from rich.console import Console
 
 from tba_hpc.config import Config
 from tba_hpc.report.status import LiveDisplay
-from tba_hpc.state import RunDir, write_atomic
+from tba_hpc.state import RunDir, log_event, write_atomic
 from tba_hpc.types import Role
 
 WATCH_SECONDS = 0.25
@@ -42,7 +43,13 @@ TAIL_LINES = 15
 """Lines of a failed rank's log that are shown."""
 
 USER_ERROR = 2
-"""Exit status of a rank, and of a run, that ended by something the user can mend."""
+"""Exit status of a rank, and of a run, that ended by something that only the user can mend."""
+
+FAULT = 1
+"""Exit status of a rank, and of a run, that another start may save: a peer is missing, an engine died."""
+
+ASK_AGAIN_SECONDS = 2.0
+"""Pause between two requests to stop: mpiexec loses one that comes while it is starting its ranks."""
 
 MPIEXEC = "mpiexec"
 """Name of the one process that an MPI world is to the launcher."""
@@ -107,10 +114,14 @@ def own_log(run: RunDir, role: Role, index: int) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def report_error(run: RunDir, role: Role, index: int, sentence: str) -> None:
-    """In a rank: leave the one sentence that the launcher shows to the user instead of a traceback."""
+def report_error(run: RunDir, role: Role, index: int, sentence: str, *, refused: bool) -> None:
+    """In a rank: leave the one sentence that the launcher shows to the user instead of a traceback.
+
+    refused: only the user can mend it, so that a batch script must not start the ranks again.
+    """
+    kind = "error" if refused else "fault"
     try:
-        write_atomic(run.attempt / f"error-{rank_name(role, index)}.txt", sentence.strip() + "\n")
+        write_atomic(run.attempt / f"{kind}-{rank_name(role, index)}.txt", sentence.strip() + "\n")
     except OSError as error:  # a full disk may be what is to be reported
         print(f"cannot leave a note for the launcher ({error}): {sentence}", file=sys.stderr)
 
@@ -196,6 +207,7 @@ class World:
     trainers: list[Child] = field(default_factory=list)
     searchers: list[Child] = field(default_factory=list)
     failed: Child | None = None
+    stopping: bool = False
     _left: float | None = None
 
     def __enter__(self) -> World:
@@ -206,6 +218,7 @@ class World:
 
     def ask_to_stop(self) -> None:
         """Ask every rank to checkpoint and end at its next safe point."""
+        self.stopping = True
         for child in self.trainers + self.searchers:
             child.ask_to_stop()
 
@@ -218,7 +231,8 @@ class World:
         """Exit status of the run, None while it goes on.
 
         A failed trainer ends the run, and so does the loss of the last searcher; the run goes on
-        without a searcher that failed while others live.
+        without a searcher that failed while others live. Searchers that were still starting when all were
+        asked to stop have ended at once, and the trainer has a checkpoint to write.
         """
         codes = [child.code for child in self.trainers]
         self.failed = next((child for child in self.trainers if child.code), None) or self._searchers_lost()
@@ -232,7 +246,8 @@ class World:
 
     def _searchers_lost(self) -> Child | None:
         """The first failed searcher once all have ended and not one of them well."""
-        return self.searchers[0] if self.searchers and all(child.code for child in self.searchers) else None
+        lost = self.searchers and not self.stopping and all(child.code for child in self.searchers)
+        return self.searchers[0] if lost else None
 
 
 def commands(run: RunDir, config: Config, *, program: Sequence[str] | None = None) -> dict[str, list[str]]:
@@ -309,47 +324,63 @@ def launch(
     console = console or Console()
     processes = commands(run, config, program=program)
     logs = run.begin_attempt()
+    log_event(
+        run, "start", attempt=logs.name, trainers=config.launch.trainers, searchers=config.launch.searchers
+    )
     with (
         listening() as asked,
         start_world(processes, logs) as world,
         LiveDisplay(run, config, console=console) as display,
     ):
-        code = _watch(world, asked, display.refresh, display.note)
+        code = _watch(run, world, asked, display)
     if asked.kill:
+        log_event(run, "failed", code=code)
         console.print(f"killed; to go on from the last checkpoint: tba run {run.path}", highlight=False)
-    elif asked.stop and code == 128 + signal.SIGUSR1:
+        return code
+    if asked.stop and code == 128 + signal.SIGUSR1:
         console.print("stopped before the roles were up: nothing was done, nothing is lost", highlight=False)
-        return 0
-    elif code:
-        name = world.failed.name if world.failed else MPIEXEC
-        sentence = user_error(logs)
-        text = sentence or failure(logs, name, code, config.launch.trainers)
-        Console(stderr=True).print(text, style="red", highlight=False, markup=False, soft_wrap=True)
-        return USER_ERROR if sentence else code
+        code = 0
+    if code == 0:
+        log_event(run, "finished" if run.finished else "stopped")
+        return code
+    return _explain(run, world, code, logs, config)
+
+
+def _explain(run: RunDir, world: World, code: int, logs: Path, config: Config) -> int:
+    """Say why the ranks ended with ``code``; the exit status of the run."""
+    refusal = user_error(logs)
+    name = world.failed.name if world.failed else MPIEXEC
+    text = refusal or _first_note(logs, "fault") or failure(logs, name, code, config.launch.trainers)
+    Console(stderr=True).print(text, style="red", highlight=False, markup=False, soft_wrap=True)
+    if refusal:
+        log_event(run, "refused", sentence=refusal)
+        return USER_ERROR
+    log_event(run, "failed", code=code)
     return code
 
 
-def _watch(world: World, asked: Asked, refresh: Callable[[], None], note: Callable[[str], None]) -> int:
-    """Wait for the end of the run; pass on the first request to stop, obey the one to kill."""
-    passed_on = False
+def _watch(run: RunDir, world: World, asked: Asked, display: LiveDisplay) -> int:
+    """Wait for the end of the run; pass on a request to stop until it is heard, obey the one to kill."""
+    asked_at = -math.inf
     while (code := world.poll()) is None:
         if asked.kill:
             world.kill()
             return 128 + signal.SIGINT
-        if asked.stop and not passed_on:
-            passed_on = True
-            note("stopping at the next safe point, with a checkpoint; Ctrl-C again kills")
+        if asked.stop and not world.stopping:
+            log_event(run, "signal")
+            display.note("stopping at the next safe point, with a checkpoint; Ctrl-C again kills")
+        if asked.stop and time.monotonic() - asked_at > ASK_AGAIN_SECONDS:
+            asked_at = time.monotonic()
             world.ask_to_stop()
-        refresh()
+        display.refresh()
         time.sleep(WATCH_SECONDS)
     return code
 
 
 def user_error(logs: Path) -> str | None:
-    """The sentence of the rank that failed first by something the user can mend, if any was."""
-    sentences = sorted(logs.glob("error-*.txt"), key=lambda path: path.stat().st_mtime_ns)
-    if sentences:
-        return sentences[0].read_text(encoding="utf-8").strip()
+    """The sentence of the rank that failed first by something that only the user can mend, if any was."""
+    if note := _first_note(logs, "error"):
+        return note
     free = shutil.disk_usage(logs).free
     if free < FULL_BYTES:  # then no rank could leave its sentence
         return (
@@ -357,6 +388,12 @@ def user_error(logs: Path) -> str | None:
             "start the same run again; nothing sealed is lost"
         )
     return None
+
+
+def _first_note(logs: Path, kind: str) -> str | None:
+    """The sentence that a rank left first; see ``report_error``."""
+    notes = sorted(logs.glob(f"{kind}-*.txt"), key=lambda path: path.stat().st_mtime_ns)
+    return notes[0].read_text(encoding="utf-8").strip() if notes else None
 
 
 def failure(logs: Path, child: str, code: int, trainers: int) -> str:

@@ -5,7 +5,8 @@ Pure: it asks no Slurm and writes no file. ``sbatch.py`` turns a Plan into a bat
 
 from __future__ import annotations
 
-import difflib
+import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,7 +14,7 @@ from typing import Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from tba_hpc.config import Config, ConfigError, Section
+from tba_hpc.config import Config, ConfigError, Section, explain
 from tba_hpc.types import Role
 
 Form = Literal["het", "homogeneous"]
@@ -102,8 +103,25 @@ class Site(Section):
     searcher: ComponentSite = ComponentSite()
     """What searcher nodes need otherwise (het form)."""
 
+    @property
+    def seconds(self) -> float:
+        """Wall time of one life of the job, s."""
+        return slurm_seconds(self.time)
+
+    @property
+    def python(self) -> list[str]:
+        """The Python of the nodes: the one that submits, unless the site brings another."""
+        return [sys.executable] if self.venv is None and self.container is None else ["python"]
+
     @model_validator(mode="after")
     def _possible(self) -> Site:
+        if self.mpi == "cray_shasta" and self.hetjob:
+            raise ValueError("mpi: cray_shasta knows no het jobs: set hetjob: false")
+        if self.signal_seconds >= self.seconds:
+            raise ValueError(
+                f"signal_seconds={self.signal_seconds} leaves nothing of time={self.time} to train in: ask "
+                "for more time, or reserve less of it"
+            )
         if self.container and self.venv:
             raise ValueError(
                 "container and venv exclude each other: activate nothing inside an image, drop venv"
@@ -130,7 +148,19 @@ def load_site(path: Path) -> Site:
     try:
         return Site.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{path}: {_sentence(error)}") from None
+        raise ConfigError(f"{path}: {explain(error, Site, noun='site')}") from None
+
+
+def slurm_seconds(time: str) -> float:
+    """Seconds of a time as Slurm writes it: ``M``, ``M:S``, ``H:M:S``, ``D-H[:M[:S]]``, ``UNLIMITED``."""
+    if not time[:1].isdigit():
+        return math.inf
+    days, dash, clock = time.rpartition("-")
+    parts = [float(part) for part in clock.split(":")]
+    if not dash and len(parts) < 3:
+        parts = [0, *parts]
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    return float(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,26 +309,3 @@ def _unit(site: Site) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _sentence(error: ValidationError) -> str:
-    """The first problem of a site file as one sentence."""
-    problem = error.errors()[0]
-    names = [str(part) for part in problem["loc"]]
-    key = ".".join(names)
-    if problem["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(names[-1], _keys(names[:-1]), n=1)
-        valid = f"did you mean {close[0]!r}?" if close else f"valid are {', '.join(_keys(names[:-1]))}"
-        return f"unknown site key {key!r}: {valid}"
-    if problem["type"] == "value_error":
-        return str(problem["ctx"]["error"])
-    rule = problem["msg"][0].lower() + problem["msg"][1:]
-    return f"site key {key!r} has the value {problem['input']!r}, but {rule}"
-
-
-def _keys(section: list[str]) -> list[str]:
-    """Valid keys of a site file, or of one of its sections."""
-    model: type[Section] = Site
-    if section:
-        model = Container if section[0] == "container" else ComponentSite
-    return list(model.model_fields)

@@ -19,6 +19,7 @@ from submitit import SlurmExecutor, SlurmJob
 from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import SlurmInfoWatcher
 
+from tba_hpc.launch.controller import fields
 from tba_hpc.state import RunDir, write_atomic
 
 ENDED = frozenset(
@@ -29,12 +30,29 @@ ENDED = frozenset(
 FORGOTTEN = "FORGOTTEN"
 """State of a job that Slurm no longer knows: it ended some time ago."""
 
+UNKNOWN = "UNKNOWN"
+"""State of a job where squeue cannot be asked, or does not answer."""
+
+SQUEUE_SECONDS = 5
+"""Time that squeue has to answer."""
+
+SQUEUE_FIELDS = {
+    "id": "%i",
+    "state": "%T",
+    "reason": "%r",
+    "nodes": "%N",
+    "start": "%S",
+    "left": "%L",
+    "comment": "%k",
+}
+"""What squeue says of a component → its code; ``start`` may be a guess, ``left`` is of the wall time."""
+
 WATCH_SECONDS = 10
 """Longest pause between two looks at a job."""
 
 REMEDIES = {
+    "account": "account",  # "Invalid account or account/partition combination"
     "partition": "partition",
-    "account": "account",
     "qos": "qos",
     "time limit": "time",
     "feature": "constraint",
@@ -64,7 +82,7 @@ class Watcher(SlurmInfoWatcher):
         text = string if isinstance(string, str) else string.decode()
         components: dict[str, list[dict[str, str]]] = {}
         for line in text.splitlines():
-            values: dict[str, str] = dict(re.findall(r"(\S+?)=(\S*)", line))
+            values = fields(line)
             if "JobId" in values:
                 components.setdefault(values.get("HetJobId", values["JobId"]), []).append(values)
         found = {job: _fold(parts) for job, parts in components.items()}
@@ -140,13 +158,29 @@ def require_slurm() -> None:
 
 def refusal(message: str) -> str:
     """Slurm's own words about a submission it refused, and the site key to change."""
-    lines = [line.split("error: ", 1)[1] for line in message.splitlines() if "error: " in line]
+    lines = re.findall(r"(?:error|failure): (.*)", message)
     said = (
         "; ".join(dict.fromkeys(line.removeprefix("Batch job submission failed: ") for line in lines))
         or message
     )
     key = next((key for word, key in REMEDIES.items() if word in said.lower()), None)
     return f"Slurm refused the job: {said}" + (f"; change the site key {key}" if key else "")
+
+
+def would_take(script: str) -> str:
+    """Slurm's answer to a script that is not submitted: when and where it would start. Raises SubmitError."""
+    command = ["sbatch", "--test-only"]
+    done = subprocess.run(command, input=script, capture_output=True, text=True)
+    if done.returncode:
+        raise SubmitError(refusal(done.stderr))
+    return done.stderr.strip().removeprefix("sbatch: ")
+
+
+def job_fields(job: str) -> dict[str, str]:
+    """What ``scontrol show job`` says of a job, of a het job's leader; empty once Slurm has forgotten it."""
+    command = ["scontrol", "--oneliner", "show", "job", job]
+    shown = subprocess.run(command, capture_output=True, text=True)
+    return fields(shown.stdout.partition("\n")[0])
 
 
 def submit(run: RunDir, script: str) -> BatchJob:
@@ -178,6 +212,44 @@ def active_job(run: RunDir) -> tuple[str, str] | None:
     return (job, states[0]) if states else None
 
 
+def job_states(run: RunDir) -> list[dict[str, str]]:
+    """How squeue sees the components of the run's job, ``job`` and SQUEUE_FIELDS; none if never submitted.
+
+    ``state`` is UNKNOWN where squeue is missing or silent, FORGOTTEN where it knows the job no more.
+    """
+    file = run.path / "slurm" / "job"
+    if not file.exists():
+        return []
+    job = file.read_text().strip()
+    lines = _squeue(job)
+    if lines is None:
+        return [{"job": job, **dict.fromkeys(SQUEUE_FIELDS, ""), "state": UNKNOWN}]
+    rows = [dict(zip(SQUEUE_FIELDS, line.split("|", len(SQUEUE_FIELDS) - 1), strict=True)) for line in lines]
+    if any(_is(run, row["comment"]) for row in rows):  # ids come back after years
+        return [{"job": job, **row} for row in rows]
+    return [{"job": job, **dict.fromkeys(SQUEUE_FIELDS, ""), "state": FORGOTTEN}]
+
+
+def _squeue(job: str) -> list[str] | None:
+    """A line per component of a job; None where there is no telling."""
+    layout = "|".join(SQUEUE_FIELDS.values())
+    command = ["squeue", "--noheader", f"--jobs={job}", "--states=all", f"--format={layout}"]
+    try:
+        seen = subprocess.run(
+            command, capture_output=True, text=True, timeout=SQUEUE_SECONDS, env=_plain(os.environ)
+        )
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    if seen.returncode and "Invalid job id" not in seen.stderr:
+        return None
+    return sorted(seen.stdout.splitlines())
+
+
+def _is(run: RunDir, comment: str) -> bool:
+    """Whether a job's comment names the run, by whatever path."""
+    return Path(comment).exists() and run.path.samefile(comment)
+
+
 def _plain(environment: Mapping[str, str]) -> dict[str, str]:
     """Without the user's squeue format."""
     return {key: value for key, value in environment.items() if not key.startswith("SQUEUE_")}
@@ -191,4 +263,6 @@ def _alone(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise SubmitError("this run is being submitted by another process: wait for it") from None
+        except OSError:
+            pass  # a file system without locks, as ``tba doctor`` says
         yield

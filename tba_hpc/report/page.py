@@ -1,75 +1,40 @@
 """Writes ``report.html``: a run on one self-contained page, plots and all, for any browser or printer.
 
-Plots are SVG whose colours are the page's CSS variables, so that they follow light and dark mode.
+It must not know how figures are drawn: ``plots`` does.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jinja2 import Environment, StrictUndefined
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tba_hpc.config import Config, dump_config
 from tba_hpc.metrics import Record, number
-from tba_hpc.report.status import duration, percent
+from tba_hpc.report.lives import KILLED, Attempt, Odometer, attempts, count_faults, fault_words
+from tba_hpc.report.plots import WAIT_GOAL, plots, run_minutes
 from tba_hpc.report.summary import RunData, Summary, mean, series, summary_of
+from tba_hpc.report.tables import NOTHING, duration, percent
 from tba_hpc.state import RunDir, write_atomic
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 
-INK, MUTED, GRID = "#010101", "#020202", "#030303"
-BLUE, ORANGE, GREEN, ROSE = "#040404", "#050505", "#060606", "#070707"
-VARIABLES = dict(
-    zip(
-        (INK, MUTED, GRID, BLUE, ORANGE, GREEN, ROSE),
-        ("ink", "muted", "grid", "blue", "orange", "green", "rose"),
-        strict=True,
-    )
-)
-"""Stand-in colours given to matplotlib → the CSS variables that replace them."""
+SEAL_GOAL = 0.01
+"""Largest share of its time that a searcher should spend sealing shards."""
 
-STYLE: dict[Any, object] = {
-    "svg.fonttype": "none",
-    "font.size": 9,
-    "text.color": INK,
-    "axes.edgecolor": GRID,
-    "axes.labelcolor": MUTED,
-    "axes.labelsize": 8.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": GRID,
-    "ytick.color": GRID,
-    "xtick.labelcolor": MUTED,
-    "ytick.labelcolor": MUTED,
-    "xtick.labelsize": 8.5,
-    "ytick.labelsize": 8.5,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "legend.handlelength": 1.4,
-    "lines.linewidth": 1.6,
-    "lines.solid_capstyle": "round",
+OUTCOMES = {
+    "finished": "finished",
+    "stopped": "asked to stop",
+    "failed": "failed",
+    "refused": "refused",
+    KILLED: "ended without a word",
 }
-
-MANY_SEARCHERS = 4
-"""Above this number the searchers' curves become a band with its mean."""
+"""Ends of an attempt → words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +46,6 @@ class Tile:
     note: str
     then: str = ""
     gain: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """A captioned figure."""
-
-    title: str
-    note: str
-    svg: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +70,22 @@ class Event:
     step: str
 
 
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A row of the table of attempts; ``left`` and ``width`` of its bar in percent of the run's time."""
+
+    name: str
+    job: str
+    start: str
+    lasted: str
+    ranks: str
+    steps: str
+    outcome: str
+    verdict: str
+    left: float
+    width: float
+
+
 def write_report(run: RunDir) -> Path:
     """Write ``report.html`` and return its path. Works at any moment of a run."""
     write_atomic(run.report, render(RunData.read(run), run.config()))
@@ -134,6 +106,8 @@ def render(data: RunData, config: Config) -> str:
         tiles=tiles(summary),
         plots=plots(data) if data.steps else [],
         promises=promises(data),
+        lives=lives(data),
+        faults=fault_words(faults(data)),
         events=events(data),
         config=dump_config(config),
         footer=f"tba-hpc · written {_utc(time.time())} UTC",
@@ -171,7 +145,7 @@ def tiles(summary: Summary) -> list[Tile]:
     return [
         Tile(
             "pass@1 before → after",
-            "–" if before is None else percent(before),
+            NOTHING if before is None else percent(before),
             prompts,
             then="" if after is None else percent(after),
             gain=sign,
@@ -191,280 +165,10 @@ def _compact(count: int) -> str:
 
 
 def _or_dash(value: float | None, style: str) -> str:
-    return "–" if value is None else style.format(value)
+    return NOTHING if value is None else style.format(value)
 
 
-# --- plots ---------------------------------------------------------------------------------------
-
-
-def plots(data: RunData) -> list[Plot]:
-    """Every figure of the page. ``data.steps`` must not be empty."""
-    drawn = [
-        _plot("pass@1", "greedy", lambda ax: _pass_at_1(ax, data)),
-        _plot("Reward", "mean per completion", lambda ax: _reward(ax, data)),
-        _plot("Loss", "trajectory balance residual", lambda ax: _curve(ax, data, "train/loss", BLUE)),
-        _plot("KL to the reference", "nats per completion", lambda ax: _curve(ax, data, "train/kl", GREEN)),
-        _plot("Gradient norm", "before clipping", lambda ax: _curve(ax, data, "train/grad_norm", ROSE)),
-        _plot(
-            "Truncated", "share of completions cut off by the token limit", lambda ax: _truncated(ax, data)
-        ),
-        _plot("Staleness", "optimizer steps, mean and largest of a batch", lambda ax: _staleness(ax, data)),
-        _plot("Staleness, all batches", "share of trajectories", lambda ax: _histogram(ax, data)),
-        _plot("Searchers", "tokens per second, by minute of the run", lambda ax: _throughput(ax, data)),
-        _plot("Trainer wait", "share of wall time outside the optimizer step", lambda ax: _wait(ax, data)),
-        _plot("Replay buffer", "trajectories", lambda ax: _buffer(ax, data)),
-        _plot("Schedules", "learning rate and β", lambda ax: _schedules(ax, data)),
-    ]
-    return [plot for plot in drawn if plot]
-
-
-def _plot(title: str, note: str, draw: Callable[[Axes], bool]) -> Plot | None:
-    """Draw one figure; None where there was nothing to draw."""
-    with rc_context({**STYLE, "svg.hashsalt": title}):
-        figure = Figure(figsize=(5.0, 2.5), layout="constrained")
-        if not draw(figure.add_subplot()):
-            return None
-        out = io.StringIO()
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    return Plot(title, note, _themed(out.getvalue(), title))
-
-
-def _themed(svg: str, title: str) -> str:
-    """Only the <svg> element, sized by the page, coloured by its CSS variables."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', rf'\1 role="img" aria-label="{title}"', svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    for stand_in, variable in VARIABLES.items():
-        svg = svg.replace(stand_in, f"var(--{variable})")
-    return svg
-
-
-def _pairs(records: Sequence[Record], x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
-    """Two float arrays of the records that have both scalars."""
-    found = [(number(record, x), number(record, y)) for record in records]
-    known = [(a, b) for a, b in found if a is not None and b is not None]
-    columns = np.array(known, float).reshape(-1, 2)
-    return columns[:, 0], columns[:, 1]
-
-
-def _smooth(values: np.ndarray) -> np.ndarray:
-    """Centred moving mean over about a twentieth of the points; the window shrinks at both ends."""
-    half = len(values) // 40
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    index = np.arange(len(values))
-    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
-    return (sums[high] - sums[low]) / (high - low)
-
-
-def _line(ax: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str | None = None) -> None:
-    """The points, faint, under their moving mean; a single point as a dot."""
-    if len(x) > 40:
-        ax.plot(x, y, color=color, alpha=0.25, linewidth=0.9)
-    ax.plot(x, _smooth(y), color=color, label=label, marker="o" if len(x) == 1 else None, markersize=4)
-
-
-def _steps_axis(ax: Axes, data: RunData) -> None:
-    """From step 0 to the last, the same on every plot."""
-    last = max(1.0, number(data.steps[-1], "step", 1))
-    ax.set_xlim(-0.02 * last, 1.02 * last)
-    ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    ax.set_xlabel("step")
-
-
-def _percent_axis(ax: Axes) -> None:
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
-
-
-def _legend(ax: Axes, columns: int = 3) -> None:
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0, borderpad=0.2)
-
-
-def _curve(ax: Axes, data: RunData, name: str, color: str) -> bool:
-    x, y = _pairs(data.steps, "step", name)
-    _line(ax, x, y, color)
-    _steps_axis(ax, data)
-    return len(x) > 0
-
-
-def _pass_at_1(ax: Axes, data: RunData) -> bool:
-    validation = [evaluation for evaluation in data.evaluations if evaluation.split == "validation"]
-    ax.plot(
-        [evaluation.step for evaluation in validation],
-        [evaluation.pass_at_1 for evaluation in validation],
-        *("o-",),
-        color=BLUE,
-        markersize=4,
-        label="validation",
-    )
-    test = data.test()
-    steps, shares = [e.step for e in test], [e.pass_at_1 for e in test]
-    if test:
-        ax.axhline(shares[0], color=ORANGE, linewidth=1, linestyle=(0, (2, 3)))
-    ax.plot(steps, shares, "D", color=ORANGE, markersize=7, label="held-out test, before and after")
-    for evaluation in test:
-        ax.annotate(
-            percent(evaluation.pass_at_1),
-            (evaluation.step, evaluation.pass_at_1),
-            xytext=(9, -5) if evaluation is test[0] else (0, -9),
-            textcoords="offset points",
-            ha="left" if evaluation is test[0] else "right",
-            va="top",
-            weight="bold",
-        )
-    ax.set_ylim(0, 1.03)
-    _percent_axis(ax)
-    _steps_axis(ax, data)
-    _legend(ax)
-    return bool(data.evaluations)
-
-
-def _reward(ax: Axes, data: RunData) -> bool:
-    batch = _pairs(data.steps, "step", "train/reward")
-    fresh = _by_version(data, "search/reward")
-    _line(ax, *batch, BLUE, "training batch")
-    _line(ax, *fresh, ORANGE, "searchers, fresh")
-    _steps_axis(ax, data)
-    _legend(ax)
-    return len(batch[0]) + len(fresh[0]) > 0
-
-
-def _truncated(ax: Axes, data: RunData) -> bool:
-    x, y = _by_version(data, "search/truncated_share")
-    _line(ax, x, y, ORANGE)
-    ax.set_ylim(0, max(0.05, 1.15 * y.max()) if len(y) else 1)
-    _percent_axis(ax)
-    _steps_axis(ax, data)
-    return len(x) > 0
-
-
-def _by_version(data: RunData, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """A metric of the searchers, averaged over all of them, by the weights in use."""
-    found = [_pairs(records, "search/version", name) for records in data.searchers.values()]
-    versions, values = _columns(found)
-    steps = np.unique(versions)
-    return steps, np.array([values[versions == step].mean() for step in steps])
-
-
-def _columns(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """All x and all y of several pairs, end to end."""
-    empty = np.empty(0)
-    return np.concatenate([empty, *(x for x, _ in pairs)]), np.concatenate([empty, *(y for _, y in pairs)])
-
-
-def _staleness(ax: Axes, data: RunData) -> bool:
-    x, largest = _pairs(data.steps, "step", "staleness/max")
-    ax.fill_between(x, 0, largest, color=BLUE, alpha=0.14, linewidth=0, label="up to the largest")
-    x, average = _pairs(data.steps, "step", "staleness/mean")
-    _line(ax, x, average, BLUE, "mean")
-    ax.set_ylim(bottom=0)
-    _steps_axis(ax, data)
-    _legend(ax)
-    return len(x) > 0
-
-
-def _histogram(ax: Axes, data: RunData) -> bool:
-    counts = [record["staleness/histogram"] for record in data.steps if "staleness/histogram" in record]
-    rows = [row for row in counts if isinstance(row, list)]
-    total = np.zeros(max(map(len, rows), default=0))
-    for row in rows:
-        total[: len(row)] += row
-    if not total.sum():
-        return False
-    ax.bar(np.arange(len(total)), total / total.sum(), color=BLUE, alpha=0.75, width=0.85)
-    ax.grid(axis="x", visible=False)
-    ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    ax.set_xlabel("steps between sampling and training")
-    _percent_axis(ax)
-    return True
-
-
-def run_minutes(data: RunData) -> Callable[[np.ndarray], np.ndarray]:
-    """Maps unix time to minutes of running time: the pauses between attempts do not count."""
-    times = [series(attempt, "time") for attempt in data.attempts]
-    lengths = np.array([time_s[-1] - time_s[0] for time_s in times])
-    ends = np.cumsum(lengths)
-    knots = np.array([knot for time_s in times for knot in (time_s[0], time_s[-1])])
-    minutes = np.column_stack([ends - lengths, ends]).ravel() / 60
-    return lambda unix: np.interp(unix, knots, minutes)
-
-
-def _throughput(ax: Axes, data: RunData) -> bool:
-    minutes = run_minutes(data)
-    curves = [_pairs(records, "time", "search/tokens_per_second") for records in data.searchers.values()]
-    curves = [(minutes(when), rate) for when, rate in curves if len(when)]
-    if not curves:
-        return False
-    if len(curves) > MANY_SEARCHERS:
-        _band(ax, curves)
-    else:
-        for index, color, (x, y) in zip(data.searchers, (BLUE, ORANGE, GREEN, ROSE), curves, strict=False):
-            _line(ax, x, y, color, f"searcher {index}")
-    ax.set_ylim(bottom=0)
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    ax.set_xlabel("minute")
-    _legend(ax, columns=4)
-    return True
-
-
-def _band(ax: Axes, curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Slowest to fastest searcher, and their mean, on a common grid of times."""
-    grid = np.linspace(0, max(x[-1] for x, _ in curves), 200)
-    rates = np.array([np.interp(grid, x, y) for x, y in curves])
-    ax.fill_between(grid, rates.min(0), rates.max(0), color=BLUE, alpha=0.14, linewidth=0, label="all")
-    _line(ax, grid, rates.mean(0), BLUE, f"mean of {len(curves)} searchers")
-
-
-def _wait(ax: Axes, data: RunData) -> bool:
-    x, y = _pairs(data.steps, "step", "train/wait_share")
-    ax.plot(x, y, color=BLUE, marker="o" if len(x) == 1 else None, markersize=4)
-    ax.set_ylim(0, max(0.06, 1.15 * y.max()) if len(y) else 1)
-    ax.axhline(WAIT_GOAL, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label="goal")
-    _percent_axis(ax)
-    _steps_axis(ax, data)
-    _legend(ax)
-    return len(x) > 0
-
-
-def _buffer(ax: Axes, data: RunData) -> bool:
-    drawn = 0
-    for name, color, label in (
-        ("buffer/size", BLUE, "held"),
-        ("buffer/added", GREEN, "added"),
-        ("buffer/duplicates", ORANGE, "duplicates"),
-        ("buffer/evicted", ROSE, "evicted"),
-    ):
-        x, y = _pairs(data.steps, "step", name)
-        ax.plot(x, y, color=color, label=label, marker="o" if len(x) == 1 else None, markersize=4)
-        drawn += len(x)
-    ax.set_ylim(bottom=0)
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    _steps_axis(ax, data)
-    _legend(ax, columns=4)
-    return drawn > 0
-
-
-def _schedules(ax: Axes, data: RunData) -> bool:
-    x, rate = _pairs(data.steps, "step", "train/learning_rate")
-    marker = "o" if len(x) == 1 else None
-    ax.plot(x, rate, color=BLUE, marker=marker, label="learning rate (left)")
-    ax.set_ylim(0, 1.15 * rate.max() if len(rate) and rate.max() > 0 else 1)
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1e}" if value else "0"))
-    twin = ax.twinx()
-    x, beta = _pairs(data.steps, "step", "train/beta")
-    ax.plot([], [], color=ORANGE, label="β (right)")
-    twin.plot(x, beta, color=ORANGE, marker=marker)
-    twin.set_ylim(0, 1.3 * beta.max() if len(beta) else 1)
-    twin.grid(visible=False)
-    _steps_axis(ax, data)
-    _legend(ax)
-    return len(x) > 0
-
-
-# --- tables --------------------------------------------------------------------------------------
-
-WAIT_GOAL = 0.05
-SEAL_GOAL = 0.01
+# --- Tables ---
 
 
 def promises(data: RunData) -> list[Promise]:
@@ -519,7 +223,7 @@ def _promise(
 ) -> Promise:
     average = mean(values)
     if average is None:
-        return Promise(name, meaning, "–", "–", "–" if goal is None else f"≤ {show(goal)}", "")
+        return Promise(name, meaning, NOTHING, NOTHING, NOTHING if goal is None else f"≤ {show(goal)}", "")
     high = show(float(np.percentile(values, 95))) if len(values) > 1 else ""
     if goal is None:
         return Promise(name, meaning, show(average), high, "", "")
@@ -538,7 +242,7 @@ def _time(seconds: float) -> str:
 
 def events(data: RunData) -> list[Event]:
     """The run's history: starts, resumes, checkpoints, ends, and what went wrong."""
-    told = [record for record in data.trainer if record.get("event") not in (None, "filling")]
+    told = [record for record in data.trainer if record.get("event") not in (None, "filling", "merged")]
     minutes = run_minutes(data) if told else None
     lines = []
     for what, group in itertools.groupby(told, key=lambda record: str(record["event"])):
@@ -547,10 +251,10 @@ def events(data: RunData) -> list[Event]:
         into = duration(60 * float(minutes(np.array([when]))[0])) if minutes else ""
         what = what if len(records) == 1 else f"{len(records)} × {what}, the last"
         lines.append(Event(_utc(when), into, what, f"{number(records[-1], 'step', 0):.0f}"))
-    return lines + _faults(data)
+    return lines + _of_searchers(data)
 
 
-def _faults(data: RunData) -> list[Event]:
+def _of_searchers(data: RunData) -> list[Event]:
     """Engines rebuilt and trajectories set aside, a line per searcher that had any."""
     told = []
     for index, records in data.searchers.items():
@@ -558,9 +262,68 @@ def _faults(data: RunData) -> list[Event]:
             ("search/rebuilds", "engine rebuilt"),
             ("search/rejected", "trajectory set aside: reward not finite"),
         ):
-            if count := int(max(series(records, name), default=0)):
+            if count := _over_attempts(records, name):
                 told.append(Event("", "", f"searcher {index}: {count} × {what}", ""))
     return told
+
+
+def _over_attempts(records: Sequence[Record], name: str) -> int:
+    odometer = Odometer(name)
+    for record in records:
+        odometer.take(record)
+    return odometer.total
+
+
+def faults(data: RunData) -> dict[str, int]:
+    """How often each kind of fault happened."""
+    rebuilds = sum(_over_attempts(records, "search/rebuilds") for records in data.searchers.values())
+    lost = sum(record.get("event") == "lost" for record in data.trainer)
+    return count_faults(data.events, rebuilds=rebuilds, lost=lost)
+
+
+def lives(data: RunData) -> list[Life]:
+    """The attempts of the run, each with what its trainer did."""
+    found = attempts(data.events)
+    time_s = np.array([number(record, "time", 0.0) for record in data.trainer])
+    cuts = np.searchsorted(time_s, [*(attempt.start for attempt in found), np.inf])
+    parts = [data.trainer[cut:end] for cut, end in itertools.pairwise(cuts)]
+    ends = [_end(attempt, part) for attempt, part in zip(found, parts, strict=True)]
+    return [
+        _life(attempt, part, end, since=found[0].start, until=max(ends))
+        for attempt, part, end in zip(found, parts, ends, strict=True)
+    ]
+
+
+def _end(attempt: Attempt, part: Sequence[Record]) -> float:
+    """When an attempt ended; the trainer's last word, where nobody noted it."""
+    return attempt.end or max([attempt.start, *series(part[-1:], "time")])
+
+
+def _life(attempt: Attempt, part: Sequence[Record], end: float, *, since: float, until: float) -> Life:
+    whole = max(until - since, 1e-9)
+    steps = [f"{step:.0f}" for step in series([*part[:1], *part[-1:]], "step")]
+    outcome = attempt.outcome or _last_word(part)
+    words = OUTCOMES.get(outcome, "" if attempt.end else "at work")
+    requeued = "back to the queue" if attempt.requeued else ""
+    bad = outcome in ("failed", "refused", KILLED)
+    return Life(
+        name=attempt.name or "no ranks",
+        job=f"job {attempt.job}, life {attempt.life}" if attempt.job else "",
+        start=_utc(attempt.start),
+        lasted=duration(end - attempt.start),
+        ranks=f"{attempt.trainers} + {attempt.searchers}" if attempt.name else NOTHING,
+        steps=" → ".join(steps) or NOTHING,
+        outcome=", ".join(filter(None, [words, attempt.note, requeued])),
+        verdict="bad" if bad else "good" if outcome == "finished" else "",
+        left=100 * (attempt.start - since) / whole,
+        width=100 * (end - attempt.start) / whole,
+    )
+
+
+def _last_word(part: Sequence[Record]) -> str:
+    """How the trainer says that an attempt ended: it writes the page before the launcher knows."""
+    event = part[-1].get("event") if part else None
+    return str(event) if event in ("stopped", "finished") else ""
 
 
 def _utc(unix: float) -> str:

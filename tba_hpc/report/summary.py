@@ -9,11 +9,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from tba_hpc.config import Config
 from tba_hpc.metrics import Record, number, read_metrics, step_records
-from tba_hpc.state import Evaluation, RunDir, read_evaluation, write_atomic
+from tba_hpc.state import Evaluation, RunDir, find_evaluation, read_events, write_atomic
 from tba_hpc.types import Split
 
 
@@ -22,13 +22,15 @@ class RunData:
     """Everything a report is made of.
 
     trainer: all records of the trainer; steps: those of optimizer steps, a repeated step once;
-    searchers: all records per searcher; evaluations: the complete ones, by split and step.
+    searchers: all records per searcher; evaluations: the complete ones, by split and step;
+    events: what befell the run, see ``state.log_event``.
     """
 
     trainer: list[Record]
     steps: list[Record]
     searchers: dict[int, list[Record]]
     evaluations: list[Evaluation]
+    events: list[dict[str, Any]]
 
     @classmethod
     def read(cls, run: RunDir) -> RunData:
@@ -39,6 +41,7 @@ class RunData:
             step_records(trainer),
             {index_of(path): read_metrics(path) for path in searcher_files(run)},
             list(read_evaluations(run).values()),
+            read_events(run),
         )
 
     @property
@@ -76,9 +79,7 @@ def read_evaluations(run: RunDir, known: Mapping[str, Evaluation] | None = None)
 def _evaluation_in(run: RunDir, folder: Path) -> Evaluation | None:
     """The evaluation of a folder, whatever number of searchers made it; None while a part is missing."""
     split, _, step = folder.name.partition("-step-")
-    counts = {int(path.stem.rpartition("-")[2]) for path in folder.glob("searcher-*-of-*.json")}
-    whole = (read_evaluation(run, cast(Split, split), int(step), count) for count in sorted(counts))
-    return next((evaluation for evaluation in whole if evaluation), None)
+    return find_evaluation(run, cast(Split, split), int(step))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ def summary_of(data: RunData, config: Config) -> Summary:
         pass_at_1_after=test[-1].pass_at_1 if len(test) > 1 else None,
         test_prompts=test[-1].total if test else None,
         steps=int(number(last, "step", 0)),
-        finished=any(record.get("event") == "finished" for record in data.trainer),
+        finished=bool(data.trainer) and data.trainer[-1].get("event") == "finished",
         attempts=len(data.attempts),
         seed=config.run.seed,
         train_seconds=sum(seconds_of(attempt) for attempt in data.attempts),

@@ -203,6 +203,9 @@ class TabularGenerator:
 
     def __init__(self, table: Table, *, seed: int = 0) -> None:
         self.version = 0
+        self.loading = False
+        self.load_seconds = 0.0
+        self.busy_seconds = 0.0
         self.rebuilds = 0
         self._table = table
         self._logits_PSV = table.ref_logits_PSV
@@ -211,8 +214,8 @@ class TabularGenerator:
 
     @property
     def in_flight(self) -> int:
-        """Requests submitted and not yet finished."""
-        return len(self._decoding)
+        """Completions submitted and not yet ended."""
+        return sum(decoding.open for decoding in self._decoding)
 
     def submit(self, request: Request) -> None:
         """Queue a request. ValueError where it asks for other completions than the table has."""
@@ -256,9 +259,14 @@ class _Decoding:
         self._steps = 0
 
     @property
+    def open(self) -> int:
+        """Completions that have not ended."""
+        return int(self._open_N.sum())
+
+    @property
     def whole(self) -> bool:
         """Whether every completion has ended."""
-        return not self._open_N.any()
+        return self.open == 0
 
     def advance(self, logits_PSV: np.ndarray, rng: np.random.Generator, version: int) -> None:
         """Sample one token for every open completion."""

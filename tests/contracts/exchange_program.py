@@ -381,11 +381,11 @@ def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
     """This process's part over MPI, and its rank; ``nodes`` makes every rank a node of its own."""
     from mpi4py import MPI
 
-    from tba_hpc.backends import mpi_exchange
+    from tba_hpc.backends import mpi_exchange, mpi_world
 
     rank, flags = MPI.COMM_WORLD.rank, Flags(folder)
     lead, search = SCENARIOS[scenario]
-    world = mpi_exchange.MpiWorld.join(
+    world = mpi_world.MpiWorld.join(
         "trainer" if rank < trainers else "searcher",
         trainers=trainers,
         searchers=SEARCHERS,
@@ -393,16 +393,26 @@ def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
         threaded=False if "unthreaded" in transport else None,
         node_split=(lambda comm: comm.Split(comm.rank))
         if "nodes" in transport
-        else mpi_exchange.split_by_memory,
+        else mpi_world.split_by_memory,
     )
     if rank == 0:
-        lead(TrainerSide(world.open_trainer(LAYOUT, bucket_mb=1), flags, trainers))
+        trainer = mpi_exchange.MpiTrainerExchange.open(
+            world,
+            LAYOUT,
+            bucket_mb=1,
+            read_pending=lambda cursors: [],
+            cursors={},
+            evaluated=lambda split, version: True,
+        )
+        lead(TrainerSide(trainer, flags, trainers))
     elif rank < trainers:
-        follower = world.open_follower()
+        follower = mpi_exchange.MpiTrainerFollower.open(world)
         follow(follower.slot, flags, trainers, rank)
         follower.close()
     else:
-        search(SearcherSide(world.open_searcher(), world.index, flags, lambda shard: None))
+        search(
+            SearcherSide(mpi_exchange.MpiSearcherExchange.open(world), world.index, flags, lambda shard: None)
+        )
     return rank
 
 

@@ -14,7 +14,9 @@ from dataclasses import replace
 import numpy as np
 from mpi4py import MPI
 
-from tba_hpc.backends.mpi_exchange import MpiWorld
+from tba_hpc.backends.mpi_exchange import MpiSearcherExchange, MpiTrainerExchange
+from tba_hpc.backends.mpi_world import MpiWorld
+from tba_hpc.config import ConfigError
 from tba_hpc.ports import ExchangeError
 from tba_hpc.types import WeightLayout
 
@@ -29,9 +31,21 @@ def join(deadline: float = DEADLINE) -> MpiWorld:
     return replace(MpiWorld.join(role, trainers=1, searchers=2, deadline=60.0), deadline=deadline)
 
 
+def open_trainer(world: MpiWorld, layout: WeightLayout) -> MpiTrainerExchange:
+    """The leader's end, without a disk."""
+    return MpiTrainerExchange.open(
+        world,
+        layout,
+        bucket_mb=1,
+        read_pending=lambda cursors: [],
+        cursors={},
+        evaluated=lambda split, step: True,
+    )
+
+
 def publish_for_ever(world: MpiWorld) -> None:
     """A trainer at work."""
-    exchange = world.open_trainer(LAYOUT, bucket_mb=1)
+    exchange = open_trainer(world, LAYOUT)
     for version in range(1_000_000):
         exchange.publish(version, lambda out: out.fill(1))
         time.sleep(0.01)
@@ -39,7 +53,7 @@ def publish_for_ever(world: MpiWorld) -> None:
 
 def search_for_ever(world: MpiWorld) -> None:
     """A searcher at work."""
-    exchange = world.open_searcher()
+    exchange = MpiSearcherExchange.open(world)
     while not exchange.closed:
         exchange.poll()
         time.sleep(0.01)
@@ -85,7 +99,7 @@ def stops_answering() -> None:
     if RANK == 0:
         publish_for_ever(world)
     if RANK == 2:
-        world.open_searcher()
+        MpiSearcherExchange.open(world)
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGSTOP)
     search_for_ever(world)
@@ -97,7 +111,7 @@ def main_thread_hangs() -> None:
     if RANK == 0:
         publish_for_ever(world)
     if RANK == 2:
-        exchange = world.open_searcher()
+        exchange = MpiSearcherExchange.open(world)
         while exchange.poll() is None:
             time.sleep(0.01)
         time.sleep(60)
@@ -110,7 +124,7 @@ def killed() -> None:
     if RANK == 0:
         publish_for_ever(world)
     if RANK == 2:
-        exchange = world.open_searcher()
+        exchange = MpiSearcherExchange.open(world)
         while exchange.poll() is None:
             time.sleep(0.01)
         print("killing myself", flush=True)
@@ -122,14 +136,14 @@ def slow_evaluation() -> None:
     """Searcher 1 evaluates for longer than the deadline, but lives: nobody gives up."""
     world = join()
     if RANK == 0:
-        exchange = world.open_trainer(LAYOUT, bucket_mb=1)
+        exchange = open_trainer(world, LAYOUT)
         for version in range(2):
             while not exchange.publish(version, lambda out: out.fill(1), evaluate="test"):
                 time.sleep(0.01)
         exchange.close()
         print("patient", flush=True)
         return
-    exchange = world.open_searcher()
+    exchange = MpiSearcherExchange.open(world)
     while not exchange.closed:
         if exchange.poll() and RANK == 2:
             evaluated = time.monotonic() + 2 * DEADLINE
@@ -151,13 +165,13 @@ def large_weights() -> None:
         node_split=lambda comm: comm.Split(comm.rank),
     )
     if RANK == 0:
-        exchange = world.open_trainer(layout, bucket_mb=1)
+        exchange = open_trainer(world, layout)
         for version in range(3):
             while not exchange.publish(version, lambda out: np.copyto(out, expected + version)):  # noqa: B023
                 time.sleep(0.001)
         exchange.close()
         return
-    searcher = world.open_searcher()
+    searcher = MpiSearcherExchange.open(world)
     while not searcher.closed:
         if update := searcher.poll():
             assert np.array_equal(update.data, expected + np.uint8(update.version))
@@ -187,7 +201,7 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
     try:
         CASES[sys.argv[1]]()
-    except ExchangeError as error:
+    except (ConfigError, ExchangeError) as error:
         print(f"refused: {error}", flush=True)
         time.sleep(0.3)  # so that mpiexec passes the line on before the world ends
         MPI.COMM_WORLD.Abort(3)

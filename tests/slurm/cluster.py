@@ -113,7 +113,7 @@ class Cluster:
         """Wait until the job is in one of ``states`` (default: ended); returns it."""
         wanted = set(states) or ENDED
         return self.until(
-            lambda: (state := self.state(job)) in wanted and state,
+            lambda: state if (state := self.state(job)) in wanted else "",
             f"job {job} to be {' or '.join(sorted(wanted))}",
             seconds,
             seen=lambda: self.state(job),
@@ -162,9 +162,13 @@ class Cluster:
     def heal(self) -> None:
         """Empty the queue and start what crashed: the cluster as it was."""
         self.clear()
-        for node in self._names:
-            if node not in self._daemons:
-                self.start(node)
+        for node in sorted({*self._names} - {*self.up}):
+            self.start(node)
+
+    @property
+    def up(self) -> list[str]:
+        """Names of the nodes that have not crashed."""
+        return [node for node in self._names if node in self._daemons]
 
     def pids(self, node: str) -> list[int]:
         """Process ids, as seen from here, of everything that runs on a node: to kill a rank or an engine."""
@@ -175,7 +179,7 @@ class Cluster:
         """Command lines of all processes that belong to this cluster."""
         mark = f"SLURM_CONF={self.root}/".encode()
         return [
-            (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            _read(entry / "cmdline").replace(b"\0", b" ").decode()
             for entry in Path("/proc").glob("[0-9]*")
             if mark in _read(entry / "environ")
         ]

@@ -1,7 +1,8 @@
 """A run in miniature, in place of ``tba`` under Slurm: ``create``, ``prepare``, and ranks that count steps.
 
 Each rank leaves RUN/ranks/<start>-<rank>.json. A step is 0.1 s and seals a file in RUN/shards. HELLO_STEPS is
-how many there are. USR1 or TERM ends the ranks together, as the real ones do.
+how many there are. USR1 or TERM ends the ranks together, as the real ones do. With HELLO_SENTENCE, a sentence for
+the user, the searchers refuse to work.
 """
 
 import json
@@ -20,6 +21,7 @@ def prepare(run: Path, overrides: list[str]) -> None:
     """What ``tba prepare`` does before each start; here it also counts the starts."""
     for folder in ("shards", "checkpoints", "logs", "ranks"):
         (run / folder).mkdir(exist_ok=True)
+    (run / "logs" / "latest").mkdir(exist_ok=True)
     with (run / "starts").open("a") as file:
         print(" ".join(overrides), file=file)
 
@@ -36,9 +38,13 @@ def work(role: str, run: Path) -> None:
         "host": os.uname().nodename,
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "life": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        "job_end": float(os.environ["TBA_JOB_END"]),
     }
     start = len((run / "starts").read_text().splitlines())
     (run / "ranks" / f"{start}-{world.rank}.json").write_text(json.dumps(record))
+    if role == "search" and (sentence := os.environ.get("HELLO_SENTENCE")):
+        (run / "logs" / "latest" / f"error-searcher-{world.rank:04d}.txt").write_text(sentence + "\n")
+        sys.exit(2)
     steps, done = int(os.environ["HELLO_STEPS"]), len(list((run / "shards").iterdir()))
     while not anyone(world, bool(asked)) and not anyone(world, world.rank == 0 and done >= steps):
         time.sleep(0.1)

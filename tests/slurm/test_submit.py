@@ -19,7 +19,7 @@ from tba_hpc.config import Config, parse_config
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Site, plan
 from tba_hpc.launch.sbatch import Job, batch_script
-from tba_hpc.state import RunDir
+from tba_hpc.state import RunDir, read_events
 from tests.slurm.cluster import Cluster
 
 REPOSITORY = Path(__file__).parents[2]
@@ -69,6 +69,11 @@ def _log(run: RunDir) -> str:
     return "".join(file.read_text() for file in sorted((run.path / "slurm").glob("job-*.log")))
 
 
+def _events(run: RunDir) -> list[str]:
+    """What happened, in order."""
+    return [event["event"] for event in read_events(run)]
+
+
 def _working(cluster: Cluster, run: RunDir, start: int, ranks: int = 6) -> None:
     """Wait until all ranks of a start are at work."""
     cluster.until(lambda: len(_ranks(run, start)) == ranks, f"start {start}", 90, seen=lambda: _log(run))
@@ -96,6 +101,7 @@ def test_all_ranks_are_one_world_with_their_roles_hosts_and_gpus(
     assert hosts[0] == hosts[1] and hosts[2] == hosts[3] and hosts[4] == hosts[5]
     assert len(set(hosts)) == 3
     assert {rank["gpus"] for rank in ranks} == {"0,1"}
+    assert all(0 < rank["job_end"] - time.time() < 600 for rank in ranks)
     assert (run.path / "starts").read_text() == "--set launch.trainers=2 --set launch.searchers=4\n"
 
 
@@ -239,6 +245,10 @@ def test_a_preempted_job_stops_by_itself_requeues_and_finishes(
     _finished(cluster, run, job)
     assert "asked to stop" in _log(run) and "back to the queue" in _log(run)
     assert [rank["life"] for rank in _ranks(run, 2)] == [1] * 6
+    assert _events(run) == ["life", "signal", "stopped", "requeue", "life", "finished"]
+    lives = [event for event in read_events(run) if event["event"] == "life"]
+    assert [(life["job"], life["life"]) for life in lives] == [(job.job_id, 0), (job.job_id, 1)]
+    assert [life["nodes"] for life in lives] == ["node1,node2,node3"] * 2
 
 
 def test_a_stop_before_the_ranks_listen_still_requeues(cluster: Cluster, tmp_path: Path) -> None:
@@ -249,6 +259,7 @@ def test_a_stop_before_the_ranks_listen_still_requeues(cluster: Cluster, tmp_pat
     cluster.run("scancel", "--batch", "--signal=USR1", job.job_id)
     _finished(cluster, run, job)
     assert cluster.jobs(int(job.job_id))[0]["Restarts"] == "1"
+    assert _events(run) == ["life", "signal", "stopped", "requeue", "life", "finished"]
 
 
 def test_ranks_that_do_not_stop_in_time_are_ended_and_the_job_requeues(
@@ -267,6 +278,7 @@ def test_ranks_that_do_not_stop_in_time_are_ended_and_the_job_requeues(
     cluster.run("scancel", "--batch", "--signal=USR1", job.job_id)
     _finished(cluster, run, job)
     assert cluster.jobs(int(job.job_id))[0]["Restarts"] == "1"
+    assert _events(run) == ["life", "signal", "failed", "requeue", "life", "finished"]
 
 
 def test_a_killed_rank_costs_a_start_inside_the_allocation(cluster: Cluster, tmp_path: Path) -> None:
@@ -277,6 +289,7 @@ def test_a_killed_rank_costs_a_start_inside_the_allocation(cluster: Cluster, tmp
     _finished(cluster, run, job)
     assert [rank["life"] for rank in _ranks(run, 2)] == [0] * 6, "started again in the same life"
     assert "failure 1 in a row" in _log(run)
+    assert _events(run) == ["life", "failed", "finished"]
 
 
 def test_a_program_that_always_fails_is_given_up(cluster: Cluster, tmp_path: Path) -> None:
@@ -285,6 +298,16 @@ def test_a_program_that_always_fails_is_given_up(cluster: Cluster, tmp_path: Pat
     assert cluster.wait(int(job.job_id)) == "FAILED"
     assert "failure 2 in a row" in _log(run) and "giving up" in _log(run)
     assert len((run.path / "starts").read_text().splitlines()) == 2
+
+
+def test_what_only_the_user_can_mend_ends_the_job_at_once(cluster: Cluster, tmp_path: Path) -> None:
+    sentence = r'model.path="C:\models" is no folder: give one'
+    run, script = _run(tmp_path, _site(environment={"HELLO_SENTENCE": sentence}), 2)
+    job = slurm.submit(run, script)
+    assert cluster.wait(int(job.job_id)) == "FAILED"
+    assert sentence in _log(run)
+    assert len((run.path / "starts").read_text().splitlines()) == 1
+    assert _events(run) == ["life", "refused"] and read_events(run)[-1]["sentence"] == sentence
 
 
 @pytest.mark.parametrize("exclusive", [True, False], ids=["another-node", "a-searchers-node"])
@@ -357,7 +380,7 @@ def _kill_rank(cluster: Cluster, node: str) -> None:
 def _submit(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [*SUBMIT, *map(str, arguments)]
     return subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=60
+        command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=240
     )
 
 
@@ -408,12 +431,13 @@ def test_submit_answers_in_json(cluster: Cluster, tmp_path: Path, files: list[st
 
 
 def test_submit_waits_and_returns_failure(cluster: Cluster, tmp_path: Path, files: list[str]) -> None:
-    """Real ranks, which find no model; with relaunches they would be started again and again."""
-    site = tmp_path / "site.yaml"
-    site.write_text(site.read_text().replace("}", ", relaunches: 0}"))
-    done = _submit(*files, "--wait", "--set", "model.path=/nowhere/model")
+    """Real ranks, which find no model; they are not started again, since only the user can mend that."""
+    done = _submit(*files, "--wait")
     assert done.returncode == 1
     assert "ended as FAILED" in done.stderr
+    run = RunDir.open(tmp_path / "runs/small-seed0")
+    assert _events(run) == ["life", "start", "refused"]
+    assert "no model can be loaded from model.path=none" in read_events(run)[-1]["sentence"]
 
 
 def test_dry_run_prints_the_script_and_leaves_nothing(tmp_path: Path, files: list[str]) -> None:

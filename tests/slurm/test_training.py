@@ -1,22 +1,40 @@
-"""The main job as a heterogeneous Slurm job: real engines, a real trainer, to the end though preempted."""
+"""The main job on the cluster, real engines and a real trainer: stories of what users and sites do to a run.
+
+Faults are the business of ``test_chaos.py``.
+"""
+
+from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
-import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import yaml
+from tiny_models import make_random_model
 
-from tba_hpc.metrics import read_metrics
-from tba_hpc.state import RunDir
+from tba_hpc.audit import audit
+from tba_hpc.backends.hdf5_shards import read_arrays
+from tba_hpc.config import differing_keys, dump_config, load_config
+from tba_hpc.metrics import read_metrics, step_records
+from tba_hpc.state import MAY_DIFFER, RunDir, latest_checkpoint, read_events
 from tests.slurm.cluster import Cluster
-from tests.system.test_run import SETTINGS, assert_whole, steps_done
+from tests.slurm.faults import preempt, ranks
+from tests.system.test_run import SETTINGS, assert_whole
 
 pytestmark = [pytest.mark.mpi, pytest.mark.system]
 
 REPOSITORY = Path(__file__).parents[2]
+QUICKSTART = REPOSITORY / "configs" / "quickstart.yaml"
+NAME = "quickstart-seed0"
 SITE = {
     "partition": "low",
     "gpus_per_node": 1,
@@ -25,43 +43,222 @@ SITE = {
     "time": "20",
     "signal_seconds": 60,
 }
+START_SECONDS = 240
+"""Longest wait for engines on a busy machine."""
 
 
-def submit(model: Path, root: Path, *, form: str = "--no-homogeneous") -> int:
-    """Type tools/submit.py; the job's id."""
-    (root / "site.yaml").write_text(yaml.safe_dump(SITE))
-    settings = [f"model.path={model}", *SETTINGS]
+# --- What a user types ---
+
+
+def submit(
+    cluster: Cluster, model: Path, root: Path, *options: str, nodes: int = 3, **site: Any
+) -> tuple[RunDir, int]:
+    """Type tools/submit.py; the run and its job."""
+    (root / "site.yaml").write_text(yaml.safe_dump(SITE | site))
     command = [
-        *(sys.executable, "tools/submit.py", "--config", "configs/quickstart.yaml", "--nodes", "3", form),
-        *("--site", f"{root}/site.yaml", "--run-root", str(root), "--json"),
-        *(word for setting in settings for word in ("--set", setting)),
+        *(sys.executable, "tools/submit.py", "--config", str(QUICKSTART), "--nodes", str(nodes), "--json"),
+        *("--site", f"{root}/site.yaml", "--run-root", str(root), *options),
+        *(word for setting in [f"model.path={model}", *SETTINGS] for word in ("--set", setting)),
     ]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=REPOSITORY, env=cluster.environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return int(json.loads(done.stdout)["job"])
+    return RunDir(root / NAME), int(json.loads(done.stdout)["job"])
 
 
-def said(root: Path) -> str:
-    """All logs of the job and its ranks."""
-    run = root / "quickstart-seed0"
-    logs = [*run.glob("slurm/job-*.log"), *run.glob("logs/*/*.log"), *run.glob("logs/*/error-*.txt")]
-    return "\n".join(f"--- {log}\n{log.read_text(errors='replace')[-3000:]}" for log in sorted(logs))
+def checkout(folder: Path) -> Path:
+    """A copy of the repository as far as sbatch needs one, with the batch script edited for this cluster."""
+    edits = {
+        "--time=24:00:00": "--time=00:01:00",
+        "USR1@300": "USR1@15",
+        "SAVE_SECONDS=270": "SAVE_SECONDS=12",
+        "--ntasks-per-node=3": "--ntasks-per-node=2",
+        "--gres=gpu:3": "--gres=gpu:2",
+        "--cpus-per-task=8": "--cpus-per-task=2",
+    }
+    shutil.copytree(REPOSITORY / "slurm", folder / "slurm")
+    script = folder / "slurm" / "tba_math.sbatch"
+    text = script.read_text()
+    for old, new in edits.items():
+        assert old in text, f"{script.name} no longer says {old}"
+        text = text.replace(old, new)
+    script.write_text(text)
+    return folder
 
 
-def test_a_preempted_het_job_is_requeued_resumes_and_finishes(
-    cluster: Cluster, model: Path, tmp_path: Path
-) -> None:
-    job = submit(model, tmp_path)
-    cluster.until(lambda: steps_done(tmp_path) >= 5, "five steps", 240, seen=lambda: said(tmp_path))
-    high = cluster.submit(
-        "#!/bin/bash\n#SBATCH --output=/dev/null\nsleep 1\n", "-phigh", "-N6", "--exclusive"
-    )
-    asked = time.monotonic()
-    assert cluster.wait(high, seconds=60) == "COMPLETED"
-    assert time.monotonic() - asked < 30, "the run left its nodes within the grace time"
-    assert cluster.wait(job, seconds=300) == "COMPLETED", said(tmp_path)
+# --- What is seen of a run ---
 
-    run = RunDir.open(tmp_path / "quickstart-seed0")
+
+def said(run: RunDir) -> str:
+    """The ends of all logs of the job and its ranks."""
+    of_job = [*run.path.glob("slurm/*.log"), *run.path.parents[1].glob("tba-math-*.log")]
+    logs = sorted([*of_job, *run.logs.glob("*/*.*")])
+    return "\n".join(f"--- {log}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
+
+
+def steps(run: RunDir) -> int:
+    """Optimizer steps so far."""
+    return len(step_records(read_metrics(run.metrics_file("trainer"))))
+
+
+def events(run: RunDir, name: str) -> list[dict[str, Any]]:
+    """What batch scripts and launchers noted under a name."""
+    return [event for event in read_events(run) if event["event"] == name]
+
+
+def reach(cluster: Cluster, run: RunDir, step: int) -> None:
+    """Wait until the run has taken ``step`` steps."""
+    cluster.until(lambda: steps(run) >= step, f"step {step}", START_SECONDS, seen=lambda: said(run))
+
+
+def finish(cluster: Cluster, run: RunDir, job: int) -> None:
+    """Wait for the end of the job: the run is finished and whole."""
+    assert cluster.wait(job, seconds=START_SECONDS) == "COMPLETED", said(run)
     assert_whole(run)
-    events = [record["event"] for record in read_metrics(run.metrics_file("trainer")) if "event" in record]
-    assert events.count("resumed") == 1 and "stopped" in events and events[-1] == "finished"
+    found = audit(run)
+    assert found.finished and found.clean, "\n".join([*found.problems, said(run)])
+
+
+def left_behind(cluster: Cluster) -> list[str]:
+    """Command lines of what jobs have started and is still there: ranks, engines, batch scripts."""
+    words = ("tba_hpc", "slurm_script", "srun")
+    return [line for line in cluster.processes() if any(word in line for word in words)]
+
+
+@contextmanager
+def leader_held(cluster: Cluster, run: RunDir) -> Iterator[None]:
+    """The leading trainer stands still inside: however fast the machine, the run does not end meanwhile."""
+    leader = psutil.Process(ranks(cluster, run)[0].pid)
+    leader.suspend()
+    try:
+        yield
+    finally:
+        leader.resume()
+
+
+def reach_the_wall_time(cluster: Cluster, run: RunDir) -> None:
+    """Wait until the job is asked to stop: after three steps, or on a slow machine before."""
+
+    def asked() -> bool:
+        return bool(events(run, "signal"))
+
+    cluster.until(lambda: steps(run) >= 3 or asked(), "three steps", 120, seen=lambda: said(run))
+    if not asked():
+        with leader_held(cluster, run):
+            cluster.until(asked, "the end of the wall time", 120, seen=lambda: said(run))
+
+
+# --- What must not depend on what happened to a run ---
+
+
+def schedule(run: RunDir) -> list[tuple[float, ...]]:
+    """Step, learning rate and β of all steps."""
+    records = step_records(read_metrics(run.metrics_file("trainer")))
+    return [tuple(record[key] for key in ("step", "train/learning_rate", "train/beta")) for record in records]
+
+
+def prompts(run: RunDir) -> dict[int, int]:
+    """Prompt by its position in the run's sequence, of all that the last checkpoint's buffer holds."""
+    folder = latest_checkpoint(run)
+    assert folder is not None
+    record = read_arrays(folder / "buffer.h5")["record"]
+    return dict(zip(record["position"].tolist(), record["prompt_id"].tolist(), strict=True))
+
+
+def held_out(run: RunDir) -> dict[str, int]:
+    """How many prompts each evaluation on the test split has answered."""
+    answered: Counter[str] = Counter()
+    for part in run.evaluations.glob("test-*/*.json"):
+        answered[part.parent.name] += json.loads(part.read_text())["total"]
+    return dict(answered)
+
+
+def assert_same_training(run: RunDir, other: RunDir) -> None:
+    """Equal in all that does not hang on timing."""
+    keys = differing_keys(run.config(), other.config())
+    assert all(key.startswith(MAY_DIFFER) for key in keys), keys
+    assert schedule(run) == schedule(other)
+    mine, others = prompts(run), prompts(other)
+    both = mine.keys() & others.keys()
+    assert both and {p: mine[p] for p in both} == {p: others[p] for p in both}
+    assert held_out(run) == held_out(other) == {"test-step-000000": 64, "test-step-000016": 64}
+
+
+# --- Stories ---
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(running_cluster: Cluster, model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run in the homogeneous form, to which nothing happens: one trainer, one searcher."""
+    root = tmp_path_factory.mktemp("uninterrupted")
+    run, job = submit(running_cluster, model, root, "--homogeneous", nodes=2)
+    finish(running_cluster, run, job)
+    return run
+
+
+def test_the_script_to_edit_by_hand_outlives_its_wall_time(
+    cluster: Cluster, model: Path, uninterrupted: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One minute is too short for the run. What was done in it is kept, and the job goes on by itself."""
+    config = checkout(tmp_path) / "mine.yaml"
+    config.write_text(dump_config(load_config(QUICKSTART, [f"model.path={model}", *SETTINGS])))
+    monkeypatch.setenv("CONFIG", "mine.yaml")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    sbatch = ("sbatch", "--parsable", "slurm/tba_math.sbatch")
+    job, run = int(cluster.run(*sbatch)), RunDir(tmp_path / "runs" / NAME)
+
+    reach_the_wall_time(cluster, run)
+    cluster.wait(job, "PENDING")
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=20")
+    finish(cluster, run, job)
+
+    first, second = events(run, "life")
+    (stopped,) = events(run, "stopped")
+    assert stopped["time"] < first["time"] + 60, "it checkpointed within the wall time"
+    assert second["life"] == 1 and len(events(run, "start")) == 2
+    assert_same_training(run, uninterrupted)
+
+    monkeypatch.setenv("RUN", str(run.path))
+    again = int(cluster.run(*sbatch))
+    assert cluster.wait(again) == "COMPLETED"
+    assert "the run is finished already" in (tmp_path / f"tba-math-{again}.log").read_text()
+
+
+def test_preempted_cancelled_and_submitted_again_in_another_shape(
+    cluster: Cluster, model: Path, uninterrupted: RunDir, tmp_path: Path
+) -> None:
+    """One trainer and two searchers, and in the end two trainers and one: still the same training."""
+    run, job = submit(cluster, model, tmp_path)
+    reach(cluster, run, 5)
+    preempt(cluster)
+    assert events(run, "stopped") and events(run, "requeue"), f"no stop within the grace time:\n{said(run)}"
+    reach(cluster, run, steps(run) + 1)
+    cluster.run("scancel", str(job))
+    assert cluster.wait(job) == "CANCELLED" and cluster.jobs(job)[0]["Restarts"] == "1"
+    cluster.until(lambda: not left_behind(cluster), "no process", 30, seen=lambda: left_behind(cluster))
+    assert not audit(run).problems
+
+    run, job = submit(cluster, model, tmp_path, "--homogeneous", "--trainer-nodes", "2")
+    finish(cluster, run, job)
+    shapes = [(event["trainers"], event["searchers"]) for event in events(run, "start")]
+    assert shapes == [(1, 2), (1, 2), (2, 1)], said(run)
+    assert_same_training(run, uninterrupted)
+
+
+@pytest.mark.parametrize(
+    ("eos", "mpi", "sentence"),
+    [
+        (False, "pmix", "has no end-of-sequence token, so no completion could ever end"),
+        (True, "pmi2", "do not understand each other; under Slurm start with srun --mpi=pmix"),
+    ],
+    ids=["model-without-eos", "wrong-mpi"],
+)
+def test_what_only_the_user_can_mend_ends_the_job_at_once(
+    cluster: Cluster, tmp_path: Path, eos: bool, mpi: str, sentence: str
+) -> None:
+    model = make_random_model(tmp_path / "model", tied=False, eos=eos)
+    run, job = submit(cluster, model, tmp_path, nodes=2, mpi=mpi)
+    assert cluster.wait(job, seconds=START_SECONDS) == "FAILED", said(run)
+    (log,) = (run.path / "slurm").glob("job-*.log")
+    assert sentence in log.read_text(), said(run)
+    assert len(events(run, "start")) == 1, "started again, although that mends nothing"

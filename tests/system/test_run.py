@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tba_hpc.audit import audit
 from tba_hpc.backends.hdf5_shards import read_arrays
 from tba_hpc.metrics import read_metrics, step_records
 from tba_hpc.state import PromptLedger, RunDir, latest_checkpoint, read_state
@@ -98,45 +100,60 @@ def assert_whole(run: RunDir, steps: int = 16) -> None:
     assert 0 <= summary["pass_at_1_before"] <= 1 and 0 <= summary["pass_at_1_after"] <= 1
     assert summary["train_seconds"] > 0 and summary["trajectories"] > 0 and summary["tokens"] > 0
 
-    folder = latest_checkpoint(run)
-    assert folder is not None
-    state, arrays = read_state(folder), read_arrays(folder / "buffer.h5")
+    folder, verdict = latest_checkpoint(run), audit(run)
+    assert folder is not None and verdict.clean, verdict.problems
     done = PromptLedger.from_array(read_arrays(folder / "prompts.h5")["done"])
-    merged, duplicates, evicted, _ = arrays["counters"].tolist()
-    assert len(done) * SAMPLES == state.trajectories == merged  # a prompt done twice would count twice
-    assert merged == len(arrays["record"]) + duplicates + evicted
-    assert len(np_unique(arrays["record"]["uid"])) == len(arrays["record"])
+    assert len(done) * SAMPLES == verdict.merged  # a prompt done twice would count twice
 
 
-def np_unique(values: object) -> set[int]:
-    """Distinct values of an array."""
-    return set(values.tolist())  # type: ignore[attr-defined]
-
-
-def test_stopped_by_ctrl_c_and_resumed(model: Path, tmp_path: Path) -> None:
-    process = start(model, tmp_path)
-    wait_for(lambda: steps_done(tmp_path) >= 5, process)
+def stop(process: subprocess.Popen[str]) -> str:
+    """Ctrl-C, obeyed soon; what the launcher printed."""
     process.send_signal(signal.SIGINT)
     asked = time.monotonic()
     code, out, err = finish(process)
     assert code == 0, out + err
     assert time.monotonic() - asked < 30
+    return out
+
+
+def trainer_events(root: Path) -> list[object]:
+    """Events in the trainer's metrics so far."""
+    records = read_metrics(root / "quickstart-seed0" / "metrics" / "trainer.jsonl")
+    return [record["event"] for record in records if "event" in record]
+
+
+def test_stopped_by_ctrl_c_and_resumed(model: Path, tmp_path: Path) -> None:
+    """While the ranks start, while they train, and in the last evaluation."""
+    settings = ("evaluate.test_prompts=256",)
+    process = start(model, tmp_path, *settings)
+    wait_for(lambda: bool([*tmp_path.glob("*/logs/latest/trainer-0000.log")]), process)
+    assert "nothing is lost" in stop(process)
     run = RunDir.open(tmp_path / "quickstart-seed0")
+    assert latest_checkpoint(run) is None
+
+    process = start(model, tmp_path, *settings)
+    wait_for(lambda: steps_done(tmp_path) >= 5, process)
+    stop(process)
     folder = latest_checkpoint(run)
     assert folder is not None
     stopped_at = read_state(folder).step
     assert 5 <= stopped_at == steps_done(tmp_path) < 16
 
-    run = run_to_end(model, tmp_path)
-    assert_whole(run)
-    events = [record["event"] for record in read_metrics(run.metrics_file("trainer")) if "event" in record]
-    assert "resumed" in events and events[-1] == "finished"
+    shutil.rmtree(run.evaluations / "test-step-000000")  # as if it had been under way
+    process = start(model, tmp_path, *settings)
+    wait_for(lambda: "finished" in trainer_events(tmp_path), process)
+    stop(process)
+    assert not run.finished and trainer_events(tmp_path)[-1] == "stopped"
+
+    assert_whole(run_to_end(model, tmp_path, *settings))
+    assert "resumed" in trainer_events(tmp_path) and trainer_events(tmp_path)[-1] == "finished"
 
     # A finished run is not run again; its model loads; its page needs nothing from outside.
-    code, out, _ = finish(
-        subprocess.Popen([*command(model, tmp_path), "--json"], cwd=ROOT, stdout=-1, stderr=-1, text=True)
-    )
-    assert code == 0 and json.loads(out) == json.loads(run.summary.read_text())
+    again = [*command(model, tmp_path, *settings), "--json"]
+    code, out, _ = finish(subprocess.Popen(again, cwd=ROOT, stdout=-1, stderr=-1, text=True))
+    told, summary = json.loads(out), json.loads(run.summary.read_text())
+    lasting = ("finished", "steps", "pass_at_1_before", "pass_at_1_after")  # searchers leave after the trainer
+    assert code == 0 and [told[name] for name in lasting] == [summary[name] for name in lasting]
     policy = AutoModelForCausalLM.from_pretrained(run.export)
     assert AutoTokenizer.from_pretrained(run.export).eos_token_id is not None
     old = AutoModelForCausalLM.from_pretrained(model).state_dict()

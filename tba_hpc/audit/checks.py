@@ -1,0 +1,357 @@
+"""The promises of a run, each checked against all that its directory tells.
+
+It must not read or write anything: evidence in, sentences out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+import numpy as np
+
+from tba_hpc.audit.evidence import Checkpoint, Evidence
+from tba_hpc.audit.history import Merge, Seals, ShardKey, whole
+
+SHOWN = 5
+"""Most positions or steps that one sentence names."""
+
+COUNTED = ("trajectories", "added", "duplicates", "evicted", "tokens")
+"""Fields of the trainer's state that are sums over the merges."""
+
+Positions = Mapping[ShardKey, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something wrong, in one sentence, and the acknowledged trajectories that it cost or doubled."""
+
+    sentence: str
+    lost: int = 0
+    doubled: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A promise, what was looked at, and what breaks it."""
+
+    name: str
+    evidence: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """The findings as sentences."""
+        return tuple(finding.sentence for finding in self.findings)
+
+
+def every_check(evidence: Evidence) -> tuple[Check, ...]:
+    """All checks, in the order in which a trajectory lives."""
+    return (
+        check_files(evidence),
+        check_seals(evidence),
+        check_merges(evidence),
+        check_prompts(evidence),
+        check_buffer(evidence),
+        check_checkpoints(evidence),
+        check_steps(evidence),
+    )
+
+
+# --- Shards ---
+
+
+def check_files(evidence: Evidence) -> Check:
+    """Every file under the name of a shard is that shard, every byte of it."""
+    faults = {key: file.fault for key, file in sorted(evidence.files.items()) if file.fault}
+    findings = [Finding(f"the file of {_shard(key)} {fault}") for key, fault in faults.items()]
+    told = f"{count(len(evidence.files), 'file')}, every checksum verified"
+    return Check("shard files are whole", told, tuple(findings))
+
+
+def check_seals(evidence: Evidence) -> Check:
+    """Every sealed shard is in the newest checkpoint, or lies on disk for the next start."""
+    merged = {merge.key for merge in evidence.saved_merges}
+    safe = merged | set(evidence.waiting)
+    lost = [_lost(evidence, key, number) for key, number in evidence.counts.items() if key not in safe]
+    told = (
+        f"{count(len(evidence.counts), 'shard')}: {len(merged):,} in a checkpoint, "
+        f"{len(evidence.waiting):,} on disk beyond it"
+    )
+    return Check("no seal is lost", told, (*_sealed_again(evidence.seals), *lost))
+
+
+def _lost(evidence: Evidence, key: ShardKey, number: int) -> Finding:
+    searcher, index = key
+    file = evidence.files.get(key) or evidence.refused.get(key)
+    if index < evidence.newest.cursors.get(searcher, 0):
+        why = "the newest checkpoint is past it, but no merge of it is on record"
+    else:
+        why = "no checkpoint holds it"
+    fault = file.fault if file else "is gone"
+    why += f": its file {fault}" if fault else ""
+    many = count(number, "acknowledged trajectory") if number else "nobody knows how many trajectories"
+    return Finding(f"{_shard(key)} is lost ({many}): {why}", lost=number or 1)
+
+
+def _sealed_again(seals: Mapping[int, Seals]) -> Iterator[Finding]:
+    """An index is sealed again only where the file before has vanished."""
+    for searcher, of in seals.items():
+        for index, counts in of.trajectories.items():
+            if gone := sum(counts[:-1]):
+                yield Finding(
+                    f"{_shard((searcher, index))} was sealed {len(counts)} times: "
+                    f"{count(gone, 'acknowledged trajectory')} sealed before under that index are lost",
+                    lost=gone,
+                )
+
+
+def check_merges(evidence: Evidence) -> Check:
+    """The surviving history merges every shard once, in rounds without a gap, as it was sealed."""
+    merges = evidence.history.merges
+    first = {merge.key: merge for merge in reversed(merges)}
+    rounds = [0, *(merge.round for merge in merges)]
+    gaps = [pair for pair in pairwise(rounds) if pair[1] - pair[0] not in (0, 1)]
+    findings = (
+        *(_merged_again(first[merge.key], merge) for merge in merges if merge is not first[merge.key]),
+        *(Finding(f"no merge of the rounds between {a} and {b} is on record") for a, b in gaps),
+        *chain.from_iterable(_contradictions(evidence, merge) for merge in merges),
+    )
+    told = f"{count(len(merges), 'merge')} in {count(rounds[-1], 'round')}"
+    return Check("every shard merged once", told, findings)
+
+
+def _merged_again(first: Merge, again: Merge) -> Finding:
+    return Finding(
+        f"{_shard(again.key)} was merged in round {first.round} and again in round {again.round}",
+        doubled=again.trajectories,
+    )
+
+
+def _contradictions(evidence: Evidence, merge: Merge) -> Iterator[Finding]:
+    """Where the searcher, the file or the buffer tell another story than the merge."""
+    searcher, index = merge.key
+    sealed = evidence.seals.get(searcher, Seals()).trajectories.get(index, [merge.trajectories])[-1]
+    file = evidence.files.get(merge.key)
+    there = file and (file.trajectories, file.tokens, file.positions)
+    if sealed != merge.trajectories:
+        yield Finding(
+            f"{_shard(merge.key)} was sealed with {sealed} trajectories, merged {merge.trajectories}"
+        )
+    if file and not file.fault and there != (merge.trajectories, merge.tokens, merge.positions):
+        yield Finding(f"{_shard(merge.key)} lies on disk with other contents than were merged")
+    if merge.trajectories != merge.added + merge.duplicates:
+        yield Finding(
+            f"{_shard(merge.key)} brought {merge.trajectories} trajectories, but the buffer took "
+            f"{merge.added} as new and {merge.duplicates} as duplicates"
+        )
+
+
+# --- Prompts ---
+
+
+def check_prompts(evidence: Evidence) -> Check:
+    """Every position of the prompt sequence is in one shard; the ledger and the searchers agree."""
+    merged = {merge.key: merge.positions for merge in evidence.saved_merges}
+    sealed = {key: file.positions for key, file in evidence.waiting.items()} | merged
+    times = Counter(chain.from_iterable(sealed.values()))
+    ledgers = [checkpoint for checkpoint in evidence.checkpoints if not checkpoint.fault]
+    findings = (
+        *_sealed_twice(evidence, sealed, times),
+        *chain.from_iterable(_ledger_findings(evidence, checkpoint) for checkpoint in ledgers),
+        *chain.from_iterable(_passed_over(searcher, of, sealed) for searcher, of in evidence.seals.items()),
+    )
+    end = max(times, default=-1) + 1
+    told = f"{len(times):,} of the first {end:,} sealed, {end - len(times):,} still open"
+    return Check("no prompt skipped or doubled", told, findings)
+
+
+def _sealed_twice(evidence: Evidence, sealed: Positions, times: Counter[int]) -> Iterator[Finding]:
+    """No position is in two shards, nor twice in one, where it would have too many completions."""
+    samples = evidence.config.generator.completions_per_prompt
+    if doubled := sorted(position for position, found in times.items() if found > 1):
+        shards = [_shard(key) for key, positions in sealed.items() if not set(doubled).isdisjoint(positions)]
+        yield Finding(
+            f"{_some('position', doubled)} sealed more than once: in {', '.join(shards[:SHOWN])}",
+            doubled=samples * sum(times[position] - 1 for position in doubled),
+        )
+    for key, positions in sealed.items():
+        if (extra := evidence.counts.get(key, 0) - samples * len(positions)) > 0:
+            yield Finding(
+                f"{_shard(key)} holds {extra} trajectories more than {samples} for each of its prompts",
+                doubled=extra,
+            )
+
+
+def _ledger_findings(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Finding]:
+    """The ledger of a checkpoint marks what was merged by then, no more and no less."""
+    merges = evidence.history.until(checkpoint.state.round)
+    merged = set(chain.from_iterable(merge.positions for merge in merges))
+    if skipped := sorted(checkpoint.done - merged):
+        yield Finding(
+            f"{checkpoint.name}: {_some('position', skipped)} marked done, but never merged: skipped"
+        )
+    if again := sorted(merged - checkpoint.done):
+        yield Finding(
+            f"{checkpoint.name}: {_some('position', again)} merged, but not marked done: dealt again"
+        )
+
+
+def _passed_over(searcher: int, seals: Seals, sealed: Positions) -> Iterator[Finding]:
+    """A searcher takes its open positions in order, so one that it passed was in flight, or rejected."""
+    own = [position for index in seals.indices for position in sealed.get((searcher, index), ())]
+    taken = set(chain.from_iterable(sealed.values()))
+    passed = [p for p in range(searcher, max(own, default=0), max(1, seals.searchers)) if p not in taken]
+    unsealed = seals.dealt - len(own)
+    if seals.searchers and len(passed) > unsealed:
+        yield Finding(
+            f"searcher {searcher} passed {_some('position', passed)} by, "
+            f"with {count(unsealed, 'prompt')} unsealed at its last seal: skipped"
+        )
+
+
+# --- Checkpoints ---
+
+
+def check_buffer(evidence: Evidence) -> Check:
+    """In the newest checkpoint every merged trajectory is stored, replaced by its equal, or evicted: once."""
+    readable = [checkpoint for checkpoint in evidence.checkpoints if not checkpoint.fault]
+    findings = chain.from_iterable(_buffer_findings(evidence, checkpoint) for checkpoint in readable[-1:])
+    state = evidence.newest
+    told = (
+        f"{state.trajectories:,} = {state.added - state.evicted:,} stored + {state.duplicates:,} replaced by "
+        f"equals + {state.evicted:,} evicted"
+    )
+    return Check("trajectories used or evicted", told, tuple(findings))
+
+
+def _buffer_findings(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Finding]:
+    state, limits = checkpoint.state, evidence.config.buffer
+    record, counters = checkpoint.buffer["record"], checkpoint.buffer["counters"].tolist()
+    expected = [state.trajectories, state.duplicates, state.evicted]
+    if counters[:3] != expected:
+        yield Finding(f"{checkpoint.name}: the buffer counts {counters[:3]}, state.json {expected}")
+    should = state.added - state.evicted
+    if should != len(record):
+        yield Finding(
+            f"{checkpoint.name}: the buffer holds {len(record)} trajectories, not {should}",
+            lost=max(0, should - len(record)),
+        )
+    if again := len(record) - len(np.unique(record["uid"])):
+        yield Finding(f"{checkpoint.name}: {again} trajectories are in the buffer twice", doubled=again)
+    fullest = max(Counter(record["prompt_id"].tolist()).values(), default=0)
+    if len(record) > limits.capacity or fullest > limits.capacity_per_prompt:
+        yield Finding(f"{checkpoint.name}: the buffer holds more than its capacity")
+    if strangers := _strangers(evidence.history.until(state.round), record, checkpoint.buffer["round"]):
+        yield Finding(f"{checkpoint.name}: no merge on record brought {strangers} trajectories of the buffer")
+
+
+def _strangers(merges: Iterable[Merge], record: np.ndarray, round_N: np.ndarray) -> int:
+    """How many trajectories lie in the buffer that no merge of their round and position brought."""
+    brought = {(*merge.key, merge.round, position) for merge in merges for position in merge.positions}
+    columns = (record["uid"], round_N, record["position"])
+    stored = zip(*(column.tolist() for column in columns), strict=True)
+    return sum(
+        (uid >> 44, uid >> 20 & 0xFFFFFF, round, position) not in brought for uid, round, position in stored
+    )
+
+
+def check_checkpoints(evidence: Evidence) -> Check:
+    """Every checkpoint is whole, counts what was merged by then, and finds the shards that come after it."""
+    usable = [checkpoint for checkpoint in evidence.checkpoints if not checkpoint.fault]
+    broken = [checkpoint for checkpoint in evidence.checkpoints if checkpoint.fault]
+    back = [new for old, new in pairwise(usable) if new.state.round < old.state.round]
+    findings = (
+        *(Finding(f"{checkpoint.name} {checkpoint.fault}") for checkpoint in broken),
+        *(
+            Finding(f"{checkpoint.name} holds fewer rounds than the checkpoint before it")
+            for checkpoint in back
+        ),
+        *chain.from_iterable(_miscounted(evidence, checkpoint) for checkpoint in usable),
+        *chain.from_iterable(_missing_shards(evidence, checkpoint) for checkpoint in usable[:1]),
+    )
+    told = ", ".join(checkpoint.name for checkpoint in evidence.checkpoints) or "none yet"
+    return Check("checkpoints agree with merges", told, findings)
+
+
+def _miscounted(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Finding]:
+    """What a checkpoint counts follows from the merges up to its round."""
+    state, merges = checkpoint.state, evidence.history.until(checkpoint.state.round)
+    expected: dict[str, object] = {name: sum(getattr(merge, name) for merge in merges) for name in COUNTED}
+    expected["round"] = merges[-1].round if merges else 0
+    expected["cursors"] = {searcher: index + 1 for searcher, index in (merge.key for merge in merges)}
+    for name, value in expected.items():
+        if (there := getattr(state, name)) != value:
+            yield Finding(f"{checkpoint.name}: {name} is {there}, the merges on record come to {value}")
+
+
+def _missing_shards(evidence: Evidence, oldest: Checkpoint) -> Iterator[Finding]:
+    """Shards that the newest checkpoint holds and a resume from the oldest one kept would merge again."""
+    cursors = oldest.state.cursors
+    merged = {merge.key for merge in evidence.saved_merges if merge.key in evidence.counts}
+    for searcher, index in sorted(merged - set(evidence.files)):
+        if index >= cursors.get(searcher, 0):
+            yield Finding(
+                f"the file of {_shard((searcher, index))} is gone: {oldest.name} cannot do without it"
+            )
+
+
+# --- Steps ---
+
+
+def check_steps(evidence: Evidence) -> Check:
+    """Steps follow one another, count what was merged, and reach the newest checkpoint and evaluation."""
+    history, newest = evidence.history, evidence.newest
+    steps = [whole(record, "step") for record, _ in history.steps]
+    breaks = [pair for pair in pairwise([0, *steps]) if pair[1] != pair[0] + 1]
+    findings = [Finding(f"step {after} follows step {before} in trainer.jsonl") for before, after in breaks]
+    findings += _miscounted_steps(evidence)
+    if newest.step > history.last_step:
+        findings.append(Finding(f"a checkpoint is of step {newest.step}, but {_ends(history.last_step)}"))
+    if late := [step for step in evidence.evaluations if step > history.last_step]:
+        findings.append(Finding(f"{_some('step', late)} evaluated, but {_ends(history.last_step)}"))
+    if evidence.finished and newest.step != (end := evidence.config.train.steps):
+        findings.append(
+            Finding(f"the run is finished, but its checkpoint is of step {newest.step}, not {end}")
+        )
+    redone = f"{sum(history.redone)} redone after {count(len(history.redone), 'resume')}"
+    return Check("every step taken once", f"{count(len(steps), 'step')}, {redone}", tuple(findings))
+
+
+def _miscounted_steps(evidence: Evidence) -> Iterator[Finding]:
+    """The counters in the records of steps are sums over the merges before them."""
+    for name in ("added", "duplicates", "evicted"):
+        sums = np.cumsum([0, *(getattr(merge, name) for merge in evidence.history.merges)])
+        steps = [(record, sums[merges]) for record, merges in evidence.history.steps]
+        wrong = [
+            whole(record, "step") for record, so_far in steps if whole(record, f"buffer/{name}") != so_far
+        ]
+        if wrong:
+            yield Finding(f"{_some('step', wrong)}: buffer/{name} is not the sum over the merges on record")
+
+
+def _ends(step: int) -> str:
+    return f"trainer.jsonl ends at step {step}"
+
+
+# --- Words ---
+
+
+def count(number: int, thing: str) -> str:
+    """``1 shard``, ``2 shards``, ``3 trajectories``."""
+    plural = f"{thing[:-1]}ies" if thing.endswith("y") else f"{thing}s"
+    return f"{number:,} {thing if number == 1 else plural}"
+
+
+def _shard(key: ShardKey) -> str:
+    searcher, index = key
+    return f"shard {index} of searcher {searcher}"
+
+
+def _some(thing: str, numbers: Sequence[int]) -> str:
+    """``positions 3, 7 and 12 more``."""
+    named = ", ".join(map(str, numbers[:SHOWN]))
+    more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
+    return f"{thing}{'' if len(numbers) == 1 else 's'} {named}{more}"

@@ -1,0 +1,219 @@
+"""Reads what lies in a run directory for the audit, in an order that a run under way cannot confuse.
+
+It must not judge: what contradicts what is decided in ``checks``. Changes nothing on disk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from tba_hpc.audit.history import History, Merge, Seals, ShardKey
+from tba_hpc.backends.hdf5_shards import REFUSED, ShardError, read_arrays, read_shard
+from tba_hpc.config import Config
+from tba_hpc.metrics import MetricsTail, Record, read_metrics
+from tba_hpc.report.summary import index_of, searcher_files
+from tba_hpc.state import (
+    BUFFER_FILE,
+    PROMPTS_FILE,
+    RunDir,
+    StateError,
+    TrainerState,
+    checkpoint_folders,
+    missing_files,
+    read_state,
+)
+from tba_hpc.types import Shard, make_uid
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """A file under the name of a shard. fault: why it is not that shard, else empty.
+
+    foreign: it is whole, but of another shard: nobody sealed it under this name.
+    """
+
+    fault: str = ""
+    foreign: bool = False
+    trajectories: int = 0
+    tokens: int = 0
+    positions: tuple[int, ...] = ()
+
+    @classmethod
+    def read(cls, path: Path, key: ShardKey) -> ShardFile:
+        """Verify a file. Raises FileNotFoundError."""
+        try:
+            shard = read_shard(path)
+        except ShardError as error:
+            return cls(fault=str(error).removeprefix(f"{path} "))
+        fault = _mistaken(shard, key)
+        record = shard.trajectories
+        tokens, positions = len(record.completions.values), tuple(record.positions.tolist())
+        return cls(fault, bool(fault), len(record), tokens, positions)
+
+
+def _mistaken(shard: Shard, key: ShardKey) -> str:
+    """Why a whole shard is not the one of its name."""
+    if (shard.searcher, shard.index) != key:
+        return f"is a copy of shard {shard.index} of searcher {shard.searcher}"
+    uids = make_uid(*key, 0) + np.arange(len(shard.trajectories), dtype=np.uint64)
+    if not np.array_equal(shard.trajectories.record["uid"], uids):
+        return "holds trajectories that were sealed elsewhere"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint. fault: why it cannot be used, else empty; done: positions in its ledger."""
+
+    name: str
+    state: TrainerState
+    done: frozenset[int] = frozenset()
+    buffer: Mapping[str, np.ndarray] = field(default_factory=dict)
+    fault: str = ""
+
+    @classmethod
+    def read(cls, folder: Path) -> Checkpoint:
+        """Read all but the learner's files, whose presence alone is looked at."""
+        state = TrainerState()
+        try:
+            state = read_state(folder)
+            done = np.flatnonzero(np.unpackbits(read_arrays(folder / PROMPTS_FILE)["done"]))
+            buffer = read_arrays(folder / BUFFER_FILE)
+            missing = missing_files(folder)
+        except (OSError, StateError, ShardError, ValueError) as error:
+            return cls(folder.name, state, fault=f"cannot be read: {error}")
+        fault = f"has lost, or changed: {', '.join(missing)}" if missing else ""
+        return cls(folder.name, state, frozenset(done.tolist()), buffer, fault)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """All that a run directory tells.
+
+    counts: trajectories of every shard that anything told of before the shards on disk were read, 0 where
+    nobody says how many.
+    files, refused: by shard, the visible files and those set aside. leftovers: files of killed writers.
+    evaluations: steps of the evaluations on disk.
+    """
+
+    run: RunDir
+    config: Config
+    finished: bool
+    history: History
+    seals: dict[int, Seals]
+    counts: dict[ShardKey, int]
+    files: dict[ShardKey, ShardFile]
+    refused: dict[ShardKey, ShardFile]
+    checkpoints: list[Checkpoint]
+    evaluations: list[int]
+    leftovers: list[str]
+
+    @classmethod
+    def read(cls, run: RunDir) -> Evidence:
+        """Read a run at any moment of its life.
+
+        What metrics tell of is on disk by then, so the shards are read after them. What has left the disk
+        since is in a checkpoint, so these come next. What they count is in the metrics, which are read on.
+        """
+        finished, tail = run.finished, MetricsTail(run.metrics_file("trainer"))
+        records = tail.new()
+        seals = {index_of(path): Seals.of(read_metrics(path)) for path in searcher_files(run)}
+        told = _told(records, seals)
+        files = _shard_files(run.shard_files())
+        refused = _shard_files(run.shard_files(".h5" + REFUSED))
+        checkpoints = _checkpoints(run)
+        evaluations = [int(path.name.rpartition("-")[2]) for path in run.evaluations.glob("*-step-*")]
+        history = History.of(records + tail.new())
+        return cls(
+            run=run,
+            config=run.config(),
+            finished=finished,
+            history=history,
+            seals=seals,
+            counts=_counts(told, files, refused),
+            files=files,
+            refused=refused,
+            checkpoints=checkpoints,
+            evaluations=sorted(evaluations),
+            leftovers=_leftovers(run),
+        )
+
+    @property
+    def newest(self) -> TrainerState:
+        """State of the newest checkpoint that can be read; of a fresh run where there is none."""
+        states = [checkpoint.state for checkpoint in self.checkpoints if not checkpoint.fault]
+        return states[-1] if states else TrainerState()
+
+    @property
+    def saved_merges(self) -> list[Merge]:
+        """Merges that the newest checkpoint holds: no accident can take them back."""
+        return self.history.until(self.newest.round)
+
+    @property
+    def waiting(self) -> dict[ShardKey, ShardFile]:
+        """Whole shards at or beyond the cursors of the newest checkpoint: a start would merge them first."""
+        cursors = self.newest.cursors
+        return {
+            (searcher, index): file
+            for (searcher, index), file in self.files.items()
+            if index >= cursors.get(searcher, 0) and not file.fault
+        }
+
+
+def _told(records: Iterable[Record], seals: dict[int, Seals]) -> dict[ShardKey, int]:
+    """Trajectories of every shard that a searcher sealed or the trainer merged, by their metrics."""
+    merges = (Merge.of(record) for record in records if record.get("event") == "merged")
+    merged = {merge.key: merge.trajectories for merge in merges}
+    sealed = {(s, index): counts[-1] for s, of in seals.items() for index, counts in of.trajectories.items()}
+    return merged | sealed
+
+
+def _counts(
+    told: dict[ShardKey, int], files: dict[ShardKey, ShardFile], refused: dict[ShardKey, ShardFile]
+) -> dict[ShardKey, int]:
+    """The same with what lies on disk, less files that nobody sealed, and with indices passed over."""
+    on_disk = {
+        key: file.trajectories for key, file in chain(refused.items(), files.items()) if not file.foreign
+    }
+    known = on_disk | told
+    foreign = {
+        key for key, file in chain(refused.items(), files.items()) if file.foreign and key not in known
+    }
+    last: dict[int, int] = {}
+    for searcher, index in known:
+        last[searcher] = max(index, last.get(searcher, 0))
+    passed = {(searcher, index): 0 for searcher, end in last.items() for index in range(end)}
+    return {key: count for key, count in sorted((passed | known).items()) if key not in foreign}
+
+
+def _shard_files(paths: dict[ShardKey, Path]) -> dict[ShardKey, ShardFile]:
+    """What lies under the names; files that were pruned meanwhile are left out."""
+    found = {}
+    for key, path in paths.items():
+        try:
+            found[key] = ShardFile.read(path, key)
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def _checkpoints(run: RunDir) -> list[Checkpoint]:
+    """Complete checkpoints, oldest first, less those that were dropped while they were read."""
+    read = [(folder, Checkpoint.read(folder)) for folder in checkpoint_folders(run, complete=True)]
+    kept = [checkpoint for folder, checkpoint in read if (folder / "COMPLETE").exists()]
+    overtaken = read and not kept
+    return _checkpoints(run) if overtaken else kept
+
+
+def _leftovers(run: RunDir) -> list[str]:
+    """Files and folders that only a writer that was killed leaves, or one at work just now."""
+    files = (Path(folder, name) for folder, _, names in os.walk(run.path) for name in names)
+    temporary = [path for path in files if path.name.startswith(".") and path.suffix == ".tmp"]
+    half = checkpoint_folders(run, complete=False)
+    return sorted(str(path.relative_to(run.path)) for path in [*temporary, *half])

@@ -1,0 +1,306 @@
+"""The process of one vLLM engine: requests and weights in, whole groups out, nothing between but steps.
+
+It must not know what the completions are for. No other module imports vllm, and only
+``vllm_generator`` starts this one: ``python -m tba_hpc.backends.vllm_engine SETTINGS PARENT SOCKET``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+import numpy as np
+import torch
+from pydantic import ValidationError
+
+from tba_hpc.backends.engine_channel import (
+    COMMANDS,
+    Channel,
+    Command,
+    Died,
+    EngineSettings,
+    Finished,
+    Load,
+    Loaded,
+    Progress,
+    Ready,
+    Refused,
+    Submit,
+    map_weights,
+)
+from tba_hpc.types import Sampling, WeightLayout, WeightSlot
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+    from vllm.outputs import CompletionOutput
+
+BEAT_SECONDS = 0.2
+"""Longest time without a message to the rank, between two steps."""
+
+CPU_KV_CACHE_MB = 512
+"""KV cache on a machine without GPU where none is configured; vLLM's own default takes most of the memory."""
+
+TORCH_DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output belongs to the program
+    "VLLM_NO_USAGE_STATS": "1",  # vLLM otherwise reports each start to its makers
+}
+CPU_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # one core per rank; more by setting the variable
+    "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than a small run and needs a C++ compiler
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks of one node must not pin themselves to the same cores
+}
+
+RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve the rank that started this process until it hangs up."""
+    settings, parent, descriptor = sys.argv[1:]
+    die_with(int(parent))
+    channel = Channel(socket.socket(fileno=int(descriptor)), COMMANDS)
+    try:
+        Engine(channel, build_or_refuse(channel, msgspec.json.decode(settings, type=EngineSettings))).serve()
+    except Exception as error:
+        traceback.print_exc()
+        channel.send(Died(f"{type(error).__name__}: {first_sentence(error)}"))
+        sys.exit(1)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process once its parent is gone, also when it hangs by then."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+def build_or_refuse(channel: Channel[Command], settings: EngineSettings) -> LLM:
+    """The engine; where vLLM does not take the settings, the rank is told and the process ends."""
+    prepare_environment()
+    try:
+        llm = build(settings)
+    except ValueError as error:
+        traceback.print_exc()
+        channel.send(Refused(first_sentence(error)))
+        sys.exit(1)
+    channel.send(Ready())
+    return llm
+
+
+def prepare_environment() -> None:
+    """Set the variables that vLLM reads once, when it is imported. What the user has set is kept."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine has this process to itself already
+    on_gpu = torch.cuda.is_available()
+    for name, value in (ENVIRONMENT if on_gpu else ENVIRONMENT | CPU_ENVIRONMENT).items():
+        os.environ.setdefault(name, value)
+    if not on_gpu:
+        # torch read OMP_NUM_THREADS when it was imported, perhaps before it was set here.
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def build(settings: EngineSettings) -> LLM:
+    """The engine, with the weights of ``settings.model`` as version 0. ValueError where vLLM refuses."""
+    # vllm reads its environment when it is imported, hence not before prepare_environment().
+    from vllm import LLM
+
+    on_gpu = torch.cuda.is_available()
+    cache_mb = settings.kv_cache_mb or (None if on_gpu else CPU_KV_CACHE_MB)
+    llm = LLM(
+        settings.model,
+        dtype=settings.dtype,
+        max_model_len=settings.context_length,
+        max_num_seqs=settings.sequences,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        kv_cache_memory_bytes=cache_mb and cache_mb << 20,
+        tensor_parallel_size=settings.tensor_parallel,
+        worker_extension_cls=f"{WeightLoader.__module__}.{WeightLoader.__name__}",
+        enforce_eager=not on_gpu,
+        use_tqdm_on_load=False,
+        seed=settings.seed,
+    )
+    llm.llm_engine.set_weight_version("0")
+    return llm
+
+
+class Engine:
+    """Steps a vLLM engine for the rank at the other end of ``channel``."""
+
+    def __init__(self, channel: Channel[Command], llm: LLM) -> None:
+        self._channel = channel
+        self._llm = llm
+        self._busy = 0.0  # seconds, and
+        self._open = 0  # completions that have not ended, as the rank knows
+        self._enough = 1  # completions that, once ended, the rank should replace
+        self._told = time.monotonic()
+
+    def serve(self) -> None:
+        """Until the rank hangs up. Commands take effect between two steps, in their order."""
+        while not self._channel.closed:
+            for command in self._channel.receive(0 if self._decoding else BEAT_SECONDS):
+                self._obey(command)
+            self._tell(self._step() if self._decoding else [])
+
+    @property
+    def _decoding(self) -> bool:
+        return bool(self._llm.llm_engine.has_unfinished_requests())
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Submit():
+                self._submit(command)
+            case Load():
+                self._load(command)
+
+    def _submit(self, command: Submit) -> None:
+        from vllm.inputs import tokens_input
+
+        prompt = tokens_input(np.frombuffer(command.prompt, np.int32).tolist())
+        params = sampling_params(command.sampling, command.n)
+        self._llm.llm_engine.add_request(str(command.request), prompt, params)
+        self._open += command.n
+        self._enough = command.n
+
+    def _load(self, command: Load) -> None:
+        start = time.monotonic()
+        self._llm.collective_rpc("load_shared_weights", args=(command.path, command.layout))
+        # A cache of the old weights would give log-probabilities of neither policy.
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+        self._llm.llm_engine.set_weight_version(str(command.version))
+        self._channel.send(Loaded(command.version, time.monotonic() - start))
+
+    def _step(self) -> list[Finished]:
+        start = time.monotonic()
+        outputs = cast("list[RequestOutput]", self._llm.llm_engine.step())
+        self._busy += time.monotonic() - start
+        return [_finished(output) for output in outputs if output.finished]
+
+    def _tell(self, finished: list[Finished]) -> None:
+        """Send what is finished, say when there is room for another prompt, and give signs of life."""
+        now, still_open = time.monotonic(), self._llm.llm_engine.get_num_unfinished_requests()
+        ended = self._open - still_open
+        if finished or ended >= self._enough or now - self._told >= BEAT_SECONDS:
+            self._channel.send(Progress(self._busy, ended, finished))
+            self._busy, self._open, self._told = 0.0, still_open, now
+
+
+class WeightLoader:
+    """What vLLM's workers learn beyond their own trade: to take weights from the rank's memory.
+
+    A worker may be a process of its own (tensor parallelism), so only plain values reach it.
+    """
+
+    def load_shared_weights(self, path: str, layout: str) -> None:
+        """Replace all weights in place by those at ``path``; see engine_channel.SharedWeights."""
+        logging.getLogger(RELOAD_LOGGER).addFilter(_is_not_about_rotary_embeddings)
+        tensors = _tensors(WeightLayout.from_json(layout), map_weights(path))
+        self.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
+        _repack_output_layers(self.get_model())  # type: ignore[attr-defined]
+
+
+def sampling_params(sampling: Sampling, n: int) -> SamplingParams:
+    """logprobs=0 asks for the sampled token's log-probability alone, at temperature 1, before top-p.
+
+    No seed per request: it costs a Python call per sequence and token, on a GPU also the fast sampler,
+    and vLLM 0.32's CPU sampler dies of it where a prompt is computed in two parts.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=n,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        max_tokens=sampling.max_tokens,
+        logprobs=0,
+        flat_logprobs=True,  # plain lists of numbers instead of an object per token
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # used for one request only
+    )
+
+
+def _finished(output: RequestOutput) -> Finished:
+    samples = output.outputs
+    return Finished(
+        request=int(output.request_id),
+        tokens=_flat([sample.token_ids for sample in samples], np.int32),
+        logprobs=_flat([_logprobs(sample) for sample in samples], np.float32),
+        lengths=np.array([len(sample.token_ids) for sample in samples], np.int32).tobytes(),
+        stopped=bytes(_stopped(sample) for sample in samples),
+        versions=np.array([_versions(sample) for sample in samples], np.int32).tobytes(),
+    )
+
+
+def _flat(rows: list, dtype: type) -> bytes:
+    return np.fromiter(chain.from_iterable(rows), dtype).tobytes()
+
+
+def _logprobs(sample: CompletionOutput) -> list[float]:
+    """One per position: the sampled token's."""
+    from vllm.logprobs import FlatLogprobs
+
+    assert isinstance(sample.logprobs, FlatLogprobs)
+    return sample.logprobs.logprobs
+
+
+def _stopped(sample: CompletionOutput) -> bool:
+    assert sample.finish_reason in ("stop", "length"), sample.finish_reason
+    return sample.finish_reason == "stop"
+
+
+def _versions(sample: CompletionOutput) -> tuple[int, int]:
+    """Oldest and newest weights that sampled a token of it."""
+    spans = sample.weight_versions
+    assert spans, "the engine labels every token with the version of its weights"
+    return int(spans[0].version), int(spans[-1].version)
+
+
+def _tensors(layout: WeightLayout, data: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:
+    """Views of the flat buffer under the tensors' Hugging Face names; nothing is copied."""
+    return ((slot.name, _view(data, slot)) for slot in layout.slots)
+
+
+def _view(data: np.ndarray, slot: WeightSlot) -> torch.Tensor:
+    return torch.from_numpy(data[slot.start : slot.end]).view(TORCH_DTYPE[slot.dtype]).view(slot.shape)
+
+
+def _repack_output_layers(model: torch.nn.Module) -> None:
+    """Refresh the packed copy that the CPU kernels keep of the output layer.
+
+    vLLM 0.32 repacks a layer when its own weights have been reloaded; an output layer that is tied to the
+    embedding has none, and would silently go on with the old ones.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def first_sentence(error: Exception) -> str:
+    """Of an error of vLLM, whose configuration is checked by pydantic."""
+    text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+    return text.split("\n")[0].split(". ")[0]
+
+
+def _is_not_about_rotary_embeddings(record: logging.LogRecord) -> bool:
+    """They have no weights, and vLLM warns at every load that it found none for them."""
+    return "RotaryEmbedding" not in record.getMessage()
+
+
+if __name__ == "__main__":
+    main()

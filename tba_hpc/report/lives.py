@@ -1,0 +1,137 @@
+"""What a run's events tell of its lives: attempts, how each of them ended, and the faults that were met.
+
+It must not know how this is shown, nor what the ranks did meanwhile: that is in their metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tba_hpc.metrics import Record, number
+
+Event = Mapping[str, Any]
+"""A line of events.jsonl; see ``state.log_event``."""
+
+ENDS = ("failed", "stopped", "finished", "refused")
+"""Events that end an attempt."""
+
+KILLED = "killed"
+"""End of an attempt that left no word: its node was lost, or Slurm or the kernel killed the launcher."""
+
+FAULTS = {
+    "rebuilds": "engine rebuilt",
+    "lost": "searcher lost",
+    "failed": "ranks failed",
+    KILLED: "ended without a word",
+    "unfit": "node unfit",
+    "hung": "srun hung",
+    "orphan": "orphan step cancelled",
+    "requeue": "back to the queue",
+}
+"""Kinds of faults → words. The first two are in the metrics, the others in the events."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A start of the ranks, or a life of the job that came to none (``name`` is empty).
+
+    job, life: Slurm's job and how often it was requeued before; start, end: unix seconds, ``end`` None
+    while the attempt goes on or where nobody noted it. outcome: one of ENDS, KILLED, empty while it goes
+    on; note: exit status or sentence. requeued: the job went back to the queue after it.
+    """
+
+    name: str = ""
+    job: str
+    life: int
+    trainers: int = 0
+    searchers: int = 0
+    start: float
+    end: float | None = None
+    outcome: str = ""
+    note: str = ""
+    requeued: bool = False
+
+
+def attempts(events: Sequence[Event]) -> list[Attempt]:
+    """All attempts, oldest first."""
+    found: list[Attempt] = []
+    for event in events:
+        kind, last = event.get("event"), found[-1] if found else None
+        if kind == "life" or (kind == "start" and not _is_placing(last, event)):
+            found[-1:] = [*_killed(last), _begun(event)]
+        elif kind == "start":
+            found[-1] = _begun(event)
+        elif last and kind in ENDS:
+            found[-1] = _ended(last, event)
+        elif last and kind == "requeue" and last.life == event.get("life"):
+            found[-1] = replace(last, requeued=True, end=last.end or event["time"])
+    return found
+
+
+def _is_placing(last: Attempt | None, event: Event) -> bool:
+    """Whether ``last`` is the life that the started ranks belong to, which had none before."""
+    return last is not None and not last.name and not last.end and last.life == event.get("life")
+
+
+def _begun(event: Event) -> Attempt:
+    return Attempt(
+        name=event.get("attempt", ""),
+        job=event.get("job", ""),
+        life=event.get("life", 0),
+        trainers=event.get("trainers", 0),
+        searchers=event.get("searchers", 0),
+        start=event["time"],
+    )
+
+
+def _ended(attempt: Attempt, event: Event) -> Attempt:
+    note = event.get("sentence") or (f"exit status {event['code']}" if "code" in event else "")
+    return replace(attempt, end=event["time"], outcome=event["event"], note=note)
+
+
+def _killed(attempt: Attempt | None) -> list[Attempt]:
+    """The attempt before a new one: what has no end by now will never have one."""
+    if attempt is None:
+        return []
+    return [attempt if attempt.end else replace(attempt, outcome=KILLED)]
+
+
+def failures_in_a_row(found: Sequence[Attempt]) -> int:
+    """Attempts at the end of which the ranks failed, back from the newest."""
+    outcomes = [attempt.outcome for attempt in reversed(found)]
+    return next((count for count, outcome in enumerate(outcomes) if outcome != "failed"), len(outcomes))
+
+
+def count_faults(events: Sequence[Event], *, rebuilds: int, lost: int) -> dict[str, int]:
+    """How often each of FAULTS happened.
+
+    rebuilds, lost: engines rebuilt and searchers lost, from the metrics.
+    """
+    kinds = [event.get("event") for event in events]
+    killed = sum(attempt.outcome == KILLED for attempt in attempts(events))
+    known = {"rebuilds": rebuilds, "lost": lost, KILLED: killed}
+    return {kind: known.get(kind, kinds.count(kind)) for kind in FAULTS}
+
+
+def fault_words(faults: Mapping[str, int]) -> list[str]:
+    """``3 × engine rebuilt`` for each kind that happened."""
+    return [f"{count} × {FAULTS[kind]}" for kind, count in faults.items() if count]
+
+
+@dataclass
+class Odometer:
+    """Adds up a metric that counts from 0 in every attempt."""
+
+    name: str
+    total: int = 0
+    _last: int = 0
+
+    def take(self, record: Record) -> None:
+        """Count one more record of a rank."""
+        if record.get("event") == "started":
+            self._last = 0
+        now = int(number(record, self.name, self._last))
+        self.total += max(0, now - self._last)
+        self._last = now

@@ -1,0 +1,96 @@
+"""Tables for the terminal that are JSON on request, and how values look in them.
+
+It must not know what a run is doing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+
+from tba_hpc.report.summary import Summary
+from tba_hpc.state import RunDir
+
+NOTHING = "–"
+"""Shown where there is no value yet."""
+
+Cell = str | int | float | bool | None
+
+
+def print_summary(
+    run: RunDir, summary: Summary, *, as_json: bool = False, console: Console | None = None
+) -> None:
+    """Print what a run came to and where its results lie; as JSON, all of summary.json."""
+    if as_json:
+        print_values(asdict(summary), as_json=True)
+        return
+    shares = {
+        "pass@1 before": summary.pass_at_1_before,
+        "pass@1 after": summary.pass_at_1_after,
+        "trainer wait": summary.trainer_wait_share,
+    }
+    places = {"model": run.export, "report": run.report, "summary": run.summary}
+    values: dict[str, Cell] = {
+        **{name: None if share is None else percent(share) for name, share in shares.items()},
+        "held-out prompts": summary.test_prompts,
+        "optimizer steps": summary.steps,
+        "training time": duration(summary.train_seconds),
+        "trajectories": summary.trajectories,
+        "tokens": summary.tokens,
+        **{name: str(path) for name, path in places.items() if path.exists()},
+    }
+    print_values(values, console=console)
+
+
+def print_values(
+    values: Mapping[str, Cell], *, as_json: bool = False, console: Console | None = None
+) -> None:
+    """Print names and values: a table of two columns, or a JSON object."""
+    if as_json:
+        print(json.dumps(dict(values), indent=2))
+        return
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for name, value in values.items():
+        table.add_row(name, _cell(value))
+    (console or Console()).print(table)
+
+
+def print_rows(
+    rows: Sequence[Mapping[str, Cell]], *, as_json: bool = False, console: Console | None = None
+) -> None:
+    """Print rows with the same keys: a table, or a JSON list of objects."""
+    if as_json:
+        print(json.dumps([dict(row) for row in rows], indent=2))
+        return
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for name, value in (rows[0] if rows else {}).items():
+        table.add_column(name, justify="left" if isinstance(value, str) else "right")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    (console or Console()).print(table)
+
+
+def _cell(value: Cell) -> str:
+    if value is None:
+        return NOTHING
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def percent(share: float) -> str:
+    """One decimal: 51.2 %."""
+    return f"{100 * share:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, hours where there are any: 2:05, 1:02:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,189 @@
+"""The figures of a run, folded from its files as they grow; cheap enough to look every second.
+
+It must not know how they are shown, nor start a process: how the job stands in the queue, it is told.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tba_hpc.config import Config
+from tba_hpc.metrics import MetricsTail, Record, number
+from tba_hpc.report.lives import Attempt, Event, Odometer, attempts, count_faults
+from tba_hpc.report.summary import index_of, read_evaluations, searcher_files, series
+from tba_hpc.state import Evaluation, RunDir
+
+PACE_STEPS = 20
+"""Steps whose mean duration the estimate of the time left is made from."""
+
+QUEUE_SECONDS = 10.0
+"""Shortest pause between two questions to Slurm."""
+
+FRESH_SECONDS = 60.0
+"""A searcher that is silent for longer generates nothing; clocks of nodes may differ by less."""
+
+DULL = b'"search/rebuilds": 0'
+"""In a searcher's line that is of no interest once newer ones are there."""
+
+Component = dict[str, str]
+"""A component of a Slurm job; see ``launch.slurm.job_states``."""
+
+Queue = Callable[[RunDir], list[Component]]
+"""How Slurm sees the components of a run's job; none for a run that was never submitted."""
+
+
+@dataclass
+class Progress:
+    """What the metrics of all ranks say. phase: the last event of the trainer, or ``training``."""
+
+    phase: str = ""
+    latest: Record = field(default_factory=dict)
+    checkpoint: Record = field(default_factory=dict)
+    searchers: dict[int, Record] = field(default_factory=dict)
+    lost: int = 0
+    step_times: list[float] = field(default_factory=list)
+    _rebuilds: dict[int, Odometer] = field(default_factory=dict)
+
+    def take(self, record: Record) -> None:
+        """One more record of the trainer."""
+        match record.get("event"):
+            case None:
+                self.phase = "training"
+                self.step_times = [*self.step_times, number(record, "time", 0.0)][-PACE_STEPS - 1 :]
+            case "started" | "resumed" | "filling" | "stopped" | "finished" as event:
+                self.phase, self.step_times = event, []
+            case "checkpoint":
+                self.checkpoint = record
+            case "lost":
+                self.lost += 1
+                return
+            case _:
+                return
+        self.latest = {**self.latest, **record}
+
+    def take_search(self, searcher: int, record: Record) -> None:
+        """One more record of a searcher."""
+        self._rebuilds.setdefault(searcher, Odometer("search/rebuilds")).take(record)
+        if "event" not in record:
+            self.searchers[searcher] = record
+
+    @property
+    def rebuilds(self) -> int:
+        """Engines rebuilt, in all attempts."""
+        return sum(odometer.total for odometer in self._rebuilds.values())
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return int(number(self.latest, "step", 0))
+
+    @property
+    def newest(self) -> float:
+        """Time of the newest record, unix seconds; 0 where there is none."""
+        return max(series([self.latest, *self.searchers.values()], "time"), default=0.0)
+
+
+@dataclass
+class RunView:
+    """Follows a run; ``update`` looks at what is new."""
+
+    run: RunDir
+    config: Config
+    queue: Queue = lambda _: []
+    progress: Progress = field(default_factory=Progress)
+    events: list[Event] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    evaluations: dict[str, Evaluation] = field(default_factory=dict)
+    job: list[Component] = field(default_factory=list)
+    _asked: float = -QUEUE_SECONDS
+    _opened: float = field(default_factory=time.time)
+    _tails: dict[Path, MetricsTail] = field(default_factory=dict)
+
+    def update(self) -> None:
+        """Read what is new in the run directory; ask Slurm if that was long ago."""
+        self._ask_slurm()  # first: what the files say is newer then
+        if events := self._new(self.run.events_file):
+            self.events += events
+            self.attempts = attempts(self.events)
+        for record in self._new(self.run.metrics_file("trainer")):
+            self.progress.take(record)
+        for path in searcher_files(self.run):
+            for record in self._new(path, dull=DULL):
+                self.progress.take_search(index_of(path), record)
+        self.evaluations = read_evaluations(self.run, self.evaluations)
+
+    def _new(self, path: Path, *, dull: bytes | None = None) -> list[Record]:
+        return self._tails.setdefault(path, MetricsTail(path)).new(dull=dull)
+
+    def _ask_slurm(self) -> None:
+        if time.monotonic() - self._asked >= QUEUE_SECONDS:
+            self.job = self.queue(self.run)
+            self._asked = time.monotonic()  # after the answer, which may take its time
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The newest attempt, if the run was ever started."""
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def phase(self) -> str:
+        """What the trainer of the newest attempt said last; empty before its first word."""
+        return self.progress.phase if number(self.progress.latest, "time", 0.0) >= self._begun else ""
+
+    @property
+    def _begun(self) -> float:
+        """When the newest attempt began; what ranks wrote earlier was another attempt's."""
+        return self.attempt.start if self.attempt else 0.0
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds that the newest attempt took so far; before the first, those since the view was opened."""
+        if self.attempt is None:
+            return time.time() - self._opened
+        return max(0.0, (self.attempt.end or time.time()) - self.attempt.start)
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds that the steps left take at the pace of the last ones; None before two of an attempt."""
+        times = self.progress.step_times
+        if self.phase != "training" or len(times) < 2:
+            return None
+        pace = (times[-1] - times[0]) / (len(times) - 1)
+        return pace * (self.config.train.steps - self.progress.step)
+
+    @property
+    def silence(self) -> float | None:
+        """Seconds since the last word of any rank or launcher; None before the first."""
+        heard = max([self.progress.newest, *(event["time"] for event in self.events[-1:])])
+        return max(0.0, time.time() - heard) if heard else None
+
+    @property
+    def checkpoint_age(self) -> float | None:
+        """Seconds since the last checkpoint; None before the first."""
+        saved = number(self.progress.checkpoint, "time")
+        return None if saved is None else max(0.0, time.time() - saved)
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens per second of each searcher that is at work."""
+        since = max(self._begun, time.time() - FRESH_SECONDS)
+        records = [record for _, record in sorted(self.progress.searchers.items())]
+        return series([r for r in records if number(r, "time", 0.0) >= since], "search/tokens_per_second")
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """How often each kind of fault happened."""
+        return count_faults(self.events, rebuilds=self.progress.rebuilds, lost=self.progress.lost)
+
+    def pass_at_1(self, split: str) -> list[float]:
+        """The complete evaluations of a split, by step."""
+        return [found.pass_at_1 for found in self.evaluations.values() if found.split == split]
+
+    @property
+    def tested(self) -> bool:
+        """Whether the final evaluation is there."""
+        found = self.evaluations.values()
+        return any((part.split, part.step) == ("test", self.config.train.steps) for part in found)

@@ -1,0 +1,96 @@
+"""Faults for a run on the cluster: processes killed or hung, nodes crashed, jobs preempted or asked to stop.
+
+It must not know what a run is expected to do about them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+
+import psutil
+
+from tba_hpc.launch.sbatch import RANK
+from tba_hpc.state import RunDir
+from tba_hpc.types import Role
+from tests.slurm.cluster import Cluster
+
+ENGINE = "tba_hpc.backends.vllm_engine"
+"""Module that a searcher's engine process runs."""
+
+ROLES: dict[str, Role] = {"train": "trainer", "search": "searcher"}
+"""Role by the verb of ``tba``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProcess:
+    """A rank of a run: its node, its number within the role, its process ids as seen from here.
+
+    engine: process id of its engine, None while there is none.
+    """
+
+    node: str
+    role: Role
+    index: int
+    pid: int
+    engine: int | None
+
+
+def ranks(cluster: Cluster, run: RunDir) -> list[RankProcess]:
+    """The ranks of ``run`` that are alive, trainers first; none before a step has started them."""
+    found = [rank for node in cluster.up for pid in cluster.pids(node) if (rank := _rank(node, pid, run))]
+    return sorted(found, key=lambda rank: (rank.role == "searcher", rank.index))
+
+
+def _rank(node: str, pid: int, run: RunDir) -> RankProcess | None:
+    """The rank that a process is, None if it is none or ends just now."""
+    try:
+        process = psutil.Process(pid)
+        command = process.cmdline()
+        if command[1:-2] != list(RANK[1:]) or command[-1] != str(run.path):
+            return None
+        role, number = ROLES[command[-2]], int(process.environ()["SLURM_PROCID"])
+        engine = next((child.pid for child in process.children() if ENGINE in child.cmdline()), None)
+    except (psutil.Error, KeyError):
+        return None
+    index = number - run.config().launch.trainers * (role == "searcher")
+    return RankProcess(node=node, role=role, index=index, pid=pid, engine=engine)
+
+
+def kill_rank(rank: RankProcess) -> None:
+    """SIGKILL of a rank; its engine is left to itself."""
+    os.kill(rank.pid, signal.SIGKILL)
+
+
+def kill_engine(rank: RankProcess) -> None:
+    """SIGKILL of a searcher's engine."""
+    os.kill(_engine(rank), signal.SIGKILL)
+
+
+def stop_engine(rank: RankProcess) -> None:
+    """SIGSTOP of a searcher's engine: it hangs from here on."""
+    os.kill(_engine(rank), signal.SIGSTOP)
+
+
+def _engine(rank: RankProcess) -> int:
+    assert rank.engine is not None, f"{rank.role} {rank.index} on {rank.node} has no engine process"
+    return rank.engine
+
+
+def crash_node(cluster: Cluster, node: str) -> None:
+    """Power failure of a node; ``cluster.start(node)`` boots it again."""
+    cluster.crash(node)
+
+
+def preempt(cluster: Cluster, *, seconds: float = 120) -> None:
+    """A job of a higher partition wants all nodes for a moment; returns once it has had them."""
+    script = "#!/bin/bash\n#SBATCH --output=/dev/null\nsleep 1\n"
+    high = cluster.submit(script, "-phigh", f"-N{cluster.nodes}", "--exclusive")
+    state = cluster.wait(high, seconds=seconds)
+    assert state == "COMPLETED", f"the preempting job {high} ended as {state}"
+
+
+def ask_to_stop(cluster: Cluster, job: int) -> None:
+    """What a user types to have a job checkpoint and go back to the queue."""
+    cluster.run("scancel", "--batch", "--signal=USR1", str(job))

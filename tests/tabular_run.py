@@ -1,0 +1,86 @@
+"""Whole runs on the tabular policy: the real loops and files, one process a start, which may be killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.context
+import threading
+from functools import partial
+from pathlib import Path
+
+from tba_hpc import runtime
+from tba_hpc.backends.file_exchange import FileSearcherExchange
+from tba_hpc.backends.hdf5_shards import ShardWriter
+from tba_hpc.config import Config, parse_config
+from tba_hpc.metrics import MetricsWriter
+from tba_hpc.scorer import Scorer
+from tba_hpc.searcher import Searcher
+from tba_hpc.state import RunDir, write_evaluation
+from tba_hpc.tasks.tabular import Table, TabularGenerator, TabularLearner, TabularReference, TabularTask
+
+TABLE = Table()
+STEPS, EVERY = 60, 8
+
+
+def make_config(root: Path) -> Config:
+    """Four prompts, a buffer that is soon full, a checkpoint every eight steps."""
+    return parse_config(
+        {
+            "run": {"root": str(root), "name": "tabular"},
+            "model": {"path": "tabular", "dtype": "float32", "context_length": 8},
+            "generator": {"completions_per_prompt": 12, "temperature": 1.0, "max_tokens": TABLE.length},
+            "buffer": {"initial_completions": 15, "capacity_per_prompt": 14, "capacity": 50},
+            "train": {"steps": STEPS, "prompts_per_step": 4, "completions_per_prompt": 8},
+            "exchange": {
+                "transport": "files",
+                "sync_every": 2,
+                "seal_seconds": 0.02,
+                "pending_shards": 4,
+                "deadline_seconds": 60,
+            },
+            "checkpoint": {"every": EVERY},
+            "evaluate": {"every": 10, "validation_prompts": 4},
+        }
+    )
+
+
+def start(run: RunDir, *, searchers: int) -> multiprocessing.context.ForkServerProcess:
+    """A process with the trainer and ``searchers``; SIGTERM asks it to stop."""
+    run.adapt([f"launch.searchers={searchers}"])
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # torch is imported once for all starts
+    process = context.Process(target=_live, args=(run.path,))
+    process.start()
+    return process
+
+
+def _live(path: Path) -> None:
+    """All ranks of a start, as ``runtime`` builds them, less the engine and the optimizer's sharding."""
+    run = RunDir.open(path)
+    config = run.config()
+    runtime.page.write_report = lambda run: None  # plots take longer than all the rest
+    ranks = [threading.Thread(target=_search, args=(run, config, s)) for s in range(config.launch.searchers)]
+    for rank in ranks:
+        rank.start()
+    runtime._lead(run, config, runtime.Seat(0, 0, None), TabularLearner(TABLE))
+    for rank in ranks:
+        rank.join()
+
+
+def _search(run: RunDir, config: Config, index: int) -> None:
+    state, ledger = runtime._progress(run)
+    task, metrics = TabularTask(TABLE), MetricsWriter(run.metrics_file("searcher", index))
+    metrics.log({"event": "started", "searchers": config.launch.searchers})
+    writer = ShardWriter(run, index, first_index=state.cursors.get(index, 0))
+    Searcher(
+        generator=TabularGenerator(TABLE, seed=index),
+        scorer=Scorer(task, TabularReference(TABLE), writer, seal_seconds=config.exchange.seal_seconds),
+        requests=runtime.training_requests(config, task, index, ledger),
+        evaluator=runtime._evaluator(config, task, index),
+        report=partial(write_evaluation, run, index, config.launch.searchers),
+        exchange=FileSearcherExchange(run.weights, index, deadline=config.exchange.deadline_seconds),
+        metrics=metrics,
+        stop_asked=lambda: False,
+        sequences=24,
+        pending_shards=config.exchange.pending_shards,
+    ).run()

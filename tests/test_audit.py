@@ -1,0 +1,332 @@
+"""The audit: clean over a run that was killed, stopped and resumed with other numbers of searchers; and
+
+every kind of damage, seeded into copies of that run, is named.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tabular_run
+from tabular_run import STEPS, start
+
+from tba_hpc.audit import Audit, audit
+from tba_hpc.audit.checks import _passed_over
+from tba_hpc.audit.evidence import Evidence
+from tba_hpc.audit.history import Seals
+from tba_hpc.backends.hdf5_shards import read_arrays, read_shard, write_arrays, write_shard
+from tba_hpc.metrics import Record, read_metrics
+from tba_hpc.state import RunDir, _inventory, latest_checkpoint, read_state
+from tba_hpc.types import Shard, make_uid
+
+TBA = str(Path(sys.executable).parent / "tba")
+
+
+@dataclass(frozen=True)
+class Story:
+    """One run: copies of it as it was killed, stopped and finished, and the audits taken under way."""
+
+    killed: RunDir
+    stopped: RunDir
+    finished: RunDir
+    under_way: list[Audit]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """Three starts, each with another number of searchers."""
+    run = RunDir.create(tabular_run.make_config(tmp_path_factory.mktemp("runs")))
+    copies, verdicts = {}, []
+    for name, searchers, last in (("killed", 2, 12), ("stopped", 3, 20), ("finished", 1, 2 * STEPS)):
+        process = start(run, searchers=searchers)
+        while process.is_alive():
+            verdicts.append(audit(run))
+            if verdicts[-1].steps >= last:
+                (process.kill if name == "killed" else process.terminate)()
+                process.join(60)
+            time.sleep(0.05)
+        copies[name] = RunDir(shutil.copytree(run.path, run.path.with_name(name)))
+    return Story(**copies, under_way=verdicts)
+
+
+@pytest.fixture
+def copy(story: Story, tmp_path: Path) -> Callable[[str], RunDir]:
+    """Makes a copy that may be damaged."""
+    return lambda name: RunDir(shutil.copytree(getattr(story, name).path, tmp_path / name))
+
+
+def trainer(run: RunDir) -> list[Record]:
+    """All records of the trainer's metrics."""
+    return read_metrics(run.metrics_file("trainer"))
+
+
+def write(path: Path, records: list[Record]) -> None:
+    """Metrics anew."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+# --- Clean ---
+
+
+def test_a_run_is_clean_however_it_ended(story: Story) -> None:
+    killed, stopped, finished = (audit(run) for run in (story.killed, story.stopped, story.finished))
+    assert killed.problems == stopped.problems == finished.problems == ()
+    assert [verdict.attempts for verdict in (killed, stopped, finished)] == [1, 2, 3]
+    assert (killed.finished, stopped.finished, finished.finished) == (False, False, True)
+    for verdict in (killed, stopped, finished):
+        assert verdict.trajectories == verdict.merged + verdict.pending > 0
+        assert verdict.lost == verdict.doubled == 0
+
+    # Known otherwise: a kill takes back the steps since the checkpoint, a stop none.
+    assert finished.redone == (killed.steps - read_state(newest(story.killed)).step, 0)
+    assert finished.steps == STEPS
+
+
+def test_a_run_under_way_is_clean(story: Story) -> None:
+    """Files come and go while they are read."""
+    assert [verdict.problems for verdict in story.under_way if not verdict.clean] == []
+    assert len(story.under_way) > 10
+
+
+def test_the_command_exits_with_the_verdict(story: Story, copy: Callable[[str], RunDir]) -> None:
+    done = subprocess.run([TBA, "audit", story.finished.path], capture_output=True, text=True)
+    assert done.returncode == 0 and ", 0 lost, 0 doubled; " in done.stdout, done
+
+    run = copy("stopped")
+    gone = delete_a_waiting_shard(run)
+    done = subprocess.run([TBA, "audit", run.path, "--json"], capture_output=True, text=True)
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["clean"], told["lost"]) == (1, False, gone.lost)
+    assert any(check["findings"] for check in told["checks"])
+
+
+# --- Damage ---
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What was done: words of the sentence that must name it, and the trajectories that it cost."""
+
+    words: str
+    lost: int = 0
+    doubled: int = 0
+
+
+def delete_a_waiting_shard(run: RunDir) -> Damage:
+    """The last one of searcher 0, which no checkpoint holds."""
+    path = waiting(run)[-1]
+    shard = read_shard(path)
+    path.unlink()
+    return Damage(
+        f"shard {shard.index} of searcher 0 is lost ({len(shard.trajectories)} acknowledged trajectories): "
+        "no checkpoint holds it: its file is gone",
+        lost=len(shard.trajectories),
+    )
+
+
+def corrupt_a_waiting_shard(run: RunDir) -> Damage:
+    """One byte in the middle."""
+    path = waiting(run)[0]
+    shard, data = read_shard(path), bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    return Damage(
+        f"shard {shard.index} of searcher 0 is lost ({len(shard.trajectories)} acknowledged trajectories): "
+        "no checkpoint holds it: its file is corrupt: its checksum does not match",
+        lost=len(shard.trajectories),
+    )
+
+
+def copy_a_shard_under_the_next_index(run: RunDir) -> Damage:
+    """A whole file, but not that shard: nobody sealed it, and no reader will take it."""
+    path = waiting(run)[-1]
+    index = int(path.stem)
+    shutil.copy(path, run.shard_file(0, index + 1))
+    return Damage(f"the file of shard {index + 1} of searcher 0 is a copy of shard {index} of searcher 0")
+
+
+def seal_a_shard_again(run: RunDir) -> Damage:
+    """As a searcher would that was dealt the same prompts again: other uids, the same positions."""
+    path = waiting(run)[-1]
+    shard = read_shard(path)
+    index, trajectories = shard.index + 1, shard.trajectories
+    record = trajectories.record.copy()
+    record["uid"] = make_uid(0, index, 0) + np.arange(len(record), dtype=np.uint64)
+    write_shard(run.shard_file(0, index), Shard(0, index, replace(trajectories, record=record)))
+    words = f"sealed more than once: in shard {index - 1} of searcher 0, shard {index} of searcher 0"
+    return Damage(words, doubled=len(record))
+
+
+def delete_a_merge(run: RunDir) -> Damage:
+    """A merged shard of which nothing tells but the seal."""
+    records = trainer(run)
+    merge = next(record for record in records if record.get("event") == "merged")
+    write(run.metrics_file("trainer"), [record for record in records if record != merge])
+    return Damage("the newest checkpoint is past it, but no merge of it is on record", lost=count(merge))
+
+
+def repeat_a_merge(run: RunDir) -> Damage:
+    """As a trainer would that merged a shard twice."""
+    records = trainer(run)
+    place = max(i for i, record in enumerate(records) if record.get("event") == "merged")
+    write(run.metrics_file("trainer"), [*records, records[place]])
+    merge = records[place]
+    shard = f"shard {merge['shard']} of searcher {merge['searcher']}"
+    return Damage(f"{shard} was merged in round {merge['round']} and again in", doubled=count(merge))
+
+
+def roll_a_cursor_back(run: RunDir) -> Damage:
+    """A resume would merge a shard again."""
+    path = newest(run) / "state.json"
+    state = json.loads(path.read_text())
+    state["cursors"]["0"] -= 1
+    path.write_text(json.dumps(state, indent=2))
+    return Damage(f"cursors is {{0: {state['cursors']['0']}")
+
+
+def delete_a_file_of_the_learner(run: RunDir) -> Damage:
+    """One that the audit knows from COMPLETE alone."""
+    path = next(path for path in newest(run).iterdir() if path.suffix not in (".h5", ".json", ""))
+    path.unlink()
+    return Damage(f"{newest(run).name} has lost, or changed: {path.name}")
+
+
+def delete_the_buffer(run: RunDir) -> Damage:
+    """One that it reads."""
+    (newest(run) / "buffer.h5").unlink()
+    return Damage(f"{newest(run).name} cannot be read: ")
+
+
+def mark_prompts_done(run: RunDir) -> Damage:
+    """No resume would deal them again."""
+    path = newest(run) / "prompts.h5"
+    done = np.unpackbits(read_arrays(path)["done"])
+    write_arrays(path, {"done": np.packbits(np.append(done, [1, 1]))})
+    complete_again(path.parent)
+    return Damage(f"positions {len(done)}, {len(done) + 1} marked done, but never merged: skipped")
+
+
+def forget_a_prompt(run: RunDir) -> Damage:
+    """A resume would deal it again."""
+    path = newest(run) / "prompts.h5"
+    done = np.unpackbits(read_arrays(path)["done"])
+    position = np.flatnonzero(done)[0]
+    done[position] = 0
+    write_arrays(path, {"done": np.packbits(done)})
+    return Damage(f"position {position} merged, but not marked done: dealt again")
+
+
+def drop_a_trajectory_from_the_buffer(run: RunDir) -> Damage:
+    """As if it had been evicted without being counted."""
+    path = newest(run) / "buffer.h5"
+    arrays = read_arrays(path)
+    kept = len(arrays["record"]) - 1
+    write_arrays(path, {**arrays, "record": arrays["record"][:kept], "round": arrays["round"][:kept]})
+    complete_again(path.parent)
+    return Damage(f"the buffer holds {kept} trajectories, not {kept + 1}", lost=1)
+
+
+def drop_steps(run: RunDir) -> Damage:
+    """Records of two optimizer steps."""
+    records = [record for record in trainer(run) if "event" in record or record["step"] not in (3, 4)]
+    write(run.metrics_file("trainer"), records)
+    return Damage("step 5 follows step 2 in trainer.jsonl")
+
+
+def evaluate_a_step_to_come(run: RunDir) -> Damage:
+    """One that was never taken."""
+    (run.evaluations / "validation-step-000999").mkdir()
+    return Damage("step 999 evaluated, but trainer.jsonl ends at step")
+
+
+def complete_again(folder: Path) -> None:
+    """As if a file had been saved like this."""
+    (folder / "COMPLETE").write_text(_inventory(folder))
+
+
+def waiting(run: RunDir, searcher: int = 0) -> list[Path]:
+    """Shards of a searcher beyond the newest checkpoint."""
+    return [run.shard_file(*key) for key in Evidence.read(run).waiting if key[0] == searcher]
+
+
+def newest(run: RunDir) -> Path:
+    """Folder of the newest checkpoint."""
+    folder = latest_checkpoint(run)
+    assert folder is not None
+    return folder
+
+
+def count(merge: Record) -> int:
+    """Trajectories of a merge."""
+    return int(str(merge["trajectories"]))
+
+
+@pytest.mark.parametrize("name", ["stopped", "finished"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        delete_a_waiting_shard,
+        corrupt_a_waiting_shard,
+        copy_a_shard_under_the_next_index,
+        seal_a_shard_again,
+        delete_a_merge,
+        repeat_a_merge,
+        roll_a_cursor_back,
+        mark_prompts_done,
+        forget_a_prompt,
+        drop_a_trajectory_from_the_buffer,
+        drop_steps,
+        evaluate_a_step_to_come,
+    ],
+)
+def test_damage_is_named(
+    damage: Callable[[RunDir], Damage], name: str, copy: Callable[[str], RunDir]
+) -> None:
+    run = copy(name)
+    done = damage(run)
+    verdict = audit(run)
+    assert any(done.words in problem for problem in verdict.problems), (done, verdict.problems)
+    assert (verdict.lost, verdict.doubled) == (done.lost, done.doubled), verdict.problems
+
+
+@pytest.mark.parametrize("damage", [delete_a_file_of_the_learner, delete_the_buffer])
+def test_a_checkpoint_that_is_not_whole_is_named(
+    damage: Callable[[RunDir], Damage], copy: Callable[[str], RunDir]
+) -> None:
+    """The shards since the one before are still on disk, so nothing is lost."""
+    run = copy("finished")
+    done, verdict = damage(run), audit(run)
+    assert any(done.words in problem for problem in verdict.problems), (done, verdict.problems)
+    assert (verdict.lost, verdict.doubled) == (0, 0), verdict.problems
+
+
+def test_what_was_lost_before_a_resume_is_not_forgotten(copy: Callable[[str], RunDir]) -> None:
+    """A corrupt shard is set aside by the resume, and the index of one that is gone is used again."""
+    run = copy("stopped")
+    corrupt, gone = corrupt_a_waiting_shard(run), waiting(run, 1)[-1]
+    lost = corrupt.lost + len(read_shard(gone).trajectories)
+    gone.unlink()
+    start(run, searchers=3).join(60)
+    verdict = audit(run)
+    assert verdict.finished and (verdict.lost, verdict.doubled) == (lost, 0), verdict.problems
+    aside, again = sorted(verdict.problems, key=lambda problem: "2 times" in problem)
+    assert "is past it, but no merge of it is on record: its file is corrupt" in aside
+    assert f"shard {int(gone.stem)} of searcher 1 was sealed 2 times" in again
+
+
+def test_prompts_that_a_searcher_passed_over_are_named() -> None:
+    """Searcher 1 of 2 sealed five prompts up to position 13, so that it passed 5 and 7."""
+    sealed = {(1, 0): (1, 3, 9), (1, 1): (11, 13), (0, 0): (0, 2)}
+    in_flight = Seals(searchers=2, dealt=7, indices=[0, 1])
+    assert list(_passed_over(1, in_flight, sealed)) == []
+    (finding,) = _passed_over(1, replace(in_flight, dealt=6), sealed)
+    assert finding.sentence.startswith("searcher 1 passed positions 5, 7 by, with 1 prompt unsealed")

@@ -1,0 +1,73 @@
+"""The socket and the memory between a rank and its engine: nothing is lost, nothing waits."""
+
+import socket
+
+import numpy as np
+
+from tba_hpc.backends.engine_channel import (
+    ANSWERS,
+    COMMANDS,
+    Answer,
+    Channel,
+    Command,
+    Finished,
+    Load,
+    Progress,
+    SharedWeights,
+    Submit,
+    map_weights,
+)
+from tba_hpc.types import Sampling
+
+SAMPLING = Sampling(temperature=0.7, top_p=0.9, max_tokens=5)
+
+
+def _channels() -> tuple[Channel[Answer], Channel[Command]]:
+    rank, engine = socket.socketpair()
+    return Channel(rank, ANSWERS), Channel(engine, COMMANDS)
+
+
+def test_messages_arrive_whole_and_in_order_before_the_end() -> None:
+    rank, engine = _channels()
+    commands = [Submit(1, b"\x01\x00", 4, SAMPLING), Load(7, "/proc/1/fd/3", "[]")]
+    for command in commands:
+        rank.send(command)
+    rank.close()
+    assert engine.receive(10) == commands and engine.closed
+    assert engine.receive(10) == []
+
+
+def test_sending_to_a_reader_that_sleeps_does_not_wait() -> None:
+    """5 MB, far more than the socket takes; what is kept follows when the reader wakes."""
+    rank, engine = _channels()
+    finished = [
+        Finished(number, b"t" * 50_000, b"l" * 50_000, b"n", bytes(number % 2), b"v") for number in range(50)
+    ]
+    for one in finished:
+        engine.send(Progress(0.25, 1, [one]))
+    received: list[Answer] = []
+    while len(received) < 50:
+        received += rank.receive(0)
+        assert engine.receive(0) == []
+    assert received == [Progress(0.25, 1, [one]) for one in finished]
+
+
+def test_waiting_ends_without_news() -> None:
+    rank, engine = _channels()
+    assert rank.receive(0.01) == [] and not rank.closed
+    rank.send(Submit(1, b"", 1, SAMPLING))
+    engine.close()  # with a message unread
+    assert rank.receive(10) == [] and rank.closed
+    rank.send(Submit(2, b"", 1, SAMPLING))
+
+
+def test_weights_are_read_without_a_copy() -> None:
+    weights = SharedWeights()
+    for size in (1000, 1000, 3000):
+        data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+        weights.write(data)
+        mapped = map_weights(weights.path)
+        np.testing.assert_array_equal(mapped, data)
+    weights.write(data[::-1])
+    np.testing.assert_array_equal(mapped, data[::-1])
+    weights.close()

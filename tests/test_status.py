@@ -1,0 +1,368 @@
+"""How a run stands, as queue, events and metrics tell it, and how that is shown, on runs of a known past."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from recorded import evaluate, happen, new_run, resumed_run, search, step, write
+from rich.console import Console
+
+from tba_hpc.launch import slurm
+from tba_hpc.report.standing import standing
+from tba_hpc.report.status import LiveDisplay, cells, facts, follow, panel, plain_line, print_status
+from tba_hpc.report.view import Component, Queue, RunView
+from tba_hpc.state import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return new_run(tmp_path)
+
+
+def no_job(_: RunDir) -> list[Component]:
+    return []
+
+
+def queue(*states: str, job: str = "7", reason: str = "Resources") -> Queue:
+    """What squeue says of a job, a state per component."""
+    plain = {"job": job, "reason": reason, "nodes": "node1", "start": "N/A", "left": "9:00"}
+    return lambda _: [{**plain, "id": f"{job}+{i}", "state": state} for i, state in enumerate(states)]
+
+
+def look(run: RunDir, asked: Queue = no_job) -> RunView:
+    """A view that has looked once."""
+    view = RunView(run, run.config(), asked)
+    view.update()
+    return view
+
+
+# --- How a run stands ---
+
+
+def lives(run: RunDir, *kinds: str, job: str = "7", life: int = 0, ago: float = 50.0) -> None:
+    """Events of a life of a job, a second apart, the first of them ``ago`` seconds ago."""
+    extras: dict[str, dict[str, object]] = {
+        "life": {"nodes": "node1,node2,node3"},
+        "start": {"attempt": f"attempt-{life + 1:03d}", "trainers": 1, "searchers": 2},
+        "failed": {"code": 137},
+        "refused": {"sentence": "the model is too large: take a smaller one"},
+    }
+    first = time.time() - ago
+    for i, kind in enumerate(kinds):
+        happen(run, first + i, kind, job=job, life=life, **extras.get(kind, {}))
+
+
+def trained(run: RunDir, *, ago: float = 1.0) -> None:
+    """Four optimizer steps, a second apart, the last of them ``ago`` seconds ago."""
+    started = time.time() - ago - 4
+    write(run.metrics_file("trainer"), [{"time": started, "event": "started", "step": 0}])
+    write(run.metrics_file("trainer"), [step(s, started + s) for s in range(1, 5)])
+
+
+TBA_RUN = "tba run {run}"
+SUBMIT = "python tools/submit.py --config {run} --nodes 3"
+STARTED = ("life", "start")
+
+
+@pytest.mark.parametrize(
+    ("asked", "kinds", "steps", "state", "words", "command"),
+    [
+        (no_job, (), False, "created", "not started yet", TBA_RUN),
+        (queue("PENDING", "PENDING"), (), False, "queued", "queued (Resources)", ""),
+        (queue("PENDING", reason="JobHeldUser"), (), False, "queued", "(JobHeldUser)", "scontrol release 7"),
+        (queue("UNKNOWN"), (), False, "queued", "submitted as job 7", ""),
+        (queue("RUNNING", "RUNNING"), (), False, "starting", "job 7 has its nodes, no word", ""),
+        (queue("CANCELLED"), (), False, "gone", "job 7 is gone (cancelled)", "--nodes N"),
+        (queue("RUNNING"), ("life",), False, "starting", "looking which nodes are fit", ""),
+        (queue("RUNNING"), ("life", "unfit"), False, "starting", "looking which nodes are fit", ""),
+        (queue("RUNNING"), STARTED, False, "starting", "starting engines", ""),
+        (queue("RUNNING", "RUNNING"), STARTED, True, "training", "training", ""),
+        (queue("UNKNOWN"), STARTED, True, "training", "training", ""),
+        (queue("SUSPENDED"), STARTED, True, "suspended", "suspended by Slurm at step 4", ""),
+        (queue("RUNNING"), (*STARTED, "signal"), True, "stopping", "asked to stop", ""),
+        (queue("RUNNING"), (*STARTED, "signal", "stopped"), True, "stopping", "leaving its nodes", ""),
+        (
+            *(queue("PENDING", "PENDING"), (*STARTED, "signal", "stopped", "requeue"), True, "requeued"),
+            *("preempted or out of time, back in the queue at step 4 (Resources)", ""),
+        ),
+        (
+            *(queue("PENDING", "RUNNING"), STARTED, True, "requeued"),
+            *("preempted or a node lost, back in the queue at step 4", ""),
+        ),
+        (queue("PENDING"), ("life", "unfit", "requeue"), False, "requeued", "nodes unfit, back in", ""),
+        (queue("RUNNING"), (*STARTED, "failed"), True, "relaunching", "failed after step 4", ""),
+        (
+            *(queue("FAILED"), ("life", *("start", "failed") * 3), True, "failed"),
+            *("gave up: the ranks failed 3 times in a row, exit status 137; see", SUBMIT),
+        ),
+        (queue("FORGOTTEN"), (*STARTED, "refused"), False, "refused", "the model is too large", SUBMIT),
+        (queue("TIMEOUT"), STARTED, True, "gone", "job 7 is gone (timeout), the run is at step 4", SUBMIT),
+        (queue("FORGOTTEN"), STARTED, True, "gone", "job 7 is gone, the run", SUBMIT),
+        (queue("COMPLETED"), (*STARTED, "signal", "stopped"), True, "stopped", "stopped at step 4", SUBMIT),
+        (queue("COMPLETING"), (*STARTED, "finished"), True, "finished", "finished at step 4", ""),
+    ],
+)
+def test_how_a_submitted_run_stands(
+    run: RunDir, asked: Queue, kinds: tuple[str, ...], steps: bool, state: str, words: str, command: str
+) -> None:
+    lives(run, *kinds)
+    if steps:
+        trained(run)
+    found = standing(look(run, asked))
+    assert found.state == state and words in found.words
+    assert command.format(run=run.path) in found.command and bool(command) == bool(found.command)
+    assert found.over == (state in ("created", "gone", "failed", "refused", "stopped", "finished"))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "state", "command"),
+    [
+        (("start",), "training", ""),
+        (("start", "signal", "stopped"), "stopped", TBA_RUN),
+        (("start", "failed"), "failed", TBA_RUN),
+        (("start", "finished"), "finished", ""),
+    ],
+)
+def test_a_run_on_this_machine_is_not_judged_by_an_older_job(
+    run: RunDir, kinds: tuple[str, ...], state: str, command: str
+) -> None:
+    lives(run, "life", "start", "failed", ago=500.0)
+    lives(run, *kinds, job="")
+    trained(run)
+    view = look(run, queue("FAILED"))
+    found = standing(view)
+    assert (found.state, found.command) == (state, command.format(run=run.path))
+    assert "job" not in facts(view, found)
+
+
+def test_a_new_job_is_not_judged_by_what_befell_the_one_before(run: RunDir) -> None:
+    lives(run, "life", "start", "failed")
+    assert standing(look(run, queue("PENDING", job="8"))).state == "queued"
+    found = standing(look(run, queue("CANCELLED", job="8")))
+    assert (found.state, found.words) == ("gone", "job 8 is gone (cancelled), the run is at step 0")
+
+
+def test_silence_beyond_every_deadline_is_a_hint(run: RunDir) -> None:
+    lives(run, "life", "start", ago=800.0)
+    trained(run, ago=700.0)
+    found = standing(look(run, queue("RUNNING")))
+    assert (found.state, found.words) == ("training", "training; no sign of life for 12 min: was it killed?")
+    assert found.command == f"tail {run.logs}/latest/*.log"
+
+
+# --- What is folded from growing files ---
+
+
+def test_the_view_follows_a_run_through_its_phases(run: RunDir) -> None:
+    now = time.time()
+    happen(run, now - 65, "start", attempt="attempt-001", trainers=1, searchers=2)
+    view = look(run)
+    trainer = run.metrics_file("trainer")
+    assert standing(view).words == "starting engines…"
+    write(trainer, [{"time": now - 40, "event": "filling", "step": 0, "buffer/size": 312}])
+    view.update()
+    assert plain_line(view).endswith("] filling the buffer 312/500")
+    evaluate(run, "test", 0, (20, 21))
+    write(trainer, [step(s, now - 40 + 10 * s, loss=0.25) for s in (1, 2, 3)])
+    write(run.metrics_file("searcher", 1), [search(now, 5, 1234.0)])
+    write(run.metrics_file("searcher", 0), [search(now, 5, 2345.0)])
+    view.update()
+    assert (view.progress.step, view.eta) == (3, pytest.approx(70.0))
+    line = plain_line(view)
+    assert "] training · step 3/10 · test 41.0 % · loss 0.2500 · staleness 2.0" in line
+    assert line.endswith("tokens/s 2,345 + 1,234")
+    write(trainer, [{"time": now, "event": "finished", "step": 10}])
+    view.update()
+    assert standing(view).words == "last step done, final evaluation"
+    evaluate(run, "test", 10, (45, 45))
+    view.update()
+    assert standing(view).words == "last step done, writing the results"
+    run.summary.write_text(json.dumps({"finished": True}))
+    assert standing(view).words == "finished at step 10" and "test 41.0 % → 90.0 %" in plain_line(view)
+
+
+def test_an_attempt_starts_with_the_step_but_not_the_pace_of_the_one_before(run: RunDir) -> None:
+    resumed_run(run)
+    happen(run, 5000.0, "start", attempt="attempt-003", trainers=1, searchers=2)
+    view = look(run)
+    assert (view.phase, view.progress.step, view.eta, view.rates) == ("", 10, None, [])
+    write(run.metrics_file("trainer"), [{"time": 5001.0, "event": "resumed", "step": 4}, step(5, 5002.0)])
+    view.update()
+    assert (view.phase, view.progress.step, view.eta) == ("training", 5, None)
+
+
+def test_faults_of_all_attempts_are_counted(run: RunDir) -> None:
+    lives(run, "life", "orphan", "start", "failed", "start", ago=90.0)  # the last has no end of its own
+    lives(run, "life", "unfit", "start", "hung", "failed", "start", "signal", "stopped", "requeue", life=1)
+    started = {"time": time.time(), "event": "started"}
+    first, second = run.metrics_file("searcher", 0), run.metrics_file("searcher", 1)
+    write(first, [started, search(1.0, 1, 1), search(2.0, 1, 1, rebuilds=2), started, search(3.0, 1, 1)])
+    quiet = [search(float(i), 1, 1) for i in range(100)]  # most lines are like these, and are not parsed
+    write(second, [*quiet, search(100.0, 1, 1, rebuilds=1), started, *quiet])
+    write(run.metrics_file("trainer"), [{"time": time.time(), "event": "lost", "step": 4, "searcher": 1}])
+    view = look(run)
+    write(first, [search(4.0, 1, 1, rebuilds=1)])
+    view.update()
+    assert view.progress.searchers[1]["time"] == 99.0
+    counts = {"rebuilds": 4, "lost": 1, "failed": 2, "killed": 1, "unfit": 1, "hung": 1, "orphan": 1}
+    assert view.faults == {**counts, "requeue": 1}
+    assert facts(view, standing(view))["faults"].startswith(
+        "4 × engine rebuilt · 1 × searcher lost · 2 × ranks failed"
+    )
+
+
+def test_a_searcher_that_fell_silent_counts_no_longer(run: RunDir) -> None:
+    write(run.metrics_file("searcher", 0), [search(time.time() - 100, 5, 2345.0)])
+    write(run.metrics_file("searcher", 1), [search(time.time(), 5, 1234.0)])
+    assert look(run).rates == [1234.0]
+
+
+def test_half_a_line_waits_for_its_other_half(run: RunDir) -> None:
+    happen(run, time.time(), "start", attempt="attempt-001", trainers=1, searchers=2)
+    with run.events_file.open("a") as file:
+        file.write('{"time": 5.0, "ev')
+    view = look(run, queue("UNKNOWN"))
+    assert [event["event"] for event in view.events] == ["start"]
+    with run.events_file.open("a") as file:
+        file.write('ent": "signal", "job": "", "life": 0}\n')
+    view.update()
+    assert [event["event"] for event in view.events] == ["start", "signal"]
+
+
+def test_slurm_is_asked_once_in_ten_seconds(run: RunDir) -> None:
+    asked = []
+    view = RunView(run, run.config(), lambda run: asked.append(run) or [])
+    view.update()
+    view.update()
+    assert asked == [run]
+
+
+# --- How it is shown ---
+
+
+def busy_run(run: RunDir) -> Queue:
+    """A run with something to say under every title."""
+    resumed_run(run)
+    lives(run, "life", "start", "failed", "start")
+    write(run.metrics_file("trainer"), [{"time": time.time() - 65, "event": "checkpoint", "step": 3}])
+    trained(run)
+    return queue("RUNNING", "RUNNING")
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_panel_shows_every_value_at_any_width(run: RunDir, width: int) -> None:
+    view = look(run, busy_run(run))
+    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+    console.print(panel(view))
+    shown = console.file.getvalue()
+    assert all(value in shown for value in cells(view).values())
+    lasting = [facts(view, standing(view))[title] for title in ("attempt", "trainers", "searchers", "faults")]
+    assert all(word in shown for value in lasting for word in value.split())
+    assert max(map(len, shown.splitlines())) <= width
+
+
+def test_once_prints_a_line_per_value_unbroken(run: RunDir) -> None:
+    out = io.StringIO()
+    print_status(run, run.config(), busy_run(run), console=Console(file=out, width=40))
+    lines = dict(line.split(maxsplit=1) for line in out.getvalue().splitlines())
+    assert lines["run"] == str(run.path) and lines["state"] == "training"
+    assert lines["step"] == "4/10, 0:06 left"
+    assert lines["attempt"] == "attempt-001, 1 trainer + 2 searcher ranks" and lines["job"] == "7, life 0"
+    assert lines["trainers"] == "RUNNING node1, 9:00 left" == lines["searchers"]
+    assert lines["checkpoint"].startswith("step 3, 1:0") and lines["faults"] == "1 × ranks failed"
+
+
+def test_json_holds_numbers(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    print_status(run, run.config(), busy_run(run), as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["step"], found["steps"], found["attempt"], found["life"]) == (
+        *("training", 4, 10, "attempt-001", 0),
+    )
+    assert (found["pass_at_1"], found["test_pass_at_1"], found["staleness"]) == (0.6, [0.41, 0.85], 2.0)
+    assert found["seconds_left"] == pytest.approx(6.0) and found["checkpoint_step"] == 3
+    assert found["checkpoint_age_seconds"] == pytest.approx(65, abs=30) and found["command"] is None
+    assert [component["state"] for component in found["job"]] == ["RUNNING", "RUNNING"]
+    assert found["over"] is False
+    assert found["faults"]["failed"] == 1 and found["faults"]["rebuilds"] == 0
+
+
+def test_without_a_terminal_the_display_is_plain_lines(run: RunDir) -> None:
+    out = io.StringIO()
+    with LiveDisplay(run, run.config(), console=Console(file=out, width=60)) as display:
+        display.refresh()
+        display.note("a note")
+        write(
+            run.metrics_file("trainer"),
+            [step(10, time.time()), {"time": time.time(), "event": "stopped", "step": 10}],
+        )
+    assert out.getvalue() == "a note\n[0:00] stopped at step 10 · staleness 2.0\n"
+
+
+def test_on_a_terminal_the_display_is_redrawn_and_leaves_one_line(run: RunDir) -> None:
+    happen(run, time.time(), "start", attempt="attempt-001", trainers=1, searchers=2)
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=True, color_system=None)
+    with LiveDisplay(run, run.config(), console=console) as display:
+        display.refresh()
+    assert "starting engines…" in out.getvalue() and "0/10" in out.getvalue()
+    assert out.getvalue().endswith("[0:00] starting engines…\n")
+    assert "\x1b[?1049h" not in out.getvalue()  # no alternate screen: what was shown stays in the scrollback
+
+
+def test_the_clock_stops_with_the_attempt(run: RunDir) -> None:
+    happen(run, 1000.0, "start", attempt="attempt-001", trainers=1, searchers=2)
+    happen(run, 1065.0, "stopped")
+    assert plain_line(look(run)) == "[1:05] stopped at step 0"
+
+
+def test_following_ends_when_it_is_the_users_turn(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    lives(run, "life", "start", "signal", "stopped")
+    follow(run, run.config(), queue("COMPLETED"))
+    assert capsys.readouterr().out.endswith(f"\nnext: {SUBMIT.format(run=run.path)}\n")
+
+
+# --- Where Slurm does not answer ---
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Sets what the command squeue is here."""
+
+    def install(script: str) -> None:
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin/squeue").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "bin/squeue").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}/bin:/bin:/usr/bin")
+
+    return install
+
+
+def submitted(run: RunDir) -> RunDir:
+    (run.path / "slurm").mkdir()
+    (run.path / "slurm/job").write_text("7\n")
+    return run
+
+
+def test_a_run_never_submitted_has_no_job(run: RunDir) -> None:
+    assert slurm.job_states(run) == []
+
+
+def test_no_squeue_is_no_news(run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert [component["state"] for component in slurm.job_states(submitted(run))] == ["UNKNOWN"]
+
+
+@pytest.mark.parametrize(
+    "script", ["exec sleep 60", "echo 'slurm_load_jobs error: no controller' >&2; exit 1"]
+)
+def test_a_squeue_that_does_not_answer_is_no_news(
+    run: RunDir, path: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    path(script)
+    monkeypatch.setattr(slurm, "SQUEUE_SECONDS", 0.3)
+    assert [component["state"] for component in slurm.job_states(submitted(run))] == ["UNKNOWN"]

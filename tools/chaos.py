@@ -1,0 +1,487 @@
+"""A seeded storm of faults over a run, on a Slurm cluster brought up on this machine; prints what it cost.
+
+    python tools/chaos.py [--faults 100] [--seed 0] [--nodes 3] [--model FOLDER] [--json]
+
+The quickstart trains as a heterogeneous job on ``--nodes`` of six nodes. Engines and ranks are killed,
+engines hang, nodes crash (and boot again later), the job is preempted and asked to stop: one fault after the
+other, each when the run has recovered from the last and gone on for a few optimizer steps, some already while
+the ranks start. Then the run must come to its end by itself, and ``tba audit`` must find every trajectory
+once. Where it does not, the exit status is 1 and the ends of the logs are shown.
+
+A tool of a source checkout: cluster and faults are those of the tests. Needs root and Slurm's daemons.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tba_hpc.audit import Audit, audit
+from tba_hpc.metrics import MetricsTail, Record, number
+from tba_hpc.report.tables import Cell, print_rows
+from tba_hpc.state import RunDir, read_events
+from tba_hpc.types import Role
+from tests.slurm import faults
+from tests.slurm.cluster import ENDED, Cluster, missing
+from tests.slurm.faults import RankProcess
+
+HOME = Path(__file__).resolve().parents[1]
+
+SITE = {
+    "partition": "low",
+    "gpus_per_node": 1,
+    "cpus_per_node": 2,
+    "memory": "3000",
+    "time": "24:00:00",
+    "signal_seconds": 60,
+}
+
+CHECKPOINT_EVERY = 5
+"""Optimizer steps between checkpoints: the most that a fault may cost."""
+
+SETTINGS = (
+    "run.name=chaos",
+    f"checkpoint.every={CHECKPOINT_EVERY}",
+    "buffer.initial_completions=64",
+    "evaluate.validation_prompts=0",
+    "evaluate.test_prompts=64",
+    "exchange.deadline_seconds=60",
+    "generator.deadline_seconds=45",
+)
+
+STEPS_BETWEEN = 6
+"""Optimizer steps, at most, from a recovery to the next fault."""
+
+START_UP_SHARE = 0.2
+"""Of the faults that could strike while the ranks start, because the one before has ended them."""
+
+START_UP_SECONDS = 15.0
+"""About how long ranks take from their birth to the first step."""
+
+DEADLINE = 300
+"""Seconds after which something that should happen counts as not happening."""
+
+LOOK_SECONDS = 0.5
+"""Pause between two looks at the run."""
+
+Row = dict[str, Cell]
+
+Blow = Callable[["Storm", Sequence[RankProcess], float], str]
+"""Strikes, with the ranks alive and a number in [0, 1) to choose among them; returns what it hit."""
+
+
+class NotSurvived(Exception):
+    """The run did not get over a fault; the message says which, and ends with the logs."""
+
+
+# --- Faults ---
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of fault. weight: how often it comes; ends_ranks: whether all ranks must start again."""
+
+    blow: Blow
+    weight: int
+    ends_ranks: bool = True
+
+
+def _hit(role: Role, fault: Callable[[Storm, RankProcess], None]) -> Blow:
+    """A fault of one rank of a role, or of its engine, or its node."""
+
+    def blow(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> str:
+        among = [rank for rank in ranks if rank.role == role]
+        rank = among[int(choice * len(among))]
+        fault(storm, rank)
+        return f"{role} {rank.index} on {rank.node}"
+
+    return blow
+
+
+def _preempt(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> str:
+    faults.preempt(storm.cluster, seconds=DEADLINE)
+    return "all nodes"
+
+
+def _ask_to_stop(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> str:
+    faults.ask_to_stop(storm.cluster, storm.job)
+    return "the job"
+
+
+KINDS = {
+    "engine killed": Kind(_hit("searcher", lambda _, rank: faults.kill_engine(rank)), 20, ends_ranks=False),
+    "engine hangs": Kind(_hit("searcher", lambda _, rank: faults.stop_engine(rank)), 15, ends_ranks=False),
+    "searcher killed": Kind(_hit("searcher", lambda _, rank: faults.kill_rank(rank)), 20),
+    "trainer killed": Kind(_hit("trainer", lambda _, rank: faults.kill_rank(rank)), 15),
+    "searcher node crashes": Kind(_hit("searcher", lambda storm, rank: storm.crash(rank.node)), 7),
+    "first node crashes": Kind(_hit("trainer", lambda storm, rank: storm.crash(rank.node)), 7),
+    "preempted": Kind(_preempt, 8),
+    "asked to stop": Kind(_ask_to_stop, 8),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault to come. start_up: whether while ranks start; pause, choice: how late, and where, in [0, 1)."""
+
+    kind: str
+    start_up: bool
+    pause: float
+    choice: float
+
+
+def plan(count: int, seed: int) -> list[Fault]:
+    """``count`` faults, the same for the same seed; every kind is among them where there is room."""
+    random = Random(seed)
+    weights = [kind.weight for kind in KINDS.values()]
+    kinds = [*KINDS, *random.choices(list(KINDS), weights, k=max(0, count - len(KINDS)))][:count]
+    random.shuffle(kinds)
+    planned: list[Fault] = []
+    for kind in kinds:
+        before = planned[-1] if planned else None
+        possible = before and not before.start_up and KINDS[before.kind].ends_ranks and KINDS[kind].ends_ranks
+        start_up = bool(possible) and random.random() < START_UP_SHARE
+        planned.append(Fault(kind, start_up, random.random(), random.random()))
+    return planned
+
+
+def steps_for(planned: Sequence[Fault]) -> int:
+    """Optimizer steps that hold them all: the trainer goes on while an engine is built again."""
+    return 40 + sum(STEPS_BETWEEN + (4 if KINDS[fault.kind].ends_ranks else 80) for fault in planned)
+
+
+# --- What became of them ---
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """A fault that has struck ``victim``. start_up: the run had not yet recovered from the one before."""
+
+    kind: str
+    victim: str
+    time: float
+    start_up: bool
+
+
+NOTHING_YET = Strike("asked to stop", "", 0.0, start_up=True)
+"""Before the first fault the run recovers from this one: it has to start."""
+
+
+@dataclass
+class History:
+    """Events and metrics of a run, read as they come."""
+
+    run: RunDir
+    events: list[dict[str, Any]] = field(default_factory=list)
+    trainer: list[Record] = field(default_factory=list)
+    searchers: dict[Path, list[Record]] = field(default_factory=dict)
+    _tails: dict[Path, MetricsTail] = field(default_factory=dict)
+
+    def update(self) -> None:
+        """Read what is new."""
+        self.events = read_events(self.run)
+        self.trainer += self._new(self.run.metrics_file("trainer"))
+        for path in self.run.metrics.glob("searcher-*.jsonl"):
+            self.searchers.setdefault(path, []).extend(self._new(path))
+
+    def _new(self, path: Path) -> list[Record]:
+        return self._tails.setdefault(path, MetricsTail(path)).new()
+
+    @property
+    def step(self) -> int:
+        """The newest optimizer step."""
+        return int(number(self.trainer[-1], "step", 0)) if self.trainer else 0
+
+    def times(self, event: str, *, after: float = 0.0) -> list[float]:
+        """When events of that name happened, later than ``after``."""
+        return [e["time"] for e in self.events if e["event"] == event and e["time"] > after]
+
+    def resumes(self, *, after: float = 0.0) -> list[float]:
+        """When a trainer took over."""
+        events = ("started", "resumed")
+        return [_time(r) for r in self.trainer if r.get("event") in events and _time(r) > after]
+
+    def first_step(self, *, after: float) -> float | None:
+        """When a trainer that took over later than ``after`` had taken its first step."""
+        resumes = self.resumes(after=after)
+        steps = (_time(record) for record in self.trainer if "event" not in record)
+        return next((time for time in steps if resumes and time > resumes[0]), None)
+
+    def back(self, strike: Strike) -> float | None:
+        """When the run had recovered: the ranks, started again, took a step, or the engine was rebuilt."""
+        if starts := self.times("start", after=strike.time):
+            return self.first_step(after=starts[0])
+        return None if KINDS[strike.kind].ends_ranks else self._rebuilt(after=strike.time)
+
+    def _rebuilt(self, *, after: float) -> float | None:
+        """When a searcher next said that it had rebuilt its engine once more."""
+        times = (time for records in self.searchers.values() for time in _rebuilds(records))
+        return min((time for time in times if time > after), default=None)
+
+    def way(self, strike: Strike, back: float) -> str:
+        """How the run recovered: rebuilt, relaunched (in the same allocation), or requeued."""
+        ways = {"requeued": "life", "relaunched": "start"}
+        marks = {way: self.times(event, after=strike.time)[:1] for way, event in ways.items()}
+        return next((way for way, times in marks.items() if times and times[0] < back), "rebuilt")
+
+
+def _time(record: Record) -> float:
+    return number(record, "time", 0.0)
+
+
+def _rebuilds(records: Sequence[Record]) -> Iterator[float]:
+    """When the number of engines rebuilt went up; it starts from zero with every start of the searcher."""
+    before = 0.0
+    for record in records:
+        now = number(record, "search/rebuilds", 0.0)
+        if now > before:
+            yield _time(record)
+        before = now
+
+
+# --- The storm ---
+
+
+@dataclass
+class Storm:
+    """A submitted run, and what has struck it so far."""
+
+    cluster: Cluster
+    run: RunDir
+    job: int
+    strikes: list[Strike] = field(default_factory=list)
+    _down: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.history = History(self.run)
+        launch = self.run.config().launch
+        self._size = launch.trainers + launch.searchers
+
+    def rage(self, planned: Sequence[Fault]) -> None:
+        """Strike with one fault after the other, then wait for the end of the run. Raises NotSurvived."""
+        for fault in planned:
+            if fault.start_up:
+                self._await_start_up(fault)
+            else:
+                self._await_steps(fault)
+            self._strike(fault)
+            print(f"{len(self.strikes)}/{len(planned)} {self.strikes[-1]}", file=sys.stderr, flush=True)
+        self._await_recovery()
+        while not self.run.finished:
+            self._await_step(self.history.step + 1)
+        self.cluster.wait(self.job, "COMPLETED", seconds=DEADLINE)
+
+    def crash(self, node: str) -> None:
+        """Crash a node; it boots again once the run has recovered."""
+        faults.crash_node(self.cluster, node)
+        self._down.append(node)
+
+    def _await_steps(self, fault: Fault) -> None:
+        """Until the run has recovered and gone on for a while."""
+        self._await_recovery()
+        wanted = self.history.step + int(fault.pause * STEPS_BETWEEN)
+        self._until(lambda: self.history.step >= wanted and self._complete, f"step {wanted} and all engines")
+
+    def _await_step(self, step: int) -> None:
+        self._until(lambda: self.run.finished or self.history.step >= step, f"step {step}")
+
+    def _await_recovery(self) -> None:
+        """Until the last fault is history; then nodes that crashed are booted."""
+        last = self.strikes[-1] if self.strikes else NOTHING_YET
+        self._until(lambda: self.history.back(last), f"recovery from {last}")
+        while self._down:
+            self.cluster.start(self._down.pop())
+
+    def _await_start_up(self, fault: Fault) -> None:
+        """Until the ranks have started after the last fault, and for some part of their start-up."""
+        since = self.strikes[-1].time
+        self._until(lambda: self.history.times("start", after=since) and self._all_there, "all ranks")
+        time.sleep(fault.pause * START_UP_SECONDS)
+        self._until(lambda: self._all_there, "all ranks")
+
+    def _strike(self, fault: Fault) -> None:
+        now, last = time.time(), self.strikes[-1:]
+        start_up = any(self.history.back(strike) is None for strike in last)
+        victim = KINDS[fault.kind].blow(self, self._ranks, fault.choice)
+        self.strikes.append(Strike(fault.kind, victim, now, start_up))
+
+    @property
+    def _ranks(self) -> list[RankProcess]:
+        return faults.ranks(self.cluster, self.run)
+
+    @property
+    def _all_there(self) -> bool:
+        return len(self._ranks) == self._size
+
+    @property
+    def _complete(self) -> bool:
+        ranks = self._ranks
+        return len(ranks) == self._size and all(rank.engine for rank in ranks if rank.role == "searcher")
+
+    def _until(self, probe: Callable[[], object], what: str) -> None:
+        """Wait for a true value. Raises NotSurvived after DEADLINE, or when the run is over first."""
+        end = time.monotonic() + DEADLINE
+        while True:
+            self.history.update()
+            if probe():
+                return
+            if self.run.finished:
+                raise NotSurvived(f"the run was over before {what}: it had too few steps for all faults")
+            state = self.cluster.state(self.job)
+            if time.monotonic() > end or state in ENDED:
+                raise NotSurvived(f"the job is {state}, waiting for {what} ({DEADLINE} s)\n{self._logs()}")
+            time.sleep(LOOK_SECONDS)
+
+    def _logs(self) -> str:
+        files = [*self.run.path.glob("slurm/job-*.log"), *self.run.attempt.glob("*")]
+        texts = ((file, file.read_text(errors="replace")[-3000:]) for file in sorted(files) if file.is_file())
+        return "\n".join(f"--- {file}\n{text}" for file, text in texts)
+
+
+def submit(cluster: Cluster, root: Path, options: argparse.Namespace, steps: int) -> Storm:
+    """Submit the run as a user would."""
+    (root / "site.yaml").write_text(yaml.safe_dump(SITE))
+    settings = [*SETTINGS, f"model.path={options.model.absolute()}", f"train.steps={steps}"]
+    said = cluster.run(
+        *(sys.executable, HOME / "tools" / "submit.py", "--config", HOME / "configs" / "quickstart.yaml"),
+        *("--nodes", str(options.nodes), "--site", root / "site.yaml", "--run-root", root, "--json"),
+        *(word for setting in settings for word in ("--set", setting)),
+    )
+    job = json.loads(said)
+    return Storm(cluster, RunDir.open(Path(job["run"])), int(job["job"]))
+
+
+# --- The tables ---
+
+
+def fault_rows(history: History, strikes: Sequence[Strike], redone: Mapping[float, int]) -> list[Row]:
+    """A row per kind, and one of all. redone: optimizer steps taken again, by the time of the resume."""
+    ends = [strike.time for strike in strikes[1:]] + [float("inf")]
+    fates = [_fate(history, strike, end, redone) for strike, end in zip(strikes, ends, strict=True)]
+    groups = {kind: [fate for fate in fates if fate.strike.kind == kind] for kind in KINDS}
+    return [_row(name, group) for name, group in {**groups, "all": fates}.items() if group]
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of a strike. way, seconds: how and how soon the run recovered, None where it did not
+    before the next strike; redone: optimizer steps taken again."""
+
+    strike: Strike
+    survived: bool
+    way: str | None
+    seconds: float | None
+    redone: int
+
+
+def _fate(history: History, strike: Strike, end: float, redone: Mapping[float, int]) -> Fate:
+    back = history.back(strike)
+    steps = sum(count for time, count in redone.items() if strike.time < time < end)
+    if back is None or back > end:
+        return Fate(strike, back is not None, None, None, steps)
+    return Fate(strike, True, history.way(strike, back), back - strike.time, steps)
+
+
+def _row(name: str, fates: Sequence[Fate]) -> Row:
+    seconds = [fate.seconds for fate in fates if fate.seconds is not None]
+    ways = [fate.way for fate in fates]
+    return {
+        "fault": name,
+        "struck": len(fates),
+        "in start-up": sum(fate.strike.start_up for fate in fates),
+        "survived": sum(fate.survived for fate in fates),
+        **{way: ways.count(way) for way in ("rebuilt", "relaunched", "requeued")},
+        "back after, s": _median(seconds),
+        "at most, s": max(seconds, default=None),
+        "steps redone": sum(fate.redone for fate in fates),
+        "at most": max(fate.redone for fate in fates),
+    }
+
+
+def run_row(history: History, strikes: Sequence[Strike], found: Audit) -> Row:
+    """What the whole storm came to."""
+    relaunch, requeue = (_spans(history, strikes, event) for event in ("failed", "requeue"))
+    return {
+        "faults": len(strikes),
+        "trajectories": found.trajectories,
+        "lost": found.lost,
+        "doubled": found.doubled,
+        "problems": len(found.problems),
+        "optimizer steps": found.steps,
+        "steps redone": found.steps_redone,
+        "most at once": max(found.redone, default=0),
+        "steps between checkpoints": CHECKPOINT_EVERY,
+        "relaunch to first step, s": _median(relaunch),
+        "relaunch to first step, at most, s": max(relaunch, default=None),
+        "requeue to first step, s": _median(requeue),
+        "requeue to first step, at most, s": max(requeue, default=None),
+        "storm, s": history.events[-1]["time"] - history.events[0]["time"],
+    }
+
+
+def _spans(history: History, strikes: Sequence[Strike], event: str) -> list[float]:
+    """Seconds from an event to the next first step, where no fault struck and no life ended in between."""
+    breaks = [strike.time for strike in strikes]
+    breaks += history.times("life") if event == "failed" else []
+    spans = [(time, history.first_step(after=time)) for time in history.times(event)]
+    return [end - start for start, end in spans if end and not any(start < time < end for time in breaks)]
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def main() -> None:
+    """Brew a storm, and say what became of the run."""
+    options = _options()
+    if reason := missing():
+        sys.exit(f"chaos: no Slurm cluster can be brought up here: {reason}")
+    planned = plan(options.faults, options.seed)
+    with tempfile.TemporaryDirectory() as scratch, Cluster() as cluster:
+        storm = submit(cluster, Path(scratch), options, steps_for(planned))
+        try:
+            storm.rage(planned)
+        except NotSurvived as error:
+            sys.exit(f"chaos: after {len(storm.strikes)} of {len(planned)} faults {error}")
+        report(storm, audit(storm.run), as_json=options.json)
+
+
+def report(storm: Storm, found: Audit, *, as_json: bool) -> None:
+    """Print what happened; exit with status 1 where the audit found a problem."""
+    resumes = storm.history.resumes()[1:]
+    rows = fault_rows(storm.history, storm.strikes, dict(zip(resumes, found.redone, strict=True)))
+    whole = run_row(storm.history, storm.strikes, found)
+    if as_json:
+        print(json.dumps({"faults": rows, "run": whole}, indent=2))
+    else:
+        print_rows(rows)
+        print_rows([{"of the run": name, "": value} for name, value in whole.items()])
+    if not found.clean:
+        sys.exit("\n".join(found.problems))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--faults", type=int, default=100, help="how many")
+    parser.add_argument("--seed", type=int, default=0, help="of the order, the moments and the victims")
+    parser.add_argument("--nodes", type=int, default=3, choices=(2, 3, 4), help="nodes of the run, of six")
+    parser.add_argument("--model", type=Path, default=HOME / ".cache/tiny-model-seed0", help="a tiny model")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
