@@ -15,6 +15,7 @@ export PYTHONUNBUFFERED=1
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}            # compute nodes seldom reach the internet; waiting for it costs minutes
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
 export HDF5_USE_FILE_LOCKING=${HDF5_USE_FILE_LOCKING:-FALSE}   # shards never change once visible; locks fail on some file systems
+export OMPI_MCA_btl=${OMPI_MCA_btl:-^ofi}              # Open MPI's one-sided way over libfabric: unused, and its start sleeps 1 s
 
 say() { echo "[$(date '+%F %T') job $SLURM_JOB_ID life ${SLURM_RESTART_COUNT:-0}] $*"; }
 

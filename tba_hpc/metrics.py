@@ -46,7 +46,7 @@ search/trajectories             training completions scored and appended (count)
 search/groups                   training prompts finished (count)
 search/reward                   mean reward of these completions
 search/truncated_share          of these, cut off by the token limit (share)
-search/busy_share               wall time inside the engine's step, to about a fifth of a second (share)
+search/busy_share               wall time inside the engine's step (share)
 search/seal_share               wall time sealing shards (share)
 search/paused_seconds           idle: waiting for weights, or back-pressure (s)
 search/load_seconds             that the engine stood still for the last load of weights (s)

@@ -75,10 +75,10 @@ FAULTS = (EngineError, ExchangeError, OSError)
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """This rank's place: its number within the role and on its host, and the MPI world where there is one."""
+    """This rank's place: its number within the role, its first GPU, and the MPI world where there is one."""
 
     index: int
-    local_index: int
+    gpu: int
     mpi: MpiWorld | None
 
     @classmethod
@@ -87,7 +87,7 @@ class Seat:
         if config.exchange.transport == "files":
             if index is None:
                 raise ConfigError("exchange.transport=files has no MPI to number the ranks: give --index")
-            return cls(index, index, None)
+            return cls(index, index * _gpus(config, role), None)
         from tba_hpc.backends.mpi_world import MpiWorld  # importing it starts MPI
 
         world = MpiWorld.join(
@@ -96,7 +96,9 @@ class Seat:
             searchers=config.launch.searchers,
             deadline=config.exchange.deadline_seconds,
         )
-        return cls(world.index, world.local_index, world)
+        trainers = min(world.local_index, world.hosts[: world.trainers].count(world.hostname))
+        gpu = trainers + (world.local_index - trainers) * config.generator.tensor_parallel
+        return cls(world.index, gpu, world)
 
 
 def train(run: RunDir, index: int | None) -> None:
@@ -110,7 +112,7 @@ def train(run: RunDir, index: int | None) -> None:
         seat = Seat.take(config, "trainer", index)
     own_log(run, "trainer", seat.index)
     with errors_reported(run, "trainer", seat.index):
-        _choose_gpu(seat.local_index)
+        _choose_gpus(seat.gpu, _gpus(config, "trainer"))
         from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
 
         learner = DeepSpeedLearner.create(
@@ -177,7 +179,7 @@ def search(run: RunDir, index: int | None) -> None:
         seat = Seat.take(config, "searcher", index)
     own_log(run, "searcher", seat.index)
     with errors_reported(run, "searcher", seat.index):
-        _choose_gpu(seat.local_index)
+        _choose_gpus(seat.gpu, _gpus(config, "searcher"))
         from tba_hpc.backends.vllm_generator import VllmGenerator
 
         state, ledger = _progress(run)
@@ -389,13 +391,19 @@ def _metrics(run: RunDir, config: Config, role: Role, index: int) -> MetricsWrit
     return MetricsWriter(run.metrics_file(role, index), tensorboard=events)
 
 
-def _choose_gpu(local_index: int) -> None:
-    """Of the GPUs that all ranks of a node see, take one; a launcher that shows one has chosen already."""
+def _gpus(config: Config, role: Role) -> int:
+    """GPUs of a rank."""
+    return config.generator.tensor_parallel if role == "searcher" else 1
+
+
+def _choose_gpus(first: int, wanted: int) -> None:
+    """Of the GPUs that all ranks of a node see, take ``wanted``; a launcher may have chosen already."""
     import torch
 
-    if (count := torch.cuda.device_count()) > 1:
+    if (count := torch.cuda.device_count()) > wanted:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[local_index % count]
+        mine = [visible[number % count] for number in range(first, first + wanted)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
 
 
 def _seed(config: Config, searcher: int, round: int) -> int:

@@ -48,7 +48,7 @@ def start(run: RunDir, *, searchers: int) -> multiprocessing.context.ForkServerP
     """A process with the trainer and ``searchers``; SIGTERM asks it to stop."""
     run.adapt([f"launch.searchers={searchers}"])
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # torch is imported once for all starts
+    context.set_forkserver_preload(["tba_hpc.runtime", "tba_hpc.tasks.tabular"])  # once for all starts
     process = context.Process(target=_live, args=(run.path,))
     process.start()
     return process

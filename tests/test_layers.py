@@ -42,6 +42,7 @@ WITHOUT_TORCH = [
         "report.page",
         "report.summary",
         "tasks.gsm8k",
+        "backends.vllm_generator",
     ),
     "tasks.arithmetic",
 ]

@@ -334,7 +334,7 @@ def test_the_end_of_the_job_stops_the_run_and_the_time_of_a_save_is_learned(tmp_
     shards = _sealed(config, run, 2)
     reached = 0
     for life in range(2):
-        end = time.time() + MARGIN_SECONDS + 1
+        end = time.time() + MARGIN_SECONDS + 2
         assert not TrainerParts(config, run).build(ReplayExchange(shards, life), job_end=end).run()
         assert time.time() < end
         folder = latest_checkpoint(run)
@@ -503,3 +503,23 @@ def test_every_position_is_sealed_once(tmp_path: Path) -> None:
     positions = np.concatenate([positions for positions, _ in groups])
     assert len(set(positions.tolist())) == len(positions)
     assert all((counts == 12).all() for _, counts in groups)
+
+
+class Watched(TabularGenerator):
+    """Notes how full it is."""
+
+    def __init__(self) -> None:
+        super().__init__(TABLE)
+        self.seen: list[int] = []
+
+    def step(self) -> list[Group]:
+        """As ever."""
+        self.seen.append(self.in_flight)
+        return super().step()
+
+
+def test_an_engine_is_kept_full_while_groups_wait_for_their_last_completion(tmp_path: Path) -> None:
+    config = make_config(tmp_path, exchange={"pending_shards": 1000})
+    generator = Watched()
+    make_searcher(config, RunDir.create(config), OneShot(wanted=500), generator=generator).run()
+    assert min(generator.seen) >= 24 and max(generator.seen) < 24 + 12

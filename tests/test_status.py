@@ -142,7 +142,8 @@ def test_a_run_on_this_machine_is_not_judged_by_an_older_job(
 
 def test_a_new_job_is_not_judged_by_what_befell_the_one_before(run: RunDir) -> None:
     lives(run, "life", "start", "failed")
-    assert standing(look(run, queue("PENDING", job="8"))).state == "queued"
+    view = look(run, queue("PENDING", job="8"))
+    assert standing(view).state == "queued" and facts(view, standing(view))["job"] == "8"
     found = standing(look(run, queue("CANCELLED", job="8")))
     assert (found.state, found.words) == ("gone", "job 8 is gone (cancelled), the run is at step 0")
 

@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tba_hpc.audit import Audit, audit
 from tba_hpc.metrics import MetricsTail, Record, number
+from tba_hpc.report.summary import index_of, searcher_files
 from tba_hpc.report.tables import Cell, print_rows
 from tba_hpc.state import RunDir, read_events
 from tba_hpc.types import Role
@@ -79,8 +80,8 @@ LOOK_SECONDS = 0.5
 
 Row = dict[str, Cell]
 
-Blow = Callable[["Storm", Sequence[RankProcess], float], str]
-"""Strikes, with the ranks alive and a number in [0, 1) to choose among them; returns what it hit."""
+Blow = Callable[["Storm", Sequence[RankProcess], float], RankProcess | None]
+"""Strikes, with the ranks alive and a number in [0, 1) to choose among them; returns the one it hit."""
 
 
 class NotSurvived(Exception):
@@ -102,23 +103,21 @@ class Kind:
 def _hit(role: Role, fault: Callable[[Storm, RankProcess], None]) -> Blow:
     """A fault of one rank of a role, or of its engine, or its node."""
 
-    def blow(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> str:
+    def blow(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> RankProcess:
         among = [rank for rank in ranks if rank.role == role]
         rank = among[int(choice * len(among))]
         fault(storm, rank)
-        return f"{role} {rank.index} on {rank.node}"
+        return rank
 
     return blow
 
 
-def _preempt(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> str:
+def _preempt(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> None:
     faults.preempt(storm.cluster, seconds=DEADLINE)
-    return "all nodes"
 
 
-def _ask_to_stop(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> str:
+def _ask_to_stop(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> None:
     faults.ask_to_stop(storm.cluster, storm.job)
-    return "the job"
 
 
 KINDS = {
@@ -168,15 +167,21 @@ def steps_for(planned: Sequence[Fault]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """A fault that has struck ``victim``. start_up: the run had not yet recovered from the one before."""
+    """A fault that has struck. start_up: the run had not yet recovered from the one before; victim: a rank,
+    None where the whole job was hit."""
 
     kind: str
-    victim: str
     time: float
     start_up: bool
+    victim: RankProcess | None
+
+    def __str__(self) -> str:
+        rank = self.victim
+        place = f", {rank.role} {rank.index} on {rank.node}" if rank else ""
+        return f"{self.kind}{place}{', in start-up' if self.start_up else ''}"
 
 
-NOTHING_YET = Strike("asked to stop", "", 0.0, start_up=True)
+NOTHING_YET = Strike("asked to stop", 0.0, start_up=True, victim=None)
 """Before the first fault the run recovers from this one: it has to start."""
 
 
@@ -187,15 +192,15 @@ class History:
     run: RunDir
     events: list[dict[str, Any]] = field(default_factory=list)
     trainer: list[Record] = field(default_factory=list)
-    searchers: dict[Path, list[Record]] = field(default_factory=dict)
+    searchers: dict[int, list[Record]] = field(default_factory=dict)
     _tails: dict[Path, MetricsTail] = field(default_factory=dict)
 
     def update(self) -> None:
         """Read what is new."""
         self.events = read_events(self.run)
         self.trainer += self._new(self.run.metrics_file("trainer"))
-        for path in self.run.metrics.glob("searcher-*.jsonl"):
-            self.searchers.setdefault(path, []).extend(self._new(path))
+        for path in searcher_files(self.run):
+            self.searchers.setdefault(index_of(path), []).extend(self._new(path))
 
     def _new(self, path: Path) -> list[Record]:
         return self._tails.setdefault(path, MetricsTail(path)).new()
@@ -221,15 +226,12 @@ class History:
         return next((time for time in steps if resumes and time > resumes[0]), None)
 
     def back(self, strike: Strike) -> float | None:
-        """When the run had recovered: the ranks, started again, took a step, or the engine was rebuilt."""
+        """When the run had recovered: the ranks, started again, took a step, or the new engine generates."""
         if starts := self.times("start", after=strike.time):
             return self.first_step(after=starts[0])
-        return None if KINDS[strike.kind].ends_ranks else self._rebuilt(after=strike.time)
-
-    def _rebuilt(self, *, after: float) -> float | None:
-        """When a searcher next said that it had rebuilt its engine once more."""
-        times = (time for records in self.searchers.values() for time in _rebuilds(records))
-        return min((time for time in times if time > after), default=None)
+        if strike.victim is None or KINDS[strike.kind].ends_ranks:
+            return None
+        return _generated_anew(self.searchers[strike.victim.index], strike.time)
 
     def way(self, strike: Strike, back: float) -> str:
         """How the run recovered: rebuilt, relaunched (in the same allocation), or requeued."""
@@ -242,14 +244,12 @@ def _time(record: Record) -> float:
     return number(record, "time", 0.0)
 
 
-def _rebuilds(records: Sequence[Record]) -> Iterator[float]:
-    """When the number of engines rebuilt went up; it starts from zero with every start of the searcher."""
-    before = 0.0
-    for record in records:
-        now = number(record, "search/rebuilds", 0.0)
-        if now > before:
-            yield _time(record)
-        before = now
+def _generated_anew(records: Sequence[Record], after: float) -> float | None:
+    """When a searcher first sampled tokens with an engine that it had to build later than ``after``."""
+    counted = [(_time(record), number(record, "search/rebuilds", -1.0), record) for record in records]
+    before = next((count for time, count, _ in reversed(counted) if time <= after and count >= 0), 0.0)
+    new = (record for time, count, record in counted if time > after and count > before)
+    return next((_time(record) for record in new if number(record, "search/tokens", 0.0)), None)
 
 
 # --- The storm ---
@@ -278,7 +278,7 @@ class Storm:
             else:
                 self._await_steps(fault)
             self._strike(fault)
-            print(f"{len(self.strikes)}/{len(planned)} {self.strikes[-1]}", file=sys.stderr, flush=True)
+            print(f"step {self.history.step}, fault {len(self.strikes)}: {self.strikes[-1]}", file=sys.stderr)
         self._await_recovery()
         while not self.run.finished:
             self._await_step(self.history.step + 1)
@@ -316,7 +316,7 @@ class Storm:
         now, last = time.time(), self.strikes[-1:]
         start_up = any(self.history.back(strike) is None for strike in last)
         victim = KINDS[fault.kind].blow(self, self._ranks, fault.choice)
-        self.strikes.append(Strike(fault.kind, victim, now, start_up))
+        self.strikes.append(Strike(fault.kind, now, start_up, victim))
 
     @property
     def _ranks(self) -> list[RankProcess]:

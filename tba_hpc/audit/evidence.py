@@ -96,10 +96,9 @@ class Checkpoint:
 class Evidence:
     """All that a run directory tells.
 
-    counts: trajectories of every shard that anything told of before the shards on disk were read, 0 where
-    nobody says how many.
-    files, refused: by shard, the visible files and those set aside. leftovers: files of killed writers.
-    evaluations: steps of the evaluations on disk.
+    counts: trajectories of every shard that anything told of by the time the disk was looked at, 0 where
+    nobody says how many. files, refused: by shard, the visible files and those set aside. evaluations: steps
+    of those on disk. leftovers: files of killed writers.
     """
 
     run: RunDir

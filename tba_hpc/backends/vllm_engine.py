@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
     from vllm.outputs import CompletionOutput
 
-BEAT_SECONDS = 0.2
-"""Longest time without a message to the rank, between two steps."""
+BEAT_SECONDS = 0.02
+"""Time between two messages to the rank while nothing is finished; the rank refills by them."""
 
 CPU_KV_CACHE_MB = 512
 """KV cache on a machine without GPU where none is configured; vLLM's own default takes most of the memory."""
@@ -144,7 +144,6 @@ class Engine:
         self._llm = llm
         self._busy = 0.0  # seconds, and
         self._open = 0  # completions that have not ended, as the rank knows
-        self._enough = 1  # completions that, once ended, the rank should replace
         self._told = time.monotonic()
 
     def serve(self) -> None:
@@ -172,7 +171,6 @@ class Engine:
         params = sampling_params(command.sampling, command.n)
         self._llm.llm_engine.add_request(str(command.request), prompt, params)
         self._open += command.n
-        self._enough = command.n
 
     def _load(self, command: Load) -> None:
         start = time.monotonic()
@@ -189,10 +187,10 @@ class Engine:
         return [_finished(output) for output in outputs if output.finished]
 
     def _tell(self, finished: list[Finished]) -> None:
-        """Send what is finished, say when there is room for another prompt, and give signs of life."""
+        """Send what is finished; now and then how much has ended, which is also a sign of life."""
         now, still_open = time.monotonic(), self._llm.llm_engine.get_num_unfinished_requests()
         ended = self._open - still_open
-        if finished or ended >= self._enough or now - self._told >= BEAT_SECONDS:
+        if finished or now - self._told >= BEAT_SECONDS:
             self._channel.send(Progress(self._busy, ended, finished))
             self._busy, self._open, self._told = 0.0, still_open, now
 

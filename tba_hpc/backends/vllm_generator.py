@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 ENGINE = "tba_hpc.backends.vllm_engine"
 """The program of the engine's process."""
 
-STEP_SECONDS = 0.01
-"""Longest wait of ``step`` for something finished."""
+STEP_SECONDS = 0.05
+"""Longest wait of ``step`` for the engine to say something."""
 
 REBUILDS_WITHOUT_RESULT = 3
 """Rebuilds in a row, with no finished group in between, after which the searcher gives up."""
@@ -112,7 +112,7 @@ class VllmGenerator:
             self._pass_on(self._submitted)
 
     def step(self) -> list[Group]:
-        """The groups finished since the last call; waits a moment where there are none.
+        """The groups finished since the last call; waits a moment where the engine has said nothing since.
 
         An engine that died, or was silent for ``generator.deadline_seconds``, is replaced, and its requests
         start again. Raises EngineError after REBUILDS_WITHOUT_RESULT replacements that finished nothing,
@@ -144,7 +144,7 @@ class VllmGenerator:
     def _listen(self) -> None:
         for answer in self._engine.receive(STEP_SECONDS):
             self._take(answer)
-        if failure := self._engine.failure:
+        if failure := self._engine.failure():
             self._rebuild(failure)
 
     def _take(self, answer: Answer) -> None:
@@ -268,7 +268,6 @@ class EngineProcess:
                 self._last_word = answer.reason
         return answers
 
-    @property
     def failure(self) -> str | None:
         """How the engine failed, as the end of a sentence; None while it is well."""
         if self._last_word:

@@ -75,7 +75,7 @@ def facts(view: RunView, now: Standing) -> dict[str, str]:
     saved, age, silence = view.progress.checkpoint, view.checkpoint_age, view.silence
     said = {
         "attempt": _attempt(attempt) if attempt and attempt.name else "",
-        "job": job[0]["job"] + (f", life {attempt.life}" if attempt else "") if job else "",
+        "job": _job(job[0]["job"], attempt) if job else "",
         **{_role(component): _component(component) for component in job},
         "checkpoint": f"step {number(saved, 'step', 0):.0f}, {duration(age)} ago" if age is not None else "",
         "faults": " · ".join(fault_words(view.faults)),
@@ -87,6 +87,10 @@ def facts(view: RunView, now: Standing) -> dict[str, str]:
 
 def _attempt(attempt: Attempt) -> str:
     return f"{attempt.name}, {attempt.trainers} trainer + {attempt.searchers} searcher ranks"
+
+
+def _job(job: str, attempt: Attempt | None) -> str:
+    return f"{job}, life {attempt.life}" if attempt and attempt.job == job else job
 
 
 def _role(component: Component) -> str:

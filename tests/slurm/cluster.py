@@ -288,13 +288,15 @@ _NAMESPACES = (
 )
 
 _BOOT = """
+find "$1/spool/$0" -mindepth 1 -delete
 hostname "$0" && mount --bind "$1/hosts" /etc/hosts && mount -t tmpfs tmpfs /dev/shm || exit 1
 cat /proc/sys/kernel/random/uuid > "$1/spool/$0/boot_id"
 mount --bind "$1/spool/$0/boot_id" /proc/sys/kernel/random/boot_id || exit 1
 slurmd -D -N "$0" &
 wait
 """
-"""First process of a node: as init it stays, to reap what slurmd leaves.
+"""First process of a node: as init it stays, to reap what slurmd leaves. The spool is empty, as on a node
+without a disk: a socket of PMIx that a crash left would fail the step of the same number in the next life.
 
 UCX knows by the boot id which ranks share a machine, and would use shared memory between nodes.
 """

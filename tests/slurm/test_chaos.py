@@ -1,0 +1,32 @@
+"""A short storm: every kind of fault at least once, over a run that comes to its end with nothing lost."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import missing
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.system,
+    pytest.mark.skipif(missing() is not None, reason=f"no Slurm cluster for tests: {missing()}"),
+]
+
+REPOSITORY = Path(__file__).parents[2]
+FAULTS = 10
+
+
+def test_a_run_survives_a_storm_of_every_kind_of_fault(model: Path) -> None:
+    command = [sys.executable, "tools/chaos.py", "--faults", str(FAULTS), "--nodes", "2", "--json"]
+    done = subprocess.run(
+        [*command, "--model", str(model)], cwd=REPOSITORY, capture_output=True, text=True, timeout=550
+    )
+    assert done.returncode == 0, done.stderr
+    *kinds, whole = json.loads(done.stdout)["faults"]
+    assert len(kinds) == 8 and whole["struck"] == whole["survived"] == FAULTS
+    run = json.loads(done.stdout)["run"]
+    assert run["trajectories"] > 0 and run["lost"] == run["doubled"] == run["problems"] == 0
+    assert run["most at once"] <= run["steps between checkpoints"]
