@@ -151,7 +151,7 @@ def doctor(
 @app.command(hidden=True)
 def greet(verb: str, run: RunPath) -> None:
     """Be a rank of the job that ``tba doctor --launch`` starts: join the world, note what the node has."""
-    from tba_hpc.backends.mpi_exchange import MpiWorld  # importing it starts MPI
+    from tba_hpc.backends.mpi_world import MpiWorld  # importing it starts MPI
     from tba_hpc.launch import trial
 
     run_dir = _open(run)

@@ -1,7 +1,7 @@
 """pass@1 of named weights, measured on the searchers' engines between the training completions.
 
-Every searcher takes its slice of the split (prompt i where i mod searchers is its index), decodes
-greedily, and returns its part of the result. It must not load newer weights while ``busy``.
+Every searcher takes its share of the split (prompt i where i mod searchers is its place among them),
+decodes greedily, and returns its part of the result. It must not load newer weights while ``busy``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ class Evaluator:
     limits: prompts used per split (None: all). max_tokens: longest completion. last_step: of the run.
     """
 
+    share: tuple[int, int]
+    """Place among those that evaluate, and their number, in the evaluation started last."""
+    ending = False
+    """Whether the weights of the last step have come: their evaluation is all that is left to generate."""
+
     def __init__(
         self,
         task: Task,
@@ -31,7 +36,7 @@ class Evaluator:
         last_step: int,
     ) -> None:
         self._task = task
-        self._slice = slice(searcher, None, searchers)
+        self._all = self.share = (searcher, searchers)
         self._greedy = Sampling(temperature=0.0, top_p=1.0, max_tokens=max_tokens)
         self._limits = limits
         self._last_step = last_step
@@ -44,15 +49,15 @@ class Evaluator:
         """Whether an evaluation is under way."""
         return self._part is not None
 
-    @property
-    def awaited(self) -> bool:
-        """Whether the evaluation under way is the one that the run ends with."""
-        return self._part is not None and self._part.step == self._last_step
+    def start(self, split: Split, step: int, share: tuple[int, int] | None = None) -> Evaluation | None:
+        """Queue this searcher's share of ``split``; the finished part at once where that is empty.
 
-    def start(self, split: Split, step: int) -> Evaluation | None:
-        """Queue this searcher's slice of ``split``; the finished part at once where the slice is empty."""
+        share: where it is not as configured, since some searchers have died.
+        """
         assert not self.busy, "one evaluation at a time"
-        prompts = self._task.prompts(split)[: self._limits[split]][self._slice]
+        self.share, self.ending = share or self._all, step == self._last_step
+        place, places = self.share
+        prompts = self._task.prompts(split)[: self._limits[split]][place::places]
         self._queue = [Request(prompt, prompt.id, 1, self._greedy, split) for prompt in reversed(prompts)]
         self._waiting = len(self._queue)
         part = Evaluation(split=split, step=step, correct=0, total=0, tokens=0, truncated=0)

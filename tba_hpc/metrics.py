@@ -34,6 +34,7 @@ staleness/histogram             list of counts over the batch; bin i holds stale
 event                           a record without the above: started, resumed, filling, checkpoint,
                                 stopped, finished; with ``step``, ``buffer/size``, and ``round``
 round                           merges of what a sync brought, so far (count)
+event: lost                     a searcher died and the run goes on, with ``step``, ``searcher``, ``host``
 event: merged                   one per shard, with ``step``, ``round``, and
 searcher, shard                 whose shard it was, and its index
 trajectories, tokens            in it (count; tokens of completions)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,7 +46,6 @@ from tba_hpc.state import (
     latest_checkpoint,
     make_durable,
     prune_shards,
-    read_evaluation,
     read_state,
     write_evaluation,
 )
@@ -166,8 +165,9 @@ def _lead(run: RunDir, config: Config, seat: Seat, learner: Learner) -> None:
         if reached_end:
             learner.export(run.export)
         learner.close()
-        if reached_end and not _last_evaluation_arrives(run, config, lambda: trainer.stopping):
+        if reached_end and not _last_evaluation_arrives(run, config, trainer):
             metrics.log({"event": "stopped", "step": config.train.steps})  # a resume has only that left to do
+        exchange.close()
         summary.write_summary(run, summary.summarise(run, config))
         page.write_report(run)
 
@@ -202,12 +202,13 @@ def search(run: RunDir, index: int | None) -> None:
             seal_seconds=config.exchange.seal_seconds,
         )
         with _led() as stop:
+            evaluator = _evaluator(config, task, seat.index)
             searcher = Searcher(
                 generator=generator,
                 scorer=scorer,
                 requests=training_requests(config, task, seat.index, ledger),
-                evaluator=_evaluator(config, task, seat.index),
-                report=lambda part: write_evaluation(run, seat.index, config.launch.searchers, part),
+                evaluator=evaluator,
+                report=lambda part: write_evaluation(run, *evaluator.share, part),
                 exchange=_open_searcher(run, config, seat),
                 metrics=metrics,
                 stop_asked=lambda: stop.is_set,
@@ -363,16 +364,17 @@ def _evaluator(config: Config, task: Task, searcher: int) -> Evaluator:
     )
 
 
-def _last_evaluation_arrives(run: RunDir, config: Config, stopping: Callable[[], bool]) -> bool:
+def _last_evaluation_arrives(run: RunDir, config: Config, trainer: Trainer) -> bool:
     """Wait until every searcher's part of the last evaluation is on disk; False when asked to stop before."""
-    steps, searchers = config.train.steps, config.launch.searchers
-    end = time.monotonic() + config.exchange.deadline_seconds
-    while read_evaluation(run, "test", steps, searchers) is None:
-        if stopping():
+    patience, began = config.exchange.deadline_seconds, time.monotonic()
+    while find_evaluation(run, "test", config.train.steps) is None:
+        if trainer.stopping:
             return False
-        if time.monotonic() > end:
+        if trainer.tend():
+            began = time.monotonic()  # the others begin anew, with larger shares
+        if time.monotonic() - began > patience:
             raise ExchangeError(
-                f"the last evaluation is incomplete after {config.exchange.deadline_seconds:g} s: see which "
+                f"the last evaluation is incomplete after {patience:g} s: see which "
                 f"searcher's part is missing in {run.evaluations}, and its log; the model is in {run.export}"
             )
         time.sleep(POLL_SECONDS)

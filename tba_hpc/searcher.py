@@ -83,7 +83,7 @@ class Searcher:
         but the first weights and, at ``pending_shards`` unmerged shards, for the next sync; both are
         unblocked by the trainer's publish.
         """
-        while not self._finished:
+        while not self._exchange.closed:
             self._take_weights()
             self._refill()
             for group in self._generate():
@@ -92,10 +92,6 @@ class Searcher:
             self._pass_on_stop()
             self._log_if_due()
         self._leave()
-
-    @property
-    def _finished(self) -> bool:
-        return self._exchange.closed and not self._evaluator.awaited
 
     def _take_weights(self) -> None:
         """Load the newest weights, unless an evaluation still needs those in use or a load is under way."""
@@ -110,7 +106,9 @@ class Searcher:
         self._generator.load(update)
         self._loaded = True
         self._published = update.published
-        if update.evaluate and (part := self._evaluator.start(update.evaluate, update.version)):
+        if update.evaluate is None:
+            return
+        if part := self._evaluator.start(update.evaluate, update.version, update.share):
             self._report(part)
 
     def _note_arrival(self) -> None:
@@ -130,7 +128,7 @@ class Searcher:
 
     def _next_prompt(self) -> Request | None:
         """The next training prompt, or None while the trainer is too far behind or the run is ending."""
-        ending = self._stop_asked() or self._exchange.closed
+        ending = self._stop_asked() or self._exchange.closed or self._evaluator.ending
         if ending or self._exchange.pending >= self._pending_shards:
             return None
         request = next(self._requests, None)

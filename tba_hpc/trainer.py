@@ -95,7 +95,8 @@ class Trainer:
         """Train to the last step; True when it was reached, False when stopped before, with all saved.
 
         Consumes shards. Produces weights, checkpoints, metrics. Waits for nothing once the initial
-        buffer is there; that wait is unblocked by the searchers' first shards.
+        buffer is there; that wait is unblocked by the searchers' first shards. Whoever calls this closes
+        the exchange, after the last evaluation.
         """
         self._log_event("resumed" if self._state != TrainerState() else "started")
         self._merge(list(self._pending))
@@ -103,7 +104,7 @@ class Trainer:
         self._fill_buffer()
         while not self._finished and not self.stopping:
             self._sync_if_due()
-            self._merge(self._exchange.collect())
+            self._collect()
             batch = self._sample()
             learned = self._learn(batch)
             self._log_step(batch, learned)
@@ -140,7 +141,7 @@ class Trainer:
         patience, last_arrival = self._config.exchange.deadline_seconds, time.monotonic()
         while len(self._buffer) < wanted and not self.stopping:
             self._exchange.gather()
-            if self._merge(self._exchange.collect()):
+            if self._collect():
                 last_arrival = time.monotonic()
                 self._log_event("filling")
             if time.monotonic() - last_arrival > patience:
@@ -163,6 +164,24 @@ class Trainer:
         self._next_sync = step + self._config.exchange.sync_every
         if evaluate:
             self._next_evaluation = _next_multiple(self._config.evaluate.every, step)
+
+    def tend(self) -> bool:
+        """Keep the exchange going while the last evaluation is under way; whether a searcher was lost."""
+        self._exchange.gather()
+        return self._log_losses()
+
+    def _collect(self) -> int:
+        """Merge what has arrived; returns how many completions were new."""
+        self._log_losses()
+        return self._merge(self._exchange.collect())
+
+    def _log_losses(self) -> bool:
+        lost = self._exchange.lost()
+        for searcher, host in lost:
+            log.warning("searcher %d on %s died: the run goes on without it; see its log", searcher, host)
+            step = self._state.step
+            self._metrics.log({"event": "lost", "step": step, "searcher": searcher, "host": host})
+        return bool(lost)
 
     def _merge(self, shards: list[Shard]) -> int:
         """Merge the shards of one round into the replay buffer; returns how many completions were new."""
@@ -236,7 +255,7 @@ class Trainer:
         self._log_event("checkpoint")
 
     def _leave(self) -> bool:
-        """Checkpoint; then end the run for the searchers, after a last evaluation where it is finished.
+        """Checkpoint; where the run is finished, publish its weights once more, for the last evaluation.
 
         Shards that arrive from here on stay on disk beyond the checkpoint's cursors: a resume merges them.
         """
@@ -244,7 +263,6 @@ class Trainer:
             self._checkpoint()
         finished = self._finished and self._publish_last()
         self._log_event("finished" if finished else "stopped")
-        self._exchange.close()
         return finished
 
     def _publish_last(self) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.context
+import os
+import signal
 import threading
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +20,10 @@ from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
 from tba_hpc.state import RunDir, write_evaluation
 from tba_hpc.tasks.tabular import Table, TabularGenerator, TabularLearner, TabularReference, TabularTask
+from tba_hpc.types import TrajectoryBatch
 
 TABLE = Table()
-STEPS, EVERY = 60, 8
+STEPS, EVERY = 40, 8
 
 
 def make_config(root: Path) -> Config:
@@ -44,17 +48,35 @@ def make_config(root: Path) -> Config:
     )
 
 
-def start(run: RunDir, *, searchers: int) -> multiprocessing.context.ForkServerProcess:
-    """A process with the trainer and ``searchers``; SIGTERM asks it to stop."""
+class MarkedLearner(TabularLearner):
+    """In its ``nth`` step of a start it sends its own process a signal."""
+
+    def __init__(self, sent: signal.Signals | None, nth: int) -> None:
+        super().__init__(TABLE)
+        self._sent = sent
+        self._left = nth
+
+    def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
+        """One optimizer step."""
+        self._left -= 1
+        if self._left == 0 and self._sent:
+            os.kill(os.getpid(), self._sent)
+        return super().step(batch, learning_rate=learning_rate, beta=beta)
+
+
+def start(
+    run: RunDir, *, searchers: int, sent: signal.Signals | None = None, nth: int = 0
+) -> multiprocessing.context.ForkServerProcess:
+    """A process with the trainer and ``searchers``, which gets the signal ``sent`` in its ``nth`` step."""
     run.adapt([f"launch.searchers={searchers}"])
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tba_hpc.runtime", "tba_hpc.tasks.tabular"])  # once for all starts
-    process = context.Process(target=_live, args=(run.path,))
+    process = context.Process(target=_live, args=(run.path, sent, nth))
     process.start()
     return process
 
 
-def _live(path: Path) -> None:
+def _live(path: Path, sent: signal.Signals | None, nth: int) -> None:
     """All ranks of a start, as ``runtime`` builds them, less the engine and the optimizer's sharding."""
     run = RunDir.open(path)
     config = run.config()
@@ -62,7 +84,7 @@ def _live(path: Path) -> None:
     ranks = [threading.Thread(target=_search, args=(run, config, s)) for s in range(config.launch.searchers)]
     for rank in ranks:
         rank.start()
-    runtime._lead(run, config, runtime.Seat(0, 0, None), TabularLearner(TABLE))
+    runtime._lead(run, config, runtime.Seat(0, 0, None), MarkedLearner(sent, nth))
     for rank in ranks:
         rank.join()
 

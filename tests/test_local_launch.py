@@ -42,10 +42,14 @@ if mode == "killed" and verb == "search":
 if mode == "sentence" and verb == "search":
     (run / "logs/latest/error-searcher-0000.txt").write_text("model.path=x is no model: give a folder\\n")
     raise RuntimeError("nobody wants to see this")
+if verb == "train" and mode in ("finish", "wait", "stubborn", "deaf", "saving"):
+    (run / "metrics/trainer.jsonl").touch()
 end = time.monotonic() + 60
 while mode != "finish" and not hits and time.monotonic() < end:
     time.sleep(0.02)
 time.sleep(0.3)  # a second signal would come now
+if verb == "train":
+    (run / "summary.json").write_text('{"finished": false}')
 (run / f"hits-{name}").write_text(str(len(hits)))
 if mode == "stubborn":
     time.sleep(60)
@@ -252,18 +256,22 @@ def test_the_launcher_ends_when_mpiexec_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
-def test_the_failed_rank_is_named_with_the_end_of_the_log(tmp_path: Path) -> None:
-    code, _, err = Launched(tmp_path, "fail", "mpi").end()
+def test_a_failure_is_told_with_the_end_of_the_log(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, "fail", "mpi")
+    code, _, err = launched.end()
     assert code == 1
-    assert err.startswith("searcher-000") and "the sky is too low" in err
+    assert "failed with exit status 1; the end of" in err and "the sky is too low" in err
+    assert alive(launched.pids()) == []
     assert read_events(RunDir(tmp_path / "run-seed0"))[-1].items() >= {"event": "failed", "code": 1}.items()
 
 
 @pytest.mark.mpi
-def test_a_rank_killed_by_a_signal_is_named(tmp_path: Path) -> None:
-    code, _, err = Launched(tmp_path, "killed", "mpi").end()
-    assert code == 137
-    assert err.startswith("searcher-000") and "was ended by SIGKILL" in err
+def test_a_rank_killed_while_the_run_starts_is_named(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, "killed", "mpi")
+    code, _, err = launched.end()
+    assert code == 1
+    assert err.startswith("searcher-0000 ended while the run was starting")
+    assert alive(launched.pids()) == []
 
 
 @pytest.mark.parametrize("transport", [MPI, "files"])

@@ -6,6 +6,7 @@ over files, or one that replays a fixed sequence of shards.
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
@@ -140,20 +141,21 @@ def make_searcher(
 ) -> Searcher:
     """The only searcher of a run, on the tabular policy."""
     task = task or TabularTask(TABLE)
+    evaluator = Evaluator(
+        task,
+        searcher=0,
+        searchers=1,
+        max_tokens=TABLE.length,
+        limits={"validation": config.evaluate.validation_prompts, "test": None},
+        last_step=config.train.steps,
+    )
     return Searcher(
         generator=generator or TabularGenerator(TABLE),
         scorer=Scorer(task, TabularReference(TABLE), ShardWriter(run, 0), seal_seconds=0.01),
         exchange=exchange,
         requests=training_requests(config, task, 0, PromptLedger()),
-        evaluator=Evaluator(
-            task,
-            searcher=0,
-            searchers=1,
-            max_tokens=TABLE.length,
-            limits={"validation": config.evaluate.validation_prompts, "test": None},
-            last_step=config.train.steps,
-        ),
-        report=lambda part: write_evaluation(run, 0, 1, part),
+        evaluator=evaluator,
+        report=lambda part: write_evaluation(run, *evaluator.share, part),
         metrics=MetricsWriter(run.metrics_file("searcher")),
         stop_asked=stop_asked,
         sequences=24,
@@ -170,7 +172,9 @@ def test_a_whole_asynchronous_run_learns_the_target(tmp_path: Path) -> None:
     searcher = make_searcher(config, run, FileSearcherExchange(run.weights, 0, deadline=20))
     thread = threading.Thread(target=searcher.run)
     thread.start()
-    finished = parts.build(parts.file_exchange()).run()
+    exchange = parts.file_exchange()
+    finished = parts.build(exchange).run()
+    exchange.close()
     thread.join(20)
 
     assert finished and not thread.is_alive()
@@ -190,7 +194,11 @@ def test_evaluations_use_exactly_the_named_weights(tmp_path: Path) -> None:
         target=make_searcher(config, run, FileSearcherExchange(run.weights, 0, deadline=20)).run
     )
     thread.start()
-    parts.build(parts.file_exchange()).run()
+    exchange = parts.file_exchange()
+    parts.build(exchange).run()
+    while read_evaluation(run, "test", 40, 1) is None:
+        time.sleep(0.01)
+    exchange.close()
     thread.join(20)
 
     last = read_evaluation(run, "test", 40, 1)
@@ -242,6 +250,10 @@ class ReplayExchange:
     def collect(self) -> list[Shard]:
         """What the last publish brought."""
         return [self._arrived.popleft() for _ in range(len(self._arrived))]
+
+    def lost(self) -> list[tuple[int, str]]:
+        """Nobody."""
+        return []
 
     def close(self) -> list[Shard]:
         """Nothing is left."""
@@ -379,26 +391,35 @@ class Endless(TabularGenerator):
         return []
 
 
-@pytest.mark.parametrize(
-    ("version", "asked", "leaves"), [(7, False, True), (12, False, False), (12, True, True)]
-)
-def test_only_the_last_evaluation_is_waited_for_and_no_longer_than_wished(
-    version: int, asked: bool, leaves: bool, tmp_path: Path
-) -> None:
-    """Step 7 is somewhere in the run, step 12 its end; the trainer has closed the exchange."""
-    config, stop = make_config(tmp_path), threading.Event()
+def test_a_searcher_leaves_its_evaluation_when_the_trainer_ends_the_run(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
     run = RunDir.create(config)
-    exchange = OneShot(wanted=0, version=version, evaluate="test")
-    searcher = make_searcher(config, run, exchange, generator=Endless(TABLE), stop_asked=stop.is_set)
+    exchange = OneShot(wanted=0, version=12, evaluate="test")
+    make_searcher(config, run, exchange, generator=Endless(TABLE)).run()
+    assert exchange.polled and read_evaluation(run, "test", 12, 1) is None
+
+
+@pytest.mark.parametrize(("version", "share"), [(7, (0, 1)), (12, (0, 1)), (12, (1, 2))])
+def test_with_the_last_weights_nothing_but_their_evaluation_is_generated(
+    version: int, share: tuple[int, int], tmp_path: Path
+) -> None:
+    """Step 7 is somewhere in the run, step 12 its end; with ``share`` the second of two that are left."""
+    config = make_config(tmp_path)
+    run = RunDir.create(config)
+    exchange = OneShot(wanted=0, closes=False, version=version, evaluate="test", share=share)
+    searcher = make_searcher(config, run, exchange)
     thread = threading.Thread(target=searcher.run)
     thread.start()
-    if asked:
-        stop.set()
-    thread.join(10 if leaves else 0.5)
-    assert thread.is_alive() != leaves
-    stop.set()
+    path = run.evaluations / f"test-step-{version:06d}" / f"searcher-{share[0]:04d}-of-{share[1]:04d}.json"
+    while not path.exists():
+        time.sleep(0.01)
+    time.sleep(0.3)
+    exchange.closes = True
     thread.join(10)
-    assert not thread.is_alive() and read_evaluation(run, "test", version, 1) is None
+    assert not thread.is_alive()
+    assert bool(exchange.offered) == (version == 7)
+    prompts = len(TabularTask(TABLE).prompts("test"))
+    assert json.loads(path.read_text())["total"] == len(range(share[0], prompts, share[1]))
 
 
 # --- What goes wrong ---
@@ -429,6 +450,7 @@ class OneShot:
     closes: bool = True
     version: int = 7
     evaluate: Split | None = None
+    share: tuple[int, int] | None = None
     offered: list[Shard] = field(default_factory=list)
     polled: bool = False
 
@@ -438,7 +460,8 @@ class OneShot:
             return None
         self.polled = True
         data = TABLE.ref_logits_PSV.reshape(-1).view(np.uint8)
-        return WeightUpdate(self.version, TabularLearner(TABLE).layout, data, self.evaluate, time.time())
+        layout = TabularLearner(TABLE).layout
+        return WeightUpdate(self.version, layout, data, self.evaluate, time.time(), self.share)
 
     def offer(self, shard: Shard) -> None:
         """Keep it."""

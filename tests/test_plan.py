@@ -129,7 +129,10 @@ def test_shipped_sites_load(path: Path) -> None:
     ("text", "words"),
     [
         ("partitoin: gpu", "unknown site key 'partitoin': did you mean 'partition'?"),
-        ("container: {image: a.sif, bind: [/x]}", "unknown site key 'container.bind': did you mean 'container.binds'?"),
+        (
+            "container: {image: a.sif, bind: [/x]}",
+            "unknown site key 'container.bind': did you mean 'container.binds'?",
+        ),
         ("trainer: {memry: 4G}", "unknown site key 'trainer.memry': did you mean 'trainer.memory'?"),
         ("zzz: 1", "unknown site key 'zzz': valid are partition, account"),
         ("gpus_per_node: many", "site key 'gpus_per_node' has the value 'many', but"),

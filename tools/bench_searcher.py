@@ -38,6 +38,7 @@ from tba_hpc.metrics import MetricsWriter, read_metrics
 from tba_hpc.ports import Reference
 from tba_hpc.report.summary import series
 from tba_hpc.report.tables import print_rows
+from tba_hpc.runtime import PROMPTS_AHEAD
 from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
 from tba_hpc.state import RunDir
@@ -47,7 +48,6 @@ from tba_hpc.types import Group, Request, Sampling, Shard, WeightLayout, WeightU
 if TYPE_CHECKING:
     from vllm import LLM
 
-AHEAD = int(__import__("os").environ.get("AHEAD", "2"))
 ROOT = Path(__file__).parents[1]
 
 Arm = Callable[[list[Request]], int]
@@ -57,6 +57,7 @@ Arm = Callable[[list[Request]], int]
 def main() -> None:
     """Measure and print."""
     options = _options()
+    torch.set_num_threads(1)  # as the launchers have it for every rank
     with tempfile.TemporaryDirectory() as scratch:
         overrides = [f"model.path={options.model}", f"run.root={scratch}"]
         bench = Bench(load_config(ROOT / "configs" / "quickstart.yaml", overrides))
@@ -99,7 +100,7 @@ class Bench:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._sequences = (
-            config.generator.prompts_in_flight + AHEAD
+            config.generator.prompts_in_flight + PROMPTS_AHEAD
         ) * config.generator.completions_per_prompt
         self.settings = engine_settings(config.model, config.generator, seed=0)
         self._run = RunDir.create(config)

@@ -26,6 +26,7 @@ from random import Random
 from typing import Any
 
 import yaml
+from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -57,13 +58,14 @@ SETTINGS = (
     "run.name=chaos",
     f"checkpoint.every={CHECKPOINT_EVERY}",
     "buffer.initial_completions=64",
+    "train.prompts_per_step=32",  # slow steps: few of them are needed while an engine is rebuilt
     "evaluate.validation_prompts=0",
     "evaluate.test_prompts=64",
     "exchange.deadline_seconds=60",
-    "generator.deadline_seconds=45",
+    "generator.deadline_seconds=30",
 )
 
-STEPS_BETWEEN = 6
+STEPS_BETWEEN = 4
 """Optimizer steps, at most, from a recovery to the next fault."""
 
 START_UP_SHARE = 0.2
@@ -93,10 +95,12 @@ class NotSurvived(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of fault. weight: how often it comes; ends_ranks: whether all ranks must start again."""
+    """A kind of fault. weight: how often it comes; steps: that the trainer may take until the run
+    has recovered; ends_ranks: whether all ranks must start again."""
 
     blow: Blow
     weight: int
+    steps: int = 4
     ends_ranks: bool = True
 
 
@@ -121,14 +125,18 @@ def _ask_to_stop(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> N
 
 
 KINDS = {
-    "engine killed": Kind(_hit("searcher", lambda _, rank: faults.kill_engine(rank)), 20, ends_ranks=False),
-    "engine hangs": Kind(_hit("searcher", lambda _, rank: faults.stop_engine(rank)), 15, ends_ranks=False),
+    "engine killed": Kind(
+        _hit("searcher", lambda _, rank: faults.kill_engine(rank)), 20, 60, ends_ranks=False
+    ),
+    "engine hung": Kind(
+        _hit("searcher", lambda _, rank: faults.stop_engine(rank)), 15, 120, ends_ranks=False
+    ),
     "searcher killed": Kind(_hit("searcher", lambda _, rank: faults.kill_rank(rank)), 20),
     "trainer killed": Kind(_hit("trainer", lambda _, rank: faults.kill_rank(rank)), 15),
-    "searcher node crashes": Kind(_hit("searcher", lambda storm, rank: storm.crash(rank.node)), 7),
-    "first node crashes": Kind(_hit("trainer", lambda storm, rank: storm.crash(rank.node)), 7),
+    "node crashed": Kind(_hit("searcher", lambda storm, rank: storm.crash(rank.node)), 7),
+    "leader crashed": Kind(_hit("trainer", lambda storm, rank: storm.crash(rank.node)), 7),
     "preempted": Kind(_preempt, 8),
-    "asked to stop": Kind(_ask_to_stop, 8),
+    "stopped": Kind(_ask_to_stop, 8),
 }
 
 
@@ -159,7 +167,7 @@ def plan(count: int, seed: int) -> list[Fault]:
 
 def steps_for(planned: Sequence[Fault]) -> int:
     """Optimizer steps that hold them all: the trainer goes on while an engine is built again."""
-    return 40 + sum(STEPS_BETWEEN + (4 if KINDS[fault.kind].ends_ranks else 80) for fault in planned)
+    return 10 + sum(STEPS_BETWEEN + KINDS[fault.kind].steps for fault in planned)
 
 
 # --- What became of them ---
@@ -181,7 +189,7 @@ class Strike:
         return f"{self.kind}{place}{', in start-up' if self.start_up else ''}"
 
 
-NOTHING_YET = Strike("asked to stop", 0.0, start_up=True, victim=None)
+NOTHING_YET = Strike("stopped", 0.0, start_up=True, victim=None)
 """Before the first fault the run recovers from this one: it has to start."""
 
 
@@ -401,13 +409,13 @@ def _row(name: str, fates: Sequence[Fate]) -> Row:
     return {
         "fault": name,
         "struck": len(fates),
-        "in start-up": sum(fate.strike.start_up for fate in fates),
         "survived": sum(fate.survived for fate in fates),
+        "in start-up": sum(fate.strike.start_up for fate in fates),
         **{way: ways.count(way) for way in ("rebuilt", "relaunched", "requeued")},
-        "back after, s": _median(seconds),
-        "at most, s": max(seconds, default=None),
-        "steps redone": sum(fate.redone for fate in fates),
-        "at most": max(fate.redone for fate in fates),
+        "median s": _median(seconds),
+        "most s": max(seconds, default=None),
+        "redone": sum(fate.redone for fate in fates),
+        "most": max(fate.redone for fate in fates),
     }
 
 
@@ -467,7 +475,8 @@ def report(storm: Storm, found: Audit, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"faults": rows, "run": whole}, indent=2))
     else:
-        print_rows(rows)
+        wide = Console(width=max(110, Console().width))
+        print_rows(rows, console=wide)
         print_rows([{"of the run": name, "": value} for name, value in whole.items()])
     if not found.clean:
         sys.exit("\n".join(found.problems))

@@ -142,8 +142,8 @@ class Engine:
     def __init__(self, channel: Channel[Command], llm: LLM) -> None:
         self._channel = channel
         self._llm = llm
-        self._busy = 0.0  # seconds, and
-        self._open = 0  # completions that have not ended, as the rank knows
+        self._busy = 0.0  # seconds inside the step that the rank has not been told of
+        self._open = 0  # completions that have not ended, so far as the rank knows
         self._told = time.monotonic()
 
     def serve(self) -> None:

@@ -15,9 +15,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -51,13 +52,26 @@ FAULT = 1
 ASK_AGAIN_SECONDS = 2.0
 """Pause between two requests to stop: mpiexec loses one that comes while it is starting its ranks."""
 
+SETTLE_SECONDS = 3.0
+"""Time that mpiexec may take to start all ranks, or to end by itself once one has failed."""
+
+SURVIVE_DEATHS = {
+    # What mpiexec's --with-ft ulfm stands for, which other versions of it refuse.
+    "OMPI_MCA_mpi_ft_enable": "1",
+    "PRTE_MCA_state_base_recoverable": "1",
+    "PRTE_MCA_state_base_notify_errors": "1",
+    # Else MPI_Finalize waits, now and then for ever, for the dead.
+    "OMPI_MCA_async_mpi_finalize": "1",
+}
+"""Environment in which Open MPI leaves a world alone when a process of it dies; see backends/mpi_world.py."""
+
 MPIEXEC = "mpiexec"
 """Name of the one process that an MPI world is to the launcher."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Each asks the run to checkpoint and stop; a second SIGINT kills it."""
 
-FAILED_RANK = re.compile(r"Process name: \[.*,(\d+)\]|process rank (\d+) with PID")
+FAILED_RANK = re.compile(r"(?:Process name: \[.*,|process rank |MPI_ABORT was invoked on rank )(\d+)")
 """How Open MPI's mpiexec names the first rank that failed."""
 
 
@@ -100,9 +114,29 @@ def child_environment(base: Mapping[str, str], *, root: bool) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", **base, **allow}
 
 
+def mpi_environment(folder: Path) -> dict[str, str]:
+    """Environment of mpiexec: deaths are left to the ranks, and its files go to ``folder``."""
+    places = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
+    return {**SURVIVE_DEATHS, **dict.fromkeys((*places, "PRTE_MCA_prte_tmpdir_base"), str(folder))}
+
+
+@contextmanager
+def private_memory() -> Iterator[Path]:
+    """A folder in shared memory for the files of MPI, which killed ranks leave behind."""
+    shared = Path("/dev/shm")
+    place = shared if shared.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="tba-", dir=place, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
 def rank_name(role: Role, index: int) -> str:
     """Stem of the files of a rank: ``searcher-0003``."""
     return f"{role}-{index:04d}"
+
+
+def world_rank_name(rank: int, trainers: int) -> str:
+    """The same by number in the MPI world."""
+    return rank_name("trainer", rank) if rank < trainers else rank_name("searcher", rank - trainers)
 
 
 def own_log(run: RunDir, role: Role, index: int) -> None:
@@ -162,6 +196,13 @@ class Child:
         code = self.process.poll()
         return code if code is None or code >= 0 else 128 - code
 
+    @property
+    def children(self) -> list[psutil.Process]:
+        """Processes that it has started; of mpiexec, the ranks."""
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).children()
+        return []
+
     def ask_to_stop(self) -> None:
         """SIGUSR1; mpiexec passes it on to its ranks."""
         if self.code is None:
@@ -186,6 +227,13 @@ def _die_with(parent: int, number: int) -> None:
         os._exit(1)
 
 
+def _mpi_rank(process: psutil.Process) -> int | None:
+    """The rank in the world of a process that mpiexec has started, None before and after its life."""
+    with suppress(psutil.Error, KeyError):
+        return int(process.environ()["OMPI_COMM_WORLD_RANK"])
+    return None
+
+
 def _session(pid: int) -> int | None:
     try:
         return os.getsid(pid)
@@ -206,8 +254,13 @@ class World:
 
     trainers: list[Child] = field(default_factory=list)
     searchers: list[Child] = field(default_factory=list)
+    ranks: int = 0
+    """Those below mpiexec."""
     failed: Child | None = None
+    missing: list[int] = field(default_factory=list)
+    """Ranks that had ended, though mpiexec went on."""
     stopping: bool = False
+    _short_since: float = math.inf
     _left: float | None = None
 
     def __enter__(self) -> World:
@@ -244,6 +297,20 @@ class World:
         late = time.monotonic() - self._left > LEAVE_SECONDS
         return 0 if late or all(child.code is not None for child in self.searchers) else None
 
+    def is_whole(self) -> bool:
+        """Whether every rank below mpiexec has its process; False only once one has had none for a while.
+
+        mpiexec leaves a death to the other ranks, but these survive one only once they are at work.
+        """
+        children = [child for mpiexec in self.trainers if self.ranks for child in mpiexec.children]
+        missing = sorted(set(range(self.ranks)) - {_mpi_rank(child) for child in children})
+        now = time.monotonic()
+        self._short_since = min(self._short_since, now) if children and missing else math.inf
+        if now - self._short_since < SETTLE_SECONDS:
+            return True
+        self.missing = missing
+        return False
+
     def _searchers_lost(self) -> Child | None:
         """The first failed searcher once all have ended and not one of them well."""
         lost = self.searchers and not self.stopping and all(child.code for child in self.searchers)
@@ -272,10 +339,10 @@ def commands(run: RunDir, config: Config, *, program: Sequence[str] | None = Non
     }
 
 
-def start_world(commands: Mapping[str, Sequence[str]], logs: Path) -> World:
-    """Start all processes, with their output in ``logs``."""
-    environment = child_environment(os.environ, root=os.geteuid() == 0)
-    world = World()
+def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path, *, ranks: int) -> World:
+    """Start all ``ranks``, with their output in ``logs`` and MPI's files in ``memory``."""
+    environment = child_environment({**mpi_environment(memory), **os.environ}, root=os.geteuid() == 0)
+    world = World(ranks=ranks if MPIEXEC in commands else 0)
     for name, command in commands.items():
         # mpiexec ends its ranks on SIGTERM, but would leave them behind on SIGKILL.
         orphaned = signal.SIGTERM if name == MPIEXEC else signal.SIGKILL
@@ -324,12 +391,12 @@ def launch(
     console = console or Console()
     processes = commands(run, config, program=program)
     logs = run.begin_attempt()
-    log_event(
-        run, "start", attempt=logs.name, trainers=config.launch.trainers, searchers=config.launch.searchers
-    )
+    trainers, searchers = config.launch.trainers, config.launch.searchers
+    log_event(run, "start", attempt=logs.name, trainers=trainers, searchers=searchers)
     with (
+        private_memory() as memory,
         listening() as asked,
-        start_world(processes, logs) as world,
+        start_world(processes, logs, memory, ranks=trainers + searchers) as world,
         LiveDisplay(run, config, console=console) as display,
     ):
         code = _watch(run, world, asked, display)
@@ -337,26 +404,37 @@ def launch(
         log_event(run, "failed", code=code)
         console.print(f"killed; to go on from the last checkpoint: tba run {run.path}", highlight=False)
         return code
-    if asked.stop and code == 128 + signal.SIGUSR1:
+    if asked.stop and not at_work(run):
         console.print("stopped before the roles were up: nothing was done, nothing is lost", highlight=False)
-        code = 0
-    if code == 0:
+        log_event(run, "stopped")
+        return 0
+    if code == 0 and _written(run, run.summary):  # mpiexec does not count ranks that were killed
         log_event(run, "finished" if run.finished else "stopped")
         return code
     return _explain(run, world, code, logs, config)
 
 
+def at_work(run: RunDir) -> bool:
+    """Whether all roles have come together in this attempt: the trainer keeps records from then on."""
+    return _written(run, run.metrics_file("trainer"))
+
+
+def _written(run: RunDir, path: Path) -> bool:
+    """Whether ``path`` was written in this attempt."""
+    begun = (run.logs / "latest").lstat().st_mtime_ns
+    return path.exists() and path.stat().st_mtime_ns >= begun
+
+
 def _explain(run: RunDir, world: World, code: int, logs: Path, config: Config) -> int:
     """Say why the ranks ended with ``code``; the exit status of the run."""
     refusal = user_error(logs)
-    name = world.failed.name if world.failed else MPIEXEC
-    text = refusal or _first_note(logs, "fault") or failure(logs, name, code, config.launch.trainers)
+    text = refusal or _first_note(logs, "fault") or failure(logs, world, code, config.launch.trainers)
     Console(stderr=True).print(text, style="red", highlight=False, markup=False, soft_wrap=True)
     if refusal:
         log_event(run, "refused", sentence=refusal)
         return USER_ERROR
-    log_event(run, "failed", code=code)
-    return code
+    log_event(run, "failed", code=code or FAULT)
+    return code or FAULT
 
 
 def _watch(run: RunDir, world: World, asked: Asked, display: LiveDisplay) -> int:
@@ -372,6 +450,9 @@ def _watch(run: RunDir, world: World, asked: Asked, display: LiveDisplay) -> int
         if asked.stop and time.monotonic() - asked_at > ASK_AGAIN_SECONDS:
             asked_at = time.monotonic()
             world.ask_to_stop()
+        if not at_work(run) and not world.is_whole():
+            world.kill()
+            return FAULT
         display.refresh()
         time.sleep(WATCH_SECONDS)
     return code
@@ -396,14 +477,18 @@ def _first_note(logs: Path, kind: str) -> str | None:
     return notes[0].read_text(encoding="utf-8").strip() if notes else None
 
 
-def failure(logs: Path, child: str, code: int, trainers: int) -> str:
+def failure(logs: Path, world: World, code: int, trainers: int) -> str:
     """How a run failed otherwise: which rank, how, and the end of its log."""
-    name = _failed_rank(log_file(logs, MPIEXEC), trainers) or child
+    name = _failed_rank(log_file(logs, MPIEXEC), trainers) or (world.failed.name if world.failed else MPIEXEC)
+    how = f"failed with exit status {code}"
+    if world.missing:
+        name, how = world_rank_name(world.missing[0], trainers), "ended while the run was starting"
+    elif code == 0:
+        how = "ended, and with it all ranks, before the run did"
+    elif code > 128:
+        how = f"was ended by {signal.Signals(code - 128).name}"
     log = log_file(logs, name)
     log = log if log.exists() else log_file(logs, MPIEXEC)
-    how = (
-        f"was ended by {signal.Signals(code - 128).name}" if code > 128 else f"failed with exit status {code}"
-    )
     return "\n".join([f"{name} {how}; the end of {log}:", *_tail(log)])
 
 
@@ -413,8 +498,7 @@ def _failed_rank(mpiexec_log: Path, trainers: int) -> str | None:
     match = FAILED_RANK.search(text)
     if not match:
         return None
-    rank = int(match[1] or match[2])
-    return rank_name("trainer", rank) if rank < trainers else rank_name("searcher", rank - trainers)
+    return world_rank_name(int(match[1]), trainers)
 
 
 def _tail(log: Path) -> list[str]:

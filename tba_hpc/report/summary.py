@@ -16,6 +16,9 @@ from tba_hpc.metrics import Record, number, read_metrics, step_records
 from tba_hpc.state import Evaluation, RunDir, find_evaluation, read_events, write_atomic
 from tba_hpc.types import Split
 
+PHASES = ("started", "resumed", "stopped", "finished")
+"""Events of the trainer of which the last tells how the run stands; others may come after it."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunData:
@@ -127,12 +130,13 @@ def summary_of(data: RunData, config: Config) -> Summary:
     test, steps = data.test(), data.steps
     records = [record for searcher in data.searchers.values() for record in searcher]
     last = steps[-1] if steps else {}
+    phases = [record["event"] for record in data.trainer if record.get("event") in PHASES]
     return Summary(
         pass_at_1_before=test[0].pass_at_1 if test else None,
         pass_at_1_after=test[-1].pass_at_1 if len(test) > 1 else None,
         test_prompts=test[-1].total if test else None,
         steps=int(number(last, "step", 0)),
-        finished=bool(data.trainer) and data.trainer[-1].get("event") == "finished",
+        finished=phases[-1:] == ["finished"],
         attempts=len(data.attempts),
         seed=config.run.seed,
         train_seconds=sum(seconds_of(attempt) for attempt in data.attempts),

@@ -5,13 +5,11 @@ searcher kills itself at that moment of the round that brings that version. Each
 a shard whenever weights arrive; the trainer asserts that everything sealed has come, once and in order.
 """
 
-import json
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 

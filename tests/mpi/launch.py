@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PYTHONPATH": str(Path(__file__).parents[1]),
 }
 
 
@@ -30,19 +31,29 @@ def world_command(ranks: int, program: Sequence[str | Path]) -> list[str]:
     return [str(MPIEXEC), *OPTIONS, "-n", str(ranks), sys.executable, "-m", "mpi4py", *map(str, program)]
 
 
-def run_world(ranks: int, program: Sequence[str | Path], *, timeout: float = 60) -> Outcome:
+def run_world(
+    ranks: int,
+    program: Sequence[str | Path],
+    *,
+    timeout: float = 60,
+    environment: Mapping[str, str] | None = None,
+) -> Outcome:
     """Run a program on ``ranks`` ranks to its end. subprocess.TimeoutExpired where it does not come."""
-    return _outcome([_start(world_command(ranks, program))], timeout)
+    return _outcome([_start(world_command(ranks, program), environment or {})], timeout)
 
 
 def run_processes(programs: Sequence[Sequence[str | Path]], *, timeout: float = 60) -> Outcome:
     """Run Python programs side by side to their ends; the highest exit status and all output."""
-    return _outcome([_start([sys.executable, *map(str, program)]) for program in programs], timeout)
+    return _outcome([_start([sys.executable, *map(str, program)], {}) for program in programs], timeout)
 
 
-def _start(command: Sequence[str]) -> subprocess.Popen[str]:
+def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**ENVIRONMENT, **environment},
     )
 
 

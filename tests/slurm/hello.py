@@ -1,8 +1,8 @@
 """A run in miniature, in place of ``tba`` under Slurm: ``create``, ``prepare``, and ranks that count steps.
 
 Each rank leaves RUN/ranks/<start>-<rank>.json. A step is 0.1 s and seals a file in RUN/shards. HELLO_STEPS is
-how many there are. USR1 or TERM ends the ranks together, as the real ones do. With HELLO_SENTENCE, a sentence for
-the user, the searchers refuse to work.
+how many there are. USR1 or TERM ends the ranks together, as the real ones do. With HELLO_SENTENCE, a sentence
+for the user, the searchers refuse to work.
 """
 
 import json
