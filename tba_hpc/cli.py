@@ -6,6 +6,7 @@ the logs of the attempt, where ``tba run`` finds it.
 
 from __future__ import annotations
 
+import gc
 import logging
 import shlex
 import sys
@@ -86,6 +87,7 @@ def train(run: RunPath, index: Index = None) -> None:
     from tba_hpc import runtime
 
     runtime.train(_open(run), index)
+    gc.freeze()  # else the interpreter's end looks through hundreds of MB of modules, for seconds
 
 
 @app.command()
@@ -94,6 +96,7 @@ def search(run: RunPath, index: Index = None) -> None:
     from tba_hpc import runtime
 
     runtime.search(_open(run), index)
+    gc.freeze()
 
 
 @app.command()

@@ -62,14 +62,16 @@ class Generator(Protocol):
 
     version: int
     """Version of the weights in use."""
-    loading: bool
-    """Whether the last ``load`` is still under way; another one would wait for it."""
     load_seconds: float
     """Time that generation stood still for the last load, s."""
     busy_seconds: float
     """Time spent generating so far, s."""
     rebuilds: int
     """Times that a dead engine was replaced."""
+
+    @property
+    def loading(self) -> bool:
+        """Whether the last ``load`` is still under way; another one would wait for it."""
 
     @property
     def in_flight(self) -> int:

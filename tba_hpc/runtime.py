@@ -26,7 +26,7 @@ from tba_hpc.evaluator import Evaluator
 from tba_hpc.launch.local import FAULT, USER_ERROR, own_log, rank_name, report_error
 from tba_hpc.metrics import MetricsWriter
 from tba_hpc.ports import EngineError, ExchangeError, Learner, SearcherExchange, Task, TrainerExchange
-from tba_hpc.report import page, summary
+from tba_hpc.report import summary
 from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
 from tba_hpc.state import (
@@ -169,7 +169,9 @@ def _lead(run: RunDir, config: Config, seat: Seat, learner: Learner) -> None:
             metrics.log({"event": "stopped", "step": config.train.steps})  # a resume has only that left to do
         exchange.close()
         summary.write_summary(run, summary.summarise(run, config))
-        page.write_report(run)
+        from tba_hpc.report.page import write_report  # matplotlib costs every start a second
+
+        write_report(run)
 
 
 def search(run: RunDir, index: int | None) -> None:

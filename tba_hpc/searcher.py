@@ -68,7 +68,7 @@ class Searcher:
         self._sequences = sequences
         self._pending_shards = pending_shards
         self._loaded = False
-        self._published: float | None = None  # when the weights were that are being loaded, unix seconds
+        self._awaited: tuple[int, float] | None = None  # version and publication of the weights given last
         self._busy_seconds = 0.0
         self._rejected = 0
         self._dealt = 0
@@ -105,7 +105,7 @@ class Searcher:
             return
         self._generator.load(update)
         self._loaded = True
-        self._published = update.published
+        self._awaited = update.version, update.published
         if update.evaluate is None:
             return
         if part := self._evaluator.start(update.evaluate, update.version, update.share):
@@ -113,10 +113,10 @@ class Searcher:
 
     def _note_arrival(self) -> None:
         """Of the weights loaded last, once they are in use."""
-        if self._published is not None:
+        if self._awaited and self._generator.version == self._awaited[0]:
             self._tally.load_seconds = self._generator.load_seconds
-            self._tally.propagation_seconds = max(0.0, time.time() - self._published)
-            self._published = None
+            self._tally.propagation_seconds = max(0.0, time.time() - self._awaited[1])
+            self._awaited = None
 
     def _refill(self) -> None:
         """Keep the engine full: evaluation first, then the next prompts of the run."""

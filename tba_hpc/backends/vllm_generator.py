@@ -62,6 +62,9 @@ WORKERS_SECONDS = 15.0
 KILL_SECONDS = 30.0
 """Time that the kernel has to end a killed process."""
 
+DEAF = ("sh", "-c", 'trap "" INT TERM USR1; exec "$@"', "sh")
+"""Starts a command that ignores the signals by which a run is stopped: Slurm sends them to every process."""
+
 MPI_VARIABLES = ("OMPI_", "PMIX_", "PRTE_", "PMI_")
 """What an engine must not inherit: it would take itself for the MPI rank, and hang at its end."""
 
@@ -91,7 +94,7 @@ class VllmGenerator:
         self._rebuilds_in_a_row = 0
         self._was_ready = False
         self.version = 0
-        self.loading = False
+        self._loading = False
         self.load_seconds = 0.0
         self.busy_seconds = 0.0
         self.rebuilds = 0
@@ -101,6 +104,11 @@ class VllmGenerator:
     def in_flight(self) -> int:
         """Completions submitted that have not ended yet, or whose group ``step`` has not returned yet."""
         return self._open + sum(group.request.n for group in self._finished)
+
+    @property
+    def loading(self) -> bool:
+        """Whether the engine reads the weights given last; one that is still being built reads none."""
+        return self._loading and self._engine.ready
 
     def submit(self, request: Request) -> None:
         """Queue a request. ValueError where prompt and completion exceed the context."""
@@ -132,7 +140,7 @@ class VllmGenerator:
             self._listen()
         self._weights.write(update.data)
         self._load = Load(update.version, self._weights.path, update.layout.to_json())
-        self.loading = True
+        self._loading = True
         if self._engine.ready:
             self._engine.send(self._load)
 
@@ -154,7 +162,7 @@ class VllmGenerator:
                 self._open -= answer.ended
                 self._finished += [self._finish(finished) for finished in answer.finished]
             case Loaded():
-                self.version, self.load_seconds, self.loading = answer.version, answer.seconds, False
+                self.version, self.load_seconds, self._loading = answer.version, answer.seconds, False
             case Ready():
                 self._was_ready = True
                 self._catch_up()
@@ -194,7 +202,7 @@ class VllmGenerator:
         self._rebuilds_in_a_row += 1
         self.rebuilds += 1
         self._open = sum(request.n for request in self._requests.values())
-        self.loading = self._load is not None
+        self._loading = self._load is not None
         self._engine = self._start()
 
     def _start(self) -> EngineProcess:
@@ -237,7 +245,7 @@ class EngineProcess:
         with theirs:
             arguments = [msgspec.json.encode(settings).decode(), str(os.getpid()), str(theirs.fileno())]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", ENGINE, *arguments],
+                [*DEAF, sys.executable, "-m", ENGINE, *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={name: text for name, text in os.environ.items() if not name.startswith(MPI_VARIABLES)},

@@ -12,6 +12,7 @@ OPTIONS = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "--mca", "osc"
 ENVIRONMENT = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
+    "OMPI_MCA_btl": "^ofi",  # its start sleeps for a second
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PYTHONPATH": str(Path(__file__).parents[1]),
