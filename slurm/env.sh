@@ -225,9 +225,26 @@ refusal() {          # the sentence of the rank that first met something that on
     [ ${#files[@]} -gt 0 ] && cat "${files[0]}"
 }
 
-progress() {         # whether this start sealed anything: a shard or a checkpoint
-    [ -n "$(find "$RUN/shards" "$RUN/checkpoints" \( -name '*.h5' -o -name COMPLETE \) -newer "$RUN/slurm/start" \
+progress() {         # progress SINCE: whether anything was sealed after that file: a shard or a checkpoint
+    [ -n "$(find "$RUN/shards" "$RUN/checkpoints" \( -name '*.h5' -o -name COMPLETE \) -newer "$RUN/slurm/$1" \
         -print -quit 2>/dev/null)" ]
+}
+
+at_the_end() {       # whether the wall time of this life is nearly over
+    local end
+    end=$(job_end) && [ $((end - $(date +%s))) -lt $((SAVE_SECONDS + 120)) ]
+}
+
+count_idle() {       # lives in a row that sealed nothing, those left out that a preemption cut short: more will not help
+    local idle=0
+    if progress life; then rm -f "$RUN/slurm/idle"; return; fi
+    [ "$STOP" = 1 ] && ! at_the_end && return
+    [ -f "$RUN/slurm/idle" ] && read -r idle < "$RUN/slurm/idle"
+    echo $((idle + 1)) > "$RUN/slurm/idle"
+    [ "$idle" -lt "$RELAUNCHES" ] && return
+    rm -f "$RUN/slurm/idle"
+    refuse "$((idle + 1)) lives of this job in a row sealed nothing: give it more wall time (--time, site key time), or, \
+where the nodes would not do, other nodes or the form without het job (--homogeneous)"
 }
 
 requeue() {
@@ -241,6 +258,7 @@ requeue() {
         say "stopped, and this site does not requeue: submit the same run again to go on"
         exit 0
     fi
+    count_idle
     event requeue
     say "back to the queue"
     scontrol requeue "$SLURM_JOB_ID" || { say "Slurm refused to requeue: submit the same run again to go on"; exit 1; }
@@ -250,6 +268,7 @@ requeue() {
 run_to_the_end() {   # run_to_the_end PLACE: start the ranks, again and again, until the run is finished
     local tries=0 code watcher sentence
     claim_run
+    touch "$RUN/slurm/life"
     event life "\"nodes\": \"$(all_nodes)\""
     drop_orphans
     if finished; then say "the run is finished already: $RUN/summary.json"; exit 0; fi
@@ -272,7 +291,7 @@ run_to_the_end() {   # run_to_the_end PLACE: start the ranks, again and again, u
         if [ "$code" = 0 ]; then event stopped; break; fi
         sentence=$(refusal) && refuse "$sentence"
         event failed "\"code\": $code"
-        progress && tries=0
+        progress start && tries=0
         tries=$((tries + 1))
         say "the ranks ended with status $code (failure $tries in a row): see $RUN/logs/latest"
         [ "$STOP" = 0 ] && [ "$tries" -gt "$RELAUNCHES" ] && { say "giving up"; exit "$code"; }

@@ -126,11 +126,9 @@ def _ask_to_stop(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> N
 
 KINDS = {
     "engine killed": Kind(
-        _hit("searcher", lambda _, rank: faults.kill_engine(rank)), 20, 60, ends_ranks=False
+        _hit("searcher", lambda _, rank: faults.kill_engine(rank)), 20, 30, ends_ranks=False
     ),
-    "engine hung": Kind(
-        _hit("searcher", lambda _, rank: faults.stop_engine(rank)), 15, 120, ends_ranks=False
-    ),
+    "engine hung": Kind(_hit("searcher", lambda _, rank: faults.stop_engine(rank)), 15, 80, ends_ranks=False),
     "searcher killed": Kind(_hit("searcher", lambda _, rank: faults.kill_rank(rank)), 20),
     "trainer killed": Kind(_hit("trainer", lambda _, rank: faults.kill_rank(rank)), 15),
     "node crashed": Kind(_hit("searcher", lambda storm, rank: storm.crash(rank.node)), 7),
@@ -235,11 +233,10 @@ class History:
 
     def back(self, strike: Strike) -> float | None:
         """When the run had recovered: the ranks, started again, took a step, or the new engine generates."""
-        if starts := self.times("start", after=strike.time):
-            return self.first_step(after=starts[0])
-        if strike.victim is None or KINDS[strike.kind].ends_ranks:
-            return None
-        return _generated_anew(self.searchers[strike.victim.index], strike.time)
+        times = [self.first_step(after=start) for start in self.times("start", after=strike.time)[:1]]
+        if strike.victim and not KINDS[strike.kind].ends_ranks:
+            times.append(_generated_anew(self.searchers[strike.victim.index], strike.time))
+        return min((time for time in times if time), default=None)
 
     def way(self, strike: Strike, back: float) -> str:
         """How the run recovered: rebuilt, relaunched (in the same allocation), or requeued."""
@@ -290,7 +287,14 @@ class Storm:
         self._await_recovery()
         while not self.run.finished:
             self._await_step(self.history.step + 1)
-        self.cluster.wait(self.job, "COMPLETED", seconds=DEADLINE)
+        self.cluster.until(
+            lambda: self._leader in ENDED, "the job to end", DEADLINE, seen=lambda: self._leader
+        )
+
+    @property
+    def _leader(self) -> str:
+        """State of the first component, whose end is that of the run: others may have failed with a node."""
+        return self.cluster.state(self.job).split("+")[0]
 
     def crash(self, node: str) -> None:
         """Crash a node; it boots again once the run has recovered."""

@@ -310,6 +310,15 @@ def test_what_only_the_user_can_mend_ends_the_job_at_once(cluster: Cluster, tmp_
     assert _events(run) == ["life", "refused"] and read_events(run)[-1]["sentence"] == sentence
 
 
+def test_lives_that_seal_nothing_do_not_follow_each_other_for_ever(cluster: Cluster, tmp_path: Path) -> None:
+    run, script = _run(tmp_path, _site(relaunches=1), 2)
+    assert "run_to_the_end place_components" in script
+    job = slurm.submit(run, script.replace("place_components", "false"))  # no nodes will ever do
+    assert cluster.wait(int(job.job_id)) == "FAILED"
+    assert "2 lives of this job in a row sealed nothing: give it more wall time" in _log(run)
+    assert _events(run) == ["life", "requeue", "life", "refused"]
+
+
 @pytest.mark.parametrize("exclusive", [True, False], ids=["another-node", "a-searchers-node"])
 def test_a_lost_leader_node_does_not_strand_the_searchers(
     cluster: Cluster, tmp_path: Path, exclusive: bool
