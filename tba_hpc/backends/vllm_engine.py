@@ -63,6 +63,9 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks of one node must not pin themselves to the same cores
 }
 
+YIELDS = 5
+"""Niceness of an engine that computes on the CPU: where it shares cores, ranks and trainer go first."""
+
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 
 PR_SET_PDEATHSIG = 1
@@ -108,6 +111,7 @@ def prepare_environment() -> None:
     for name, value in (ENVIRONMENT if on_gpu else ENVIRONMENT | CPU_ENVIRONMENT).items():
         os.environ.setdefault(name, value)
     if not on_gpu:
+        os.nice(YIELDS)
         # torch read OMP_NUM_THREADS when it was imported, perhaps before it was set here.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 

@@ -22,7 +22,7 @@ FAULTS = 10
 def test_a_run_survives_a_storm_of_every_kind_of_fault(model: Path) -> None:
     command = [sys.executable, "tools/chaos.py", "--faults", str(FAULTS), "--nodes", "2", "--json"]
     done = subprocess.run(
-        [*command, "--model", str(model)], cwd=REPOSITORY, capture_output=True, text=True, timeout=550
+        [*command, "--model", str(model)], cwd=REPOSITORY, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     *kinds, whole = json.loads(done.stdout)["faults"]
