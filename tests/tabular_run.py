@@ -16,6 +16,7 @@ from tba_hpc.backends.file_exchange import FileSearcherExchange
 from tba_hpc.backends.hdf5_shards import ShardWriter
 from tba_hpc.config import Config, parse_config
 from tba_hpc.metrics import MetricsWriter
+from tba_hpc.report import page
 from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
 from tba_hpc.state import RunDir, write_evaluation
@@ -70,7 +71,7 @@ def start(
     """A process with the trainer and ``searchers``, which gets the signal ``sent`` in its ``nth`` step."""
     run.adapt([f"launch.searchers={searchers}"])
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tba_hpc.runtime", "tba_hpc.tasks.tabular"])  # once for all starts
+    context.set_forkserver_preload(["tba_hpc.runtime", "tba_hpc.report.page", "tba_hpc.tasks.tabular"])  # once for all starts
     process = context.Process(target=_live, args=(run.path, sent, nth))
     process.start()
     return process
@@ -80,7 +81,7 @@ def _live(path: Path, sent: signal.Signals | None, nth: int) -> None:
     """All ranks of a start, as ``runtime`` builds them, less the engine and the optimizer's sharding."""
     run = RunDir.open(path)
     config = run.config()
-    runtime.page.write_report = lambda run: None  # plots take longer than all the rest
+    page.write_report = lambda run: run.path  # plots take longer than all the rest
     ranks = [threading.Thread(target=_search, args=(run, config, s)) for s in range(config.launch.searchers)]
     for rank in ranks:
         rank.start()

