@@ -45,13 +45,13 @@ class Tokenizer(Protocol):
 
 
 class Task(Protocol):
-    """A set of prompts and the reward of a completion."""
+    """A set of prompts and the rewards of completions."""
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         """All prompts of a split, in a fixed order: ``prompts(split)[i].id == i``."""
 
-    def score(self, prompt: Prompt, completion: Completion) -> float:
-        """Reward of a sampled completion."""
+    def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> Sequence[float]:
+        """Rewards of sampled completions of one prompt. Called in one thread, not the main one."""
 
     def correct(self, prompt: Prompt, completion: Completion) -> bool:
         """Whether a greedy completion counts for pass@1."""

@@ -95,7 +95,7 @@ class Scorer:
 
     def _score(self, group: Group) -> Scored:
         prompt = group.request.prompt
-        rewards = [float(self._task.score(prompt, completion)) for completion in group.completions]
+        rewards = [float(reward) for reward in self._task.rewards(prompt, group.completions)]
         kept = [row for row, reward in enumerate(rewards) if math.isfinite(reward)]
         if len(kept) < len(rewards):
             group = _without_rejected(group, kept)

@@ -71,7 +71,7 @@ def start(
     """A process with the trainer and ``searchers``, which gets the signal ``sent`` in its ``nth`` step."""
     run.adapt([f"launch.searchers={searchers}"])
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tba_hpc.runtime", "tba_hpc.report.page", "tba_hpc.tasks.tabular"])  # once for all starts
+    context.set_forkserver_preload(["tba_hpc.runtime", "tba_hpc.report.page"])  # once for all starts
     process = context.Process(target=_live, args=(run.path, sent, nth))
     process.start()
     return process

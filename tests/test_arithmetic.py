@@ -78,9 +78,9 @@ def test_only_the_number_after_the_first_marker_counts(text: str, right: bool) -
 def test_reward_is_one_or_zero_and_never_for_a_truncated_answer() -> None:
     task = Arithmetic(ByteTokenizer())
     prompt = Prompt(0, np.zeros(1, np.int32), "23")
-    assert task.score(prompt, completion(EXAMPLE.solution)) == 1.0
-    assert task.score(prompt, completion("#### 24")) == 0.0
-    assert task.score(prompt, completion(EXAMPLE.solution, "length")) == 0.0
+    assert task.rewards(prompt, [completion(EXAMPLE.solution)]) == [1.0]
+    assert task.rewards(prompt, [completion("#### 24")]) == [0.0]
+    assert task.rewards(prompt, [completion(EXAMPLE.solution, "length")]) == [0.0]
     assert task.correct(prompt, completion(EXAMPLE.solution))
     assert not task.correct(prompt, completion(EXAMPLE.solution, "length"))
 

@@ -34,10 +34,12 @@ def test_every_gold_answer_counts_and_no_perturbed_or_truncated_one(grader: str)
     task = GSM8K(ByteTokenizer(), test_file=str(DATA / "test.jsonl"), grader=grader)  # type: ignore[arg-type]
     pairs = list(zip(task.prompts("test"), answers("test.jsonl"), strict=True))
     assert len(pairs) == 1319
-    assert all(task.score(prompt, completion(answer)) == 1.0 for prompt, answer in pairs)
-    assert not any(task.score(prompt, completion(off_by_one(answer))) for prompt, answer in pairs)
-    assert not any(task.score(prompt, completion(answer, "length")) for prompt, answer in pairs)
+    assert all(task.correct(prompt, completion(answer)) for prompt, answer in pairs)
+    assert not any(task.correct(prompt, completion(off_by_one(answer))) for prompt, answer in pairs)
     assert not any(task.correct(prompt, completion(answer, "length")) for prompt, answer in pairs)
+    (prompt, answer), *_ = pairs
+    both = completion(answer), completion(off_by_one(answer))
+    assert task.rewards(prompt, both) == [1.0, 0.0]
 
 
 @needs_data
@@ -123,10 +125,10 @@ def load(**fields: object) -> None:
     ("rows", "sentence"),
     [
         ([], "is empty: it must hold one JSON object a line"),
-        (["{not json"], "line 1: not a problem"),
-        ([problem(0), {"question": "No answer?"}], "line 2: not a problem"),
-        ([problem(0), {"question": "Which?", "answer": "12"}], "line 2: not a problem"),
-        ([[1, 2]], "line 1: not a problem"),
+        (["{not json"], "line 1: cannot be used"),
+        ([problem(0), {"question": "No answer?"}], "line 2: cannot be used"),
+        ([problem(0), {"question": "Which?", "answer": "12"}], "line 2: cannot be used"),
+        ([[1, 2]], "line 1: cannot be used"),
         ([problem(i) for i in range(512)], "has 512 problems, but validation and test take 256 each"),
     ],
 )

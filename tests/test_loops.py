@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -270,7 +270,7 @@ def _sealed(config: Config, run: RunDir, count: int) -> list[Shard]:
             generator.submit(next(requests))
         while generator.in_flight:
             for group in generator.step():
-                rewards = [task.score(group.request.prompt, completion) for completion in group.completions]
+                rewards = task.rewards(group.request.prompt, group.completions)
                 writer.append(group, rewards, reference.logprobs(group))
         shards.append(writer.seal())
     return [shard for shard in shards if shard is not None]
@@ -435,11 +435,12 @@ def test_a_buffer_that_nothing_fills_ends_the_run_with_a_sentence(tmp_path: Path
 class BrokenReward(TabularTask):
     """Some rewards are no numbers."""
 
-    def score(self, prompt: Prompt, completion: Completion) -> float:
+    def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """NaN for completions of one token, infinite for one prompt."""
-        if len(completion.tokens) == 1:
-            return float("nan")
-        return float("inf") if prompt.id == 1 else super().score(prompt, completion)
+        plain = super().rewards(prompt, completions)
+        broken = [float("inf") if prompt.id == 1 else reward for reward in plain]
+        single = [len(completion.tokens) == 1 for completion in completions]
+        return [float("nan") if one else reward for one, reward in zip(single, broken, strict=True)]
 
 
 @dataclass

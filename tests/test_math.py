@@ -93,11 +93,11 @@ def test_the_target_is_the_box_or_the_answer_and_truncated_ones_do_not_count(tmp
     assert (
         text == "What is half of 7?\nPlease reason step by step, and put your final answer within \\boxed{}."
     )
-    assert task.score(first, completion(r"7/2 is \boxed{3.5}")) == 1.0
-    assert task.score(first, completion(r"7/2 is \boxed{3.5}", "length")) == 0.0
-    assert task.score(first, completion("7/2")) == 0.0
-    assert task.score(second, completion(r"\boxed{\frac{9}{2}}")) == 1.0
-    assert task.score(second, completion(r"\boxed{\frac{7}{2}}")) == 0.0
+    assert task.rewards(first, [completion(r"7/2 is \boxed{3.5}")]) == [1.0]
+    assert task.rewards(first, [completion(r"7/2 is \boxed{3.5}", "length")]) == [0.0]
+    assert task.rewards(first, [completion("7/2")]) == [0.0]
+    assert task.rewards(second, [completion(r"\boxed{\frac{9}{2}}")]) == [1.0]
+    assert task.rewards(second, [completion(r"\boxed{\frac{7}{2}}")]) == [0.0]
 
 
 def test_a_chat_template_wraps_the_question(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_another_form_of_data_is_named_with_what_was_found(tmp_path: Path) -> No
         load_task(TaskSection(name="math", train_file=file), ByteTokenizer())
     sentence = str(caught.value)
     assert (
-        "line 1: not a problem (found question, answer); write a JSON object with a text 'problem'"
+        "line 1: cannot be used (found question, answer); write a JSON object with a text 'problem'"
         in sentence
     )
     assert "\n" not in sentence

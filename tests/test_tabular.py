@@ -43,9 +43,9 @@ def score(table: Table, groups: list[Group]) -> Trajectories:
     """What a searcher makes of its groups."""
     task, reference = TabularTask(table), TabularReference(table)
     record = [
-        (0, g.request.prompt.id, g.request.position, row, task.score(g.request.prompt, c), *versions, 0)
+        (0, g.request.prompt.id, g.request.position, row, reward, *versions, 0)
         for row, g in enumerate(groups)
-        for c, versions in zip(g.completions, g.versions, strict=True)
+        for reward, versions in zip(task.rewards(g.request.prompt, g.completions), g.versions, strict=True)
     ]
     completions = [c for g in groups for c in g.completions]
     scored = Trajectories(
@@ -156,7 +156,7 @@ def test_task_scores_by_the_table() -> None:
     for prompt in task.prompts("test"):
         assert prompt.id == task.prompts("test").index(prompt)
         completions = [Completion(tokens, np.zeros(len(tokens)), "stop") for tokens in table.completions]
-        assert [task.score(prompt, c) for c in completions] == table.reward_PC[prompt.id].tolist()
+        assert task.rewards(prompt, completions) == table.reward_PC[prompt.id].tolist()
         (best,) = [c for c in completions if task.correct(prompt, c)]
         assert TabularTokenizer(table).decode(best.tokens) == prompt.target
 

@@ -25,6 +25,7 @@ TASKS = {
     "arithmetic": "tba_hpc.tasks.arithmetic:Arithmetic",
     "gsm8k": "tba_hpc.tasks.gsm8k:GSM8K",
     "math": "tba_hpc.tasks.math:Math",
+    "tldr": "tba_hpc.tasks.tldr:TLDR",
 }
 
 CONTRACT = frozenset(("tokenizer", "train_file", "test_file"))

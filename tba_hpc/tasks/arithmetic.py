@@ -13,6 +13,7 @@ checksum names, whatever the seed. Nothing is read from disk.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, get_args
@@ -175,9 +176,9 @@ class Arithmetic:
             self._prompts[split] = self._encode(draw_problems(split, self._sizes[split], self._seed))
         return self._prompts[split]
 
-    def score(self, prompt: Prompt, completion: Completion) -> float:
-        """1 or 0."""
-        return float(self.correct(prompt, completion))
+    def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
+        """1 or 0 each."""
+        return [float(self.correct(prompt, completion)) for completion in completions]
 
     def correct(self, prompt: Prompt, completion: Completion) -> bool:
         """Whether the completion ended by itself with the right number."""

@@ -18,8 +18,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from tba_hpc.ports import Tokenizer
+from tba_hpc.tasks.data import HubData, Source
 from tba_hpc.tasks.equivalence import Equivalence
-from tba_hpc.tasks.word_problems import HubData, Problem, Source, WordProblems
+from tba_hpc.tasks.word_problems import Problem, WordProblems
 
 MARKER = "####"
 TEMPLATE = "[MATH_TASK] Problem:\n{question}\n\nSolution:"

@@ -17,8 +17,9 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from tba_hpc.ports import Tokenizer
+from tba_hpc.tasks.data import HubData, Source
 from tba_hpc.tasks.equivalence import Equivalence
-from tba_hpc.tasks.word_problems import HubData, Problem, Source, WordProblems
+from tba_hpc.tasks.word_problems import Problem, WordProblems
 
 BOX = r"\boxed{"
 TEMPLATE = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."

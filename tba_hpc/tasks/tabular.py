@@ -10,7 +10,7 @@ Shape letters: P prompts · C completions that exist · S prefixes that can go o
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -174,13 +174,14 @@ class TabularTask:
         """All prompts; ``target`` is the text of the best completion."""
         return self._prompts
 
-    def score(self, prompt: Prompt, completion: Completion) -> float:
-        """The table's reward."""
-        return float(self._table.reward_PC[prompt.id, self._table.index(completion.tokens)])
+    def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
+        """The table's."""
+        columns = [self._table.index(completion.tokens) for completion in completions]
+        return [float(reward) for reward in self._table.reward_PC[prompt.id, columns]]
 
     def correct(self, prompt: Prompt, completion: Completion) -> bool:
         """Whether no completion has a higher reward."""
-        return self.score(prompt, completion) == self._table.reward_PC[prompt.id].max()
+        return self.rewards(prompt, [completion]) == [self._table.reward_PC[prompt.id].max()]
 
 
 class TabularReference:

@@ -9,20 +9,17 @@ before validation.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from tba_hpc.config import ConfigError
 from tba_hpc.ports import Tokenizer
+from tba_hpc.tasks.data import HubData, Source, malformed, numbered_rows
 from tba_hpc.types import Completion, Prompt, Split
-
-Source = Literal["train", "test"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +28,6 @@ class Problem:
 
     question: str
     target: str
-
-
-@dataclass(frozen=True, slots=True)
-class HubData:
-    """A split of a data set on the Hugging Face hub."""
-
-    name: str
-    config: str | None
-    split: str
 
 
 class WordProblems(ABC):
@@ -96,9 +84,9 @@ class WordProblems(ABC):
             )
         return self._prompts[split]
 
-    def score(self, prompt: Prompt, completion: Completion) -> float:
-        """1 or 0."""
-        return float(self.correct(prompt, completion))
+    def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
+        """1 or 0 each."""
+        return [float(self.correct(prompt, completion)) for completion in completions]
 
     def correct(self, prompt: Prompt, completion: Completion) -> bool:
         """Whether the completion ended by itself with an answer that is accepted."""
@@ -118,17 +106,14 @@ class WordProblems(ABC):
         held_out: tuple[Split, ...] = ("validation",) if self._test_is_own else ("validation", "test")
         return _cut(problems, held_out, self._held_out)[split]
 
-    def _read(self, file: str | None, source: Source) -> list[Problem]:
+    def _read(self, file: str | None, source: Literal["train", "test"]) -> list[Problem]:
         """All problems of a local JSONL file, or of the hub's data. Raises ConfigError."""
-        data = self.HUB[source]
-        rows = _hub_rows(data) if file is None else _file_rows(Path(file), f"task.{source}_file")
-        return [self._problem(row, f"{file or data.name}, line {i}") for i, row in enumerate(rows, start=1)]
+        return [self._problem(*row) for row in numbered_rows(file, self.HUB[source], source)]
 
-    def _problem(self, row: object, place: str) -> Problem:
+    def _problem(self, place: str, row: object) -> Problem:
         problem = self.parse(row) if isinstance(row, dict) else None
         if problem is None:
-            found = f" (found {', '.join(map(str, row)) or 'no field'})" if isinstance(row, dict) else ""
-            raise ConfigError(f"{place}: not a problem{found}; write {self.ROW}")
+            raise malformed(place, row, self.ROW)
         return problem
 
 
@@ -143,35 +128,3 @@ def _cut(problems: list[Problem], held_out: tuple[Split, ...], size: int) -> dic
     starts = {split: len(problems) - size * (i + 1) for i, split in enumerate(held_out)}
     parts = {split: problems[start : start + size] for split, start in starts.items()}
     return {"train": problems[:rest], **parts}
-
-
-def _file_rows(path: Path, key: str) -> Iterable[object]:
-    try:
-        lines = path.read_text(encoding="utf-8").strip().split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read {key}={path} ({reason}): check the path") from None
-    if lines == [""]:
-        raise ConfigError(f"{key}={path} is empty: it must hold one JSON object a line")
-    return map(_json, lines)
-
-
-def _json(line: str) -> object:
-    """The value of a line; None where it is not JSON."""
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError:
-        return None
-
-
-def _hub_rows(data: HubData) -> Iterable[dict[str, Any]]:
-    import datasets  # slow to import, and local files need it not
-
-    try:
-        rows: Iterable[dict[str, Any]] = datasets.load_dataset(data.name, data.config, split=data.split)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot load {data.name} from the hub ({type(error).__name__}): check the network, "
-            "or give local JSONL files with task.train_file and task.test_file"
-        ) from None
-    return rows

@@ -1,0 +1,116 @@
+"""Summaries of Reddit posts (TL;DR, Stiennon et al. 2020, arXiv 2009.01325); a reward model judges them.
+
+A row (``query`` and ``reference_response`` of the data):
+
+    query               SUBREDDIT: r/… TITLE: … POST: … TL;DR:
+    reference_response  a summary that a person wrote
+
+Data: OpenAI's, filtered, on the Hugging Face hub, or local JSONL files of the same two fields.
+A greedy completion counts as a win where the gold reward model likes it better than the person's summary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Annotated
+
+from pydantic import Field
+
+from tba_hpc.ports import Tokenizer
+from tba_hpc.tasks.data import HubData, Source, malformed, numbered_rows
+from tba_hpc.tasks.reward_model import RewardModel
+from tba_hpc.types import Completion, Prompt, Split
+
+HUB_NAME = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
+HUB = {source: HubData(HUB_NAME, None, source) for source in ("train", "validation", "test")}
+ROW = "a JSON object with the texts 'query' and 'reference_response'"
+
+
+class TLDR:
+    """Reward: the reward model's, less ``eos_penalty`` for a completion that did not end by itself."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        train_file: str | None = None,
+        test_file: str | None = None,
+        reward_model: str,
+        gold_model: str | None = None,
+        eos_penalty: Annotated[float, Field(ge=0)] = 1.0,
+        batch: Annotated[int, Field(ge=1)] = 32,
+        validation_posts: Annotated[int, Field(ge=1)] = 256,
+    ) -> None:
+        """reward_model: judges in training · gold_model: judges wins; none: the same model · batch: texts
+
+        per forward pass · validation_posts: taken off the end of a local train_file; the hub has a split.
+        """
+        self._tokenizer = tokenizer
+        self._files = {"train": train_file, "validation": train_file, "test": test_file}
+        self._names = reward_model, gold_model
+        self._eos_penalty = eos_penalty
+        self._batch = batch
+        self._validation_posts = validation_posts
+        self._prompts: dict[Split, tuple[Prompt, ...]] = {}
+
+    def prompts(self, split: Split) -> tuple[Prompt, ...]:
+        """All posts of a split; ``target`` is the person's summary. Raises ConfigError."""
+        if split not in self._prompts:
+            rows = self._rows(split)
+            self._prompts[split] = tuple(
+                Prompt(i, self._tokenizer.encode(query), summary) for i, (query, summary) in enumerate(rows)
+            )
+        return self._prompts[split]
+
+    def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
+        """The reward model's number for post and summary together."""
+        texts = [self._text(self._reward_model, prompt, completion) for completion in completions]
+        return [
+            reward - self._eos_penalty * (completion.finish_reason == "length")
+            for reward, completion in zip(self._reward_model(texts), completions, strict=True)
+        ]
+
+    def correct(self, prompt: Prompt, completion: Completion) -> bool:
+        """Whether the gold model likes it better than the person's summary."""
+        gold = self._gold_model
+        mine = self._text(gold, prompt, completion)
+        theirs = f"{self._tokenizer.decode(prompt.tokens)}{prompt.target}{gold.eos_token}"
+        reward, wanted = gold([mine, theirs])
+        return reward > wanted
+
+    @cached_property
+    def _reward_model(self) -> RewardModel:
+        return RewardModel(self._names[0], batch=self._batch, key="task.options.reward_model")
+
+    @cached_property
+    def _gold_model(self) -> RewardModel:
+        name = self._names[1]
+        if name is None:
+            return self._reward_model
+        return RewardModel(name, batch=self._batch, key="task.options.gold_model")
+
+    def _text(self, model: RewardModel, prompt: Prompt, completion: Completion) -> str:
+        ending = model.eos_token if completion.finish_reason == "stop" else ""
+        return f"{self._tokenizer.decode(prompt.tokens)}{self._tokenizer.decode(completion.tokens)}{ending}"
+
+    def _rows(self, split: Split) -> list[tuple[str, str]]:
+        """(post, summary) of all rows of a split."""
+        rows = [_row(*numbered) for numbered in numbered_rows(self._files[split], HUB[split], _source(split))]
+        if self._files[split] is None or split == "test":
+            return rows
+        held_out = len(rows) - self._validation_posts
+        return rows[held_out:] if split == "validation" else rows[:held_out]
+
+
+def _source(split: Split) -> Source:
+    """The key of the config that names a split's file."""
+    return "test" if split == "test" else "train"
+
+
+def _row(place: str, row: object) -> tuple[str, str]:
+    fields: Mapping[str, object] = row if isinstance(row, dict) else {}
+    query, summary = fields.get("query"), fields.get("reference_response")
+    if not isinstance(query, str) or not isinstance(summary, str):
+        raise malformed(place, row, ROW)
+    return query, summary

@@ -1,0 +1,140 @@
+"""TL;DR: a real reward model in batches, the penalty for an open end, wins, and sentences for bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import make_tokenizer
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from tba_hpc.backends.hf_model import HfTokenizer, load_tokenizer
+from tba_hpc.config import ConfigError, TaskSection
+from tba_hpc.tasks import load_task
+from tba_hpc.tasks.reward_model import RewardModel
+from tba_hpc.tasks.tldr import TLDR
+from tba_hpc.types import Completion, FinishReason
+
+
+def make_reward_model(folder: Path, *, labels: int = 1, seed: int = 0) -> str:
+    """A random classifier with the character tokenizer; the same arguments, the same weights."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        num_labels=labels,
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    make_tokenizer(128).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def reward_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_reward_model(tmp_path_factory.mktemp("reward"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(reward_path: str) -> HfTokenizer:
+    return load_tokenizer(reward_path)
+
+
+def posts(path: Path, count: int) -> str:
+    rows = [{"query": f"POST: number {i}\nTL;DR:", "reference_response": f" it is {i}"} for i in range(count)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def completion(tokenizer: HfTokenizer, text: str, finish: FinishReason = "stop") -> Completion:
+    tokens = np.append(tokenizer.encode(text), [tokenizer.eos_token_id] * (finish == "stop")).astype(np.int32)
+    return Completion(tokens, np.zeros(len(tokens), np.float32), finish)
+
+
+def alone(path: str, text: str) -> float:
+    """The reward of one text by transformers itself: no batch, no padding."""
+    model = LlamaForSequenceClassification.from_pretrained(path).eval()
+    with torch.inference_mode():
+        tokens = torch.tensor([make_tokenizer(128).encode(text)[-64:]])
+        return float(model(tokens).logits[0, 0])
+
+
+def test_batches_give_each_text_the_reward_that_it_has_alone(reward_path: str) -> None:
+    texts = ["a", "a longer text", "b" * 100, "x", "the last one<eos>"]
+    wanted = [alone(reward_path, text) for text in texts]
+    assert len(set(wanted)) == len(texts)
+    for batch in (1, 2, 8):
+        found = RewardModel(reward_path, batch=batch, key="k")(texts)
+        assert found == pytest.approx(wanted, abs=1e-5)
+
+
+def test_reward_is_the_models_less_the_penalty_for_an_open_end(
+    reward_path: str, tokenizer: HfTokenizer, tmp_path: Path
+) -> None:
+    task = TLDR(
+        tokenizer, test_file=posts(tmp_path / "t.jsonl", 3), reward_model=reward_path, eos_penalty=2.5
+    )
+    prompt = task.prompts("test")[1]
+    assert tokenizer.decode(prompt.tokens) == "POST: number 1\nTL;DR:"
+    ended, cut = completion(tokenizer, " one"), completion(tokenizer, " one", "length")
+    wanted = [
+        alone(reward_path, "POST: number 1\nTL;DR: one<eos>"),
+        alone(reward_path, "POST: number 1\nTL;DR: one") - 2.5,
+    ]
+    assert task.rewards(prompt, [ended, cut]) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_win_is_a_higher_gold_reward_than_the_persons_summary(
+    reward_path: str, tokenizer: HfTokenizer, tmp_path: Path
+) -> None:
+    gold = make_reward_model(tmp_path / "gold", seed=1)
+    file = posts(tmp_path / "t.jsonl", 1)
+    task = TLDR(tokenizer, test_file=file, reward_model=reward_path, gold_model=gold)
+    (prompt,) = task.prompts("test")
+    theirs = alone(gold, "POST: number 0\nTL;DR: it is 0<eos>")
+    seen = set()
+    for text in (" a", " b", " something else", " 0", " zzz", " it is 1"):
+        wins = alone(gold, f"POST: number 0\nTL;DR:{text}<eos>") > theirs
+        assert task.correct(prompt, completion(tokenizer, text)) == wins
+        seen.add(wins)
+    assert seen == {True, False}
+
+
+def test_splits_of_local_files(reward_path: str, tokenizer: HfTokenizer, tmp_path: Path) -> None:
+    task = TLDR(
+        tokenizer,
+        train_file=posts(tmp_path / "train.jsonl", 10),
+        test_file=posts(tmp_path / "test.jsonl", 2),
+        reward_model=reward_path,
+        validation_posts=4,
+    )
+    assert [len(task.prompts(s)) for s in ("train", "validation", "test")] == [6, 4, 2]
+    assert task.prompts("validation")[0].target == " it is 6"
+    assert [prompt.id for prompt in task.prompts("validation")] == [0, 1, 2, 3]
+
+
+def test_bad_input_gets_one_sentence(tokenizer: HfTokenizer, tmp_path: Path) -> None:
+    several = make_reward_model(tmp_path / "several", labels=3)
+    with pytest.raises(ConfigError, match=r"reward_model=.* gives 3 numbers for a text, but a reward is one"):
+        RewardModel(several, batch=1, key="task.options.reward_model")
+    with pytest.raises(ConfigError, match=r"no reward model can be loaded from k=\./nowhere"):
+        RewardModel("./nowhere", batch=1, key="k")
+    with pytest.raises(ConfigError, match="the task tldr needs the option 'reward_model'"):
+        load_task(TaskSection(name="tldr"), tokenizer)
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}')
+    section = TaskSection(
+        name="tldr", train_file=str(tmp_path / "bad.jsonl"), options={"reward_model": several}
+    )
+    with pytest.raises(
+        ConfigError, match=r"line 1: cannot be used \(found prompt\); write a JSON object with"
+    ):
+        load_task(section, tokenizer)
