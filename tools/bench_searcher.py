@@ -1,6 +1,6 @@
 """Searcher throughput against bare vLLM: engines of the same settings, same prompts, segments alternating.
 
-    python tools/bench_searcher.py [--model FOLDER] [--rounds 7] [--json]
+    python tools/bench_searcher.py [--model FOLDER] [--rounds 8] [--json]
 
 Arms: ``bare`` is a process that hands all prompts to ``LLM.generate`` at once; ``generator`` refills our
 generator as groups end; ``searcher`` is the real loop of tba_hpc.searcher, with rewards, reference
@@ -223,15 +223,20 @@ class Sink:
 
 
 def measure(arms: dict[str, Arm], requests: list[Request], rounds: int) -> dict[str, list[float]]:
-    """Tokens per second of every arm in every round; within a round the arms follow each other."""
+    """Tokens per second of every arm in every round; each round begins with another arm.
+
+    The speed of a shared machine drifts, and whoever comes first after a pause finds it faster.
+    """
     for arm in arms.values():
         arm(requests[: len(requests) // 4])
     rates: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(rounds):
-        for name, arm in arms.items():
+    names = list(arms)
+    for turn in range(rounds):
+        for place in range(len(names)):
+            name = names[(turn + place) % len(names)]
             gc.collect()
             start = time.perf_counter()
-            tokens = arm(requests)
+            tokens = arms[name](requests)
             rates[name].append(tokens / (time.perf_counter() - start))
     return rates
 
@@ -266,7 +271,7 @@ def _own_weights(state: Mapping[str, torch.Tensor]) -> WeightUpdate:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=".cache/tiny-model-seed0", help="folder of a tiny model")
-    parser.add_argument("--rounds", type=int, default=7, help="segments per arm")
+    parser.add_argument("--rounds", type=int, default=8, help="segments per arm")
     parser.add_argument("--prompts", type=int, default=300, help="prompts per segment")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser.parse_args()

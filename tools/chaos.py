@@ -62,7 +62,7 @@ SETTINGS = (
     "evaluate.validation_prompts=0",
     "evaluate.test_prompts=64",
     "exchange.deadline_seconds=60",
-    "generator.deadline_seconds=30",
+    "generator.deadline_seconds=40",
 )
 
 STEPS_BETWEEN = 4

@@ -100,6 +100,8 @@ def build_or_refuse(channel: Channel[Command], settings: EngineSettings) -> LLM:
         traceback.print_exc()
         channel.send(Refused(first_sentence(error)))
         sys.exit(1)
+    if not torch.cuda.is_available():
+        os.nice(YIELDS)  # not while it is built: others wait for that
     channel.send(Ready())
     return llm
 
@@ -111,7 +113,6 @@ def prepare_environment() -> None:
     for name, value in (ENVIRONMENT if on_gpu else ENVIRONMENT | CPU_ENVIRONMENT).items():
         os.environ.setdefault(name, value)
     if not on_gpu:
-        os.nice(YIELDS)
         # torch read OMP_NUM_THREADS when it was imported, perhaps before it was set here.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
