@@ -382,6 +382,23 @@ def test_a_life_that_ends_before_its_first_checkpoint_still_counts(tmp_path: Pat
     assert next(training_requests(config, TabularTask(TABLE), 0, ledger)).position == ledger.frontier == 12
 
 
+def test_part_of_the_prompts_is_sampled_at_other_temperatures(tmp_path: Path) -> None:
+    """A share of them, uniformly within the range, and the same ones whoever asks, and when."""
+    section = {"temperature": 0.9, "tempered_share": 0.4, "tempered_range": [0.5, 2.0], "min_tokens": 2}
+    config, draws = make_config(tmp_path, generator=section), 4000
+    task = TabularTask(TABLE)
+    requests = list(islice(training_requests(config, task, 0, PromptLedger()), draws))
+    warm = [request.sampling.temperature for request in requests if request.sampling.temperature != 0.9]
+    assert abs(len(warm) - 0.4 * draws) < 4 * math.sqrt(draws * 0.4 * 0.6)
+    counts, _ = np.histogram(warm, bins=10, range=(0.5, 2.0))
+    assert counts.sum() == len(warm)
+    assert ((counts - len(warm) / 10) ** 2 / (len(warm) / 10)).sum() < 33.7  # 1e-4 by 9 degrees of freedom
+    assert {request.sampling.min_tokens for request in requests} == {2}
+    ledger = PromptLedger()
+    ledger.add(np.arange(100))
+    assert next(training_requests(config, task, 0, ledger)).sampling == requests[100].sampling
+
+
 class Endless(TabularGenerator):
     """Never finishes a completion."""
 
