@@ -26,8 +26,8 @@ sync/late                       publishes put off because the round before was u
 sync/rounds                     publishes so far (count)
 buffer/size                     trajectories in the replay buffer (count)
 buffer/prompts                  distinct prompts in it (count)
-buffer/added                    trajectories stored so far (count)
-buffer/duplicates               exact duplicates that replaced their older copy, so far (count)
+buffer/added                    trajectories merged so far, less the duplicates (count)
+buffer/duplicates               trajectories given up so far for one that is equal or near (count)
 buffer/evicted                  trajectories evicted by capacity, so far (count)
 staleness/mean, staleness/max   |step − version| of the weights that sampled a trajectory (steps)
 staleness/histogram             list of counts over the batch; bin i holds staleness i, the last bin

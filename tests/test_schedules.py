@@ -69,6 +69,12 @@ def test_tempering_is_that_of_the_log_reward() -> None:
         reference_temperature=Ramp(schedule="linear", start=1, end=1.2, anneal_steps=2000),
     )
     log_ref, reward = -17.0, -3.0
-    for step, temperature, gamma in [(0, 2, 1), (250, 1.5, 1.025), (500, 1, 1.05), (2000, 1, 1.2), (5000, 1, 1.2)]:
+    for step, temperature, gamma in [
+        (0, 2, 1),
+        (250, 1.5, 1.025),
+        (500, 1, 1.05),
+        (2000, 1, 1.2),
+        (5000, 1, 1.2),
+    ]:
         log_reward = reference_power(train, step) * log_ref + reward / beta(train, step)
         assert log_reward == pytest.approx((log_ref / gamma + reward / 0.05) / temperature)
