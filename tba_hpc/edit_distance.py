@@ -23,8 +23,8 @@ HASH_SHIFT = np.uint32(24)  # leaves 8 bits
 def edit_distances(tokens: np.ndarray, others: Ragged) -> np.ndarray:
     """int32 [N]: distance of ``tokens``, int32 [T], to each of the others.
 
-    The table of Wagner and Fischer (1974), a row of L + 1 for each token, of all the others side by side. What
-    insertions make of a row is the running minimum of its values less their columns.
+    The table of Wagner and Fischer (1974), a row of L + 1 for each token, of all the others side by side.
+    What insertions make of a row is the running minimum of its values less their columns.
     """
     other_LN = _padded(others)
     column_L1 = np.arange(len(other_LN) + 1, dtype=np.int32)[:, None]
@@ -52,7 +52,7 @@ def signatures(rows: Ragged) -> np.ndarray:
 def fewest_edits(signature: np.ndarray, others: np.ndarray) -> np.ndarray:
     """int16 [N]: bounds from below of the distances between the rows of these signatures, [4, 1] and [4, N].
 
-    An edit takes away at most one token that the other sequence lacks (or one repeat), and brings at most one.
+    An edit takes away at most one token (or one repeat) that the other sequence lacks, and brings one.
     """
     lost, gained = signature & ~others, others & ~signature
     return np.maximum(*(np.bitwise_count(bits).sum(0, dtype=np.int16) for bits in (lost, gained)))

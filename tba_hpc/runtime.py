@@ -191,8 +191,10 @@ def search(run: RunDir, index: int | None) -> None:
         generator = VllmGenerator(config.model, config.generator, seed=_seed(config, seat.index, state.round))
         from tba_hpc.backends.hf_model import load_policy, load_tokenizer
         from tba_hpc.backends.hf_reference import HfReference
+        from tba_hpc.backends.vllm_victim import VllmVictim
 
-        task = load_task(config.task, load_tokenizer(config.model.path))
+        serve = partial(VllmVictim, seed=_seed(config, seat.index, state.round))
+        task = load_task(config.task, load_tokenizer(config.model.path), serve)
         refuse_long_prompts(task, config)
         metrics = _metrics(run, config, "searcher", seat.index)
         metrics.log({"event": "started", "searchers": config.launch.searchers})

@@ -62,7 +62,7 @@ def test_an_untempered_target_is_the_configs_own() -> None:
 
 
 def test_tempering_is_that_of_the_log_reward() -> None:
-    """log R = [log π_ref/γ + r/β]/T at every step, with T from 2 to 1 over 500 and γ from 1 to 1.2 over 2000."""
+    """log R = [log π_ref/γ + r/β]/T at every step; T from 2 to 1 over 500, γ from 1 to 1.2 over 2000."""
     train = TrainSection(
         beta=Beta(start=0.05),
         target_temperature=Ramp(schedule="linear", start=2, end=1, anneal_steps=500),
