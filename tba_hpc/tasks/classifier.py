@@ -33,11 +33,11 @@ class Classifier(TextModel):
         return self.read(texts).numpy()
 
     def _check(self, config: PretrainedConfig) -> None:
-        labels = [*(config.label2id or ())]
+        labels = sorted(map(str, config.label2id or ()))
         if self._label not in labels:
             raise ConfigError(
                 f"{self.name} has no label {self._label!r}: set {self._label_key} to one of "
-                f"{', '.join(map(str, labels))}"
+                f"{', '.join(labels)}"
             )
 
     def _read(self, inputs: BatchEncoding) -> Tensor:
