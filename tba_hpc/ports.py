@@ -66,7 +66,7 @@ class Victim(Protocol):
     """A fixed model that a task asks, beside the policy: the one that red-teaming tests."""
 
     def answers(self, texts: Sequence[str]) -> list[list[str]]:
-        """Sampled answers to each text, equally many; called in one thread. Waits for the last of them.
+        """Sampled answers to each text, equally many. Waits for the last of them; any thread may call it.
 
         Raises ConfigError where the model cannot be served, EngineError where it dies again and again.
         """

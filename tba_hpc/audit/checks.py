@@ -221,8 +221,8 @@ def check_buffer(evidence: Evidence) -> Check:
     findings = chain.from_iterable(_buffer_findings(evidence, checkpoint) for checkpoint in readable[-1:])
     state = evidence.newest
     told = (
-        f"{state.trajectories:,} = {state.added - state.evicted:,} stored + {state.duplicates:,} duplicates + "
-        f"{state.evicted:,} evicted"
+        f"{state.trajectories:,} = {state.added - state.evicted:,} stored + {state.duplicates:,} duplicates "
+        f"+ {state.evicted:,} evicted"
     )
     return Check("trajectories used or evicted", told, tuple(findings))
 

@@ -5,6 +5,7 @@ It must not know who asks or what the answers are for.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,7 +20,7 @@ class VllmVictim:
     """A Victim port on vLLM. Of a text that leaves no room for an answer the beginning is cut off.
 
     The engine is built, deaf to the rank's signals and mortal with it, in the constructor; ``answers`` waits
-    for it. To be made and asked in one thread: the kernel ends the engine with the thread that started it.
+    for it. The kernel ends the engine with the thread that made this.
     """
 
     def __init__(
@@ -38,10 +39,18 @@ class VllmVictim:
         self._room = model.context_length - generator.max_tokens
         self._sampling = Sampling(generator.temperature, generator.top_p, generator.max_tokens)
         self._answers = generator.completions_per_prompt
+        self._turn = threading.Lock()
         self._generator = VllmGenerator(model, generator, seed=seed, keys=keys)
 
     def answers(self, texts: Sequence[str]) -> list[list[str]]:
-        """completions_per_prompt sampled answers to each text. Waits for the last of them."""
+        """completions_per_prompt sampled answers to each text. Waits for the last of them.
+
+        It may be called from several threads, one of which has its turn at a time.
+        """
+        with self._turn:
+            return self._ask(texts)
+
+    def _ask(self, texts: Sequence[str]) -> list[list[str]]:
         for place, text in enumerate(texts):
             self._generator.submit(Request(self._prompt(place, text), place, self._answers, self._sampling))
         groups: list[Group] = []

@@ -79,22 +79,9 @@ class RedTeam:
         chat template · victim_…: sampling and memory, as in the sections model and generator ·
         classifier_batch: texts per forward pass · attacks: in an evaluation. Raises ConfigError.
         """
-        if train_file or test_file:
-            raise ConfigError(
-                f"task.train_file and task.test_file ({train_file or test_file}) have no use in the redteam "
-                "task, which has one prompt: give it with task.options.attack_prompt_file"
-            )
-        if PLACE not in victim_template:
-            raise ConfigError(
-                f"task.options.victim_template={victim_template!r} has no place for the attack: write "
-                f"{PLACE} there"
-            )
-        if victim_max_tokens >= victim_context_length:
-            raise ConfigError(
-                f"task.options.victim_max_tokens={victim_max_tokens} leaves no room for an attack in "
-                f"task.options.victim_context_length={victim_context_length}: lower the first or raise the "
-                "second"
-            )
+        _refuse_file(train_file or test_file)
+        _refuse_template(victim_template)
+        _refuse_length(victim_max_tokens, victim_context_length)
         self._decode = tokenizer.decode
         prompt = tokenizer.encode(_read(Path(attack_prompt_file)))
         self._prompts = tuple(Prompt(i, prompt, target="") for i in range(attacks))
@@ -164,6 +151,29 @@ class RedTeam:
                 "to sentence-transformers/all-MiniLM-L6-v2"
             )
         return Embedder(self._embedder_name, batch=self._batch, key="task.options.embedder")
+
+
+def _refuse_file(file: str | None) -> None:
+    if file:
+        raise ConfigError(
+            f"task.train_file and task.test_file ({file}) have no use in the redteam task, which has one "
+            "prompt: give it with task.options.attack_prompt_file"
+        )
+
+
+def _refuse_template(template: str) -> None:
+    if PLACE not in template:
+        raise ConfigError(
+            f"task.options.victim_template={template!r} has no place for the attack: write {PLACE} there"
+        )
+
+
+def _refuse_length(max_tokens: int, context_length: int) -> None:
+    if max_tokens >= context_length:
+        raise ConfigError(
+            f"task.options.victim_max_tokens={max_tokens} leaves no room for an attack in "
+            f"task.options.victim_context_length={context_length}: lower the first or raise the second"
+        )
 
 
 def _read(path: Path) -> str:
