@@ -165,11 +165,14 @@ def make_searcher(
 
 
 def test_a_whole_asynchronous_run_learns_the_target(tmp_path: Path) -> None:
-    """Real loops, two threads, stale replayed data: the policy ends near π_ref·exp(r/β)/Z."""
-    config = make_config(tmp_path, train={"steps": 400})
+    """Real loops, two threads, stale replayed data: the policy ends near [π_ref^(1/γ)·exp(r/β)]^(1/T)/Z."""
+    cooling = {"schedule": "linear", "start": 2.0, "end": 1.25, "anneal_steps": 100}
+    tempered = {"target_temperature": cooling, "reference_temperature": {"start": 2.0}}
+    target_PC = TABLE.optimum(BETA * 1.25, power=1 / (2 * 1.25))
+    config = make_config(tmp_path, train={"steps": 400, **tempered}, generator={"tempered_share": 0.5})
     run = RunDir.create(config)
     parts = TrainerParts(config, run)
-    before = total_variation(parts.learner.policy_PC, TABLE.optimum(BETA)).max()
+    before = total_variation(parts.learner.policy_PC, target_PC).max()
     searcher = make_searcher(config, run, FileSearcherExchange(run.weights, 0, deadline=20))
     thread = threading.Thread(target=searcher.run)
     thread.start()
@@ -179,7 +182,7 @@ def test_a_whole_asynchronous_run_learns_the_target(tmp_path: Path) -> None:
     thread.join(20)
 
     assert finished and not thread.is_alive()
-    after = total_variation(parts.learner.policy_PC, TABLE.optimum(BETA)).max()
+    after = total_variation(parts.learner.policy_PC, target_PC).max()
     assert before > 0.3 and after < 0.03
     steps = step_records(read_metrics(run.metrics_file("trainer")))
     assert [record["step"] for record in steps] == list(range(1, 401))
