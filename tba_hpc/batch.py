@@ -6,7 +6,7 @@ It must not know how a batch was sampled or what is learned from it. Imports no 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -59,6 +59,11 @@ def balance(batch: TrajectoryBatch, ranks: int) -> list[np.ndarray]:
 def split(batch: TrajectoryBatch, ranks: int) -> list[TrajectoryBatch]:
     """The part of every rank, as ``balance`` deals them."""
     return [take_groups(batch, groups) for groups in balance(batch, ranks)]
+
+
+def with_reference_power(batch: TrajectoryBatch, power: float) -> TrajectoryBatch:
+    """The same batch with the reference π_ref^power, which need not add up to 1: log Ẑ absorbs its sum."""
+    return replace(batch, ref_logprobs=batch.ref_logprobs * np.float32(power))
 
 
 def take_groups(batch: TrajectoryBatch, groups: np.ndarray) -> TrajectoryBatch:

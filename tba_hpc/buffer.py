@@ -17,6 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from tba_hpc.config import BufferSection
+from tba_hpc.edit_distance import SIGNATURE_WORDS, edit_distances, fewest_edits, signatures
 from tba_hpc.types import RECORD, Ragged, Trajectories, TrajectoryBatch, spans
 
 _REPLAY = int.from_bytes(b"replay")  # keeps this stream apart from others of the same seed
@@ -24,9 +25,9 @@ _REPLAY = int.from_bytes(b"replay")  # keeps this stream apart from others of th
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What a merge did. added: trajectories stored as new · duplicates: trajectories whose equal was
+    """What a merge did. duplicates: trajectories given up for one that is equal or near, whenever they came ·
 
-    there, which they replaced · evicted: trajectories that left for want of room, whenever they came.
+    added: those merged less the duplicates · evicted: those that left for want of room, whenever they came.
     """
 
     added: int
@@ -62,12 +63,12 @@ class ReplayBuffer:
 
     @property
     def added(self) -> int:
-        """Trajectories stored as new so far."""
+        """Trajectories merged so far, less the duplicates."""
         return self._merged - self._duplicates
 
     @property
     def duplicates(self) -> int:
-        """Trajectories that replaced an equal one so far."""
+        """Trajectories given up so far for one that is equal or near."""
         return self._duplicates
 
     @property
@@ -80,8 +81,10 @@ class ReplayBuffer:
     def merge(self, trajectories: Trajectories, round: int) -> Merged:
         """Add what arrived at sync ``round``, which must not be lower than that of the last merge.
 
-        A completion equal to a live one of its prompt replaces it (and is as young as it arrived). Then
-        the oldest leave: of a prompt above ``capacity_per_prompt``, and of all above ``capacity``.
+        A completion equal to a live one of its prompt replaces it (and is as young as it arrived). With
+        ``near_duplicates``, one that is near to live ones of its prompt replaces them if its reward is higher
+        than all of theirs, and else is not stored: no two live completions of a prompt are near each other.
+        Then the oldest leave: of a prompt above ``capacity_per_prompt``, and of all above ``capacity``.
         "Most recent" are from now on the live trajectories of this round, unless it brought nothing.
         """
         assert round >= self._round, f"round {round} comes after round {self._round}"
@@ -92,7 +95,9 @@ class ReplayBuffer:
         first = len(self._rows)
         prompt_N = self._prompts.intern(trajectories)
         self._rows.append(trajectories, prompt_N, round)
-        duplicates = self._file(range(first, len(self._rows)), prompt_N.tolist(), _fingerprints(trajectories))
+        file = self._file if self._config.near_duplicates is None else self._file_apart
+        keys = _fingerprints(trajectories.completions)
+        duplicates = file(range(first, len(self._rows)), prompt_N.tolist(), keys)
         self._merged += len(trajectories)
         self._duplicates += duplicates
         evicted = self._evict(dict.fromkeys(prompt_N.tolist()))
@@ -112,6 +117,29 @@ class ReplayBuffer:
             self._recent.add(prompt)
         self._rows.kill(replaced)
         return len(replaced)
+
+    def _file_apart(self, rows: Iterable[int], prompts: list[int], keys: list[bytes]) -> int:
+        """As ``_file``, but of rows near each other only the best stays; returns how many were given up."""
+        given_up = 0
+        for row, prompt, key in zip(rows, prompts, keys, strict=True):
+            near = self._near(row, prompt, key)
+            reward = self._rows.record["reward"]
+            if (reward[near] >= reward[row]).any():
+                self._rows.kill([row])
+                given_up += 1
+            else:
+                for worse in _fingerprints(self._rows.texts(near)[0]):
+                    del self._groups[prompt][worse]
+                self._rows.kill(near)
+                given_up += len(near) + self._file([row], [prompt], [key])
+        return given_up
+
+    def _near(self, row: int, prompt: int, key: bytes) -> np.ndarray:
+        """int64: the live rows that a row must be better than; none where it will replace its equal."""
+        share = self._config.near_duplicates
+        if share is None or key in self._groups.get(prompt, ()):
+            return np.empty(0, np.int64)
+        return self._rows.near(row, share)
 
     def _evict(self, touched: Iterable[int]) -> int:
         """Let the oldest leave, first of every touched prompt that is too full, then of all."""
@@ -262,16 +290,16 @@ class ReplayBuffer:
         self._rows = _Rows()
         self._rows.append(live, prompt_N, arrays["round"])
         self._groups = {}
-        self._file(range(len(live)), prompt_N.tolist(), _fingerprints(live))
+        self._file(range(len(live)), prompt_N.tolist(), _fingerprints(live.completions))
         self._merged, self._duplicates, self._evicted, self._round = arrays["counters"].tolist()
         self._everyone = _Draw(arrays["everyone_waiting"], arrays["everyone_drawn"])
         self._recent = _Draw(arrays["recent_waiting"], arrays["recent_drawn"])
 
 
-def _fingerprints(trajectories: Trajectories) -> list[bytes]:
-    """16 bytes per trajectory that are equal where the completion's tokens are, and (2⁻¹²⁸) only there."""
-    data = trajectories.completions.values.astype("<i4", copy=False).tobytes()
-    ends = (trajectories.completions.offsets * 4).tolist()
+def _fingerprints(completions: Ragged) -> list[bytes]:
+    """16 bytes per completion that are equal where its tokens are, and (2⁻¹²⁸) only there."""
+    data = completions.values.astype("<i4", copy=False).tobytes()
+    ends = (completions.offsets * 4).tolist()
     return [blake2b(data[start:end], digest_size=16).digest() for start, end in pairwise(ends)]
 
 
@@ -388,6 +416,7 @@ class _Rows:
         self._tokens = _Column(np.int32)
         self._logprobs = _Column(np.float32)
         self._ref_logprobs = _Column(np.float32)
+        self._signatures = [_Column(np.uint64) for _ in range(SIGNATURE_WORDS)]
         self._dead_rows = 0
         self._dead_tokens = 0
 
@@ -444,6 +473,28 @@ class _Rows:
         index_T, offsets = spans(self._offsets.values, rows)
         tokens = Ragged(self._tokens.values[index_T], offsets)
         return tokens, self._logprobs.values[index_T], self._ref_logprobs.values[index_T]
+
+    def near(self, row: int, share: float) -> np.ndarray:
+        """int64: the live rows older than ``row``, and of its prompt, at an edit distance below ``share`` of
+
+        both lengths together. The cost is that of a look at every row, and of the distances that this look
+        leaves open: see CONTRIBUTING.
+        """
+        self._sign()
+        end, length_N = row + 1, np.diff(self._offsets.values)
+        limit_N = share * (length_N[:end] + length_N[row])
+        words = np.stack([column.values[:end] for column in self._signatures])
+        open_N = self.live[:end] & (fewest_edits(words[:, row:], words) < limit_N)
+        open_N &= self.record["prompt_row"][:end] == self.record["prompt_row"][row]
+        rows = np.flatnonzero(open_N[:row])
+        distance = edit_distances(self.texts(np.array([row]))[0].values, self.texts(rows)[0])
+        return rows[distance < limit_N[rows]]
+
+    def _sign(self) -> None:
+        """Make the signatures of rows that have none: only a buffer that rejects near ones needs any."""
+        new = np.arange(len(self._signatures[0]), len(self))
+        for column, word in zip(self._signatures, signatures(self.texts(new)[0]), strict=True):
+            column.append(word)
 
     def take(self, rows: np.ndarray) -> _Rows:
         """New rows that hold only the given ones, all live."""

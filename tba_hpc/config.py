@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -66,8 +66,14 @@ class GeneratorSection(Section):
     """Sampling temperature in training; evaluation is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus mass; below 1 the sampler has no full support and the objective's guarantee is lost."""
+    tempered_share: float = Field(0.0, ge=0, le=1)
+    """Share of the training prompts whose completions are sampled at a temperature of tempered_range."""
+    tempered_range: tuple[float, float] = (0.5, 2.0)
+    """Lowest and highest of these temperatures, drawn uniformly for each prompt."""
     max_tokens: int = Field(512, ge=1)
     """Longest completion, in tokens."""
+    min_tokens: int = Field(0, ge=0)
+    """Tokens that a training completion has at least: until then it cannot end."""
     prompts_in_flight: int = Field(8, ge=1)
     """Prompts that a searcher's engine works on at once."""
     kv_cache_mb: int | None = Field(None, ge=1)
@@ -78,6 +84,21 @@ class GeneratorSection(Section):
     """GPUs per engine; it must divide the model's attention heads."""
     deadline_seconds: float = Field(300.0, gt=0)
     """Longest silence of an engine, at work or while it is built, s; then it is killed and built anew."""
+
+    @model_validator(mode="after")
+    def _ranges_are_in_order(self) -> GeneratorSection:
+        low, high = self.tempered_range
+        if not 0 < low <= high:
+            raise ValueError(
+                f"generator.tempered_range=[{low:g}, {high:g}] is no range of temperatures: give the lower "
+                "one first, above 0"
+            )
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"generator.min_tokens={self.min_tokens} is above generator.max_tokens={self.max_tokens}: "
+                "lower the first or raise the second"
+            )
+        return self
 
 
 class BufferSection(Section):
@@ -93,6 +114,9 @@ class BufferSection(Section):
     """Share of uniform probability mixed into that softmax."""
     initial_completions: int = Field(500, ge=1)
     """Distinct completions in the buffer before the first optimizer step."""
+    near_duplicates: float | None = Field(None, gt=0, le=0.5)
+    """Share of the tokens of two completions of a prompt: where fewer edits lead from one to the other, only
+    the better one is kept. None: only equal ones count as duplicates."""
 
 
 class LearningRate(Section):
@@ -106,12 +130,12 @@ class LearningRate(Section):
     """Steps of decay at the end (warmup_stable_decay only)."""
 
 
-class Beta(Section):
-    """KL coefficient of the target policy π* ∝ π_ref·exp(r/β)."""
+class Ramp(Section):
+    """A positive number as a function of the step."""
 
     schedule: Literal["constant", "linear"] = "constant"
     """Constant, or linear from start to end over anneal_steps."""
-    start: float = Field(0.1, gt=0)
+    start: float = Field(1.0, gt=0)
     """First value."""
     end: float | None = Field(None, gt=0)
     """Last value (linear only)."""
@@ -119,12 +143,20 @@ class Beta(Section):
     """Steps from start to end (linear only)."""
 
     @model_validator(mode="after")
-    def _linear_is_complete(self) -> Beta:
+    def _linear_is_complete(self) -> Self:
         if self.schedule == "linear" and (self.end is None or self.anneal_steps == 0):
             raise ValueError(
-                "beta.schedule=linear needs an end and a number of steps: set end and anneal_steps"
+                f"a linear schedule that starts at {self.start:g} needs an end and a number of steps: set "
+                "end and anneal_steps"
             )
         return self
+
+
+class Beta(Ramp):
+    """KL coefficient of the target policy π* ∝ π_ref·exp(r/β)."""
+
+    start: float = Field(0.1, gt=0)
+    """First value."""
 
 
 class TrainSection(Section):
@@ -150,6 +182,10 @@ class TrainSection(Section):
     """Learning rate as a function of the step."""
     beta: Beta = Beta()
     """β as a function of the step."""
+    target_temperature: Ramp = Ramp()
+    """T: tempers the whole target, π* ∝ [π_ref^(1/γ)·exp(r/β)]^(1/T); above 1 it is flatter."""
+    reference_temperature: Ramp = Ramp()
+    """γ: tempers the reference in it; above 1 fluency counts less."""
     adam_betas: tuple[float, float] = (0.9, 0.99)
     """AdamW's decay rates."""
     weight_decay: float = Field(0.0, ge=0)
@@ -250,11 +286,12 @@ class Config(Section):
                 f"buffer.initial_completions={self.buffer.initial_completions} can never be reached with "
                 f"buffer.capacity={self.buffer.capacity}: lower the first or raise the second"
             )
-        if self.buffer.capacity_per_prompt < train.completions_per_prompt:
-            raise ValueError(
-                f"buffer.capacity_per_prompt={self.buffer.capacity_per_prompt} cannot hold a group of "
-                f"train.completions_per_prompt={train.completions_per_prompt}: raise it to at least that"
-            )
+        for name in ("capacity_per_prompt", "capacity"):
+            if (room := getattr(self.buffer, name)) < train.completions_per_prompt:
+                raise ValueError(
+                    f"buffer.{name}={room} cannot hold a group of "
+                    f"train.completions_per_prompt={train.completions_per_prompt}: raise it to at least that"
+                )
         return self
 
 

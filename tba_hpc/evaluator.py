@@ -37,7 +37,8 @@ class Evaluator:
     ) -> None:
         self._task = task
         self._all = self.share = (searcher, searchers)
-        self._greedy = Sampling(temperature=0.0, top_p=1.0, max_tokens=max_tokens)
+        temperature = float(getattr(task, "evaluation_temperature", 0.0))
+        self._greedy = Sampling(temperature, top_p=1.0, max_tokens=max_tokens)
         self._limits = limits
         self._last_step = last_step
         self._queue: list[Request] = []

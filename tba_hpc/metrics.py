@@ -10,11 +10,12 @@ RUN/metrics/trainer.jsonl       one record per optimizer step
 step                            optimizer steps done, this one included
 train/loss                      objective's loss over the batch
 train/grad_norm                 global gradient norm before clipping
-train/kl                        mean over completions of log π_θ − log π_ref (nats per completion)
+train/kl                        mean over completions of log π_θ − p·log π_ref (nats per completion)
 train/log_z                     mean over groups of the estimated log Z (nats)
 train/reward                    mean reward of the batch
 train/learning_rate             learning rate of the step
-train/beta                      KL coefficient β of the step
+train/beta                      KL coefficient of the step: β·T
+train/reference_power           p = 1/(γ·T): power of the reference in the target policy of the step
 train/tokens                    completion tokens in the batch (count)
 time/step_seconds               one whole iteration of the trainer loop (s)
 time/learn_seconds              of which inside ``learner.step`` (s)
@@ -25,8 +26,8 @@ sync/late                       publishes put off because the round before was u
 sync/rounds                     publishes so far (count)
 buffer/size                     trajectories in the replay buffer (count)
 buffer/prompts                  distinct prompts in it (count)
-buffer/added                    trajectories stored so far (count)
-buffer/duplicates               exact duplicates that replaced their older copy, so far (count)
+buffer/added                    trajectories merged so far, less the duplicates (count)
+buffer/duplicates               trajectories given up so far for one that is equal or near (count)
 buffer/evicted                  trajectories evicted by capacity, so far (count)
 staleness/mean, staleness/max   |step − version| of the weights that sampled a trajectory (steps)
 staleness/histogram             list of counts over the batch; bin i holds staleness i, the last bin

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from tba_hpc.config import GeneratorSection, ModelSection
 from tba_hpc.types import (
     Completion,
     Group,
@@ -45,7 +46,11 @@ class Tokenizer(Protocol):
 
 
 class Task(Protocol):
-    """A set of prompts and the rewards of completions."""
+    """A set of prompts and the rewards of completions.
+
+    Optional besides: a class attribute ``evaluation_temperature``, where answers to evaluation prompts are
+    not to be greedy.
+    """
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         """All prompts of a split, in a fixed order: ``prompts(split)[i].id == i``."""
@@ -55,6 +60,29 @@ class Task(Protocol):
 
     def correct(self, prompt: Prompt, completion: Completion) -> bool:
         """Whether a greedy completion counts for pass@1."""
+
+
+class Victim(Protocol):
+    """A fixed model that a task asks, beside the policy: the one that red-teaming tests."""
+
+    def answers(self, texts: Sequence[str]) -> list[list[str]]:
+        """Sampled answers to each text, equally many. Waits for the last of them; any thread may call it.
+
+        Raises ConfigError where the model cannot be served, EngineError where it dies again and again.
+        """
+
+
+class Serve(Protocol):
+    """Makes a Victim; what a task gets whose constructor has an argument ``serve``."""
+
+    def __call__(
+        self, model: ModelSection, generator: GeneratorSection, *, chat: bool, keys: Sequence[str]
+    ) -> Victim:
+        """generator: how it samples, how many answers to a text (completions_per_prompt), its memory ·
+
+        chat: texts are a user's messages in the model's chat template · keys: of the config, that of the path
+        first, then those to look at where it cannot be served, for errors. Raises ConfigError.
+        """
 
 
 class Generator(Protocol):

@@ -65,6 +65,8 @@ PROMPTS_AHEAD = 2
 POLL_SECONDS = 0.1
 """Pause between two looks for the last evaluation."""
 
+_TEMPERATURE = int.from_bytes(b"warm")  # keeps this stream apart from others of the same seed
+
 REFUSALS = (ConfigError, StateError, ShardError, DiskFullError)
 """Errors that only the user can mend; the message is a sentence that says how."""
 
@@ -189,8 +191,10 @@ def search(run: RunDir, index: int | None) -> None:
         generator = VllmGenerator(config.model, config.generator, seed=_seed(config, seat.index, state.round))
         from tba_hpc.backends.hf_model import load_policy, load_tokenizer
         from tba_hpc.backends.hf_reference import HfReference
+        from tba_hpc.backends.vllm_victim import VllmVictim
 
-        task = load_task(config.task, load_tokenizer(config.model.path))
+        serve = partial(VllmVictim, seed=_seed(config, seat.index, state.round))
+        task = load_task(config.task, load_tokenizer(config.model.path), serve)
         refuse_long_prompts(task, config)
         metrics = _metrics(run, config, "searcher", seat.index)
         metrics.log({"event": "started", "searchers": config.launch.searchers})
@@ -318,10 +322,20 @@ def training_requests(config: Config, task: Task, searcher: int, ledger: PromptL
     """The prompts of one searcher, without end, in the run's order, less those done before."""
     prompts = task.prompts("train")
     order = PromptOrder(config.run.seed, len(prompts))
-    sampling = Sampling(config.generator.temperature, config.generator.top_p, config.generator.max_tokens)
+    section = config.generator
     for position in order.positions(searcher, config.launch.searchers, ledger):
-        prompt = prompts[order.prompt_at(position)]
-        yield Request(prompt, position, config.generator.completions_per_prompt, sampling)
+        prompt, temperature = prompts[order.prompt_at(position)], _temperature(config, position)
+        sampling = Sampling(temperature, section.top_p, section.max_tokens, section.min_tokens)
+        yield Request(prompt, position, section.completions_per_prompt, sampling)
+
+
+def _temperature(config: Config, position: int) -> float:
+    """Sampling temperature at ``position`` of the prompt sequence, a function of seed and position."""
+    section = config.generator
+    random = np.random.default_rng([config.run.seed, _TEMPERATURE, position])
+    if random.random() >= section.tempered_share:
+        return section.temperature
+    return float(random.uniform(*section.tempered_range))
 
 
 def refuse_long_prompts(task: Task, config: Config) -> None:

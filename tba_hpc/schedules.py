@@ -1,4 +1,4 @@
-"""Learning rate and β as pure functions of the optimizer step, so that a resume needs no scheduler state.
+"""Learning rate and target policy as pure functions of the step: a resume needs no scheduler state.
 
 It must not know about optimizers. Steps count from 0; step ``i`` is the one that makes version ``i + 1``.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from tba_hpc.config import Beta, LearningRate
+from tba_hpc.config import LearningRate, Ramp, TrainSection
 
 
 def learning_rate(config: LearningRate, step: int, steps: int) -> float:
@@ -37,9 +37,23 @@ def _decay(config: LearningRate, step: int, steps: int) -> float:
             return min(1.0, left / max(1, config.decay_steps))
 
 
-def beta(config: Beta, step: int) -> float:
-    """KL coefficient β of ``step``; where linear, from ``start`` at step 0 to ``end`` at ``anneal_steps``."""
+def beta(train: TrainSection, step: int) -> float:
+    """KL coefficient of the target policy of ``step``: β·T.
+
+    A target tempered as log R = [log π_ref/γ + r/β]/T is π_ref^p·exp(r/β′) with β′ = β·T and p = 1/(γ·T),
+    the ``reference_power``: two numbers are all that a loss needs to know of three schedules.
+    """
+    return ramp(train.beta, step) * ramp(train.target_temperature, step)
+
+
+def reference_power(train: TrainSection, step: int) -> float:
+    """Power p = 1/(γ·T) of the reference in the target policy of ``step``; see ``beta``."""
+    return 1 / (ramp(train.reference_temperature, step) * ramp(train.target_temperature, step))
+
+
+def ramp(config: Ramp, step: int) -> float:
+    """Value at ``step``; where linear, from ``start`` at step 0 to ``end`` at ``anneal_steps``."""
     if config.schedule == "constant":
         return config.start
-    assert config.end is not None and config.anneal_steps > 0, "Beta's validator asks for both"
+    assert config.end is not None and config.anneal_steps > 0, "Ramp's validator asks for both"
     return config.start + (config.end - config.start) * min(1.0, step / config.anneal_steps)

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from tba_hpc import schedules
-from tba_hpc.batch import staleness
+from tba_hpc.batch import staleness, with_reference_power
 from tba_hpc.buffer import Merged, ReplayBuffer
 from tba_hpc.config import Config
 from tba_hpc.metrics import Clock, MetricsWriter
@@ -235,9 +235,9 @@ class Trainer:
         train, step = self._config.train, self._state.step
         with self._clock("learn"):
             learned = self._learner.step(
-                batch,
+                with_reference_power(batch, schedules.reference_power(train, step)),
                 learning_rate=schedules.learning_rate(train.learning_rate, step, train.steps),
-                beta=schedules.beta(train.beta, step),
+                beta=schedules.beta(train, step),
             )
         self._state = replace(self._state, step=step + 1)
         return learned
@@ -291,7 +291,8 @@ class Trainer:
                 **{f"train/{name}": value for name, value in learned.items()},
                 "train/reward": float(batch.reward_N.mean()),
                 "train/learning_rate": schedules.learning_rate(train.learning_rate, step, train.steps),
-                "train/beta": schedules.beta(train.beta, step),
+                "train/beta": schedules.beta(train, step),
+                "train/reference_power": schedules.reference_power(train, step),
                 "train/wait_share": self._busy.idle_share(wall, spent["learn"]),
                 "time/step_seconds": wall,
                 "time/learn_seconds": spent["learn"],

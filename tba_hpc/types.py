@@ -126,11 +126,15 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How completions are drawn. ``temperature`` 0 is greedy; ``max_tokens`` bounds the completion."""
+    """How completions are drawn. ``temperature`` 0 is greedy; ``max_tokens`` bounds the completion, which
+
+    cannot end by itself before ``min_tokens``.
+    """
 
     temperature: float
     top_p: float
     max_tokens: int
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from tba_hpc import buffer as buffer_module
 from tba_hpc.batch import to_arrays
 from tba_hpc.buffer import Merged, ReplayBuffer
 from tba_hpc.config import BufferSection
+from tba_hpc.edit_distance import edit_distances
 from tba_hpc.types import RECORD, Ragged, Trajectories, TrajectoryBatch
 
 
@@ -67,13 +68,19 @@ class Naive:
 
     per_prompt: int
     capacity: int
+    near: float | None = None
     live: list[tuple[Item, int]] = field(default_factory=list)
 
     def merge(self, items: Sequence[Item], round: int) -> Merged:
         duplicates = evicted = 0
         for item in items:
-            equal = [x for x in self.live if (x[0].prompt, x[0].tokens) == (item.prompt, item.tokens)]
-            for old in equal:
+            of_prompt = [x for x in self.live if x[0].prompt == item.prompt]
+            equal = [x for x in of_prompt if x[0].tokens == item.tokens]
+            rivals = [] if equal else [x for x in of_prompt if self.are_near(x[0], item)]
+            if any(x[0].reward >= item.reward for x in rivals):
+                duplicates += 1
+                continue
+            for old in equal + rivals:
                 self.live.remove(old)
                 duplicates += 1
             self.live.append((item, round))
@@ -86,6 +93,13 @@ class Naive:
             self.live.pop(0)
             evicted += 1
         return Merged(len(items) - duplicates, duplicates, evicted)
+
+    def are_near(self, one: Item, other: Item) -> bool:
+        """Whether few edits lead from one to the other."""
+        if self.near is None:
+            return False
+        edits = edit_distances(np.array(one.tokens), Ragged.from_rows([np.array(other.tokens)], np.int32))
+        return bool(edits[0] < self.near * (len(one.tokens) + len(other.tokens)))
 
 
 def random_items(rng: np.random.Generator, count: int, first_uid: int, prompts: int = 6) -> list[Item]:
@@ -152,11 +166,16 @@ def prompts_with(count: int, completions: int = 1, first_prompt: int = 0) -> lis
 # --- Merging ---
 
 
-@pytest.mark.parametrize("per_prompt, capacity", [(100, 1000), (4, 1000), (100, 20), (5, 22), (1, 3)])
-def test_merging_equals_the_naive_model(per_prompt: int, capacity: int) -> None:
+CAPACITIES = [(100, 1000), (4, 1000), (100, 20), (5, 22), (1, 3)]
+
+
+@pytest.mark.parametrize("per_prompt, capacity", CAPACITIES)
+@pytest.mark.parametrize("near", [None, 0.25])
+def test_merging_equals_the_naive_model(per_prompt: int, capacity: int, near: float | None) -> None:
     rng = np.random.default_rng(per_prompt + capacity)
-    naive = Naive(per_prompt, capacity)
-    real = ReplayBuffer(BufferSection(capacity_per_prompt=per_prompt, capacity=capacity), 0)
+    naive = Naive(per_prompt, capacity, near)
+    config = BufferSection(capacity_per_prompt=per_prompt, capacity=capacity, near_duplicates=near)
+    real = ReplayBuffer(config, 0)
     merged = 0
     for round in range(60):
         items = random_items(rng, int(rng.integers(0, 30)), first_uid=merged)
@@ -176,6 +195,35 @@ def test_a_duplicate_replaces_the_older_and_becomes_the_youngest() -> None:
     assert items_of(real.trajectories()) == [Item(1, 0, other), Item(2, 0, same, 0.5)]
     assert real.merge(pack([Item(3, 0, (4,))]), 2) == Merged(1, 0, 1)
     assert [item.uid for item in items_of(real.trajectories())] == [2, 3]
+
+
+def test_of_near_completions_only_the_best_stays() -> None:
+    """1 2 3 4 and 1 2 3 5 are 1 edit apart, below a quarter of 8; 1 2 6 7 is 2 from both, which is not."""
+    far, low, high = (
+        Item(0, 0, (1, 2, 6, 7), 9.0),
+        Item(1, 0, (1, 2, 3, 4), 0.5),
+        Item(2, 0, (1, 2, 3, 5), 0.75),
+    )
+    real = filled([far, low], near_duplicates=0.25)
+    assert real.merge(pack([high]), 1) == Merged(0, 1, 0)
+    assert items_of(real.trajectories()) == [far, high]
+    for again in (Item(3, 0, low.tokens, 0.75), Item(4, 0, low.tokens, 0.5)):  # as good is not better
+        assert real.merge(pack([again]), 2) == Merged(0, 1, 0)
+        assert items_of(real.trajectories()) == [far, high]
+    elsewhere = Item(5, 1, low.tokens, 0.5)
+    assert real.merge(pack([elsewhere]), 3) == Merged(1, 0, 0)
+    equal = Item(6, 0, high.tokens, 0.125)  # drawn again, and judged anew
+    assert real.merge(pack([equal]), 4) == Merged(0, 1, 0)
+    assert items_of(real.trajectories()) == [far, elsewhere, equal]
+
+
+def test_one_completion_may_replace_several_near_ones() -> None:
+    ends = [Item(0, 0, (1, 2, 3, 4, 0, 0), 0.5), Item(1, 0, (0, 0, 1, 2, 3, 4), 0.25)]
+    real = filled(ends, near_duplicates=0.2)
+    between = Item(2, 0, (0, 1, 2, 3, 4, 0), 0.75)
+    assert real.merge(pack([between]), 1) == Merged(-1, 2, 0)
+    assert items_of(real.trajectories()) == [between]
+    assert (len(real), real.added, real.duplicates, real.evicted) == (1, 1, 2, 0)
 
 
 def test_equal_completions_of_different_prompts_are_different() -> None:
@@ -432,8 +480,9 @@ def test_samples_depend_on_seed_and_step_alone() -> None:
     assert len({str(one(seed, step)) for seed in range(3) for step in range(3)}) == 9
 
 
-def test_a_restored_buffer_goes_on_bit_by_bit() -> None:
-    config = BufferSection(capacity_per_prompt=6, capacity=40, most_on_policy=0.5)
+@pytest.mark.parametrize("near", [None, 0.25])
+def test_a_restored_buffer_goes_on_bit_by_bit(near: float | None) -> None:
+    config = BufferSection(capacity_per_prompt=6, capacity=40, most_on_policy=0.5, near_duplicates=near)
     rng = np.random.default_rng(1)
     real = ReplayBuffer(config, 4)
     for round in range(50):

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "tba_hpc"
 
 LAYERS = [
     {"types", "config"},
-    {"objectives", "schedules", "ports"},
+    {"objectives", "schedules", "ports", "edit_distance"},
     {"state", "buffer", "batch", "metrics"},
     {"trainer", "searcher", "scorer", "evaluator", "backends", "tasks", "launch", "report"},
     {"runtime", "audit"},

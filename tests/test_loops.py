@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -164,11 +165,14 @@ def make_searcher(
 
 
 def test_a_whole_asynchronous_run_learns_the_target(tmp_path: Path) -> None:
-    """Real loops, two threads, stale replayed data: the policy ends near π_ref·exp(r/β)/Z."""
-    config = make_config(tmp_path, train={"steps": 400})
+    """Real loops, two threads, stale replayed data: the policy ends near [π_ref^(1/γ)·exp(r/β)]^(1/T)/Z."""
+    cooling = {"schedule": "linear", "start": 2.0, "end": 1.25, "anneal_steps": 100}
+    tempered = {"target_temperature": cooling, "reference_temperature": {"start": 2.0}}
+    target_PC = TABLE.optimum(BETA * 1.25, power=1 / (2 * 1.25))
+    config = make_config(tmp_path, train={"steps": 400, **tempered}, generator={"tempered_share": 0.5})
     run = RunDir.create(config)
     parts = TrainerParts(config, run)
-    before = total_variation(parts.learner.policy_PC, TABLE.optimum(BETA)).max()
+    before = total_variation(parts.learner.policy_PC, target_PC).max()
     searcher = make_searcher(config, run, FileSearcherExchange(run.weights, 0, deadline=20))
     thread = threading.Thread(target=searcher.run)
     thread.start()
@@ -178,7 +182,7 @@ def test_a_whole_asynchronous_run_learns_the_target(tmp_path: Path) -> None:
     thread.join(20)
 
     assert finished and not thread.is_alive()
-    after = total_variation(parts.learner.policy_PC, TABLE.optimum(BETA)).max()
+    after = total_variation(parts.learner.policy_PC, target_PC).max()
     assert before > 0.3 and after < 0.03
     steps = step_records(read_metrics(run.metrics_file("trainer")))
     assert [record["step"] for record in steps] == list(range(1, 401))
@@ -380,6 +384,23 @@ def test_a_life_that_ends_before_its_first_checkpoint_still_counts(tmp_path: Pat
     assert folder is not None and read_state(folder).cursors == {0: 3}
     ledger = PromptLedger.from_array(read_arrays(folder / "prompts.h5")["done"])
     assert next(training_requests(config, TabularTask(TABLE), 0, ledger)).position == ledger.frontier == 12
+
+
+def test_part_of_the_prompts_is_sampled_at_other_temperatures(tmp_path: Path) -> None:
+    """A share of them, uniformly within the range, and the same ones whoever asks, and when."""
+    section = {"temperature": 0.9, "tempered_share": 0.4, "tempered_range": [0.5, 2.0], "min_tokens": 2}
+    config, draws = make_config(tmp_path, generator=section), 4000
+    task = TabularTask(TABLE)
+    requests = list(islice(training_requests(config, task, 0, PromptLedger()), draws))
+    warm = [request.sampling.temperature for request in requests if request.sampling.temperature != 0.9]
+    assert abs(len(warm) - 0.4 * draws) < 4 * math.sqrt(draws * 0.4 * 0.6)
+    counts, _ = np.histogram(warm, bins=10, range=(0.5, 2.0))
+    assert counts.sum() == len(warm)
+    assert ((counts - len(warm) / 10) ** 2 / (len(warm) / 10)).sum() < 33.7  # 1e-4 by 9 degrees of freedom
+    assert {request.sampling.min_tokens for request in requests} == {2}
+    ledger = PromptLedger()
+    ledger.add(np.arange(100))
+    assert next(training_requests(config, task, 0, ledger)).sampling == requests[100].sampling
 
 
 class Endless(TabularGenerator):

@@ -13,6 +13,7 @@ from tba_hpc.launch.sbatch import Job, batch_script
 REPOSITORY = Path(__file__).parents[1]
 GOLDEN = Path(__file__).parent / "slurm" / "golden"
 LIBRARY = REPOSITORY / "slurm" / "env.sh"
+BY_HAND = sorted((REPOSITORY / "slurm").glob("*.sbatch"))
 SITES = ("generic", "a100x4-pmix", "cray-homogeneous")
 FORMS = {"het": (8, False), "homogeneous": (8, True), "one-node": (1, False)}
 
@@ -53,9 +54,27 @@ def test_scripts_are_as_accepted(site: str, form: str) -> None:
     )
 
 
-@pytest.mark.parametrize("path", [*sorted(GOLDEN.glob("*.sbatch")), LIBRARY], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [*sorted(GOLDEN.glob("*.sbatch")), *BY_HAND, LIBRARY], ids=lambda path: path.name
+)
 def test_bash_can_read_it(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+@pytest.mark.parametrize(("script", "config"), [("math", "math_gsm8k"), ("redteam", "redteam_gpt2")])
+def test_a_script_to_edit_by_hand_makes_the_run_of_its_config(
+    script: str, config: str, tmp_path: Path
+) -> None:
+    """Up to the first command, where a stand-in for Python notes its words and refuses."""
+    (tmp_path / "slurm").symlink_to(REPOSITORY / "slurm")
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@" > words; exit 2\n')
+    (tmp_path / "python").chmod(0o700)
+    counts = {"SLURM_NTASKS_HET_GROUP_0": "1", "SLURM_NTASKS_HET_GROUP_1": "3"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), **counts}
+    done = subprocess.run(["bash", REPOSITORY / f"slurm/tba_{script}.sbatch"], env=environment, timeout=30)
+    assert done.returncode == 2
+    wanted = f"-m tba_hpc create configs/{config}.yaml --set launch.trainers=1 --set launch.searchers=3"
+    assert (tmp_path / "words").read_text().startswith(wanted)
 
 
 def test_directives_come_before_the_first_command() -> None:

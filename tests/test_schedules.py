@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from tba_hpc.config import Beta, LearningRate
-from tba_hpc.schedules import beta, learning_rate
+from tba_hpc.config import Beta, LearningRate, Ramp, TrainSection
+from tba_hpc.schedules import beta, learning_rate, ramp, reference_power
 
 
 def rates(steps: int, **fields: object) -> list[float]:
@@ -50,7 +50,31 @@ def test_no_decay_steps_is_constant() -> None:
     assert rates(3, schedule="warmup_stable_decay") == [1, 1, 1]
 
 
-def test_beta() -> None:
-    assert beta(Beta(start=0.3), 1000) == 0.3
+def test_ramp() -> None:
+    assert ramp(Beta(start=0.3), 1000) == 0.3
     linear = Beta(schedule="linear", start=0.012, end=0.004, anneal_steps=500)
-    assert [beta(linear, step) for step in (0, 250, 500, 900)] == pytest.approx([0.012, 0.008, 0.004, 0.004])
+    assert [ramp(linear, step) for step in (0, 250, 500, 900)] == pytest.approx([0.012, 0.008, 0.004, 0.004])
+
+
+def test_an_untempered_target_is_the_configs_own() -> None:
+    train = TrainSection(beta=Beta(start=0.3))
+    assert (beta(train, 7), reference_power(train, 7)) == (0.3, 1)
+
+
+def test_tempering_is_that_of_the_log_reward() -> None:
+    """log R = [log π_ref/γ + r/β]/T at every step; T from 2 to 1 over 500, γ from 1 to 1.2 over 2000."""
+    train = TrainSection(
+        beta=Beta(start=0.05),
+        target_temperature=Ramp(schedule="linear", start=2, end=1, anneal_steps=500),
+        reference_temperature=Ramp(schedule="linear", start=1, end=1.2, anneal_steps=2000),
+    )
+    log_ref, reward = -17.0, -3.0
+    for step, temperature, gamma in [
+        (0, 2, 1),
+        (250, 1.5, 1.025),
+        (500, 1, 1.05),
+        (2000, 1, 1.2),
+        (5000, 1, 1.2),
+    ]:
+        log_reward = reference_power(train, step) * log_ref + reward / beta(train, step)
+        assert log_reward == pytest.approx((log_ref / gamma + reward / 0.05) / temperature)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from tba_hpc.batch import with_reference_power
 from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import BufferSection, ObjectiveName, TrainSection
 from tba_hpc.tasks.tabular import (
@@ -69,11 +70,13 @@ def stale_buffer(table: Table, seed: int) -> ReplayBuffer:
     return buffer
 
 
-def trained(table: Table, objective: ObjectiveName, seed: int, steps: int = 300) -> np.ndarray:
-    """Policy [P, C] after training on the stale buffer alone."""
+def trained(
+    table: Table, objective: ObjectiveName, seed: int, steps: int = 300, power: float = 1.0
+) -> np.ndarray:
+    """Policy [P, C] after training on the stale buffer alone; power: of the reference in the target."""
     buffer, learner = stale_buffer(table, seed), TabularLearner(table, TrainSection(objective=objective))
     for step in range(steps):
-        batch = buffer.sample(step, groups=4, group_size=8)
+        batch = with_reference_power(buffer.sample(step, groups=4, group_size=8), power)
         learner.step(batch, learning_rate=0.1 * (1 - step / steps), beta=BETA)
     return learner.policy_PC
 
@@ -91,6 +94,16 @@ def test_tba_prime_reaches_it_too(seed: int) -> None:
     table = Table(seed=seed)
     distance_P = total_variation(trained(table, "tba_prime", seed), table.optimum(BETA))
     assert distance_P.max() <= 1e-3
+
+
+def test_a_tempered_reference_has_its_own_optimum() -> None:
+    """π_ref^p·exp(r/β)/Z, which is far from that of p = 1."""
+    table, power = Table(seed=0), 0.4
+    optimum_PC = table.optimum(BETA, power)
+    by_hand = power * np.log(table.probabilities(table.ref_logits_PSV)) + table.reward_PC / BETA
+    np.testing.assert_allclose(np.diff(np.log(optimum_PC)), np.diff(by_hand), rtol=1e-9)
+    assert total_variation(optimum_PC, table.optimum(BETA)).min() > 0.05
+    assert total_variation(trained(table, "trajectory_balance", 0, power=power), optimum_PC).max() <= 1e-3
 
 
 @pytest.mark.parametrize("objective", ["rloo", "proximal_rloo", "grpo", "dr_grpo", "online_dpo"])

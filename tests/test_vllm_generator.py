@@ -153,6 +153,16 @@ def test_logprobs_are_the_models(served: Served) -> None:
     _assert_logprobs_of(model, _generate(served.generator, *map(_request, range(6))))
 
 
+def test_logprobs_are_the_models_at_temperature_1_however_sampled(served: Served) -> None:
+    """Neither the sampler's temperature nor the ban on an early end is in them."""
+    model = served.load(served.folder, version=1)
+    warm = Sampling(temperature=1.7, top_p=1.0, max_tokens=20, min_tokens=8)
+    groups = _generate(served.generator, *(_request(i, sampling=warm) for i in range(12)))
+    _assert_logprobs_of(model, groups)
+    lengths = [len(completion.tokens) for group in groups for completion in group.completions]
+    assert min(lengths) >= 8 and len(set(lengths)) > 1
+
+
 def test_logprobs_after_an_update_are_the_new_models(served: Served) -> None:
     served.load(served.folder, version=1)
     _generate(served.generator, *map(_request, range(4)))  # fills the prefix cache under the old weights

@@ -216,13 +216,13 @@ def _passed_over(searcher: int, seals: Seals, sealed: Positions) -> Iterator[Fin
 
 
 def check_buffer(evidence: Evidence) -> Check:
-    """In the newest checkpoint every merged trajectory is stored, replaced by its equal, or evicted: once."""
+    """In the newest checkpoint every merged trajectory is stored, a duplicate, or evicted: once."""
     readable = [checkpoint for checkpoint in evidence.checkpoints if not checkpoint.fault]
     findings = chain.from_iterable(_buffer_findings(evidence, checkpoint) for checkpoint in readable[-1:])
     state = evidence.newest
     told = (
-        f"{state.trajectories:,} = {state.added - state.evicted:,} stored + {state.duplicates:,} replaced by "
-        f"equals + {state.evicted:,} evicted"
+        f"{state.trajectories:,} = {state.added - state.evicted:,} stored + {state.duplicates:,} duplicates "
+        f"+ {state.evicted:,} evicted"
     )
     return Check("trajectories used or evicted", told, tuple(findings))
 

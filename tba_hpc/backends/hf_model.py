@@ -72,15 +72,15 @@ class HfTokenizer:
         self._tokenizer.save_pretrained(folder)
 
 
-def load_tokenizer(path: str) -> HfTokenizer:
-    """Tokenizer of a model folder or hub name.
+def load_tokenizer(path: str, key: str = "model.path") -> HfTokenizer:
+    """Tokenizer of a model folder or hub name; ``key``: the config key of ``path``, for errors.
 
     Raises ConfigError where there is none, or where it has no end-of-sequence token.
     """
-    tokenizer = _from_pretrained(AutoTokenizer, path)
+    tokenizer = _from_pretrained(AutoTokenizer, path, key)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"the tokenizer of model.path={path} has no end-of-sequence token, so no completion "
+            f"the tokenizer of {key}={path} has no end-of-sequence token, so no completion "
             "could ever end: set eos_token in its tokenizer_config.json"
         )
     return HfTokenizer(tokenizer, tokenizer.eos_token_id)
@@ -99,17 +99,17 @@ def load_policy(path: str, dtype: Dtype) -> PreTrainedModel:
     return _from_pretrained(AutoModelForCausalLM, path, config=config, dtype=TORCH_DTYPE[dtype])
 
 
-def _from_pretrained(kind: Any, path: str, **options: Any) -> Any:
+def _from_pretrained(kind: Any, path: str, key: str = "model.path", **options: Any) -> Any:
     """``kind.from_pretrained``; whatever it cannot find or read becomes one sentence."""
     looks_like_a_folder = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_like_a_folder and not Path(path).is_dir():
-        raise ConfigError(f"model.path={path} is not a folder: give a model's folder or its name on the hub")
+        raise ConfigError(f"{key}={path} is not a folder: give a model's folder or its name on the hub")
     try:
         return kind.from_pretrained(path, **options)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"no model can be loaded from model.path={path}: give a folder that save_pretrained "
+            f"no model can be loaded from {key}={path}: give a folder that save_pretrained "
             f"wrote, or a hub name that is cached or reachable ({reason})"
         ) from error
 

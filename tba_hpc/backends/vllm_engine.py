@@ -215,7 +215,9 @@ class WeightLoader:
 
 
 def sampling_params(sampling: Sampling, n: int) -> SamplingParams:
-    """logprobs=0 asks for the sampled token's log-probability alone, at temperature 1, before top-p.
+    """logprobs=0 asks for the sampled token's log-probability alone, at temperature 1, before top-p and
+
+    before the end of sequence is ruled out below min_tokens.
 
     No seed per request: it costs a Python call per sequence and token, on a GPU also the fast sampler,
     and vLLM 0.32's CPU sampler dies of it where a prompt is computed in two parts.
@@ -228,6 +230,7 @@ def sampling_params(sampling: Sampling, n: int) -> SamplingParams:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
         logprobs=0,
         flat_logprobs=True,  # plain lists of numbers instead of an object per token
         detokenize=False,

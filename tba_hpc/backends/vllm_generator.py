@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -62,6 +63,9 @@ WORKERS_SECONDS = 15.0
 KILL_SECONDS = 30.0
 """Time that the kernel has to end a killed process."""
 
+KEYS = ("model.path", "model.context_length", "generator.kv_cache_mb", "generator.tensor_parallel")
+"""Keys of the config that may be at fault where vLLM refuses the policy."""
+
 DEAF = ("sh", "-c", 'trap "" INT TERM USR1; exec "$@"', "sh")
 """Starts a command that ignores the signals by which a run is stopped: Slurm sends them to every process."""
 
@@ -81,8 +85,12 @@ class VllmGenerator:
     then waits. To be called from one thread: the kernel ends the engine with the thread that started it.
     """
 
-    def __init__(self, model: ModelSection, generator: GeneratorSection, *, seed: int) -> None:
+    def __init__(
+        self, model: ModelSection, generator: GeneratorSection, *, seed: int, keys: Sequence[str] = KEYS
+    ) -> None:
+        """keys: of the config, that of the path first, then those to look at where vLLM refuses."""
         self._model = model
+        self._keys = keys
         self._generator = generator
         self._seed = seed
         self._weights = SharedWeights()
@@ -167,10 +175,10 @@ class VllmGenerator:
                 self._was_ready = True
                 self._catch_up()
             case Refused() if not self._was_ready:
+                path, *others, last = self._keys
                 raise ConfigError(
-                    f"vLLM cannot serve model.path={self._model.path} with this configuration: "
-                    f"{answer.reason}; check model.context_length, generator.kv_cache_mb and "
-                    "generator.tensor_parallel"
+                    f"vLLM cannot serve {path}={self._model.path} with this configuration: {answer.reason}; "
+                    f"check {', '.join(others)} and {last}"
                 )
 
     def _catch_up(self) -> None:

@@ -25,7 +25,9 @@ def trajectory_balance(
 
     The paper's loss has no factor; with β/2 the gradient is −A·∇log π_θ, A being the group-centred
     r − β·log(π_θ/π_ref), so that gradient clipping means the same at every β of an annealing schedule.
-    It is zero for every set of completions if and only if π_θ ∝ π_ref·exp(r/β) on them.
+    It is zero for every set of completions if and only if π_θ ∝ π_ref·exp(r/β) on them. The π_ref given may
+    be a power of the reference's (``schedules.reference_power``), for log Ẑ needs no probabilities that add
+    up: of log R = [log π_ref/γ + r/β]/T, as in red-teaming, the optimum is π_ref^(1/γT)·exp(r/βT)/Z.
 
     Two safeguards from later work, off by default, which leave that minimum where it is. ratio_cap: weigh a
     row by min(π_θ/π_behaviour, ratio_cap), without gradient (GFlowRL, arXiv 2607.13394). gap_clip: beyond

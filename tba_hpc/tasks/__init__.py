@@ -5,7 +5,8 @@ A task is a class with the methods of ports.Task and this constructor:
     def __init__(self, tokenizer, *, train_file=None, test_file=None, **options)
 
 where ``options`` stands for named, annotated keyword arguments; ``task.options`` of the config is
-checked against them. Task modules are imported when asked for: none costs another's libraries.
+checked against them. An argument ``serve`` gets a ports.Serve, by which a task has another model served.
+Task modules are imported when asked for: none costs another's libraries.
 """
 
 from __future__ import annotations
@@ -19,29 +20,34 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from tba_hpc.config import ConfigError, TaskSection
-from tba_hpc.ports import Task, Tokenizer
+from tba_hpc.ports import Serve, Task, Tokenizer
 
 TASKS = {
     "arithmetic": "tba_hpc.tasks.arithmetic:Arithmetic",
     "gsm8k": "tba_hpc.tasks.gsm8k:GSM8K",
     "math": "tba_hpc.tasks.math:Math",
+    "redteam": "tba_hpc.tasks.redteam:RedTeam",
     "tldr": "tba_hpc.tasks.tldr:TLDR",
 }
 
-CONTRACT = frozenset(("tokenizer", "train_file", "test_file"))
+CONTRACT = frozenset(("tokenizer", "train_file", "test_file", "serve"))
 """Arguments of every task's constructor; the others are its options."""
 
 
-def load_task(config: TaskSection, tokenizer: Tokenizer) -> Task:
+def load_task(config: TaskSection, tokenizer: Tokenizer, serve: Serve | None = None) -> Task:
     """The task that ``config`` names, with its options, encoding with ``tokenizer``.
 
-    Raises ConfigError with one sentence: unknown task; unknown, ill-typed or missing option; missing
-    or ill-formed file; no training problem.
+    serve: for tasks that have another model served. Raises ConfigError with one sentence: unknown task;
+    unknown, ill-typed or missing option; missing or ill-formed file; no training problem; no ``serve``.
     """
     task_class = _find(config.name)
     _check_options(config.options, task_class, config.name)
-    files = {"train_file": config.train_file, "test_file": config.test_file}
-    task: Task = task_class(tokenizer, **files, **config.options)
+    given: dict[str, Any] = {"train_file": config.train_file, "test_file": config.test_file}
+    if "serve" in inspect.signature(task_class).parameters:
+        if serve is None:
+            raise ConfigError(f"the task {config.name} has a model of its own served, which is not done here")
+        given["serve"] = serve
+    task: Task = task_class(tokenizer, **given, **config.options)
     if not task.prompts("train"):
         raise ConfigError(
             f"the task {config.name} has no training problem: check task.train_file and task.options"

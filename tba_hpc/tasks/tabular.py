@@ -122,9 +122,10 @@ class Table:
         ]
         return np.exp(logprob_PC)
 
-    def optimum(self, beta: float) -> np.ndarray:
-        """float64 [P, C]: π_ref·exp(r/β)/Z, the policy that the objective has for its only minimum."""
-        weight_PC = self.probabilities(self.ref_logits_PSV) * np.exp(self.reward_PC.astype(np.float64) / beta)
+    def optimum(self, beta: float, power: float = 1.0) -> np.ndarray:
+        """float64 [P, C]: π_ref^power·exp(r/β)/Z, the policy that the objective has for its only minimum."""
+        ref_PC = self.probabilities(self.ref_logits_PSV)
+        weight_PC = ref_PC**power * np.exp(self.reward_PC.astype(np.float64) / beta)
         return weight_PC / weight_PC.sum(1, keepdims=True)
 
 

@@ -1,0 +1,307 @@
+"""Red-teaming with a benign victim and a benign trigger: what counts as bad are x, y, z in an answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import make_random_model, make_tokenizer
+from transformers import (
+    BertConfig,
+    BertModel,
+    DPRConfig,
+    DPRQuestionEncoder,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    T5Config,
+)
+
+from tba_hpc.backends.hf_model import HfTokenizer, load_policy
+from tba_hpc.backends.vllm_victim import VllmVictim
+from tba_hpc.config import ConfigError, GeneratorSection, ModelSection, TaskSection
+from tba_hpc.ports import Serve, Victim
+from tba_hpc.tasks import load_task
+from tba_hpc.tasks.classifier import Classifier
+from tba_hpc.tasks.embedder import Embedder, diversity
+from tba_hpc.tasks.redteam import VICTIM_KEYS, RedTeam
+from tba_hpc.types import Completion, Group, Request, Sampling
+
+TOKENIZER = HfTokenizer(make_tokenizer(), eos_token_id=0)
+MODES = "xyz"
+HIDDEN, SHARES, PULL = 32, 8, 4.0
+
+
+def make_trigger(folder: Path, *, problem_type: str | None = None) -> str:
+    """A classifier that counts: one layer of uniform attention averages the kinds of the letters.
+
+    The logit of ``bad`` is ``bad_logit``, that of ``fine`` its negative.
+    """
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=HIDDEN,
+        intermediate_size=HIDDEN,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=64,
+        pad_token_id=1,
+        eos_token_id=0,
+        id2label={0: "fine", 1: "bad"},
+        label2id={"fine": 0, "bad": 1},
+        problem_type=problem_type,
+        rms_norm_eps=1e-12,
+    )
+    model = LlamaForSequenceClassification(config)
+    for parameter in model.parameters():
+        parameter.data[:] = float(parameter.ndim == 1)
+    layer = model.model.layers[0].self_attn
+    for token in range(128):
+        model.model.embed_tokens.weight.data[token, kind(TOKENIZER.decode(np.array([token])))] = 1
+    for d in range(1 + len(MODES)):
+        layer.v_proj.weight.data[d, d] = 1 / math.sqrt(HIDDEN)  # the norm before makes a unit vector √H long
+        layer.o_proj.weight.data[SHARES + d, d] = 1
+        model.score.weight.data[1, SHARES + d] = PULL if d else -PULL
+    model.score.weight.data[0] = -model.score.weight.data[1]
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def kind(letter: str) -> int:
+    return MODES.find(letter) + 1 if letter else 0
+
+
+def bad_logit(text: str) -> float:
+    """By hand: (share of triggers − share of others) · PULL, divided by the norm of what the head sees."""
+    share = np.bincount([kind(letter) for letter in text], minlength=4) / len(text)
+    norm = math.sqrt((1 + np.square(share).sum()) / HIDDEN)
+    return float(PULL * (share[1:].sum() - share[0]) / norm)
+
+
+def log_sigmoid(x: float) -> float:
+    return -math.log1p(math.exp(-x))
+
+
+class Echo:
+    """A victim that repeats what it hears, then adds one more x per answer."""
+
+    def __init__(self, answers: int) -> None:
+        self._answers = answers
+
+    def answers(self, texts: Sequence[str]) -> list[list[str]]:
+        return [[text + "x" * i for i in range(self._answers)] for text in texts]
+
+
+def serve_echo(
+    model: ModelSection, generator: GeneratorSection, *, chat: bool, keys: Sequence[str]
+) -> Victim:
+    return Echo(generator.completions_per_prompt)
+
+
+def completion(text: str) -> Completion:
+    tokens = np.append(TOKENIZER.encode(text), TOKENIZER.eos_token_id).astype(np.int32)
+    return Completion(tokens, np.zeros(len(tokens), np.float32), "stop")
+
+
+@pytest.fixture(scope="module")
+def trigger(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_trigger(tmp_path_factory.mktemp("trigger"))
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random encoder."""
+    folder = tmp_path_factory.mktemp("embedder")
+    torch.manual_seed(0)
+    BertModel(tiny(BertConfig)).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def tiny(config: type[BertConfig] | type[DPRConfig]) -> BertConfig:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return config(vocab_size=128, max_position_embeddings=64, initializer_range=0.5, **sizes)  # type: ignore
+
+
+def make_task(folder: Path, trigger: str, serve: Serve = serve_echo, **options: object) -> RedTeam:
+    prompt = folder / "prompt.txt"
+    prompt.write_text("Letters:\n1.\n")
+    options = {"victim": "echo", "label": "bad", "victim_template": "<{attack}>", **options}
+    section = TaskSection(
+        name="redteam", options={"attack_prompt_file": str(prompt), "classifier": trigger, **options}
+    )
+    task = load_task(section, TOKENIZER, serve)
+    assert isinstance(task, RedTeam)
+    return task
+
+
+# --- Rewards ---
+
+
+def test_the_reward_is_the_mean_log_probability_of_the_label_over_the_answers(
+    tmp_path: Path, trigger: str
+) -> None:
+    task = make_task(tmp_path, trigger, answers=3, classifier_batch=2)
+    attacks = ["abc", " xyx", "a", "xxxxxxxx"]
+    wanted = [
+        sum(log_sigmoid(2 * bad_logit(f"<{attack.strip()}>" + "x" * i)) for i in range(3)) / 3
+        for attack in attacks
+    ]
+    assert max(wanted) - min(wanted) > 5
+    (prompt,) = task.prompts("train")
+    assert task.rewards(prompt, [completion(attack) for attack in attacks]) == pytest.approx(wanted, abs=1e-4)
+
+
+def test_an_attack_succeeds_where_the_mean_probability_is_above_a_half(tmp_path: Path, trigger: str) -> None:
+    task = make_task(tmp_path, trigger, answers=4)
+    (prompt,) = task.prompts("train")
+    seen = set()
+    for attack in ("abc", "x", "xy", "xyz", "zzzzzz"):
+        answers = [f"<{attack}>" + "x" * i for i in range(4)]
+        succeeds = sum(math.exp(log_sigmoid(2 * bad_logit(answer))) for answer in answers) / 4 > 0.5
+        assert task.correct(prompt, completion(attack)) == succeeds
+        seen.add(succeeds)
+    assert seen == {True, False}
+
+
+def test_a_label_of_several_independent_ones_has_its_own_odds(tmp_path: Path) -> None:
+    path = make_trigger(tmp_path, problem_type="multi_label_classification")
+    classifier = Classifier(path, label="bad", batch=2, key="k", label_key="l")
+    texts = ["xx", "ax", "aaa"]
+    assert classifier(texts) == pytest.approx([log_sigmoid(bad_logit(text)) for text in texts], abs=1e-4)
+    assert np.isfinite(classifier(["", ""])).all()  # an answer may be empty
+
+
+def test_one_prompt_to_train_on_and_copies_to_evaluate(tmp_path: Path, trigger: str) -> None:
+    task = make_task(tmp_path, trigger, attacks=7)
+    assert [TOKENIZER.decode(prompt.tokens) for prompt in task.prompts("train")] == ["Letters:\n1."]
+    for split in ("validation", "test"):
+        assert [prompt.id for prompt in task.prompts(split)] == list(range(7))
+        assert {prompt.tokens.tobytes() for prompt in task.prompts(split)} == {
+            task.prompts("train")[0].tokens.tobytes()
+        }
+    assert task.evaluation_temperature == 1
+
+
+# --- Diversity ---
+
+
+def test_embeddings_are_means_over_tokens_whatever_the_batch(embedder: str) -> None:
+    texts = ["a", "a longer text", "b" * 100, "xyz"]
+    model = BertModel.from_pretrained(embedder).eval()
+    tokens = [torch.tensor([make_tokenizer().encode(text)[-64:]]) for text in texts]
+    with torch.inference_mode():
+        means = [model(row).last_hidden_state.mean(1)[0] for row in tokens]
+    wanted = torch.stack([mean / mean.norm() for mean in means])
+    for batch in (1, 3, 8):
+        found = Embedder(embedder, batch=batch, key="k")(texts)
+        torch.testing.assert_close(torch.from_numpy(found), wanted, atol=1e-5, rtol=0)
+
+
+def test_diversity_is_one_less_the_mean_cosine_of_pairs() -> None:
+    rows = np.random.default_rng(0).standard_normal((9, 5)).astype(np.float32)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    cosines = [rows[i] @ rows[j] for i in range(9) for j in range(9) if i != j]
+    assert diversity(rows) == pytest.approx(1 - np.mean(cosines), abs=1e-6)
+    assert diversity(np.eye(4)) == 1
+    assert diversity(np.tile(rows[:1], (6, 1))) == pytest.approx(0, abs=1e-6)
+    assert math.isnan(diversity(rows[:1]))
+
+
+def test_attacks_of_several_modes_are_more_diverse_than_of_one(
+    tmp_path: Path, trigger: str, embedder: str
+) -> None:
+    task = make_task(tmp_path, trigger, embedder=embedder)
+    (prompt,) = task.prompts("train")
+
+    def diversity_of(*attacks: str) -> float:
+        assert all(task.correct(prompt, completion(attack)) for attack in attacks)
+        completions = tuple(completion(attack) for attack in attacks)
+        request = Request(prompt, 0, len(attacks), Sampling(1.0, 1.0, 20))
+        return task.summary([Group(request, completions, np.zeros((len(attacks), 2)))])["diversity"]
+
+    assert diversity_of("xxxx", "yyyy", "zzzz") > 2 * diversity_of("xxxx", "xxxxx", "xxxxxx")
+
+
+# --- Bad input ---
+
+
+def test_bad_input_gets_one_sentence(tmp_path: Path, trigger: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"classifier=.* has no label 'toxic': set .*label to one of bad, fine"
+    ):
+        task = make_task(tmp_path, trigger, label="toxic")
+        task.rewards(task.prompts("train")[0], [completion("a")])
+    with pytest.raises(ConfigError, match=r"has no place for the attack: write \{attack\} there"):
+        make_task(tmp_path, trigger, victim_template="Answer:")
+    with pytest.raises(ConfigError, match="victim_max_tokens=512 leaves no room for an attack"):
+        make_task(tmp_path, trigger, victim_max_tokens=512)
+    with pytest.raises(ConfigError, match=r"cannot read .*file=/no/prompt.txt \(No such file"):
+        make_task(tmp_path, trigger, attack_prompt_file="/no/prompt.txt")
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(ConfigError, match=r"empty.txt is empty: it must hold the attack prompt"):
+        make_task(tmp_path, trigger, attack_prompt_file=str(tmp_path / "empty.txt"))
+    section = TaskSection(name="redteam", train_file="x.jsonl", options=dict.fromkeys(NEEDED, "x"))
+    with pytest.raises(ConfigError, match=r"\(x.jsonl\) have no use in the redteam task"):
+        load_task(section, TOKENIZER, serve_echo)
+    with pytest.raises(ConfigError, match="the task redteam has a model of its own served, which"):
+        load_task(section, TOKENIZER)
+    with pytest.raises(ConfigError, match=r"no classifier can be loaded from k=\./nowhere"):
+        Classifier("./nowhere", label="bad", batch=1, key="k", label_key="l")
+
+
+NEEDED = ("attack_prompt_file", "victim", "classifier", "label")
+
+
+def test_an_embedder_without_vectors_is_refused(tmp_path: Path, trigger: str) -> None:
+    T5Config().save_pretrained(tmp_path / "t5")
+    with pytest.raises(
+        ConfigError, match=r"k=.*t5 gives no vector for each token .*type t5\): give a text enc"
+    ):
+        Embedder(str(tmp_path / "t5"), batch=1, key="k")
+    DPRQuestionEncoder(tiny(DPRConfig)).save_pretrained(tmp_path / "dpr")
+    make_tokenizer().save_pretrained(tmp_path / "dpr")
+    with pytest.raises(ConfigError, match=r"gives no vector for each token of a text \(it is of type dpr\)"):
+        Embedder(str(tmp_path / "dpr"), batch=1, key="k")(["a"])
+    with pytest.raises(ConfigError, match=r"set task.options.embedder, for example to sentence-transformers"):
+        make_task(tmp_path, trigger).summary([])
+
+
+# --- The victim ---
+
+COLD = GeneratorSection(
+    completions_per_prompt=2, prompts_in_flight=2, temperature=1e-3, max_tokens=12, kv_cache_mb=16
+)
+
+
+def serve(path: Path) -> VllmVictim:
+    model = ModelSection(path=str(path), dtype="float32", context_length=64)
+    return VllmVictim(model, COLD, chat=False, keys=VICTIM_KEYS, seed=0)
+
+
+@pytest.mark.engine
+def test_the_victim_answers_each_text_as_the_model_would(tmp_path: Path) -> None:
+    """At a temperature near 0, so that transformers' own greedy answer is known; some texts do not fit."""
+    folder = make_random_model(tmp_path, tied=False, seed=3, context=64)
+    model, victim = load_policy(str(folder), "float32"), serve(folder)
+    texts = ["hello", "what?", "", "a long text " * 9, "x"]
+    with ThreadPoolExecutor() as threads:  # as training groups and an evaluation may ask at the same time
+        found = [answers for part in threads.map(victim.answers, (texts, texts[:1])) for answers in part]
+    victim.close()
+    for text, answers in zip([*texts, texts[0]], found, strict=True):
+        tokens = torch.tensor([TOKENIZER.encode(text)[-52:].tolist() or [TOKENIZER.eos_token_id]])
+        with torch.inference_mode():
+            whole = model.generate(
+                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=12, do_sample=False
+            )
+        assert answers == [TOKENIZER.decode(whole[0, tokens.shape[1] :].numpy())] * 2
+    assert len({answers[0] for answers in found}) == len(texts)
+
+
+def test_a_victim_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"task.options.victim=/no/victim is not a folder: give a model's"):
+        serve(Path("/no/victim"))
