@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated
 
+import numpy as np
 from pydantic import Field
 
 from tba_hpc.ports import Tokenizer
@@ -29,6 +30,8 @@ ROW = "a JSON object with the texts 'query' and 'reference_response'"
 
 class TLDR:
     """Reward: the reward model's, less ``eos_penalty`` for a completion that did not end by itself."""
+
+    score_name = "win rate"
 
     def __init__(
         self,
@@ -71,13 +74,15 @@ class TLDR:
             for reward, completion in zip(self._reward_model(texts), completions, strict=True)
         ]
 
-    def correct(self, prompt: Prompt, completion: Completion) -> bool:
-        """Whether the gold model likes it better than the person's summary."""
-        gold = self._gold_model
-        mine = self._text(gold, prompt, completion)
-        theirs = f"{self._tokenizer.decode(prompt.tokens)}{prompt.target}{gold.eos_token}"
-        reward, wanted = gold([mine, theirs])
-        return reward > wanted
+    def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
+        """Whether the gold model likes each better than the person's summary of the same post."""
+        gold, answers = self._gold_model, list(zip(prompts, completions, strict=True))
+        mine = [self._text(gold, prompt, completion) for prompt, completion in answers]
+        theirs = [
+            f"{self._tokenizer.decode(prompt.tokens)}{prompt.target}{gold.eos_token}" for prompt in prompts
+        ]
+        rewards, wanted = np.split(np.array(gold([*mine, *theirs])), 2)
+        return [bool(better) for better in rewards > wanted]
 
     @cached_property
     def _reward_model(self) -> RewardModel:
