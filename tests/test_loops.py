@@ -454,7 +454,7 @@ class Judge(TabularTask):
         self.asked.append(len(prompts))
         self.at_work.set()
         assert self.go.wait(20)
-        return super().correct(prompts, completions)
+        return TabularTask(TABLE).correct(prompts, completions)
 
 
 def answers(split: Split, version: int, prompts: Sequence[Prompt]) -> list[Group]:
@@ -486,8 +486,8 @@ def test_answers_are_judged_in_batches_and_training_groups_have_their_turn(tmp_p
         judged += scorer.judged()
         time.sleep(0.001)
     scorer.close()
-    prompts = len(judge.prompts("test"))
-    assert judge.asked[: prompts + 2] == [1, *["rewards"] * prompts, ANSWERS_AT_ONCE]
+    groups, rest = len(judge.prompts("train")), len(queued) - 1 - 2 * ANSWERS_AT_ONCE
+    assert judge.asked == [1, *["rewards"] * groups, ANSWERS_AT_ONCE, ANSWERS_AT_ONCE, rest]
     assert [one.answer for one in judged] == queued
 
 

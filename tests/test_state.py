@@ -1,6 +1,7 @@
 """The run directory: what may be resumed, what counts as a checkpoint, which prompts are dealt."""
 
 import itertools
+import math
 import os
 import signal
 import stat
