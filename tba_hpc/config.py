@@ -274,13 +274,13 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
         raise ConfigError(
             f"{path} must hold sections such as 'model:' and 'train:', not a {type(tree).__name__}"
         )
+    return parse_config(tree, overrides)
+
+
+def parse_config(tree: dict[str, Any], overrides: list[str] | None = None) -> Config:
+    """Validate a tree of plain values, after ``overrides`` to it. Raises ConfigError."""
     for override in overrides or []:
         _override(tree, override)
-    return parse_config(tree)
-
-
-def parse_config(tree: dict[str, Any]) -> Config:
-    """Validate a tree of plain values. Raises ConfigError."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:

@@ -141,9 +141,13 @@ class Scorer:
         completions = [completion for answer in answers for completion in answer.completions]
         correct = self._task.correct(prompts, completions)
         return [
-            Judged(answer, right, float(self._reference.logprobs(answer)[0].sum(dtype=np.float64)))
+            Judged(answer, right, self._ref_logprob(answer))
             for answer, right in zip(answers, correct, strict=True)
         ]
+
+    def _ref_logprob(self, answer: Group) -> float | None:
+        (logprob_T,) = self._reference.logprobs(answer)
+        return float(logprob_T.sum(dtype=np.float64))
 
     def _seal(self) -> Scored:
         """Acknowledge what is scored: durable on disk before anybody hears of it."""

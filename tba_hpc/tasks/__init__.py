@@ -33,19 +33,26 @@ CONTRACT = frozenset(("tokenizer", "train_file", "test_file"))
 
 
 def load_task(config: TaskSection, tokenizer: Tokenizer) -> Task:
-    """The task that ``config`` names, with its options, encoding with ``tokenizer``.
-
-    Raises ConfigError with one sentence: unknown task; unknown, ill-typed or missing option; missing
-    or ill-formed file; no training problem.
-    """
-    task_class = _find(config.name)
-    _check_options(config.options, task_class, config.name)
-    files = {"train_file": config.train_file, "test_file": config.test_file}
-    task: Task = task_class(tokenizer, **files, **config.options)
+    """As ``make_task``, to train on: raises ConfigError, too, where there is no training problem."""
+    task = make_task(config, tokenizer)
     if not task.prompts("train"):
         raise ConfigError(
             f"the task {config.name} has no training problem: check task.train_file and task.options"
         )
+    return task
+
+
+def make_task(config: TaskSection, tokenizer: Tokenizer) -> Task:
+    """The task that ``config`` names, with its options, encoding with ``tokenizer``.
+
+    Raises ConfigError with one sentence: unknown task; unknown, ill-typed or missing option; a file that has
+    no use. Files are read when prompts are asked for, and may be missing or ill-formed then.
+    """
+    task_class = _find(config.name)
+    _check_options(config.options, task_class, config.name)
+    task: Task = task_class(
+        tokenizer, train_file=config.train_file, test_file=config.test_file, **config.options
+    )
     return task
 
 
