@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from recorded import new_run
+from tiny_models import make_random_model
 from transformers import AutoModelForCausalLM
 
 from tba_hpc.backends.hf_model import load_tokenizer
@@ -81,9 +82,8 @@ def test_figures_are_those_of_transformers(model: Path, capsys: pytest.CaptureFi
     assert found["greedy"]["scores"]["pass@1"]["value"] == right / 24
     assert found["greedy"]["tokens"] == sum(len(answer.tokens) for answer in answers) / 24
     assert found["greedy"]["truncated_share"] == sum(a.finish_reason == "length" for a in answers) / 24
-    assert found["greedy"]["perplexity"] == pytest.approx(
-        math.exp(-np.concatenate(logprobs).mean()), rel=1e-4
-    )
+    perplexity = math.exp(-np.concatenate(logprobs).mean())
+    assert found["greedy"]["perplexity"] == pytest.approx(perplexity, rel=1e-4)
     scores = [found["sampled"]["scores"][name]["value"] for name in ("pass@1", "pass@2", "pass@4")]
     assert scores == sorted(scores) and found["sampled"]["samples"] == 4
     assert found["sampled"]["perplexity"] > found["greedy"]["perplexity"]
@@ -143,10 +143,12 @@ def test_bad_input_gets_one_sentence(words: list[str], sentence: str, tmp_path: 
         raise ConfigError(done.stderr)
 
 
-@pytest.mark.engine
-def test_an_empty_split_and_another_vocabulary_get_one_sentence(model: Path, tmp_path: Path) -> None:
-
-    settings = ["task.options.validation_problems=0", "model.dtype=float32"]
-    empty = find_target(str(model), config=None, task="arithmetic", overrides=settings, reference=None)
+def test_an_empty_split_and_another_vocabulary_get_one_sentence(tmp_path: Path) -> None:
+    """Before any engine is started."""
+    one, other = (make_random_model(tmp_path / f"{size}", tied=True, vocab=size) for size in (128, 160))
+    settings = ["task.options.validation_problems=0"]
+    target = find_target(str(one), config=None, task="arithmetic", overrides=settings, reference=str(other))
     with pytest.raises(ConfigError, match="the task arithmetic has no prompt in its validation split"):
-        measure(empty, split="validation")
+        measure(target, split="validation")
+    with pytest.raises(ConfigError, match=r"has 128 tokens and .* has 160 tokens: name a model of the same"):
+        measure(target, split="test")

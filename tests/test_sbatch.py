@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tba_hpc.config import parse_config
+from tba_hpc.config import load_config, parse_config
 from tba_hpc.launch.plan import Site, load_site, plan
 from tba_hpc.launch.sbatch import Job, batch_script
 
@@ -53,9 +53,31 @@ def test_scripts_are_as_accepted(site: str, form: str) -> None:
     )
 
 
-@pytest.mark.parametrize("path", [*sorted(GOLDEN.glob("*.sbatch")), LIBRARY], ids=lambda path: path.name)
+SHIPPED = sorted((REPOSITORY / "slurm").glob("*.sbatch"))
+
+
+@pytest.mark.parametrize(
+    "path", [*sorted(GOLDEN.glob("*.sbatch")), *SHIPPED, LIBRARY], ids=lambda path: path.name
+)
 def test_bash_can_read_it(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def test_the_twin_of_the_script_for_mathematics_asks_for_the_same_and_hands_over_its_config(
+    tmp_path: Path,
+) -> None:
+    math, tldr = (REPOSITORY / f"slurm/tba_{task}.sbatch" for task in ("math", "tldr"))
+    asked = [
+        [line for line in path.read_text().splitlines() if line.startswith(("#SBATCH", "##SBATCH"))]
+        for path in (math, tldr)
+    ]
+    assert asked[1] == [line.replace("tba-math", "tba-tldr") for line in asked[0]]
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm/tba_math.sbatch").write_text('echo "$CONFIG"')
+    folder = {"SLURM_SUBMIT_DIR": str(tmp_path)}
+    config = _bash(f"bash {tldr}", **folder).strip()
+    assert load_config(REPOSITORY / config).task.name == "tldr"
+    assert _bash(f"bash {tldr}", CONFIG="my.yaml", **folder) == "my.yaml\n"
 
 
 def test_directives_come_before_the_first_command() -> None:
