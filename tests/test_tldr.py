@@ -106,7 +106,9 @@ def test_a_win_is_a_higher_gold_reward_than_the_persons_summary(
         for i, text in enumerate(texts)
     ]
     assert set(wins) == {True, False}
-    assert task.correct(task.prompts("test"), [completion(tokenizer, text) for text in texts]) == wins
+    answers = [completion(tokenizer, text) for text in texts]
+    assert task.correct(task.prompts("test"), answers) == wins
+    assert task.correct([*task.prompts("test")] * 2, answers * 2) == wins * 2
 
 
 def test_splits_of_local_files(reward_path: str, tokenizer: HfTokenizer, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated
 
-import numpy as np
 from pydantic import Field
 
 from tba_hpc.ports import Tokenizer
@@ -56,6 +55,7 @@ class TLDR:
         self._batch = batch
         self._validation_posts = validation_posts
         self._prompts: dict[Split, tuple[Prompt, ...]] = {}
+        self._wanted: dict[str, float] = {}  # gold rewards of people's summaries, by post and summary
 
     def prompts(self, split: Split) -> tuple[Prompt, ...]:
         """All posts of a split; ``target`` is the person's summary. Raises ConfigError."""
@@ -75,14 +75,19 @@ class TLDR:
         ]
 
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
-        """Whether the gold model likes each better than the person's summary of the same post."""
-        gold, answers = self._gold_model, list(zip(prompts, completions, strict=True))
+        """Whether the gold model likes each better than the person's summary of the same post.
+
+        A person's summary is judged once.
+        """
+        gold, known, answers = self._gold_model, self._wanted, zip(prompts, completions, strict=True)
         mine = [self._text(gold, prompt, completion) for prompt, completion in answers]
         theirs = [
             f"{self._tokenizer.decode(prompt.tokens)}{prompt.target}{gold.eos_token}" for prompt in prompts
         ]
-        rewards, wanted = np.split(np.array(gold([*mine, *theirs])), 2)
-        return [bool(better) for better in rewards > wanted]
+        new = list(dict.fromkeys(text for text in theirs if text not in known))
+        rewards = gold([*mine, *new])
+        known.update(zip(new, rewards[len(mine) :], strict=True))
+        return [reward > known[text] for reward, text in zip(rewards[: len(mine)], theirs, strict=True)]
 
     @cached_property
     def _reward_model(self) -> RewardModel:
