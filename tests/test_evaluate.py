@@ -14,7 +14,7 @@ import pytest
 import torch
 from recorded import new_run
 from tiny_models import make_random_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tba_hpc.backends.hf_model import load_tokenizer
 from tba_hpc.config import ConfigError
@@ -76,22 +76,22 @@ def test_figures_are_those_of_transformers(model: Path, capsys: pytest.CaptureFi
 
     task = Arithmetic(load_tokenizer(str(model)))
     prompts = task.prompts("validation")[:24]
-    answers, logprobs = zip(*(_greedy(model, prompt.tokens, 40) for prompt in prompts), strict=True)
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    answers, logprobs = zip(*(_greedy(policy, prompt.tokens, 40) for prompt in prompts), strict=True)
     right = sum(task.correct(prompts, answers))
     assert (found["score_name"], found["prompts"], found["task"]) == ("pass@1", 24, "arithmetic")
-    assert found["greedy"]["scores"]["pass@1"]["value"] == right / 24
-    assert found["greedy"]["tokens"] == sum(len(answer.tokens) for answer in answers) / 24
-    assert found["greedy"]["truncated_share"] == sum(a.finish_reason == "length" for a in answers) / 24
+    assert found["single"]["scores"]["pass@1"]["value"] == right / 24
+    assert found["single"]["tokens"] == sum(len(answer.tokens) for answer in answers) / 24
+    assert found["single"]["truncated_share"] == sum(a.finish_reason == "length" for a in answers) / 24
     perplexity = math.exp(-np.concatenate(logprobs).mean())
-    assert found["greedy"]["perplexity"] == pytest.approx(perplexity, rel=1e-4)
+    assert found["single"]["perplexity"] == pytest.approx(perplexity, rel=1e-4)
     scores = [found["sampled"]["scores"][name]["value"] for name in ("pass@1", "pass@2", "pass@4")]
     assert scores == sorted(scores) and found["sampled"]["samples"] == 4
-    assert found["sampled"]["perplexity"] > found["greedy"]["perplexity"]
+    assert found["sampled"]["perplexity"] > found["single"]["perplexity"]
 
 
-def _greedy(model: Path, prompt: np.ndarray, max_tokens: int) -> tuple[Completion, np.ndarray]:
+def _greedy(policy: PreTrainedModel, prompt: np.ndarray, max_tokens: int) -> tuple[Completion, np.ndarray]:
     """A greedy answer, and the log-probabilities of its tokens."""
-    policy = AutoModelForCausalLM.from_pretrained(model)
     with torch.inference_mode():
         tokens = policy.generate(
             torch.tensor(prompt, dtype=torch.long)[None],

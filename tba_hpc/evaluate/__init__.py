@@ -25,7 +25,7 @@ def print_result(result: Result, *, as_json: bool = False) -> None:
     asked = f"{result.task}, {result.split} split, {result.prompts:,} prompts"
     print_values({"model": result.model, "reference": result.reference, "task": asked})
     print()
-    decodings = [decoding for decoding in (result.greedy, result.sampled) if decoding]
+    decodings = [decoding for decoding in (result.single, result.sampled) if decoding]
     print_rows([row for decoding in decodings for row in _rows(decoding)])
 
 

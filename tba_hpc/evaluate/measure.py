@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from rich.console import Console
@@ -33,6 +34,8 @@ ENVIRONMENT = {
 AHEAD = 2
 """Completions given to the engine, per one that it decodes."""
 
+Scores = Mapping[str, Estimate]
+
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
@@ -45,7 +48,7 @@ class Decoding:
 
     temperature: float
     samples: int
-    scores: Mapping[str, Estimate]
+    scores: Scores
     truncated_share: float
     tokens: float
     perplexity: float | None
@@ -54,7 +57,11 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What an evaluation came to. sampled: None where only greedy decoding was asked for."""
+    """What an evaluation came to.
+
+    single: one completion per prompt, as in the evaluations of a run · sampled: several; None where none were
+    asked for.
+    """
 
     model: str
     reference: str | None
@@ -62,7 +69,7 @@ class Result:
     split: Split
     prompts: int
     score_name: str
-    greedy: Decoding
+    single: Decoding
     sampled: Decoding | None
 
 
@@ -74,8 +81,9 @@ def measure(
     temperature: float | None = None,
     limit: int | None = None,
 ) -> Result:
-    """Evaluate greedily, and by ``samples`` completions per prompt at ``temperature`` where there are any.
+    """Evaluate as a run does, greedily unless the task has an evaluation_temperature; and by ``samples``
 
+    completions per prompt at ``temperature`` where there are any.
     temperature: None takes the config's · limit: prompts used, None: all. Raises ConfigError with one
     sentence (no such model, an empty split, prompts too long), EngineError where the engine keeps dying.
     """
@@ -87,12 +95,11 @@ def measure(
     task = make_task(config.task, load_tokenizer(config.model.path))
     prompts = _prompts(task, config.task.name, split, limit)
     _require_same_vocabulary(target)
-    greedy = Sampling(0.0, 1.0, section.max_tokens)
+    single = Sampling(float(getattr(task, "evaluation_temperature", 0.0)), 1.0, section.max_tokens)
     sampled = Sampling(temperature or section.temperature, section.top_p, section.max_tokens)
-    wanted = [(prompt, 1, greedy) for prompt in prompts]
+    wanted = [(prompt, 1, single) for prompt in prompts]
     wanted += [(prompt, samples, sampled) for prompt in prompts if samples]
-    requests = [Request(prompt, place, n, how, split) for place, (prompt, n, how) in enumerate(wanted)]
-    groups = _generate(config, requests)
+    groups = _generate(config, [Request(p, i, n, how, split) for i, (p, n, how) in enumerate(wanted)])
     reference = _load_reference(config, target.reference) if target.reference else None
     return Result(
         model=config.model.path,
@@ -101,8 +108,8 @@ def measure(
         split=split,
         prompts=len(prompts),
         score_name=score_name(task),
-        greedy=_assess(task, reference, groups[: len(prompts)]),
-        sampled=_assess(task, reference, groups[len(prompts) :]) if samples else None,
+        single=_assess(task, reference, groups[: len(prompts)], partial(_share, score_name(task))),
+        sampled=_assess(task, reference, groups[len(prompts) :], _passes) if samples else None,
     )
 
 
@@ -142,24 +149,34 @@ def _submit(generator: Generator, request: Request) -> None:
         raise ConfigError(str(error)) from None
 
 
-def _assess(task: Task, reference: Reference | None, groups: Sequence[Group]) -> Decoding:
-    """All figures of one way of decoding."""
+def _assess(
+    task: Task,
+    reference: Reference | None,
+    groups: Sequence[Group],
+    scores_of: Callable[[np.ndarray], Scores],
+) -> Decoding:
+    """All figures of one way of decoding. scores_of: takes what is correct, bool [P prompts, N of each]."""
     first, completions = groups[0].request, [c for group in groups for c in group.completions]
     prompts = [group.request.prompt for group in groups for _ in group.completions]
     correct_PN = np.reshape(task.correct(prompts, completions), (len(groups), first.n))
-    if first.sampling.temperature:
-        scores = {f"pass@{k}": found for k, found in passes(correct_PN.sum(1).tolist(), first.n).items()}
-    else:
-        scores = {score_name(task): wilson(int(correct_PN.sum()), correct_PN.size)}
     return Decoding(
         temperature=first.sampling.temperature,
         samples=first.n,
-        scores=scores,
+        scores=scores_of(correct_PN),
         truncated_share=sum(c.finish_reason == "length" for c in completions) / len(completions),
         tokens=sum(len(c.tokens) for c in completions) / len(completions),
         perplexity=_perplexity(reference, groups) if reference else None,
         summary=dict(task.summary(groups)) if isinstance(task, Summarising) else {},
     )
+
+
+def _share(name: str, correct_P1: np.ndarray) -> Scores:
+    return {name: wilson(int(correct_P1.sum()), correct_P1.size)}
+
+
+def _passes(correct_PN: np.ndarray) -> Scores:
+    found = passes(correct_PN.sum(1).tolist(), correct_PN.shape[1])
+    return {f"pass@{k}": estimate for k, estimate in found.items()}
 
 
 def _perplexity(reference: Reference, groups: Sequence[Group]) -> float:
