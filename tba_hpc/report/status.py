@@ -293,4 +293,4 @@ def print_status(
     console, now = console or Console(), standing(view)
     for title, value in {**heading(view, now), **cells(view), **facts(view, now)}.items():
         # As long as it is: a path or a command that was broken into lines cannot be copied.
-        console.print(Text.assemble((f"{title:<13}", "dim"), value), soft_wrap=True)
+        console.print(Text.assemble((f"{title:<12} ", "dim"), value), soft_wrap=True)
