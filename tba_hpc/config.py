@@ -187,7 +187,7 @@ class CheckpointSection(Section):
 
 class EvaluateSection(Section):
     every: int = Field(50, ge=1)
-    """Optimizer steps between evaluations on the validation split (greedy pass@1)."""
+    """Optimizer steps between evaluations on the validation split."""
     validation_prompts: int = Field(128, ge=0)
     """Prompts of the validation split used for these; 0: none."""
     test_prompts: int | None = Field(None, ge=1)
