@@ -1,4 +1,4 @@
-"""The command ``tba``: run, the two roles, report. It imports nothing heavy until a role starts.
+"""The command ``tba``: run, the two roles, report, evaluate. It imports nothing heavy until a role starts.
 
 An error that the user can mend is one sentence on stderr and exit status 2; the ranks leave theirs in
 the logs of the attempt, where ``tba run`` finds it.
@@ -18,12 +18,12 @@ from rich.console import Console
 
 from tba_hpc.config import Config, ConfigError, dump_config, load_config, require_files
 from tba_hpc.launch import local
-from tba_hpc.ports import ExchangeError
+from tba_hpc.ports import EngineError, ExchangeError
 from tba_hpc.report.status import follow, print_status
 from tba_hpc.report.summary import summarise
 from tba_hpc.report.tables import print_summary
 from tba_hpc.state import DiskFullError, RunDir, StateError, log_event
-from tba_hpc.types import Role
+from tba_hpc.types import Role, Split
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -183,6 +183,33 @@ def audit(run: RunPath, as_json: AsJson = False) -> None:
     raise typer.Exit(int(not verdict.clean))
 
 
+@app.command()
+def evaluate(
+    what: Annotated[
+        str, typer.Argument(metavar="RUN|MODEL", help="A finished run, a model's folder or name.")
+    ],
+    config: Annotated[Path | None, typer.Option(help="Of a MODEL: the config with its task.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Of a MODEL: its task, with --set for its options.")
+    ] = None,
+    overrides: Overrides = None,
+    split: Annotated[Split, typer.Option(help="Which prompts.")] = "test",
+    samples: Annotated[
+        int, typer.Option(min=0, help="Completions per prompt for pass@k; 0: greedy only.")
+    ] = 0,
+    temperature: Annotated[float | None, typer.Option(min=1e-3, help="Of these; none: as trained.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use so many prompts; none: all.")] = None,
+    reference: Annotated[str | None, typer.Option(help="Measure perplexity under this model.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how good a model is at a task, with confidence intervals, and how far from the reference."""
+    from tba_hpc.evaluate import find_target, measure, print_result
+
+    target = find_target(what, config=config, task=task, overrides=overrides or [], reference=reference)
+    result = measure(target, split=split, samples=samples, temperature=temperature, limit=limit)
+    print_result(result, as_json=as_json)
+
+
 def _resolve(path: Path, overrides: list[str]) -> Config:
     """The config of a file, or the frozen one of a run directory; local files it names must exist."""
     config = load_config(RunDir.open(path).config_file if path.is_dir() else path, overrides)
@@ -209,6 +236,6 @@ def main() -> None:
     """Entry point: print a user's error as one sentence."""
     try:
         app()
-    except (ConfigError, StateError, DiskFullError, local.LaunchError) as error:
+    except (ConfigError, StateError, DiskFullError, EngineError, local.LaunchError) as error:
         print(f"tba: {error}", file=sys.stderr)
         sys.exit(local.USER_ERROR)

@@ -223,7 +223,7 @@ class CheckpointSection(Section):
 
 class EvaluateSection(Section):
     every: int = Field(50, ge=1)
-    """Optimizer steps between evaluations on the validation split (greedy pass@1)."""
+    """Optimizer steps between evaluations on the validation split."""
     validation_prompts: int = Field(128, ge=0)
     """Prompts of the validation split used for these; 0: none."""
     test_prompts: int | None = Field(None, ge=1)
@@ -311,13 +311,13 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
         raise ConfigError(
             f"{path} must hold sections such as 'model:' and 'train:', not a {type(tree).__name__}"
         )
+    return parse_config(tree, overrides)
+
+
+def parse_config(tree: dict[str, Any], overrides: list[str] | None = None) -> Config:
+    """Validate a tree of plain values, after ``overrides`` to it. Raises ConfigError."""
     for override in overrides or []:
         _override(tree, override)
-    return parse_config(tree)
-
-
-def parse_config(tree: dict[str, Any]) -> Config:
-    """Validate a tree of plain values. Raises ConfigError."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:

@@ -1,17 +1,35 @@
-"""pass@1 of named weights, measured on the searchers' engines between the training completions.
+"""The task's score under named weights, measured on the searchers' engines between the training completions.
 
 Every searcher takes its share of the split (prompt i where i mod searchers is its place among them),
-decodes greedily, and returns its part of the result. It must not load newer weights while ``busy``.
+decodes greedily, and returns its part of the result once all its answers are judged. It must not know who
+judges them. Newer weights must not be loaded while it is ``busy``; judging may take longer than that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from tba_hpc.ports import Task
+from tba_hpc.ports import Task, evaluation_temperature, score_name
 from tba_hpc.state import Evaluation
-from tba_hpc.types import Group, Request, Sampling, Split
+from tba_hpc.types import Completion, Group, Request, Sampling, Split
+
+
+class Part(NamedTuple):
+    """What one searcher's answers came to: its place among those that evaluate, their number, the result."""
+
+    place: int
+    places: int
+    evaluation: Evaluation
+
+
+@dataclass(slots=True)
+class Share:
+    """An evaluation under way: the part so far, and the prompts whose answers are not judged yet, by id."""
+
+    part: Part
+    missing: set[int]
 
 
 class Evaluator:
@@ -20,8 +38,6 @@ class Evaluator:
     limits: prompts used per split (None: all). max_tokens: longest completion. last_step: of the run.
     """
 
-    share: tuple[int, int]
-    """Place among those that evaluate, and their number, in the evaluation started last."""
     ending = False
     """Whether the weights of the last step have come: their evaluation is all that is left to generate."""
 
@@ -36,34 +52,33 @@ class Evaluator:
         last_step: int,
     ) -> None:
         self._task = task
-        self._all = self.share = (searcher, searchers)
-        temperature = float(getattr(task, "evaluation_temperature", 0.0))
-        self._greedy = Sampling(temperature, top_p=1.0, max_tokens=max_tokens)
+        self._all = (searcher, searchers)
+        self._sampling = Sampling(evaluation_temperature(task), top_p=1.0, max_tokens=max_tokens)
         self._limits = limits
         self._last_step = last_step
         self._queue: list[Request] = []
-        self._waiting = 0
-        self._part: Evaluation | None = None
+        self._unanswered = 0
+        self._shares: dict[tuple[Split, int], Share] = {}
 
     @property
     def busy(self) -> bool:
-        """Whether an evaluation is under way."""
-        return self._part is not None
+        """Whether answers are still to be generated."""
+        return self._unanswered > 0
 
-    def start(self, split: Split, step: int, share: tuple[int, int] | None = None) -> Evaluation | None:
+    def start(self, split: Split, step: int, share: tuple[int, int] | None = None) -> Part | None:
         """Queue this searcher's share of ``split``; the finished part at once where that is empty.
 
         share: where it is not as configured, since some searchers have died.
         """
         assert not self.busy, "one evaluation at a time"
-        self.share, self.ending = share or self._all, step == self._last_step
-        place, places = self.share
+        self.ending = step == self._last_step
+        place, places = share or self._all
         prompts = self._task.prompts(split)[: self._limits[split]][place::places]
-        self._queue = [Request(prompt, prompt.id, 1, self._greedy, split) for prompt in reversed(prompts)]
-        self._waiting = len(self._queue)
-        part = Evaluation(split=split, step=step, correct=0, total=0, tokens=0, truncated=0)
-        self._part = part if self._queue else None
-        return None if self._queue else part
+        self._queue = [Request(prompt, prompt.id, 1, self._sampling, split) for prompt in reversed(prompts)]
+        self._unanswered = len(self._queue)
+        nothing = Part(place, places, self._evaluation(split, step, 0, 0.0))
+        self._shares[split, step] = Share(nothing, {prompt.id for prompt in prompts})
+        return None if prompts else self._shares.pop((split, step)).part
 
     def next_request(self) -> Request | None:
         """The next greedy request, if any is left."""
@@ -71,22 +86,37 @@ class Evaluator:
 
     def abandon(self) -> None:
         """Give up what is under way; answers that still come are not counted."""
-        self._queue, self._part = [], None
+        self._queue, self._unanswered, self._shares = [], 0, {}
 
-    def finish(self, group: Group) -> Evaluation | None:
-        """Count one answer; the whole part once the last has come."""
-        if self._part is None:
+    def note_answer(self) -> None:
+        """One more answer is generated."""
+        self._unanswered = max(0, self._unanswered - 1)
+
+    def count(self, answer: Group, correct: bool, ref_logprob: float | None) -> Part | None:
+        """Count one answer, judged, with log π_ref of it, nats; the whole part once all are.
+
+        The weights that generated it tell which evaluation it belongs to. Where that was begun anew, with
+        another share, an answer from before counts as well: it is the same, and counts once.
+        """
+        split, step, prompt = answer.request.split, int(answer.versions[0, 0]), answer.request.prompt.id
+        share = self._shares.get((split, step))
+        if share is None or prompt not in share.missing:
             return None
-        (completion,) = group.completions
-        self._part = replace(
-            self._part,
-            correct=self._part.correct + bool(self._task.correct(group.request.prompt, completion)),
-            total=self._part.total + 1,
-            tokens=self._part.tokens + len(completion.tokens),
-            truncated=self._part.truncated + (completion.finish_reason == "length"),
+        one = self._evaluation(split, step, int(correct), ref_logprob, *answer.completions)
+        share.part = share.part._replace(evaluation=share.part.evaluation + one)
+        share.missing.remove(prompt)
+        return None if share.missing else self._shares.pop((split, step)).part
+
+    def _evaluation(
+        self, split: Split, step: int, correct: int, ref_logprob: float | None, *completions: Completion
+    ) -> Evaluation:
+        return Evaluation(
+            split=split,
+            step=step,
+            correct=correct,
+            total=len(completions),
+            tokens=sum(len(completion.tokens) for completion in completions),
+            truncated=sum(completion.finish_reason == "length" for completion in completions),
+            ref_logprob=ref_logprob,
+            score_name=score_name(self._task),
         )
-        self._waiting -= 1
-        if self._waiting:
-            return None
-        part, self._part = self._part, None
-        return part

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from tba_hpc.types import (
     WeightLayout,
     WeightUpdate,
 )
+
+PASS_AT_1 = "pass@1"
+"""The score of a task with right and wrong answers."""
 
 
 class Tokenizer(Protocol):
@@ -48,8 +51,8 @@ class Tokenizer(Protocol):
 class Task(Protocol):
     """A set of prompts and the rewards of completions.
 
-    Optional besides: a class attribute ``evaluation_temperature``, where answers to evaluation prompts are
-    not to be greedy.
+    Optional besides: class attributes ``score_name`` and ``evaluation_temperature``, see the functions of these
+    names; a method, see ``Summarising``.
     """
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
@@ -58,8 +61,29 @@ class Task(Protocol):
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> Sequence[float]:
         """Rewards of sampled completions of one prompt. Called in one thread, not the main one."""
 
-    def correct(self, prompt: Prompt, completion: Completion) -> bool:
-        """Whether a greedy completion counts for pass@1."""
+    def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Sequence[bool]:
+        """Whether each completion, of the prompt beside it, counts for the task's score.
+
+        Several at once, so that a model may judge in batches. Called in the same thread as ``rewards``.
+        """
+
+
+@runtime_checkable
+class Summarising(Protocol):
+    """What a task may offer besides, for ``tba evaluate``: figures such as diversity, of many completions."""
+
+    def summary(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """Name → figure, over all completions of ``groups``."""
+
+
+def score_name(task: Task) -> str:
+    """What a task calls its score, the share of prompts answered correctly: pass@1 where it does not say."""
+    return str(getattr(task, "score_name", PASS_AT_1))
+
+
+def evaluation_temperature(task: Task) -> float:
+    """Temperature at which evaluation prompts are answered: 0, greedy, where the task does not say."""
+    return float(getattr(task, "evaluation_temperature", 0.0))
 
 
 class Victim(Protocol):

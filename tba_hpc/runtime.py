@@ -208,13 +208,12 @@ def search(run: RunDir, index: int | None) -> None:
             seal_seconds=config.exchange.seal_seconds,
         )
         with _led() as stop:
-            evaluator = _evaluator(config, task, seat.index)
             searcher = Searcher(
                 generator=generator,
                 scorer=scorer,
                 requests=training_requests(config, task, seat.index, ledger),
-                evaluator=evaluator,
-                report=lambda part: write_evaluation(run, *evaluator.share, part),
+                evaluator=_evaluator(config, task, seat.index),
+                report=partial(write_evaluation, run),
                 exchange=_open_searcher(run, config, seat),
                 metrics=metrics,
                 stop_asked=lambda: stop.is_set,

@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 BACKLOG = 8
 """Groups that may wait to be scored before ``finished`` waits for the oldest of them."""
 
+ANSWERS_AT_ONCE = 16
+"""Most evaluation answers judged together; training groups have their turn before the next ones."""
+
 
 class ShardSink(Protocol):
     """Where scored groups go; see backends.hdf5_shards.ShardWriter."""
@@ -56,8 +59,20 @@ class Scored:
     seal_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """An answer to an evaluation prompt, and whether it is correct.
+
+    ref_logprob: log π_ref of all its tokens together, nats; None without a reference model.
+    """
+
+    answer: Group
+    correct: bool
+    ref_logprob: float | None
+
+
 class Scorer:
-    """Scores groups into ``shards`` and seals what has waited for ``seal_seconds``."""
+    """Scores groups into ``shards``, seals what has waited for ``seal_seconds``; judges evaluations, too."""
 
     def __init__(self, task: Task, reference: Reference, shards: ShardSink, *, seal_seconds: float) -> None:
         self._task = task
@@ -66,9 +81,11 @@ class Scorer:
         self._seal_seconds = seal_seconds
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scorer")
         self._waiting: deque[Future[Scored]] = deque()
+        self._answers: deque[Group] = deque()
+        self._judging: Future[list[Judged]] | None = None
 
     def submit(self, group: Group) -> None:
-        """Queue a finished group."""
+        """Queue a finished training group."""
         self._do(lambda: self._score(group))
 
     def finished(self) -> list[Scored]:
@@ -77,8 +94,21 @@ class Scorer:
             self._do(self._seal)
         return self._take(lambda: self._waiting[0].done() or len(self._waiting) > BACKLOG)
 
+    def judge(self, answer: Group) -> None:
+        """Queue an answer to an evaluation prompt: a group of one completion."""
+        self._answers.append(answer)
+
+    def judged(self) -> list[Judged]:
+        """Answers judged since the last call, in order. Never waits; those that have queued are next."""
+        if self._judging is not None and not self._judging.done():
+            return []
+        results = self._judging.result() if self._judging else []
+        batch = [self._answers.popleft() for _ in range(min(len(self._answers), ANSWERS_AT_ONCE))]
+        self._judging = self._worker.submit(self._judge, batch) if batch else None
+        return results
+
     def close(self) -> list[Scored]:
-        """Score and seal all that is left; no call may follow."""
+        """Score and seal all that is left, judge no more answers; no call may follow."""
         self._do(self._seal)
         results = self._take(lambda: True)
         self._worker.shutdown()
@@ -106,6 +136,19 @@ class Scorer:
         sealed = self._seal() if self._shards.age >= self._seal_seconds else NOTHING
         return Scored(kept_rewards, len(rewards) - len(kept), truncated, sealed.shard, sealed.seal_seconds)
 
+    def _judge(self, answers: list[Group]) -> list[Judged]:
+        prompts = [answer.request.prompt for answer in answers]
+        completions = [completion for answer in answers for completion in answer.completions]
+        correct = self._task.correct(prompts, completions)
+        return [
+            Judged(answer, right, self._ref_logprob(answer))
+            for answer, right in zip(answers, correct, strict=True)
+        ]
+
+    def _ref_logprob(self, answer: Group) -> float | None:
+        (logprob_T,) = self._reference.logprobs(answer)
+        return float(logprob_T.sum(dtype=np.float64))
+
     def _seal(self) -> Scored:
         """Acknowledge what is scored: durable on disk before anybody hears of it."""
         start = time.monotonic()
@@ -121,7 +164,7 @@ def _without_rejected(group: Group, kept: list[int]) -> Group:
     request, total = group.request, len(group.completions)
     log.warning(
         "prompt %d (position %d): %d of %d rewards are not finite numbers; these trajectories are set aside, "
-        "check the task's score()",
+        "check the task's rewards()",
         *(request.prompt.id, request.position, total - len(kept), total),
     )
     return Group(request, tuple(group.completions[row] for row in kept), group.versions[kept])

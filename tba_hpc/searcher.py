@@ -40,7 +40,7 @@ class Searcher:
     """One engine's loop.
 
     sequences: completions that the engine works on at once. pending_shards: unmerged shards at which
-    generation pauses.
+    generation pauses. report: takes a searcher's place among those that evaluate, their number, and its part.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Searcher:
         exchange: SearcherExchange,
         requests: Iterator[Request],
         evaluator: Evaluator,
-        report: Callable[[Evaluation], None],
+        report: Callable[[int, int, Evaluation], None],
         metrics: MetricsWriter,
         stop_asked: Callable[[], bool],
         sequences: int,
@@ -89,6 +89,7 @@ class Searcher:
             for group in self._generate():
                 self._deliver(group)
             self._hand_over(self._scorer.finished())
+            self._report_evaluations()
             self._pass_on_stop()
             self._log_if_due()
         self._leave()
@@ -109,7 +110,7 @@ class Searcher:
         if update.evaluate is None:
             return
         if part := self._evaluator.start(update.evaluate, update.version, update.share):
-            self._report(part)
+            self._report(*part)
 
     def _note_arrival(self) -> None:
         """Of the weights loaded last, once they are in use."""
@@ -143,12 +144,13 @@ class Searcher:
             return self._generator.step()  # it may have a load or a failure to attend to
 
     def _deliver(self, group: Group) -> None:
-        """Send a finished group to be scored, or to the evaluation that asked for it."""
+        """Send a finished group to be scored, or judged for the evaluation that asked for it."""
         self._tally.tokens += sum(len(completion.tokens) for completion in group.completions)
         if group.request.split == "train":
             self._scorer.submit(group)
-        elif part := self._evaluator.finish(group):
-            self._report(part)
+        else:
+            self._evaluator.note_answer()
+            self._scorer.judge(group)
 
     def _hand_over(self, results: list[Scored]) -> None:
         """Offer what is sealed to the trainer."""
@@ -161,6 +163,13 @@ class Searcher:
             if scored.shard is not None:
                 self._log_seal(scored.shard)
                 self._exchange.offer(scored.shard)
+
+    def _report_evaluations(self) -> None:
+        """Count what is judged by now; make known the parts that this completes."""
+        for judged in self._scorer.judged():
+            part = self._evaluator.count(judged.answer, judged.correct, judged.ref_logprob)
+            if part is not None:
+                self._report(*part)
 
     def _log_seal(self, shard: Shard) -> None:
         """The trace of an acknowledgement, should the file be lost; ``tba audit`` reads it."""

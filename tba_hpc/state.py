@@ -7,8 +7,11 @@ after fsync; a checkpoint is complete only when its last file, COMPLETE, exists.
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import json
+import math
+import operator
 import os
 import re
 import shutil
@@ -16,7 +19,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -24,6 +27,7 @@ from typing import Any, cast
 import numpy as np
 
 from tba_hpc.config import Config, ConfigError, differing_keys, dump_config, load_config
+from tba_hpc.ports import PASS_AT_1
 from tba_hpc.types import Role, Split
 
 STATE_FORMAT = 2
@@ -479,7 +483,11 @@ class PromptOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Greedy answers to a split under the weights of ``step``: one searcher's part, or all of it."""
+    """Greedy answers to a split under the weights of ``step``: one searcher's part, or all of it.
+
+    ref_logprob: log π_ref of all their tokens together, nats; None without a reference model · score_name:
+    what the task calls the share of correct answers.
+    """
 
     split: Split
     step: int
@@ -487,11 +495,35 @@ class Evaluation:
     total: int
     tokens: int
     truncated: int
+    ref_logprob: float | None = None
+    score_name: str = PASS_AT_1
+
+    def __add__(self, other: Evaluation) -> Evaluation:
+        """Both together, of the same split and step."""
+        known = self.ref_logprob is not None and other.ref_logprob is not None
+        return replace(
+            self,
+            correct=self.correct + other.correct,
+            total=self.total + other.total,
+            tokens=self.tokens + other.tokens,
+            truncated=self.truncated + other.truncated,
+            ref_logprob=(self.ref_logprob or 0) + (other.ref_logprob or 0) if known else None,
+        )
 
     @property
-    def pass_at_1(self) -> float:
+    def score(self) -> float:
         """Share of correct answers; NaN for an empty split."""
         return self.correct / self.total if self.total else float("nan")
+
+    @property
+    def perplexity(self) -> float | None:
+        """Of the answers under the reference, exp(−Σ log π_ref ÷ tokens), which grows with the KL to it.
+
+        None without a reference model, or without a token.
+        """
+        if self.ref_logprob is None or self.tokens == 0:
+            return None
+        return math.exp(-self.ref_logprob / self.tokens)
 
 
 def write_evaluation(run: RunDir, searcher: int, searchers: int, part: Evaluation) -> None:
@@ -506,15 +538,7 @@ def read_evaluation(run: RunDir, split: Split, step: int, searchers: int) -> Eva
     paths = [_evaluation_part(run, split, step, searcher, searchers) for searcher in range(searchers)]
     if not all(path.exists() for path in paths):
         return None
-    parts = [Evaluation(**json.loads(path.read_text())) for path in paths]
-    return Evaluation(
-        split=split,
-        step=step,
-        correct=sum(part.correct for part in parts),
-        total=sum(part.total for part in parts),
-        tokens=sum(part.tokens for part in parts),
-        truncated=sum(part.truncated for part in parts),
-    )
+    return functools.reduce(operator.add, (Evaluation(**json.loads(path.read_text())) for path in paths))
 
 
 def find_evaluation(run: RunDir, split: Split, step: int) -> Evaluation | None:

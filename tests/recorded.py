@@ -49,10 +49,28 @@ def search(time: float, tokens: int, rate: float, *, rebuilds: int = 0) -> dict[
     }
 
 
-def evaluate(run: RunDir, split: str, at: int, correct: tuple[int, int], total: int = 50) -> None:
-    """Both searchers' parts of an evaluation."""
+def evaluate(
+    run: RunDir,
+    split: str,
+    at: int,
+    correct: tuple[int, int],
+    total: int = 50,
+    *,
+    ref_logprob: float | None = None,
+) -> None:
+    """Both searchers' parts of an evaluation; with ``ref_logprob`` each, of a task that is won or lost."""
+    name = "pass@1" if ref_logprob is None else "win rate"
     for searcher, right in enumerate(correct):
-        part = Evaluation(split=split, step=at, correct=right, total=total, tokens=9, truncated=0)
+        part = Evaluation(
+            split=split,
+            step=at,
+            correct=right,
+            total=total,
+            tokens=9,
+            truncated=0,
+            ref_logprob=ref_logprob,
+            score_name=name,
+        )
         write_evaluation(run, searcher, 2, part)
 
 

@@ -100,7 +100,7 @@ def _search(run: RunDir, config: Config, index: int) -> None:
         scorer=Scorer(task, TabularReference(TABLE), writer, seal_seconds=config.exchange.seal_seconds),
         requests=runtime.training_requests(config, task, index, ledger),
         evaluator=runtime._evaluator(config, task, index),
-        report=partial(write_evaluation, run, index, config.launch.searchers),
+        report=partial(write_evaluation, run),
         exchange=FileSearcherExchange(run.weights, index, deadline=config.exchange.deadline_seconds),
         metrics=metrics,
         stop_asked=lambda: False,

@@ -81,8 +81,8 @@ def test_reward_is_one_or_zero_and_never_for_a_truncated_answer() -> None:
     assert task.rewards(prompt, [completion(EXAMPLE.solution)]) == [1.0]
     assert task.rewards(prompt, [completion("#### 24")]) == [0.0]
     assert task.rewards(prompt, [completion(EXAMPLE.solution, "length")]) == [0.0]
-    assert task.correct(prompt, completion(EXAMPLE.solution))
-    assert not task.correct(prompt, completion(EXAMPLE.solution, "length"))
+    answers = [completion(EXAMPLE.solution), completion(EXAMPLE.solution, "length")]
+    assert task.correct([prompt] * 2, answers) == [True, False]
 
 
 def test_prompts_are_numbered_and_encode_the_questions() -> None:

@@ -32,14 +32,13 @@ def off_by_one(answer: str) -> str:
 @pytest.mark.parametrize("grader", get_args(Grader))
 def test_every_gold_answer_counts_and_no_perturbed_or_truncated_one(grader: str) -> None:
     task = GSM8K(ByteTokenizer(), test_file=str(DATA / "test.jsonl"), grader=grader)  # type: ignore[arg-type]
-    pairs = list(zip(task.prompts("test"), answers("test.jsonl"), strict=True))
-    assert len(pairs) == 1319
-    assert all(task.correct(prompt, completion(answer)) for prompt, answer in pairs)
-    assert not any(task.correct(prompt, completion(off_by_one(answer))) for prompt, answer in pairs)
-    assert not any(task.correct(prompt, completion(answer, "length")) for prompt, answer in pairs)
-    (prompt, answer), *_ = pairs
-    both = completion(answer), completion(off_by_one(answer))
-    assert task.rewards(prompt, both) == [1.0, 0.0]
+    prompts, gold = task.prompts("test"), answers("test.jsonl")
+    assert len(gold) == 1319
+    assert all(task.correct(prompts, [completion(answer) for answer in gold]))
+    assert not any(task.correct(prompts, [completion(off_by_one(answer)) for answer in gold]))
+    assert not any(task.correct(prompts, [completion(answer, "length") for answer in gold]))
+    both = completion(gold[0]), completion(off_by_one(gold[0]))
+    assert task.rewards(prompts[0], both) == [1.0, 0.0]
 
 
 @needs_data

@@ -17,7 +17,7 @@ LAYERS = [
     {"objectives", "schedules", "ports", "edit_distance"},
     {"state", "buffer", "batch", "metrics"},
     {"trainer", "searcher", "scorer", "evaluator", "backends", "tasks", "launch", "report"},
-    {"runtime", "audit"},
+    {"runtime", "audit", "evaluate"},
     {"cli"},
 ]
 """From the ground up; a name is a module or a package of tba_hpc."""

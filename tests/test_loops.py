@@ -28,7 +28,7 @@ from tba_hpc.evaluator import Evaluator
 from tba_hpc.metrics import MetricsWriter, read_metrics, step_records
 from tba_hpc.ports import ExchangeError, Generator, SearcherExchange, TrainerExchange
 from tba_hpc.runtime import Checkpoints, training_requests
-from tba_hpc.scorer import Scorer
+from tba_hpc.scorer import ANSWERS_AT_ONCE, Judged, Scorer
 from tba_hpc.searcher import Searcher
 from tba_hpc.state import (
     PromptLedger,
@@ -48,7 +48,17 @@ from tba_hpc.tasks.tabular import (
     total_variation,
 )
 from tba_hpc.trainer import MARGIN_SECONDS, Trainer, is_late
-from tba_hpc.types import Completion, Group, Prompt, Shard, Split, Trajectories, WeightUpdate
+from tba_hpc.types import (
+    Completion,
+    Group,
+    Prompt,
+    Request,
+    Sampling,
+    Shard,
+    Split,
+    Trajectories,
+    WeightUpdate,
+)
 
 TABLE = Table()
 BETA = 0.25
@@ -142,21 +152,20 @@ def make_searcher(
 ) -> Searcher:
     """The only searcher of a run, on the tabular policy."""
     task = task or TabularTask(TABLE)
-    evaluator = Evaluator(
-        task,
-        searcher=0,
-        searchers=1,
-        max_tokens=TABLE.length,
-        limits={"validation": config.evaluate.validation_prompts, "test": None},
-        last_step=config.train.steps,
-    )
     return Searcher(
         generator=generator or TabularGenerator(TABLE),
         scorer=Scorer(task, TabularReference(TABLE), ShardWriter(run, 0), seal_seconds=0.01),
         exchange=exchange,
         requests=training_requests(config, task, 0, PromptLedger()),
-        evaluator=evaluator,
-        report=lambda part: write_evaluation(run, *evaluator.share, part),
+        evaluator=Evaluator(
+            task,
+            searcher=0,
+            searchers=1,
+            max_tokens=TABLE.length,
+            limits={"validation": config.evaluate.validation_prompts, "test": None},
+            last_step=config.train.steps,
+        ),
+        report=partial(write_evaluation, run),
         metrics=MetricsWriter(run.metrics_file("searcher")),
         stop_asked=stop_asked,
         sequences=24,
@@ -208,13 +217,14 @@ def test_evaluations_use_exactly_the_named_weights(tmp_path: Path) -> None:
     last = read_evaluation(run, "test", 40, 1)
     first = read_evaluation(run, "test", 0, 1)
     assert first is not None and last is not None
-    assert last.correct == _greedy_correct(parts.learner.policy_logits)
-    assert first.correct == _greedy_correct(TABLE.ref_logits_PSV)
+    for found, logits_PSV in ((first, TABLE.ref_logits_PSV), (last, parts.learner.policy_logits)):
+        correct, perplexity = _greedy(logits_PSV)
+        assert found.correct == correct and found.perplexity == pytest.approx(perplexity, rel=1e-6)
 
 
-def _greedy_correct(logits_PSV: np.ndarray) -> int:
-    """Prompts whose greedy completion has the highest reward, followed token by token."""
-    task, correct = TabularTask(TABLE), 0
+def _greedy(logits_PSV: np.ndarray) -> tuple[int, float]:
+    """Greedy completions, followed token by token: how many have the highest reward; their perplexity."""
+    task, correct, ref_logprobs = TabularTask(TABLE), 0, []
     for prompt in task.prompts("test"):
         tokens: list[int] = []
         while len(tokens) < TABLE.length and TABLE.eos not in tokens:
@@ -222,8 +232,9 @@ def _greedy_correct(logits_PSV: np.ndarray) -> int:
             tokens.append(int(logits_PSV[prompt.id, prefix].argmax()))
         reason = "stop" if tokens[-1] == TABLE.eos else "length"
         completion = Completion(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), reason)
-        correct += task.correct(prompt, completion)
-    return correct
+        correct += sum(task.correct([prompt], [completion]))
+        ref_logprobs.append(TABLE.token_logprobs(TABLE.ref_logits_PSV, prompt.id, completion.tokens))
+    return correct, float(np.exp(-np.concatenate(ref_logprobs).mean()))
 
 
 # --- Resume ---
@@ -441,6 +452,87 @@ def test_with_the_last_weights_nothing_but_their_evaluation_is_generated(
     assert bool(exchange.offered) == (version == 7)
     prompts = len(TabularTask(TABLE).prompts("test"))
     assert json.loads(path.read_text())["total"] == len(range(share[0], prompts, share[1]))
+
+
+# --- Judging beside generation ---
+
+
+class Judge(TabularTask):
+    """Notes what it is asked, in order; the first judgement takes until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(TABLE)
+        self.asked: list[int | str] = []
+        self.at_work, self.go = threading.Event(), threading.Event()
+
+    def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
+        """The table's."""
+        self.asked.append("rewards")
+        return super().rewards(prompt, completions)
+
+    def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
+        """As ever, but slow at first."""
+        self.asked.append(len(prompts))
+        self.at_work.set()
+        assert self.go.wait(20)
+        return TabularTask(TABLE).correct(prompts, completions)
+
+
+def answers(split: Split, version: int, prompts: Sequence[Prompt]) -> list[Group]:
+    """Greedy answers of the reference, said to come from the weights of ``version``."""
+    generator, sampling = TabularGenerator(TABLE), Sampling(0.0, 1.0, TABLE.length)
+    generator.version = version
+    for prompt in prompts:
+        generator.submit(Request(prompt, prompt.id, 1, sampling, split))
+    groups: list[Group] = []
+    while generator.in_flight:
+        groups += generator.step()
+    return sorted(groups, key=lambda group: group.request.position)
+
+
+def test_answers_are_judged_in_batches_and_training_groups_have_their_turn(tmp_path: Path) -> None:
+    judge, run = Judge(), RunDir.create(make_config(tmp_path))
+    scorer = Scorer(judge, TabularReference(TABLE), ShardWriter(run, 0), seal_seconds=60)
+    queued = answers("test", 0, judge.prompts("test")) * 10
+    scorer.judge(queued[0])
+    assert scorer.judged() == [] and judge.at_work.wait(20)
+    for group in answers("train", 0, judge.prompts("train")):
+        scorer.submit(group)
+    for answer in queued[1:]:
+        scorer.judge(answer)
+    assert scorer.judged() == [] == scorer.finished()  # neither waits for the judgement
+    judge.go.set()
+    judged: list[Judged] = []
+    while len(judged) < len(queued):
+        judged += scorer.judged()
+        time.sleep(0.001)
+    scorer.close()
+    groups, rest = len(judge.prompts("train")), len(queued) - 1 - 2 * ANSWERS_AT_ONCE
+    assert judge.asked == [1, *["rewards"] * groups, ANSWERS_AT_ONCE, ANSWERS_AT_ONCE, rest]
+    assert [one.answer for one in judged] == queued
+
+
+def test_an_evaluation_may_begin_before_the_one_before_is_judged() -> None:
+    """And anew with another share, as after the death of a searcher: every answer counts once."""
+    task = TabularTask(TABLE)
+    evaluator = Evaluator(
+        task, searcher=0, searchers=2, max_tokens=3, limits={"test": None, "validation": None}, last_step=9
+    )
+    for split, step, share in (("validation", 4, None), ("test", 8, None), ("test", 8, (0, 1))):
+        assert evaluator.start(split, step, share) is None
+        while evaluator.busy:
+            assert evaluator.next_request()
+            evaluator.note_answer()
+    prompts = task.prompts("test")
+    late = [*answers("test", 8, prompts[::2]), *answers("test", 8, prompts)]
+    parts = [
+        evaluator.count(answer, True, -1.5) for answer in [*late, *answers("validation", 4, prompts[::2])]
+    ]
+    test, validation = [part for part in parts if part]
+    assert (test.place, test.places, test.evaluation.total) == (0, 1, len(prompts))
+    assert (validation.place, validation.places) == (0, 2)
+    assert validation.evaluation.correct == len(prompts[::2])
+    assert validation.evaluation.ref_logprob == -1.5 * len(prompts[::2])
 
 
 # --- What goes wrong ---

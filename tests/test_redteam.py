@@ -163,7 +163,7 @@ def test_an_attack_succeeds_where_the_mean_probability_is_above_a_half(tmp_path:
     for attack in ("abc", "x", "xy", "xyz", "zzzzzz"):
         answers = [f"<{attack}>" + "x" * i for i in range(4)]
         succeeds = sum(math.exp(log_sigmoid(2 * bad_logit(answer))) for answer in answers) / 4 > 0.5
-        assert task.correct(prompt, completion(attack)) == succeeds
+        assert task.correct([prompt], [completion(attack)]) == [succeeds]
         seen.add(succeeds)
     assert seen == {True, False}
 
@@ -219,7 +219,7 @@ def test_attacks_of_several_modes_are_more_diverse_than_of_one(
     (prompt,) = task.prompts("train")
 
     def diversity_of(*attacks: str) -> float:
-        assert all(task.correct(prompt, completion(attack)) for attack in attacks)
+        assert all(task.correct([prompt] * len(attacks), [completion(attack) for attack in attacks]))
         completions = tuple(completion(attack) for attack in attacks)
         request = Request(prompt, 0, len(attacks), Sampling(1.0, 1.0, 20))
         return task.summary([Group(request, completions, np.zeros((len(attacks), 2)))])["diversity"]

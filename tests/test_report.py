@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
-from recorded import STEPS, happen, new_run, resumed_run, search, step, write
+from recorded import STEPS, evaluate, happen, new_run, resumed_run, search, step, write
 
 from tba_hpc.report import page, plots
 from tba_hpc.report.summary import RunData, summarise, write_summary
@@ -114,6 +115,22 @@ def test_plots_take_the_colours_of_the_page(run: RunDir) -> None:
     known = {match for plot in drawn for match in re.findall(r"var\(--(\w+)\)", plot.svg)}
     defined = set(re.findall(r"--(\w+):", page.TEMPLATE.read_text()))
     assert known <= defined and {"ink", "muted", "grid", "blue", "orange"} <= known
+
+
+def test_a_task_names_its_score_and_shows_what_it_costs(run: RunDir) -> None:
+    """Perplexity under the reference: exp(−Σ log π_ref ÷ tokens) over both searchers' nine tokens."""
+    write(run.metrics_file("trainer"), [step(1, 5.0, loss=1.0)])
+    evaluate(run, "test", 0, (10, 15), ref_logprob=-0.9)
+    assert not {plot.title for plot in plots.plots(RunData.read(run))} & {"Score and distance", "pass@1"}
+    evaluate(run, "test", 10, (40, 45), ref_logprob=-1.8)
+    summary = summarise(run, run.config())
+    assert (summary.score_name, summary.pass_at_1_before, summary.pass_at_1_after) == ("win rate", 0.25, 0.85)
+    assert summary.perplexity_before == pytest.approx(math.exp(0.1))
+    assert summary.perplexity_after == pytest.approx(math.exp(0.2))
+    (drawn,) = [plot.svg for plot in plots.plots(RunData.read(run)) if plot.title == "Score and distance"]
+    assert "1.22" in drawn and "perplexity" in drawn
+    text = page.write_report(run).read_text()
+    assert "win rate before → after" in text and "pass@1" not in text
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])

@@ -13,7 +13,6 @@ from tba_hpc.launch.sbatch import Job, batch_script
 REPOSITORY = Path(__file__).parents[1]
 GOLDEN = Path(__file__).parent / "slurm" / "golden"
 LIBRARY = REPOSITORY / "slurm" / "env.sh"
-BY_HAND = sorted((REPOSITORY / "slurm").glob("*.sbatch"))
 SITES = ("generic", "a100x4-pmix", "cray-homogeneous")
 FORMS = {"het": (8, False), "homogeneous": (8, True), "one-node": (1, False)}
 
@@ -54,14 +53,20 @@ def test_scripts_are_as_accepted(site: str, form: str) -> None:
     )
 
 
+SHIPPED = sorted((REPOSITORY / "slurm").glob("*.sbatch"))
+
+
 @pytest.mark.parametrize(
-    "path", [*sorted(GOLDEN.glob("*.sbatch")), *BY_HAND, LIBRARY], ids=lambda path: path.name
+    "path", [*sorted(GOLDEN.glob("*.sbatch")), *SHIPPED, LIBRARY], ids=lambda path: path.name
 )
 def test_bash_can_read_it(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True)
 
 
-@pytest.mark.parametrize(("script", "config"), [("math", "math_gsm8k"), ("redteam", "redteam_gpt2")])
+TWINS = {"math": "math_gsm8k", "tldr": "tldr_pythia410m", "redteam": "redteam_gpt2"}
+
+
+@pytest.mark.parametrize(("script", "config"), TWINS.items())
 def test_a_script_to_edit_by_hand_makes_the_run_of_its_config(
     script: str, config: str, tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """The run directory: what may be resumed, what counts as a checkpoint, which prompts are dealt."""
 
 import itertools
+import math
 import os
 import signal
 import stat
@@ -412,9 +413,15 @@ def test_an_evaluation_is_there_when_all_parts_are(run: RunDir) -> None:
     write_evaluation(run, 1, 2, part(80, correct=1, total=3))
     whole = read_evaluation(run, "test", 80, 2)
     assert whole == replace(part(80, correct=4, total=8), truncated=2)
-    assert whole is not None and whole.pass_at_1 == 0.5
+    assert whole is not None and whole.score == 0.5
     assert read_evaluation(run, "validation", 80, 2) is None
     assert (run.evaluations / "test-step-000080" / "searcher-0000-of-0002.json").exists()
+
+
+def test_parts_without_a_reference_model_have_no_perplexity() -> None:
+    known = replace(part(80, 3, 5), ref_logprob=-5.0)
+    assert known.perplexity == pytest.approx(math.exp(5.0 / 50)) == (known + known).perplexity
+    assert (known + part(80, 1, 3)).perplexity is part(80, 1, 3).perplexity is None
 
 
 def test_a_resume_discards_evaluations_of_steps_it_takes_again(run: RunDir) -> None:

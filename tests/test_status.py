@@ -15,6 +15,7 @@ from rich.console import Console
 from tba_hpc.launch import slurm
 from tba_hpc.report.standing import standing
 from tba_hpc.report.status import LiveDisplay, cells, facts, follow, panel, plain_line, print_status
+from tba_hpc.report.tables import NOTHING
 from tba_hpc.report.view import Component, Queue, RunView
 from tba_hpc.state import RunDir
 
@@ -276,6 +277,15 @@ def test_once_prints_a_line_per_value_unbroken(run: RunDir) -> None:
     assert lines["attempt"] == "attempt-001, 1 trainer + 2 searcher ranks" and lines["job"] == "7, life 0"
     assert lines["trainers"] == "RUNNING node1, 9:00 left" == lines["searchers"]
     assert lines["checkpoint"].startswith("step 3, 1:0") and lines["faults"] == "1 × ranks failed"
+
+
+def test_a_task_names_its_score_and_perplexity_is_shown_beside_it(run: RunDir) -> None:
+    evaluate(run, "test", 0, (10, 15), ref_logprob=-0.9)
+    shown = cells(look(run))
+    assert (shown["win rate"], shown["test"], shown["perplexity"]) == (NOTHING, "25.0 %", "1.105")
+    evaluate(run, "validation", 3, (30, 30), ref_logprob=-1.8)
+    shown = cells(look(run))
+    assert (shown["win rate"], shown["perplexity"]) == ("60.0 %", "1.221") and "pass@1" not in shown
 
 
 def test_json_holds_numbers(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -170,7 +170,7 @@ def test_task_scores_by_the_table() -> None:
         assert prompt.id == task.prompts("test").index(prompt)
         completions = [Completion(tokens, np.zeros(len(tokens)), "stop") for tokens in table.completions]
         assert task.rewards(prompt, completions) == table.reward_PC[prompt.id].tolist()
-        (best,) = [c for c in completions if task.correct(prompt, c)]
+        (best,) = [c for c in completions if task.correct([prompt], [c]) == [True]]
         assert TabularTokenizer(table).decode(best.tokens) == prompt.target
 
 

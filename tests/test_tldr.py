@@ -97,16 +97,18 @@ def test_a_win_is_a_higher_gold_reward_than_the_persons_summary(
     reward_path: str, tokenizer: HfTokenizer, tmp_path: Path
 ) -> None:
     gold = make_reward_model(tmp_path / "gold", seed=1)
-    file = posts(tmp_path / "t.jsonl", 1)
-    task = TLDR(tokenizer, test_file=file, reward_model=reward_path, gold_model=gold)
-    (prompt,) = task.prompts("test")
-    theirs = alone(gold, "POST: number 0\nTL;DR: it is 0<eos>")
-    seen = set()
-    for text in (" a", " b", " something else", " 0", " zzz", " it is 1"):
-        wins = alone(gold, f"POST: number 0\nTL;DR:{text}<eos>") > theirs
-        assert task.correct(prompt, completion(tokenizer, text)) == wins
-        seen.add(wins)
-    assert seen == {True, False}
+    texts = [" a", " b", " something else", " 0", " zzz", " it is 1"]
+    file = posts(tmp_path / "t.jsonl", len(texts))
+    task = TLDR(tokenizer, test_file=file, reward_model=reward_path, gold_model=gold, batch=5)
+    wins = [
+        alone(gold, f"POST: number {i}\nTL;DR:{text}<eos>")
+        > alone(gold, f"POST: number {i}\nTL;DR: it is {i}<eos>")
+        for i, text in enumerate(texts)
+    ]
+    assert set(wins) == {True, False}
+    answers = [completion(tokenizer, text) for text in texts]
+    assert task.correct(task.prompts("test"), answers) == wins
+    assert task.correct([*task.prompts("test")] * 2, answers * 2) == wins * 2
 
 
 def test_splits_of_local_files(reward_path: str, tokenizer: HfTokenizer, tmp_path: Path) -> None:

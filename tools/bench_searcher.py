@@ -146,7 +146,7 @@ class Bench:
             exchange=sink,
             requests=feed,
             evaluator=Evaluator(self._task, searcher=0, searchers=1, max_tokens=1, limits={}, last_step=0),
-            report=lambda part: None,
+            report=lambda place, places, part: None,
             metrics=MetricsWriter(self._metrics),
             stop_asked=lambda: False,
             sequences=self._sequences,

@@ -144,7 +144,7 @@ def tiles(summary: Summary) -> list[Tile]:
     per_step = summary.trajectories / summary.steps if summary.steps else 0
     return [
         Tile(
-            "pass@1 before → after",
+            f"{summary.score_name} before → after",
             NOTHING if before is None else percent(before),
             prompts,
             then="" if after is None else percent(after),

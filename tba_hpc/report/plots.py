@@ -18,8 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tba_hpc.metrics import Record, number
-from tba_hpc.report.summary import RunData, series
+from tba_hpc.report.summary import RunData, score_name_of, series
 from tba_hpc.report.tables import percent
+from tba_hpc.types import Split
 
 INK, MUTED, GRID = "#010101", "#020202", "#030303"
 BLUE, ORANGE, GREEN, ROSE = "#040404", "#050505", "#060606", "#070707"
@@ -79,7 +80,8 @@ class Plot:
 def plots(data: RunData) -> list[Plot]:
     """Every figure of the page. ``data.steps`` must not be empty."""
     drawn = [
-        _plot("pass@1", "greedy", lambda ax: _pass_at_1(ax, data)),
+        _plot(score_name_of(data.evaluations), "greedy", lambda ax: _score(ax, data)),
+        _plot("Score and distance", "a point per evaluation, and its step", lambda ax: _pareto(ax, data)),
         _plot("Reward", "mean per completion", lambda ax: _reward(ax, data)),
         _plot("Loss", "of the objective", lambda ax: _curve(ax, data, "train/loss", BLUE)),
         _plot("KL to the reference", "nats per completion", lambda ax: _curve(ax, data, "train/kl", GREEN)),
@@ -166,25 +168,25 @@ def _curve(ax: Axes, data: RunData, name: str, color: str) -> bool:
     return len(x) > 0
 
 
-def _pass_at_1(ax: Axes, data: RunData) -> bool:
+def _score(ax: Axes, data: RunData) -> bool:
     validation = [evaluation for evaluation in data.evaluations if evaluation.split == "validation"]
     ax.plot(
         [evaluation.step for evaluation in validation],
-        [evaluation.pass_at_1 for evaluation in validation],
+        [evaluation.score for evaluation in validation],
         *("o-",),
         color=BLUE,
         markersize=4,
         label="validation",
     )
     test = data.test()
-    steps, shares = [e.step for e in test], [e.pass_at_1 for e in test]
+    steps, shares = [e.step for e in test], [e.score for e in test]
     if test:
         ax.axhline(shares[0], color=ORANGE, linewidth=1, linestyle=(0, (2, 3)))
     ax.plot(steps, shares, "D", color=ORANGE, markersize=7, label="held-out test, before and after")
     for evaluation in test:
         ax.annotate(
-            percent(evaluation.pass_at_1),
-            (evaluation.step, evaluation.pass_at_1),
+            percent(evaluation.score),
+            (evaluation.step, evaluation.score),
             xytext=(9, -5) if evaluation is test[0] else (0, -9),
             textcoords="offset points",
             ha="left" if evaluation is test[0] else "right",
@@ -196,6 +198,35 @@ def _pass_at_1(ax: Axes, data: RunData) -> bool:
     _steps_axis(ax, data)
     _legend(ax)
     return bool(data.evaluations)
+
+
+def _pareto(ax: Axes, data: RunData) -> bool:
+    """What the score cost in distance from the reference: up and to the left is better."""
+    shown = _scatter(ax, data, "validation", "o", 4, BLUE) + _scatter(ax, data, "test", "D", 7, ORANGE)
+    ax.margins(0.1, 0.15)
+    ax.set_xlabel("perplexity of the answers under the reference")
+    _percent_axis(ax)
+    _legend(ax)
+    return shown > 1
+
+
+def _scatter(ax: Axes, data: RunData, split: Split, marker: str, size: float, color: str) -> int:
+    """Score against perplexity of a split's evaluations, the step beside each point; returns their number."""
+    found = [(e.perplexity, e.score, e.step) for e in data.evaluations if e.split == split and e.perplexity]
+    x, y = [x for x, _, _ in found], [y for _, y, _ in found]
+    ax.plot(x, y, color=color, alpha=0.3, linewidth=0.9)
+    ax.plot(x, y, marker, color=color, markersize=size, label=split)
+    for perplexity, score, step in found:
+        ax.annotate(
+            str(step),
+            (perplexity, score),
+            xytext=(6, -4),
+            textcoords="offset points",
+            va="top",
+            fontsize=7.5,
+            color=MUTED,
+        )
+    return len(found)
 
 
 def _reward(ax: Axes, data: RunData) -> bool:

@@ -27,7 +27,7 @@ from tba_hpc.report.lives import Attempt, fault_words
 from tba_hpc.report.standing import Standing, job_of, standing
 from tba_hpc.report.tables import NOTHING, duration, percent
 from tba_hpc.report.view import Component, Queue, RunView
-from tba_hpc.state import RunDir
+from tba_hpc.state import Evaluation, RunDir
 
 LINE_SECONDS = 5.0
 """Pause between two plain lines where the output is no terminal."""
@@ -55,10 +55,11 @@ def _left(view: RunView, now: Standing) -> list[str]:
 
 def cells(view: RunView) -> dict[str, str]:
     """Column title → value, the numbers a user watches."""
-    latest, test = view.progress.latest, view.pass_at_1("test")
+    latest, validation, test = view.progress.latest, view.evaluated("validation"), view.evaluated("test")
     return {
-        "pass@1": " → ".join(map(percent, view.pass_at_1("validation")[-1:])) or NOTHING,
-        "test": " → ".join(map(percent, test[:1] + test[1:][-1:])) or NOTHING,
+        view.score_name: _scores(validation[-1:]),
+        "test": _scores(test[:1] + test[1:][-1:]),
+        "perplexity": _perplexity([*test[:1], *validation, *test[1:]]),
         "reward": _show(latest, "train/reward", "{:.3f}"),
         "loss": _show(latest, "train/loss", "{:.4f}"),
         "KL": _show(latest, "train/kl", "{:.2f}"),
@@ -67,6 +68,16 @@ def cells(view: RunView) -> dict[str, str]:
         "buffer": _show(latest, "buffer/size", "{:,.0f}"),
         "tokens/s": _rates(view.rates),
     }
+
+
+def _scores(evaluations: Sequence[Evaluation]) -> str:
+    return " → ".join(percent(evaluation.score) for evaluation in evaluations) or NOTHING
+
+
+def _perplexity(evaluations: Sequence[Evaluation]) -> str:
+    """Of the last evaluation."""
+    last = evaluations[-1].perplexity if evaluations else None
+    return NOTHING if last is None else f"{last:.3f}"
 
 
 def facts(view: RunView, now: Standing) -> dict[str, str]:
@@ -110,7 +121,7 @@ def _component(component: Component) -> str:
 def figures(view: RunView) -> dict[str, Any]:
     """Everything that is shown, as values for JSON; None where there is no value yet."""
     now, latest, attempt = standing(view), view.progress.latest, view.attempt
-    validation, test = view.pass_at_1("validation"), view.pass_at_1("test")
+    validation, test = view.evaluated("validation"), view.evaluated("test")
     return {
         "run": str(view.run.path),
         "state": now.state,
@@ -123,8 +134,11 @@ def figures(view: RunView) -> dict[str, Any]:
         "step": view.progress.step,
         "steps": view.config.train.steps,
         "seconds_left": view.eta if now.state == "training" else None,
-        "pass_at_1": validation[-1] if validation else None,
-        "test_pass_at_1": test,
+        "score_name": view.score_name,
+        "pass_at_1": validation[-1].score if validation else None,
+        "perplexity": validation[-1].perplexity if validation else None,
+        "test_pass_at_1": [evaluation.score for evaluation in test],
+        "test_perplexity": [evaluation.perplexity for evaluation in test],
         "reward": number(latest, "train/reward"),
         "loss": number(latest, "train/loss"),
         "kl": number(latest, "train/kl"),
@@ -279,4 +293,4 @@ def print_status(
     console, now = console or Console(), standing(view)
     for title, value in {**heading(view, now), **cells(view), **facts(view, now)}.items():
         # As long as it is: a path or a command that was broken into lines cannot be copied.
-        console.print(Text.assemble((f"{title:<13}", "dim"), value), soft_wrap=True)
+        console.print(Text.assemble((f"{title:<12} ", "dim"), value), soft_wrap=True)

@@ -89,6 +89,8 @@ def _evaluation_in(run: RunDir, folder: Path) -> Evaluation | None:
 class Summary:
     """What a run came to. pass_at_1 is on the held-out test split; None where it was not measured.
 
+    score_name: what the task calls that score, such as pass@1 or win rate. perplexity: of the same answers
+    under the reference; None, too, without a reference model.
     train_seconds: wall time of the trainer's loop, over all attempts, waits and evaluations included.
     trajectories, tokens: generated for training or evaluation by all searchers.
     searcher_tokens_per_second: of all searchers together, while they ran.
@@ -98,6 +100,9 @@ class Summary:
     pass_at_1_before: float | None
     pass_at_1_after: float | None
     test_prompts: int | None
+    score_name: str
+    perplexity_before: float | None
+    perplexity_after: float | None
     steps: int
     finished: bool
     attempts: int
@@ -114,7 +119,7 @@ class Summary:
 
     @property
     def gain(self) -> float | None:
-        """pass@1 after minus before."""
+        """Score after minus before."""
         if self.pass_at_1_before is None or self.pass_at_1_after is None:
             return None
         return self.pass_at_1_after - self.pass_at_1_before
@@ -132,9 +137,12 @@ def summary_of(data: RunData, config: Config) -> Summary:
     last = steps[-1] if steps else {}
     phases = [record["event"] for record in data.trainer if record.get("event") in PHASES]
     return Summary(
-        pass_at_1_before=test[0].pass_at_1 if test else None,
-        pass_at_1_after=test[-1].pass_at_1 if len(test) > 1 else None,
+        pass_at_1_before=test[0].score if test else None,
+        pass_at_1_after=test[-1].score if len(test) > 1 else None,
         test_prompts=test[-1].total if test else None,
+        score_name=score_name_of(data.evaluations),
+        perplexity_before=test[0].perplexity if test else None,
+        perplexity_after=test[-1].perplexity if len(test) > 1 else None,
         steps=int(number(last, "step", 0)),
         finished=phases[-1:] == ["finished"],
         attempts=len(data.attempts),
@@ -149,6 +157,11 @@ def summary_of(data: RunData, config: Config) -> Summary:
         staleness=mean(series(steps, "staleness/mean")),
         propagation_seconds=mean(series(records, "search/propagation_seconds")),
     )
+
+
+def score_name_of(evaluations: Iterable[Evaluation]) -> str:
+    """What the task calls its score, as far as an evaluation has said so."""
+    return next((evaluation.score_name for evaluation in evaluations), "score")
 
 
 def write_summary(run: RunDir, summary: Summary) -> None:

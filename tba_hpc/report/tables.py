@@ -29,14 +29,16 @@ def print_summary(
         print_values(asdict(summary), as_json=True)
         return
     shares = {
-        "pass@1 before": summary.pass_at_1_before,
-        "pass@1 after": summary.pass_at_1_after,
+        f"{summary.score_name} before": summary.pass_at_1_before,
+        f"{summary.score_name} after": summary.pass_at_1_after,
         "trainer wait": summary.trainer_wait_share,
     }
     places = {"model": run.export, "report": run.report, "summary": run.summary}
     values: dict[str, Cell] = {
         **{name: None if share is None else percent(share) for name, share in shares.items()},
         "held-out prompts": summary.test_prompts,
+        "perplexity before": summary.perplexity_before,
+        "perplexity after": summary.perplexity_after,
         "optimizer steps": summary.steps,
         "training time": duration(summary.train_seconds),
         "trajectories": summary.trajectories,

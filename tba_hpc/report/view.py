@@ -13,8 +13,9 @@ from pathlib import Path
 from tba_hpc.config import Config
 from tba_hpc.metrics import MetricsTail, Record, number
 from tba_hpc.report.lives import Attempt, Event, Odometer, attempts, count_faults
-from tba_hpc.report.summary import index_of, read_evaluations, searcher_files, series
+from tba_hpc.report.summary import index_of, read_evaluations, score_name_of, searcher_files, series
 from tba_hpc.state import Evaluation, RunDir
+from tba_hpc.types import Split
 
 PACE_STEPS = 20
 """Steps whose mean duration the estimate of the time left is made from."""
@@ -178,9 +179,14 @@ class RunView:
         """How often each kind of fault happened."""
         return count_faults(self.events, rebuilds=self.progress.rebuilds, lost=self.progress.lost)
 
-    def pass_at_1(self, split: str) -> list[float]:
+    def evaluated(self, split: Split) -> list[Evaluation]:
         """The complete evaluations of a split, by step."""
-        return [found.pass_at_1 for found in self.evaluations.values() if found.split == split]
+        return [found for found in self.evaluations.values() if found.split == split]
+
+    @property
+    def score_name(self) -> str:
+        """What the task calls its score."""
+        return score_name_of(self.evaluations.values())
 
     @property
     def tested(self) -> bool:

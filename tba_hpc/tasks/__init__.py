@@ -35,10 +35,21 @@ CONTRACT = frozenset(("tokenizer", "train_file", "test_file", "serve"))
 
 
 def load_task(config: TaskSection, tokenizer: Tokenizer, serve: Serve | None = None) -> Task:
+    """As ``make_task``, to train on: raises ConfigError, too, where there is no training problem."""
+    task = make_task(config, tokenizer, serve)
+    if not task.prompts("train"):
+        raise ConfigError(
+            f"the task {config.name} has no training problem: check task.train_file and task.options"
+        )
+    return task
+
+
+def make_task(config: TaskSection, tokenizer: Tokenizer, serve: Serve | None = None) -> Task:
     """The task that ``config`` names, with its options, encoding with ``tokenizer``.
 
     serve: for tasks that have another model served. Raises ConfigError with one sentence: unknown task;
-    unknown, ill-typed or missing option; missing or ill-formed file; no training problem; no ``serve``.
+    unknown, ill-typed or missing option; a file that has no use; no ``serve``. Files are read when prompts
+    are asked for, and may be missing or ill-formed then.
     """
     task_class = _find(config.name)
     _check_options(config.options, task_class, config.name)
@@ -48,10 +59,6 @@ def load_task(config: TaskSection, tokenizer: Tokenizer, serve: Serve | None = N
             raise ConfigError(f"the task {config.name} has a model of its own served, which is not done here")
         given["serve"] = serve
     task: Task = task_class(tokenizer, **given, **config.options)
-    if not task.prompts("train"):
-        raise ConfigError(
-            f"the task {config.name} has no training problem: check task.train_file and task.options"
-        )
     return task
 
 

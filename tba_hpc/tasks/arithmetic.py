@@ -178,13 +178,15 @@ class Arithmetic:
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """1 or 0 each."""
-        return [float(self.correct(prompt, completion)) for completion in completions]
+        return [float(right) for right in self.correct([prompt] * len(completions), completions)]
 
-    def correct(self, prompt: Prompt, completion: Completion) -> bool:
-        """Whether the completion ended by itself with the right number."""
-        if completion.finish_reason == "length":
-            return False
-        return is_correct(self._tokenizer.decode(completion.tokens), prompt.target)
+    def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
+        """Whether each completion ended by itself with the right number."""
+        return [
+            completion.finish_reason == "stop"
+            and is_correct(self._tokenizer.decode(completion.tokens), prompt.target)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
 
     def _encode(self, problems: tuple[Problem, ...]) -> tuple[Prompt, ...]:
         encode = self._tokenizer.encode

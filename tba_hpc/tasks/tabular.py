@@ -180,9 +180,13 @@ class TabularTask:
         columns = [self._table.index(completion.tokens) for completion in completions]
         return [float(reward) for reward in self._table.reward_PC[prompt.id, columns]]
 
-    def correct(self, prompt: Prompt, completion: Completion) -> bool:
+    def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
         """Whether no completion has a higher reward."""
-        return self.rewards(prompt, [completion]) == [self._table.reward_PC[prompt.id].max()]
+        best_P = self._table.reward_PC.max(1)
+        return [
+            self.rewards(prompt, [completion]) == [best_P[prompt.id]]
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
 
 
 class TabularReference:

@@ -30,6 +30,8 @@ ROW = "a JSON object with the texts 'query' and 'reference_response'"
 class TLDR:
     """Reward: the reward model's, less ``eos_penalty`` for a completion that did not end by itself."""
 
+    score_name = "win rate"
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -53,6 +55,7 @@ class TLDR:
         self._batch = batch
         self._validation_posts = validation_posts
         self._prompts: dict[Split, tuple[Prompt, ...]] = {}
+        self._wanted: dict[str, float] = {}  # gold rewards of people's summaries, by post and summary
 
     def prompts(self, split: Split) -> tuple[Prompt, ...]:
         """All posts of a split; ``target`` is the person's summary. Raises ConfigError."""
@@ -71,13 +74,20 @@ class TLDR:
             for reward, completion in zip(self._reward_model(texts), completions, strict=True)
         ]
 
-    def correct(self, prompt: Prompt, completion: Completion) -> bool:
-        """Whether the gold model likes it better than the person's summary."""
-        gold = self._gold_model
-        mine = self._text(gold, prompt, completion)
-        theirs = f"{self._tokenizer.decode(prompt.tokens)}{prompt.target}{gold.eos_token}"
-        reward, wanted = gold([mine, theirs])
-        return reward > wanted
+    def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
+        """Whether the gold model likes each better than the person's summary of the same post.
+
+        A person's summary is judged once.
+        """
+        gold, known, answers = self._gold_model, self._wanted, zip(prompts, completions, strict=True)
+        mine = [self._text(gold, prompt, completion) for prompt, completion in answers]
+        theirs = [
+            f"{self._tokenizer.decode(prompt.tokens)}{prompt.target}{gold.eos_token}" for prompt in prompts
+        ]
+        new = list(dict.fromkeys(text for text in theirs if text not in known))
+        rewards = gold([*mine, *new])
+        known.update(zip(new, rewards[len(mine) :], strict=True))
+        return [reward > known[text] for reward, text in zip(rewards[: len(mine)], theirs, strict=True)]
 
     @cached_property
     def _reward_model(self) -> RewardModel:

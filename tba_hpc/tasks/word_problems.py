@@ -86,13 +86,15 @@ class WordProblems(ABC):
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """1 or 0 each."""
-        return [float(self.correct(prompt, completion)) for completion in completions]
+        return [float(right) for right in self.correct([prompt] * len(completions), completions)]
 
-    def correct(self, prompt: Prompt, completion: Completion) -> bool:
-        """Whether the completion ended by itself with an answer that is accepted."""
-        if completion.finish_reason == "length":
-            return False
-        return self.accepts(self._tokenizer.decode(completion.tokens), prompt.target)
+    def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
+        """Whether each completion ended by itself with an answer that is accepted."""
+        return [
+            completion.finish_reason == "stop"
+            and self.accepts(self._tokenizer.decode(completion.tokens), prompt.target)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
 
     @property
     def _test_is_own(self) -> bool:

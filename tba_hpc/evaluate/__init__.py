@@ -1,0 +1,45 @@
+"""``tba evaluate``: how good a model is at a task, with intervals, and how far it went from the reference.
+
+It must not train, nor need a run's processes: it reads a run's config and model, or any other model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from tba_hpc.evaluate.estimates import Estimate
+from tba_hpc.evaluate.measure import Decoding, Result, measure
+from tba_hpc.evaluate.target import Target, find_target
+from tba_hpc.report.tables import NOTHING, percent, print_rows, print_values
+
+__all__ = ["Decoding", "Estimate", "Result", "Target", "find_target", "measure", "print_result"]
+
+
+def print_result(result: Result, *, as_json: bool = False) -> None:
+    """What was evaluated and a table of all figures; or JSON."""
+    if as_json:
+        print(json.dumps(asdict(result), indent=2))
+        return
+    asked = f"{result.task}, {result.split} split, {result.prompts:,} prompts"
+    print_values({"model": result.model, "reference": result.reference, "task": asked})
+    print()
+    decodings = [decoding for decoding in (result.single, result.sampled) if decoding]
+    print_rows([row for decoding in decodings for row in _rows(decoding)])
+
+
+def _rows(decoding: Decoding) -> Iterator[dict[str, str]]:
+    """A row per figure."""
+    how = f"{decoding.samples} at {decoding.temperature:g}" if decoding.temperature else "greedy"
+    for name, score in decoding.scores.items():
+        interval = f"{100 * score.low:.1f} … {percent(score.high)}"
+        yield {"decoding": how, "measure": name, "value": percent(score.value), "95 % interval": interval}
+    figures = {
+        **{name: f"{value:.4g}" for name, value in decoding.summary.items()},
+        "truncated": percent(decoding.truncated_share),
+        "tokens per completion": f"{decoding.tokens:.1f}",
+        "perplexity": NOTHING if decoding.perplexity is None else f"{decoding.perplexity:.3f}",
+    }
+    for name, text in figures.items():
+        yield {"decoding": how, "measure": name, "value": text, "95 % interval": ""}

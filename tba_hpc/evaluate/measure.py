@@ -1,0 +1,207 @@
+"""Evaluates a model on this machine: one engine generates, the task judges, the reference measures distance.
+
+The composition root of ``tba evaluate``: it sees engine, task and reference. No MPI, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from tba_hpc.backends.vllm_generator import VllmGenerator
+from tba_hpc.config import Config, ConfigError
+from tba_hpc.evaluate.estimates import Estimate, passes, wilson
+from tba_hpc.evaluate.target import Target
+from tba_hpc.ports import Generator, Reference, Summarising, Task, evaluation_temperature, score_name
+from tba_hpc.tasks import make_task
+from tba_hpc.types import Group, Prompt, Request, Sampling, Split
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # as a rank has it; more by setting the variable
+    "VLLM_LOGGING_LEVEL": "ERROR",  # a rank's engine writes to a log, this one to the terminal
+    "PYTHONWARNINGS": "ignore",
+}
+
+AHEAD = 2
+"""Completions given to the engine, per one that it decodes."""
+
+Scores = Mapping[str, Estimate]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How the model did with one way of decoding.
+
+    temperature: 0 is greedy · samples: completions per prompt · scores: by name · truncated_share: cut off by
+    the token limit · tokens: mean per completion · perplexity: of the completions under the reference, None
+    without one · summary: the task's own figures, see ports.Summarising.
+    """
+
+    temperature: float
+    samples: int
+    scores: Scores
+    truncated_share: float
+    tokens: float
+    perplexity: float | None
+    summary: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What an evaluation came to.
+
+    single: one completion per prompt, as in the evaluations of a run · sampled: several; None where none were
+    asked for.
+    """
+
+    model: str
+    reference: str | None
+    task: str
+    split: Split
+    prompts: int
+    score_name: str
+    single: Decoding
+    sampled: Decoding | None
+
+
+def measure(
+    target: Target,
+    *,
+    split: Split,
+    samples: int = 0,
+    temperature: float | None = None,
+    limit: int | None = None,
+) -> Result:
+    """Evaluate as a run does, greedily unless the task has an evaluation_temperature; and by ``samples``
+
+    completions per prompt at ``temperature`` where there are any.
+    temperature: None takes the config's · limit: prompts used, None: all. Raises ConfigError with one
+    sentence (no such model, an empty split, prompts too long), EngineError where the engine keeps dying.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # These import torch, which reads the environment.
+    from tba_hpc.backends.hf_model import load_tokenizer
+    from tba_hpc.backends.vllm_victim import VllmVictim
+
+    config, section = target.config, target.config.generator
+    serve = partial(VllmVictim, seed=config.run.seed)
+    task = make_task(config.task, load_tokenizer(config.model.path), serve)
+    prompts = _prompts(task, config.task.name, split, limit)
+    _require_same_vocabulary(target)
+    single = Sampling(evaluation_temperature(task), 1.0, section.max_tokens)
+    sampled = Sampling(temperature or section.temperature, section.top_p, section.max_tokens)
+    wanted = [(prompt, 1, single) for prompt in prompts]
+    wanted += [(prompt, samples, sampled) for prompt in prompts if samples]
+    groups = _generate(config, [Request(p, i, n, how, split) for i, (p, n, how) in enumerate(wanted)])
+    reference = _load_reference(config, target.reference) if target.reference else None
+    return Result(
+        model=config.model.path,
+        reference=target.reference,
+        task=config.task.name,
+        split=split,
+        prompts=len(prompts),
+        score_name=score_name(task),
+        single=_assess(task, reference, groups[: len(prompts)], partial(_share, score_name(task))),
+        sampled=_assess(task, reference, groups[len(prompts) :], _passes) if samples else None,
+    )
+
+
+def _prompts(task: Task, name: str, split: Split, limit: int | None) -> Sequence[Prompt]:
+    prompts = task.prompts(split)[:limit]
+    if not prompts:
+        raise ConfigError(f"the task {name} has no prompt in its {split} split: choose another --split")
+    return prompts
+
+
+def _generate(config: Config, requests: Sequence[Request]) -> list[Group]:
+    """The answers to all requests, in their order. The engine leaves its memory to the models that judge."""
+    section = config.generator
+    at_once = AHEAD * section.prompts_in_flight * section.completions_per_prompt
+    with (
+        closing(VllmGenerator(config.model, section, seed=config.run.seed)) as generator,
+        Progress(console=Console(stderr=True), transient=True) as progress,
+    ):
+        answers = _answers(generator, requests, at_once)
+        seen = progress.track(answers, len(requests), description="answers")
+        return sorted(seen, key=lambda group: group.request.position)
+
+
+def _answers(generator: Generator, requests: Sequence[Request], at_once: int) -> Iterator[Group]:
+    """As they come; the engine is given completions up to ``at_once``."""
+    waiting = deque(requests)
+    while waiting or generator.in_flight:
+        while waiting and generator.in_flight < at_once:
+            _submit(generator, waiting.popleft())
+        yield from generator.step()
+
+
+def _submit(generator: Generator, request: Request) -> None:
+    try:
+        generator.submit(request)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _assess(
+    task: Task,
+    reference: Reference | None,
+    groups: Sequence[Group],
+    scores_of: Callable[[np.ndarray], Scores],
+) -> Decoding:
+    """All figures of one way of decoding. scores_of: takes what is correct, bool [P prompts, N of each]."""
+    first, completions = groups[0].request, [c for group in groups for c in group.completions]
+    prompts = [group.request.prompt for group in groups for _ in group.completions]
+    correct_PN = np.reshape(task.correct(prompts, completions), (len(groups), first.n))
+    return Decoding(
+        temperature=first.sampling.temperature,
+        samples=first.n,
+        scores=scores_of(correct_PN),
+        truncated_share=sum(c.finish_reason == "length" for c in completions) / len(completions),
+        tokens=sum(len(c.tokens) for c in completions) / len(completions),
+        perplexity=_perplexity(reference, groups) if reference else None,
+        summary=dict(task.summary(groups)) if isinstance(task, Summarising) else {},
+    )
+
+
+def _share(name: str, correct_P1: np.ndarray) -> Scores:
+    return {name: wilson(int(correct_P1.sum()), correct_P1.size)}
+
+
+def _passes(correct_PN: np.ndarray) -> Scores:
+    found = passes(correct_PN.sum(1).tolist(), correct_PN.shape[1])
+    return {f"pass@{k}": estimate for k, estimate in found.items()}
+
+
+def _perplexity(reference: Reference, groups: Sequence[Group]) -> float:
+    """exp(−Σ log π_ref ÷ tokens) of all completions."""
+    logprobs = [row for group in groups for row in reference.logprobs(group)]
+    return math.exp(-np.concatenate(logprobs).mean(dtype=np.float64))
+
+
+def _require_same_vocabulary(target: Target) -> None:
+    """Raise ConfigError where the reference reads other tokens than the model writes."""
+    from tba_hpc.backends.hf_model import load_tokenizer
+
+    paths = [path for path in (target.config.model.path, target.reference) if path]
+    sizes = {path: load_tokenizer(path).vocab_size for path in paths}
+    if len(set(sizes.values())) > 1:
+        found = " and ".join(f"{path} has {size} tokens" for path, size in sizes.items())
+        raise ConfigError(f"{found}: name a model of the same vocabulary with --reference")
+
+
+def _load_reference(config: Config, path: str) -> Reference:
+    from tba_hpc.backends.hf_model import load_policy
+    from tba_hpc.backends.hf_reference import HfReference
+
+    policy = load_policy(path, config.model.dtype)
+    return HfReference(policy, chunk_tokens=config.train.logprob_chunk_tokens)

@@ -1,0 +1,62 @@
+"""What ``tba evaluate`` is asked about: which model, on which task, against which reference.
+
+It must not load any of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tba_hpc.config import Config, ConfigError, load_config, parse_config, require_files
+from tba_hpc.state import RunDir
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """``config.model.path`` is the model to be evaluated; the reference is a model, too, or None."""
+
+    config: Config
+    reference: str | None
+
+
+def find_target(
+    name: str, *, config: Path | None, task: str | None, overrides: list[str], reference: str | None
+) -> Target:
+    """The target that the command line names: a run, or a model with ``config`` or ``task``.
+
+    The reference is by default the model that the config starts from. Raises ConfigError with one sentence:
+    no such run or model, a run without a model, a model without a task.
+    """
+    if (Path(name) / "config.yaml").is_file():
+        settings, model = _run(name, overrides, named=config or task), str(RunDir(Path(name)).export)
+    elif config:
+        settings, model = load_config(config, overrides), name
+    elif task:
+        settings = parse_config({"model": {"path": name}, "task": {"name": task}}, overrides)
+        return _checked(settings, name, reference)
+    else:
+        raise ConfigError(
+            f"{name} is not a run directory: check the path, or say on which task this model is to be "
+            "evaluated, with --config FILE or --task NAME"
+        )
+    return _checked(settings, model, reference or settings.model.path)
+
+
+def _run(name: str, overrides: list[str], *, named: Path | str | None) -> Config:
+    run = RunDir(Path(name))
+    if named:
+        raise ConfigError(f"{name} is a run, which has a config of its own: leave out {named}")
+    if not (run.export / "config.json").is_file():
+        raise ConfigError(
+            f"{name} has no model yet, {run.export} is written when the run is finished: go on with "
+            f"'tba run {name}'"
+        )
+    return load_config(run.config_file, overrides)
+
+
+def _checked(settings: Config, model: str, reference: str | None) -> Target:
+    section = settings.model.model_copy(update={"path": model})
+    settings = settings.model_copy(update={"model": section})
+    require_files(settings)
+    return Target(settings, reference)

@@ -1,0 +1,154 @@
+"""``tba evaluate``: estimates against brute force, a real engine against transformers, and bad input."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from recorded import new_run
+from tiny_models import make_random_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tba_hpc.backends.hf_model import load_tokenizer
+from tba_hpc.config import ConfigError
+from tba_hpc.evaluate import find_target, measure, print_result
+from tba_hpc.evaluate.estimates import bootstrap, pass_at_k, passes, powers_of_two, wilson
+from tba_hpc.state import RunDir
+from tba_hpc.tasks.arithmetic import Arithmetic
+from tba_hpc.types import Completion
+
+# --- Estimates ---
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_subsets_that_hold_a_correct_one(samples: int) -> None:
+    for correct, k in itertools.product(range(samples + 1), range(1, samples + 1)):
+        subsets = list(itertools.combinations([i < correct for i in range(samples)], k))
+        assert pass_at_k(correct, samples, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_k_doubles_up_to_the_samples() -> None:
+    assert [powers_of_two(n) for n in (1, 3, 8)] == [[1], [1, 2], [1, 2, 4, 8]]
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [(15, 148, 0.0624, 0.1605), (1, 29, 0.0061, 0.1718), (81, 263, 0.2553, 0.3662), (0, 20, 0.0, 0.1611)],
+)
+def test_wilson_against_published_values(successes: int, trials: int, low: float, high: float) -> None:
+    """Newcombe 1998 (Statistics in Medicine 17), table I, method 3."""
+    found = wilson(successes, trials)
+    assert found.value == successes / trials
+    assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_the_bootstrap_of_a_share_has_the_binomials_quantiles() -> None:
+    """Of 50 prompts half are passed: Binomial(50, ½) has its 2.5 % and 97.5 % quantiles at 18 and 32."""
+    (low,), (high,) = bootstrap(np.repeat([0.0, 1.0], 25)[:, None])
+    assert (low, high) == (pytest.approx(18 / 50, abs=0.021), pytest.approx(32 / 50, abs=0.021))
+
+
+def test_one_prompt_has_the_interval_of_its_samples() -> None:
+    found, one = passes([3], 8), wilson(3, 8)
+    assert (found[1].low, found[1].high) == pytest.approx((one.low, one.high))
+    assert found[2].value == pytest.approx(1 - (5 * 4) / (8 * 7))
+    assert (found[2].low, found[2].high) == pytest.approx((1 - (1 - one.low) ** 2, 1 - (1 - one.high) ** 2))
+
+
+# --- A real engine ---
+
+
+@pytest.mark.engine
+def test_figures_are_those_of_transformers(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Greedy answers token by token from transformers; their perplexity under the model itself."""
+    settings = ["model.dtype=float32", "model.context_length=128", "generator.max_tokens=40"]
+    settings += ["generator.kv_cache_mb=16", "generator.temperature=1.0"]
+    target = find_target(str(model), config=None, task="arithmetic", overrides=settings, reference=str(model))
+    print_result(measure(target, split="validation", samples=4, limit=24), as_json=True)
+    found = json.loads(capsys.readouterr().out)
+
+    task = Arithmetic(load_tokenizer(str(model)))
+    prompts = task.prompts("validation")[:24]
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    answers, logprobs = zip(*(_greedy(policy, prompt.tokens, 40) for prompt in prompts), strict=True)
+    right = sum(task.correct(prompts, answers))
+    assert (found["score_name"], found["prompts"], found["task"]) == ("pass@1", 24, "arithmetic")
+    assert found["single"]["scores"]["pass@1"]["value"] == right / 24
+    assert found["single"]["tokens"] == sum(len(answer.tokens) for answer in answers) / 24
+    assert found["single"]["truncated_share"] == sum(a.finish_reason == "length" for a in answers) / 24
+    perplexity = math.exp(-np.concatenate(logprobs).mean())
+    assert found["single"]["perplexity"] == pytest.approx(perplexity, rel=1e-4)
+    scores = [found["sampled"]["scores"][name]["value"] for name in ("pass@1", "pass@2", "pass@4")]
+    assert scores == sorted(scores) and found["sampled"]["samples"] == 4
+    assert found["sampled"]["perplexity"] > found["single"]["perplexity"]
+
+
+def _greedy(policy: PreTrainedModel, prompt: np.ndarray, max_tokens: int) -> tuple[Completion, np.ndarray]:
+    """A greedy answer, and the log-probabilities of its tokens."""
+    with torch.inference_mode():
+        tokens = policy.generate(
+            torch.tensor(prompt, dtype=torch.long)[None],
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+        )[0]
+        logprobs = policy(tokens[None, :-1]).logits[0, len(prompt) - 1 :].log_softmax(-1)
+    answer = tokens[len(prompt) :].numpy().astype(np.int32)
+    ended = answer[-1] == policy.config.eos_token_id
+    chosen = logprobs.gather(1, tokens[len(prompt) :, None])[:, 0].numpy()
+    return Completion(answer, chosen, "stop" if ended else "length"), chosen
+
+
+# --- What is evaluated ---
+
+
+def export(run: RunDir) -> None:
+    """As a finished run has it, as far as finding it goes."""
+    run.export.mkdir()
+    (run.export / "config.json").write_text("{}")
+
+
+def test_a_run_brings_its_export_its_task_and_its_reference(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    export(run)
+    target = find_target(str(run.path), config=None, task=None, overrides=["task.name=math"], reference=None)
+    assert target.config.model.path == str(run.export) and target.reference == "models/<tiny>"
+    assert target.config.task.name == "math"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["{run}"], "has no model yet, .*export is written when the run is finished: go on with 'tba run"),
+        (["org/model"], "org/model is not a run directory: check the path, or say on which task"),
+        (["./nowhere", "--task", "math"], "model.path=./nowhere does not exist"),
+        (["org/model", "--task", "math", "--set", "task.nam=x"], "did you mean 'task.name'"),
+        (["{run}", "--task", "math"], "is a run, which has a config of its own: leave out math"),
+    ],
+)
+def test_bad_input_gets_one_sentence(words: list[str], sentence: str, tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    words = [word.format(run=run.path) for word in words]
+    command = [str(Path(sys.executable).parent / "tba"), "evaluate", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+    with pytest.raises(ConfigError, match=sentence):
+        raise ConfigError(done.stderr)
+
+
+def test_an_empty_split_and_another_vocabulary_get_one_sentence(tmp_path: Path) -> None:
+    """Before any engine is started."""
+    one, other = (make_random_model(tmp_path / f"{size}", tied=True, vocab=size) for size in (128, 160))
+    settings = ["task.options.validation_problems=0"]
+    target = find_target(str(one), config=None, task="arithmetic", overrides=settings, reference=str(other))
+    with pytest.raises(ConfigError, match="the task arithmetic has no prompt in its validation split"):
+        measure(target, split="validation")
+    with pytest.raises(ConfigError, match=r"has 128 tokens and .* has 160 tokens: name a model of the same"):
+        measure(target, split="test")
