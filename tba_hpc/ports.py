@@ -51,8 +51,8 @@ class Tokenizer(Protocol):
 class Task(Protocol):
     """A set of prompts and the rewards of completions.
 
-    Optional besides: class attributes ``score_name`` and ``evaluation_temperature``, see the functions of these
-    names; a method, see ``Summarising``.
+    Optional besides: class attributes ``score_name`` and ``evaluation_temperature``, see the functions of
+    these names; a method, see ``Summarising``.
     """
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
