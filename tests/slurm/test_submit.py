@@ -425,7 +425,10 @@ def test_submit_says_what_it_did_and_what_comes_next(
     assert f"run directory {tmp_path}/runs/small-seed0" in done.stdout
     for command in ("tail -F ", "squeue --job ", "scancel ", "tools/submit.py"):
         assert command in done.stdout
-    again = _submit(*files)
+    (submitted,) = read_events(RunDir.open(tmp_path / "runs/small-seed0"))
+    assert submitted["event"] == "submitted" and submitted["job"] in done.stdout
+    assert f"resume  {submitted['command']}\n" in done.stdout
+    again = subprocess.run(submitted["command"], shell=True, cwd="/", capture_output=True, text=True)
     assert again.returncode == 2
     assert "of this run is pending already" in again.stderr
     assert len(again.stderr.splitlines()) == 1
@@ -445,7 +448,7 @@ def test_submit_waits_and_returns_failure(cluster: Cluster, tmp_path: Path, file
     assert done.returncode == 1
     assert "ended as FAILED" in done.stderr
     run = RunDir.open(tmp_path / "runs/small-seed0")
-    assert _events(run) == ["life", "start", "refused"]
+    assert _events(run) == ["submitted", "life", "start", "refused"]
     assert "no model can be loaded from model.path=none" in read_events(run)[-1]["sentence"]
 
 
