@@ -156,11 +156,22 @@ def test_cancel_ends_all_components_for_good(cluster: Cluster, tmp_path: Path) -
     job = slurm.submit(run, script)
     _working(cluster, run, 1)
     job.cancel()
-    cluster.until(lambda: not cluster.run("squeue", "-h"), "an empty queue", 30)
-    time.sleep(8)  # longer than a requeued job would wait
+    cluster.until(lambda: not cluster.run("squeue", "-h"), "the end of script and ranks", 30)
     assert job.get_info()["State"] == "CANCELLED"
     assert cluster.state(int(job.job_id)) == "CANCELLED"
     assert not run.summary.exists() or not json.loads(run.summary.read_text())["finished"]
+
+
+def test_nodes_of_a_job_that_is_cancelled_are_not_called_unfit(cluster: Cluster, tmp_path: Path) -> None:
+    """Nothing starts on them any more while its script looks which of them answer."""
+    run, script = _run(tmp_path, _site(), 2)
+    cancelled = (
+        'late() { scancel "$SLURM_JOB_ID"; until ending; do :; done; place_components; }\nrun_to_the_end late'
+    )
+    job = slurm.submit(run, script.replace("run_to_the_end place_components", cancelled))
+    assert cluster.wait(int(job.job_id)) == "CANCELLED"
+    cluster.until(lambda: "Slurm is ending this job" in _log(run), "the script's last word")
+    assert _events(run) == ["life"] and "does not answer" not in _log(run)
 
 
 def test_a_run_that_is_queued_or_running_is_not_submitted_again(cluster: Cluster, tmp_path: Path) -> None:
