@@ -40,6 +40,7 @@ SETTINGS = [
     "evaluate.validation_prompts=16",
     "evaluate.test_prompts=64",
     "exchange.deadline_seconds=60",
+    "launch.searchers=1",  # two processes that each start takes less; some tests need more
 ]
 START_SECONDS = 240
 """Longest wait for engines on a busy machine."""
@@ -176,7 +177,7 @@ def test_a_killed_trainer_ends_the_world_and_the_run_goes_on_later(model: Path, 
 
 
 def test_a_killed_searcher_is_done_without(model: Path, tmp_path: Path) -> None:
-    process = start(model, tmp_path)
+    process = start(model, tmp_path, "launch.searchers=2")
     wait_for(lambda: steps_done(tmp_path) >= 5, process)
     ranks(process, "search")[-1].kill()
     code, out, err = finish(process)
@@ -189,14 +190,14 @@ def test_a_killed_searcher_is_done_without(model: Path, tmp_path: Path) -> None:
 
 
 def test_over_files_with_two_trainer_ranks(model: Path, tmp_path: Path) -> None:
-    settings = ("exchange.transport=files", "launch.trainers=2", "launch.searchers=1")
+    settings = ("exchange.transport=files", "launch.trainers=2")
     assert_whole(run_to_end(model, tmp_path, *settings))
 
 
 def test_two_trainer_ranks_and_another_number_on_resume(model: Path, tmp_path: Path) -> None:
     """MPI, ZeRO over two ranks, stopped twice; then one trainer rank and one searcher more."""
     for steps in (3, 8):
-        process = start(model, tmp_path, "launch.trainers=2", "launch.searchers=1")
+        process = start(model, tmp_path, "launch.trainers=2")
         wait_for(lambda steps=steps: steps_done(tmp_path) >= steps, process)
         process.send_signal(signal.SIGTERM)
         code, out, err = finish(process)
