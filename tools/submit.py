@@ -122,7 +122,8 @@ def _again(
     run: RunDir, site: Path, nodes: int, trainer_nodes: int | None, time: str | None, homogeneous: bool
 ) -> str:
     """What submits the run again, typed in any folder; the run's frozen config knows the settings."""
-    words: list[object] = [sys.executable, __file__, "--config", run.path, "--nodes", nodes, "--site", site.absolute()]
+    words: list[object] = [sys.executable, __file__, "--config", run.path, "--site", site.absolute()]
+    words += ["--nodes", nodes]
     words += ["--trainer-nodes", trainer_nodes] if trainer_nodes else []
     words += ["--time", time] if time else []
     words += ["--homogeneous"] if homogeneous else []
