@@ -65,8 +65,8 @@ def checkout(folder: Path, model: Path, *, time: str = "00:10:00") -> RunDir:
         "--time=24:00:00": f"--time={time}",
         "USR1@300": "USR1@15",
         "SAVE_SECONDS=270": "SAVE_SECONDS=12",
-        "--ntasks-per-node=3": "--ntasks-per-node=2",
-        "--gres=gpu:3": "--gres=gpu:2",
+        "--ntasks-per-node=3": "--ntasks-per-node=1",
+        "--gres=gpu:3": "--gres=gpu:1",
         "--cpus-per-task=8": "--cpus-per-task=2",
     }
     shutil.copytree(REPOSITORY / "slurm", folder / "slurm")
