@@ -89,8 +89,12 @@ def steps_done(root: Path) -> int:
 def ranks(process: subprocess.Popen[str], verb: str) -> list[psutil.Process]:
     """Processes of one role in an MPI world, in order."""
     children = psutil.Process(process.pid).children(recursive=True)
-    found = [child for child in children if verb in child.cmdline() and "mpiexec" not in child.cmdline()[0]]
-    return sorted(found, key=lambda rank: int(rank.environ()["OMPI_COMM_WORLD_RANK"]))
+    numbered = {
+        int(rank): child
+        for child in children
+        if verb in child.cmdline() and (rank := child.environ().get("OMPI_COMM_WORLD_RANK"))  # else mpiexec
+    }
+    return [numbered[rank] for rank in sorted(numbered)]
 
 
 def assert_whole(run: RunDir, steps: int = 16) -> None:
