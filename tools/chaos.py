@@ -68,8 +68,8 @@ SETTINGS = (
 STEPS_BETWEEN = 4
 """Optimizer steps, at most, from a recovery to the next fault."""
 
-STEPS_STRUCK = 5
-"""Optimizer steps, at most, until a fault has struck and the recovery from it was seen."""
+STEPS_STRUCK = 4
+"""Optimizer steps until a fault has struck and the recovery from it was seen, those redone left out."""
 
 STEPS_WITHOUT = 3
 """Optimizer steps without an engine, which is built again; then the trainer is held until it is back."""
@@ -150,9 +150,15 @@ class Fault:
     choice: float
 
     @property
-    def steps(self) -> int:
+    def steps_before(self) -> int:
         """Optimizer steps from the recovery to it."""
         return int(self.pause * STEPS_BETWEEN)
+
+    @property
+    def steps(self) -> int:
+        """Those from one recovery to the next; ranks that start take none."""
+        without = 0 if KINDS[self.kind].ends_ranks else STEPS_WITHOUT
+        return 0 if self.start_up else self.steps_before + STEPS_STRUCK + without
 
 
 def plan(count: int, seed: int) -> list[Fault]:
@@ -172,7 +178,7 @@ def plan(count: int, seed: int) -> list[Fault]:
 
 def steps_for(planned: Sequence[Fault]) -> int:
     """Optimizer steps that hold them all."""
-    return 10 + sum(fault.steps + STEPS_STRUCK for fault in planned)
+    return 6 + sum(fault.steps for fault in planned)
 
 
 # --- What became of them ---
@@ -311,7 +317,7 @@ class Storm:
     def _await_steps(self, fault: Fault) -> None:
         """Until the run has recovered and gone on for a while."""
         self._await_recovery()
-        wanted = self.history.step + fault.steps
+        wanted = self.history.step + fault.steps_before
         self._until(lambda: self.history.step >= wanted and self._complete, f"step {wanted} and all engines")
 
     def _await_step(self, step: int) -> None:

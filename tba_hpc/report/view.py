@@ -109,7 +109,9 @@ class RunView:
         """Read what is new in the run directory; ask Slurm if that was long ago."""
         self._ask_slurm()  # first: what the files say is newer then
         if events := self._new(self.run.events_file):
-            self.submissions |= {e["job"]: e["command"] for e in events if e["event"] == "submitted"}
+            self.submissions |= {
+                str(e["job"]): str(e["command"]) for e in events if e["event"] == "submitted"
+            }
             self.events += [event for event in events if event["event"] != "submitted"]
             self.attempts = attempts(self.events)
         for record in self._new(self.run.metrics_file("trainer")):

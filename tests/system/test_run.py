@@ -190,7 +190,8 @@ def test_ranks_are_killed_and_their_number_changes(model: Path, tmp_path: Path) 
     killed = time.monotonic()
     code, out, err = finish(process)
     assert code != 0 and time.monotonic() - killed < 30, "a trainer's death ends the world"
-    assert "trainer 0 (world rank 0 on " in err and ") died: " in err, out + err
+    named = "trainer 0 (world rank 0 on " in err or "the leader, trainer rank 0, has died" in err
+    assert named, out + err  # by whoever noticed first
 
     process = start(model, tmp_path, "train.steps=24", "launch.trainers=1", "launch.searchers=2")
     wait_for(lambda: steps_done(tmp_path) >= 14, process)
