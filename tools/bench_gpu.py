@@ -228,7 +228,7 @@ def make_model(folder: Path, shape: Shape) -> Path:
         tie_word_embeddings=True,
         eos_token_id=0,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     words = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(folder)
     return folder
