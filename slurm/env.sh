@@ -232,6 +232,12 @@ refusal() {          # the sentence of the rank that first met something that on
     [ ${#files[@]} -gt 0 ] && cat "${files[0]}"
 }
 
+unheard() {          # unheard CODE: whether the request to stop ended the ranks before they listened to it: USR1 some
+    # of them, srun the others, with any status but that of `insist`. The trainer keeps records from then on.
+    [ "$STOP" = 1 ] && [ "$1" != $((128 + $(kill -l KILL))) ] && ! refusal >/dev/null \
+        && [ ! "$RUN/metrics/trainer.jsonl" -nt "$RUN/slurm/start" ]
+}
+
 progress() {         # progress SINCE: whether anything was sealed after that file: a shard or a checkpoint
     [ -n "$(find "$RUN/shards" "$RUN/checkpoints" \( -name '*.h5' -o -name COMPLETE \) -newer "$RUN/slurm/$1" \
         -print -quit 2>/dev/null)" ]
@@ -294,7 +300,7 @@ run_to_the_end() {   # run_to_the_end PLACE: start the ranks, again and again, u
         kill "$watcher" $GUARD 2>/dev/null
         STEP='' GUARD=''
         if finished; then event finished; say "the run is finished: $RUN/report.html"; exit 0; fi
-        [ "$STOP" = 1 ] && [ "$code" = $((128 + $(kill -l USR1))) ] && code=0   # asked before they listened
+        unheard "$code" && code=0
         if [ "$code" = 0 ]; then event stopped; break; fi
         sentence=$(refusal) && refuse "$sentence"
         ending && break
