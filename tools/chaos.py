@@ -74,6 +74,9 @@ STEPS_STRUCK = 4
 STEPS_WITHOUT = 3
 """Optimizer steps without an engine, which is built again; then the trainer is held until it is back."""
 
+SPARE_STEPS = 16
+"""Optimizer steps beyond those: on a fast machine some pass between two looks at the run."""
+
 START_UP_SHARE = 0.2
 """Of the faults that could strike while the ranks start, because the one before has ended them."""
 
@@ -178,7 +181,7 @@ def plan(count: int, seed: int) -> list[Fault]:
 
 def steps_for(planned: Sequence[Fault]) -> int:
     """Optimizer steps that hold them all."""
-    return 6 + sum(fault.steps for fault in planned)
+    return SPARE_STEPS + sum(fault.steps for fault in planned)
 
 
 # --- What became of them ---
