@@ -94,6 +94,13 @@ watch_step() {       # watch_step SRUN: end an srun that outlives its step
 
 state_of() { squeue --noheader --jobs="$1" --format='%T %k' 2>/dev/null | head -n 1; }
 
+ending() {           # whether Slurm is ending this job: what fails then is no fault of ranks or nodes
+    local state
+    state=$(state_of "$SLURM_JOB_ID")
+    state=${state%% *}
+    [ "${state:-RUNNING}" != RUNNING ]       # no answer is no end
+}
+
 claim_run() {        # two jobs on one run directory would train it twice
     local owner=''
     mkdir -p "$RUN/slurm" || exit 2
@@ -154,7 +161,7 @@ probe() {            # probe "GROUP" HOST…: those that start a process, in ord
         case $? in
             0) echo "$host" ;;
             3) echo "!$host" ;;
-            *) event unfit "\"nodes\": \"$host\""; say "$host does not answer" >&2 ;;
+            *) ending || { event unfit "\"nodes\": \"$host\""; say "$host does not answer" >&2; } ;;
         esac
     done
 }
@@ -225,6 +232,12 @@ refusal() {          # the sentence of the rank that first met something that on
     [ ${#files[@]} -gt 0 ] && cat "${files[0]}"
 }
 
+unheard() {          # unheard CODE: whether the request to stop ended the ranks before they listened to it: USR1 some
+    # of them, srun the others, with any status but that of `insist`. The trainer keeps records from then on.
+    [ "$STOP" = 1 ] && [ "$1" != $((128 + $(kill -l KILL))) ] && ! refusal >/dev/null \
+        && [ ! "$RUN/metrics/trainer.jsonl" -nt "$RUN/slurm/start" ]
+}
+
 progress() {         # progress SINCE: whether anything was sealed after that file: a shard or a checkpoint
     [ -n "$(find "$RUN/shards" "$RUN/checkpoints" \( -name '*.h5' -o -name COMPLETE \) -newer "$RUN/slurm/$1" \
         -print -quit 2>/dev/null)" ]
@@ -273,7 +286,7 @@ run_to_the_end() {   # run_to_the_end PLACE: start the ranks, again and again, u
     drop_orphans
     if finished; then say "the run is finished already: $RUN/summary.json"; exit 0; fi
     while [ "$STOP" = 0 ]; do
-        "$1" || { say "these nodes will not do: asking Slurm for others"; break; }
+        "$1" || { ending || say "these nodes will not do: asking Slurm for others"; break; }
         "${TBA[@]}" prepare "$RUN" --set "launch.trainers=$TRAINERS" --set "launch.searchers=$SEARCHERS" || exit
         TBA_JOB_END=$(job_end) && export TBA_JOB_END || unset TBA_JOB_END
         touch "$RUN/slurm/start"
@@ -287,9 +300,10 @@ run_to_the_end() {   # run_to_the_end PLACE: start the ranks, again and again, u
         kill "$watcher" $GUARD 2>/dev/null
         STEP='' GUARD=''
         if finished; then event finished; say "the run is finished: $RUN/report.html"; exit 0; fi
-        [ "$STOP" = 1 ] && [ "$code" = $((128 + $(kill -l USR1))) ] && code=0   # asked before they listened
+        unheard "$code" && code=0
         if [ "$code" = 0 ]; then event stopped; break; fi
         sentence=$(refusal) && refuse "$sentence"
+        ending && break
         event failed "\"code\": $code"
         progress start && tries=0
         tries=$((tries + 1))

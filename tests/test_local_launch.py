@@ -66,6 +66,17 @@ run = RunDir.open(Path(sys.argv[1]))
 sys.exit(launch(run, run.config(), program=[sys.executable, *sys.argv[2:]]))
 """
 
+HOLDER = """
+import sys, time
+from pathlib import Path
+from tba_hpc.launch import local
+local.SHARED_MEMORY = Path(sys.argv[1])
+with local.private_memory() as folder:
+    print(folder, flush=True)
+    time.sleep(60)
+"""
+"""A launcher as far as its private memory goes."""
+
 MPI = pytest.param("mpi", marks=pytest.mark.mpi)
 
 
@@ -243,6 +254,28 @@ def test_a_killed_launcher_leaves_no_rank_behind(tmp_path: Path, transport: str)
     launched.process.kill()
     launched.end()
     wait_until(lambda: alive(pids) == [])
+
+
+def test_the_folder_of_a_killed_launcher_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "SHARED_MEMORY", tmp_path)
+    (tmp_path / "tba-notes").mkdir()
+    holders = [
+        subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    try:
+        dead, alive = (Path(holder.stdout.readline().strip()) for holder in holders if holder.stdout)
+        (dead / "segment").touch()
+        holders[0].kill()
+        holders[0].wait()
+        for folder in tmp_path.iterdir():
+            os.utime(folder, (0, 0))
+        with local.private_memory() as mine:
+            assert {*tmp_path.iterdir()} == {alive, mine, tmp_path / "tba-notes"}
+    finally:
+        holders[1].kill()
 
 
 @pytest.mark.mpi

@@ -141,6 +141,19 @@ def test_a_run_on_this_machine_is_not_judged_by_an_older_job(
     assert "job" not in facts(view, found)
 
 
+def test_a_job_of_the_tool_is_submitted_again_as_it_was(run: RunDir) -> None:
+    again = "python tools/submit.py --config '/my runs/known' --nodes 3 --homogeneous"
+    happen(run, time.time() - 5000, "submitted", job="7", command=again)
+    for state in ("PENDING", "UNKNOWN"):
+        waiting = standing(look(run, queue(state)))
+        assert waiting.state == "queued" and "no sign of life" not in waiting.words, "no rank was started yet"
+    assert standing(look(run, queue("CANCELLED"))).command == again
+    lives(run, *STARTED)
+    assert standing(look(run, queue("TIMEOUT"))).command == again
+    lives(run, *STARTED, job="8")  # by hand
+    assert standing(look(run, queue("TIMEOUT", job="8"))).command == SUBMIT.format(run=run.path)
+
+
 def test_a_new_job_is_not_judged_by_what_befell_the_one_before(run: RunDir) -> None:
     lives(run, "life", "start", "failed")
     view = look(run, queue("PENDING", job="8"))

@@ -58,7 +58,7 @@ SETTINGS = (
     "run.name=chaos",
     f"checkpoint.every={CHECKPOINT_EVERY}",
     "buffer.initial_completions=64",
-    "train.prompts_per_step=32",  # slow steps: few of them are needed while an engine is rebuilt
+    "train.prompts_per_step=32",  # slow steps: few of them are needed
     "evaluate.validation_prompts=0",
     "evaluate.test_prompts=64",
     "exchange.deadline_seconds=60",
@@ -67,6 +67,15 @@ SETTINGS = (
 
 STEPS_BETWEEN = 4
 """Optimizer steps, at most, from a recovery to the next fault."""
+
+STEPS_STRUCK = 4
+"""Optimizer steps until a fault has struck and the recovery from it was seen, those redone left out."""
+
+STEPS_WITHOUT = 3
+"""Optimizer steps without an engine, which is built again; then the trainer is held until it is back."""
+
+SPARE_STEPS = 16
+"""Optimizer steps beyond those: on a fast machine some pass between two looks at the run."""
 
 START_UP_SHARE = 0.2
 """Of the faults that could strike while the ranks start, because the one before has ended them."""
@@ -95,12 +104,10 @@ class NotSurvived(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of fault. weight: how often it comes; steps: that the trainer may take until the run
-    has recovered; ends_ranks: whether all ranks must start again."""
+    """A kind of fault. weight: how often it comes; ends_ranks: whether all ranks must start again."""
 
     blow: Blow
     weight: int
-    steps: int = 4
     ends_ranks: bool = True
 
 
@@ -125,10 +132,8 @@ def _ask_to_stop(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> N
 
 
 KINDS = {
-    "engine killed": Kind(
-        _hit("searcher", lambda _, rank: faults.kill_engine(rank)), 20, 30, ends_ranks=False
-    ),
-    "engine hung": Kind(_hit("searcher", lambda _, rank: faults.stop_engine(rank)), 15, 80, ends_ranks=False),
+    "engine killed": Kind(_hit("searcher", lambda _, rank: faults.kill_engine(rank)), 20, ends_ranks=False),
+    "engine hung": Kind(_hit("searcher", lambda _, rank: faults.stop_engine(rank)), 15, ends_ranks=False),
     "searcher killed": Kind(_hit("searcher", lambda _, rank: faults.kill_rank(rank)), 20),
     "trainer killed": Kind(_hit("trainer", lambda _, rank: faults.kill_rank(rank)), 15),
     "node crashed": Kind(_hit("searcher", lambda storm, rank: storm.crash(rank.node)), 7),
@@ -147,6 +152,17 @@ class Fault:
     pause: float
     choice: float
 
+    @property
+    def steps_before(self) -> int:
+        """Optimizer steps from the recovery to it."""
+        return int(self.pause * STEPS_BETWEEN)
+
+    @property
+    def steps(self) -> int:
+        """Those from one recovery to the next; ranks that start take none."""
+        without = 0 if KINDS[self.kind].ends_ranks else STEPS_WITHOUT
+        return 0 if self.start_up else self.steps_before + STEPS_STRUCK + without
+
 
 def plan(count: int, seed: int) -> list[Fault]:
     """``count`` faults, the same for the same seed; every kind is among them where there is room."""
@@ -164,8 +180,8 @@ def plan(count: int, seed: int) -> list[Fault]:
 
 
 def steps_for(planned: Sequence[Fault]) -> int:
-    """Optimizer steps that hold them all: the trainer goes on while an engine is built again."""
-    return 10 + sum(STEPS_BETWEEN + KINDS[fault.kind].steps for fault in planned)
+    """Optimizer steps that hold them all."""
+    return SPARE_STEPS + sum(fault.steps for fault in planned)
 
 
 # --- What became of them ---
@@ -304,7 +320,7 @@ class Storm:
     def _await_steps(self, fault: Fault) -> None:
         """Until the run has recovered and gone on for a while."""
         self._await_recovery()
-        wanted = self.history.step + int(fault.pause * STEPS_BETWEEN)
+        wanted = self.history.step + fault.steps_before
         self._until(lambda: self.history.step >= wanted and self._complete, f"step {wanted} and all engines")
 
     def _await_step(self, step: int) -> None:
@@ -313,9 +329,20 @@ class Storm:
     def _await_recovery(self) -> None:
         """Until the last fault is history; then nodes that crashed are booted."""
         last = self.strikes[-1] if self.strikes else NOTHING_YET
+        if last.victim and not KINDS[last.kind].ends_ranks:
+            self._await_engine(last)
         self._until(lambda: self.history.back(last), f"recovery from {last}")
         while self._down:
             self.cluster.start(self._down.pop())
+
+    def _await_engine(self, last: Strike) -> None:
+        """Until a rank has built its engine again; the trainer goes on, but not through the whole run."""
+        enough = self.history.step + STEPS_WITHOUT
+        self._until(
+            lambda: self.history.step >= enough or self.history.back(last), f"step {enough} without an engine"
+        )
+        with faults.held_leader(self.cluster, self.run):
+            self._until(lambda: self.history.back(last), f"recovery from {last}")
 
     def _await_start_up(self, fault: Fault) -> None:
         """Until the ranks have started after the last fault, and for some part of their start-up."""

@@ -8,6 +8,7 @@ Submitting again with the same config goes on where the run stopped. Needs no to
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +22,7 @@ from tba_hpc.launch.doctor import preflight
 from tba_hpc.launch.findings import Finding
 from tba_hpc.launch.plan import Plan, Site, load_site, plan
 from tba_hpc.launch.sbatch import RANK, TBA, Job, batch_script
-from tba_hpc.state import DiskFullError, RunDir, StateError
+from tba_hpc.state import DiskFullError, RunDir, StateError, log_event
 
 HOME = Path(__file__).resolve().parents[1]
 
@@ -64,11 +65,13 @@ def submit(
     warnings = _check(resolved, split, cluster)
     run = RunDir.create(resolved)
     if run.finished:
-        _tell(run, split, None, [], as_json)
+        _tell(run, split, None, "", [], as_json)
         return
     job = slurm.submit(run, script)
+    again = _again(run, site, nodes, trainer_nodes, time, homogeneous)
+    log_event(run, "submitted", job=job.job_id, life=0, command=again)
     warnings += controller.check_taken(slurm.job_fields(job.job_id), cluster)
-    _tell(run, split, job.job_id, warnings, as_json)
+    _tell(run, split, job.job_id, again, warnings, as_json)
     if wait:
         job.wait()
         if not run.finished:
@@ -115,16 +118,29 @@ def _job(config: Config, run: RunDir, site: Site) -> Job:
     )
 
 
-def _tell(run: RunDir, split: Plan, job: str | None, warnings: list[Finding], as_json: bool) -> None:
+def _again(
+    run: RunDir, site: Path, nodes: int, trainer_nodes: int | None, time: str | None, homogeneous: bool
+) -> str:
+    """What submits the run again, typed in any folder; the run's frozen config knows the settings."""
+    words: list[object] = [sys.executable, __file__, "--config", run.path, "--site", site.absolute()]
+    words += ["--nodes", nodes]
+    words += ["--trainer-nodes", trainer_nodes] if trainer_nodes else []
+    words += ["--time", time] if time else []
+    words += ["--homogeneous"] if homogeneous else []
+    return shlex.join(map(str, words))
+
+
+def _tell(
+    run: RunDir, split: Plan, job: str | None, again: str, warnings: list[Finding], as_json: bool
+) -> None:
     """What was done, what to know about it, and the commands that come next."""
-    again = " ".join(sys.argv)
     commands = {
         "watch": f"tba status {run.path}",
         "log": f"tail -F {run.path}/slurm/job-{job}.log",
         "queue": f"squeue --job {job}",
         "cancel": f"scancel {job}",
         "stop": f"scancel --batch --signal=USR1 {job}",
-        "resume": f"python {again}",
+        "resume": again,
     }
     sentences = [warning.sentence for warning in warnings]
     if as_json:

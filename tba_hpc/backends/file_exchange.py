@@ -102,8 +102,9 @@ class FileTrainerExchange:
         evaluated: Callable[[Split, int], bool],
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        for request in folder.glob("stop-*"):
-            request.unlink()
+        # Requests of an earlier attempt, and what a kill between write and rename left of its board.
+        for leftover in [*folder.glob("stop-*"), *folder.glob(".latest.json.*.tmp")]:
+            leftover.unlink()
         self._folder = folder
         self._layout = layout
         self._read_pending = read_pending

@@ -7,12 +7,14 @@ its own. The launcher never trains: it forwards signals, shows progress, and lea
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import math
 import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -54,6 +56,9 @@ ASK_AGAIN_SECONDS = 2.0
 
 SETTLE_SECONDS = 3.0
 """Time that mpiexec may take to start all ranks, or to end by itself once one has failed."""
+
+SHARED_MEMORY, PRIVATE = Path("/dev/shm"), "tba-hpc-world-"
+"""Where the files of MPI go while it runs, and how the names of their folders begin."""
 
 SURVIVE_DEATHS = {
     # What mpiexec's --with-ft ulfm stands for, which other versions of it refuse.
@@ -127,11 +132,39 @@ def mpi_environment(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def private_memory() -> Iterator[Path]:
-    """A folder in shared memory for the files of MPI, which killed ranks leave behind."""
-    shared = Path("/dev/shm")
-    place = shared if shared.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="tba-", dir=place, ignore_cleanup_errors=True) as folder:
+    """A folder in shared memory for the files of MPI, which killed ranks leave behind.
+
+    A launcher that was killed itself leaves the folder, too: the next one of the same user removes it.
+    """
+    place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    _remove_abandoned(place)
+    with (
+        tempfile.TemporaryDirectory(prefix=PRIVATE, dir=place, ignore_cleanup_errors=True) as folder,
+        _held(Path(folder)),
+    ):
         yield Path(folder)
+
+
+def _remove_abandoned(place: Path) -> None:
+    """Remove what ``private_memory`` made in ``place`` for launchers of this user that are gone."""
+    for folder in place.glob(f"{PRIVATE}*"):
+        with suppress(OSError):  # another launcher may be at it, too
+            status = folder.lstat()
+            mine = status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode)
+            if mine and time.time() - status.st_mtime > SETTLE_SECONDS:  # else perhaps not yet held
+                with _held(folder):
+                    shutil.rmtree(folder)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock, which the kernel gives back however its holder ends. Raises BlockingIOError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def rank_name(role: Role, index: int) -> str:

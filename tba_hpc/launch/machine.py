@@ -505,8 +505,8 @@ def check_interfaces(interfaces: Sequence[Interface], chosen: str | None) -> Fin
     return warning(
         "network",
         f"{', '.join(names)}: the libraries may not pick {best.name} ({best.address}), {why}",
-        f"set network_interface: {best.name} in the site file (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), and "
-        f"under environment OMPI_MCA_btl_tcp_if_include: {best.name}",
+        f"set network_interface: {best.name} in the site file (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, "
+        "OMPI_MCA_btl_tcp_if_include)",
     )
 
 

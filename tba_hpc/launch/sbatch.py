@@ -21,6 +21,9 @@ RANK = ("python", "-m", "mpi4py", "-m", "tba_hpc")
 TBA = ("python", "-m", "tba_hpc")
 """The command ``tba`` where there is no MPI."""
 
+INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include")
+"""Where libraries are told the network interface; Open MPI, unlike the others, would use all there are."""
+
 SPARE_SECONDS = 30
 """Kept back of the time between signal and end, for the requeue itself."""
 
@@ -165,7 +168,7 @@ def _contained(command: Sequence[str], site: Site) -> list[str]:
 
 def _environment(job: Job, site: Site) -> str:
     interface = site.network_interface
-    names = {name: interface for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if interface}
+    names = {name: interface for name in INTERFACE_VARIABLES if interface}
     lines = [f"module load {shlex.join(site.modules)}"] if site.modules else []
     lines += [f"source {_expanded(site.venv + '/bin/activate')}"] if site.venv else []
     lines += [f"export {key}={_expanded(value)}" for key, value in (names | site.environment).items()]

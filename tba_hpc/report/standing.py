@@ -134,7 +134,7 @@ def _after_a_job(view: RunView, job: list[Component]) -> Standing:
     how = "" if state == FORGOTTEN else f" ({state.lower().replace('_', ' ')})"
     gone = Standing("gone", f"job {job_id} is gone{how}, the run is at step {view.progress.step}")
     ended = _ended(view) if _heard_of(view, job) else None
-    return replace(ended or gone, command=_submit(view))
+    return replace(ended or gone, command=_submit(view, job_id))
 
 
 def _without_a_job(view: RunView) -> Standing:
@@ -204,8 +204,10 @@ def _with_silence(view: RunView, found: Standing) -> Standing:
     return Standing(found.state, words, f"tail {view.run.logs}/latest/*.log")
 
 
-def _submit(view: RunView) -> str:
-    """What submits the run again."""
+def _submit(view: RunView, job: str) -> str:
+    """What submits the run again: as ``tools/submit.py`` noted it, or a guess for a script sent by hand."""
+    if job in view.submissions:
+        return view.submissions[job]
     lives = [str(event["nodes"]) for event in view.events if event["event"] == "life"]
     nodes = len(lives[-1].split(",")) if lives else "N"
     return f"python tools/submit.py --config {view.run.path} --nodes {nodes}"

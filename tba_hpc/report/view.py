@@ -96,6 +96,9 @@ class RunView:
     queue: Queue = lambda _: []
     progress: Progress = field(default_factory=Progress)
     events: list[Event] = field(default_factory=list)
+    """Of launchers and batch scripts; not those of submissions, after which a run may wait for days."""
+    submissions: dict[str, str] = field(default_factory=dict)
+    """What submits the run again, by the job that was submitted so."""
     attempts: list[Attempt] = field(default_factory=list)
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
     job: list[Component] = field(default_factory=list)
@@ -107,7 +110,10 @@ class RunView:
         """Read what is new in the run directory; ask Slurm if that was long ago."""
         self._ask_slurm()  # first: what the files say is newer then
         if events := self._new(self.run.events_file):
-            self.events += events
+            self.submissions |= {
+                str(e["job"]): str(e["command"]) for e in events if e["event"] == "submitted"
+            }
+            self.events += [event for event in events if event["event"] != "submitted"]
             self.attempts = attempts(self.events)
         for record in self._new(self.run.metrics_file("trainer")):
             self.progress.take(record)

@@ -138,6 +138,20 @@ def test_a_stop_of_the_attempt_before_is_forgotten(tmp_path: Path) -> None:
     assert not stop_seen(trainer(tmp_path))
 
 
+def test_what_a_kill_left_of_the_board_is_removed(tmp_path: Path) -> None:
+    """By the trainer alone, between writing the file and renaming it."""
+    program = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from tba_hpc.backends.file_exchange import Board\n"
+        "Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "Board('first').write(Path(sys.argv[1]))\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)])
+    assert len(list(tmp_path.iterdir())) == 1
+    trainer(tmp_path).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["latest.json"]
+
+
 def test_a_full_disk_is_a_sentence_and_leaves_nothing_visible(tmp_path: Path) -> None:
     """In a process of its own, whose files may not grow beyond a few kilobytes."""
     program = (

@@ -337,7 +337,8 @@ _SETTINGS = {
     "KillWait": "5",
     "SlurmctldTimeout": "30",
     "SlurmdTimeout": "5",
-    "MessageTimeout": "10",
+    # A crashed node refuses connections, which Slurm tries again for so long, and it is down after two pings.
+    "MessageTimeout": "4",
     "InactiveLimit": "0",
     "MinJobAge": "300",
     "FirstJobId": "1",

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import psutil
@@ -71,6 +73,20 @@ def kill_engine(rank: RankProcess) -> None:
 def stop_engine(rank: RankProcess) -> None:
     """SIGSTOP of a searcher's engine: it hangs from here on."""
     os.kill(_engine(rank), signal.SIGSTOP)
+
+
+@contextmanager
+def held_leader(cluster: Cluster, run: RunDir) -> Iterator[None]:
+    """The leading trainer stands still inside: however fast the machine, the run does not end meanwhile."""
+    leader = ranks(cluster, run)[:1]
+    for rank in leader:
+        os.kill(rank.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for rank in leader:
+            with suppress(ProcessLookupError):
+                os.kill(rank.pid, signal.SIGCONT)
 
 
 def _engine(rank: RankProcess) -> int:

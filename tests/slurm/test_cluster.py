@@ -31,7 +31,7 @@ def test_a_crashed_node_takes_everything_on_it_along_and_comes_back(cluster: Clu
 
 
 def test_a_higher_partition_preempts_a_lower_one(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.run("scontrol", "update", "PartitionName=low", "GraceTime=1")
+    cluster.run("scontrol", "update", "PartitionName=low", "GraceTime=0")
     script = f"#!/bin/bash\n#SBATCH -N6 --exclusive --open-mode=append --output={tmp_path}/out\n"
     low = cluster.submit(script + "echo start; sleep 600\n", "-plow")
     cluster.wait(low, "RUNNING")

@@ -10,12 +10,9 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 from tiny_models import make_random_model
@@ -26,7 +23,7 @@ from tba_hpc.config import differing_keys, dump_config, load_config
 from tba_hpc.metrics import read_metrics, step_records
 from tba_hpc.state import MAY_DIFFER, RunDir, latest_checkpoint, read_events
 from tests.slurm.cluster import Cluster
-from tests.slurm.faults import preempt, ranks
+from tests.slurm.faults import held_leader, preempt
 from tests.system.test_run import SETTINGS, assert_whole
 
 pytestmark = [pytest.mark.mpi, pytest.mark.system]
@@ -68,8 +65,8 @@ def checkout(folder: Path, model: Path, *, time: str = "00:10:00") -> RunDir:
         "--time=24:00:00": f"--time={time}",
         "USR1@300": "USR1@15",
         "SAVE_SECONDS=270": "SAVE_SECONDS=12",
-        "--ntasks-per-node=3": "--ntasks-per-node=2",
-        "--gres=gpu:3": "--gres=gpu:2",
+        "--ntasks-per-node=3": "--ntasks-per-node=1",
+        "--gres=gpu:3": "--gres=gpu:1",
         "--cpus-per-task=8": "--cpus-per-task=2",
     }
     shutil.copytree(REPOSITORY / "slurm", folder / "slurm")
@@ -137,17 +134,6 @@ def left_behind(cluster: Cluster) -> list[str]:
     return [line for line in cluster.processes() if any(word in line for word in words)]
 
 
-@contextmanager
-def leader_held(cluster: Cluster, run: RunDir) -> Iterator[None]:
-    """The leading trainer stands still inside: however fast the machine, the run does not end meanwhile."""
-    leader = psutil.Process(ranks(cluster, run)[0].pid)
-    leader.suspend()
-    try:
-        yield
-    finally:
-        leader.resume()
-
-
 def reach_the_wall_time(cluster: Cluster, run: RunDir) -> None:
     """Wait until the run stops since its time is over: after three steps, or on a slow machine before."""
 
@@ -156,7 +142,7 @@ def reach_the_wall_time(cluster: Cluster, run: RunDir) -> None:
 
     cluster.until(lambda: steps(run) >= 3 or over(), "three steps", 120, seen=lambda: said(run))
     if not over():
-        with leader_held(cluster, run):
+        with held_leader(cluster, run):
             cluster.until(over, "the end of the wall time", 120, seen=lambda: said(run))
 
 

@@ -80,13 +80,20 @@ def test_a_read_only_place(model: Path) -> None:
 def test_what_only_a_rank_can_see(tmp_path: Path, model: Path) -> None:
     """The launcher shows the sentence of the rank that met it."""
     no_eos = make_random_model(tmp_path / "no-eos", tied=False, eos=False)
-    common = settings(run__root=tmp_path / "runs", exchange__deadline_seconds=60)
+    common = settings(run__root=tmp_path / "runs", exchange__deadline_seconds=60, launch__searchers=1)
     done = tba("run", CONFIG, *common, *settings(model__path=no_eos, run__name="no-eos"))
     refused(done, "has no end-of-sequence token")
-    done = tba(
-        "run", CONFIG, *common, *settings(model__path=model, run__name="long", generator__max_tokens=100)
-    )
-    refused(done, "less generator.max_tokens=100 leaves 28: raise the first or lower the second")
+
+
+@pytest.mark.engine
+def test_prompts_that_leave_no_room(tmp_path: Path, model: Path) -> None:
+    """A searcher by itself, as the launchers start it."""
+    long = settings(run__root=tmp_path, generator__max_tokens=100, exchange__transport="files")
+    run = Path(tba("create", CONFIG, *settings(model__path=model), *long).stdout.strip())
+    assert tba("prepare", str(run)).returncode == 0
+    assert tba("search", str(run), "--index", "0").returncode == 2
+    sentence = (run / "logs" / "latest" / "error-searcher-0000.txt").read_text()
+    assert "less generator.max_tokens=100 leaves 28: raise the first or lower the second" in sentence
 
 
 @pytest.mark.mpi

@@ -1,0 +1,296 @@
+"""Measures the learner, the reference policy and an engine's load of weights against the machine itself.
+
+    python tools/bench_gpu.py [--device cuda|cpu] [--zero-stage 2] [--json]
+
+Needs an NVIDIA GPU with 40 GB, and nobody has run it on one yet: its figures are to come. ``--device cpu``
+takes a tiny model through the same code, to see that it runs.
+
+A random model of 1.2 billion parameters in bfloat16 takes optimizer steps, has its weights copied out as for
+a publication, computes reference log-probabilities, and is loaded into a running vLLM engine. Each time is
+divided by the machine's best, measured in the same run: of one large bfloat16 matrix product with as many
+FLOP, or of one plain copy of as many bytes. Counted as FLOP is what the mathematics needs: 2 per weight and
+token forward, twice that backward, causal attention, the output layer at completion tokens; what is computed
+again is not. Memory is divided by 18 bytes a parameter: weights, float32 gradients and master weights, AdamW.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
+from tba_hpc.backends.hf_model import load_policy
+from tba_hpc.backends.hf_reference import HfReference
+from tba_hpc.backends.vllm_generator import VllmGenerator
+from tba_hpc.config import Config, parse_config
+from tba_hpc.report.tables import Cell, print_rows
+from tba_hpc.types import (
+    Completion,
+    Group,
+    Prompt,
+    Ragged,
+    Request,
+    Sampling,
+    TrajectoryBatch,
+    WeightLayout,
+    WeightUpdate,
+)
+
+REPEATS = 5
+
+WIDTH = 4
+"""Size of the hidden layer of an MLP ÷ the model's."""
+
+STATE_BYTES = 18
+"""Of a parameter in training."""
+
+Row = dict[str, Cell]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Of a model, and of its batches: B groups of K completions of T tokens after a prompt of P."""
+
+    hidden: int
+    layers: int
+    head_size: int
+    vocabulary: int
+    groups: int
+    group_size: int
+    prompt: int
+    completion: int
+    matmul: int
+    """Rows and columns of the matrices by whose product the machine is measured."""
+
+    def forward_flops(self, rows: int, length: int, *, after: int = 0, scored: int) -> float:
+        """Of ``rows`` sequences of ``length`` new tokens ``after`` others; ``scored``: tokens with logits."""
+        weights = self.layers * (4 + 3 * WIDTH) * self.hidden**2
+        attended = rows * length * (after + length / 2)
+        return (
+            2 * weights * rows * length
+            + 4 * self.layers * self.hidden * attended
+            + 2 * self.vocabulary * self.hidden * scored
+        )
+
+
+SHAPES = {
+    "cuda": Shape(
+        **{"hidden": 2048, "layers": 16, "head_size": 128, "vocabulary": 65536, "matmul": 8192},
+        **{"groups": 8, "group_size": 16, "prompt": 128, "completion": 512},
+    ),
+    "cpu": Shape(
+        **{"hidden": 64, "layers": 2, "head_size": 32, "vocabulary": 512, "matmul": 512},
+        **{"groups": 4, "group_size": 4, "prompt": 8, "completion": 24},
+    ),
+}
+
+
+def main() -> None:
+    """Measure and print."""
+    options = _options()
+    if options.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif not torch.cuda.is_available():
+        sys.exit("bench_gpu: needs an NVIDIA GPU, and torch sees none here; --device cpu only tries the code")
+    shape = SHAPES[options.device]
+    with tempfile.TemporaryDirectory() as scratch:
+        config = make_config(make_model(Path(scratch) / "model", shape), shape, options.zero_stage)
+        rows = measure(config, shape, Path(scratch), torch.device(options.device))
+    print_rows(rows, as_json=options.json)
+
+
+def measure(config: Config, shape: Shape, scratch: Path, device: torch.device) -> list[Row]:
+    """All figures; learner, reference and engine follow each other, so that each has the GPU to itself."""
+    rate = matmul_rate(shape.matmul, device)
+    rows, layout, weights = measure_learner(config, shape, scratch / "store", device, rate)
+    torch.cuda.empty_cache()
+    rows.append(measure_reference(config, shape, rate))
+    torch.cuda.empty_cache()
+    _, copy = copy_seconds(weights, device)
+    rows.append(_row("weights loaded by an engine, ms", 1e3, load_seconds(config, layout, weights), copy))
+    return rows
+
+
+def measure_learner(
+    config: Config, shape: Shape, store: Path, device: torch.device, rate: float
+) -> tuple[list[Row], WeightLayout, np.ndarray]:
+    """Figures of one trainer rank; its weights, uint8 [layout.nbytes], and their layout."""
+    store.mkdir()
+    learner = DeepSpeedLearner.create(config, rank=0, ranks=1, store=store, deadline=600)
+    layout, weights, batch = learner.layout, np.zeros(learner.layout.nbytes, np.uint8), make_batch(shape)
+    step = best(lambda: learner.step(batch, learning_rate=1e-6, beta=0.1))
+    peak = peak_bytes(device)
+    copied, (copy, _) = best(lambda: learner.write_weights(weights)), copy_seconds(weights, device)
+    learner.close()
+    rows = [
+        _row("optimizer step, ms", 1e3, step, 3 * batch_flops(shape) / rate),
+        _row("peak memory, GB", 1e-9, peak, STATE_BYTES * layout.nbytes / 2),
+        _row("weights copied out, ms", 1e3, copied, copy),
+    ]
+    return rows, layout, weights
+
+
+def measure_reference(config: Config, shape: Shape, rate: float) -> Row:
+    """The reference policy on one group."""
+    chunk = config.train.logprob_chunk_tokens
+    reference = HfReference(load_policy(config.model.path, config.model.dtype), chunk_tokens=chunk)
+    group = make_group(shape)
+    seconds = best(lambda: reference.logprobs(group))
+    return _row("reference log-probabilities of a group, ms", 1e3, seconds, group_flops(shape) / rate)
+
+
+def best(action: Callable[[], object]) -> float:
+    """Shortest of REPEATS times, s, after one that does not count; every action ends on the host."""
+    action()
+    times = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+# --- The machine ---
+
+
+def matmul_rate(size: int, device: torch.device) -> float:
+    """FLOP/s of a product of two square bfloat16 matrices."""
+    left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    return 2 * size**3 / best(lambda: (left @ right)[0, 0].item())
+
+
+def copy_seconds(host: np.ndarray, device: torch.device) -> tuple[float, float]:
+    """Times of one copy of as many bytes from the device to the memory of ``host``, and back."""
+    memory, there = torch.from_numpy(host), torch.zeros(len(host), dtype=torch.uint8, device=device)
+    return best(lambda: memory.copy_(there)), best(lambda: there.copy_(memory)[-1].item())
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most memory held at once so far: torch's on a GPU, else the whole process's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def load_seconds(config: Config, layout: WeightLayout, weights: np.ndarray) -> float:
+    """Shortest time that an engine stood still to load weights."""
+    generator, times = VllmGenerator(config.model, config.generator, seed=0), []
+    for version in range(1, REPEATS + 2):
+        generator.load(WeightUpdate(version, layout, weights))
+        while generator.version < version:
+            generator.step()
+        times.append(generator.load_seconds)
+    generator.close()
+    return min(times[1:])
+
+
+# --- The work ---
+
+
+def batch_flops(shape: Shape) -> float:
+    """Forward, of a batch."""
+    rows = shape.groups * shape.group_size
+    return shape.forward_flops(rows, shape.prompt + shape.completion, scored=rows * shape.completion)
+
+
+def group_flops(shape: Shape) -> float:
+    """Forward, of a group whose prompt is computed once."""
+    rows, length = shape.group_size, shape.completion
+    return shape.forward_flops(1, shape.prompt, scored=0) + shape.forward_flops(
+        rows, length, after=shape.prompt, scored=rows * length
+    )
+
+
+def make_model(folder: Path, shape: Shape) -> Path:
+    """A Llama model with random weights, and a tokenizer that knows one word."""
+    torch.manual_seed(0)
+    heads = shape.hidden // shape.head_size
+    config = LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=WIDTH * shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=2 * (shape.prompt + shape.completion),
+        tie_word_embeddings=True,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(folder)
+    return folder
+
+
+def make_config(model: Path, shape: Shape, zero_stage: int) -> Config:
+    """One trainer rank; a group at a time."""
+    return parse_config(
+        {
+            "model": {"path": str(model), "context_length": shape.prompt + shape.completion},
+            "train": {
+                "prompts_per_step": shape.groups,
+                "completions_per_prompt": shape.group_size,
+                "zero_stage": zero_stage,
+            },
+            "generator": {"max_tokens": shape.completion, "kv_cache_mb": 64, "gpu_memory_utilization": 0.5},
+            "launch": {"trainers": 1},
+        }
+    )
+
+
+def make_batch(shape: Shape) -> TrajectoryBatch:
+    """Random tokens, rewards and reference log-probabilities."""
+    random, rows = np.random.default_rng(0), shape.groups * shape.group_size
+    tokens_NL = random.integers(1, shape.vocabulary, (rows, shape.prompt + shape.completion))
+    logprobs = random.normal(-3, 1, rows * shape.completion).astype(np.float32)
+    return TrajectoryBatch(
+        group_size=shape.group_size,
+        sequences=Ragged.from_rows(list(tokens_NL), np.int32),
+        prompt_length_N=np.full(rows, shape.prompt, np.int64),
+        reward_N=random.random(rows).astype(np.float32),
+        version_N=np.zeros(rows, np.int32),
+        logprobs=logprobs,
+        ref_logprobs=logprobs,
+        prompt_id_B=np.arange(shape.groups),
+    )
+
+
+def make_group(shape: Shape) -> Group:
+    """Distinct random completions of a random prompt."""
+    random = np.random.default_rng(1)
+    tokens_KT = random.integers(1, shape.vocabulary, (shape.group_size, shape.completion), np.int32)
+    prompt = Prompt(0, random.integers(1, shape.vocabulary, shape.prompt, np.int32), "")
+    request = Request(prompt, 0, shape.group_size, Sampling(1.0, 1.0, shape.completion))
+    completions = [Completion(row, np.zeros(len(row), np.float32), "length") for row in tokens_KT]
+    return Group(request, tuple(completions), np.zeros((shape.group_size, 2), np.int32))
+
+
+# --- The table ---
+
+
+def _row(what: str, unit: float, measured: float, at_best: float) -> Row:
+    return {"what": what, "measured": unit * measured, "at best": unit * at_best, "ratio": measured / at_best}
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=list(SHAPES), default="cuda", help="cpu only tries the code")
+    parser.add_argument("--zero-stage", type=int, default=2, choices=(1, 2, 3))
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
