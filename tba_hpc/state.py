@@ -14,6 +14,7 @@ import re
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -26,7 +27,7 @@ import numpy as np
 from tba_hpc.config import Config, ConfigError, differing_keys, dump_config, load_config
 from tba_hpc.types import Role, Split
 
-STATE_FORMAT = 2
+STATE_FORMAT = 3
 """Version of state.json."""
 
 BUFFER_FILE = "buffer.h5"
@@ -167,7 +168,10 @@ class RunDir:
 
     @property
     def _folders(self) -> tuple[Path, ...]:
-        return self.shards, self.weights, self.checkpoints, self.metrics, self.logs, self.evaluations
+        return (
+            *(self.shards, self.weights, self.checkpoints, self.references),
+            *(self.metrics, self.logs, self.evaluations),
+        )
 
     @property
     def config_file(self) -> Path:
@@ -188,6 +192,15 @@ class RunDir:
     def checkpoints(self) -> Path:
         """One folder per checkpoint."""
         return self.path / "checkpoints"
+
+    @property
+    def references(self) -> Path:
+        """Policies that became the reference, as Hugging Face folders."""
+        return self.path / "references"
+
+    def reference(self, step: int) -> Path:
+        """The policy of ``step``, which became the reference."""
+        return self.references / f"step-{step:06d}"
 
     @property
     def metrics(self) -> Path:
@@ -379,6 +392,17 @@ def prune_shards(run: RunDir, cursors: Mapping[int, int]) -> int:
     return len(merged)
 
 
+def prune_references(run: RunDir) -> None:
+    """Delete the references before the one in force at the oldest complete checkpoint."""
+    oldest = next(iter(checkpoint_folders(run, complete=True)), None)
+    end = read_state(oldest).step if oldest else 0
+    folders = {int(path.name.removeprefix("step-")): path for path in run.references.glob("step-*")}
+    in_force = max((step for step in folders if step <= end), default=0)
+    for step, folder in folders.items():
+        if step < in_force:
+            shutil.rmtree(folder)
+
+
 def checkpoint_folders(run: RunDir, *, complete: bool) -> list[Path]:
     """The complete checkpoints, or the others, by (step, save), ascending."""
     named = {
@@ -432,6 +456,12 @@ class PromptLedger:
         """Whether the group at ``position`` is sealed."""
         return position < len(self._done) and bool(self._done[position])
 
+    def open(self, end: int) -> np.ndarray:
+        """int64: the positions before ``end`` that are not done, ascending."""
+        done = np.zeros(end, np.bool_)
+        done[: len(self._done)] = self._done[:end]
+        return np.flatnonzero(~done)
+
     def __len__(self) -> int:
         """Positions done."""
         return int(self._done.sum())
@@ -472,6 +502,36 @@ class PromptOrder:
         """
         mine = itertools.count(searcher, searchers)
         return (position for position in mine if not ledger.done(position))
+
+
+class PromptQuota:
+    """How far the searchers may go in the prompt sequence where staleness is bounded: to before ``end``.
+
+    What is begun under weights v is used by step v + n, if no more than (n + 1)·B groups are begun before
+    there are newer weights (AReaL, arXiv 2505.24298, §5.1): so ``end`` is (v + n + 1)·B in a run that loses
+    nothing. Positions that are done already, and those of searchers that are ``absent``, do not count: others
+    are dealt instead of them.
+    """
+
+    def __init__(self, ledger: PromptLedger, searchers: int) -> None:
+        self.end = 0
+        self.absent: set[int] = set()
+        self._ledger = ledger
+        self._searchers = searchers
+
+    def extend(self, groups: int) -> None:
+        """Let so many more groups be begun by the searchers that are there, of which there must be one."""
+        while groups > 0:
+            groups -= self._comes(self.end)
+            self.end += 1
+
+    def owed(self) -> Counter[int]:
+        """Groups that may have been begun and have not come, by searcher, those absent left out."""
+        owners = (self._ledger.open(self.end) % self._searchers).tolist()
+        return Counter(searcher for searcher in owners if searcher not in self.absent)
+
+    def _comes(self, position: int) -> bool:
+        return not self._ledger.done(position) and position % self._searchers not in self.absent
 
 
 # --- Evaluations ---

@@ -50,6 +50,7 @@ def pack(items: Sequence[Item]) -> Trajectories:
             item.uid,
             item.uid,
             0,
+            0,
         )
     logprobs = np.array([x for item in items for x in item.logprobs], np.float32)
     return Trajectories(

@@ -235,7 +235,13 @@ class ReplayExchange:
         self.stop_requested = False
 
     def publish(
-        self, version: int, write: Callable[[np.ndarray], None], *, evaluate: Split | None = None
+        self,
+        version: int,
+        write: Callable[[np.ndarray], None],
+        *,
+        evaluate: Split | None = None,
+        reference: int = 0,
+        quota: int | None = None,
     ) -> bool:
         """Deliver the next shard."""
         write(np.empty(TabularLearner(TABLE).layout.nbytes, np.uint8))

@@ -238,8 +238,8 @@ def test_state_round_trips_and_other_formats_are_refused(run: RunDir) -> None:
     checkpoint(run, STATE)
     folder = latest_checkpoint(run)
     assert folder is not None and read_state(folder) == STATE
-    with pytest.raises(StateError, match="not of format 2"):
-        TrainerState.from_json(STATE.to_json().replace('"format": 2', '"format": 1'))
+    with pytest.raises(StateError, match="not of format 3"):
+        TrainerState.from_json(STATE.to_json().replace('"format": 3', '"format": 2'))
 
 
 def test_only_complete_checkpoints_count(run: RunDir) -> None:

@@ -54,6 +54,8 @@ class Publication:
     file: str
     evaluate: Split | None
     published: float
+    reference: int = 0
+    quota: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,13 @@ class FileTrainerExchange:
         self._round: Future[None] | None = None
 
     def publish(
-        self, version: int, write: Callable[[np.ndarray], None], *, evaluate: Split | None = None
+        self,
+        version: int,
+        write: Callable[[np.ndarray], None],
+        *,
+        evaluate: Split | None = None,
+        reference: int = 0,
+        quota: int | None = None,
     ) -> bool:
         """Write a weights file; see ports.TrainerExchange. It is made durable and announced beside the loop.
 
@@ -128,7 +136,7 @@ class FileTrainerExchange:
             return False
         write(_create_incoming(self._folder / INCOMING, self._layout, version))
         name = f"step-{version:06d}.safetensors"
-        new = Publication(self._next_sequence, version, name, evaluate, published)
+        new = Publication(self._next_sequence, version, name, evaluate, published, reference, quota)
         self._round = self._worker.submit(self._sync, new)
         return True
 
@@ -263,7 +271,15 @@ class FileSearcherExchange:
         except FileNotFoundError:  # superseded between two looks
             return None
         self._seen = entry.sequence
-        return WeightUpdate(entry.version, layout, data, entry.evaluate, entry.published)
+        return WeightUpdate(
+            entry.version,
+            layout,
+            data,
+            entry.evaluate,
+            entry.published,
+            reference=entry.reference,
+            quota=entry.quota,
+        )
 
     def request_stop(self) -> None:
         """Leave a note that the trainer finds in its next round."""
