@@ -112,8 +112,7 @@ def check_merges(evidence: Evidence) -> Check:
     """The surviving history merges every shard once, in rounds without a gap, as it was sealed."""
     merges = evidence.history.merges
     first = {merge.key: merge for merge in reversed(merges)}
-    evictions = evidence.history.evictions
-    rounds = [0, *sorted([*(m.round for m in merges), *(e.round for e in evictions)])]
+    rounds = [0, *evidence.history.rounds()]
     gaps = [pair for pair in pairwise(rounds) if pair[1] - pair[0] not in (0, 1)]
     findings = (
         *(_merged_again(first[merge.key], merge) for merge in merges if merge is not first[merge.key]),
@@ -279,11 +278,11 @@ def check_checkpoints(evidence: Evidence) -> Check:
 
 def _miscounted(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Finding]:
     """What a checkpoint counts follows from the merges up to its round."""
-    state, merges = checkpoint.state, evidence.history.until(checkpoint.state.round)
+    state, history = checkpoint.state, evidence.history
+    merges, dropped = history.until(state.round), history.dropped(state.round)
     expected: dict[str, object] = {name: sum(getattr(merge, name) for merge in merges) for name in COUNTED}
-    expected["evicted"] = sum(merge.evicted for merge in merges) + evidence.history.dropped(state.round)
-    evictions = [e.round for e in evidence.history.evictions if e.round <= state.round]
-    expected["round"] = max([0, *(merge.round for merge in merges), *evictions])
+    expected["evicted"] = sum(merge.evicted for merge in merges) + dropped
+    expected["round"] = max(history.rounds(state.round), default=0)
     expected["cursors"] = {searcher: index + 1 for searcher, index in (merge.key for merge in merges)}
     for name, value in expected.items():
         if (there := getattr(state, name)) != value:

@@ -5,6 +5,7 @@ It must not know what else lies on disk: the rest of the audit compares this his
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -94,9 +95,14 @@ class History:
         """Merges up to a round."""
         return [merge for merge in self.merges if merge.round <= round]
 
-    def dropped(self, round: int | None = None) -> int:
-        """Trajectories evicted between merges, up to a round or in all."""
-        return sum(e.evicted for e in self.evictions if round is None or e.round <= round)
+    def rounds(self, last: float = math.inf) -> list[int]:
+        """The rounds of merges and evictions, up to the last, ascending."""
+        found = [entry.round for entry in (*self.merges, *self.evictions) if entry.round <= last]
+        return sorted(found)
+
+    def dropped(self, last: float = math.inf) -> int:
+        """Trajectories evicted between merges, up to a round."""
+        return sum(eviction.evicted for eviction in self.evictions if eviction.round <= last)
 
     @property
     def last_step(self) -> int:
