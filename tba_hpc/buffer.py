@@ -61,6 +61,11 @@ class ReplayBuffer:
         return len(self._groups)
 
     @property
+    def groups(self) -> int:
+        """Groups, told by their positions, of which trajectories live. The cost grows with what is stored."""
+        return len(np.unique(self._rows.record["position"][self._rows.live]))
+
+    @property
     def added(self) -> int:
         """Trajectories stored as new so far."""
         return self._merged - self._duplicates

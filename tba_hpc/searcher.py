@@ -69,7 +69,8 @@ class Searcher:
         self._pending_shards = pending_shards
         self._upcoming: Request | None = None
         self._quota: int | None = None  # the first position that may not be dealt yet
-        self._spare = 0  # groups set aside whole, each of which another one may replace
+        self._set_aside = 0  # groups without a single reward, each of which another one may replace
+        self._ahead: list[int] = []  # positions dealt beyond the quota, for that
         self._loaded = False
         self._awaited: tuple[int, float] | None = None  # version and publication of the weights given last
         self._busy_seconds = 0.0
@@ -144,12 +145,14 @@ class Searcher:
         return request
 
     def _may_begin(self, position: int) -> bool:
-        """Whether the quota lets a position be dealt, or a group without a single reward left its place."""
-        if self._quota is None or position < self._quota:
+        """Whether the quota lets a position be dealt, or a group that was set aside left its place."""
+        quota = self._quota
+        if quota is None or position < quota:
             return True
-        if not self._spare:
+        self._ahead = [other for other in self._ahead if other >= quota]
+        if len(self._ahead) == self._set_aside:
             return False
-        self._spare -= 1
+        self._ahead.append(position)
         return True
 
     @property
@@ -180,7 +183,7 @@ class Searcher:
             self._tally.truncated += scored.truncated
             self._tally.seal_seconds += scored.seal_seconds
             self._rejected += scored.rejected
-            self._spare += bool(scored.rejected and not scored.rewards)
+            self._set_aside += bool(scored.rejected and not scored.rewards)
             if scored.shard is not None:
                 self._log_seal(scored.shard)
                 self._exchange.offer(scored.shard)

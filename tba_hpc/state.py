@@ -456,12 +456,6 @@ class PromptLedger:
         """Whether the group at ``position`` is sealed."""
         return position < len(self._done) and bool(self._done[position])
 
-    def open(self, end: int) -> np.ndarray:
-        """int64: the positions before ``end`` that are not done, ascending."""
-        done = np.zeros(end, np.bool_)
-        done[: len(self._done)] = self._done[:end]
-        return np.flatnonzero(~done)
-
     def __len__(self) -> int:
         """Positions done."""
         return int(self._done.sum())
@@ -509,29 +503,35 @@ class PromptQuota:
 
     What is begun under weights v is used by step v + n, if no more than (n + 1)·B groups are begun before
     there are newer weights (AReaL, arXiv 2505.24298, §5.1): so ``end`` is (v + n + 1)·B in a run that loses
-    nothing. Positions that are done already, and those of searchers that are ``absent``, do not count: others
+    nothing. Positions that were done before, and those of searchers that are ``absent``, do not count: others
     are dealt instead of them.
     """
 
-    def __init__(self, ledger: PromptLedger, searchers: int) -> None:
+    def __init__(self, done: PromptLedger, searchers: int) -> None:
         self.end = 0
         self.absent: set[int] = set()
-        self._ledger = ledger
+        self._done = PromptLedger.from_array(done.to_array())
         self._searchers = searchers
+        self._granted = Counter[int]()
+        self._arrived = Counter[int]()
 
     def extend(self, groups: int) -> None:
         """Let so many more groups be begun by the searchers that are there, of which there must be one."""
         while groups > 0:
-            groups -= self._comes(self.end)
+            if not self._done.done(self.end):
+                searcher = self.end % self._searchers
+                self._granted[searcher] += 1
+                groups -= searcher not in self.absent
             self.end += 1
+
+    def arrive(self, positions: np.ndarray) -> None:
+        """Groups have come; one from beyond ``end`` in the place of another that was set aside."""
+        self._arrived.update((positions % self._searchers).tolist())
 
     def owed(self) -> Counter[int]:
         """Groups that may have been begun and have not come, by searcher, those absent left out."""
-        owners = (self._ledger.open(self.end) % self._searchers).tolist()
-        return Counter(searcher for searcher in owners if searcher not in self.absent)
-
-    def _comes(self, position: int) -> bool:
-        return not self._ledger.done(position) and position % self._searchers not in self.absent
+        owed = self._granted - self._arrived
+        return Counter({searcher: count for searcher, count in owed.items() if searcher not in self.absent})
 
 
 # --- Evaluations ---

@@ -89,8 +89,7 @@ class Trainer:
         self._next_evaluation = _next_multiple(config.evaluate.every, state.step)
         self._next_checkpoint = _next_multiple(config.checkpoint.every, state.step)
         self._reference = schedules.reference(config.train, 0)
-        bounded = config.exchange.max_staleness is not None
-        self._quota = PromptQuota(ledger, config.launch.searchers) if bounded else None
+        self._quota: PromptQuota | None = None
         self._first_step = state.step
         self._granted = 0  # groups that the quota has let begin in this attempt, or that were there before
         self._late = 0
@@ -110,7 +109,7 @@ class Trainer:
         self._renew_reference()
         self._merge(list(self._pending))
         self._drop_unfit()
-        self._granted = self._buffer.prompts
+        self._open_quota()
         self._publish(evaluate="test" if self._state.step == 0 else None)
         while not self._finished and not self.stopping and self._make_ready():
             batch = self._sample()
@@ -188,15 +187,22 @@ class Trainer:
     @property
     def _filling(self) -> bool:
         """Whether the initial buffer of a run is what it waits for."""
-        return self._state.step == 0 and self._quota is None
+        return self._state.step == 0 and self._config.exchange.max_staleness is None
 
     @property
     def _missing(self) -> int:
-        """What the buffer lacks for the next step: completions at first, then prompts fit to train on."""
+        """What the buffer lacks for the next step: completions at first, then groups fit to train on."""
         if self._filling:
             return max(0, self._config.buffer.initial_completions - len(self._buffer))
-        wanted = self._config.train.prompts_per_step if self._config.selective else 1
-        return max(0, wanted - self._buffer.prompts)
+        if not self._config.selective:
+            return 0
+        return max(0, self._config.train.prompts_per_step - self._buffer.groups)
+
+    def _open_quota(self) -> None:
+        """Where staleness is bounded; what is there already need not be begun."""
+        if self._config.exchange.max_staleness is not None:
+            self._quota = PromptQuota(self._ledger, self._config.launch.searchers)
+            self._granted = self._buffer.groups
 
     def _extended_quota(self) -> int | None:
         """The end of what may be dealt: max_staleness + 1 steps ahead, and whatever else is missing."""
@@ -236,9 +242,9 @@ class Trainer:
                 "distinct completions",
             )
         owed = sorted(self._quota.owed()) if self._quota else range(self._config.launch.searchers)
-        wanted = self._config.train.prompts_per_step
+        wanted, step = self._config.train.prompts_per_step, self._state.step
         return (
-            f"holds groups of {self._buffer.prompts} of {wanted} prompts fit for step {self._state.step}",
+            f"holds {self._buffer.groups} of the {wanted} groups that step {step} needs",
             f"see the logs of searchers {', '.join(map(str, owed))}, which owe them",
         )
 
@@ -264,7 +270,11 @@ class Trainer:
     def _collect(self) -> int:
         """Merge what has arrived, less what is unfit; returns how many completions were new."""
         self._log_losses()
-        added = self._merge(self._exchange.collect())
+        shards = self._exchange.collect()
+        if self._quota:
+            for shard in shards:
+                self._quota.arrive(shard.trajectories.positions)
+        added = self._merge(shards)
         if added and self._filling:
             self._log_event("filling")
         self._drop_unfit()

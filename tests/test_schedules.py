@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from tba_hpc.config import Beta, LearningRate
-from tba_hpc.schedules import beta, learning_rate
+from tba_hpc.config import Beta, LearningRate, TrainSection
+from tba_hpc.schedules import beta, learning_rate, reference
+from tba_hpc.types import BEHAVIOUR
 
 
 def rates(steps: int, **fields: object) -> list[float]:
@@ -54,3 +55,10 @@ def test_beta() -> None:
     assert beta(Beta(start=0.3), 1000) == 0.3
     linear = Beta(schedule="linear", start=0.012, end=0.004, anneal_steps=500)
     assert [beta(linear, step) for step in (0, 250, 500, 900)] == pytest.approx([0.012, 0.008, 0.004, 0.004])
+
+
+def test_reference() -> None:
+    reset = TrainSection(reference="reset", reference_every=50)
+    assert [reference(reset, step) for step in (0, 49, 50, 99, 100)] == [0, 0, 50, 50, 100]
+    assert reference(TrainSection(), 1000) == 0
+    assert reference(TrainSection(reference="behaviour"), 1000) == BEHAVIOUR

@@ -97,8 +97,8 @@ class History:
 
     def rounds(self, last: float = math.inf) -> list[int]:
         """The rounds of merges and evictions, up to the last, ascending."""
-        found = [entry.round for entry in (*self.merges, *self.evictions) if entry.round <= last]
-        return sorted(found)
+        found = [*(merge.round for merge in self.merges), *(drop.round for drop in self.evictions)]
+        return sorted(round for round in found if round <= last)
 
     def dropped(self, last: float = math.inf) -> int:
         """Trajectories evicted between merges, up to a round."""

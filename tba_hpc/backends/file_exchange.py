@@ -185,7 +185,8 @@ class FileTrainerExchange:
         """A board for this attempt; the newest weights of the one before stay, so that sequences go on."""
         before = Board.read(self._folder)
         kept = before.publications[-1:] if before else ()
-        board = Board(uuid.uuid4().hex, False, dict(cursors), tuple(replace(e, evaluate=None) for e in kept))
+        nothing = [replace(e, evaluate=None, quota=None if e.quota is None else 0) for e in kept]
+        board = Board(uuid.uuid4().hex, False, dict(cursors), tuple(nothing))
         board.write(self._folder)
         return board
 
