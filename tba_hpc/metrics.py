@@ -31,8 +31,9 @@ buffer/evicted                  trajectories evicted by capacity, or dropped as 
 staleness/mean, staleness/max   |step − version| of the weights that sampled a trajectory (steps)
 staleness/histogram             list of counts over the batch; bin i holds staleness i, the last bin
                                 everything from its index up
-event                           a record without the above: started, resumed, filling, checkpoint,
-                                stopped, finished; with ``step``, ``buffer/size``, and ``round``
+event                           a record without the above: started, resumed, filling, reset (the policy
+                                became the reference), checkpoint, stopped, finished; with ``step``,
+                                ``buffer/size``, and ``round``
 round                           merges of what a sync brought, and drops as below, so far (count)
 event: lost                     a searcher died and the run goes on, with ``step``, ``searcher``, ``host``
 event: merged                   one per shard, with ``step``, ``round``, and

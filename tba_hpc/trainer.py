@@ -167,6 +167,7 @@ class Trainer:
             return
         if self._reference == step:
             self._checkpoints.export_reference(step, self._learner)
+            self._log_event("reset")
         self._next_sync = step
 
     def _wait_for_groups(self) -> None:
