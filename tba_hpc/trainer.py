@@ -207,10 +207,11 @@ class Trainer:
 
     def _extended_quota(self) -> int | None:
         """The end of what may be dealt: max_staleness + 1 steps ahead, and whatever else is missing."""
-        bound, groups = self._config.exchange.max_staleness, self._config.train.prompts_per_step
+        train, bound = self._config.train, self._config.exchange.max_staleness
         if self._quota is None or bound is None:
             return None
-        due = max(0, (self._state.step - self._first_step + bound + 1) * groups - self._granted)
+        ahead = min(self._state.step + bound + 1, train.steps) - self._first_step
+        due = max(0, ahead * train.prompts_per_step - self._granted)
         self._granted += due
         self._quota.extend(max(due, self._missing - self._quota.owed().total()))
         return self._quota.end

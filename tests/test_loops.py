@@ -119,9 +119,11 @@ class TrainerParts:
             job_end=job_end,
         )
 
-    def file_exchange(self) -> FileTrainerExchange:
+    def file_exchange(
+        self, exchange_of: type[FileTrainerExchange] = FileTrainerExchange
+    ) -> FileTrainerExchange:
         """The leader's end over the run directory."""
-        return FileTrainerExchange(
+        return exchange_of(
             self.run.weights,
             self.learner.layout,
             read_pending=partial(read_pending, self.run),

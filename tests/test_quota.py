@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from test_loops import TABLE, TrainerParts, make_config, make_searcher
 
-from tba_hpc.backends.file_exchange import FileSearcherExchange
-from tba_hpc.config import Config
+from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange
+from tba_hpc.config import Config, ConfigError
 from tba_hpc.metrics import read_metrics, step_records
 from tba_hpc.ports import ExchangeError
+from tba_hpc.runtime import refuse_few_prompts
 from tba_hpc.state import RunDir
 from tba_hpc.tasks.tabular import TabularTask
 from tba_hpc.types import Completion, Prompt
@@ -31,14 +33,27 @@ def bounded(root: Path, *, searchers: int = 1, deadline: float = 20) -> Config:
     )
 
 
-def go(config: Config, task: TabularTask) -> list[int]:
+class Losing(FileTrainerExchange):
+    """Tells of a death in its second round, as the exchange over MPI does."""
+
+    looks = 0
+
+    def lost(self) -> list[tuple[int, str]]:
+        """Searcher 1."""
+        self.looks += 1
+        return [(1, "node7")] if self.looks == 2 else []
+
+
+def go(
+    config: Config, task: TabularTask, exchange_of: type[FileTrainerExchange] = FileTrainerExchange
+) -> list[int]:
     """A run with searcher 0 alone, however many there should be; the largest staleness of every step."""
     run = RunDir.create(config)
     parts, patience = TrainerParts(config, run), config.exchange.deadline_seconds
     searcher = make_searcher(config, run, FileSearcherExchange(run.weights, 0, deadline=patience), task=task)
     thread = threading.Thread(target=searcher.run)
     thread.start()
-    exchange = parts.file_exchange()
+    exchange = parts.file_exchange(exchange_of)
     try:
         assert parts.build(exchange).run()
     finally:
@@ -58,6 +73,23 @@ def test_a_searcher_that_never_comes_is_made_up_for_after_one_deadline(
     ]
     assert "holds 2 of the 4 groups that step 0 needs and no new one has arrived for 1 s" in warning
     assert "see the logs of searchers 1, which owe them" in warning
+
+
+def test_a_death_that_is_told_of_is_made_up_for_at_once(tmp_path: Path) -> None:
+    before = time.monotonic()
+    assert go(bounded(tmp_path, searchers=2, deadline=60), TabularTask(TABLE), Losing) == [0] * STEPS
+    assert time.monotonic() - before < 60
+
+
+def test_too_few_prompts_for_a_step_are_refused(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path,
+        train={"prompts_per_step": 5},
+        exchange={"max_staleness": 1},
+        buffer={"initial_completions": 15, "capacity_per_prompt": 40},
+    )
+    with pytest.raises(ConfigError, match="prompts_per_step=5 is more than the 4 training prompts"):
+        refuse_few_prompts(TabularTask(TABLE), config)
 
 
 class Rewards(TabularTask):

@@ -87,6 +87,7 @@ def test_a_bound_and_resets_hold_over_a_stop_and_a_kill(tmp_path: Path) -> None:
     assert run.reference(9).is_dir()
     go(run, searchers=2)
     assert 0 < max(staleness(run)) <= 3
+    assert len(events(run, "reset")) >= 4
     kept = ["step-000006", "step-000009", "step-000012"]  # from that of the older checkpoint, of step 8, on
     assert sorted(path.name for path in run.references.iterdir()) == kept
     assert run.references.stat().st_mode & 0o777 == 0o700

@@ -104,7 +104,7 @@ def require_one_vocabulary(tokenizer: HfTokenizer, model: PreTrainedModel, path:
     tokens, known = tokenizer.vocab_size, model.config.vocab_size
     if tokens > known:
         raise ConfigError(
-            f"the tokenizer of model.path={path} has {tokens} tokens, the model {known}: use the tokenizer that "
+            f"the tokenizer of model.path={path} has {tokens} tokens, the model {known}: use the one that "
             "the model was trained with"
         )
 
