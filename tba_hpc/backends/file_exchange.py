@@ -182,11 +182,16 @@ class FileTrainerExchange:
         return max((entry.sequence for entry in self._board.publications), default=-1) + 1
 
     def _first_board(self, cursors: Mapping[int, int]) -> Board:
-        """A board for this attempt; the newest weights of the one before stay, so that sequences go on."""
+        """A board for this attempt; the newest weights of the one before stay, so that sequences go on.
+
+        What they let searchers do, and their reference, may have been taken back since.
+        """
         before = Board.read(self._folder)
-        kept = before.publications[-1:] if before else ()
-        nothing = [replace(e, evaluate=None, quota=None if e.quota is None else 0) for e in kept]
-        board = Board(uuid.uuid4().hex, False, dict(cursors), tuple(nothing))
+        kept = [
+            replace(e, evaluate=None, reference=min(0, e.reference), quota=None if e.quota is None else 0)
+            for e in (before.publications[-1:] if before else ())
+        ]
+        board = Board(uuid.uuid4().hex, False, dict(cursors), tuple(kept))
         board.write(self._folder)
         return board
 
