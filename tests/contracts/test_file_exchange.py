@@ -159,7 +159,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing_visible(tmp_path: Path) ->
 
 
 def test_what_an_attempt_allowed_ends_with_it(tmp_path: Path) -> None:
-    """A searcher that comes before a resume publishes must not begin groups, nor ask for the old reference."""
+    """A searcher that comes before a resume publishes must not begin groups or ask for the old reference."""
     before = trainer(tmp_path)
     before.publish(8, lambda out: out.fill(8), reference=5, quota=100)
     before.close()
