@@ -62,6 +62,11 @@ class ReplayBuffer:
         return len(self._groups)
 
     @property
+    def groups(self) -> int:
+        """Groups, told by their positions, of which trajectories live. The cost grows with what is stored."""
+        return len(np.unique(self._rows.record["position"][self._rows.live]))
+
+    @property
     def added(self) -> int:
         """Trajectories merged so far, less the duplicates."""
         return self._merged - self._duplicates
@@ -73,7 +78,7 @@ class ReplayBuffer:
 
     @property
     def evicted(self) -> int:
-        """Trajectories that left for want of room so far."""
+        """Trajectories that left for want of room, or were dropped, so far."""
         return self._evicted
 
     # --- Merging ---
@@ -158,6 +163,23 @@ class ReplayBuffer:
         self._evicted += len(oldest)
         self._rows.kill(oldest)
         return len(leaving) + len(oldest)
+
+    def drop(self, unwanted: Callable[[np.ndarray], np.ndarray]) -> int:
+        """Evict the live trajectories whose RECORD [N] is ``unwanted``, bool [N]; returns how many."""
+        live = np.flatnonzero(self._rows.live)
+        leaving = live[unwanted(self._rows.record[live])]
+        gone = set(leaving.tolist())
+        for prompt in np.unique(self._rows.record["prompt_row"][leaving]).tolist():
+            kept = OrderedDict((key, row) for key, row in self._groups[prompt].items() if row not in gone)
+            if kept:
+                self._groups[prompt] = kept
+            else:
+                del self._groups[prompt]
+        self._evicted += len(gone)
+        self._rows.kill(leaving)
+        if self._rows.mostly_dead:
+            self._compact()
+        return len(gone)
 
     def _compact(self) -> None:
         live = np.flatnonzero(self._rows.live)

@@ -113,7 +113,7 @@ class BufferSection(Section):
     uniform_mix: float = Field(0.1, ge=0, le=1)
     """Share of uniform probability mixed into that softmax."""
     initial_completions: int = Field(500, ge=1)
-    """Distinct completions in the buffer before the first optimizer step."""
+    """Distinct completions in the buffer before the first optimizer step (without max_staleness)."""
     near_duplicates: float | None = Field(None, gt=0, le=0.5)
     """Share of the tokens of two completions of a prompt: where fewer edits lead from one to the other, only
     the better one is kept. None: only equal ones count as duplicates."""
@@ -166,6 +166,11 @@ class TrainSection(Section):
     """TB, TBA′: largest weight π_θ/π_behaviour of stale data; none: every weight is 1."""
     gap_clip: float | None = Field(None, gt=0)
     """TB: nats beyond which a residual pulls no harder; none: no limit."""
+    reference: Literal["frozen", "behaviour", "reset"] = "frozen"
+    """π_ref: the initial model, the weights that sampled (no model is loaded), or the policy itself, anew
+    every reference_every steps."""
+    reference_every: int | None = Field(None, ge=1)
+    """ρ: optimizer steps between two resets of the reference (reset only)."""
     ratio_clip: float = Field(0.2, gt=0, lt=1)
     """Proximal RLOO, GRPO, Dr. GRPO: how far π_θ/π_behaviour may leave 1 before its gradient stops."""
     steps: int = Field(1000, ge=1)
@@ -197,12 +202,26 @@ class TrainSection(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: memory against speed."""
 
+    @model_validator(mode="after")
+    def _reset_is_complete(self) -> TrainSection:
+        if self.reference == "reset" and self.reference_every is None:
+            raise ValueError("train.reference=reset needs its interval: set train.reference_every, in steps")
+        if self.reference != "reset" and self.reference_every is not None:
+            raise ValueError(
+                f"train.reference_every={self.reference_every} would be ignored with "
+                f"train.reference={self.reference}: leave it out, or set train.reference=reset"
+            )
+        return self
+
 
 class ExchangeSection(Section):
     transport: Literal["mpi", "files"] = "mpi"
     """mpi: broadcast and gather in one world. files: the shared file system; searchers come and go."""
     sync_every: int = Field(2, ge=1)
     """k: optimizer steps between two syncs."""
+    max_staleness: int | None = Field(None, ge=0)
+    """Most optimizer steps between the weights that sampled a trajectory and those that learn from it: the
+    trainer waits for fresh ones, and searchers for newer weights. 0: synchronous, on-policy; none: TBA."""
     seal_seconds: float = Field(2.0, gt=0)
     """Longest time that a finished completion waits before it is sealed on disk, s."""
     pending_shards: int = Field(64, ge=1)
@@ -261,6 +280,28 @@ class Config(Section):
     def run_dir(self) -> Path:
         """Directory of this run: ``root/name-seedN``."""
         return Path(self.run.root) / f"{self.run.name}-seed{self.run.seed}"
+
+    @property
+    def selective(self) -> bool:
+        """Whether trajectories are dropped for more than want of room: for their age, or their reference."""
+        return self.exchange.max_staleness is not None or self.train.reference == "reset"
+
+    @model_validator(mode="after")
+    def _fresh_groups_can_come(self) -> Config:
+        bound, every = self.exchange.max_staleness, self.exchange.sync_every
+        needed = self.train.prompts_per_step * self.generator.completions_per_prompt
+        if bound is not None and every > bound + 1:
+            raise ValueError(
+                f"exchange.sync_every={every} lets weights grow older than exchange.max_staleness={bound} "
+                f"allows: use at most {bound + 1}, or raise the second"
+            )
+        if self.selective and self.buffer.capacity < needed:
+            raise ValueError(
+                f"buffer.capacity={self.buffer.capacity} cannot hold the train.prompts_per_step="
+                f"{self.train.prompts_per_step} groups of {self.generator.completions_per_prompt} that a "
+                f"step needs with max_staleness or a reference that is reset: raise it to at least {needed}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _possible(self) -> Config:

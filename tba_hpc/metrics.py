@@ -28,19 +28,22 @@ buffer/size                     trajectories in the replay buffer (count)
 buffer/prompts                  distinct prompts in it (count)
 buffer/added                    trajectories merged so far, less the duplicates (count)
 buffer/duplicates               trajectories given up so far for one that is equal or near (count)
-buffer/evicted                  trajectories evicted by capacity, so far (count)
+buffer/evicted                  trajectories evicted by capacity, or dropped as below, so far (count)
 staleness/mean, staleness/max   |step − version| of the weights that sampled a trajectory (steps)
 staleness/histogram             list of counts over the batch; bin i holds staleness i, the last bin
                                 everything from its index up
-event                           a record without the above: started, resumed, filling, checkpoint,
-                                stopped, finished; with ``step``, ``buffer/size``, and ``round``
-round                           merges of what a sync brought, so far (count)
+event                           a record without the above: started, resumed, filling, reset (the policy
+                                became the reference), checkpoint, stopped, finished; with ``step``,
+                                ``buffer/size``, and ``round``
+round                           merges of what a sync brought, and drops as below, so far (count)
 event: lost                     a searcher died and the run goes on, with ``step``, ``searcher``, ``host``
 event: merged                   one per shard, with ``step``, ``round``, and
 searcher, shard                 whose shard it was, and its index
 trajectories, tokens            in it (count; tokens of completions)
 positions                       list of the places of its groups in the run's prompt sequence
 added, duplicates, evicted      what the replay buffer did with them: buffer/… went up by this
+event: evicted                  trajectories dropped as too stale, or scored by an older reference, with
+                                ``step``, ``round``, ``evicted``: buffer/evicted went up by this
 RUN/metrics/searcher-0003.jsonl about one record per second; counts are since the record before
 search/tokens                   tokens generated (count)
 search/tokens_per_second        the same per second of wall time (tokens/s)

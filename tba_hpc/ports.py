@@ -146,10 +146,16 @@ class Generator(Protocol):
 
 
 class Reference(Protocol):
-    """The frozen reference policy."""
+    """The reference policy π_ref. Called in one thread, not the main one."""
+
+    step: int
+    """Which policy it is: that of an optimizer step (0: the initial one), or BEHAVIOUR."""
 
     def logprobs(self, group: Group) -> list[np.ndarray]:
         """Per completion, float32 [T]: reference log-probability of each token at temperature 1."""
+
+    def load(self, step: int) -> None:
+        """Become the policy of ``step``, which the trainer has exported."""
 
 
 class Learner(Protocol):
@@ -180,10 +186,17 @@ class TrainerExchange(Protocol):
     """The leading trainer's end of the exchange. No call waits for a searcher, except ``close``."""
 
     def publish(
-        self, version: int, write: Callable[[np.ndarray], None], *, evaluate: Split | None = None
+        self,
+        version: int,
+        write: Callable[[np.ndarray], None],
+        *,
+        evaluate: Split | None = None,
+        reference: int = 0,
+        quota: int | None = None,
     ) -> bool:
         """Start a sync round: ``write`` fills a uint8 buffer with the weights of ``version``.
 
+        ``evaluate``, ``reference`` and ``quota`` arrive with them, see WeightUpdate.
         False, with nothing written, while the round before is still under way: try again later.
         Raises ExchangeError naming who is missing once a round has outlasted its deadline.
         """

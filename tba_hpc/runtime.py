@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tba_hpc import schedules
+from tba_hpc.backends.behaviour_reference import BehaviourReference
 from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange, FileTrainerFollower
 from tba_hpc.backends.hdf5_shards import ShardError, ShardWriter, read_arrays, read_pending, write_arrays
 from tba_hpc.buffer import ReplayBuffer
@@ -25,7 +27,15 @@ from tba_hpc.config import Config, ConfigError
 from tba_hpc.evaluator import Evaluator
 from tba_hpc.launch.local import FAULT, USER_ERROR, own_log, rank_name, report_error
 from tba_hpc.metrics import MetricsWriter
-from tba_hpc.ports import EngineError, ExchangeError, Learner, SearcherExchange, Task, TrainerExchange
+from tba_hpc.ports import (
+    EngineError,
+    ExchangeError,
+    Learner,
+    Reference,
+    SearcherExchange,
+    Task,
+    TrainerExchange,
+)
 from tba_hpc.report import summary
 from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
@@ -45,6 +55,7 @@ from tba_hpc.state import (
     find_evaluation,
     latest_checkpoint,
     make_durable,
+    prune_references,
     prune_shards,
     read_state,
     write_evaluation,
@@ -140,13 +151,14 @@ def _lead(run: RunDir, config: Config, seat: Seat, learner: Learner) -> None:
         state = read_state(folder)
         ledger = _read_ledger(folder)
         buffer.restore(read_arrays(folder / BUFFER_FILE))
+        require_reference(run, config, state.step)
     discard_evaluations(run, after=state.step)
     pending = list(read_pending(run, state.cursors))
     cursors = {**state.cursors, **{shard.searcher: shard.index + 1 for shard in pending}}
     exchange = _open_trainer(run, config, seat, learner.layout, cursors)
     if folder:  # only now, since the other trainer ranks follow once they are in the exchange
         if find_evaluation(run, "test", 0) is None:  # it was cut short; these are still the first weights
-            exchange.publish(0, learner.write_weights, evaluate="test")
+            _publish_first(exchange, config, learner)
         learner.load(folder)
     metrics = _metrics(run, config, "trainer", 0)
     with StopFlag() as stop:
@@ -189,21 +201,18 @@ def search(run: RunDir, index: int | None) -> None:
         state, ledger = _progress(run)
         # First of all, since its process builds the engine while this one imports torch.
         generator = VllmGenerator(config.model, config.generator, seed=_seed(config, seat.index, state.round))
-        from tba_hpc.backends.hf_model import load_policy, load_tokenizer
-        from tba_hpc.backends.hf_reference import HfReference
+        from tba_hpc.backends.hf_model import load_tokenizer
         from tba_hpc.backends.vllm_victim import VllmVictim
 
         serve = partial(VllmVictim, seed=_seed(config, seat.index, state.round))
         task = load_task(config.task, load_tokenizer(config.model.path), serve)
         refuse_long_prompts(task, config)
+        refuse_few_prompts(task, config)
         metrics = _metrics(run, config, "searcher", seat.index)
         metrics.log({"event": "started", "searchers": config.launch.searchers})
         scorer = Scorer(
             task,
-            HfReference(
-                load_policy(config.model.path, config.model.dtype),
-                chunk_tokens=config.train.logprob_chunk_tokens,
-            ),
+            _load_reference(run, config),
             ShardWriter(run, seat.index, first_index=state.cursors.get(seat.index, 0)),
             seal_seconds=config.exchange.seal_seconds,
         )
@@ -223,6 +232,37 @@ def search(run: RunDir, index: int | None) -> None:
             )
             searcher.run()
             generator.close()
+
+
+def _load_reference(run: RunDir, config: Config) -> Reference:
+    """The reference that a run begins with; a resume gets the one in force with its first weights."""
+    if config.train.reference == "behaviour":
+        return BehaviourReference()
+    from tba_hpc.backends.hf_model import load_policy
+    from tba_hpc.backends.hf_reference import HfReference
+
+    return HfReference(
+        load_policy(config.model.path, config.model.dtype),
+        chunk_tokens=config.train.logprob_chunk_tokens,
+        policy_of=lambda step: load_policy(str(run.reference(step)), config.model.dtype),
+    )
+
+
+def require_reference(run: RunDir, config: Config, step: int) -> None:
+    """Raise StateError where a resume at ``step`` would miss the reference of an earlier step."""
+    reference = schedules.reference(config.train, step)
+    if 0 < reference < step and not run.reference(reference).is_dir():
+        raise StateError(
+            f"{run.reference(reference)} is gone, the reference of step {step}: put it back, or start "
+            "another run"
+        )
+
+
+def _publish_first(exchange: TrainerExchange, config: Config, learner: Learner) -> None:
+    """Give out the initial weights for the first evaluation alone, where staleness is bounded."""
+    quota = None if config.exchange.max_staleness is None else 0
+    reference = schedules.reference(config.train, 0)
+    exchange.publish(0, learner.write_weights, evaluate="test", reference=reference, quota=quota)
 
 
 def _open_trainer(
@@ -286,6 +326,11 @@ class Checkpoints:
         prune_shards(self.run, complete_checkpoint(self.run, folder, state, keep=self.keep))
         return state
 
+    def export_reference(self, step: int, learner: Learner) -> None:
+        """Write the policy of ``step`` as the next reference; those that no checkpoint needs are deleted."""
+        learner.export(self.run.reference(step))
+        prune_references(self.run)
+
 
 @contextmanager
 def _led() -> Iterator[StopFlag]:
@@ -348,6 +393,16 @@ def refuse_long_prompts(task: Task, config: Config) -> None:
                 f"{config.model.context_length} less generator.max_tokens={config.generator.max_tokens} "
                 f"leaves {room}: raise the first or lower the second"
             )
+
+
+def refuse_few_prompts(task: Task, config: Config) -> None:
+    """Raise ConfigError where a step that must have groups of different prompts never could."""
+    prompts, wanted = len(task.prompts("train")), config.train.prompts_per_step
+    if config.selective and prompts < wanted:
+        raise ConfigError(
+            f"train.prompts_per_step={wanted} is more than the {prompts} training prompts, and with "
+            "max_staleness or a reference that is reset each gives a step one group: lower it"
+        )
 
 
 def _progress(run: RunDir) -> tuple[TrainerState, PromptLedger]:

@@ -1,4 +1,4 @@
-"""Learning rate and target policy as pure functions of the step: a resume needs no scheduler state.
+"""Learning rate, target policy and reference as pure functions of the step: a resume needs no scheduler.
 
 It must not know about optimizers. Steps count from 0; step ``i`` is the one that makes version ``i + 1``.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from tba_hpc.config import LearningRate, Ramp, TrainSection
+from tba_hpc.types import BEHAVIOUR
 
 
 def learning_rate(config: LearningRate, step: int, steps: int) -> float:
@@ -57,3 +58,13 @@ def ramp(config: Ramp, step: int) -> float:
         return config.start
     assert config.end is not None and config.anneal_steps > 0, "Ramp's validator asks for both"
     return config.start + (config.end - config.start) * min(1.0, step / config.anneal_steps)
+
+
+def reference(config: TrainSection, step: int) -> int:
+    """Which policy is the reference in ``step``: that of an optimizer step (0: the initial one) or BEHAVIOUR.
+
+    Where it is reset (TBA′), step ρ is the first to learn against the policy that ρ steps have made.
+    """
+    if config.reference_every is not None:
+        return step // config.reference_every * config.reference_every
+    return BEHAVIOUR if config.reference == "behaviour" else 0

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from tba_hpc.ports import Reference, Task
-from tba_hpc.types import Group, Shard
+from tba_hpc.types import BEHAVIOUR, Group, Shard
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +36,10 @@ class ShardSink(Protocol):
     def age(self) -> float:
         """Seconds that the oldest unsealed completion has waited; 0 where there is none."""
 
-    def append(self, group: Group, rewards: list[float], ref_logprobs: list[np.ndarray]) -> None:
-        """Add a group to the open shard."""
+    def append(
+        self, group: Group, rewards: list[float], ref_logprobs: list[np.ndarray], *, reference: int
+    ) -> None:
+        """Add a group to the open shard; ``reference``: whose log-probabilities these are."""
 
     def seal(self) -> Shard | None:
         """Make the open shard durable and return it; None where it is empty."""
@@ -79,6 +81,7 @@ class Scorer:
         self._reference = reference
         self._shards = shards
         self._seal_seconds = seal_seconds
+        self._wanted = reference.step
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scorer")
         self._waiting: deque[Future[Scored]] = deque()
         self._answers: deque[Group] = deque()
@@ -88,9 +91,18 @@ class Scorer:
         """Queue a finished training group."""
         self._do(lambda: self._score(group))
 
-    def finished(self) -> list[Scored]:
-        """Results since the last call, in order. Waits only while more than BACKLOG groups are queued."""
-        if not self._waiting and self._shards.age >= self._seal_seconds:
+    def refer_to(self, step: int) -> None:
+        """Score what is submitted from now on by the reference of ``step``, or by a newer one."""
+        if step != self._wanted:
+            self._wanted = step
+            self._do(self._load)
+
+    def finished(self, *, in_haste: bool = False) -> list[Scored]:
+        """Results since the last call, in order. Waits only while more than BACKLOG groups are queued.
+
+        in_haste: seal as soon as nothing is left to score.
+        """
+        if not self._waiting and self._shards.age > (0 if in_haste else self._seal_seconds):
             self._do(self._seal)
         return self._take(lambda: self._waiting[0].done() or len(self._waiting) > BACKLOG)
 
@@ -131,7 +143,8 @@ class Scorer:
             group = _without_rejected(group, kept)
         kept_rewards = [rewards[row] for row in kept]
         if kept:
-            self._shards.append(group, kept_rewards, self._reference.logprobs(group))
+            ref_logprobs, step = self._reference.logprobs(group), self._reference.step
+            self._shards.append(group, kept_rewards, ref_logprobs, reference=step)
         truncated = sum(completion.finish_reason == "length" for completion in group.completions)
         sealed = self._seal() if self._shards.age >= self._seal_seconds else NOTHING
         return Scored(kept_rewards, len(rewards) - len(kept), truncated, sealed.shard, sealed.seal_seconds)
@@ -146,8 +159,16 @@ class Scorer:
         ]
 
     def _ref_logprob(self, answer: Group) -> float | None:
+        if self._reference.step == BEHAVIOUR:
+            return None
         (logprob_T,) = self._reference.logprobs(answer)
         return float(logprob_T.sum(dtype=np.float64))
+
+    def _load(self) -> Scored:
+        """Of several references asked for only the newest: the others may be gone from the disk."""
+        if self._reference.step != self._wanted:
+            self._reference.load(self._wanted)
+        return NOTHING
 
     def _seal(self) -> Scored:
         """Acknowledge what is scored: durable on disk before anybody hears of it."""

@@ -67,6 +67,10 @@ class Searcher:
         self._stop_asked = stop_asked
         self._sequences = sequences
         self._pending_shards = pending_shards
+        self._upcoming: Request | None = None
+        self._quota: int | None = None  # the first position that may not be dealt yet
+        self._set_aside = 0  # groups without a single reward, each of which another one may replace
+        self._ahead: list[int] = []  # positions dealt beyond the quota, for that
         self._loaded = False
         self._awaited: tuple[int, float] | None = None  # version and publication of the weights given last
         self._busy_seconds = 0.0
@@ -80,15 +84,15 @@ class Searcher:
         """Generate until the trainer ends the run.
 
         Consumes weights and prompts. Produces sealed shards and evaluation parts. Waits for nothing
-        but the first weights and, at ``pending_shards`` unmerged shards, for the next sync; both are
-        unblocked by the trainer's publish.
+        but the first weights and, at ``pending_shards`` unmerged shards or at the quota that came with the
+        weights, for the next sync; all are unblocked by the trainer's publish.
         """
         while not self._exchange.closed:
             self._take_weights()
             self._refill()
             for group in self._generate():
                 self._deliver(group)
-            self._hand_over(self._scorer.finished())
+            self._hand_over(self._scorer.finished(in_haste=self._out_of_work))
             self._report_evaluations()
             self._pass_on_stop()
             self._log_if_due()
@@ -106,6 +110,8 @@ class Searcher:
             return
         self._generator.load(update)
         self._loaded = True
+        self._quota = update.quota
+        self._scorer.refer_to(update.reference)
         self._awaited = update.version, update.published
         if update.evaluate is None:
             return
@@ -132,9 +138,28 @@ class Searcher:
         ending = self._stop_asked() or self._exchange.closed or self._evaluator.ending
         if ending or self._exchange.pending >= self._pending_shards:
             return None
-        request = next(self._requests, None)
-        self._dealt += request is not None
+        self._upcoming = self._upcoming or next(self._requests, None)
+        if self._upcoming is None or not self._may_begin(self._upcoming.position):
+            return None
+        request, self._upcoming = self._upcoming, None
+        self._dealt += 1
         return request
+
+    def _may_begin(self, position: int) -> bool:
+        """Whether the quota lets a position be dealt, or a group that was set aside left its place."""
+        quota = self._quota
+        if quota is None or position < quota:
+            return True
+        self._ahead = [other for other in self._ahead if other >= quota]
+        if len(self._ahead) == self._set_aside:
+            return False
+        self._ahead.append(position)
+        return True
+
+    @property
+    def _out_of_work(self) -> bool:
+        """Whether the trainer must take what there is before anything else is begun."""
+        return self._quota is not None and not self._generator.in_flight
 
     def _generate(self) -> list[Group]:
         if self._generator.in_flight:
@@ -160,6 +185,7 @@ class Searcher:
             self._tally.truncated += scored.truncated
             self._tally.seal_seconds += scored.seal_seconds
             self._rejected += scored.rejected
+            self._set_aside += bool(scored.rejected and not scored.rewards)
             if scored.shard is not None:
                 self._log_seal(scored.shard)
                 self._exchange.offer(scored.shard)

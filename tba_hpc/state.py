@@ -17,6 +17,7 @@ import re
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -30,7 +31,7 @@ from tba_hpc.config import Config, ConfigError, differing_keys, dump_config, loa
 from tba_hpc.ports import PASS_AT_1
 from tba_hpc.types import Role, Split
 
-STATE_FORMAT = 2
+STATE_FORMAT = 3
 """Version of state.json."""
 
 BUFFER_FILE = "buffer.h5"
@@ -171,7 +172,10 @@ class RunDir:
 
     @property
     def _folders(self) -> tuple[Path, ...]:
-        return self.shards, self.weights, self.checkpoints, self.metrics, self.logs, self.evaluations
+        return (
+            *(self.shards, self.weights, self.checkpoints, self.references),
+            *(self.metrics, self.logs, self.evaluations),
+        )
 
     @property
     def config_file(self) -> Path:
@@ -192,6 +196,15 @@ class RunDir:
     def checkpoints(self) -> Path:
         """One folder per checkpoint."""
         return self.path / "checkpoints"
+
+    @property
+    def references(self) -> Path:
+        """Policies that became the reference, as Hugging Face folders."""
+        return self.path / "references"
+
+    def reference(self, step: int) -> Path:
+        """The policy of ``step``, which became the reference."""
+        return self.references / f"step-{step:06d}"
 
     @property
     def metrics(self) -> Path:
@@ -383,6 +396,17 @@ def prune_shards(run: RunDir, cursors: Mapping[int, int]) -> int:
     return len(merged)
 
 
+def prune_references(run: RunDir) -> None:
+    """Delete the references before the one in force at the oldest complete checkpoint."""
+    oldest = next(iter(checkpoint_folders(run, complete=True)), None)
+    end = read_state(oldest).step if oldest else 0
+    folders = {int(path.name.removeprefix("step-")): path for path in run.references.glob("step-*")}
+    in_force = max((step for step in folders if step <= end), default=0)
+    for step, folder in folders.items():
+        if step < in_force:
+            shutil.rmtree(folder)
+
+
 def checkpoint_folders(run: RunDir, *, complete: bool) -> list[Path]:
     """The complete checkpoints, or the others, by (step, save), ascending."""
     named = {
@@ -476,6 +500,42 @@ class PromptOrder:
         """
         mine = itertools.count(searcher, searchers)
         return (position for position in mine if not ledger.done(position))
+
+
+class PromptQuota:
+    """How far the searchers may go in the prompt sequence where staleness is bounded: to before ``end``.
+
+    What is begun under weights v is used by step v + n, if no more than (n + 1)·B groups are begun before
+    there are newer weights (AReaL, arXiv 2505.24298, §5.1): so ``end`` is (v + n + 1)·B in a run that loses
+    nothing. Positions that were done before, and those of searchers that are ``absent``, do not count: others
+    are dealt instead of them.
+    """
+
+    def __init__(self, done: PromptLedger, searchers: int) -> None:
+        self.end = 0
+        self.absent: set[int] = set()
+        self._done = PromptLedger.from_array(done.to_array())
+        self._searchers = searchers
+        self._granted = Counter[int]()
+        self._arrived = Counter[int]()
+
+    def extend(self, groups: int) -> None:
+        """Let so many more groups be begun by the searchers that are there, of which there must be one."""
+        while groups > 0:
+            if not self._done.done(self.end):
+                searcher = self.end % self._searchers
+                self._granted[searcher] += 1
+                groups -= searcher not in self.absent
+            self.end += 1
+
+    def arrive(self, positions: np.ndarray) -> None:
+        """Groups have come; one from beyond ``end`` in the place of another that was set aside."""
+        self._arrived.update((positions % self._searchers).tolist())
+
+    def owed(self) -> Counter[int]:
+        """Groups that may have been begun and have not come, by searcher, those absent left out."""
+        owed = self._granted - self._arrived
+        return Counter({searcher: count for searcher, count in owed.items() if searcher not in self.absent})
 
 
 # --- Evaluations ---

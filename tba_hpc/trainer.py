@@ -20,12 +20,12 @@ from tba_hpc.buffer import Merged, ReplayBuffer
 from tba_hpc.config import Config
 from tba_hpc.metrics import Clock, MetricsWriter
 from tba_hpc.ports import ExchangeError, Learner, TrainerExchange
-from tba_hpc.state import PromptLedger, TrainerState
+from tba_hpc.state import PromptLedger, PromptQuota, TrainerState
 from tba_hpc.types import Shard, Split, TrajectoryBatch
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.02
 """Pause between two looks at the exchange while the trainer has nothing else to do."""
 
 WARMUP_STEPS = 5
@@ -45,6 +45,9 @@ class CheckpointStore(Protocol):
         self, state: TrainerState, learner: Learner, buffer: ReplayBuffer, ledger: PromptLedger
     ) -> TrainerState:
         """Write a complete checkpoint, drop those no longer kept; returns the state that it holds."""
+
+    def export_reference(self, step: int, learner: Learner) -> None:
+        """Write the policy of ``step`` as the next reference; drop those that no kept checkpoint needs."""
 
 
 class Trainer:
@@ -82,9 +85,13 @@ class Trainer:
         self._job_end = job_end
         self._saved = state
         self._longest_step = 0.0
-        self._next_sync = state.step + config.exchange.sync_every
+        self._next_sync = state.step
         self._next_evaluation = _next_multiple(config.evaluate.every, state.step)
         self._next_checkpoint = _next_multiple(config.checkpoint.every, state.step)
+        self._reference = schedules.reference(config.train, 0)
+        self._quota: PromptQuota | None = None
+        self._first_step = state.step
+        self._granted = 0  # groups that the quota has let begin in this attempt, or that were there before
         self._late = 0
         self._published = state.step
         self._publishes = 0
@@ -94,17 +101,17 @@ class Trainer:
     def run(self) -> bool:
         """Train to the last step; True when it was reached, False when stopped before, with all saved.
 
-        Consumes shards. Produces weights, checkpoints, metrics. Waits for nothing once the initial
-        buffer is there; that wait is unblocked by the searchers' first shards. Whoever calls this closes
-        the exchange, after the last evaluation.
+        Consumes shards. Produces weights, references, checkpoints, metrics. Waits for nothing once the
+        initial buffer is there, unless staleness is bounded or the reference was reset; these waits are
+        unblocked by the searchers' shards. Whoever calls this closes the exchange, after the last evaluation.
         """
         self._log_event("resumed" if self._state != TrainerState() else "started")
+        self._renew_reference()
         self._merge(list(self._pending))
+        self._drop_unfit()
+        self._open_quota()
         self._publish(evaluate="test" if self._state.step == 0 else None)
-        self._fill_buffer()
-        while not self._finished and not self.stopping:
-            self._sync_if_due()
-            self._collect()
+        while not self._finished and not self.stopping and self._make_ready():
             batch = self._sample()
             learned = self._learn(batch)
             self._log_step(batch, learned)
@@ -129,41 +136,133 @@ class Trainer:
         """Publish the current weights; False, and try again later, while a round is under way."""
         step = self._state.step
         with self._clock("publish"):
-            started = self._exchange.publish(step, self._learner.write_weights, evaluate=evaluate)
+            started = self._exchange.publish(
+                step,
+                self._learner.write_weights,
+                evaluate=evaluate,
+                reference=self._reference,
+                quota=self._extended_quota(),
+            )
         if started:
             self._published = step
             self._publishes += 1
+            self._next_sync = step + self._config.exchange.sync_every
         return started
 
-    def _fill_buffer(self) -> None:
-        """Wait for the initial completions; give up when none has arrived for a whole deadline."""
-        wanted = self._config.buffer.initial_completions
+    def _make_ready(self) -> bool:
+        """Bring reference, weights and buffer up to the next step; False where the run is to stop instead."""
+        self._renew_reference()
+        self._drop_unfit()
+        self._sync_if_due()
+        self._collect()
+        self._wait_for_groups()
+        self._late += self._sync_is_due
+        return not self.stopping
+
+    def _renew_reference(self) -> None:
+        """Every ρ steps the policy becomes the reference; searchers hear of it at once, with its weights."""
+        step, before = self._state.step, self._reference
+        self._reference = schedules.reference(self._config.train, step)
+        if self._reference == before:
+            return
+        if self._reference == step:
+            self._checkpoints.export_reference(step, self._learner)
+            self._log_event("reset")
+        self._next_sync = step
+
+    def _wait_for_groups(self) -> None:
+        """Wait until the buffer has what the next step needs; a whole deadline without news is too long."""
         patience, last_arrival = self._config.exchange.deadline_seconds, time.monotonic()
-        while len(self._buffer) < wanted and not self.stopping:
-            self._exchange.gather()
+        while self._missing and not self.stopping:
+            if self._quota and self._missing > self._quota.owed().total():
+                self._next_sync = self._state.step  # nobody may begin what is missing: let them
+            if not self._sync_if_due():
+                self._exchange.gather()
             if self._collect():
                 last_arrival = time.monotonic()
-                self._log_event("filling")
             if time.monotonic() - last_arrival > patience:
-                raise ExchangeError(
-                    f"the replay buffer holds {len(self._buffer)} of {wanted} initial completions and no new "
-                    f"one has arrived for {patience:.0f} s: see the searchers' logs, or lower "
-                    "buffer.initial_completions if the task has too few distinct completions"
-                )
+                self._go_on_without_silent(patience)
+                last_arrival = time.monotonic()
             time.sleep(POLL_SECONDS)
 
-    def _sync_if_due(self) -> None:
-        """Every k steps; a sync that finds the one before still under way is put off to the next step."""
+    @property
+    def _filling(self) -> bool:
+        """Whether the initial buffer of a run is what it waits for."""
+        return self._state.step == 0 and self._config.exchange.max_staleness is None
+
+    @property
+    def _missing(self) -> int:
+        """What the buffer lacks for the next step: completions at first, then groups fit to train on."""
+        if self._filling:
+            return max(0, self._config.buffer.initial_completions - len(self._buffer))
+        if not self._config.selective:
+            return 0
+        return max(0, self._config.train.prompts_per_step - self._buffer.groups)
+
+    def _open_quota(self) -> None:
+        """Where staleness is bounded; what is there already need not be begun."""
+        if self._config.exchange.max_staleness is not None:
+            self._quota = PromptQuota(self._ledger, self._config.launch.searchers)
+            self._granted = self._buffer.groups
+
+    def _extended_quota(self) -> int | None:
+        """The end of what may be dealt: max_staleness + 1 steps ahead, and whatever else is missing."""
+        train, bound = self._config.train, self._config.exchange.max_staleness
+        if self._quota is None or bound is None:
+            return None
+        ahead = min(self._state.step + bound + 1, train.steps) - self._first_step
+        due = max(0, ahead * train.prompts_per_step - self._granted)
+        self._granted += due
+        self._quota.extend(max(due, self._missing - self._quota.owed().total()))
+        return self._quota.end
+
+    def _go_on_without_silent(self, patience: float) -> None:
+        """Where others are left, have them begin what is owed: over files this is how a death shows.
+
+        Raises ExchangeError where nobody is left to wait for.
+        """
+        shortage, remedy = self._shortage()
+        silence = f"the replay buffer {shortage} and no new one has arrived for {patience:.0f} s: {remedy}"
+        if self._quota is None:
+            raise ExchangeError(silence)
+        self._count_out(set(self._quota.owed()), silence)
+        log.warning("%s; others begin what is missing", silence)
+
+    def _count_out(self, searchers: set[int], why: str) -> None:
+        """Count no more on groups of these searchers. Raises ExchangeError where no other is left."""
+        if self._quota:
+            self._quota.absent |= searchers
+            if len(self._quota.absent) == self._config.launch.searchers:
+                raise ExchangeError(why)
+
+    def _shortage(self) -> tuple[str, str]:
+        """How much the buffer holds of what, and what the user can do."""
+        if self._filling:
+            return (
+                f"holds {len(self._buffer)} of {self._config.buffer.initial_completions} initial completions",
+                "see the searchers' logs, or lower buffer.initial_completions if the task has too few "
+                "distinct completions",
+            )
+        owed = sorted(self._quota.owed()) if self._quota else range(self._config.launch.searchers)
+        wanted, step = self._config.train.prompts_per_step, self._state.step
+        return (
+            f"holds {self._buffer.groups} of the {wanted} groups that step {step} needs",
+            f"see the logs of searchers {', '.join(map(str, owed))}, which owe them",
+        )
+
+    @property
+    def _sync_is_due(self) -> bool:
+        return self._state.step >= self._next_sync
+
+    def _sync_if_due(self) -> bool:
+        """Every k steps; one that finds the one before still under way is put off. Whether one was due."""
         step = self._state.step
-        if step < self._next_sync:
-            return
+        if not self._sync_is_due:
+            return False
         evaluate: Split | None = "validation" if step >= self._next_evaluation else None
-        if not self._publish(evaluate=evaluate):
-            self._late += 1
-            return
-        self._next_sync = step + self._config.exchange.sync_every
-        if evaluate:
+        if self._publish(evaluate=evaluate) and evaluate:
             self._next_evaluation = _next_multiple(self._config.evaluate.every, step)
+        return True
 
     def tend(self) -> bool:
         """Keep the exchange going while the last evaluation is under way; whether a searcher was lost."""
@@ -171,9 +270,17 @@ class Trainer:
         return self._log_losses()
 
     def _collect(self) -> int:
-        """Merge what has arrived; returns how many completions were new."""
+        """Merge what has arrived, less what is unfit; returns how many completions were new."""
         self._log_losses()
-        return self._merge(self._exchange.collect())
+        shards = self._exchange.collect()
+        if self._quota:
+            for shard in shards:
+                self._quota.arrive(shard.trajectories.positions)
+        added = self._merge(shards)
+        if added and self._filling:
+            self._log_event("filling")
+        self._drop_unfit()
+        return added
 
     def _log_losses(self) -> bool:
         lost = self._exchange.lost()
@@ -181,6 +288,7 @@ class Trainer:
             log.warning("searcher %d on %s died: the run goes on without it; see its log", searcher, host)
             step = self._state.step
             self._metrics.log({"event": "lost", "step": step, "searcher": searcher, "host": host})
+            self._count_out({searcher}, f"no searcher is left: the last, {searcher} on {host}, died")
         return bool(lost)
 
     def _merge(self, shards: list[Shard]) -> int:
@@ -223,6 +331,21 @@ class Trainer:
                 **asdict(merged),
             }
         )
+
+    def _drop_unfit(self) -> None:
+        """Evict what is too stale by now, or scored by another reference; ``tba audit`` reads the trace."""
+        if not self._config.selective or not (evicted := self._buffer.drop(self._unfit)):
+            return
+        self._state = replace(self._state, round=self._state.round + 1, evicted=self._buffer.evicted)
+        step, round = self._state.step, self._state.round
+        self._metrics.log({"event": "evicted", "step": step, "round": round, "evicted": evicted})
+
+    def _unfit(self, record: np.ndarray) -> np.ndarray:
+        """bool [N] of RECORD [N]: which trajectories the next step must not learn from."""
+        unfit: np.ndarray = record["reference"] != self._reference
+        if (bound := self._config.exchange.max_staleness) is not None:
+            unfit |= np.abs(self._state.step - record["version_oldest"]) > bound
+        return unfit
 
     def _sample(self) -> TrajectoryBatch:
         train = self._config.train

@@ -22,6 +22,9 @@ Role = Literal["trainer", "searcher"]
 TRUNCATED = np.uint8(1)
 """Value of the record field ``truncated`` for a completion cut off by the token limit."""
 
+BEHAVIOUR = -1
+"""In place of a reference's step: the weights that sampled are their own reference."""
+
 RECORD = np.dtype(
     [
         ("uid", "<u8"),  # make_uid(searcher, shard, row): unique in a run
@@ -32,6 +35,7 @@ RECORD = np.dtype(
         ("version_oldest", "<i4"),  # weights (optimizer step) that sampled the first token
         ("version_newest", "<i4"),  # weights that sampled the last token
         ("truncated", "u1"),  # 1 where the token limit ended it, not EOS
+        ("reference", "<i4"),  # policy (optimizer step) of ref_logprobs: 0 the initial one, or BEHAVIOUR
     ]
 )
 """Fixed-width part of a trajectory; the ragged parts lie in flat arenas beside it."""
@@ -166,7 +170,7 @@ class Trajectories:
 
     record: RECORD [N] · prompts: Ragged int32 [P rows], each distinct prompt once ·
     completions: Ragged int32 [N rows] · logprobs, ref_logprobs: float32 [T], aligned with
-    ``completions.values`` (sampling policy at temperature 1; frozen reference).
+    ``completions.values`` (sampling policy at temperature 1; the reference that the record names).
     """
 
     record: np.ndarray
@@ -306,7 +310,9 @@ class WeightUpdate:
 
     ``evaluate`` names the split to evaluate with exactly these weights, if any.
     ``published`` is when the trainer published them, unix seconds. ``share`` is this searcher's place among
-    those that evaluate, and their number; None: as configured.
+    those that evaluate, and their number; None: as configured. ``reference``: step of the policy that is the
+    reference from now on, or BEHAVIOUR. ``quota``: the first position of the prompt sequence that may not be
+    dealt yet; None: no bound.
     ``data`` may be shared memory: it is valid until the next call of the exchange.
     """
 
@@ -316,3 +322,5 @@ class WeightUpdate:
     evaluate: Split | None = None
     published: float = 0.0
     share: tuple[int, int] | None = None
+    reference: int = 0
+    quota: int | None = None

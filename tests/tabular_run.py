@@ -11,11 +11,17 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from tba_hpc import runtime
+import numpy as np
+import safetensors.numpy
+
+from tba_hpc import runtime, schedules
+from tba_hpc.backends import file_exchange
+from tba_hpc.backends.behaviour_reference import BehaviourReference
 from tba_hpc.backends.file_exchange import FileSearcherExchange
 from tba_hpc.backends.hdf5_shards import ShardWriter
 from tba_hpc.config import Config, parse_config
 from tba_hpc.metrics import MetricsWriter
+from tba_hpc.ports import Reference
 from tba_hpc.report import page
 from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
@@ -27,33 +33,37 @@ TABLE = Table()
 STEPS, EVERY = 40, 8
 
 
-def make_config(root: Path) -> Config:
+def make_config(root: Path, **sections: dict[str, object]) -> Config:
     """Four prompts, a buffer that is soon full, a checkpoint every eight steps."""
-    return parse_config(
-        {
-            "run": {"root": str(root), "name": "tabular"},
-            "model": {"path": "tabular", "dtype": "float32", "context_length": 8},
-            "generator": {"completions_per_prompt": 12, "temperature": 1.0, "max_tokens": TABLE.length},
-            "buffer": {"initial_completions": 15, "capacity_per_prompt": 14, "capacity": 50},
-            "train": {"steps": STEPS, "prompts_per_step": 4, "completions_per_prompt": 8},
-            "exchange": {
-                "transport": "files",
-                "sync_every": 2,
-                "seal_seconds": 0.02,
-                "pending_shards": 4,
-                "deadline_seconds": 60,
-            },
-            "checkpoint": {"every": EVERY},
-            "evaluate": {"every": 10, "validation_prompts": 4},
-        }
-    )
+    tree: dict[str, dict[str, object]] = {
+        "run": {"root": str(root), "name": "tabular"},
+        "model": {"path": "tabular", "dtype": "float32", "context_length": 8},
+        "generator": {"completions_per_prompt": 12, "temperature": 1.0, "max_tokens": TABLE.length},
+        "buffer": {"initial_completions": 15, "capacity_per_prompt": 14, "capacity": 50},
+        "train": {"steps": STEPS, "prompts_per_step": 4, "completions_per_prompt": 8},
+        "exchange": {
+            "transport": "files",
+            "sync_every": 2,
+            "seal_seconds": 0.02,
+            "pending_shards": 4,
+            "deadline_seconds": 60,
+        },
+        "checkpoint": {"every": EVERY},
+        "evaluate": {"every": 10, "validation_prompts": 4},
+    }
+    return parse_config({name: {**values, **sections.get(name, {})} for name, values in tree.items()})
 
 
 class MarkedLearner(TabularLearner):
-    """In its ``nth`` step of a start it sends its own process a signal."""
+    """In its ``nth`` step of a start it sends its own process a signal.
 
-    def __init__(self, sent: signal.Signals | None, nth: int) -> None:
+    It refuses batches that are staler than the run allows, or scored by another reference than the one in
+    force, bit by bit.
+    """
+
+    def __init__(self, run: RunDir, sent: signal.Signals | None, nth: int) -> None:
         super().__init__(TABLE)
+        self._run = run
         self._sent = sent
         self._left = nth
 
@@ -62,7 +72,28 @@ class MarkedLearner(TabularLearner):
         self._left -= 1
         if self._left == 0 and self._sent:
             os.kill(os.getpid(), self._sent)
+        self._refuse_unfit(batch)
         return super().step(batch, learning_rate=learning_rate, beta=beta)
+
+    def _refuse_unfit(self, batch: TrajectoryBatch) -> None:
+        config, state = self._run.config(), self._optimizer.state[self._logits]
+        step = int(state["step"]) if state else 0
+        bound = config.exchange.max_staleness
+        assert bound is None or (abs(step - batch.version_N) <= bound).all(), (step, batch.version_N)
+        reference = schedules.reference(config.train, step)
+        expected = batch.logprobs if reference < 0 else reference_logprobs(self._run, batch, reference)
+        np.testing.assert_array_equal(batch.ref_logprobs, expected)
+
+
+def reference_logprobs(run: RunDir, batch: TrajectoryBatch, step: int) -> np.ndarray:
+    """float32 [T]: of all completions, under the policy that became the reference at ``step``."""
+    logits = TABLE.ref_logits_PSV
+    if step:
+        logits = safetensors.numpy.load_file(run.reference(step) / "model.safetensors")["logits"]
+    rows = [batch.sequences.row(i) for i in range(len(batch.sequences))]
+    return np.concatenate(
+        [TABLE.token_logprobs(logits, row[0] - TABLE.prompt_token(0), row[1:]) for row in rows]
+    ).astype(np.float32)
 
 
 def start(
@@ -82,10 +113,11 @@ def _live(path: Path, sent: signal.Signals | None, nth: int) -> None:
     run = RunDir.open(path)
     config = run.config()
     page.write_report = lambda run: run.path  # plots take longer than all the rest
+    file_exchange.POLL_SECONDS = 0.01  # this disk is not shared
     ranks = [threading.Thread(target=_search, args=(run, config, s)) for s in range(config.launch.searchers)]
     for rank in ranks:
         rank.start()
-    runtime._lead(run, config, runtime.Seat(0, 0, None), MarkedLearner(sent, nth))
+    runtime._lead(run, config, runtime.Seat(0, 0, None), MarkedLearner(run, sent, nth))
     for rank in ranks:
         rank.join()
 
@@ -97,7 +129,7 @@ def _search(run: RunDir, config: Config, index: int) -> None:
     writer = ShardWriter(run, index, first_index=state.cursors.get(index, 0))
     Searcher(
         generator=TabularGenerator(TABLE, seed=index),
-        scorer=Scorer(task, TabularReference(TABLE), writer, seal_seconds=config.exchange.seal_seconds),
+        scorer=Scorer(task, _reference(run, config), writer, seal_seconds=config.exchange.seal_seconds),
         requests=runtime.training_requests(config, task, index, ledger),
         evaluator=runtime._evaluator(config, task, index),
         report=partial(write_evaluation, run),
@@ -107,3 +139,9 @@ def _search(run: RunDir, config: Config, index: int) -> None:
         sequences=24,
         pending_shards=config.exchange.pending_shards,
     ).run()
+
+
+def _reference(run: RunDir, config: Config) -> Reference:
+    if config.train.reference == "behaviour":
+        return BehaviourReference()
+    return TabularReference(TABLE, run.reference)

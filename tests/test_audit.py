@@ -187,7 +187,7 @@ def roll_a_cursor_back(run: RunDir) -> Damage:
     state = json.loads(path.read_text())
     state["cursors"]["0"] -= 1
     path.write_text(json.dumps(state, indent=2))
-    return Damage(f"cursors is {{0: {state['cursors']['0']}")
+    return Damage(f"0: {state['cursors']['0']}")
 
 
 def delete_a_file_of_the_learner(run: RunDir) -> Damage:

@@ -5,6 +5,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from types import FrameType
 
 import numpy as np
@@ -50,6 +51,7 @@ def pack(items: Sequence[Item]) -> Trajectories:
             item.reward,
             item.uid,
             item.uid,
+            0,
             0,
         )
     logprobs = np.array([x for item in items for x in item.logprobs], np.float32)
@@ -186,6 +188,28 @@ def test_merging_equals_the_naive_model(per_prompt: int, capacity: int, near: fl
         assert real.prompts == len({item.prompt for item, _ in naive.live})
         assert merged == len(real) + real.evicted + real.duplicates
         assert real.added == merged - real.duplicates
+
+
+def test_dropping_equals_the_naive_model() -> None:
+    """Between merges; what is sampled afterwards is live."""
+    rng = np.random.default_rng(1)
+    buffer, naive = ReplayBuffer(BufferSection(capacity_per_prompt=9, capacity=60), 0), Naive(9, 60)
+    for round in range(30):
+        items = random_items(rng, 20, 100 * round)
+        assert buffer.merge(pack(items), round) == naive.merge(items, round)
+        modulus = int(rng.integers(2, 6))
+        kept = [entry for entry in naive.live if entry[0].uid % modulus]
+        gone, naive.live = len(naive.live) - len(kept), kept
+        before = buffer.evicted
+        assert buffer.drop(lambda record: record["uid"] % modulus == 0) == gone  # noqa: B023
+        assert buffer.evicted == before + gone
+        assert items_of(buffer.trajectories()) == [item for item, _ in naive.live]
+        assert buffer.prompts == len({item.prompt for item, _ in naive.live})
+        assert buffer.groups == len(naive.live)  # an item is a group of its own
+        sampled = chain.from_iterable(groups_of(buffer.sample(round, groups=3, group_size=2)))
+        assert all(item.uid % modulus for item in sampled)
+    assert buffer.drop(lambda record: np.ones(len(record), bool)) == len(naive.live)
+    assert (len(buffer), buffer.prompts) == (0, 0)
 
 
 def test_a_duplicate_replaces_the_older_and_becomes_the_youngest() -> None:

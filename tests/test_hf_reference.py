@@ -93,6 +93,27 @@ def test_the_reference_stays_frozen(model: PreTrainedModel) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reset_reference_is_the_exported_policy(tied: bool, tmp_path: Path) -> None:
+    """Bit by bit that of a reference which begins with it, in the memory of the one before."""
+    old, new = (make_random_model(tmp_path / name, tied=tied, seed=i) for i, name in enumerate("ab"))
+    reset = HfReference(
+        load_policy(str(old), "float32"),
+        chunk_tokens=64,
+        policy_of=lambda step: load_policy(str({50: new}[step]), "float32"),
+    )
+    group, memory = _group([5, 30, 1]), reset._model.get_output_embeddings().weight.data_ptr()
+    before = reset.logprobs(group)
+    reset.load(50)
+    after, expected = (
+        reference.logprobs(group)
+        for reference in (reset, HfReference(load_policy(str(new), "float32"), chunk_tokens=64))
+    )
+    assert reset.step == 50 and reset._model.get_output_embeddings().weight.data_ptr() == memory
+    np.testing.assert_array_equal(np.concatenate(after), np.concatenate(expected))
+    assert np.abs(np.concatenate(after) - np.concatenate(before)).max() > 0.01
+
+
 def test_bfloat16_sums_in_float32(tmp_path: Path) -> None:
     """A bf16 model's log-probabilities are a proper distribution: float32, summing to one."""
     model = load_policy(str(make_random_model(tmp_path, tied=False)), "bfloat16")

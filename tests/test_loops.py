@@ -130,9 +130,11 @@ class TrainerParts:
             job_end=job_end,
         )
 
-    def file_exchange(self) -> FileTrainerExchange:
+    def file_exchange(
+        self, exchange_of: type[FileTrainerExchange] = FileTrainerExchange
+    ) -> FileTrainerExchange:
         """The leader's end over the run directory."""
-        return FileTrainerExchange(
+        return exchange_of(
             self.run.weights,
             self.learner.layout,
             read_pending=partial(read_pending, self.run),
@@ -250,7 +252,13 @@ class ReplayExchange:
         self.stop_requested = False
 
     def publish(
-        self, version: int, write: Callable[[np.ndarray], None], *, evaluate: Split | None = None
+        self,
+        version: int,
+        write: Callable[[np.ndarray], None],
+        *,
+        evaluate: Split | None = None,
+        reference: int = 0,
+        quota: int | None = None,
     ) -> bool:
         """Deliver the next shard."""
         write(np.empty(TabularLearner(TABLE).layout.nbytes, np.uint8))

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from tba_hpc.config import Beta, LearningRate, Ramp, TrainSection
-from tba_hpc.schedules import beta, learning_rate, ramp, reference_power
+from tba_hpc.schedules import beta, learning_rate, ramp, reference, reference_power
+from tba_hpc.types import BEHAVIOUR
 
 
 def rates(steps: int, **fields: object) -> list[float]:
@@ -78,3 +79,10 @@ def test_tempering_is_that_of_the_log_reward() -> None:
     ]:
         log_reward = reference_power(train, step) * log_ref + reward / beta(train, step)
         assert log_reward == pytest.approx((log_ref / gamma + reward / 0.05) / temperature)
+
+
+def test_reference() -> None:
+    reset = TrainSection(reference="reset", reference_every=50)
+    assert [reference(reset, step) for step in (0, 49, 50, 99, 100)] == [0, 0, 50, 50, 100]
+    assert reference(TrainSection(), 1000) == 0
+    assert reference(TrainSection(reference="behaviour"), 1000) == BEHAVIOUR

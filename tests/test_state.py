@@ -23,6 +23,7 @@ from tba_hpc.state import (
     Evaluation,
     PromptLedger,
     PromptOrder,
+    PromptQuota,
     RunDir,
     StateError,
     StopFlag,
@@ -239,8 +240,8 @@ def test_state_round_trips_and_other_formats_are_refused(run: RunDir) -> None:
     checkpoint(run, STATE)
     folder = latest_checkpoint(run)
     assert folder is not None and read_state(folder) == STATE
-    with pytest.raises(StateError, match="not of format 2"):
-        TrainerState.from_json(STATE.to_json().replace('"format": 2', '"format": 1'))
+    with pytest.raises(StateError, match="not of format 3"):
+        TrainerState.from_json(STATE.to_json().replace('"format": 3', '"format": 2'))
 
 
 def test_only_complete_checkpoints_count(run: RunDir) -> None:
@@ -455,6 +456,38 @@ def test_signals_set_the_flag_and_later_nothing(name: str) -> None:
     command = [sys.executable, "-c", STOPPABLE, name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "False True\n", "")
+
+
+# --- Quota ---
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_without_a_loss_the_quota_is_areals(bound: int) -> None:
+    """B groups more per version, the first of them max_staleness + 1 versions ahead: (v + n + 1)·B."""
+    groups, quota = 6, PromptQuota(PromptLedger(), searchers=4)
+    quota.extend((bound + 1) * groups)
+    for version in range(5):
+        assert quota.end == (version + bound + 1) * groups
+        quota.arrive(np.arange(version * groups, (version + 1) * groups))
+        assert quota.owed().total() == bound * groups
+        quota.extend(groups)
+
+
+def test_what_is_done_or_owed_by_the_absent_is_made_up_for() -> None:
+    rng, ledger = np.random.default_rng(0), PromptLedger()
+    ledger.add(rng.integers(0, 60, 25))
+    quota = PromptQuota(ledger, searchers=3)
+    quota.extend(10)
+    assert quota.owed().total() == 10 and not ledger.done(quota.end - 1)
+    expected = Counter(p % 3 for p in range(quota.end) if not ledger.done(p))
+    assert quota.owed() == expected
+    quota.absent, expected[1] = {1}, 0
+    assert quota.owed() == +expected
+    quota.arrive(np.array([99, 101]))  # beyond the end: others were set aside
+    assert quota.owed() == expected - Counter([0, 2])
+    before = quota.owed().total()
+    quota.extend(7)
+    assert quota.owed().total() == before + 7 and set(quota.owed()) == {0, 2}
 
 
 # --- Events ---

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from tiny_models import make_tokenizer
+from tiny_models import make_random_model, make_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from tba_hpc.backends.hf_model import load_tokenizer
+from tba_hpc.backends.hf_model import load_policy, load_tokenizer, require_one_vocabulary
 from tba_hpc.config import ConfigError
 
 
@@ -38,3 +38,15 @@ def test_a_tokenizer_without_chat_template_says_what_to_change(tmp_path: Path) -
     make_tokenizer(128).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"has no chat template: set task\.options\.chat=false"):
         load_tokenizer(str(tmp_path)).encode_chat("12+3")
+
+
+@pytest.mark.parametrize("tokens", [127, 128, 129])
+def test_a_model_must_know_all_tokens_of_its_tokenizer(tokens: int, tmp_path: Path) -> None:
+    model = load_policy(str(make_random_model(tmp_path / "model", tied=True, vocab=128)), "float32")
+    make_tokenizer(tokens).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    if tokens <= 128:
+        require_one_vocabulary(tokenizer, model, "m")
+    else:
+        with pytest.raises(ConfigError, match=r"model\.path=m has 129 tokens, the model 128"):
+            require_one_vocabulary(tokenizer, model, "m")

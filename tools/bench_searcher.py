@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from tba_hpc.backends import vllm_engine
+from tba_hpc.backends.behaviour_reference import BehaviourReference
 from tba_hpc.backends.engine_channel import EngineSettings
 from tba_hpc.backends.hdf5_shards import ShardWriter
 from tba_hpc.backends.hf_model import load_policy, load_tokenizer
@@ -43,7 +44,7 @@ from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
 from tba_hpc.state import RunDir
 from tba_hpc.tasks import load_task
-from tba_hpc.types import Group, Request, Sampling, Shard, WeightLayout, WeightUpdate
+from tba_hpc.types import Request, Sampling, Shard, WeightLayout, WeightUpdate
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -65,7 +66,7 @@ def main() -> None:
             arms: dict[str, Arm] = {
                 "bare": lambda requests: bare.submit(generate_bare, requests).result(),
                 "generator": bench.refill,
-                "searcher without reference": lambda requests: bench.searcher(requests, NoReference()),
+                "searcher without reference": lambda requests: bench.searcher(requests, BehaviourReference()),
                 "searcher": bench.searcher,
             }
             rates = measure(arms, bench.requests(options.prompts), options.rounds)
@@ -159,14 +160,6 @@ class Bench:
     def seal_share(self) -> float:
         """Mean share of wall time that the scorer's thread spent sealing."""
         return statistics.mean(series(read_metrics(self._metrics), "search/seal_share"))
-
-
-class NoReference:
-    """In place of the reference policy, the sampler itself: its log-probabilities are there already."""
-
-    def logprobs(self, group: Group) -> list[np.ndarray]:
-        """Those of the completions."""
-        return [completion.logprobs for completion in group.completions]
 
 
 class Feed:

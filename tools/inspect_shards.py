@@ -100,7 +100,7 @@ def _line(path: Path, base: Path) -> Line:
 def _head(shard: Shard, rows: int) -> list[Row]:
     """The first records, with token counts and the sum of the log-probabilities under both policies."""
     trajectories, head = shard.trajectories, []
-    names = ("uid", "prompt_id", "position", "reward", "truncated")
+    names = ("uid", "prompt_id", "position", "reward", "truncated", "reference")
     for i, record in enumerate(trajectories.record[:rows]):
         span = slice(*trajectories.completions.offsets[i : i + 2])
         row: Row = {name: record[name].item() for name in names}

@@ -112,7 +112,7 @@ def check_merges(evidence: Evidence) -> Check:
     """The surviving history merges every shard once, in rounds without a gap, as it was sealed."""
     merges = evidence.history.merges
     first = {merge.key: merge for merge in reversed(merges)}
-    rounds = [0, *(merge.round for merge in merges)]
+    rounds = [0, *evidence.history.rounds()]
     gaps = [pair for pair in pairwise(rounds) if pair[1] - pair[0] not in (0, 1)]
     findings = (
         *(_merged_again(first[merge.key], merge) for merge in merges if merge is not first[merge.key]),
@@ -278,9 +278,11 @@ def check_checkpoints(evidence: Evidence) -> Check:
 
 def _miscounted(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Finding]:
     """What a checkpoint counts follows from the merges up to its round."""
-    state, merges = checkpoint.state, evidence.history.until(checkpoint.state.round)
+    state, history = checkpoint.state, evidence.history
+    merges, dropped = history.until(state.round), history.dropped(state.round)
     expected: dict[str, object] = {name: sum(getattr(merge, name) for merge in merges) for name in COUNTED}
-    expected["round"] = merges[-1].round if merges else 0
+    expected["evicted"] = sum(merge.evicted for merge in merges) + dropped
+    expected["round"] = max(history.rounds(state.round), default=0)
     expected["cursors"] = {searcher: index + 1 for searcher, index in (merge.key for merge in merges)}
     for name, value in expected.items():
         if (there := getattr(state, name)) != value:
@@ -304,7 +306,7 @@ def _missing_shards(evidence: Evidence, oldest: Checkpoint) -> Iterator[Finding]
 def check_steps(evidence: Evidence) -> Check:
     """Steps follow one another, count what was merged, and reach the newest checkpoint and evaluation."""
     history, newest = evidence.history, evidence.newest
-    steps = [whole(record, "step") for record, _ in history.steps]
+    steps = [whole(record, "step") for record, *_ in history.steps]
     breaks = [pair for pair in pairwise([0, *steps]) if pair[1] != pair[0] + 1]
     findings = [Finding(f"step {after} follows step {before} in trainer.jsonl") for before, after in breaks]
     findings += _miscounted_steps(evidence)
@@ -324,7 +326,10 @@ def _miscounted_steps(evidence: Evidence) -> Iterator[Finding]:
     """The counters in the records of steps are sums over the merges before them."""
     for name in ("added", "duplicates", "evicted"):
         sums = np.cumsum([0, *(getattr(merge, name) for merge in evidence.history.merges)])
-        steps = [(record, sums[merges]) for record, merges in evidence.history.steps]
+        steps = [
+            (record, sums[merges] + dropped * (name == "evicted"))
+            for record, merges, dropped in evidence.history.steps
+        ]
         wrong = [
             whole(record, "step") for record, so_far in steps if whole(record, f"buffer/{name}") != so_far
         ]

@@ -5,6 +5,7 @@ It must not know what else lies on disk: the rest of the audit compares this his
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -39,16 +40,26 @@ class Merge:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """Trajectories that the trainer dropped between merges: too stale, or scored by an old reference."""
+
+    round: int
+    evicted: int
+
+
 @dataclass(slots=True)
 class History:
     """The surviving past of the trainer.
 
-    merges: in order. steps: records of optimizer steps, each with the number of merges before it.
-    starts: how often a trainer began its loop. redone: per resume, the steps that it took back.
+    merges, evictions: in order. steps: records of optimizer steps, each with the number of merges, and the
+    trajectories evicted otherwise, before it. starts: how often a trainer began its loop. redone: per resume,
+    the steps that it took back.
     """
 
     merges: list[Merge] = field(default_factory=list)
-    steps: list[tuple[Record, int]] = field(default_factory=list)
+    evictions: list[Eviction] = field(default_factory=list)
+    steps: list[tuple[Record, int, int]] = field(default_factory=list)
     starts: int = 0
     redone: list[int] = field(default_factory=list)
 
@@ -63,9 +74,11 @@ class History:
     def _take(self, record: Record) -> None:
         event = record.get("event")
         if event is None:
-            self.steps.append((record, len(self.merges)))
+            self.steps.append((record, len(self.merges), self.dropped()))
         elif event == "merged":
             self.merges.append(Merge.of(record))
+        elif event == "evicted":
+            self.evictions.append(Eviction(whole(record, "round"), whole(record, "evicted")))
         elif event in ("started", "resumed"):
             self._go_back(whole(record, "step"), whole(record, "round"))
 
@@ -76,10 +89,20 @@ class History:
             self.redone.append(len(self.steps) - len(steps))
         self.starts += 1
         self.steps, self.merges = steps, self.until(round)
+        self.evictions = [eviction for eviction in self.evictions if eviction.round <= round]
 
     def until(self, round: int) -> list[Merge]:
         """Merges up to a round."""
         return [merge for merge in self.merges if merge.round <= round]
+
+    def rounds(self, last: float = math.inf) -> list[int]:
+        """The rounds of merges and evictions, up to the last, ascending."""
+        found = [*(merge.round for merge in self.merges), *(drop.round for drop in self.evictions)]
+        return sorted(round for round in found if round <= last)
+
+    def dropped(self, last: float = math.inf) -> int:
+        """Trajectories evicted between merges, up to a round."""
+        return sum(eviction.evicted for eviction in self.evictions if eviction.round <= last)
 
     @property
     def last_step(self) -> int:

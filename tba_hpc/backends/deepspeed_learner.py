@@ -27,7 +27,12 @@ from safetensors import numpy as wire
 from torch import Tensor
 
 from tba_hpc import batch as batches
-from tba_hpc.backends.hf_model import PolicyLogprobs, load_policy, load_tokenizer
+from tba_hpc.backends.hf_model import (
+    PolicyLogprobs,
+    load_policy,
+    load_tokenizer,
+    require_one_vocabulary,
+)
 from tba_hpc.backends.trainer_group import Message, TrainerGroup
 from tba_hpc.config import Config
 from tba_hpc.objectives import Groups, make_objective
@@ -75,6 +80,7 @@ class DeepSpeedLearner:
         self._objective = make_objective(config.train)
         self._tokenizer = load_tokenizer(config.model.path)
         self._policy = load_policy(config.model.path, config.model.dtype)
+        require_one_vocabulary(self._tokenizer, self._policy, config.model.path)
         self._parameters = dict(self._policy.named_parameters())  # tied ones once, as save_pretrained does
         shapes = [(name, tuple(parameter.shape)) for name, parameter in self._parameters.items()]
         self.layout = WeightLayout.of(shapes, SAFETENSORS_NAME[config.model.dtype])

@@ -54,6 +54,8 @@ class Publication:
     file: str
     evaluate: Split | None
     published: float
+    reference: int = 0
+    quota: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,13 @@ class FileTrainerExchange:
         self._round: Future[None] | None = None
 
     def publish(
-        self, version: int, write: Callable[[np.ndarray], None], *, evaluate: Split | None = None
+        self,
+        version: int,
+        write: Callable[[np.ndarray], None],
+        *,
+        evaluate: Split | None = None,
+        reference: int = 0,
+        quota: int | None = None,
     ) -> bool:
         """Write a weights file; see ports.TrainerExchange. It is made durable and announced beside the loop.
 
@@ -129,7 +137,7 @@ class FileTrainerExchange:
             return False
         write(_create_incoming(self._folder / INCOMING, self._layout, version))
         name = f"step-{version:06d}.safetensors"
-        new = Publication(self._next_sequence, version, name, evaluate, published)
+        new = Publication(self._next_sequence, version, name, evaluate, published, reference, quota)
         self._round = self._worker.submit(self._sync, new)
         return True
 
@@ -175,10 +183,16 @@ class FileTrainerExchange:
         return max((entry.sequence for entry in self._board.publications), default=-1) + 1
 
     def _first_board(self, cursors: Mapping[int, int]) -> Board:
-        """A board for this attempt; the newest weights of the one before stay, so that sequences go on."""
+        """A board for this attempt; the newest weights of the one before stay, so that sequences go on.
+
+        What they let searchers do, and their reference, may have been taken back since.
+        """
         before = Board.read(self._folder)
-        kept = before.publications[-1:] if before else ()
-        board = Board(uuid.uuid4().hex, False, dict(cursors), tuple(replace(e, evaluate=None) for e in kept))
+        kept = [
+            replace(e, evaluate=None, reference=min(0, e.reference), quota=None if e.quota is None else 0)
+            for e in (before.publications[-1:] if before else ())
+        ]
+        board = Board(uuid.uuid4().hex, False, dict(cursors), tuple(kept))
         board.write(self._folder)
         return board
 
@@ -264,7 +278,15 @@ class FileSearcherExchange:
         except FileNotFoundError:  # superseded between two looks
             return None
         self._seen = entry.sequence
-        return WeightUpdate(entry.version, layout, data, entry.evaluate, entry.published)
+        return WeightUpdate(
+            entry.version,
+            layout,
+            data,
+            entry.evaluate,
+            entry.published,
+            reference=entry.reference,
+            quota=entry.quota,
+        )
 
     def request_stop(self) -> None:
         """Leave a note that the trainer finds in its next round."""

@@ -29,8 +29,8 @@ from tba_hpc.types import RECORD, TRUNCATED, Group, Ragged, Shard, Trajectories,
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 1
-"""Version of the layout; readers refuse newer ones."""
+SCHEMA = 2
+"""Version of the layout; readers refuse any other."""
 
 HEADER_BYTES = 512
 """Size of the user block (HDF5 allows powers of two from 512)."""
@@ -134,9 +134,9 @@ def _verify(path: Path, kind: str, data: bytes) -> None:
     if start is None:
         raise ShardError(f"{path} is corrupt: its first line is damaged")
     found, schema, size = start[1].decode(), int(start[2]), int(start[3])
-    if schema > SCHEMA:
+    if schema != SCHEMA:
         raise ShardError(
-            f"{path} has schema {schema}, this version reads up to {SCHEMA}: use the version that wrote it"
+            f"{path} has schema {schema}, this version reads schema {SCHEMA}: use the version that wrote it"
         )
     if len(data) - HEADER_BYTES < size:
         raise ShardError(f"{path} is truncated: {len(data)} of {size + HEADER_BYTES} bytes are left")
@@ -154,6 +154,7 @@ class _Scored:
     group: Group
     rewards: Sequence[float]
     ref_logprobs: Sequence[np.ndarray]
+    reference: int
 
 
 class ShardWriter:
@@ -192,9 +193,17 @@ class ShardWriter:
         """Seconds that the oldest unsealed completion has waited; 0 where there is none."""
         return self._clock() - self._since if self._open else 0.0
 
-    def append(self, group: Group, rewards: Sequence[float], ref_logprobs: Sequence[np.ndarray]) -> None:
+    def append(
+        self,
+        group: Group,
+        rewards: Sequence[float],
+        ref_logprobs: Sequence[np.ndarray],
+        *,
+        reference: int = 0,
+    ) -> None:
         """Add a group: one finite reward and float32 [T] reference log-probabilities per completion.
 
+        reference: optimizer step of the policy that these are of.
         A group without completions leaves no trace: its position stays open for a resume.
         """
         assert len(rewards) == len(ref_logprobs) == len(group.completions) == len(group.versions)
@@ -202,7 +211,7 @@ class ShardWriter:
             return
         if not self._open:
             self._since = self._clock()
-        self._open.append(_Scored(group, rewards, ref_logprobs))
+        self._open.append(_Scored(group, rewards, ref_logprobs, reference))
 
     def seal(self) -> Shard | None:
         """Make the open shard durable and return it; None where it is empty.
@@ -252,6 +261,7 @@ def _records(scored: _Scored, prompt_rows: Mapping[int, int]) -> np.ndarray:
     record["reward"] = scored.rewards
     record["version_oldest"], record["version_newest"] = scored.group.versions.T
     record["truncated"] = [TRUNCATED * (c.finish_reason == "length") for c in completions]
+    record["reference"] = scored.reference
     return record
 
 

@@ -99,6 +99,16 @@ def load_policy(path: str, dtype: Dtype) -> PreTrainedModel:
     return _from_pretrained(AutoModelForCausalLM, path, config=config, dtype=TORCH_DTYPE[dtype])
 
 
+def require_one_vocabulary(tokenizer: HfTokenizer, model: PreTrainedModel, path: str) -> None:
+    """Raise ConfigError where the tokenizer knows tokens that the model does not; the reverse is padding."""
+    tokens, known = tokenizer.vocab_size, model.config.vocab_size
+    if tokens > known:
+        raise ConfigError(
+            f"the tokenizer of model.path={path} has {tokens} tokens, the model {known}: use the one that "
+            "the model was trained with"
+        )
+
+
 def _from_pretrained(kind: Any, path: str, key: str = "model.path", **options: Any) -> Any:
     """``kind.from_pretrained``; whatever it cannot find or read becomes one sentence."""
     looks_like_a_folder = path.startswith((".", "/", "~")) or path.count("/") > 1

@@ -1,4 +1,4 @@
-"""The frozen reference policy π_ref: log-probabilities of finished completions, by a Hugging Face model.
+"""The reference policy π_ref: log-probabilities of finished completions, by a Hugging Face model.
 
 It must not know which engine sampled them, and it never holds the logits of a whole group.
 
@@ -7,7 +7,7 @@ Shape letters: K distinct completions of a group · P prompt tokens · L longest
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -22,14 +22,28 @@ class HfReference:
     """A Reference port on a causal language model of transformers.
 
     ``chunk_tokens`` bounds the tokens whose logits are held at once. It may be called from any one thread,
-    also while an engine runs in another.
+    also while an engine runs in another. ``policy_of``: loads the policy of a step, where it is to be reset.
     """
 
-    def __init__(self, model: PreTrainedModel, *, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        chunk_tokens: int,
+        policy_of: Callable[[int], PreTrainedModel] | None = None,
+    ) -> None:
+        self.step = 0
+        self._policy_of = policy_of
         self._model = model.eval().requires_grad_(False)
         if torch.cuda.is_available():
             self._model.cuda()
         self._head = PolicyLogprobs(self._model, chunk_tokens=chunk_tokens).head
+
+    def load(self, step: int) -> None:
+        """Become the policy of ``step``: its weights are copied into the old ones' memory."""
+        assert self._policy_of is not None, "a frozen reference is never reset"
+        self._model.load_state_dict(self._policy_of(step).state_dict())
+        self.step = step
 
     @torch.inference_mode()
     def logprobs(self, group: Group) -> list[np.ndarray]:

@@ -78,6 +78,8 @@ HEADER = np.dtype(
         ("version", "<i8"),
         ("evaluate", "<i8"),  # index into SPLITS
         ("published", "<f8"),  # unix seconds
+        ("reference", "<i8"),
+        ("quota", "<i8"),  # NO_QUOTA where there is none
     ]
 )
 READY = np.dtype(
@@ -88,6 +90,7 @@ READY = np.dtype(
         ("sizes", "<i8", SHARDS_PER_ROUND),  # bytes of each
     ]
 )
+NO_QUOTA = -1
 SPLITS: tuple[Split | None, ...] = (None, *get_args(Split))
 """What weights may be evaluated on."""
 
@@ -101,6 +104,8 @@ class Order:
     version: int = 0
     evaluate: Split | None = None
     published: float = 0.0
+    reference: int = 0
+    quota: int | None = None
 
 
 class MpiTrainerExchange:
@@ -152,7 +157,13 @@ class MpiTrainerExchange:
         return cls(world, memory, read_pending=read_pending, cursors=cursors, evaluated=evaluated)
 
     def publish(
-        self, version: int, write: Callable[[np.ndarray], None], *, evaluate: Split | None = None
+        self,
+        version: int,
+        write: Callable[[np.ndarray], None],
+        *,
+        evaluate: Split | None = None,
+        reference: int = 0,
+        quota: int | None = None,
     ) -> bool:
         """Start a sync round; see ports.TrainerExchange. ``write`` fills this node's slot in place.
 
@@ -163,7 +174,7 @@ class MpiTrainerExchange:
         if not self._idle:
             return False
         write(self._memory.slot(self._writes))
-        self._published = Order(Command.PUBLISH, self._writes, version, evaluate, published)
+        self._published = Order(Command.PUBLISH, self._writes, version, evaluate, published, reference, quota)
         self._writes += 1
         self._start(self._published)
         return True
@@ -264,8 +275,9 @@ class MpiTrainerExchange:
     def _header(self, order: Order) -> np.ndarray:
         self._rounds += 1
         evaluate = SPLITS.index(order.evaluate)
+        quota = NO_QUOTA if order.quota is None else order.quota
         fields = (order.command, self._rounds, order.write, order.version, evaluate, order.published)
-        return np.array([fields], HEADER)
+        return np.array([(*fields, order.reference, quota)], HEADER)
 
     def _hear(self) -> Generator[float, None, dict[int, np.ndarray]]:
         """Everybody's READY."""
@@ -517,7 +529,7 @@ class MpiSearcherExchange(_Peer):
         write = int(header["write"])
         data = self._memory.slot(write).view()
         data.flags.writeable = False
-        evaluate = SPLITS[header["evaluate"]]
+        evaluate, quota = SPLITS[header["evaluate"]], int(header["quota"])
         update = WeightUpdate(
             int(header["version"]),
             self._memory.layout,
@@ -525,6 +537,8 @@ class MpiSearcherExchange(_Peer):
             evaluate,
             float(header["published"]),
             self._world.share,
+            int(header["reference"]),
+            None if quota == NO_QUOTA else quota,
         )
         with self._lock:
             self._shown, self._unseen = self._shown + 1, update

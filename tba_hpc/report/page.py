@@ -242,7 +242,8 @@ def _time(seconds: float) -> str:
 
 def events(data: RunData) -> list[Event]:
     """The run's history: starts, resumes, checkpoints, ends, and what went wrong."""
-    told = [record for record in data.trainer if record.get("event") not in (None, "filling", "merged")]
+    dull = (None, "filling", "merged", "evicted")
+    told = [record for record in data.trainer if record.get("event") not in dull]
     minutes = run_minutes(data) if told else None
     lines = []
     for what, group in itertools.groupby(told, key=lambda record: str(record["event"])):

@@ -10,7 +10,7 @@ Shape letters: P prompts · C completions that exist · S prefixes that can go o
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -38,6 +38,9 @@ from tba_hpc.types import (
 
 STATE_FILE = "tabular.pt"
 """What a learner saves into a checkpoint: its logits and AdamW's state."""
+
+EXPORT_FILE = "model.safetensors"
+"""What it exports: its logits."""
 
 DEFAULTS = TrainSection()
 
@@ -190,16 +193,25 @@ class TabularTask:
 
 
 class TabularReference:
-    """The table's reference policy."""
+    """The table's reference policy, or what a learner has exported to ``folder_of`` a step."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, folder_of: Callable[[int], Path] | None = None) -> None:
+        self.step = 0
         self._table = table
+        self._folder_of = folder_of
+        self._logits_PSV = table.ref_logits_PSV
+
+    def load(self, step: int) -> None:
+        """Become the policy of ``step``."""
+        assert self._folder_of is not None, "a frozen reference is never reset"
+        exported = safetensors.torch.load((self._folder_of(step) / EXPORT_FILE).read_bytes())
+        self.step, self._logits_PSV = step, exported["logits"].numpy()
 
     def logprobs(self, group: Group) -> list[np.ndarray]:
         """Per completion, float32 [T]."""
         table, prompt = self._table, group.request.prompt.id
         return [
-            table.token_logprobs(table.ref_logits_PSV, prompt, completion.tokens).astype(np.float32)
+            table.token_logprobs(self._logits_PSV, prompt, completion.tokens).astype(np.float32)
             for completion in group.completions
         ]
 
@@ -367,8 +379,8 @@ class TabularLearner:
 
     def export(self, folder: Path) -> None:
         """Write the logits as model.safetensors; no library knows this architecture."""
-        folder.mkdir(exist_ok=True)
-        publish(folder / "model.safetensors", safetensors.torch.save({"logits": self._logits.detach()}))
+        folder.mkdir(parents=True, exist_ok=True)
+        publish(folder / EXPORT_FILE, safetensors.torch.save({"logits": self._logits.detach()}))
 
     def close(self) -> None:
         """No other rank follows."""

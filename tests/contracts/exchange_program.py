@@ -91,9 +91,12 @@ class TrainerSide:
     trainers: int
     writes: int = 0
 
-    def publish(self, version: int, evaluate: str | None = None) -> None:
+    def publish(self, version: int, evaluate: str | None = None, **terms: int | None) -> None:
         """Publish as soon as the exchange takes it."""
-        until(lambda: self.exchange.publish(version, self.writer(version), evaluate=evaluate), "publish")
+        until(
+            lambda: self.exchange.publish(version, self.writer(version), evaluate=evaluate, **terms),
+            "publish",
+        )
 
     def writer(self, version: int) -> Callable[[np.ndarray], None]:
         """Writes the leader's part; followers write theirs before it returns."""
@@ -189,7 +192,7 @@ def weights_trainer(side: TrainerSide) -> None:
     for searcher in range(SEARCHERS):
         side.flags.wait(f"taken-{searcher}")
     for version in (2, 3, 4):
-        side.publish(version)
+        side.publish(version, reference=version - 5, quota=100 + version)
         side.settle()
     side.flags.set("published-4")
     side.close()
@@ -198,12 +201,13 @@ def weights_trainer(side: TrainerSide) -> None:
 def weights_searcher(side: SearcherSide) -> None:
     asked = time.time()
     assert (first := side.take()).version == 1 and first.evaluate is None
+    assert (first.reference, first.quota) == (0, None)
     assert abs(first.published - asked) < PATIENCE and side.exchange.poll() is None
     assert not first.data.flags.writeable and not side.exchange.closed
     side.flags.set(f"taken-{side.index}")
     side.wait("published-4")
     time.sleep(0.2)
-    assert side.take().version == 4
+    assert ((last := side.take()).version, last.reference, last.quota) == (4, -1, 104)
     side.wait_for_end()
 
 

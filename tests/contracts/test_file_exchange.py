@@ -170,3 +170,14 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing_visible(tmp_path: Path) ->
     assert "DiskFullError: cannot write weights of 0.4 MB" in done.stderr
     assert versions(tmp_path) == []
     assert json.loads((tmp_path / "latest.json").read_text())["publications"] == []
+
+
+def test_what_an_attempt_allowed_ends_with_it(tmp_path: Path) -> None:
+    """A searcher that comes before a resume publishes must not begin groups or ask for the old reference."""
+    before = trainer(tmp_path)
+    before.publish(8, lambda out: out.fill(8), reference=5, quota=100)
+    before.close()
+    trainer(tmp_path)
+    update = searcher(tmp_path).poll()
+    assert update is not None
+    assert (update.version, update.reference, update.quota) == (8, 0, 0)

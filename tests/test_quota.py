@@ -1,0 +1,119 @@
+"""Searchers that cannot give what they owe while staleness is bounded: the real loops, in threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from test_loops import TABLE, TrainerParts, make_config, make_searcher
+
+from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange
+from tba_hpc.config import Config, ConfigError
+from tba_hpc.metrics import read_metrics, step_records
+from tba_hpc.ports import ExchangeError
+from tba_hpc.runtime import refuse_few_prompts
+from tba_hpc.state import RunDir
+from tba_hpc.tasks.tabular import TabularTask
+from tba_hpc.types import Completion, Prompt
+
+STEPS = 6
+
+
+def bounded(root: Path, *, searchers: int = 1, deadline: float = 20) -> Config:
+    """Synchronous: bound 0."""
+    return make_config(
+        root,
+        train={"steps": STEPS},
+        exchange={"sync_every": 1, "max_staleness": 0, "deadline_seconds": deadline},
+        evaluate={"every": STEPS},
+        launch={"searchers": searchers},
+    )
+
+
+class Losing(FileTrainerExchange):
+    """Tells of a death in its second round, as the exchange over MPI does."""
+
+    looks = 0
+
+    def lost(self) -> list[tuple[int, str]]:
+        """Searcher 1."""
+        self.looks += 1
+        return [(1, "node7")] if self.looks == 2 else []
+
+
+def go(
+    config: Config, task: TabularTask, exchange_of: type[FileTrainerExchange] = FileTrainerExchange
+) -> list[int]:
+    """A run with searcher 0 alone, however many there should be; the largest staleness of every step."""
+    run = RunDir.create(config)
+    parts, patience = TrainerParts(config, run), config.exchange.deadline_seconds
+    searcher = make_searcher(config, run, FileSearcherExchange(run.weights, 0, deadline=patience), task=task)
+    thread = threading.Thread(target=searcher.run)
+    thread.start()
+    exchange = parts.file_exchange(exchange_of)
+    try:
+        assert parts.build(exchange).run()
+    finally:
+        exchange.close()
+        thread.join(20)
+        assert not thread.is_alive()
+    records = step_records(read_metrics(run.metrics_file("trainer")))
+    return [int(str(record["staleness/max"])) for record in records]
+
+
+def test_a_searcher_that_never_comes_is_made_up_for_after_one_deadline(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert go(bounded(tmp_path, searchers=2, deadline=1), TabularTask(TABLE)) == [0] * STEPS
+    (warning,) = [
+        record.message for record in caplog.records if "others begin what is missing" in record.message
+    ]
+    assert "holds 2 of the 4 groups that step 0 needs and no new one has arrived for 1 s" in warning
+    assert "see the logs of searchers 1, which owe them" in warning
+
+
+def test_a_death_that_is_told_of_is_made_up_for_at_once(tmp_path: Path) -> None:
+    before = time.monotonic()
+    assert go(bounded(tmp_path, searchers=2, deadline=60), TabularTask(TABLE), Losing) == [0] * STEPS
+    assert time.monotonic() - before < 60
+
+
+def test_too_few_prompts_for_a_step_are_refused(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path,
+        train={"prompts_per_step": 5},
+        exchange={"max_staleness": 1},
+        buffer={"initial_completions": 15, "capacity_per_prompt": 40},
+    )
+    with pytest.raises(ConfigError, match="prompts_per_step=5 is more than the 4 training prompts"):
+        refuse_few_prompts(TabularTask(TABLE), config)
+
+
+class Rewards(TabularTask):
+    """Of some groups no reward is a number."""
+
+    def __init__(self, broken: Callable[[int], bool]) -> None:
+        super().__init__(TABLE)
+        self._broken = broken
+        self._groups = 0
+
+    def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
+        """NaN for the groups whose number is ``broken``."""
+        self._groups += 1
+        plain = super().rewards(prompt, completions)
+        return [float("nan")] * len(plain) if self._broken(self._groups) else plain
+
+
+def test_groups_set_aside_are_made_up_for(tmp_path: Path) -> None:
+    """Every third; another prompt of the sequence takes the place, at once."""
+    assert go(bounded(tmp_path), Rewards(lambda number: number % 3 == 0)) == [0] * STEPS
+
+
+def test_where_all_are_set_aside_the_run_ends_with_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(
+        ExchangeError, match=r"holds 0 of the 4 groups that step 0 needs .* see the logs of searchers 0"
+    ):
+        go(bounded(tmp_path, deadline=1), Rewards(lambda number: True))

@@ -1,0 +1,118 @@
+"""What may be trained on: whole runs with bounded staleness and with every kind of reference, killed and
+
+resumed. ``tabular_run``'s learner refuses every batch that is too stale or scored by the wrong reference.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from signal import SIGKILL, SIGTERM
+
+import numpy as np
+import pytest
+import tabular_run
+
+from tba_hpc.audit import audit
+from tba_hpc.backends.hdf5_shards import read_shard
+from tba_hpc.config import Config
+from tba_hpc.metrics import read_metrics, step_records
+from tba_hpc.runtime import require_reference
+from tba_hpc.state import RunDir, StateError
+from tba_hpc.types import BEHAVIOUR
+
+BOUNDED = {"initial_completions": 15, "capacity_per_prompt": 40, "capacity": 400}
+
+
+def go(run: RunDir, *, searchers: int, sent: object = None, nth: int = 0) -> None:
+    """One start, to its end; what it leaves must be clean."""
+    process = tabular_run.start(run, searchers=searchers, sent=sent, nth=nth)  # type: ignore[arg-type]
+    process.join(240)
+    assert process.exitcode == (-SIGKILL if sent is SIGKILL else 0)
+    assert audit(run).problems == ()
+
+
+def staleness(run: RunDir) -> list[int]:
+    """The largest of every step of the surviving history."""
+    records = step_records(read_metrics(run.metrics_file("trainer")))
+    assert [record["step"] for record in records] == list(range(1, run.config().train.steps + 1))
+    return [int(str(record["staleness/max"])) for record in records]
+
+
+def sealed(run: RunDir) -> int:
+    """Groups of all starts."""
+    return sum(len(record["positions"]) for record in events(run, "merged"))  # type: ignore[arg-type]
+
+
+def events(run: RunDir, name: str) -> list[dict[str, object]]:
+    """The trainer's events of that name."""
+    return [dict(r) for r in read_metrics(run.metrics_file("trainer")) if r.get("event") == name]
+
+
+def make(root: Path, *, train: dict[str, object], exchange: dict[str, object]) -> tuple[Config, RunDir]:
+    """A short run with a checkpoint every four steps."""
+    config = tabular_run.make_config(
+        root, train={"steps": 14, **train}, exchange=exchange, checkpoint={"every": 4}, buffer=BOUNDED
+    )
+    return config, RunDir.create(config)
+
+
+def test_bound_0_is_the_synchronous_baseline(tmp_path: Path) -> None:
+    """Every step learns from its own policy; one publish and B groups a step, none of them in vain."""
+    config, run = make(tmp_path, train={}, exchange={"sync_every": 1, "max_staleness": 0})
+    go(run, searchers=2)
+    assert staleness(run) == [0] * config.train.steps
+    assert sealed(run) == config.train.steps * config.train.prompts_per_step
+    rounds = [record["sync/rounds"] for record in step_records(read_metrics(run.metrics_file("trainer")))]
+    assert rounds == list(range(1, config.train.steps + 1))
+
+
+def test_bound_0_goes_on_after_a_kill_with_other_searchers(tmp_path: Path) -> None:
+    """The resume begins before what is sealed on disk: positions done long ago, by weights taken back."""
+    config, run = make(tmp_path, train={}, exchange={"sync_every": 1, "max_staleness": 0})
+    go(run, searchers=2, sent=SIGKILL, nth=8)
+    go(run, searchers=3)
+    assert staleness(run) == [0] * config.train.steps
+    assert events(run, "resumed")[0]["step"] == 4
+
+
+def test_a_bound_and_resets_hold_over_a_stop_and_a_kill(tmp_path: Path) -> None:
+    """Stopped between two resets, then killed just after one: the third start meets its stale reference."""
+    _, run = make(
+        tmp_path,
+        train={"reference": "reset", "reference_every": 3},
+        exchange={"sync_every": 2, "max_staleness": 3},
+    )
+    go(run, searchers=2, sent=SIGTERM, nth=5)
+    go(run, searchers=1, sent=SIGKILL, nth=6)
+    assert run.reference(9).is_dir()
+    go(run, searchers=2)
+    assert 0 < max(staleness(run)) <= 3
+    assert len(events(run, "reset")) >= 4
+    kept = ["step-000006", "step-000009", "step-000012"]  # from that of the older checkpoint, of step 8, on
+    assert sorted(path.name for path in run.references.iterdir()) == kept
+    assert run.references.stat().st_mode & 0o777 == 0o700
+    assert events(run, "evicted")
+
+
+def test_resets_alone_do_not_bound_staleness_and_old_references_are_missed(tmp_path: Path) -> None:
+    """k does not divide ρ; the reference is given out at once. A resume without it is refused."""
+    config, run = make(
+        tmp_path, train={"reference": "reset", "reference_every": 5}, exchange={"sync_every": 4}
+    )
+    go(run, searchers=2)
+    assert max(staleness(run)) <= 5 + 4
+    require_reference(run, config, 14)
+    run.reference(10).rename(tmp_path / "elsewhere")
+    with pytest.raises(StateError, match="step-000010 is gone, the reference of step 14"):
+        require_reference(run, config, 14)
+    require_reference(run, config, 15)
+
+
+def test_behaviour_is_its_own_reference_bit_by_bit(tmp_path: Path) -> None:
+    _, run = make(tmp_path, train={"steps": 6, "reference": "behaviour"}, exchange={})
+    go(run, searchers=1)
+    for path in run.shard_files().values():
+        shard = read_shard(path).trajectories
+        assert (shard.record["reference"] == BEHAVIOUR).all()
+        np.testing.assert_array_equal(shard.ref_logprobs, shard.logprobs)
+    assert list(run.references.iterdir()) == []
