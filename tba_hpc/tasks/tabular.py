@@ -116,11 +116,17 @@ class Table:
 
     def probabilities(self, logits_PSV: np.ndarray) -> np.ndarray:
         """float64 [P, C]: probability of every completion under a policy."""
-        logprob_PC = [
-            [self.token_logprobs(logits_PSV, prompt, completion).sum() for completion in self.completions]
-            for prompt in range(self.prompts)
-        ]
-        return np.exp(logprob_PC)
+        prefix_CL, token_CL, mask_CL = self._cells
+        return np.exp((log_softmax(logits_PSV)[:, prefix_CL, token_CL] * mask_CL).sum(2))
+
+    @cached_property
+    def _cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[C, length] each: prefix and token of every place of every completion, and whether there is one."""
+        length_C = np.array([len(tokens) for tokens in self.completions])
+        mask_CL = np.arange(self.length) < length_C[:, None]
+        token_CL = np.zeros(mask_CL.shape, np.int32)
+        token_CL[mask_CL] = np.concatenate(self.completions)
+        return np.where(mask_CL, self.prefixes(token_CL), 0), token_CL, mask_CL
 
     def optimum(self, beta: float) -> np.ndarray:
         """float64 [P, C]: π_ref·exp(r/β)/Z, the policy that the objective has for its only minimum."""
