@@ -66,9 +66,8 @@ def main(argv: list[str] | None = None) -> None:
     experiment, origin, began = EXPERIMENTS[arguments.name], provenance(arguments.seeds), time.monotonic()
     result = experiment.measure(options)
     print(write(result, options.folder, title=experiment.question, origin=origin))
-    log.print(
-        f"{(time.monotonic() - began) / 60:.1f} minutes; table and plot in {options.folder}", style="dim"
-    )
+    minutes = (time.monotonic() - began) / 60
+    log.print(f"{minutes:.1f} minutes; table and plot in {options.folder}", style="dim", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -111,8 +111,8 @@ class Table:
 
     def token_logprobs(self, logits_PSV: np.ndarray, prompt: int, completion: np.ndarray) -> np.ndarray:
         """float64 [T]: log-probability of each token of a completion."""
-        logprob_SV = log_softmax(logits_PSV[prompt])
-        return logprob_SV[self.prefixes(completion[None])[0], completion]
+        logprob_TV = log_softmax(logits_PSV[prompt, self.prefixes(completion[None])[0]])
+        return logprob_TV[np.arange(len(completion)), completion]
 
     def probabilities(self, logits_PSV: np.ndarray) -> np.ndarray:
         """float64 [P, C]: probability of every completion under a policy."""
@@ -279,7 +279,7 @@ class _Decoding:
         """Sample one token for every open completion."""
         t, rows = self._steps, np.flatnonzero(self._open_N)
         prefix_N = self._table.prefixes(self._tokens_NL[rows, : t + 1])[:, -1]
-        logprob_NV = log_softmax(logits_PSV[self._request.prompt.id])[prefix_N]
+        logprob_NV = log_softmax(logits_PSV[self._request.prompt.id, prefix_N])
         token_N = _draw(rng, logprob_NV, self._request.sampling.temperature)
         self._tokens_NL[rows, t] = token_N
         self._logprob_NL[rows, t] = logprob_NV[np.arange(len(rows)), token_N]

@@ -31,15 +31,18 @@ TRAIN = TrainSection(
     learning_rate=LearningRate(peak=0.05),
     beta=Beta(start=BETA),
 )
-REPLAY = BufferSection(capacity=100_000, capacity_per_prompt=100_000)
+REPLAY = BufferSection(capacity=200_000, capacity_per_prompt=200_000, reward_temperature=BETA)
+"""Everything is kept, and replayed by reward."""
 SYNC_EVERY = 10
 
 NOTES = (
     f"One prompt, {MODES} rewarded words of {LENGTH} letters (of {LETTERS}) among 5,461 completions; TB, β = "
-    f"{BETA}, batches of 8 × 16, k = {SYNC_EVERY}, {STEPS} steps; trainer and searchers in lockstep.",
+    f"{BETA}, batches of 8 × 16, k = {SYNC_EVERY}, {STEPS} steps, replay by softmax of reward ÷ β; trainer "
+    "and searchers in lockstep; a searcher generates 32 completions per step.",
     "Found: rewarded words generated at least once; kept: those with at least a tenth of their probability "
     "at the optimum π_ref·exp(r/β)/Z. Success: probability that a sample is rewarded; diversity: expected "
-    "share of places at which two samples differ; both exact, of the last policy. Last row: the optimum.",
+    "share of places at which two rewarded samples differ; both exact, of the last policy. Last row: the "
+    "optimum.",
 )
 
 
@@ -74,18 +77,18 @@ def quality(moment: Moment, table: SparseTable) -> Quality:
         moment.found,
         int((policy_M >= KEPT * optimum_M).sum()),
         float(policy_M.sum()),
-        diversity(table, moment.policy_PC[0]),
+        diversity(table, (moment.policy_PC * table.reward_PC)[0]),
     )
 
 
-def diversity(table: SparseTable, probability_C: np.ndarray) -> float:
-    """Expected share of places at which two independent samples differ; having ended counts as a letter."""
+def diversity(table: SparseTable, weight_C: np.ndarray) -> float:
+    """Expected share of places at which two completions differ, drawn by weight; having ended is a letter."""
     words_CL = np.full((len(table.completions), table.length), table.eos)
     for row, tokens in enumerate(table.completions):
         words_CL[row, : len(tokens)] = tokens
     letters = range(table.letters + 1)
-    share_LV = np.array([[(probability_C * (place == v)).sum() for v in letters] for place in words_CL.T])
-    return float(1 - (share_LV**2).sum(1).mean())
+    share_LV = np.array([[(weight_C * (place == v)).sum() for v in letters] for place in words_CL.T])
+    return float(1 - ((share_LV / weight_C.sum()) ** 2).sum(1).mean())
 
 
 def follow(arms: Mapping[str, Sequence[Setup]]) -> dict[str, list[list[Quality]]]:
@@ -133,11 +136,11 @@ def draw(figure: Figure, found: Mapping[str, list[list[Quality]]]) -> None:
     axes = figure.subplots(1, 3)
     for ax, name in zip(axes, ("kept", "success", "diversity"), strict=True):
         for (arm, ways), color in zip(found.items(), COLORS, strict=False):
-            trajectories = [moment.trajectories for moment in ways[0]]
-            values = np.array([[getattr(moment, name) for moment in way] for way in ways])
+            trajectories = [moment.trajectories for moment in ways[0][1:]]  # at the start there are none
+            values = np.array([[getattr(moment, name) for moment in way[1:]] for way in ways])
             ax.plot(trajectories, values.mean(0), color=color, label=arm)
         ax.set_title({"kept": "modes kept"}.get(name, name), fontsize=9)
         ax.set_xlabel("trajectories")
         ax.set_ylim(bottom=0)
-        ax.set_xscale("symlog", linthresh=1000)
+        ax.set_xscale("log")
     axes[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
