@@ -7,7 +7,7 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ SETTINGS = (
     "buffer.initial_completions=160",
     "evaluate.test_prompts=1",
 )
-"""Of our arms. The learning rate is that with which TRL learns fastest; the test split is not looked at."""
+"""Of our arms. The learning rate is that of tools/peer_trl.py; the test split is not looked at."""
 
 TRL_VENV = REPOSITORY / ".cache/trl-venv"
 TRL_PACKAGES = ("trl==1.16.*", "accelerate==1.15.*")
@@ -72,11 +72,11 @@ class Asynchrony:
         return {arm: self.study.config(arm, options.seeds[0], options) for arm in ARMS}
 
     def measure(self, options: Options) -> Result:
-        """All runs, then times and ratios."""
+        """All runs, all arms of a seed after each other, then times and ratios."""
         curves: dict[str, dict[int, Curve]] = {arm: {} for arm in (*ARMS, PEER)}
-        for arm, seed, run_dir in self.study.runs(options):
-            curves[arm][seed] = curve_of(run_dir, evaluations_count=arm == ASYNCHRONOUS)
         for seed in options.seeds:
+            for arm, _, run_dir in self.study.runs(replace(options, seeds=(seed,))):
+                curves[arm][seed] = curve_of(run_dir, evaluations_count=arm == ASYNCHRONOUS)
             curves[PEER][seed] = peer_curve(self.study, seed, options)
         return self.result(curves)
 
@@ -162,6 +162,7 @@ LONG = Asynchrony(
         "task.options.most_changes=12",
         "model.context_length=256",
         "generator.max_tokens=140",
+        "generator.kv_cache_mb=400",
         "generator.completions_per_prompt=8",
         "train.completions_per_prompt=8",
         "train.groups_per_micro_batch=4",

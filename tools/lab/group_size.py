@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from lab import scores
 from lab.results import BLUE, Result, Spread
 from lab.runs import Arm, Options, Study
+from lab.sampling import completion_of
 from tba_hpc.backends.hf_model import PolicyLogprobs, load_policy, load_tokenizer
 from tba_hpc.config import Config
 from tba_hpc.objectives import Groups
 from tba_hpc.objectives.trajectory_balance import trajectory_balance
 from tba_hpc.tasks.arithmetic import Arithmetic
-from tba_hpc.types import Completion
 
 BATCH = 160
 SIZES = (8, 20, 40)
@@ -163,13 +163,6 @@ def sample_pool(model: PreTrainedModel, task: Arithmetic, eos: int, seed: int) -
         torch.tensor(length),
         torch.tensor(reward),
     )
-
-
-def completion_of(tokens: list[int], eos: int) -> Completion:
-    """Up to the end of the sequence, or cut off."""
-    ended = tokens[: tokens.index(eos) + 1] if eos in tokens else tokens
-    array = np.array(ended, np.int32)
-    return Completion(array, np.zeros(len(array), np.float32), "stop" if eos in tokens else "length")
 
 
 GROUP_SIZE = GroupSize()
