@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from lab.sampling import completion_of
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from lab.sampling import completion_of
 
 from tba_hpc.backends.hf_model import load_tokenizer
 from tba_hpc.config import Config, load_config
