@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from lab import lockstep
 from lab.lockstep import Moment, Setup, SparseTable
@@ -143,4 +144,5 @@ def draw(figure: Figure, found: Mapping[str, list[list[Quality]]]) -> None:
         ax.set_xlabel("trajectories")
         ax.set_ylim(bottom=0)
         ax.set_xscale("log")
+        ax.xaxis.set_minor_formatter(NullFormatter())
     axes[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
