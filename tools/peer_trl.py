@@ -4,7 +4,8 @@
 
 It needs an interpreter that has trl (tools/experiments.py makes one) and writes greedy pass@1 on the
 validation prompts over seconds of training; evaluation stops the clock. What the config says of B, K,
-lengths, temperature, steps and evaluation holds here too. It must not know what it is compared with.
+lengths, temperature, steps, evaluation and the peak learning rate (constant here) holds here too. It must
+not know what it is compared with.
 """
 
 from __future__ import annotations
@@ -32,9 +33,6 @@ from tba_hpc.backends.hf_model import load_tokenizer
 from tba_hpc.config import Config, load_config
 from tba_hpc.tasks import load_task
 from tba_hpc.types import Prompt
-
-LEARNING_RATE = 1e-4
-"""TRL's own default, 1e-6, is for models a thousand times as large."""
 
 
 class Examiner(TrainerCallback):
@@ -78,7 +76,7 @@ class Examiner(TrainerCallback):
         return sum(right) / len(right)
 
 
-def trl_config(config: Config, folder: str, learning_rate: float) -> GRPOConfig:
+def trl_config(config: Config, folder: str) -> GRPOConfig:
     """B prompts with K completions in one optimizer step, generated anew for each."""
     train, generator = config.train, config.generator
     return GRPOConfig(
@@ -91,7 +89,7 @@ def trl_config(config: Config, folder: str, learning_rate: float) -> GRPOConfig:
         max_completion_length=generator.max_tokens,
         temperature=generator.temperature,
         top_p=generator.top_p,
-        learning_rate=learning_rate,
+        learning_rate=train.learning_rate.peak,
         lr_scheduler_type="constant",
         adam_beta2=train.adam_betas[1],
         max_grad_norm=train.gradient_clip,
@@ -105,7 +103,7 @@ def trl_config(config: Config, folder: str, learning_rate: float) -> GRPOConfig:
     )
 
 
-def train(config: Config, learning_rate: float) -> dict[str, Any]:
+def train(config: Config) -> dict[str, Any]:
     """Train to the last step; the curve, and what made it."""
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, padding_side="left")
     task = load_task(config.task, load_tokenizer(config.model.path))
@@ -124,13 +122,13 @@ def train(config: Config, learning_rate: float) -> dict[str, Any]:
         trainer = GRPOTrainer(
             model=config.model.path,
             reward_funcs=reward,
-            args=trl_config(config, folder, learning_rate),
+            args=trl_config(config, folder),
             train_dataset=data,
             processing_class=tokenizer,
             callbacks=[examiner],
         )
         trainer.train()
-    return {"curve": examiner.curve, "learning_rate": learning_rate, "threads": torch.get_num_threads()}
+    return {"curve": examiner.curve, "threads": torch.get_num_threads()}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -140,11 +138,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--config", type=Path, required=True, help="a config of tba-hpc")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=value", help="override one key")
-    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE, help="constant (default 1e-4)")
     parser.add_argument("--out", type=Path, required=True, help="JSON file with the curve")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    found = train(load_config(arguments.config, arguments.set), arguments.learning_rate)
+    found = train(load_config(arguments.config, arguments.set))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps({**found, "overrides": arguments.set}) + "\n")
 
