@@ -42,6 +42,12 @@ def test_every_equation_and_result_is_what_python_computes(split: Split) -> None
         assert 2 <= len(work) <= 4
 
 
+def test_more_changes_make_longer_and_uneven_solutions() -> None:
+    problems = draw_problems("train", 300, seed=3, most_changes=12)
+    assert {len(problem.changes) for problem in problems} == set(range(2, 13))
+    assert all(eval(problem.expression) == int(problem.target) for problem in problems)
+
+
 def test_splits_share_no_expression_whatever_the_seeds() -> None:
     seen = {s: {p.expression for seed in range(3) for p in draw_problems(s, 800, seed)} for s in SPLITS}
     assert all(split_of(expression) == s for s in SPLITS for expression in seen[s])

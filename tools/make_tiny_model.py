@@ -1,6 +1,7 @@
 """Make the tiny model of the quickstart: a Llama of 0.3 M parameters, taught from scratch on one core.
 
     python tools/make_tiny_model.py --seed 0 --out .cache/tiny-model-seed0
+    python tools/make_tiny_model.py --width 320 --layers 10 --changes 12 …      # larger, for longer answers
 
 A byte-level BPE tokenizer and supervised fine-tuning on worked solutions of generated arithmetic
 problems (tba_hpc.tasks.arithmetic). In the last fifth of the steps many demonstrations are bare
@@ -20,7 +21,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tba_hpc.tasks import arithmetic
-from tba_hpc.tasks.arithmetic import ITEMS, Problem, draw_problems, is_correct
+from tba_hpc.tasks.arithmetic import ITEMS, STEPS, Problem, draw_problems, is_correct
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MANIFEST = "manifest.json"
@@ -45,7 +46,9 @@ CONTEXT = 2048
 
 DEMONSTRATIONS = 10_000
 BATCH = 32
+WIDTH = 96
 PEAK_RATE = 3e-3
+"""At that width."""
 WARMUP = 50
 WORKED_SHARE = 0.8
 """Share of the steps, from the start, in which every demonstration shows its work."""
@@ -57,6 +60,11 @@ IGNORED = -100
 
 VALIDATION = 256
 ANSWER_TOKENS = 64
+"""At least; more where problems have more changes."""
+TOKENS_PER_CHANGE = 10
+
+HEAD = 32
+"""Width of an attention head: the smallest that vLLM takes on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +73,15 @@ class Recipe:
 
     seed: int
     steps: int
+    width: int = WIDTH
+    layers: int = 2
+    changes: int = STEPS[1]
+    threads: int = 1
+
+    @property
+    def peak_rate(self) -> float:
+        """Of the learning rate: wider layers take smaller steps."""
+        return PEAK_RATE * WIDTH / self.width
 
     @property
     def fingerprint(self) -> str:
@@ -107,16 +124,16 @@ def make_tokenizer(problems: tuple[Problem, ...]) -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """Random weights, float32. Heads of 32 are the smallest that vLLM takes on a CPU."""
-    torch.manual_seed(seed)
+def make_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> LlamaForCausalLM:
+    """Random weights, float32."""
+    torch.manual_seed(recipe.seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=96,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=3,
+        hidden_size=recipe.width,
+        intermediate_size=2 * recipe.width,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.width // HEAD,
+        num_key_value_heads=recipe.width // HEAD,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -153,7 +170,9 @@ def _padded(rows: list[list[int]], filler: int) -> torch.Tensor:
 
 def teach(model: LlamaForCausalLM, demonstrations: list[Demonstration], recipe: Recipe) -> None:
     """Supervised fine-tuning, in place: AdamW, linear warm-up, then linear decay to zero."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.99), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.peak_rate, betas=(0.9, 0.99), weight_decay=0.01
+    )
     shape = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, recipe.steps))
     data = batches(demonstrations, recipe)
     for tokens, labels in track(data, "teaching", recipe.steps, console=Console(stderr=True)):
@@ -171,25 +190,29 @@ def _rate(step: int, steps: int) -> float:
 
 @torch.no_grad()
 def answer(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: tuple[Problem, ...]
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: tuple[Problem, ...],
+    room: int = ANSWER_TOKENS,
 ) -> list[str]:
-    """Greedy answers; an answer cut off by ANSWER_TOKENS is empty."""
+    """Greedy answers; an answer cut off after ``room`` tokens is empty."""
     inputs = tokenizer([problem.question for problem in problems], padding=True, return_tensors="pt")
     outputs = model.generate(  # type: ignore[misc]  # transformers asks for a protocol that no model meets
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
         do_sample=False,
-        max_new_tokens=ANSWER_TOKENS,
+        max_new_tokens=room,
     )[:, inputs["input_ids"].shape[1] :]
     ended = (outputs == EOS_ID).any(dim=1).tolist()
     texts = tokenizer.batch_decode(outputs, skip_special_tokens=True)
     return [text if whole else "" for text, whole in zip(texts, ended, strict=True)]
 
 
-def examine(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
+def examine(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, changes: int) -> dict[str, float]:
     """Greedy pass@1 on validation problems, and how much of it is answering without working."""
-    problems = draw_problems("validation", VALIDATION, seed=0)
-    texts = answer(model.eval(), tokenizer, problems)
+    problems = draw_problems("validation", VALIDATION, seed=0, most_changes=changes)
+    room = max(ANSWER_TOKENS, TOKENS_PER_CHANGE * changes)
+    texts = answer(model.eval(), tokenizer, problems, room)
     right = np.array([is_correct(text, p.target) for text, p in zip(texts, problems, strict=True)])
     bare = np.array([text.startswith("####") for text in texts])
     return {
@@ -203,16 +226,16 @@ def examine(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict
 
 def make(recipe: Recipe, out: Path) -> dict[str, object]:
     """Make the model in ``out`` and return its manifest."""
-    torch.set_num_threads(1)  # the sums, and so the model, do not depend on the number of cores
-    problems = draw_problems("train", DEMONSTRATIONS, recipe.seed)
+    torch.set_num_threads(recipe.threads)  # the sums, and so the model, do not depend on the number of cores
+    problems = draw_problems("train", DEMONSTRATIONS, recipe.seed, recipe.changes)
     tokenizer = make_tokenizer(problems)
-    model = make_model(tokenizer, recipe.seed)
+    model = make_model(tokenizer, recipe)
     teach(model, [demonstrate(problem, tokenizer) for problem in problems], recipe)
     manifest: dict[str, object] = {
         **asdict(recipe),
         "fingerprint": recipe.fingerprint,
         "parameters": model.num_parameters(),
-        **examine(model, tokenizer),
+        **examine(model, tokenizer, recipe.changes),
     }
     publish(model, tokenizer, manifest, out)
     return manifest
@@ -259,10 +282,22 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder (default: .cache/tiny-model-seed<SEED>)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, problems and batches (default 0)")
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps of 32 (default 1000)")
+    parser.add_argument("--width", type=int, default=WIDTH, help=f"of the layers (default {WIDTH})")
+    parser.add_argument("--layers", type=int, default=2, help="how many (default 2)")
+    parser.add_argument(
+        "--changes", type=int, default=STEPS[1], help="most in a problem (default %(default)s)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="cores used; the result depends on it (default 1)"
+    )
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
     arguments = parser.parse_args(argv)
-    if arguments.seed < 0 or arguments.steps < 1:
-        parser.error("--seed must be at least 0 and --steps at least 1")
+    if arguments.seed < 0 or min(arguments.steps, arguments.layers, arguments.threads) < 1:
+        parser.error("--seed must be at least 0, --steps, --layers and --threads at least 1")
+    if arguments.width < HEAD or arguments.width % HEAD:
+        parser.error(f"--width must be a multiple of {HEAD}, the width of an attention head")
+    if arguments.changes < STEPS[0]:
+        parser.error(f"--changes must be at least {STEPS[0]}")
     arguments.out = arguments.out or REPOSITORY / f".cache/tiny-model-seed{arguments.seed}"
     return arguments
 
@@ -270,7 +305,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Make the model unless it is there, and print what it can do."""
     arguments = parse_arguments(argv)
-    recipe = Recipe(arguments.seed, arguments.steps)
+    recipe = Recipe(**{field.name: getattr(arguments, field.name) for field in fields(Recipe)})
     try:
         manifest = cached(recipe, arguments.out) or make(recipe, arguments.out)
     except OSError as error:

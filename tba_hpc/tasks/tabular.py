@@ -114,16 +114,22 @@ class Table:
 
     def token_logprobs(self, logits_PSV: np.ndarray, prompt: int, completion: np.ndarray) -> np.ndarray:
         """float64 [T]: log-probability of each token of a completion."""
-        logprob_SV = log_softmax(logits_PSV[prompt])
-        return logprob_SV[self.prefixes(completion[None])[0], completion]
+        logprob_TV = log_softmax(logits_PSV[prompt, self.prefixes(completion[None])[0]])
+        return logprob_TV[np.arange(len(completion)), completion]
 
     def probabilities(self, logits_PSV: np.ndarray) -> np.ndarray:
         """float64 [P, C]: probability of every completion under a policy."""
-        logprob_PC = [
-            [self.token_logprobs(logits_PSV, prompt, completion).sum() for completion in self.completions]
-            for prompt in range(self.prompts)
-        ]
-        return np.exp(logprob_PC)
+        prefix_CL, token_CL, mask_CL = self._cells
+        return np.exp((log_softmax(logits_PSV)[:, prefix_CL, token_CL] * mask_CL).sum(2))
+
+    @cached_property
+    def _cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[C, length] each: prefix and token of every place of every completion, and whether there is one."""
+        length_C = np.array([len(tokens) for tokens in self.completions])
+        mask_CL = np.arange(self.length) < length_C[:, None]
+        token_CL = np.zeros(mask_CL.shape, np.int32)
+        token_CL[mask_CL] = np.concatenate(self.completions)
+        return np.where(mask_CL, self.prefixes(token_CL), 0), token_CL, mask_CL
 
     def optimum(self, beta: float, power: float = 1.0) -> np.ndarray:
         """float64 [P, C]: π_ref^power·exp(r/β)/Z, the policy that the objective has for its only minimum."""
@@ -290,7 +296,7 @@ class _Decoding:
         """Sample one token for every open completion."""
         t, rows = self._steps, np.flatnonzero(self._open_N)
         prefix_N = self._table.prefixes(self._tokens_NL[rows, : t + 1])[:, -1]
-        logprob_NV = log_softmax(logits_PSV[self._request.prompt.id])[prefix_N]
+        logprob_NV = log_softmax(logits_PSV[self._request.prompt.id, prefix_N])
         token_N = _draw(rng, logprob_NV, self._request.sampling.temperature)
         self._tokens_NL[rows, t] = token_N
         self._logprob_NL[rows, t] = logprob_NV[np.arange(len(rows)), token_N]

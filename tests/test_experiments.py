@@ -1,0 +1,163 @@
+"""The experiments: their arithmetic against hand-made files, their configs, the world in lockstep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import experiments
+import numpy as np
+import pytest
+import torch
+from lab import asynchrony, curves, lockstep, results, sparse
+from lab.group_size import relative_variance
+from lab.lockstep import Setup, SparseTable
+from lab.results import Result, Spread
+from lab.runs import Options
+
+from tba_hpc.config import BufferSection, ExchangeSection, LearningRate, TrainSection, load_config
+from tba_hpc.state import Evaluation, RunDir, write_evaluation
+from tba_hpc.tasks.tabular import Table, total_variation
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def test_time_to_a_threshold_lies_on_the_line_between_two_evaluations() -> None:
+    curve = [(2.0, 0.5), (4.0, 0.7), (6.0, 0.6), (8.0, 0.9)]
+    assert curves.time_to(curve, 0.6) == pytest.approx(3.0)
+    assert curves.time_to(curve, 0.8) == pytest.approx(6 + 2 * 2 / 3)
+    assert curves.time_to(curve, 0.4) == 2.0  # no later than its first point
+    assert curves.time_to(curve, 0.95) is None
+
+
+def test_swing_and_sag() -> None:
+    curve = [(0.0, 0.2), (1.0, 0.9), (2.0, 0.6), (3.0, 0.8), (4.0, 0.7), (5.0, 0.9)]
+    assert curves.last_part(curve) == [0.7, 0.9]
+    assert curves.swing(curve) == pytest.approx(0.1)
+    assert curves.sag(curve) == pytest.approx(0.3)
+
+
+def test_spread_counts_the_seeds_that_reached_something() -> None:
+    assert str(Spread([10.0, None, 14.0])) == "12 ± 2.83 (2 of 3)"
+    assert str(Spread([1234.5])) == "1,234" and str(Spread([None])) == "–"
+    assert Spread([1.0, 3.0]).to_json() == {"mean": 2.0, "sd": pytest.approx(2**0.5), "values": [1.0, 3.0]}
+
+
+def write_lines(path: Path, records: Sequence[dict[str, object]]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_curve_of_a_run(tmp_path: Path) -> None:
+    """Weights in use at 102 s, steps every 3 s from 105 s; an evaluation is 50 of an engine's 25 tokens/s."""
+    config = load_config(REPOSITORY / "configs/quickstart.yaml", [f"run.root={tmp_path}"])
+    run = RunDir.create(config)
+    write_lines(
+        run.metrics_file("trainer"),
+        [{"time": 100.0, "event": "started", "step": 0}]
+        + [{"time": 102.0 + 3 * step, "step": step} for step in range(1, 5)],
+    )
+    write_lines(
+        run.metrics_file("searcher", 0),
+        [
+            {
+                "time": 104.0,
+                "search/tokens": 100,
+                "search/tokens_per_second": 20.0,
+                "search/busy_share": 0.8,
+                "search/propagation_seconds": 2.0,
+            }
+        ],
+    )
+    for step, correct in ((2, 1), (4, 3)):
+        part = Evaluation(split="validation", step=step, correct=correct, total=4, tokens=50, truncated=0)
+        write_evaluation(run, 0, 1, part)
+    assert curves.curve_of(run) == [(6.0, 0.25), (12.0, 0.75)]
+    assert curves.curve_of(run, evaluations_count=False) == [(6.0, 0.25), (10.0, 0.75)]
+
+
+def test_times_of_the_arms_and_their_ratios() -> None:
+    ours = {0: [(1.0, 0.5), (2.0, 0.94)], 1: [(1.0, 0.5), (2.0, 0.6)]}
+    theirs = {0: [(2.0, 0.5), (5.0, 0.94)], 1: [(2.0, 0.5), (4.0, 0.94)]}
+    table = asynchrony.QUICK.result({asynchrony.ASYNCHRONOUS: ours, asynchrony.PEER: theirs})
+    _, peer = table.rows
+    assert peer["s to 94 %"] == Spread([5.0, 4.0])
+    assert peer["÷ asynchronous, to 94 %"] == Spread([2.5, None])  # seed 1 of ours never got there
+
+
+def test_a_result_is_written_with_its_origin(tmp_path: Path) -> None:
+    origin = results.provenance([3, 4])
+    result = Result(
+        [{"arm": "a", "time": Spread([1.0, 2.0])}], lambda figure: figure.add_subplot().plot([1]), ["Note."]
+    )
+    text = results.write(result, tmp_path, title="A title", origin=origin)
+    assert "| a | 1.5 ± 0.707 |" in text and "- Note." in text
+    assert str(origin["machine"]) in text and str(origin["date"]) in text and "seeds 3, 4" in text
+    record = json.loads((tmp_path / "table.json").read_text())
+    assert record["rows"][0]["time"]["values"] == [1.0, 2.0] and record["seeds"] == [3, 4]
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", experiments.EXPERIMENTS)
+def test_every_arm_of_every_experiment_can_be_configured(name: str, tmp_path: Path) -> None:
+    if name.startswith("asynchrony") and "max_staleness" not in ExchangeSection.model_fields:
+        pytest.skip("exchange.max_staleness is not in this version")
+    experiment, options = experiments.EXPERIMENTS[name], Options(tmp_path)
+    arms = getattr(experiment, "configs", None) or experiment.setups  # type: ignore[attr-defined]
+    assert len(arms(options)) >= 3
+
+
+# --- In lockstep ---
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_trajectory_balance_reaches_the_exact_posterior_at_a_staleness_of_50(seed: int) -> None:
+    table, beta = Table(seed=seed), 0.25
+    train = TrainSection(
+        steps=300,
+        prompts_per_step=4,
+        completions_per_prompt=16,
+        learning_rate=LearningRate(peak=0.1, schedule="linear"),
+    )
+    train = train.model_copy(update={"beta": train.beta.model_copy(update={"start": beta})})
+    setup = Setup(
+        table=table,
+        train=train,
+        buffer=BufferSection(most_on_policy=0.5),
+        sync_every=50,
+        groups_per_step=4,
+        completions=32,
+        seed=seed,
+    )
+    *_, last = lockstep.train(setup, every=300)
+    assert last.staleness >= 50
+    assert total_variation(last.policy_PC, table.optimum(beta)).max() <= 1e-3
+
+
+@pytest.mark.parametrize("ahead, oldest", [(False, 9), (True, 4)])
+def test_without_a_buffer_the_lag_is_exact(ahead: bool, oldest: int) -> None:
+    train = TrainSection(steps=20, prompts_per_step=2, completions_per_prompt=4)
+    setup = Setup(
+        table=Table(), train=train, buffer=None, sync_every=5, groups_per_step=2, completions=4, ahead=ahead
+    )
+    *_, last = lockstep.train(setup, every=20)
+    assert last.staleness == oldest
+    assert last.trajectories == 20 * 2 * 4
+
+
+def test_rewarded_words_lie_apart_and_diversity_is_that_of_all_pairs() -> None:
+    table = SparseTable(prompts=1, letters=3, length=4, modes=3, seed=1)
+    words = [table.completions[i] for i in table.modes_PM[0]]
+    assert all((a != b).sum() > 2 for a, b in product(words, words) if a is not b)
+    assert table.reward_PC.sum() == 3 and all(table.reward_PC[0, table.modes_PM[0]] == 1)
+    probability_C = table.probabilities(table.ref_logits_PSV)[0]
+    padded = [np.pad(tokens, (0, 4 - len(tokens)), constant_values=table.eos) for tokens in table.completions]
+    apart = np.array([[(a != b).mean() for b in padded] for a in padded])
+    assert sparse.diversity(table, probability_C) == pytest.approx(probability_C @ apart @ probability_C)
+
+
+def test_relative_variance_by_hand() -> None:
+    """Variance 2 of entries 1 and 3; squared mean 4, less 2 / 2 that is noise."""
+    assert relative_variance([torch.tensor([1.0, 0.0]), torch.tensor([3.0, 0.0])]) == pytest.approx(2 / 3)

@@ -1,0 +1,74 @@
+"""Measure one claim of the method on this machine: a table and a plot with machine, date and seeds.
+
+    python tools/experiments.py NAME [--seeds 0 1 2] [--steps N] [--out runs/experiments]
+
+Every experiment needs two cores and nothing else. Whole runs are kept in OUT/NAME/runs and not repeated
+while their settings stay the same; OUT/NAME holds table.md, table.json and plot.png. What each asks:
+
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from lab import asynchrony, group_size, replay, searchers, staleness
+from lab.results import Result, provenance, write
+from lab.runs import Options, log
+
+
+class Experiment(Protocol):
+    """Named arms, run with every seed."""
+
+    @property
+    def question(self) -> str:
+        """What it asks: the title of its table."""
+
+    def measure(self, options: Options) -> Result:
+        """Run all arms with all seeds."""
+
+
+EXPERIMENTS: Mapping[str, Experiment] = {
+    "asynchrony": asynchrony.QUICK,
+    "asynchrony_long": asynchrony.LONG,
+    "staleness": staleness.EXACT,
+    "staleness_arithmetic": staleness.ARITHMETIC,
+    "group_size": group_size.GROUP_SIZE,
+    "replay": replay.ARITHMETIC,
+    "replay_sparse": replay.SPARSE,
+    "searchers": searchers.SEARCHERS,
+}
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Command line."""
+    listing = "\n".join(f"    {name:22}{experiment.question}" for name, experiment in EXPERIMENTS.items())
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "") + listing, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=EXPERIMENTS, metavar="NAME", help="one of the above")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default 0 1 2")
+    parser.add_argument("--steps", type=int, help="optimizer steps of a run; fewer only to try it out")
+    parser.add_argument("--out", type=Path, default=Path("runs/experiments"), help="default runs/experiments")
+    arguments = parser.parse_args(argv)
+    if min(arguments.seeds) < 0 or (arguments.steps is not None and arguments.steps < 1):
+        parser.error("--seeds must be at least 0 and --steps at least 1")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, write, print."""
+    arguments = parse_arguments(argv)
+    options = Options(arguments.out.absolute() / arguments.name, tuple(arguments.seeds), arguments.steps)
+    experiment, origin, began = EXPERIMENTS[arguments.name], provenance(arguments.seeds), time.monotonic()
+    result = experiment.measure(options)
+    print(write(result, options.folder, title=experiment.question, origin=origin))
+    minutes = (time.monotonic() - began) / 60
+    log.print(f"{minutes:.1f} minutes; table and plot in {options.folder}", style="dim", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

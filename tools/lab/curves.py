@@ -1,0 +1,92 @@
+"""Arithmetic on learning curves, and the learning curve of a run from its files.
+
+A curve is a list of (when, pass@1), ascending: seconds on the training clock, or steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+
+from tba_hpc.metrics import Record, number
+from tba_hpc.report.summary import RunData, series
+from tba_hpc.state import RunDir
+
+Curve = Sequence[tuple[float, float]]
+
+
+def time_to(curve: Curve, threshold: float) -> float | None:
+    """When a curve first reaches ``threshold``, on straight lines between its points; None: never.
+
+    A curve that begins above it counts as reaching it at its first point.
+    """
+    if curve and curve[0][1] >= threshold:
+        return curve[0][0]
+    for (t0, p0), (t1, p1) in pairwise(curve):
+        if p1 >= threshold:
+            return t0 + (t1 - t0) * (threshold - p0) / (p1 - p0)
+    return None
+
+
+def last_part(curve: Curve, share: float = 1 / 3) -> list[float]:
+    """pass@1 at the last ``share`` of the points, at least one."""
+    count = max(1, round(share * len(curve)))
+    return [value for _, value in curve[-count:]]
+
+
+def swing(curve: Curve) -> float:
+    """Standard deviation over the last third of a curve: how far it moves once it should stand still."""
+    return statistics.pstdev(last_part(curve))
+
+
+def sag(curve: Curve) -> float:
+    """Largest fall from a peak to a later point."""
+    peak, fall = -float("inf"), 0.0
+    for _, value in curve:
+        peak = max(peak, value)
+        fall = max(fall, peak - value)
+    return fall
+
+
+def curve_of(run: RunDir, *, evaluations_count: bool = True) -> Curve:
+    """Seconds of training → greedy pass@1 on the validation split, of a finished run.
+
+    The clock starts when the first engine has its first weights, so that the start of processes and engines
+    is left out; a point stands where the weights that were evaluated came to be. ``evaluations_count``: False
+    takes off the clock the time that earlier evaluations took the engines, by their tokens: in a synchronous
+    run the trainer waits for them.
+    """
+    data = RunData.read(run)
+    reached = {int(number(record, "step", 0)): number(record, "time", 0.0) for record in data.steps}
+    start, lost, curve = clock_start(data), 0.0, []
+    rate = 0.0 if evaluations_count else 1 / tokens_per_second(data)
+    for evaluation in data.evaluations:
+        if evaluation.split == "validation":
+            curve.append((reached[evaluation.step] - start - lost, evaluation.pass_at_1))
+            lost += evaluation.tokens * rate
+    return curve
+
+
+def clock_start(data: RunData) -> float:
+    """Unix time at which the first searcher had the first weights in use."""
+    published = series(data.trainer, "time")[0]
+    delays = [series(records, "search/propagation_seconds") for records in data.searchers.values()]
+    return published + min(delay[0] for delay in delays if delay)
+
+
+def tokens_per_second(data: RunData) -> float:
+    """Of all engines together while they are at work."""
+    return sum(_busy_rate(records) for records in data.searchers.values())
+
+
+def _busy_rate(records: Sequence[Record]) -> float:
+    """Tokens of one engine ÷ seconds inside its steps."""
+    at_work = [record for record in records if number(record, "search/tokens", 0.0)]
+    busy = sum(_seconds(record) * number(record, "search/busy_share", 0.0) for record in at_work)
+    return sum(series(at_work, "search/tokens")) / busy if busy else 0.0
+
+
+def _seconds(record: Record) -> float:
+    """Wall time that a record of a searcher covers."""
+    return number(record, "search/tokens", 0.0) / number(record, "search/tokens_per_second", 1.0)

@@ -1,0 +1,168 @@
+"""Completions per prompt at equal batch: how noisy the gradient is, and where runs end up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lab import scores
+from lab.results import BLUE, Result, Spread
+from lab.runs import Arm, Options, Study
+from lab.sampling import completion_of
+from tba_hpc.backends.hf_model import PolicyLogprobs, load_policy, load_tokenizer
+from tba_hpc.config import Config
+from tba_hpc.objectives import Groups
+from tba_hpc.objectives.trajectory_balance import trajectory_balance
+from tba_hpc.tasks.arithmetic import Arithmetic
+
+BATCH = 160
+SIZES = (8, 20, 40)
+BETA = 0.1
+POOL_PROMPTS, POOL_COMPLETIONS, POOL_TOKENS = 64, 120, 40
+RESAMPLED = 32
+"""Batches drawn from the pool for each size."""
+
+NOTES = (
+    f"B·K = {BATCH} throughout. Gradient noise: variance of TB's gradient (β = {BETA}, added up over "
+    f"parameters) at the warm-started policy, over {RESAMPLED} batches drawn from {POOL_COMPLETIONS} "
+    f"completions of {POOL_PROMPTS} prompts, ÷ squared norm of the mean gradient.",
+)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Completions that a policy gave to some prompts: P prompts, C completions each, L tokens padded.
+
+    tokens_PCL: int64, prompt then completion; prompt_length_P, length_PC: int64; reward_PC: float32.
+    """
+
+    tokens_PCL: Tensor
+    prompt_length_P: Tensor
+    length_PC: Tensor
+    reward_PC: Tensor
+
+
+def arm(size: int) -> str:
+    """Its name."""
+    return f"K = {size}, B = {BATCH // size}"
+
+
+class GroupSize:
+    """Gradient noise per seed's model, beside whole runs on the quickstart."""
+
+    question = "How many completions per prompt, at equal batch?"
+
+    study = Study(
+        {
+            arm(size): Arm(
+                (
+                    f"train.completions_per_prompt={size}",
+                    f"train.prompts_per_step={BATCH // size}",
+                    f"train.groups_per_micro_batch={BATCH // size}",
+                    f"generator.completions_per_prompt={6 * size // 5}",
+                    f"generator.prompts_in_flight={max(1, 120 // size)}",
+                )
+            )
+            for size in SIZES
+        },
+        scores.EVALUATED,
+    )
+
+    def configs(self, options: Options) -> dict[str, Config]:
+        """The config of every arm's first run."""
+        return {name: self.study.config(name, options.seeds[0], options) for name in self.study.arms}
+
+    def measure(self, options: Options) -> Result:
+        """Runs first: they make the models whose gradients are measured."""
+        scored = scores.score(self.study, options)
+        noise = {seed: gradient_noise(str(self.study.model.path(seed)), seed) for seed in options.seeds}
+        of_size = {size: Spread([noise[seed][size] for seed in options.seeds]) for size in SIZES}
+        rows = [
+            {**scores.row(arm(size), scored[arm(size)]), "gradient noise": of_size[size]} for size in SIZES
+        ]
+        return Result(rows, lambda figure: self._draw(figure, of_size, scored), (*NOTES, *scores.NOTES))
+
+    def _draw(
+        self, figure: Figure, noise: dict[int, Spread], scored: dict[str, dict[int, scores.Scored]]
+    ) -> None:
+        left, right = figure.subplots(1, 2, width_ratios=(1, 2))
+        means = [spread.mean or 0.0 for spread in noise.values()]
+        deviations = [spread.deviation or 0.0 for spread in noise.values()]
+        left.bar([str(size) for size in noise], means, yerr=deviations, color=BLUE, alpha=0.8)
+        left.set_xlabel("K")
+        left.set_ylabel("gradient noise")
+        scores.draw(right, scored)
+
+
+def gradient_noise(path: str, seed: int) -> dict[int, float]:
+    """Per group size: relative variance of the gradient at the policy in ``path``."""
+    model, tokenizer = load_policy(path, "float32"), load_tokenizer(path)
+    pool = sample_pool(model, Arithmetic(tokenizer), tokenizer.eos_token_id, seed)
+    logprobs = PolicyLogprobs(model, chunk_tokens=4096)
+    rng = np.random.default_rng(seed)
+    return {
+        size: relative_variance([_gradient(logprobs, pool, size, rng) for _ in range(RESAMPLED)])
+        for size in SIZES
+    }
+
+
+def relative_variance(gradients: Sequence[Tensor]) -> float:
+    """Unbiased variance, added up over all entries, ÷ unbiased squared norm of the mean."""
+    gradient_RD = torch.stack(list(gradients))
+    variance = gradient_RD.var(0).sum().item()
+    return variance / (gradient_RD.mean(0).square().sum().item() - variance / len(gradient_RD))
+
+
+def _gradient(logprobs: PolicyLogprobs, pool: Pool, size: int, rng: np.random.Generator) -> Tensor:
+    """Gradient [D] of one batch of BATCH trajectories in groups of ``size``, data fresh from the policy."""
+    prompts = rng.choice(POOL_PROMPTS, BATCH // size, replace=False)
+    columns = np.stack([rng.choice(POOL_COMPLETIONS, size, replace=False) for _ in prompts])
+    index = torch.from_numpy(prompts)[:, None], torch.from_numpy(columns)
+    policy_NL = logprobs(
+        pool.tokens_PCL[index].flatten(0, 1),
+        pool.prompt_length_P[index[0]].expand(-1, size).flatten(),
+        pool.length_PC[index].flatten(),
+    )
+    policy_BKL = policy_NL.unflatten(0, (-1, size))
+    fixed_BKL = policy_BKL.detach()  # the policy is its own sampler, and the reference
+    groups = Groups(policy_BKL, fixed_BKL, fixed_BKL, fixed_BKL != 0, pool.reward_PC[index])
+    logprobs.zero_grad()
+    trajectory_balance(groups, BETA).loss.backward()
+    return torch.cat([weight.grad.flatten() for weight in logprobs.parameters() if weight.grad is not None])
+
+
+@torch.no_grad()
+def sample_pool(model: PreTrainedModel, task: Arithmetic, eos: int, seed: int) -> Pool:
+    """Completions of the first training prompts at temperature 1."""
+    torch.manual_seed(seed)
+    rows, prompt_length, length, reward = [], [], [], []
+    for prompt in task.prompts("train")[:POOL_PROMPTS]:
+        start = torch.from_numpy(prompt.tokens).long()[None]
+        tokens_CL = model.generate(  # type: ignore[operator]  # of a mixin that this type does not know
+            input_ids=start,
+            do_sample=True,
+            top_k=0,
+            num_return_sequences=POOL_COMPLETIONS,
+            max_new_tokens=POOL_TOKENS,
+        )
+        answers = [completion_of(row, eos) for row in tokens_CL[:, start.shape[1] :].tolist()]
+        rows.append(torch.nn.functional.pad(tokens_CL, (0, 256 - tokens_CL.shape[1])))
+        prompt_length.append(start.shape[1])
+        length.append([start.shape[1] + len(answer.tokens) for answer in answers])
+        reward.append(task.rewards(prompt, answers))
+    longest = int(np.max(length))
+    return Pool(
+        torch.stack(rows)[:, :, :longest],
+        torch.tensor(prompt_length),
+        torch.tensor(length),
+        torch.tensor(reward),
+    )
+
+
+GROUP_SIZE = GroupSize()

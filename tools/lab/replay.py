@@ -1,0 +1,44 @@
+"""Replay and most-on-policy sampling: m from 0 to 1, on arithmetic and on the sparse task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lab import sparse
+from lab.lockstep import Setup
+from lab.results import Result
+from lab.runs import Arm, Options, Study
+from lab.scores import EVALUATED, Scores
+
+SHARES = (0.0, 0.5, 0.95, 1.0)
+
+ARITHMETIC = Scores(
+    "How much replay? m on arithmetic",
+    Study({f"m = {m:g}": Arm((f"buffer.most_on_policy={m}",)) for m in SHARES}, EVALUATED),
+)
+
+
+class Sparse:
+    """The same on a task with rare rewards, with as many trajectories for every arm."""
+
+    question = "How much replay? m on the sparse task"
+
+    def setups(self, options: Options) -> dict[str, Sequence[Setup]]:
+        """One per seed of each arm; four searchers."""
+        return {
+            f"m = {m:g}": [
+                sparse.setup(
+                    seed, options, searchers=4, buffer=sparse.REPLAY.model_copy(update={"most_on_policy": m})
+                )
+                for seed in options.seeds
+            ]
+            for m in SHARES
+        }
+
+    def measure(self, options: Options) -> Result:
+        """All arms."""
+        arms = self.setups(options)
+        return sparse.result(sparse.follow(arms), arms)
+
+
+SPARSE = Sparse()

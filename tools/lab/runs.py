@@ -1,0 +1,125 @@
+"""Whole runs of the product, one after the other, each started once: ``tba run CONFIG --set …``.
+
+It must not know what is compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from tba_hpc.config import Config, differing_keys, load_config
+from tba_hpc.state import RunDir
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+QUICKSTART = REPOSITORY / "configs/quickstart.yaml"
+
+log = Console(stderr=True, highlight=False)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may vary. folder: of the experiment's results; steps: None for the experiment's own."""
+
+    folder: Path
+    seeds: tuple[int, ...] = (0, 1, 2)
+    steps: int | None = None
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What sets one arm apart: settings of the config, and threads of every rank and engine."""
+
+    settings: tuple[str, ...] = ()
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class Model:
+    """Arguments of tools/make_tiny_model.py; ``stem`` names the folder of a seed."""
+
+    stem: str = "tiny-model"
+    arguments: tuple[str, ...] = ()
+
+    def path(self, seed: int) -> Path:
+        """Where it lies, in the cache of the repository."""
+        return REPOSITORY / f".cache/{self.stem}-seed{seed}"
+
+    def make(self, seed: int) -> None:
+        """Make it unless it is there."""
+        tool = REPOSITORY / "tools/make_tiny_model.py"
+        run(sys.executable, str(tool), "--seed", str(seed), "--out", str(self.path(seed)), *self.arguments)
+
+
+@dataclass(frozen=True)
+class Study:
+    """Arms that share everything else: one run per arm and seed."""
+
+    arms: Mapping[str, Arm]
+    settings: tuple[str, ...] = ()
+    steps: int = 80
+    model: Model = field(default_factory=Model)
+
+    def config(self, arm: str, seed: int, options: Options) -> Config:
+        """The config of one run. Raises ConfigError."""
+        return load_config(QUICKSTART, self.overrides(arm, seed, options))
+
+    def overrides(self, arm: str, seed: int, options: Options) -> list[str]:
+        """What ``--set`` gets, one each."""
+        return [
+            f"run.root={options.folder / 'runs'}",
+            f"run.name={slug(arm)}",
+            f"run.seed={seed}",
+            f"model.path={self.model.path(seed)}",
+            *self.settings,
+            f"train.steps={options.steps or self.steps}",
+            *self.arms[arm].settings,
+        ]
+
+    def runs(self, options: Options) -> Iterator[tuple[str, int, RunDir]]:
+        """Every arm with every seed, seeds outermost, so that a machine's moods meet all arms alike."""
+        for seed in options.seeds:
+            self.model.make(seed)
+            for arm in self.arms:
+                yield arm, seed, self._run(arm, seed, options)
+
+    def _run(self, arm: str, seed: int, options: Options) -> RunDir:
+        """A finished run: as it stands on disk, or made now."""
+        config = self.config(arm, seed, options)
+        run_dir = RunDir(config.run_dir.absolute())
+        if run_dir.finished and not differing_keys(run_dir.config(), config):
+            return run_dir
+        if run_dir.config_file.exists():  # of other settings, or cut short: a clock cannot be resumed
+            shutil.rmtree(run_dir.path)
+        sets = [f"--set={text}" for text in self.overrides(arm, seed, options)]
+        program = [sys.executable, "-m", "tba_hpc", "run", str(QUICKSTART), *sets, "--json"]
+        run(*program, threads=self.arms[arm].threads)
+        return run_dir
+
+
+def run(*command: str, threads: int | None = None) -> None:
+    """Run a command in the repository, its output thrown away. SystemExit with a sentence where it fails."""
+    log.print("$", *command, style="dim", soft_wrap=True)
+    environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"exit status {done.returncode} of: {' '.join(command)}\n{done.stdout[-2000:]}")
+
+
+def slug(arm: str) -> str:
+    """A name that may be part of a path: ``K = 8`` → ``k-8``."""
+    words = "".join(letter if letter.isalnum() or letter == "." else " " for letter in arm.lower()).split()
+    return "-".join(words)
+
+
+def read_json(path: Path) -> dict[str, object] | None:
+    """A JSON object, None where there is no such file."""
+    return json.loads(path.read_text()) if path.exists() else None

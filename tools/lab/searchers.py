@@ -1,0 +1,37 @@
+"""More searchers for the same trainer on the sparse task: what they find, and what it does to diversity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lab import sparse
+from lab.lockstep import Setup
+from lab.results import Result
+from lab.runs import Options
+
+COUNTS = (1, 2, 4, 8)
+
+
+class Searchers:
+    """1, 2, 4 and 8 searchers, and the synchronous on-policy run with the trajectories of four."""
+
+    question = "Do more searchers find more, and does diversity drop?"
+
+    def setups(self, options: Options) -> dict[str, Sequence[Setup]]:
+        """One per seed of each arm."""
+        arms: dict[str, Sequence[Setup]] = {
+            f"{n} searcher{'s' * (n > 1)}": [
+                sparse.setup(seed, options, searchers=n) for seed in options.seeds
+            ]
+            for n in COUNTS
+        }
+        on_policy = {"buffer": None, "sync_every": 1, "ahead": True, "groups_per_step": 8}
+        return arms | {"synchronous": [sparse.setup(seed, options, **on_policy) for seed in options.seeds]}
+
+    def measure(self, options: Options) -> Result:
+        """All arms."""
+        arms = self.setups(options)
+        return sparse.result(sparse.follow(arms), arms)
+
+
+SEARCHERS = Searchers()

@@ -1,0 +1,148 @@
+"""A sparse stand-in for red-teaming: one prompt, 8 of 5,461 completions rewarded, all far apart.
+
+It measures what red-teaming is judged by (success, diversity), exactly, from the policy's table. It must not
+know what is compared. Shape letters as in lockstep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
+
+from lab import lockstep
+from lab.lockstep import Moment, Setup, SparseTable
+from lab.results import COLORS, Result, Row, Spread
+from lab.runs import Options, log
+from tba_hpc.config import Beta, BufferSection, LearningRate, TrainSection
+
+MODES, LETTERS, LENGTH = 8, 4, 6
+STEPS, EVALUATIONS = 400, 40
+BETA = 0.1
+KEPT = 0.1
+"""A mode counts as kept where the policy gives it this share of the probability it has at the optimum."""
+
+TRAIN = TrainSection(
+    steps=STEPS,
+    prompts_per_step=8,
+    completions_per_prompt=16,
+    learning_rate=LearningRate(peak=0.05),
+    beta=Beta(start=BETA),
+)
+REPLAY = BufferSection(capacity=200_000, capacity_per_prompt=200_000, reward_temperature=BETA)
+"""Everything is kept, and replayed by reward."""
+SYNC_EVERY = 10
+
+NOTES = (
+    f"One prompt, {MODES} rewarded words of {LENGTH} letters (of {LETTERS}) among 5,461 completions; TB, β = "
+    f"{BETA}, batches of 8 × 16, k = {SYNC_EVERY}, {STEPS} steps, replay by softmax of reward ÷ β; trainer "
+    "and searchers in lockstep; a searcher generates 32 completions per step.",
+    "Found: rewarded words generated at least once; kept: those with at least a tenth of their probability "
+    "at the optimum π_ref·exp(r/β)/Z. Success: probability that a sample is rewarded; diversity: expected "
+    "share of places at which two rewarded samples differ; both exact, of the last policy. Last row: the "
+    "optimum.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """A policy at a moment."""
+
+    step: int
+    trajectories: int
+    found: int
+    kept: int
+    success: float
+    diversity: float
+
+
+def setup(seed: int, options: Options, **changes: object) -> Setup:
+    """A run with TBA's defaults, less what ``changes``."""
+    train = TRAIN.model_copy(update={"steps": options.steps or STEPS})
+    table = SparseTable(prompts=1, letters=LETTERS, length=LENGTH, modes=MODES, seed=seed)
+    plain = Setup(
+        table=table, train=train, buffer=REPLAY, sync_every=SYNC_EVERY, groups_per_step=2, seed=seed
+    )
+    return Setup(**{**vars(plain), **changes})
+
+
+def quality(moment: Moment, table: SparseTable) -> Quality:
+    """What a policy is worth."""
+    optimum_M, policy_M = (p_PC[0, table.modes_PM[0]] for p_PC in (table.optimum(BETA), moment.policy_PC))
+    return Quality(
+        moment.step,
+        moment.trajectories,
+        moment.found,
+        int((policy_M >= KEPT * optimum_M).sum()),
+        float(policy_M.sum()),
+        diversity(table, (moment.policy_PC * table.reward_PC)[0]),
+    )
+
+
+def diversity(table: SparseTable, weight_C: np.ndarray) -> float:
+    """Expected share of places at which two completions differ, drawn by weight; having ended is a letter."""
+    words_CL = np.full((len(table.completions), table.length), table.eos)
+    for row, tokens in enumerate(table.completions):
+        words_CL[row, : len(tokens)] = tokens
+    letters = range(table.letters + 1)
+    share_LV = np.array([[(weight_C * (place == v)).sum() for v in letters] for place in words_CL.T])
+    return float(1 - ((share_LV / weight_C.sum()) ** 2).sum(1).mean())
+
+
+def follow(arms: Mapping[str, Sequence[Setup]]) -> dict[str, list[list[Quality]]]:
+    """Every arm and seed: the way of its policy."""
+    found = {}
+    for arm, setups in arms.items():
+        log.print(arm, style="dim")
+        found[arm] = [_follow(one) for one in setups]
+    return found
+
+
+def _follow(one: Setup) -> list[Quality]:
+    table = one.table
+    assert isinstance(table, SparseTable)
+    moments = lockstep.train(one, every=max(1, one.train.steps // EVALUATIONS))
+    return [quality(moment, table) for moment in moments]
+
+
+def result(found: Mapping[str, list[list[Quality]]], arms: Mapping[str, Sequence[Setup]]) -> Result:
+    """One row per arm, one for the optimum."""
+    rows = [_row(arm, [way[-1] for way in ways]) for arm, ways in found.items()]
+    tables = [one.table for one in next(iter(arms.values()))]
+    best = [
+        quality(Moment(0, 0, MODES, 0.0, table.optimum(BETA)), table)
+        for table in tables
+        if isinstance(table, SparseTable)
+    ]
+    optimum = {**_row("optimum", best), "trajectories": None}
+    return Result([*rows, optimum], lambda figure: draw(figure, found), NOTES)
+
+
+def _row(arm: str, ends: Sequence[Quality]) -> Row:
+    return {
+        "arm": arm,
+        "trajectories": ends[0].trajectories,
+        "found": Spread([float(end.found) for end in ends]),
+        "kept": Spread([float(end.kept) for end in ends]),
+        "success, %": Spread([100 * end.success for end in ends]),
+        "diversity": Spread([end.diversity for end in ends]),
+    }
+
+
+def draw(figure: Figure, found: Mapping[str, list[list[Quality]]]) -> None:
+    """Modes kept, success and diversity against trajectories, means over the seeds."""
+    axes = figure.subplots(1, 3)
+    for ax, name in zip(axes, ("kept", "success", "diversity"), strict=True):
+        for (arm, ways), color in zip(found.items(), COLORS, strict=False):
+            trajectories = [moment.trajectories for moment in ways[0][1:]]  # at the start there are none
+            values = np.array([[getattr(moment, name) for moment in way[1:]] for way in ways])
+            ax.plot(trajectories, values.mean(0), color=color, label=arm)
+        ax.set_title({"kept": "modes kept"}.get(name, name), fontsize=9)
+        ax.set_xlabel("trajectories")
+        ax.set_ylim(bottom=0)
+        ax.set_xscale("log")
+        ax.xaxis.set_minor_formatter(NullFormatter())
+    axes[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))

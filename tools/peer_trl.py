@@ -1,0 +1,150 @@
+"""TRL's GRPO, with Hugging Face generation, on the model, prompts and reward of a config: a strong peer.
+
+    .cache/trl-venv/bin/python tools/peer_trl.py --config configs/quickstart.yaml --out curve.json
+
+It needs an interpreter that has trl (tools/experiments.py makes one) and writes greedy pass@1 on the
+validation prompts over seconds of training; evaluation stops the clock. What the config says of B, K,
+lengths, temperature, steps, evaluation and the peak learning rate (constant here) holds here too. It must
+not know what it is compared with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from lab.sampling import completion_of
+
+from tba_hpc.backends.hf_model import load_tokenizer
+from tba_hpc.config import Config, load_config
+from tba_hpc.tasks import load_task
+from tba_hpc.types import Prompt
+
+
+class Examiner(TrainerCallback):
+    """Keeps the training clock, and evaluates the policy while it stands still.
+
+    curve: [seconds, pass@1] after every ``every`` steps.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any, prompts: Sequence[Prompt], task: Any) -> None:
+        self.curve: list[tuple[float, float]] = []
+        self._config = config
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._task = task
+        self._began = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Start the clock."""
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Evaluate where it is due."""
+        if state.global_step % self._config.evaluate.every:
+            return
+        now = time.perf_counter()
+        self.curve.append((now - self._began, self._pass_at_1(others["model"])))
+        self._began += time.perf_counter() - now
+
+    @torch.no_grad()
+    def _pass_at_1(self, model: Any) -> float:
+        model.eval()
+        rows = self._tokenizer.pad(
+            {"input_ids": [p.tokens.tolist() for p in self._prompts]}, return_tensors="pt"
+        )
+        limit = self._config.generator.max_tokens
+        answers = model.generate(**rows, do_sample=False, max_new_tokens=limit)
+        answers = answers[:, rows["input_ids"].shape[1] :].tolist()
+        model.train()
+        pairs = zip(self._prompts, answers, strict=True)
+        right = [self._task.correct(p, completion_of(a, self._tokenizer.eos_token_id)) for p, a in pairs]
+        return sum(right) / len(right)
+
+
+def trl_config(config: Config, folder: str) -> GRPOConfig:
+    """B prompts with K completions in one optimizer step, generated anew for each."""
+    train, generator = config.train, config.generator
+    return GRPOConfig(
+        output_dir=folder,
+        seed=config.run.seed,
+        max_steps=train.steps,
+        per_device_train_batch_size=train.prompts_per_step * train.completions_per_prompt,
+        num_generations=train.completions_per_prompt,
+        steps_per_generation=1,
+        max_completion_length=generator.max_tokens,
+        temperature=generator.temperature,
+        top_p=generator.top_p,
+        learning_rate=train.learning_rate.peak,
+        lr_scheduler_type="constant",
+        adam_beta2=train.adam_betas[1],
+        max_grad_norm=train.gradient_clip,
+        gradient_checkpointing=False,
+        bf16=config.model.dtype == "bfloat16",
+        use_cpu=True,
+        model_init_kwargs={"dtype": config.model.dtype},
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def train(config: Config) -> dict[str, Any]:
+    """Train to the last step; the curve, and what made it."""
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path, padding_side="left")
+    task = load_task(config.task, load_tokenizer(config.model.path))
+    prompts = task.prompts("train")
+    texts = [tokenizer.decode(prompt.tokens) for prompt in prompts]
+    data = Dataset.from_list([{"prompt": t, "place": i} for i, t in enumerate(texts)])
+
+    def reward(completion_ids: list[list[int]], place: list[int], **_: Any) -> list[float]:
+        eos = tokenizer.eos_token_id
+        pairs = zip(place, completion_ids, strict=True)
+        return [task.rewards(prompts[i], [completion_of(tokens, eos)])[0] for i, tokens in pairs]
+
+    validation = task.prompts("validation")[: config.evaluate.validation_prompts]
+    examiner = Examiner(config, tokenizer, validation, task)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = GRPOTrainer(
+            model=config.model.path,
+            reward_funcs=reward,
+            args=trl_config(config, folder),
+            train_dataset=data,
+            processing_class=tokenizer,
+            callbacks=[examiner],
+        )
+        trainer.train()
+    return {"curve": examiner.curve, "threads": torch.get_num_threads()}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train, then write the curve in one go: where the file is, the run is complete."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, required=True, help="a config of tba-hpc")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=value", help="override one key")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file with the curve")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    found = train(load_config(arguments.config, arguments.set))
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps({**found, "overrides": arguments.set}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
