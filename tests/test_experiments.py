@@ -110,7 +110,7 @@ def test_every_arm_of_every_experiment_can_be_configured(name: str, tmp_path: Pa
 # --- In lockstep ---
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_trajectory_balance_reaches_the_exact_posterior_at_a_staleness_of_50(seed: int) -> None:
     table, beta = Table(seed=seed), 0.25
     train = TrainSection(
