@@ -3,7 +3,8 @@
     python tools/experiments.py NAME [--seeds 0 1 2] [--steps N] [--out runs/experiments]
 
 Every experiment needs two cores and nothing else. Whole runs are kept in OUT/NAME/runs and not repeated
-while their settings stay the same; OUT/NAME holds table.md, table.json and plot.png. What each asks:
+while their settings stay the same; OUT/NAME holds table.md, table.json and plot.png (with --steps,
+OUT/NAME-N-steps). What each asks:
 
 """
 
@@ -13,7 +14,7 @@ import argparse
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from lab import asynchrony, group_size, replay, searchers, staleness
 from lab.results import Result, provenance, write
@@ -26,6 +27,9 @@ class Experiment(Protocol):
     @property
     def question(self) -> str:
         """What it asks: the title of its table."""
+
+    def arms(self, options: Options) -> Mapping[Any, object]:
+        """What is compared, ready to run."""
 
     def measure(self, options: Options) -> Result:
         """Run all arms with all seeds."""
@@ -62,7 +66,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Measure, write, print."""
     arguments = parse_arguments(argv)
-    options = Options(arguments.out.absolute() / arguments.name, tuple(arguments.seeds), arguments.steps)
+    trial = f"-{arguments.steps}-steps" if arguments.steps else ""  # must not replace what took hours
+    folder = arguments.out.absolute() / f"{arguments.name}{trial}"
+    options = Options(folder, tuple(arguments.seeds), arguments.steps)
     experiment, origin, began = EXPERIMENTS[arguments.name], provenance(arguments.seeds), time.monotonic()
     result = experiment.measure(options)
     print(write(result, options.folder, title=experiment.question, origin=origin))

@@ -70,7 +70,7 @@ class Asynchrony:
         """Our own arms."""
         return Study(ARMS, (*SETTINGS, *self.settings), self.steps, self.model)
 
-    def configs(self, options: Options) -> dict[str, Config]:
+    def arms(self, options: Options) -> dict[str, Config]:
         """The config of every arm's first run; the peer reads that of the asynchronous arm."""
         return {arm: self.study.config(arm, options.seeds[0], options) for arm in ARMS}
 

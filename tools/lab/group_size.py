@@ -74,7 +74,7 @@ class GroupSize:
         scores.EVALUATED,
     )
 
-    def configs(self, options: Options) -> dict[str, Config]:
+    def arms(self, options: Options) -> dict[str, Config]:
         """The config of every arm's first run."""
         return {name: self.study.config(name, options.seeds[0], options) for name in self.study.arms}
 

@@ -23,7 +23,7 @@ class Sparse:
 
     question = "How much replay? m on the sparse task"
 
-    def setups(self, options: Options) -> dict[str, Sequence[Setup]]:
+    def arms(self, options: Options) -> dict[str, Sequence[Setup]]:
         """One per seed of each arm; four searchers."""
         return {
             f"m = {m:g}": [
@@ -37,7 +37,7 @@ class Sparse:
 
     def measure(self, options: Options) -> Result:
         """All arms."""
-        arms = self.setups(options)
+        arms = self.arms(options)
         return sparse.result(sparse.follow(arms), arms)
 
 

@@ -54,7 +54,7 @@ class Scores:
     question: str
     study: Study
 
-    def configs(self, options: Options) -> dict[str, Config]:
+    def arms(self, options: Options) -> dict[str, Config]:
         """The config of every arm's first run."""
         return {arm: self.study.config(arm, options.seeds[0], options) for arm in self.study.arms}
 

@@ -17,7 +17,7 @@ class Searchers:
 
     question = "Do more searchers find more, and does diversity drop?"
 
-    def setups(self, options: Options) -> dict[str, Sequence[Setup]]:
+    def arms(self, options: Options) -> dict[str, Sequence[Setup]]:
         """One per seed of each arm."""
         arms: dict[str, Sequence[Setup]] = {
             f"{n} searcher{'s' * (n > 1)}": [
@@ -30,7 +30,7 @@ class Searchers:
 
     def measure(self, options: Options) -> Result:
         """All arms."""
-        arms = self.setups(options)
+        arms = self.arms(options)
         return sparse.result(sparse.follow(arms), arms)
 
 

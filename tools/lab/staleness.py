@@ -39,7 +39,7 @@ class Exact:
     question = "Which objectives bear stale data? Exact lags on an enumerable policy"
     steps = 300
 
-    def setups(self, options: Options) -> dict[Key, list[Setup]]:
+    def arms(self, options: Options) -> dict[Key, list[Setup]]:
         """One per seed of each arm."""
         return {
             (name, lag): [self._setup(name, lag, seed, options) for seed in options.seeds]
@@ -70,7 +70,7 @@ class Exact:
     def measure(self, options: Options) -> Result:
         """All arms, one after the other."""
         found: dict[Key, list[tuple[Curve, float]]] = {}
-        for key, setups in self.setups(options).items():
+        for key, setups in self.arms(options).items():
             log.print(*key, style="dim")
             found[key] = [self._follow(setup) for setup in setups]
         rows = [self._row(key, runs) for key, runs in found.items()]
