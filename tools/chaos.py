@@ -269,8 +269,9 @@ def _generated_anew(records: Sequence[Record], after: float) -> float | None:
     """When a searcher first sampled tokens with an engine that it had to build later than ``after``."""
     counted = [(_time(record), number(record, "search/rebuilds", -1.0), record) for record in records]
     before = next((count for time, count, _ in reversed(counted) if time <= after and count >= 0), 0.0)
-    new = (record for time, count, record in counted if time > after and count > before)
-    return next((_time(record) for record in new if number(record, "search/tokens", 0.0)), None)
+    new = [record for time, count, record in counted if time > after and count > before]
+    whole = new[1:]  # the second in which the engine was lost may hold tokens of the old one
+    return next((_time(record) for record in whole if number(record, "search/tokens", 0.0)), None)
 
 
 # --- The storm ---
