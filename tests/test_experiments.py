@@ -17,7 +17,7 @@ from lab.lockstep import Setup, SparseTable
 from lab.results import Result, Spread
 from lab.runs import Options
 
-from tba_hpc.config import BufferSection, ExchangeSection, LearningRate, TrainSection, load_config
+from tba_hpc.config import BufferSection, LearningRate, TrainSection, load_config
 from tba_hpc.state import Evaluation, RunDir, write_evaluation
 from tba_hpc.tasks.tabular import Table, total_variation
 
@@ -102,8 +102,6 @@ def test_a_result_is_written_with_its_origin(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", experiments.EXPERIMENTS)
 def test_every_arm_of_every_experiment_can_be_configured(name: str, tmp_path: Path) -> None:
-    if name.startswith("asynchrony") and "max_staleness" not in ExchangeSection.model_fields:
-        pytest.skip("exchange.max_staleness is not in this version")
     assert len(experiments.EXPERIMENTS[name].arms(Options(tmp_path))) >= 3
 
 

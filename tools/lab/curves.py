@@ -63,7 +63,7 @@ def curve_of(run: RunDir, *, evaluations_count: bool = True) -> Curve:
     rate = 0.0 if evaluations_count else 1 / tokens_per_second(data)
     for evaluation in data.evaluations:
         if evaluation.split == "validation":
-            curve.append((reached[evaluation.step] - start - lost, evaluation.pass_at_1))
+            curve.append((reached[evaluation.step] - start - lost, evaluation.score))
             lost += evaluation.tokens * rate
     return curve
 

@@ -146,7 +146,7 @@ class Lockstep:
             self._learner.step(
                 batch,
                 learning_rate=schedules.learning_rate(train.learning_rate, step, train.steps),
-                beta=schedules.beta(train.beta, step),
+                beta=schedules.beta(train, step),
             )
             if (step + 1) % every == 0:
                 age = float(staleness(batch, step).mean())

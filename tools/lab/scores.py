@@ -40,7 +40,7 @@ class Scored:
         data = RunData.read(run)
         summary = summary_of(data, run.config())
         assert summary.pass_at_1_before is not None and summary.pass_at_1_after is not None
-        validation = [(float(e.step), e.pass_at_1) for e in data.evaluations if e.split == "validation"]
+        validation = [(float(e.step), e.score) for e in data.evaluations if e.split == "validation"]
         staleness = summary.staleness or 0.0
         return cls(
             validation, summary.pass_at_1_before, summary.pass_at_1_after, staleness, summary.trajectories
