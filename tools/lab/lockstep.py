@@ -235,7 +235,7 @@ def _scored(groups: Sequence[Group], task: TabularTask, reference: TabularRefere
     """What a searcher makes of its groups."""
     completions = [completion for group in groups for completion in group.completions]
     record = [
-        (0, group.request.prompt.id, group.request.position, row, reward, *versions, 0)
+        (0, group.request.prompt.id, group.request.position, row, reward, *versions, 0, reference.step)
         for row, group in enumerate(groups)
         for reward, versions in zip(
             task.rewards(group.request.prompt, group.completions), group.versions.tolist(), strict=True
