@@ -181,22 +181,46 @@ refuse_blind() {
 }
 
 place_components() { # het form: every node is needed, since Slurm requeues the whole job when one is lost
-    local group hosts fit all=()
+    local group hosts fit all=() trainers
     for group in 0 1; do
         mapfile -t hosts < <(allocated "$group")
         mapfile -t fit < <(probe "$group" "${hosts[@]}")
         refuse_blind "${fit[@]}"
         [ ${#hosts[@]} -gt 0 ] && [ ${#fit[@]} = ${#hosts[@]} ] || return 1
         all+=("${hosts[@]}")
+        trainers=${trainers:-${#hosts[@]}}
     done
     # A component 0 that was restarted alone may share a node with component 1; srun cannot start a step on that.
-    [ -z "$(printf '%s\n' "${all[@]}" | sort | uniq -d)" ] && ascending "${all[@]}"
+    [ -z "$(printf '%s\n' "${all[@]}" | sort | uniq -d)" ] || return 1
+    mapfile -t fit < <(scontrol show hostnames "$(scontrol show hostlistsorted "$(joined "${all[@]}")")")
+    [ "${all[*]}" = "${fit[*]}" ] && return
+    # PMIx takes the nodes of a het step in Slurm's own order, srun in that of the components (22.05 to 26.05 at
+    # least): where they differ, the first collective hangs.
+    say "these nodes are not in Slurm's own order, trainers' nodes first: ${all[*]}"
+    mapfile -t hosts < <(printf '%s\n' "${all[@]:0:trainers}" | grep -vxF "$(printf '%s\n' "${fit[@]:0:trainers}")")
+    TO_LEAVE=("$(excluded 0),$(joined "${hosts[@]}")" "$(excluded 1),$(joined "${fit[@]:0:trainers}")")
+    return 1
 }
 
-ascending() {        # whether hosts are in Slurm's own order. PMIx takes the nodes of a het step in that order, srun in
-    local sorted     # that of the components (22.05 to 26.05 at least): where they differ, the first collective hangs
-    mapfile -t sorted < <(scontrol show hostnames "$(scontrol show hostlistsorted "$(IFS=,; echo "$*")")")
-    [ "$*" = "${sorted[*]}" ]
+joined() { (IFS=,; echo "$*"); }
+
+TO_LEAVE=()          # where the components lie the wrong way round: what each should not get in the next life
+
+excluded() {         # excluded GROUP: what that component does not get already
+    scontrol show job "$SLURM_JOB_ID+$1" | sed -n 's/.*ExcNodeList=\([^( ]*\).*/\1/p'
+}
+
+new_sides() {        # whether the next life will be tried with other nodes than any before
+    [ ${#TO_LEAVE[@]} -gt 0 ] && [ "${TO_LEAVE[*]}" != "$(cat "$RUN/slurm/sides" 2>/dev/null)" ] \
+        && echo "${TO_LEAVE[*]}" > "$RUN/slurm/sides"
+}
+
+change_sides() {     # Slurm puts a component where the smallest gap is left; only asked again, it does the same again
+    local group
+    for group in "${!TO_LEAVE[@]}"; do
+        scontrol update "JobId=$SLURM_JOB_ID+$group" "ExcNodeList=${TO_LEAVE[group]#,}" \
+            || say "component $group may come to lie on the same nodes again"
+    done
 }
 
 place_ranks() {      # homogeneous form: the first nodes train, and any number of others searches
@@ -271,11 +295,13 @@ requeue() {
         say "stopped, and this site does not requeue: submit the same run again to go on"
         exit 0
     fi
-    count_idle
+    new_sides || count_idle
     event requeue
     say "back to the queue"
+    trap '' TERM                             # Slurm ends this life now; the next can begin once this shell has ended
     scontrol requeue "$SLURM_JOB_ID" || { say "Slurm refused to requeue: submit the same run again to go on"; exit 1; }
-    while sleep 60; do :; done               # Slurm ends this shell
+    change_sides
+    exit 0
 }
 
 run_to_the_end() {   # run_to_the_end PLACE: start the ranks, again and again, until the run is finished

@@ -359,6 +359,24 @@ def test_a_lost_searcher_node_requeues_a_het_job(cluster: Cluster, tmp_path: Pat
     job.cancel()
 
 
+def test_components_that_lie_the_wrong_way_round_change_sides(cluster: Cluster, tmp_path: Path) -> None:
+    """The smallest gap, in which Slurm puts component 0, is node5; component 1 comes before it."""
+    others = [
+        cluster.submit(f"#!/bin/bash\n#SBATCH -w{node} --exclusive\nsleep 600\n")
+        for node in ("node4", "node6")
+    ]
+    for other in others:
+        cluster.wait(other, "RUNNING")
+    run, script = _run(tmp_path, _site())
+    job = slurm.submit(run, script)
+    _finished(cluster, run, job)
+    assert "not in Slurm's own order, trainers' nodes first: node5 node1 node2" in _log(run)
+    assert [rank["host"] for rank in _ranks(run, 1)][::2] == ["node1", "node2", "node3"]
+    assert _events(run) == ["life", "requeue", "life", "finished"]
+    for other in others:
+        cluster.run("scancel", str(other))
+
+
 def test_a_homogeneous_job_goes_on_without_a_lost_node(cluster: Cluster, tmp_path: Path) -> None:
     run, script = _run(tmp_path, _site(600), homogeneous=True)
     job = slurm.submit(run, script)
