@@ -49,6 +49,7 @@ SITE = {
     "memory": "3000",
     "time": "24:00:00",
     "signal_seconds": 60,
+    "relaunches": 10,  # so many deaths may follow each other before anything is sealed
 }
 
 CHECKPOINT_EVERY = 5
