@@ -1,10 +1,14 @@
 """What tests of whole runs share."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+# A job in the background of a shell ignores Ctrl-C, and so would everything that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
