@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -135,12 +135,14 @@ class Bench:
     def searcher(self, requests: list[Request], reference: Reference | None = None) -> int:
         """The whole loop, on an exchange that gives the weights once and takes shards at once."""
         shards, feed = ShardWriter(self._run, 0), Feed(requests)
-        sink = Sink(self._update, feed, self.generator, sum(request.n for request in requests))
+        reference = reference or self._reference
+        update = replace(self._update, reference=reference.step)
+        sink = Sink(update, feed, self.generator, sum(request.n for request in requests))
         searcher = Searcher(
             generator=self.generator,
             scorer=Scorer(
                 self._task,
-                reference or self._reference,
+                reference,
                 shards,
                 seal_seconds=self._config.exchange.seal_seconds,
             ),
