@@ -15,9 +15,10 @@ from hashlib import blake2b
 from itertools import pairwise
 
 import numpy as np
+from rapidfuzz.distance import Levenshtein
+from rapidfuzz.process import cdist
 
 from tba_hpc.config import BufferSection
-from tba_hpc.edit_distance import SIGNATURE_WORDS, edit_distances, fewest_edits, signatures
 from tba_hpc.types import RECORD, Ragged, Trajectories, TrajectoryBatch, spans
 
 _REPLAY = int.from_bytes(b"replay")  # keeps this stream apart from others of the same seed
@@ -438,7 +439,7 @@ class _Rows:
         self._tokens = _Column(np.int32)
         self._logprobs = _Column(np.float32)
         self._ref_logprobs = _Column(np.float32)
-        self._signatures = [_Column(np.uint64) for _ in range(SIGNATURE_WORDS)]
+        self._words = _Column(object)  # a character per token; only a buffer that rejects near ones needs any
         self._dead_rows = 0
         self._dead_tokens = 0
 
@@ -499,24 +500,21 @@ class _Rows:
     def near(self, row: int, share: float) -> np.ndarray:
         """int64: the live rows older than ``row``, and of its prompt, at an edit distance below ``share`` of
 
-        both lengths together. The cost is that of a look at every row, and of the distances that this look
-        leaves open: see CONTRIBUTING.
+        both lengths together. Looks at every older row of the prompt: for the cost see CONTRIBUTING.
         """
-        self._sign()
-        end, length_N = row + 1, np.diff(self._offsets.values)
-        limit_N = share * (length_N[:end] + length_N[row])
-        words = np.stack([column.values[:end] for column in self._signatures])
-        open_N = self.live[:end] & (fewest_edits(words[:, row:], words) < limit_N)
-        open_N &= self.record["prompt_row"][:end] == self.record["prompt_row"][row]
-        rows = np.flatnonzero(open_N[:row])
-        distance = edit_distances(self.texts(np.array([row]))[0].values, self.texts(rows)[0])
-        return rows[distance < limit_N[rows]]
+        self._spell()
+        prompt_N, length_N = self.record["prompt_row"][: row + 1], np.diff(self._offsets.values)
+        rows = np.flatnonzero(self.live[:row] & (prompt_N[:row] == prompt_N[row]))
+        limit_N = share * (length_N[rows] + length_N[row])
+        word, others = self._words.values[[row]], self._words.values[rows]
+        cutoff = int(limit_N.max(initial=0))
+        distance_N = cdist(word, others, scorer=Levenshtein.distance, score_cutoff=cutoff, dtype=np.int32)[0]
+        return rows[distance_N < limit_N]
 
-    def _sign(self) -> None:
-        """Make the signatures of rows that have none: only a buffer that rejects near ones needs any."""
-        new = np.arange(len(self._signatures[0]), len(self))
-        for column, word in zip(self._signatures, signatures(self.texts(new)[0]), strict=True):
-            column.append(word)
+    def _spell(self) -> None:
+        """Make words of the rows that have none yet."""
+        new = self.texts(np.arange(len(self._words), len(self)))[0]
+        self._words.append([_word(new.row(i)) for i in range(len(new))])
 
     def take(self, rows: np.ndarray) -> _Rows:
         """New rows that hold only the given ones, all live."""
@@ -526,6 +524,11 @@ class _Rows:
         made = _Rows()
         made.append(kept, kept.record["prompt_row"], self.round[rows])
         return made
+
+
+def _word(tokens: np.ndarray) -> str:
+    """Tokens as characters, which is what edit distances are computed of."""
+    return tokens.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
 
 
 class _Column:
@@ -543,7 +546,7 @@ class _Column:
         """A view of what is filled."""
         return self._data[: self._length]
 
-    def append(self, values: np.ndarray | list[int]) -> None:
+    def append(self, values: np.ndarray | list[int] | list[str]) -> None:
         """Add values at the end."""
         end = self._length + len(values)
         if end > len(self._data):

@@ -159,7 +159,10 @@ class Reference(Protocol):
 
 
 class Learner(Protocol):
-    """The policy under training. Only the leading trainer rank holds one; the others follow."""
+    """The policy under training. Only the leading trainer rank holds one; the others follow.
+
+    Every method raises ExchangeError where another trainer rank is gone.
+    """
 
     layout: WeightLayout
 

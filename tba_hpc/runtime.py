@@ -36,6 +36,7 @@ from tba_hpc.ports import (
     Task,
     TrainerExchange,
 )
+from tba_hpc.prompts import PromptLedger, PromptOrder
 from tba_hpc.report import summary
 from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
@@ -43,8 +44,6 @@ from tba_hpc.state import (
     BUFFER_FILE,
     PROMPTS_FILE,
     DiskFullError,
-    PromptLedger,
-    PromptOrder,
     RunDir,
     StateError,
     StopFlag,

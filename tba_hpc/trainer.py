@@ -20,7 +20,8 @@ from tba_hpc.buffer import Merged, ReplayBuffer
 from tba_hpc.config import Config
 from tba_hpc.metrics import Clock, MetricsWriter
 from tba_hpc.ports import ExchangeError, Learner, TrainerExchange
-from tba_hpc.state import PromptLedger, PromptQuota, TrainerState
+from tba_hpc.prompts import PromptLedger, PromptQuota
+from tba_hpc.state import TrainerState
 from tba_hpc.types import Shard, Split, TrajectoryBatch
 
 log = logging.getLogger(__name__)
@@ -90,8 +91,6 @@ class Trainer:
         self._next_checkpoint = _next_multiple(config.checkpoint.every, state.step)
         self._reference = schedules.reference(config.train, 0)
         self._quota: PromptQuota | None = None
-        self._first_step = state.step
-        self._granted = 0  # groups that the quota has let begin in this attempt, or that were there before
         self._late = 0
         self._published = state.step
         self._publishes = 0
@@ -141,7 +140,7 @@ class Trainer:
                 self._learner.write_weights,
                 evaluate=evaluate,
                 reference=self._reference,
-                quota=self._extended_quota(),
+                quota=self._quota.extend(step, missing=self._missing) if self._quota else None,
             )
         if started:
             self._published = step
@@ -202,19 +201,8 @@ class Trainer:
     def _open_quota(self) -> None:
         """Where staleness is bounded; what is there already need not be begun."""
         if self._config.exchange.max_staleness is not None:
-            self._quota = PromptQuota(self._ledger, self._config.launch.searchers)
-            self._granted = self._buffer.groups
-
-    def _extended_quota(self) -> int | None:
-        """The end of what may be dealt: max_staleness + 1 steps ahead, and whatever else is missing."""
-        train, bound = self._config.train, self._config.exchange.max_staleness
-        if self._quota is None or bound is None:
-            return None
-        ahead = min(self._state.step + bound + 1, train.steps) - self._first_step
-        due = max(0, ahead * train.prompts_per_step - self._granted)
-        self._granted += due
-        self._quota.extend(max(due, self._missing - self._quota.owed().total()))
-        return self._quota.end
+            step, groups = self._state.step, self._buffer.groups
+            self._quota = PromptQuota(self._config, self._ledger, step=step, groups=groups)
 
     def _go_on_without_silent(self, patience: float) -> None:
         """Where others are left, have them begin what is owed: over files this is how a death shows.
@@ -225,15 +213,8 @@ class Trainer:
         silence = f"the replay buffer {shortage} and no new one has arrived for {patience:.0f} s: {remedy}"
         if self._quota is None:
             raise ExchangeError(silence)
-        self._count_out(set(self._quota.owed()), silence)
+        self._quota.count_out(set(self._quota.owed()), silence)
         log.warning("%s; others begin what is missing", silence)
-
-    def _count_out(self, searchers: set[int], why: str) -> None:
-        """Count no more on groups of these searchers. Raises ExchangeError where no other is left."""
-        if self._quota:
-            self._quota.absent |= searchers
-            if len(self._quota.absent) == self._config.launch.searchers:
-                raise ExchangeError(why)
 
     def _shortage(self) -> tuple[str, str]:
         """How much the buffer holds of what, and what the user can do."""
@@ -288,7 +269,10 @@ class Trainer:
             log.warning("searcher %d on %s died: the run goes on without it; see its log", searcher, host)
             step = self._state.step
             self._metrics.log({"event": "lost", "step": step, "searcher": searcher, "host": host})
-            self._count_out({searcher}, f"no searcher is left: the last, {searcher} on {host}, died")
+            if self._quota:
+                self._quota.count_out(
+                    {searcher}, f"no searcher is left: the last, {searcher} on {host}, died"
+                )
         return bool(lost)
 
     def _merge(self, shards: list[Shard]) -> int:

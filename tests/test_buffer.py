@@ -5,6 +5,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from types import FrameType
 
@@ -15,7 +16,6 @@ from tba_hpc import buffer as buffer_module
 from tba_hpc.batch import to_arrays
 from tba_hpc.buffer import Merged, ReplayBuffer
 from tba_hpc.config import BufferSection
-from tba_hpc.edit_distance import edit_distances
 from tba_hpc.types import RECORD, Ragged, Trajectories, TrajectoryBatch
 
 
@@ -100,8 +100,21 @@ class Naive:
         """Whether few edits lead from one to the other."""
         if self.near is None:
             return False
-        edits = edit_distances(np.array(one.tokens), Ragged.from_rows([np.array(other.tokens)], np.int32))
-        return bool(edits[0] < self.near * (len(one.tokens) + len(other.tokens)))
+        edits = fewest_edits(one.tokens, other.tokens)
+        return edits < self.near * (len(one.tokens) + len(other.tokens))
+
+
+def fewest_edits(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Edit distance by definition: by trying all."""
+
+    @cache
+    def rest(i: int, j: int) -> int:
+        if i == len(one) or j == len(other):
+            return len(one) - i + len(other) - j
+        replaced = rest(i + 1, j + 1) + (one[i] != other[j])
+        return min(replaced, rest(i + 1, j) + 1, rest(i, j + 1) + 1)
+
+    return rest(0, 0)
 
 
 def random_items(rng: np.random.Generator, count: int, first_uid: int, prompts: int = 6) -> list[Item]:
@@ -248,6 +261,17 @@ def test_one_completion_may_replace_several_near_ones() -> None:
     assert real.merge(pack([between]), 1) == Merged(-1, 2, 0)
     assert items_of(real.trajectories()) == [between]
     assert (len(real), real.added, real.duplicates, real.evicted) == (1, 1, 2, 0)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5])
+def test_near_are_those_that_few_edits_lead_to_whatever_the_tokens(share: float) -> None:
+    """Two at a time, of tokens over all that a vocabulary may have, among them what is no character."""
+    rng = np.random.default_rng(0)
+    kinds = [0, 0xD7FF, 0xD800, 0xDFFF, 0xE000, 262_143, 0x10FFFF]
+    for uid in range(0, 200, 2):
+        one, other = (Item(uid + i, 0, tuple(rng.choice(kinds, rng.integers(1, 9)).tolist())) for i in (0, 1))
+        near = fewest_edits(one.tokens, other.tokens) < share * (len(one.tokens) + len(other.tokens))
+        assert len(filled([one, other], near_duplicates=share)) == 2 - (near or one.tokens == other.tokens)
 
 
 def test_equal_completions_of_different_prompts_are_different() -> None:

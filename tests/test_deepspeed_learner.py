@@ -28,7 +28,7 @@ from learner_worker import (
 from safetensors.torch import load_file
 from tiny_models import make_random_model
 
-from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
+from tba_hpc.backends.deepspeed_learner import Command, DeepSpeedLearner
 from tba_hpc.backends.hf_model import load_policy, load_tokenizer
 from tba_hpc.backends.trainer_group import Message, TrainerGroup
 from tba_hpc.config import Config
@@ -244,6 +244,25 @@ def test_a_follower_notices_that_its_leader_died(tmp_path: Path) -> None:
     processes = [start(_die_or_hear, tmp_path, rank) for rank in range(2)]
     assert join(processes) == [9, 1]
     assert "the leader, trainer rank 0, has died or was cut off" in (tmp_path / "log-1").read_text()
+
+
+@pytest.mark.parametrize("command", [Command.SAVE, Command.EXPORT], ids=lambda command: command.name)
+def test_a_death_amidst_a_common_action_is_no_full_disk(runs: Runs, tmp_path: Path, command: Command) -> None:
+    (tmp_path / "store").mkdir()
+    config = ZERO_2.config(runs.model(False))
+    processes = [start(_die_or_follow, tmp_path, rank, config, command) for rank in range(2)]
+    assert join(processes) == [9, 1]
+    error = "ExchangeError: trainer rank 1 cannot go on: another trainer rank has died or was cut off"
+    assert error in (tmp_path / "log-1").read_text()
+
+
+def _die_or_follow(folder: Path, rank: int, config: Config, command: Command) -> None:
+    log_to(folder / f"log-{rank}")
+    learner = DeepSpeedLearner.create(config, rank=rank, ranks=2, store=folder / "store", deadline=60)
+    if rank == 0:
+        learner._group.tell(Message(command, payload=os.fsencode(folder)))
+        os._exit(9)
+    learner.follow(lambda: np.empty(0, np.uint8))
 
 
 def _die_or_hear(folder: Path, rank: int) -> None:

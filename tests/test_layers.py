@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).parents[1] / "tba_hpc"
 
 LAYERS = [
     {"types", "config"},
-    {"objectives", "schedules", "ports", "edit_distance"},
-    {"state", "buffer", "batch", "metrics"},
+    {"objectives", "schedules", "ports"},
+    {"state", "prompts", "buffer", "batch", "metrics"},
     {"trainer", "searcher", "scorer", "evaluator", "backends", "tasks", "launch", "report"},
     {"runtime", "audit", "evaluate"},
     {"cli"},

@@ -27,11 +27,11 @@ from tba_hpc.config import Config, parse_config
 from tba_hpc.evaluator import Evaluator
 from tba_hpc.metrics import MetricsWriter, read_metrics, step_records
 from tba_hpc.ports import ExchangeError, Generator, SearcherExchange, TrainerExchange
+from tba_hpc.prompts import PromptLedger
 from tba_hpc.runtime import Checkpoints, training_requests
 from tba_hpc.scorer import ANSWERS_AT_ONCE, Judged, Scorer
 from tba_hpc.searcher import Searcher
 from tba_hpc.state import (
-    PromptLedger,
     RunDir,
     TrainerState,
     latest_checkpoint,

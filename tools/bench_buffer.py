@@ -46,7 +46,7 @@ def milliseconds(live: int, share: float | None) -> float:
     first.merge(completions(rng, live), 0)
     buffer = ReplayBuffer(plain.model_copy(update={"near_duplicates": share}), seed=0)
     buffer.restore(first.state())
-    buffer.merge(completions(rng, 1), 0)  # makes the signatures of all
+    buffer.merge(completions(rng, 1), 0)  # spells the words of all
     new = completions(rng, NEW)
     start = time.process_time()
     buffer.merge(new, 1)

@@ -33,7 +33,7 @@ from tba_hpc.backends.hf_model import (
     load_tokenizer,
     require_one_vocabulary,
 )
-from tba_hpc.backends.trainer_group import Message, TrainerGroup
+from tba_hpc.backends.trainer_group import Message, TrainerGroup, is_lost_peer
 from tba_hpc.config import Config
 from tba_hpc.objectives import Groups, make_objective
 from tba_hpc.state import StateError, fsync, write_atomic
@@ -110,7 +110,8 @@ class DeepSpeedLearner:
         batch; ``grad_norm`` before clipping; ``tokens`` of the completions.
         """
         self._group.tell(Message(Command.STEP, (learning_rate, beta), wire.save(batches.to_arrays(batch))))
-        return self._step(batch, learning_rate, beta)
+        with self._group.together():
+            return self._step(batch, learning_rate, beta)
 
     def write_weights(self, out: np.ndarray) -> None:
         """Copy the current weights into ``out``, uint8 [layout.nbytes]: here this rank's part of them.
@@ -118,22 +119,26 @@ class DeepSpeedLearner:
         The followers copy theirs into their own ``slot``; back when all have.
         """
         self._group.tell(Message(Command.WRITE))
-        self._write(out)
+        with self._group.together():
+            self._write(out)
 
     def save(self, folder: Path) -> None:
         """Write weights and optimizer into an existing folder that all ranks see, durably."""
         self._tell(Command.SAVE, folder)
-        self._save(folder)
+        with self._group.together():
+            self._save(folder)
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote; exactly for the same number of ranks, else to rounding."""
         self._tell(Command.LOAD, folder)
-        self._load(folder)
+        with self._group.together():
+            self._load(folder)
 
     def export(self, folder: Path) -> None:
         """Write a folder that ``from_pretrained`` and ``vllm serve`` load; it appears whole, by rename."""
         self._tell(Command.EXPORT, folder)
-        self._export(folder)
+        with self._group.together():
+            self._export(folder)
 
     def close(self) -> None:
         """Let the following ranks go."""
@@ -152,7 +157,8 @@ class DeepSpeedLearner:
         Waits for the leader's commands; raises ExchangeError where the leader is gone.
         """
         while (message := self._group.hear()).command != Command.CLOSE:
-            self._obey(message, slot)
+            with self._group.together():
+                self._obey(message, slot)
         self._close()
 
     def _obey(self, message: Message, slot: Callable[[], np.ndarray]) -> None:
@@ -224,6 +230,8 @@ class DeepSpeedLearner:
         try:
             self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
         except (OSError, RuntimeError) as error:  # torch's writer raises either
+            if is_lost_peer(error):
+                raise
             raise StateError(
                 f"cannot write the checkpoint {folder} ({error}): free space or raise the quota, then start "
                 "the same run again; it goes on from the checkpoint before"

@@ -109,6 +109,12 @@ class TrainerGroup:
         dist.all_reduce(sums)
         return sums.numpy()
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """For what all ranks do at the same time. Raises ExchangeError where another is gone in its midst."""
+        with _lost(f"trainer rank {self.rank} cannot go on: another trainer rank"):
+            yield
+
     def barrier(self) -> None:
         """Back when all ranks have come here."""
         self.total(np.zeros(1))
@@ -118,12 +124,18 @@ class TrainerGroup:
         dist.destroy_process_group()
 
 
+def is_lost_peer(error: Exception) -> bool:
+    """Whether torch.distributed lost a peer; gloo's RuntimeError is known by the source file it names."""
+    return isinstance(error, dist.DistError) or "gloo/" in str(error)
+
+
 @contextmanager
 def _lost(who: str) -> Iterator[None]:
-    """torch.distributed knows a lost peer only as a RuntimeError."""
     try:
         yield
     except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
         raise ExchangeError(
             f"{who} has died or was cut off; the cause is in that rank's log ({error})"
         ) from error

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
-Z = 1.959963984540054
+Z = NormalDist().inv_cdf(0.975)
 """Quantile of the normal distribution that leaves 2.5 % above."""
 
 RESAMPLES = 2000

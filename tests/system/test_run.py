@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tba_hpc.audit import audit
 from tba_hpc.backends.hdf5_shards import read_arrays
 from tba_hpc.metrics import read_metrics, step_records
-from tba_hpc.state import PromptLedger, RunDir, latest_checkpoint, read_state
+from tba_hpc.prompts import PromptLedger
+from tba_hpc.state import RunDir, latest_checkpoint, read_state
 
 pytestmark = pytest.mark.system
 

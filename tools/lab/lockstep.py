@@ -20,7 +20,7 @@ from tba_hpc import schedules
 from tba_hpc.batch import staleness
 from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import BufferSection, TrainSection
-from tba_hpc.state import PromptLedger, PromptOrder
+from tba_hpc.prompts import PromptLedger, PromptOrder
 from tba_hpc.tasks.tabular import Table, TabularGenerator, TabularLearner, TabularReference, TabularTask
 from tba_hpc.types import (
     RECORD,
