@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +23,9 @@ from tba_hpc.ports import Reference, Task
 from tba_hpc.types import BEHAVIOUR, Group, Shard
 
 log = logging.getLogger(__name__)
+
+YIELDS = 5
+"""Niceness of the thread: 80 steps of the quickstart took 43 s without it, 34 s with it, on two cores."""
 
 BACKLOG = 8
 """Groups that may wait to be scored before ``finished`` waits for the oldest of them."""
@@ -82,7 +87,7 @@ class Scorer:
         self._shards = shards
         self._seal_seconds = seal_seconds
         self._wanted = reference.step
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scorer")
+        self._worker = ThreadPoolExecutor(1, "scorer", initializer=_yield_to_trainer)
         self._waiting: deque[Future[Scored]] = deque()
         self._answers: deque[Group] = deque()
         self._judging: Future[list[Judged]] | None = None
@@ -178,6 +183,11 @@ class Scorer:
 
 
 NOTHING = Scored([], 0, 0, None, 0.0)
+
+
+def _yield_to_trainer() -> None:
+    """Where both share a machine, as its engine does: samples a step late are better than a late step."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), YIELDS)
 
 
 def _without_rejected(group: Group, kept: list[int]) -> Group:

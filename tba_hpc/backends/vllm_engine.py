@@ -1,15 +1,13 @@
 """The process of one vLLM engine: requests and weights in, whole groups out, nothing between but steps.
 
-It must not know what the completions are for. No other module imports vllm, and only
-``vllm_generator`` starts this one: ``python -m tba_hpc.backends.vllm_engine SETTINGS PARENT SOCKET``.
+It must not know what the completions are for. No other module imports vllm, and only ``engine_process``
+starts this one.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -68,26 +66,15 @@ YIELDS = 5
 
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 
-PR_SET_PDEATHSIG = 1
 
-
-def main() -> None:
-    """Serve the rank that started this process until it hangs up."""
-    settings, parent, descriptor = sys.argv[1:]
-    die_with(int(parent))
-    channel = Channel(socket.socket(fileno=int(descriptor)), COMMANDS)
+def serve(settings: str, descriptor: int) -> None:
+    """Serve the rank at the other end of the socket until it hangs up; settings: EngineSettings as JSON."""
+    channel = Channel(socket.socket(fileno=descriptor), COMMANDS)
     try:
         Engine(channel, build_or_refuse(channel, msgspec.json.decode(settings, type=EngineSettings))).serve()
     except Exception as error:
         traceback.print_exc()
         channel.send(Died(f"{type(error).__name__}: {first_sentence(error)}"))
-        sys.exit(1)
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process once its parent is gone, also when it hangs by then."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
         sys.exit(1)
 
 
@@ -306,7 +293,3 @@ def first_sentence(error: Exception) -> str:
 def _is_not_about_rotary_embeddings(record: logging.LogRecord) -> bool:
     """They have no weights, and vLLM warns at every load that it found none for them."""
     return "RotaryEmbedding" not in record.getMessage()
-
-
-if __name__ == "__main__":
-    main()

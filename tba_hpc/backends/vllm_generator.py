@@ -42,7 +42,7 @@ from tba_hpc.types import Completion, Group, Request, WeightUpdate
 
 log = logging.getLogger(__name__)
 
-ENGINE = "tba_hpc.backends.vllm_engine"
+ENGINE = "tba_hpc.backends.engine_process"
 """The program of the engine's process."""
 
 STEP_SECONDS = 0.05

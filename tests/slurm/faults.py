@@ -18,7 +18,7 @@ from tba_hpc.state import RunDir
 from tba_hpc.types import Role
 from tests.slurm.cluster import Cluster
 
-ENGINE = "tba_hpc.backends.vllm_engine"
+ENGINE = "tba_hpc.backends.engine_process"
 """Module that a searcher's engine process runs."""
 
 ROLES: dict[str, Role] = {"train": "trainer", "search": "searcher"}

@@ -1,0 +1,34 @@
+"""Starts the process of a vLLM engine, mortal with its rank before the slow imports begin.
+
+It must not know what an engine is. Only ``vllm_generator`` starts it:
+``python -m tba_hpc.backends.engine_process SETTINGS PARENT SOCKET``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve the rank that started this process until it hangs up."""
+    settings, parent, descriptor = sys.argv[1:]
+    die_with(int(parent))
+    from tba_hpc.backends import vllm_engine
+
+    vllm_engine.serve(settings, int(descriptor))
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process once its parent is gone, also when it hangs by then."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
