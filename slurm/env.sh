@@ -193,32 +193,47 @@ place_components() { # het form: every node is needed, since Slurm requeues the 
     # A component 0 that was restarted alone may share a node with component 1; srun cannot start a step on that.
     [ -z "$(printf '%s\n' "${all[@]}" | sort | uniq -d)" ] || return 1
     mapfile -t fit < <(scontrol show hostnames "$(scontrol show hostlistsorted "$(joined "${all[@]}")")")
-    [ "${all[*]}" = "${fit[*]}" ] && return
+    if [ "${all[*]}" = "${fit[*]}" ]; then rm -f "$RUN"/slurm/leave-*; return; fi
     # PMIx takes the nodes of a het step in Slurm's own order, srun in that of the components (22.05 to 26.05 at
     # least): where they differ, the first collective hangs.
     say "these nodes are not in Slurm's own order, trainers' nodes first: ${all[*]}"
     mapfile -t hosts < <(printf '%s\n' "${all[@]:0:trainers}" | grep -vxF "$(printf '%s\n' "${fit[@]:0:trainers}")")
-    TO_LEAVE=("$(excluded 0),$(joined "${hosts[@]}")" "$(excluded 1),$(joined "${fit[@]:0:trainers}")")
+    leave 0 "${hosts[@]}"
+    leave 1 "${fit[@]:0:trainers}"
     return 1
 }
 
 joined() { (IFS=,; echo "$*"); }
 
-TO_LEAVE=()          # where the components lie the wrong way round: what each should not get in the next life
+NEW_SIDES=0          # whether the next life will be tried with other nodes than any before
 
-excluded() {         # excluded GROUP: what that component does not get already
+leave() {            # leave GROUP HOST…: what that component should not get until they lie the right way round
+    local file=$RUN/slurm/leave-$1 before
+    shift
+    before=$(cat "$file" 2>/dev/null)
+    printf '%s\n' $before "$@" | sort -u > "$file.tmp" && mv "$file.tmp" "$file"
+    [ "$(cat "$file")" = "$before" ] || NEW_SIDES=1
+}
+
+excluded() {         # excluded GROUP: what that component does not get
     scontrol show job "$SLURM_JOB_ID+$1" | sed -n 's/.*ExcNodeList=\([^( ]*\).*/\1/p'
 }
 
-new_sides() {        # whether the next life will be tried with other nodes than any before
-    [ ${#TO_LEAVE[@]} -gt 0 ] && [ "${TO_LEAVE[*]}" != "$(cat "$RUN/slurm/sides" 2>/dev/null)" ] \
-        && echo "${TO_LEAVE[*]}" > "$RUN/slurm/sides"
+note_exclusions() {  # those that the user asked for: `choose_sides` adds to them for a while
+    local group
+    [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || return 0
+    rm -f "$RUN"/slurm/leave-*
+    for ((group = 0; group < ${SLURM_HET_SIZE:-0}; group++)); do excluded "$group" > "$RUN/slurm/exclude-$group"; done
 }
 
-change_sides() {     # Slurm puts a component where the smallest gap is left; only asked again, it does the same again
-    local group
-    for group in "${!TO_LEAVE[@]}"; do
-        scontrol update "JobId=$SLURM_JOB_ID+$group" "ExcNodeList=${TO_LEAVE[group]#,}" \
+choose_sides() {     # once the job is pending again, for Slurm changes no other. It puts a component where the smallest
+    # gap is left; only asked again, it does the same again. What had to be left before is free again: kept for good,
+    # such lists would grow until nodes are lacking.
+    local group nodes
+    for ((group = 0; group < ${SLURM_HET_SIZE:-0}; group++)); do
+        nodes=$(grep -hs . "$RUN/slurm/exclude-$group" "$RUN/slurm/leave-$group" | paste -sd,)
+        [ "$nodes" = "$(excluded "$group")" ] && continue
+        scontrol update "JobId=$SLURM_JOB_ID+$group" "ExcNodeList=$nodes" 2>/dev/null \
             || say "component $group may come to lie on the same nodes again"
     done
 }
@@ -289,18 +304,19 @@ requeue() {
     state=$(state_of "$SLURM_JOB_ID")
     if [ "${state%% *}" != RUNNING ]; then   # a cancelled job that requeues itself would come back to life
         say "Slurm is ending this job (${state:-gone}); nothing more to do here"
+        choose_sides
         exit 0
     fi
     if [ "$REQUEUE" = no ]; then
         say "stopped, and this site does not requeue: submit the same run again to go on"
         exit 0
     fi
-    new_sides || count_idle
+    [ "$NEW_SIDES" = 1 ] || count_idle
     event requeue
     say "back to the queue"
     trap '' TERM                             # Slurm ends this life now; the next can begin once this shell has ended
     scontrol requeue "$SLURM_JOB_ID" || { say "Slurm refused to requeue: submit the same run again to go on"; exit 1; }
-    change_sides
+    choose_sides
     exit 0
 }
 
@@ -309,6 +325,7 @@ run_to_the_end() {   # run_to_the_end PLACE: start the ranks, again and again, u
     claim_run
     touch "$RUN/slurm/life"
     event life "\"nodes\": \"$(all_nodes)\""
+    note_exclusions
     drop_orphans
     if finished; then say "the run is finished already: $RUN/summary.json"; exit 0; fi
     while [ "$STOP" = 0 ]; do

@@ -367,14 +367,24 @@ def test_components_that_lie_the_wrong_way_round_change_sides(cluster: Cluster, 
     ]
     for other in others:
         cluster.wait(other, "RUNNING")
-    run, script = _run(tmp_path, _site())
+    run, script = _run(tmp_path, _site(600))
     job = slurm.submit(run, script)
-    _finished(cluster, run, job)
+    _working(cluster, run, 1)
     assert "not in Slurm's own order, trainers' nodes first: node5 node1 node2" in _log(run)
     assert [rank["host"] for rank in _ranks(run, 1)][::2] == ["node1", "node2", "node3"]
-    assert _events(run) == ["life", "requeue", "life", "finished"]
+    assert _events(run) == ["life", "requeue", "life"]
+    assert _excluded(cluster, job) == ["node5", "node1"]
     for other in others:
         cluster.run("scancel", str(other))
+    cluster.crash("node3")
+    _working(cluster, run, 2)
+    assert _excluded(cluster, job) == ["(null)", "(null)"], "what had to be left is free again"
+    job.cancel()
+
+
+def _excluded(cluster: Cluster, job: slurm.BatchJob) -> list[str]:
+    """The nodes that each component is not to get."""
+    return [component["ExcNodeList"] for component in cluster.jobs(int(job.job_id))]
 
 
 def test_a_homogeneous_job_goes_on_without_a_lost_node(cluster: Cluster, tmp_path: Path) -> None:
