@@ -71,8 +71,8 @@ class Examiner(TrainerCallback):
         answers = model.generate(**rows, do_sample=False, max_new_tokens=limit)
         answers = answers[:, rows["input_ids"].shape[1] :].tolist()
         model.train()
-        pairs = zip(self._prompts, answers, strict=True)
-        right = [self._task.correct(p, completion_of(a, self._tokenizer.eos_token_id)) for p, a in pairs]
+        completions = [completion_of(answer, self._tokenizer.eos_token_id) for answer in answers]
+        right = self._task.correct(self._prompts, completions)
         return sum(right) / len(right)
 
 

@@ -95,9 +95,9 @@ class Cluster:
         return done.stdout
 
     def submit(self, script: str, *options: str) -> int:
-        """Job id of a batch script given as text."""
+        """Job id of a batch script given as text. Its output stays in the cluster unless it says where to."""
         path = self.root / f"job-{time.monotonic_ns()}.sh"
-        path.write_text(script)
+        path.write_text(script.replace("\n", f"\n#SBATCH --output={self.root}/job-%j.log\n", 1))
         return int(self.run("sbatch", "--parsable", *options, path))
 
     def jobs(self, job: int) -> list[dict[str, str]]:

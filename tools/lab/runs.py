@@ -6,7 +6,6 @@ It must not know what is compared.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -36,10 +35,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Arm:
-    """What sets one arm apart: settings of the config, and threads of every rank and engine."""
+    """What sets one arm apart: settings of the config."""
 
     settings: tuple[str, ...] = ()
-    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -101,15 +99,14 @@ class Study:
             shutil.rmtree(run_dir.path)
         sets = [f"--set={text}" for text in self.overrides(arm, seed, options)]
         program = [sys.executable, "-m", "tba_hpc", "run", str(QUICKSTART), *sets, "--json"]
-        run(*program, threads=self.arms[arm].threads)
+        run(*program)
         return run_dir
 
 
-def run(*command: str, threads: int | None = None) -> None:
+def run(*command: str) -> None:
     """Run a command in the repository, its output thrown away. SystemExit with a sentence where it fails."""
     log.print("$", *command, style="dim", soft_wrap=True)
-    environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"exit status {done.returncode} of: {' '.join(command)}\n{done.stdout[-2000:]}")
 
