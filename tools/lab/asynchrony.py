@@ -34,9 +34,9 @@ SETTINGS = (
     "exchange.seal_seconds=0.2",
     "evaluate.test_prompts=1",
 )
-"""Of all arms; the test split is not looked at. A synchronous run reaches 96 % in four steps at the quickstart's
+"""Of all arms; the test split is not looked at. At higher rates too little is left to time: a synchronous run
 
-own rate of 5e-5 (seed 0), and TRL 99 % at 1e-4: little more than the start would be timed.
+reaches 96 % in four steps at the quickstart's own 5e-5 (seed 0), TRL 99 % at 1e-4.
 """
 
 TRL_VENV = REPOSITORY / ".cache/trl-venv"
