@@ -252,7 +252,7 @@ def test_a_death_amidst_a_common_action_is_no_full_disk(runs: Runs, tmp_path: Pa
     config = ZERO_2.config(runs.model(False))
     processes = [start(_die_or_follow, tmp_path, rank, config, command) for rank in range(2)]
     assert join(processes) == [9, 1]
-    error = "ExchangeError: trainer rank 1 cannot go on: another trainer rank has died or was cut off"
+    error = "ExchangeError: trainer rank 1 cannot go on: trainer rank 0 has died or was cut off"
     assert error in (tmp_path / "log-1").read_text()
 
 

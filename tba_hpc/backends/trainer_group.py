@@ -112,7 +112,8 @@ class TrainerGroup:
     @contextmanager
     def together(self) -> Iterator[None]:
         """For what all ranks do at the same time. Raises ExchangeError where another is gone in its midst."""
-        with _lost(f"trainer rank {self.rank} cannot go on: another trainer rank"):
+        other = f"trainer rank {1 - self.rank}" if self.ranks == 2 else "another trainer rank"
+        with _lost(f"trainer rank {self.rank} cannot go on: {other}"):
             yield
 
     def barrier(self) -> None:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from lab.curves import Curve, curve_of, time_to
 from lab.results import COLORS, Result, Row, Spread
-from lab.runs import QUICKSTART, REPOSITORY, Arm, Model, Options, Study, read_json, run, slug
+from lab.runs import QUICKSTART, REPOSITORY, Model, Options, Study, read_json, run, slug
 from tba_hpc.config import Config
 
 ASYNCHRONOUS, PEER = "asynchronous TBA", "TRL GRPO"
@@ -23,9 +23,9 @@ ASYNCHRONOUS, PEER = "asynchronous TBA", "TRL GRPO"
 SYNCHRONOUS = ("exchange.max_staleness=0", "exchange.sync_every=1", "buffer.most_on_policy=1")
 
 ARMS = {
-    ASYNCHRONOUS: Arm(("launch.searchers=1",)),
-    "synchronous, 2 engines, then 2 trainers": Arm((*SYNCHRONOUS, "launch.searchers=2", "launch.trainers=2")),
-    "synchronous, 2 engines, then 1 trainer": Arm((*SYNCHRONOUS, "launch.searchers=2")),
+    ASYNCHRONOUS: ("launch.searchers=1",),
+    "synchronous, 2 engines, then 2 trainers": (*SYNCHRONOUS, "launch.searchers=2", "launch.trainers=2"),
+    "synchronous, 2 engines, then 1 trainer": (*SYNCHRONOUS, "launch.searchers=2"),
 }
 
 SETTINGS = (

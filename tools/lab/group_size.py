@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from lab import scores
 from lab.results import BLUE, Result, Spread
-from lab.runs import Arm, Options, Study
+from lab.runs import Options, Study
 from lab.sampling import completion_of
 from tba_hpc.backends.hf_model import PolicyLogprobs, load_policy, load_tokenizer
 from tba_hpc.config import Config
@@ -60,14 +60,12 @@ class GroupSize:
 
     study = Study(
         {
-            arm(size): Arm(
-                (
-                    f"train.completions_per_prompt={size}",
-                    f"train.prompts_per_step={BATCH // size}",
-                    f"train.groups_per_micro_batch={BATCH // size}",
-                    f"generator.completions_per_prompt={6 * size // 5}",
-                    f"generator.prompts_in_flight={max(1, 120 // size)}",
-                )
+            arm(size): (
+                f"train.completions_per_prompt={size}",
+                f"train.prompts_per_step={BATCH // size}",
+                f"train.groups_per_micro_batch={BATCH // size}",
+                f"generator.completions_per_prompt={6 * size // 5}",
+                f"generator.prompts_in_flight={max(1, 120 // size)}",
             )
             for size in SIZES
         },

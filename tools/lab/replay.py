@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from lab import sparse
 from lab.lockstep import Setup
 from lab.results import Result
-from lab.runs import Arm, Options, Study
+from lab.runs import Options, Study
 from lab.scores import EVALUATED, Scores
 
 SHARES = (0.0, 0.5, 0.95, 1.0)
 
 ARITHMETIC = Scores(
     "How much replay? m on arithmetic",
-    Study({f"m = {m:g}": Arm((f"buffer.most_on_policy={m}",)) for m in SHARES}, EVALUATED),
+    Study({f"m = {m:g}": (f"buffer.most_on_policy={m}",) for m in SHARES}, EVALUATED),
 )
 
 

@@ -34,13 +34,6 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Arm:
-    """What sets one arm apart: settings of the config."""
-
-    settings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Model:
     """Arguments of tools/make_tiny_model.py; ``stem`` names the folder of a seed."""
 
@@ -59,9 +52,9 @@ class Model:
 
 @dataclass(frozen=True)
 class Study:
-    """Arms that share everything else: one run per arm and seed."""
+    """Arms, of which each has settings of its own and all others in common: one run per arm and seed."""
 
-    arms: Mapping[str, Arm]
+    arms: Mapping[str, tuple[str, ...]]
     settings: tuple[str, ...] = ()
     steps: int = 80
     model: Model = field(default_factory=Model)
@@ -79,7 +72,7 @@ class Study:
             f"model.path={self.model.path(seed)}",
             *self.settings,
             f"train.steps={options.steps or self.steps}",
-            *self.arms[arm].settings,
+            *self.arms[arm],
         ]
 
     def runs(self, options: Options) -> Iterator[tuple[str, int, RunDir]]:

@@ -14,7 +14,7 @@ from lab import lockstep
 from lab.curves import Curve, last_part, sag, swing
 from lab.lockstep import Setup, SparseTable
 from lab.results import COLORS, Result, Row, Spread
-from lab.runs import Arm, Options, Study, log
+from lab.runs import Options, Study, log
 from lab.scores import EVALUATED, Scores
 from tba_hpc.config import Beta, LearningRate, ObjectiveName, TrainSection
 from tba_hpc.tasks.tabular import total_variation
@@ -130,7 +130,7 @@ ARITHMETIC = Scores(
     "Which objectives bear stale data? Whole runs on arithmetic",
     Study(
         {
-            f"{name}, k = {lag}": Arm((f"train.objective={objective}", f"exchange.sync_every={lag}"))
+            f"{name}, k = {lag}": (f"train.objective={objective}", f"exchange.sync_every={lag}")
             for lag in (2, 10, 50)
             for name, objective in OBJECTIVES.items()
         },
