@@ -89,8 +89,7 @@ def micro_batches(batch: TrajectoryBatch, groups_per_micro_batch: int) -> Iterat
     Groups of like length meet, so that little is padding; the longest come first, so that a lack of
     memory shows at once.
     """
-    longest_B = batch.sequences.lengths.reshape(-1, batch.group_size).max(1)
-    order = np.argsort(-longest_B, kind="stable")
+    order = np.argsort(-_tokens_of_groups(batch), kind="stable")
     for start in range(0, batch.groups, groups_per_micro_batch):
         yield _pad(take_groups(batch, order[start : start + groups_per_micro_batch]))
 
@@ -134,8 +133,9 @@ def from_arrays(arrays: Mapping[str, np.ndarray]) -> TrajectoryBatch:
 
 
 def _tokens_of_groups(batch: TrajectoryBatch) -> np.ndarray:
-    """int64 [B]: tokens of all sequences of a group."""
-    return batch.sequences.lengths.reshape(-1, batch.group_size).sum(1)
+    """int64 [B]: tokens of a group's completions, and of its prompt once, as the learner computes them."""
+    completions_B = batch.completion_length_N.reshape(-1, batch.group_size).sum(1)
+    return completions_B + batch.prompt_length_N[:: batch.group_size]
 
 
 def _pad(batch: TrajectoryBatch) -> PaddedBatch:

@@ -103,15 +103,16 @@ def lightest_possible(tokens: list[int], ranks: int) -> int:
 def test_balance_is_within_four_thirds_of_the_optimum(seed: int) -> None:
     ranks = (2, 3)[seed % 2]
     batch = make_batch(6, seed=seed, longest=(10, 200)[seed % 4 // 2])
-    tokens = [sum(len(row[4]) for row in group) for group in group_rows(batch)]
+    tokens = [computed_tokens(group) for group in group_rows(batch)]
     heaviest = max(sum(tokens[group] for group in share) for share in balance(batch, ranks))
     assert heaviest <= 4 / 3 * lightest_possible(tokens, ranks)
 
 
 def test_balance_by_hand() -> None:
-    """Sequences of 2, 3, 4 and 5 tokens: 5 + 2 and 4 + 3."""
-    batch = batch_of(np.ones(4, np.int64), np.array([1, 2, 3, 4]), 1, np.random.default_rng(0))
-    assert [share.tolist() for share in balance(batch, 2)] == [[0, 3], [1, 2]]
+    """Prompts of 9, 1, 1 and 1 tokens, once each, and 2, 6, 8 and 9 of completions: 11 + 7 and 10 + 9."""
+    prompt_length_N = np.repeat([9, 1, 1, 1], 2)
+    batch = batch_of(prompt_length_N, np.array([1, 1, 3, 3, 4, 4, 4, 5]), 2, np.random.default_rng(0))
+    assert [share.tolist() for share in balance(batch, 2)] == [[0, 1], [2, 3]]
 
 
 def test_groups_that_do_not_divide_over_the_ranks_are_refused() -> None:
@@ -160,14 +161,20 @@ def test_micro_batches_hold_every_group_once_and_whole(per_micro_batch: int) -> 
     assert all(len(micro.prompt_id_B) == per_micro_batch for micro in micros[:-1])
 
 
-def test_micro_batches_pad_to_their_own_longest_row_longest_first() -> None:
-    widths = []
-    for micro in micro_batches(make_batch(8), 2):
+def computed_tokens(group: list[Row]) -> int:
+    """Of a group's completions, and of its prompt once."""
+    prompt_length = group[0][3]
+    return prompt_length + sum(len(row[4]) - prompt_length for row in group)
+
+
+def test_micro_batches_pad_to_their_own_longest_row_most_tokens_first() -> None:
+    batch, computed = make_batch(8), []
+    tokens = {group[0][0]: computed_tokens(group) for group in group_rows(batch)}
+    for micro in micro_batches(batch, 2):
         assert micro.tokens_NL.dtype == np.int64
         assert micro.tokens_NL.shape[1] == micro.length_N.max()
-        widths.append(micro.tokens_NL.shape[1])
-    assert widths == sorted(widths, reverse=True)
-    assert widths[0] > widths[-1]
+        computed += [tokens[prompt] for prompt in micro.prompt_id_B.tolist()]
+    assert computed == sorted(tokens.values(), reverse=True)
 
 
 def test_logprobs_stand_at_the_tokens_of_their_completions() -> None:

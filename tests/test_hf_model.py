@@ -13,6 +13,8 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -32,8 +34,19 @@ def make_model(kind: str) -> PreTrainedModel:
     wide = {"intermediate_size": 64, "initializer_range": 0.3}
     if kind == "gpt2":
         model = GPT2LMHeadModel(
-            GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3)
+            GPT2Config(
+                vocab_size=96,
+                n_embd=32,
+                n_layer=2,
+                n_head=2,
+                initializer_range=0.3,
+                resid_pdrop=0,
+                embd_pdrop=0,
+                attn_pdrop=0,
+            )
         )
+    elif kind == "mistral":  # sees no further than four tokens
+        model = MistralForCausalLM(MistralConfig(**size, **wide, num_key_value_heads=2, sliding_window=4))
     elif kind == "neox":
         model = GPTNeoXForCausalLM(GPTNeoXConfig(**size, **wide))
     else:
@@ -68,6 +81,34 @@ def test_chunked_values_and_gradients_equal_the_plain_softmax(kind: str, chunk_t
     for name, parameter in model.named_parameters():
         scale = expected[name].abs().max().clamp(min=1e-3)
         assert (parameter.grad - expected[name]).abs().max() / scale < 1e-5, name
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "neox", "qwen2", "mistral"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_completions_share_their_prompt_and_nothing_else(kind: str, checkpointing: bool) -> None:
+    """Two groups of three: values and gradients are those of every sequence alone in its row."""
+    model, prompt_length, length = make_model(kind), PROMPTS[[2, 2, 2, 1, 1, 1]], torch.arange(7, 13)
+    if checkpointing:
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    tokens = TOKENS[[0, 1, 2, 3, 0, 1]]
+    tokens = tokens.where(torch.arange(12) >= prompt_length[:, None], tokens[[0, 0, 0, 3, 3, 3]])
+    logprobs = PolicyLogprobs(model, chunk_tokens=1000)
+    weight = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(2))
+
+    def values_and_gradients(group_size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        values = logprobs(tokens, prompt_length, length, group_size)
+        return values, list(torch.autograd.grad((values * weight).sum(), list(model.parameters())))
+
+    widths: list[int] = []
+    model.base_model.register_forward_pre_hook(
+        lambda _, __, inputs: widths.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+    together, gradients = values_and_gradients(3)
+    alone, expected = values_and_gradients(1)
+    assert widths == [12 if kind == "mistral" else 1 + 9 + 10 + 11, 12]
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+    for gradient, of_alone in zip(gradients, expected, strict=True):
+        assert (gradient - of_alone).abs().max() < 1e-5 * of_alone.abs().max().clamp(min=1e-3)
 
 
 def test_output_bias_and_its_gradient() -> None:

@@ -198,7 +198,7 @@ class DeepSpeedLearner:
         DeepSpeed takes the mean of the ranks' gradients: times their number, that is the sum.
         """
         inputs = (micro.tokens_NL, micro.prompt_length_N, micro.length_N)
-        policy_NL = self._engine(*map(self._tensor, inputs))
+        policy_NL = self._engine(*map(self._tensor, inputs), micro.group_size)
         groups = Groups.of(policy_NL, micro)
         output = self._objective(groups, beta)
         self._engine.backward(output.loss * (share * self._group.ranks), scale_wrt_gas=False)

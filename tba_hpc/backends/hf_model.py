@@ -9,6 +9,7 @@ Shape letters: N sequences · L padded length · T completion tokens in all · D
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers import PreTrainedTokenizerBase as TransformersTokenizer
 from transformers.utils import logging as transformers_logging
 
+from tba_hpc.backends.packed_groups import pack, sequences_per_row
 from tba_hpc.config import ConfigError, Dtype
 
 transformers_logging.disable_progress_bar()  # a rank writes to a log
@@ -129,7 +131,8 @@ class PolicyLogprobs(nn.Module):
 
     Equal to ``log_softmax(model(tokens).logits)`` gathered at the next tokens, but only completion
     positions pass the output layer, ``chunk_tokens`` at a time, and their logits are computed again in
-    the backward pass instead of being kept. log-sum-exp is taken in float32 whatever the model's dtype.
+    the backward pass instead of being kept; and completions of one prompt share its computation, where the
+    model allows it. log-sum-exp is taken in float32 whatever the model's dtype.
 
     Models that change the logits after the output layer (soft caps, scales) are refused with a ConfigError:
     nothing here could know how.
@@ -140,20 +143,37 @@ class PolicyLogprobs(nn.Module):
         _require_plain_logits(model)
         self.model = model
         self.head = LogprobHead(model.get_output_embeddings(), chunk_tokens)
+        self._packs = _takes_any_mask(model)
 
-    def forward(self, tokens_NL: Tensor, prompt_length_N: Tensor, length_N: Tensor) -> Tensor:
+    def forward(
+        self, tokens_NL: Tensor, prompt_length_N: Tensor, length_N: Tensor, group_size: int = 1
+    ) -> Tensor:
         """float32 [N, L]: log π(token | all before it) at temperature 1 at completion tokens, 0 elsewhere.
 
         tokens_NL: int64, padded on the right with any token. prompt_length_N (at least 1) and length_N:
-        int64, tokens of the prompt, and of prompt and completion together. Causal attention never looks
-        right, so the padding needs no mask and positions count from 0 in every row.
+        int64, tokens of the prompt, and of prompt and completion together. group_size: K rows after each
+        other have one prompt.
         """
         position_L = torch.arange(tokens_NL.shape[1], device=tokens_NL.device)
         completion_NL = (position_L >= prompt_length_N[:, None]) & (position_L < length_N[:, None])
-        hidden_NLD = self.model.base_model(input_ids=tokens_NL, use_cache=False).last_hidden_state
-        logprob_T = self.head(hidden_NLD[:, :-1][completion_NL[:, 1:]], tokens_NL[completion_NL])
+        together = self._sequences_per_row(prompt_length_N, length_N, group_size)
+        rows = pack(tokens_NL, prompt_length_N, length_N, together)
+        apart: dict[str, Tensor] = {}  # alone in its row a sequence needs neither: nothing looks right
+        if together > 1:
+            apart = {"position_ids": rows.position_BM, "attention_mask": rows.visible_BMM[:, None]}
+        hidden_BMD = self.model.base_model(
+            input_ids=rows.tokens_BM, use_cache=False, **apart
+        ).last_hidden_state
+        logprob_T = self.head(hidden_BMD[rows.row_T, rows.before_T], tokens_NL[completion_NL])
         nothing_NL = torch.zeros(tokens_NL.shape, device=tokens_NL.device)
         return nothing_NL.masked_scatter(completion_NL, logprob_T)
+
+    def _sequences_per_row(self, prompt_length_N: Tensor, length_N: Tensor, group_size: int) -> int:
+        if group_size == 1 or not self._packs:
+            return 1
+        prompt, whole = float(prompt_length_N.double().mean()), float(length_N.double().mean())
+        width = self.model.config.hidden_size
+        return sequences_per_row(group_size, prompt=prompt, completion=whole - prompt, width=width)
 
 
 class LogprobHead(nn.Module):
@@ -222,6 +242,18 @@ class _ChunkedLogprob(torch.autograd.Function):
 
 def _chunks(total: int, size: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, total, size))
+
+
+def _takes_any_mask(model: PreTrainedModel) -> bool:
+    """Whether all layers attend to just what a mask says, and place tokens where position_ids say."""
+    config = model.config
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
+    return (
+        config._attn_implementation == "sdpa"
+        and set(kinds) == {"full_attention"}
+        and "position_ids" in signature(model.base_model.forward).parameters
+    )
 
 
 def _require_plain_logits(model: PreTrainedModel) -> None:

@@ -126,6 +126,7 @@ def _gradient(logprobs: PolicyLogprobs, pool: Pool, size: int, rng: np.random.Ge
         pool.tokens_PCL[index].flatten(0, 1),
         pool.prompt_length_P[index[0]].expand(-1, size).flatten(),
         pool.length_PC[index].flatten(),
+        size,
     )
     policy_BKL = policy_NL.unflatten(0, (-1, size))
     fixed_BKL = policy_BKL.detach()  # the policy is its own sampler, and the reference
