@@ -80,7 +80,7 @@ def test_curve_of_a_run(tmp_path: Path) -> None:
 
 def test_times_of_the_arms_and_their_ratios() -> None:
     ours = {0: [(1.0, 0.5), (2.0, 0.94)], 1: [(1.0, 0.5), (2.0, 0.7)], 2: [(1.0, 0.6)]}
-    theirs = {0: [(2.0, 0.5), (5.0, 0.94)], 1: [(2.0, 0.5), (6.0, 0.9)], 2: [(9.0, 0.9)]}
+    theirs = {0: [(2.0, 0.5), (5.0, 0.94)], 1: [(2.0, 0.5), (4.0, 0.7)], 2: [(9.0, 0.9)]}
     table = asynchrony.QUICK.result({asynchrony.ASYNCHRONOUS: ours, asynchrony.PEER: theirs})
     _, peer = table.rows
     assert peer["s to 94 %"] == Spread([5.0, None, None])
