@@ -9,10 +9,11 @@ only marked; when such rows (or their tokens) outnumber the live ones, the array
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 
 import numpy as np
 from rapidfuzz.distance import Levenshtein
@@ -22,6 +23,9 @@ from tba_hpc.config import BufferSection
 from tba_hpc.types import RECORD, Ragged, Trajectories, TrajectoryBatch, spans
 
 _REPLAY = int.from_bytes(b"replay")  # keeps this stream apart from others of the same seed
+
+COMPARED_AT_ONCE = 128
+"""New completions whose edit distances to all others are held at once: memory against speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,26 +130,30 @@ class ReplayBuffer:
 
     def _file_apart(self, rows: Iterable[int], prompts: list[int], keys: list[bytes]) -> int:
         """As ``_file``, but of rows near each other only the best stays; returns how many were given up."""
+        assert self._config.near_duplicates is not None
         given_up = 0
-        for row, prompt, key in zip(rows, prompts, keys, strict=True):
-            near = self._near(row, prompt, key)
-            reward = self._rows.record["reward"]
-            if (reward[near] >= reward[row]).any():
-                self._rows.kill([row])
-                given_up += 1
-            else:
-                for worse in _fingerprints(self._rows.texts(near)[0]):
-                    del self._groups[prompt][worse]
-                self._rows.kill(near)
-                given_up += len(near) + self._file([row], [prompt], [key])
+        for prompt, found in groupby(zip(rows, prompts, keys, strict=True), itemgetter(1)):
+            entries = list(found)
+            near_rows = self._rows.near([row for row, _, _ in entries], self._config.near_duplicates)
+            for (row, _, key), near in zip(entries, near_rows, strict=True):
+                given_up += self._file_best(row, prompt, key, near)
         return given_up
 
-    def _near(self, row: int, prompt: int, key: bytes) -> np.ndarray:
-        """int64: the live rows that a row must be better than; none where it will replace its equal."""
-        share = self._config.near_duplicates
-        if share is None or key in self._groups.get(prompt, ()):
-            return np.empty(0, np.int64)
-        return self._rows.near(row, share)
+    def _file_best(self, row: int, prompt: int, key: bytes, near: np.ndarray) -> int:
+        """Enter a row if it is better than all ``near`` ones, which leave; or give it up. One that is there
+
+        already, to the letter, it replaces instead. Returns how many were given up.
+        """
+        if key in self._groups.get(prompt, ()):
+            return self._file([row], [prompt], [key])
+        reward = self._rows.record["reward"]
+        if (reward[near] >= reward[row]).any():
+            self._rows.kill([row])
+            return 1
+        for worse in _fingerprints(self._rows.texts(near)[0]):
+            del self._groups[prompt][worse]
+        self._rows.kill(near)
+        return len(near) + self._file([row], [prompt], [key])
 
     def _evict(self, touched: Iterable[int]) -> int:
         """Let the oldest leave, first of every touched prompt that is too full, then of all."""
@@ -497,19 +505,28 @@ class _Rows:
         tokens = Ragged(self._tokens.values[index_T], offsets)
         return tokens, self._logprobs.values[index_T], self._ref_logprobs.values[index_T]
 
-    def near(self, row: int, share: float) -> np.ndarray:
-        """int64: the live rows older than ``row``, and of its prompt, at an edit distance below ``share`` of
+    def near(self, rows: Sequence[int], share: float) -> Iterator[np.ndarray]:
+        """For each of these rows, of one prompt, int64: the live ones older than it and of its prompt at an
 
-        both lengths together. Looks at every older row of the prompt: for the cost see CONTRIBUTING.
+        edit distance below ``share`` of both lengths together. Rows may be killed between one and the next.
+        Looks at every older row of the prompt: for the cost see CONTRIBUTING.
         """
         self._spell()
-        prompt_N, length_N = self.record["prompt_row"][: row + 1], np.diff(self._offsets.values)
-        rows = np.flatnonzero(self.live[:row] & (prompt_N[:row] == prompt_N[row]))
-        limit_N = share * (length_N[rows] + length_N[row])
-        word, others = self._words.values[[row]], self._words.values[rows]
-        cutoff = int(limit_N.max(initial=0))
-        distance_N = cdist(word, others, scorer=Levenshtein.distance, score_cutoff=cutoff, dtype=np.int32)[0]
-        return rows[distance_N < limit_N]
+        length_N = np.diff(self._offsets.values)
+        for start in range(0, len(rows), COMPARED_AT_ONCE):
+            mine = np.array(rows[start : start + COMPARED_AT_ONCE])
+            prompt_N = self.record["prompt_row"]
+            others = np.flatnonzero(self.live & (prompt_N == prompt_N[mine[0]]))
+            limit = share * (length_N[mine, None] + length_N[others])
+            distance = cdist(
+                self._words.values[mine],
+                self._words.values[others],
+                scorer=Levenshtein.distance,
+                score_cutoff=int(limit.max()),
+                dtype=np.int32,
+            )
+            for found in (distance < limit) & (others < mine[:, None]):
+                yield others[found & self.live[others]]
 
     def _spell(self) -> None:
         """Make words of the rows that have none yet."""

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ from tba_hpc.backends.hdf5_shards import ShardWriter
 from tba_hpc.backends.hf_model import load_policy, load_tokenizer
 from tba_hpc.backends.hf_reference import HfReference
 from tba_hpc.backends.vllm_generator import VllmGenerator, engine_settings
+from tba_hpc.backends.vllm_victim import VllmVictim
 from tba_hpc.config import Config, load_config
 from tba_hpc.evaluator import Evaluator
 from tba_hpc.metrics import MetricsWriter, read_metrics
@@ -71,7 +73,7 @@ def main() -> None:
             }
             rates = measure(arms, bench.requests(options.prompts), options.rounds)
         rows = summarize(rates)
-        rows[-1]["sealing"] = bench.seal_share
+        rows[-1]["sealing"] = statistics.mean(bench.logged("search/seal_share"))
         bench.generator.close()
     print_rows(rows, as_json=options.json)
 
@@ -105,7 +107,8 @@ class Bench:
         ) * config.generator.completions_per_prompt
         self.settings = engine_settings(config.model, config.generator, seed=0)
         self._run = RunDir.create(config)
-        self._task = load_task(config.task, load_tokenizer(config.model.path))
+        tokenizer = load_tokenizer(config.model.path)
+        self._task = load_task(config.task, tokenizer, partial(VllmVictim, seed=1))
         policy = load_policy(config.model.path, config.model.dtype)
         self._update = _own_weights(policy.state_dict())
         self._reference = HfReference(policy, chunk_tokens=config.train.logprob_chunk_tokens)
@@ -158,10 +161,9 @@ class Bench:
         searcher.run()
         return sink.tokens
 
-    @property
-    def seal_share(self) -> float:
-        """Mean share of wall time that the scorer's thread spent sealing."""
-        return statistics.mean(series(read_metrics(self._metrics), "search/seal_share"))
+    def logged(self, name: str) -> list[float]:
+        """What the searcher logged of a metric, interval by interval."""
+        return series(read_metrics(self._metrics), name)
 
 
 class Feed:
