@@ -9,6 +9,8 @@ import pytest
 import torch
 from tiny_models import make_random_model
 from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -45,6 +47,8 @@ def make_model(kind: str) -> PreTrainedModel:
                 attn_pdrop=0,
             )
         )
+    elif kind == "falcon":  # counts distances along the row
+        model = FalconForCausalLM(FalconConfig(**size, initializer_range=0.3, alibi=True))
     elif kind == "mistral":  # sees no further than four tokens
         model = MistralForCausalLM(MistralConfig(**size, **wide, num_key_value_heads=2, sliding_window=4))
     elif kind == "neox":
@@ -83,7 +87,7 @@ def test_chunked_values_and_gradients_equal_the_plain_softmax(kind: str, chunk_t
         assert (parameter.grad - expected[name]).abs().max() / scale < 1e-5, name
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "neox", "qwen2", "mistral"])
+@pytest.mark.parametrize("kind", ["gpt2", "neox", "qwen2", "mistral", "falcon"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_completions_share_their_prompt_and_nothing_else(kind: str, checkpointing: bool) -> None:
     """Two groups of three: values and gradients are those of every sequence alone in its row."""
@@ -105,7 +109,7 @@ def test_completions_share_their_prompt_and_nothing_else(kind: str, checkpointin
     )
     together, gradients = values_and_gradients(3)
     alone, expected = values_and_gradients(1)
-    assert widths == [12 if kind == "mistral" else 1 + 9 + 10 + 11, 12]
+    assert widths == [12 if kind in ("mistral", "falcon") else 1 + 9 + 10 + 11, 12]
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
     for gradient, of_alone in zip(gradients, expected, strict=True):
         assert (gradient - of_alone).abs().max() < 1e-5 * of_alone.abs().max().clamp(min=1e-3)

@@ -245,13 +245,18 @@ def _chunks(total: int, size: int) -> Iterator[slice]:
 
 
 def _takes_any_mask(model: PreTrainedModel) -> bool:
-    """Whether all layers attend to just what a mask says, and place tokens where position_ids say."""
+    """Whether tokens meet in attention alone, all layers attend to just what a mask says, and position_ids
+
+    say where a token is: not with recurrent states, sliding windows or distances counted along the row.
+    """
     config = model.config
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
     return (
         config._attn_implementation == "sdpa"
         and set(kinds) == {"full_attention"}
+        and not model._is_stateful
+        and not getattr(config, "alibi", False)
         and "position_ids" in signature(model.base_model.forward).parameters
     )
 
