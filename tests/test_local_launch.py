@@ -113,7 +113,7 @@ class Launched:
         return self.pids()
 
     def hits(self) -> dict[str, int]:
-        return {path.name: int(path.read_text()) for path in self.run.path.glob("hits-*")}
+        return {path.name: int(path.read_text() or -1) for path in self.run.path.glob("hits-*")}
 
     def events(self) -> list[str]:
         return [event["event"] for event in read_events(self.run)]
@@ -131,9 +131,8 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 def alive(pids: list[int]) -> list[int]:
-    return [
-        pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    ]
+    found = [process for process in psutil.process_iter(["status"]) if process.pid in pids]
+    return [process.pid for process in found if process.info["status"] != psutil.STATUS_ZOMBIE]
 
 
 def test_mpiexec_command_is_this() -> None:
@@ -240,7 +239,7 @@ def test_a_second_interrupt_kills_everything(tmp_path: Path, transport: str) -> 
     launched = Launched(tmp_path, "stubborn", transport)
     pids = launched.wait_for_ranks()
     launched.process.send_signal(signal.SIGINT)
-    wait_until(lambda: len(launched.hits()) == 3)
+    wait_until(lambda: len(launched.hits()) == 3 and -1 not in launched.hits().values())
     launched.process.send_signal(signal.SIGINT)
     code, out, _ = launched.end()
     assert code == 130 and "tba run" in out

@@ -41,7 +41,9 @@ def work(role: str, run: Path) -> None:
         "job_end": float(os.environ["TBA_JOB_END"]),
     }
     start = len((run / "starts").read_text().splitlines())
-    (run / "ranks" / f"{start}-{world.rank}.json").write_text(json.dumps(record))
+    half = run / "ranks" / f"{start}-{world.rank}.part"  # tests look while ranks write
+    half.write_text(json.dumps(record))
+    half.rename(half.with_suffix(".json"))
     if role == "search" and (sentence := os.environ.get("HELLO_SENTENCE")):
         (run / "logs" / "latest" / f"error-searcher-{world.rank:04d}.txt").write_text(sentence + "\n")
         sys.exit(2)

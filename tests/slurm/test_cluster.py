@@ -33,8 +33,9 @@ def test_a_crashed_node_takes_everything_on_it_along_and_comes_back(cluster: Clu
 def test_a_higher_partition_preempts_a_lower_one(cluster: Cluster, tmp_path: Path) -> None:
     cluster.run("scontrol", "update", "PartitionName=low", "GraceTime=0")
     script = f"#!/bin/bash\n#SBATCH -N6 --exclusive --open-mode=append --output={tmp_path}/out\n"
+    (tmp_path / "out").touch()
     low = cluster.submit(script + "echo start; sleep 600\n", "-plow")
-    cluster.wait(low, "RUNNING")
+    cluster.until(lambda: (tmp_path / "out").read_text().count("start") == 1, "the first life", 40)
     high = cluster.submit("#!/bin/bash\n#SBATCH --output=/dev/null\ntrue\n", "-phigh", "-N6", "--exclusive")
     assert cluster.wait(high) == "COMPLETED"
     cluster.until(lambda: (tmp_path / "out").read_text().count("start") == 2, "the second life", 40)

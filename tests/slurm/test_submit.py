@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -417,10 +418,12 @@ def test_a_run_directory_that_nodes_do_not_see_is_said_so(cluster: Cluster) -> N
 
 def _kill_rank(cluster: Cluster, node: str) -> None:
     """SIGKILL one rank of the program on a node."""
-    ranks = [
-        pid for pid in cluster.pids(node) if b"hello.py\0search" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    os.kill(ranks[0], signal.SIGKILL)
+    for pid in cluster.pids(node):
+        with suppress(FileNotFoundError, ProcessLookupError):  # others of that node come and go
+            if b"hello.py\0search" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+                return
+    raise AssertionError(f"no searcher on {node}")
 
 
 # --- The command ---

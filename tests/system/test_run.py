@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -91,11 +92,11 @@ def steps_done(root: Path) -> int:
 def ranks(process: subprocess.Popen[str], verb: str) -> list[psutil.Process]:
     """Processes of one role in an MPI world, in order."""
     children = psutil.Process(process.pid).children(recursive=True)
-    numbered = {
-        int(rank): child
-        for child in children
-        if verb in child.cmdline() and (rank := child.environ().get("OMPI_COMM_WORLD_RANK"))  # else mpiexec
-    }
+    numbered = {}
+    for child in children:
+        with suppress(psutil.NoSuchProcess):  # what an engine starts for a moment
+            if verb in child.cmdline() and (rank := child.environ().get("OMPI_COMM_WORLD_RANK")):
+                numbered[int(rank)] = child
     return [numbered[rank] for rank in sorted(numbered)]
 
 
