@@ -1,4 +1,4 @@
-"""Procedures that wait by yielding, and a thread that runs one beside the main thread.
+"""Procedures that wait by yielding, and a thread that runs them beside the main thread.
 
 It must not know what is waited for. A procedure yields the seconds to pause wherever it has to wait: so
 one and the same runs on a thread of its own, or bit by bit in the main thread where there can be none.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Generator, Iterator
+from queue import SimpleQueue
 
 from tba_hpc.ports import ExchangeError
 
@@ -26,28 +27,40 @@ def run(procedure: Waiting) -> None:
 
 
 class Background:
-    """A procedure on a thread of its own or, where there can be none, inside ``advance``."""
+    """Procedures, one at a time, on a thread of their own or, where there can be none, inside ``advance``."""
 
-    def __init__(self, procedure: Waiting | Iterator[float], *, threaded: bool) -> None:
+    def __init__(self, *, threaded: bool) -> None:
+        self.finished = True
+        self._procedure: Iterator[float] = iter(())
+        self._error: Exception | None = None
+        self._given: SimpleQueue[Iterator[float]] | None = SimpleQueue() if threaded else None
+        if self._given is not None:
+            # One for all procedures: where every core is busy, the start of a thread may take half a second.
+            # A daemon: a process that ends by an error must not wait for a peer first.
+            threading.Thread(target=self._work, args=(self._given,), name="exchange", daemon=True).start()
+
+    def start(self, procedure: Iterator[float]) -> None:
+        """Begin a procedure; the one before is finished."""
         self.finished = False
         self._procedure = procedure
-        self._threaded = threaded
-        self._error: Exception | None = None
-        if threaded:
-            # A daemon: a process that ends by an error must not wait for a peer first.
-            threading.Thread(target=self._run, name="exchange", daemon=True).start()
+        if self._given is not None:
+            self._given.put(procedure)
 
     def advance(self) -> None:
         """Raise what went wrong. Without a thread, go on until there is nothing to expect of a peer."""
-        if not self._threaded and not self.finished:
-            self._run()
+        if self._given is None and not self.finished:
+            self._run(self._procedure)
         if self._error is not None:
             raise self._error
 
-    def _run(self) -> None:
+    def _work(self, given: SimpleQueue[Iterator[float]]) -> None:
+        while True:
+            self._run(given.get())
+
+    def _run(self, procedure: Iterator[float]) -> None:
         try:
-            for pause in self._procedure:
-                if not self._threaded and pause == IDLE_PAUSE:
+            for pause in procedure:
+                if self._given is None and pause == IDLE_PAUSE:
                     return
                 time.sleep(pause)
         except ExchangeError as error:

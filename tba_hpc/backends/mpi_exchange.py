@@ -131,7 +131,7 @@ class MpiTrainerExchange:
         self._rounds = 0  # started so far
         self._writes = 0  # of these, with new weights
         self._published: Order | None = None  # the last of these
-        self._service = Background(iter(()), threaded=False)
+        self._service = Background(threaded=world.threaded)
         self._arrived: deque[Shard] = deque()
         self._lost: deque[tuple[int, str]] = deque()
         self._stop_requested = False
@@ -205,7 +205,7 @@ class MpiTrainerExchange:
         if not self._closed:
             self._closed = True
             self._finish()
-            self._service = Background(self._closing(), threaded=self._world.threaded)
+            self._service.start(self._closing())
             self._finish()
         return self.collect()
 
@@ -219,7 +219,7 @@ class MpiTrainerExchange:
             time.sleep(LONGEST_PAUSE)
 
     def _start(self, order: Order) -> None:
-        self._service = Background(self._sync(order), threaded=self._world.threaded)
+        self._service.start(self._sync(order))
         self._service.advance()
 
     def _closing(self) -> Waiting:
@@ -338,7 +338,8 @@ class _Peer:
     def __init__(self, world: MpiWorld, memory: NodeMemory) -> None:
         self._world = world
         self._memory = memory
-        self._service = Background(self._serve(), threaded=world.threaded)
+        self._service = Background(threaded=world.threaded)
+        self._service.start(self._serve())
 
     def _serve(self) -> Waiting:
         """Take part in the leader's rounds, to the end; a death ends one and starts it again."""
