@@ -360,7 +360,10 @@ def test_a_lost_searcher_node_requeues_a_het_job(cluster: Cluster, tmp_path: Pat
     job.cancel()
 
 
-def test_components_that_lie_the_wrong_way_round_change_sides(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["lost-node", "preempted"])
+def test_components_that_lie_the_wrong_way_round_change_sides(
+    cluster: Cluster, tmp_path: Path, end: str
+) -> None:
     """The smallest gap, in which Slurm puts component 0, is node5; component 1 comes before it."""
     others = [
         cluster.submit(f"#!/bin/bash\n#SBATCH -w{node} --exclusive\nsleep 600\n")
@@ -368,7 +371,7 @@ def test_components_that_lie_the_wrong_way_round_change_sides(cluster: Cluster, 
     ]
     for other in others:
         cluster.wait(other, "RUNNING")
-    run, script = _run(tmp_path, _site(600))
+    run, script = _run(tmp_path, _site(600, partition="low"))
     job = slurm.submit(run, script.replace("#SBATCH --time", "#SBATCH --exclude=node6\n#SBATCH --time", 1))
     _working(cluster, run, 1)
     assert "not in Slurm's own order, trainers' nodes first: node5 node1 node2" in _log(run)
@@ -377,10 +380,15 @@ def test_components_that_lie_the_wrong_way_round_change_sides(cluster: Cluster, 
     assert _excluded(cluster, job) == ["node6,node5", "node6,node1"]
     for other in others:
         cluster.run("scancel", str(other))
-    cluster.crash("node3")
+    if end == "lost-node":
+        cluster.crash("node3")
+    else:  # without grace: the script hears of it when Slurm has ended the job
+        cluster.run("scontrol", "update", "PartitionName=low", "GraceTime=0")
+        cluster.submit(BLANK + "sleep 3\n", "-phigh", "-N6", "--exclusive")
     _working(cluster, run, 2)
     assert _excluded(cluster, job) == ["node6", "node6"], "only what the user asked for is left"
     job.cancel()
+    cluster.run("scontrol", "update", "PartitionName=low", "GraceTime=30")
 
 
 def _excluded(cluster: Cluster, job: slurm.BatchJob) -> list[str]:
