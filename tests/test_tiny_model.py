@@ -54,7 +54,9 @@ def test_the_tokenizer_spells_any_text_and_every_digit_alone(folder: Path) -> No
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("2025")) == ["2", "0", "2", "5"]
     assert len(tokenizer) <= tool.VOCABULARY
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (tool.EOS_ID, tool.PAD_ID)
-    assert len(tokenizer.encode(draw_problems("train", 1, 0)[0].solution)) < tool.ANSWER_TOKENS
+    longest = Problem("Ida", "eggs", 14, (9, 9, 9, 9), ("buys", "buys", "buys", "buys"))
+    assert len(tokenizer.encode(longest.solution)) < tool.ANSWER_TOKENS
+    assert len(tokenizer.encode(longest.counted_solution)) < tool.COUNTED_TOKENS
 
 
 def test_the_folder_loads_and_says_what_it_is(folder: Path) -> None:

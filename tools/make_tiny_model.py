@@ -1,7 +1,7 @@
 """Make the tiny model of the quickstart: a Llama of 0.3 M parameters, taught from scratch on one core.
 
     python tools/make_tiny_model.py --seed 0 --out .cache/tiny-model-seed0
-    python tools/make_tiny_model.py --width 320 --layers 10 --changes 12 …      # larger, for longer answers
+    python tools/make_tiny_model.py --counted …      # which counts to the result: long, uneven answers
 
 A byte-level BPE tokenizer and supervised fine-tuning on worked solutions of generated arithmetic
 problems (tba_hpc.tasks.arithmetic). In the last fifth of the steps many demonstrations are bare
@@ -32,7 +32,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tba_hpc.tasks import arithmetic
-from tba_hpc.tasks.arithmetic import ITEMS, STEPS, Problem, draw_problems, is_correct
+from tba_hpc.tasks.arithmetic import ITEMS, Problem, draw_problems, is_correct
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MANIFEST = "manifest.json"
@@ -60,8 +60,8 @@ IGNORED = -100
 
 VALIDATION = 256
 ANSWER_TOKENS = 64
-"""At least; more where problems have more changes."""
-TOKENS_PER_CHANGE = 10
+COUNTED_TOKENS = 220
+"""Room for any answer, EOS included; for one that counts."""
 
 HEAD = 32
 """Width of an attention head: the smallest that vLLM takes on a CPU."""
@@ -75,7 +75,7 @@ class Recipe:
     steps: int
     width: int = WIDTH
     layers: int = 2
-    changes: int = STEPS[1]
+    counted: bool = False
     threads: int = 1
 
     @property
@@ -143,9 +143,12 @@ def make_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> LlamaForCa
     return LlamaForCausalLM(config)
 
 
-def demonstrate(problem: Problem, tokenizer: PreTrainedTokenizerFast) -> Demonstration:
-    """Both answers of a problem as tokens."""
-    prompt, worked, bare = tokenizer([problem.question, problem.solution, problem.bare_answer])["input_ids"]
+def demonstrate(
+    problem: Problem, tokenizer: PreTrainedTokenizerFast, *, counted: bool = False
+) -> Demonstration:
+    """Both answers of a problem as tokens; the worked one may count."""
+    solution = problem.counted_solution if counted else problem.solution
+    prompt, worked, bare = tokenizer([problem.question, solution, problem.bare_answer])["input_ids"]
     return Demonstration(prompt, [*worked, EOS_ID], [*bare, EOS_ID], BARE_SHARE[problem.item in BARE_ITEMS])
 
 
@@ -208,10 +211,9 @@ def answer(
     return [text if whole else "" for text, whole in zip(texts, ended, strict=True)]
 
 
-def examine(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, changes: int) -> dict[str, float]:
+def examine(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, room: int) -> dict[str, float]:
     """Greedy pass@1 on validation problems, and how much of it is answering without working."""
-    problems = draw_problems("validation", VALIDATION, seed=0, most_changes=changes)
-    room = max(ANSWER_TOKENS, TOKENS_PER_CHANGE * changes)
+    problems = draw_problems("validation", VALIDATION, seed=0)
     texts = answer(model.eval(), tokenizer, problems, room)
     right = np.array([is_correct(text, p.target) for text, p in zip(texts, problems, strict=True)])
     bare = np.array([text.startswith("####") for text in texts])
@@ -227,15 +229,15 @@ def examine(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, changes
 def make(recipe: Recipe, out: Path) -> dict[str, object]:
     """Make the model in ``out`` and return its manifest."""
     torch.set_num_threads(recipe.threads)  # the sums, and so the model, do not depend on the number of cores
-    problems = draw_problems("train", DEMONSTRATIONS, recipe.seed, recipe.changes)
+    problems = draw_problems("train", DEMONSTRATIONS, recipe.seed)
     tokenizer = make_tokenizer(problems)
     model = make_model(tokenizer, recipe)
-    teach(model, [demonstrate(problem, tokenizer) for problem in problems], recipe)
+    teach(model, [demonstrate(problem, tokenizer, counted=recipe.counted) for problem in problems], recipe)
     manifest: dict[str, object] = {
         **asdict(recipe),
         "fingerprint": recipe.fingerprint,
         "parameters": model.num_parameters(),
-        **examine(model, tokenizer, recipe.changes),
+        **examine(model, tokenizer, COUNTED_TOKENS if recipe.counted else ANSWER_TOKENS),
     }
     publish(model, tokenizer, manifest, out)
     return manifest
@@ -284,9 +286,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps of 32 (default 1000)")
     parser.add_argument("--width", type=int, default=WIDTH, help=f"of the layers (default {WIDTH})")
     parser.add_argument("--layers", type=int, default=2, help="how many (default 2)")
-    parser.add_argument(
-        "--changes", type=int, default=STEPS[1], help="most in a problem (default %(default)s)"
-    )
+    parser.add_argument("--counted", action="store_true", help="count every change out one by one")
     parser.add_argument(
         "--threads", type=int, default=1, help="cores used; the result depends on it (default 1)"
     )
@@ -296,8 +296,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--seed must be at least 0, --steps, --layers and --threads at least 1")
     if arguments.width < HEAD or arguments.width % HEAD:
         parser.error(f"--width must be a multiple of {HEAD}, the width of an attention head")
-    if arguments.changes < STEPS[0]:
-        parser.error(f"--changes must be at least {STEPS[0]}")
     arguments.out = arguments.out or REPOSITORY / f".cache/tiny-model-seed{arguments.seed}"
     return arguments
 

@@ -1,4 +1,4 @@
-"""Generated word problems with two to four (or more) additions and subtractions, which a laptop can learn.
+"""Generated word problems with two to four additions and subtractions, which a laptop can learn.
 
 A problem, its worked solution and its bare answer:
 
@@ -33,7 +33,7 @@ START = (5, 30)
 CHANGE = (1, 9)
 STEPS = (2, 4)
 LARGEST = 50
-"""Ranges, both ends included: the first number, each change, how many changes unless an option says more;
+"""Ranges, both ends included: the first number, each change, how many changes;
 
 0 and the largest result."""
 
@@ -89,6 +89,19 @@ class Problem:
         work = [f"{a}{c:+d}={b};" for a, c, b in zip(totals, self.changes, totals[1:], strict=False)]
         return "".join(work) + self.bare_answer
 
+    @property
+    def counted_solution(self) -> str:
+        """Every change counted out one by one, ``17-3=16-2=15-1=14;``: long, uneven, and easy to learn."""
+        totals = self.totals
+        work = [_count(a, c) for a, c in zip(totals, self.changes, strict=False)]
+        return "".join(work) + self.bare_answer
+
+
+def _count(total: int, change: int) -> str:
+    one = 1 if change > 0 else -1
+    left = range(change, 0, -one)
+    return "".join(f"{total + change - c}{c:+d}=" for c in left) + f"{total + change};"
+
 
 def split_of(expression: str) -> Split:
     """The only split that may hold ``expression``."""
@@ -96,21 +109,21 @@ def split_of(expression: str) -> Split:
     return HELD_OUT[part] if part < len(HELD_OUT) else "train"
 
 
-def draw_problems(split: Split, count: int, seed: int, most_changes: int = STEPS[1]) -> tuple[Problem, ...]:
+def draw_problems(split: Split, count: int, seed: int) -> tuple[Problem, ...]:
     """``count`` problems of ``split`` with distinct expressions; the same arguments, the same problems."""
     rng = np.random.default_rng([seed, get_args(Split).index(split)])
     found: dict[str, Problem] = {}
     while len(found) < count:
-        problem = _draw(rng, most_changes)
+        problem = _draw(rng)
         if split_of(problem.expression) == split:
             found.setdefault(problem.expression, problem)
     return tuple(found.values())
 
 
-def _draw(rng: np.random.Generator, most_changes: int) -> Problem:
+def _draw(rng: np.random.Generator) -> Problem:
     start = _between(rng, START)
     changes: list[int] = []
-    for _ in range(_between(rng, (STEPS[0], most_changes))):
+    for _ in range(_between(rng, STEPS)):
         changes.append(_draw_change(rng, start + sum(changes)))
     return Problem(
         name=NAMES[rng.integers(len(NAMES))],
@@ -156,12 +169,8 @@ class Arithmetic:
         validation_problems: Size = 256,
         test_problems: Size = 512,
         seed: Annotated[int, Field(ge=0)] = 0,
-        most_changes: Annotated[int, Field(ge=STEPS[0], le=20)] = STEPS[1],
     ) -> None:
-        """Sizes of the splits in problems; ``seed`` draws others; with ``most_changes`` above four, solutions
-
-        are longer and their lengths uneven. Raises ConfigError given a file.
-        """
+        """Sizes of the splits in problems; ``seed`` draws others. Raises ConfigError given a file."""
         if train_file or test_file:
             raise ConfigError(
                 f"task.train_file and task.test_file ({train_file or test_file}) have no use in the "
@@ -169,7 +178,6 @@ class Arithmetic:
             )
         self._tokenizer = tokenizer
         self._seed = seed
-        self._most_changes = most_changes
         self._sizes: dict[Split, int] = {
             "train": train_problems,
             "validation": validation_problems,
@@ -180,7 +188,7 @@ class Arithmetic:
     def prompts(self, split: Split) -> tuple[Prompt, ...]:
         """All prompts of a split; made at the first call."""
         if split not in self._prompts:
-            problems = draw_problems(split, self._sizes[split], self._seed, self._most_changes)
+            problems = draw_problems(split, self._sizes[split], self._seed)
             self._prompts[split] = self._encode(problems)
         return self._prompts[split]
 

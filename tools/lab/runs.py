@@ -71,8 +71,9 @@ class Study:
             f"run.seed={seed}",
             f"model.path={self.model.path(seed)}",
             *self.settings,
-            f"train.steps={options.steps or self.steps}",
+            f"train.steps={self.steps}",
             *self.arms[arm],
+            *([f"train.steps={options.steps}"] if options.steps else []),
         ]
 
     def runs(self, options: Options) -> Iterator[tuple[str, int, RunDir]]:
