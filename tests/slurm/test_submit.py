@@ -360,10 +360,7 @@ def test_a_lost_searcher_node_requeues_a_het_job(cluster: Cluster, tmp_path: Pat
     job.cancel()
 
 
-@pytest.mark.parametrize("end", ["lost-node", "preempted"])
-def test_components_that_lie_the_wrong_way_round_change_sides(
-    cluster: Cluster, tmp_path: Path, end: str
-) -> None:
+def test_components_that_lie_the_wrong_way_round_change_sides(cluster: Cluster, tmp_path: Path) -> None:
     """The smallest gap, in which Slurm puts component 0, is node5; component 1 comes before it."""
     others = [
         cluster.submit(f"#!/bin/bash\n#SBATCH -w{node} --exclusive\nsleep 600\n")
@@ -380,11 +377,9 @@ def test_components_that_lie_the_wrong_way_round_change_sides(
     assert _excluded(cluster, job) == ["node6,node5", "node6,node1"]
     for other in others:
         cluster.run("scancel", str(other))
-    if end == "lost-node":
-        cluster.crash("node3")
-    else:  # without grace: the script hears of it when Slurm has ended the job
-        cluster.run("scontrol", "update", "PartitionName=low", "GraceTime=0")
-        cluster.submit(BLANK + "sleep 3\n", "-phigh", "-N6", "--exclusive")
+    # Without grace the script hears of a preemption only when Slurm has ended the job.
+    cluster.run("scontrol", "update", "PartitionName=low", "GraceTime=0")
+    cluster.submit(BLANK + "sleep 3\n", "-phigh", "-N6", "--exclusive")
     _working(cluster, run, 2)
     assert _excluded(cluster, job) == ["node6", "node6"], "only what the user asked for is left"
     job.cancel()
