@@ -105,6 +105,13 @@ def test_every_arm_of_every_experiment_can_be_configured(name: str, tmp_path: Pa
     assert len(experiments.EXPERIMENTS[name].arms(Options(tmp_path))) >= 3
 
 
+@pytest.mark.parametrize("name", ["asynchrony_long", "staleness_arithmetic"])
+def test_too_few_steps_for_a_curve_are_refused_before_anything_runs(name: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--steps 4 ends before the first evaluation, at step"):
+        experiments.EXPERIMENTS[name].measure(Options(tmp_path, steps=4))
+    assert not list(tmp_path.iterdir())
+
+
 # --- In lockstep ---
 
 

@@ -77,11 +77,24 @@ class Study:
         ]
 
     def runs(self, options: Options) -> Iterator[tuple[str, int, RunDir]]:
-        """Every arm with every seed, seeds outermost, so that a machine's moods meet all arms alike."""
+        """Every arm with every seed, seeds outermost, so that a machine's moods meet all arms alike.
+
+        SystemExit where a run would end before its first evaluation.
+        """
+        for arm in self.arms:
+            self._refuse_no_curve(self.config(arm, options.seeds[0], options))
         for seed in options.seeds:
             self.model.make(seed)
             for arm in self.arms:
                 yield arm, seed, self._run(arm, seed, options)
+
+    @staticmethod
+    def _refuse_no_curve(config: Config) -> None:
+        if config.train.steps < config.evaluate.every:
+            raise SystemExit(
+                f"--steps {config.train.steps} ends before the first evaluation, at step "
+                f"{config.evaluate.every}: give at least as many"
+            )
 
     def _run(self, arm: str, seed: int, options: Options) -> RunDir:
         """A finished run: as it stands on disk, or made now."""
