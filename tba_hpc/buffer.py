@@ -49,11 +49,11 @@ class ReplayBuffer:
         self._merged = 0
         self._duplicates = 0
         self._evicted = 0
-        self._round = -1
+        self._revision = -1
         self._prompts = _Prompts()
         self._rows = _Rows()
-        # Per prompt with live rows: fingerprint -> row, oldest first.
-        self._groups: dict[int, OrderedDict[bytes, int]] = {}
+        # Per prompt with live rows: fingerprint to row, oldest first.
+        self._rows_of: dict[int, OrderedDict[bytes, int]] = {}
         self._everyone = _Draw()
         self._recent = _Draw()
 
@@ -64,12 +64,12 @@ class ReplayBuffer:
     @property
     def prompts(self) -> int:
         """Prompts that have live trajectories."""
-        return len(self._groups)
+        return len(self._rows_of)
 
     @property
-    def groups(self) -> int:
-        """Groups, told by their positions, of which trajectories live. The cost grows with what is stored."""
-        return len(np.unique(self._rows.record["position"][self._rows.live]))
+    def requests(self) -> int:
+        """Requests of which trajectories live. The cost grows with what is stored."""
+        return len(np.unique(self._rows.record["request_id"][self._rows.live]))
 
     @property
     def added(self) -> int:
@@ -88,26 +88,26 @@ class ReplayBuffer:
 
     # --- Merging ---
 
-    def merge(self, trajectories: Trajectories, round: int) -> Merged:
-        """Add what arrived at sync ``round``, which must not be lower than that of the last merge.
+    def merge(self, trajectories: Trajectories, revision: int) -> Merged:
+        """Add what arrived; ``revision`` must not be lower than that of the last merge.
 
         A completion equal to a live one of its prompt replaces it (and is as young as it arrived). With
         ``near_duplicates``, one that is near to live ones of its prompt replaces them if its reward is higher
         than all of theirs, and else is not stored: no two live completions of a prompt are near each other.
         Then the oldest leave: of a prompt above ``capacity_per_prompt``, and of all above ``capacity``.
-        "Most recent" are from now on the live trajectories of this round, unless it brought nothing.
+        "Most recent" are from now on the live trajectories of this revision, unless it brought nothing.
         """
-        assert round >= self._round, f"round {round} comes after round {self._round}"
+        assert revision >= self._revision, f"revision {revision} comes after revision {self._revision}"
         if not len(trajectories):
             return Merged(0, 0, 0)
-        if round > self._round:
-            self._round, self._recent = round, _Draw()
+        if revision > self._revision:
+            self._revision, self._recent = revision, _Draw()
         first = len(self._rows)
         prompt_N = self._prompts.intern(trajectories)
-        self._rows.append(trajectories, prompt_N, round)
-        file = self._file if self._config.near_duplicates is None else self._file_apart
+        self._rows.append(trajectories, prompt_N, revision)
+        insert = self._insert if self._config.near_duplicates is None else self._insert_distinct
         keys = _fingerprints(trajectories.completions)
-        duplicates = file(range(first, len(self._rows)), prompt_N.tolist(), keys)
+        duplicates = insert(range(first, len(self._rows)), prompt_N.tolist(), keys)
         self._merged += len(trajectories)
         self._duplicates += duplicates
         evicted = self._evict(dict.fromkeys(prompt_N.tolist()))
@@ -115,11 +115,11 @@ class ReplayBuffer:
             self._compact()
         return Merged(len(trajectories) - duplicates, duplicates, evicted)
 
-    def _file(self, rows: Iterable[int], prompts: list[int], keys: list[bytes]) -> int:
+    def _insert(self, rows: Iterable[int], prompts: list[int], keys: list[bytes]) -> int:
         """Enter live rows under their prompts and fingerprints; returns how many replaced an older row."""
         replaced = []
         for row, prompt, key in zip(rows, prompts, keys, strict=True):
-            group = self._groups.setdefault(prompt, OrderedDict())
+            group = self._rows_of.setdefault(prompt, OrderedDict())
             if (older := group.pop(key, None)) is not None:
                 replaced.append(older)
             group[key] = row
@@ -128,47 +128,47 @@ class ReplayBuffer:
         self._rows.kill(replaced)
         return len(replaced)
 
-    def _file_apart(self, rows: Iterable[int], prompts: list[int], keys: list[bytes]) -> int:
-        """As ``_file``, but of rows near each other only the best stays; returns how many were given up."""
+    def _insert_distinct(self, rows: Iterable[int], prompts: list[int], keys: list[bytes]) -> int:
+        """As ``_insert``, but of rows near each other only the best stays; returns how many were given up."""
         assert self._config.near_duplicates is not None
         given_up = 0
         for prompt, found in groupby(zip(rows, prompts, keys, strict=True), itemgetter(1)):
             entries = list(found)
             near_rows = self._rows.near([row for row, _, _ in entries], self._config.near_duplicates)
             for (row, _, key), near in zip(entries, near_rows, strict=True):
-                given_up += self._file_best(row, prompt, key, near)
+                given_up += self._insert_best(row, prompt, key, near)
         return given_up
 
-    def _file_best(self, row: int, prompt: int, key: bytes, near: np.ndarray) -> int:
+    def _insert_best(self, row: int, prompt: int, key: bytes, near: np.ndarray) -> int:
         """Enter a row if it is better than all ``near`` ones, which leave; or give it up. One that is there
 
         already, to the letter, it replaces instead. Returns how many were given up.
         """
-        if key in self._groups.get(prompt, ()):
-            return self._file([row], [prompt], [key])
+        if key in self._rows_of.get(prompt, ()):
+            return self._insert([row], [prompt], [key])
         reward = self._rows.record["reward"]
         if (reward[near] >= reward[row]).any():
             self._rows.kill([row])
             return 1
         for worse in _fingerprints(self._rows.texts(near)[0]):
-            del self._groups[prompt][worse]
+            del self._rows_of[prompt][worse]
         self._rows.kill(near)
-        return len(near) + self._file([row], [prompt], [key])
+        return len(near) + self._insert([row], [prompt], [key])
 
     def _evict(self, touched: Iterable[int]) -> int:
         """Let the oldest leave, first of every touched prompt that is too full, then of all."""
         leaving = [
-            self._groups[prompt].popitem(last=False)[1]
+            self._rows_of[prompt].popitem(last=False)[1]
             for prompt in touched
-            for _ in range(len(self._groups[prompt]) - self._config.capacity_per_prompt)
+            for _ in range(len(self._rows_of[prompt]) - self._config.capacity_per_prompt)
         ]
         self._evicted += len(leaving)
         self._rows.kill(leaving)
         oldest = self._rows.oldest(max(0, len(self) - self._config.capacity))
         for prompt in self._rows.record[oldest]["prompt_row"].tolist():
-            self._groups[prompt].popitem(last=False)  # the oldest of all is the oldest of its prompt
-            if not self._groups[prompt]:
-                del self._groups[prompt]
+            self._rows_of[prompt].popitem(last=False)  # the oldest of all is the oldest of its prompt
+            if not self._rows_of[prompt]:
+                del self._rows_of[prompt]
         self._evicted += len(oldest)
         self._rows.kill(oldest)
         return len(leaving) + len(oldest)
@@ -179,11 +179,11 @@ class ReplayBuffer:
         leaving = live[unwanted(self._rows.record[live])]
         gone = set(leaving.tolist())
         for prompt in np.unique(self._rows.record["prompt_row"][leaving]).tolist():
-            kept = OrderedDict((key, row) for key, row in self._groups[prompt].items() if row not in gone)
+            kept = OrderedDict((key, row) for key, row in self._rows_of[prompt].items() if row not in gone)
             if kept:
-                self._groups[prompt] = kept
+                self._rows_of[prompt] = kept
             else:
-                del self._groups[prompt]
+                del self._rows_of[prompt]
         self._evicted += len(gone)
         self._rows.kill(leaving)
         if self._rows.mostly_dead:
@@ -194,7 +194,7 @@ class ReplayBuffer:
         live = np.flatnonzero(self._rows.live)
         row_after = np.cumsum(self._rows.live) - 1
         self._rows = self._rows.take(live)
-        for group in self._groups.values():
+        for group in self._rows_of.values():
             for key, row in group.items():
                 group[key] = int(row_after[row])
 
@@ -204,7 +204,7 @@ class ReplayBuffer:
         """B = ``groups`` groups of K = ``group_size`` trajectories, by MOP (TBA, §3).
 
         With probability ``most_on_policy`` a group's prompt is drawn among those with trajectories of the
-        most recent round, and its completions uniformly among these; where they are fewer than K, the
+        most recent revision, and its completions uniformly among these; where they are fewer than K, the
         prompt's other trajectories complete the group. Otherwise the prompt is drawn among all, and its
         completions by softmax(reward / reward_temperature) mixed with ``uniform_mix`` of uniform. Either
         way the completions are distinct while the prompt has K, else all of them and repeats by the same
@@ -216,38 +216,40 @@ class ReplayBuffer:
         Randomness depends on (seed, step) alone. The cost depends on B, K and the trajectories of the
         drawn prompts, not on how much is stored.
         """
-        assert self._groups, "the buffer is filled before it is sampled"
+        assert self._rows_of, "the buffer is filled before it is sampled"
         rng = np.random.default_rng([self._seed, _REPLAY, step])
         chosen, taken = [], set[int]()
         for most_recent in (rng.random(groups) < self._config.most_on_policy).tolist():
-            if len(taken) == len(self._groups):
+            if len(taken) == len(self._rows_of):
                 taken.clear()
             prompt = self._recent.draw(rng, taken, self._is_recent) if most_recent else None
             recent = prompt is not None
             if prompt is None:
-                prompt = self._everyone.draw(rng, taken, self._groups.__contains__)
+                prompt = self._everyone.draw(rng, taken, self._rows_of.__contains__)
             assert prompt is not None
             taken.add(prompt)
             chosen.append(self._choose(rng, prompt, group_size, recent=recent))
         return self._batch(np.concatenate(chosen), group_size)
 
     def _is_recent(self, prompt: int) -> bool:
-        """Whether the youngest live trajectory of a prompt is of the most recent round."""
-        group = self._groups.get(prompt)
-        return group is not None and bool(self._rows.round[next(reversed(group.values()))] == self._round)
+        """Whether the youngest live trajectory of a prompt is of the most recent revision."""
+        group = self._rows_of.get(prompt)
+        return group is not None and bool(
+            self._rows.revision[next(reversed(group.values()))] == self._revision
+        )
 
     def _choose(self, rng: np.random.Generator, prompt: int, count: int, *, recent: bool) -> np.ndarray:
         """int64 [K] rows of a prompt.
 
         Gumbel top-k: the largest of log weight + Gumbel noise are a draw without replacement by weight.
         """
-        group = self._groups[prompt]
+        group = self._rows_of[prompt]
         rows = np.fromiter(group.values(), np.int64, len(group))
         weight = self._weights(self._rows.record["reward"][rows])
         score = np.log(np.maximum(weight, np.finfo(weight.dtype).tiny)) + rng.gumbel(size=len(rows))
         first = np.zeros(len(rows), bool)
         if recent:
-            first = self._rows.round[rows] == self._round
+            first = self._rows.revision[rows] == self._revision
             score[first] = rng.gumbel(size=np.count_nonzero(first))
         distinct = rows[np.lexsort((-score, ~first))[:count]]
         repeats = rng.choice(rows, count - len(distinct), p=weight)
@@ -293,9 +295,9 @@ class ReplayBuffer:
         """Plain arrays from which ``restore`` makes a buffer that goes on exactly as this one would."""
         live = self.trajectories()
         return {
-            "counters": np.array([self._merged, self._duplicates, self._evicted, self._round], np.int64),
+            "counters": np.array([self._merged, self._duplicates, self._evicted, self._revision], np.int64),
             "record": live.record,
-            "round": self._rows.round[self._rows.live],
+            "revision": self._rows.revision[self._rows.live],
             "completion_tokens": live.completions.values,
             "completion_offsets": live.completions.offsets,
             "logprobs": live.logprobs,
@@ -319,10 +321,10 @@ class ReplayBuffer:
         prompt_N = live.record["prompt_row"].astype(np.int64)
         self._prompts = _Prompts.restore(arrays["prompt_id"], live.prompts)
         self._rows = _Rows()
-        self._rows.append(live, prompt_N, arrays["round"])
-        self._groups = {}
-        self._file(range(len(live)), prompt_N.tolist(), _fingerprints(live.completions))
-        self._merged, self._duplicates, self._evicted, self._round = arrays["counters"].tolist()
+        self._rows.append(live, prompt_N, arrays["revision"])
+        self._rows_of = {}
+        self._insert(range(len(live)), prompt_N.tolist(), _fingerprints(live.completions))
+        self._merged, self._duplicates, self._evicted, self._revision = arrays["counters"].tolist()
         self._everyone = _Draw(arrays["everyone_waiting"], arrays["everyone_drawn"])
         self._recent = _Draw(arrays["recent_waiting"], arrays["recent_drawn"])
 
@@ -441,7 +443,7 @@ class _Rows:
 
     def __init__(self) -> None:
         self._record = _Column(RECORD)
-        self._round = _Column(np.int64)
+        self._revision = _Column(np.int64)
         self._live = _Column(np.bool_)
         self._offsets = _Column(np.int64, [0])
         self._tokens = _Column(np.int32)
@@ -460,9 +462,9 @@ class _Rows:
         return self._record.values
 
     @property
-    def round(self) -> np.ndarray:
-        """int64 [N]: the sync round that brought it."""
-        return self._round.values
+    def revision(self) -> np.ndarray:
+        """int64 [N]: the buffer's revision that brought it."""
+        return self._revision.values
 
     @property
     def live(self) -> np.ndarray:
@@ -474,13 +476,13 @@ class _Rows:
         """Whether more than half of the rows, or of the tokens, are garbage."""
         return 2 * self._dead_rows > len(self) or 2 * self._dead_tokens > len(self._tokens)
 
-    def append(self, trajectories: Trajectories, prompt_N: np.ndarray, round: int | np.ndarray) -> None:
+    def append(self, trajectories: Trajectories, prompt_N: np.ndarray, revision: int | np.ndarray) -> None:
         """Add live rows."""
         count, tokens = len(trajectories), len(self._tokens)
         record = trajectories.record.copy()
         record["prompt_row"] = prompt_N
         self._record.append(record)
-        self._round.append(np.broadcast_to(round, count))
+        self._revision.append(np.broadcast_to(revision, count))
         self._live.append(np.ones(count, bool))
         self._offsets.append(tokens + trajectories.completions.offsets[1:])
         self._tokens.append(trajectories.completions.values)
@@ -539,7 +541,7 @@ class _Rows:
         nothing = Ragged(np.empty(0, np.int32), np.zeros(1, np.int64))
         kept = Trajectories(self.record[rows], nothing, completions, logprobs, ref_logprobs)
         made = _Rows()
-        made.append(kept, kept.record["prompt_row"], self.round[rows])
+        made.append(kept, kept.record["prompt_row"], self.revision[rows])
         return made
 
 

@@ -22,7 +22,11 @@ from tba_hpc.ports import EngineError, ExchangeError
 from tba_hpc.report.status import follow, print_status
 from tba_hpc.report.summary import summarise
 from tba_hpc.report.tables import print_summary
-from tba_hpc.state import DiskFullError, RunDir, StateError, log_event
+from tba_hpc.run.checkpoints import StateError
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import log_event
+from tba_hpc.run.files import DiskFullError
+from tba_hpc.run.notes import REFUSED, write_note
 from tba_hpc.types import Role, Split
 
 app = typer.Typer(
@@ -135,7 +139,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Say what this cluster or machine has and what of it will go wrong; exit 1 where a run would fail."""
-    from tba_hpc.launch import doctor
+    from tba_hpc.doctor import examine as doctor
     from tba_hpc.launch.plan import load_site
 
     if launch and site is None:
@@ -155,7 +159,7 @@ def doctor(
 def greet(verb: str, run: RunPath) -> None:
     """Be a rank of the job that ``tba doctor --launch`` starts: join the world, note what the node has."""
     from tba_hpc.backends.mpi_world import MpiWorld  # importing it starts MPI
-    from tba_hpc.launch import trial
+    from tba_hpc.doctor import trial
 
     run_dir = _open(run)
     role, config = VERBS[verb], run_dir.config()
@@ -167,8 +171,8 @@ def greet(verb: str, run: RunPath) -> None:
             deadline=config.exchange.deadline_seconds,
         )
     except (ConfigError, ExchangeError) as error:
-        local.report_error(run_dir, role, 0, str(error), refused=True)
-        raise typer.Exit(local.USER_ERROR) from None
+        write_note(run_dir, role, 0, str(error), "refused")
+        raise typer.Exit(REFUSED) from None
     if world.local_index == 0:
         trial.greet(run_dir, leader=world.rank == 0)
 
@@ -238,4 +242,4 @@ def main() -> None:
         app()
     except (ConfigError, StateError, DiskFullError, EngineError, local.LaunchError) as error:
         print(f"tba: {error}", file=sys.stderr)
-        sys.exit(local.USER_ERROR)
+        sys.exit(REFUSED)

@@ -23,7 +23,7 @@ train/wait_share                wall time outside forward, backward and optimize
 sync/version                    weights last published (optimizer steps)
 sync/publish_stall_seconds      time that the loop stood still in this step's publish, if it had one (s)
 sync/late                       publishes put off because the round before was under way (count, so far)
-sync/rounds                     publishes so far (count)
+sync/publishes                     publishes so far (count)
 buffer/size                     trajectories in the replay buffer (count)
 buffer/prompts                  distinct prompts in it (count)
 buffer/added                    trajectories merged so far, less the duplicates (count)
@@ -63,7 +63,7 @@ search/rejected                 trajectories set aside for a reward that is not 
 event: started                  a record without the above, one per start of this rank, with
 searchers                       searcher ranks that share the prompts (count)
 event: sealed                   one per shard, with ``trajectories``, ``shard`` (its index), and
-search/dealt                    training prompts taken from the sequence since this start (count)
+search/issued                    training prompts taken from the sequence since this start (count)
 ==============================  ========================================================================
 """
 

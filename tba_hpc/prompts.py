@@ -1,4 +1,4 @@
-"""The prompt sequence of a run: its order, what of it is done, and how far it may be dealt.
+"""The prompt sequence of a run: its order, what of it is done, and how far it may be issued.
 
 It must not know who asks for prompts or what becomes of them. Imports no torch.
 """
@@ -17,50 +17,50 @@ from tba_hpc.ports import ExchangeError
 _PROMPT_ORDER = int.from_bytes(b"prompt order")  # keeps this stream apart from others of the same seed
 
 
-class PromptLedger:
-    """The positions of the prompt sequence whose groups lie in sealed shards: a growing set of bits."""
+class CompletedRequests:
+    """The request_ids of the prompt sequence whose groups lie in sealed shards: a growing set of bits."""
 
     def __init__(self) -> None:
         self._done = np.zeros(0, np.bool_)
 
     @classmethod
-    def from_array(cls, packed: np.ndarray) -> PromptLedger:
+    def from_array(cls, packed: np.ndarray) -> CompletedRequests:
         """Inverse of to_array."""
-        ledger = cls()
-        ledger._done = np.unpackbits(packed).view(np.bool_)
-        return ledger
+        completed = cls()
+        completed._done = np.unpackbits(packed).view(np.bool_)
+        return completed
 
     def to_array(self) -> np.ndarray:
-        """uint8 bitmap, eight positions a byte."""
+        """uint8 bitmap, eight request_ids a byte."""
         return np.packbits(self._done[: self._end])
 
-    def add(self, positions: np.ndarray) -> None:
-        """Mark positions (int64, any shape, repeats allowed) as done."""
-        if positions.size == 0:
+    def add(self, request_ids: np.ndarray) -> None:
+        """Mark request_ids (int64, any shape, repeats allowed) as done."""
+        if request_ids.size == 0:
             return
-        assert positions.min() >= 0, "a position of the prompt sequence is never negative"
-        needed = int(positions.max()) + 1
+        assert request_ids.min() >= 0, "a request_id of the prompt sequence is never negative"
+        needed = int(request_ids.max()) + 1
         if needed > len(self._done):
             grown = np.zeros(max(needed, 2 * len(self._done)), np.bool_)
             grown[: len(self._done)] = self._done
             self._done = grown
-        self._done[positions] = True
+        self._done[request_ids] = True
 
-    def merge(self, other: PromptLedger) -> None:
+    def merge(self, other: CompletedRequests) -> None:
         """Mark what is done in ``other``."""
         self.add(np.flatnonzero(other._done))
 
-    def done(self, position: int) -> bool:
-        """Whether the group at ``position`` is sealed."""
-        return position < len(self._done) and bool(self._done[position])
+    def done(self, request_id: int) -> bool:
+        """Whether the group at ``request_id`` is sealed."""
+        return request_id < len(self._done) and bool(self._done[request_id])
 
     def __len__(self) -> int:
-        """Positions done."""
+        """RequestIds done."""
         return int(self._done.sum())
 
     @property
     def frontier(self) -> int:
-        """The first position not done."""
+        """The first request_id not done."""
         return len(self._done) if self._done.all() else int(self._done.argmin())
 
     @property
@@ -77,38 +77,38 @@ class PromptOrder:
         self._epoch = -1
         self._permutation = np.empty(0, np.int64)
 
-    def prompt_at(self, position: int) -> int:
-        """Id of the prompt at ``position``."""
-        epoch, place = divmod(position, self._n_prompts)
+    def prompt_at(self, request_id: int) -> int:
+        """Id of the prompt at ``request_id``."""
+        epoch, place = divmod(request_id, self._n_prompts)
         if epoch != self._epoch:
             self._epoch = epoch
             random = np.random.default_rng([self._seed, _PROMPT_ORDER, epoch])
             self._permutation = random.permutation(self._n_prompts)
         return int(self._permutation[place])
 
-    def positions(self, searcher: int, searchers: int, ledger: PromptLedger) -> Iterator[int]:
-        """Positions of one of ``searchers``, ascending without end, leaving out what is done.
+    def request_ids(self, searcher: int, searchers: int, completed: CompletedRequests) -> Iterator[int]:
+        """RequestIds of one of ``searchers``, ascending without end, leaving out what is done.
 
-        Only this searcher ever takes positions ≡ ``searcher`` (mod ``searchers``), so that nothing is
-        dealt twice in an attempt; a resume deals whatever was not sealed, to any number of searchers.
+        Only this searcher ever takes request_ids ≡ ``searcher`` (mod ``searchers``), so that nothing is
+        issued twice in an attempt; a resume deals whatever was not sealed, to any number of searchers.
         """
         mine = itertools.count(searcher, searchers)
-        return (position for position in mine if not ledger.done(position))
+        return (request_id for request_id in mine if not completed.done(request_id))
 
 
-class PromptQuota:
+class RolloutBudget:
     """How far the searchers may go in the prompt sequence where staleness is bounded: to before ``end``.
 
     What is begun under weights v is used by step v + n, if no more than (n + 1)·B groups are begun before
     there are newer weights (AReaL, arXiv 2505.24298, §5.1): so ``end`` is (v + n + 1)·B in a run that loses
-    nothing. Positions that were done before, and those of searchers that were counted out, do not count:
-    others are dealt instead of them.
+    nothing. RequestIds that were done before, and those of searchers that were counted out, do not count:
+    others are issued instead of them.
 
     done: when the attempt begins · step: the first of the attempt · groups: those that live in the buffer
     already, which nobody need begin.
     """
 
-    def __init__(self, config: Config, done: PromptLedger, *, step: int, groups: int) -> None:
+    def __init__(self, config: Config, done: CompletedRequests, *, step: int, groups: int) -> None:
         assert config.exchange.max_staleness is not None, "an unbounded staleness needs no quota"
         self.end = 0
         self._steps_ahead = config.exchange.max_staleness + 1
@@ -116,7 +116,7 @@ class PromptQuota:
         self._first_step, self._last_step = step, config.train.steps
         self._searchers = config.launch.searchers
         self._absent: set[int] = set()
-        self._done = PromptLedger.from_array(done.to_array())
+        self._done = CompletedRequests.from_array(done.to_array())
         self._allowed = groups
         self._granted = Counter[int]()
         self._arrived = Counter[int]()
@@ -141,16 +141,16 @@ class PromptQuota:
                 groups -= searcher not in self._absent
             self.end += 1
 
-    def arrive(self, positions: np.ndarray) -> None:
+    def arrive(self, request_ids: np.ndarray) -> None:
         """Groups have come; one from beyond ``end`` in the place of another that was set aside."""
-        self._arrived.update((positions % self._searchers).tolist())
+        self._arrived.update((request_ids % self._searchers).tolist())
 
     def owed(self) -> Counter[int]:
         """Groups that may have been begun and have not come, by searcher, those counted out left out."""
         owed = self._granted - self._arrived
         return Counter({searcher: count for searcher, count in owed.items() if searcher not in self._absent})
 
-    def count_out(self, searchers: set[int], why: str) -> None:
+    def exclude(self, searchers: set[int], why: str) -> None:
         """Expect nothing more of these. Raises ExchangeError(``why``) where no other searcher is left."""
         self._absent |= searchers
         if len(self._absent) == self._searchers:

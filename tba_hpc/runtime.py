@@ -24,9 +24,8 @@ from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExch
 from tba_hpc.backends.hdf5_shards import ShardError, ShardWriter, read_arrays, read_pending, write_arrays
 from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import Config, ConfigError
-from tba_hpc.evaluator import Evaluator
-from tba_hpc.launch.local import FAULT, USER_ERROR, own_log, rank_name, report_error
 from tba_hpc.metrics import MetricsWriter
+from tba_hpc.online_evaluation import OnlineEvaluator
 from tba_hpc.ports import (
     EngineError,
     ExchangeError,
@@ -36,29 +35,27 @@ from tba_hpc.ports import (
     Task,
     TrainerExchange,
 )
-from tba_hpc.prompts import PromptLedger, PromptOrder
+from tba_hpc.prompts import CompletedRequests, PromptOrder
 from tba_hpc.report import summary
-from tba_hpc.scorer import Scorer
-from tba_hpc.searcher import Searcher
-from tba_hpc.state import (
+from tba_hpc.run.checkpoints import (
     BUFFER_FILE,
     PROMPTS_FILE,
-    DiskFullError,
-    RunDir,
     StateError,
-    StopFlag,
     TrainerState,
     begin_checkpoint,
     complete_checkpoint,
-    discard_evaluations,
-    find_evaluation,
     latest_checkpoint,
-    make_durable,
     prune_references,
     prune_shards,
     read_state,
-    write_evaluation,
 )
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.evaluations import discard_evaluations, find_evaluation, write_evaluation
+from tba_hpc.run.files import DiskFullError, make_durable
+from tba_hpc.run.notes import FAILED, REFUSED, rank_name, redirect_output, write_note
+from tba_hpc.run.signals import StopFlag
+from tba_hpc.scorer import Scorer
+from tba_hpc.searcher import Searcher
 from tba_hpc.tasks import load_task
 from tba_hpc.trainer import Trainer
 from tba_hpc.types import Request, Role, Sampling, Split, WeightLayout
@@ -85,7 +82,7 @@ FAULTS = (EngineError, ExchangeError, OSError)
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Placement:
     """This rank's place: its number within the role, its first GPU, and the MPI world where there is one."""
 
     index: int
@@ -93,7 +90,7 @@ class Seat:
     mpi: MpiWorld | None
 
     @classmethod
-    def take(cls, config: Config, role: Role, index: int | None) -> Seat:
+    def take(cls, config: Config, role: Role, index: int | None) -> Placement:
         """Join the MPI world, or sit where ``index`` says (files). Raises ConfigError, ExchangeError."""
         if config.exchange.transport == "files":
             if index is None:
@@ -120,41 +117,45 @@ def train(run: RunDir, index: int | None) -> None:
     """
     config = run.config()
     with errors_reported(run, "trainer", index or 0):
-        seat = Seat.take(config, "trainer", index)
-    own_log(run, "trainer", seat.index)
-    with errors_reported(run, "trainer", seat.index):
-        _choose_gpus(seat.gpu, _gpus(config, "trainer"))
+        placement = Placement.take(config, "trainer", index)
+    redirect_output(run, "trainer", placement.index)
+    with errors_reported(run, "trainer", placement.index):
+        _choose_gpus(placement.gpu, _gpus(config, "trainer"))
         from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
 
         learner = DeepSpeedLearner.create(
             config,
-            rank=seat.index,
+            rank=placement.index,
             ranks=config.launch.trainers,
             store=_rendezvous(run),
             deadline=config.exchange.deadline_seconds,
         )
-        if seat.index == 0:
-            _lead(run, config, seat, learner)
+        if placement.index == 0:
+            _lead(run, config, placement, learner)
         else:
             with _led():
-                follower = _open_follower(run, seat, learner.layout)
+                follower = _open_follower(run, placement, learner.layout)
                 learner.follow(follower.slot)
                 follower.close()
 
 
-def _lead(run: RunDir, config: Config, seat: Seat, learner: Learner) -> None:
+def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -> None:
     """Restore what the last checkpoint holds, train, and leave a model, a summary and a report."""
-    buffer, ledger, state = ReplayBuffer(config.buffer, config.run.seed), PromptLedger(), TrainerState()
+    buffer, completed, state = (
+        ReplayBuffer(config.buffer, config.run.seed),
+        CompletedRequests(),
+        TrainerState(),
+    )
     folder = latest_checkpoint(run)
     if folder:
         state = read_state(folder)
-        ledger = _read_ledger(folder)
+        completed = _read_completed(folder)
         buffer.restore(read_arrays(folder / BUFFER_FILE))
         require_reference(run, config, state.step)
     discard_evaluations(run, after=state.step)
     pending = list(read_pending(run, state.cursors))
     cursors = {**state.cursors, **{shard.searcher: shard.index + 1 for shard in pending}}
-    exchange = _open_trainer(run, config, seat, learner.layout, cursors)
+    exchange = _open_trainer(run, config, placement, learner.layout, cursors)
     if folder:  # only now, since the other trainer ranks follow once they are in the exchange
         if find_evaluation(run, "test", 0) is None:  # it was cut short; these are still the first weights
             _publish_first(exchange, config, learner)
@@ -166,7 +167,7 @@ def _lead(run: RunDir, config: Config, seat: Seat, learner: Learner) -> None:
             learner=learner,
             exchange=exchange,
             buffer=buffer,
-            ledger=ledger,
+            completed=completed,
             state=state,
             pending=pending,
             checkpoints=Checkpoints(run, config.checkpoint.keep),
@@ -191,38 +192,40 @@ def search(run: RunDir, index: int | None) -> None:
     """Be searcher rank ``index`` (None: as MPI says) of ``run`` until the trainer ends it."""
     config = run.config()
     with errors_reported(run, "searcher", index or 0):
-        seat = Seat.take(config, "searcher", index)
-    own_log(run, "searcher", seat.index)
-    with errors_reported(run, "searcher", seat.index):
-        _choose_gpus(seat.gpu, _gpus(config, "searcher"))
+        placement = Placement.take(config, "searcher", index)
+    redirect_output(run, "searcher", placement.index)
+    with errors_reported(run, "searcher", placement.index):
+        _choose_gpus(placement.gpu, _gpus(config, "searcher"))
         from tba_hpc.backends.vllm_generator import VllmGenerator
 
-        state, ledger = _progress(run)
+        state, completed = _progress(run)
         # First of all, since its process builds the engine while this one imports torch.
-        generator = VllmGenerator(config.model, config.generator, seed=_seed(config, seat.index, state.round))
+        generator = VllmGenerator(
+            config.model, config.generator, seed=_seed(config, placement.index, state.revision)
+        )
         from tba_hpc.backends.hf_model import load_tokenizer
         from tba_hpc.backends.vllm_victim import VllmVictim
 
-        serve = partial(VllmVictim, seed=_seed(config, seat.index, state.round))
+        serve = partial(VllmVictim, seed=_seed(config, placement.index, state.revision))
         task = load_task(config.task, load_tokenizer(config.model.path), serve)
         refuse_long_prompts(task, config)
         refuse_few_prompts(task, config)
-        metrics = _metrics(run, config, "searcher", seat.index)
+        metrics = _metrics(run, config, "searcher", placement.index)
         metrics.log({"event": "started", "searchers": config.launch.searchers})
         scorer = Scorer(
             task,
             _load_reference(run, config),
-            ShardWriter(run, seat.index, first_index=state.cursors.get(seat.index, 0)),
+            ShardWriter(run, placement.index, first_index=state.cursors.get(placement.index, 0)),
             seal_seconds=config.exchange.seal_seconds,
         )
         with _led() as stop:
             searcher = Searcher(
                 generator=generator,
                 scorer=scorer,
-                requests=training_requests(config, task, seat.index, ledger),
-                evaluator=_evaluator(config, task, seat.index),
+                requests=training_requests(config, task, placement.index, completed),
+                evaluator=_online_evaluator(config, task, placement.index),
                 report=partial(write_evaluation, run),
-                exchange=_open_searcher(run, config, seat),
+                exchange=_open_searcher(run, config, placement),
                 metrics=metrics,
                 stop_asked=lambda: stop.is_set,
                 sequences=(config.generator.prompts_in_flight + PROMPTS_AHEAD)
@@ -265,21 +268,21 @@ def _publish_first(exchange: TrainerExchange, config: Config, learner: Learner) 
 
 
 def _open_trainer(
-    run: RunDir, config: Config, seat: Seat, layout: WeightLayout, cursors: Mapping[int, int]
+    run: RunDir, config: Config, placement: Placement, layout: WeightLayout, cursors: Mapping[int, int]
 ) -> TrainerExchange:
     pending = partial(read_pending, run)
 
     def evaluated(split: Split, step: int) -> bool:
         return find_evaluation(run, split, step) is not None
 
-    if seat.mpi is None:
+    if placement.mpi is None:
         return FileTrainerExchange(
             run.weights, layout, read_pending=pending, cursors=cursors, evaluated=evaluated
         )
     from tba_hpc.backends.mpi_exchange import MpiTrainerExchange
 
     return MpiTrainerExchange.open(
-        seat.mpi,
+        placement.mpi,
         layout,
         bucket_mb=config.exchange.bucket_mb,
         read_pending=pending,
@@ -288,20 +291,22 @@ def _open_trainer(
     )
 
 
-def _open_follower(run: RunDir, seat: Seat, layout: WeightLayout) -> MpiTrainerFollower | FileTrainerFollower:
-    if seat.mpi is None:
+def _open_follower(
+    run: RunDir, placement: Placement, layout: WeightLayout
+) -> MpiTrainerFollower | FileTrainerFollower:
+    if placement.mpi is None:
         return FileTrainerFollower(run.weights, layout)
     from tba_hpc.backends.mpi_exchange import MpiTrainerFollower
 
-    return MpiTrainerFollower.open(seat.mpi)
+    return MpiTrainerFollower.open(placement.mpi)
 
 
-def _open_searcher(run: RunDir, config: Config, seat: Seat) -> SearcherExchange:
-    if seat.mpi:
+def _open_searcher(run: RunDir, config: Config, placement: Placement) -> SearcherExchange:
+    if placement.mpi:
         from tba_hpc.backends.mpi_exchange import MpiSearcherExchange
 
-        return MpiSearcherExchange.open(seat.mpi)
-    return FileSearcherExchange(run.weights, seat.index, deadline=config.exchange.deadline_seconds)
+        return MpiSearcherExchange.open(placement.mpi)
+    return FileSearcherExchange(run.weights, placement.index, deadline=config.exchange.deadline_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,14 +317,14 @@ class Checkpoints:
     keep: int
 
     def save(
-        self, state: TrainerState, learner: Learner, buffer: ReplayBuffer, ledger: PromptLedger
+        self, state: TrainerState, learner: Learner, buffer: ReplayBuffer, completed: CompletedRequests
     ) -> TrainerState:
         """Write a checkpoint; then shards that no kept checkpoint needs are deleted."""
         began = time.monotonic()
         folder = begin_checkpoint(self.run, state.step)
         learner.save(folder)
         write_arrays(folder / BUFFER_FILE, buffer.state())
-        write_arrays(folder / PROMPTS_FILE, {"done": ledger.to_array()})
+        write_arrays(folder / PROMPTS_FILE, {"done": completed.to_array()})
         make_durable(folder)
         state = replace(state, save_seconds=max(state.save_seconds, time.monotonic() - began))
         prune_shards(self.run, complete_checkpoint(self.run, folder, state, keep=self.keep))
@@ -350,32 +355,34 @@ def _led() -> Iterator[StopFlag]:
 def errors_reported(run: RunDir, role: Role, index: int) -> Iterator[None]:
     """Leave an error to the launcher as its sentence; the traceback goes to the log.
 
-    The name of its note tells ``slurm/env.sh`` whether to start the ranks again.
+    The name of its note tells ``job_supervisor.sh`` whether to start the ranks again.
     """
     try:
         yield
     except (*REFUSALS, *FAULTS) as error:
         log.exception("%s ends", rank_name(role, index))
         mendable = isinstance(error, REFUSALS)
-        report_error(run, role, index, str(error), refused=mendable)
-        raise SystemExit(USER_ERROR if mendable else FAULT) from None
+        write_note(run, role, index, str(error), "refused" if mendable else "failed")
+        raise SystemExit(REFUSED if mendable else FAILED) from None
 
 
-def training_requests(config: Config, task: Task, searcher: int, ledger: PromptLedger) -> Iterator[Request]:
+def training_requests(
+    config: Config, task: Task, searcher: int, completed: CompletedRequests
+) -> Iterator[Request]:
     """The prompts of one searcher, without end, in the run's order, less those done before."""
     prompts = task.prompts("train")
     order = PromptOrder(config.run.seed, len(prompts))
     section = config.generator
-    for position in order.positions(searcher, config.launch.searchers, ledger):
-        prompt, temperature = prompts[order.prompt_at(position)], _temperature(config, position)
+    for request_id in order.request_ids(searcher, config.launch.searchers, completed):
+        prompt, temperature = prompts[order.prompt_at(request_id)], _temperature(config, request_id)
         sampling = Sampling(temperature, section.top_p, section.max_tokens, section.min_tokens)
-        yield Request(prompt, position, section.completions_per_prompt, sampling)
+        yield Request(prompt, request_id, section.completions_per_prompt, sampling)
 
 
-def _temperature(config: Config, position: int) -> float:
-    """Sampling temperature at ``position`` of the prompt sequence, a function of seed and position."""
+def _temperature(config: Config, request_id: int) -> float:
+    """Sampling temperature at ``request_id`` of the prompt sequence, a function of seed and request_id."""
     section = config.generator
-    random = np.random.default_rng([config.run.seed, _TEMPERATURE, position])
+    random = np.random.default_rng([config.run.seed, _TEMPERATURE, request_id])
     if random.random() >= section.tempered_share:
         return section.temperature
     return float(random.uniform(*section.tempered_range))
@@ -404,23 +411,23 @@ def refuse_few_prompts(task: Task, config: Config) -> None:
         )
 
 
-def _progress(run: RunDir) -> tuple[TrainerState, PromptLedger]:
-    """State of the last checkpoint, and every position of the prompt sequence sealed so far."""
-    state, ledger = TrainerState(), PromptLedger()
+def _progress(run: RunDir) -> tuple[TrainerState, CompletedRequests]:
+    """State of the last checkpoint, and every request_id of the prompt sequence sealed so far."""
+    state, completed = TrainerState(), CompletedRequests()
     if folder := latest_checkpoint(run):
         state = read_state(folder)
-        ledger = _read_ledger(folder)
+        completed = _read_completed(folder)
     for shard in read_pending(run, state.cursors):
-        ledger.add(shard.trajectories.record["position"])
-    return state, ledger
+        completed.add(shard.trajectories.record["request_id"])
+    return state, completed
 
 
-def _read_ledger(folder: Path) -> PromptLedger:
-    return PromptLedger.from_array(read_arrays(folder / PROMPTS_FILE)["done"])
+def _read_completed(folder: Path) -> CompletedRequests:
+    return CompletedRequests.from_array(read_arrays(folder / PROMPTS_FILE)["done"])
 
 
-def _evaluator(config: Config, task: Task, searcher: int) -> Evaluator:
-    return Evaluator(
+def _online_evaluator(config: Config, task: Task, searcher: int) -> OnlineEvaluator:
+    return OnlineEvaluator(
         task,
         searcher=searcher,
         searchers=config.launch.searchers,
@@ -477,6 +484,6 @@ def _choose_gpus(first: int, wanted: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
 
 
-def _seed(config: Config, searcher: int, round: int) -> int:
+def _seed(config: Config, searcher: int, revision: int) -> int:
     """The engine's seed: another one for each searcher and after each resume."""
-    return int(np.random.SeedSequence([config.run.seed, searcher, round]).generate_state(1)[0] >> 1)
+    return int(np.random.SeedSequence([config.run.seed, searcher, revision]).generate_state(1)[0] >> 1)

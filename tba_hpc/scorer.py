@@ -194,8 +194,8 @@ def _without_rejected(group: Group, kept: list[int]) -> Group:
     """The group less the completions set aside, which are named."""
     request, total = group.request, len(group.completions)
     log.warning(
-        "prompt %d (position %d): %d of %d rewards are not finite numbers; these trajectories are set aside, "
+        "prompt %d (request %d): %d of %d rewards are not finite numbers; these trajectories are set aside, "
         "check the task's rewards()",
-        *(request.prompt.id, request.position, total - len(kept), total),
+        *(request.prompt.id, request.id, total - len(kept), total),
     )
     return Group(request, tuple(group.completions[row] for row in kept), group.versions[kept])

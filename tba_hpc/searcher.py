@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from tba_hpc.evaluator import Evaluator
 from tba_hpc.metrics import Clock, MetricsWriter
+from tba_hpc.online_evaluation import OnlineEvaluator
 from tba_hpc.ports import Generator, SearcherExchange
+from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.scorer import Scored, Scorer
-from tba_hpc.state import Evaluation
 from tba_hpc.types import Group, Request, Shard
 
 LOG_SECONDS = 1.0
@@ -50,7 +50,7 @@ class Searcher:
         scorer: Scorer,
         exchange: SearcherExchange,
         requests: Iterator[Request],
-        evaluator: Evaluator,
+        evaluator: OnlineEvaluator,
         report: Callable[[int, int, Evaluation], None],
         metrics: MetricsWriter,
         stop_asked: Callable[[], bool],
@@ -68,14 +68,14 @@ class Searcher:
         self._sequences = sequences
         self._pending_shards = pending_shards
         self._upcoming: Request | None = None
-        self._quota: int | None = None  # the first position that may not be dealt yet
+        self._budget: int | None = None  # the first request_id that may not be issued yet
         self._set_aside = 0  # groups without a single reward, each of which another one may replace
-        self._ahead: list[int] = []  # positions dealt beyond the quota, for that
+        self._ahead: list[int] = []  # request_ids issued beyond the quota, for that
         self._loaded = False
         self._awaited: tuple[int, float] | None = None  # version and publication of the weights given last
         self._busy_seconds = 0.0
         self._rejected = 0
-        self._dealt = 0
+        self._issued = 0
         self._tally = Tally()
         self._clock = Clock()
         self._logged = time.monotonic()
@@ -110,7 +110,7 @@ class Searcher:
             return
         self._generator.load(update)
         self._loaded = True
-        self._quota = update.quota
+        self._budget = update.quota
         self._scorer.refer_to(update.reference)
         self._awaited = update.version, update.published
         if update.evaluate is None:
@@ -139,27 +139,27 @@ class Searcher:
         if ending or self._exchange.pending >= self._pending_shards:
             return None
         self._upcoming = self._upcoming or next(self._requests, None)
-        if self._upcoming is None or not self._may_begin(self._upcoming.position):
+        if self._upcoming is None or not self._may_begin(self._upcoming.id):
             return None
         request, self._upcoming = self._upcoming, None
-        self._dealt += 1
+        self._issued += 1
         return request
 
-    def _may_begin(self, position: int) -> bool:
-        """Whether the quota lets a position be dealt, or a group that was set aside left its place."""
-        quota = self._quota
-        if quota is None or position < quota:
+    def _may_begin(self, request_id: int) -> bool:
+        """Whether the quota lets a request_id be issued, or a group that was set aside left its place."""
+        quota = self._budget
+        if quota is None or request_id < quota:
             return True
         self._ahead = [other for other in self._ahead if other >= quota]
         if len(self._ahead) == self._set_aside:
             return False
-        self._ahead.append(position)
+        self._ahead.append(request_id)
         return True
 
     @property
     def _out_of_work(self) -> bool:
         """Whether the trainer must take what there is before anything else is begun."""
-        return self._quota is not None and not self._generator.in_flight
+        return self._budget is not None and not self._generator.in_flight
 
     def _generate(self) -> list[Group]:
         if self._generator.in_flight:
@@ -204,7 +204,7 @@ class Searcher:
                 "event": "sealed",
                 "shard": shard.index,
                 "trajectories": len(shard.trajectories),
-                "search/dealt": self._dealt,
+                "search/issued": self._issued,
             }
         )
 

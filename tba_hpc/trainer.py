@@ -20,8 +20,8 @@ from tba_hpc.buffer import Merged, ReplayBuffer
 from tba_hpc.config import Config
 from tba_hpc.metrics import Clock, MetricsWriter
 from tba_hpc.ports import ExchangeError, Learner, TrainerExchange
-from tba_hpc.prompts import PromptLedger, PromptQuota
-from tba_hpc.state import TrainerState
+from tba_hpc.prompts import CompletedRequests, RolloutBudget
+from tba_hpc.run.checkpoints import TrainerState
 from tba_hpc.types import Shard, Split, TrajectoryBatch
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class CheckpointStore(Protocol):
     """Where checkpoints go; see runtime.Checkpoints."""
 
     def save(
-        self, state: TrainerState, learner: Learner, buffer: ReplayBuffer, ledger: PromptLedger
+        self, state: TrainerState, learner: Learner, buffer: ReplayBuffer, completed: CompletedRequests
     ) -> TrainerState:
         """Write a complete checkpoint, drop those no longer kept; returns the state that it holds."""
 
@@ -65,7 +65,7 @@ class Trainer:
         learner: Learner,
         exchange: TrainerExchange,
         buffer: ReplayBuffer,
-        ledger: PromptLedger,
+        completed: CompletedRequests,
         state: TrainerState,
         checkpoints: CheckpointStore,
         pending: Iterable[Shard],
@@ -77,7 +77,7 @@ class Trainer:
         self._learner = learner
         self._exchange = exchange
         self._buffer = buffer
-        self._ledger = ledger
+        self._completed = completed
         self._state = state
         self._checkpoints = checkpoints
         self._pending = pending
@@ -90,7 +90,7 @@ class Trainer:
         self._next_evaluation = _next_multiple(config.evaluate.every, state.step)
         self._next_checkpoint = _next_multiple(config.checkpoint.every, state.step)
         self._reference = schedules.reference(config.train, 0)
-        self._quota: PromptQuota | None = None
+        self._budget: RolloutBudget | None = None
         self._late = 0
         self._published = state.step
         self._publishes = 0
@@ -105,12 +105,12 @@ class Trainer:
         unblocked by the searchers' shards. Whoever calls this closes the exchange, after the last evaluation.
         """
         self._log_event("resumed" if self._state != TrainerState() else "started")
-        self._renew_reference()
+        self._update_reference()
         self._merge(list(self._pending))
         self._drop_unfit()
-        self._open_quota()
+        self._open_budget()
         self._publish(evaluate="test" if self._state.step == 0 else None)
-        while not self._finished and not self.stopping and self._make_ready():
+        while not self._finished and not self.stopping and self._prepare_step():
             batch = self._sample()
             learned = self._learn(batch)
             self._log_step(batch, learned)
@@ -132,7 +132,7 @@ class Trainer:
         return is_late(left, step_seconds=self._longest_step, save_seconds=self._state.save_seconds)
 
     def _publish(self, *, evaluate: Split | None) -> bool:
-        """Publish the current weights; False, and try again later, while a round is under way."""
+        """Publish the current weights; False, and try again later, while a revision is under way."""
         step = self._state.step
         with self._clock("publish"):
             started = self._exchange.publish(
@@ -140,7 +140,7 @@ class Trainer:
                 self._learner.write_weights,
                 evaluate=evaluate,
                 reference=self._reference,
-                quota=self._quota.extend(step, missing=self._missing) if self._quota else None,
+                quota=self._budget.extend(step, missing=self._missing) if self._budget else None,
             )
         if started:
             self._published = step
@@ -148,9 +148,9 @@ class Trainer:
             self._next_sync = step + self._config.exchange.sync_every
         return started
 
-    def _make_ready(self) -> bool:
+    def _prepare_step(self) -> bool:
         """Bring reference, weights and buffer up to the next step; False where the run is to stop instead."""
-        self._renew_reference()
+        self._update_reference()
         self._drop_unfit()
         self._sync_if_due()
         self._collect()
@@ -158,7 +158,7 @@ class Trainer:
         self._late += self._sync_is_due
         return not self.stopping
 
-    def _renew_reference(self) -> None:
+    def _update_reference(self) -> None:
         """Every ρ steps the policy becomes the reference; searchers hear of it at once, with its weights."""
         step, before = self._state.step, self._reference
         self._reference = schedules.reference(self._config.train, step)
@@ -173,14 +173,14 @@ class Trainer:
         """Wait until the buffer has what the next step needs; a whole deadline without news is too long."""
         patience, last_arrival = self._config.exchange.deadline_seconds, time.monotonic()
         while self._missing and not self.stopping:
-            if self._quota and self._missing > self._quota.owed().total():
+            if self._budget and self._missing > self._budget.owed().total():
                 self._next_sync = self._state.step  # nobody may begin what is missing: let them
             if not self._sync_if_due():
                 self._exchange.gather()
             if self._collect():
                 last_arrival = time.monotonic()
             if time.monotonic() - last_arrival > patience:
-                self._go_on_without_silent(patience)
+                self._exclude_unresponsive(patience)
                 last_arrival = time.monotonic()
             time.sleep(POLL_SECONDS)
 
@@ -196,24 +196,24 @@ class Trainer:
             return max(0, self._config.buffer.initial_completions - len(self._buffer))
         if not self._config.selective:
             return 0
-        return max(0, self._config.train.prompts_per_step - self._buffer.groups)
+        return max(0, self._config.train.prompts_per_step - self._buffer.requests)
 
-    def _open_quota(self) -> None:
+    def _open_budget(self) -> None:
         """Where staleness is bounded; what is there already need not be begun."""
         if self._config.exchange.max_staleness is not None:
-            step, groups = self._state.step, self._buffer.groups
-            self._quota = PromptQuota(self._config, self._ledger, step=step, groups=groups)
+            step, groups = self._state.step, self._buffer.requests
+            self._budget = RolloutBudget(self._config, self._completed, step=step, groups=groups)
 
-    def _go_on_without_silent(self, patience: float) -> None:
+    def _exclude_unresponsive(self, patience: float) -> None:
         """Where others are left, have them begin what is owed: over files this is how a death shows.
 
         Raises ExchangeError where nobody is left to wait for.
         """
         shortage, remedy = self._shortage()
         silence = f"the replay buffer {shortage} and no new one has arrived for {patience:.0f} s: {remedy}"
-        if self._quota is None:
+        if self._budget is None:
             raise ExchangeError(silence)
-        self._quota.count_out(set(self._quota.owed()), silence)
+        self._budget.exclude(set(self._budget.owed()), silence)
         log.warning("%s; others begin what is missing", silence)
 
     def _shortage(self) -> tuple[str, str]:
@@ -224,10 +224,10 @@ class Trainer:
                 "see the searchers' logs, or lower buffer.initial_completions if the task has too few "
                 "distinct completions",
             )
-        owed = sorted(self._quota.owed()) if self._quota else range(self._config.launch.searchers)
+        owed = sorted(self._budget.owed()) if self._budget else range(self._config.launch.searchers)
         wanted, step = self._config.train.prompts_per_step, self._state.step
         return (
-            f"holds {self._buffer.groups} of the {wanted} groups that step {step} needs",
+            f"holds {self._buffer.requests} of the {wanted} groups that step {step} needs",
             f"see the logs of searchers {', '.join(map(str, owed))}, which owe them",
         )
 
@@ -254,9 +254,9 @@ class Trainer:
         """Merge what has arrived, less what is unfit; returns how many completions were new."""
         self._log_losses()
         shards = self._exchange.collect()
-        if self._quota:
+        if self._budget:
             for shard in shards:
-                self._quota.arrive(shard.trajectories.positions)
+                self._budget.arrive(shard.trajectories.request_ids)
         added = self._merge(shards)
         if added and self._filling:
             self._log_event("filling")
@@ -269,28 +269,26 @@ class Trainer:
             log.warning("searcher %d on %s died: the run goes on without it; see its log", searcher, host)
             step = self._state.step
             self._metrics.log({"event": "lost", "step": step, "searcher": searcher, "host": host})
-            if self._quota:
-                self._quota.count_out(
-                    {searcher}, f"no searcher is left: the last, {searcher} on {host}, died"
-                )
+            if self._budget:
+                self._budget.exclude({searcher}, f"no searcher is left: the last, {searcher} on {host}, died")
         return bool(lost)
 
     def _merge(self, shards: list[Shard]) -> int:
-        """Merge the shards of one round into the replay buffer; returns how many completions were new."""
+        """Merge the shards of one revision into the replay buffer; returns how many completions were new."""
         shards = [shard for shard in shards if shard.index >= self._state.cursors.get(shard.searcher, 0)]
         if not shards:
             return 0
         cursors, added, tokens = dict(self._state.cursors), 0, 0
         for shard in shards:
-            merged = self._buffer.merge(shard.trajectories, self._state.round + 1)
-            self._ledger.add(shard.trajectories.record["position"])
+            merged = self._buffer.merge(shard.trajectories, self._state.revision + 1)
+            self._completed.add(shard.trajectories.record["request_id"])
             cursors[shard.searcher] = shard.index + 1
             added += merged.added
             tokens += len(shard.trajectories.completions.values)
             self._log_merge(shard, merged)
         self._state = replace(
             self._state,
-            round=self._state.round + 1,
+            revision=self._state.revision + 1,
             cursors=cursors,
             trajectories=self._state.trajectories + sum(len(s.trajectories) for s in shards),
             added=self._buffer.added,
@@ -306,12 +304,12 @@ class Trainer:
             {
                 "event": "merged",
                 "step": self._state.step,
-                "round": self._state.round + 1,
+                "revision": self._state.revision + 1,
                 "searcher": shard.searcher,
                 "shard": shard.index,
                 "trajectories": len(shard.trajectories),
                 "tokens": len(shard.trajectories.completions.values),
-                "positions": shard.trajectories.positions.tolist(),
+                "request_ids": shard.trajectories.request_ids.tolist(),
                 **asdict(merged),
             }
         )
@@ -320,9 +318,9 @@ class Trainer:
         """Evict what is too stale by now, or scored by another reference; ``tba audit`` reads the trace."""
         if not self._config.selective or not (evicted := self._buffer.drop(self._unfit)):
             return
-        self._state = replace(self._state, round=self._state.round + 1, evicted=self._buffer.evicted)
-        step, round = self._state.step, self._state.round
-        self._metrics.log({"event": "evicted", "step": step, "round": round, "evicted": evicted})
+        self._state = replace(self._state, revision=self._state.revision + 1, evicted=self._buffer.evicted)
+        step, revision = self._state.step, self._state.revision
+        self._metrics.log({"event": "evicted", "step": step, "revision": revision, "evicted": evicted})
 
     def _unfit(self, record: np.ndarray) -> np.ndarray:
         """bool [N] of RECORD [N]: which trajectories the next step must not learn from."""
@@ -356,7 +354,7 @@ class Trainer:
     def _checkpoint(self) -> None:
         with self._clock("checkpoint"):
             self._metrics.sync()  # what the checkpoint counts is on record before it is
-            self._state = self._checkpoints.save(self._state, self._learner, self._buffer, self._ledger)
+            self._state = self._checkpoints.save(self._state, self._learner, self._buffer, self._completed)
         self._saved = self._state
         self._next_checkpoint = _next_multiple(self._config.checkpoint.every, self._state.step)
         self._log_event("checkpoint")
@@ -383,7 +381,7 @@ class Trainer:
     def _log_event(self, event: str) -> None:
         state = self._state
         self._metrics.log(
-            {"event": event, "step": state.step, "round": state.round, "buffer/size": len(self._buffer)}
+            {"event": event, "step": state.step, "revision": state.revision, "buffer/size": len(self._buffer)}
         )
 
     def _log_step(self, batch: TrajectoryBatch, learned: Mapping[str, float]) -> None:
@@ -406,7 +404,7 @@ class Trainer:
                 "sync/version": self._published,
                 "sync/publish_stall_seconds": spent.get("publish"),
                 "sync/late": self._late,
-                "sync/rounds": self._publishes,
+                "sync/publishes": self._publishes,
                 "buffer/size": len(self._buffer),
                 "buffer/prompts": self._buffer.prompts,
                 "buffer/added": self._buffer.added,

@@ -29,7 +29,7 @@ RECORD = np.dtype(
     [
         ("uid", "<u8"),  # make_uid(searcher, shard, row): unique in a run
         ("prompt_id", "<i8"),  # index of the prompt in its split
-        ("position", "<i8"),  # place in the run's global prompt sequence
+        ("request_id", "<i8"),  # place in the run's global prompt sequence
         ("prompt_row", "<u4"),  # row of the prompt in Trajectories.prompts
         ("reward", "<f4"),
         ("version_oldest", "<i4"),  # weights (optimizer step) that sampled the first token
@@ -143,10 +143,13 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``n`` completions wanted of ``prompt``, which stands at ``position`` in the sequence of ``split``."""
+    """``n`` completions wanted of ``prompt``.
+
+    id: the request's number in the run, or the prompt's id where it is for an evaluation of ``split``.
+    """
 
     prompt: Prompt
-    position: int
+    id: int
     n: int
     sampling: Sampling
     split: Split = "train"
@@ -183,10 +186,10 @@ class Trajectories:
         return len(self.record)
 
     @property
-    def positions(self) -> np.ndarray:
+    def request_ids(self) -> np.ndarray:
         """int64 [groups]: places of the groups in the run's prompt sequence, in the order of the records."""
-        position_N = self.record["position"]
-        return position_N[np.flatnonzero(np.diff(position_N, prepend=-1))]
+        request_id_N = self.record["request_id"]
+        return request_id_N[np.flatnonzero(np.diff(request_id_N, prepend=-1))]
 
     def check(self) -> None:
         """Raise ValueError with one sentence where the arrays contradict each other."""
@@ -311,8 +314,8 @@ class WeightUpdate:
     ``evaluate`` names the split to evaluate with exactly these weights, if any.
     ``published`` is when the trainer published them, unix seconds. ``share`` is this searcher's place among
     those that evaluate, and their number; None: as configured. ``reference``: step of the policy that is the
-    reference from now on, or BEHAVIOUR. ``quota``: the first position of the prompt sequence that may not be
-    dealt yet; None: no bound.
+    reference from now on, or BEHAVIOUR. ``quota``: the first request that may not be issued yet;
+    None: no bound.
     ``data`` may be shared memory: it is valid until the next call of the exchange.
     """
 

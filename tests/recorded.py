@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 from tba_hpc.config import parse_config
-from tba_hpc.state import Evaluation, RunDir, log_event, write_evaluation
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.evaluations import Evaluation, write_evaluation
+from tba_hpc.run.events import log_event
 
 STEPS = 10
 
@@ -74,9 +76,11 @@ def evaluate(
         write_evaluation(run, searcher, 2, part)
 
 
-def happen(run: RunDir, time: float, event: str, *, job: str = "", life: int = 0, **extra: object) -> None:
+def happen(
+    run: RunDir, time: float, event: str, *, job: str = "", restarts: int = 0, **extra: object
+) -> None:
     """An event at a time of its own."""
-    log_event(run, event, time=time, job=job, life=life, **extra)
+    log_event(run, event, time=time, job=job, restarts=restarts, **extra)
 
 
 def resumed_run(run: RunDir) -> None:

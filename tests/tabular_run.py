@@ -23,9 +23,10 @@ from tba_hpc.config import Config, parse_config
 from tba_hpc.metrics import MetricsWriter
 from tba_hpc.ports import Reference
 from tba_hpc.report import page
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.evaluations import write_evaluation
 from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
-from tba_hpc.state import RunDir, write_evaluation
 from tba_hpc.tasks.tabular import Table, TabularGenerator, TabularLearner, TabularReference, TabularTask
 from tba_hpc.types import TrajectoryBatch
 
@@ -117,21 +118,21 @@ def _live(path: Path, sent: signal.Signals | None, nth: int) -> None:
     ranks = [threading.Thread(target=_search, args=(run, config, s)) for s in range(config.launch.searchers)]
     for rank in ranks:
         rank.start()
-    runtime._lead(run, config, runtime.Seat(0, 0, None), MarkedLearner(run, sent, nth))
+    runtime._lead(run, config, runtime.Placement(0, 0, None), MarkedLearner(run, sent, nth))
     for rank in ranks:
         rank.join()
 
 
 def _search(run: RunDir, config: Config, index: int) -> None:
-    state, ledger = runtime._progress(run)
+    state, completed = runtime._progress(run)
     task, metrics = TabularTask(TABLE), MetricsWriter(run.metrics_file("searcher", index))
     metrics.log({"event": "started", "searchers": config.launch.searchers})
     writer = ShardWriter(run, index, first_index=state.cursors.get(index, 0))
     Searcher(
         generator=TabularGenerator(TABLE, seed=index),
         scorer=Scorer(task, _reference(run, config), writer, seal_seconds=config.exchange.seal_seconds),
-        requests=runtime.training_requests(config, task, index, ledger),
-        evaluator=runtime._evaluator(config, task, index),
+        requests=runtime.training_requests(config, task, index, completed),
+        evaluator=runtime._online_evaluator(config, task, index),
         report=partial(write_evaluation, run),
         exchange=FileSearcherExchange(run.weights, index, deadline=config.exchange.deadline_seconds),
         metrics=metrics,

@@ -25,7 +25,8 @@ from tba_hpc.audit.evidence import Evidence
 from tba_hpc.audit.history import Seals
 from tba_hpc.backends.hdf5_shards import read_arrays, read_shard, write_arrays, write_shard
 from tba_hpc.metrics import Record, read_metrics
-from tba_hpc.state import RunDir, _inventory, latest_checkpoint
+from tba_hpc.run.checkpoints import _inventory, latest_checkpoint
+from tba_hpc.run.directory import RunDir
 from tba_hpc.types import Shard, make_uid
 
 TBA = str(Path(sys.executable).parent / "tba")
@@ -152,7 +153,7 @@ def copy_a_shard_under_the_next_index(run: RunDir) -> Damage:
 
 
 def seal_a_shard_again(run: RunDir) -> Damage:
-    """As a searcher would that was dealt the same prompts again: other uids, the same positions."""
+    """As a searcher would that was issued the same prompts again: other uids, the same request_ids."""
     path = waiting(run)[-1]
     shard = read_shard(path)
     index, trajectories = shard.index + 1, shard.trajectories
@@ -178,7 +179,7 @@ def repeat_a_merge(run: RunDir) -> Damage:
     write(run.metrics_file("trainer"), [*records, records[place]])
     merge = records[place]
     shard = f"shard {merge['shard']} of searcher {merge['searcher']}"
-    return Damage(f"{shard} was merged in round {merge['round']} and again in", doubled=count(merge))
+    return Damage(f"{shard} was merged in revision {merge['revision']} and again in", doubled=count(merge))
 
 
 def roll_a_cursor_back(run: RunDir) -> Damage:
@@ -209,17 +210,17 @@ def mark_prompts_done(run: RunDir) -> Damage:
     done = np.unpackbits(read_arrays(path)["done"])
     write_arrays(path, {"done": np.packbits(np.append(done, [1, 1]))})
     complete_again(path.parent)
-    return Damage(f"positions {len(done)}, {len(done) + 1} marked done, but never merged: skipped")
+    return Damage(f"request_ids {len(done)}, {len(done) + 1} marked done, but never merged: skipped")
 
 
 def forget_a_prompt(run: RunDir) -> Damage:
     """A resume would deal it again."""
     path = newest(run) / "prompts.h5"
     done = np.unpackbits(read_arrays(path)["done"])
-    position = np.flatnonzero(done)[0]
-    done[position] = 0
+    request_id = np.flatnonzero(done)[0]
+    done[request_id] = 0
     write_arrays(path, {"done": np.packbits(done)})
-    return Damage(f"position {position} merged, but not marked done: dealt again")
+    return Damage(f"request_id {request_id} merged, but not marked done: issued again")
 
 
 def drop_a_trajectory_from_the_buffer(run: RunDir) -> Damage:
@@ -227,7 +228,7 @@ def drop_a_trajectory_from_the_buffer(run: RunDir) -> Damage:
     path = newest(run) / "buffer.h5"
     arrays = read_arrays(path)
     kept = len(arrays["record"]) - 1
-    write_arrays(path, {**arrays, "record": arrays["record"][:kept], "round": arrays["round"][:kept]})
+    write_arrays(path, {**arrays, "record": arrays["record"][:kept], "revision": arrays["revision"][:kept]})
     complete_again(path.parent)
     return Damage(f"the buffer holds {kept} trajectories, not {kept + 1}", lost=1)
 
@@ -321,9 +322,9 @@ def test_what_was_lost_before_a_resume_is_not_forgotten(copy: Callable[[str], Ru
 
 
 def test_prompts_that_a_searcher_passed_over_are_named() -> None:
-    """Searcher 1 of 2 sealed five prompts up to position 13, so that it passed 5 and 7."""
+    """Searcher 1 of 2 sealed five prompts up to request_id 13, so that it passed 5 and 7."""
     sealed = {(1, 0): (1, 3, 9), (1, 1): (11, 13), (0, 0): (0, 2)}
-    in_flight = Seals(searchers=2, dealt=7, indices=[0, 1])
+    in_flight = Seals(searchers=2, issued=7, indices=[0, 1])
     assert list(_passed_over(1, in_flight, sealed)) == []
-    (finding,) = _passed_over(1, replace(in_flight, dealt=6), sealed)
-    assert finding.sentence.startswith("searcher 1 passed positions 5, 7 by, with 1 prompt unsealed")
+    (finding,) = _passed_over(1, replace(in_flight, issued=6), sealed)
+    assert finding.sentence.startswith("searcher 1 passed request_ids 5, 7 by, with 1 prompt unsealed")

@@ -73,7 +73,7 @@ class Naive:
     near: float | None = None
     live: list[tuple[Item, int]] = field(default_factory=list)
 
-    def merge(self, items: Sequence[Item], round: int) -> Merged:
+    def merge(self, items: Sequence[Item], revision: int) -> Merged:
         duplicates = evicted = 0
         for item in items:
             of_prompt = [x for x in self.live if x[0].prompt == item.prompt]
@@ -85,7 +85,7 @@ class Naive:
             for old in equal + rivals:
                 self.live.remove(old)
                 duplicates += 1
-            self.live.append((item, round))
+            self.live.append((item, revision))
         for prompt in {item.prompt for item in items}:
             of_prompt = [x for x in self.live if x[0].prompt == prompt]
             for old in of_prompt[: max(0, len(of_prompt) - self.per_prompt)]:
@@ -164,7 +164,7 @@ def groups_of(batch: TrajectoryBatch) -> list[list[Item]]:
 
 
 def filled(items: Sequence[Item], seed: int = 0, **config: object) -> ReplayBuffer:
-    """A buffer that got all items in round 0."""
+    """A buffer that got all items in revision 0."""
     made = ReplayBuffer(BufferSection(**config), seed)
     made.merge(pack(items), 0)
     return made
@@ -192,9 +192,9 @@ def test_merging_equals_the_naive_model(per_prompt: int, capacity: int, near: fl
     config = BufferSection(capacity_per_prompt=per_prompt, capacity=capacity, near_duplicates=near)
     real = ReplayBuffer(config, 0)
     merged = 0
-    for round in range(60):
+    for revision in range(60):
         items = random_items(rng, int(rng.integers(0, 30)), first_uid=merged)
-        assert real.merge(pack(items), round) == naive.merge(items, round)
+        assert real.merge(pack(items), revision) == naive.merge(items, revision)
         merged += len(items)
         assert items_of(real.trajectories()) == [item for item, _ in naive.live]
         assert len(real) == len(naive.live)
@@ -207,9 +207,9 @@ def test_dropping_equals_the_naive_model() -> None:
     """Between merges; what is sampled afterwards is live."""
     rng = np.random.default_rng(1)
     buffer, naive = ReplayBuffer(BufferSection(capacity_per_prompt=9, capacity=60), 0), Naive(9, 60)
-    for round in range(30):
-        items = random_items(rng, 20, 100 * round)
-        assert buffer.merge(pack(items), round) == naive.merge(items, round)
+    for revision in range(30):
+        items = random_items(rng, 20, 100 * revision)
+        assert buffer.merge(pack(items), revision) == naive.merge(items, revision)
         modulus = int(rng.integers(2, 6))
         kept = [entry for entry in naive.live if entry[0].uid % modulus]
         gone, naive.live = len(naive.live) - len(kept), kept
@@ -218,8 +218,8 @@ def test_dropping_equals_the_naive_model() -> None:
         assert buffer.evicted == before + gone
         assert items_of(buffer.trajectories()) == [item for item, _ in naive.live]
         assert buffer.prompts == len({item.prompt for item, _ in naive.live})
-        assert buffer.groups == len(naive.live)  # an item is a group of its own
-        sampled = chain.from_iterable(groups_of(buffer.sample(round, groups=3, group_size=2)))
+        assert buffer.requests == len(naive.live)  # an item is a request of its own
+        sampled = chain.from_iterable(groups_of(buffer.sample(revision, groups=3, group_size=2)))
         assert all(item.uid % modulus for item in sampled)
     assert buffer.drop(lambda record: np.ones(len(record), bool)) == len(naive.live)
     assert (len(buffer), buffer.prompts) == (0, 0)
@@ -291,23 +291,23 @@ def test_a_prompt_is_stored_once_whatever_the_number_of_shards() -> None:
 def test_garbage_never_outweighs_what_is_live() -> None:
     """Memory follows the live tokens, not all that ever came."""
     real = ReplayBuffer(BufferSection(capacity=50, capacity_per_prompt=50), 0)
-    for round in range(200):
-        real.merge(pack([Item(100 * round + i, i % 7, (round, i)) for i in range(20)]), round)
+    for revision in range(200):
+        real.merge(pack([Item(100 * revision + i, i % 7, (revision, i)) for i in range(20)]), revision)
         assert len(real._rows) <= 2 * len(real) <= 100
         assert len(real._rows._tokens) <= 4 * len(real)
 
 
 def test_rows_do_not_pile_up_beside_one_long_completion() -> None:
     real = filled([Item(0, 0, tuple(range(1000)))])
-    for round in range(1, 200):
-        assert real.merge(pack([Item(round, 0, (1,))]), round).evicted == 0
+    for revision in range(1, 200):
+        assert real.merge(pack([Item(revision, 0, (1,))]), revision).evicted == 0
         assert len(real) == 2 and len(real._rows) <= 4
 
 
 def test_tokens_do_not_pile_up_beside_many_short_completions() -> None:
     real = filled(prompts_with(100), capacity_per_prompt=1)
-    for round in range(1, 60):
-        assert real.merge(pack([Item(round, 0, (round,) * 1000)]), round).evicted == 1
+    for revision in range(1, 60):
+        assert real.merge(pack([Item(revision, 0, (revision,) * 1000)]), revision).evicted == 1
         assert len(real) == 100 and len(real._rows._tokens) <= 2 * (1000 + 99 * 2)
 
 
@@ -390,7 +390,7 @@ def test_recent_means_live_and_a_regenerated_duplicate_counts_once() -> None:
         Item(10, 0, (0,)),
         Item(11, 0, (0,)),
         Item(12, 1, (1,)),
-    ]  # duplicates: of round 0, and of each other
+    ]  # duplicates: of revision 0, and of each other
     assert real.merge(pack(again), 1) == Merged(0, 3, 0)
     assert sorted(items_of(real.trajectories()), key=lambda item: item.uid) == [
         Item(2, 2, (2,)),
@@ -504,12 +504,12 @@ def test_too_few_recent_completions_are_all_taken_then_older_ones_of_the_prompt(
 def test_samples_are_of_live_trajectories_only() -> None:
     rng = np.random.default_rng(3)
     naive, real = Naive(5, 30), ReplayBuffer(BufferSection(capacity_per_prompt=5, capacity=30), 0)
-    for round in range(40):
-        items = random_items(rng, 12, first_uid=100 * round, prompts=12)
-        naive.merge(items, round)
-        real.merge(pack(items), round)
+    for revision in range(40):
+        items = random_items(rng, 12, first_uid=100 * revision, prompts=12)
+        naive.merge(items, revision)
+        real.merge(pack(items), revision)
         live = {item for item, _ in naive.live}
-        for group in groups_of(real.sample(round, groups=4, group_size=3)):
+        for group in groups_of(real.sample(revision, groups=4, group_size=3)):
             assert set(group) <= live
 
 
@@ -533,26 +533,28 @@ def test_a_restored_buffer_goes_on_bit_by_bit(near: float | None) -> None:
     config = BufferSection(capacity_per_prompt=6, capacity=40, most_on_policy=0.5, near_duplicates=near)
     rng = np.random.default_rng(1)
     real = ReplayBuffer(config, 4)
-    for round in range(50):
+    for revision in range(50):
         for part in range(2):
-            real.merge(pack(random_items(rng, 9, 100 * round + 20 * part, prompts=15)), round)
-        real.sample(round, groups=4, group_size=3)
-        if round % 10 == 5:
+            real.merge(pack(random_items(rng, 9, 100 * revision + 20 * part, prompts=15)), revision)
+        real.sample(revision, groups=4, group_size=3)
+        if revision % 10 == 5:
             arrays = real.state()
             restored = ReplayBuffer(config, 4)
             restored.merge(pack(random_items(np.random.default_rng(9), 20, 1)), 0)  # all of it is dropped
             restored.restore(arrays)
-            follow(real, restored, rng.integers(1 << 30), round)
+            follow(real, restored, rng.integers(1 << 30), revision)
 
 
-def follow(real: ReplayBuffer, restored: ReplayBuffer, seed: int, round: int) -> None:
+def follow(real: ReplayBuffer, restored: ReplayBuffer, seed: int, revision: int) -> None:
     """Both go on alike: samples, merges, counters, and the next state."""
     rng = np.random.default_rng(seed)
     for step in range(8):
-        items = random_items(rng, 7, 10_000 * round + 10 * step, prompts=20)
+        items = random_items(rng, 7, 10_000 * revision + 10 * step, prompts=20)
         batches = [b.sample(step, groups=5, group_size=4) for b in (real, restored)]
         assert image(batches[0]) == image(batches[1])
-        assert real.merge(pack(items), round + step // 4) == restored.merge(pack(items), round + step // 4)
+        assert real.merge(pack(items), revision + step // 4) == restored.merge(
+            pack(items), revision + step // 4
+        )
     assert [len(real), real.prompts, real.added, real.duplicates, real.evicted] == [
         *(len(restored), restored.prompts),
         *(restored.added, restored.duplicates, restored.evicted),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tba_hpc.metrics import MetricsWriter
-from tba_hpc.state import RunDir
+from tba_hpc.run.directory import RunDir
 
 TBA = str(Path(sys.executable).parent / "tba")
 CONFIG = str(Path(__file__).parents[1] / "configs" / "quickstart.yaml")

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from tba_hpc.config import parse_config
-from tba_hpc.launch import controller, machine, slurm
-from tba_hpc.launch.controller import Controller
-from tba_hpc.launch.findings import Finding
-from tba_hpc.launch.machine import Folder, Gpus, Interface, Model, SharedMemory
+from tba_hpc.doctor import machine_checks, slurm_checks
+from tba_hpc.doctor.findings import Finding
+from tba_hpc.doctor.machine_checks import Folder, Gpus, Interface, Model, SharedMemory
+from tba_hpc.doctor.slurm_checks import SlurmFacts
+from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Site, plan
 
 TBA = str(Path(sys.executable).parent / "tba")
@@ -68,13 +69,17 @@ tmpfs /dev/shm tmpfs rw 0 0
 server:/home /my\040home nfs4 rw,vers=4.2 0 0
 """
 
-ASKED = Controller(
-    settings=controller.parse_settings(CONFIG),
-    partitions=controller.parse_partitions(PARTITIONS),
-    mpi=controller.parse_mpi(MPI),
+ASKED = SlurmFacts(
+    settings=slurm_checks.parse_settings(CONFIG),
+    partitions=slurm_checks.parse_partitions(PARTITIONS),
+    mpi=slurm_checks.parse_mpi(MPI),
 )
 A100 = Gpus(
-    names=machine.parse_gpus(NVIDIA_LIST), driver="570.133.20", cuda="12.8", torch="2.13.0", torch_cuda="12.8"
+    names=machine_checks.parse_gpus(NVIDIA_LIST),
+    driver="570.133.20",
+    cuda="12.8",
+    torch="2.13.0",
+    torch_cuda="12.8",
 )
 LUSTRE = Folder(path="/scratch/runs", free=10**12, inodes=10**6, kind="lustre")
 
@@ -97,22 +102,22 @@ def test_slurms_texts_are_read() -> None:
     assert ASKED.partition(None) == ASKED.partitions["main"] and ASKED.partition("gpuu") is None
     assert ASKED.mpi == {"pmix", "none", "cray_shasta", "pmi2", "pmix_v4", "pmix_v3"}
     older = "srun: MPI types are...\nsrun: none\nsrun: pmi2\nsrun: pmix_v3\n"
-    assert controller.parse_mpi(older) == {"none", "pmi2", "pmix_v3"}
+    assert slurm_checks.parse_mpi(older) == {"none", "pmi2", "pmix_v3"}
     assert ASKED.number("AuthInfo", "cred_expire", 120) == 5
     assert ASKED.number("SchedulerParameters", "cred_expire", 120) == 120
 
 
 def test_memory_is_in_mebibytes() -> None:
-    assert [controller.mebibytes(text) for text in ("0", "3000", "2048K", "480G", "1T")] == [
+    assert [slurm_checks.mebibytes(text) for text in ("0", "3000", "2048K", "480G", "1T")] == [
         *(0, 3000, 2, 480 * 1024, 1024**2)
     ]
 
 
 def test_nvidia_smi_is_read() -> None:
     assert A100.names == ("NVIDIA A100-SXM4-40GB",) * 2
-    assert machine.parse_driver(NVIDIA_TABLE) == ("570.133.20", "12.8")
+    assert machine_checks.parse_driver(NVIDIA_TABLE) == ("570.133.20", "12.8")
     broken = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n"
-    assert machine.parse_gpus(broken) == () and machine.parse_driver(broken) == ("", "")
+    assert machine_checks.parse_gpus(broken) == () and machine_checks.parse_driver(broken) == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -126,13 +131,13 @@ def test_nvidia_smi_is_read() -> None:
     ],
 )
 def test_a_path_is_on_the_innermost_mount(path: str, kind: str) -> None:
-    assert machine.mount_kind(Path(path), MOUNTS) == kind
+    assert machine_checks.mount_kind(Path(path), MOUNTS) == kind
 
 
-# --- Rules: the controller ---
+# --- Rules: the slurm_checks ---
 
 
-def _asked(partition: dict[str, str] | None = None, **settings: str) -> Controller:
+def _asked(partition: dict[str, str] | None = None, **settings: str) -> SlurmFacts:
     """The recorded cluster with other settings, and with another default partition."""
     main = {**ASKED.partitions["main"], **(partition or {})}
     return replace(
@@ -141,7 +146,7 @@ def _asked(partition: dict[str, str] | None = None, **settings: str) -> Controll
 
 
 def test_a_good_cluster_has_no_findings_but_good_ones() -> None:
-    findings = controller.examine(ASKED, Site(), "Open MPI v5.0.11")
+    findings = slurm_checks.examine(ASKED, Site(), "Open MPI v5.0.11")
     assert {finding.level for finding in findings} == {"ok"}, findings
     assert "every 7 s" in " ".join(finding.found for finding in findings)
     assert len({finding.name for finding in findings}) == len(findings)
@@ -168,24 +173,24 @@ def test_a_good_cluster_has_no_findings_but_good_ones() -> None:
 def test_the_plugin_must_be_there_and_fit_the_library(
     mpi: str, library: str, level: str, words: tuple[str, ...]
 ) -> None:
-    _says(controller.check_mpi(ASKED, Site(mpi=mpi), library), level, *words)
+    _says(slurm_checks.check_mpi(ASKED, Site(mpi=mpi), library), level, *words)
 
 
 def test_old_slurm_and_a_scheduler_without_backfill_start_no_het_jobs() -> None:
     old, builtin = _asked(SLURM_VERSION="19.05.5"), _asked(SchedulerType="sched/builtin")
-    _says(controller.check_version(old, Site()), "problem", "19.05.5 has no srun --het-group")
-    _says(controller.check_version(old, Site(hetjob=False)), "ok")
-    _says(controller.check_het_jobs(builtin, Site()), "problem", "sched/builtin", "hetjob: false")
-    _says(controller.check_het_jobs(builtin, Site(hetjob=False)), "ok")
+    _says(slurm_checks.check_version(old, Site()), "problem", "19.05.5 has no srun --het-group")
+    _says(slurm_checks.check_version(old, Site(hetjob=False)), "ok")
+    _says(slurm_checks.check_het_jobs(builtin, Site()), "problem", "sched/builtin", "hetjob: false")
+    _says(slurm_checks.check_het_jobs(builtin, Site(hetjob=False)), "ok")
 
 
 def test_requeue_is_asked_of_the_cluster_and_of_the_job_that_it_took() -> None:
-    _says(controller.check_requeue(ASKED, Site()), "ok", "after 5 s")
-    _says(controller.check_requeue(_asked(JobRequeue="0"), Site()), "warning", "JobRequeue=0")
-    _says(controller.check_requeue(_asked(JobRequeue="0"), Site(requeue=False)), "ok")
-    assert controller.check_taken({"JobId": "7", "Requeue": "1"}, Site()) == []
-    assert controller.check_taken({"JobId": "7", "Requeue": "0"}, Site(requeue=False)) == []
-    (taken,) = controller.check_taken({"JobId": "7", "Requeue": "0"}, Site())
+    _says(slurm_checks.check_requeue(ASKED, Site()), "ok", "after 5 s")
+    _says(slurm_checks.check_requeue(_asked(JobRequeue="0"), Site()), "warning", "JobRequeue=0")
+    _says(slurm_checks.check_requeue(_asked(JobRequeue="0"), Site(requeue=False)), "ok")
+    assert slurm_checks.check_taken({"JobId": "7", "Requeue": "1"}, Site()) == []
+    assert slurm_checks.check_taken({"JobId": "7", "Requeue": "0"}, Site(requeue=False)) == []
+    (taken,) = slurm_checks.check_taken({"JobId": "7", "Requeue": "0"}, Site())
     _says(taken, "warning", "Requeue=0", "requeue: false")
 
 
@@ -203,7 +208,7 @@ def test_requeue_is_asked_of_the_cluster_and_of_the_job_that_it_took() -> None:
 def test_what_a_partition_refuses_is_found_before_the_queue(
     partition: dict[str, str], site: Site, level: str, words: tuple[str, ...]
 ) -> None:
-    _says(controller.check_partition(_asked(partition).partitions["main"], site), level, *words)
+    _says(slurm_checks.check_partition(_asked(partition).partitions["main"], site), level, *words)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +233,7 @@ def test_more_nodes_than_a_partition_has_are_counted_by_component(
     nodes: int, homogeneous: bool, site: Site, words: str | None
 ) -> None:
     split = plan(parse_config({"model": {"path": "none"}}), site, nodes, homogeneous=homogeneous)
-    found = controller.check_nodes(ASKED, site, split)
+    found = slurm_checks.check_nodes(ASKED, site, split)
     assert len(found) == (words is not None)
     for finding in found:
         _says(finding, "problem", str(words), "fewer --nodes")
@@ -256,7 +261,7 @@ def test_preemption_must_leave_time_for_a_checkpoint(
     partition: dict[str, str], settings: dict[str, str], level: str, words: tuple[str, ...]
 ) -> None:
     asked = _asked(partition, **settings)
-    _says(controller.check_preemption(asked, asked.partitions["main"], Site()), level, *words)
+    _says(slurm_checks.check_preemption(asked, asked.partitions["main"], Site()), level, *words)
 
 
 @pytest.mark.parametrize(
@@ -288,15 +293,17 @@ def test_a_refusal_names_the_site_key(message: str, key: str) -> None:
     ],
 )
 def test_gpus_fit_the_site_and_torch(gpus: Gpus, expected: int, level: str, words: tuple[str, ...]) -> None:
-    _says(machine.check_gpus(gpus, Site(gpus_per_node=expected)), level, *words)
+    _says(machine_checks.check_gpus(gpus, Site(gpus_per_node=expected)), level, *words)
 
 
 def test_a_login_node_says_early_that_torch_is_for_the_cpu() -> None:
     _says(
-        machine.check_torch(Gpus(torch="2.13.0+cpu"), Site(gpus_per_node=4)), "problem", "built for the CPU"
+        machine_checks.check_torch(Gpus(torch="2.13.0+cpu"), Site(gpus_per_node=4)),
+        "problem",
+        "built for the CPU",
     )
-    _says(machine.check_torch(Gpus(torch="2.13.0+cpu"), Site(gpus_per_node=0)), "ok")
-    _says(machine.check_torch(Gpus(torch="2.13.0+cpu"), Site(venv="/other/venv")), "ok")
+    _says(machine_checks.check_torch(Gpus(torch="2.13.0+cpu"), Site(gpus_per_node=0)), "ok")
+    _says(machine_checks.check_torch(Gpus(torch="2.13.0+cpu"), Site(venv="/other/venv")), "ok")
 
 
 @pytest.mark.parametrize(
@@ -326,7 +333,7 @@ def test_a_login_node_says_early_that_torch_is_for_the_cpu() -> None:
 def test_the_run_root_must_carry_a_run(
     folder: Folder, shared: bool, expected: dict[str, tuple[str, str]]
 ) -> None:
-    bad = {f.name: f for f in machine.check_folder(folder, shared=shared) if f.level != "ok"}
+    bad = {f.name: f for f in machine_checks.check_folder(folder, shared=shared) if f.level != "ok"}
     assert list(bad) == list(expected)
     for name, (level, words) in expected.items():
         _says(bad[name], level, words)
@@ -349,19 +356,24 @@ def test_the_run_root_must_carry_a_run(
 def test_shared_memory_holds_two_copies_of_the_weights(
     shm: SharedMemory, model: Model | None, level: str, words: tuple[str, ...]
 ) -> None:
-    _says(machine.check_shm(shm, model), level, *words)
+    _says(machine_checks.check_shm(shm, model), level, *words)
 
 
 def test_the_network_built_for_mpi_is_preferred_and_a_choice_is_checked() -> None:
     ethernet = Interface(name="eno1", address="10.0.0.7", speed=100_000)
     slow, infiniband = Interface(name="eno2", address="10.1.0.7"), Interface(name="ib0", address="10.2.0.7")
-    three = sorted([slow, ethernet, infiniband], key=machine.preference)
+    three = sorted([slow, ethernet, infiniband], key=machine_checks.preference)
     assert [interface.name for interface in three] == ["ib0", "eno1", "eno2"]
-    _says(machine.check_interfaces(three, None), "warning", "network_interface: ib0", "GLOO_SOCKET_IFNAME")
-    _says(machine.check_interfaces(three, "eno1"), "ok", "eno1")
-    _says(machine.check_interfaces([ethernet], None), "ok", "eno1 (10.0.0.7)")
-    _says(machine.check_interfaces([ethernet], "ib0"), "problem", "ib0 is not here", "eno1")
-    _says(machine.check_interfaces([], None), "warning", "no interface")
+    _says(
+        machine_checks.check_interfaces(three, None),
+        "warning",
+        "network_interface: ib0",
+        "GLOO_SOCKET_IFNAME",
+    )
+    _says(machine_checks.check_interfaces(three, "eno1"), "ok", "eno1")
+    _says(machine_checks.check_interfaces([ethernet], None), "ok", "eno1 (10.0.0.7)")
+    _says(machine_checks.check_interfaces([ethernet], "ib0"), "problem", "ib0 is not here", "eno1")
+    _says(machine_checks.check_interfaces([], None), "warning", "no interface")
 
 
 def test_a_model_is_found_in_its_folder_or_in_the_cache_of_the_hub(tmp_path: Path) -> None:
@@ -371,30 +383,30 @@ def test_a_model_is_found_in_its_folder_or_in_the_cache_of_the_hub(tmp_path: Pat
     (snapshot / "model.safetensors").write_bytes(bytes(1000))
     offline = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     cached = Model(name="org/small", place=str(snapshot), nbytes=1000)
-    assert machine.find_model("org/small", offline) == cached
-    assert machine.find_model("org/small", {"HF_HUB_CACHE": str(tmp_path / "hub")}) == cached
-    assert machine.find_model(str(snapshot), {}).nbytes == 1000
-    _says(machine.check_model(cached, offline), "ok", str(snapshot))
-    absent = machine.find_model("org/large", offline)
-    _says(machine.check_model(absent, offline), "warning", "HF_HUB_OFFLINE=1", "hf download org/large")
-    _says(machine.check_model(absent, {}), "ok", "loaded from the hub")
+    assert machine_checks.find_model("org/small", offline) == cached
+    assert machine_checks.find_model("org/small", {"HF_HUB_CACHE": str(tmp_path / "hub")}) == cached
+    assert machine_checks.find_model(str(snapshot), {}).nbytes == 1000
+    _says(machine_checks.check_model(cached, offline), "ok", str(snapshot))
+    absent = machine_checks.find_model("org/large", offline)
+    _says(machine_checks.check_model(absent, offline), "warning", "HF_HUB_OFFLINE=1", "hf download org/large")
+    _says(machine_checks.check_model(absent, {}), "ok", "loaded from the hub")
     _says(
-        machine.check_model(Model(name="/no/model"), offline),
+        machine_checks.check_model(Model(name="/no/model"), offline),
         "problem",
         "model.path=/no/model does not exist",
     )
-    _says(machine.check_model(Model(name=str(tmp_path)), offline), "problem", "has no config.json")
+    _says(machine_checks.check_model(Model(name=str(tmp_path)), offline), "problem", "has no config.json")
 
 
 # --- Facts about this machine ---
 
 
 def test_a_folder_is_tried_as_a_run_would_use_it(tmp_path: Path) -> None:
-    folder = machine.try_folder(tmp_path / "not/made/yet")
+    folder = machine_checks.try_folder(tmp_path / "not/made/yet")
     assert (folder.error, folder.private, folder.locks) == ("", True, True)
     assert folder.free > 0 and folder.kind in MOUNTS + Path("/proc/mounts").read_text()
     assert list(tmp_path.iterdir()) == [], "it leaves nothing"
-    assert machine.try_folder(Path("/proc/runs")).error
+    assert machine_checks.try_folder(Path("/proc/runs")).error
 
 
 def test_leftovers_are_those_that_no_process_has_mapped(tmp_path: Path) -> None:
@@ -402,13 +414,13 @@ def test_leftovers_are_those_that_no_process_has_mapped(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).write_bytes(bytes(4096))
     in_use = {str(tmp_path / names[1])}
-    assert machine.dead_segments(tmp_path, in_use) == {tmp_path / names[0]: 4096}
-    living = machine.SHM / f"sm_segment.doctor-test.{os.getpid()}"
+    assert machine_checks.dead_segments(tmp_path, in_use) == {tmp_path / names[0]: 4096}
+    living = machine_checks.SHM / f"sm_segment.doctor-test.{os.getpid()}"
     living.write_bytes(bytes(4096))
     try:
         with living.open("r+b") as file, mmap.mmap(file.fileno(), 0):
-            assert str(living) in machine.mapped()
-        assert str(living) not in machine.mapped()
+            assert str(living) in machine_checks.mapped()
+        assert str(living) not in machine_checks.mapped()
     finally:
         living.unlink()
 

@@ -20,7 +20,7 @@ from tba_hpc.backends.hf_model import load_tokenizer
 from tba_hpc.config import ConfigError
 from tba_hpc.evaluate import find_target, measure, print_result
 from tba_hpc.evaluate.estimates import bootstrap, pass_at_k, passes, powers_of_two, wilson
-from tba_hpc.state import RunDir
+from tba_hpc.run.directory import RunDir
 from tba_hpc.tasks.arithmetic import Arithmetic
 from tba_hpc.types import Completion
 

@@ -18,7 +18,8 @@ from lab.results import Result, Spread
 from lab.runs import Options
 
 from tba_hpc.config import BufferSection, LearningRate, TrainSection, load_config
-from tba_hpc.state import Evaluation, RunDir, write_evaluation
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.evaluations import Evaluation, write_evaluation
 from tba_hpc.tasks.tabular import Table, total_variation
 
 REPOSITORY = Path(__file__).parents[1]

@@ -27,7 +27,8 @@ from tba_hpc.backends.hdf5_shards import (
     write_arrays,
     write_shard,
 )
-from tba_hpc.state import DiskFullError, RunDir
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.files import DiskFullError
 from tba_hpc.types import (
     RECORD,
     Completion,
@@ -52,9 +53,9 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def scored(position: int, prompt_id: int, n: int = 4, tokens: int = 12) -> tuple[Group, list[float], list]:
+def scored(request_id: int, prompt_id: int, n: int = 4, tokens: int = 12) -> tuple[Group, list[float], list]:
     """A group with random completions, rewards and reference log-probabilities."""
-    random = np.random.default_rng([position, prompt_id])
+    random = np.random.default_rng([request_id, prompt_id])
     prompt = Prompt(prompt_id, np.arange(prompt_id, prompt_id + 3, dtype=np.int32), "4")
     completions = [
         Completion(
@@ -65,7 +66,7 @@ def scored(position: int, prompt_id: int, n: int = 4, tokens: int = 12) -> tuple
         for length in random.integers(1, tokens + 1, n)
     ]
     versions = np.sort(random.integers(0, 9, (n, 2)), axis=1).astype(np.int32)
-    group = Group(Request(prompt, position, n, SAMPLING), tuple(completions), versions)
+    group = Group(Request(prompt, request_id, n, SAMPLING), tuple(completions), versions)
     references = [completion.logprobs - np.float32(0.5) for completion in completions]
     return group, random.normal(size=n).tolist(), references
 
@@ -88,8 +89,8 @@ def arrays_of(trajectories: Trajectories) -> list[np.ndarray]:
 def sealed(run: RunDir, searcher: int = 3, groups: int = 3) -> tuple[Path, Shard]:
     """One shard on disk and what it holds."""
     writer = ShardWriter(run, searcher)
-    for position in range(groups):
-        writer.append(*scored(position, prompt_id=position % 2))
+    for request_id in range(groups):
+        writer.append(*scored(request_id, prompt_id=request_id % 2))
     shard = writer.seal()
     assert shard is not None
     return run.shard_file(searcher, shard.index), shard
@@ -99,7 +100,7 @@ def sealed(run: RunDir, searcher: int = 3, groups: int = 3) -> tuple[Path, Shard
 
 
 def test_a_shard_holds_exactly_what_was_appended(run: RunDir) -> None:
-    given = [scored(position=7 * i, prompt_id=i % 2) for i in range(3)]
+    given = [scored(request_id=7 * i, prompt_id=i % 2) for i in range(3)]
     writer = ShardWriter(run, searcher=5, first_index=17)
     for group, rewards, references in given:
         writer.append(group, rewards, references)
@@ -119,7 +120,7 @@ def test_a_shard_holds_exactly_what_was_appended(run: RunDir) -> None:
             row = next(rows)
             record = t.record[row]
             assert record["prompt_id"] == group.request.prompt.id
-            assert record["position"] == group.request.position
+            assert record["request_id"] == group.request.id
             assert record["reward"] == np.float32(reward)
             assert [record["version_oldest"], record["version_newest"]] == versions.tolist()
             assert record["truncated"] == (completion.finish_reason == "length")
@@ -373,8 +374,8 @@ def test_a_full_disk_loses_nothing_that_was_sealed(small_disk: Path) -> None:
     with pytest.raises(
         DiskFullError, match=r"No space left on device; free space .* nothing sealed"
     ) as caught:
-        for position in range(1000):
-            writer.append(*scored(position, position, n=8, tokens=200))
+        for request_id in range(1000):
+            writer.append(*scored(request_id, request_id, n=8, tokens=200))
             shard = writer.seal()
             assert shard is not None
             kept.append(shard)
@@ -396,7 +397,8 @@ sys.path.insert(0, {tests!r})
 from pathlib import Path
 from test_hdf5_shards import scored
 from tba_hpc.backends.hdf5_shards import ShardWriter
-from tba_hpc.state import DiskFullError, RunDir
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.files import DiskFullError
 resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
 writer = ShardWriter(RunDir(Path(sys.argv[1])), 0)
 writer.append(*scored(0, 0, n=8))

@@ -15,15 +15,15 @@ PACKAGE = Path(__file__).parents[1] / "tba_hpc"
 LAYERS = [
     {"types", "config"},
     {"objectives", "schedules", "ports"},
-    {"state", "prompts", "buffer", "batch", "metrics"},
-    {"trainer", "searcher", "scorer", "evaluator", "backends", "tasks", "launch", "report"},
-    {"runtime", "audit", "evaluate"},
+    {"run", "prompts", "buffer", "batch", "metrics"},
+    {"trainer", "searcher", "scorer", "online_evaluation", "backends", "tasks", "launch", "report"},
+    {"runtime", "audit", "evaluate", "doctor"},
     {"cli"},
 ]
 """From the ground up; a name is a module or a package of tba_hpc."""
 
 SIBLINGS_THAT_MEET = {
-    ("searcher", "evaluator"),  # the searcher's loop holds the evaluator
+    ("searcher", "online_evaluation"),  # the searcher's loop holds the evaluator
     ("searcher", "scorer"),  # and the scorer
     ("launch", "report"),  # the local launcher shows the live display
 }
@@ -31,24 +31,24 @@ SIBLINGS_THAT_MEET = {
 HEAVY = {"vllm", "deepspeed", "mpi4py", "h5py", "submitit"}
 
 WITHOUT_TORCH = [
-    *("config", "types", "ports", "schedules", "buffer", "batch", "state", "metrics", "trainer", "searcher"),
+    *("config", "types", "ports", "schedules", "buffer", "batch", "metrics", "trainer", "searcher"),
     *(
-        "evaluator",
+        "online_evaluation",
         "cli",
-        "launch.controller",
-        "launch.findings",
+        "doctor.slurm_checks",
+        "doctor.findings",
         "launch.local",
-        "launch.machine",
+        "doctor.machine_checks",
         "launch.plan",
         "launch.sbatch",
-        "report.lives",
+        "report.attempts",
         "report.page",
         "report.plots",
-        "report.standing",
+        "report.run_state",
         "report.status",
         "report.summary",
         "report.tables",
-        "report.view",
+        "report.monitor",
         "scorer",
         "tasks.gsm8k",
         "backends.vllm_generator",
@@ -57,7 +57,7 @@ WITHOUT_TORCH = [
     "tasks.math",
 ]
 
-WITH_A_LITTLE = {"launch.slurm": "submitit", "launch.doctor": "submitit", "audit": "h5py"}
+WITH_A_LITTLE = {"launch.slurm": "submitit", "doctor.examine": "submitit", "audit": "h5py"}
 """What else a login node runs, and the one library of HEAVY that it needs."""
 
 

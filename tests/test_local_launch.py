@@ -15,7 +15,8 @@ import pytest
 
 from tba_hpc.config import Config, parse_config
 from tba_hpc.launch import local
-from tba_hpc.state import RunDir, read_events
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import read_events
 
 PLAYER = """
 import os, signal, sys, time
@@ -40,7 +41,7 @@ if mode == "fail" and verb == "search":
 if mode == "killed" and verb == "search":
     os.kill(os.getpid(), signal.SIGKILL)
 if mode == "sentence" and verb == "search":
-    (run / "logs/latest/error-searcher-0000.txt").write_text("model.path=x is no model: give a folder\\n")
+    (run / "logs/latest/refused-searcher-0000.txt").write_text("model.path=x is no model: give a folder\\n")
     raise RuntimeError("nobody wants to see this")
 if verb == "train" and mode in ("finish", "wait", "stubborn", "deaf", "saving"):
     (run / "metrics/trainer.jsonl").touch()
@@ -61,7 +62,7 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from tba_hpc.launch.local import launch
-from tba_hpc.state import RunDir
+from tba_hpc.run.directory import RunDir
 run = RunDir.open(Path(sys.argv[1]))
 sys.exit(launch(run, run.config(), program=[sys.executable, *sys.argv[2:]]))
 """
@@ -328,12 +329,12 @@ def test_ranks_write_their_own_log_and_error(tmp_path: Path) -> None:
     run = RunDir.create(config_of(tmp_path))
     logs = run.begin_attempt()
     program = (
-        "import sys; from pathlib import Path; from tba_hpc.launch.local import own_log, report_error;"
-        "from tba_hpc.state import RunDir; run = RunDir.open(Path(sys.argv[1]));"
-        "own_log(run, 'searcher', 3); report_error(run, 'searcher', 3, 'no disk', refused=True);"
-        "report_error(run, 'searcher', 4, 'no peer', refused=False); print('out'); sys.exit('err')"
+        "import sys; from pathlib import Path; from tba_hpc.run.notes import redirect_output, write_note;"
+        "from tba_hpc.run.directory import RunDir; run = RunDir.open(Path(sys.argv[1]));"
+        "redirect_output(run, 'searcher', 3); write_note(run, 'searcher', 3, 'no disk', 'refused');"
+        "write_note(run, 'searcher', 4, 'no peer', 'failed'); print('out'); sys.exit('err')"
     )
     done = subprocess.run([sys.executable, "-c", program, str(run.path)], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("", "")
     assert sorted((logs / "searcher-0003.log").read_text().split()) == ["err", "out"]
-    assert local.user_error(logs) == "no disk"
+    assert local.refusal(logs) == "no disk"

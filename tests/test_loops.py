@@ -24,21 +24,16 @@ from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExch
 from tba_hpc.backends.hdf5_shards import ShardWriter, read_arrays, read_pending, read_shard
 from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import Config, parse_config
-from tba_hpc.evaluator import Evaluator
 from tba_hpc.metrics import MetricsWriter, read_metrics, step_records
+from tba_hpc.online_evaluation import OnlineEvaluator
 from tba_hpc.ports import ExchangeError, Generator, SearcherExchange, TrainerExchange
-from tba_hpc.prompts import PromptLedger
+from tba_hpc.prompts import CompletedRequests
+from tba_hpc.run.checkpoints import TrainerState, latest_checkpoint, read_state
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.evaluations import read_evaluation, write_evaluation
 from tba_hpc.runtime import Checkpoints, training_requests
 from tba_hpc.scorer import ANSWERS_AT_ONCE, Judged, Scorer
 from tba_hpc.searcher import Searcher
-from tba_hpc.state import (
-    RunDir,
-    TrainerState,
-    latest_checkpoint,
-    read_evaluation,
-    read_state,
-    write_evaluation,
-)
 from tba_hpc.tasks.tabular import (
     Table,
     TabularGenerator,
@@ -110,10 +105,14 @@ class TrainerParts:
         job_end: float = math.inf,
     ) -> Trainer:
         """Restore the newest checkpoint, if there is one."""
-        self.buffer, ledger, state = ReplayBuffer(self.config.buffer, 0), PromptLedger(), TrainerState()
+        self.buffer, completed, state = (
+            ReplayBuffer(self.config.buffer, 0),
+            CompletedRequests(),
+            TrainerState(),
+        )
         if folder := latest_checkpoint(self.run):
             state = read_state(folder)
-            ledger = PromptLedger.from_array(read_arrays(folder / "prompts.h5")["done"])
+            completed = CompletedRequests.from_array(read_arrays(folder / "prompts.h5")["done"])
             self.buffer.restore(read_arrays(folder / "buffer.h5"))
             self.learner.load(folder)
         return Trainer(
@@ -121,7 +120,7 @@ class TrainerParts:
             learner=self.learner,
             exchange=exchange,
             buffer=self.buffer,
-            ledger=ledger,
+            completed=completed,
             state=state,
             checkpoints=Checkpoints(self.run, self.config.checkpoint.keep),
             pending=pending,
@@ -158,8 +157,8 @@ def make_searcher(
         generator=generator or TabularGenerator(TABLE),
         scorer=Scorer(task, TabularReference(TABLE), ShardWriter(run, 0), seal_seconds=0.01),
         exchange=exchange,
-        requests=training_requests(config, task, 0, PromptLedger()),
-        evaluator=Evaluator(
+        requests=training_requests(config, task, 0, CompletedRequests()),
+        evaluator=OnlineEvaluator(
             task,
             searcher=0,
             searchers=1,
@@ -286,7 +285,7 @@ class ReplayExchange:
 def _sealed(config: Config, run: RunDir, count: int) -> list[Shard]:
     """Shards of the untrained policy, one per four prompts."""
     task, generator, writer = TabularTask(TABLE), TabularGenerator(TABLE), ShardWriter(run, 0)
-    reference, requests = TabularReference(TABLE), training_requests(config, task, 0, PromptLedger())
+    reference, requests = TabularReference(TABLE), training_requests(config, task, 0, CompletedRequests())
     shards = []
     for _ in range(count):
         for _ in range(4):
@@ -368,9 +367,9 @@ def test_the_end_of_the_job_stops_the_run_and_the_time_of_a_save_is_learned(tmp_
     run = RunDir.create(config)
     shards = _sealed(config, run, 2)
     reached = 0
-    for life in range(2):
+    for start in range(2):
         end = time.time() + MARGIN_SECONDS + 2
-        assert not TrainerParts(config, run).build(ReplayExchange(shards, life), job_end=end).run()
+        assert not TrainerParts(config, run).build(ReplayExchange(shards, start), job_end=end).run()
         assert time.time() < end
         folder = latest_checkpoint(run)
         assert folder is not None
@@ -380,11 +379,11 @@ def test_the_end_of_the_job_stops_the_run_and_the_time_of_a_save_is_learned(tmp_
 
 
 class Killed(Exception):
-    """The end of a life without a word."""
+    """The end of a start without a word."""
 
 
 def test_a_life_that_ends_before_its_first_checkpoint_still_counts(tmp_path: Path) -> None:
-    """What it sealed is merged, and not dealt again, by the next."""
+    """What it sealed is merged, and not issued again, by the next."""
     config = make_config(tmp_path)
     run = RunDir.create(config)
     shards, dying = _sealed(config, run, 3), TrainerParts(config, run)
@@ -401,8 +400,8 @@ def test_a_life_that_ends_before_its_first_checkpoint_still_counts(tmp_path: Pat
     TrainerParts(config, run).build(ReplayExchange(shards, 0), lambda: True, pending=pending).run()
     folder = latest_checkpoint(run)
     assert folder is not None and read_state(folder).cursors == {0: 3}
-    ledger = PromptLedger.from_array(read_arrays(folder / "prompts.h5")["done"])
-    assert next(training_requests(config, TabularTask(TABLE), 0, ledger)).position == ledger.frontier == 12
+    completed = CompletedRequests.from_array(read_arrays(folder / "prompts.h5")["done"])
+    assert next(training_requests(config, TabularTask(TABLE), 0, completed)).id == completed.frontier == 12
 
 
 def test_part_of_the_prompts_is_sampled_at_other_temperatures(tmp_path: Path) -> None:
@@ -410,16 +409,16 @@ def test_part_of_the_prompts_is_sampled_at_other_temperatures(tmp_path: Path) ->
     section = {"temperature": 0.9, "tempered_share": 0.4, "tempered_range": [0.5, 2.0], "min_tokens": 2}
     config, draws = make_config(tmp_path, generator=section), 4000
     task = TabularTask(TABLE)
-    requests = list(islice(training_requests(config, task, 0, PromptLedger()), draws))
+    requests = list(islice(training_requests(config, task, 0, CompletedRequests()), draws))
     warm = [request.sampling.temperature for request in requests if request.sampling.temperature != 0.9]
     assert abs(len(warm) - 0.4 * draws) < 4 * math.sqrt(draws * 0.4 * 0.6)
     counts, _ = np.histogram(warm, bins=10, range=(0.5, 2.0))
     assert counts.sum() == len(warm)
     assert ((counts - len(warm) / 10) ** 2 / (len(warm) / 10)).sum() < 33.7  # 1e-4 by 9 degrees of freedom
     assert {request.sampling.min_tokens for request in requests} == {2}
-    ledger = PromptLedger()
-    ledger.add(np.arange(100))
-    assert next(training_requests(config, task, 0, ledger)).sampling == requests[100].sampling
+    completed = CompletedRequests()
+    completed.add(np.arange(100))
+    assert next(training_requests(config, task, 0, completed)).sampling == requests[100].sampling
 
 
 class Endless(TabularGenerator):
@@ -495,7 +494,7 @@ def answers(split: Split, version: int, prompts: Sequence[Prompt]) -> list[Group
     groups: list[Group] = []
     while generator.in_flight:
         groups += generator.step()
-    return sorted(groups, key=lambda group: group.request.position)
+    return sorted(groups, key=lambda group: group.request.id)
 
 
 def test_answers_are_judged_in_batches_and_training_groups_have_their_turn(tmp_path: Path) -> None:
@@ -523,7 +522,7 @@ def test_answers_are_judged_in_batches_and_training_groups_have_their_turn(tmp_p
 def test_an_evaluation_may_begin_before_the_one_before_is_judged() -> None:
     """And anew with another share, as after the death of a searcher: every answer counts once."""
     task = TabularTask(TABLE)
-    evaluator = Evaluator(
+    evaluator = OnlineEvaluator(
         task, searcher=0, searchers=2, max_tokens=3, limits={"test": None, "validation": None}, last_step=9
     )
     for split, step, share in (("validation", 4, None), ("test", 8, None), ("test", 8, (0, 1))):
@@ -644,9 +643,9 @@ def test_every_position_is_sealed_once(tmp_path: Path) -> None:
     run = RunDir.create(config)
     make_searcher(config, run, OneShot(wanted=500)).run()
     shards = [read_shard(path).trajectories for path in run.shard_files().values()]
-    groups = [np.unique(shard.record["position"], return_counts=True) for shard in shards]
-    positions = np.concatenate([positions for positions, _ in groups])
-    assert len(set(positions.tolist())) == len(positions)
+    groups = [np.unique(shard.record["request_id"], return_counts=True) for shard in shards]
+    request_ids = np.concatenate([request_ids for request_ids, _ in groups])
+    assert len(set(request_ids.tolist())) == len(request_ids)
     assert all((counts == 12).all() for _, counts in groups)
 
 

@@ -1,4 +1,4 @@
-"""The prompt sequence: its order, what of it is done, how far it may be dealt."""
+"""The prompt sequence: its order, what of it is done, how far it may be issued."""
 
 import itertools
 from collections import Counter
@@ -8,7 +8,7 @@ import pytest
 
 from tba_hpc.config import parse_config
 from tba_hpc.ports import ExchangeError
-from tba_hpc.prompts import PromptLedger, PromptOrder, PromptQuota
+from tba_hpc.prompts import CompletedRequests, PromptOrder, RolloutBudget
 
 
 def test_every_epoch_is_a_permutation_and_no_two_are_alike() -> None:
@@ -25,25 +25,25 @@ def test_the_ledger_is_a_set_of_positions() -> None:
     random = np.random.default_rng(0)
     for size in (0, 1, 7, 8, 9, 300):
         expected: set[int] = set()
-        ledger = PromptLedger()
+        completed = CompletedRequests()
         for _ in range(5):
-            positions = random.integers(0, 1000, size)
-            ledger.add(positions)
-            expected |= set(positions.tolist())
-        for seen in (ledger, PromptLedger.from_array(ledger.to_array())):
+            request_ids = random.integers(0, 1000, size)
+            completed.add(request_ids)
+            expected |= set(request_ids.tolist())
+        for seen in (completed, CompletedRequests.from_array(completed.to_array())):
             assert {p for p in range(1100) if seen.done(p)} == expected
             assert len(seen) == len(expected)
             assert seen.frontier == next(p for p in itertools.count() if p not in expected)
-        assert ledger.to_array().nbytes == (max(expected, default=-1) + 8) // 8
+        assert completed.to_array().nbytes == (max(expected, default=-1) + 8) // 8
 
 
 def test_ledgers_merge_to_the_union() -> None:
-    ledger, other = PromptLedger(), PromptLedger()
-    ledger.add(np.array([0, 2]))
+    completed, other = CompletedRequests(), CompletedRequests()
+    completed.add(np.array([0, 2]))
     other.add(np.array([1, 2, 900]))
-    ledger.merge(other)
-    assert [p for p in range(1000) if ledger.done(p)] == [0, 1, 2, 900]
-    assert ledger.frontier == 3
+    completed.merge(other)
+    assert [p for p in range(1000) if completed.done(p)] == [0, 1, 2, 900]
+    assert completed.frontier == 3
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -51,35 +51,35 @@ def test_resumes_with_any_number_of_searchers_deal_every_position_once(seed: int
     """Attempts that stop anywhere: groups finish out of order, some are sealed, the rest is lost."""
     random = np.random.default_rng(seed)
     order = PromptOrder(seed, n_prompts=30)
-    ledger = PromptLedger()
+    completed = CompletedRequests()
     sealed: Counter[int] = Counter()
     for _ in range(8):
-        ledger = PromptLedger.from_array(ledger.to_array())  # as a resume does
+        completed = CompletedRequests.from_array(completed.to_array())  # as a resume does
         searchers = int(random.integers(1, 7))
         shards = []
         for searcher in range(searchers):
-            dealt = order.positions(searcher, searchers, ledger)
-            mine = list(itertools.islice(dealt, int(random.integers(0, 25))))
-            assert all(position % searchers == searcher for position in mine)
+            issued = order.request_ids(searcher, searchers, completed)
+            mine = list(itertools.islice(issued, int(random.integers(0, 25))))
+            assert all(request_id % searchers == searcher for request_id in mine)
             finished = random.permutation(mine)[: int(random.integers(0, len(mine) + 1))].astype(np.int64)
             shards.append(finished)
-        for shard in shards:  # merged only now: a searcher's own stream leaves out what it has dealt
+        for shard in shards:  # merged only now: a searcher's own stream leaves out what it has issued
             sealed.update(shard.tolist())
-            ledger.add(shard)
+            completed.add(shard)
     assert all(count == 1 for count in sealed.values())
-    assert set(sealed) == {p for p in range(2000) if ledger.done(p)}
+    assert set(sealed) == {p for p in range(2000) if completed.done(p)}
 
     bound = max(sealed, default=0) + 31  # a last attempt that is not disturbed fills every gap
     for searcher in range(3):
-        below = itertools.takewhile(lambda p: p < bound, order.positions(searcher, 3, ledger))
+        below = itertools.takewhile(lambda p: p < bound, order.request_ids(searcher, 3, completed))
         sealed.update(below)
     assert sealed == Counter(range(bound))
     whole_epochs = bound // 30
-    prompts = Counter(order.prompt_at(position) for position in range(30 * whole_epochs))
+    prompts = Counter(order.prompt_at(request_id) for request_id in range(30 * whole_epochs))
     assert set(prompts.values()) == {whole_epochs}
 
 
-def quota(done: PromptLedger, *, bound: int, searchers: int, groups: int) -> PromptQuota:
+def quota(done: CompletedRequests, *, bound: int, searchers: int, groups: int) -> RolloutBudget:
     """Of a fresh run of 100 steps with so many groups each."""
     config = parse_config(
         {
@@ -89,14 +89,14 @@ def quota(done: PromptLedger, *, bound: int, searchers: int, groups: int) -> Pro
             "train": {"steps": 100, "prompts_per_step": groups},
         }
     )
-    return PromptQuota(config, done, step=0, groups=0)
+    return RolloutBudget(config, done, step=0, groups=0)
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_without_a_loss_the_quota_is_areals(bound: int) -> None:
     """B groups more per version, the first of them max_staleness + 1 versions ahead: (v + n + 1)·B."""
     groups = 6
-    areal = quota(PromptLedger(), bound=bound, searchers=4, groups=groups)
+    areal = quota(CompletedRequests(), bound=bound, searchers=4, groups=groups)
     for version in range(5):
         end = areal.extend(version, missing=0)
         assert end == areal.end == (version + bound + 1) * groups
@@ -106,14 +106,14 @@ def test_without_a_loss_the_quota_is_areals(bound: int) -> None:
 
 
 def test_what_is_done_or_owed_by_the_absent_is_made_up_for() -> None:
-    rng, ledger = np.random.default_rng(0), PromptLedger()
-    ledger.add(rng.integers(0, 60, 25))
-    given = quota(ledger, bound=0, searchers=3, groups=10)
+    rng, completed = np.random.default_rng(0), CompletedRequests()
+    completed.add(rng.integers(0, 60, 25))
+    given = quota(completed, bound=0, searchers=3, groups=10)
     end = given.extend(0, missing=0)
-    assert given.owed().total() == 10 and not ledger.done(end - 1)
-    expected = Counter(p % 3 for p in range(end) if not ledger.done(p))
+    assert given.owed().total() == 10 and not completed.done(end - 1)
+    expected = Counter(p % 3 for p in range(end) if not completed.done(p))
     assert given.owed() == expected
-    given.count_out({1}, "no searcher is left")
+    given.exclude({1}, "no searcher is left")
     expected[1] = 0
     assert given.owed() == +expected
     given.arrive(np.array([99, 101]))  # beyond the end: others were set aside
@@ -123,4 +123,4 @@ def test_what_is_done_or_owed_by_the_absent_is_made_up_for() -> None:
     given.extend(0, missing=owed + 7)
     assert given.owed().total() == owed + 7 and set(given.owed()) == {0, 2}
     with pytest.raises(ExchangeError, match="no searcher is left"):
-        given.count_out({0, 2}, "no searcher is left")
+        given.exclude({0, 2}, "no searcher is left")

@@ -16,8 +16,9 @@ from tba_hpc.audit import audit
 from tba_hpc.backends.hdf5_shards import read_shard
 from tba_hpc.config import Config
 from tba_hpc.metrics import read_metrics, step_records
+from tba_hpc.run.checkpoints import StateError
+from tba_hpc.run.directory import RunDir
 from tba_hpc.runtime import require_reference
-from tba_hpc.state import RunDir, StateError
 from tba_hpc.types import BEHAVIOUR
 
 BOUNDED = {"initial_completions": 15, "capacity_per_prompt": 40, "capacity": 400}
@@ -40,7 +41,7 @@ def staleness(run: RunDir) -> list[int]:
 
 def sealed(run: RunDir) -> int:
     """Groups of all starts."""
-    return sum(len(record["positions"]) for record in events(run, "merged"))  # type: ignore[arg-type]
+    return sum(len(record["request_ids"]) for record in events(run, "merged"))  # type: ignore[arg-type]
 
 
 def events(run: RunDir, name: str) -> list[dict[str, object]]:
@@ -62,12 +63,12 @@ def test_bound_0_is_the_synchronous_baseline(tmp_path: Path) -> None:
     go(run, searchers=2)
     assert staleness(run) == [0] * config.train.steps
     assert sealed(run) == config.train.steps * config.train.prompts_per_step
-    rounds = [record["sync/rounds"] for record in step_records(read_metrics(run.metrics_file("trainer")))]
+    rounds = [record["sync/publishes"] for record in step_records(read_metrics(run.metrics_file("trainer")))]
     assert rounds == list(range(1, config.train.steps + 1))
 
 
 def test_bound_0_goes_on_after_a_kill_with_other_searchers(tmp_path: Path) -> None:
-    """The resume begins before what is sealed on disk: positions done long ago, by weights taken back."""
+    """The resume begins before what is sealed on disk: request_ids done long ago, by weights taken back."""
     config, run = make(tmp_path, train={}, exchange={"sync_every": 1, "max_staleness": 0})
     go(run, searchers=2, sent=SIGKILL, nth=8)
     go(run, searchers=3)

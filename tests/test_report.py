@@ -15,7 +15,8 @@ from recorded import STEPS, evaluate, happen, new_run, resumed_run, search, step
 from tba_hpc.report import page, plots
 from tba_hpc.report.summary import RunData, summarise, write_summary
 from tba_hpc.report.tables import duration, print_rows, print_summary
-from tba_hpc.state import Evaluation, RunDir, write_evaluation
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.evaluations import Evaluation, write_evaluation
 
 
 @pytest.fixture
@@ -170,23 +171,25 @@ def test_events_of_the_page(run: RunDir) -> None:
 def test_the_page_tells_the_lives_of_a_run(run: RunDir) -> None:
     resumed_run(run)
     happen(run, 995.0, "start", attempt="attempt-001", trainers=1, searchers=2)
-    happen(run, 2000.0, "life", job="7", nodes="a,b")  # nobody noted how the first attempt ended
-    happen(run, 2005.0, "unfit", job="7", nodes="b")
+    happen(run, 2000.0, "allocated", job="7", nodes="a,b")  # nobody noted how the first attempt ended
+    happen(run, 2005.0, "unreachable", job="7", nodes="b")
     happen(run, 2010.0, "requeue", job="7")
-    happen(run, 4600.0, "life", job="7", life=1, nodes="a,c")
-    happen(run, 4650.0, "start", job="7", life=1, attempt="attempt-002", trainers=1, searchers=2)
+    happen(run, 4600.0, "allocated", job="7", restarts=1, nodes="a,c")
+    happen(run, 4650.0, "start", job="7", restarts=1, attempt="attempt-002", trainers=1, searchers=2)
     write(run.metrics_file("searcher", 0), [search(4700.0, 1, 1, rebuilds=2)])
     shown = [
-        (life.name, life.job, life.lasted, life.steps, life.outcome, life.verdict, round(life.left))
-        for life in page.lives(RunData.read(run))
+        (row.name, row.job, row.lasted, row.steps, row.outcome, row.verdict, round(row.left))
+        for row in page.attempt_rows(RunData.read(run))
     ]
     assert shown == [  # the bars' scale: 995 to 4710, the trainer's last word
         ("attempt-001", "", "1:05", "0 → 6", "ended without a word", "bad", 0),
-        ("no ranks", "job 7, life 0", "0:10", "–", "back to the queue", "", 27),
-        ("attempt-002", "job 7, life 1", "1:00", "4 → 10", "finished", "good", 98),
+        ("no ranks", "job 7, restarts: 0", "0:10", "–", "back to the queue", "", 27),
+        ("attempt-002", "job 7, restarts: 1", "1:00", "4 → 10", "finished", "good", 98),
     ]
     text = page.write_report(run).read_text()
-    assert "2 × engine rebuilt · 1 × ended without a word · 1 × node unfit · 1 × back to the queue" in text
+    assert (
+        "2 × engine rebuilt · 1 × ended without a word · 1 × node unreachable · 1 × back to the queue" in text
+    )
 
 
 def test_the_moving_mean_keeps_constants_and_length() -> None:

@@ -8,11 +8,10 @@ import pytest
 
 from tba_hpc.config import parse_config
 from tba_hpc.launch.plan import Site, load_site, plan
-from tba_hpc.launch.sbatch import Job, batch_script
+from tba_hpc.launch.sbatch import SUPERVISOR, Job, batch_script
 
 REPOSITORY = Path(__file__).parents[1]
 GOLDEN = Path(__file__).parent / "slurm" / "golden"
-LIBRARY = REPOSITORY / "slurm" / "env.sh"
 SITES = ("generic", "a100x4-pmix", "cray-homogeneous")
 FORMS = {"het": (8, False), "homogeneous": (8, True), "one-node": (1, False)}
 
@@ -28,7 +27,9 @@ def _script(
     site: Site, nodes: int, *, homogeneous: bool = False, run: str = "/shared/runs/math-seed0"
 ) -> str:
     config = parse_config({"model": {"path": "none"}, "train": {"prompts_per_step": 8}})
-    job = Job(name="tba-math", run=Path(run), library=Path("/shared/tba-hpc/slurm/env.sh"))
+    job = Job(
+        name="tba-math", run=Path(run), supervisor=Path("/shared/tba-hpc/tba_hpc/launch/job_supervisor.sh")
+    )
     return batch_script(job, plan(config, site, nodes, homogeneous=homogeneous), site)
 
 
@@ -57,7 +58,7 @@ SHIPPED = sorted((REPOSITORY / "slurm").glob("*.sbatch"))
 
 
 @pytest.mark.parametrize(
-    "path", [*sorted(GOLDEN.glob("*.sbatch")), *SHIPPED, LIBRARY], ids=lambda path: path.name
+    "path", [*sorted(GOLDEN.glob("*.sbatch")), *SHIPPED, SUPERVISOR], ids=lambda path: path.name
 )
 def test_bash_can_read_it(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True)
@@ -128,7 +129,7 @@ def test_the_container_wraps_both_commands() -> None:
     assert f"RANK{wrapped} python -m mpi4py -m tba_hpc)" in script
 
 
-# --- env.sh ---
+# --- job_supervisor.sh ---
 
 
 @pytest.mark.parametrize(
@@ -142,11 +143,11 @@ def test_the_container_wraps_both_commands() -> None:
     ],
 )
 def test_ranks_are_spread_in_blocks(ranks: int, hosts: str, expected: str) -> None:
-    assert _bash(f"source {LIBRARY}; spread {ranks} {hosts}").split() == expected.split()
+    assert _bash(f"source {SUPERVISOR}; spread {ranks} {hosts}").split() == expected.split()
 
 
 def test_only_the_leaders_word_makes_a_run_finished(tmp_path: Path) -> None:
-    check = f"source {LIBRARY}; finished && echo yes || echo no"
+    check = f"source {SUPERVISOR}; finished && echo yes || echo no"
     assert _bash(check, RUN=str(tmp_path)) == "no\n"
     (tmp_path / "summary.json").write_text('{\n  "finished": false\n}')
     assert _bash(check, RUN=str(tmp_path)) == "no\n"
@@ -155,7 +156,7 @@ def test_only_the_leaders_word_makes_a_run_finished(tmp_path: Path) -> None:
 
 
 def test_progress_is_a_shard_or_a_checkpoint_sealed_since_the_start(tmp_path: Path) -> None:
-    check = f"source {LIBRARY}; progress && echo yes || echo no"
+    check = f"source {SUPERVISOR}; progress && echo yes || echo no"
     for folder in ("slurm", "shards/searcher-0000", "checkpoints/step-000002"):
         (tmp_path / folder).mkdir(parents=True)
     old = tmp_path / "shards/searcher-0000/000000.h5"
@@ -171,7 +172,7 @@ def test_progress_is_a_shard_or_a_checkpoint_sealed_since_the_start(tmp_path: Pa
 
 
 def test_ranks_that_were_asked_before_they_listened_have_stopped_not_failed(tmp_path: Path) -> None:
-    check = f"source {LIBRARY}; STOP=1; for code in 14 137 138; do unheard $code && echo $code; done; true"
+    check = f"source {SUPERVISOR}; STOP=1; for code in 14 137 138; do unheard $code && echo $code; done; true"
     for folder in ("slurm", "metrics", "logs/latest"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "slurm/start").touch()
@@ -180,13 +181,13 @@ def test_ranks_that_were_asked_before_they_listened_have_stopped_not_failed(tmp_
     os.utime(tmp_path / "slurm/start", (1, 1))
     assert _bash(check, RUN=str(tmp_path)) == "", "the trainer was at work"
     os.utime(tmp_path / "metrics/trainer.jsonl", (0, 0))
-    (tmp_path / "logs/latest/error-trainer-0000.txt").write_text("there is no such model\n")
+    (tmp_path / "logs/latest/refused-trainer-0000.txt").write_text("there is no such model\n")
     assert _bash(check, RUN=str(tmp_path)) == "", "one met what only the user can mend"
 
 
 def test_awaiting_survives_signals_and_returns_the_childs_status() -> None:
     program = f"""
-    source {LIBRARY}; say() {{ :; }}; SAVE_SECONDS=60
+    source {SUPERVISOR}; say() {{ :; }}; SAVE_SECONDS=60
     (trap 'exit 7' USR1; for i in $(seq 100); do sleep 0.05; done) & STEP=$!
     (sleep 0.3; kill -USR1 $$) &
     await $STEP; echo "$? $STOP"; kill $GUARD
@@ -202,7 +203,7 @@ def test_awaiting_survives_signals_and_returns_the_childs_status() -> None:
 def test_an_srun_that_outlives_its_step_is_ended(steps: str, ended: str) -> None:
     """The step as squeue shows it, look by look; after the last look it stays as it is, for 20 looks."""
     program = f"""
-    source {LIBRARY}; say() {{ :; }}; SLURM_JOB_ID=1
+    source {SUPERVISOR}; say() {{ :; }}; SLURM_JOB_ID=1
     looks=({steps}); file=$(mktemp); echo 0 > "$file"
     sleep() {{ command sleep 0.01; [ "$(cat "$file")" -lt 20 ]; }}
     squeue() {{

@@ -1,4 +1,4 @@
-"""The run directory: what may be resumed, what counts as a checkpoint, which prompts are dealt."""
+"""The run directory: what may be resumed, what counts as a checkpoint, which prompts are issued."""
 
 import math
 import os
@@ -15,26 +15,20 @@ from typing import Any
 import pytest
 
 from tba_hpc.config import Config, ConfigError, parse_config
-from tba_hpc.state import (
-    DiskFullError,
-    Evaluation,
-    RunDir,
+from tba_hpc.run.checkpoints import (
     StateError,
-    StopFlag,
     TrainerState,
     begin_checkpoint,
     complete_checkpoint,
-    discard_evaluations,
     latest_checkpoint,
-    log_event,
     prune_shards,
-    publish,
-    read_evaluation,
-    read_events,
     read_state,
-    write_atomic,
-    write_evaluation,
 )
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.evaluations import Evaluation, discard_evaluations, read_evaluation, write_evaluation
+from tba_hpc.run.events import log_event, read_events
+from tba_hpc.run.files import DiskFullError, publish, write_atomic
+from tba_hpc.run.signals import StopFlag
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +181,7 @@ def test_publish_replaces_whole_files_and_leaves_nothing_else(tmp_path: Path) ->
 FILE_SIZE_LIMIT = """
 import resource, sys
 from pathlib import Path
-from tba_hpc.state import DiskFullError, publish
+from tba_hpc.run.files import DiskFullError, publish
 path = Path(sys.argv[1])
 publish(path, b"old")
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
@@ -212,7 +206,7 @@ def test_where_there_is_no_room_the_old_file_stays(tmp_path: Path) -> None:
 
 
 STATE = TrainerState(
-    step=400, round=200, cursors={0: 17, 3: 5}, trajectories=900, added=800, duplicates=100,
+    step=400, revision=200, cursors={0: 17, 3: 5}, trajectories=900, added=800, duplicates=100,
     evicted=4, tokens=12345, train_seconds=67.25, save_seconds=1.5, seed=7,
 )  # fmt: skip
 
@@ -293,7 +287,8 @@ def test_shards_are_pruned_up_to_the_oldest_kept_checkpoint(run: RunDir) -> None
 CHECKPOINTER = """
 import itertools, sys
 from pathlib import Path
-from tba_hpc.state import RunDir, TrainerState, begin_checkpoint, complete_checkpoint
+from tba_hpc.run.checkpoints import TrainerState, begin_checkpoint, complete_checkpoint
+from tba_hpc.run.directory import RunDir
 run = RunDir(Path(sys.argv[1]))
 for step in itertools.count(int(sys.argv[2])):
     folder = begin_checkpoint(run, step)
@@ -363,7 +358,7 @@ def test_a_resume_discards_evaluations_of_steps_it_takes_again(run: RunDir) -> N
 
 STOPPABLE = """
 import os, signal, sys
-from tba_hpc.state import StopFlag
+from tba_hpc.run.signals import StopFlag
 number = signal.Signals[sys.argv[1]]
 with StopFlag() as stop:
     before = stop.is_set
@@ -396,10 +391,10 @@ def test_events_are_lines_that_a_crash_may_tear(run: RunDir, monkeypatch: pytest
     first, second = read_events(run)
     assert abs(first.pop("time") - time.time()) < 60 and second.pop("time") > 0
     assert first == {
-        **{"event": "start", "job": "", "life": 0},
+        **{"event": "start", "job": "", "restarts": 0},
         **{"attempt": "attempt-001", "trainers": 1, "searchers": 2},
     }
     assert second == {
-        **{"event": "refused", "job": "17", "life": 2},
+        **{"event": "refused", "job": "17", "restarts": 2},
         **{"sentence": 'no "model" at C:\\\nmodels'},
     }

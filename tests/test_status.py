@@ -13,11 +13,11 @@ from recorded import evaluate, happen, new_run, resumed_run, search, step, write
 from rich.console import Console
 
 from tba_hpc.launch import slurm
-from tba_hpc.report.standing import standing
+from tba_hpc.report.monitor import Queue, QueueEntry, RunMonitor
+from tba_hpc.report.run_state import run_state
 from tba_hpc.report.status import LiveDisplay, cells, facts, follow, panel, plain_line, print_status
 from tba_hpc.report.tables import NOTHING
-from tba_hpc.report.view import Component, Queue, RunView
-from tba_hpc.state import RunDir
+from tba_hpc.run.directory import RunDir
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> RunDir:
     return new_run(tmp_path)
 
 
-def no_job(_: RunDir) -> list[Component]:
+def no_job(_: RunDir) -> list[QueueEntry]:
     return []
 
 
@@ -35,27 +35,27 @@ def queue(*states: str, job: str = "7", reason: str = "Resources") -> Queue:
     return lambda _: [{**plain, "id": f"{job}+{i}", "state": state} for i, state in enumerate(states)]
 
 
-def look(run: RunDir, asked: Queue = no_job) -> RunView:
-    """A view that has looked once."""
-    view = RunView(run, run.config(), asked)
-    view.update()
-    return view
+def look(run: RunDir, asked: Queue = no_job) -> RunMonitor:
+    """A monitor that has looked once."""
+    monitor = RunMonitor(run, run.config(), asked)
+    monitor.update()
+    return monitor
 
 
 # --- How a run stands ---
 
 
-def lives(run: RunDir, *kinds: str, job: str = "7", life: int = 0, ago: float = 50.0) -> None:
-    """Events of a life of a job, a second apart, the first of them ``ago`` seconds ago."""
+def allocation(run: RunDir, *kinds: str, job: str = "7", restarts: int = 0, ago: float = 50.0) -> None:
+    """Events of an allocation of a job, a second apart, the first of them ``ago`` seconds ago."""
     extras: dict[str, dict[str, object]] = {
-        "life": {"nodes": "node1,node2,node3"},
-        "start": {"attempt": f"attempt-{life + 1:03d}", "trainers": 1, "searchers": 2},
+        "allocated": {"nodes": "node1,node2,node3"},
+        "start": {"attempt": f"attempt-{restarts + 1:03d}", "trainers": 1, "searchers": 2},
         "failed": {"code": 137},
         "refused": {"sentence": "the model is too large: take a smaller one"},
     }
     first = time.time() - ago
     for i, kind in enumerate(kinds):
-        happen(run, first + i, kind, job=job, life=life, **extras.get(kind, {}))
+        happen(run, first + i, kind, job=job, restarts=restarts, **extras.get(kind, {}))
 
 
 def trained(run: RunDir, *, ago: float = 1.0) -> None:
@@ -67,7 +67,7 @@ def trained(run: RunDir, *, ago: float = 1.0) -> None:
 
 TBA_RUN = "tba run {run}"
 SUBMIT = "python tools/submit.py --config {run} --nodes 3"
-STARTED = ("life", "start")
+STARTED = ("allocated", "start")
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ STARTED = ("life", "start")
         (queue("UNKNOWN"), (), False, "queued", "submitted as job 7", ""),
         (queue("RUNNING", "RUNNING"), (), False, "starting", "job 7 has its nodes, no word", ""),
         (queue("CANCELLED"), (), False, "gone", "job 7 is gone (cancelled)", "--nodes N"),
-        (queue("RUNNING"), ("life",), False, "starting", "looking which nodes are fit", ""),
-        (queue("RUNNING"), ("life", "unfit"), False, "starting", "looking which nodes are fit", ""),
+        (queue("RUNNING"), ("allocated",), False, "starting", "looking which nodes answer", ""),
+        (queue("RUNNING"), ("allocated", "unreachable"), False, "starting", "looking which nodes answer", ""),
         (queue("RUNNING"), STARTED, False, "starting", "starting engines", ""),
         (queue("RUNNING", "RUNNING"), STARTED, True, "training", "training", ""),
         (queue("UNKNOWN"), STARTED, True, "training", "training", ""),
@@ -95,10 +95,17 @@ STARTED = ("life", "start")
             *(queue("PENDING", "RUNNING"), STARTED, True, "requeued"),
             *("preempted or a node lost, back in the queue at step 4", ""),
         ),
-        (queue("PENDING"), ("life", "unfit", "requeue"), False, "requeued", "nodes unfit, back in", ""),
+        (
+            queue("PENDING"),
+            ("allocated", "unreachable", "requeue"),
+            False,
+            "requeued",
+            "nodes unreachable, back in",
+            "",
+        ),
         (queue("RUNNING"), (*STARTED, "failed"), True, "relaunching", "failed after step 4", ""),
         (
-            *(queue("FAILED"), ("life", *("start", "failed") * 3), True, "failed"),
+            *(queue("FAILED"), ("allocated", *("start", "failed") * 3), True, "failed"),
             *("gave up: the ranks failed 3 times in a row, exit status 137; see", SUBMIT),
         ),
         (queue("FORGOTTEN"), (*STARTED, "refused"), False, "refused", "the model is too large", SUBMIT),
@@ -111,10 +118,10 @@ STARTED = ("life", "start")
 def test_how_a_submitted_run_stands(
     run: RunDir, asked: Queue, kinds: tuple[str, ...], steps: bool, state: str, words: str, command: str
 ) -> None:
-    lives(run, *kinds)
+    allocation(run, *kinds)
     if steps:
         trained(run)
-    found = standing(look(run, asked))
+    found = run_state(look(run, asked))
     assert found.state == state and words in found.words
     assert command.format(run=run.path) in found.command and bool(command) == bool(found.command)
     assert found.over == (state in ("created", "gone", "failed", "refused", "stopped", "finished"))
@@ -132,41 +139,41 @@ def test_how_a_submitted_run_stands(
 def test_a_run_on_this_machine_is_not_judged_by_an_older_job(
     run: RunDir, kinds: tuple[str, ...], state: str, command: str
 ) -> None:
-    lives(run, "life", "start", "failed", ago=500.0)
-    lives(run, *kinds, job="")
+    allocation(run, "allocated", "start", "failed", ago=500.0)
+    allocation(run, *kinds, job="")
     trained(run)
-    view = look(run, queue("FAILED"))
-    found = standing(view)
+    monitor = look(run, queue("FAILED"))
+    found = run_state(monitor)
     assert (found.state, found.command) == (state, command.format(run=run.path))
-    assert "job" not in facts(view, found)
+    assert "job" not in facts(monitor, found)
 
 
 def test_a_job_of_the_tool_is_submitted_again_as_it_was(run: RunDir) -> None:
     again = "python tools/submit.py --config '/my runs/known' --nodes 3 --homogeneous"
     happen(run, time.time() - 5000, "submitted", job="7", command=again)
     for state in ("PENDING", "UNKNOWN"):
-        waiting = standing(look(run, queue(state)))
-        assert waiting.state == "queued" and "no sign of life" not in waiting.words, "no rank was started yet"
-    assert standing(look(run, queue("CANCELLED"))).command == again
-    lives(run, *STARTED)
-    assert standing(look(run, queue("TIMEOUT"))).command == again
-    lives(run, *STARTED, job="8")  # by hand
-    assert standing(look(run, queue("TIMEOUT", job="8"))).command == SUBMIT.format(run=run.path)
+        waiting = run_state(look(run, queue(state)))
+        assert waiting.state == "queued" and "nothing heard" not in waiting.words, "no rank was started yet"
+    assert run_state(look(run, queue("CANCELLED"))).command == again
+    allocation(run, *STARTED)
+    assert run_state(look(run, queue("TIMEOUT"))).command == again
+    allocation(run, *STARTED, job="8")  # by hand
+    assert run_state(look(run, queue("TIMEOUT", job="8"))).command == SUBMIT.format(run=run.path)
 
 
 def test_a_new_job_is_not_judged_by_what_befell_the_one_before(run: RunDir) -> None:
-    lives(run, "life", "start", "failed")
-    view = look(run, queue("PENDING", job="8"))
-    assert standing(view).state == "queued" and facts(view, standing(view))["job"] == "8"
-    found = standing(look(run, queue("CANCELLED", job="8")))
+    allocation(run, "allocated", "start", "failed")
+    monitor = look(run, queue("PENDING", job="8"))
+    assert run_state(monitor).state == "queued" and facts(monitor, run_state(monitor))["job"] == "8"
+    found = run_state(look(run, queue("CANCELLED", job="8")))
     assert (found.state, found.words) == ("gone", "job 8 is gone (cancelled), the run is at step 0")
 
 
 def test_silence_beyond_every_deadline_is_a_hint(run: RunDir) -> None:
-    lives(run, "life", "start", ago=800.0)
+    allocation(run, "allocated", "start", ago=800.0)
     trained(run, ago=700.0)
-    found = standing(look(run, queue("RUNNING")))
-    assert (found.state, found.words) == ("training", "training; no sign of life for 12 min: was it killed?")
+    found = run_state(look(run, queue("RUNNING")))
+    assert (found.state, found.words) == ("training", "training; nothing heard for 12 min: was it killed?")
     assert found.command == f"tail {run.logs}/latest/*.log"
 
 
@@ -176,57 +183,71 @@ def test_silence_beyond_every_deadline_is_a_hint(run: RunDir) -> None:
 def test_the_view_follows_a_run_through_its_phases(run: RunDir) -> None:
     now = time.time()
     happen(run, now - 65, "start", attempt="attempt-001", trainers=1, searchers=2)
-    view = look(run)
+    monitor = look(run)
     trainer = run.metrics_file("trainer")
-    assert standing(view).words == "starting engines…"
+    assert run_state(monitor).words == "starting engines…"
     write(trainer, [{"time": now - 40, "event": "filling", "step": 0, "buffer/size": 312}])
-    view.update()
-    assert plain_line(view).endswith("] filling the buffer 312/500")
+    monitor.update()
+    assert plain_line(monitor).endswith("] filling the buffer 312/500")
     evaluate(run, "test", 0, (20, 21))
     write(trainer, [step(s, now - 40 + 10 * s, loss=0.25) for s in (1, 2, 3)])
     write(run.metrics_file("searcher", 1), [search(now, 5, 1234.0)])
     write(run.metrics_file("searcher", 0), [search(now, 5, 2345.0)])
-    view.update()
-    assert (view.progress.step, view.eta) == (3, pytest.approx(70.0))
-    line = plain_line(view)
+    monitor.update()
+    assert (monitor.progress.step, monitor.eta) == (3, pytest.approx(70.0))
+    line = plain_line(monitor)
     assert "] training · step 3/10 · test 41.0 % · loss 0.2500 · staleness 2.0" in line
     assert line.endswith("tokens/s 2,345 + 1,234")
     write(trainer, [{"time": now, "event": "finished", "step": 10}])
-    view.update()
-    assert standing(view).words == "last step done, final evaluation"
+    monitor.update()
+    assert run_state(monitor).words == "last step done, final evaluation"
     evaluate(run, "test", 10, (45, 45))
-    view.update()
-    assert standing(view).words == "last step done, writing the results"
+    monitor.update()
+    assert run_state(monitor).words == "last step done, writing the results"
     run.summary.write_text(json.dumps({"finished": True}))
-    assert standing(view).words == "finished at step 10" and "test 41.0 % → 90.0 %" in plain_line(view)
+    assert run_state(monitor).words == "finished at step 10" and "test 41.0 % → 90.0 %" in plain_line(monitor)
 
 
 def test_an_attempt_starts_with_the_step_but_not_the_pace_of_the_one_before(run: RunDir) -> None:
     resumed_run(run)
     happen(run, 5000.0, "start", attempt="attempt-003", trainers=1, searchers=2)
-    view = look(run)
-    assert (view.phase, view.progress.step, view.eta, view.rates) == ("", 10, None, [])
+    monitor = look(run)
+    assert (monitor.phase, monitor.progress.step, monitor.eta, monitor.rates) == ("", 10, None, [])
     write(run.metrics_file("trainer"), [{"time": 5001.0, "event": "resumed", "step": 4}, step(5, 5002.0)])
-    view.update()
-    assert (view.phase, view.progress.step, view.eta) == ("training", 5, None)
+    monitor.update()
+    assert (monitor.phase, monitor.progress.step, monitor.eta) == ("training", 5, None)
 
 
 def test_faults_of_all_attempts_are_counted(run: RunDir) -> None:
-    lives(run, "life", "orphan", "start", "failed", "start", ago=90.0)  # the last has no end of its own
-    lives(run, "life", "unfit", "start", "hung", "failed", "start", "signal", "stopped", "requeue", life=1)
+    allocation(
+        run, "allocated", "orphan", "start", "failed", "start", ago=90.0
+    )  # the last has no end of its own
+    allocation(
+        run,
+        "allocated",
+        "unreachable",
+        "start",
+        "hung",
+        "failed",
+        "start",
+        "signal",
+        "stopped",
+        "requeue",
+        restarts=1,
+    )
     started = {"time": time.time(), "event": "started"}
     first, second = run.metrics_file("searcher", 0), run.metrics_file("searcher", 1)
     write(first, [started, search(1.0, 1, 1), search(2.0, 1, 1, rebuilds=2), started, search(3.0, 1, 1)])
     quiet = [search(float(i), 1, 1) for i in range(100)]  # most lines are like these, and are not parsed
     write(second, [*quiet, search(100.0, 1, 1, rebuilds=1), started, *quiet])
     write(run.metrics_file("trainer"), [{"time": time.time(), "event": "lost", "step": 4, "searcher": 1}])
-    view = look(run)
+    monitor = look(run)
     write(first, [search(4.0, 1, 1, rebuilds=1)])
-    view.update()
-    assert view.progress.searchers[1]["time"] == 99.0
-    counts = {"rebuilds": 4, "lost": 1, "failed": 2, "killed": 1, "unfit": 1, "hung": 1, "orphan": 1}
-    assert view.faults == {**counts, "requeue": 1}
-    assert facts(view, standing(view))["faults"].startswith(
+    monitor.update()
+    assert monitor.progress.searchers[1]["time"] == 99.0
+    counts = {"rebuilds": 4, "lost": 1, "failed": 2, "killed": 1, "unreachable": 1, "hung": 1, "orphan": 1}
+    assert monitor.faults == {**counts, "requeue": 1}
+    assert facts(monitor, run_state(monitor))["faults"].startswith(
         "4 × engine rebuilt · 1 × searcher lost · 2 × ranks failed"
     )
 
@@ -241,19 +262,19 @@ def test_half_a_line_waits_for_its_other_half(run: RunDir) -> None:
     happen(run, time.time(), "start", attempt="attempt-001", trainers=1, searchers=2)
     with run.events_file.open("a") as file:
         file.write('{"time": 5.0, "ev')
-    view = look(run, queue("UNKNOWN"))
-    assert [event["event"] for event in view.events] == ["start"]
+    monitor = look(run, queue("UNKNOWN"))
+    assert [event["event"] for event in monitor.events] == ["start"]
     with run.events_file.open("a") as file:
-        file.write('ent": "signal", "job": "", "life": 0}\n')
-    view.update()
-    assert [event["event"] for event in view.events] == ["start", "signal"]
+        file.write('ent": "signal", "job": "", "restarts": 0}\n')
+    monitor.update()
+    assert [event["event"] for event in monitor.events] == ["start", "signal"]
 
 
 def test_slurm_is_asked_once_in_ten_seconds(run: RunDir) -> None:
     asked = []
-    view = RunView(run, run.config(), lambda run: asked.append(run) or [])
-    view.update()
-    view.update()
+    monitor = RunMonitor(run, run.config(), lambda run: asked.append(run) or [])
+    monitor.update()
+    monitor.update()
     assert asked == [run]
 
 
@@ -263,7 +284,7 @@ def test_slurm_is_asked_once_in_ten_seconds(run: RunDir) -> None:
 def busy_run(run: RunDir) -> Queue:
     """A run with something to say under every title."""
     resumed_run(run)
-    lives(run, "life", "start", "failed", "start")
+    allocation(run, "allocated", "start", "failed", "start")
     write(run.metrics_file("trainer"), [{"time": time.time() - 65, "event": "checkpoint", "step": 3}])
     trained(run)
     return queue("RUNNING", "RUNNING")
@@ -271,12 +292,14 @@ def busy_run(run: RunDir) -> Queue:
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_the_panel_shows_every_value_at_any_width(run: RunDir, width: int) -> None:
-    view = look(run, busy_run(run))
+    monitor = look(run, busy_run(run))
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-    console.print(panel(view))
+    console.print(panel(monitor))
     shown = console.file.getvalue()
-    assert all(value in shown for value in cells(view).values())
-    lasting = [facts(view, standing(view))[title] for title in ("attempt", "trainers", "searchers", "faults")]
+    assert all(value in shown for value in cells(monitor).values())
+    lasting = [
+        facts(monitor, run_state(monitor))[title] for title in ("attempt", "trainers", "searchers", "faults")
+    ]
     assert all(word in shown for value in lasting for word in value.split())
     assert max(map(len, shown.splitlines())) <= width
 
@@ -287,7 +310,9 @@ def test_once_prints_a_line_per_value_unbroken(run: RunDir) -> None:
     lines = dict(line.split(maxsplit=1) for line in out.getvalue().splitlines())
     assert lines["run"] == str(run.path) and lines["state"] == "training"
     assert lines["step"] == "4/10, 0:06 left"
-    assert lines["attempt"] == "attempt-001, 1 trainer + 2 searcher ranks" and lines["job"] == "7, life 0"
+    assert (
+        lines["attempt"] == "attempt-001, 1 trainer + 2 searcher ranks" and lines["job"] == "7, restarts: 0"
+    )
     assert lines["trainers"] == "RUNNING node1, 9:00 left" == lines["searchers"]
     assert lines["checkpoint"].startswith("step 3, 1:0") and lines["faults"] == "1 × ranks failed"
 
@@ -304,7 +329,7 @@ def test_a_task_names_its_score_and_perplexity_is_shown_beside_it(run: RunDir) -
 def test_json_holds_numbers(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     print_status(run, run.config(), busy_run(run), as_json=True)
     found = json.loads(capsys.readouterr().out)
-    assert (found["state"], found["step"], found["steps"], found["attempt"], found["life"]) == (
+    assert (found["state"], found["step"], found["steps"], found["attempt"], found["restarts"]) == (
         *("training", 4, 10, "attempt-001", 0),
     )
     assert (found["pass_at_1"], found["test_pass_at_1"], found["staleness"]) == (0.6, [0.41, 0.85], 2.0)
@@ -345,7 +370,7 @@ def test_the_clock_stops_with_the_attempt(run: RunDir) -> None:
 
 
 def test_following_ends_when_it_is_the_users_turn(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    lives(run, "life", "start", "signal", "stopped")
+    allocation(run, "allocated", "start", "signal", "stopped")
     follow(run, run.config(), queue("COMPLETED"))
     assert capsys.readouterr().out.endswith(f"\nnext: {SUBMIT.format(run=run.path)}\n")
 

@@ -44,7 +44,7 @@ def score(table: Table, groups: list[Group]) -> Trajectories:
     """What a searcher makes of its groups."""
     task, reference = TabularTask(table), TabularReference(table)
     record = [
-        (0, g.request.prompt.id, g.request.position, row, reward, *versions, 0, 0)
+        (0, g.request.prompt.id, g.request.id, row, reward, *versions, 0, 0)
         for row, g in enumerate(groups)
         for reward, versions in zip(task.rewards(g.request.prompt, g.completions), g.versions, strict=True)
     ]

@@ -151,7 +151,7 @@ def test_vllm_loads_it_and_answers_as_transformers_do(folder: Path) -> None:
     answers = {}
     while generator.in_flight:
         for group in generator.step():
-            answers[group.request.position] = group.completions[0]
+            answers[group.request.id] = group.completions[0]
     generator.close()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder).eval()

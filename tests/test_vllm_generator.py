@@ -103,12 +103,12 @@ def _update(model: PreTrainedModel, version: int, dtype: str = "F32") -> WeightU
     return WeightUpdate(version, layout, np.concatenate(data))
 
 
-def _request(position: int, *, n: int = 4, sampling: Sampling = SAMPLED, length: int = 12) -> Request:
-    tokens = np.random.default_rng(position).integers(3, 128, length, np.int32)
-    return Request(Prompt(position, tokens, ""), position, n, sampling)
+def _request(request_id: int, *, n: int = 4, sampling: Sampling = SAMPLED, length: int = 12) -> Request:
+    tokens = np.random.default_rng(request_id).integers(3, 128, length, np.int32)
+    return Request(Prompt(request_id, tokens, ""), request_id, n, sampling)
 
 
-GREEDILY = [_request(position, n=1, sampling=GREEDY) for position in range(100, 104)]
+GREEDILY = [_request(request_id, n=1, sampling=GREEDY) for request_id in range(100, 104)]
 
 
 def _drain(generator: VllmGenerator) -> list[Group]:
@@ -121,7 +121,7 @@ def _drain(generator: VllmGenerator) -> list[Group]:
 def _generate(generator: VllmGenerator, *requests: Request) -> list[Group]:
     for request in requests:
         generator.submit(request)
-    return sorted(_drain(generator), key=lambda group: group.request.position)
+    return sorted(_drain(generator), key=lambda group: group.request.id)
 
 
 def _assert_logprobs_of(model: PreTrainedModel, groups: list[Group]) -> None:
@@ -132,7 +132,7 @@ def _assert_logprobs_of(model: PreTrainedModel, groups: list[Group]) -> None:
 
 
 def test_groups_are_whole_and_end_as_they_say(served: Served) -> None:
-    requests = [_request(position, n=4) for position in range(12)]
+    requests = [_request(request_id, n=4) for request_id in range(12)]
     busy, start = served.generator.busy_seconds, time.monotonic()
     groups = _generate(served.generator, *requests)
     assert [group.request for group in groups] == requests
@@ -295,8 +295,8 @@ def _assert_same(groups: list[Group], others: list[Group]) -> None:
 
 def _begin(generator: VllmGenerator, count: int) -> list[Group]:
     """Submit so many requests; back when the first is finished, while others are decoded and wait."""
-    for position in range(count):
-        generator.submit(_request(position))
+    for request_id in range(count):
+        generator.submit(_request(request_id))
     groups: list[Group] = []
     while not groups:
         groups += generator.step()
@@ -317,7 +317,7 @@ def test_an_engine_that_fails_is_rebuilt_and_loses_nothing(served: Served) -> No
         assert not psutil.pid_exists(failed.pid)
     groups += _drain(generator)
     assert generator.rebuilds == rebuilds + 2
-    assert sorted(group.request.position for group in groups) == list(range(100))
+    assert sorted(group.request.id for group in groups) == list(range(100))
     assert all((group.versions == 14).all() for group in groups)
     _assert_logprobs_of(model, groups)
 

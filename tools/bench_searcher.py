@@ -36,15 +36,15 @@ from tba_hpc.backends.hf_reference import HfReference
 from tba_hpc.backends.vllm_generator import VllmGenerator, engine_settings
 from tba_hpc.backends.vllm_victim import VllmVictim
 from tba_hpc.config import Config, load_config
-from tba_hpc.evaluator import Evaluator
 from tba_hpc.metrics import MetricsWriter, read_metrics
+from tba_hpc.online_evaluation import OnlineEvaluator
 from tba_hpc.ports import Reference
 from tba_hpc.report.summary import series
 from tba_hpc.report.tables import print_rows
+from tba_hpc.run.directory import RunDir
 from tba_hpc.runtime import PROMPTS_AHEAD
 from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
-from tba_hpc.state import RunDir
 from tba_hpc.tasks import load_task
 from tba_hpc.types import Request, Sampling, Shard, WeightLayout, WeightUpdate
 
@@ -151,7 +151,9 @@ class Bench:
             ),
             exchange=sink,
             requests=feed,
-            evaluator=Evaluator(self._task, searcher=0, searchers=1, max_tokens=1, limits={}, last_step=0),
+            evaluator=OnlineEvaluator(
+                self._task, searcher=0, searchers=1, max_tokens=1, limits={}, last_step=0
+            ),
             report=lambda place, places, part: None,
             metrics=MetricsWriter(self._metrics),
             stop_asked=lambda: False,

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tba_hpc.backends.hdf5_shards import ShardError, ShardWriter, pending_shards, read_shard
-from tba_hpc.state import RunDir
+from tba_hpc.run.directory import RunDir
 from tba_hpc.types import Completion, Group, Prompt, Request, Sampling
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
@@ -106,19 +106,19 @@ def durability(
 def write(run: Path) -> None:
     """The writer that gets killed: seals shards without end, prints the uids of each once it is sealed."""
     writer = ShardWriter(RunDir(run), 0)
-    position = 0
+    request_id = 0
     while True:
-        writer.append(*_scored(position, tokens=177))
+        writer.append(*_scored(request_id, tokens=177))
         shard = writer.seal()
         assert shard is not None
         print(*shard.trajectories.record["uid"], flush=True)
-        position += 1
+        request_id += 1
 
 
 def _rates(run: RunDir, tokens: int, shards: int, records: int) -> Rates:
     """Seal and raw write take turns, so that both meet the same neighbours on the machine."""
     writer = ShardWriter(run, 0)
-    groups = [_scored(position, tokens) for position in range(records // COMPLETIONS)]
+    groups = [_scored(request_id, tokens) for request_id in range(records // COMPLETIONS)]
     seal, raw = [], []
     for turn in range(shards):
         seal.append(_seconds(_seal, writer, groups))
@@ -191,10 +191,10 @@ def _survey(run: RunDir, kills: int, acknowledged: set[int]) -> Durability:
     )
 
 
-def _scored(position: int, tokens: int) -> tuple[Group, list[float], list[np.ndarray]]:
+def _scored(request_id: int, tokens: int) -> tuple[Group, list[float], list[np.ndarray]]:
     """A group like a searcher's; completion lengths spread around ``tokens`` by half."""
-    generator = np.random.default_rng(position)
-    prompt = Prompt(position, generator.integers(0, 32_000, 60, np.int32), "")
+    generator = np.random.default_rng(request_id)
+    prompt = Prompt(request_id, generator.integers(0, 32_000, 60, np.int32), "")
     completions = tuple(
         Completion(
             generator.integers(0, 32_000, length, np.int32),
@@ -203,7 +203,7 @@ def _scored(position: int, tokens: int) -> tuple[Group, list[float], list[np.nda
         )
         for length in generator.integers(tokens // 2, tokens + tokens // 2, COMPLETIONS)
     )
-    request = Request(prompt, position, COMPLETIONS, Sampling(1.0, 1.0, 2 * tokens))
+    request = Request(prompt, request_id, COMPLETIONS, Sampling(1.0, 1.0, 2 * tokens))
     group = Group(request, completions, np.zeros((COMPLETIONS, 2), np.int32))
     return group, generator.random(COMPLETIONS).tolist(), [c.logprobs - 0.1 for c in completions]
 

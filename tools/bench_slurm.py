@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tba_hpc.metrics import read_metrics
-from tba_hpc.state import RunDir, read_events
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import read_events
 
 STEP = "step"
 """Name of an optimizer step among the marks of a run."""

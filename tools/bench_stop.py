@@ -1,9 +1,9 @@
-"""Measures how soon a run stops when asked to, at any moment of its life, and proves that nothing is lost.
+"""Measures how soon a run stops when asked to, at any moment, and proves that nothing is lost.
 
     python tools/bench_stop.py [--moments 100] [--seed 0] [--within 60] [--transport files] [--json]
 
 The run is started, sent SIGUSR1 at a random moment (start-up and last evaluation included), and goes on in
-the next life; once finished, another one begins. Lives that end before they are asked do not count. In the
+the next start; once finished, another run begins. Starts that end before they are asked do not count. In the
 end ``tba audit`` looks at every run; where it finds a problem, the exit status is 1.
 """
 
@@ -29,7 +29,8 @@ import typer
 from tba_hpc.audit import Audit, audit
 from tba_hpc.metrics import Record, number, read_metrics, step_records
 from tba_hpc.report.tables import Cell, print_rows
-from tba_hpc.state import RunDir, latest_checkpoint, read_state
+from tba_hpc.run.checkpoints import latest_checkpoint, read_state
+from tba_hpc.run.directory import RunDir
 
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -40,7 +41,7 @@ LEAVE_SECONDS = 2.0
 """Time that the kernel has to end engines whose searcher is gone."""
 
 PATIENCE = 300.0
-"""Longest wait for a life to end after the signal, s."""
+"""Longest wait for the run to end after the signal, s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Bench:
     runs: list[RunDir] = field(default_factory=list)
 
     def moments(self, delays: Iterator[float]) -> Iterator[Moment]:
-        """What happened at each, lives that had ended before left out."""
+        """What happened at each, starts that had ended before left out."""
         for delay in delays:
             if not self.runs or self.runs[-1].finished:
                 name = f"stop-{len(self.runs)}"
@@ -96,7 +97,7 @@ class Bench:
         return [sys.executable, "-m", "tba_hpc", "run", self.config, "--json", *words]
 
     def _live(self, delay: float) -> Moment | None:
-        """One life, asked to stop after ``delay`` seconds; None where it ended before."""
+        """One start, asked to stop after ``delay`` seconds; None where it ended before."""
         began = time.time()
         with (self.root / "output.log").open("ab") as output:
             launcher = subprocess.Popen(self._command(), stdout=output, stderr=output)
@@ -191,7 +192,7 @@ def _ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def _phase(run: RunDir, since: float) -> str:
-    """What the life that began at ``since`` is doing, from the trainer's records."""
+    """What the start at ``since`` is doing, from the trainer's records."""
     records = [r for r in read_metrics(run.metrics_file("trainer")) if number(r, "time", 0.0) >= since]
     if not records:
         return "start-up"

@@ -30,15 +30,17 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slurm_testbed import faults
+from slurm_testbed.cluster import ENDED, Cluster, missing
+from slurm_testbed.faults import RankProcess
+
 from tba_hpc.audit import Audit, audit
 from tba_hpc.metrics import MetricsTail, Record, number
 from tba_hpc.report.summary import index_of, searcher_files
 from tba_hpc.report.tables import Cell, print_rows
-from tba_hpc.state import RunDir, read_events
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import read_events
 from tba_hpc.types import Role
-from tests.slurm import faults
-from tests.slurm.cluster import ENDED, Cluster, missing
-from tests.slurm.faults import RankProcess
 
 HOME = Path(__file__).resolve().parents[1]
 
@@ -257,7 +259,7 @@ class History:
 
     def way(self, strike: Strike, back: float) -> str:
         """How the run recovered: rebuilt, relaunched (in the same allocation), or requeued."""
-        ways = {"requeued": "life", "relaunched": "start"}
+        ways = {"requeued": "allocated", "relaunched": "start"}
         marks = {way: self.times(event, after=strike.time)[:1] for way, event in ways.items()}
         return next((way for way, times in marks.items() if times and times[0] < back), "rebuilt")
 
@@ -474,9 +476,9 @@ def run_row(history: History, strikes: Sequence[Strike], found: Audit) -> Row:
 
 
 def _spans(history: History, strikes: Sequence[Strike], event: str) -> list[float]:
-    """Seconds from an event to the next first step, where no fault struck and no life ended in between."""
+    """Seconds from an event to the next first step, where no fault struck and no job began in between."""
     breaks = [strike.time for strike in strikes]
-    breaks += history.times("life") if event == "failed" else []
+    breaks += history.times("allocated") if event == "failed" else []
     spans = [(time, history.first_step(after=time)) for time in history.times(event)]
     return [end - start for start, end in spans if end and not any(start < time < end for time in breaks)]
 

@@ -19,7 +19,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from tba_hpc.backends.hdf5_shards import REFUSED, ShardError, read_shard
-from tba_hpc.state import RunDir
+from tba_hpc.run.directory import RunDir
 from tba_hpc.types import Shard
 
 Row = dict[str, str | int | float | None]
@@ -100,7 +100,7 @@ def _line(path: Path, base: Path) -> Line:
 def _head(shard: Shard, rows: int) -> list[Row]:
     """The first records, with token counts and the sum of the log-probabilities under both policies."""
     trajectories, head = shard.trajectories, []
-    names = ("uid", "prompt_id", "position", "reward", "truncated", "reference")
+    names = ("uid", "prompt_id", "request_id", "reward", "truncated", "reference")
     for i, record in enumerate(trajectories.record[:rows]):
         span = slice(*trajectories.completions.offsets[i : i + 2])
         row: Row = {name: record[name].item() for name in names}

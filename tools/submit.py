@@ -17,17 +17,19 @@ from typing import Annotated
 import typer
 
 from tba_hpc.config import Config, ConfigError, load_config, require_files
-from tba_hpc.launch import controller, slurm
-from tba_hpc.launch.doctor import preflight
-from tba_hpc.launch.findings import Finding
+from tba_hpc.doctor import slurm_checks
+from tba_hpc.doctor.examine import preflight
+from tba_hpc.doctor.findings import Finding
+from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Plan, Site, load_site, plan
 from tba_hpc.launch.sbatch import RANK, TBA, Job, batch_script
-from tba_hpc.state import DiskFullError, RunDir, StateError, log_event
+from tba_hpc.run.checkpoints import StateError
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import log_event
+from tba_hpc.run.files import DiskFullError
+from tba_hpc.run.notes import REFUSED
 
 HOME = Path(__file__).resolve().parents[1]
-
-USER_ERROR = 2
-"""Exit status where the run could not be submitted as asked."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -38,7 +40,9 @@ def submit(
     nodes: Annotated[int, typer.Option(help="Nodes in all.")],
     trainer_nodes: Annotated[int | None, typer.Option(help="Nodes that train; default: one in four.")] = None,
     site: Annotated[Path, typer.Option(help="The cluster.")] = HOME / "slurm/sites/generic.yaml",
-    time: Annotated[str | None, typer.Option(help="Wall time of one life of the job, as for sbatch.")] = None,
+    time: Annotated[
+        str | None, typer.Option(help="Wall time of the job, as for sbatch; it requeues itself.")
+    ] = None,
     homogeneous: Annotated[bool, typer.Option(help="One allocation for both roles, no het job.")] = False,
     overrides: Annotated[
         list[str] | None,
@@ -69,8 +73,8 @@ def submit(
         return
     job = slurm.submit(run, script)
     again = _again(run, site, nodes, trainer_nodes, time, homogeneous)
-    log_event(run, "submitted", job=job.job_id, life=0, command=again)
-    warnings += controller.check_taken(slurm.job_fields(job.job_id), cluster)
+    log_event(run, "submitted", job=job.job_id, restarts=0, command=again)
+    warnings += slurm_checks.check_taken(slurm.job_fields(job.job_id), cluster)
     _tell(run, split, job.job_id, again, warnings, as_json)
     if wait:
         job.wait()
@@ -112,7 +116,6 @@ def _job(config: Config, run: RunDir, site: Site) -> Job:
     return Job(
         name=f"tba-{config.run.name}",
         run=run.path,
-        library=HOME / "slurm/env.sh",
         rank=[*site.python, *RANK[1:]],
         tba=[*site.python, *TBA[1:]],
     )
@@ -160,9 +163,9 @@ def main() -> None:
     """Entry point: print a user's error as one sentence."""
     try:
         app()
-    except (ConfigError, StateError, DiskFullError, slurm.SubmitError, controller.ControllerError) as error:
+    except (ConfigError, StateError, DiskFullError, slurm.SubmitError, slurm_checks.SlurmError) as error:
         print(f"submit: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR)
+        sys.exit(REFUSED)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Proves from what lies on disk that a run lost no acknowledged trajectory, doubled none, skipped no prompt.
 
-It must not trust any one witness: shards, metrics, checkpoints, ledger and buffer are held against each
+It must not trust any one witness: shards, metrics, checkpoints, completed and buffer are held against each
 other. A trajectory is acknowledged when its shard is sealed. It is safe in a checkpoint, which holds the
 buffer, or in its shard, which a resume merges first; what a trainer merged and did not yet checkpoint is
 safe only in its shard.
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from tba_hpc.audit.checks import Check, Finding, count, every_check
 from tba_hpc.audit.evidence import Evidence
 from tba_hpc.report.tables import print_rows
-from tba_hpc.state import RunDir
+from tba_hpc.run.directory import RunDir
 
 __all__ = ["Audit", "Check", "Finding", "audit", "print_audit"]
 
@@ -70,7 +70,7 @@ class Audit:
 
 
 def audit(run: RunDir) -> Audit:
-    """Audit a run at any moment of its life; changes nothing. Raises ConfigError for a broken config."""
+    """Audit a run at any moment; changes nothing. Raises ConfigError for a broken config."""
     evidence = Evidence.read(run)
     return Audit(
         finished=evidence.finished,

@@ -16,12 +16,12 @@ from tba_hpc.audit.evidence import Checkpoint, Evidence
 from tba_hpc.audit.history import Merge, Seals, ShardKey, whole
 
 SHOWN = 5
-"""Most positions or steps that one sentence names."""
+"""Most request_ids or steps that one sentence names."""
 
 COUNTED = ("trajectories", "added", "duplicates", "evicted", "tokens")
 """Fields of the trainer's state that are sums over the merges."""
 
-Positions = Mapping[ShardKey, tuple[int, ...]]
+RequestIds = Mapping[ShardKey, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,23 +109,23 @@ def _sealed_again(seals: Mapping[int, Seals]) -> Iterator[Finding]:
 
 
 def check_merges(evidence: Evidence) -> Check:
-    """The surviving history merges every shard once, in rounds without a gap, as it was sealed."""
+    """The surviving history merges every shard once, in revisions without a gap, as it was sealed."""
     merges = evidence.history.merges
     first = {merge.key: merge for merge in reversed(merges)}
-    rounds = [0, *evidence.history.rounds()]
-    gaps = [pair for pair in pairwise(rounds) if pair[1] - pair[0] not in (0, 1)]
+    revisions = [0, *evidence.history.revisions()]
+    gaps = [pair for pair in pairwise(revisions) if pair[1] - pair[0] not in (0, 1)]
     findings = (
         *(_merged_again(first[merge.key], merge) for merge in merges if merge is not first[merge.key]),
-        *(Finding(f"no merge of the rounds between {a} and {b} is on record") for a, b in gaps),
+        *(Finding(f"no merge of the revisions between {a} and {b} is on record") for a, b in gaps),
         *chain.from_iterable(_contradictions(evidence, merge) for merge in merges),
     )
-    told = f"{count(len(merges), 'merge')} in {count(rounds[-1], 'round')}"
+    told = f"{count(len(merges), 'merge')} in {count(revisions[-1], 'revision')}"
     return Check("every shard merged once", told, findings)
 
 
 def _merged_again(first: Merge, again: Merge) -> Finding:
     return Finding(
-        f"{_shard(again.key)} was merged in round {first.round} and again in round {again.round}",
+        f"{_shard(again.key)} was merged in revision {first.revision} and again in revision {again.revision}",
         doubled=again.trajectories,
     )
 
@@ -135,12 +135,12 @@ def _contradictions(evidence: Evidence, merge: Merge) -> Iterator[Finding]:
     searcher, index = merge.key
     sealed = evidence.seals.get(searcher, Seals()).trajectories.get(index, [merge.trajectories])[-1]
     file = evidence.files.get(merge.key)
-    there = file and (file.trajectories, file.tokens, file.positions)
+    there = file and (file.trajectories, file.tokens, file.request_ids)
     if sealed != merge.trajectories:
         yield Finding(
             f"{_shard(merge.key)} was sealed with {sealed} trajectories, merged {merge.trajectories}"
         )
-    if file and not file.fault and there != (merge.trajectories, merge.tokens, merge.positions):
+    if file and not file.fault and there != (merge.trajectories, merge.tokens, merge.request_ids):
         yield Finding(f"{_shard(merge.key)} lies on disk with other contents than were merged")
     if merge.trajectories != merge.added + merge.duplicates:
         yield Finding(
@@ -153,14 +153,14 @@ def _contradictions(evidence: Evidence, merge: Merge) -> Iterator[Finding]:
 
 
 def check_prompts(evidence: Evidence) -> Check:
-    """Every position of the prompt sequence is in one shard; the ledger and the searchers agree."""
-    merged = {merge.key: merge.positions for merge in evidence.saved_merges}
-    sealed = {key: file.positions for key, file in evidence.waiting.items()} | merged
+    """Every request_id of the prompt sequence is in one shard; the completed and the searchers agree."""
+    merged = {merge.key: merge.request_ids for merge in evidence.saved_merges}
+    sealed = {key: file.request_ids for key, file in evidence.waiting.items()} | merged
     times = Counter(chain.from_iterable(sealed.values()))
-    ledgers = [checkpoint for checkpoint in evidence.checkpoints if not checkpoint.fault]
+    intact = [checkpoint for checkpoint in evidence.checkpoints if not checkpoint.fault]
     findings = (
         *_sealed_twice(evidence, sealed, times),
-        *chain.from_iterable(_ledger_findings(evidence, checkpoint) for checkpoint in ledgers),
+        *chain.from_iterable(_completed_findings(evidence, checkpoint) for checkpoint in intact),
         *chain.from_iterable(_passed_over(searcher, of, sealed) for searcher, of in evidence.seals.items()),
     )
     end = max(times, default=-1) + 1
@@ -168,46 +168,48 @@ def check_prompts(evidence: Evidence) -> Check:
     return Check("no prompt skipped or doubled", told, findings)
 
 
-def _sealed_twice(evidence: Evidence, sealed: Positions, times: Counter[int]) -> Iterator[Finding]:
-    """No position is in two shards, nor twice in one, where it would have too many completions."""
+def _sealed_twice(evidence: Evidence, sealed: RequestIds, times: Counter[int]) -> Iterator[Finding]:
+    """No request_id is in two shards, nor twice in one, where it would have too many completions."""
     samples = evidence.config.generator.completions_per_prompt
-    if doubled := sorted(position for position, found in times.items() if found > 1):
-        shards = [_shard(key) for key, positions in sealed.items() if not set(doubled).isdisjoint(positions)]
+    if doubled := sorted(request_id for request_id, found in times.items() if found > 1):
+        shards = [
+            _shard(key) for key, request_ids in sealed.items() if not set(doubled).isdisjoint(request_ids)
+        ]
         yield Finding(
-            f"{_some('position', doubled)} sealed more than once: in {', '.join(shards[:SHOWN])}",
-            doubled=samples * sum(times[position] - 1 for position in doubled),
+            f"{_some('request', doubled)} sealed more than once: in {', '.join(shards[:SHOWN])}",
+            doubled=samples * sum(times[request_id] - 1 for request_id in doubled),
         )
-    for key, positions in sealed.items():
-        if (extra := evidence.counts.get(key, 0) - samples * len(positions)) > 0:
+    for key, request_ids in sealed.items():
+        if (extra := evidence.counts.get(key, 0) - samples * len(request_ids)) > 0:
             yield Finding(
                 f"{_shard(key)} holds {extra} trajectories more than {samples} for each of its prompts",
                 doubled=extra,
             )
 
 
-def _ledger_findings(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """The ledger of a checkpoint marks what was merged by then, no more and no less."""
-    merges = evidence.history.until(checkpoint.state.round)
-    merged = set(chain.from_iterable(merge.positions for merge in merges))
+def _completed_findings(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Finding]:
+    """The completed of a checkpoint marks what was merged by then, no more and no less."""
+    merges = evidence.history.until(checkpoint.state.revision)
+    merged = set(chain.from_iterable(merge.request_ids for merge in merges))
     if skipped := sorted(checkpoint.done - merged):
         yield Finding(
-            f"{checkpoint.name}: {_some('position', skipped)} marked done, but never merged: skipped"
+            f"{checkpoint.name}: {_some('request', skipped)} marked done, but never merged: skipped"
         )
     if again := sorted(merged - checkpoint.done):
         yield Finding(
-            f"{checkpoint.name}: {_some('position', again)} merged, but not marked done: dealt again"
+            f"{checkpoint.name}: {_some('request', again)} merged, but not marked done: issued again"
         )
 
 
-def _passed_over(searcher: int, seals: Seals, sealed: Positions) -> Iterator[Finding]:
-    """A searcher takes its open positions in order, so one that it passed was in flight, or rejected."""
-    own = [position for index in seals.indices for position in sealed.get((searcher, index), ())]
+def _passed_over(searcher: int, seals: Seals, sealed: RequestIds) -> Iterator[Finding]:
+    """A searcher takes its open request_ids in order, so one that it passed was in flight, or rejected."""
+    own = [request_id for index in seals.indices for request_id in sealed.get((searcher, index), ())]
     taken = set(chain.from_iterable(sealed.values()))
     passed = [p for p in range(searcher, max(own, default=0), max(1, seals.searchers)) if p not in taken]
-    unsealed = seals.dealt - len(own)
+    unsealed = seals.issued - len(own)
     if seals.searchers and len(passed) > unsealed:
         yield Finding(
-            f"searcher {searcher} passed {_some('position', passed)} by, "
+            f"searcher {searcher} passed {_some('request', passed)} by, "
             f"with {count(unsealed, 'prompt')} unsealed at its last seal: skipped"
         )
 
@@ -244,17 +246,20 @@ def _buffer_findings(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Fin
     fullest = max(Counter(record["prompt_id"].tolist()).values(), default=0)
     if len(record) > limits.capacity or fullest > limits.capacity_per_prompt:
         yield Finding(f"{checkpoint.name}: the buffer holds more than its capacity")
-    if strangers := _strangers(evidence.history.until(state.round), record, checkpoint.buffer["round"]):
+    if strangers := _strangers(evidence.history.until(state.revision), record, checkpoint.buffer["revision"]):
         yield Finding(f"{checkpoint.name}: no merge on record brought {strangers} trajectories of the buffer")
 
 
-def _strangers(merges: Iterable[Merge], record: np.ndarray, round_N: np.ndarray) -> int:
-    """How many trajectories lie in the buffer that no merge of their round and position brought."""
-    brought = {(*merge.key, merge.round, position) for merge in merges for position in merge.positions}
-    columns = (record["uid"], round_N, record["position"])
+def _strangers(merges: Iterable[Merge], record: np.ndarray, revision_N: np.ndarray) -> int:
+    """How many trajectories lie in the buffer that no merge of their revision and request brought."""
+    brought = {
+        (*merge.key, merge.revision, request_id) for merge in merges for request_id in merge.request_ids
+    }
+    columns = (record["uid"], revision_N, record["request_id"])
     stored = zip(*(column.tolist() for column in columns), strict=True)
     return sum(
-        (uid >> 44, uid >> 20 & 0xFFFFFF, round, position) not in brought for uid, round, position in stored
+        (uid >> 44, uid >> 20 & 0xFFFFFF, revision, request_id) not in brought
+        for uid, revision, request_id in stored
     )
 
 
@@ -262,11 +267,11 @@ def check_checkpoints(evidence: Evidence) -> Check:
     """Every checkpoint is whole, counts what was merged by then, and finds the shards that come after it."""
     usable = [checkpoint for checkpoint in evidence.checkpoints if not checkpoint.fault]
     broken = [checkpoint for checkpoint in evidence.checkpoints if checkpoint.fault]
-    back = [new for old, new in pairwise(usable) if new.state.round < old.state.round]
+    back = [new for old, new in pairwise(usable) if new.state.revision < old.state.revision]
     findings = (
         *(Finding(f"{checkpoint.name} {checkpoint.fault}") for checkpoint in broken),
         *(
-            Finding(f"{checkpoint.name} holds fewer rounds than the checkpoint before it")
+            Finding(f"{checkpoint.name} holds fewer revisions than the checkpoint before it")
             for checkpoint in back
         ),
         *chain.from_iterable(_miscounted(evidence, checkpoint) for checkpoint in usable),
@@ -277,12 +282,12 @@ def check_checkpoints(evidence: Evidence) -> Check:
 
 
 def _miscounted(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """What a checkpoint counts follows from the merges up to its round."""
+    """What a checkpoint counts follows from the merges up to its revision."""
     state, history = checkpoint.state, evidence.history
-    merges, dropped = history.until(state.round), history.dropped(state.round)
+    merges, dropped = history.until(state.revision), history.dropped(state.revision)
     expected: dict[str, object] = {name: sum(getattr(merge, name) for merge in merges) for name in COUNTED}
     expected["evicted"] = sum(merge.evicted for merge in merges) + dropped
-    expected["round"] = max(history.rounds(state.round), default=0)
+    expected["revision"] = max(history.revisions(state.revision), default=0)
     expected["cursors"] = {searcher: index + 1 for searcher, index in (merge.key for merge in merges)}
     for name, value in expected.items():
         if (there := getattr(state, name)) != value:
@@ -356,7 +361,7 @@ def _shard(key: ShardKey) -> str:
 
 
 def _some(thing: str, numbers: Sequence[int]) -> str:
-    """``positions 3, 7 and 12 more``."""
+    """``request_ids 3, 7 and 12 more``."""
     named = ", ".join(map(str, numbers[:SHOWN]))
     more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
     return f"{thing}{'' if len(numbers) == 1 else 's'} {named}{more}"

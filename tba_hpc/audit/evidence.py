@@ -18,16 +18,16 @@ from tba_hpc.backends.hdf5_shards import REFUSED, ShardError, read_arrays, read_
 from tba_hpc.config import Config
 from tba_hpc.metrics import MetricsTail, Record, read_metrics
 from tba_hpc.report.summary import index_of, searcher_files
-from tba_hpc.state import (
+from tba_hpc.run.checkpoints import (
     BUFFER_FILE,
     PROMPTS_FILE,
-    RunDir,
     StateError,
     TrainerState,
     checkpoint_folders,
     missing_files,
     read_state,
 )
+from tba_hpc.run.directory import RunDir
 from tba_hpc.types import Shard, make_uid
 
 
@@ -42,7 +42,7 @@ class ShardFile:
     foreign: bool = False
     trajectories: int = 0
     tokens: int = 0
-    positions: tuple[int, ...] = ()
+    request_ids: tuple[int, ...] = ()
 
     @classmethod
     def read(cls, path: Path, key: ShardKey) -> ShardFile:
@@ -53,8 +53,8 @@ class ShardFile:
             return cls(fault=str(error).removeprefix(f"{path} "))
         fault = _mistaken(shard, key)
         record = shard.trajectories
-        tokens, positions = len(record.completions.values), tuple(record.positions.tolist())
-        return cls(fault, bool(fault), len(record), tokens, positions)
+        tokens, request_ids = len(record.completions.values), tuple(record.request_ids.tolist())
+        return cls(fault, bool(fault), len(record), tokens, request_ids)
 
 
 def _mistaken(shard: Shard, key: ShardKey) -> str:
@@ -69,7 +69,7 @@ def _mistaken(shard: Shard, key: ShardKey) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint. fault: why it cannot be used, else empty; done: positions in its ledger."""
+    """A complete checkpoint. fault: why it cannot be used, else empty; done: request_ids in its completed."""
 
     name: str
     state: TrainerState
@@ -115,7 +115,7 @@ class Evidence:
 
     @classmethod
     def read(cls, run: RunDir) -> Evidence:
-        """Read a run at any moment of its life.
+        """Read a run at any moment.
 
         What metrics tell of is on disk by then, so the shards are read after them. What has left the disk
         since is in a checkpoint, so these come next. What they count is in the metrics, which are read on.
@@ -152,7 +152,7 @@ class Evidence:
     @property
     def saved_merges(self) -> list[Merge]:
         """Merges that the newest checkpoint holds: no accident can take them back."""
-        return self.history.until(self.newest.round)
+        return self.history.until(self.newest.revision)
 
     @property
     def waiting(self) -> dict[ShardKey, ShardFile]:

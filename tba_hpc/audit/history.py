@@ -18,13 +18,13 @@ ShardKey = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """A shard that the trainer merged; positions: places of its groups in the prompt sequence."""
+    """A shard that the trainer merged; request_ids: places of its groups in the prompt sequence."""
 
     key: ShardKey
-    round: int
+    revision: int
     trajectories: int
     tokens: int
-    positions: tuple[int, ...]
+    request_ids: tuple[int, ...]
     added: int
     duplicates: int
     evicted: int
@@ -32,10 +32,10 @@ class Merge:
     @classmethod
     def of(cls, record: Record) -> Merge:
         """From the event ``merged`` of the trainer's metrics."""
-        counts = ("round", "trajectories", "tokens", "added", "duplicates", "evicted")
+        counts = ("revision", "trajectories", "tokens", "added", "duplicates", "evicted")
         return cls(
             key=(whole(record, "searcher"), whole(record, "shard")),
-            positions=tuple(cast(list[int], record["positions"])),
+            request_ids=tuple(cast(list[int], record["request_ids"])),
             **{name: whole(record, name) for name in counts},
         )
 
@@ -44,7 +44,7 @@ class Merge:
 class Eviction:
     """Trajectories that the trainer dropped between merges: too stale, or scored by an old reference."""
 
-    round: int
+    revision: int
     evicted: int
 
 
@@ -78,31 +78,31 @@ class History:
         elif event == "merged":
             self.merges.append(Merge.of(record))
         elif event == "evicted":
-            self.evictions.append(Eviction(whole(record, "round"), whole(record, "evicted")))
+            self.evictions.append(Eviction(whole(record, "revision"), whole(record, "evicted")))
         elif event in ("started", "resumed"):
-            self._go_back(whole(record, "step"), whole(record, "round"))
+            self._go_back(whole(record, "step"), whole(record, "revision"))
 
-    def _go_back(self, step: int, round: int) -> None:
-        """Begin again from a checkpoint of ``step`` and ``round``, or from nothing."""
+    def _go_back(self, step: int, revision: int) -> None:
+        """Begin again from a checkpoint of ``step`` and ``revision``, or from nothing."""
         steps = [taken for taken in self.steps if whole(taken[0], "step") <= step]
         if self.starts:
             self.redone.append(len(self.steps) - len(steps))
         self.starts += 1
-        self.steps, self.merges = steps, self.until(round)
-        self.evictions = [eviction for eviction in self.evictions if eviction.round <= round]
+        self.steps, self.merges = steps, self.until(revision)
+        self.evictions = [eviction for eviction in self.evictions if eviction.revision <= revision]
 
-    def until(self, round: int) -> list[Merge]:
-        """Merges up to a round."""
-        return [merge for merge in self.merges if merge.round <= round]
+    def until(self, revision: int) -> list[Merge]:
+        """Merges up to a revision."""
+        return [merge for merge in self.merges if merge.revision <= revision]
 
-    def rounds(self, last: float = math.inf) -> list[int]:
-        """The rounds of merges and evictions, up to the last, ascending."""
-        found = [*(merge.round for merge in self.merges), *(drop.round for drop in self.evictions)]
-        return sorted(round for round in found if round <= last)
+    def revisions(self, last: float = math.inf) -> list[int]:
+        """The revisions of merges and evictions, up to the last, ascending."""
+        found = [*(merge.revision for merge in self.merges), *(drop.revision for drop in self.evictions)]
+        return sorted(revision for revision in found if revision <= last)
 
     def dropped(self, last: float = math.inf) -> int:
-        """Trajectories evicted between merges, up to a round."""
-        return sum(eviction.evicted for eviction in self.evictions if eviction.round <= last)
+        """Trajectories evicted between merges, up to a revision."""
+        return sum(eviction.evicted for eviction in self.evictions if eviction.revision <= last)
 
     @property
     def last_step(self) -> int:
@@ -115,13 +115,13 @@ class Seals:
     """What a searcher said about its shards.
 
     trajectories: per index, the count of every seal under it (more than one: the file before had vanished).
-    searchers, dealt, indices: of its last start, how many searchers shared the prompts, how many prompts
+    searchers, issued, indices: of its last start, how many searchers shared the prompts, how many prompts
     it had taken by its last seal, and the shards sealed by then.
     """
 
     trajectories: dict[int, list[int]] = field(default_factory=dict)
     searchers: int = 0
-    dealt: int = 0
+    issued: int = 0
     indices: list[int] = field(default_factory=list)
 
     @classmethod
@@ -130,11 +130,11 @@ class Seals:
         seals = cls()
         for record in records:
             if record.get("event") == "started":
-                seals.searchers, seals.dealt, seals.indices = whole(record, "searchers"), 0, []
+                seals.searchers, seals.issued, seals.indices = whole(record, "searchers"), 0, []
             elif record.get("event") == "sealed":
                 index = whole(record, "shard")
                 seals.trajectories.setdefault(index, []).append(whole(record, "trajectories"))
-                seals.dealt = whole(record, "search/dealt")
+                seals.issued = whole(record, "search/issued")
                 seals.indices.append(index)
         return seals
 

@@ -36,7 +36,8 @@ from tba_hpc.backends.hf_model import (
 from tba_hpc.backends.trainer_group import Message, TrainerGroup, is_lost_peer
 from tba_hpc.config import Config
 from tba_hpc.objectives import Groups, make_objective
-from tba_hpc.state import StateError, fsync, write_atomic
+from tba_hpc.run.checkpoints import StateError
+from tba_hpc.run.files import fsync, write_atomic
 from tba_hpc.types import TrajectoryBatch, WeightLayout, WeightSlot
 
 SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16"}

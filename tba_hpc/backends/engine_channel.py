@@ -99,7 +99,7 @@ class Finished(Message):
 
 
 class Progress(Message):
-    """From the engine, when groups are whole, and many times a second: a sign of life.
+    """From the engine, when groups are whole, and many times a second: a sign that it works.
 
     Since the message of this kind before, busy_seconds: inside the engine's step · ended: completions that
     have ended, of whole and of other groups.

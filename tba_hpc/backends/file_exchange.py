@@ -29,7 +29,7 @@ import numpy as np
 from safetensors import safe_open
 
 from tba_hpc.ports import ExchangeError
-from tba_hpc.state import DiskFullError, fsync, write_atomic
+from tba_hpc.run.files import DiskFullError, fsync, write_atomic
 from tba_hpc.types import Shard, Split, WeightLayout, WeightSlot, WeightUpdate
 
 KEEP = 2
@@ -59,7 +59,7 @@ class Publication:
 
 
 @dataclass(frozen=True, slots=True)
-class Board:
+class Manifest:
     """Contents of ``latest.json``. attempt: which trainer process wrote it.
 
     cursors: next shard to merge per searcher. publications: those on disk, oldest first.
@@ -71,8 +71,8 @@ class Board:
     publications: tuple[Publication, ...] = ()
 
     @classmethod
-    def read(cls, folder: Path) -> Board | None:
-        """The board of a run, None before its first trainer has started."""
+    def read(cls, folder: Path) -> Manifest | None:
+        """The manifest of a run, None before its first trainer has started."""
         try:
             values = json.loads((folder / "latest.json").read_text())
         except FileNotFoundError:
@@ -82,7 +82,7 @@ class Board:
         return cls(**values)
 
     def write(self, folder: Path) -> None:
-        """Replace the board of a run."""
+        """Replace the manifest of a run."""
         write_atomic(folder / "latest.json", json.dumps(asdict(self)))
 
 
@@ -104,14 +104,14 @@ class FileTrainerExchange:
         evaluated: Callable[[Split, int], bool],
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        # Requests of an earlier attempt, and what a kill between write and rename left of its board.
+        # Requests of an earlier attempt, and what a kill between write and rename left of its manifest.
         for leftover in [*folder.glob("stop-*"), *folder.glob(".latest.json.*.tmp")]:
             leftover.unlink()
         self._folder = folder
         self._layout = layout
         self._read_pending = read_pending
         self._evaluated = evaluated
-        self._board = self._first_board(cursors)
+        self._manifest = self._first_manifest(cursors)
         self._arrived: deque[Shard] = deque()
         self._stop_requested = False
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exchange")
@@ -163,12 +163,12 @@ class FileTrainerExchange:
 
     def close(self) -> list[Shard]:
         """Finish the round under way, end the run for the searchers, return the last shards."""
-        if not self._board.closed:
+        if not self._manifest.closed:
             self._worker.shutdown()
             assert self._idle
-            self._board = replace(self._board, closed=True)
+            self._manifest = replace(self._manifest, closed=True)
             self._sync(None)
-            self._board.write(self._folder)
+            self._manifest.write(self._folder)
         return self.collect()
 
     @property
@@ -180,36 +180,36 @@ class FileTrainerExchange:
 
     @property
     def _next_sequence(self) -> int:
-        return max((entry.sequence for entry in self._board.publications), default=-1) + 1
+        return max((entry.sequence for entry in self._manifest.publications), default=-1) + 1
 
-    def _first_board(self, cursors: Mapping[int, int]) -> Board:
-        """A board for this attempt; the newest weights of the one before stay, so that sequences go on.
+    def _first_manifest(self, cursors: Mapping[int, int]) -> Manifest:
+        """A manifest for this attempt; the newest weights of the one before stay, so that sequences go on.
 
         What they let searchers do, and their reference, may have been taken back since.
         """
-        before = Board.read(self._folder)
+        before = Manifest.read(self._folder)
         kept = [
             replace(e, evaluate=None, reference=min(0, e.reference), quota=None if e.quota is None else 0)
             for e in (before.publications[-1:] if before else ())
         ]
-        board = Board(uuid.uuid4().hex, False, dict(cursors), tuple(kept))
-        board.write(self._folder)
-        return board
+        manifest = Manifest(uuid.uuid4().hex, False, dict(cursors), tuple(kept))
+        manifest.write(self._folder)
+        return manifest
 
     def _sync(self, new: Publication | None) -> None:
         """One round: make the incoming weights visible, find new shards, tell the searchers."""
-        before = self._board
+        before = self._manifest
         if new is not None:
             _make_durable(self._folder / INCOMING, self._folder / new.file)
-            self._board = replace(before, publications=(*self._still_needed(), new))
+            self._manifest = replace(before, publications=(*self._still_needed(), new))
         self._find_shards()
-        if self._board != before:
-            self._board.write(self._folder)
+        if self._manifest != before:
+            self._manifest.write(self._folder)
             self._remove_superseded()
         self._stop_requested |= any(self._folder.glob("stop-*"))
 
     def _still_needed(self) -> list[Publication]:
-        entries = self._board.publications
+        entries = self._manifest.publications
         return [
             entry
             for entry in entries
@@ -218,14 +218,14 @@ class FileTrainerExchange:
         ]
 
     def _find_shards(self) -> None:
-        cursors = dict(self._board.cursors)
+        cursors = dict(self._manifest.cursors)
         for shard in self._read_pending(cursors):
             self._arrived.append(shard)
             cursors[shard.searcher] = shard.index + 1
-        self._board = replace(self._board, cursors=cursors)
+        self._manifest = replace(self._manifest, cursors=cursors)
 
     def _remove_superseded(self) -> None:
-        needed = {entry.file for entry in self._board.publications}
+        needed = {entry.file for entry in self._manifest.publications}
         for path in self._folder.glob("step-*.safetensors"):
             if path.name not in needed:
                 path.unlink()
@@ -253,8 +253,8 @@ class FileSearcherExchange:
         self._folder = folder
         self._searcher = searcher
         self._deadline = deadline
-        self._board = Board.read(folder)
-        self._over = self._board.attempt if self._board and self._board.closed else ""
+        self._manifest = Manifest.read(folder)
+        self._over = self._manifest.attempt if self._manifest and self._manifest.closed else ""
         self._looked = self._changed = time.monotonic()
         self._seen = -1  # sequence of the publication taken last
         self._offered: list[int] = []
@@ -297,7 +297,7 @@ class FileSearcherExchange:
     def pending(self) -> int:
         """Shards offered and not yet found by the trainer."""
         self._look()
-        merged = self._board.cursors.get(self._searcher, 0) if self._board else 0
+        merged = self._manifest.cursors.get(self._searcher, 0) if self._manifest else 0
         self._offered = [index for index in self._offered if index >= merged]
         return len(self._offered)
 
@@ -313,20 +313,20 @@ class FileSearcherExchange:
     @property
     def _ended(self) -> bool:
         """Whether the run has ended; an end that came before this searcher was that of an earlier attempt."""
-        return self._board is not None and self._board.closed and self._board.attempt != self._over
+        return self._manifest is not None and self._manifest.closed and self._manifest.attempt != self._over
 
     def _next_publication(self) -> Publication | None:
-        unseen = [e for e in self._board.publications if e.sequence > self._seen] if self._board else []
+        unseen = [e for e in self._manifest.publications if e.sequence > self._seen] if self._manifest else []
         return next((entry for entry in unseen if entry.evaluate), unseen[-1] if unseen else None)
 
     def _look(self) -> None:
-        """Read the board anew, not too often."""
+        """Read the manifest anew, not too often."""
         now = time.monotonic()
         if now - self._looked < POLL_SECONDS:
             return
-        self._looked, board = now, Board.read(self._folder)
-        if board != self._board:
-            self._board, self._changed = board, now
+        self._looked, manifest = now, Manifest.read(self._folder)
+        if manifest != self._manifest:
+            self._manifest, self._changed = manifest, now
         elif not self._ended and now - self._changed > self._patience:
             raise ExchangeError(
                 f"the trainer has not changed {self._folder / 'latest.json'} for {self._patience:g} s: it "
@@ -336,7 +336,7 @@ class FileSearcherExchange:
     @property
     def _patience(self) -> float:
         """Seconds that the trainer may go without a change: to start, or between two rounds."""
-        running = self._board is not None and not self._board.closed
+        running = self._manifest is not None and not self._manifest.closed
         return self._deadline * (IDLE_DEADLINES if running else 1)
 
 

@@ -24,7 +24,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from tba_hpc.state import RunDir, publish
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.files import publish
 from tba_hpc.types import RECORD, TRUNCATED, Group, Ragged, Shard, Trajectories, make_uid
 
 log = logging.getLogger(__name__)
@@ -204,7 +205,7 @@ class ShardWriter:
         """Add a group: one finite reward and float32 [T] reference log-probabilities per completion.
 
         reference: optimizer step of the policy that these are of.
-        A group without completions leaves no trace: its position stays open for a resume.
+        A group without completions leaves no trace: its request_id stays open for a resume.
         """
         assert len(rewards) == len(ref_logprobs) == len(group.completions) == len(group.versions)
         if not group.completions:
@@ -256,7 +257,7 @@ def _records(scored: _Scored, prompt_rows: Mapping[int, int]) -> np.ndarray:
     request, completions = scored.group.request, scored.group.completions
     record = np.zeros(len(completions), RECORD)
     record["prompt_id"] = request.prompt.id
-    record["position"] = request.position
+    record["request_id"] = request.id
     record["prompt_row"] = prompt_rows[request.prompt.id]
     record["reward"] = scored.rewards
     record["version_oldest"], record["version_newest"] = scored.group.versions.T

@@ -79,7 +79,7 @@ HEADER = np.dtype(
         ("evaluate", "<i8"),  # index into SPLITS
         ("published", "<f8"),  # unix seconds
         ("reference", "<i8"),
-        ("quota", "<i8"),  # NO_QUOTA where there is none
+        ("quota", "<i8"),  # NO_BUDGET where there is none
     ]
 )
 READY = np.dtype(
@@ -90,7 +90,7 @@ READY = np.dtype(
         ("sizes", "<i8", SHARDS_PER_ROUND),  # bytes of each
     ]
 )
-NO_QUOTA = -1
+NO_BUDGET = -1
 SPLITS: tuple[Split | None, ...] = (None, *get_args(Split))
 """What weights may be evaluated on."""
 
@@ -238,11 +238,11 @@ class MpiTrainerExchange:
                 kept = yield from self._round(orders[-1])
                 orders.pop()
             except MpiError as error:
-                yield from self._go_on_without(error)
+                yield from self._exclude_dead(error)
                 orders = [order, *self._to_evaluate_anew(order)]
         return kept
 
-    def _go_on_without(self, error: MpiError) -> Waiting:
+    def _exclude_dead(self, error: MpiError) -> Waiting:
         """Leave the dead behind, and take from disk what they had sealed."""
         dead = yield from self._memory.rebuild(error)
         lost = [(rank - self._world.trainers, self._world.hosts[rank]) for rank in dead]
@@ -275,7 +275,7 @@ class MpiTrainerExchange:
     def _header(self, order: Order) -> np.ndarray:
         self._rounds += 1
         evaluate = SPLITS.index(order.evaluate)
-        quota = NO_QUOTA if order.quota is None else order.quota
+        quota = NO_BUDGET if order.quota is None else order.quota
         fields = (order.command, self._rounds, order.write, order.version, evaluate, order.published)
         return np.array([(*fields, order.reference, quota)], HEADER)
 
@@ -539,7 +539,7 @@ class MpiSearcherExchange(_Peer):
             float(header["published"]),
             self._world.share,
             int(header["reference"]),
-            None if quota == NO_QUOTA else quota,
+            None if quota == NO_BUDGET else quota,
         )
         with self._lock:
             self._shown, self._unseen = self._shown + 1, update

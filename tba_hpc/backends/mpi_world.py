@@ -75,7 +75,7 @@ class Tag(IntEnum):
     SHARD = 5
     ARRIVED = 6
     STATUS = 7
-    MUSTER = 8
+    REGROUP = 8
 
 
 _HANGS = "its process or its node hangs; see its log"
@@ -310,7 +310,7 @@ class MpiWorld:
         Raises ``error`` where nobody has, ExchangeError where a trainer rank or the last searcher has.
         """
         self.comm.Revoke()
-        yield from self._muster()
+        yield from self._regroup()
         self.comm = cast(MPI.Intracomm, self.comm.Shrink())
         before, self.living = self.living, tuple(_world_ranks(self.comm.group))
         dead = sorted(set(before) - set(self.living))
@@ -327,7 +327,7 @@ class MpiWorld:
             "start the same run again to go on from the last checkpoint"
         )
 
-    def _muster(self) -> Waiting:
+    def _regroup(self) -> Waiting:
         """Come together at the leader before the collectives, which have no deadline.
 
         Over the communicator that is never revoked.
@@ -335,15 +335,15 @@ class MpiWorld:
         empty = np.empty(0, np.uint8)
         if self.rank == LEADER:
             arrivals = [
-                (rank, _unless_dead(MPI.COMM_WORLD.Irecv, empty, rank, Tag.MUSTER)) for rank in self.peers
+                (rank, _unless_dead(MPI.COMM_WORLD.Irecv, empty, rank, Tag.REGROUP)) for rank in self.peers
             ]
             yield from self.wait_for(arrivals, "did not notice the death of another rank", done=_over)
             for rank in self.peers:
-                _unless_dead(MPI.COMM_WORLD.Isend, empty, rank, Tag.MUSTER)
+                _unless_dead(MPI.COMM_WORLD.Isend, empty, rank, Tag.REGROUP)
             return
         try:
-            here = MPI.COMM_WORLD.Isend(empty, LEADER, Tag.MUSTER)
-            all_here = MPI.COMM_WORLD.Irecv(empty, LEADER, Tag.MUSTER)
+            here = MPI.COMM_WORLD.Isend(empty, LEADER, Tag.REGROUP)
+            all_here = MPI.COMM_WORLD.Irecv(empty, LEADER, Tag.REGROUP)
             yield from self.wait_for([(LEADER, here), (LEADER, all_here)], "did not gather who lives")
         except MpiError as error:
             raise self.death([LEADER]) from error
@@ -384,7 +384,7 @@ class NodeMemory:
         self._world = world
         self._bucket_bytes = bucket_bytes
         # Errors, for the sake of their frames: what those send or receive may still be read or written.
-        self._wreckage: list[MpiError] = []
+        self._failed_requests: list[MpiError] = []
         self._connect(world.node_split(world.comm))
         self._node_number = self._node_leader  # for good
         self._slots = self._allocate()
@@ -412,7 +412,7 @@ class NodeMemory:
         """
         if not SURVIVES:
             raise error
-        self._wreckage.append(error)
+        self._failed_requests.append(error)
         for comm in (self._node, self._nodes):
             if comm != MPI.COMM_NULL:
                 comm.Revoke()

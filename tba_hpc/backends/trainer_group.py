@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tba_hpc.ports import ExchangeError
-from tba_hpc.state import write_atomic
+from tba_hpc.run.files import write_atomic
 
 IDLE_DEADLINE = timedelta(days=2)
 """Longest time between two commands: the leader may fill its first buffer for hours. Its death is noticed at

@@ -179,7 +179,7 @@ class Engine:
         return [_finished(output) for output in outputs if output.finished]
 
     def _tell(self, finished: list[Finished]) -> None:
-        """Send what is finished; now and then how much has ended, which is also a sign of life."""
+        """Send what is finished; now and then how much has ended, which is also a sign that it works."""
         now, still_open = time.monotonic(), self._llm.llm_engine.get_num_unfinished_requests()
         ended = self._open - still_open
         if finished or now - self._told >= BEAT_SECONDS:

@@ -66,7 +66,7 @@ KILL_SECONDS = 30.0
 KEYS = ("model.path", "model.context_length", "generator.kv_cache_mb", "generator.tensor_parallel")
 """Keys of the config that may be at fault where vLLM refuses the policy."""
 
-DEAF = ("sh", "-c", 'trap "" INT TERM USR1; exec "$@"', "sh")
+IGNORE_SIGNALS = ("sh", "-c", 'trap "" INT TERM USR1; exec "$@"', "sh")
 """Starts a command that ignores the signals by which a run is stopped: Slurm sends them to every process."""
 
 MPI_VARIABLES = ("OMPI_", "PMIX_", "PRTE_", "PMI_")
@@ -253,7 +253,7 @@ class EngineProcess:
         with theirs:
             arguments = [msgspec.json.encode(settings).decode(), str(os.getpid()), str(theirs.fileno())]
             self._process = subprocess.Popen(
-                [*DEAF, sys.executable, "-m", ENGINE, *arguments],
+                [*IGNORE_SIGNALS, sys.executable, "-m", ENGINE, *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={name: text for name, text in os.environ.items() if not name.startswith(MPI_VARIABLES)},

@@ -56,7 +56,7 @@ class VllmVictim:
         groups: list[Group] = []
         while len(groups) < len(texts):
             groups += self._generator.step()
-        groups.sort(key=lambda group: group.request.position)
+        groups.sort(key=lambda group: group.request.id)
         return [[self._decode(answer.tokens) for answer in group.completions] for group in groups]
 
     def close(self) -> None:

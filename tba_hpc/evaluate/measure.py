@@ -133,7 +133,7 @@ def _generate(config: Config, requests: Sequence[Request]) -> list[Group]:
     ):
         answers = _answers(generator, requests, at_once)
         seen = progress.track(answers, len(requests), description="answers")
-        return sorted(seen, key=lambda group: group.request.position)
+        return sorted(seen, key=lambda group: group.request.id)
 
 
 def _answers(generator: Generator, requests: Sequence[Request], at_once: int) -> Iterator[Group]:

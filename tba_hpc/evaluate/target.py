@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tba_hpc.config import Config, ConfigError, load_config, parse_config, require_files
-from tba_hpc.state import RunDir
+from tba_hpc.run.directory import RunDir
 
 
 @dataclass(frozen=True, slots=True)

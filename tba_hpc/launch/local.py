@@ -30,7 +30,9 @@ from rich.console import Console
 
 from tba_hpc.config import Config
 from tba_hpc.report.status import LiveDisplay
-from tba_hpc.state import RunDir, log_event, write_atomic
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import log_event
+from tba_hpc.run.notes import FAILED, REFUSED, first_note, log_file, rank_name
 from tba_hpc.types import Role
 
 WATCH_SECONDS = 0.25
@@ -44,12 +46,6 @@ FULL_BYTES = 1 << 20
 
 TAIL_LINES = 15
 """Lines of a failed rank's log that are shown."""
-
-USER_ERROR = 2
-"""Exit status of a rank, and of a run, that ended by something that only the user can mend."""
-
-FAULT = 1
-"""Exit status of a rank, and of a run, that another start may save: a peer is missing, an engine died."""
 
 ASK_AGAIN_SECONDS = 2.0
 """Pause between two requests to stop: mpiexec loses one that comes while it is starting its ranks."""
@@ -167,40 +163,9 @@ def _held(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def rank_name(role: Role, index: int) -> str:
-    """Stem of the files of a rank: ``searcher-0003``."""
-    return f"{role}-{index:04d}"
-
-
 def world_rank_name(rank: int, trainers: int) -> str:
-    """The same by number in the MPI world."""
+    """Name of a rank by its number in the MPI world; see ``run.notes.rank_name``."""
     return rank_name("trainer", rank) if rank < trainers else rank_name("searcher", rank - trainers)
-
-
-def own_log(run: RunDir, role: Role, index: int) -> None:
-    """In a rank: from here on write standard output and error to the rank's own log of this attempt."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with log_file(run.attempt, rank_name(role, index)).open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-
-
-def report_error(run: RunDir, role: Role, index: int, sentence: str, *, refused: bool) -> None:
-    """In a rank: leave the one sentence that the launcher shows to the user instead of a traceback.
-
-    refused: only the user can mend it, so that a batch script must not start the ranks again.
-    """
-    kind = "error" if refused else "fault"
-    try:
-        write_atomic(run.attempt / f"{kind}-{rank_name(role, index)}.txt", sentence.strip() + "\n")
-    except OSError as error:  # a full disk may be what is to be reported
-        print(f"cannot leave a note for the launcher ({error}): {sentence}", file=sys.stderr)
-
-
-def log_file(logs: Path, name: str) -> Path:
-    """Log of a rank, or of mpiexec, in an attempt's folder."""
-    return logs / f"{name}.log"
 
 
 @dataclass
@@ -266,7 +231,7 @@ def _die_with(parent: int, number: int) -> None:
 
 
 def _mpi_rank(process: psutil.Process) -> int | None:
-    """The rank in the world of a process that mpiexec has started, None before and after its life."""
+    """The rank in the world of a process that mpiexec has started, None where it has none now."""
     with suppress(psutil.Error, KeyError):
         return int(process.environ()["OMPI_COMM_WORLD_RANK"])
     return None
@@ -465,14 +430,14 @@ def _written(run: RunDir, path: Path) -> bool:
 
 def _explain(run: RunDir, world: World, code: int, logs: Path, config: Config) -> int:
     """Say why the ranks ended with ``code``; the exit status of the run."""
-    refusal = user_error(logs)
-    text = refusal or _first_note(logs, "fault") or failure(logs, world, code, config.launch.trainers)
+    refused = refusal(logs)
+    text = refused or first_note(logs, "failed") or failure(logs, world, code, config.launch.trainers)
     Console(stderr=True).print(text, style="red", highlight=False, markup=False, soft_wrap=True)
-    if refusal:
-        log_event(run, "refused", sentence=refusal)
-        return USER_ERROR
-    log_event(run, "failed", code=code or FAULT)
-    return code or FAULT
+    if refused:
+        log_event(run, "refused", sentence=refused)
+        return REFUSED
+    log_event(run, "failed", code=code or FAILED)
+    return code or FAILED
 
 
 def _watch(run: RunDir, world: World, asked: Asked, display: LiveDisplay) -> int:
@@ -490,15 +455,15 @@ def _watch(run: RunDir, world: World, asked: Asked, display: LiveDisplay) -> int
             world.ask_to_stop()
         if not at_work(run) and not world.is_whole():
             world.kill()
-            return FAULT
+            return FAILED
         display.refresh()
         time.sleep(WATCH_SECONDS)
     return code
 
 
-def user_error(logs: Path) -> str | None:
+def refusal(logs: Path) -> str | None:
     """The sentence of the rank that failed first by something that only the user can mend, if any was."""
-    if note := _first_note(logs, "error"):
+    if note := first_note(logs, "refused"):
         return note
     free = shutil.disk_usage(logs).free
     if free < FULL_BYTES:  # then no rank could leave its sentence
@@ -507,12 +472,6 @@ def user_error(logs: Path) -> str | None:
             "start the same run again; nothing sealed is lost"
         )
     return None
-
-
-def _first_note(logs: Path, kind: str) -> str | None:
-    """The sentence that a rank left first; see ``report_error``."""
-    notes = sorted(logs.glob(f"{kind}-*.txt"), key=lambda path: path.stat().st_mtime_ns)
-    return notes[0].read_text(encoding="utf-8").strip() if notes else None
 
 
 def failure(logs: Path, world: World, code: int, trainers: int) -> str:

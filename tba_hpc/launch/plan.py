@@ -73,7 +73,7 @@ class Site(Section):
     exclusive: bool = False
     """Whether to ask for whole nodes."""
     time: str = Field("24:00:00", pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$")
-    """Wall time of one life of the job; a run that needs more requeues itself."""
+    """Wall time of the job until it ends or is requeued; a run that needs more requeues itself."""
     signal_seconds: int = Field(300, ge=10)
     """How long before the wall time ends the run is asked to checkpoint, s; Slurm may ask 60 s earlier."""
     requeue: bool = True
@@ -105,7 +105,7 @@ class Site(Section):
 
     @property
     def seconds(self) -> float:
-        """Wall time of one life of the job, s."""
+        """Wall time of the job until it ends or is requeued, s."""
         return slurm_seconds(self.time)
 
     @property

@@ -1,7 +1,7 @@
 """The batch script of a plan, as text: pure, so that golden files can hold it.
 
-What a script does is in two places: the text made here says who works where; ``slurm/env.sh``, which it
-sources, brings the run to its end. Facts behind the options: ``slurm/README.md``.
+What a script does is in two places: the text made here says who works where; ``job_supervisor.sh``,
+which it sources, brings the run to its end. Facts behind the options: ``slurm/README.md``.
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ TBA = ("python", "-m", "tba_hpc")
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include")
 """Where libraries are told the network interface; Open MPI, unlike the others, would use all there are."""
 
+SUPERVISOR = Path(__file__).with_name("job_supervisor.sh")
+"""The shell library that batch scripts source; every node must see it."""
+
 SPARE_SECONDS = 30
 """Kept back of the time between signal and end, for the requeue itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A run as a job. run: its directory, absolute. library: ``slurm/env.sh``. rank, tba: as RANK, TBA."""
+    """A run as a job. run: its directory, absolute. supervisor: as SUPERVISOR. rank, tba: as RANK, TBA."""
 
     name: str
     run: Path
-    library: Path
+    supervisor: Path = SUPERVISOR
     rank: Sequence[str] = RANK
     tba: Sequence[str] = TBA
 
@@ -58,7 +61,7 @@ def _title(job: Job, plan: Plan) -> str:
     lines = textwrap.wrap(subject, 110, initial_indent="# ", subsequent_indent="# ")
     return (
         "\n".join(["#!/bin/bash", *lines, ""])
-        + "# Submitted again, it goes on where the run stopped. How it survives: env.sh, sourced below.\n"
+        + "# Submitted again, it goes on where the run stopped. How it survives: job_supervisor.sh, below.\n"
     )
 
 
@@ -172,7 +175,7 @@ def _environment(job: Job, site: Site) -> str:
     lines = [f"module load {shlex.join(site.modules)}"] if site.modules else []
     lines += [f"source {_expanded(site.venv + '/bin/activate')}"] if site.venv else []
     lines += [f"export {key}={_expanded(value)}" for key, value in (names | site.environment).items()]
-    lines += [f"source {shlex.quote(str(job.library))}"]
+    lines += [f"source {shlex.quote(str(job.supervisor))}"]
     return "\n".join(lines) + "\n"
 
 

@@ -19,8 +19,9 @@ from submitit import SlurmExecutor, SlurmJob
 from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import SlurmInfoWatcher
 
-from tba_hpc.launch.controller import fields
-from tba_hpc.state import RunDir, write_atomic
+from tba_hpc.launch.scontrol import fields
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.files import write_atomic
 
 ENDED = frozenset(
     {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}

@@ -16,11 +16,12 @@ from jinja2 import Environment, StrictUndefined
 
 from tba_hpc.config import Config, dump_config
 from tba_hpc.metrics import Record, number
-from tba_hpc.report.lives import KILLED, Attempt, Odometer, attempts, count_faults, fault_words
+from tba_hpc.report.attempts import KILLED, Attempt, CumulativeCounter, attempts, count_faults, fault_words
 from tba_hpc.report.plots import WAIT_GOAL, plots, run_minutes
 from tba_hpc.report.summary import RunData, Summary, mean, series, summary_of
 from tba_hpc.report.tables import NOTHING, duration, percent
-from tba_hpc.state import RunDir, write_atomic
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.files import write_atomic
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 
@@ -71,7 +72,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class AttemptRow:
     """A row of the table of attempts; ``left`` and ``width`` of its bar in percent of the run's time."""
 
     name: str
@@ -106,7 +107,7 @@ def render(data: RunData, config: Config) -> str:
         tiles=tiles(summary),
         plots=plots(data) if data.steps else [],
         promises=promises(data),
-        lives=lives(data),
+        attempts=attempt_rows(data),
         faults=fault_words(faults(data)),
         events=events(data),
         config=dump_config(config),
@@ -269,10 +270,10 @@ def _of_searchers(data: RunData) -> list[Event]:
 
 
 def _over_attempts(records: Sequence[Record], name: str) -> int:
-    odometer = Odometer(name)
+    counter = CumulativeCounter(name)
     for record in records:
-        odometer.take(record)
-    return odometer.total
+        counter.take(record)
+    return counter.total
 
 
 def faults(data: RunData) -> dict[str, int]:
@@ -282,7 +283,7 @@ def faults(data: RunData) -> dict[str, int]:
     return count_faults(data.events, rebuilds=rebuilds, lost=lost)
 
 
-def lives(data: RunData) -> list[Life]:
+def attempt_rows(data: RunData) -> list[AttemptRow]:
     """The attempts of the run, each with what its trainer did."""
     found = attempts(data.events)
     time_s = np.array([number(record, "time", 0.0) for record in data.trainer])
@@ -290,7 +291,7 @@ def lives(data: RunData) -> list[Life]:
     parts = [data.trainer[cut:end] for cut, end in itertools.pairwise(cuts)]
     ends = [_end(attempt, part) for attempt, part in zip(found, parts, strict=True)]
     return [
-        _life(attempt, part, end, since=found[0].start, until=max(ends))
+        _attempt_row(attempt, part, end, since=found[0].start, until=max(ends))
         for attempt, part, end in zip(found, parts, ends, strict=True)
     ]
 
@@ -300,16 +301,18 @@ def _end(attempt: Attempt, part: Sequence[Record]) -> float:
     return attempt.end or max([attempt.start, *series(part[-1:], "time")])
 
 
-def _life(attempt: Attempt, part: Sequence[Record], end: float, *, since: float, until: float) -> Life:
+def _attempt_row(
+    attempt: Attempt, part: Sequence[Record], end: float, *, since: float, until: float
+) -> AttemptRow:
     whole = max(until - since, 1e-9)
     steps = [f"{step:.0f}" for step in series([*part[:1], *part[-1:]], "step")]
     outcome = attempt.outcome or _last_word(part)
     words = OUTCOMES.get(outcome, "" if attempt.end else "at work")
     requeued = "back to the queue" if attempt.requeued else ""
     bad = outcome in ("failed", "refused", KILLED)
-    return Life(
+    return AttemptRow(
         name=attempt.name or "no ranks",
-        job=f"job {attempt.job}, life {attempt.life}" if attempt.job else "",
+        job=f"job {attempt.job}, restarts: {attempt.restarts}" if attempt.job else "",
         start=_utc(attempt.start),
         lasted=duration(end - attempt.start),
         ranks=f"{attempt.trainers} + {attempt.searchers}" if attempt.name else NOTHING,

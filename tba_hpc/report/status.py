@@ -23,11 +23,12 @@ from rich.text import Text
 
 from tba_hpc.config import Config
 from tba_hpc.metrics import Record, number
-from tba_hpc.report.lives import Attempt, fault_words
-from tba_hpc.report.standing import Standing, job_of, standing
+from tba_hpc.report.attempts import Attempt, fault_words
+from tba_hpc.report.monitor import Queue, QueueEntry, RunMonitor
+from tba_hpc.report.run_state import RunState, job_of, run_state
 from tba_hpc.report.tables import NOTHING, duration, percent
-from tba_hpc.report.view import Component, Queue, RunView
-from tba_hpc.state import Evaluation, RunDir
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.evaluations import Evaluation
 
 LINE_SECONDS = 5.0
 """Pause between two plain lines where the output is no terminal."""
@@ -42,22 +43,30 @@ MANY_SEARCHERS = 4
 # --- Values ---
 
 
-def heading(view: RunView, now: Standing) -> dict[str, str]:
+def heading(monitor: RunMonitor, now: RunState) -> dict[str, str]:
     """Which run it is, and how far."""
-    steps = f"{view.progress.step}/{view.config.train.steps}"
-    return {"run": str(view.run.path), "state": now.words, "step": ", ".join([steps, *_left(view, now)])}
-
-
-def _left(view: RunView, now: Standing) -> list[str]:
-    """How long training goes on, if it does."""
-    return [f"{duration(view.eta)} left"] if now.state == "training" and view.eta is not None else []
-
-
-def cells(view: RunView) -> dict[str, str]:
-    """Column title → value, the numbers a user watches."""
-    latest, validation, test = view.progress.latest, view.evaluated("validation"), view.evaluated("test")
+    steps = f"{monitor.progress.step}/{monitor.config.train.steps}"
     return {
-        view.score_name: _scores(validation[-1:]),
+        "run": str(monitor.run.path),
+        "state": now.words,
+        "step": ", ".join([steps, *_left(monitor, now)]),
+    }
+
+
+def _left(monitor: RunMonitor, now: RunState) -> list[str]:
+    """How long training goes on, if it does."""
+    return [f"{duration(monitor.eta)} left"] if now.state == "training" and monitor.eta is not None else []
+
+
+def cells(monitor: RunMonitor) -> dict[str, str]:
+    """Column title → value, the numbers a user watches."""
+    latest, validation, test = (
+        monitor.progress.latest,
+        monitor.evaluated("validation"),
+        monitor.evaluated("test"),
+    )
+    return {
+        monitor.score_name: _scores(validation[-1:]),
         "test": _scores(test[:1] + test[1:][-1:]),
         "perplexity": _perplexity([*test[:1], *validation, *test[1:]]),
         "reward": _show(latest, "train/reward", "{:.3f}"),
@@ -66,7 +75,7 @@ def cells(view: RunView) -> dict[str, str]:
         "staleness": _show(latest, "staleness/mean", "{:.1f}"),
         "trainer wait": _show(latest, "train/wait_share", "{:.1%}"),
         "buffer": _show(latest, "buffer/size", "{:,.0f}"),
-        "tokens/s": _rates(view.rates),
+        "tokens/s": _rates(monitor.rates),
     }
 
 
@@ -80,16 +89,16 @@ def _perplexity(evaluations: Sequence[Evaluation]) -> str:
     return NOTHING if last is None else f"{last:.3f}"
 
 
-def facts(view: RunView, now: Standing) -> dict[str, str]:
+def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
     """What else there is to say, by title: who is at work where, what is safe, what went wrong, what next."""
-    attempt, job = view.attempt, job_of(view)
-    saved, age, silence = view.progress.checkpoint, view.checkpoint_age, view.silence
+    attempt, job = monitor.attempt, job_of(monitor)
+    saved, age, silence = monitor.progress.checkpoint, monitor.checkpoint_age, monitor.silence
     said = {
         "attempt": _attempt(attempt) if attempt and attempt.name else "",
         "job": _job(job[0]["job"], attempt) if job else "",
         **{_role(component): _component(component) for component in job},
         "checkpoint": f"step {number(saved, 'step', 0):.0f}, {duration(age)} ago" if age is not None else "",
-        "faults": " · ".join(fault_words(view.faults)),
+        "faults": " · ".join(fault_words(monitor.faults)),
         "last word": f"{duration(silence)} ago" if silence is not None else "",
         "next": now.command,
     }
@@ -101,16 +110,16 @@ def _attempt(attempt: Attempt) -> str:
 
 
 def _job(job: str, attempt: Attempt | None) -> str:
-    return f"{job}, life {attempt.life}" if attempt and attempt.job == job else job
+    return f"{job}, restarts: {attempt.restarts}" if attempt and attempt.job == job else job
 
 
-def _role(component: Component) -> str:
+def _role(component: QueueEntry) -> str:
     """What a component of a het job does; a job of one component does all."""
     roles = {"0": "trainers", "1": "searchers"}
     return roles.get(component["id"].partition("+")[2], "ranks")
 
 
-def _component(component: Component) -> str:
+def _component(component: QueueEntry) -> str:
     """State of a component, and where it runs or when it might."""
     state, nodes, start, left = (component[key] for key in ("state", "nodes", "start", "left"))
     until = f"{left} left" if state == "RUNNING" and left else ""
@@ -118,23 +127,23 @@ def _component(component: Component) -> str:
     return ", ".join(filter(None, [" ".join(filter(None, [state, nodes])), until, since]))
 
 
-def figures(view: RunView) -> dict[str, Any]:
+def figures(monitor: RunMonitor) -> dict[str, Any]:
     """Everything that is shown, as values for JSON; None where there is no value yet."""
-    now, latest, attempt = standing(view), view.progress.latest, view.attempt
-    validation, test = view.evaluated("validation"), view.evaluated("test")
+    now, latest, attempt = run_state(monitor), monitor.progress.latest, monitor.attempt
+    validation, test = monitor.evaluated("validation"), monitor.evaluated("test")
     return {
-        "run": str(view.run.path),
+        "run": str(monitor.run.path),
         "state": now.state,
         "words": now.words,
         "over": now.over,
         "command": now.command or None,
         "attempt": attempt.name if attempt else None,
-        "life": attempt.life if attempt else None,
-        "job": job_of(view),
-        "step": view.progress.step,
-        "steps": view.config.train.steps,
-        "seconds_left": view.eta if now.state == "training" else None,
-        "score_name": view.score_name,
+        "restarts": attempt.restarts if attempt else None,
+        "job": job_of(monitor),
+        "step": monitor.progress.step,
+        "steps": monitor.config.train.steps,
+        "seconds_left": monitor.eta if now.state == "training" else None,
+        "score_name": monitor.score_name,
         "pass_at_1": validation[-1].score if validation else None,
         "perplexity": validation[-1].perplexity if validation else None,
         "test_pass_at_1": [evaluation.score for evaluation in test],
@@ -145,11 +154,11 @@ def figures(view: RunView) -> dict[str, Any]:
         "staleness": number(latest, "staleness/mean"),
         "trainer_wait_share": number(latest, "train/wait_share"),
         "buffer": number(latest, "buffer/size"),
-        "searcher_tokens_per_second": view.rates,
-        "checkpoint_step": number(view.progress.checkpoint, "step"),
-        "checkpoint_age_seconds": view.checkpoint_age,
-        "silence_seconds": view.silence,
-        "faults": view.faults,
+        "searcher_tokens_per_second": monitor.rates,
+        "checkpoint_step": number(monitor.progress.checkpoint, "step"),
+        "checkpoint_age_seconds": monitor.checkpoint_age,
+        "silence_seconds": monitor.silence,
+        "faults": monitor.faults,
     }
 
 
@@ -168,30 +177,30 @@ def _rates(rates: Sequence[float]) -> str:
 # --- Display ---
 
 
-def plain_line(view: RunView) -> str:
+def plain_line(monitor: RunMonitor) -> str:
     """The state of a run as one line of text."""
-    now, steps = standing(view), view.config.train.steps
-    parts = [f"[{duration(view.elapsed)}] {now.words}"]
+    now, steps = run_state(monitor), monitor.config.train.steps
+    parts = [f"[{duration(monitor.elapsed)}] {now.words}"]
     if now.state == "training":
-        parts.append(f"step {view.progress.step}/{steps}")
-    if view.progress.step and (view.phase or now.over):
-        parts += [f"{title} {value}" for title, value in cells(view).items() if value != NOTHING]
-    return " · ".join([*parts, *fault_words(view.faults)])
+        parts.append(f"step {monitor.progress.step}/{steps}")
+    if monitor.progress.step and (monitor.phase or now.over):
+        parts += [f"{title} {value}" for title, value in cells(monitor).items() if value != NOTHING]
+    return " · ".join([*parts, *fault_words(monitor.faults)])
 
 
-def panel(view: RunView) -> RenderableType:
+def panel(monitor: RunMonitor) -> RenderableType:
     """The state of a run for a terminal: in words, as a bar, the numbers, the facts."""
-    now = standing(view)
-    numbers = [_numbers(cells(view))] if view.progress.step else []
-    below = Group(_bar(view, now), *numbers, _grid(facts(view, now)))
+    now = run_state(monitor)
+    numbers = [_numbers(cells(monitor))] if monitor.progress.step else []
+    below = Group(_bar(monitor, now), *numbers, _grid(facts(monitor, now)))
     return Group(Text.assemble(("> ", "cyan"), (now.words, "bold")), Padding(below, (0, 0, 0, 2)))
 
 
-def _bar(view: RunView, now: Standing) -> Table:
+def _bar(monitor: RunMonitor, now: RunState) -> Table:
     """Steps done, the time that took, the time that is left."""
-    step, steps = view.progress.step, view.config.train.steps
+    step, steps = monitor.progress.step, monitor.config.train.steps
     bar = ProgressBar(total=steps, completed=step, width=28, complete_style="cyan", finished_style="green")
-    times = " · ".join([duration(view.elapsed), *_left(view, now)])
+    times = " · ".join([duration(monitor.elapsed), *_left(monitor, now)])
     table = Table.grid(padding=(0, 1))
     table.add_row(bar, Text(f"{step}/{steps}"), Text(times, style="dim"))
     return table
@@ -224,13 +233,13 @@ class LiveDisplay:
         self, run: RunDir, config: Config, *, console: Console | None = None, queue: Queue | None = None
     ) -> None:
         self._console = console or Console()
-        self._view = RunView(run, config, queue or (lambda _: []))
+        self._monitor = RunMonitor(run, config, queue or (lambda _: []))
         self._looked = self._printed = 0.0
         clever = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = Live(console=self._console, auto_refresh=False, transient=True) if clever else None
 
     def __enter__(self) -> LiveDisplay:
-        self._view.update()
+        self._monitor.update()
         self._printed = time.monotonic()
         if self._live:
             self._live.start()
@@ -239,30 +248,30 @@ class LiveDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._view.update()
+        self._monitor.update()
         if self._live:
             self._live.stop()
-        self._print(plain_line(self._view))
+        self._print(plain_line(self._monitor))
 
     def refresh(self) -> None:
         """Read what is new and show it, unless that was a moment ago."""
         if time.monotonic() - self._looked < REFRESH_SECONDS:
             return
         self._looked = time.monotonic()
-        self._view.update()
+        self._monitor.update()
         if self._live:
-            self._live.update(panel(self._view), refresh=True)
+            self._live.update(panel(self._monitor), refresh=True)
         elif time.monotonic() - self._printed >= LINE_SECONDS:
             self._printed = time.monotonic()
-            self._print(plain_line(self._view))
+            self._print(plain_line(self._monitor))
 
     def note(self, text: str) -> None:
         """Print a line that stays, above the display."""
         self._print(text)
 
-    def follow(self) -> Standing:
+    def follow(self) -> RunState:
         """Refresh until nothing happens any more by itself; returns how the run stands then."""
-        while not (now := standing(self._view)).over:
+        while not (now := run_state(self._monitor)).over:
             self.refresh()
             time.sleep(REFRESH_SECONDS)
         return now
@@ -285,12 +294,12 @@ def print_status(
     run: RunDir, config: Config, queue: Queue, *, as_json: bool = False, console: Console | None = None
 ) -> None:
     """Print once how a run stands."""
-    view = RunView(run, config, queue)
-    view.update()
+    monitor = RunMonitor(run, config, queue)
+    monitor.update()
     if as_json:
-        print(json.dumps(figures(view), indent=2))
+        print(json.dumps(figures(monitor), indent=2))
         return
-    console, now = console or Console(), standing(view)
-    for title, value in {**heading(view, now), **cells(view), **facts(view, now)}.items():
+    console, now = console or Console(), run_state(monitor)
+    for title, value in {**heading(monitor, now), **cells(monitor), **facts(monitor, now)}.items():
         # As long as it is: a path or a command that was broken into lines cannot be copied.
         console.print(Text.assemble((f"{title:<12} ", "dim"), value), soft_wrap=True)

@@ -13,7 +13,10 @@ from typing import Any, cast
 
 from tba_hpc.config import Config
 from tba_hpc.metrics import Record, number, read_metrics, step_records
-from tba_hpc.state import Evaluation, RunDir, find_evaluation, read_events, write_atomic
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.evaluations import Evaluation, find_evaluation
+from tba_hpc.run.events import read_events
+from tba_hpc.run.files import write_atomic
 from tba_hpc.types import Split
 
 PHASES = ("started", "resumed", "stopped", "finished")
@@ -37,7 +40,7 @@ class RunData:
 
     @classmethod
     def read(cls, run: RunDir) -> RunData:
-        """Read a run directory at any moment of its life."""
+        """Read a run directory at any moment."""
         trainer = read_metrics(run.metrics_file("trainer"))
         return cls(
             trainer,

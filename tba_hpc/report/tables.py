@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tba_hpc.report.summary import Summary
-from tba_hpc.state import RunDir
+from tba_hpc.run.directory import RunDir
 
 NOTHING = "–"
 """Shown where there is no value yet."""

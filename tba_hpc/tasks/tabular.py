@@ -24,7 +24,7 @@ from torch import Tensor
 from tba_hpc.batch import PaddedBatch, micro_batches
 from tba_hpc.config import TrainSection
 from tba_hpc.objectives import Groups, make_objective
-from tba_hpc.state import publish
+from tba_hpc.run.files import publish
 from tba_hpc.types import (
     Completion,
     Group,

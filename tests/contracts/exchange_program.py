@@ -16,7 +16,7 @@ import numpy as np
 from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange, FileTrainerFollower
 from tba_hpc.backends.hdf5_shards import read_pending, write_shard
 from tba_hpc.ports import SearcherExchange, TrainerExchange
-from tba_hpc.state import RunDir
+from tba_hpc.run.directory import RunDir
 from tba_hpc.types import RECORD, Ragged, Shard, Trajectories, WeightLayout, WeightUpdate, make_uid
 
 SEARCHERS = 2

@@ -142,9 +142,9 @@ def test_what_a_kill_left_of_the_board_is_removed(tmp_path: Path) -> None:
     """By the trainer alone, between writing the file and renaming it."""
     program = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from tba_hpc.backends.file_exchange import Board\n"
+        "from tba_hpc.backends.file_exchange import Manifest\n"
         "Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "Board('first').write(Path(sys.argv[1]))\n"
+        "Manifest('first').write(Path(sys.argv[1]))\n"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)])
     assert len(list(tmp_path.iterdir())) == 1

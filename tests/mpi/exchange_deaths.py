@@ -21,7 +21,7 @@ from tba_hpc.backends.hdf5_shards import read_pending, write_shard
 from tba_hpc.backends.mpi_exchange import MpiSearcherExchange, MpiTrainerExchange
 from tba_hpc.backends.mpi_world import MpiWorld
 from tba_hpc.ports import ExchangeError
-from tba_hpc.state import RunDir
+from tba_hpc.run.directory import RunDir
 
 VERSIONS = 12
 EVALUATED = {0: "test", 4: "validation", 5: "validation", VERSIONS - 1: "test"}

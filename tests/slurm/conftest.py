@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.slurm.cluster import Cluster, missing
+from slurm_testbed.cluster import Cluster, missing
 
 
 @pytest.fixture(scope="session")

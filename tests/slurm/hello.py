@@ -37,7 +37,7 @@ def work(role: str, run: Path) -> None:
         "size": world.size,
         "host": os.uname().nodename,
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        "life": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        "restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         "job_end": float(os.environ["TBA_JOB_END"]),
     }
     start = len((run / "starts").read_text().splitlines())
@@ -45,7 +45,7 @@ def work(role: str, run: Path) -> None:
     half.write_text(json.dumps(record))
     half.rename(half.with_suffix(".json"))
     if role == "search" and (sentence := os.environ.get("HELLO_SENTENCE")):
-        (run / "logs" / "latest" / f"error-searcher-{world.rank:04d}.txt").write_text(sentence + "\n")
+        (run / "logs" / "latest" / f"refused-searcher-{world.rank:04d}.txt").write_text(sentence + "\n")
         sys.exit(2)
     steps, done = int(os.environ["HELLO_STEPS"]), len(list((run / "shards").iterdir()))
     while not anyone(world, bool(asked)) and not anyone(world, world.rank == 0 and done >= steps):

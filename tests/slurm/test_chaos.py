@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from tests.slurm.cluster import missing
+from slurm_testbed.cluster import missing
 
 pytestmark = [
     pytest.mark.mpi,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.slurm.cluster import Cluster
+from slurm_testbed.cluster import Cluster
 
 REPORT = 'srun bash -c \'echo "$(hostname) $CUDA_VISIBLE_DEVICES $(getent hosts node6 | cut -d" " -f1)"\''
 
@@ -35,10 +35,10 @@ def test_a_higher_partition_preempts_a_lower_one(cluster: Cluster, tmp_path: Pat
     script = f"#!/bin/bash\n#SBATCH -N6 --exclusive --open-mode=append --output={tmp_path}/out\n"
     (tmp_path / "out").touch()
     low = cluster.submit(script + "echo start; sleep 600\n", "-plow")
-    cluster.until(lambda: (tmp_path / "out").read_text().count("start") == 1, "the first life", 40)
+    cluster.until(lambda: (tmp_path / "out").read_text().count("start") == 1, "the first start", 40)
     high = cluster.submit("#!/bin/bash\n#SBATCH --output=/dev/null\ntrue\n", "-phigh", "-N6", "--exclusive")
     assert cluster.wait(high) == "COMPLETED"
-    cluster.until(lambda: (tmp_path / "out").read_text().count("start") == 2, "the second life", 40)
+    cluster.until(lambda: (tmp_path / "out").read_text().count("start") == 2, "the second start", 40)
     assert cluster.jobs(low)[0]["Restarts"] == "1"
     cluster.run("scontrol", "update", "PartitionName=low", "GraceTime=30")
 

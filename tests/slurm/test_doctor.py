@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-
-from tests.slurm.cluster import Cluster
+from slurm_testbed.cluster import Cluster
 
 pytestmark = pytest.mark.mpi
 

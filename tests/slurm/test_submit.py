@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slurm_testbed.cluster import Cluster
 
 from tba_hpc.config import Config, parse_config
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Site, plan
 from tba_hpc.launch.sbatch import Job, batch_script
-from tba_hpc.state import RunDir, read_events
-from tests.slurm.cluster import Cluster
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import read_events
 
 REPOSITORY = Path(__file__).parents[2]
 HELLO = (sys.executable, str(Path(__file__).with_name("hello.py")))
@@ -56,8 +57,7 @@ def _run(
     config = _config(root)
     run = RunDir.create(config)
     (run.path / "slurm").mkdir(exist_ok=True)
-    library = REPOSITORY / "slurm" / "env.sh"
-    job = Job(name="tba-hello", run=run.path, library=library, rank=program, tba=HELLO)
+    job = Job(name="tba-hello", run=run.path, rank=program, tba=HELLO)
     return run, batch_script(job, plan(config, site, nodes, homogeneous=homogeneous), site)
 
 
@@ -173,7 +173,7 @@ def test_nodes_of_a_job_that_is_cancelled_are_not_called_unfit(cluster: Cluster,
     job = slurm.submit(run, script.replace("run_to_the_end place_components", cancelled))
     assert cluster.wait(int(job.job_id)) == "CANCELLED"
     cluster.until(lambda: "Slurm is ending this job" in _log(run), "the script's last word")
-    assert _events(run) == ["life"] and "does not answer" not in _log(run)
+    assert _events(run) == ["allocated"] and "does not answer" not in _log(run)
 
 
 def test_a_run_that_is_queued_or_running_is_not_submitted_again(cluster: Cluster, tmp_path: Path) -> None:
@@ -257,11 +257,14 @@ def test_a_preempted_job_stops_by_itself_requeues_and_finishes(
     assert time.monotonic() - began < 20, "the job left long before its grace of 30 s was over"
     _finished(cluster, run, job)
     assert "asked to stop" in _log(run) and "back to the queue" in _log(run)
-    assert [rank["life"] for rank in _ranks(run, 2)] == [1] * 6
-    assert _events(run) == ["life", "signal", "stopped", "requeue", "life", "finished"]
-    lives = [event for event in read_events(run) if event["event"] == "life"]
-    assert [(life["job"], life["life"]) for life in lives] == [(job.job_id, 0), (job.job_id, 1)]
-    assert [life["nodes"] for life in lives] == ["node1,node2,node3"] * 2
+    assert [rank["restarts"] for rank in _ranks(run, 2)] == [1] * 6
+    assert _events(run) == ["allocated", "signal", "stopped", "requeue", "allocated", "finished"]
+    allocations = [event for event in read_events(run) if event["event"] == "allocated"]
+    assert [(allocation["job"], allocation["restarts"]) for allocation in allocations] == [
+        (job.job_id, 0),
+        (job.job_id, 1),
+    ]
+    assert [allocation["nodes"] for allocation in allocations] == ["node1,node2,node3"] * 2
 
 
 def test_a_stop_before_the_ranks_listen_still_requeues(cluster: Cluster, tmp_path: Path) -> None:
@@ -272,7 +275,7 @@ def test_a_stop_before_the_ranks_listen_still_requeues(cluster: Cluster, tmp_pat
     cluster.run("scancel", "--batch", "--signal=USR1", job.job_id)
     _finished(cluster, run, job)
     assert cluster.jobs(int(job.job_id))[0]["Restarts"] == "1"
-    assert _events(run) == ["life", "signal", "stopped", "requeue", "life", "finished"]
+    assert _events(run) == ["allocated", "signal", "stopped", "requeue", "allocated", "finished"]
 
 
 def test_ranks_that_do_not_stop_in_time_are_ended_and_the_job_requeues(
@@ -291,7 +294,7 @@ def test_ranks_that_do_not_stop_in_time_are_ended_and_the_job_requeues(
     cluster.run("scancel", "--batch", "--signal=USR1", job.job_id)
     _finished(cluster, run, job)
     assert cluster.jobs(int(job.job_id))[0]["Restarts"] == "1"
-    assert _events(run) == ["life", "signal", "failed", "requeue", "life", "finished"]
+    assert _events(run) == ["allocated", "signal", "failed", "requeue", "allocated", "finished"]
 
 
 def test_a_killed_rank_costs_a_start_inside_the_allocation(cluster: Cluster, tmp_path: Path) -> None:
@@ -300,9 +303,9 @@ def test_a_killed_rank_costs_a_start_inside_the_allocation(cluster: Cluster, tmp
     _working(cluster, run, 1)
     _kill_rank(cluster, "node3")
     _finished(cluster, run, job)
-    assert [rank["life"] for rank in _ranks(run, 2)] == [0] * 6, "started again in the same life"
+    assert [rank["restarts"] for rank in _ranks(run, 2)] == [0] * 6, "started again in the same allocation"
     assert "failure 1 in a row" in _log(run)
-    assert _events(run) == ["life", "failed", "finished"]
+    assert _events(run) == ["allocated", "failed", "finished"]
 
 
 def test_a_program_that_always_fails_is_given_up(cluster: Cluster, tmp_path: Path) -> None:
@@ -320,7 +323,7 @@ def test_what_only_the_user_can_mend_ends_the_job_at_once(cluster: Cluster, tmp_
     assert cluster.wait(int(job.job_id)) == "FAILED"
     assert sentence in _log(run)
     assert len((run.path / "starts").read_text().splitlines()) == 1
-    assert _events(run) == ["life", "refused"] and read_events(run)[-1]["sentence"] == sentence
+    assert _events(run) == ["allocated", "refused"] and read_events(run)[-1]["sentence"] == sentence
 
 
 def test_lives_that_seal_nothing_do_not_follow_each_other_for_ever(cluster: Cluster, tmp_path: Path) -> None:
@@ -328,8 +331,8 @@ def test_lives_that_seal_nothing_do_not_follow_each_other_for_ever(cluster: Clus
     assert "run_to_the_end place_components" in script
     job = slurm.submit(run, script.replace("place_components", "false"))  # no nodes will ever do
     assert cluster.wait(int(job.job_id)) == "FAILED"
-    assert "2 lives of this job in a row sealed nothing: give it more wall time" in _log(run)
-    assert _events(run) == ["life", "requeue", "life", "refused"]
+    assert "2 starts of this job in a row sealed nothing: give it more wall time" in _log(run)
+    assert _events(run) == ["allocated", "requeue", "allocated", "refused"]
 
 
 @pytest.mark.parametrize("exclusive", [True, False], ids=["another-node", "a-searchers-node"])
@@ -346,7 +349,7 @@ def test_a_lost_leader_node_does_not_strand_the_searchers(
     assert [rank["size"] for rank in ranks] == [6] * 6
     assert "node1" not in {rank["host"] for rank in ranks}
     at_work = [line for line in cluster.processes() if "hello.py" in line and "srun" not in line]
-    assert len(at_work) == 6, "ranks of the first life are still there"
+    assert len(at_work) == 6, "ranks from before the requeue are still there"
     job.cancel()
 
 
@@ -373,7 +376,7 @@ def test_components_that_lie_the_wrong_way_round_change_sides(cluster: Cluster, 
     _working(cluster, run, 1)
     assert "not in Slurm's own order, trainers' nodes first: node5 node1 node2" in _log(run)
     assert [rank["host"] for rank in _ranks(run, 1)][::2] == ["node1", "node2", "node3"]
-    assert _events(run) == ["life", "requeue", "life"]
+    assert _events(run) == ["allocated", "requeue", "allocated"]
     assert _excluded(cluster, job) == ["node6,node5", "node6,node1"]
     for other in others:
         cluster.run("scancel", str(other))
@@ -399,7 +402,7 @@ def test_a_homogeneous_job_goes_on_without_a_lost_node(cluster: Cluster, tmp_pat
     _working(cluster, run, 2, 4)
     ranks = _ranks(run, 2)
     assert [rank["size"] for rank in ranks] == [4] * 4
-    assert [rank["life"] for rank in ranks] == [0] * 4
+    assert [rank["restarts"] for rank in ranks] == [0] * 4
     assert (run.path / "starts").read_text().splitlines()[1].endswith("launch.searchers=2")
     job.cancel()
 
@@ -502,7 +505,7 @@ def test_submit_waits_and_returns_failure(cluster: Cluster, tmp_path: Path, file
     assert done.returncode == 1
     assert "ended as FAILED" in done.stderr
     run = RunDir.open(tmp_path / "runs/small-seed0")
-    assert _events(run) == ["submitted", "life", "start", "refused"]
+    assert _events(run) == ["submitted", "allocated", "start", "refused"]
     assert "no model can be loaded from model.path=none" in read_events(run)[-1]["sentence"]
 
 

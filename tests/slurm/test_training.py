@@ -15,15 +15,17 @@ from typing import Any
 
 import pytest
 import yaml
+from slurm_testbed.cluster import Cluster
+from slurm_testbed.faults import held_leader, preempt
 from tiny_models import make_random_model
 
 from tba_hpc.audit import audit
 from tba_hpc.backends.hdf5_shards import read_arrays
 from tba_hpc.config import differing_keys, dump_config, load_config
 from tba_hpc.metrics import read_metrics, step_records
-from tba_hpc.state import MAY_DIFFER, RunDir, latest_checkpoint, read_events
-from tests.slurm.cluster import Cluster
-from tests.slurm.faults import held_leader, preempt
+from tba_hpc.run.checkpoints import latest_checkpoint
+from tba_hpc.run.directory import MAY_DIFFER, RunDir
+from tba_hpc.run.events import read_events
 from tests.system.test_run import SETTINGS, assert_whole
 
 pytestmark = [pytest.mark.mpi, pytest.mark.system]
@@ -156,11 +158,11 @@ def schedule(run: RunDir) -> list[tuple[float, ...]]:
 
 
 def prompts(run: RunDir) -> dict[int, int]:
-    """Prompt by its position in the run's sequence, of all that the last checkpoint's buffer holds."""
+    """Prompt by its request_id in the run's sequence, of all that the last checkpoint's buffer holds."""
     folder = latest_checkpoint(run)
     assert folder is not None
     record = read_arrays(folder / "buffer.h5")["record"]
-    return dict(zip(record["position"].tolist(), record["prompt_id"].tolist(), strict=True))
+    return dict(zip(record["request_id"].tolist(), record["prompt_id"].tolist(), strict=True))
 
 
 def held_out(run: RunDir) -> dict[str, int]:
@@ -205,10 +207,10 @@ def test_the_script_edited_by_hand_outlives_its_wall_time(
     cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=20")
     finish(cluster, run, job)
 
-    first, second = events(run, "life")
+    first, second = events(run, "allocated")
     (stopped,) = events(run, "stopped")
     assert stopped["time"] < first["time"] + 60, "it checkpointed within the wall time"
-    assert second["life"] == 1 and len(events(run, "start")) == 2
+    assert second["restarts"] == 1 and len(events(run, "start")) == 2
     assert_same_training(run, uninterrupted)
 
     again = sbatch(cluster, tmp_path, RUN=str(run.path))

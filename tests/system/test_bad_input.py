@@ -92,7 +92,7 @@ def test_prompts_that_leave_no_room(tmp_path: Path, model: Path) -> None:
     run = Path(tba("create", CONFIG, *settings(model__path=model), *long).stdout.strip())
     assert tba("prepare", str(run)).returncode == 0
     assert tba("search", str(run), "--index", "0").returncode == 2
-    sentence = (run / "logs" / "latest" / "error-searcher-0000.txt").read_text()
+    sentence = (run / "logs" / "latest" / "refused-searcher-0000.txt").read_text()
     assert "less generator.max_tokens=100 leaves 28: raise the first or lower the second" in sentence
 
 
@@ -113,5 +113,5 @@ def test_too_few_ranks(tmp_path: Path, model: Path) -> None:
         timeout=120,
     )
     assert alone.returncode == 2
-    sentence = (folder / "logs" / "attempt-001" / "error-trainer-0000.txt").read_text()
+    sentence = (folder / "logs" / "attempt-001" / "refused-trainer-0000.txt").read_text()
     assert "alone in its MPI world, 3 ranks were expected" in sentence and "--mpi=pmix" in sentence

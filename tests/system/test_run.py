@@ -26,8 +26,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tba_hpc.audit import audit
 from tba_hpc.backends.hdf5_shards import read_arrays
 from tba_hpc.metrics import read_metrics, step_records
-from tba_hpc.prompts import PromptLedger
-from tba_hpc.state import RunDir, latest_checkpoint, read_state
+from tba_hpc.prompts import CompletedRequests
+from tba_hpc.run.checkpoints import latest_checkpoint, read_state
+from tba_hpc.run.directory import RunDir
 
 pytestmark = pytest.mark.system
 
@@ -111,7 +112,7 @@ def assert_whole(run: RunDir, steps: int = 16) -> None:
 
     folder, verdict = latest_checkpoint(run), audit(run)
     assert folder is not None and verdict.clean, verdict.problems
-    done = PromptLedger.from_array(read_arrays(folder / "prompts.h5")["done"])
+    done = CompletedRequests.from_array(read_arrays(folder / "prompts.h5")["done"])
     assert len(done) * SAMPLES == verdict.merged  # a prompt done twice would count twice
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from tba_hpc.metrics import Record, number
 from tba_hpc.report.summary import RunData, series
-from tba_hpc.state import RunDir
+from tba_hpc.run.directory import RunDir
 
 Curve = Sequence[tuple[float, float]]
 

@@ -20,7 +20,7 @@ from tba_hpc import schedules
 from tba_hpc.batch import staleness
 from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import BufferSection, TrainSection
-from tba_hpc.prompts import PromptLedger, PromptOrder
+from tba_hpc.prompts import CompletedRequests, PromptOrder
 from tba_hpc.tasks.tabular import Table, TabularGenerator, TabularLearner, TabularReference, TabularTask
 from tba_hpc.types import (
     RECORD,
@@ -179,8 +179,8 @@ class Lockstep:
     def _requests(self, order: PromptOrder, searcher: int) -> Iterator[Request]:
         prompts = self._task.prompts("train")
         sampling = Sampling(1.0, 1.0, self._setup.table.length)
-        for position in order.positions(searcher, self._setup.searchers, PromptLedger()):
-            yield Request(prompts[order.prompt_at(position)], position, self._setup.completions, sampling)
+        for request_id in order.request_ids(searcher, self._setup.searchers, CompletedRequests()):
+            yield Request(prompts[order.prompt_at(request_id)], request_id, self._setup.completions, sampling)
 
 
 class Queue:
@@ -190,7 +190,7 @@ class Queue:
         self._merged: deque[Trajectories] = deque()
         self._row = 0
 
-    def merge(self, trajectories: Trajectories, round: int) -> None:
+    def merge(self, trajectories: Trajectories, revision: int) -> None:
         """Add groups of equal size, all of one sync."""
         self._merged.append(trajectories)
 
@@ -235,7 +235,7 @@ def _scored(groups: Sequence[Group], task: TabularTask, reference: TabularRefere
     """What a searcher makes of its groups."""
     completions = [completion for group in groups for completion in group.completions]
     record = [
-        (0, group.request.prompt.id, group.request.position, row, reward, *versions, 0, reference.step)
+        (0, group.request.prompt.id, group.request.id, row, reward, *versions, 0, reference.step)
         for row, group in enumerate(groups)
         for reward, versions in zip(
             task.rewards(group.request.prompt, group.completions), group.versions.tolist(), strict=True

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tba_hpc.config import Config, differing_keys, load_config
-from tba_hpc.state import RunDir
+from tba_hpc.run.directory import RunDir
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 QUICKSTART = REPOSITORY / "configs/quickstart.yaml"

@@ -13,7 +13,7 @@ from lab.results import COLORS, Result, Row, Spread
 from lab.runs import Options, Study
 from tba_hpc.config import Config
 from tba_hpc.report.summary import RunData, summary_of
-from tba_hpc.state import RunDir
+from tba_hpc.run.directory import RunDir
 
 NOTES = (
     "Before, after: greedy pass@1 on 512 held-out problems. Swing: standard deviation of validation pass@1 "

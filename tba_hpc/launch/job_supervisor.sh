@@ -17,11 +17,11 @@ export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
 export HDF5_USE_FILE_LOCKING=${HDF5_USE_FILE_LOCKING:-FALSE}   # shards never change once visible; locks fail on some file systems
 export OMPI_MCA_btl=${OMPI_MCA_btl:-^ofi}              # Open MPI's one-sided way over libfabric: unused, and its start sleeps 1 s
 
-say() { echo "[$(date '+%F %T') job $SLURM_JOB_ID life ${SLURM_RESTART_COUNT:-0}] $*"; }
+say() { echo "[$(date '+%F %T') job $SLURM_JOB_ID restart ${SLURM_RESTART_COUNT:-0}] $*"; }
 
-event() {            # event NAME ['"KEY": VALUE']: a line of the run's history; log_event in tba_hpc/state.py has them all
+event() {            # event NAME ['"KEY": VALUE']: a line of the run's history; log_event in tba_hpc/run/events.py has them all
     [ -d "${RUN:-}" ] || return 0
-    printf '{"time": %s, "event": "%s", "job": "%s", "life": %s%s}\n' "$(date +%s.%N)" "$1" \
+    printf '{"time": %s, "event": "%s", "job": "%s", "restarts": %s%s}\n' "$(date +%s.%N)" "$1" \
         "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "${2:+, $2}" >> "$RUN/events.jsonl"
 }
 
@@ -62,7 +62,7 @@ insist() {           # insist SRUN: it may lose a signal that comes while it is 
     kill -KILL "$1"  # a rank that hangs must not cost the requeue: at the wall time Slurm ends the job for good
 }
 
-job_end() {          # when the time of this life is over, in unix seconds; fails where it has no limit
+job_end() {          # when the time of this allocation is over, in unix seconds; fails where it has no limit
     local end
     end=$(TZ=UTC SLURM_TIME_FORMAT=standard squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e | head -n 1)
     [ -n "$end" ] && TZ=UTC date +%s -d "$end" 2>/dev/null
@@ -126,14 +126,14 @@ drop_orphans() {
 cancel_steps() {
     local end=$((SECONDS + 60)) steps seen=''
     while steps=$(squeue --noheader --steps --jobs="$1" --format=%i | grep -E '\.[0-9]+$') && [ $SECONDS -lt $end ]; do
-        [ "$steps" = "$seen" ] || { event orphan; say "cancelling steps left by an earlier life:" $steps; }
+        [ "$steps" = "$seen" ] || { event orphan; say "cancelling steps left from before the requeue:" $steps; }
         seen=$steps
         scancel $steps
         sleep 1
     done
 }
 
-# --- Which nodes are fit ---
+# --- Which nodes answer ---
 
 all_nodes() {        # "node1,node2,…": those of all components
     scontrol show hostnames "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N | paste -sd,)" | paste -sd,
@@ -161,12 +161,12 @@ probe() {            # probe "GROUP" HOST…: those that start a process, in ord
         case $? in
             0) echo "$host" ;;
             3) echo "!$host" ;;
-            *) ending || { event unfit "\"nodes\": \"$host\""; say "$host does not answer" >&2; } ;;
+            *) ending || { event unreachable "\"nodes\": \"$host\""; say "$host does not answer" >&2; } ;;
         esac
     done
 }
 
-refuse() {           # refuse SENTENCE: end the job for good with what only the user can mend; more lives will not
+refuse() {           # refuse SENTENCE: end the job for good with what only the user can mend; another start will not
     event refused "\"sentence\": $(quoted "$1")"
     say "$1"
     exit 2
@@ -205,7 +205,7 @@ place_components() { # het form: every node is needed, since Slurm requeues the 
 
 joined() { (IFS=,; echo "$*"); }
 
-NEW_SIDES=0          # whether the next life will be tried with other nodes than any before
+NEW_SIDES=0          # whether the job will be tried with other nodes than ever before
 
 leave() {            # leave GROUP HOST…: what that component should not get until they lie the right way round
     local file=$RUN/slurm/leave-$1 before
@@ -267,7 +267,7 @@ finished() { grep -qs '"finished": true' "$RUN/summary.json"; }   # the leader w
 
 refusal() {          # the sentence of the rank that first met something that only the user can mend, if any did
     local files
-    mapfile -t files < <(ls -tr "$RUN"/logs/latest/error-*.txt 2>/dev/null)
+    mapfile -t files < <(ls -tr "$RUN"/logs/latest/refused-*.txt 2>/dev/null)
     [ ${#files[@]} -gt 0 ] && cat "${files[0]}"
 }
 
@@ -282,27 +282,27 @@ progress() {         # progress SINCE: whether anything was sealed after that fi
         -print -quit 2>/dev/null)" ]
 }
 
-at_the_end() {       # whether the wall time of this life is nearly over
+at_the_end() {       # whether the wall time of this allocation is nearly over
     local end
     end=$(job_end) && [ $((end - $(date +%s))) -lt $((SAVE_SECONDS + 120)) ]
 }
 
-count_idle() {       # lives in a row that sealed nothing, those left out that a preemption cut short: more will not help
+count_idle() {       # allocations in a row that sealed nothing, those left out that a preemption cut short: more will not help
     local idle=0
-    if progress life; then rm -f "$RUN/slurm/idle"; return; fi
+    if progress allocated; then rm -f "$RUN/slurm/idle"; return; fi
     [ "$STOP" = 1 ] && ! at_the_end && return
     [ -f "$RUN/slurm/idle" ] && read -r idle < "$RUN/slurm/idle"
     echo $((idle + 1)) > "$RUN/slurm/idle"
     [ "$idle" -lt "$RELAUNCHES" ] && return
     rm -f "$RUN/slurm/idle"
-    refuse "$((idle + 1)) lives of this job in a row sealed nothing: give it more wall time (--time, site key time), or, \
+    refuse "$((idle + 1)) starts of this job in a row sealed nothing: give it more wall time (--time, site key time), or, \
 where the nodes would not do, other nodes or the form without het job (--homogeneous)"
 }
 
 requeue() {
     local state
     state=$(state_of "$SLURM_JOB_ID")
-    if [ "${state%% *}" != RUNNING ]; then   # a cancelled job that requeues itself would come back to life
+    if [ "${state%% *}" != RUNNING ]; then   # a cancelled job that requeues itself would run again
         say "Slurm is ending this job (${state:-gone}); nothing more to do here"
         choose_sides
         exit 0
@@ -314,7 +314,7 @@ requeue() {
     [ "$NEW_SIDES" = 1 ] || count_idle
     event requeue
     say "back to the queue"
-    trap '' TERM                             # Slurm ends this life now; the next can begin once this shell has ended
+    trap '' TERM                             # Slurm ends this shell now; only then can the job start again
     scontrol requeue "$SLURM_JOB_ID" || { say "Slurm refused to requeue: submit the same run again to go on"; exit 1; }
     choose_sides
     exit 0
@@ -323,8 +323,8 @@ requeue() {
 run_to_the_end() {   # run_to_the_end PLACE: start the ranks, again and again, until the run is finished
     local tries=0 code watcher sentence
     claim_run
-    touch "$RUN/slurm/life"
-    event life "\"nodes\": \"$(all_nodes)\""
+    touch "$RUN/slurm/allocated"
+    event allocated "\"nodes\": \"$(all_nodes)\""
     note_exclusions
     drop_orphans
     if finished; then say "the run is finished already: $RUN/summary.json"; exit 0; fi

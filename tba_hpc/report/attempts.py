@@ -1,4 +1,4 @@
-"""What a run's events tell of its lives: attempts, how each of them ended, and the faults that were met.
+"""What a run's events tell of its attempts: how each of them ended, and the faults that were met.
 
 It must not know how this is shown, nor what the ranks did meanwhile: that is in their metrics.
 """
@@ -25,7 +25,7 @@ FAULTS = {
     "lost": "searcher lost",
     "failed": "ranks failed",
     KILLED: "ended without a word",
-    "unfit": "node unfit",
+    "unreachable": "node unreachable",
     "hung": "srun hung",
     "orphan": "orphan step cancelled",
     "requeue": "back to the queue",
@@ -35,16 +35,16 @@ FAULTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A start of the ranks, or a life of the job that came to none (``name`` is empty).
+    """A start of the ranks, or of a job that came to none (``name`` is empty).
 
-    job, life: Slurm's job and how often it was requeued before; start, end: unix seconds, ``end`` None
+    job, restarts: Slurm's job and how often it was requeued before; start, end: unix seconds, ``end`` None
     while the attempt goes on or where nobody noted it. outcome: one of ENDS, KILLED, empty while it goes
     on; note: exit status or sentence. requeued: the job went back to the queue after it.
     """
 
     name: str = ""
     job: str
-    life: int
+    restarts: int
     trainers: int = 0
     searchers: int = 0
     start: float
@@ -59,27 +59,27 @@ def attempts(events: Sequence[Event]) -> list[Attempt]:
     found: list[Attempt] = []
     for event in events:
         kind, last = event.get("event"), found[-1] if found else None
-        if kind == "life" or (kind == "start" and not _is_placing(last, event)):
+        if kind == "allocated" or (kind == "start" and not _is_placing(last, event)):
             found[-1:] = [*_killed(last), _begun(event)]
         elif kind == "start":
             found[-1] = _begun(event)
         elif last and kind in ENDS:
             found[-1] = _ended(last, event)
-        elif last and kind == "requeue" and last.life == event.get("life"):
+        elif last and kind == "requeue" and last.restarts == event.get("restarts"):
             found[-1] = replace(last, requeued=True, end=last.end or event["time"])
     return found
 
 
 def _is_placing(last: Attempt | None, event: Event) -> bool:
-    """Whether ``last`` is the life that the started ranks belong to, which had none before."""
-    return last is not None and not last.name and not last.end and last.life == event.get("life")
+    """Whether ``last`` is the start of the job that the ranks belong to, which had none before."""
+    return last is not None and not last.name and not last.end and last.restarts == event.get("restarts")
 
 
 def _begun(event: Event) -> Attempt:
     return Attempt(
         name=event.get("attempt", ""),
         job=event.get("job", ""),
-        life=event.get("life", 0),
+        restarts=event.get("restarts", 0),
         trainers=event.get("trainers", 0),
         searchers=event.get("searchers", 0),
         start=event["time"],
@@ -121,7 +121,7 @@ def fault_words(faults: Mapping[str, int]) -> list[str]:
 
 
 @dataclass
-class Odometer:
+class CumulativeCounter:
     """Adds up a metric that counts from 0 in every attempt."""
 
     name: str

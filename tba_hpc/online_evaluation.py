@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tba_hpc.ports import Task, evaluation_temperature, score_name
-from tba_hpc.state import Evaluation
+from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.types import Completion, Group, Request, Sampling, Split
 
 
@@ -32,7 +32,7 @@ class Share:
     missing: set[int]
 
 
-class Evaluator:
+class OnlineEvaluator:
     """Deals evaluation requests and counts their answers.
 
     limits: prompts used per split (None: all). max_tokens: longest completion. last_step: of the run.

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from tba_hpc.config import Config
 from tba_hpc.metrics import MetricsTail, Record, number
-from tba_hpc.report.lives import Attempt, Event, Odometer, attempts, count_faults
+from tba_hpc.report.attempts import Attempt, CumulativeCounter, Event, attempts, count_faults
 from tba_hpc.report.summary import index_of, read_evaluations, score_name_of, searcher_files, series
-from tba_hpc.state import Evaluation, RunDir
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.types import Split
 
 PACE_STEPS = 20
@@ -29,10 +30,10 @@ FRESH_SECONDS = 60.0
 DULL = b'"search/rebuilds": 0'
 """In a searcher's line that is of no interest once newer ones are there."""
 
-Component = dict[str, str]
+QueueEntry = dict[str, str]
 """A component of a Slurm job; see ``launch.slurm.job_states``."""
 
-Queue = Callable[[RunDir], list[Component]]
+Queue = Callable[[RunDir], list[QueueEntry]]
 """How Slurm sees the components of a run's job; none for a run that was never submitted."""
 
 
@@ -46,7 +47,7 @@ class Progress:
     searchers: dict[int, Record] = field(default_factory=dict)
     lost: int = 0
     step_times: list[float] = field(default_factory=list)
-    _rebuilds: dict[int, Odometer] = field(default_factory=dict)
+    _rebuilds: dict[int, CumulativeCounter] = field(default_factory=dict)
 
     def take(self, record: Record) -> None:
         """One more record of the trainer."""
@@ -67,14 +68,14 @@ class Progress:
 
     def take_search(self, searcher: int, record: Record) -> None:
         """One more record of a searcher."""
-        self._rebuilds.setdefault(searcher, Odometer("search/rebuilds")).take(record)
+        self._rebuilds.setdefault(searcher, CumulativeCounter("search/rebuilds")).take(record)
         if "event" not in record:
             self.searchers[searcher] = record
 
     @property
     def rebuilds(self) -> int:
         """Engines rebuilt, in all attempts."""
-        return sum(odometer.total for odometer in self._rebuilds.values())
+        return sum(counter.total for counter in self._rebuilds.values())
 
     @property
     def step(self) -> int:
@@ -88,7 +89,7 @@ class Progress:
 
 
 @dataclass
-class RunView:
+class RunMonitor:
     """Follows a run; ``update`` looks at what is new."""
 
     run: RunDir
@@ -101,7 +102,7 @@ class RunView:
     """What submits the run again, by the job that was submitted so."""
     attempts: list[Attempt] = field(default_factory=list)
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
-    job: list[Component] = field(default_factory=list)
+    job: list[QueueEntry] = field(default_factory=list)
     _asked: float = -QUEUE_SECONDS
     _opened: float = field(default_factory=time.time)
     _tails: dict[Path, MetricsTail] = field(default_factory=dict)
@@ -147,7 +148,7 @@ class RunView:
 
     @property
     def elapsed(self) -> float:
-        """Seconds that the newest attempt took so far; before the first, those since the view was opened."""
+        """Seconds that the newest attempt took so far; before the first, those since it was opened."""
         if self.attempt is None:
             return time.time() - self._opened
         return max(0.0, (self.attempt.end or time.time()) - self.attempt.start)

@@ -1,20 +1,18 @@
-"""What Slurm's controller says of a cluster, and what of that would hurt a run.
+"""What Slurm's facts says of a cluster, and what of that would hurt a run.
 
-Apart from ``Controller.ask`` it runs nothing: the rules are functions of the recorded texts and a site.
+Apart from ``SlurmFacts.ask`` it runs nothing: the rules are functions of the recorded texts and a site.
 """
 
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tba_hpc.launch.findings import Finding, ok, problem, warning
+from tba_hpc.doctor.commands import ask
+from tba_hpc.doctor.findings import Finding, ok, problem, warning
 from tba_hpc.launch.plan import ComponentSite, Plan, Site, slurm_seconds
-
-ASK_SECONDS = 30
-"""Longest wait for an answer of Slurm, s."""
+from tba_hpc.launch.scontrol import fields
 
 OLDEST = (20, 2)
 """First version of Slurm that knows ``--het-group``."""
@@ -29,17 +27,12 @@ MEBIBYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 """Size of the units of ``--mem``."""
 
 
-class ControllerError(RuntimeError):
+class SlurmError(RuntimeError):
     """Slurm does not answer; the message is one sentence with its own words."""
 
 
-def fields(line: str) -> dict[str, str]:
-    """``Key=Value Key=Value …``, as ``scontrol --oneliner`` prints."""
-    return dict(re.findall(r"(\S+?)=(\S*)", line))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Controller:
+class SlurmFacts:
     """settings: ``scontrol show config``. partitions: their fields by name. mpi: ``srun --mpi=`` plugins."""
 
     settings: Mapping[str, str]
@@ -47,12 +40,12 @@ class Controller:
     mpi: frozenset[str]
 
     @classmethod
-    def ask(cls) -> Controller:
-        """Ask the cluster that this machine belongs to. Raises ControllerError."""
+    def ask(cls) -> SlurmFacts:
+        """Ask the cluster that this machine belongs to. Raises SlurmError."""
         return cls(
-            settings=parse_settings(_run("scontrol", "show", "config")),
-            partitions=parse_partitions(_run("scontrol", "--oneliner", "--all", "show", "partition")),
-            mpi=parse_mpi(_run("srun", "--mpi=list")),
+            settings=parse_settings(_ask("scontrol", "show", "config")),
+            partitions=parse_partitions(_ask("scontrol", "--oneliner", "--all", "show", "partition")),
+            mpi=parse_mpi(_ask("srun", "--mpi=list")),
         )
 
     def partition(self, name: str | None) -> Mapping[str, str] | None:
@@ -73,18 +66,12 @@ class Controller:
         return int(match[1]) if match else default
 
 
-def _run(*command: str) -> str:
-    """What a command of Slurm prints; old versions list plugins on standard error."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS)
-    except FileNotFoundError:
-        raise ControllerError(f"{command[0]} is not on PATH") from None
-    except subprocess.TimeoutExpired:
-        raise ControllerError(f"'{' '.join(command)}' did not answer within {ASK_SECONDS} s") from None
-    if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())
-        raise ControllerError(f"'{' '.join(command)}' failed: {said}")
-    return done.stdout + done.stderr
+def _ask(*command: str) -> str:
+    """What a command of Slurm prints; old versions list plugins on standard error. Raises SlurmError."""
+    answer = ask(*command)
+    if answer.failed:
+        raise SlurmError(f"'{' '.join(command)}' failed: {' '.join(answer.text.split())}")
+    return answer.text
 
 
 def parse_settings(text: str) -> dict[str, str]:
@@ -108,22 +95,22 @@ def parse_mpi(text: str) -> frozenset[str]:
 # --- Rules that need no partition ---
 
 
-def check_version(controller: Controller, site: Site) -> Finding:
+def check_version(facts: SlurmFacts, site: Site) -> Finding:
     """Whether this Slurm knows the form in which we start het jobs."""
-    text = controller.settings.get("SLURM_VERSION", "0")
+    text = facts.settings.get("SLURM_VERSION", "0")
     version = tuple(int(part) for part in re.findall(r"\d+", text)[:2])
     if site.hetjob and version < OLDEST:
         found = f"version {text} has no srun --het-group"
         return problem("Slurm version", found, "set hetjob: false in the site file")
-    return ok("Slurm version", f"{text}, cluster {controller.settings.get('ClusterName', '?')}")
+    return ok("Slurm version", f"{text}, cluster {facts.settings.get('ClusterName', '?')}")
 
 
-def check_mpi(controller: Controller, site: Site, library: str) -> Finding:
+def check_mpi(facts: SlurmFacts, site: Site, library: str) -> Finding:
     """Whether the site's ``mpi`` is there, and fits the MPI library that ranks load (empty: not known)."""
-    there = ", ".join(sorted(controller.mpi - {"none"})) or "none"
+    there = ", ".join(sorted(facts.mpi - {"none"})) or "none"
     fits = plugin_for(library)
-    if site.mpi not in controller.mpi:
-        better = fits if fits in controller.mpi else "one of them"
+    if site.mpi not in facts.mpi:
+        better = fits if fits in facts.mpi else "one of them"
         return problem(
             "MPI plugin",
             f"srun has no --mpi={site.mpi}, only: {there}",
@@ -133,7 +120,7 @@ def check_mpi(controller: Controller, site: Site, library: str) -> Finding:
         return problem(
             "MPI plugin",
             f"mpi: {site.mpi} is not for {library}, which mpi4py loads here: every rank would be alone",
-            f"set mpi: {fits} in the site file" + ("" if fits in controller.mpi else f" (srun has: {there})"),
+            f"set mpi: {fits} in the site file" + ("" if fits in facts.mpi else f" (srun has: {there})"),
         )
     return ok("MPI plugin", f"srun has --mpi={site.mpi}" + (f", as {library} wants it" if library else ""))
 
@@ -144,33 +131,33 @@ def plugin_for(library: str) -> str:
     return next(plugin for name, plugin in families.items() if name in library) if library else ""
 
 
-def check_het_jobs(controller: Controller, site: Site) -> Finding:
+def check_het_jobs(facts: SlurmFacts, site: Site) -> Finding:
     """Whether het jobs would ever start."""
     if not site.hetjob:
         return ok("het jobs", "not used (hetjob: false): one allocation holds both roles")
-    scheduler = controller.settings.get("SchedulerType", "")
+    scheduler = facts.settings.get("SchedulerType", "")
     if scheduler != "sched/backfill":
         return problem(
             "het jobs",
             f"SchedulerType={scheduler}, and only sched/backfill starts them",
             "set hetjob: false in the site file",
         )
-    pause = controller.number("SchedulerParameters", "bf_interval", BACKFILL_SECONDS)
+    pause = facts.number("SchedulerParameters", "bf_interval", BACKFILL_SECONDS)
     return ok("het jobs", f"started by backfill, which looks every {pause} s")
 
 
-def check_requeue(controller: Controller, site: Site) -> Finding:
+def check_requeue(facts: SlurmFacts, site: Site) -> Finding:
     """Whether a job may go back to the queue by itself."""
     if not site.requeue:
         return ok("requeue", "not used (requeue: false): submit again to go on after a stop")
-    if controller.settings.get("JobRequeue") == "0":
+    if facts.settings.get("JobRequeue") == "0":
         return warning(
             "requeue",
             "JobRequeue=0: this cluster requeues only jobs that ask for it, which some sites forbid",
             "ours ask; if 'scontrol show job' still says Requeue=0, set requeue: false in the site file and "
             "submit again after each stop",
         )
-    wait = controller.number("AuthInfo", "cred_expire", CRED_EXPIRE)
+    wait = facts.number("AuthInfo", "cred_expire", CRED_EXPIRE)
     return ok("requeue", f"allowed; a requeued job starts again after {wait} s at the earliest (cred_expire)")
 
 
@@ -188,10 +175,10 @@ def check_taken(job: Mapping[str, str], site: Site) -> list[Finding]:
     ]
 
 
-def tell_settings(controller: Controller) -> Finding:
+def tell_settings(facts: SlurmFacts) -> Finding:
     """What is good to know when something else goes wrong; scripts of ours rely on none of it."""
     names = ("KillWait", "KillOnBadExit", "MpiDefault", "PrologFlags", "MaxMemPerNode")
-    values = [f"{name} {controller.settings[name]}" for name in names if name in controller.settings]
+    values = [f"{name} {facts.settings[name]}" for name in names if name in facts.settings]
     return ok("settings", ", ".join(values).replace("(null)", "none"))
 
 
@@ -221,13 +208,13 @@ def check_partition(partition: Mapping[str, str], site: Site) -> Finding:
     return ok(title, f"{partition.get('TotalNodes', '?')} nodes, jobs up to {longest}")
 
 
-def check_nodes(controller: Controller, site: Site, plan: Plan) -> list[Finding]:
+def check_nodes(facts: SlurmFacts, site: Site, plan: Plan) -> list[Finding]:
     """Whether the partitions have as many nodes; Slurm would take a het job all the same, and queue it."""
     asked: dict[str, list[int]] = {}
     for nodes, own in _shares(site, plan):
-        if partition := controller.partition(own.partition or site.partition):
+        if partition := facts.partition(own.partition or site.partition):
             asked.setdefault(partition["PartitionName"], []).append(nodes)
-    checked = [_check_size(controller.partitions[name], shares) for name, shares in asked.items()]
+    checked = [_check_size(facts.partitions[name], shares) for name, shares in asked.items()]
     return [finding for finding in checked if finding]
 
 
@@ -251,10 +238,10 @@ def _check_size(partition: Mapping[str, str], shares: list[int]) -> Finding | No
     return None
 
 
-def check_preemption(controller: Controller, partition: Mapping[str, str], site: Site) -> Finding:
+def check_preemption(facts: SlurmFacts, partition: Mapping[str, str], site: Site) -> Finding:
     """What happens to a job of ours when a more important one wants its nodes."""
     title = f"preemption in {partition['PartitionName']}"
-    kind = controller.settings.get("PreemptType", "preempt/none")
+    kind = facts.settings.get("PreemptType", "preempt/none")
     mode = partition.get("PreemptMode", "OFF")
     if kind == "preempt/none" or mode == "OFF":
         return ok(title, "jobs are never preempted")
@@ -267,10 +254,10 @@ def check_preemption(controller: Controller, partition: Mapping[str, str], site:
         )
     if kind == "preempt/qos":
         return ok(title, "by QOS; its grace: sacctmgr show qos format=name,preemptmode,gracetime")
-    return _check_grace(controller, title, mode, int(partition.get("GraceTime", "0")), site)
+    return _check_grace(facts, title, mode, int(partition.get("GraceTime", "0")), site)
 
 
-def _check_grace(controller: Controller, title: str, mode: str, grace: int, site: Site) -> Finding:
+def _check_grace(facts: SlurmFacts, title: str, mode: str, grace: int, site: Site) -> Finding:
     """Whether a preempted job has the time for a checkpoint."""
     if grace < site.signal_seconds:
         late = "ends the job for good" if mode == "CANCEL" else "is lost, and steps are done again"
@@ -280,7 +267,7 @@ def _check_grace(controller: Controller, title: str, mode: str, grace: int, site
             f"{site.signal_seconds} s (signal_seconds); a checkpoint that takes longer {late}",
             "set checkpoint.every so that little is lost, or choose another partition",
         )
-    if "preempt_send_user_signal" not in controller.settings.get("SlurmctldParameters", ""):
+    if "preempt_send_user_signal" not in facts.settings.get("SlurmctldParameters", ""):
         return warning(
             title,
             "SlurmctldParameters lacks preempt_send_user_signal, so preemption comes as SIGTERM to all ranks",
@@ -295,15 +282,15 @@ def mebibytes(memory: str) -> float:
     return int(match[1]) * MEBIBYTES[match[2] or "M"] if match else 0
 
 
-def examine(controller: Controller, site: Site, library: str) -> list[Finding]:
+def examine(facts: SlurmFacts, site: Site, library: str) -> list[Finding]:
     """Every rule. library: the MPI that ranks load, as it calls itself; empty where it is not known."""
-    partitions = controller.used(site)
+    partitions = facts.used(site)
     return [
-        check_version(controller, site),
-        check_mpi(controller, site, library),
-        check_het_jobs(controller, site),
-        check_requeue(controller, site),
+        check_version(facts, site),
+        check_mpi(facts, site, library),
+        check_het_jobs(facts, site),
+        check_requeue(facts, site),
         *(check_partition(partition, site) for partition in partitions),
-        *(check_preemption(controller, partition, site) for partition in partitions),
-        tell_settings(controller),
+        *(check_preemption(facts, partition, site) for partition in partitions),
+        tell_settings(facts),
     ]

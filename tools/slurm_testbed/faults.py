@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import psutil
 
+from slurm_testbed.cluster import Cluster
 from tba_hpc.launch.sbatch import RANK
-from tba_hpc.state import RunDir
+from tba_hpc.run.directory import RunDir
 from tba_hpc.types import Role
-from tests.slurm.cluster import Cluster
 
 ENGINE = "tba_hpc.backends.engine_process"
 """Module that a searcher's engine process runs."""

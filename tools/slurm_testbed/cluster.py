@@ -296,7 +296,7 @@ slurmd -D -N "$0" &
 wait
 """
 """First process of a node: as init it stays, to reap what slurmd leaves. The spool is empty, as on a node
-without a disk: a socket of PMIx that a crash left would fail the step of the same number in the next life.
+without a disk: a socket of PMIx that a crash left would fail the step of that number after the next boot.
 
 UCX knows by the boot id which ranks share a machine, and would use shared memory between nodes.
 """

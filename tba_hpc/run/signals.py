@@ -1,0 +1,32 @@
+"""Being asked to stop: a flag that signals set and loops read at safe points."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+
+class StopFlag:
+    """``with StopFlag() as stop``: SIGTERM, SIGUSR1 and SIGINT set a flag that loops read at safe points.
+
+    The handler does nothing else: saving inside a handler could interrupt a save. Before the block these
+    signals end the process at once, which is right while there is nothing to save: no flag is read inside
+    a slow import or the start of MPI. After it they are ignored: what is left is to leave. Main thread only.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def __enter__(self) -> StopFlag:
+        for number in self.SIGNALS:
+            signal.signal(number, self._set)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in self.SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _set(self, number: int, frame: FrameType | None) -> None:
+        self.is_set = True
