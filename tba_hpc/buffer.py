@@ -110,7 +110,7 @@ class ReplayBuffer:
         duplicates = insert(range(first, len(self._rows)), prompt_N.tolist(), keys)
         self._merged += len(trajectories)
         self._duplicates += duplicates
-        evicted = self._evict(dict.fromkeys(prompt_N.tolist()))
+        evicted = self._evict_oldest(dict.fromkeys(prompt_N.tolist()))
         if self._rows.mostly_dead:
             self._compact()
         return Merged(len(trajectories) - duplicates, duplicates, evicted)
@@ -155,7 +155,7 @@ class ReplayBuffer:
         self._rows.kill(near)
         return len(near) + self._insert([row], [prompt], [key])
 
-    def _evict(self, touched: Iterable[int]) -> int:
+    def _evict_oldest(self, touched: Iterable[int]) -> int:
         """Let the oldest leave, first of every touched prompt that is too full, then of all."""
         leaving = [
             self._rows_of[prompt].popitem(last=False)[1]
@@ -173,7 +173,7 @@ class ReplayBuffer:
         self._rows.kill(oldest)
         return len(leaving) + len(oldest)
 
-    def drop(self, unwanted: Callable[[np.ndarray], np.ndarray]) -> int:
+    def evict_where(self, unwanted: Callable[[np.ndarray], np.ndarray]) -> int:
         """Evict the live trajectories whose RECORD [N] is ``unwanted``, bool [N]; returns how many."""
         live = np.flatnonzero(self._rows.live)
         leaving = live[unwanted(self._rows.record[live])]

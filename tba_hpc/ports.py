@@ -1,7 +1,7 @@
 """The interfaces between the two loops and the libraries that serve them.
 
-Each port has at least two real implementations; ``tests/contracts`` runs one suite on all of them.
-Nothing here imports a heavy library.
+Those of a run's two ends have at least two real implementations each; ``tests/contracts`` runs one suite on
+all of them. Nothing here imports a heavy library.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tba_hpc.types import (
     Completion,
     Group,
     Prompt,
+    Publication,
     Request,
     Shard,
     Split,
@@ -27,6 +28,10 @@ from tba_hpc.types import (
 
 PASS_AT_1 = "pass@1"
 """The score of a task with right and wrong answers."""
+
+
+IDLE_DEADLINES = 6
+"""A searcher gives its trainer this many deadlines between two rounds of the exchange."""
 
 
 class Tokenizer(Protocol):
@@ -102,10 +107,11 @@ class Serve(Protocol):
     def __call__(
         self, model: ModelSection, generator: GeneratorSection, *, chat: bool, keys: Sequence[str]
     ) -> Victim:
-        """generator: how it samples, how many answers to a text (completions_per_prompt), its memory ·
+        """Begin to serve ``model``. Raises ConfigError.
 
-        chat: texts are a user's messages in the model's chat template · keys: of the config, that of the path
-        first, then those to look at where it cannot be served, for errors. Raises ConfigError.
+        generator: how it samples, how many answers to a text (completions_per_prompt), its memory.
+        chat: texts are a user's messages in the model's chat template. keys: of the config, that of the path
+        first, then those to look at where it cannot be served, for errors.
         """
 
 
@@ -158,6 +164,22 @@ class Reference(Protocol):
         """Become the policy of ``step``, which the trainer has exported."""
 
 
+class ShardSink(Protocol):
+    """Where a searcher's scored groups go until they are sealed. Called in one thread, not the main one."""
+
+    @property
+    def age(self) -> float:
+        """Seconds that the oldest unsealed completion has waited; 0 where there is none."""
+
+    def append(
+        self, group: Group, rewards: list[float], ref_logprobs: list[np.ndarray], *, reference: int
+    ) -> None:
+        """Add a group to the open shard; ``reference``: whose log-probabilities these are."""
+
+    def seal(self) -> Shard | None:
+        """Make the open shard durable and return it; None where it is empty."""
+
+
 class Learner(Protocol):
     """The policy under training. Only the leading trainer rank holds one; the others follow.
 
@@ -188,18 +210,9 @@ class Learner(Protocol):
 class TrainerExchange(Protocol):
     """The leading trainer's end of the exchange. No call waits for a searcher, except ``close``."""
 
-    def publish(
-        self,
-        version: int,
-        write: Callable[[np.ndarray], None],
-        *,
-        evaluate: Split | None = None,
-        reference: int = 0,
-        quota: int | None = None,
-    ) -> bool:
-        """Start a sync round: ``write`` fills a uint8 buffer with the weights of ``version``.
+    def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
+        """Start a round: ``write`` fills a uint8 buffer with the weights that ``publication`` is about.
 
-        ``evaluate``, ``reference`` and ``quota`` arrive with them, see WeightUpdate.
         False, with nothing written, while the round before is still under way: try again later.
         Raises ExchangeError naming who is missing once a round has outlasted its deadline.
         """

@@ -15,11 +15,10 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from tba_hpc.ports import Reference, Task
+from tba_hpc.ports import Reference, ShardSink, Task
 from tba_hpc.types import BEHAVIOUR, Group, Shard
 
 log = logging.getLogger(__name__)
@@ -32,22 +31,6 @@ BACKLOG = 8
 
 ANSWERS_AT_ONCE = 16
 """Most evaluation answers judged together; training groups have their turn before the next ones."""
-
-
-class ShardSink(Protocol):
-    """Where scored groups go; see backends.hdf5_shards.ShardWriter."""
-
-    @property
-    def age(self) -> float:
-        """Seconds that the oldest unsealed completion has waited; 0 where there is none."""
-
-    def append(
-        self, group: Group, rewards: list[float], ref_logprobs: list[np.ndarray], *, reference: int
-    ) -> None:
-        """Add a group to the open shard; ``reference``: whose log-probabilities these are."""
-
-    def seal(self) -> Shard | None:
-        """Make the open shard durable and return it; None where it is empty."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from tba_hpc.online_evaluation import OnlineEvaluator
 from tba_hpc.ports import Generator, SearcherExchange
 from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.scorer import Scored, Scorer
-from tba_hpc.types import Group, Request, Shard
+from tba_hpc.types import Group, Publication, Request, Shard
 
 LOG_SECONDS = 1.0
 """Seconds between two metric records."""
@@ -68,11 +68,11 @@ class Searcher:
         self._sequences = sequences
         self._pending_shards = pending_shards
         self._upcoming: Request | None = None
-        self._budget: int | None = None  # the first request_id that may not be issued yet
+        self._budget_end: int | None = None  # the first request that may not be issued yet
         self._set_aside = 0  # groups without a single reward, each of which another one may replace
-        self._ahead: list[int] = []  # request_ids issued beyond the quota, for that
+        self._ahead: list[int] = []  # requests issued beyond the budget, for that
         self._loaded = False
-        self._awaited: tuple[int, float] | None = None  # version and publication of the weights given last
+        self._awaited: Publication | None = None  # of the weights given last, until they are in use
         self._busy_seconds = 0.0
         self._rejected = 0
         self._issued = 0
@@ -84,8 +84,8 @@ class Searcher:
         """Generate until the trainer ends the run.
 
         Consumes weights and prompts. Produces sealed shards and evaluation parts. Waits for nothing
-        but the first weights and, at ``pending_shards`` unmerged shards or at the quota that came with the
-        weights, for the next sync; all are unblocked by the trainer's publish.
+        but the first weights and, at ``pending_shards`` unmerged shards or at the end of the rollout budget
+        that came with the weights, for the next ones; all are unblocked by the trainer's publish.
         """
         while not self._exchange.closed:
             self._take_weights()
@@ -110,19 +110,20 @@ class Searcher:
             return
         self._generator.load(update)
         self._loaded = True
-        self._budget = update.quota
-        self._scorer.refer_to(update.reference)
-        self._awaited = update.version, update.published
-        if update.evaluate is None:
+        publication = update.publication
+        self._awaited = publication
+        self._budget_end = publication.budget_end
+        self._scorer.refer_to(publication.reference)
+        if publication.evaluate is None:
             return
-        if part := self._evaluator.start(update.evaluate, update.version, update.share):
+        if part := self._evaluator.start(publication.evaluate, publication.version, update.share):
             self._report(*part)
 
     def _note_arrival(self) -> None:
         """Of the weights loaded last, once they are in use."""
-        if self._awaited and self._generator.version == self._awaited[0]:
+        if self._awaited and self._generator.version == self._awaited.version:
             self._tally.load_seconds = self._generator.load_seconds
-            self._tally.propagation_seconds = max(0.0, time.time() - self._awaited[1])
+            self._tally.propagation_seconds = max(0.0, time.time() - self._awaited.published)
             self._awaited = None
 
     def _refill(self) -> None:
@@ -139,18 +140,18 @@ class Searcher:
         if ending or self._exchange.pending >= self._pending_shards:
             return None
         self._upcoming = self._upcoming or next(self._requests, None)
-        if self._upcoming is None or not self._may_begin(self._upcoming.id):
+        if self._upcoming is None or not self._may_issue(self._upcoming.id):
             return None
         request, self._upcoming = self._upcoming, None
         self._issued += 1
         return request
 
-    def _may_begin(self, request_id: int) -> bool:
-        """Whether the quota lets a request_id be issued, or a group that was set aside left its place."""
-        quota = self._budget
-        if quota is None or request_id < quota:
+    def _may_issue(self, request_id: int) -> bool:
+        """Whether the budget lets a request be issued, or a group that was set aside left its place."""
+        end = self._budget_end
+        if end is None or request_id < end:
             return True
-        self._ahead = [other for other in self._ahead if other >= quota]
+        self._ahead = [other for other in self._ahead if other >= end]
         if len(self._ahead) == self._set_aside:
             return False
         self._ahead.append(request_id)
@@ -159,7 +160,7 @@ class Searcher:
     @property
     def _out_of_work(self) -> bool:
         """Whether the trainer must take what there is before anything else is begun."""
-        return self._budget is not None and not self._generator.in_flight
+        return self._budget_end is not None and not self._generator.in_flight
 
     def _generate(self) -> list[Group]:
         if self._generator.in_flight:

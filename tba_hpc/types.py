@@ -3,14 +3,14 @@
 Only numpy and frozen dataclasses live here, so that a login node without torch can import it.
 
 Shape letters, used in names throughout the project:
-    N trajectories · P distinct prompts · B groups of a batch · K completions of a group · T tokens in all
+    N trajectories, P distinct prompts, B groups of a batch, K completions of a group, T tokens in all
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -29,7 +29,7 @@ RECORD = np.dtype(
     [
         ("uid", "<u8"),  # make_uid(searcher, shard, row): unique in a run
         ("prompt_id", "<i8"),  # index of the prompt in its split
-        ("request_id", "<i8"),  # place in the run's global prompt sequence
+        ("request_id", "<i8"),  # number of the request in the run: which prompt it asks follows from it
         ("prompt_row", "<u4"),  # row of the prompt in Trajectories.prompts
         ("reward", "<f4"),
         ("version_oldest", "<i4"),  # weights (optimizer step) that sampled the first token
@@ -118,9 +118,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """One sampled answer: tokens int32 [T] (EOS included where it ended by itself) and the
+    """One sampled answer.
 
-    log-probabilities float32 [T] of those tokens under the sampling weights at temperature 1.
+    tokens: int32 [T], EOS included where it ended by itself. logprobs: float32 [T], log-probabilities of
+    those tokens under the sampling weights at temperature 1.
     """
 
     tokens: np.ndarray
@@ -130,9 +131,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How completions are drawn. ``temperature`` 0 is greedy; ``max_tokens`` bounds the completion, which
+    """How completions are drawn.
 
-    cannot end by itself before ``min_tokens``.
+    temperature: 0 is greedy. max_tokens: bound on a completion, which cannot end by itself before
+    ``min_tokens``.
     """
 
     temperature: float
@@ -157,7 +159,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All completions of one request, with the range of weight versions that sampled them.
+    """All completions of one request: of one prompt, with the versions of the weights that sampled them.
 
     versions: int32 [n, 2], oldest and newest version per completion.
     """
@@ -171,9 +173,10 @@ class Group:
 class Trajectories:
     """N scored completions as structure of arrays; what a shard holds.
 
-    record: RECORD [N] · prompts: Ragged int32 [P rows], each distinct prompt once ·
-    completions: Ragged int32 [N rows] · logprobs, ref_logprobs: float32 [T], aligned with
-    ``completions.values`` (sampling policy at temperature 1; the reference that the record names).
+    record: RECORD [N]. prompts: Ragged int32 [P rows], each distinct prompt once.
+    completions: Ragged int32 [N rows]. logprobs, ref_logprobs: float32 [T], aligned with
+    ``completions.values``, of the sampling policy at temperature 1 and of the reference that the record
+    names.
     """
 
     record: np.ndarray
@@ -187,7 +190,7 @@ class Trajectories:
 
     @property
     def request_ids(self) -> np.ndarray:
-        """int64 [groups]: places of the groups in the run's prompt sequence, in the order of the records."""
+        """int64 [groups]: the requests that these are completions of, in the order of the records."""
         request_id_N = self.record["request_id"]
         return request_id_N[np.flatnonzero(np.diff(request_id_N, prepend=-1))]
 
@@ -223,9 +226,9 @@ def _well_formed(ragged: Ragged) -> bool:
 class TrajectoryBatch:
     """B whole groups of K trajectories, prompt-major: rows ``i*K … i*K + K - 1`` are group ``i``; N = B·K.
 
-    sequences: Ragged int32 [N rows], prompt then completion · prompt_length_N: int64 ·
-    reward_N: float32 · version_N: int32 (oldest version) · logprobs, ref_logprobs: float32, one per
-    completion token, rows in order · prompt_id_B: int64.
+    sequences: Ragged int32 [N rows], prompt then completion. prompt_length_N: int64. reward_N: float32.
+    version_N: int32, the oldest version of each. logprobs, ref_logprobs: float32, one per completion token,
+    rows in order. prompt_id_B: int64.
     """
 
     group_size: int
@@ -307,23 +310,40 @@ class WeightLayout:
         return cls(tuple(WeightSlot(n, d, tuple(s), a, b) for n, d, s, a, b in json.loads(text)))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WeightUpdate:
-    """Weights of ``version`` (optimizer step): ``data`` is uint8 [layout.nbytes].
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """What a trainer says of the weights that it publishes; both exchanges carry it as its JSON text.
 
-    ``evaluate`` names the split to evaluate with exactly these weights, if any.
-    ``published`` is when the trainer published them, unix seconds. ``share`` is this searcher's place among
-    those that evaluate, and their number; None: as configured. ``reference``: step of the policy that is the
-    reference from now on, or BEHAVIOUR. ``quota``: the first request that may not be issued yet;
-    None: no bound.
-    ``data`` may be shared memory: it is valid until the next call of the exchange.
+    version: optimizer steps that made the weights. published: when, unix seconds. evaluate: the split to
+    evaluate with exactly these weights, None for none. reference: step of the policy that is the reference
+    from now on, or BEHAVIOUR. budget_end: the first request that may not be issued yet, None for no bound.
     """
 
     version: int
+    published: float = 0.0
+    evaluate: Split | None = None
+    reference: int = 0
+    budget_end: int | None = None
+
+    def to_json(self) -> str:
+        """JSON text that from_json reads; None is null."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Publication:
+        """Inverse of to_json."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightUpdate:
+    """Weights as a searcher gets them.
+
+    data: uint8 [layout.nbytes]; it may be shared memory, valid until the next call of the exchange.
+    share: this searcher's place among those that evaluate, and their number; None: as configured.
+    """
+
+    publication: Publication
     layout: WeightLayout
     data: np.ndarray
-    evaluate: Split | None = None
-    published: float = 0.0
     share: tuple[int, int] | None = None
-    reference: int = 0
-    quota: int | None = None

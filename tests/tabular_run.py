@@ -18,11 +18,13 @@ from tba_hpc import runtime, schedules
 from tba_hpc.backends import file_exchange
 from tba_hpc.backends.behaviour_reference import BehaviourReference
 from tba_hpc.backends.file_exchange import FileSearcherExchange
-from tba_hpc.backends.hdf5_shards import ShardWriter
+from tba_hpc.backends.hdf5_shards import ShardWriter, read_pending
 from tba_hpc.config import Config, parse_config
 from tba_hpc.metrics import MetricsWriter
 from tba_hpc.ports import Reference
+from tba_hpc.prompts import training_requests
 from tba_hpc.report import page
+from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import write_evaluation
 from tba_hpc.scorer import Scorer
@@ -73,10 +75,10 @@ class MarkedLearner(TabularLearner):
         self._left -= 1
         if self._left == 0 and self._sent:
             os.kill(os.getpid(), self._sent)
-        self._refuse_unfit(batch)
+        self._refuse_stale(batch)
         return super().step(batch, learning_rate=learning_rate, beta=beta)
 
-    def _refuse_unfit(self, batch: TrajectoryBatch) -> None:
+    def _refuse_stale(self, batch: TrajectoryBatch) -> None:
         config, state = self._run.config(), self._optimizer.state[self._logits]
         step = int(state["step"]) if state else 0
         bound = config.exchange.max_staleness
@@ -118,20 +120,22 @@ def _live(path: Path, sent: signal.Signals | None, nth: int) -> None:
     ranks = [threading.Thread(target=_search, args=(run, config, s)) for s in range(config.launch.searchers)]
     for rank in ranks:
         rank.start()
-    runtime._lead(run, config, runtime.Placement(0, 0, None), MarkedLearner(run, sent, nth))
+    runtime._lead(run, config, runtime.Placement(0, 0, 1, None), MarkedLearner(run, sent, nth))
     for rank in ranks:
         rank.join()
 
 
 def _search(run: RunDir, config: Config, index: int) -> None:
-    state, completed = runtime._progress(run)
+    state, completed = runtime._progress(latest_checkpoint(run))
+    for shard in read_pending(run, state.cursors):
+        completed.add(shard.trajectories.record["request_id"])
     task, metrics = TabularTask(TABLE), MetricsWriter(run.metrics_file("searcher", index))
     metrics.log({"event": "started", "searchers": config.launch.searchers})
     writer = ShardWriter(run, index, first_index=state.cursors.get(index, 0))
     Searcher(
         generator=TabularGenerator(TABLE, seed=index),
         scorer=Scorer(task, _reference(run, config), writer, seal_seconds=config.exchange.seal_seconds),
-        requests=runtime.training_requests(config, task, index, completed),
+        requests=training_requests(config, task, index, completed),
         evaluator=runtime._online_evaluator(config, task, index),
         report=partial(write_evaluation, run),
         exchange=FileSearcherExchange(run.weights, index, deadline=config.exchange.deadline_seconds),

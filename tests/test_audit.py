@@ -104,7 +104,7 @@ def test_the_command_exits_with_the_verdict(story: Story, copy: Callable[[str], 
     done = subprocess.run([TBA, "audit", run.path, "--json"], capture_output=True, text=True)
     told = json.loads(done.stdout)
     assert (done.returncode, told["clean"], told["lost"]) == (1, False, gone.lost)
-    assert any(check["findings"] for check in told["checks"])
+    assert any(check["violations"] for check in told["checks"])
 
 
 # --- Damage ---
@@ -210,7 +210,7 @@ def mark_prompts_done(run: RunDir) -> Damage:
     done = np.unpackbits(read_arrays(path)["done"])
     write_arrays(path, {"done": np.packbits(np.append(done, [1, 1]))})
     complete_again(path.parent)
-    return Damage(f"request_ids {len(done)}, {len(done) + 1} marked done, but never merged: skipped")
+    return Damage(f"requests {len(done)}, {len(done) + 1} marked done, but never merged: skipped")
 
 
 def forget_a_prompt(run: RunDir) -> Damage:
@@ -220,7 +220,7 @@ def forget_a_prompt(run: RunDir) -> Damage:
     request_id = np.flatnonzero(done)[0]
     done[request_id] = 0
     write_arrays(path, {"done": np.packbits(done)})
-    return Damage(f"request_id {request_id} merged, but not marked done: issued again")
+    return Damage(f"request {request_id} merged, but not marked done: issued again")
 
 
 def drop_a_trajectory_from_the_buffer(run: RunDir) -> Damage:
@@ -326,5 +326,5 @@ def test_prompts_that_a_searcher_passed_over_are_named() -> None:
     sealed = {(1, 0): (1, 3, 9), (1, 1): (11, 13), (0, 0): (0, 2)}
     in_flight = Seals(searchers=2, issued=7, indices=[0, 1])
     assert list(_passed_over(1, in_flight, sealed)) == []
-    (finding,) = _passed_over(1, replace(in_flight, issued=6), sealed)
-    assert finding.sentence.startswith("searcher 1 passed request_ids 5, 7 by, with 1 prompt unsealed")
+    (violation,) = _passed_over(1, replace(in_flight, issued=6), sealed)
+    assert violation.sentence.startswith("searcher 1 passed requests 5, 7 by, with 1 prompt unsealed")

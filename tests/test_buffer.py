@@ -214,14 +214,14 @@ def test_dropping_equals_the_naive_model() -> None:
         kept = [entry for entry in naive.live if entry[0].uid % modulus]
         gone, naive.live = len(naive.live) - len(kept), kept
         before = buffer.evicted
-        assert buffer.drop(lambda record: record["uid"] % modulus == 0) == gone  # noqa: B023
+        assert buffer.evict_where(lambda record: record["uid"] % modulus == 0) == gone  # noqa: B023
         assert buffer.evicted == before + gone
         assert items_of(buffer.trajectories()) == [item for item, _ in naive.live]
         assert buffer.prompts == len({item.prompt for item, _ in naive.live})
         assert buffer.requests == len(naive.live)  # an item is a request of its own
         sampled = chain.from_iterable(groups_of(buffer.sample(revision, groups=3, group_size=2)))
         assert all(item.uid % modulus for item in sampled)
-    assert buffer.drop(lambda record: np.ones(len(record), bool)) == len(naive.live)
+    assert buffer.evict_where(lambda record: np.ones(len(record), bool)) == len(naive.live)
     assert (len(buffer), buffer.prompts) == (0, 0)
 
 

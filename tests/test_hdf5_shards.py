@@ -166,7 +166,7 @@ def test_other_programs_read_it_with_hdf5_1_10(run: RunDir) -> None:
     with h5py.File(path, "r") as file:  # finds the image behind the user block by itself
         assert file.userblock_size == HEADER_BYTES
         assert file.attrs["format"] == "tba-hpc shard"
-        assert (file.attrs["schema"], file.attrs["searcher"], file.attrs["index"]) == (2, 3, 0)
+        assert (file.attrs["schema"], file.attrs["searcher"], file.attrs["index"]) == (3, 3, 0)
         assert file.attrs["count"] == len(shard.trajectories)
         np.testing.assert_array_equal(file["completion_tokens"], shard.trajectories.completions.values)
         assert all(dataset.chunks is None for dataset in file.values())
@@ -291,11 +291,11 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
         read_shard(path)
 
 
-@pytest.mark.parametrize("other", [1, 3])
+@pytest.mark.parametrize("other", [2, 4])
 def test_another_schema_is_refused_by_its_number(other: int, run: RunDir) -> None:
     path, _ = sealed(run)
-    path.write_bytes(path.read_bytes().replace(b"schema=2", f"schema={other}".encode(), 1))
-    with pytest.raises(ShardError, match=f"schema {other}, this version reads schema 2"):
+    path.write_bytes(path.read_bytes().replace(b"schema=3", f"schema={other}".encode(), 1))
+    with pytest.raises(ShardError, match=f"schema {other}, this version reads schema 3"):
         read_shard(path)
 
 

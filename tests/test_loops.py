@@ -21,17 +21,17 @@ import numpy as np
 import pytest
 
 from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange
-from tba_hpc.backends.hdf5_shards import ShardWriter, read_arrays, read_pending, read_shard
+from tba_hpc.backends.hdf5_shards import ShardWriter, read_arrays, read_pending, read_shard, write_arrays
 from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import Config, parse_config
+from tba_hpc.ending import publish_last
 from tba_hpc.metrics import MetricsWriter, read_metrics, step_records
 from tba_hpc.online_evaluation import OnlineEvaluator
 from tba_hpc.ports import ExchangeError, Generator, SearcherExchange, TrainerExchange
-from tba_hpc.prompts import CompletedRequests
-from tba_hpc.run.checkpoints import TrainerState, latest_checkpoint, read_state
+from tba_hpc.prompts import CompletedRequests, training_requests
+from tba_hpc.run.checkpoints import Checkpoints, TrainerState, latest_checkpoint, read_state
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import read_evaluation, write_evaluation
-from tba_hpc.runtime import Checkpoints, training_requests
 from tba_hpc.scorer import ANSWERS_AT_ONCE, Judged, Scorer
 from tba_hpc.searcher import Searcher
 from tba_hpc.tasks.tabular import (
@@ -47,6 +47,7 @@ from tba_hpc.types import (
     Completion,
     Group,
     Prompt,
+    Publication,
     Request,
     Sampling,
     Shard,
@@ -122,7 +123,7 @@ class TrainerParts:
             buffer=self.buffer,
             completed=completed,
             state=state,
-            checkpoints=Checkpoints(self.run, self.config.checkpoint.keep),
+            checkpoints=Checkpoints(self.run, self.config.checkpoint.keep, write_arrays),
             pending=pending,
             metrics=MetricsWriter(self.run.metrics_file("trainer")),
             stop_asked=stop_asked,
@@ -209,7 +210,8 @@ def test_evaluations_use_exactly_the_named_weights(tmp_path: Path) -> None:
     )
     thread.start()
     exchange = parts.file_exchange()
-    parts.build(exchange).run()
+    trainer = parts.build(exchange)
+    assert trainer.run() and publish_last(trainer)
     while read_evaluation(run, "test", 40, 1) is None:
         time.sleep(0.01)
     exchange.close()
@@ -250,15 +252,7 @@ class ReplayExchange:
         self._arrived: deque[Shard] = deque()
         self.stop_requested = False
 
-    def publish(
-        self,
-        version: int,
-        write: Callable[[np.ndarray], None],
-        *,
-        evaluate: Split | None = None,
-        reference: int = 0,
-        quota: int | None = None,
-    ) -> bool:
+    def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
         """Deliver the next shard."""
         write(np.empty(TabularLearner(TABLE).layout.nbytes, np.uint8))
         self._arrived.append(self._shards[self._published])
@@ -350,7 +344,7 @@ def test_a_stop_saves_what_is_new_and_nothing_twice(tmp_path: Path) -> None:
     every = f"step-{config.checkpoint.every:06d}"  # asked to stop while it was being written
     assert checkpoints_after(lambda parts: every in str(latest_checkpoint(run))) == ["step-000000", every]
     assert checkpoints_after(lambda parts: True) == ["step-000000", every]
-    assert [record.get("event") for record in read_metrics(run.metrics_file("trainer"))][-1] == "stopped"
+    assert [record.get("event") for record in read_metrics(run.metrics_file("trainer"))][-1] == "resumed"
 
 
 def test_a_step_is_begun_only_where_a_save_still_fits() -> None:
@@ -382,7 +376,7 @@ class Killed(Exception):
     """The end of a start without a word."""
 
 
-def test_a_life_that_ends_before_its_first_checkpoint_still_counts(tmp_path: Path) -> None:
+def test_a_start_that_ends_before_its_first_checkpoint_still_counts(tmp_path: Path) -> None:
     """What it sealed is merged, and not issued again, by the next."""
     config = make_config(tmp_path)
     run = RunDir.create(config)
@@ -401,7 +395,7 @@ def test_a_life_that_ends_before_its_first_checkpoint_still_counts(tmp_path: Pat
     folder = latest_checkpoint(run)
     assert folder is not None and read_state(folder).cursors == {0: 3}
     completed = CompletedRequests.from_array(read_arrays(folder / "prompts.h5")["done"])
-    assert next(training_requests(config, TabularTask(TABLE), 0, completed)).id == completed.frontier == 12
+    assert next(training_requests(config, TabularTask(TABLE), 0, completed)).id == 12
 
 
 def test_part_of_the_prompts_is_sampled_at_other_temperatures(tmp_path: Path) -> None:
@@ -582,7 +576,8 @@ class OneShot:
         self.polled = True
         data = TABLE.ref_logits_PSV.reshape(-1).view(np.uint8)
         layout = TabularLearner(TABLE).layout
-        return WeightUpdate(self.version, layout, data, self.evaluate, time.time(), self.share)
+        publication = Publication(version=self.version, evaluate=self.evaluate)
+        return WeightUpdate(publication, layout, data, self.share)
 
     def offer(self, shard: Shard) -> None:
         """Keep it."""
@@ -638,7 +633,7 @@ def test_a_searcher_pauses_at_the_bound_on_unmerged_shards(tmp_path: Path) -> No
     assert 3 <= paused_at == still <= 6
 
 
-def test_every_position_is_sealed_once(tmp_path: Path) -> None:
+def test_every_request_is_sealed_once(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     run = RunDir.create(config)
     make_searcher(config, run, OneShot(wanted=500)).run()

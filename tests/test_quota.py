@@ -14,8 +14,8 @@ from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExch
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.metrics import read_metrics, step_records
 from tba_hpc.ports import ExchangeError
+from tba_hpc.prompts import refuse_few_prompts
 from tba_hpc.run.directory import RunDir
-from tba_hpc.runtime import refuse_few_prompts
 from tba_hpc.tasks.tabular import TabularTask
 from tba_hpc.types import Completion, Prompt
 

@@ -19,7 +19,17 @@ from tba_hpc.tasks.tabular import (
     log_softmax,
     total_variation,
 )
-from tba_hpc.types import RECORD, Completion, Group, Ragged, Request, Sampling, Trajectories, WeightUpdate
+from tba_hpc.types import (
+    RECORD,
+    Completion,
+    Group,
+    Publication,
+    Ragged,
+    Request,
+    Sampling,
+    Trajectories,
+    WeightUpdate,
+)
 
 BETA = 0.25
 
@@ -27,7 +37,7 @@ BETA = 0.25
 def update_of(table: Table, logits: np.ndarray, version: int = 1) -> WeightUpdate:
     """Weights as they arrive from an exchange."""
     data = logits.astype(np.float32).reshape(-1).view(np.uint8)
-    return WeightUpdate(version, TabularLearner(table).layout, data)
+    return WeightUpdate(Publication(version=version), TabularLearner(table).layout, data)
 
 
 def generate(table: Table, generator: TabularGenerator, n: int, temperature: float = 1.0) -> list[Group]:
@@ -250,7 +260,7 @@ def test_weights_written_are_the_weights_trained_and_then_those_that_sample() ->
     logits = data.view(np.float32).reshape(table.shape).copy()
     assert not np.array_equal(logits, table.ref_logits_PSV)
     np.testing.assert_array_equal(table.probabilities(logits), learner.policy_PC)
-    generator.load(WeightUpdate(1, learner.layout, data))
+    generator.load(WeightUpdate(Publication(version=1), learner.layout, data))
     data[:] = 0  # an update is valid until the next poll only
     for group in generate(table, generator, 5):
         for completion in group.completions:

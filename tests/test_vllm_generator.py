@@ -20,7 +20,7 @@ from tba_hpc.backends.hf_reference import HfReference
 from tba_hpc.backends.vllm_generator import VllmGenerator
 from tba_hpc.config import ConfigError, GeneratorSection, ModelSection
 from tba_hpc.ports import EngineError
-from tba_hpc.types import Group, Prompt, Request, Sampling, WeightLayout, WeightUpdate
+from tba_hpc.types import Group, Prompt, Publication, Request, Sampling, WeightLayout, WeightUpdate
 
 pytestmark = pytest.mark.engine
 torch.set_num_threads(1)  # as in a searcher's rank
@@ -100,7 +100,7 @@ def _update(model: PreTrainedModel, version: int, dtype: str = "F32") -> WeightU
     layout = WeightLayout.of([(name, tuple(tensor.shape)) for name, tensor in tensors.items()], dtype)
     torch_dtype = {"F32": torch.float32, "BF16": torch.bfloat16}[dtype]
     data = [tensor.to(torch_dtype).flatten().view(torch.uint8).numpy() for tensor in tensors.values()]
-    return WeightUpdate(version, layout, np.concatenate(data))
+    return WeightUpdate(Publication(version=version), layout, np.concatenate(data))
 
 
 def _request(request_id: int, *, n: int = 4, sampling: Sampling = SAMPLED, length: int = 12) -> Request:

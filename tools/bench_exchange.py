@@ -32,7 +32,7 @@ from rich.table import Table
 from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import BufferSection
 from tba_hpc.launch.local import child_environment, find_mpiexec
-from tba_hpc.types import RECORD, Ragged, Shard, Trajectories, WeightLayout, make_uid
+from tba_hpc.types import RECORD, Publication, Ragged, Shard, Trajectories, WeightLayout, make_uid
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -235,7 +235,9 @@ def publish_weights(world: MpiWorld, layout: WeightLayout, source: np.ndarray, r
         clock[version, 2] = time.monotonic() - start
         time.sleep(0.05)
         clock[version, 0] = time.monotonic()
-        assert exchange.publish(version, lambda out: np.copyto(out, source), evaluate="test")
+        assert exchange.publish(
+            Publication(version=version, evaluate="test"), lambda out: np.copyto(out, source)
+        )
         clock[version, 1] = time.monotonic()
         while not exchange.gather():  # until the round is over
             time.sleep(0.01)
@@ -248,9 +250,9 @@ def take_weights(world: MpiWorld, layout: WeightLayout, private: np.ndarray, rou
     exchange, clock = open_searcher(world), np.zeros((rounds, 3))
     while not exchange.closed:
         if update := exchange.poll():
-            clock[update.version, 0] = time.monotonic()
+            clock[update.publication.version, 0] = time.monotonic()
             np.copyto(private, update.data)
-            clock[update.version, 1] = time.monotonic()
+            clock[update.publication.version, 1] = time.monotonic()
         time.sleep(0.0005)
     return clock
 

@@ -40,6 +40,7 @@ from tba_hpc.types import (
     Completion,
     Group,
     Prompt,
+    Publication,
     Ragged,
     Request,
     Sampling,
@@ -188,7 +189,7 @@ def load_seconds(config: Config, layout: WeightLayout, weights: np.ndarray) -> f
     """Shortest time that an engine stood still to load weights."""
     generator, times = VllmGenerator(config.model, config.generator, seed=0), []
     for version in range(1, REPEATS + 2):
-        generator.load(WeightUpdate(version, layout, weights))
+        generator.load(WeightUpdate(Publication(version=version), layout, weights))
         while generator.version < version:
             generator.step()
         times.append(generator.load_seconds)

@@ -46,7 +46,7 @@ from tba_hpc.runtime import PROMPTS_AHEAD
 from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
 from tba_hpc.tasks import load_task
-from tba_hpc.types import Request, Sampling, Shard, WeightLayout, WeightUpdate
+from tba_hpc.types import Publication, Request, Sampling, Shard, WeightLayout, WeightUpdate
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -139,7 +139,8 @@ class Bench:
         """The whole loop, on an exchange that gives the weights once and takes shards at once."""
         shards, feed = ShardWriter(self._run, 0), Feed(requests)
         reference = reference or self._reference
-        update = replace(self._update, reference=reference.step)
+        publication = replace(self._update.publication, reference=reference.step)
+        update = replace(self._update, publication=publication)
         sink = Sink(update, feed, self.generator, sum(request.n for request in requests))
         searcher = Searcher(
             generator=self.generator,
@@ -264,7 +265,7 @@ def _own_weights(state: Mapping[str, torch.Tensor]) -> WeightUpdate:
     data = np.concatenate(
         [tensor.contiguous().numpy().reshape(-1).view(np.uint8) for tensor in state.values()]
     )
-    return WeightUpdate(0, layout, data, None, time.time())
+    return WeightUpdate(Publication(version=0, published=time.time()), layout, data)
 
 
 def _options() -> argparse.Namespace:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from tba_hpc.audit.checks import Check, Finding, count, every_check
+from tba_hpc.audit.checks import Check, Violation, count, every_check
 from tba_hpc.audit.evidence import Evidence
 from tba_hpc.report.tables import print_rows
 from tba_hpc.run.directory import RunDir
 
-__all__ = ["Audit", "Check", "Finding", "audit", "print_audit"]
+__all__ = ["Audit", "Check", "Violation", "audit", "print_audit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class Audit:
     @property
     def lost(self) -> int:
         """Acknowledged trajectories that are nowhere; at least one for a shard that nobody counted."""
-        return sum(finding.lost for check in self.checks for finding in check.findings)
+        return sum(violation.lost for check in self.checks for violation in check.violations)
 
     @property
     def doubled(self) -> int:
         """Trajectories that are in the surviving history more than once."""
-        return sum(finding.doubled for check in self.checks for finding in check.findings)
+        return sum(violation.doubled for check in self.checks for violation in check.violations)
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ def print_audit(verdict: Audit, *, as_json: bool = False) -> None:
 
 
 def _row(check: Check) -> dict[str, str]:
-    broken = count(len(check.findings), "problem") if check.findings else "holds"
+    broken = count(len(check.violations), "problem") if check.violations else "holds"
     return {"promise": check.name, "": broken, "looked at": check.evidence}
 
 

@@ -25,7 +25,7 @@ RequestIds = Mapping[ShardKey, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Violation:
     """Something wrong, in one sentence, and the acknowledged trajectories that it cost or doubled."""
 
     sentence: str
@@ -39,16 +39,16 @@ class Check:
 
     name: str
     evidence: str
-    findings: tuple[Finding, ...]
+    violations: tuple[Violation, ...]
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """The findings as sentences."""
-        return tuple(finding.sentence for finding in self.findings)
+        """The violations as sentences."""
+        return tuple(violation.sentence for violation in self.violations)
 
 
 def every_check(evidence: Evidence) -> tuple[Check, ...]:
-    """All checks, in the order in which a trajectory lives."""
+    """All checks, in the order of a trajectory's way."""
     return (
         check_files(evidence),
         check_seals(evidence),
@@ -66,9 +66,9 @@ def every_check(evidence: Evidence) -> tuple[Check, ...]:
 def check_files(evidence: Evidence) -> Check:
     """Every file under the name of a shard is that shard, every byte of it."""
     faults = {key: file.fault for key, file in sorted(evidence.files.items()) if file.fault}
-    findings = [Finding(f"the file of {_shard(key)} {fault}") for key, fault in faults.items()]
+    violations = [Violation(f"the file of {_shard(key)} {fault}") for key, fault in faults.items()]
     told = f"{count(len(evidence.files), 'file')}, every checksum verified"
-    return Check("shard files are whole", told, tuple(findings))
+    return Check("shard files are whole", told, tuple(violations))
 
 
 def check_seals(evidence: Evidence) -> Check:
@@ -83,7 +83,7 @@ def check_seals(evidence: Evidence) -> Check:
     return Check("no seal is lost", told, (*_sealed_again(evidence.seals), *lost))
 
 
-def _lost(evidence: Evidence, key: ShardKey, number: int) -> Finding:
+def _lost(evidence: Evidence, key: ShardKey, number: int) -> Violation:
     searcher, index = key
     file = evidence.files.get(key) or evidence.refused.get(key)
     if index < evidence.newest.cursors.get(searcher, 0):
@@ -93,15 +93,15 @@ def _lost(evidence: Evidence, key: ShardKey, number: int) -> Finding:
     fault = file.fault if file else "is gone"
     why += f": its file {fault}" if fault else ""
     many = count(number, "acknowledged trajectory") if number else "nobody knows how many trajectories"
-    return Finding(f"{_shard(key)} is lost ({many}): {why}", lost=number or 1)
+    return Violation(f"{_shard(key)} is lost ({many}): {why}", lost=number or 1)
 
 
-def _sealed_again(seals: Mapping[int, Seals]) -> Iterator[Finding]:
+def _sealed_again(seals: Mapping[int, Seals]) -> Iterator[Violation]:
     """An index is sealed again only where the file before has vanished."""
     for searcher, of in seals.items():
         for index, counts in of.trajectories.items():
             if gone := sum(counts[:-1]):
-                yield Finding(
+                yield Violation(
                     f"{_shard((searcher, index))} was sealed {len(counts)} times: "
                     f"{count(gone, 'acknowledged trajectory')} sealed before under that index are lost",
                     lost=gone,
@@ -114,36 +114,36 @@ def check_merges(evidence: Evidence) -> Check:
     first = {merge.key: merge for merge in reversed(merges)}
     revisions = [0, *evidence.history.revisions()]
     gaps = [pair for pair in pairwise(revisions) if pair[1] - pair[0] not in (0, 1)]
-    findings = (
+    violations = (
         *(_merged_again(first[merge.key], merge) for merge in merges if merge is not first[merge.key]),
-        *(Finding(f"no merge of the revisions between {a} and {b} is on record") for a, b in gaps),
+        *(Violation(f"no merge of the revisions between {a} and {b} is on record") for a, b in gaps),
         *chain.from_iterable(_contradictions(evidence, merge) for merge in merges),
     )
     told = f"{count(len(merges), 'merge')} in {count(revisions[-1], 'revision')}"
-    return Check("every shard merged once", told, findings)
+    return Check("every shard merged once", told, violations)
 
 
-def _merged_again(first: Merge, again: Merge) -> Finding:
-    return Finding(
+def _merged_again(first: Merge, again: Merge) -> Violation:
+    return Violation(
         f"{_shard(again.key)} was merged in revision {first.revision} and again in revision {again.revision}",
         doubled=again.trajectories,
     )
 
 
-def _contradictions(evidence: Evidence, merge: Merge) -> Iterator[Finding]:
+def _contradictions(evidence: Evidence, merge: Merge) -> Iterator[Violation]:
     """Where the searcher, the file or the buffer tell another story than the merge."""
     searcher, index = merge.key
     sealed = evidence.seals.get(searcher, Seals()).trajectories.get(index, [merge.trajectories])[-1]
     file = evidence.files.get(merge.key)
     there = file and (file.trajectories, file.tokens, file.request_ids)
     if sealed != merge.trajectories:
-        yield Finding(
+        yield Violation(
             f"{_shard(merge.key)} was sealed with {sealed} trajectories, merged {merge.trajectories}"
         )
     if file and not file.fault and there != (merge.trajectories, merge.tokens, merge.request_ids):
-        yield Finding(f"{_shard(merge.key)} lies on disk with other contents than were merged")
+        yield Violation(f"{_shard(merge.key)} lies on disk with other contents than were merged")
     if merge.trajectories != merge.added + merge.duplicates:
-        yield Finding(
+        yield Violation(
             f"{_shard(merge.key)} brought {merge.trajectories} trajectories, but the buffer took "
             f"{merge.added} as new and {merge.duplicates} as duplicates"
         )
@@ -153,62 +153,62 @@ def _contradictions(evidence: Evidence, merge: Merge) -> Iterator[Finding]:
 
 
 def check_prompts(evidence: Evidence) -> Check:
-    """Every request_id of the prompt sequence is in one shard; the completed and the searchers agree."""
+    """Every request is in one shard; checkpoints and searchers agree."""
     merged = {merge.key: merge.request_ids for merge in evidence.saved_merges}
     sealed = {key: file.request_ids for key, file in evidence.waiting.items()} | merged
     times = Counter(chain.from_iterable(sealed.values()))
     intact = [checkpoint for checkpoint in evidence.checkpoints if not checkpoint.fault]
-    findings = (
+    violations = (
         *_sealed_twice(evidence, sealed, times),
-        *chain.from_iterable(_completed_findings(evidence, checkpoint) for checkpoint in intact),
+        *chain.from_iterable(_completed_violations(evidence, checkpoint) for checkpoint in intact),
         *chain.from_iterable(_passed_over(searcher, of, sealed) for searcher, of in evidence.seals.items()),
     )
     end = max(times, default=-1) + 1
     told = f"{len(times):,} of the first {end:,} sealed, {end - len(times):,} still open"
-    return Check("no prompt skipped or doubled", told, findings)
+    return Check("no prompt skipped or doubled", told, violations)
 
 
-def _sealed_twice(evidence: Evidence, sealed: RequestIds, times: Counter[int]) -> Iterator[Finding]:
-    """No request_id is in two shards, nor twice in one, where it would have too many completions."""
+def _sealed_twice(evidence: Evidence, sealed: RequestIds, times: Counter[int]) -> Iterator[Violation]:
+    """No request is in two shards, nor twice in one, where it would have too many completions."""
     samples = evidence.config.generator.completions_per_prompt
     if doubled := sorted(request_id for request_id, found in times.items() if found > 1):
         shards = [
             _shard(key) for key, request_ids in sealed.items() if not set(doubled).isdisjoint(request_ids)
         ]
-        yield Finding(
+        yield Violation(
             f"{_some('request', doubled)} sealed more than once: in {', '.join(shards[:SHOWN])}",
             doubled=samples * sum(times[request_id] - 1 for request_id in doubled),
         )
     for key, request_ids in sealed.items():
         if (extra := evidence.counts.get(key, 0) - samples * len(request_ids)) > 0:
-            yield Finding(
+            yield Violation(
                 f"{_shard(key)} holds {extra} trajectories more than {samples} for each of its prompts",
                 doubled=extra,
             )
 
 
-def _completed_findings(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Finding]:
+def _completed_violations(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violation]:
     """The completed of a checkpoint marks what was merged by then, no more and no less."""
     merges = evidence.history.until(checkpoint.state.revision)
     merged = set(chain.from_iterable(merge.request_ids for merge in merges))
     if skipped := sorted(checkpoint.done - merged):
-        yield Finding(
+        yield Violation(
             f"{checkpoint.name}: {_some('request', skipped)} marked done, but never merged: skipped"
         )
     if again := sorted(merged - checkpoint.done):
-        yield Finding(
+        yield Violation(
             f"{checkpoint.name}: {_some('request', again)} merged, but not marked done: issued again"
         )
 
 
-def _passed_over(searcher: int, seals: Seals, sealed: RequestIds) -> Iterator[Finding]:
+def _passed_over(searcher: int, seals: Seals, sealed: RequestIds) -> Iterator[Violation]:
     """A searcher takes its open request_ids in order, so one that it passed was in flight, or rejected."""
     own = [request_id for index in seals.indices for request_id in sealed.get((searcher, index), ())]
     taken = set(chain.from_iterable(sealed.values()))
     passed = [p for p in range(searcher, max(own, default=0), max(1, seals.searchers)) if p not in taken]
     unsealed = seals.issued - len(own)
     if seals.searchers and len(passed) > unsealed:
-        yield Finding(
+        yield Violation(
             f"searcher {searcher} passed {_some('request', passed)} by, "
             f"with {count(unsealed, 'prompt')} unsealed at its last seal: skipped"
         )
@@ -220,34 +220,36 @@ def _passed_over(searcher: int, seals: Seals, sealed: RequestIds) -> Iterator[Fi
 def check_buffer(evidence: Evidence) -> Check:
     """In the newest checkpoint every merged trajectory is stored, a duplicate, or evicted: once."""
     readable = [checkpoint for checkpoint in evidence.checkpoints if not checkpoint.fault]
-    findings = chain.from_iterable(_buffer_findings(evidence, checkpoint) for checkpoint in readable[-1:])
+    violations = chain.from_iterable(_buffer_violations(evidence, checkpoint) for checkpoint in readable[-1:])
     state = evidence.newest
     told = (
         f"{state.trajectories:,} = {state.added - state.evicted:,} stored + {state.duplicates:,} duplicates "
         f"+ {state.evicted:,} evicted"
     )
-    return Check("trajectories used or evicted", told, tuple(findings))
+    return Check("trajectories used or evicted", told, tuple(violations))
 
 
-def _buffer_findings(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Finding]:
+def _buffer_violations(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violation]:
     state, limits = checkpoint.state, evidence.config.buffer
     record, counters = checkpoint.buffer["record"], checkpoint.buffer["counters"].tolist()
     expected = [state.trajectories, state.duplicates, state.evicted]
     if counters[:3] != expected:
-        yield Finding(f"{checkpoint.name}: the buffer counts {counters[:3]}, state.json {expected}")
+        yield Violation(f"{checkpoint.name}: the buffer counts {counters[:3]}, state.json {expected}")
     should = state.added - state.evicted
     if should != len(record):
-        yield Finding(
+        yield Violation(
             f"{checkpoint.name}: the buffer holds {len(record)} trajectories, not {should}",
             lost=max(0, should - len(record)),
         )
     if again := len(record) - len(np.unique(record["uid"])):
-        yield Finding(f"{checkpoint.name}: {again} trajectories are in the buffer twice", doubled=again)
+        yield Violation(f"{checkpoint.name}: {again} trajectories are in the buffer twice", doubled=again)
     fullest = max(Counter(record["prompt_id"].tolist()).values(), default=0)
     if len(record) > limits.capacity or fullest > limits.capacity_per_prompt:
-        yield Finding(f"{checkpoint.name}: the buffer holds more than its capacity")
+        yield Violation(f"{checkpoint.name}: the buffer holds more than its capacity")
     if strangers := _strangers(evidence.history.until(state.revision), record, checkpoint.buffer["revision"]):
-        yield Finding(f"{checkpoint.name}: no merge on record brought {strangers} trajectories of the buffer")
+        yield Violation(
+            f"{checkpoint.name}: no merge on record brought {strangers} trajectories of the buffer"
+        )
 
 
 def _strangers(merges: Iterable[Merge], record: np.ndarray, revision_N: np.ndarray) -> int:
@@ -268,20 +270,20 @@ def check_checkpoints(evidence: Evidence) -> Check:
     usable = [checkpoint for checkpoint in evidence.checkpoints if not checkpoint.fault]
     broken = [checkpoint for checkpoint in evidence.checkpoints if checkpoint.fault]
     back = [new for old, new in pairwise(usable) if new.state.revision < old.state.revision]
-    findings = (
-        *(Finding(f"{checkpoint.name} {checkpoint.fault}") for checkpoint in broken),
+    violations = (
+        *(Violation(f"{checkpoint.name} {checkpoint.fault}") for checkpoint in broken),
         *(
-            Finding(f"{checkpoint.name} holds fewer revisions than the checkpoint before it")
+            Violation(f"{checkpoint.name} holds fewer revisions than the checkpoint before it")
             for checkpoint in back
         ),
         *chain.from_iterable(_miscounted(evidence, checkpoint) for checkpoint in usable),
         *chain.from_iterable(_missing_shards(evidence, checkpoint) for checkpoint in usable[:1]),
     )
     told = ", ".join(checkpoint.name for checkpoint in evidence.checkpoints) or "none yet"
-    return Check("checkpoints agree with merges", told, findings)
+    return Check("checkpoints agree with merges", told, violations)
 
 
-def _miscounted(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Finding]:
+def _miscounted(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violation]:
     """What a checkpoint counts follows from the merges up to its revision."""
     state, history = checkpoint.state, evidence.history
     merges, dropped = history.until(state.revision), history.dropped(state.revision)
@@ -291,16 +293,16 @@ def _miscounted(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Finding]
     expected["cursors"] = {searcher: index + 1 for searcher, index in (merge.key for merge in merges)}
     for name, value in expected.items():
         if (there := getattr(state, name)) != value:
-            yield Finding(f"{checkpoint.name}: {name} is {there}, the merges on record come to {value}")
+            yield Violation(f"{checkpoint.name}: {name} is {there}, the merges on record come to {value}")
 
 
-def _missing_shards(evidence: Evidence, oldest: Checkpoint) -> Iterator[Finding]:
+def _missing_shards(evidence: Evidence, oldest: Checkpoint) -> Iterator[Violation]:
     """Shards that the newest checkpoint holds and a resume from the oldest one kept would merge again."""
     cursors = oldest.state.cursors
     merged = {merge.key for merge in evidence.saved_merges if merge.key in evidence.counts}
     for searcher, index in sorted(merged - set(evidence.files)):
         if index >= cursors.get(searcher, 0):
-            yield Finding(
+            yield Violation(
                 f"the file of {_shard((searcher, index))} is gone: {oldest.name} cannot do without it"
             )
 
@@ -313,21 +315,23 @@ def check_steps(evidence: Evidence) -> Check:
     history, newest = evidence.history, evidence.newest
     steps = [whole(record, "step") for record, *_ in history.steps]
     breaks = [pair for pair in pairwise([0, *steps]) if pair[1] != pair[0] + 1]
-    findings = [Finding(f"step {after} follows step {before} in trainer.jsonl") for before, after in breaks]
-    findings += _miscounted_steps(evidence)
+    violations = [
+        Violation(f"step {after} follows step {before} in trainer.jsonl") for before, after in breaks
+    ]
+    violations += _miscounted_steps(evidence)
     if newest.step > history.last_step:
-        findings.append(Finding(f"a checkpoint is of step {newest.step}, but {_ends(history.last_step)}"))
+        violations.append(Violation(f"a checkpoint is of step {newest.step}, but {_ends(history.last_step)}"))
     if late := [step for step in evidence.evaluations if step > history.last_step]:
-        findings.append(Finding(f"{_some('step', late)} evaluated, but {_ends(history.last_step)}"))
+        violations.append(Violation(f"{_some('step', late)} evaluated, but {_ends(history.last_step)}"))
     if evidence.finished and newest.step != (end := evidence.config.train.steps):
-        findings.append(
-            Finding(f"the run is finished, but its checkpoint is of step {newest.step}, not {end}")
+        violations.append(
+            Violation(f"the run is finished, but its checkpoint is of step {newest.step}, not {end}")
         )
     redone = f"{sum(history.redone)} redone after {count(len(history.redone), 'resume')}"
-    return Check("every step taken once", f"{count(len(steps), 'step')}, {redone}", tuple(findings))
+    return Check("every step taken once", f"{count(len(steps), 'step')}, {redone}", tuple(violations))
 
 
-def _miscounted_steps(evidence: Evidence) -> Iterator[Finding]:
+def _miscounted_steps(evidence: Evidence) -> Iterator[Violation]:
     """The counters in the records of steps are sums over the merges before them."""
     for name in ("added", "duplicates", "evicted"):
         sums = np.cumsum([0, *(getattr(merge, name) for merge in evidence.history.merges)])
@@ -339,7 +343,7 @@ def _miscounted_steps(evidence: Evidence) -> Iterator[Finding]:
             whole(record, "step") for record, so_far in steps if whole(record, f"buffer/{name}") != so_far
         ]
         if wrong:
-            yield Finding(f"{_some('step', wrong)}: buffer/{name} is not the sum over the merges on record")
+            yield Violation(f"{_some('step', wrong)}: buffer/{name} is not the sum over the merges on record")
 
 
 def _ends(step: int) -> str:

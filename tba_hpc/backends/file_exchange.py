@@ -28,9 +28,9 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 
-from tba_hpc.ports import ExchangeError
+from tba_hpc.ports import IDLE_DEADLINES, ExchangeError
 from tba_hpc.run.files import DiskFullError, fsync, write_atomic
-from tba_hpc.types import Shard, Split, WeightLayout, WeightSlot, WeightUpdate
+from tba_hpc.types import Publication, Shard, Split, WeightLayout, WeightSlot, WeightUpdate
 
 KEEP = 2
 """Newest weights kept on disk, evaluated or not: a searcher may just be opening the one before the last."""
@@ -38,37 +38,30 @@ KEEP = 2
 POLL_SECONDS = 0.1
 """Seconds between two looks of a searcher at ``latest.json``; metadata servers are slow and shared."""
 
-IDLE_DEADLINES = 6
-"""A searcher gives its trainer this many deadlines between two changes of ``latest.json``."""
-
 INCOMING = "incoming.tmp"
 """Name of the weights while they are being written."""
 
 
 @dataclass(frozen=True, slots=True)
-class Publication:
+class Entry:
     """One published set of weights. ``sequence`` goes up by one per publish, over all attempts of a run."""
 
     sequence: int
-    version: int
     file: str
-    evaluate: Split | None
-    published: float
-    reference: int = 0
-    quota: int | None = None
+    publication: Publication
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """Contents of ``latest.json``. attempt: which trainer process wrote it.
 
-    cursors: next shard to merge per searcher. publications: those on disk, oldest first.
+    cursors: next shard to merge per searcher. entries: the weights on disk, oldest first.
     """
 
     attempt: str
     closed: bool = False
     cursors: Mapping[int, int] = field(default_factory=dict)
-    publications: tuple[Publication, ...] = ()
+    entries: tuple[Entry, ...] = ()
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
@@ -78,7 +71,10 @@ class Manifest:
         except FileNotFoundError:
             return None
         values["cursors"] = {int(searcher): index for searcher, index in values["cursors"].items()}
-        values["publications"] = tuple(Publication(**entry) for entry in values["publications"])
+        values["entries"] = tuple(
+            Entry(entry["sequence"], entry["file"], Publication(**entry["publication"]))
+            for entry in values["entries"]
+        )
         return cls(**values)
 
     def write(self, folder: Path) -> None:
@@ -117,28 +113,18 @@ class FileTrainerExchange:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exchange")
         self._round: Future[None] | None = None
 
-    def publish(
-        self,
-        version: int,
-        write: Callable[[np.ndarray], None],
-        *,
-        evaluate: Split | None = None,
-        reference: int = 0,
-        quota: int | None = None,
-    ) -> bool:
+    def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
         """Write a weights file; see ports.TrainerExchange. It is made durable and announced beside the loop.
 
         With several trainer ranks, rank i writes run i of ``layout.parts``: the leader inside ``write``,
         the others into their ``slot()``; ``write`` must be back only when all have written.
         Raises DiskFullError.
         """
-        published = time.time()
         if not self._idle:
             return False
-        write(_create_incoming(self._folder / INCOMING, self._layout, version))
-        name = f"step-{version:06d}.safetensors"
-        new = Publication(self._next_sequence, version, name, evaluate, published, reference, quota)
-        self._round = self._worker.submit(self._sync, new)
+        write(_create_incoming(self._folder / INCOMING, self._layout, publication.version))
+        name = f"step-{publication.version:06d}.safetensors"
+        self._round = self._worker.submit(self._sync, Entry(self._next_sequence, name, publication))
         return True
 
     def gather(self) -> bool:
@@ -180,7 +166,7 @@ class FileTrainerExchange:
 
     @property
     def _next_sequence(self) -> int:
-        return max((entry.sequence for entry in self._manifest.publications), default=-1) + 1
+        return max((entry.sequence for entry in self._manifest.entries), default=-1) + 1
 
     def _first_manifest(self, cursors: Mapping[int, int]) -> Manifest:
         """A manifest for this attempt; the newest weights of the one before stay, so that sequences go on.
@@ -189,33 +175,33 @@ class FileTrainerExchange:
         """
         before = Manifest.read(self._folder)
         kept = [
-            replace(e, evaluate=None, reference=min(0, e.reference), quota=None if e.quota is None else 0)
-            for e in (before.publications[-1:] if before else ())
+            replace(entry, publication=_of_an_attempt_before(entry.publication))
+            for entry in (before.entries[-1:] if before else ())
         ]
         manifest = Manifest(uuid.uuid4().hex, False, dict(cursors), tuple(kept))
         manifest.write(self._folder)
         return manifest
 
-    def _sync(self, new: Publication | None) -> None:
+    def _sync(self, new: Entry | None) -> None:
         """One round: make the incoming weights visible, find new shards, tell the searchers."""
         before = self._manifest
         if new is not None:
             _make_durable(self._folder / INCOMING, self._folder / new.file)
-            self._manifest = replace(before, publications=(*self._still_needed(), new))
+            self._manifest = replace(before, entries=(*self._still_needed(), new))
         self._find_shards()
         if self._manifest != before:
             self._manifest.write(self._folder)
             self._remove_superseded()
         self._stop_requested |= any(self._folder.glob("stop-*"))
 
-    def _still_needed(self) -> list[Publication]:
-        entries = self._manifest.publications
-        return [
-            entry
-            for entry in entries
-            if entry in entries[-(KEEP - 1) :]
-            or (entry.evaluate and not self._evaluated(entry.evaluate, entry.version))
-        ]
+    def _still_needed(self) -> list[Entry]:
+        entries = self._manifest.entries
+        return [entry for entry in entries if entry in entries[-(KEEP - 1) :] or self._to_evaluate(entry)]
+
+    def _to_evaluate(self, entry: Entry) -> bool:
+        """Whether the evaluation that an entry is for is not complete yet."""
+        split = entry.publication.evaluate
+        return split is not None and not self._evaluated(split, entry.publication.version)
 
     def _find_shards(self) -> None:
         cursors = dict(self._manifest.cursors)
@@ -225,10 +211,17 @@ class FileTrainerExchange:
         self._manifest = replace(self._manifest, cursors=cursors)
 
     def _remove_superseded(self) -> None:
-        needed = {entry.file for entry in self._manifest.publications}
+        needed = {entry.file for entry in self._manifest.entries}
         for path in self._folder.glob("step-*.safetensors"):
             if path.name not in needed:
                 path.unlink()
+
+
+def _of_an_attempt_before(publication: Publication) -> Publication:
+    """Without what this attempt may have taken back: what searchers may do with the weights."""
+    budget_end = None if publication.budget_end is None else 0
+    reference = min(0, publication.reference)
+    return replace(publication, evaluate=None, reference=reference, budget_end=budget_end)
 
 
 class FileTrainerFollower:
@@ -270,7 +263,7 @@ class FileSearcherExchange:
         for IDLE_DEADLINES deadlines.
         """
         self._look()
-        entry = self._next_publication()
+        entry = self._next_entry()
         if entry is None:
             return None
         try:
@@ -278,15 +271,7 @@ class FileSearcherExchange:
         except FileNotFoundError:  # superseded between two looks
             return None
         self._seen = entry.sequence
-        return WeightUpdate(
-            entry.version,
-            layout,
-            data,
-            entry.evaluate,
-            entry.published,
-            reference=entry.reference,
-            quota=entry.quota,
-        )
+        return WeightUpdate(entry.publication, layout, data)
 
     def request_stop(self) -> None:
         """Leave a note that the trainer finds in its next round."""
@@ -305,7 +290,7 @@ class FileSearcherExchange:
     def closed(self) -> bool:
         """Whether the trainer has ended the run and every published weight has been polled."""
         self._look()
-        return self._ended and self._next_publication() is None
+        return self._ended and self._next_entry() is None
 
     def close(self) -> None:
         """Leave; nothing is held."""
@@ -315,9 +300,10 @@ class FileSearcherExchange:
         """Whether the run has ended; an end that came before this searcher was that of an earlier attempt."""
         return self._manifest is not None and self._manifest.closed and self._manifest.attempt != self._over
 
-    def _next_publication(self) -> Publication | None:
-        unseen = [e for e in self._manifest.publications if e.sequence > self._seen] if self._manifest else []
-        return next((entry for entry in unseen if entry.evaluate), unseen[-1] if unseen else None)
+    def _next_entry(self) -> Entry | None:
+        unseen = [e for e in self._manifest.entries if e.sequence > self._seen] if self._manifest else []
+        to_evaluate = (entry for entry in unseen if entry.publication.evaluate)
+        return next(to_evaluate, unseen[-1] if unseen else None)
 
     def _look(self) -> None:
         """Read the manifest anew, not too often."""

@@ -30,7 +30,7 @@ from tba_hpc.types import RECORD, TRUNCATED, Group, Ragged, Shard, Trajectories,
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the layout; readers refuse any other."""
 
 HEADER_BYTES = 512

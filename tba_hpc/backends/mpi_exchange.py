@@ -35,7 +35,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import get_args
 
 import numpy as np
 
@@ -43,12 +42,10 @@ from tba_hpc.backends.background import IDLE_PAUSE, Background, Waiting
 from tba_hpc.backends.mpi_world import LEADER, LONGEST_PAUSE, MpiError, MpiWorld, NodeMemory, Pending, Tag
 from tba_hpc.backends.shard_packing import pack_shard, unpack_shard
 from tba_hpc.config import ConfigError
-from tba_hpc.types import Shard, Split, WeightLayout, WeightUpdate
+from tba_hpc.ports import IDLE_DEADLINES
+from tba_hpc.types import Publication, Shard, Split, WeightLayout, WeightUpdate
 
 log = logging.getLogger(__name__)
-
-IDLE_DEADLINES = 6
-"""A searcher gives its trainer this many deadlines between two rounds."""
 
 SHARDS_PER_ROUND, BYTES_PER_ROUND = 256, 1 << 30
 """Most that one searcher hands over in one round; the rest goes with the next."""
@@ -75,11 +72,7 @@ HEADER = np.dtype(
         ("command", "<i8"),
         ("round", "<i8"),
         ("write", "<i8"),
-        ("version", "<i8"),
-        ("evaluate", "<i8"),  # index into SPLITS
-        ("published", "<f8"),  # unix seconds
-        ("reference", "<i8"),
-        ("quota", "<i8"),  # NO_BUDGET where there is none
+        ("publication", "S512"),  # its JSON text, empty where no weights travel
     ]
 )
 READY = np.dtype(
@@ -90,9 +83,6 @@ READY = np.dtype(
         ("sizes", "<i8", SHARDS_PER_ROUND),  # bytes of each
     ]
 )
-NO_BUDGET = -1
-SPLITS: tuple[Split | None, ...] = (None, *get_args(Split))
-"""What weights may be evaluated on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +91,7 @@ class Order:
 
     command: Command
     write: int = 0
-    version: int = 0
-    evaluate: Split | None = None
-    published: float = 0.0
-    reference: int = 0
-    quota: int | None = None
+    publication: Publication | None = None
 
 
 class MpiTrainerExchange:
@@ -156,25 +142,16 @@ class MpiTrainerExchange:
         memory = world.connect_peers(layout, bucket_mb=bucket_mb)
         return cls(world, memory, read_pending=read_pending, cursors=cursors, evaluated=evaluated)
 
-    def publish(
-        self,
-        version: int,
-        write: Callable[[np.ndarray], None],
-        *,
-        evaluate: Split | None = None,
-        reference: int = 0,
-        quota: int | None = None,
-    ) -> bool:
-        """Start a sync round; see ports.TrainerExchange. ``write`` fills this node's slot in place.
+    def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
+        """Start a round; see ports.TrainerExchange. ``write`` fills this node's slot in place.
 
         With several trainer ranks, rank i writes run i of ``layout.parts``: the leader inside ``write``,
         the others into their ``slot()``; ``write`` must be back only when all have written.
         """
-        published = time.time()
         if not self._idle:
             return False
         write(self._memory.slot(self._writes))
-        self._published = Order(Command.PUBLISH, self._writes, version, evaluate, published, reference, quota)
+        self._published = Order(Command.PUBLISH, self._writes, publication)
         self._writes += 1
         self._start(self._published)
         return True
@@ -255,9 +232,9 @@ class MpiTrainerExchange:
     def _to_evaluate_anew(self, order: Order) -> list[Order]:
         """The last publish, if that was before ``order`` and its evaluation lacks the part of the dead."""
         last = self._published
-        if last is None or last is order or last.evaluate is None:
+        if last is None or last is order or last.publication is None or last.publication.evaluate is None:
             return []
-        return [] if self._evaluated(last.evaluate, last.version) else [last]
+        return [] if self._evaluated(last.publication.evaluate, last.publication.version) else [last]
 
     def _round(self, order: Order) -> Generator[float, None, int]:
         yield from self._world.send_all(
@@ -274,10 +251,9 @@ class MpiTrainerExchange:
 
     def _header(self, order: Order) -> np.ndarray:
         self._rounds += 1
-        evaluate = SPLITS.index(order.evaluate)
-        quota = NO_BUDGET if order.quota is None else order.quota
-        fields = (order.command, self._rounds, order.write, order.version, evaluate, order.published)
-        return np.array([(*fields, order.reference, quota)], HEADER)
+        text = order.publication.to_json().encode() if order.publication else b""
+        assert len(text) <= HEADER["publication"].itemsize, "HEADER has room for the text"
+        return np.array([(order.command, self._rounds, order.write, text)], HEADER)
 
     def _hear(self) -> Generator[float, None, dict[int, np.ndarray]]:
         """Everybody's READY."""
@@ -371,13 +347,13 @@ class _Peer:
             self._show(header)
         yield from self._world.wait_for(sends, f"did not fetch the shards of round {header['round']}")
         self._handed_over()
-        yield from self._until_free(header)
+        yield from self._until_free()
         yield from self._send_status(Status.CONFIRMED)
 
-    def _until_free(self, header: np.void) -> Waiting:
+    def _until_free(self) -> Waiting:
         """Wait until the next weights may come; meanwhile tell the leader that the main thread lives."""
         told = time.monotonic()
-        while not self._is_free(header):
+        while not self._is_free():
             yield IDLE_PAUSE
             self._world.check()
             if self._last_call > told and time.monotonic() - told > self._world.deadline / 4:
@@ -404,8 +380,8 @@ class _Peer:
     def _take_back(self) -> None:
         """The round has failed: the leader may not have what was sent."""
 
-    def _is_free(self, header: np.void) -> bool:
-        """Whether the weights of two rounds may now be overwritten: all but those of ``header``."""
+    def _is_free(self) -> bool:
+        """Whether all weights but those shown last may now be overwritten."""
         return True
 
 
@@ -453,6 +429,7 @@ class MpiSearcherExchange(_Peer):
         self._unseen: WeightUpdate | None = None
         self._shown = self._taken = 0  # weights shown to the main thread so far; how many, when it took some
         self._holding = False  # whether the main thread may be reading the weights it took last
+        self._to_evaluate = False  # whether the weights shown last must be taken, not replaced
         super().__init__(world, memory)
 
     @classmethod
@@ -530,19 +507,11 @@ class MpiSearcherExchange(_Peer):
         write = int(header["write"])
         data = self._memory.slot(write).view()
         data.flags.writeable = False
-        evaluate, quota = SPLITS[header["evaluate"]], int(header["quota"])
-        update = WeightUpdate(
-            int(header["version"]),
-            self._memory.layout,
-            data,
-            evaluate,
-            float(header["published"]),
-            self._world.share,
-            int(header["reference"]),
-            None if quota == NO_BUDGET else quota,
-        )
+        publication = Publication.from_json(header["publication"])
+        update = WeightUpdate(publication, self._memory.layout, data, self._world.share)
         with self._lock:
             self._shown, self._unseen = self._shown + 1, update
+            self._to_evaluate = publication.evaluate is not None
 
     def _handed_over(self) -> None:
         with self._lock:
@@ -553,7 +522,7 @@ class MpiSearcherExchange(_Peer):
             self._offered.extendleft(reversed(self._sent))
             self._sent, self._in_transit = [], 0
 
-    def _is_free(self, header: np.void) -> bool:
+    def _is_free(self) -> bool:
         with self._lock:
             newest = self._taken == self._shown
-            return newest or not (self._holding or header["evaluate"])
+            return newest or not (self._holding or self._to_evaluate)

@@ -147,7 +147,7 @@ class VllmGenerator:
         while self.loading:
             self._listen()
         self._weights.write(update.data)
-        self._load = Load(update.version, self._weights.path, update.layout.to_json())
+        self._load = Load(update.publication.version, self._weights.path, update.layout.to_json())
         self._loading = True
         if self._engine.ready:
             self._engine.send(self._load)

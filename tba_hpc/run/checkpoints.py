@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
-from tba_hpc.run.directory import RunDir
-from tba_hpc.run.files import fsync, write_atomic
+import numpy as np
 
-STATE_FORMAT = 3
+from tba_hpc.ports import Learner
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.files import fsync, make_durable, write_atomic
+
+STATE_FORMAT = 4
 """Version of state.json."""
 
 BUFFER_FILE = "buffer.h5"
@@ -50,7 +54,6 @@ class TrainerState:
     tokens: int = 0
     train_seconds: float = 0.0
     save_seconds: float = 0.0
-    seed: int = 0
 
     def to_json(self) -> str:
         """JSON text that from_json reads."""
@@ -66,6 +69,39 @@ class TrainerState:
             )
         values["cursors"] = {int(searcher): index for searcher, index in values["cursors"].items()}
         return cls(**{known.name: values[known.name] for known in fields(cls)})
+
+
+Arrays = Mapping[str, np.ndarray]
+"""Arrays of any dtype and shape, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """Complete checkpoints of a run, the newest ``keep`` of them. write_arrays: makes a durable file."""
+
+    run: RunDir
+    keep: int
+    write_arrays: Callable[[Path, Arrays], None]
+
+    def save(self, state: TrainerState, learner: Learner, files: Mapping[str, Arrays]) -> TrainerState:
+        """Write a checkpoint with ``files`` of arrays; then shards that no kept one needs are deleted.
+
+        Returns the state that it holds. Raises DiskFullError.
+        """
+        began = time.monotonic()
+        folder = begin_checkpoint(self.run, state.step)
+        learner.save(folder)
+        for name, arrays in files.items():
+            self.write_arrays(folder / name, arrays)
+        make_durable(folder)
+        state = replace(state, save_seconds=max(state.save_seconds, time.monotonic() - began))
+        prune_shards(self.run, complete_checkpoint(self.run, folder, state, keep=self.keep))
+        return state
+
+    def export_reference(self, step: int, learner: Learner) -> None:
+        """Write the policy of ``step`` as the next reference; those that no checkpoint needs are deleted."""
+        learner.export(self.run.reference(step))
+        prune_references(self.run)
 
 
 def begin_checkpoint(run: RunDir, step: int) -> Path:

@@ -15,6 +15,9 @@ from tba_hpc.config import Config, ConfigError, differing_keys, dump_config, loa
 from tba_hpc.run.files import DiskFullError, write_atomic
 from tba_hpc.types import Role
 
+FORMAT = 2
+"""Version of what a run keeps on disk: names of files, events, metrics and record fields."""
+
 MAY_DIFFER = ("launch.", "run.root")
 """Config keys that a resume may change: it can have another number of ranks and another place."""
 
@@ -53,22 +56,37 @@ class RunDir:
             raise ConfigError(
                 f"{path} is not a run directory: it has no config.yaml; start the run with 'tba run CONFIG'"
             )
+        run._refuse_another_format()
         os.umask(0o077)
         return run
 
     def _adopt(self, config: Config) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         if self.config_file.exists():
+            self._refuse_another_format()
             self._refuse_another_config(config)
-        elif strangers := sorted(p.name for p in self.path.iterdir() if p.suffix != ".tmp"):
+        elif strangers := sorted(p.name for p in self.path.iterdir() if not self._is_left_by_a_kill(p)):
             raise ConfigError(
                 f"{self.path} is not empty and holds no run (found {strangers[0]}): "
                 "choose another run.name or run.root, or empty it"
             )
         self.path.chmod(0o700)
+        write_atomic(self.format_file, f"{FORMAT}\n")  # first: a directory with a config is a whole one
         write_atomic(self.config_file, dump_config(config))
         for folder in self._folders:
             folder.mkdir(exist_ok=True)
+
+    def _is_left_by_a_kill(self, path: Path) -> bool:
+        """Whether a creation that was cut short may have made it."""
+        return path.suffix == ".tmp" or path == self.format_file
+
+    def _refuse_another_format(self) -> None:
+        found = self.format_file.read_text().strip() if self.format_file.exists() else "1"
+        if found != str(FORMAT):
+            raise ConfigError(
+                f"{self.path} holds a run of format {found}, and this version of tba-hpc reads format "
+                f"{FORMAT}: go on with the version that wrote it, or choose another run.name"
+            )
 
     def _refuse_another_config(self, config: Config) -> None:
         try:
@@ -101,6 +119,11 @@ class RunDir:
             *(self.shards, self.weights, self.checkpoints, self.references),
             *(self.metrics, self.logs, self.evaluations),
         )
+
+    @property
+    def format_file(self) -> Path:
+        """The FORMAT of everything below."""
+        return self.path / "format"
 
     @property
     def config_file(self) -> Path:
@@ -153,7 +176,7 @@ class RunDir:
 
     @property
     def events_file(self) -> Path:
-        """What happened to the run's ranks and jobs, over all its lives; see ``log_event``."""
+        """What happened to the run's ranks and jobs, over all its starts; see ``log_event``."""
         return self.path / "events.jsonl"
 
     @property

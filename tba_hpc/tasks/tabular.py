@@ -262,7 +262,7 @@ class TabularGenerator:
     def load(self, update: WeightUpdate) -> None:
         """Copy other logits. Requests in flight go on under them."""
         self._logits_PSV = update.data.view(np.float32).reshape(self._table.shape).copy()
-        self.version = update.version
+        self.version = update.publication.version
 
     def close(self) -> None:
         """Drop what is in flight."""

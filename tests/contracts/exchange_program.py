@@ -17,7 +17,17 @@ from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExch
 from tba_hpc.backends.hdf5_shards import read_pending, write_shard
 from tba_hpc.ports import SearcherExchange, TrainerExchange
 from tba_hpc.run.directory import RunDir
-from tba_hpc.types import RECORD, Ragged, Shard, Trajectories, WeightLayout, WeightUpdate, make_uid
+from tba_hpc.types import (
+    RECORD,
+    Publication,
+    Ragged,
+    Shard,
+    Split,
+    Trajectories,
+    WeightLayout,
+    WeightUpdate,
+    make_uid,
+)
 
 SEARCHERS = 2
 TRAINERS = {"files": 1, "files-two-trainers": 2, "mpi": 1, "mpi-unthreaded": 1, "mpi-nodes-two-trainers": 2}
@@ -91,12 +101,14 @@ class TrainerSide:
     trainers: int
     writes: int = 0
 
-    def publish(self, version: int, evaluate: str | None = None, **terms: int | None) -> None:
+    def publish(self, version: int, evaluate: Split | None = None) -> None:
         """Publish as soon as the exchange takes it."""
-        until(
-            lambda: self.exchange.publish(version, self.writer(version), evaluate=evaluate, **terms),
-            "publish",
-        )
+        self.announce(Publication(version=version, evaluate=evaluate))
+
+    def announce(self, publication: Publication) -> None:
+        """Publish with everything that can be said of weights."""
+        write = self.writer(publication.version)
+        until(lambda: self.exchange.publish(publication, write), "publish")
 
     def writer(self, version: int) -> Callable[[np.ndarray], None]:
         """Writes the leader's part; followers write theirs before it returns."""
@@ -164,7 +176,8 @@ class SearcherSide:
         until(polled, "weights")
         update = updates[-1]
         assert update is not None and update.layout == LAYOUT
-        assert np.array_equal(update.data, weights_of(update.version)), f"wrong bytes of {update.version}"
+        version = update.publication.version
+        assert np.array_equal(update.data, weights_of(version)), f"wrong bytes of {version}"
         return update
 
     def wait(self, flag: str) -> None:
@@ -185,29 +198,31 @@ class SearcherSide:
 # --- Weights arrive bit-identical, the newest wins ---
 
 
+NEWEST = Publication(version=4, published=1.7e9 + 1 / 3, reference=-1, budget_end=104)
+"""Arrives as it was sent, to the bit."""
+
+
 def weights_trainer(side: TrainerSide) -> None:
     side.publish(1)
     side.settle()
     side.flags.set("published-1")
     for searcher in range(SEARCHERS):
         side.flags.wait(f"taken-{searcher}")
-    for version in (2, 3, 4):
-        side.publish(version, reference=version - 5, quota=100 + version)
+    for publication in (Publication(version=2), Publication(version=3, budget_end=103), NEWEST):
+        side.announce(publication)
         side.settle()
     side.flags.set("published-4")
     side.close()
 
 
 def weights_searcher(side: SearcherSide) -> None:
-    asked = time.time()
-    assert (first := side.take()).version == 1 and first.evaluate is None
-    assert (first.reference, first.quota) == (0, None)
-    assert abs(first.published - asked) < PATIENCE and side.exchange.poll() is None
+    assert (first := side.take()).publication == Publication(version=1)
+    assert side.exchange.poll() is None
     assert not first.data.flags.writeable and not side.exchange.closed
     side.flags.set(f"taken-{side.index}")
     side.wait("published-4")
     time.sleep(0.2)
-    assert ((last := side.take()).version, last.reference, last.quota) == (4, -1, 104)
+    assert side.take().publication == NEWEST
     side.wait_for_end()
 
 
@@ -228,7 +243,7 @@ def evaluations_searcher(side: SearcherSide) -> None:
         held = update.data.copy()
         time.sleep(rng.uniform(0, 0.1))
         assert np.array_equal(update.data, held), "weights changed while they were held"
-        seen.append((update.version, update.evaluate))
+        seen.append((update.publication.version, update.publication.evaluate))
     versions = [version for version, _ in seen]
     assert versions == sorted(set(versions))
     assert [entry for entry in seen if entry[1]] == [
@@ -281,7 +296,10 @@ def pending_trainer(side: TrainerSide) -> None:
     side.settle()
     for version in range(1, 30):
         written: list[int] = []
-        accepted = side.exchange.publish(version, lambda out: written.append(len(out)))  # noqa: B023
+        accepted = side.exchange.publish(
+            Publication(version=version),
+            lambda out: written.append(len(out)),  # noqa: B023
+        )
         assert written == [LAYOUT.nbytes] * accepted
     side.flags.set("over")
     side.close()
@@ -317,7 +335,7 @@ def ending_trainer(side: TrainerSide) -> None:
 
 
 def ending_searcher(side: SearcherSide) -> None:
-    assert side.take().version == 0
+    assert side.take().publication.version == 0
     if side.index == 1:
         side.exchange.request_stop()
     side.offer(0)

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange, read_weights
 from tba_hpc.ports import ExchangeError
-from tba_hpc.types import Split, WeightLayout
+from tba_hpc.types import Publication, Split, WeightLayout
 
 LAYOUT = WeightLayout.of([("a", (3, 5)), ("b", (7,)), ("c", (2, 1, 2))], "F32")
 
@@ -31,7 +31,9 @@ def trainer(folder: Path, done: set[tuple[Split, int]] | None = None) -> FileTra
 
 def publish(exchange: FileTrainerExchange, version: int, evaluate: Split | None = None) -> None:
     """Publish bytes that all equal ``version``; back when they are on disk."""
-    while not exchange.publish(version, lambda out: out.fill(version), evaluate=evaluate):
+    while not exchange.publish(
+        Publication(version=version, evaluate=evaluate), lambda out: out.fill(version)
+    ):
         pass
     while not exchange.gather():
         pass
@@ -55,7 +57,7 @@ def versions(folder: Path) -> list[int]:
 def test_weights_are_plain_safetensors(tmp_path: Path) -> None:
     values = np.arange(LAYOUT.nbytes // 4, dtype=np.float32)
     exchange = trainer(tmp_path)
-    exchange.publish(42, lambda out: np.copyto(out, values.view(np.uint8)))
+    exchange.publish(Publication(version=42), lambda out: np.copyto(out, values.view(np.uint8)))
     exchange.close()
     path = tmp_path / "step-000042.safetensors"
     tensors = load_file(path)
@@ -87,7 +89,9 @@ def test_a_late_searcher_takes_what_is_to_be_evaluated_first_then_the_newest(tmp
         publish(exchange, version, {1: "validation", 3: "test"}.get(version))
     late = searcher(tmp_path)
     taken = [late.poll() for _ in range(4)]
-    assert [(u.version, u.evaluate, int(u.data[0])) if u else None for u in taken] == [
+    assert [
+        (u.publication.version, u.publication.evaluate, int(u.data[0])) if u else None for u in taken
+    ] == [
         *((1, "validation", 1), (3, "test", 3), (5, None, 5)),
         None,
     ]
@@ -111,10 +115,10 @@ def test_a_resume_goes_on_where_the_attempt_before_ended(tmp_path: Path) -> None
     first.close()
     reader = searcher(tmp_path)
     assert not reader.closed, "the end of an earlier attempt is not the end of this one"
-    assert (update := reader.poll()) and update.version == 8
+    assert (update := reader.poll()) and update.publication.version == 8
     second = trainer(tmp_path)
     publish(second, 4)  # from an older checkpoint
-    assert (update := reader.poll()) and (update.version, update.evaluate) == (4, None)
+    assert (update := reader.poll()) and update.publication == Publication(version=4)
     second.close()
     assert reader.closed
 
@@ -157,11 +161,11 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing_visible(tmp_path: Path) ->
     program = (
         "import sys; from pathlib import Path\n"
         "from tba_hpc.backends.file_exchange import FileTrainerExchange\n"
-        "from tba_hpc.types import WeightLayout\n"
+        "from tba_hpc.types import Publication, WeightLayout\n"
         "folder, layout = Path(sys.argv[1]), WeightLayout.of([('w', (100_000,))], 'F32')\n"
         "trainer = FileTrainerExchange(\n"
         "    folder, layout, read_pending=lambda c: [], cursors={}, evaluated=lambda s, v: True)\n"
-        "trainer.publish(0, lambda out: out.fill(0))\n"
+        "trainer.publish(Publication(version=0), lambda out: out.fill(0))\n"
     )
     limit: Callable[[], None] = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))  # noqa: E731
     done = subprocess.run(
@@ -169,15 +173,15 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing_visible(tmp_path: Path) ->
     )
     assert "DiskFullError: cannot write weights of 0.4 MB" in done.stderr
     assert versions(tmp_path) == []
-    assert json.loads((tmp_path / "latest.json").read_text())["publications"] == []
+    assert json.loads((tmp_path / "latest.json").read_text())["entries"] == []
 
 
 def test_what_an_attempt_allowed_ends_with_it(tmp_path: Path) -> None:
     """A searcher that comes before a resume publishes must not begin groups or ask for the old reference."""
     before = trainer(tmp_path)
-    before.publish(8, lambda out: out.fill(8), reference=5, quota=100)
+    before.publish(Publication(version=8, reference=5, budget_end=100), lambda out: out.fill(8))
     before.close()
     trainer(tmp_path)
     update = searcher(tmp_path).poll()
     assert update is not None
-    assert (update.version, update.reference, update.quota) == (8, 0, 0)
+    assert update.publication == Publication(version=8, reference=0, budget_end=0)

@@ -22,6 +22,7 @@ from tba_hpc.backends.mpi_exchange import MpiSearcherExchange, MpiTrainerExchang
 from tba_hpc.backends.mpi_world import MpiWorld
 from tba_hpc.ports import ExchangeError
 from tba_hpc.run.directory import RunDir
+from tba_hpc.types import Publication
 
 VERSIONS = 12
 EVALUATED = {0: "test", 4: "validation", 5: "validation", VERSIONS - 1: "test"}
@@ -77,7 +78,7 @@ def train(world: MpiWorld, run: RunDir, deaths: list[str]) -> None:
     )
     shards, lost, began = [], [], time.monotonic()
 
-    def tend() -> None:
+    def poll() -> None:
         shards.extend(trainer.collect())
         lost.extend(trainer.lost())
 
@@ -86,14 +87,17 @@ def train(world: MpiWorld, run: RunDir, deaths: list[str]) -> None:
 
     for version in range(VERSIONS):
         until(
-            lambda: trainer.publish(version, partial(write, version), evaluate=EVALUATED.get(version)),  # noqa: B023
+            lambda: trainer.publish(
+                Publication(version=version, evaluate=EVALUATED.get(version)),  # noqa: B023
+                partial(write, version),  # noqa: B023
+            ),
             "publish",
         )
-        tend()
+        poll()
 
     def complete() -> bool:
         trainer.gather()
-        tend()
+        poll()
         return evaluated(run.path, VERSIONS - 1)
 
     until(complete, "the last evaluation")
@@ -123,22 +127,23 @@ def search(world: MpiWorld, run: RunDir, deaths: list[str]) -> None:
         if update is None:
             time.sleep(0.001)
             continue
-        assert np.array_equal(update.data, weights_of(update.version)), f"wrong bytes of {update.version}"
-        assert update.version >= seen
-        if update.version > seen:
+        version = update.publication.version
+        assert np.array_equal(update.data, weights_of(version)), f"wrong bytes of {version}"
+        assert version >= seen
+        if version > seen:
             shard = shard_of(world.index, sealed)
             write_shard(run.shard_file(world.index, sealed), shard)
             sealed += 1
-            exchange._die("sealed", update.version)
+            exchange._die("sealed", version)
             exchange.offer(shard)
-        seen = update.version
-        if update.evaluate:
+        seen = version
+        if update.publication.evaluate:
             until_evaluated = time.monotonic() + 0.1
             while time.monotonic() < until_evaluated:
                 assert exchange.pending >= 0
                 time.sleep(0.005)
-            exchange._die("evaluating", update.version)
-            part(run.path, update.version, *update.share).touch()
+            exchange._die("evaluating", version)
+            part(run.path, version, *update.share).touch()
     assert seen == VERSIONS - 1
     exchange.close()
     print(f"searcher {world.index} has left", flush=True)

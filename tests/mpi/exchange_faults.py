@@ -18,7 +18,7 @@ from tba_hpc.backends.mpi_exchange import MpiSearcherExchange, MpiTrainerExchang
 from tba_hpc.backends.mpi_world import MpiWorld
 from tba_hpc.config import ConfigError
 from tba_hpc.ports import ExchangeError
-from tba_hpc.types import WeightLayout
+from tba_hpc.types import Publication, WeightLayout
 
 RANK = MPI.COMM_WORLD.rank
 DEADLINE = 2.0
@@ -47,7 +47,7 @@ def publish_for_ever(world: MpiWorld) -> None:
     """A trainer at work."""
     exchange = open_trainer(world, LAYOUT)
     for version in range(1_000_000):
-        exchange.publish(version, lambda out: out.fill(1))
+        exchange.publish(Publication(version=version), lambda out: out.fill(1))
         time.sleep(0.01)
 
 
@@ -138,7 +138,9 @@ def slow_evaluation() -> None:
     if RANK == 0:
         exchange = open_trainer(world, LAYOUT)
         for version in range(2):
-            while not exchange.publish(version, lambda out: out.fill(1), evaluate="test"):
+            while not exchange.publish(
+                Publication(version=version, evaluate="test"), lambda out: out.fill(1)
+            ):
                 time.sleep(0.01)
         exchange.close()
         print("patient", flush=True)
@@ -167,15 +169,18 @@ def large_weights() -> None:
     if RANK == 0:
         exchange = open_trainer(world, layout)
         for version in range(3):
-            while not exchange.publish(version, lambda out: np.copyto(out, expected + version)):  # noqa: B023
+            while not exchange.publish(
+                Publication(version=version),
+                lambda out: np.copyto(out, expected + version),  # noqa: B023
+            ):
                 time.sleep(0.001)
         exchange.close()
         return
     searcher = MpiSearcherExchange.open(world)
     while not searcher.closed:
         if update := searcher.poll():
-            assert np.array_equal(update.data, expected + np.uint8(update.version))
-            print(f"searcher {world.index} has version {update.version}", flush=True)
+            assert np.array_equal(update.data, expected + np.uint8(update.publication.version))
+            print(f"searcher {world.index} has version {update.publication.version}", flush=True)
         time.sleep(0.001)
 
 

@@ -25,6 +25,7 @@ from tba_hpc.tasks.tabular import Table, TabularGenerator, TabularLearner, Tabul
 from tba_hpc.types import (
     RECORD,
     Group,
+    Publication,
     Ragged,
     Request,
     Sampling,
@@ -167,7 +168,7 @@ class Lockstep:
         data = np.empty(self._learner.layout.nbytes, np.uint8)
         self._learner.write_weights(data)
         for generator, _ in self._searchers:
-            generator.load(WeightUpdate(step, self._learner.layout, data))
+            generator.load(WeightUpdate(Publication(version=step), self._learner.layout, data))
 
     def _merge(self, searcher: int, groups: Sequence[Group], step: int) -> None:
         scored = _scored(groups, self._task, self._reference)
@@ -180,7 +181,7 @@ class Lockstep:
         prompts = self._task.prompts("train")
         sampling = Sampling(1.0, 1.0, self._setup.table.length)
         for request_id in order.request_ids(searcher, self._setup.searchers, CompletedRequests()):
-            yield Request(prompts[order.prompt_at(request_id)], request_id, self._setup.completions, sampling)
+            yield Request(prompts[order.prompt_of(request_id)], request_id, self._setup.completions, sampling)
 
 
 class Queue:

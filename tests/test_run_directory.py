@@ -24,7 +24,7 @@ from tba_hpc.run.checkpoints import (
     prune_shards,
     read_state,
 )
-from tba_hpc.run.directory import RunDir
+from tba_hpc.run.directory import FORMAT, RunDir
 from tba_hpc.run.evaluations import Evaluation, discard_evaluations, read_evaluation, write_evaluation
 from tba_hpc.run.events import log_event, read_events
 from tba_hpc.run.files import DiskFullError, publish, write_atomic
@@ -100,6 +100,7 @@ def test_directories_of_others_are_refused(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["thesis.tex"]
 
     (folder / "config.yaml").write_text("model: {path: x}\nsalad: 1\n")
+    (folder / "format").write_text(f"{FORMAT}\n")
     with pytest.raises(ConfigError, match=r"cannot resume \(unknown config key 'salad'"):
         RunDir.create(config_in(tmp_path))
     with pytest.raises(ConfigError, match="is not a run directory"):
@@ -110,7 +111,31 @@ def test_a_crash_before_the_config_was_written_is_no_obstacle(tmp_path: Path) ->
     folder = tmp_path / "run-seed0"
     folder.mkdir()
     (folder / ".config.yaml.1.tmp").write_text("model:")
+    (folder / "format").write_text(f"{FORMAT}\n")
     assert RunDir.create(config_in(tmp_path)).config().model.path == "tiny"
+
+
+def times_and_modes(folder: Path) -> dict[Path, tuple[int, int]]:
+    """When everything in a folder, itself included, was changed last, and its permission bits."""
+    found = {path: path.stat() for path in [folder, *folder.rglob("*")]}
+    return {path: (status.st_mtime_ns, status.st_mode) for path, status in found.items()}
+
+
+def test_a_run_of_an_earlier_version_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
+    """Before format 2 a run directory had no file ``format``."""
+    config = config_in(tmp_path)
+    run = RunDir.create(config)
+    run.format_file.unlink()
+    run.path.chmod(0o755)
+    before = times_and_modes(run.path)
+    for refused in (lambda: RunDir.create(config), lambda: RunDir.open(run.path)):
+        with pytest.raises(ConfigError) as caught:
+            refused()
+        assert "run of format 1, and this version of tba-hpc reads format 2: go on with" in str(caught.value)
+    assert times_and_modes(run.path) == before
+    run.format_file.write_text("3\n")
+    with pytest.raises(ConfigError, match="run of format 3"):
+        RunDir.open(run.path)
 
 
 def test_a_file_in_the_way_is_one_sentence(tmp_path: Path) -> None:
@@ -207,7 +232,7 @@ def test_where_there_is_no_room_the_old_file_stays(tmp_path: Path) -> None:
 
 STATE = TrainerState(
     step=400, revision=200, cursors={0: 17, 3: 5}, trajectories=900, added=800, duplicates=100,
-    evicted=4, tokens=12345, train_seconds=67.25, save_seconds=1.5, seed=7,
+    evicted=4, tokens=12345, train_seconds=67.25, save_seconds=1.5,
 )  # fmt: skip
 
 
@@ -228,8 +253,8 @@ def test_state_round_trips_and_other_formats_are_refused(run: RunDir) -> None:
     checkpoint(run, STATE)
     folder = latest_checkpoint(run)
     assert folder is not None and read_state(folder) == STATE
-    with pytest.raises(StateError, match="not of format 3"):
-        TrainerState.from_json(STATE.to_json().replace('"format": 3', '"format": 2'))
+    with pytest.raises(StateError, match="not of format 4"):
+        TrainerState.from_json(STATE.to_json().replace('"format": 4', '"format": 3'))
 
 
 def test_only_complete_checkpoints_count(run: RunDir) -> None:
@@ -288,7 +313,7 @@ CHECKPOINTER = """
 import itertools, sys
 from pathlib import Path
 from tba_hpc.run.checkpoints import TrainerState, begin_checkpoint, complete_checkpoint
-from tba_hpc.run.directory import RunDir
+from tba_hpc.run.directory import FORMAT, RunDir
 run = RunDir(Path(sys.argv[1]))
 for step in itertools.count(int(sys.argv[2])):
     folder = begin_checkpoint(run, step)

@@ -1,0 +1,194 @@
+"""What of the replay buffer a step may learn from, and how far ahead searchers may therefore run.
+
+Two keys of the config decide: ``exchange.max_staleness`` bounds the steps between the weights that sampled a
+trajectory and those that learn from it; with ``train.reference: reset`` (TBA′) whatever an older reference
+scored is stale, too. It must not know how weights and shards travel, nor when the trainer looks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+import numpy as np
+
+from tba_hpc import schedules
+from tba_hpc.buffer import ReplayBuffer
+from tba_hpc.config import Config
+from tba_hpc.ports import ExchangeError
+from tba_hpc.prompts import CompletedRequests
+from tba_hpc.types import Publication, Shard, Split
+
+log = logging.getLogger(__name__)
+
+
+class Freshness:
+    """Staleness, reference and rollout budget of a run, whose trajectories live in ``buffer``."""
+
+    def __init__(self, config: Config, buffer: ReplayBuffer) -> None:
+        self._config = config
+        self._buffer = buffer
+        self._budget: RolloutBudget | None = None
+        self.reference = schedules.reference(config.train, 0)
+        """Step of the policy that is the reference, or BEHAVIOUR."""
+
+    def open_budget(self, step: int, completed: CompletedRequests) -> None:
+        """At the first step of an attempt, where staleness is bounded; what the buffer holds is not owed."""
+        if self._config.exchange.max_staleness is not None:
+            buffered = self._buffer.requests
+            self._budget = RolloutBudget(self._config, completed, step=step, buffered=buffered)
+
+    def publication(self, step: int, *, evaluate: Split | None, published: float) -> Publication:
+        """What to publish with the weights of ``step``; the budget grows by what they allow."""
+        end = self._budget.extend(step, missing=self.missing(step)) if self._budget else None
+        return Publication(
+            version=step,
+            published=published,
+            evaluate=evaluate,
+            reference=self.reference,
+            budget_end=end,
+        )
+
+    # --- Reference ---
+
+    def update_reference(self, step: int) -> bool:
+        """Every ρ steps the policy becomes the reference; whether ``step`` has another than before."""
+        before, self.reference = self.reference, schedules.reference(self._config.train, step)
+        return self.reference != before
+
+    # --- Staleness ---
+
+    def evict_stale(self, step: int) -> int:
+        """Evict what ``step`` must not learn from; returns how many trajectories."""
+        if not self._config.selective:
+            return 0
+        return self._buffer.evict_where(lambda record: self.is_stale(record, step))
+
+    def is_stale(self, record: np.ndarray, step: int) -> np.ndarray:
+        """bool [N] of RECORD [N]: which trajectories ``step`` must not learn from."""
+        stale: np.ndarray = record["reference"] != self.reference
+        if (bound := self._config.exchange.max_staleness) is not None:
+            stale |= np.abs(step - record["version_oldest"]) > bound
+        return stale
+
+    def filling(self, step: int) -> bool:
+        """Whether the initial buffer of a run is what it waits for."""
+        return step == 0 and self._config.exchange.max_staleness is None
+
+    def missing(self, step: int) -> int:
+        """What the buffer lacks for ``step``: completions at first, then requests to learn from."""
+        if self.filling(step):
+            return max(0, self._config.buffer.initial_completions - len(self._buffer))
+        if not self._config.selective:
+            return 0
+        return max(0, self._config.train.prompts_per_step - self._buffer.requests)
+
+    # --- Rollout budget ---
+
+    @property
+    def _owed(self) -> Counter[int]:
+        return self._budget.owed() if self._budget else Counter()
+
+    def exhausted(self, step: int) -> bool:
+        """Whether more is missing for ``step`` than searchers may issue: they need a larger budget."""
+        return self._budget is not None and self.missing(step) > self._owed.total()
+
+    def arrive(self, shard: Shard) -> None:
+        """Count what its searcher no longer owes."""
+        if self._budget:
+            self._budget.arrive(shard.trajectories.request_ids)
+
+    def exclude_dead(self, searcher: int, host: str) -> None:
+        """Expect nothing more of a searcher. Raises ExchangeError where no other is left."""
+        if self._budget:
+            self._budget.exclude({searcher}, f"no searcher is left: the last, {searcher} on {host}, died")
+
+    def exclude_unresponsive(self, step: int, patience: float) -> None:
+        """After ``patience`` seconds without news let others issue what is owed: over files a death shows so.
+
+        Raises ExchangeError where nobody is left to wait for.
+        """
+        shortage, remedy = self._shortage(step)
+        silence = f"the replay buffer {shortage} and no new one has arrived for {patience:.0f} s: {remedy}"
+        if self._budget is None:
+            raise ExchangeError(silence)
+        self._budget.exclude(set(self._owed), silence)
+        log.warning("%s; others begin what is missing", silence)
+
+    def _shortage(self, step: int) -> tuple[str, str]:
+        """How much the buffer holds of what, and what the user can do."""
+        if self.filling(step):
+            return (
+                f"holds {len(self._buffer)} of {self._config.buffer.initial_completions} initial completions",
+                "see the searchers' logs, or lower buffer.initial_completions if the task has too few "
+                "distinct completions",
+            )
+        searchers = sorted(self._owed) if self._budget else range(self._config.launch.searchers)
+        return (
+            f"holds {self._buffer.requests} of the {self._config.train.prompts_per_step} groups that step "
+            f"{step} needs",
+            f"see the logs of searchers {', '.join(map(str, searchers))}, which owe them",
+        )
+
+
+class RolloutBudget:
+    """Which requests searchers may issue where staleness is bounded: those before ``end``.
+
+    What is issued under weights v is used by step v + n, if no more than (n + 1)·B requests are issued before
+    there are newer weights (AReaL, arXiv 2505.24298, §5.1): so ``end`` is (v + n + 1)·B in a run that loses
+    nothing. Requests that were completed before, and those of excluded searchers, do not count: others are
+    issued instead of them.
+
+    completed: when the attempt begins. step: the first of the attempt. buffered: requests of which the buffer
+    holds trajectories already, which nobody need issue again.
+    """
+
+    def __init__(self, config: Config, completed: CompletedRequests, *, step: int, buffered: int) -> None:
+        assert config.exchange.max_staleness is not None, "an unbounded staleness needs no budget"
+        self.end = 0
+        self._steps_ahead = config.exchange.max_staleness + 1
+        self._requests_per_step = config.train.prompts_per_step
+        self._first_step, self._last_step = step, config.train.steps
+        self._searchers = config.launch.searchers
+        self._excluded: set[int] = set()
+        self._completed = CompletedRequests.from_array(completed.to_array())
+        self._allowed = buffered
+        self._granted = Counter[int]()
+        self._arrived = Counter[int]()
+
+    def extend(self, step: int, *, missing: int) -> int:
+        """Grant what the weights of ``step`` allow, and what is missing but not owed; returns ``end``.
+
+        missing: requests that the buffer lacks for the next step.
+        """
+        ahead = min(step + self._steps_ahead, self._last_step) - self._first_step
+        due = max(0, ahead * self._requests_per_step - self._allowed)
+        self._allowed += due
+        self._grant(max(due, missing - self.owed().total()))
+        return self.end
+
+    def _grant(self, requests: int) -> None:
+        """Let the searchers that are there issue so many more."""
+        while requests > 0:
+            if self.end not in self._completed:
+                searcher = self.end % self._searchers
+                self._granted[searcher] += 1
+                requests -= searcher not in self._excluded
+            self.end += 1
+
+    def arrive(self, request_ids: np.ndarray) -> None:
+        """Requests are completed; one from beyond ``end`` in the place of another that was set aside."""
+        self._arrived.update((request_ids % self._searchers).tolist())
+
+    def owed(self) -> Counter[int]:
+        """Requests that may have been issued and are not completed, by searcher, less the excluded ones."""
+        owed = self._granted - self._arrived
+        return Counter(
+            {searcher: count for searcher, count in owed.items() if searcher not in self._excluded}
+        )
+
+    def exclude(self, searchers: set[int], why: str) -> None:
+        """Expect nothing more of these. Raises ExchangeError(``why``) where no other searcher is left."""
+        self._excluded |= searchers
+        if len(self._excluded) == self._searchers:
+            raise ExchangeError(why)

@@ -1,0 +1,78 @@
+"""Brings sealed shards into the replay buffer, each exactly once, and takes out what has become stale.
+
+It must not know how shards arrive, or what is learned from them. Every change leaves a line in the trainer's
+metrics, for shards are pruned: ``tba audit`` follows these lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from tba_hpc.buffer import Merged, ReplayBuffer
+from tba_hpc.freshness import Freshness
+from tba_hpc.metrics import MetricsWriter
+from tba_hpc.prompts import CompletedRequests
+from tba_hpc.run.checkpoints import TrainerState
+from tba_hpc.types import Shard
+
+
+class Merger:
+    """Changes the buffer; every method takes the trainer's state before and returns the one after."""
+
+    def __init__(
+        self,
+        buffer: ReplayBuffer,
+        completed: CompletedRequests,
+        freshness: Freshness,
+        metrics: MetricsWriter,
+    ) -> None:
+        self._buffer = buffer
+        self._completed = completed
+        self._freshness = freshness
+        self._metrics = metrics
+
+    def merge(self, state: TrainerState, shards: Sequence[Shard]) -> TrainerState:
+        """Merge what was collected at once: one revision of the buffer. Shards merged before are left out."""
+        shards = [shard for shard in shards if shard.index >= state.cursors.get(shard.searcher, 0)]
+        if not shards:
+            return state
+        revision = state.revision + 1
+        for shard in shards:
+            merged = self._buffer.merge(shard.trajectories, revision)
+            self._completed.add(shard.trajectories.record["request_id"])
+            self._log_merge(state.step, revision, shard, merged)
+        return replace(
+            state,
+            revision=revision,
+            cursors={**state.cursors, **{shard.searcher: shard.index + 1 for shard in shards}},
+            trajectories=state.trajectories + sum(len(shard.trajectories) for shard in shards),
+            added=self._buffer.added,
+            duplicates=self._buffer.duplicates,
+            evicted=self._buffer.evicted,
+            tokens=state.tokens + sum(len(shard.trajectories.completions.values) for shard in shards),
+        )
+
+    def evict_stale(self, state: TrainerState) -> TrainerState:
+        """Evict what the next step must not learn from; a revision of the buffer, too, if there is any."""
+        evicted = self._freshness.evict_stale(state.step)
+        if not evicted:
+            return state
+        step, revision = state.step, state.revision + 1
+        self._metrics.log({"event": "evicted", "step": step, "revision": revision, "evicted": evicted})
+        return replace(state, revision=revision, evicted=self._buffer.evicted)
+
+    def _log_merge(self, step: int, revision: int, shard: Shard, merged: Merged) -> None:
+        self._metrics.log(
+            {
+                "event": "merged",
+                "step": step,
+                "revision": revision,
+                "searcher": shard.searcher,
+                "shard": shard.index,
+                "trajectories": len(shard.trajectories),
+                "tokens": len(shard.trajectories.completions.values),
+                "request_ids": shard.trajectories.request_ids.tolist(),
+                **asdict(merged),
+            }
+        )

@@ -1,0 +1,190 @@
+"""What may be learned from, and how far searchers may run ahead, against formulas and small cases."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tba_hpc.buffer import ReplayBuffer
+from tba_hpc.config import Config, parse_config
+from tba_hpc.freshness import Freshness, RolloutBudget
+from tba_hpc.ports import ExchangeError
+from tba_hpc.prompts import CompletedRequests
+from tba_hpc.types import BEHAVIOUR, RECORD, Publication, Ragged, Shard, Trajectories, make_uid
+
+
+def budget(completed: CompletedRequests, *, bound: int, searchers: int, prompts: int) -> RolloutBudget:
+    """Of a fresh run of 100 steps with so many prompts each."""
+    config = parse_config(
+        {
+            "model": {"path": "tiny"},
+            "exchange": {"max_staleness": bound, "sync_every": 1},
+            "launch": {"searchers": searchers},
+            "train": {"steps": 100, "prompts_per_step": prompts},
+        }
+    )
+    return RolloutBudget(config, completed, step=0, buffered=0)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_without_a_loss_the_budget_is_areals(bound: int) -> None:
+    """B requests more per version, the first of them max_staleness + 1 versions ahead: (v + n + 1)·B."""
+    prompts = 6
+    areal = budget(CompletedRequests(), bound=bound, searchers=4, prompts=prompts)
+    for version in range(5):
+        end = areal.extend(version, missing=0)
+        assert end == areal.end == (version + bound + 1) * prompts
+        areal.arrive(np.arange(version * prompts, (version + 1) * prompts))
+        assert areal.owed().total() == bound * prompts
+    assert areal.extend(1000, missing=0) == 100 * prompts, "nothing is begun beyond the last step"
+
+
+def test_what_is_completed_or_owed_by_the_excluded_is_made_up_for() -> None:
+    rng, completed = np.random.default_rng(0), CompletedRequests()
+    completed.add(rng.integers(0, 60, 25))
+    given = budget(completed, bound=0, searchers=3, prompts=10)
+    end = given.extend(0, missing=0)
+    assert given.owed().total() == 10 and end - 1 not in completed
+    expected = Counter(p % 3 for p in range(end) if p not in completed)
+    assert given.owed() == expected
+    given.exclude({1}, "no searcher is left")
+    expected[1] = 0
+    assert given.owed() == +expected
+    given.arrive(np.array([99, 101]))  # beyond the end: others were set aside
+    assert given.owed() == expected - Counter([0, 2])
+    owed = given.owed().total()
+    assert given.extend(0, missing=owed) == end, "what is owed need not be begun again"
+    given.extend(0, missing=owed + 7)
+    assert given.owed().total() == owed + 7 and set(given.owed()) == {0, 2}
+    with pytest.raises(ExchangeError, match="no searcher is left"):
+        given.exclude({0, 2}, "no searcher is left")
+
+
+# --- Freshness ---
+
+
+def config_of(**sections: dict[str, object]) -> Config:
+    """Two prompts a step, four initial completions."""
+    tree: dict[str, dict[str, object]] = {
+        "model": {"path": "tiny"},
+        "buffer": {"initial_completions": 4},
+        "train": {"steps": 100, "prompts_per_step": 2},
+        "exchange": {"sync_every": 1},
+        "launch": {"searchers": 2},
+    }
+    return parse_config(
+        {name: {**tree.get(name, {}), **sections.get(name, {})} for name in {**tree, **sections}}
+    )
+
+
+def shard(searcher: int, request_id: int, *, version: int = 0, reference: int = 0) -> Shard:
+    """Two trajectories of a request."""
+    record = np.zeros(2, RECORD)
+    record["uid"] = [make_uid(searcher, request_id, row) for row in range(2)]
+    record["prompt_id"] = record["request_id"] = request_id
+    record["version_oldest"] = record["version_newest"] = version
+    record["reference"] = reference
+    completions = Ragged.from_rows([np.array([request_id, row]) for row in range(2)], np.int32)
+    logprobs = np.zeros(4, np.float32)
+    prompts = Ragged.from_rows([np.array([request_id])], np.int32)
+    return Shard(searcher, request_id, Trajectories(record, prompts, completions, logprobs, logprobs))
+
+
+def records(*versions_and_references: tuple[int, int]) -> np.ndarray:
+    """RECORD of so many trajectories."""
+    record = np.zeros(len(versions_and_references), RECORD)
+    record["version_oldest"], record["reference"] = zip(*versions_and_references, strict=True)
+    return record
+
+
+def test_without_a_bound_nothing_is_stale_and_nobody_is_held_back() -> None:
+    buffer = ReplayBuffer(config_of().buffer, 0)
+    free = Freshness(config_of(), buffer)
+    free.open_budget(0, CompletedRequests())
+    assert free.publication(7, evaluate="test", published=1.5) == Publication(
+        version=7, published=1.5, evaluate="test", reference=0, budget_end=None
+    )
+    assert not free.is_stale(records((0, 0), (7, 0)), step=1000).any()
+    buffer.merge(shard(0, 0, version=0).trajectories, 1)
+    assert free.evict_stale(1000) == 0 and len(buffer) == 2
+    assert not free.exhausted(1000)
+
+
+def test_staleness_is_counted_from_the_oldest_version_either_way() -> None:
+    """A shard that survived a crash may come of weights ahead of the step that the resume took back to."""
+    bounded = Freshness(config_of(exchange={"max_staleness": 3}), ReplayBuffer(config_of().buffer, 0))
+    stale = bounded.is_stale(records((6, 0), (7, 0), (10, 0), (13, 0), (14, 0)), step=10)
+    assert stale.tolist() == [True, False, False, False, True]
+
+
+def test_a_reset_reference_makes_stale_what_older_ones_scored() -> None:
+    config = config_of(train={"reference": "reset", "reference_every": 4})
+    reset = Freshness(config, ReplayBuffer(config.buffer, 0))
+    changed = [step for step in range(13) if reset.update_reference(step)]
+    assert changed == [4, 8, 12] and reset.reference == 12
+    assert reset.is_stale(records((12, 8), (1, 12), (12, 0)), step=12).tolist() == [True, False, True]
+    assert reset.publication(12, evaluate=None, published=0.0).reference == 12
+
+
+def test_the_weights_that_sampled_are_their_own_reference() -> None:
+    own = Freshness(config_of(train={"reference": "behaviour"}), ReplayBuffer(config_of().buffer, 0))
+    assert own.reference == BEHAVIOUR and not own.update_reference(50)
+
+
+def test_what_is_missing_is_completions_at_first_then_requests() -> None:
+    free_config, bounded_config = config_of(), config_of(exchange={"max_staleness": 1})
+    for config, at_first, later in (
+        (free_config, [4, 2, 0], [0, 0, 0]),
+        (bounded_config, [2, 1, 0], [2, 1, 0]),
+    ):
+        buffer = ReplayBuffer(config.buffer, 0)
+        freshness = Freshness(config, buffer)
+        seen = []
+        for request_id in range(3):
+            seen.append((freshness.missing(0), freshness.missing(1)))
+            buffer.merge(shard(0, request_id).trajectories, request_id)
+        assert seen == list(zip(at_first, later, strict=True))
+
+
+def test_a_dead_searcher_owes_nothing_and_others_issue_instead() -> None:
+    config = config_of(exchange={"max_staleness": 0})
+    buffer = ReplayBuffer(config.buffer, 0)
+    bounded = Freshness(config, buffer)
+    bounded.open_budget(0, CompletedRequests())
+    assert bounded.exhausted(0), "nothing is granted before the first weights"
+    assert bounded.publication(0, evaluate=None, published=0.0).budget_end == 2
+    assert not bounded.exhausted(0)
+    bounded.exclude_dead(1, "node7")
+    assert bounded.exhausted(0), "request 1 was searcher 1's"
+    assert bounded.publication(0, evaluate=None, published=0.0).budget_end == 3, "request 2 is searcher 0's"
+    for request_id in (0, 2):
+        bounded.arrive(shard(0, request_id))
+        buffer.merge(shard(0, request_id).trajectories, request_id + 1)
+    assert bounded.missing(0) == 0
+    with pytest.raises(ExchangeError, match="no searcher is left: the last, 0 on node8, died"):
+        bounded.exclude_dead(0, "node8")
+
+
+def test_silence_excludes_who_owes_and_ends_the_run_where_all_do(caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of(exchange={"max_staleness": 0})
+    bounded = Freshness(config, ReplayBuffer(config.buffer, 0))
+    bounded.open_budget(0, CompletedRequests())
+    bounded.publication(0, evaluate=None, published=0.0)
+    bounded.arrive(shard(0, 0))
+    bounded.exclude_unresponsive(0, 12.0)
+    assert "no new one has arrived for 12 s: see the logs of searchers 1, which owe them" in caplog.text
+    bounded.publication(0, evaluate=None, published=0.0)
+    with pytest.raises(ExchangeError, match=r"holds 0 of the 2 groups that step 0 needs.*searchers 0, which"):
+        bounded.exclude_unresponsive(0, 12.0)
+    free = Freshness(config_of(), ReplayBuffer(config.buffer, 0))
+    with pytest.raises(ExchangeError, match=r"holds 0 of 4 initial completions.*lower buffer.initial_comp"):
+        free.exclude_unresponsive(0, 12.0)
+
+
+def test_eviction_takes_what_is_stale_and_nothing_else() -> None:
+    config = config_of(exchange={"max_staleness": 2})
+    buffer = ReplayBuffer(config.buffer, 0)
+    for request_id in range(6):
+        buffer.merge(shard(0, request_id, version=request_id).trajectories, request_id)
+    assert Freshness(config, buffer).evict_stale(5) == 6
+    assert sorted(buffer.trajectories().record["version_oldest"]) == [3, 3, 4, 4, 5, 5]
