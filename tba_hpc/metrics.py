@@ -50,7 +50,7 @@ RUN/metrics/searcher-0003.jsonl about one record per second; counts are since th
 search/tokens                   tokens generated (count)
 search/tokens_per_second        the same per second of wall time (tokens/s)
 search/trajectories             training completions scored and appended (count)
-search/groups                   training prompts finished (count)
+search/groups                   training requests answered (count)
 search/reward                   mean reward of these completions
 search/truncated_share          of these, cut off by the token limit (share)
 search/busy_share               wall time inside the engine's step (share)
@@ -65,7 +65,7 @@ search/rejected                 trajectories set aside for a reward that is not 
 event: started                  a record without the above, one per start of this rank, with
 searchers                       searcher ranks that share the prompts (count)
 event: sealed                   one per shard, with ``trajectories``, ``shard`` (its index), and
-search/issued                   training prompts taken from the sequence since this start (count)
+search/issued                   training requests taken from the sequence since this start (count)
 ==============================  ========================================================================
 """
 
