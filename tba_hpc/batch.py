@@ -1,4 +1,4 @@
-"""Whole groups of a batch: dealt to ranks by token count, padded into micro-batches, sent as plain arrays.
+"""Whole groups of a batch: split over ranks by token count, padded into micro-batches, sent as plain arrays.
 
 It must not know how a batch was sampled or what is learned from it. Imports no torch.
 """
@@ -17,10 +17,11 @@ from tba_hpc.types import Ragged, TrajectoryBatch, offsets_of, spans
 class PaddedBatch:
     """B whole groups of K rows as rectangles; N = B·K rows, prompt-major, L the longest sequence.
 
-    tokens_NL: int64, prompt then completion, 0 to the right of it · prompt_length_N, length_N: int64, tokens
-    of the prompt, and of prompt and completion together · logprob_NL, ref_logprob_NL: float32, of the
-    completions' tokens under the weights that sampled them and under the reference, 0 elsewhere ·
-    reward_N: float32 · prompt_id_B: int64.
+    tokens_NL: int64, prompt then completion, 0 to the right of it.
+    prompt_length_N, length_N: int64, tokens of the prompt, and of prompt and completion together.
+    logprob_NL, ref_logprob_NL: float32, of the completions' tokens under the weights that sampled them and
+    under the reference, 0 elsewhere.
+    reward_N: float32. prompt_id_B: int64.
     """
 
     group_size: int
@@ -57,7 +58,7 @@ def balance(batch: TrajectoryBatch, ranks: int) -> list[np.ndarray]:
 
 
 def split(batch: TrajectoryBatch, ranks: int) -> list[TrajectoryBatch]:
-    """The part of every rank, as ``balance`` deals them."""
+    """The part of every rank, as ``balance`` splits it."""
     return [take_groups(batch, groups) for groups in balance(batch, ranks)]
 
 

@@ -30,9 +30,10 @@ COMPARED_AT_ONCE = 128
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What a merge did. duplicates: trajectories given up for one that is equal or near, whenever they came ·
+    """What a merge did.
 
-    added: those merged less the duplicates · evicted: those that left for want of room, whenever they came.
+    added: trajectories merged less the duplicates. duplicates: those given up for one that is equal or near,
+    whenever they came. evicted: those that left for want of room, whenever they came.
     """
 
     added: int
@@ -140,9 +141,9 @@ class ReplayBuffer:
         return given_up
 
     def _insert_best(self, row: int, prompt: int, key: bytes, near: np.ndarray) -> int:
-        """Enter a row if it is better than all ``near`` ones, which leave; or give it up. One that is there
+        """Enter a row if it is better than all ``near`` ones, which leave; or give it up.
 
-        already, to the letter, it replaces instead. Returns how many were given up.
+        One that is there already, to the letter, it replaces instead. Returns how many were given up.
         """
         if key in self._rows_of.get(prompt, ()):
             return self._insert([row], [prompt], [key])
@@ -339,7 +340,7 @@ def _fingerprints(completions: Ragged) -> list[bytes]:
 class _Draw:
     """Prompts in random order, each once before any comes again; a draw costs the same for any number.
 
-    waiting: not yet drawn in this pass · drawn: the others. Prompts that have become useless are
+    waiting: not yet drawn in this pass. drawn: the others. Prompts that have become useless are
     dropped when a draw comes upon them.
     """
 
@@ -508,10 +509,11 @@ class _Rows:
         return tokens, self._logprobs.values[index_T], self._ref_logprobs.values[index_T]
 
     def near(self, rows: Sequence[int], share: float) -> Iterator[np.ndarray]:
-        """For each of these rows, of one prompt, int64: the live ones older than it and of its prompt at an
+        """For each of these rows, of one prompt: the live ones, int64, that are older than it and near it.
 
-        edit distance below ``share`` of both lengths together. Rows may be killed between one and the next.
-        Looks at every older row of the prompt: for the cost see CONTRIBUTING.
+        Near: of the same prompt, at an edit distance below ``share`` of both lengths together. Rows may be
+        killed between one and the next. Looks at every older row of the prompt: for the cost see
+        docs/lab-book.md.
         """
         self._spell()
         length_N = np.diff(self._offsets.values)

@@ -22,7 +22,7 @@ time/learn_seconds              of which inside ``learner.step`` (s)
 train/wait_share                wall time outside forward, backward and optimizer, since warm-up (share)
 sync/version                    weights last published (optimizer steps)
 sync/publish_stall_seconds      time that the loop stood still in this step's publish, if it had one (s)
-sync/late                       publishes put off because the round before was under way (count, so far)
+sync/late                       publishes put off, as the exchange's round was under way (count, so far)
 sync/publishes                     publishes so far (count)
 buffer/size                     trajectories in the replay buffer (count)
 buffer/prompts                  distinct prompts in it (count)
@@ -34,21 +34,23 @@ staleness/histogram             list of counts over the batch; bin i holds stale
                                 everything from its index up
 event                           a record without the above: started, resumed, filling, reset (the policy
                                 became the reference), checkpoint, stopped, finished; with ``step``,
-                                ``buffer/size``, and ``round``
-round                           merges of what a sync brought, and drops as below, so far (count)
+                                ``buffer/size``, and ``revision``
+revision                        of the buffer: how often its content changed so far, by a merge of what
+                                one collection brought or by an eviction of what is stale (count)
 event: lost                     a searcher died and the run goes on, with ``step``, ``searcher``, ``host``
-event: merged                   one per shard, with ``step``, ``round``, and
+event: merged                   one per shard, with ``step``, ``revision``, and
 searcher, shard                 whose shard it was, and its index
 trajectories, tokens            in it (count; tokens of completions)
-positions                       list of the places of its groups in the run's prompt sequence
+request_ids                     list of the requests that its groups answer, by their place in the run's
+                                prompt sequence
 added, duplicates, evicted      what the replay buffer did with them: buffer/… went up by this
 event: evicted                  trajectories dropped as too stale, or scored by an older reference, with
-                                ``step``, ``round``, ``evicted``: buffer/evicted went up by this
+                                ``step``, ``revision``, ``evicted``: buffer/evicted went up by this
 RUN/metrics/searcher-0003.jsonl about one record per second; counts are since the record before
 search/tokens                   tokens generated (count)
 search/tokens_per_second        the same per second of wall time (tokens/s)
 search/trajectories             training completions scored and appended (count)
-search/groups                   training prompts finished (count)
+search/groups                   training requests answered (count)
 search/reward                   mean reward of these completions
 search/truncated_share          of these, cut off by the token limit (share)
 search/busy_share               wall time inside the engine's step (share)
@@ -63,7 +65,7 @@ search/rejected                 trajectories set aside for a reward that is not 
 event: started                  a record without the above, one per start of this rank, with
 searchers                       searcher ranks that share the prompts (count)
 event: sealed                   one per shard, with ``trajectories``, ``shard`` (its index), and
-search/issued                    training prompts taken from the sequence since this start (count)
+search/issued                   training requests taken from the sequence since this start (count)
 ==============================  ========================================================================
 """
 
@@ -76,6 +78,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, overload
+
+from tba_hpc.run.files import parse_json_lines
 
 Value = float | int | str | Sequence[float] | None
 Record = dict[str, float | int | str | list[float]]
@@ -166,23 +170,16 @@ class MetricsTail:
             file.seek(self._offset)
             whole, _, _ = file.read().rpartition(b"\n")
         self._offset += len(whole) + 1 if whole else 0
-        lines = whole.splitlines()
         if dull is not None:
+            lines = whole.splitlines()
             lines = [line for line in lines[:-LAST_LINES] if dull not in line] + lines[-LAST_LINES:]
-        return [record for line in lines if (record := _parse(line))]
+            whole = b"\n".join(lines)
+        return parse_json_lines(whole)
 
 
 def read_metrics(path: Path) -> list[Record]:
     """All whole records of a file, in order; lines torn by a crash are left out, no file is no record."""
     return MetricsTail(path).new()
-
-
-def _parse(line: bytes) -> Record | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
 
 
 @overload
@@ -221,7 +218,6 @@ class Clock:
 
     def __init__(self) -> None:
         self._total: dict[str, float] = {}
-        self._last: dict[str, float] = {}
         self._since = time.perf_counter()
 
     @contextmanager
@@ -231,26 +227,12 @@ class Clock:
         try:
             yield
         finally:
-            self._last[name] = time.perf_counter() - start
-            self._total[name] = self._total.get(name, 0.0) + self._last[name]
+            self._total[name] = self._total.get(name, 0.0) + time.perf_counter() - start
 
     @property
     def wall(self) -> float:
         """Seconds since the start or the last reset."""
         return time.perf_counter() - self._since
-
-    def last(self, name: str) -> float:
-        """Seconds of the newest block of that name; 0 where there was none."""
-        return self._last.get(name, 0.0)
-
-    def seconds(self, name: str) -> float:
-        """Seconds of all blocks of that name since the start or the last reset."""
-        return self._total.get(name, 0.0)
-
-    def shares(self) -> dict[str, float]:
-        """Per name: seconds ÷ wall time since the start or the last reset."""
-        wall = self.wall
-        return {name: seconds / wall for name, seconds in self._total.items()}
 
     def reset(self) -> dict[str, float]:
         """Seconds per name since the last reset; counting starts anew."""

@@ -37,8 +37,8 @@ ANSWERS_AT_ONCE = 16
 class Scored:
     """What became of a group, or of a call to seal.
 
-    rewards: of the completions kept · rejected: completions set aside, because their reward is not a
-    finite number · truncated: those kept that the token limit ended · shard: the open shard, where it
+    rewards: of the completions kept. rejected: completions set aside, because their reward is not a
+    finite number. truncated: those kept that the token limit ended. shard: the open shard, where it
     was now sealed, which took ``seal_seconds``.
     """
 

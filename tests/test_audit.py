@@ -1,6 +1,6 @@
-"""The audit: clean over a run that was killed, stopped and resumed with other numbers of searchers; and
+"""The audit: clean over a run that was killed, stopped and resumed with other numbers of searchers.
 
-every kind of damage, seeded into copies of that run, is named.
+Every kind of damage, seeded into copies of that run, is named.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def delete_the_buffer(run: RunDir) -> Damage:
 
 
 def mark_prompts_done(run: RunDir) -> Damage:
-    """No resume would deal them again."""
+    """No resume would issue them again."""
     path = newest(run) / "prompts.h5"
     done = np.unpackbits(read_arrays(path)["done"])
     write_arrays(path, {"done": np.packbits(np.append(done, [1, 1]))})
@@ -214,7 +214,7 @@ def mark_prompts_done(run: RunDir) -> Damage:
 
 
 def forget_a_prompt(run: RunDir) -> Damage:
-    """A resume would deal it again."""
+    """A resume would issue it again."""
     path = newest(run) / "prompts.h5"
     done = np.unpackbits(read_arrays(path)["done"])
     request_id = np.flatnonzero(done)[0]

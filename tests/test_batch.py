@@ -91,7 +91,7 @@ def test_split_deals_every_group_once_and_equally(ranks: int) -> None:
 
 
 def lightest_possible(tokens: list[int], ranks: int) -> int:
-    """Brute force: the smallest heaviest load over all ways to deal equal numbers of groups."""
+    """Brute force: the smallest heaviest load over all ways to share out equal numbers of groups."""
     size = len(tokens) // ranks
     return min(
         max(sum(order[i : i + size]) for i in range(0, len(order), size))

@@ -134,7 +134,7 @@ def test_a_path_is_on_the_innermost_mount(path: str, kind: str) -> None:
     assert machine_checks.mount_kind(Path(path), MOUNTS) == kind
 
 
-# --- Rules: the slurm_checks ---
+# --- Rules: Slurm ---
 
 
 def _asked(partition: dict[str, str] | None = None, **settings: str) -> SlurmFacts:

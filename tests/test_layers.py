@@ -1,6 +1,6 @@
-"""The layers of the house: imports go downward only, one heavy library lives in one module, a login
+"""The layers of the house: imports go downward only, one heavy library lives in one module.
 
-node without torch can import what it needs.
+A login node without torch can import what it needs.
 """
 
 import ast
@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).parents[1] / "tba_hpc"
 LAYERS = [
     {"types", "config"},
     {"objectives", "schedules", "ports"},
-    {"run", "prompts", "buffer", "batch", "metrics"},
+    {"run", "prompts", "buffer", "batch"},
+    {"metrics"},
     {"trainer", "searcher", "scorer", "online_evaluation", "backends", "tasks", "launch", "report"},
     {"runtime", "audit", "evaluate", "doctor"},
     {"cli"},

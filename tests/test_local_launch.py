@@ -55,8 +55,11 @@ if verb == "train":
 if mode == "stubborn":
     time.sleep(60)
 """
-"""A rank: ``finish`` ends at once, ``wait`` after SIGUSR1, ``stubborn`` never; ``early`` takes no signals
-yet, with ``saving`` only the trainer does, and ``deaf`` has missed the first; the others fail."""
+"""A rank that behaves as its mode says.
+
+``finish`` ends at once, ``wait`` after SIGUSR1, ``stubborn`` never; ``early`` takes no signals yet, with
+``saving`` only the trainer does, and ``deaf`` has missed the first; the others fail.
+"""
 
 LAUNCHER = """
 import sys

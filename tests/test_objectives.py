@@ -205,10 +205,10 @@ def test_loss_is_the_papers_times_half_beta() -> None:
 
 @pytest.mark.parametrize("beta", [0.004, 0.1, 3.0])
 def test_gradients_agree_where_theory_says_so(beta: float) -> None:
-    """TB's is −[(r − r̄) − β(KL − KL̄)] per log-probability and row, without any 1/β: mean-baseline REINFORCE
+    """TB's is −[(r − r̄) − β(KL − KL̄)] per log-probability and row, without any 1/β.
 
-    on the KL-regularised reward. TBA′ without a ratio has the same on data of any age. RLOO has K/(K−1) of it
-    on its own samples, and so has proximal RLOO, whose ratio is 1 there.
+    That is mean-baseline REINFORCE on the KL-regularised reward. TBA′ without a ratio has the same on data of
+    any age. RLOO has K/(K−1) of it on its own samples, and so has proximal RLOO, whose ratio is 1 there.
     """
     stale = random_groups(4, 7)
     kl = (stale.logprob_BK - stale.ref_logprob_BK).detach()

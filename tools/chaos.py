@@ -8,7 +8,7 @@ other, each when the run has recovered from the last and gone on for a few optim
 the ranks start. Then the run must come to its end by itself, and ``tba audit`` must find every trajectory
 once. Where it does not, the exit status is 1 and the ends of the logs are shown.
 
-A tool of a source checkout: cluster and faults are those of the tests. Needs root and Slurm's daemons.
+A tool of a source checkout: cluster and faults are ``slurm_testbed``'s. Needs root and Slurm's daemons.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ START_UP_SHARE = 0.2
 """Of the faults that could strike while the ranks start, because the one before has ended them."""
 
 START_UP_SECONDS = 15.0
-"""About how long ranks take from their birth to the first step."""
+"""About how long ranks take from their start to the first step."""
 
 DEADLINE = 300
 """Seconds after which something that should happen counts as not happening."""
@@ -192,8 +192,11 @@ def steps_for(planned: Sequence[Fault]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """A fault that has struck. start_up: the run had not yet recovered from the one before; victim: a rank,
-    None where the whole job was hit."""
+    """A fault that has struck.
+
+    start_up: the run had not yet recovered from the one before. victim: a rank, None where the whole job was
+    hit.
+    """
 
     kind: str
     time: float
@@ -420,8 +423,11 @@ def fault_rows(history: History, strikes: Sequence[Strike], redone: Mapping[floa
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of a strike. way, seconds: how and how soon the run recovered, None where it did not
-    before the next strike; redone: optimizer steps taken again."""
+    """What became of a strike.
+
+    way, seconds: how and how soon the run recovered, None where it did not before the next strike.
+    redone: optimizer steps taken again.
+    """
 
     strike: Strike
     survived: bool

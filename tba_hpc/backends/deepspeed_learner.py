@@ -339,9 +339,9 @@ def _place(buffer: np.ndarray, slot: WeightSlot) -> Tensor:
 
 
 def _convert(folder: Path, universal: Path) -> None:
-    """DeepSpeed's own conversion to a checkpoint for any number of ranks, in a process of its own
+    """DeepSpeed's own conversion to a checkpoint for any number of ranks.
 
-    because it starts workers, which must not be forked from an MPI rank.
+    In a process of its own, for it starts workers, which must not be forked from an MPI rank.
     """
     program = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     arguments = ["--input_folder", str(folder), "--output_folder", str(universal)]

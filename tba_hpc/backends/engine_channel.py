@@ -86,8 +86,8 @@ class Loaded(Message):
 class Finished(Message):
     """All completions of a request, K of them with T tokens in all, as flat arrays.
 
-    tokens: int32 [T] · logprobs: float32 [T] · lengths: int32 [K] · stopped: uint8 [K], 1 where EOS ended
-    it · versions: int32 [K, 2], oldest and newest.
+    tokens: int32 [T]. logprobs: float32 [T]. lengths: int32 [K]. stopped: uint8 [K], 1 where EOS ended it.
+    versions: int32 [K, 2], oldest and newest.
     """
 
     request: int
@@ -101,8 +101,8 @@ class Finished(Message):
 class Progress(Message):
     """From the engine, when groups are whole, and many times a second: a sign that it works.
 
-    Since the message of this kind before, busy_seconds: inside the engine's step · ended: completions that
-    have ended, of whole and of other groups.
+    Both count from the message of this kind before. busy_seconds: inside the engine's step. ended:
+    completions that have ended, of whole and of other groups.
     """
 
     busy_seconds: float

@@ -3,7 +3,7 @@
 It must not know about ranks or optimizers, and it never holds the logits [tokens × vocabulary] of a
 whole batch.
 
-Shape letters: N sequences · L padded length · T completion tokens in all · D hidden size · V vocabulary
+Shape letters: N sequences, L padded length, T completion tokens in all, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -245,9 +245,10 @@ def _chunks(total: int, size: int) -> Iterator[slice]:
 
 
 def _takes_any_mask(model: PreTrainedModel) -> bool:
-    """Whether tokens meet in attention alone, all layers attend to just what a mask says, and position_ids
+    """Whether a mask and ``position_ids`` alone say which tokens meet, and where each of them is.
 
-    say where a token is: not with recurrent states, sliding windows or distances counted along the row.
+    Tokens then meet in attention only, and all layers attend to just what the mask says: not so with
+    recurrent states, sliding windows or distances counted along the row.
     """
     config = model.config
     window = getattr(config, "sliding_window", None)

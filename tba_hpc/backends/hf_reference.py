@@ -2,7 +2,7 @@
 
 It must not know which engine sampled them, and it never holds the logits of a whole group.
 
-Shape letters: K distinct completions of a group · P prompt tokens · L longest completion · D hidden size
+Shape letters: K distinct completions of a group, P prompt tokens, L longest completion, D hidden size.
 """
 
 from __future__ import annotations

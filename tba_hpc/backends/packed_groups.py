@@ -3,7 +3,7 @@
 A row then costs the prompt's tokens once instead of once per completion, and nothing between its completions
 is padding. It must not know which model reads the rows.
 
-Shape letters: N sequences · L padded length · B rows · M longest row · T completion tokens in all
+Shape letters: N sequences, L padded length, B rows, M longest row, T completion tokens in all.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 class PackedGroups:
     """Rows in which S sequences of one prompt follow each other, less the prompts of all but the first.
 
-    tokens_BM, position_BM: int64, a token and its place in its own sequence · completion_BM: int64, of which
-    completion it is, from 1; 0 in the prompt · all three are 0 to the right of a row's end · row_T, before_T:
+    tokens_BM, position_BM: int64, a token and its place in its own sequence. completion_BM: int64, of which
+    completion it is, from 1; 0 in the prompt. All three are 0 to the right of a row's end. row_T, before_T:
     int64, row and place of the token from which each completion token is predicted, one sequence after the
     other.
     """
@@ -32,9 +32,9 @@ class PackedGroups:
 
     @property
     def visible_BMM(self) -> Tensor:
-        """bool: whether a token (second axis) may look at another (third), one not after it
+        """bool: whether a token (second axis) may look at another (third).
 
-        that belongs to the prompt or to its own completion.
+        That is one not after it which belongs to the prompt or to its own completion.
         """
         owner_BM1, owner_B1M = self.completion_BM[:, :, None], self.completion_BM[:, None, :]
         return ((owner_B1M == owner_BM1) | (owner_B1M == 0)).tril()

@@ -24,8 +24,10 @@ from tba_hpc.ports import ExchangeError
 from tba_hpc.run.files import write_atomic
 
 IDLE_DEADLINE = timedelta(days=2)
-"""Longest time between two commands: the leader may fill its first buffer for hours. Its death is noticed at
-once, by the closed connection."""
+"""Longest time between two commands: the leader may fill its first buffer for hours.
+
+Its death is noticed at once, by the closed connection.
+"""
 
 HEADER = struct.Struct("<qddq")  # command, two numbers, bytes of the payload
 

@@ -202,8 +202,9 @@ class WeightLoader:
 
 
 def sampling_params(sampling: Sampling, n: int) -> SamplingParams:
-    """logprobs=0 asks for the sampled token's log-probability alone, at temperature 1, before top-p and
+    """vLLM's parameters of ``n`` completions of a prompt.
 
+    ``logprobs=0`` asks for the sampled token's log-probability alone, at temperature 1, before top-p and
     before the end of sequence is ruled out below min_tokens.
 
     No seed per request: it costs a Python call per sequence and token, on a GPU also the fast sampler,

@@ -1,6 +1,6 @@
 """What this cluster, or this machine, has and what of it will go wrong; also asked before a submission.
 
-It must not know how anything is found out: the rules are in ``facts.py`` (Slurm), ``machine_checks.py`` (one
+It must not know how anything is found out: the rules are in ``slurm_checks.py``, ``machine_checks.py`` (one
 machine) and ``trial.py`` (a job that is really run).
 """
 

@@ -65,8 +65,9 @@ LITTLE_DISK, LITTLE_INODES, LITTLE_SHM, LITTLE_MEMORY = 10 * GIB, 10_000, GIB, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpus:
-    """names: as ``nvidia-smi -L`` lists them. driver, cuda: its version, and the newest CUDA that it runs.
+    """The GPUs of a machine, and what is installed to use them.
 
+    names: as ``nvidia-smi -L`` lists them. driver, cuda: its version, and the newest CUDA that it runs.
     error: what nvidia-smi said instead. torch, torch_cuda: version installed and the CUDA that it was built
     for, empty for none.
     """

@@ -1,4 +1,4 @@
-"""What Slurm's facts says of a cluster, and what of that would hurt a run.
+"""What Slurm says of a cluster, and what of that would hurt a run.
 
 Apart from ``SlurmFacts.ask`` it runs nothing: the rules are functions of the recorded texts and a site.
 """
@@ -33,7 +33,10 @@ class SlurmError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmFacts:
-    """settings: ``scontrol show config``. partitions: their fields by name. mpi: ``srun --mpi=`` plugins."""
+    """What a cluster says of itself.
+
+    settings: ``scontrol show config``. partitions: their fields by name. mpi: ``srun --mpi=`` plugins.
+    """
 
     settings: Mapping[str, str]
     partitions: Mapping[str, Mapping[str, str]]

@@ -2,7 +2,7 @@
 
 It must not know what was generated or how it was judged.
 
-Shape letters: P prompts · N samples of a prompt · K values of k
+Shape letters: P prompts, N samples of a prompt, K values of k.
 """
 
 from __future__ import annotations

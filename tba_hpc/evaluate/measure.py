@@ -41,9 +41,9 @@ Scores = Mapping[str, Estimate]
 class Decoding:
     """How the model did with one way of decoding.
 
-    temperature: 0 is greedy · samples: completions per prompt · scores: by name · truncated_share: cut off by
-    the token limit · tokens: mean per completion · perplexity: of the completions under the reference, None
-    without one · summary: the task's own figures, see ports.Summarising.
+    temperature: 0 is greedy. samples: completions per prompt. scores: by name. truncated_share: of the
+    completions, cut off by the token limit. tokens: mean per completion. perplexity: of the completions under
+    the reference, None without one. summary: the task's own figures, see ports.Summarising.
     """
 
     temperature: float
@@ -59,7 +59,7 @@ class Decoding:
 class Result:
     """What an evaluation came to.
 
-    single: one completion per prompt, as in the evaluations of a run · sampled: several; None where none were
+    single: one completion per prompt, as in the evaluations of a run. sampled: several; None where none were
     asked for.
     """
 
@@ -81,11 +81,13 @@ def measure(
     temperature: float | None = None,
     limit: int | None = None,
 ) -> Result:
-    """Evaluate as a run does, greedily unless the task has an evaluation_temperature; and by ``samples``
+    """Evaluate as a run does, and by several completions per prompt where they are asked for.
 
-    completions per prompt at ``temperature`` where there are any.
-    temperature: None takes the config's · limit: prompts used, None: all. Raises ConfigError with one
-    sentence (no such model, an empty split, prompts too long), EngineError where the engine keeps dying.
+    As a run does: one completion per prompt, greedily unless the task has an evaluation_temperature.
+    samples: completions per prompt of the second kind, 0 for none. temperature: theirs, None takes the
+    config's. limit: prompts used, None for all.
+    Raises ConfigError with one sentence (no such model, an empty split, prompts too long), EngineError where
+    the engine keeps dying.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -29,9 +29,9 @@ class PaddedRows(Protocol):
 class Groups:
     """B whole groups of K completions of one prompt each, in rectangles of L positions.
 
-    policy_BKL: float, with gradient, log π_θ of each token · behaviour_BKL, reference_BKL: the same under the
-    weights that sampled it and under the reference, without gradient; all three at temperature 1 and 0 where
-    ``mask_BKL`` (bool) has no token of a completion; EOS is one · reward_BK: float.
+    policy_BKL: float, with gradient, log π_θ of each token. behaviour_BKL, reference_BKL: the same under the
+    weights that sampled it and under the reference, without gradient. All three are at temperature 1, and 0
+    where ``mask_BKL`` (bool) has no token of a completion; EOS is one. reward_BK: float.
     A group must be whole: its baseline is taken over what is here.
     """
 
@@ -84,9 +84,10 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveOutput:
-    """loss: scalar with gradient, a mean over the rows given. metrics: detached scalars, means over the
+    """The loss of some rows, and figures about it.
 
-    same rows. Both of a batch are therefore the means of those of its micro-batches, weighted by groups.
+    loss: scalar with gradient, a mean over the rows given. metrics: detached scalars, means over the same
+    rows. Both of a batch are therefore the means of those of its micro-batches, weighted by groups.
     """
 
     loss: Tensor

@@ -1,6 +1,6 @@
-"""Policy-gradient baselines: RLOO and its proximal form, GRPO and Dr. GRPO. Right on-policy, or nearly so;
+"""Policy-gradient baselines for trajectory balance: RLOO and its proximal form, GRPO and Dr. GRPO.
 
-trajectory balance is what they are compared with. It must not know where the completions come from.
+They are right on-policy, or nearly so. It must not know where the completions come from.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ EPSILON = 1e-4
 
 
 def rloo(groups: Groups, beta: float) -> ObjectiveOutput:
-    """mean over rows of −A·log π_θ (arXiv 2402.14740), A = R less the mean R of the others of its group,
+    """REINFORCE with a leave-one-out baseline (arXiv 2402.14740): mean over rows of −A·log π_θ.
 
-    R = r − β·log(π_behaviour/π_ref): the KL penalty is part of the reward, fixed when it was sampled.
+    A = R less the mean R of the others of its group, where R = r − β·log(π_behaviour/π_ref): the KL penalty
+    is part of the reward, fixed when it was sampled.
     On-policy its expected gradient is that of −(E[r] − β·KL), K/(K−1) times that of trajectory balance.
     Nothing corrects for the age of the data.
 
@@ -27,10 +28,10 @@ def rloo(groups: Groups, beta: float) -> ObjectiveOutput:
 
 
 def proximal_rloo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutput:
-    """RLOO under PPO's clip, as for asynchronous RLHF (arXiv 2410.18252): mean over rows of
+    """RLOO under PPO's clip, as for asynchronous RLHF (arXiv 2410.18252).
 
-    −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), ρ = π_θ/π_behaviour of the whole completion, A as in ``rloo``.
-    Metrics as there.
+    Mean over rows of −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), ρ = π_θ/π_behaviour of the whole completion, A as
+    in ``rloo``. Metrics as there.
     """
     advantage_BK = _kl_advantage(groups, beta)
     ratio_BK = (groups.logprob_BK - groups.behaviour_logprob_BK).exp()
@@ -38,7 +39,9 @@ def proximal_rloo(groups: Groups, beta: float, *, ratio_clip: float) -> Objectiv
 
 
 def grpo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutput:
-    """Group-relative policy optimisation (arXiv 2402.03300, eq. 3): mean over rows of the mean over tokens of
+    """Group-relative policy optimisation (arXiv 2402.03300, eq. 3).
+
+    Mean over rows of the mean over tokens of
 
         −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A) + β·(π_ref/π_θ − log(π_ref/π_θ) − 1)
 
@@ -55,11 +58,11 @@ def grpo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutput:
 
 
 def dr_grpo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutput:
-    """GRPO done right (arXiv 2503.20783): mean over rows of the *sum* over a row's tokens of
+    """GRPO done right (arXiv 2503.20783): a row's tokens are added up, and advantages are not rescaled.
 
-    −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), A = r − r̄: neither a row's length nor the spread of a group's
-    rewards changes its weight. The paper divides the sum by a constant, here 1. It has no KL term:
-    ``beta`` is not used. Metrics as in ``grpo``.
+    Mean over rows of the *sum* over a row's tokens of −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), A = r − r̄:
+    neither a row's length nor the spread of a group's rewards changes its weight. The paper divides the sum
+    by a constant, here 1. It has no KL term: ``beta`` is not used. Metrics as in ``grpo``.
     """
     advantage_BK = centred(groups.reward_BK)
     surrogate_BKL = clipped(groups.token_ratio_BKL, advantage_BK[:, :, None], ratio_clip)

@@ -18,7 +18,7 @@ LOG_RATIO_LIMIT = 10.0
 def trajectory_balance(
     groups: Groups, beta: float, *, ratio_cap: float | None = None, gap_clip: float | None = None
 ) -> ObjectiveOutput:
-    """β/2 · mean over all rows of residual² (§3), where
+    """VarGrad trajectory balance (§3): β/2 · mean over all rows of residual².
 
         log Ẑ(x_i)  = mean_j [ log π_ref(y_ij|x_i) − log π_θ(y_ij|x_i) + r_ij/β ]   (current θ, no gradient)
         residual_ij = log Ẑ(x_i) + log π_θ(y_ij|x_i) − log π_ref(y_ij|x_i) − r_ij/β
@@ -52,7 +52,7 @@ def trajectory_balance(
 
 
 def tba_prime(groups: Groups, beta: float, *, ratio_cap: float | None = None) -> ObjectiveOutput:
-    """TBA′ (§5 and appendix, for large models): mean over rows of the sum over tokens of −w·A·log π_θ,
+    """TBA′ (§5 and appendix, for large models): mean over rows of the sum over tokens of −w·A·log π_θ.
 
         A_ij = (r_ij − r̄_i) − β(KL̂_ij − KL̄_i),   KL̂ = Σ_t clamp(log π_θ/π_ref, ±10), without gradient
 

@@ -29,7 +29,7 @@ class RunData:
 
     trainer: all records of the trainer; steps: those of optimizer steps, a repeated step once;
     searchers: all records per searcher; evaluations: the complete ones, by split and step;
-    events: what befell the run, see ``state.log_event``.
+    events: what befell the run, see ``run.events.log_event``.
     """
 
     trainer: list[Record]

@@ -33,9 +33,7 @@ START = (5, 30)
 CHANGE = (1, 9)
 STEPS = (2, 4)
 LARGEST = 50
-"""Ranges, both ends included: the first number, each change, how many changes;
-
-0 and the largest result."""
+"""Ranges, both ends included: the first number, each change, how many changes. Results: 0 to LARGEST."""
 
 HELD_OUT: tuple[Split, ...] = ("validation", "test")
 PARTS = 10
@@ -61,7 +59,7 @@ class Problem:
 
     @property
     def totals(self) -> list[int]:
-        """The running total: before any change, after the first, …"""
+        """The running total: before any change, after the first, and so on."""
         return list(accumulate(self.changes, initial=self.start))
 
     @property
@@ -91,7 +89,7 @@ class Problem:
 
     @property
     def counted_solution(self) -> str:
-        """Every change counted out one by one, ``17-3=16-2=15-1=14;``: long, uneven, and easy to learn."""
+        """Every change counted one by one, ``17-3=16-2=15-1=14;``: long, uneven, and easy to learn."""
         totals = self.totals
         work = [_count(a, c) for a, c in zip(totals, self.changes, strict=False)]
         return "".join(work) + self.bare_answer

@@ -72,12 +72,17 @@ class RedTeam:
         embedder: str | None = None,
         attacks: Count = 1024,
     ) -> None:
-        """attack_prompt_file: what the policy continues · victim, classifier, embedder: folders or hub names
+        """The options of the config. Raises ConfigError.
 
-        · label: of the classifier, that of a bad answer · answers: by the victim to each attack ·
-        victim_template: what the victim is asked, {attack} in it · victim_chat: as a user's message in its
-        chat template · victim_…: sampling and memory, as in the sections model and generator ·
-        classifier_batch: texts per forward pass · attacks: in an evaluation. Raises ConfigError.
+        attack_prompt_file: what the policy continues.
+        victim, classifier, embedder: folders or hub names.
+        label: of the classifier, that of a bad answer.
+        answers: by the victim to each attack.
+        victim_template: what the victim is asked, {attack} in it.
+        victim_chat: as a user's message in its chat template.
+        victim_…: sampling and memory, as in the sections model and generator.
+        classifier_batch: texts per forward pass.
+        attacks: in an evaluation.
         """
         _refuse_file(train_file or test_file)
         _refuse_template(victim_template)

@@ -4,7 +4,7 @@ The policy is a table of logits per (prompt, prefix of the completion), so that 
 π_ref·exp(r/β)/Z can be written down and reached. The four classes implement the ports as any backend
 does; they know nothing of each other beyond the ``Table``.
 
-Shape letters: P prompts · C completions that exist · S prefixes that can go on · V tokens that can follow
+Shape letters: P prompts, C completions that exist, S prefixes that can go on, V tokens that can follow.
 """
 
 from __future__ import annotations

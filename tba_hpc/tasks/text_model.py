@@ -20,7 +20,7 @@ from tba_hpc.config import ConfigError
 class TextModel(ABC):
     """A model in evaluation mode, on the GPU where there is one; it reads texts with its own tokenizer.
 
-    path: folder or hub name · batch: texts per forward pass · key: the config key of ``path``, for errors.
+    path: folder or hub name. batch: texts per forward pass. key: the config key of ``path``, for errors.
     Raises ConfigError where there is no such model, or it is not of use.
     """
 

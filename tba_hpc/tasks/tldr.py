@@ -44,9 +44,11 @@ class TLDR:
         batch: Annotated[int, Field(ge=1)] = 32,
         validation_posts: Annotated[int, Field(ge=1)] = 256,
     ) -> None:
-        """reward_model: judges in training · gold_model: judges wins; none: the same model · batch: texts
+        """The options of the config.
 
-        per forward pass · validation_posts: taken off the end of a local train_file; the hub has a split.
+        reward_model: judges in training. gold_model: judges wins; none: the same model. eos_penalty: taken
+        off the reward where the end is missing. batch: texts per forward pass. validation_posts: taken off
+        the end of a local train_file; the hub has a split.
         """
         self._tokenizer = tokenizer
         self._files = {"train": train_file, "validation": train_file, "test": test_file}

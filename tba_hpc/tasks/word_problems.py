@@ -48,10 +48,10 @@ class WordProblems(ABC):
         chat: bool = False,
         validation_problems: Annotated[int, Field(ge=1)] = 256,
     ) -> None:
-        """``template`` holds ``{question}``; ``chat``: as a user's message in the model's chat template;
+        """The options of the config. Raises ConfigError where the template has no place for the question.
 
-        ``validation_problems``: size of the held-out slice. Raises ConfigError where the template has no
-        place for the question.
+        template: holds ``{question}``. chat: as a user's message in the model's chat template.
+        validation_problems: size of the held-out slice.
         """
         if "{question}" not in template:
             raise ConfigError(

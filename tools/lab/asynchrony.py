@@ -37,9 +37,10 @@ SETTINGS = (
     "exchange.seal_seconds=0.2",
     "evaluate.test_prompts=1",
 )
-"""Of all arms; m is the paper's for GSM8K; the test split is not looked at. At higher rates little is left to
+"""Of all arms; m is the paper's for GSM8K; the test split is not looked at.
 
-time: a synchronous run reaches 96 % in four steps at the quickstart's own 5e-5 (seed 0), TRL 99 % at 1e-4.
+At higher rates little is left to time: a synchronous run reaches 96 % in four steps at the quickstart's own
+5e-5 (seed 0), TRL 99 % at 1e-4.
 """
 
 TRL_VENV = REPOSITORY / ".cache/trl-venv"
@@ -194,7 +195,8 @@ LONG = Asynchrony(
     lockstep=("train.steps=300", "evaluate.every=15"),
     model=Model("counting-model", ("--counted", "--steps=1600")),
 )
-"""A model of 10 M parameters would not do: on two CPU cores it takes as long to learn from tokens as to
+"""The same with long answers.
 
+A model of 10 M parameters would not do: on two CPU cores it takes as long to learn from tokens as to
 sample them.
 """

@@ -3,7 +3,7 @@
 So staleness and the number of searchers are exact, not the outcome of a race for the cores. It must not know
 which experiment it serves.
 
-Shape letters as in tba_hpc/tasks/tabular.py, and: M words of a prompt that are rewarded
+Shape letters as in tba_hpc/tasks/tabular.py, and: M words of a prompt that are rewarded.
 """
 
 from __future__ import annotations
@@ -81,11 +81,12 @@ class SparseTable(Table):
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A run. groups_per_step: prompts that each searcher answers during an optimizer step, with
+    """A run.
 
-    ``completions`` completions each. buffer: None to train on every group once, in order, and duplicates too;
-    B and K are then what one searcher generates. ahead: searchers get weights before they generate for the
-    next steps, not after, so that data are 0 … k − 1 steps old instead of k … 2k − 1, as with TBA.
+    groups_per_step: prompts that each searcher answers during an optimizer step, with ``completions``
+    completions each. buffer: None to train on every group once, in order, and duplicates too; B and K are
+    then what one searcher generates. ahead: searchers get weights before they generate for the next steps,
+    not after, so that data are 0 … k − 1 steps old instead of k … 2k − 1, as with TBA.
     """
 
     table: Table
@@ -101,9 +102,10 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """After ``step`` steps. trajectories: generated so far; found: distinct rewarded ones among them, of all
+    """After ``step`` steps.
 
-    prompts; staleness: mean over the last batch, steps.
+    trajectories: generated so far. found: distinct rewarded ones among them, of all prompts.
+    staleness: mean over the last batch, steps.
     """
 
     step: int

@@ -295,10 +295,11 @@ mount --bind "$1/spool/$0/boot_id" /proc/sys/kernel/random/boot_id || exit 1
 slurmd -D -N "$0" &
 wait
 """
-"""First process of a node: as init it stays, to reap what slurmd leaves. The spool is empty, as on a node
-without a disk: a socket of PMIx that a crash left would fail the step of that number after the next boot.
+"""First process of a node: as init it stays, to reap what slurmd leaves.
 
-UCX knows by the boot id which ranks share a machine, and would use shared memory between nodes.
+The spool is empty, as on a node without a disk: a socket of PMIx that a crash left would fail the step of
+that number after the next boot. UCX knows by the boot id which ranks share a machine, and would use shared
+memory between nodes.
 """
 
 _SETTINGS = {
