@@ -77,9 +77,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, overload
+from typing import TYPE_CHECKING, overload
 
 from tba_hpc.run.files import parse_json_lines
+
+if TYPE_CHECKING:
+    from tensorboardX import SummaryWriter
 
 Value = float | int | str | Sequence[float] | None
 Record = dict[str, float | int | str | list[float]]
@@ -87,14 +90,6 @@ Record = dict[str, float | int | str | list[float]]
 
 LAST_LINES = 32
 """Lines at the end of a metrics file that are always parsed."""
-
-
-class _ScalarSink(Protocol):
-    """The part of tensorboardX's SummaryWriter that is used."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object: ...
-
-    def close(self) -> object: ...
 
 
 class MetricsWriter:
@@ -119,7 +114,7 @@ class MetricsWriter:
         if self._scalars:
             self._to_tensorboard(self._scalars, known)
 
-    def _to_tensorboard(self, sink: _ScalarSink, record: Mapping[str, Value]) -> None:
+    def _to_tensorboard(self, sink: SummaryWriter, record: Mapping[str, Value]) -> None:
         step = int(number(record, "step", self._count))
         self._count += 1
         for name in record:
@@ -146,7 +141,7 @@ def _torn(path: Path) -> bool:
         return file.read() not in (b"", b"\n")
 
 
-def _event_files(folder: Path) -> _ScalarSink:
+def _event_files(folder: Path) -> SummaryWriter:
     from tensorboardX import SummaryWriter  # optional, and slow to import
 
     return SummaryWriter(str(folder))

@@ -251,6 +251,33 @@ class TrajectoryBatch:
         return self.sequences.lengths - self.prompt_length_N
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PaddedBatch:
+    """B whole groups of K rows as rectangles; N = B·K rows, prompt-major, L the longest sequence.
+
+    tokens_NL: int64, prompt then completion, 0 to the right of it.
+    prompt_length_N, length_N: int64, tokens of the prompt, and of prompt and completion together.
+    logprob_NL, ref_logprob_NL: float32, of the completions' tokens under the weights that sampled them and
+    under the reference, 0 elsewhere.
+    reward_N: float32. prompt_id_B: int64.
+    """
+
+    group_size: int
+    tokens_NL: np.ndarray
+    prompt_length_N: np.ndarray
+    length_N: np.ndarray
+    logprob_NL: np.ndarray
+    ref_logprob_NL: np.ndarray
+    reward_N: np.ndarray
+    prompt_id_B: np.ndarray
+
+    @property
+    def completion_mask_NL(self) -> np.ndarray:
+        """bool: where the tokens of the completions are."""
+        position_L = np.arange(self.tokens_NL.shape[1])
+        return (position_L >= self.prompt_length_N[:, None]) & (position_L < self.length_N[:, None])
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """An immutable, sealed slice of a searcher's trajectories: number ``index`` of ``searcher``."""

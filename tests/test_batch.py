@@ -8,7 +8,6 @@ import pytest
 import safetensors.numpy as wire
 
 from tba_hpc.batch import (
-    PaddedBatch,
     balance,
     from_arrays,
     micro_batches,
@@ -17,7 +16,7 @@ from tba_hpc.batch import (
     take_groups,
     to_arrays,
 )
-from tba_hpc.types import Ragged, TrajectoryBatch
+from tba_hpc.types import PaddedBatch, Ragged, TrajectoryBatch
 
 
 def make_batch(groups: int, size: int = 3, *, seed: int = 0, longest: int = 30) -> TrajectoryBatch:

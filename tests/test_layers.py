@@ -16,8 +16,10 @@ LAYERS = [
     {"types", "config"},
     {"objectives", "schedules", "ports"},
     {"run", "prompts", "buffer", "batch"},
-    {"metrics"},
+    {"metrics", "freshness"},
+    {"merger", "step_log"},
     {"trainer", "searcher", "scorer", "online_evaluation", "backends", "tasks", "launch", "report"},
+    {"ending", "placement"},
     {"runtime", "audit", "evaluate", "doctor"},
     {"cli"},
 ]
@@ -32,8 +34,20 @@ SIBLINGS_THAT_MEET = {
 HEAVY = {"vllm", "deepspeed", "mpi4py", "h5py", "submitit"}
 
 WITHOUT_TORCH = [
-    *("config", "types", "ports", "schedules", "buffer", "batch", "metrics", "trainer", "searcher"),
     *(
+        "config",
+        "types",
+        "ports",
+        "schedules",
+        "buffer",
+        "batch",
+        "metrics",
+        "freshness",
+        "trainer",
+        "searcher",
+    ),
+    *(
+        "ending",
         "online_evaluation",
         "cli",
         "doctor.slurm_checks",

@@ -23,9 +23,9 @@ __all__ = ["Audit", "Check", "Violation", "audit", "print_audit"]
 class Audit:
     """The verdict over a run.
 
-    attempts: starts of the trainer · steps: optimizer steps of the surviving history · redone: per resume,
-    the steps that it took back · trajectories: acknowledged, of which merged are in the newest checkpoint,
-    pending on disk beyond it, and lost nowhere · doubled: in the surviving history more than once.
+    attempts: starts of the trainer. steps: optimizer steps of the surviving history. redone: per resume, the
+    steps that it took back. trajectories: acknowledged, of which merged are in the newest checkpoint, pending
+    on disk beyond it, and lost nowhere. doubled: in the surviving history more than once.
     """
 
     finished: bool

@@ -38,7 +38,7 @@ from tba_hpc.config import Config
 from tba_hpc.objectives import Groups, make_objective
 from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.files import fsync, write_atomic
-from tba_hpc.types import TrajectoryBatch, WeightLayout, WeightSlot
+from tba_hpc.types import PaddedBatch, TrajectoryBatch, WeightLayout, WeightSlot
 
 SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16"}
 SAFETENSORS_DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16}
@@ -193,7 +193,7 @@ class DeepSpeedLearner:
             "tokens": float(batch.completion_length_N.sum()),
         }
 
-    def _backward(self, micro: batches.PaddedBatch, beta: float, *, share: float) -> list[tuple[str, Tensor]]:
+    def _backward(self, micro: PaddedBatch, beta: float, *, share: float) -> list[tuple[str, Tensor]]:
         """Add the gradient of whole groups, ``share`` of the batch's rows; returns their part of the metrics.
 
         DeepSpeed takes the mean of the ranks' gradients: times their number, that is the sum.

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-
-class PaddedRows(Protocol):
-    """What a batch of padded rows offers; see batch.PaddedBatch for shapes and dtypes."""
-
-    @property
-    def group_size(self) -> int: ...
-    @property
-    def logprob_NL(self) -> np.ndarray: ...
-    @property
-    def ref_logprob_NL(self) -> np.ndarray: ...
-    @property
-    def completion_mask_NL(self) -> np.ndarray: ...
-    @property
-    def reward_N(self) -> np.ndarray: ...
+from tba_hpc.types import PaddedBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +29,7 @@ class Groups:
     reward_BK: Tensor
 
     @classmethod
-    def of(cls, policy_NL: Tensor, rows: PaddedRows) -> Groups:
+    def of(cls, policy_NL: Tensor, rows: PaddedBatch) -> Groups:
         """The groups that ``rows`` holds, prompt-major; ``policy_NL``: float32 [N, L] with gradient."""
 
         def grouped(array: np.ndarray) -> Tensor:
@@ -94,11 +81,8 @@ class ObjectiveOutput:
     metrics: dict[str, Tensor]
 
 
-class Objective(Protocol):
-    """A loss over whole groups."""
-
-    def __call__(self, groups: Groups, beta: float) -> ObjectiveOutput:
-        """beta: KL coefficient, above 0."""
+Objective = Callable[[Groups, float], ObjectiveOutput]
+"""A loss over whole groups; its second argument is the KL coefficient β, above 0."""
 
 
 def group_mean(value_BK: Tensor) -> Tensor:

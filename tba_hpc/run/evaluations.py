@@ -24,7 +24,7 @@ from tba_hpc.types import Split
 class Evaluation:
     """Greedy answers to a split under the weights of ``step``: one searcher's part, or all of it.
 
-    ref_logprob: log π_ref of all their tokens together, nats; None without a reference model · score_name:
+    ref_logprob: log π_ref of all their tokens together, nats; None without a reference model. score_name:
     what the task calls the share of correct answers.
     """
 

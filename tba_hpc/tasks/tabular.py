@@ -21,13 +21,14 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from tba_hpc.batch import PaddedBatch, micro_batches
+from tba_hpc.batch import micro_batches
 from tba_hpc.config import TrainSection
 from tba_hpc.objectives import Groups, make_objective
 from tba_hpc.run.files import publish
 from tba_hpc.types import (
     Completion,
     Group,
+    PaddedBatch,
     Prompt,
     Request,
     Split,
