@@ -13,11 +13,13 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "tba_hpc"
 
 LAYERS = [
+    {"shipped"},
     {"types", "config"},
     {"objectives", "schedules", "ports"},
     {"run", "prompts", "buffer", "batch", "metrics"},
     {"trainer", "searcher", "scorer", "online_evaluation", "backends", "tasks", "launch", "report"},
     {"runtime", "audit", "evaluate", "doctor"},
+    {"submit"},
     {"cli"},
 ]
 """From the ground up; a name is a module or a package of tba_hpc."""
@@ -57,7 +59,12 @@ WITHOUT_TORCH = [
     "tasks.math",
 ]
 
-WITH_A_LITTLE = {"launch.slurm": "submitit", "doctor.examine": "submitit", "audit": "h5py"}
+WITH_A_LITTLE = {
+    "launch.slurm": "submitit",
+    "doctor.examine": "submitit",
+    "submit": "submitit",
+    "audit": "h5py",
+}
 """What else a login node runs, and the one library of HEAVY that it needs."""
 
 

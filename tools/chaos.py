@@ -8,7 +8,7 @@ other, each when the run has recovered from the last and gone on for a few optim
 the ranks start. Then the run must come to its end by itself, and ``tba audit`` must find every trajectory
 once. Where it does not, the exit status is 1 and the ends of the logs are shown.
 
-A tool of a source checkout: cluster and faults are those of the tests. Needs root and Slurm's daemons.
+A tool of a source checkout: cluster and faults are ``slurm_testbed``'s. Needs root and Slurm's daemons.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ from typing import Any
 
 import yaml
 from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from slurm_testbed import faults
 from slurm_testbed.cluster import ENDED, Cluster, missing
 from slurm_testbed.faults import RankProcess
