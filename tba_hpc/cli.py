@@ -1,4 +1,4 @@
-"""The command ``tba``: run, the two roles, report, evaluate. It imports nothing heavy until a role starts.
+"""The command ``tba``: run, submit, the two roles, report, evaluate. It imports nothing heavy before it must.
 
 An error that the user can mend is one sentence on stderr and exit status 2; the ranks leave theirs in
 the logs of the attempt, where ``tba run`` finds it.
@@ -10,6 +10,7 @@ import gc
 import logging
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,8 @@ import typer
 from rich.console import Console
 
 from tba_hpc.config import Config, ConfigError, dump_config, load_config, require_files
-from tba_hpc.launch import local
+from tba_hpc.doctor.slurm_checks import SlurmError
+from tba_hpc.launch import LaunchError, local
 from tba_hpc.ports import EngineError, ExchangeError
 from tba_hpc.report.status import follow, print_status
 from tba_hpc.report.summary import summarise
@@ -50,7 +52,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 @app.command()
 def run(
-    config: Annotated[Path, typer.Argument(help="A YAML config, or the directory of a run to go on with.")],
+    config: Annotated[
+        Path,
+        typer.Argument(help="A YAML config, the name of a shipped one, or a run directory to go on with."),
+    ],
     overrides: Overrides = None,
     dry_run: DryRun = False,
     as_json: AsJson = False,
@@ -69,8 +74,55 @@ def run(
 
 
 @app.command()
+def submit(
+    nodes: Annotated[int, typer.Option(help="Nodes in all.")],
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="A YAML config, the name of a shipped one, or a run directory to go on with. "
+            "Default: math_gsm8k."
+        ),
+    ] = None,
+    trainer_nodes: Annotated[int | None, typer.Option(help="Nodes that train; default: one in four.")] = None,
+    site: Annotated[
+        Path | None,
+        typer.Option(help="The cluster: a site file, or the name of a shipped one. Default: generic."),
+    ] = None,
+    time: Annotated[
+        str | None, typer.Option(help="Wall time of the job, as for sbatch; it requeues itself.")
+    ] = None,
+    homogeneous: Annotated[bool, typer.Option(help="One allocation for both roles, no het job.")] = False,
+    overrides: Overrides = None,
+    run_root: Annotated[
+        Path | None, typer.Option(help="Folder for run directories; all nodes must see it.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option(help="Print the batch script; submit nothing.")] = False,
+    wait: Annotated[bool, typer.Option(help="Return when the job has ended, with its success.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Submit a run to Slurm, or go on with one; the job brings the run to its end by itself."""
+    from tba_hpc import submit as slurm_job
+
+    order = slurm_job.Order(
+        config=config or slurm_job.default("configs", "math_gsm8k"),
+        site=site or slurm_job.default("sites", "generic"),
+        nodes=nodes,
+        trainer_nodes=trainer_nodes,
+        time=time,
+        homogeneous=homogeneous,
+        overrides=overrides or [],
+        run_root=run_root,
+    )
+    if dry_run:
+        typer.echo(slurm_job.script(order), nl=False)
+    elif not slurm_job.submit(order, wait=wait, as_json=as_json):
+        raise typer.Exit(1)
+
+
+@app.command()
 def create(
-    config: Annotated[Path, typer.Argument(help="A YAML config.")], overrides: Overrides = None
+    config: Annotated[Path, typer.Argument(help="A YAML config, or the name of a shipped one.")],
+    overrides: Overrides = None,
 ) -> None:
     """Make the run directory of a config, or check that it holds the same run, and print its path."""
     typer.echo(RunDir.create(_resolve(config, overrides or [])).path)
@@ -131,7 +183,7 @@ def report(run: RunPath, as_json: AsJson = False) -> None:
 
 @app.command()
 def doctor(
-    site: Annotated[Path | None, typer.Option(help="The cluster, as for tools/submit.py.")] = None,
+    site: Annotated[Path | None, typer.Option(help="The cluster, as for tba submit.")] = None,
     config: Annotated[Path | None, typer.Option(help="Look for the model of this config, too.")] = None,
     run_root: Annotated[Path | None, typer.Option(help="Folder for run directories.")] = None,
     launch: Annotated[bool, typer.Option("--launch", help="Start a short job on two nodes, too.")] = False,
@@ -236,10 +288,10 @@ def _launch(run_dir: RunDir, config: Config, *, quiet: bool) -> None:
         raise typer.Exit(code)
 
 
-def main() -> None:
-    """Entry point: print a user's error as one sentence."""
+def main(command: Callable[[], None] = app, name: str = "tba") -> None:
+    """Entry point: print a user's error as one sentence, which begins with ``name``."""
     try:
-        app()
-    except (ConfigError, StateError, DiskFullError, EngineError, local.LaunchError) as error:
-        print(f"tba: {error}", file=sys.stderr)
+        command()
+    except (ConfigError, StateError, DiskFullError, EngineError, LaunchError, SlurmError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
         sys.exit(REFUSED)

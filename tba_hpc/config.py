@@ -13,6 +13,8 @@ from typing import Any, Literal, Self, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from tba_hpc import shipped
+
 Dtype = Literal["float32", "bfloat16"]
 Scalar = bool | int | float | str
 ObjectiveName = Literal[
@@ -339,13 +341,16 @@ class Config(Section):
 def load_config(path: Path, overrides: list[str] | None = None) -> Config:
     """Read a YAML file, apply ``a.b=value`` overrides, validate.
 
-    Raises ConfigError with one sentence: missing or unreadable file, unknown key (nearest valid
-    name), wrong type, impossible combination.
+    path: a file, or the name of a shipped config. Raises ConfigError with one sentence: missing or
+    unreadable file, unknown key (nearest valid name), wrong type, impossible combination.
     """
     try:
-        tree = yaml.safe_load(path.read_text()) or {}
+        tree = yaml.safe_load(shipped.find(path, "configs").read_text()) or {}
     except OSError as error:
-        raise ConfigError(f"cannot read the config {path}: {error.strerror}; check the path") from None
+        raise ConfigError(
+            f"cannot read the config {path}: {error.strerror}; check the path, or name one of those shipped: "
+            f"{', '.join(shipped.files('configs'))}"
+        ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):

@@ -12,13 +12,20 @@ import pytest
 from tba_hpc.metrics import MetricsWriter
 from tba_hpc.run.directory import RunDir
 
+REPOSITORY = Path(__file__).parents[1]
 TBA = str(Path(sys.executable).parent / "tba")
-CONFIG = str(Path(__file__).parents[1] / "configs" / "quickstart.yaml")
+CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 
 
-def tba(*words: str | Path) -> subprocess.CompletedProcess[str]:
+def tba(*words: object) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
     return subprocess.run([TBA, *map(str, words)], capture_output=True, text=True, timeout=60)
+
+
+def submit_script(*words: object) -> subprocess.CompletedProcess[str]:
+    """Run tools/submit.py to its end."""
+    command = [sys.executable, REPOSITORY / "tools/submit.py", *words]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60)
 
 
 @pytest.fixture
@@ -59,3 +66,43 @@ def test_a_finished_run_says_so_and_is_not_started_again(run: RunDir, tmp_path: 
     again = tba("run", run.path, "--json")
     assert again.returncode == 0 and json.loads(again.stdout)["steps"] == 0
     assert not list(run.logs.iterdir())
+
+
+# --- Submit, without Slurm ---
+
+
+def test_submit_needs_no_more_than_nodes_and_says_what_it_takes() -> None:
+    done = tba("submit", "--nodes", 8, "--dry-run")
+    config, site = REPOSITORY / "configs/math_gsm8k.yaml", REPOSITORY / "slurm/sites/generic.yaml"
+    assert done.stderr == (
+        f"no --config given, so this one: {config}\nno --site given, so this one: {site}\n"
+    )
+    named = tba("submit", "--nodes", 8, "--dry-run", "--config", config, "--site", site)
+    assert named.stderr == "" and named.stdout == done.stdout
+    assert "#SBATCH --job-name=tba-math-gsm8k\n" in done.stdout
+
+
+def test_shipped_files_go_by_name() -> None:
+    options = ("--nodes", 8, "--dry-run", "--homogeneous")
+    config, site = REPOSITORY / "configs/tldr_pythia2.8b.yaml", REPOSITORY / "slurm/sites/a100x4-pmix.yaml"
+    by_path = tba("submit", *options, "--config", config, "--site", site)
+    assert by_path.returncode == 0 and "--gres=gpu:a100:4" in by_path.stdout
+    assert (
+        tba("submit", *options, "--config", "tldr_pythia2.8b", "--site", "a100x4-pmix").stdout
+        == by_path.stdout
+    )
+    unknown = tba("submit", *options, "--config", "tldr_pythia")
+    assert unknown.returncode == 2 and "shipped: math_gsm8k, math_qwen7b, " in unknown.stderr
+    refused = tba("doctor", "--site", "generik")
+    assert refused.returncode == 2 and "shipped: a100x4-pmix, cray-homogeneous, generic\n" in refused.stderr
+
+
+def test_the_script_submits_as_the_command_does_and_signs_its_sentences() -> None:
+    named = ("--config", "math_gsm8k", "--site", "cray-homogeneous", "--nodes", 8, "--dry-run")
+    for options in ((), ("--time", "tomorrow")):
+        command, script = tba("submit", *named, *options), submit_script(*named, *options)
+        assert (script.returncode, script.stdout) == (command.returncode, command.stdout)
+        assert script.stderr == command.stderr.replace("tba: ", "submit: ")
+    assert script.returncode == 2 and script.stderr.startswith(
+        "submit: cray-homogeneous: site key 'time' has"
+    )

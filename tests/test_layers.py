@@ -13,6 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "tba_hpc"
 
 LAYERS = [
+    {"shipped"},
     {"types", "config"},
     {"objectives", "schedules", "ports"},
     {"run", "prompts", "buffer", "batch"},
@@ -21,6 +22,7 @@ LAYERS = [
     {"trainer", "searcher", "scorer", "online_evaluation", "backends", "tasks", "launch", "report"},
     {"ending", "placement"},
     {"runtime", "audit", "evaluate", "doctor"},
+    {"submit"},
     {"cli"},
 ]
 """From the ground up; a name is a module or a package of tba_hpc."""
@@ -72,7 +74,12 @@ WITHOUT_TORCH = [
     "tasks.math",
 ]
 
-WITH_A_LITTLE = {"launch.slurm": "submitit", "doctor.examine": "submitit", "audit": "h5py"}
+WITH_A_LITTLE = {
+    "launch.slurm": "submitit",
+    "doctor.examine": "submitit",
+    "submit": "submitit",
+    "audit": "h5py",
+}
 """What else a login node runs, and the one library of HEAVY that it needs."""
 
 

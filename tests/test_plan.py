@@ -152,9 +152,25 @@ def test_a_wrong_site_is_one_sentence(tmp_path: Path, text: str, words: str) -> 
     assert "\n" not in str(refused.value)
 
 
-def test_a_missing_site_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read the site .*none\.yaml"):
+def test_a_missing_site_is_named_and_so_are_those_there_are(tmp_path: Path) -> None:
+    shipped = "a100x4-pmix, cray-homogeneous, generic"
+    with pytest.raises(ConfigError, match=rf"cannot read the site .*none\.yaml: No such .*: {shipped}$"):
         load_site(tmp_path / "none.yaml")
+
+
+def test_a_shipped_site_is_found_by_its_name_unless_a_file_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_site(Path("cray-homogeneous")) == load_site(SITES / "cray-homogeneous.yaml")
+    Path("cray-homogeneous").write_text("gpus_per_node: 3")
+    assert load_site(Path("cray-homogeneous")) == Site(gpus_per_node=3)
+
+
+def test_keys_take_the_place_of_those_in_the_file() -> None:
+    assert load_site(SITES / "generic.yaml", time="10").seconds == 600
+    with pytest.raises(ConfigError, match="site key 'time' has the value 'tomorrow', but"):
+        load_site(SITES / "generic.yaml", time="tomorrow")
 
 
 def test_every_site_key_is_documented() -> None:

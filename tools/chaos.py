@@ -27,9 +27,6 @@ from typing import Any
 
 import yaml
 from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from slurm_testbed import faults
 from slurm_testbed.cluster import ENDED, Cluster, missing
 from slurm_testbed.faults import RankProcess

@@ -25,7 +25,7 @@ from tba_hpc.doctor.commands import ask
 from tba_hpc.doctor.findings import Finding, ok, problem
 from tba_hpc.doctor.machine_checks import Machine
 from tba_hpc.doctor.slurm_checks import SlurmError, SlurmFacts
-from tba_hpc.launch import local, slurm
+from tba_hpc.launch import LaunchError, local, slurm
 from tba_hpc.launch.plan import Plan, Site
 
 COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel")
@@ -175,7 +175,7 @@ def _check_mpiexec() -> list[Finding]:
     library, findings = mpi_library(ANY_SITE)
     try:
         mpiexec = local.find_mpiexec()
-    except local.LaunchError as error:
+    except LaunchError as error:
         return [*findings, problem("mpiexec", str(error), "")]
     version = ask(str(mpiexec), "--version").text
     if library.startswith("Open MPI") and "Open MPI" not in version:

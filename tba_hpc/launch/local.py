@@ -29,6 +29,7 @@ import psutil
 from rich.console import Console
 
 from tba_hpc.config import Config
+from tba_hpc.launch import LaunchError
 from tba_hpc.report.status import LiveDisplay
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
@@ -74,10 +75,6 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 FAILED_RANK = re.compile(r"(?:Process name: \[.*,|process rank |MPI_ABORT was invoked on rank )(\d+)")
 """How Open MPI's mpiexec names the first rank that failed."""
-
-
-class LaunchError(RuntimeError):
-    """The run cannot be started; the message is one sentence for the user."""
 
 
 def mpiexec_command(

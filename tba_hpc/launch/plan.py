@@ -14,6 +14,7 @@ from typing import Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from tba_hpc import shipped
 from tba_hpc.config import Config, ConfigError, Section, explain
 from tba_hpc.types import Role
 
@@ -133,20 +134,24 @@ class Site(Section):
         return self
 
 
-def load_site(path: Path) -> Site:
-    """Read a site file. Raises ConfigError with one sentence: value, rule, remedy."""
+def load_site(path: Path, **keys: object) -> Site:
+    """Read a site file, or a shipped site by its name; ``keys`` replace those in it.
+
+    Raises ConfigError with one sentence: value, rule, remedy.
+    """
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        tree = yaml.safe_load(shipped.find(path, "sites").read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise ConfigError(
-            f"cannot read the site {path}: {error.strerror}; see slurm/sites for examples"
+            f"cannot read the site {path}: {error.strerror}; check the path, or name one of those shipped: "
+            f"{', '.join(shipped.files('sites'))}"
         ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold keys such as 'partition:', not a {type(tree).__name__}")
     try:
-        return Site.model_validate(tree)
+        return Site.model_validate({**tree, **keys})
     except ValidationError as error:
         raise ConfigError(f"{path}: {explain(error, Site, noun='site')}") from None
 

@@ -19,6 +19,7 @@ from submitit import SlurmExecutor, SlurmJob
 from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import SlurmInfoWatcher
 
+from tba_hpc.launch import LaunchError
 from tba_hpc.launch.scontrol import fields
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import write_atomic
@@ -68,7 +69,7 @@ REMEDIES = {
 """Words of Slurm's complaint, and the site key to change."""
 
 
-class SubmitError(RuntimeError):
+class SubmitError(LaunchError):
     """The run was not submitted; the message is for the user."""
 
 

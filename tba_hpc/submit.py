@@ -1,0 +1,164 @@
+"""Submits a run to Slurm: trainer and searcher nodes in one job, which goes on by itself until it is done.
+
+Submitting again with the same config goes on where the run stopped. Needs no torch: made for a login node.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tba_hpc import shipped
+from tba_hpc.config import Config, load_config, require_files
+from tba_hpc.doctor import slurm_checks
+from tba_hpc.doctor.examine import preflight
+from tba_hpc.doctor.findings import Finding
+from tba_hpc.launch import slurm
+from tba_hpc.launch.plan import Plan, Site, load_site, plan
+from tba_hpc.launch.sbatch import RANK, TBA, Job, batch_script
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import log_event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A job as it is ordered.
+
+    config: a YAML file, the name of a shipped config, or a run directory. site: a file, or the name of a
+    shipped one. time, homogeneous, overrides, run_root: as the options of ``tba submit``.
+    """
+
+    config: Path
+    site: Path
+    nodes: int
+    trainer_nodes: int | None = None
+    time: str | None = None
+    homogeneous: bool = False
+    overrides: Sequence[str] = ()
+    run_root: Path | None = None
+
+
+def default(kind: shipped.Kind, name: str) -> Path:
+    """The shipped file that is taken where the user names none, who is told so on stderr."""
+    file = shipped.files(kind)[name]
+    print(f"no --{kind.removesuffix('s')} given, so this one: {file}", file=sys.stderr)
+    return file
+
+
+def script(order: Order) -> str:
+    """The batch script of an order; nothing is made or submitted. Raises ConfigError."""
+    site = _site(order)
+    config, split = _resolve(order, site)
+    return _script(config, split, site)
+
+
+def submit(order: Order, *, wait: bool, as_json: bool) -> bool:
+    """Submit an order, unless its run is finished, and print what was done.
+
+    wait: until the job has ended; the answer then is whether the run is finished. Raises ConfigError,
+    StateError, DiskFullError, SubmitError or SlurmError with one sentence.
+    """
+    site = _site(order)
+    config, split = _resolve(order, site)
+    slurm.require_slurm()
+    warnings = _check(config, split, site)
+    run = RunDir.create(config)
+    if run.finished:
+        _tell(run, split, None, "", [], as_json)
+        return True
+    job = slurm.submit(run, _script(config, split, site))
+    again = _again(order, run)
+    log_event(run, "submitted", job=job.job_id, restarts=0, command=again)
+    warnings += slurm_checks.check_taken(slurm.job_fields(job.job_id), site)
+    _tell(run, split, job.job_id, again, warnings, as_json)
+    if not wait:
+        return True
+    job.wait()
+    if not run.finished:
+        print(f"job {job.job_id} ended as {job.state}: see {run.logs}/latest", file=sys.stderr)
+    return run.finished
+
+
+def _site(order: Order) -> Site:
+    return load_site(order.site, **({"time": order.time} if order.time else {}))
+
+
+def _resolve(order: Order, site: Site) -> tuple[Config, Plan]:
+    """The config of the run and its nodes; ranks follow from the nodes, and paths hold on all of them."""
+    path, run_root = order.config, order.run_root
+    if path.is_dir():
+        run_root, path = path.absolute().parent, RunDir.open(path).config_file
+    # One trainer fits every config: how many there will be is not known before the plan.
+    first = load_config(path, [*order.overrides, "launch.trainers=1"])
+    split = plan(first, site, order.nodes, order.trainer_nodes, homogeneous=order.homogeneous)
+    root = (run_root or Path(first.run.root)).absolute()
+    overrides = [*order.overrides, *split.overrides, f"run.root={json.dumps(str(root))}"]
+    return load_config(path, overrides), split
+
+
+def _check(config: Config, split: Plan, site: Site) -> list[Finding]:
+    """What may go wrong. Raises ConfigError or SubmitError for what will, before hours in the queue."""
+    if site.container is None:  # inside it paths may be others
+        require_files(config)
+    findings = preflight(config, split, site)
+    if problem := next((finding for finding in findings if finding.level == "problem"), None):
+        raise slurm.SubmitError(problem.sentence)
+    return [finding for finding in findings if finding.level == "warning"]
+
+
+def _script(config: Config, split: Plan, site: Site) -> str:
+    job = Job(
+        name=f"tba-{config.run.name}",
+        run=config.run_dir.absolute(),
+        rank=[*site.python, *RANK[1:]],
+        tba=[*site.python, *TBA[1:]],
+    )
+    return batch_script(job, split, site)
+
+
+def _again(order: Order, run: RunDir) -> str:
+    """What submits the run again, typed in any folder; the run's frozen config knows the settings."""
+    site = shipped.find(order.site, "sites").absolute()
+    words: list[object] = [*_typed(), "--config", run.path, "--site", site, "--nodes", order.nodes]
+    words += ["--trainer-nodes", order.trainer_nodes] if order.trainer_nodes else []
+    words += ["--time", order.time] if order.time else []
+    words += ["--homogeneous"] if order.homogeneous else []
+    return shlex.join(map(str, words))
+
+
+def _typed() -> list[object]:
+    """The program and command that were typed, ``tba submit`` or tools/submit.py, for use in any folder."""
+    program = Path(sys.argv[0]).absolute()
+    if program.name == "__main__.py":
+        return [sys.executable, "-m", "tba_hpc", "submit"]
+    return [sys.executable, program] if program.suffix else [program, "submit"]
+
+
+def _tell(
+    run: RunDir, split: Plan, job: str | None, again: str, warnings: list[Finding], as_json: bool
+) -> None:
+    """What was done, what to know about it, and the commands that come next."""
+    commands = {
+        "watch": f"tba status {run.path}",
+        "log": f"tail -F {run.path}/slurm/job-{job}.log",
+        "queue": f"squeue --job {job}",
+        "cancel": f"scancel {job}",
+        "stop": f"scancel --batch --signal=USR1 {job}",
+        "resume": again,
+    }
+    sentences = [warning.sentence for warning in warnings]
+    if as_json:
+        done = {"job": job, "run": str(run.path), "commands": commands if job else {}, "warnings": sentences}
+        print(json.dumps({**done, **asdict(split)}))
+    elif job is None:
+        print(f"finished already, nothing to submit: {run.summary}\nanother run: --set run.name=…")
+    else:
+        print(f"{split.why}\njob {job}, run directory {run.path}")
+        for name, command in commands.items():
+            print(f"  {name:7} {command}")
+        for sentence in sentences:
+            print(f"warning: {sentence}", file=sys.stderr)

@@ -1,0 +1,28 @@
+"""What a submission leaves to type; what needs Slurm for it is in slurm/test_submit.py."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tba_hpc.run.directory import RunDir
+from tba_hpc.submit import Order, _again
+
+GENERIC = Path(__file__).parents[1] / "slurm/sites/generic.yaml"
+
+
+@pytest.mark.parametrize(
+    ("program", "command"),
+    [
+        ("/env/bin/tba", "/env/bin/tba submit"),
+        ("/clone/tools/submit.py", f"{sys.executable} /clone/tools/submit.py"),
+        ("/env/tba_hpc/__main__.py", f"{sys.executable} -m tba_hpc submit"),
+    ],
+)
+def test_what_submits_a_run_again_is_what_was_typed(
+    program: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [program])
+    order = Order(config=Path("mine.yaml"), site=Path("generic"), nodes=3, trainer_nodes=1, time="10")
+    options = f"--config '{tmp_path}/a run' --site {GENERIC} --nodes 3 --trainer-nodes 1 --time 10"
+    assert _again(order, RunDir(tmp_path / "a run")) == f"{command} {options}"
