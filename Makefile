@@ -1,8 +1,10 @@
 # What to type: `make quickstart` (teach a tiny model, see it learn) and `make test`.
-# Needs Python 3.11 or newer and make. SEED=1 for another run; PYTHON=… for another interpreter.
+# Needs Python 3.11 or newer and make. SEED=1 for another run; PYTHON=… for another interpreter; WORKERS=1 for
+# one test after the other (most tests wait: several at a time fill even two cores).
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 SEED   ?= 0
+WORKERS ?= 4
 VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  := .cache/tiny-model-seed$(SEED)
@@ -10,14 +12,18 @@ GPU    := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/
 STAMP  := $(VENV)/installed-$(GPU)
 CPU_TORCH := $(shell grep '^torch==' tools/requirements-cpu.lock)
 
-.PHONY: quickstart test lint format clean
+.PHONY: quickstart test check lint format clean
 
 quickstart: $(STAMP)
 	$(BIN)/python tools/make_tiny_model.py --seed $(SEED) --out $(MODEL)
 	$(BIN)/tba run configs/quickstart.yaml --set run.seed=$(SEED) --set model.path=$(MODEL)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+# For work in progress: all that needs no engine, DeepSpeed group, MPI world or daemon.
+check: $(STAMP) lint
+	$(BIN)/python -m pytest -n 2 -m 'not (engine or mpi or slurm or system)'
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

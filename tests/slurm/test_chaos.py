@@ -10,7 +10,9 @@ from slurm_testbed.cluster import missing
 
 pytestmark = [
     pytest.mark.mpi,
+    pytest.mark.slurm,
     pytest.mark.system,
+    pytest.mark.timeout(1500),
     pytest.mark.skipif(missing() is not None, reason=f"no Slurm cluster for tests: {missing()}"),
 ]
 
@@ -23,7 +25,7 @@ def test_a_run_survives_a_storm_of_every_kind_of_fault(model: Path) -> None:
     options = ["--faults", str(FAULTS), "--seed", str(SEED), "--nodes", "2", "--json"]
     command = [sys.executable, "tools/chaos.py", *options]
     done = subprocess.run(
-        [*command, "--model", str(model)], cwd=REPOSITORY, capture_output=True, text=True, timeout=1800
+        [*command, "--model", str(model)], cwd=REPOSITORY, capture_output=True, text=True, timeout=1400
     )
     assert done.returncode == 0, done.stderr
     *kinds, whole = json.loads(done.stdout)["faults"]

@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import pytest
 from slurm_testbed.cluster import Cluster
+
+pytestmark = pytest.mark.slurm
 
 REPORT = 'srun bash -c \'echo "$(hostname) $CUDA_VISIBLE_DEVICES $(getent hosts node6 | cut -d" " -f1)"\''
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from slurm_testbed.cluster import Cluster
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.slurm]
 
 REPOSITORY = Path(__file__).parents[2]
 TBA = str(Path(sys.executable).parent / "tba")

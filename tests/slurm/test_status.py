@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
 from recorded import happen, new_run
 from slurm_testbed.cluster import Cluster
 
@@ -13,6 +14,8 @@ from tba_hpc.report.monitor import RunMonitor
 from tba_hpc.report.run_state import run_state
 from tba_hpc.report.status import facts
 from tba_hpc.run.directory import RunDir
+
+pytestmark = pytest.mark.slurm
 
 SCRIPT = """#!/bin/bash
 #SBATCH --comment={run} --output=/dev/null --requeue --hold --nodes=1

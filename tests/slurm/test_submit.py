@@ -6,6 +6,7 @@ The program is ``hello.py``, a run in miniature; the batch script around it is t
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ HELLO = (sys.executable, str(Path(__file__).with_name("hello.py")))
 BLANK = "#!/bin/bash\n#SBATCH --output=/dev/null\n"
 SUBMIT = (sys.executable, str(REPOSITORY / "tools" / "submit.py"))
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.slurm]
 
 
 def _config(root: Path) -> Config:
@@ -408,7 +409,8 @@ def test_a_homogeneous_job_goes_on_without_a_lost_node(cluster: Cluster, tmp_pat
 
 
 def test_a_run_directory_that_nodes_do_not_see_is_said_so(cluster: Cluster) -> None:
-    run, script = _run(Path("/dev/shm/hidden-from-nodes"), _site(), 2)  # nodes have a /dev/shm of their own
+    hidden = Path(f"/dev/shm/hidden-from-nodes-{os.getpid()}")  # nodes have a /dev/shm of their own
+    run, script = _run(hidden, _site(), 2)
     try:
         public = cluster.root / "batch.log"
         lines = [line for line in script.splitlines() if "--output" not in line]
@@ -417,9 +419,9 @@ def test_a_run_directory_that_nodes_do_not_see_is_said_so(cluster: Cluster) -> N
         text = "\n".join(lines).replace("set -u", f"set -u\n{prelude}")
         job = cluster.submit(text, f"--output={public}")
         assert cluster.wait(job) == "FAILED"
-        assert "node2 does not see /dev/shm/hidden-from-nodes" in public.read_text()
+        assert f"node2 does not see {hidden}" in public.read_text()
     finally:
-        subprocess.run(["rm", "-r", "/dev/shm/hidden-from-nodes"], check=True)
+        shutil.rmtree(hidden)
 
 
 def _kill_rank(cluster: Cluster, node: str) -> None:

@@ -28,7 +28,7 @@ from tba_hpc.run.directory import MAY_DIFFER, RunDir
 from tba_hpc.run.events import read_events
 from tests.system.test_run import SETTINGS, assert_whole
 
-pytestmark = [pytest.mark.mpi, pytest.mark.system]
+pytestmark = [pytest.mark.mpi, pytest.mark.slurm, pytest.mark.system]
 
 REPOSITORY = Path(__file__).parents[2]
 QUICKSTART = REPOSITORY / "configs" / "quickstart.yaml"

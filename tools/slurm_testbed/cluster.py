@@ -27,6 +27,9 @@ NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"}
 """States of a job that will not run again."""
 
+PORTS = range(12_000, 32_000, 32)
+"""First ports of the clusters that may live side by side."""
+
 T = TypeVar("T")
 
 
@@ -62,6 +65,7 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         self.root = Path(tempfile.mkdtemp(prefix="slurm-"))
+        self._held, self._ports = _reserve_ports(self.nodes + 1)
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         try:
             self._write_files()
@@ -75,6 +79,7 @@ class Cluster:
         for name in reversed(list(self._daemons)):
             self._stop(name)
         self.until(lambda: not self.processes(), "every process to be gone", 10, seen=self.processes)
+        self._held.close()
         shutil.rmtree(self.root)
         assert str(self.root) not in Path("/proc/mounts").read_text(), "the cluster left a mount behind"
 
@@ -131,7 +136,7 @@ class Cluster:
         end = time.monotonic() + seconds
         while not (found := probe()):
             assert time.monotonic() < end, f"waited {seconds} s for {what}: {seen()}"
-            time.sleep(0.1)
+            time.sleep(0.25)  # most probes are commands of Slurm, which take the cores from who is waited for
         return found
 
     def clear(self) -> None:
@@ -253,7 +258,7 @@ class Cluster:
         (self.root / "hosts").write_text(Path("/etc/hosts").read_text() + hosts)
         (self.root / "gres.conf").write_text(self._gres())
         (self.root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        (self.root / "slurm.conf").write_text(self._slurm_conf(_free_ports(self.nodes + 1)))
+        (self.root / "slurm.conf").write_text(self._slurm_conf(self._ports))
 
     def _gres(self) -> str:
         files = f"{self.root}/dev/gpu[0-{self.gpus - 1}]"
@@ -348,13 +353,24 @@ _SETTINGS = {
 }
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody uses: all held at once, so that they differ, then let go."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+def _reserve_ports(count: int) -> tuple[socket.socket, list[int]]:
+    """What holds ports for a cluster until it is closed, also those of crashed nodes; and the ports.
+
+    They lie below those that the kernel gives to whoever asks for any. The holder is a socket by a name that
+    one process of the machine can have: it is free again whatever ends that process.
+    """
+    for first in PORTS:
+        ports = list(range(first, first + count))
+        holder = socket.socket(socket.AF_UNIX)
+        try:
+            holder.bind(f"\0slurm-testbed-{first}")
+            for port in ports:
+                socket.create_server(("127.0.0.1", port)).close()
+        except OSError:  # another cluster has them, or somebody else has one of them
+            holder.close()
+        else:
+            return holder, ports
+    raise OSError(f"no {count} ports in a row are free from {PORTS.start} to {PORTS.stop} for a test cluster")
 
 
 def _uts(pid: int) -> str | None:
