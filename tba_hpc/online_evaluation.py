@@ -33,7 +33,7 @@ class Share:
 
 
 class OnlineEvaluator:
-    """Deals evaluation requests and counts their answers.
+    """Issues evaluation requests and counts their answers.
 
     limits: prompts used per split (None: all). max_tokens: longest completion. last_step: of the run.
     """

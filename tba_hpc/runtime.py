@@ -68,7 +68,7 @@ PROMPTS_AHEAD = 2
 REFUSALS = (ConfigError, StateError, ShardError, DiskFullError)
 """Errors that only the user can mend; the message is a sentence that says how."""
 
-FAULTS = (EngineError, ExchangeError, OSError)
+FAILURES = (EngineError, ExchangeError, OSError)
 """Errors that another start may not meet again; the message is a sentence, too."""
 
 
@@ -294,7 +294,7 @@ def errors_reported(run: RunDir, role: Role, index: int) -> Iterator[None]:
     """
     try:
         yield
-    except (*REFUSALS, *FAULTS) as error:
+    except (*REFUSALS, *FAILURES) as error:
         log.exception("%s ends", rank_name(role, index))
         mendable = isinstance(error, REFUSALS)
         write_note(run, role, index, str(error), "refused" if mendable else "failed")

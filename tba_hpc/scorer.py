@@ -85,12 +85,12 @@ class Scorer:
             self._wanted = step
             self._do(self._load)
 
-    def finished(self, *, in_haste: bool = False) -> list[Scored]:
+    def finished(self, *, seal_now: bool = False) -> list[Scored]:
         """Results since the last call, in order. Waits only while more than BACKLOG groups are queued.
 
-        in_haste: seal as soon as nothing is left to score.
+        seal_now: seal as soon as nothing is left to score.
         """
-        if not self._waiting and self._shards.age > (0 if in_haste else self._seal_seconds):
+        if not self._waiting and self._shards.age > (0 if seal_now else self._seal_seconds):
             self._do(self._seal)
         return self._take(lambda: self._waiting[0].done() or len(self._waiting) > BACKLOG)
 

@@ -92,7 +92,7 @@ class Searcher:
             self._refill()
             for group in self._generate():
                 self._deliver(group)
-            self._hand_over(self._scorer.finished(in_haste=self._out_of_work))
+            self._hand_over(self._scorer.finished(seal_now=self._out_of_work))
             self._report_evaluations()
             self._pass_on_stop()
             self._log_if_due()

@@ -168,7 +168,7 @@ def test_events_of_the_page(run: RunDir) -> None:
     ]
 
 
-def test_the_page_tells_the_lives_of_a_run(run: RunDir) -> None:
+def test_the_page_tells_the_attempts_of_a_run(run: RunDir) -> None:
     resumed_run(run)
     happen(run, 995.0, "start", attempt="attempt-001", trainers=1, searchers=2)
     happen(run, 2000.0, "allocated", job="7", nodes="a,b")  # nobody noted how the first attempt ended

@@ -322,7 +322,7 @@ def test_an_engine_that_fails_is_rebuilt_and_loses_nothing(served: Served) -> No
     _assert_logprobs_of(model, groups)
 
 
-def test_it_gives_up_where_no_engine_lives(tmp_path: Path) -> None:
+def test_it_gives_up_where_no_engine_survives(tmp_path: Path) -> None:
     generator = _generator(tmp_path)
     generator.submit(_request(0))
     with pytest.raises(EngineError, match=r"died 4 times without .* \(the last one was ended by SIGKILL\)"):

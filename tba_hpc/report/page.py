@@ -62,8 +62,8 @@ class Promise:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """A line of the run's history."""
+class HistoryRow:
+    """A row of the table of what happened in a run."""
 
     time: str
     into: str
@@ -241,7 +241,7 @@ def _time(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def events(data: RunData) -> list[Event]:
+def events(data: RunData) -> list[HistoryRow]:
     """The run's history: starts, resumes, checkpoints, ends, and what went wrong."""
     dull = (None, "filling", "merged", "evicted")
     told = [record for record in data.trainer if record.get("event") not in dull]
@@ -252,11 +252,11 @@ def events(data: RunData) -> list[Event]:
         when = number(records[-1], "time", 0.0)
         into = duration(60 * float(minutes(np.array([when]))[0])) if minutes else ""
         what = what if len(records) == 1 else f"{len(records)} × {what}, the last"
-        lines.append(Event(_utc(when), into, what, f"{number(records[-1], 'step', 0):.0f}"))
+        lines.append(HistoryRow(_utc(when), into, what, f"{number(records[-1], 'step', 0):.0f}"))
     return lines + _of_searchers(data)
 
 
-def _of_searchers(data: RunData) -> list[Event]:
+def _of_searchers(data: RunData) -> list[HistoryRow]:
     """Engines rebuilt and trajectories set aside, a line per searcher that had any."""
     told = []
     for index, records in data.searchers.items():
@@ -265,7 +265,7 @@ def _of_searchers(data: RunData) -> list[Event]:
             ("search/rejected", "trajectory set aside: reward not finite"),
         ):
             if count := _over_attempts(records, name):
-                told.append(Event("", "", f"searcher {index}: {count} × {what}", ""))
+                told.append(HistoryRow("", "", f"searcher {index}: {count} × {what}", ""))
     return told
 
 

@@ -31,7 +31,7 @@ def look(run: RunDir) -> RunMonitor:
     return monitor
 
 
-def test_the_life_of_a_job(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_from_submission_to_end(cluster: Cluster, tmp_path: Path) -> None:
     run = new_run(tmp_path)
     assert run_state(look(run)).state == "created"
     job = cluster.submit(SCRIPT.format(run=run.path))

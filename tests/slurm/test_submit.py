@@ -165,7 +165,7 @@ def test_cancel_ends_all_components_for_good(cluster: Cluster, tmp_path: Path) -
     assert not run.summary.exists() or not json.loads(run.summary.read_text())["finished"]
 
 
-def test_nodes_of_a_job_that_is_cancelled_are_not_called_unfit(cluster: Cluster, tmp_path: Path) -> None:
+def test_nodes_of_a_job_that_is_cancelled_are_not_called_unreachable(cluster: Cluster, tmp_path: Path) -> None:
     """Nothing starts on them any more while its script looks which of them answer."""
     run, script = _run(tmp_path, _site(), 2)
     cancelled = (
@@ -327,7 +327,7 @@ def test_what_only_the_user_can_mend_ends_the_job_at_once(cluster: Cluster, tmp_
     assert _events(run) == ["allocated", "refused"] and read_events(run)[-1]["sentence"] == sentence
 
 
-def test_lives_that_seal_nothing_do_not_follow_each_other_for_ever(cluster: Cluster, tmp_path: Path) -> None:
+def test_starts_that_seal_nothing_do_not_follow_each_other_for_ever(cluster: Cluster, tmp_path: Path) -> None:
     run, script = _run(tmp_path, _site(relaunches=1), 2)
     assert "run_to_the_end place_components" in script
     job = slurm.submit(run, script.replace("place_components", "false"))  # no nodes will ever do
