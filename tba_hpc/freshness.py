@@ -47,6 +47,7 @@ class Freshness:
             evaluate=evaluate,
             reference=self.reference,
             budget_end=end,
+            final=step >= self._config.train.steps,
         )
 
     # --- Reference ---

@@ -35,11 +35,8 @@ class Share:
 class OnlineEvaluator:
     """Issues evaluation requests and counts their answers.
 
-    limits: prompts used per split (None: all). max_tokens: longest completion. last_step: of the run.
+    limits: prompts used per split (None: all). max_tokens: longest completion.
     """
-
-    ending = False
-    """Whether the weights of the last step have come: their evaluation is all that is left to generate."""
 
     def __init__(
         self,
@@ -49,13 +46,11 @@ class OnlineEvaluator:
         searchers: int,
         max_tokens: int,
         limits: Mapping[Split, int | None],
-        last_step: int,
     ) -> None:
         self._task = task
         self._all = (searcher, searchers)
         self._sampling = Sampling(evaluation_temperature(task), top_p=1.0, max_tokens=max_tokens)
         self._limits = limits
-        self._last_step = last_step
         self._queue: list[Request] = []
         self._unanswered = 0
         self._shares: dict[tuple[Split, int], Share] = {}
@@ -71,7 +66,6 @@ class OnlineEvaluator:
         share: where it is not as configured, since some searchers have died.
         """
         assert not self.busy, "one evaluation at a time"
-        self.ending = step == self._last_step
         place, places = share or self._all
         prompts = self._task.prompts(split)[: self._limits[split]][place::places]
         self._queue = [Request(prompt, prompt.id, 1, self._sampling, split) for prompt in reversed(prompts)]

@@ -318,7 +318,6 @@ def _online_evaluator(config: Config, task: Task, searcher: int) -> OnlineEvalua
             "validation": config.evaluate.validation_prompts,
             "test": config.evaluate.test_prompts,
         },
-        last_step=config.train.steps,
     )
 
 

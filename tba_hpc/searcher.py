@@ -71,7 +71,7 @@ class Searcher:
         self._budget_end: int | None = None  # the first request that may not be issued yet
         self._set_aside = 0  # groups without a single reward, each of which another one may replace
         self._ahead: list[int] = []  # requests issued beyond the budget, for that
-        self._loaded = False
+        self._loaded = self._ending = False
         self._awaited: Publication | None = None  # of the weights given last, until they are in use
         self._busy_seconds = 0.0
         self._rejected = 0
@@ -113,6 +113,7 @@ class Searcher:
         publication = update.publication
         self._awaited = publication
         self._budget_end = publication.budget_end
+        self._ending = publication.final
         self._scorer.refer_to(publication.reference)
         if publication.evaluate is None:
             return
@@ -136,7 +137,7 @@ class Searcher:
 
     def _next_prompt(self) -> Request | None:
         """The next training prompt, or None while the trainer is too far behind or the run is ending."""
-        ending = self._stop_asked() or self._exchange.closed or self._evaluator.ending
+        ending = self._stop_asked() or self._exchange.closed or self._ending
         if ending or self._exchange.pending >= self._pending_shards:
             return None
         self._upcoming = self._upcoming or next(self._requests, None)

@@ -344,6 +344,7 @@ class Publication:
     version: optimizer steps that made the weights. published: when, unix seconds. evaluate: the split to
     evaluate with exactly these weights, None for none. reference: step of the policy that is the reference
     from now on, or BEHAVIOUR. budget_end: the first request that may not be issued yet, None for no bound.
+    final: whether these are the last weights of the run, after which nothing is learned any more.
     """
 
     version: int
@@ -351,6 +352,7 @@ class Publication:
     evaluate: Split | None = None
     reference: int = 0
     budget_end: int | None = None
+    final: bool = False
 
     def to_json(self) -> str:
         """JSON text that from_json reads; None is null."""

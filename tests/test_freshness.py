@@ -104,6 +104,8 @@ def test_without_a_bound_nothing_is_stale_and_nobody_is_held_back() -> None:
     assert free.publication(7, evaluate="test", published=1.5) == Publication(
         version=7, published=1.5, evaluate="test", reference=0, budget_end=None
     )
+    assert not free.publication(99, evaluate=None, published=0.0).final
+    assert free.publication(100, evaluate="test", published=0.0).final, "of 100 steps the last"
     assert not free.is_stale(records((0, 0), (7, 0)), step=1000).any()
     buffer.merge(shard(0, 0, version=0).trajectories, 1)
     assert free.evict_stale(1000) == 0 and len(buffer) == 2

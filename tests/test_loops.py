@@ -165,7 +165,6 @@ def make_searcher(
             searchers=1,
             max_tokens=TABLE.length,
             limits={"validation": config.evaluate.validation_prompts, "test": None},
-            last_step=config.train.steps,
         ),
         report=partial(write_evaluation, run),
         metrics=MetricsWriter(run.metrics_file("searcher")),
@@ -517,7 +516,7 @@ def test_an_evaluation_may_begin_before_the_one_before_is_judged() -> None:
     """And anew with another share, as after the death of a searcher: every answer counts once."""
     task = TabularTask(TABLE)
     evaluator = OnlineEvaluator(
-        task, searcher=0, searchers=2, max_tokens=3, limits={"test": None, "validation": None}, last_step=9
+        task, searcher=0, searchers=2, max_tokens=3, limits={"test": None, "validation": None}
     )
     for split, step, share in (("validation", 4, None), ("test", 8, None), ("test", 8, (0, 1))):
         assert evaluator.start(split, step, share) is None
@@ -576,7 +575,7 @@ class OneShot:
         self.polled = True
         data = TABLE.ref_logits_PSV.reshape(-1).view(np.uint8)
         layout = TabularLearner(TABLE).layout
-        publication = Publication(version=self.version, evaluate=self.evaluate)
+        publication = Publication(version=self.version, evaluate=self.evaluate, final=self.version == 12)
         return WeightUpdate(publication, layout, data, self.share)
 
     def offer(self, shard: Shard) -> None:

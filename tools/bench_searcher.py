@@ -152,9 +152,7 @@ class Bench:
             ),
             exchange=sink,
             requests=feed,
-            evaluator=OnlineEvaluator(
-                self._task, searcher=0, searchers=1, max_tokens=1, limits={}, last_step=0
-            ),
+            evaluator=OnlineEvaluator(self._task, searcher=0, searchers=1, max_tokens=1, limits={}),
             report=lambda place, places, part: None,
             metrics=MetricsWriter(self._metrics),
             stop_asked=lambda: False,

@@ -221,7 +221,7 @@ def _of_an_attempt_before(publication: Publication) -> Publication:
     """Without what this attempt may have taken back: what searchers may do with the weights."""
     budget_end = None if publication.budget_end is None else 0
     reference = min(0, publication.reference)
-    return replace(publication, evaluate=None, reference=reference, budget_end=budget_end)
+    return replace(publication, evaluate=None, reference=reference, budget_end=budget_end, final=False)
 
 
 class FileTrainerFollower:

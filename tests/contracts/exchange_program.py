@@ -198,7 +198,7 @@ class SearcherSide:
 # --- Weights arrive bit-identical, the newest wins ---
 
 
-NEWEST = Publication(version=4, published=1.7e9 + 1 / 3, reference=-1, budget_end=104)
+NEWEST = Publication(version=4, published=1.7e9 + 1 / 3, reference=-1, budget_end=104, final=True)
 """Arrives as it was sent, to the bit."""
 
 

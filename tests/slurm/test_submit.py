@@ -165,7 +165,7 @@ def test_cancel_ends_all_components_for_good(cluster: Cluster, tmp_path: Path) -
     assert not run.summary.exists() or not json.loads(run.summary.read_text())["finished"]
 
 
-def test_nodes_of_a_job_that_is_cancelled_are_not_called_unreachable(cluster: Cluster, tmp_path: Path) -> None:
+def test_nodes_of_a_cancelled_job_are_not_called_unreachable(cluster: Cluster, tmp_path: Path) -> None:
     """Nothing starts on them any more while its script looks which of them answer."""
     run, script = _run(tmp_path, _site(), 2)
     cancelled = (
