@@ -39,20 +39,26 @@ class Mortal(MpiSearcherExchange):
 
     def _prepare(self, header):
         self._header = header
-        self._die("header", int(header["version"]))
+        self._die("header", _version(header))
         return super()._prepare(header)
 
     def _show(self, header):
-        self._die("weights", int(header["version"]))
+        self._die("weights", _version(header))
         super()._show(header)
 
     def _handed_over(self):
-        self._die("sent", int(self._header["version"]))
+        self._die("sent", _version(self._header))
         super()._handed_over()
 
-    def _is_free(self, header):
-        self._die("shown", int(header["version"]))
-        return super()._is_free(header)
+    def _is_free(self):
+        self._die("shown", _version(self._header))
+        return super()._is_free()
+
+
+def _version(header) -> int:
+    """Of the weights of a round; 0 where none travel."""
+    text = header["publication"]
+    return Publication.from_json(text).version if text else 0
 
 
 def part(folder: Path, version: int, place: int, places: int) -> Path:

@@ -65,7 +65,7 @@ def test_a_run_directory_of_another_config_or_of_somebody_else(tmp_path: Path, m
     (folder / "thesis.tex").unlink()
     planned = tba("run", CONFIG, *common, "--dry-run")
     assert planned.returncode == 0 and "mpiexec" in planned.stdout
-    (folder / "config.yaml").write_text(planned.stdout)
+    assert tba("create", CONFIG, *common).stdout.strip() == str(folder)
     changed = tba("run", CONFIG, *common, *settings(train__steps=7, run__seed=0))
     refused(changed, "holds a run with another config: train.steps differs")
 
@@ -100,12 +100,8 @@ def test_prompts_that_leave_no_room(tmp_path: Path, model: Path) -> None:
 def test_too_few_ranks(tmp_path: Path, model: Path) -> None:
     """A launcher that starts every rank alone must not run N singletons."""
     common = settings(model__path=model, run__root=tmp_path)
-    planned = tba("run", CONFIG, *common, "--dry-run").stdout
-    folder = tmp_path / "quickstart-seed0"
-    folder.mkdir()
-    (folder / "config.yaml").write_text(planned)
-    (folder / "logs" / "attempt-001").mkdir(parents=True)
-    (folder / "logs" / "latest").symlink_to("attempt-001")
+    folder = Path(tba("create", CONFIG, *common).stdout.strip())
+    assert tba("prepare", str(folder)).returncode == 0
     alone = subprocess.run(
         [sys.executable, "-m", "mpi4py", "-m", "tba_hpc", "train", str(folder)],
         capture_output=True,
