@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from tba_hpc.config import Config, ConfigError, Section, explain
 from tba_hpc.types import Role
+from tba_hpc.wording import count
 
 Form = Literal["het", "homogeneous"]
 
@@ -223,7 +224,7 @@ def plan(
     why_idle = f"since the trainer ranks must divide train.prompts_per_step={config.train.prompts_per_step}"
     form: Form = "het" if site.hetjob and not homogeneous else "homogeneous"
     how = "as asked" if chosen else "one node in four, as in the paper"
-    why = f"{_count(train, 'node')} to train ({how}) and {_count(nodes - train, 'node')} to search"
+    why = f"{count(train, 'node')} to train ({how}) and {count(nodes - train, 'node')} to search"
     return Plan(
         form=form,
         nodes=nodes,
@@ -243,7 +244,7 @@ def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, slots:
     searchers = (slots - ranks) // engine
     if searchers < 1:
         raise ConfigError(
-            f"one node has room for {_count(slots, _unit(site))}, too few for a trainer and an engine of "
+            f"one node has room for {count(slots, _unit(site))}, too few for a trainer and an engine of "
             f"generator.tensor_parallel={engine}: use --nodes 2"
         )
     most = ranks + searchers
@@ -298,18 +299,14 @@ def _component(role: Role, site: Site, nodes: int, ranks: int, ranks_per_node: i
 
 def _words(trainer: Component, searcher: Component, idle: str) -> str:
     """The ranks of a split, and what stays idle."""
-    return f": {_count(trainer.ranks, 'trainer rank')}, {_count(searcher.ranks, 'searcher')}{idle}"
+    return f": {count(trainer.ranks, 'trainer rank')}, {count(searcher.ranks, 'searcher')}{idle}"
 
 
 def _idle(places: int, site: Site, why: str) -> str:
     """How many places stay empty, and why; nothing where none does."""
     verb = "stays" if places == 1 else "stay"
-    return f"; {_count(places, _unit(site))} {verb} idle, {why}" if places else ""
+    return f"; {count(places, _unit(site))} {verb} idle, {why}" if places else ""
 
 
 def _unit(site: Site) -> str:
     return "GPU" if site.gpus_per_node else "rank"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
