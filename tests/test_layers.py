@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "tba_hpc"
 
 LAYERS = [
-    {"types", "config", "wording"},
+    {"types", "config", "orphans", "wording"},
     {"objectives", "schedules", "ports"},
     {"run", "prompts", "buffer", "batch", "metrics"},
     {"trainer", "searcher", "scorer", "online_evaluation", "backends", "tasks", "launch", "report"},
