@@ -12,7 +12,7 @@ from typing import Any
 from tba_hpc.metrics import Record, number
 
 Event = Mapping[str, Any]
-"""A line of events.jsonl; see ``state.log_event``."""
+"""A line of events.jsonl; see ``run.events.log_event``."""
 
 ENDS = ("failed", "stopped", "finished", "refused")
 """Events that end an attempt."""

@@ -19,6 +19,9 @@ from tba_hpc.run.events import read_events
 from tba_hpc.run.files import write_atomic
 from tba_hpc.types import Split
 
+MANY_SEARCHERS = 4
+"""Above this number the searchers are shown together: their rates by the mean, their curves as a band."""
+
 PHASES = ("started", "resumed", "stopped", "finished")
 """Events of the trainer of which the last tells how the run stands; others may come after it."""
 
@@ -29,7 +32,7 @@ class RunData:
 
     trainer: all records of the trainer; steps: those of optimizer steps, a repeated step once;
     searchers: all records per searcher; evaluations: the complete ones, by split and step;
-    events: what befell the run, see ``state.log_event``.
+    events: what befell the run, see ``run.events.log_event``.
     """
 
     trainer: list[Record]
