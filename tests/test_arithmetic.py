@@ -132,6 +132,10 @@ def test_load_task_passes_options_on() -> None:
             "task.options.seed has the value 'one', but input should be a valid integer",
         ),
         (
+            {"name": "arithmetic", "options": {"seed": "1"}},
+            "task.options.seed has the value '1', but input should be a valid integer",
+        ),
+        (
             {"name": "arithmetic", "options": {"test_problems": 10**9}},
             "input should be less than or equal to 100000",
         ),

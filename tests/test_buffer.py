@@ -50,7 +50,7 @@ def pack(items: Sequence[Item]) -> Trajectories:
             row_of[item.prompt],
             item.reward,
             item.uid,
-            item.uid,
+            item.uid + 7,
             0,
             0,
         )
@@ -274,6 +274,16 @@ def test_near_are_those_that_few_edits_lead_to_whatever_the_tokens(share: float)
         assert len(filled([one, other], near_duplicates=share)) == 2 - (near or one.tokens == other.tokens)
 
 
+def test_every_new_completion_is_compared_with_all_before_it_however_many_come_at_once() -> None:
+    """200 that no two of are near each other, then 200 of which each is near to one of them, in one merge."""
+    apart = [Item(i, 0, (i, i, i, i), 0.5) for i in range(200)]
+    near = [Item(200 + i, 0, (i, i, i, 999), 0.25) for i in range(200)]
+    assert len(apart) > buffer_module.COMPARED_AT_ONCE
+    real = ReplayBuffer(BufferSection(near_duplicates=0.25, capacity_per_prompt=1000), 0)
+    assert real.merge(pack(apart + near), 0) == Merged(200, 200, 0)
+    assert items_of(real.trajectories()) == apart
+
+
 def test_equal_completions_of_different_prompts_are_different() -> None:
     assert len(filled([Item(0, 0, (7,)), Item(1, 1, (7,))])) == 2
 
@@ -382,6 +392,17 @@ def test_all_shards_of_a_round_are_recent_and_an_empty_round_changes_nothing() -
     assert real.merge(pack([]), 4) == Merged(0, 0, 0)
     for step in range(10):
         assert set(real.sample(step, groups=2, group_size=1).prompt_id_B.tolist()) == {1, 2}
+
+
+def test_a_new_revision_begins_a_new_pass_over_what_it_brought() -> None:
+    """Two of four prompts were drawn; when all four bring news, any two may be next."""
+    again = 0
+    for seed in range(30):
+        real = filled(prompts_with(4), seed, most_on_policy=1.0)
+        before = real.sample(0, groups=2, group_size=1).prompt_id_B.tolist()
+        real.merge(pack([Item(900 + prompt, prompt, (9,)) for prompt in range(4)]), 1)
+        again += bool(set(before) & set(real.sample(1, groups=2, group_size=1).prompt_id_B.tolist()))
+    assert again > 15  # 5 in 6 are expected
 
 
 def test_recent_means_live_and_a_regenerated_duplicate_counts_once() -> None:

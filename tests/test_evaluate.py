@@ -12,17 +12,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from byte_tokenizer import ByteTokenizer, completion
 from recorded import new_run
 from tiny_models import make_random_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tba_hpc.backends.behaviour_reference import BehaviourReference
 from tba_hpc.backends.hf_model import load_tokenizer
-from tba_hpc.config import ConfigError
+from tba_hpc.config import ConfigError, GeneratorSection
 from tba_hpc.evaluate import find_target, measure, print_result
 from tba_hpc.evaluate.estimates import bootstrap, pass_at_k, passes, powers_of_two, wilson
+from tba_hpc.evaluate.measure import assess, passes_at_k, samplings
 from tba_hpc.run.directory import RunDir
 from tba_hpc.tasks.arithmetic import Arithmetic
-from tba_hpc.types import Completion
+from tba_hpc.types import Completion, Group, Prompt, Request, Sampling
 
 # --- Estimates ---
 
@@ -50,9 +53,9 @@ def test_wilson_against_published_values(successes: int, trials: int, low: float
 
 
 def test_the_bootstrap_of_a_share_has_the_binomials_quantiles() -> None:
-    """Of 50 prompts half are passed: Binomial(50, ½) has its 2.5 % and 97.5 % quantiles at 18 and 32."""
-    (low,), (high,) = bootstrap(np.repeat([0.0, 1.0], 25)[:, None])
-    assert (low, high) == (pytest.approx(18 / 50, abs=0.021), pytest.approx(32 / 50, abs=0.021))
+    """Of 400 prompts half are passed: Binomial(400, ½) has its 2.5 % and 97.5 % quantiles at 180 and 220."""
+    (low,), (high,) = bootstrap(np.repeat([0.0, 1.0], 200)[:, None])
+    assert (400 * low, 400 * high) == (pytest.approx(180, abs=2), pytest.approx(220, abs=2))
 
 
 def test_one_prompt_has_the_interval_of_its_samples() -> None:
@@ -60,6 +63,41 @@ def test_one_prompt_has_the_interval_of_its_samples() -> None:
     assert (found[1].low, found[1].high) == pytest.approx((one.low, one.high))
     assert found[2].value == pytest.approx(1 - (5 * 4) / (8 * 7))
     assert (found[2].low, found[2].high) == pytest.approx((1 - (1 - one.low) ** 2, 1 - (1 - one.high) ** 2))
+
+
+def test_a_score_is_the_mean_over_prompts() -> None:
+    """Of 4 samples 0, 0, 1 and 4 are right: pass@2 is 0, 0, 1/2 and 1."""
+    found = passes([0, 0, 1, 4], 4)
+    assert {k: estimate.value for k, estimate in found.items()} == {1: 5 / 16, 2: 3 / 8, 4: 1 / 2}
+    assert all(estimate.low < estimate.value < estimate.high for estimate in found.values())
+
+
+# --- Figures of completions that are known ---
+
+
+def test_a_temperature_that_is_asked_for_takes_the_place_of_the_configs() -> None:
+    task, section = Arithmetic(ByteTokenizer()), GeneratorSection(temperature=0.5, top_p=0.9, max_tokens=12)
+    greedy = Sampling(temperature=0.0, top_p=1.0, max_tokens=12)
+    assert samplings(task, section) == (greedy, Sampling(temperature=0.5, top_p=0.9, max_tokens=12))
+    assert samplings(task, section, 0.25) == (greedy, Sampling(temperature=0.25, top_p=0.9, max_tokens=12))
+
+
+def test_figures_of_known_completions() -> None:
+    """Two prompts, two completions each; every token has probability 1/2."""
+    answers = [[("#### 7", "stop"), ("#### 8", "stop")], [("#### 7", "length"), ("17-3=14;", "stop")]]
+    groups = []
+    for i, texts in enumerate(answers):
+        request = Request(Prompt(i, np.zeros(3, np.int32), "7"), i, 2, Sampling(0.5, 1.0, 12))
+        made = [completion(text, finish) for text, finish in texts]
+        halved = tuple(Completion(c.tokens, c.logprobs - math.log(2), c.finish_reason) for c in made)
+        groups.append(Group(request, halved, np.zeros((2, 2), np.int32)))
+    found = assess(Arithmetic(ByteTokenizer()), BehaviourReference(), groups, passes_at_k)
+    assert (found.temperature, found.samples) == (0.5, 2)
+    assert {name: score.value for name, score in found.scores.items()} == {"pass@1": 1 / 4, "pass@2": 1 / 2}
+    assert found.truncated_share == 1 / 4
+    assert found.tokens == (7 + 7 + 6 + 9) / 4  # the end is a token
+    assert found.perplexity == pytest.approx(2)
+    assert found.summary == {}
 
 
 # --- A real engine ---

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from decimal import Decimal
 from pathlib import Path
-from typing import get_args
+from typing import ClassVar, get_args
 
 import pytest
 from byte_tokenizer import ByteTokenizer, completion
 
 from tba_hpc.config import ConfigError, TaskSection
 from tba_hpc.tasks import load_task
+from tba_hpc.tasks.data import HubData
 from tba_hpc.tasks.gsm8k import GSM8K, Grader, final_expression, final_number
+from tba_hpc.types import Split
 
 DATA = Path(__file__).parents[1].parent / "shared" / "data" / "gsm8k"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the GSM8K files are not at {DATA}")
@@ -107,6 +109,63 @@ def write(path: Path, *rows: object) -> str:
 
 def problem(i: int) -> dict[str, str]:
     return {"question": f"What is {i}?", "answer": f"It is.\n#### {i:,}"}
+
+
+def targets(task: GSM8K) -> dict[str, list[int]]:
+    return {split: [int(prompt.target) for prompt in task.prompts(split)] for split in get_args(Split)}
+
+
+def test_held_out_problems_are_the_end_of_the_training_data_and_never_trained_on(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", *(problem(i) for i in range(10)))
+    test = write(tmp_path / "test.jsonl", problem(77))
+    alone = GSM8K(ByteTokenizer(), train_file=train, validation_problems=3)
+    assert targets(alone) == {"train": [0, 1, 2, 3], "test": [4, 5, 6], "validation": [7, 8, 9]}
+    both = GSM8K(ByteTokenizer(), train_file=train, test_file=test, validation_problems=3)
+    assert targets(both) == {"train": [0, 1, 2, 3, 4, 5, 6], "test": [77], "validation": [7, 8, 9]}
+
+
+def test_without_files_test_is_the_test_split_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder stands for the data set of the hub."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder / "train.jsonl", *(problem(i) for i in range(10)))
+    write(folder / "test.jsonl", problem(77), problem(78))
+
+    class Local(GSM8K):
+        HUB: ClassVar = {
+            "train": HubData(str(folder), None, "train"),
+            "test": HubData(str(folder), None, "test"),
+        }
+
+    found = targets(Local(ByteTokenizer(), validation_problems=3))
+    assert found == {"train": [0, 1, 2, 3, 4, 5, 6], "test": [77, 78], "validation": [7, 8, 9]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "target", "as_number", "as_mathematics"),
+    [
+        ("#### 72.0", "72", True, True),
+        ("#### 072", "72", True, True),
+        ("#### 7/2", "3.5", False, True),
+        ("#### 3.5 or 4", "3.5", False, False),
+        ("It is 72.\nNo, 73", "72", False, False),
+    ],
+)
+def test_the_grader_that_is_asked_for_judges(
+    judges: dict[str, GSM8K], answer: str, target: str, as_number: bool, as_mathematics: bool
+) -> None:
+    assert judges["final_number"].accepts(answer, target) is as_number
+    assert judges["math_verify"].accepts(answer, target) is as_mathematics
+
+
+@pytest.fixture(scope="module")
+def judges() -> dict[str, GSM8K]:
+    return {grader: GSM8K(ByteTokenizer(), grader=grader) for grader in get_args(Grader)}
 
 
 def test_a_problem_may_hold_any_character_and_commas_leave_the_target(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import make_random_model
+from tiny_models import make_random_model, make_tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     FalconConfig,
     FalconForCausalLM,
@@ -22,7 +23,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from tba_hpc.backends.hf_model import PolicyLogprobs, load_policy, load_tokenizer
+from tba_hpc.backends.hf_model import HfTokenizer, PolicyLogprobs, load_policy, load_tokenizer
 from tba_hpc.config import ConfigError
 
 PROMPTS = torch.tensor([3, 1, 5, 2])
@@ -172,6 +173,21 @@ def test_tokenizer_round_trip_and_export(tmp_path: Path) -> None:
     assert tokenizer.decode(np.append(tokens, tokenizer.eos_token_id)) == "3+4=7"
     tokenizer.save(tmp_path / "export")
     assert load_tokenizer(str(tmp_path / "export")).encode("3+4=7").tolist() == tokens.tolist()
+
+
+def test_a_sequence_begins_once_also_by_a_chat_template_that_writes_its_beginning() -> None:
+    """As Llama's: the tokenizer adds a beginning by itself, and so does the template."""
+    plain = make_tokenizer(129)
+    beginning = plain.convert_tokens_to_ids("<extra_0>")
+    plain.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<extra_0> $A", special_tokens=[("<extra_0>", beginning)]
+    )
+    plain.add_special_tokens({"bos_token": "<extra_0>"})
+    plain.chat_template = "{{ bos_token }}[{{ messages[0]['content'] }}]"
+    tokenizer = HfTokenizer(plain, plain.eos_token_id)
+    letters = plain.convert_tokens_to_ids(list("[2+2]"))
+    assert tokenizer.encode("[2+2]").tolist() == [beginning, *letters]
+    assert tokenizer.encode_chat("2+2").tolist() == [beginning, *letters]
 
 
 def test_policy_comes_in_the_asked_dtype_without_dropout(tmp_path: Path) -> None:

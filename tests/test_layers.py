@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "tba_hpc"
 
 LAYERS = [
     {"shipped"},
-    {"types", "config"},
+    {"types", "config", "orphans", "wording"},
     {"objectives", "schedules", "ports"},
     {"run", "prompts", "buffer", "batch"},
     {"metrics", "freshness"},

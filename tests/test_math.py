@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from byte_tokenizer import ByteTokenizer, completion
 
@@ -71,6 +73,16 @@ def test_equivalence_works_in_a_thread_and_outlives_what_would_take_for_ever(
     assert time.monotonic() - begun < 60
     monkeypatch.undo()
     assert equal(r"\frac{7}{2}", "3.5")
+    equal.close()
+
+
+def test_the_worker_has_bounded_memory() -> None:
+    """Else an answer could take the memory of the whole node."""
+    others = {process.pid for process in multiprocessing.active_children()}
+    equal = Equivalence()
+    assert equal("1", "1")
+    (worker,) = {process.pid for process in multiprocessing.active_children()} - others
+    assert psutil.Process(worker).rlimit(psutil.RLIMIT_AS) == (8 << 30, 8 << 30)
     equal.close()
 
 

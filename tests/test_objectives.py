@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tba_hpc.config import ObjectiveName, TrainSection
 from tba_hpc.objectives import Groups, Objective, make_objective
+from tba_hpc.objectives.common import centred, leave_one_out
 from tba_hpc.objectives.policy_gradient import dr_grpo, grpo, proximal_rloo, rloo
 from tba_hpc.objectives.preference import online_dpo
 from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
@@ -76,8 +77,17 @@ def surrogate(ratio: Tensor, advantage: float, clip: float) -> Tensor:
     return torch.min(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
 
 
-def by_loops(name: ObjectiveName, groups: Groups, beta: float) -> Tensor:
-    """The loss of ``TrainSection(objective=name, ratio_cap=1.2)`` from its definition."""
+def huber(residual: Tensor, limit: float | None) -> Tensor:
+    """The square, going on as a line beyond the limit."""
+    if limit is None or abs(residual.item()) <= limit:
+        return residual**2
+    return 2 * limit * abs(residual) - limit**2
+
+
+def by_loops(train: TrainSection, groups: Groups, beta: float) -> Tensor:
+    """The loss that ``train`` asks for, from its definition."""
+    name, clip = train.objective, train.ratio_clip
+    cap = math.inf if train.ratio_cap is None else train.ratio_cap
     total = torch.zeros((), dtype=torch.float64)
     many, size = groups.reward_BK.shape
     for i in range(many):
@@ -96,23 +106,25 @@ def by_loops(name: ObjectiveName, groups: Groups, beta: float) -> Tensor:
         for j, row in enumerate(rows):
             if name == "trajectory_balance":
                 log_z = sum(ref[m] - logp[m].item() + reward[m] / beta for m in range(size)) / size
-                weight = min(1.2, math.exp(logp[j].item() - behaviour[j]))
-                total = total + beta / 2 * weight * (log_z + logp[j] - ref[j] - reward[j] / beta) ** 2
+                weight = 1.0 if cap == math.inf else min(cap, math.exp(logp[j].item() - behaviour[j]))
+                residual = log_z + logp[j] - ref[j] - reward[j] / beta
+                total = total + beta / 2 * weight * huber(residual, train.gap_clip)
             elif name == "tba_prime":
                 advantage = reward[j] - mean - beta * (kl_now[j] - sum(kl_now) / size)
-                total = total - sum(advantage * min(1.2, math.exp(p.item() - b)) * p for p, b, _ in row)
+                ratios = [1.0 if cap == math.inf else min(cap, math.exp(p.item() - b)) for p, b, _ in row]
+                total = total - sum(advantage * w * p for w, (p, _, _) in zip(ratios, row, strict=True))
             elif name in ("rloo", "proximal_rloo"):
                 shaped = [reward[m] - beta * (behaviour[m] - ref[m]) for m in range(size)]
                 advantage = shaped[j] - (sum(shaped) - shaped[j]) / (size - 1)
                 ratio = torch.exp(logp[j] - behaviour[j])
-                total = total - (advantage * logp[j] if name == "rloo" else surrogate(ratio, advantage, 0.2))
+                total = total - (advantage * logp[j] if name == "rloo" else surrogate(ratio, advantage, clip))
             elif name == "dr_grpo":
-                total = total - sum(surrogate(torch.exp(p - b), reward[j] - mean, 0.2) for p, b, _ in row)
+                total = total - sum(surrogate(torch.exp(p - b), reward[j] - mean, clip) for p, b, _ in row)
             else:
                 deviation = (sum((r - mean) ** 2 for r in reward) / (size - 1)) ** 0.5
                 advantage = (reward[j] - mean) / (deviation + 1e-4)
                 terms = [
-                    surrogate(torch.exp(p - b), advantage, 0.2) - beta * (torch.exp(r - p) - (r - p) - 1)
+                    surrogate(torch.exp(p - b), advantage, clip) - beta * (torch.exp(r - p) - (r - p) - 1)
                     for p, b, r in row
                 ]
                 total = total - sum(terms) / len(row)
@@ -120,14 +132,19 @@ def by_loops(name: ObjectiveName, groups: Groups, beta: float) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "limits",
+    [{"ratio_cap": 1.2}, {"ratio_cap": 0.9, "ratio_clip": 0.1, "gap_clip": 0.8}, {"ratio_cap": None}],
+)
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_every_objective_agrees_with_its_formula(
-    name: ObjectiveName, dtype: torch.dtype, tolerance: float
+    name: ObjectiveName, limits: dict[str, float], dtype: torch.dtype, tolerance: float
 ) -> None:
-    objective = make_objective(TrainSection(objective=name, ratio_cap=1.2))
+    train = TrainSection(objective=name, **limits)
+    objective = make_objective(train)
     groups = random_groups(5, 4, dtype=dtype)
     exact = replace(random_groups(5, 4))
-    wanted = by_loops(name, exact, beta=0.3)
+    wanted = by_loops(train, exact, beta=0.3)
     (slope,) = torch.autograd.grad(wanted, exact.policy_BKL)
     found = objective(groups, 0.3).loss
     assert found.dtype == dtype
@@ -158,6 +175,58 @@ def part(groups: Groups, rows: slice) -> Groups:
         groups.mask_BKL[rows],
         groups.reward_BK[rows],
     )
+
+
+# --- By hand ---
+
+
+def two_completions() -> Groups:
+    """Of two tokens and of one, far from the reference: log-ratios 25 and −1, and −30; rewards 2 and 1.
+
+    Under the policy the tokens are 1/4 and 8, and 1 times as likely as when they were sampled.
+    """
+    policy = tensor([[0, -1, -2], [0, -31, 0]])[None]
+    return Groups(
+        policy_BKL=policy.requires_grad_(),
+        behaviour_BKL=policy.detach() - tensor([[0, -math.log(4), math.log(8)], [0, 0, 0]]),
+        reference_BKL=tensor([[0, -26, -1], [0, -1, 0]])[None],
+        mask_BKL=torch.tensor([[[False, True, True], [False, True, False]]]),
+        reward_BK=tensor([[2, 1]]),
+    )
+
+
+def test_tba_prime_clamps_the_log_ratio_of_each_token_in_the_advantage_alone() -> None:
+    """KL̂ 10 − 1 = 9 and −10: r − KL̂ is −7 and 11, A is ∓9; the weights are 1/4, 2 (of 8), and 1."""
+    groups, objective = two_completions(), partial(tba_prime, ratio_cap=2.0)
+    output = objective(groups, 1.0)
+    assert output.loss.item() == pytest.approx((9 * (-1 / 4 - 2 * 2) + -9 * -31) / 2)
+    slope = gradient(objective, groups, 1.0)
+    assert slope.flatten().tolist() == pytest.approx([0, 9 / 4 / 2, 9 * 2 / 2, 0, -9 / 2, 0])
+    assert output.metrics["kl"].item() == pytest.approx((24 - 30) / 2)  # not clamped
+    assert output.metrics["ratio"].item() == pytest.approx(((1 / 4 + 2) / 2 + 1) / 2)  # not of padding
+
+
+@pytest.mark.parametrize(
+    ("name", "advantage"),
+    [
+        ("tba_prime", 9.0),
+        ("rloo", 53 - math.log(2)),  # 2 − (24 − log 2) and 1 + 30: each less the other
+        ("proximal_rloo", 53 - math.log(2)),
+        ("grpo", 0.5 / (math.sqrt(0.5) + 1e-4)),
+        ("dr_grpo", 0.5),
+    ],
+)
+def test_metrics_are_of_whole_completions(name: ObjectiveName, advantage: float) -> None:
+    metrics = make_objective(TrainSection(objective=name))(two_completions(), 1.0).metrics
+    assert metrics["kl"].item() == pytest.approx(-3)
+    assert metrics["advantage"].item() == pytest.approx(advantage)
+
+
+def test_baselines_carry_no_gradient() -> None:
+    value = tensor([[1.0, 3.0], [5.0, 5.0]]).requires_grad_()
+    assert centred(value).tolist() == [[-1, 1], [0, 0]]
+    assert leave_one_out(value).tolist() == [[-2, 2], [0, 0]]
+    assert not centred(value).requires_grad and not leave_one_out(value).requires_grad
 
 
 # --- Trajectory balance ---
@@ -266,7 +335,18 @@ def test_online_dpo_prefers_nothing_where_all_rewards_are_the_same() -> None:
     slope = gradient(online_dpo, even, 0.1)
     assert not slope[0].any()
     assert [bool(row.any()) for row in slope[1]] == [True, True, False, False]
-    assert online_dpo(even, 0.1).metrics["ties"].item() == 0.5
+    output = online_dpo(even, 0.1)
+    assert output.metrics["ties"].item() == 0.5
+    other = online_dpo(part(even, slice(1, 2)), 0.1)
+    assert output.loss.item() == pytest.approx(other.loss.item() / 2)  # what prefers nothing adds 0
+    assert output.metrics["margin"].item() == pytest.approx(other.metrics["margin"].item() / 2)
+
+
+def test_online_dpo_by_hand() -> None:
+    """β·(24 − (−30)) with β = 1/54."""
+    output = online_dpo(two_completions(), 1 / 54)
+    assert output.metrics["margin"].item() == pytest.approx(1)
+    assert output.loss.item() == pytest.approx(math.log(1 + math.exp(-1)))
 
 
 # --- Expectations, by enumeration ---

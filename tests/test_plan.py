@@ -1,12 +1,13 @@
 """Sites and the split of nodes: every rule with its sentence, and the arithmetic by hand."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tba_hpc.config import Config, ConfigError, parse_config
-from tba_hpc.launch.plan import Site, load_site, plan
+from tba_hpc.launch.plan import Site, load_site, plan, slurm_seconds
 
 SITES = Path(__file__).parents[1] / "slurm" / "sites"
 
@@ -67,6 +68,38 @@ def test_the_split_is_told_in_words() -> None:
         "1 GPU stays idle, since the trainer ranks must divide train.prompts_per_step=7"
     )
     assert plan(_config(8), Site(), 1).why == "one node for both roles: 1 trainer rank, 3 searchers"
+    assert plan(_config(8, 2), Site(), 1).why == (
+        "one node for both roles: 1 trainer rank, 1 searcher; "
+        "1 GPU stays idle, since an engine takes 2 (generator.tensor_parallel)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "prompts", "tensor_parallel", "cpus", "trainer", "searcher"),
+    [
+        (2, 8, 1, 8, (4, 2), (4, 2)),
+        (4, 8, 2, 8, (4, 2), (2, 4)),
+        (8, 3, 1, 8, (2, 4), (4, 2)),  # 3 ranks on 2 trainer nodes: 2 and 1
+        (8, 7, 1, 9, (4, 2), (4, 2)),  # the ninth core is left over
+        (1, 8, 1, 8, (4, 2), (4, 2)),  # 1 trainer rank and 3 searchers share the node
+        (1, 8, 2, 8, (2, 4), (2, 4)),
+        (2, 8, 1, 3, (4, 1), (4, 1)),  # never less than a core
+    ],
+)
+def test_the_cores_of_a_node_are_shared_out_among_its_ranks(
+    nodes: int,
+    prompts: int,
+    tensor_parallel: int,
+    cpus: int,
+    trainer: tuple[int, int],
+    searcher: tuple[int, int],
+) -> None:
+    """(ranks per node, cores per rank) of each role."""
+    split = plan(_config(prompts, tensor_parallel), Site(cpus_per_node=cpus), nodes)
+    assert [(part.ranks_per_node, part.cpus_per_rank) for part in (split.trainer, split.searcher)] == [
+        trainer,
+        searcher,
+    ]
 
 
 def test_the_form_is_het_where_the_site_has_it_and_there_are_nodes_to_part() -> None:
@@ -139,6 +172,9 @@ def test_shipped_sites_load(path: Path) -> None:
         ("mpi: openmpi", "site key 'mpi' has the value 'openmpi', but"),
         ("time: tomorrow", "site key 'time'"),
         ("gpu_request: --gres=gpu:4", "gpu_request=--gres=gpu:4 never says how many"),
+        ("mpi: cray_shasta", "mpi: cray_shasta knows no het jobs: set hetjob: false"),
+        ("{time: '10', signal_seconds: 600}", "signal_seconds=600 leaves nothing of time=10 to train in"),
+        ("{time: '10:00', signal_seconds: 900}", "signal_seconds=900 leaves nothing of time=10:00"),
         ("{container: {image: a.sif}, venv: /v}", "container and venv exclude each other"),
         ("- a", "must hold keys"),
         ("a: [", "is not valid YAML"),
@@ -150,6 +186,28 @@ def test_a_wrong_site_is_one_sentence(tmp_path: Path, text: str, words: str) -> 
         load_site(tmp_path / "site.yaml")
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("30", 1800),
+        ("90:30", 5430),
+        ("01:30:07", 5407),
+        ("1-12", 129_600),
+        ("2-01:30", 178_200),
+        ("1-00:00:07", 86_407),
+        ("UNLIMITED", math.inf),
+    ],
+)
+def test_times_are_read_as_slurm_reads_them(time: str, seconds: float) -> None:
+    """``man sbatch``: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, …"""
+    assert slurm_seconds(time) == seconds
+
+
+def test_a_site_may_ask_for_a_signal_any_time_before_the_end(tmp_path: Path) -> None:
+    (tmp_path / "site.yaml").write_text("{time: '10', signal_seconds: 599}")
+    assert load_site(tmp_path / "site.yaml").seconds == 600
 
 
 def test_a_missing_site_is_named_and_so_are_those_there_are(tmp_path: Path) -> None:

@@ -111,6 +111,20 @@ def test_a_win_is_a_higher_gold_reward_than_the_persons_summary(
     assert task.correct([*task.prompts("test")] * 2, answers * 2) == wins * 2
 
 
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_a_copy_of_the_persons_summary_is_no_win(
+    reward_path: str, tokenizer: HfTokenizer, tmp_path: Path, batch: int
+) -> None:
+    """Whatever stands beside it in a batch, which changes the last digits of its reward."""
+    file = posts(tmp_path / "t.jsonl", 6)
+    task = TLDR(tokenizer, test_file=file, reward_model=reward_path, batch=batch)
+    prompts = task.prompts("test")
+    copies = [completion(tokenizer, prompt.target) for prompt in prompts]
+    others = [completion(tokenizer, " so" * (3 * i + 1)) for i in range(6)]
+    assert task.correct([*prompts] * 2, [*copies, *others])[:6] == [False] * 6
+    assert task.correct(prompts, copies) == [False] * 6
+
+
 def test_splits_of_local_files(reward_path: str, tokenizer: HfTokenizer, tmp_path: Path) -> None:
     task = TLDR(
         tokenizer,

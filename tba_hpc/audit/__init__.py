@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from tba_hpc.audit.checks import Check, Violation, count, every_check
+from tba_hpc.audit.checks import Check, Violation, every_check
 from tba_hpc.audit.evidence import Evidence
 from tba_hpc.report.tables import print_rows
 from tba_hpc.run.directory import RunDir
+from tba_hpc.wording import count
 
 __all__ = ["Audit", "Check", "Violation", "audit", "print_audit"]
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from tba_hpc.audit.evidence import Checkpoint, Evidence
 from tba_hpc.audit.history import Merge, Seals, ShardKey, whole
+from tba_hpc.wording import count
 
 SHOWN = 5
 """Most request_ids or steps that one sentence names."""
@@ -351,12 +352,6 @@ def _ends(step: int) -> str:
 
 
 # --- Words ---
-
-
-def count(number: int, thing: str) -> str:
-    """``1 shard``, ``2 shards``, ``3 trajectories``."""
-    plural = f"{thing[:-1]}ies" if thing.endswith("y") else f"{thing}s"
-    return f"{number:,} {thing if number == 1 else plural}"
 
 
 def _shard(key: ShardKey) -> str:

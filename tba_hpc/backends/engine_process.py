@@ -6,28 +6,19 @@ It must not know what an engine is. Only ``vllm_generator`` starts it:
 
 from __future__ import annotations
 
-import ctypes
-import os
 import signal
 import sys
 
-PR_SET_PDEATHSIG = 1
+from tba_hpc.orphans import die_with
 
 
 def main() -> None:
     """Serve the rank that started this process until it hangs up."""
     settings, parent, descriptor = sys.argv[1:]
-    die_with(int(parent))
+    die_with(int(parent), signal.SIGKILL)
     from tba_hpc.backends import vllm_engine
 
     vllm_engine.serve(settings, int(descriptor))
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process once its parent is gone, also when it hangs by then."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)
 
 
 if __name__ == "__main__":

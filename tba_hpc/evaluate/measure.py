@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tba_hpc.backends.vllm_generator import VllmGenerator
-from tba_hpc.config import Config, ConfigError
+from tba_hpc.config import Config, ConfigError, GeneratorSection
 from tba_hpc.evaluate.estimates import Estimate, passes, wilson
 from tba_hpc.evaluate.target import Target
 from tba_hpc.ports import Generator, Reference, Summarising, Task, evaluation_temperature, score_name
@@ -100,8 +100,7 @@ def measure(
     task = make_task(config.task, load_tokenizer(config.model.path), serve)
     prompts = _prompts(task, config.task.name, split, limit)
     _require_same_vocabulary(target)
-    single = Sampling(evaluation_temperature(task), 1.0, section.max_tokens)
-    sampled = Sampling(temperature or section.temperature, section.top_p, section.max_tokens)
+    single, sampled = samplings(task, section, temperature)
     wanted = [(prompt, 1, single) for prompt in prompts]
     wanted += [(prompt, samples, sampled) for prompt in prompts if samples]
     groups = _generate(config, [Request(p, i, n, how, split) for i, (p, n, how) in enumerate(wanted)])
@@ -113,8 +112,19 @@ def measure(
         split=split,
         prompts=len(prompts),
         score_name=score_name(task),
-        single=_assess(task, reference, groups[: len(prompts)], partial(_share, score_name(task))),
-        sampled=_assess(task, reference, groups[len(prompts) :], _passes) if samples else None,
+        single=assess(task, reference, groups[: len(prompts)], partial(share, score_name(task))),
+        sampled=assess(task, reference, groups[len(prompts) :], passes_at_k) if samples else None,
+    )
+
+
+def samplings(
+    task: Task, section: GeneratorSection, temperature: float | None = None
+) -> tuple[Sampling, Sampling]:
+    """How a run's evaluations decode, and how several samples are drawn; temperature: None, as trained."""
+    sampled_at = section.temperature if temperature is None else temperature
+    return (
+        Sampling(evaluation_temperature(task), 1.0, section.max_tokens),
+        Sampling(sampled_at, section.top_p, section.max_tokens),
     )
 
 
@@ -154,7 +164,7 @@ def _submit(generator: Generator, request: Request) -> None:
         raise ConfigError(str(error)) from None
 
 
-def _assess(
+def assess(
     task: Task,
     reference: Reference | None,
     groups: Sequence[Group],
@@ -175,11 +185,13 @@ def _assess(
     )
 
 
-def _share(name: str, correct_P1: np.ndarray) -> Scores:
+def share(name: str, correct_P1: np.ndarray) -> Scores:
+    """The share of correct completions under ``name``, one of each prompt."""
     return {name: wilson(int(correct_P1.sum()), correct_P1.size)}
 
 
-def _passes(correct_PN: np.ndarray) -> Scores:
+def passes_at_k(correct_PN: np.ndarray) -> Scores:
+    """pass@1, pass@2, pass@4, … up to N."""
     found = passes(correct_PN.sum(1).tolist(), correct_PN.shape[1])
     return {f"pass@{k}": estimate for k, estimate in found.items()}
 

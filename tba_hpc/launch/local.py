@@ -6,7 +6,6 @@ its own. The launcher never trains: it forwards signals, shows progress, and lea
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import functools
 import math
@@ -30,6 +29,7 @@ from rich.console import Console
 
 from tba_hpc.config import Config
 from tba_hpc.launch import LaunchError
+from tba_hpc.orphans import die_with
 from tba_hpc.report.status import LiveDisplay
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
@@ -186,7 +186,7 @@ class Child:
                 env=environment,
                 umask=0o077,
                 start_new_session=True,
-                preexec_fn=functools.partial(_die_with, os.getpid(), orphaned),
+                preexec_fn=functools.partial(die_with, os.getpid(), orphaned),
             )
         return cls(name, process)
 
@@ -214,17 +214,6 @@ class Child:
             if _session(pid) == self.process.pid:
                 _kill(pid)
         self.process.wait()
-
-
-_libc = ctypes.CDLL(None)
-PR_SET_PDEATHSIG = 1
-
-
-def _die_with(parent: int, number: int) -> None:
-    """In a new child: have the kernel signal it once its parent is gone, however that ended."""
-    _libc.prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _mpi_rank(process: psutil.Process) -> int | None:

@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError, model_validator
 from tba_hpc import shipped
 from tba_hpc.config import Config, ConfigError, Section, explain
 from tba_hpc.types import Role
+from tba_hpc.wording import count
 
 Form = Literal["het", "homogeneous"]
 
@@ -225,15 +226,16 @@ def plan(
     searcher = _component(
         "searcher", site, nodes - train, (nodes - train) * (slots // engine), slots // engine
     )
+    why_idle = f"since the trainer ranks must divide train.prompts_per_step={config.train.prompts_per_step}"
     form: Form = "het" if site.hetjob and not homogeneous else "homogeneous"
     how = "as asked" if chosen else "one node in four, as in the paper"
-    why = f"{_count(train, 'node')} to train ({how}) and {_count(nodes - train, 'node')} to search"
+    why = f"{count(train, 'node')} to train ({how}) and {count(nodes - train, 'node')} to search"
     return Plan(
         form=form,
         nodes=nodes,
         trainer=trainer,
         searcher=searcher,
-        why=why + _words(config, trainer, searcher, idle=train * slots - ranks, unit=_unit(site)),
+        why=why + _words(trainer, searcher, _idle(train * slots - ranks, site, why_idle)),
     )
 
 
@@ -247,19 +249,22 @@ def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, slots:
     searchers = (slots - ranks) // engine
     if searchers < 1:
         raise ConfigError(
-            f"one node has room for {_count(slots, _unit(site))}, too few for a trainer and an engine of "
+            f"one node has room for {count(slots, _unit(site))}, too few for a trainer and an engine of "
             f"generator.tensor_parallel={engine}: use --nodes 2"
         )
     most = ranks + searchers
     trainer = _component("trainer", site, 1, ranks, most)
     searcher = _component("searcher", site, 1, searchers, most)
-    idle = slots - ranks - searchers * engine
+    idle, why_idle = (
+        slots - ranks - searchers * engine,
+        f"since an engine takes {engine} (generator.tensor_parallel)",
+    )
     return Plan(
         form="homogeneous",
         nodes=1,
         trainer=trainer,
         searcher=searcher,
-        why="one node for both roles" + _words(config, trainer, searcher, idle=idle, unit=_unit(site)),
+        why="one node for both roles" + _words(trainer, searcher, _idle(idle, site, why_idle)),
     )
 
 
@@ -297,20 +302,16 @@ def _component(role: Role, site: Site, nodes: int, ranks: int, ranks_per_node: i
     return Component(role=role, nodes=nodes, ranks=ranks, ranks_per_node=per_node, cpus_per_rank=cpus)
 
 
-def _words(config: Config, trainer: Component, searcher: Component, *, idle: int, unit: str) -> str:
-    """The ranks of a split, and why some places stay empty."""
-    text = f": {_count(trainer.ranks, 'trainer rank')}, {_count(searcher.ranks, 'searcher')}"
-    if idle:
-        text += (
-            f"; {_count(idle, unit)} stay{'s' if idle == 1 else ''} idle, since the trainer ranks must "
-            f"divide train.prompts_per_step={config.train.prompts_per_step}"
-        )
-    return text
+def _words(trainer: Component, searcher: Component, idle: str) -> str:
+    """The ranks of a split, and what stays idle."""
+    return f": {count(trainer.ranks, 'trainer rank')}, {count(searcher.ranks, 'searcher')}{idle}"
+
+
+def _idle(places: int, site: Site, why: str) -> str:
+    """How many places stay empty, and why; nothing where none does."""
+    verb = "stays" if places == 1 else "stay"
+    return f"; {count(places, _unit(site))} {verb} idle, {why}" if places else ""
 
 
 def _unit(site: Site) -> str:
     return "GPU" if site.gpus_per_node else "rank"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -21,6 +21,7 @@ from submitit.slurm.slurm import SlurmInfoWatcher
 
 from tba_hpc.launch import LaunchError
 from tba_hpc.launch.scontrol import fields
+from tba_hpc.report.run_state import FORGOTTEN, UNKNOWN
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import write_atomic
 
@@ -28,12 +29,6 @@ ENDED = frozenset(
     {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 )
 """States after which a job does not run again."""
-
-FORGOTTEN = "FORGOTTEN"
-"""State of a job that Slurm no longer knows: it ended some time ago."""
-
-UNKNOWN = "UNKNOWN"
-"""State of a job where squeue cannot be asked, or does not answer."""
 
 SQUEUE_SECONDS = 5
 """Time that squeue has to answer."""

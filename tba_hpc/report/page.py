@@ -22,6 +22,7 @@ from tba_hpc.report.summary import RunData, Summary, mean, series, summary_of
 from tba_hpc.report.tables import NOTHING, duration, percent
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import write_atomic
+from tba_hpc.wording import count
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 
@@ -125,13 +126,9 @@ def _state(data: RunData, summary: Summary, config: Config) -> str:
 
 def _subtitle(config: Config) -> str:
     ranks = config.launch
-    roles = f"{_count(ranks.trainers, 'trainer')} + {_count(ranks.searchers, 'searcher')}"
+    roles = f"{count(ranks.trainers, 'trainer')} + {count(ranks.searchers, 'searcher')}"
     model = Path(config.model.path).name
     return f"{config.task.name} · {model} · {config.train.objective.replace('_', ' ')} · {roles}"
-
-
-def _count(number_of: int, what: str) -> str:
-    return f"{number_of} {what}{'s' if number_of != 1 else ''}"
 
 
 def tiles(summary: Summary) -> list[Tile]:
@@ -139,7 +136,7 @@ def tiles(summary: Summary) -> list[Tile]:
     before, after, gain = summary.pass_at_1_before, summary.pass_at_1_after, summary.gain
     sign = "" if gain is None else f"{'+' if gain >= 0 else '−'}{abs(100 * gain):.1f} points"
     prompts = f"greedy, {summary.test_prompts:,} held-out prompts" if summary.test_prompts else "not measured"
-    steps = _count(summary.steps, "step")
+    steps = count(summary.steps, "step")
     attempts = "" if summary.attempts < 2 else f" in {summary.attempts} attempts"
     rate = summary.searcher_tokens_per_second
     per_step = summary.trajectories / summary.steps if summary.steps else 0
@@ -158,11 +155,11 @@ def tiles(summary: Summary) -> list[Tile]:
     ]
 
 
-def _compact(count: int) -> str:
+def _compact(value: int) -> str:
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if count >= limit:
-            return f"{count / (limit if unit != 'k' else 1e3):.3g} {unit}"
-    return f"{count:,}"
+        if value >= limit:
+            return f"{value / (limit if unit != 'k' else 1e3):.3g} {unit}"
+    return f"{value:,}"
 
 
 def _or_dash(value: float | None, style: str) -> str:
@@ -264,8 +261,8 @@ def _of_searchers(data: RunData) -> list[HistoryRow]:
             ("search/rebuilds", "engine rebuilt"),
             ("search/rejected", "trajectory set aside: reward not finite"),
         ):
-            if count := _over_attempts(records, name):
-                told.append(HistoryRow("", "", f"searcher {index}: {count} × {what}", ""))
+            if times := _over_attempts(records, name):
+                told.append(HistoryRow("", "", f"searcher {index}: {times} × {what}", ""))
     return told
 
 

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tba_hpc.metrics import Record, number
-from tba_hpc.report.summary import RunData, score_name_of, series
+from tba_hpc.report.summary import MANY_SEARCHERS, RunData, score_name_of, series
 from tba_hpc.report.tables import percent
 from tba_hpc.types import Split
 
@@ -60,9 +60,6 @@ STYLE: dict[Any, object] = {
     "lines.linewidth": 1.6,
     "lines.solid_capstyle": "round",
 }
-
-MANY_SEARCHERS = 4
-"""Above this number the searchers' curves become a band with its mean."""
 
 WAIT_GOAL = 0.05
 """Largest share of its time that the trainer should wait."""

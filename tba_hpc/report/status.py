@@ -26,6 +26,7 @@ from tba_hpc.metrics import Record, number
 from tba_hpc.report.attempts import Attempt, fault_words
 from tba_hpc.report.monitor import Queue, QueueEntry, RunMonitor
 from tba_hpc.report.run_state import RunState, job_of, run_state
+from tba_hpc.report.summary import MANY_SEARCHERS
 from tba_hpc.report.tables import NOTHING, duration, percent
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
@@ -35,9 +36,6 @@ LINE_SECONDS = 5.0
 
 REFRESH_SECONDS = 1.0
 """Pause between two looks at the run."""
-
-MANY_SEARCHERS = 4
-"""Above this number the searchers are shown together."""
 
 
 # --- Values ---

@@ -19,6 +19,9 @@ from tba_hpc.run.events import read_events
 from tba_hpc.run.files import write_atomic
 from tba_hpc.types import Split
 
+MANY_SEARCHERS = 4
+"""Above this number the searchers are shown together: their rates by the mean, their curves as a band."""
+
 PHASES = ("started", "resumed", "stopped", "finished")
 """Events of the trainer of which the last tells how the run stands; others may come after it."""
 

@@ -13,7 +13,6 @@ checksum names, whatever the seed. Nothing is read from disk.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, get_args
@@ -23,7 +22,8 @@ from pydantic import Field
 
 from tba_hpc.config import ConfigError
 from tba_hpc.ports import Tokenizer
-from tba_hpc.types import Completion, Prompt, Split
+from tba_hpc.tasks.right_or_wrong import RightOrWrong
+from tba_hpc.types import Split
 
 NAMES = ("Ada", "Ben", "Gus", "Ida", "Kim", "Leo", "Mia", "Tom")
 ITEMS = ("apples", "books", "coins", "eggs", "keys", "pens", "shells", "stamps")
@@ -154,7 +154,7 @@ def is_correct(text: str, target: str) -> bool:
     return answer.strip() == target
 
 
-class Arithmetic:
+class Arithmetic(RightOrWrong):
     """Reward 1 for a completion that ended by itself with the right number after ``####``, else 0."""
 
     def __init__(
@@ -174,34 +174,19 @@ class Arithmetic:
                 f"task.train_file and task.test_file ({train_file or test_file}) have no use in the "
                 "arithmetic task, which generates its problems: remove them or choose another task.name"
             )
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer)
         self._seed = seed
         self._sizes: dict[Split, int] = {
             "train": train_problems,
             "validation": validation_problems,
             "test": test_problems,
         }
-        self._prompts: dict[Split, tuple[Prompt, ...]] = {}
 
-    def prompts(self, split: Split) -> tuple[Prompt, ...]:
-        """All prompts of a split; made at the first call."""
-        if split not in self._prompts:
-            problems = draw_problems(split, self._sizes[split], self._seed)
-            self._prompts[split] = self._encode(problems)
-        return self._prompts[split]
+    def questions(self, split: Split) -> list[tuple[str, str]]:
+        """Of the problems drawn for a split."""
+        problems = draw_problems(split, self._sizes[split], self._seed)
+        return [(problem.question, problem.target) for problem in problems]
 
-    def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """1 or 0 each."""
-        return [float(right) for right in self.correct([prompt] * len(completions), completions)]
-
-    def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
-        """Whether each completion ended by itself with the right number."""
-        return [
-            completion.finish_reason == "stop"
-            and is_correct(self._tokenizer.decode(completion.tokens), prompt.target)
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
-
-    def _encode(self, problems: tuple[Problem, ...]) -> tuple[Prompt, ...]:
-        encode = self._tokenizer.encode
-        return tuple(Prompt(i, encode(p.question), p.target) for i, p in enumerate(problems))
+    def accepts(self, text: str, target: str) -> bool:
+        """By the number after the marker."""
+        return is_correct(text, target)

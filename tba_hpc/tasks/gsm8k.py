@@ -19,12 +19,9 @@ from pydantic import Field
 
 from tba_hpc.ports import Tokenizer
 from tba_hpc.tasks.data import HubData, Source
-from tba_hpc.tasks.equivalence import Equivalence
 from tba_hpc.tasks.word_problems import Problem, WordProblems
 
 MARKER = "####"
-TEMPLATE = "[MATH_TASK] Problem:\n{question}\n\nSolution:"
-"""The prompt that realtreetune/rho-1b-sft-GSM8K was tuned on."""
 
 NUMBER = re.compile(r"(?:(?<![\d)])-)?\$?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)", re.ASCII)
 """With or without thousands commas, decimals, a sign and a dollar sign; a trailing period is left out."""
@@ -62,6 +59,8 @@ class GSM8K(WordProblems):
         "train": HubData("openai/gsm8k", "main", "train"),
         "test": HubData("openai/gsm8k", "main", "test"),
     }
+    TEMPLATE = "[MATH_TASK] Problem:\n{question}\n\nSolution:"
+    """The prompt that realtreetune/rho-1b-sft-GSM8K was tuned on."""
     ROW = f"a JSON object with a text 'question' and an 'answer' that ends in '{MARKER}' and a number"
 
     def __init__(
@@ -71,7 +70,7 @@ class GSM8K(WordProblems):
         train_file: str | None = None,
         test_file: str | None = None,
         grader: Grader = "final_number",
-        template: str = TEMPLATE,
+        template: str | None = None,
         chat: bool = False,
         validation_problems: Annotated[int, Field(ge=1)] = 256,
     ) -> None:
@@ -85,7 +84,6 @@ class GSM8K(WordProblems):
             validation_problems=validation_problems,
         )
         self._grader = grader
-        self._equivalent = Equivalence()
 
     def parse(self, row: Mapping[str, object]) -> Problem | None:
         """Target: the number after the marker, without commas."""

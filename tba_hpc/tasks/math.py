@@ -12,18 +12,12 @@ files of the same two fields (an ``answer`` replaces the solution's box).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from pydantic import Field
-
-from tba_hpc.ports import Tokenizer
 from tba_hpc.tasks.data import HubData, Source
-from tba_hpc.tasks.equivalence import Equivalence
 from tba_hpc.tasks.word_problems import Problem, WordProblems
 
 BOX = r"\boxed{"
-TEMPLATE = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
-"""What Qwen2.5's authors ask with."""
 
 
 def boxed(text: str) -> str | None:
@@ -47,28 +41,9 @@ class Math(WordProblems):
         "train": HubData("DigitalLearningGmbH/MATH-lighteval", None, "train"),
         "test": HubData("HuggingFaceH4/MATH-500", None, "test"),
     }
+    TEMPLATE = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
+    """What Qwen2.5's authors ask with."""
     ROW = r"a JSON object with a text 'problem' and a 'solution' with a \boxed{…} result, or an 'answer'"
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        train_file: str | None = None,
-        test_file: str | None = None,
-        template: str = TEMPLATE,
-        chat: bool = False,
-        validation_problems: Annotated[int, Field(ge=1)] = 256,
-    ) -> None:
-        """See WordProblems."""
-        super().__init__(
-            tokenizer,
-            train_file=train_file,
-            test_file=test_file,
-            template=template,
-            chat=chat,
-            validation_problems=validation_problems,
-        )
-        self._equivalent = Equivalence()
 
     def parse(self, row: Mapping[str, object]) -> Problem | None:
         """Target: the answer, or what the solution boxes."""

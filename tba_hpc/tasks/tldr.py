@@ -79,7 +79,8 @@ class TLDR:
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
         """Whether the gold model likes each better than the person's summary of the same post.
 
-        A person's summary is judged once.
+        A person's summary is judged once, and so is a copy of it: a number's last digits change with the
+        texts beside it in a batch.
         """
         gold, known, answers = self._gold_model, self._wanted, zip(prompts, completions, strict=True)
         mine = [self._text(gold, prompt, completion) for prompt, completion in answers]
@@ -89,7 +90,10 @@ class TLDR:
         new = list(dict.fromkeys(text for text in theirs if text not in known))
         rewards = gold([*mine, *new])
         known.update(zip(new, rewards[len(mine) :], strict=True))
-        return [reward > known[text] for reward, text in zip(rewards[: len(mine)], theirs, strict=True)]
+        return [
+            known.get(own, reward) > known[other]
+            for own, reward, other in zip(mine, rewards[: len(mine)], theirs, strict=True)
+        ]
 
     @cached_property
     def _reward_model(self) -> RewardModel:

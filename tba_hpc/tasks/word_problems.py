@@ -1,4 +1,4 @@
-"""Problems with one right answer: where they are read, how they are split and asked, what counts.
+"""Problems with one right answer: where they are read, how they are split and asked.
 
 It must not know what an answer looks like: a task derives from ``WordProblems`` and says.
 
@@ -9,8 +9,8 @@ before validation.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -19,7 +19,9 @@ from pydantic import Field
 from tba_hpc.config import ConfigError
 from tba_hpc.ports import Tokenizer
 from tba_hpc.tasks.data import HubData, Source, malformed, numbered_rows
-from tba_hpc.types import Completion, Prompt, Split
+from tba_hpc.tasks.equivalence import Equivalence
+from tba_hpc.tasks.right_or_wrong import RightOrWrong
+from tba_hpc.types import Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +32,13 @@ class Problem:
     target: str
 
 
-class WordProblems(ABC):
+class WordProblems(RightOrWrong):
     """Reward 1 for a completion that ended by itself and whose answer is accepted, else 0."""
 
     HUB: ClassVar[Mapping[Source, HubData]]
     """Where the problems come from when no file is given."""
+    TEMPLATE: ClassVar[str]
+    """What is asked where no template is given."""
     ROW: ClassVar[str]
     """What a row must be, for the user whose file has another."""
 
@@ -44,7 +48,7 @@ class WordProblems(ABC):
         *,
         train_file: str | None = None,
         test_file: str | None = None,
-        template: str,
+        template: str | None = None,
         chat: bool = False,
         validation_problems: Annotated[int, Field(ge=1)] = 256,
     ) -> None:
@@ -53,47 +57,26 @@ class WordProblems(ABC):
         template: holds ``{question}``. chat: as a user's message in the model's chat template.
         validation_problems: size of the held-out slice.
         """
-        if "{question}" not in template:
+        super().__init__(tokenizer, chat=chat)
+        self._template = self.TEMPLATE if template is None else template
+        if "{question}" not in self._template:
             raise ConfigError(
                 f"task.options.template={template!r} has no place for the problem: write {{question}} there"
             )
-        self._tokenizer = tokenizer
         self._train_file = train_file
         self._test_file = test_file
-        self._template = template
-        self._encode = tokenizer.encode_chat if chat else tokenizer.encode
         self._held_out = validation_problems
-        self._prompts: dict[Split, tuple[Prompt, ...]] = {}
+        self._equivalent = Equivalence()
 
     @abstractmethod
     def parse(self, row: Mapping[str, object]) -> Problem | None:
         """The problem of a row of the data; None where it is not of the form that ``ROW`` describes."""
 
-    @abstractmethod
-    def accepts(self, text: str, target: str) -> bool:
-        """Whether a whole completion answers with ``target``."""
-
-    def prompts(self, split: Split) -> tuple[Prompt, ...]:
-        """All prompts of a split; read and encoded at the first call. Raises ConfigError."""
-        if split not in self._prompts:
-            self._prompts[split] = tuple(
-                Prompt(
-                    i, self._encode(self._template.replace("{question}", problem.question)), problem.target
-                )
-                for i, problem in enumerate(self._problems(split))
-            )
-        return self._prompts[split]
-
-    def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """1 or 0 each."""
-        return [float(right) for right in self.correct([prompt] * len(completions), completions)]
-
-    def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
-        """Whether each completion ended by itself with an answer that is accepted."""
+    def questions(self, split: Split) -> list[tuple[str, str]]:
+        """Of all problems, each put into the template."""
         return [
-            completion.finish_reason == "stop"
-            and self.accepts(self._tokenizer.decode(completion.tokens), prompt.target)
-            for prompt, completion in zip(prompts, completions, strict=True)
+            (self._template.replace("{question}", problem.question), problem.target)
+            for problem in self._problems(split)
         ]
 
     @property
