@@ -11,9 +11,9 @@ _libc = ctypes.CDLL(None)
 
 
 def die_with(parent: int, number: int) -> None:
-    """In a new process: have the kernel send it signal ``number`` once its ``parent`` is gone, however that
+    """In a new process: have the kernel send it signal ``number`` once its ``parent`` is gone.
 
-    ended. A process whose parent is gone already ends here.
+    However the parent ended. A process whose parent is gone already ends here.
     """
     _libc.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:

@@ -1,7 +1,7 @@
 """Runs a real DeepSpeedLearner on one or more ranks, each a process, and keeps what it did in files.
 
 A plan is a list of actions, such as ``("step", 7)`` or ``("save", "checkpoint")``, that the leader takes
-in order. Processes are forked from a server that has already imported DeepSpeed, and Inductor for it.
+in order. Processes are forked from a server that has already imported DeepSpeed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ Plan = list[tuple[str, int | str]]
 LEARNING_RATE, BETA = 5e-5, 0.5
 GROUPS, GROUP_SIZE = 4, 4
 DEADLINE = 60.0
-
-LOADS_INDUCTOR = "deepspeed.runtime.zero.muon.original_muon"
-"""What ZeRO imports late; it takes most of the time of a short run."""
 
 
 def make_config(model: Path, *, ranks: int, dtype: str = "float32", **train: object) -> Config:
@@ -116,7 +113,7 @@ def run(folder: Path, config: Config, plan: Plan) -> Run:
 def start(target: object, *arguments: object) -> multiprocessing.Process:
     """A process of the fork server."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, LOADS_INDUCTOR])
+    context.set_forkserver_preload([__name__])
     process = context.Process(target=target, args=arguments)  # type: ignore[arg-type]
     process.start()
     return process

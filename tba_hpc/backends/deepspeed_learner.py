@@ -289,6 +289,7 @@ def _make_engine(config: Config, model: PolicyLogprobs) -> deepspeed.DeepSpeedEn
     deepspeed_logger.setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles one, for minutes
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else ZeRO loads a compiler, for an optimizer not used
     train = config.train
     optimizer = torch.optim.AdamW(
         model.parameters(), train.learning_rate.peak, train.adam_betas, weight_decay=train.weight_decay

@@ -6,6 +6,7 @@ It must not know what an engine is. Only ``vllm_generator`` starts it:
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 
@@ -16,6 +17,7 @@ def main() -> None:
     """Serve the rank that started this process until it hangs up."""
     settings, parent, descriptor = sys.argv[1:]
     die_with(int(parent), signal.SIGKILL)
+    gc.disable()  # until the engine is built: what is imported stays, and looking through it takes seconds
     from tba_hpc.backends import vllm_engine
 
     vllm_engine.serve(settings, int(descriptor))

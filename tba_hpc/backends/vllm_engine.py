@@ -6,6 +6,7 @@ starts this one.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -71,7 +72,9 @@ def serve(settings: str, descriptor: int) -> None:
     """Serve the rank at the other end of the socket until it hangs up; settings: EngineSettings as JSON."""
     channel = Channel(socket.socket(fileno=descriptor), COMMANDS)
     try:
-        Engine(channel, build_or_refuse(channel, msgspec.json.decode(settings, type=EngineSettings))).serve()
+        engine = Engine(channel, build_or_refuse(channel, msgspec.json.decode(settings, type=EngineSettings)))
+        gc.enable()
+        engine.serve()
     except Exception as error:
         traceback.print_exc()
         channel.send(Died(f"{type(error).__name__}: {first_sentence(error)}"))

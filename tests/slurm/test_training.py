@@ -72,6 +72,7 @@ def checkout(folder: Path, model: Path, *, time: str = "00:10:00") -> RunDir:
         "--cpus-per-task=8": "--cpus-per-task=2",
     }
     shutil.copytree(REPOSITORY / "slurm", folder / "slurm")
+    (folder / "tba_hpc").symlink_to(REPOSITORY / "tba_hpc")
     script = folder / "slurm" / "tba_math.sbatch"
     text = script.read_text()
     for old, new in edits.items():
