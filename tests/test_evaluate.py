@@ -109,7 +109,8 @@ def test_figures_are_those_of_transformers(model: Path, capsys: pytest.CaptureFi
     settings = ["model.dtype=float32", "model.context_length=128", "generator.max_tokens=40"]
     settings += ["generator.kv_cache_mb=16", "generator.temperature=1.0"]
     target = find_target(str(model), config=None, task="arithmetic", overrides=settings, reference=str(model))
-    print_result(measure(target, split="validation", samples=4, limit=24), as_json=True)
+    result = measure(target, split="validation", samples=4, temperature=0.9, limit=24)
+    print_result(result, as_json=True)
     found = json.loads(capsys.readouterr().out)
 
     task = Arithmetic(load_tokenizer(str(model)))
@@ -125,6 +126,7 @@ def test_figures_are_those_of_transformers(model: Path, capsys: pytest.CaptureFi
     assert found["single"]["perplexity"] == pytest.approx(perplexity, rel=1e-4)
     scores = [found["sampled"]["scores"][name]["value"] for name in ("pass@1", "pass@2", "pass@4")]
     assert scores == sorted(scores) and found["sampled"]["samples"] == 4
+    assert (found["single"]["temperature"], found["sampled"]["temperature"]) == (0, 0.9)
     assert found["sampled"]["perplexity"] > found["single"]["perplexity"]
 
 
