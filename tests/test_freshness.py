@@ -13,8 +13,16 @@ from tba_hpc.prompts import CompletedRequests
 from tba_hpc.types import BEHAVIOUR, RECORD, Publication, Ragged, Shard, Trajectories, make_uid
 
 
-def budget(completed: CompletedRequests, *, bound: int, searchers: int, prompts: int) -> RolloutBudget:
-    """Of a fresh run of 100 steps with so many prompts each."""
+def budget(
+    completed: CompletedRequests,
+    *,
+    bound: int,
+    searchers: int,
+    prompts: int,
+    step: int = 0,
+    buffered: int = 0,
+) -> RolloutBudget:
+    """Of a run of 100 steps with so many prompts each, which goes on at ``step``."""
     config = parse_config(
         {
             "model": {"path": "tiny"},
@@ -23,7 +31,7 @@ def budget(completed: CompletedRequests, *, bound: int, searchers: int, prompts:
             "train": {"steps": 100, "prompts_per_step": prompts},
         }
     )
-    return RolloutBudget(config, completed, step=0, buffered=0)
+    return RolloutBudget(config, completed, step=step, buffered=buffered)
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
@@ -37,6 +45,18 @@ def test_without_a_loss_the_budget_is_areals(bound: int) -> None:
         areal.arrive(np.arange(version * prompts, (version + 1) * prompts))
         assert areal.owed().total() == bound * prompts
     assert areal.extend(1000, missing=0) == 100 * prompts, "nothing is begun beyond the last step"
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_a_resumed_run_issues_as_much_as_one_that_was_never_stopped(bound: int) -> None:
+    """All of 40 steps is completed, and half a step's requests are in the buffer: (v + n + 1)·B still."""
+    prompts, step, buffered = 6, 40, 3
+    completed = CompletedRequests()
+    completed.add(np.arange(step * prompts + buffered))
+    resumed = budget(completed, bound=bound, searchers=4, prompts=prompts, step=step, buffered=buffered)
+    for version in range(step, step + 5):
+        assert resumed.extend(version, missing=0) == (version + bound + 1) * prompts
+    assert resumed.extend(1000, missing=0) == 100 * prompts
 
 
 def test_what_is_completed_or_owed_by_the_excluded_is_made_up_for() -> None:
