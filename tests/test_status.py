@@ -66,7 +66,7 @@ def trained(run: RunDir, *, ago: float = 1.0) -> None:
 
 
 TBA_RUN = "tba run {run}"
-SUBMIT = "python tools/submit.py --config {run} --nodes 3"
+SUBMIT = "tba submit --config {run} --nodes 3"
 STARTED = ("allocated", "start")
 
 

@@ -209,12 +209,12 @@ def _with_silence(monitor: RunMonitor, found: RunState) -> RunState:
 
 
 def _submit(monitor: RunMonitor, job: str) -> str:
-    """What submits the run again: as ``tools/submit.py`` noted it, or a guess for a script sent by hand."""
+    """What submits the run again: as the submission noted it, or a guess for a script sent by hand."""
     if job in monitor.submissions:
         return monitor.submissions[job]
     allocations = [str(event["nodes"]) for event in monitor.events if event["event"] == "allocated"]
     nodes = len(allocations[-1].split(",")) if allocations else "N"
-    return f"python tools/submit.py --config {monitor.run.path} --nodes {nodes}"
+    return f"tba submit --config {monitor.run.path} --nodes {nodes}"
 
 
 def _last_event(monitor: RunMonitor) -> str:

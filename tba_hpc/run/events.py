@@ -23,7 +23,7 @@ def log_event(run: RunDir, event: str, **extra: object) -> None:
     ===========  ====================================================================================
     event       when, and its extra keys
     ===========  ====================================================================================
-    submitted   ``tools/submit.py`` has submitted ``job``; ``command``: what submits the run again
+    submitted   ``tba submit`` has submitted ``job``; ``command``: what submits the run again
     allocated   a batch script begins, for the first time or after a requeue; ``nodes``: "node1,node2"
     start       the ranks are about to be started; ``attempt``: "attempt-003", ``trainers``, ``searchers``
     failed      they ended badly; ``code``: exit status

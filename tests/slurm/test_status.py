@@ -56,7 +56,7 @@ def test_a_job_from_submission_to_end(cluster: Cluster, tmp_path: Path) -> None:
     cluster.wait(job, "CANCELLED")
     over = run_state(look(run))
     assert (over.state, over.words) == ("gone", f"job {job} is gone (cancelled), the run is at step 0")
-    assert over.command == f"python tools/submit.py --config {run.path} --nodes 3"
+    assert over.command == f"tba submit --config {run.path} --nodes 3"
 
     (run.path / "slurm/job").write_text("4711\n")
     assert run_state(look(run)).words == "job 4711 is gone, the run is at step 0"  # Slurm knows no such job
