@@ -78,12 +78,7 @@ def train(run: RunDir, index: int | None) -> None:
     The leader runs the loop, exports and reports; the other ranks follow its learner. Raises
     ConfigError, ExchangeError and the like with one sentence.
     """
-    config = run.config()
-    with errors_reported(run, "trainer", index or 0):
-        placement = Placement.join(config, "trainer", index)
-    redirect_output(run, "trainer", placement.index)
-    with errors_reported(run, "trainer", placement.index):
-        placement.choose_gpus()
+    with _placed(run, "trainer", index) as (config, placement):
         from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
 
         learner = DeepSpeedLearner.create(
@@ -145,12 +140,7 @@ def _restore(
 
 def search(run: RunDir, index: int | None) -> None:
     """Be searcher rank ``index`` (None: as MPI says) of ``run`` until the trainer ends it."""
-    config = run.config()
-    with errors_reported(run, "searcher", index or 0):
-        placement = Placement.join(config, "searcher", index)
-    redirect_output(run, "searcher", placement.index)
-    with errors_reported(run, "searcher", placement.index):
-        placement.choose_gpus()
+    with _placed(run, "searcher", index) as (config, placement):
         from tba_hpc.backends.vllm_generator import VllmGenerator
 
         state, completed = _progress(latest_checkpoint(run))
@@ -269,6 +259,18 @@ def _open_searcher(run: RunDir, config: Config, placement: Placement) -> Searche
 
         return MpiSearcherExchange.open(placement.mpi)
     return FileSearcherExchange(run.weights, placement.index, deadline=config.exchange.deadline_seconds)
+
+
+@contextmanager
+def _placed(run: RunDir, role: Role, index: int | None) -> Iterator[tuple[Config, Placement]]:
+    """A rank in its place, with its own log and GPUs; an error ends it with a note for the launcher."""
+    config = run.config()
+    with errors_reported(run, role, index or 0):
+        placement = Placement.join(config, role, index)
+    redirect_output(run, role, placement.index)
+    with errors_reported(run, role, placement.index):
+        placement.choose_gpus()
+        yield config, placement
 
 
 @contextmanager

@@ -93,43 +93,46 @@ def trainer_never_connects() -> None:
     search_for_ever(world)
 
 
-def stops_answering() -> None:
-    """All of searcher 1 is stopped, communication thread included."""
-    world = join()
+def at_work(world: MpiWorld, fault: Callable[[MpiSearcherExchange], None]) -> None:
+    """The trainer publishes and searcher 0 searches, for ever; ``fault`` befalls searcher 1."""
     if RANK == 0:
         publish_for_ever(world)
     if RANK == 2:
-        MpiSearcherExchange.open(world)
+        fault(MpiSearcherExchange.open(world))
+    search_for_ever(world)
+
+
+def stops_answering() -> None:
+    """All of searcher 1 is stopped, communication thread included."""
+
+    def fault(exchange: MpiSearcherExchange) -> None:
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGSTOP)
-    search_for_ever(world)
+
+    at_work(join(), fault)
 
 
 def main_thread_hangs() -> None:
-    """Searcher 1's engine hangs while it holds weights; its communication thread lives."""
-    world = join()
-    if RANK == 0:
-        publish_for_ever(world)
-    if RANK == 2:
-        exchange = MpiSearcherExchange.open(world)
+    """Searcher 1's engine hangs while it holds weights; its communication thread goes on."""
+
+    def fault(exchange: MpiSearcherExchange) -> None:
         while exchange.poll() is None:
             time.sleep(0.01)
         time.sleep(60)
-    search_for_ever(world)
+
+    at_work(join(), fault)
 
 
 def killed() -> None:
     """Searcher 1 is killed in the middle of its work."""
-    world = join(60.0)
-    if RANK == 0:
-        publish_for_ever(world)
-    if RANK == 2:
-        exchange = MpiSearcherExchange.open(world)
+
+    def fault(exchange: MpiSearcherExchange) -> None:
         while exchange.poll() is None:
             time.sleep(0.01)
         print("killing myself", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
-    search_for_ever(world)
+
+    at_work(join(60.0), fault)
 
 
 def slow_evaluation() -> None:
