@@ -19,11 +19,11 @@ quickstart: $(STAMP)
 	$(BIN)/tba run configs/quickstart.yaml --set run.seed=$(SEED) --set model.path=$(MODEL)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS)
 
 # For work in progress: all that needs no engine, DeepSpeed group, MPI world or daemon.
 check: $(STAMP) lint
-	$(BIN)/python -m pytest -n 2 -m 'not (engine or mpi or slurm or system)'
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 -m 'not (engine or mpi or slurm or system)'
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -18,19 +18,19 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 LONGEST_FIRST = (
     "tests/slurm/test_chaos.py",
     "tests/slurm/test_training.py",
-    "tests/test_deepspeed_learner.py",
+    "tests/slurm/test_submit.py",  # waits, while others compute
     "tests/system/test_run.py",
-    "tests/test_tiny_model.py",
     "tests/test_vllm_generator.py",
-    "tests/slurm/test_submit.py",
+    "tests/test_tiny_model.py",
+    "tests/test_deepspeed_learner.py",
     "tests/mpi",
     "tests/test_local_launch.py",
     "tests/test_references.py",
 )
-"""Files in the order of their seconds, so that in the end no worker waits long for another."""
+"""Files in the order in which they start: in the end no worker waits long for another."""
 
-EACH_BY_ITSELF = ("tests/system/test_run.py", "tests/slurm/test_submit.py")
-"""Files whose long tests share nothing; those of any other file share what its fixtures have made."""
+EACH_BY_ITSELF = "tests/system/test_run.py"
+"""Long tests that share nothing; those of any other file share what its fixtures have made."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

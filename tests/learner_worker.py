@@ -113,7 +113,7 @@ def run(folder: Path, config: Config, plan: Plan) -> Run:
 def start(target: object, *arguments: object) -> multiprocessing.Process:
     """A process of the fork server."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([DeepSpeedLearner.__module__])  # this module is not on the server's path
     process = context.Process(target=target, args=arguments)  # type: ignore[arg-type]
     process.start()
     return process

@@ -112,6 +112,7 @@ def build(settings: EngineSettings) -> LLM:
     # vllm reads its environment when it is imported, hence not before prepare_environment().
     from vllm import LLM
 
+    gc.freeze()  # vLLM has garbage looked for several times while it is built
     on_gpu = torch.cuda.is_available()
     cache_mb = settings.kv_cache_mb or (None if on_gpu else CPU_KV_CACHE_MB)
     llm = LLM(

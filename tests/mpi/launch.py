@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,9 @@ def run_world(
     environment: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Run a program on ``ranks`` ranks to its end. subprocess.TimeoutExpired where it does not come."""
-    return _outcome([_start(world_command(ranks, program), environment or {})], timeout)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:  # killed ranks leave files there
+        private = {"OMPI_MCA_btl_sm_backing_directory": memory, **(environment or {})}
+        return _outcome([_start(world_command(ranks, program), private)], timeout)
 
 
 def run_processes(programs: Sequence[Sequence[str | Path]], *, timeout: float = 60) -> Outcome:

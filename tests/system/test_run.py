@@ -112,8 +112,8 @@ def assert_whole(run: RunDir, steps: int = 16) -> None:
 
     folder, verdict = latest_checkpoint(run), audit(run)
     assert folder is not None and verdict.clean, verdict.problems
-    completed = np.unpackbits(read_arrays(folder / "prompts.h5")["done"]).sum()
-    assert completed * SAMPLES == verdict.merged  # a request completed twice would count twice
+    done = np.unpackbits(read_arrays(folder / "prompts.h5")["done"]).sum()
+    assert done * SAMPLES == verdict.merged  # a prompt done twice would count twice
 
 
 def stop(process: subprocess.Popen[str]) -> str:
