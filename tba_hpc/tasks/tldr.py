@@ -18,7 +18,7 @@ from typing import Annotated
 from pydantic import Field
 
 from tba_hpc.ports import Tokenizer
-from tba_hpc.tasks.data import HubData, Source, malformed, numbered_rows
+from tba_hpc.tasks.data import HubData, Source, split_rows, usable_rows
 from tba_hpc.tasks.reward_model import RewardModel
 from tba_hpc.types import Completion, Prompt, Split
 
@@ -51,7 +51,11 @@ class TLDR:
         the end of a local train_file; the hub has a split.
         """
         self._tokenizer = tokenizer
-        self._files = {"train": train_file, "validation": train_file, "test": test_file}
+        self._files: dict[Source, str | None] = {
+            "train": train_file,
+            "validation": train_file,
+            "test": test_file,
+        }
         self._names = reward_model, gold_model
         self._eos_penalty = eos_penalty
         self._batch = batch
@@ -62,9 +66,9 @@ class TLDR:
     def prompts(self, split: Split) -> tuple[Prompt, ...]:
         """All posts of a split; ``target`` is the person's summary. Raises ConfigError."""
         if split not in self._prompts:
-            rows = self._rows(split)
             self._prompts[split] = tuple(
-                Prompt(i, self._tokenizer.encode(query), summary) for i, (query, summary) in enumerate(rows)
+                Prompt(i, self._tokenizer.encode(query), summary)
+                for i, (query, summary) in enumerate(self._posts(split))
             )
         return self._prompts[split]
 
@@ -110,23 +114,23 @@ class TLDR:
         ending = model.eos_token if completion.finish_reason == "stop" else ""
         return f"{self._tokenizer.decode(prompt.tokens)}{self._tokenizer.decode(completion.tokens)}{ending}"
 
-    def _rows(self, split: Split) -> list[tuple[str, str]]:
-        """(post, summary) of all rows of a split."""
-        rows = [_row(*numbered) for numbered in numbered_rows(self._files[split], HUB[split], _source(split))]
-        if self._files[split] is None or split == "test":
-            return rows
-        held_out = len(rows) - self._validation_posts
-        return rows[held_out:] if split == "validation" else rows[:held_out]
+    def _posts(self, split: Split) -> Sequence[tuple[str, str]]:
+        if split == "test" or self._files[split] is None:
+            return self._source(split)
+        key = "task.options.validation_posts"
+        return split_rows(self._local, ("validation",), size=self._validation_posts, key=key)[split]
+
+    @cached_property
+    def _local(self) -> list[tuple[str, str]]:
+        """Of the local train_file, which holds two splits."""
+        return self._source("train")
+
+    def _source(self, source: Source) -> list[tuple[str, str]]:
+        return usable_rows(self._files[source], HUB[source], source, parse=_parse, wanted=ROW)
 
 
-def _source(split: Split) -> Source:
-    """The key of the config that names a split's file."""
-    return "test" if split == "test" else "train"
-
-
-def _row(place: str, row: object) -> tuple[str, str]:
-    fields: Mapping[str, object] = row if isinstance(row, dict) else {}
-    query, summary = fields.get("query"), fields.get("reference_response")
+def _parse(row: Mapping[str, object]) -> tuple[str, str] | None:
+    query, summary = row.get("query"), row.get("reference_response")
     if not isinstance(query, str) or not isinstance(summary, str):
-        raise malformed(place, row, ROW)
-    return query, summary
+        return None
+    return (query, summary) if query.strip() and summary.strip() else None
