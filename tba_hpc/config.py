@@ -59,6 +59,9 @@ class TaskSection(Section):
     """Local JSONL with the held-out problems; none: the task's own source, or a slice of train_file."""
     options: dict[str, Scalar] = Field(default_factory=dict)
     """Keyword arguments of the task's own."""
+    max_rejected_groups: int = Field(10, ge=1)
+    """Groups in a row without a usable reward, as the task's code raised or gave no finite number, at which a
+    searcher ends; and answers in a row that it could not judge."""
 
 
 class GeneratorSection(Section):

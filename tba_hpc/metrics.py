@@ -61,7 +61,8 @@ search/propagation_seconds      publish call to in use (s)
 search/version                  weights in use (optimizer steps)
 search/pending_shards           shards offered and not yet merged (count)
 search/rebuilds                 engines rebuilt after a failure, so far (count)
-search/rejected                 trajectories set aside for a reward that is not finite, so far (count)
+search/rejected                 trajectories set aside, so far: the reward is not finite, or the task's code
+                                raised (count)
 event: started                  a record without the above, one per start of this rank, with
 searchers                       searcher ranks that share the prompts (count)
 event: sealed                   one per shard, with ``trajectories``, ``shard`` (its index), and

@@ -64,7 +64,10 @@ class Task(Protocol):
         """All prompts of a split, in a fixed order: ``prompts(split)[i].id == i``."""
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> Sequence[float]:
-        """Rewards of sampled completions of one prompt. Called in one thread, not the main one."""
+        """A number for each of the sampled completions of one prompt. Called in one thread, not the main one.
+
+        A completion whose reward is not finite is set aside, and all of them where it raises.
+        """
 
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Sequence[bool]:
         """Whether each completion, of the prompt beside it, counts for the task's score.

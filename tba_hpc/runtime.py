@@ -164,6 +164,7 @@ def search(run: RunDir, index: int | None) -> None:
             _load_reference(run, config),
             ShardWriter(run, placement.index, first_index=state.cursors.get(placement.index, 0)),
             seal_seconds=config.exchange.seal_seconds,
+            max_rejected_groups=config.task.max_rejected_groups,
         )
         with _led() as stop:
             searcher = Searcher(

@@ -9,16 +9,19 @@ from __future__ import annotations
 import logging
 import math
 import os
+import textwrap
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
-from tba_hpc.ports import Reference, ShardSink, Task
+from tba_hpc.config import ConfigError, TaskSection
+from tba_hpc.ports import EngineError, Reference, ShardSink, Task
+from tba_hpc.task_contract import checked_correct, checked_rewards, class_name
 from tba_hpc.types import BEHAVIOUR, Group, Shard
 
 log = logging.getLogger(__name__)
@@ -32,14 +35,20 @@ BACKLOG = 8
 ANSWERS_AT_ONCE = 16
 """Most evaluation answers judged together; training groups have their turn before the next ones."""
 
+TOLD_EVERY = 100
+"""Of setbacks of one kind one in so many is logged."""
+
+ENDS_THE_RUN = (ConfigError, EngineError)
+"""What a task raises on purpose: there is no such model, or an engine that it asks keeps dying."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scored:
     """What became of a group, or of a call to seal.
 
     rewards: of the completions kept. rejected: completions set aside, because their reward is not a
-    finite number. truncated: those kept that the token limit ended. shard: the open shard, where it
-    was now sealed, which took ``seal_seconds``.
+    finite number, or there is none since the task's code raised. truncated: those kept that the token limit
+    ended. shard: the open shard, where it was now sealed, which took ``seal_seconds``.
     """
 
     rewards: list[float]
@@ -47,6 +56,40 @@ class Scored:
     truncated: int
     shard: Shard | None
     seal_seconds: float
+
+
+class Setbacks:
+    """What a task's code could not do: logged now and then, and the end of the run at too many in a row.
+
+    things: what a row is counted in. then: what becomes of one. limit: how many of them in a row end the run.
+    """
+
+    def __init__(self, task: str, things: str, *, then: str, limit: int) -> None:
+        self._task, self._things, self._then, self._limit = task, things, then, limit
+        self._in_a_row = 0
+        self._seen = Counter[type | None]()
+
+    def note(self, what: str, error: Exception | None, *, counts: bool = True) -> None:
+        """Log the first of a kind, and then one in TOLD_EVERY. Raises ConfigError at the limit.
+
+        error: what was raised, if anything was; its type is the kind. counts: whether the row grows by one.
+        """
+        kind = type(error) if error else None
+        before = self._seen[kind]
+        self._seen[kind] += 1
+        if before % TOLD_EVERY == 0:
+            note = f"{what}; {self._then} ({before} like it before; one in {TOLD_EVERY} is told)"
+            log.warning("%s", note, exc_info=error)
+        self._in_a_row += counts
+        if self._in_a_row >= self._limit:
+            raise ConfigError(
+                f"the task {self._task} had {self._in_a_row} {self._things} in a row, at last {what}: check "
+                "its code and data, or raise task.max_rejected_groups"
+            )
+
+    def end_row(self) -> None:
+        """Something went well."""
+        self._in_a_row = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +105,30 @@ class Judged:
 
 
 class Scorer:
-    """Scores groups into ``shards``, seals what has waited for ``seal_seconds``; judges evaluations, too."""
+    """Scores groups into ``shards``, seals what has waited for ``seal_seconds``; judges evaluations, too.
 
-    def __init__(self, task: Task, reference: Reference, shards: ShardSink, *, seal_seconds: float) -> None:
+    A group is set aside where the task's code raises. ConfigError is raised by the next call after
+    ``max_rejected_groups`` in a row from which nothing is left, or as many answers that cannot be judged; and
+    at once where the task does not give what ports.Task says.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        reference: Reference,
+        shards: ShardSink,
+        *,
+        seal_seconds: float,
+        max_rejected_groups: int = TaskSection().max_rejected_groups,
+    ) -> None:
         self._task = task
+        name, limit = class_name(task), max_rejected_groups
+        self._rejected = Setbacks(
+            name, "groups without a usable reward", then="these trajectories are set aside", limit=limit
+        )
+        self._unjudged = Setbacks(
+            name, "answers that it could not judge", then="this one counts as wrong", limit=limit
+        )
         self._reference = reference
         self._shards = shards
         self._seal_seconds = seal_seconds
@@ -124,11 +187,10 @@ class Scorer:
         return results
 
     def _score(self, group: Group) -> Scored:
-        prompt = group.request.prompt
-        rewards = [float(reward) for reward in self._task.rewards(prompt, group.completions)]
+        rewards = self._rewards(group)
         kept = [row for row, reward in enumerate(rewards) if math.isfinite(reward)]
         if len(kept) < len(rewards):
-            group = _without_rejected(group, kept)
+            group = Group(group.request, tuple(group.completions[row] for row in kept), group.versions[kept])
         kept_rewards = [rewards[row] for row in kept]
         if kept:
             ref_logprobs, step = self._reference.logprobs(group), self._reference.step
@@ -137,14 +199,47 @@ class Scorer:
         sealed = self._seal() if self._shards.age >= self._seal_seconds else NOTHING
         return Scored(kept_rewards, len(rewards) - len(kept), truncated, sealed.shard, sealed.seal_seconds)
 
+    def _rewards(self, group: Group) -> list[float]:
+        """One for each completion; NaN for all where the task's code raises."""
+        request, total = group.request, len(group.completions)
+        error = None
+        try:
+            rewards = checked_rewards(self._task, request.prompt, group.completions)
+        except ENDS_THE_RUN:
+            raise
+        except Exception as raised:  # a user's code may raise anything
+            rewards, error = [math.nan] * total, raised
+        rejected = sum(not math.isfinite(reward) for reward in rewards)
+        if rejected < total:
+            self._rejected.end_row()
+        if rejected:
+            what = f"raised {_told(error)}" if error else f"gave {rejected} of {total} that are not finite"
+            call = f"rewards() of prompt {request.prompt.id} (request {request.id})"
+            self._rejected.note(f"{call} {what}", error, counts=rejected == total)
+        return rewards
+
     def _judge(self, answers: list[Group]) -> list[Judged]:
-        prompts = [answer.request.prompt for answer in answers]
-        completions = [completion for answer in answers for completion in answer.completions]
-        correct = self._task.correct(prompts, completions)
         return [
             Judged(answer, right, self._ref_logprob(answer))
-            for answer, right in zip(answers, correct, strict=True)
+            for answer, right in zip(answers, self._correct(answers), strict=True)
         ]
+
+    def _correct(self, answers: list[Group]) -> list[bool]:
+        """Whether each is; where the task's code raises, one by one, and wrong where it raises again."""
+        prompts = [answer.request.prompt for answer in answers]
+        completions = [completion for answer in answers for completion in answer.completions]
+        try:
+            correct = checked_correct(self._task, prompts, completions)
+        except ENDS_THE_RUN:
+            raise
+        except Exception as error:  # a user's code may raise anything
+            if len(answers) > 1:
+                return [right for answer in answers for right in self._correct([answer])]
+            call = f"correct() of {answers[0].request.split} prompt {prompts[0].id}"
+            self._unjudged.note(f"{call} raised {_told(error)}", error)
+            return [False]
+        self._unjudged.end_row()
+        return correct
 
     def _ref_logprob(self, answer: Group) -> float | None:
         if self._reference.step == BEHAVIOUR:
@@ -173,12 +268,6 @@ def _yield_to_trainer() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), YIELDS)
 
 
-def _without_rejected(group: Group, kept: list[int]) -> Group:
-    """The group less the completions set aside, which are named."""
-    request, total = group.request, len(group.completions)
-    log.warning(
-        "prompt %d (request %d): %d of %d rewards are not finite numbers; these trajectories are set aside, "
-        "check the task's rewards()",
-        *(request.prompt.id, request.id, total - len(kept), total),
-    )
-    return Group(request, tuple(group.completions[row] for row in kept), group.versions[kept])
+def _told(error: Exception) -> str:
+    """An error in a few words on one line."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 200)

@@ -162,6 +162,12 @@ class Echo:
 
     def prompts(self, split):
         return [Prompt(i, self.tokens, self.word) for i in range(self.times)]
+
+    def rewards(self, prompt, completions):
+        return [0.0 for _ in completions]
+
+    def correct(self, prompts, completions):
+        return [False for _ in completions]
 '''
 
 

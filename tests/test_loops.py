@@ -156,7 +156,13 @@ def make_searcher(
     task = task or TabularTask(TABLE)
     return Searcher(
         generator=generator or TabularGenerator(TABLE),
-        scorer=Scorer(task, TabularReference(TABLE), ShardWriter(run, 0), seal_seconds=0.01),
+        scorer=Scorer(
+            task,
+            TabularReference(TABLE),
+            ShardWriter(run, 0),
+            seal_seconds=0.01,
+            max_rejected_groups=config.task.max_rejected_groups,
+        ),
         exchange=exchange,
         requests=training_requests(config, task, 0, CompletedRequests()),
         evaluator=OnlineEvaluator(

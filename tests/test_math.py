@@ -30,6 +30,21 @@ def equal() -> Equivalence:
         (r"first \boxed{1}, no: \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (r"\boxed{ \left\{ 1, 2 \right\} }", r"\left\{ 1, 2 \right\}"),
         (r"\boxed{\frac{1}{2}", None),
+        (r"hence $x = \boxed 2$.", "2"),  # as row algebra/24014 of MATH
+        (r"is \boxed 9$, or so", "9"),  # as row algebra/25040
+        (r"The answer is \boxed 12. I hope", "12"),
+        (r"$\boxed\frac{1}{2}$", r"\frac{1}{2}"),
+        (r"\(\boxed \pi\)", r"\pi"),
+        (r"{\bf \boxed 7}", "7"),
+        (r"$\boxed {5}$", "5"),
+        (r"\fbox{\sqrt{2}}", r"\sqrt{2}"),
+        (r"\boxed{1}, no: \fbox{2}", "2"),
+        (r"\fbox{1}, no: \boxed 2", "2"),
+        (r"\framebox{3}", "3"),
+        (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),
+        (r"\boxed{a\\}", "a\\\\"),
+        (r"\boxedness 3", None),
+        (r"\boxed{}", None),
         ("27", None),
         ("", None),
     ],
@@ -116,6 +131,38 @@ def test_a_chat_template_wraps_the_question(tmp_path: Path) -> None:
     file = write(tmp_path / "test.jsonl", *ROWS)
     task = Math(ByteTokenizer(), test_file=file, template="{question}", chat=True)
     assert ByteTokenizer().decode(task.prompts("test")[0].tokens) == "<What is half of 7?>"
+
+
+def test_rows_of_no_use_are_set_aside_counted_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ids stay consecutive, and held-out problems are the last of those kept, whatever is asked for first."""
+    rows: list[object] = [{"problem": f"What is {i}?", "solution": f"$\\boxed {i}$"} for i in range(700)]
+    rows[2] = {"problem": "?", "solution": "It is 2."}
+    rows[3] = {"problem": "?", "solution": 3}
+    rows[4] = {"problem": " ", "solution": r"\boxed{4}"}
+    rows[5] = "no object"
+    rows[9] = {"problem": "?", "answer": ["9"]}
+    rows[698] = {"problem": "?", "solution": r"\boxed{}"}
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = Math(ByteTokenizer(), train_file=str(tmp_path / "train.jsonl"), validation_problems=3)
+    found = {split: task.prompts(split) for split in ("validation", "train", "test")}  # type: ignore[arg-type]
+    targets = {split: [int(prompt.target) for prompt in prompts] for split, prompts in found.items()}
+    kept = [i for i in range(700) if i not in (2, 3, 4, 5, 9, 698)]
+    assert targets == {"validation": kept[-3:], "test": kept[-6:-3], "train": kept[:-6]}
+    assert all(prompt.id == i for prompts in found.values() for i, prompt in enumerate(prompts))
+    (line,) = [record.message for record in caplog.records]
+    assert "train.jsonl, lines 3, 4, 5, 6, 10 and 1 more: cannot be used (found problem, solution); " in line
+    assert "set aside, 6 of 700 rows: each must be a JSON object with a text 'problem'" in line
+
+
+def test_more_than_one_in_a_hundred_is_refused(tmp_path: Path) -> None:
+    good = {"problem": "?", "solution": r"\boxed{1}"}
+    file = write(tmp_path / "train.jsonl", *[good] * 100, {}, {})
+    with pytest.raises(
+        ConfigError, match=r"lines 101, 102: cannot be used \(found no field\); write .* \(2 of 102 "
+    ):
+        load_task(TaskSection(name="math", train_file=file), ByteTokenizer())
 
 
 def test_another_form_of_data_is_named_with_what_was_found(tmp_path: Path) -> None:

@@ -23,9 +23,10 @@ STEPS = 6
 
 
 def bounded(root: Path, *, searchers: int = 1, deadline: float = 20) -> Config:
-    """Synchronous: bound 0."""
+    """Synchronous: bound 0. Only the trainer's patience ends a run."""
     return make_config(
         root,
+        task={"max_rejected_groups": 1_000_000},
         train={"steps": STEPS},
         exchange={"sync_every": 1, "max_staleness": 0, "deadline_seconds": deadline},
         evaluate={"every": STEPS},

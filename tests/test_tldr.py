@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import string
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +21,13 @@ from tba_hpc.tasks.tldr import TLDR
 from tba_hpc.types import Completion, FinishReason
 
 
-def make_reward_model(folder: Path, *, labels: int = 1, seed: int = 0) -> str:
-    """A random classifier with the character tokenizer; the same arguments, the same weights."""
+def make_reward_model(
+    folder: Path, *, labels: int = 1, seed: int = 0, pads: bool = True, padding: int | None = 1
+) -> str:
+    """A random classifier with the character tokenizer; the same arguments, the same weights.
+
+    pads: whether the tokenizer has a token for padding. padding: the one that the model knows, if any.
+    """
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=128,
@@ -30,12 +37,15 @@ def make_reward_model(folder: Path, *, labels: int = 1, seed: int = 0) -> str:
         num_attention_heads=2,
         max_position_embeddings=64,
         num_labels=labels,
-        pad_token_id=1,
+        pad_token_id=padding,
         bos_token_id=0,
         eos_token_id=0,
     )
     LlamaForSequenceClassification(config).save_pretrained(folder)
-    make_tokenizer(128).save_pretrained(folder)
+    tokenizer = make_tokenizer(128)
+    if not pads:
+        tokenizer.pad_token = None
+    tokenizer.save_pretrained(folder)
     return str(folder)
 
 
@@ -77,18 +87,56 @@ def test_batches_give_each_text_the_reward_that_it_has_alone(reward_path: str) -
         assert found == pytest.approx(wanted, abs=1e-5)
 
 
-def test_reward_is_the_models_less_the_penalty_for_an_open_end(
-    reward_path: str, tokenizer: HfTokenizer, tmp_path: Path
+@pytest.mark.parametrize(("padding", "read_at"), [(None, -1), (0, -2)])
+def test_a_model_without_a_padding_token_is_read_where_transformers_reads_it(
+    tmp_path: Path, padding: int | None, read_at: int
 ) -> None:
-    task = TLDR(
-        tokenizer, test_file=posts(tmp_path / "t.jsonl", 3), reward_model=reward_path, eos_penalty=2.5
-    )
+    """At the end of the sequence, or before it where the model was trained to take the end for padding."""
+    path = make_reward_model(tmp_path, pads=False, padding=padding)
+    texts = ["a<eos>", "a longer text<eos>", "b" * 100 + "<eos>", "x"]
+    wanted = [alone(path, text) for text in texts]
+    for batch in (1, 2, 8):
+        assert RewardModel(path, batch=batch, key="k")(texts) == pytest.approx(wanted, abs=1e-5)
+    changed = alone(path, "a<eos>") - alone(path, "a")
+    assert (abs(changed) > 1e-3) == (read_at == -1)
+
+
+def test_a_text_is_ended_once(reward_path: str, tmp_path: Path) -> None:
+    model = RewardModel(reward_path, batch=1, key="k")
+    for text in ("a text", "a text<eos>", "a text<eos><eos>"):
+        assert model.ended(text) == "a text<eos>"
+    no_end = make_reward_model(tmp_path)
+    make_tokenizer(128, eos=False).save_pretrained(no_end)
+    assert RewardModel(no_end, batch=1, key="k").ended("a text") == "a text"
+
+
+@pytest.mark.parametrize("end", ["<|endoftext|>", "<eos>", ""])
+def test_a_persons_summary_has_one_score_however_its_row_ends(
+    reward_path: str, tokenizer: HfTokenizer, tmp_path: Path, end: str
+) -> None:
+    """The published rows hold the end. A letter wins where it scores higher than the summary, ended once."""
+    row = {"query": "POST\nTL;DR:", "reference_response": f" so{end}"}
+    (tmp_path / "t.jsonl").write_text(json.dumps(row))
+    task = TLDR(tokenizer, test_file=str(tmp_path / "t.jsonl"), reward_model=reward_path)
+    prompts = [*task.prompts("test")] * 53
+    answers = [*string.ascii_letters, " so"]
+    score = {text: alone(reward_path, f"POST\nTL;DR:{text}<eos>") for text in answers}
+    wins = task.correct(prompts, [completion(tokenizer, text) for text in answers])
+    assert wins == [score[text] > score[" so"] for text in answers]
+
+
+@pytest.mark.parametrize(("mode", "share"), [({}, 0), ({"eos_penalty_mode": "add"}, 1)])
+def test_a_completion_without_its_end_gets_the_penalty_alone_or_added(
+    reward_path: str, tokenizer: HfTokenizer, tmp_path: Path, mode: dict[str, Any], share: int
+) -> None:
+    file = posts(tmp_path / "t.jsonl", 3)
+    task = TLDR(tokenizer, test_file=file, reward_model=reward_path, eos_penalty=2.5, **mode)
     prompt = task.prompts("test")[1]
     assert tokenizer.decode(prompt.tokens) == "POST: number 1\nTL;DR:"
     ended, cut = completion(tokenizer, " one"), completion(tokenizer, " one", "length")
     wanted = [
         alone(reward_path, "POST: number 1\nTL;DR: one<eos>"),
-        alone(reward_path, "POST: number 1\nTL;DR: one") - 2.5,
+        share * alone(reward_path, "POST: number 1\nTL;DR: one") - 2.5,
     ]
     assert task.rewards(prompt, [ended, cut]) == pytest.approx(wanted, abs=1e-5)
 

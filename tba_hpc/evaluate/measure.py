@@ -22,6 +22,7 @@ from tba_hpc.config import Config, ConfigError, GeneratorSection
 from tba_hpc.evaluate.estimates import Estimate, passes, wilson
 from tba_hpc.evaluate.target import Target
 from tba_hpc.ports import Generator, Reference, Summarising, Task, evaluation_temperature, score_name
+from tba_hpc.task_contract import checked_correct, checked_prompts
 from tba_hpc.tasks import make_task
 from tba_hpc.types import Group, Prompt, Request, Sampling, Split
 
@@ -129,7 +130,7 @@ def samplings(
 
 
 def _prompts(task: Task, name: str, split: Split, limit: int | None) -> Sequence[Prompt]:
-    prompts = task.prompts(split)[:limit]
+    prompts = checked_prompts(task, split)[:limit]
     if not prompts:
         raise ConfigError(f"the task {name} has no prompt in its {split} split: choose another --split")
     return prompts
@@ -173,7 +174,7 @@ def assess(
     """All figures of one way of decoding. scores_of: takes what is correct, bool [P prompts, N of each]."""
     first, completions = groups[0].request, [c for group in groups for c in group.completions]
     prompts = [group.request.prompt for group in groups for _ in group.completions]
-    correct_PN = np.reshape(task.correct(prompts, completions), (len(groups), first.n))
+    correct_PN = np.reshape(checked_correct(task, prompts, completions), (len(groups), first.n))
     return Decoding(
         temperature=first.sampling.temperature,
         samples=first.n,

@@ -21,6 +21,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from tba_hpc.config import ConfigError, TaskSection
 from tba_hpc.ports import Serve, Task, Tokenizer
+from tba_hpc.task_contract import checked_prompts, require_methods
+from tba_hpc.types import Split
 
 TASKS = {
     "arithmetic": "tba_hpc.tasks.arithmetic:Arithmetic",
@@ -33,32 +35,43 @@ TASKS = {
 CONTRACT = frozenset(("tokenizer", "train_file", "test_file", "serve"))
 """Arguments of every task's constructor; the others are its options."""
 
+HELD_OUT: tuple[Split, ...] = ("validation", "test")
+
 
 def load_task(config: TaskSection, tokenizer: Tokenizer, serve: Serve | None = None) -> Task:
-    """As ``make_task``, to train on: raises ConfigError, too, where there is no training problem."""
+    """As ``make_task``, to train on: all prompts are read and checked.
+
+    Raises ConfigError, too, where there is no training problem, or prompts are not what ports.Task says.
+    """
     task = make_task(config, tokenizer, serve)
-    if not task.prompts("train"):
+    if not checked_prompts(task, "train"):
         raise ConfigError(
             f"the task {config.name} has no training problem: check task.train_file and task.options"
         )
+    for split in HELD_OUT:
+        checked_prompts(task, split)
     return task
 
 
 def make_task(config: TaskSection, tokenizer: Tokenizer, serve: Serve | None = None) -> Task:
     """The task that ``config`` names, with its options, encoding with ``tokenizer``.
 
-    serve: for tasks that have another model served. Raises ConfigError with one sentence: unknown task;
-    unknown, ill-typed or missing option; a file that has no use; no ``serve``. Files are read when prompts
-    are asked for, and may be missing or ill-formed then.
+    serve: for tasks that have another model served. Raises ConfigError with one sentence: unknown task; a
+    class that is no task; unknown, ill-typed or missing option; a file that has no use; no ``serve``. Files
+    are read when prompts are asked for, and may be missing or ill-formed then.
     """
     task_class = _find(config.name)
+    if abstract := sorted(getattr(task_class, "__abstractmethods__", ())):
+        raise ConfigError(f"the task {config.name} has no method {abstract[0]}(), which its base asks for")
     _check_options(config.options, task_class, config.name)
     given: dict[str, Any] = {"train_file": config.train_file, "test_file": config.test_file}
     if "serve" in inspect.signature(task_class).parameters:
         if serve is None:
             raise ConfigError(f"the task {config.name} has a model of its own served, which is not done here")
         given["serve"] = serve
+    _check_constructor(config.name, task_class, tokenizer, **given, **config.options)
     task: Task = task_class(tokenizer, **given, **config.options)
+    require_methods(task)
     return task
 
 
@@ -89,6 +102,17 @@ def _check_options(options: Mapping[str, object], task_class: type, task: str) -
     for key, parameter in valid.items():
         if parameter.default is parameter.empty and key not in options:
             raise ConfigError(f"the task {task} needs the option {key!r}: set task.options.{key}")
+
+
+def _check_constructor(task: str, task_class: type, *arguments: object, **keywords: object) -> None:
+    """Raise ConfigError where it does not take what every task is given."""
+    try:
+        inspect.signature(task_class).bind(*arguments, **keywords)
+    except TypeError as error:
+        raise ConfigError(
+            f"the task {task} cannot be made ({error}): let its constructor take (self, tokenizer, *, "
+            "train_file=None, test_file=None) and its options"
+        ) from None
 
 
 def _check_value(key: str, value: object, annotation: Any) -> None:

@@ -6,14 +6,25 @@ It must not know what a row means.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tba_hpc.config import ConfigError
+from tba_hpc.types import Split
+
+log = logging.getLogger(__name__)
 
 Source = Literal["train", "validation", "test"]
+T = TypeVar("T")
+
+MOST_SET_ASIDE = 0.01
+"""Share of the rows that may be of no use; with more of them the data are taken for others than meant."""
+
+NAMED = 5
+"""Lines that a sentence about unusable rows names, of any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +36,61 @@ class HubData:
     split: str
 
 
-def numbered_rows(file: str | None, data: HubData, source: Source) -> Iterable[tuple[str, object]]:
-    """(place, row) of all lines of a local JSONL ``file``, or of the hub's ``data`` where there is none.
+def usable_rows(
+    file: str | None,
+    data: HubData,
+    source: Source,
+    *,
+    parse: Callable[[Mapping[str, object]], T | None],
+    wanted: str,
+) -> list[T]:
+    """What ``parse`` makes of the rows of a local JSONL ``file``, or of the hub's ``data`` if that is None.
 
-    ``place`` names file and line, for a sentence about it. A line that is not JSON is a row None.
-    Raises ConfigError where the file or the data cannot be read, or is empty.
+    Rows of which it makes None are set aside, and so are lines that hold no JSON object; one line of the log
+    counts and names them. wanted: what a row must be. Raises ConfigError where the file or the data cannot be
+    read, is empty, or has more than MOST_SET_ASIDE of such rows.
     """
-    rows = _hub_rows(data) if file is None else _file_rows(Path(file), f"task.{source}_file")
-    return ((f"{file or data.name}, line {i}", row) for i, row in enumerate(rows, start=1))
+    rows = list(_hub_rows(data) if file is None else _file_rows(Path(file), f"task.{source}_file"))
+    parsed = [parse(row) if isinstance(row, dict) else None for row in rows]
+    unusable = [line for line, item in enumerate(parsed, start=1) if item is None]
+    if unusable:
+        found = _fields(rows[unusable[0] - 1])
+        problem = f"{file or data.name}, {_lines(unusable)}: cannot be used{found}"
+        share = f"{len(unusable)} of {len(rows)} rows"
+        if len(unusable) > MOST_SET_ASIDE * len(rows):
+            raise ConfigError(
+                f"{problem}; write {wanted} ({share}; up to {MOST_SET_ASIDE:.0%} are set aside)"
+            )
+        log.warning("%s; set aside, %s: each must be %s", problem, share, wanted)
+    return [item for item in parsed if item is not None]
 
 
-def malformed(place: str, row: object, wanted: str) -> ConfigError:
-    """The sentence about a row that is not of the form ``wanted``."""
-    found = f" (found {', '.join(map(str, row)) or 'no field'})" if isinstance(row, dict) else ""
-    return ConfigError(f"{place}: cannot be used{found}; write {wanted}")
+def split_rows(
+    rows: Sequence[T], held_out: Sequence[Split], *, size: int, key: str
+) -> dict[Split, Sequence[T]]:
+    """Take ``size`` rows off the end for each held-out split; the rest is for training.
+
+    key: the config key of ``size``, for errors. Raises ConfigError where nothing would be left.
+    """
+    rest = len(rows) - size * len(held_out)
+    if rest <= 0:
+        raise ConfigError(
+            f"the training data has {len(rows)} problems, but {' and '.join(held_out)} take {size} each: "
+            f"give more problems or lower {key}"
+        )
+    starts = {split: len(rows) - size * (i + 1) for i, split in enumerate(held_out)}
+    parts = {split: rows[start : start + size] for split, start in starts.items()}
+    return {"train": rows[:rest], **parts}
+
+
+def _lines(numbers: Sequence[int]) -> str:
+    """``line 3``, ``lines 3, 5``, ``lines 3, 5, 8, 9, 12 and 7 more``."""
+    named, more = ", ".join(map(str, numbers[:NAMED])), len(numbers) - NAMED
+    return f"line{'s' * (len(numbers) > 1)} {named}" + (f" and {more} more" if more > 0 else "")
+
+
+def _fields(row: object) -> str:
+    return f" (found {', '.join(map(str, row)) or 'no field'})" if isinstance(row, dict) else ""
 
 
 def _file_rows(path: Path, key: str) -> Iterable[object]:

@@ -6,6 +6,7 @@ It must not know where the texts come from or what the numbers are for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, BatchEncoding, PretrainedConfig
@@ -21,10 +22,23 @@ class RewardModel(TextModel):
     NOUN = "reward model"
     WANTED = "a sequence classifier"
 
-    @property
-    def eos_token(self) -> str:
-        """What ends a text, in the model's own vocabulary."""
-        return str(self._tokenizer.eos_token)
+    def ended(self, text: str) -> str:
+        """The text with exactly one end-of-sequence token after it, whether it has one already or not.
+
+        Nothing is written where the model has no such token, or its tokenizer writes it by itself.
+        """
+        return f"{self._unended(text)}{self._ending}"
+
+    def _unended(self, text: str) -> str:
+        end = self._tokenizer.eos_token
+        while end and text.endswith(end):
+            text = text.removesuffix(end)
+        return text
+
+    @cached_property
+    def _ending(self) -> str:
+        own = self._tokenizer("").input_ids[-1:] == [self._tokenizer.eos_token_id]
+        return "" if own else self._tokenizer.eos_token or ""
 
     def __call__(self, texts: Sequence[str]) -> list[float]:
         """The reward of each text."""

@@ -5,6 +5,7 @@ It must not know where the texts come from or what is read off them.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -37,10 +38,9 @@ class TextModel(ABC):
         self._check(self._load(AutoConfig, path))
         self._tokenizer = self._load(AutoTokenizer, path, truncation_side="left")
         self._model = self._load(self.LOADER, path).eval()
+        self._padding = self._own_padding()
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
-        # A decoder's score is read at its last token that is no padding.
-        self._model.config.pad_token_id = self._tokenizer.pad_token_id
         self._batch = batch
         self._turn = threading.Lock()
         if torch.cuda.is_available():
@@ -77,7 +77,26 @@ class TextModel(ABC):
             max_length=min(self._tokenizer.model_max_length, self._model.config.max_position_embeddings),
             return_tensors="pt",
         ).to(self._model.device)
+        self._pad(inputs)
         return inputs
+
+    def _own_padding(self) -> int | None:
+        """The token that stands for padding in this model; None where it has none.
+
+        A decoder's score is read at its last token that is another one. A model whose own configuration pads
+        with the end of a sequence has been trained to be read before that end, and is.
+        """
+        own, end = self._tokenizer.pad_token_id, self._tokenizer.eos_token_id
+        if own is not None and own != end:
+            return int(own)
+        return end if self._model.config.pad_token_id == end else None
+
+    def _pad(self, inputs: BatchEncoding) -> None:
+        """Write the model's own padding, or a token that none of the texts has, so that ends are read."""
+        tokens, mask = inputs["input_ids"], inputs["attention_mask"]
+        padding = _absent(tokens) if self._padding is None else self._padding
+        self._model.config.pad_token_id = padding
+        tokens.masked_fill_(mask == 0, padding)
 
     def _load(self, kind: Any, path: str, **options: Any) -> Any:
         try:
@@ -87,3 +106,9 @@ class TextModel(ABC):
                 f"no {self.NOUN} can be loaded from {self.name}: give a folder or hub name of {self.WANTED} "
                 f"({str(error).splitlines()[0]})"
             ) from None
+
+
+def _absent(tokens: Tensor) -> int:
+    """The first token that does not occur."""
+    present = set(tokens.flatten().tolist())
+    return next(token for token in itertools.count() if token not in present)

@@ -3,7 +3,7 @@
 A row (``query`` and ``reference_response`` of the data):
 
     query               SUBREDDIT: r/… TITLE: … POST: … TL;DR:
-    reference_response  a summary that a person wrote
+    reference_response  a summary that a person wrote, with or without <|endoftext|> at its end
 
 Data: OpenAI's, filtered, on the Hugging Face hub, or local JSONL files of the same two fields.
 A greedy completion counts as a win where the gold reward model likes it better than the person's summary.
@@ -13,22 +13,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from tba_hpc.ports import Tokenizer
-from tba_hpc.tasks.data import HubData, Source, malformed, numbered_rows
+from tba_hpc.tasks.data import HubData, Source, split_rows, usable_rows
 from tba_hpc.tasks.reward_model import RewardModel
 from tba_hpc.types import Completion, Prompt, Split
 
 HUB_NAME = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 HUB = {source: HubData(HUB_NAME, None, source) for source in ("train", "validation", "test")}
 ROW = "a JSON object with the texts 'query' and 'reference_response'"
+END_OF_TEXT = "<|endoftext|>"
+"""What a published summary ends in, whatever tokenizer reads it."""
+
+Post = tuple[str, str]
+"""A post, and a person's summary of it without its end."""
+
+PenaltyMode = Literal["replace", "add"]
 
 
 class TLDR:
-    """Reward: the reward model's, less ``eos_penalty`` for a completion that did not end by itself."""
+    """Reward: the reward model's, or by ``eos_penalty`` for a completion that did not end by itself."""
 
     score_name = "win rate"
 
@@ -41,30 +48,38 @@ class TLDR:
         reward_model: str,
         gold_model: str | None = None,
         eos_penalty: Annotated[float, Field(ge=0)] = 1.0,
+        eos_penalty_mode: PenaltyMode = "replace",
         batch: Annotated[int, Field(ge=1)] = 32,
         validation_posts: Annotated[int, Field(ge=1)] = 256,
     ) -> None:
         """The options of the config.
 
-        reward_model: judges in training. gold_model: judges wins; none: the same model. eos_penalty: taken
-        off the reward where the end is missing. batch: texts per forward pass. validation_posts: taken off
-        the end of a local train_file; the hub has a split.
+        reward_model: judges in training. gold_model: judges wins; none: the same model.
+        eos_penalty: for a completion whose end is missing. eos_penalty_mode: ``replace``, its reward is
+        −eos_penalty, whatever the reward model says (as published: −1); ``add``, the penalty is taken off the
+        reward model's number.
+        batch: texts per forward pass. validation_posts: taken off the end of a local train_file; the hub has
+        a split.
         """
         self._tokenizer = tokenizer
-        self._files = {"train": train_file, "validation": train_file, "test": test_file}
+        self._files: dict[Source, str | None] = {
+            "train": train_file,
+            "validation": train_file,
+            "test": test_file,
+        }
         self._names = reward_model, gold_model
-        self._eos_penalty = eos_penalty
+        self._eos_penalty, self._eos_penalty_mode = eos_penalty, eos_penalty_mode
         self._batch = batch
         self._validation_posts = validation_posts
         self._prompts: dict[Split, tuple[Prompt, ...]] = {}
         self._wanted: dict[str, float] = {}  # gold rewards of people's summaries, by post and summary
 
     def prompts(self, split: Split) -> tuple[Prompt, ...]:
-        """All posts of a split; ``target`` is the person's summary. Raises ConfigError."""
+        """All posts of a split; ``target`` is the person's summary, without its end. Raises ConfigError."""
         if split not in self._prompts:
-            rows = self._rows(split)
             self._prompts[split] = tuple(
-                Prompt(i, self._tokenizer.encode(query), summary) for i, (query, summary) in enumerate(rows)
+                Prompt(i, self._tokenizer.encode(query), summary)
+                for i, (query, summary) in enumerate(self._posts(split))
             )
         return self._prompts[split]
 
@@ -72,9 +87,12 @@ class TLDR:
         """The reward model's number for post and summary together."""
         texts = [self._text(self._reward_model, prompt, completion) for completion in completions]
         return [
-            reward - self._eos_penalty * (completion.finish_reason == "length")
+            reward if completion.finish_reason == "stop" else self._penalised(reward)
             for reward, completion in zip(self._reward_model(texts), completions, strict=True)
         ]
+
+    def _penalised(self, reward: float) -> float:
+        return (reward if self._eos_penalty_mode == "add" else 0.0) - self._eos_penalty
 
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
         """Whether the gold model likes each better than the person's summary of the same post.
@@ -84,9 +102,7 @@ class TLDR:
         """
         gold, known, answers = self._gold_model, self._wanted, zip(prompts, completions, strict=True)
         mine = [self._text(gold, prompt, completion) for prompt, completion in answers]
-        theirs = [
-            f"{self._tokenizer.decode(prompt.tokens)}{prompt.target}{gold.eos_token}" for prompt in prompts
-        ]
+        theirs = [gold.ended(f"{self._tokenizer.decode(prompt.tokens)}{prompt.target}") for prompt in prompts]
         new = list(dict.fromkeys(text for text in theirs if text not in known))
         rewards = gold([*mine, *new])
         known.update(zip(new, rewards[len(mine) :], strict=True))
@@ -107,26 +123,27 @@ class TLDR:
         return RewardModel(name, batch=self._batch, key="task.options.gold_model")
 
     def _text(self, model: RewardModel, prompt: Prompt, completion: Completion) -> str:
-        ending = model.eos_token if completion.finish_reason == "stop" else ""
-        return f"{self._tokenizer.decode(prompt.tokens)}{self._tokenizer.decode(completion.tokens)}{ending}"
+        text = f"{self._tokenizer.decode(prompt.tokens)}{self._tokenizer.decode(completion.tokens)}"
+        return model.ended(text) if completion.finish_reason == "stop" else text
 
-    def _rows(self, split: Split) -> list[tuple[str, str]]:
-        """(post, summary) of all rows of a split."""
-        rows = [_row(*numbered) for numbered in numbered_rows(self._files[split], HUB[split], _source(split))]
-        if self._files[split] is None or split == "test":
-            return rows
-        held_out = len(rows) - self._validation_posts
-        return rows[held_out:] if split == "validation" else rows[:held_out]
+    def _posts(self, split: Split) -> Sequence[Post]:
+        if split == "test" or self._files[split] is None:
+            return self._source(split)
+        key = "task.options.validation_posts"
+        return split_rows(self._local, ("validation",), size=self._validation_posts, key=key)[split]
+
+    @cached_property
+    def _local(self) -> list[Post]:
+        """Of the local train_file, which holds two splits."""
+        return self._source("train")
+
+    def _source(self, source: Source) -> list[Post]:
+        return usable_rows(self._files[source], HUB[source], source, parse=_parse, wanted=ROW)
 
 
-def _source(split: Split) -> Source:
-    """The key of the config that names a split's file."""
-    return "test" if split == "test" else "train"
-
-
-def _row(place: str, row: object) -> tuple[str, str]:
-    fields: Mapping[str, object] = row if isinstance(row, dict) else {}
-    query, summary = fields.get("query"), fields.get("reference_response")
+def _parse(row: Mapping[str, object]) -> Post | None:
+    query, summary = row.get("query"), row.get("reference_response")
     if not isinstance(query, str) or not isinstance(summary, str):
-        raise malformed(place, row, ROW)
-    return query, summary
+        return None
+    summary = summary.removesuffix(END_OF_TEXT)
+    return (query, summary) if query.strip() and summary.strip() else None

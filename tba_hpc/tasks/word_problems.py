@@ -4,21 +4,21 @@ It must not know what an answer looks like: a task derives from ``WordProblems``
 
 Splits: validation is the end of the training data and never trained on, so that the test problems
 need not be looked at for any choice. With a local train_file and no test_file, test is the slice
-before validation.
+before validation. Rows that cannot be used are set aside before that.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from tba_hpc.config import ConfigError
 from tba_hpc.ports import Tokenizer
-from tba_hpc.tasks.data import HubData, Source, malformed, numbered_rows
+from tba_hpc.tasks.data import HubData, Source, split_rows, usable_rows
 from tba_hpc.tasks.equivalence import Equivalence
 from tba_hpc.tasks.right_or_wrong import RightOrWrong
 from tba_hpc.types import Split
@@ -66,6 +66,7 @@ class WordProblems(RightOrWrong):
         self._train_file = train_file
         self._test_file = test_file
         self._held_out = validation_problems
+        self._read: dict[Source, list[Problem]] = {}
         self._equivalent = Equivalence()
 
     @abstractmethod
@@ -84,32 +85,22 @@ class WordProblems(RightOrWrong):
         """Whether test has a source of its own, or else is a slice of train_file."""
         return self._test_file is not None or self._train_file is None
 
-    def _problems(self, split: Split) -> list[Problem]:
+    def _problems(self, split: Split) -> Sequence[Problem]:
         if split == "test" and self._test_is_own:
-            return self._read(self._test_file, "test")
-        problems = self._read(self._train_file, "train")
+            return self._source("test", self._test_file)
         held_out: tuple[Split, ...] = ("validation",) if self._test_is_own else ("validation", "test")
-        return _cut(problems, held_out, self._held_out)[split]
+        problems = self._source("train", self._train_file)
+        key = "task.options.validation_problems"
+        return split_rows(problems, held_out, size=self._held_out, key=key)[split]
 
-    def _read(self, file: str | None, source: Literal["train", "test"]) -> list[Problem]:
-        """All problems of a local JSONL file, or of the hub's data. Raises ConfigError."""
-        return [self._problem(*row) for row in numbered_rows(file, self.HUB[source], source)]
+    def _source(self, source: Source, file: str | None) -> list[Problem]:
+        """All problems of a local JSONL file, or of the hub's data; read once. Raises ConfigError."""
+        if source not in self._read:
+            data = self.HUB[source]
+            self._read[source] = usable_rows(file, data, source, parse=self._problem, wanted=self.ROW)
+        return self._read[source]
 
-    def _problem(self, place: str, row: object) -> Problem:
-        problem = self.parse(row) if isinstance(row, dict) else None
-        if problem is None:
-            raise malformed(place, row, self.ROW)
-        return problem
-
-
-def _cut(problems: list[Problem], held_out: tuple[Split, ...], size: int) -> dict[Split, list[Problem]]:
-    """Take ``size`` problems off the end for each held-out split; the rest is for training."""
-    rest = len(problems) - size * len(held_out)
-    if rest <= 0:
-        raise ConfigError(
-            f"the training data has {len(problems)} problems, but {' and '.join(held_out)} take {size} each: "
-            "give more problems or lower task.options.validation_problems"
-        )
-    starts = {split: len(problems) - size * (i + 1) for i, split in enumerate(held_out)}
-    parts = {split: problems[start : start + size] for split, start in starts.items()}
-    return {"train": problems[:rest], **parts}
+    def _problem(self, row: Mapping[str, object]) -> Problem | None:
+        """The problem of a row, where neither its question nor its target is empty."""
+        problem = self.parse(row)
+        return problem if problem and problem.question.strip() and problem.target.strip() else None

@@ -1,0 +1,178 @@
+"""What becomes of groups and answers that a task cannot reward or judge, in the real searcher's loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_loops import TABLE, OneShot, answers, make_config, make_searcher
+
+from tba_hpc.backends.hdf5_shards import ShardWriter, read_shard
+from tba_hpc.config import ConfigError
+from tba_hpc.metrics import read_metrics
+from tba_hpc.ports import EngineError
+from tba_hpc.run.directory import RunDir
+from tba_hpc.scorer import TOLD_EVERY, Judged, Scorer
+from tba_hpc.tasks.tabular import TabularReference, TabularTask
+from tba_hpc.types import Completion, Prompt
+
+S = 12
+"""Completions of a group."""
+
+
+class Faulty(TabularTask):
+    """Gives the table's rewards, but what ``fault`` gives for a prompt, of so many before."""
+
+    def __init__(self, fault: Callable[[Prompt, list[float], int], list[float]]) -> None:
+        super().__init__(TABLE)
+        self._fault = fault
+        self.groups = 0
+
+    def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
+        """As the fault says."""
+        self.groups += 1
+        return self._fault(prompt, super().rewards(prompt, completions), self.groups)
+
+
+def raise_at_prompt_1(prompt: Prompt, rewards: list[float], groups: int) -> list[float]:
+    if prompt.id == 1:
+        raise KeyError("no\nanswer")
+    return rewards
+
+
+def search(folder: Path, task: TabularTask, *, wanted: int = 200, limit: int = 10) -> RunDir:
+    config = make_config(folder, task={"max_rejected_groups": limit}, exchange={"pending_shards": 1000})
+    run = RunDir.create(config)
+    make_searcher(config, run, OneShot(wanted=wanted), task=task).run()
+    return run
+
+
+def rejected(run: RunDir) -> int:
+    return int(str(read_metrics(run.metrics_file("searcher"))[-1]["search/rejected"]))
+
+
+def test_rewards_that_raise_cost_their_group(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    task = Faulty(raise_at_prompt_1)
+    run = search(tmp_path, task)
+    records = [read_shard(path).trajectories.record for path in run.shard_files().values()]
+    kept = np.concatenate(records)["prompt_id"]
+    assert set(kept) == {0, 2, 3}
+    assert rejected(run) == S * task.groups - len(kept) > 0
+    (line,) = [record for record in caplog.records if record.exc_info]
+    assert "rewards() of prompt 1 (request " in line.message
+    assert (
+        "raised KeyError: 'no\\nanswer'; these trajectories are set aside (0 like it before; one in "
+        in line.message
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "last"),
+    [
+        (lambda *_: 1 / 0, r"raised ZeroDivisionError: division by zero"),
+        (lambda prompt, rewards, groups: [math.nan] * S, r"gave 12 of 12 that are not finite"),
+    ],
+)
+def test_a_searcher_that_only_rejects_ends_with_a_sentence(
+    tmp_path: Path, fault: Callable[[Prompt, list[float], int], list[float]], last: str
+) -> None:
+    """As a mistake of the user's, which no other start would mend."""
+    sentence = (
+        rf"^the task {__name__}:Faulty had 7 groups without a usable reward in a row, at last rewards\(\) of "
+        rf"prompt \d \(request \d+\) {last}: check its code and data, or raise task.max_rejected_groups$"
+    )
+    task = Faulty(fault)
+    with pytest.raises(ConfigError, match=sentence):
+        search(tmp_path, task, limit=7)
+    assert task.groups >= 7
+
+
+def test_one_group_with_a_reward_is_enough_to_go_on(tmp_path: Path) -> None:
+    def fault(prompt: Prompt, rewards: list[float], groups: int) -> list[float]:
+        return [math.nan] * (S - (groups % 3 == 0)) + rewards[: groups % 3 == 0]
+
+    run = search(tmp_path, Faulty(fault), wanted=20, limit=3)
+    kept = sum(len(read_shard(path).trajectories) for path in run.shard_files().values())
+    assert kept >= 20 and rejected(run) >= 20 * (3 * S - 1)
+
+
+def test_the_log_tells_of_one_in_many(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    task = Faulty(lambda prompt, rewards, groups: [math.inf, *rewards[1:]])
+    run = search(tmp_path, task, wanted=11 * 210)
+    assert rejected(run) == task.groups >= 210
+    told = [
+        record.message for record in caplog.records if "gave 1 of 12 that are not finite" in record.message
+    ]
+    assert len(told) == math.ceil(task.groups / TOLD_EVERY)
+    assert "(200 like it before; one in 100 is told)" in told[2]
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "sentence"),
+    [
+        (lambda prompt, rewards, groups: rewards[1:], ConfigError, "but 12 completions need a number each"),
+        (lambda prompt, rewards, groups: _raise(EngineError("died 4 times")), EngineError, "died 4 times"),
+        (lambda prompt, rewards, groups: _raise(ConfigError("no model")), ConfigError, "no model"),
+    ],
+)
+def test_what_is_no_single_groups_fault_ends_the_searcher_at_once(
+    tmp_path: Path,
+    fault: Callable[[Prompt, list[float], int], list[float]],
+    error: type[Exception],
+    sentence: str,
+) -> None:
+    with pytest.raises(error, match=sentence):
+        search(tmp_path, Faulty(fault), limit=1_000_000)
+
+
+def _raise(error: Exception) -> list[float]:
+    raise error
+
+
+class Unjudged(TabularTask):
+    """All answers are right, but it cannot judge what answers some prompts."""
+
+    def __init__(self, prompts: set[int]) -> None:
+        super().__init__(TABLE)
+        self._broken = prompts
+
+    def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
+        """Raises for these, whatever is beside them."""
+        if any(prompt.id in self._broken for prompt in prompts):
+            raise ValueError("unreadable")
+        return [True] * len(prompts)
+
+
+def judge(folder: Path, task: TabularTask, times: int) -> list[Judged]:
+    """Answers to every prompt, ``times`` over."""
+    run = RunDir.create(make_config(folder))
+    scorer = Scorer(
+        task, TabularReference(TABLE), ShardWriter(run, 0), seal_seconds=60, max_rejected_groups=4
+    )
+    wanted = answers("test", 0, task.prompts("test")) * times
+    for answer in wanted:
+        scorer.judge(answer)
+    judged: list[Judged] = []
+    try:
+        while len(judged) < len(wanted):
+            judged += scorer.judged()
+    finally:
+        scorer.close()
+    assert [one.answer for one in judged] == wanted
+    return judged
+
+
+def test_an_answer_that_cannot_be_judged_counts_as_wrong_and_the_others_as_they_are(tmp_path: Path) -> None:
+    judged = judge(tmp_path, Unjudged({2}), 10)
+    assert [one.correct for one in judged] == [True, True, False, True] * 10
+
+
+def test_a_task_that_can_judge_nothing_ends_the_searcher(tmp_path: Path) -> None:
+    sentence = (
+        r"had 4 answers that it could not judge in a row, at last correct\(\) of test prompt 3 raised Val"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        judge(tmp_path, Unjudged({0, 1, 2, 3}), 10)

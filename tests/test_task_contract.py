@@ -1,0 +1,170 @@
+"""What a task of the user's own must give: one sentence for each way of falling short."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, get_args
+
+import numpy as np
+import pytest
+from byte_tokenizer import ByteTokenizer, completion
+
+from tba_hpc.config import ConfigError, TaskSection
+from tba_hpc.task_contract import checked_correct, checked_rewards
+from tba_hpc.tasks import load_task
+from tba_hpc.tasks.right_or_wrong import RightOrWrong
+from tba_hpc.types import Completion, Prompt, Split
+
+TOKENS = np.array([1, 2], np.int32)
+
+
+class Own:
+    """Three prompts a split, unless others are set from outside; so, too, what it gives."""
+
+    made: ClassVar[dict[Split, object]] = {}
+    given: ClassVar[object] = (0.0, 1.0)
+
+    def __init__(self, tokenizer: object, *, train_file: object = None, test_file: object = None) -> None:
+        """Nothing to keep."""
+
+    def prompts(self, split: Split) -> object:
+        """As set."""
+        return self.made.get(split, [Prompt(i, TOKENS, "") for i in range(3)])
+
+    def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> object:
+        """As set."""
+        return self.given
+
+    def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> object:
+        """As set."""
+        return self.given
+
+
+class WithoutCorrect(Own):
+    """Nobody can say how well a model does."""
+
+    correct = None  # type: ignore[assignment]
+
+
+class Abstract(RightOrWrong):
+    """Answers are accepted by nobody."""
+
+    def __init__(self, tokenizer: ByteTokenizer, *, train_file: object = None, test_file: object = None):
+        super().__init__(tokenizer)
+
+    def questions(self, split: Split) -> list[tuple[str, str]]:
+        """One."""
+        return [("1 + 1", "2")]
+
+
+class Fileless(Own):
+    """It does not take what every task is given."""
+
+    def __init__(self, tokenizer: object) -> None:
+        """Nothing to keep."""
+
+
+def load(task: type) -> None:
+    load_task(TaskSection(name=f"{__name__}:{task.__name__}"), ByteTokenizer())
+
+
+def test_what_falls_short_of_nothing_is_loaded() -> None:
+    load(Own)
+
+
+@pytest.mark.parametrize("split", get_args(Split))
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        ([Prompt(7, TOKENS, "")] * 3, "[0] has the id 7, but ids count the prompts of a split from 0: give"),
+        ([Prompt(0, TOKENS, "")] * 3, "[1] has the id 0, but ids count the prompts of a split from 0: give"),
+        ([Prompt("0", TOKENS, "")], "[0] has the id '0', but ids count"),
+        ([Prompt(0, [1, 2], "")], "[0] has tokens of type list, but they are int32 [T]: give np.array("),
+        ([Prompt(0, np.arange(2), "")], "[0] has tokens of type int64 [2], but they are int32 [T]"),
+        ([Prompt(0, TOKENS[None], "")], "[0] has tokens of type int32 [1, 2], but they are int32 [T]"),
+        ([Prompt(0, TOKENS[:0], "")], "[0] has no tokens, but a model continues at least one"),
+        ([Prompt(0, TOKENS, 12)], "[0] has the target 12, but a target is text: give a str"),
+        ([{"id": 0}], "[0] is a dict: give a tba_hpc.types.Prompt"),
+        (iter(()), " gave a tuple_iterator: give a list or a tuple of prompts"),
+    ],
+)
+def test_ill_formed_prompts_are_refused_at_load(
+    monkeypatch: pytest.MonkeyPatch, split: Split, made: object, sentence: str
+) -> None:
+    monkeypatch.setattr(Own, "made", {split: made})
+    with pytest.raises(ConfigError) as caught:
+        load(Own)
+    assert str(caught.value).startswith(f"the task {__name__}:Own: prompts({split!r}){sentence}")
+
+
+@pytest.mark.parametrize(
+    ("task", "sentence"),
+    [
+        (
+            WithoutCorrect,
+            r"WithoutCorrect has no method correct\(\), but every task has: write it as ports\.Task",
+        ),
+        (Abstract, r"Abstract has no method accepts\(\), which its base asks for"),
+        (Fileless, r"Fileless cannot be made \(got an unexpected keyword argument 'train_file'\): let its"),
+    ],
+)
+def test_a_class_that_is_no_task_is_refused_at_load(task: type, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load(task)
+
+
+@pytest.mark.parametrize(
+    ("given", "numbers"),
+    [
+        ([0, 1], [0.0, 1.0]),
+        (np.array([0.5, np.inf], np.float32), [0.5, np.inf]),
+        ((True, False), [1.0, 0.0]),
+        ([1.0], None),
+        ([1.0, 0.0, 0.0], None),
+        ([1.0, None], None),
+        (["1", "0"], None),
+        ("10", None),
+        ([[1.0], [0.0]], None),
+        (1.0, None),
+        (None, None),
+    ],
+)
+def test_rewards_are_a_number_for_each_completion(
+    monkeypatch: pytest.MonkeyPatch, given: object, numbers: list[float] | None
+) -> None:
+    monkeypatch.setattr(Own, "given", given)
+    task, prompt, completions = Own(None), Prompt(4, TOKENS, ""), [completion("a"), completion("b")]
+    if numbers is not None:
+        assert checked_rewards(task, prompt, completions) == numbers  # type: ignore[arg-type]
+        return
+    with pytest.raises(ConfigError) as caught:
+        checked_rewards(task, prompt, completions)  # type: ignore[arg-type]
+    sentence = (
+        f"the task {__name__}:Own: rewards() gave {given!r} for prompt 4, but 2 completions need a number"
+    )
+    assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [
+        ([True, False], [True, False]),
+        (np.array([False, True]), [False, True]),
+        ([1.0, 0], [True, False]),
+        ([0.5, 0.0], None),
+        ([True], None),
+        (None, None),
+    ],
+)
+def test_correct_is_a_truth_value_for_each_completion(
+    monkeypatch: pytest.MonkeyPatch, given: object, right: list[bool] | None
+) -> None:
+    monkeypatch.setattr(Own, "given", given)
+    task, prompts, completions = Own(None), [Prompt(0, TOKENS, "")] * 2, [completion("a"), completion("b")]
+    if right is not None:
+        assert checked_correct(task, prompts, completions) == right  # type: ignore[arg-type]
+        return
+    with pytest.raises(
+        ConfigError, match=r"Own: correct\(\) gave .*, but 2 completions need True or False each"
+    ):
+        checked_correct(task, prompts, completions)  # type: ignore[arg-type]
