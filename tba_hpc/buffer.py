@@ -205,11 +205,10 @@ class ReplayBuffer:
         """B = ``groups`` groups of K = ``group_size`` trajectories, by MOP (TBA, §3).
 
         With probability ``most_on_policy`` a group's prompt is drawn among those with trajectories of the
-        most recent revision, and its completions uniformly among these; where they are fewer than K, the
-        prompt's other trajectories complete the group. Otherwise the prompt is drawn among all, and its
-        completions by softmax(reward / reward_temperature) mixed with ``uniform_mix`` of uniform. Either
-        way the completions are distinct while the prompt has K, else all of them and repeats by the same
-        weights.
+        most recent revision, and its completions uniformly among these. Otherwise the prompt is drawn among
+        all, and its completions by softmax(reward / reward_temperature) mixed with ``uniform_mix`` of
+        uniform. Either way the completions are distinct while there are K, else all of them and repeats by
+        the same weights; with ``recent_fill: older`` the prompt's older trajectories come before repeats.
 
         Each of the two draws of prompts takes every prompt once before any again. A prompt comes once
         per batch while the buffer has others: a recent draw that has run out goes on among all prompts.
@@ -246,21 +245,21 @@ class ReplayBuffer:
         """
         group = self._rows_of[prompt]
         rows = np.fromiter(group.values(), np.int64, len(group))
-        weight = self._weights(self._rows.record["reward"][rows])
-        score = np.log(np.maximum(weight, np.finfo(weight.dtype).tiny)) + rng.gumbel(size=len(rows))
-        first = np.zeros(len(rows), bool)
-        if recent:
-            first = self._rows.revision[rows] == self._revision
-            score[first] = rng.gumbel(size=np.count_nonzero(first))
+        first = recent & (self._rows.revision[rows] == self._revision)
+        if recent and self._config.recent_fill == "repeat":
+            rows, first = rows[first], first[first]
+        weight = self._weights(self._rows.record["reward"][rows], equal=bool(first.all()))
+        log_weight = np.log(np.maximum(weight, np.finfo(weight.dtype).tiny))
+        score = np.where(first, 0.0, log_weight) + rng.gumbel(size=len(rows))
         distinct = rows[np.lexsort((-score, ~first))[:count]]
         repeats = rng.choice(rows, count - len(distinct), p=weight)
         return np.concatenate([distinct, repeats])
 
-    def _weights(self, reward_N: np.ndarray) -> np.ndarray:
-        """float64 [N]: probability of each trajectory of a prompt in the replay draw."""
+    def _weights(self, reward_N: np.ndarray, *, equal: bool) -> np.ndarray:
+        """float64 [N]: probability of each trajectory of a prompt, by reward unless ``equal``."""
         uniform = np.full(len(reward_N), 1 / len(reward_N))
         temperature, mix = self._config.reward_temperature, self._config.uniform_mix
-        if temperature is None:
+        if equal or temperature is None:
             return uniform
         odds = np.exp((reward_N.astype(np.float64) - reward_N.max()) / temperature)
         return (1 - mix) * odds / odds.sum() + mix * uniform

@@ -106,6 +106,9 @@ class GeneratorSection(Section):
 class BufferSection(Section):
     most_on_policy: float = Field(0.5, ge=0, le=1)
     """m: probability that a group is taken from what arrived at the most recent sync."""
+    recent_fill: Literal["repeat", "older"] = "repeat"
+    """What completes such a group where fewer than K completions of its prompt arrived: repeats of these, or
+    older completions of the prompt."""
     capacity_per_prompt: int = Field(100, ge=1)
     """Trajectories kept per prompt; the oldest leave first."""
     capacity: int = Field(100_000, ge=1)

@@ -76,7 +76,7 @@ class Naive:
     def merge(self, items: Sequence[Item], revision: int) -> Merged:
         duplicates = evicted = 0
         for item in items:
-            of_prompt = [x for x in self.live if x[0].prompt == item.prompt]
+            of_prompt = self.of_prompt(item.prompt)
             equal = [x for x in of_prompt if x[0].tokens == item.tokens]
             rivals = [] if equal else [x for x in of_prompt if self.are_near(x[0], item)]
             if any(x[0].reward >= item.reward for x in rivals):
@@ -87,7 +87,7 @@ class Naive:
                 duplicates += 1
             self.live.append((item, revision))
         for prompt in {item.prompt for item in items}:
-            of_prompt = [x for x in self.live if x[0].prompt == prompt]
+            of_prompt = self.of_prompt(prompt)
             for old in of_prompt[: max(0, len(of_prompt) - self.per_prompt)]:
                 self.live.remove(old)
                 evicted += 1
@@ -95,6 +95,10 @@ class Naive:
             self.live.pop(0)
             evicted += 1
         return Merged(len(items) - duplicates, duplicates, evicted)
+
+    def of_prompt(self, prompt: int) -> list[tuple[Item, int]]:
+        """What is live of a prompt, oldest first."""
+        return [entry for entry in self.live if entry[0].prompt == prompt]
 
     def are_near(self, one: Item, other: Item) -> bool:
         """Whether few edits lead from one to the other."""
@@ -464,8 +468,8 @@ def draws_of(size: int, draws: int, **config: object) -> Counter[tuple[int, ...]
     return Counter(tuple(group.version_N.tolist()) for group in groups)
 
 
-CHI_SQUARE_3, CHI_SQUARE_11 = 21.1, 37.4
-"""Exceeded with probability 1e-4 by 3 and by 11 degrees of freedom; seeds are fixed."""
+CHI_SQUARE_3, CHI_SQUARE_5, CHI_SQUARE_11 = 21.1, 25.7, 37.4
+"""Exceeded with probability 1e-4 by 3, 5 and 11 degrees of freedom; seeds are fixed."""
 
 
 @pytest.mark.parametrize("temperature, mix", [(1.0, 0.1), (0.5, 0.0), (0.25, 0.5), (1.0, 1.0), (None, 0.0)])
@@ -513,13 +517,50 @@ def test_too_few_completions_come_all_before_any_repeats() -> None:
             assert {item.prompt for item in group} == {group[0].prompt}
 
 
-def test_too_few_recent_completions_are_all_taken_then_older_ones_of_the_prompt() -> None:
-    real = filled(prompts_with(1, completions=4), most_on_policy=1.0)
+def test_too_few_recent_completions_repeat_and_none_is_older() -> None:
+    """m = 1, K = 20: of 24 that arrived 6 are distinct, beside 50 older ones. All 6 come, then repeats."""
+    real = filled(prompts_with(1, completions=50), most_on_policy=1.0)
+    arrived = [Item(900 + i, 0, (9, i % 6), float(i % 6)) for i in range(24)]
+    real.merge(pack(arrived), 1)
+    times, draws = Counter[int](), 200
+    for step in range(draws):
+        (group,) = groups_of(real.sample(step, groups=1, group_size=20))
+        assert {item.tokens for item in group[:6]} == {(9, i) for i in range(6)}
+        assert all(item.uid >= 900 for item in group), "0 % older"
+        times.update(item.tokens[1] for item in group[6:])
+    expected = 14 * draws / 6
+    assert sum((times[i] - expected) ** 2 / expected for i in range(6)) < CHI_SQUARE_5
+
+
+def test_too_few_recent_completions_may_be_joined_by_older_ones_of_the_prompt() -> None:
+    real = filled(prompts_with(1, completions=4), most_on_policy=1.0, recent_fill="older")
     real.merge(pack([Item(900, 0, (9, 0)), Item(901, 0, (9, 1))]), 1)
     for step in range(30):
         (group,) = groups_of(real.sample(step, groups=1, group_size=5))
         assert {item.uid for item in group[:2]} == {900, 901}
         assert len({item.uid for item in group}) == 5
+
+
+@pytest.mark.parametrize("fill", ["repeat", "older"])
+def test_recent_groups_equal_the_naive_model(fill: str) -> None:
+    """Which trajectories a group of the recent draw may hold, must hold, and how many distinct ones."""
+    rng, size = np.random.default_rng(5), 4
+    naive, config = (
+        Naive(12, 60),
+        BufferSection(capacity_per_prompt=12, capacity=60, most_on_policy=1.0, recent_fill=fill),
+    )
+    real = ReplayBuffer(config, 0)
+    for revision in range(40):
+        items = random_items(rng, 14, first_uid=100 * revision)
+        naive.merge(items, revision)
+        real.merge(pack(items), revision)
+        prompts = {item.prompt for item in items}
+        for group in groups_of(real.sample(revision, groups=len(prompts), group_size=size)):
+            stored, found = naive.of_prompt(group[0].prompt), set(group)
+            recent = {item for item, merged in stored if merged == revision}
+            allowed = recent if fill == "repeat" else {item for item, _ in stored}
+            assert found <= allowed and len(found) == min(size, len(allowed))
+            assert found <= recent or recent <= found
 
 
 def test_samples_are_of_live_trajectories_only() -> None:
