@@ -73,7 +73,7 @@ class Naive:
     near: float | None = None
     live: list[tuple[Item, int]] = field(default_factory=list)
 
-    def merge(self, items: Sequence[Item], revision: int) -> Merged:
+    def merge(self, items: Sequence[Item], sync: int) -> Merged:
         duplicates = evicted = 0
         for item in items:
             of_prompt = self.of_prompt(item.prompt)
@@ -85,7 +85,7 @@ class Naive:
             for old in equal + rivals:
                 self.live.remove(old)
                 duplicates += 1
-            self.live.append((item, revision))
+            self.live.append((item, sync))
         for prompt in {item.prompt for item in items}:
             of_prompt = self.of_prompt(prompt)
             for old in of_prompt[: max(0, len(of_prompt) - self.per_prompt)]:
@@ -398,6 +398,19 @@ def test_all_shards_of_a_round_are_recent_and_an_empty_round_changes_nothing() -
         assert set(real.sample(step, groups=2, group_size=1).prompt_id_B.tolist()) == {1, 2}
 
 
+def test_all_revisions_of_a_sync_are_recent_and_one_more_continues_the_pass() -> None:
+    """Shards that trickle in; three of the four prompts of sync 7 come before the third comes again."""
+    real = filled(prompts_with(8), most_on_policy=1.0)
+    for revision, prompt in enumerate((1, 2, 3), 1):
+        real.merge(pack([Item(5000 + revision, prompt, (9,))]), revision, sync=7)
+    first = real.sample(0, groups=2, group_size=1).prompt_id_B.tolist()
+    real.merge(pack([Item(5004, 4, (9,))]), 4, sync=7)
+    second = real.sample(1, groups=2, group_size=1).prompt_id_B.tolist()
+    assert sorted(first + second) == [1, 2, 3, 4]
+    real.merge(pack([Item(5005, 0, (9,))]), 5, sync=8)
+    assert real.sample(2, groups=1, group_size=1).prompt_id_B.tolist() == [0]
+
+
 def test_a_new_revision_begins_a_new_pass_over_what_it_brought() -> None:
     """Two of four prompts were drawn; when all four bring news, any two may be next."""
     again = 0
@@ -551,13 +564,13 @@ def test_recent_groups_equal_the_naive_model(fill: str) -> None:
     )
     real = ReplayBuffer(config, 0)
     for revision in range(40):
-        items = random_items(rng, 14, first_uid=100 * revision)
-        naive.merge(items, revision)
-        real.merge(pack(items), revision)
+        items = random_items(rng, 7, first_uid=100 * revision)
+        naive.merge(items, revision // 2)
+        real.merge(pack(items), revision, sync=revision // 2)
         prompts = {item.prompt for item in items}
         for group in groups_of(real.sample(revision, groups=len(prompts), group_size=size)):
             stored, found = naive.of_prompt(group[0].prompt), set(group)
-            recent = {item for item, merged in stored if merged == revision}
+            recent = {item for item, sync in stored if sync == revision // 2}
             allowed = recent if fill == "repeat" else {item for item, _ in stored}
             assert found <= allowed and len(found) == min(size, len(allowed))
             assert found <= recent or recent <= found
@@ -597,26 +610,28 @@ def test_a_restored_buffer_goes_on_bit_by_bit(near: float | None) -> None:
     real = ReplayBuffer(config, 4)
     for revision in range(50):
         for part in range(2):
-            real.merge(pack(random_items(rng, 9, 100 * revision + 20 * part, prompts=15)), revision)
+            items = random_items(rng, 9, 100 * revision + 20 * part, prompts=15)
+            real.merge(pack(items), 10 * revision + part, sync=10 * revision)
         real.sample(revision, groups=4, group_size=3)
         if revision % 10 == 5:
             arrays = real.state()
             restored = ReplayBuffer(config, 4)
             restored.merge(pack(random_items(np.random.default_rng(9), 20, 1)), 0)  # all of it is dropped
             restored.restore(arrays)
-            follow(real, restored, rng.integers(1 << 30), revision)
+            follow(real, restored, rng.integers(1 << 30), 10 * revision + 1)
 
 
 def follow(real: ReplayBuffer, restored: ReplayBuffer, seed: int, revision: int) -> None:
-    """Both go on alike: samples, merges, counters, and the next state."""
+    """Both go on alike, first with the sync under way: samples, merges, counters, and the next state."""
     rng = np.random.default_rng(seed)
     for step in range(8):
-        items = random_items(rng, 7, 10_000 * revision + 10 * step, prompts=20)
+        items = random_items(rng, 7, 1000 * revision + 10 * step, prompts=20)
         batches = [b.sample(step, groups=5, group_size=4) for b in (real, restored)]
         assert image(batches[0]) == image(batches[1])
-        assert real.merge(pack(items), revision + step // 4) == restored.merge(
-            pack(items), revision + step // 4
-        )
+        merged = [
+            b.merge(pack(items), revision + step, sync=revision - 1 + step // 4) for b in (real, restored)
+        ]
+        assert merged[0] == merged[1]
     assert [len(real), real.prompts, real.added, real.duplicates, real.evicted] == [
         *(len(restored), restored.prompts),
         *(restored.added, restored.duplicates, restored.evicted),
