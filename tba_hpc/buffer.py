@@ -1,4 +1,4 @@
-"""The replay buffer: distinct completions per prompt, bounded in number, sampled as groups (MOP).
+"""The replay buffer: completions per prompt, bounded in number, sampled as groups (MOP).
 
 It must not know where trajectories come from or what is learned from them. Imports no torch.
 
@@ -21,6 +21,9 @@ from rapidfuzz.process import cdist
 
 from tba_hpc.config import BufferSection
 from tba_hpc.types import RECORD, Ragged, Trajectories, TrajectoryBatch, spans
+
+Key = bytes | int
+"""What tells the live completions of a prompt apart."""
 
 _REPLAY = int.from_bytes(b"replay")  # keeps this stream apart from others of the same seed
 
@@ -53,8 +56,8 @@ class ReplayBuffer:
         self._revision = self._sync = -1
         self._prompts = _Prompts()
         self._rows = _Rows()
-        # Per prompt with live rows: fingerprint to row, oldest first.
-        self._rows_of: dict[int, OrderedDict[bytes, int]] = {}
+        # Per prompt with live rows: key to row, oldest first.
+        self._rows_of: dict[int, OrderedDict[Key, int]] = {}
         self._everyone = _Draw()
         self._recent = _Draw()
 
@@ -93,9 +96,10 @@ class ReplayBuffer:
         """Add what arrived in ``revision``, by ``sync``; neither may be lower than that of the last merge.
 
         sync: numbers what arrives between two publishes, in however many revisions; None: a revision is one.
-        A completion equal to a live one of its prompt replaces it (and is as young as it arrived). With
-        ``near_duplicates``, one that is near to live ones of its prompt replaces them if its reward is higher
-        than all of theirs, and else is not stored: no two live completions of a prompt are near each other.
+        A completion equal to a live one of its prompt replaces it (and is as young as it arrived), unless
+        ``deduplicate`` is off: then each is stored. With ``near_duplicates``, one that is near to live ones
+        of its prompt replaces them if its reward is higher than all of theirs, and else is not stored: no
+        two live completions of a prompt are near each other.
         Then the oldest leave: of a prompt above ``capacity_per_prompt``, and of all above ``capacity``.
         "Most recent" are from now on the live trajectories of this sync, unless it brought nothing.
         """
@@ -111,7 +115,7 @@ class ReplayBuffer:
         prompt_N = self._prompts.intern(trajectories)
         self._rows.append(trajectories, prompt_N, revision, sync)
         insert = self._insert if self._config.near_duplicates is None else self._insert_distinct
-        keys = _fingerprints(trajectories.completions)
+        keys = self._keys(trajectories.completions, self._merged)
         duplicates = insert(range(first, len(self._rows)), prompt_N.tolist(), keys)
         self._merged += len(trajectories)
         self._duplicates += duplicates
@@ -120,8 +124,14 @@ class ReplayBuffer:
             self._compact()
         return Merged(len(trajectories) - duplicates, duplicates, evicted)
 
-    def _insert(self, rows: Iterable[int], prompts: list[int], keys: list[bytes]) -> int:
-        """Enter live rows under their prompts and fingerprints; returns how many replaced an older row."""
+    def _keys(self, completions: Ragged, first: int) -> Sequence[Key]:
+        """Fingerprints; or, where equal completions are different ones, numbers from ``first`` on."""
+        if self._config.deduplicate is False:
+            return range(first, first + len(completions))
+        return _fingerprints(completions)
+
+    def _insert(self, rows: Iterable[int], prompts: list[int], keys: Sequence[Key]) -> int:
+        """Enter live rows under their prompts and keys; returns how many replaced an older row."""
         replaced = []
         for row, prompt, key in zip(rows, prompts, keys, strict=True):
             group = self._rows_of.setdefault(prompt, OrderedDict())
@@ -133,7 +143,7 @@ class ReplayBuffer:
         self._rows.kill(replaced)
         return len(replaced)
 
-    def _insert_distinct(self, rows: Iterable[int], prompts: list[int], keys: list[bytes]) -> int:
+    def _insert_distinct(self, rows: Iterable[int], prompts: list[int], keys: Sequence[Key]) -> int:
         """As ``_insert``, but of rows near each other only the best stays; returns how many were given up."""
         assert self._config.near_duplicates is not None
         given_up = 0
@@ -144,7 +154,7 @@ class ReplayBuffer:
                 given_up += self._insert_best(row, prompt, key, near)
         return given_up
 
-    def _insert_best(self, row: int, prompt: int, key: bytes, near: np.ndarray) -> int:
+    def _insert_best(self, row: int, prompt: int, key: Key, near: np.ndarray) -> int:
         """Enter a row if it is better than all ``near`` ones, which leave; or give it up.
 
         One that is there already, to the letter, it replaces instead. Returns how many were given up.
@@ -327,7 +337,7 @@ class ReplayBuffer:
         self._rows = _Rows()
         self._rows.append(live, prompt_N, arrays["revision"], arrays["sync"])
         self._rows_of = {}
-        self._insert(range(len(live)), prompt_N.tolist(), _fingerprints(live.completions))
+        self._insert(range(len(live)), prompt_N.tolist(), self._keys(live.completions, 0))
         self._merged, self._duplicates, self._evicted = arrays["counters"].tolist()
         self._revision, self._sync = arrays["newest"].tolist()
         self._everyone = _Draw(arrays["everyone_waiting"], arrays["everyone_drawn"])

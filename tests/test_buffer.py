@@ -71,13 +71,14 @@ class Naive:
     per_prompt: int
     capacity: int
     near: float | None = None
+    deduplicate: bool = True
     live: list[tuple[Item, int]] = field(default_factory=list)
 
     def merge(self, items: Sequence[Item], sync: int) -> Merged:
         duplicates = evicted = 0
         for item in items:
             of_prompt = self.of_prompt(item.prompt)
-            equal = [x for x in of_prompt if x[0].tokens == item.tokens]
+            equal = [x for x in of_prompt if x[0].tokens == item.tokens and self.deduplicate]
             rivals = [] if equal else [x for x in of_prompt if self.are_near(x[0], item)]
             if any(x[0].reward >= item.reward for x in rivals):
                 duplicates += 1
@@ -186,14 +187,20 @@ def prompts_with(count: int, completions: int = 1, first_prompt: int = 0) -> lis
 
 
 CAPACITIES = [(100, 1000), (4, 1000), (100, 20), (5, 22), (1, 3)]
+KINDS = [(None, True), (0.25, True), (None, False)]
+"""near_duplicates, deduplicate."""
 
 
 @pytest.mark.parametrize("per_prompt, capacity", CAPACITIES)
-@pytest.mark.parametrize("near", [None, 0.25])
-def test_merging_equals_the_naive_model(per_prompt: int, capacity: int, near: float | None) -> None:
+@pytest.mark.parametrize("near, deduplicate", KINDS)
+def test_merging_equals_the_naive_model(
+    per_prompt: int, capacity: int, near: float | None, deduplicate: bool
+) -> None:
     rng = np.random.default_rng(per_prompt + capacity)
-    naive = Naive(per_prompt, capacity, near)
-    config = BufferSection(capacity_per_prompt=per_prompt, capacity=capacity, near_duplicates=near)
+    naive = Naive(per_prompt, capacity, near, deduplicate)
+    config = BufferSection(
+        capacity_per_prompt=per_prompt, capacity=capacity, near_duplicates=near, deduplicate=deduplicate
+    )
     real = ReplayBuffer(config, 0)
     merged = 0
     for revision in range(60):
@@ -576,6 +583,26 @@ def test_recent_groups_equal_the_naive_model(fill: str) -> None:
             assert found <= recent or recent <= found
 
 
+def test_without_deduplication_groups_are_as_the_policy_sampled() -> None:
+    """A sharp policy, S = K = 16: every group holds its prompt's samples, the mode as often as it came."""
+    rng, prompts, size = np.random.default_rng(0), 60, 16
+    policy = np.array([0.45, *[0.55 / 30] * 30])
+    drawn = rng.choice(len(policy), (prompts, size), p=policy)
+    items = [
+        Item(100 * prompt + i, prompt, (int(letter),), float(letter == 0))
+        for prompt, letters in enumerate(drawn)
+        for i, letter in enumerate(letters)
+    ]
+    rest = {"most_on_policy": 0.5, "reward_temperature": None}
+    batch = filled(items, deduplicate=False, **rest).sample(0, groups=prompts, group_size=size)
+    assert sorted(batch.version_N.tolist()) == [item.uid for item in items]
+    sampled = np.mean(drawn == 0)
+    assert sampled == pytest.approx(0.45, abs=4 * np.sqrt(0.45 * 0.55 / drawn.size))
+    assert batch.reward_N.mean() == pytest.approx(sampled, rel=1e-6)
+    once = filled(items, deduplicate=True, **rest).sample(0, groups=prompts, group_size=size)
+    assert once.reward_N.mean() < 0.3
+
+
 def test_samples_are_of_live_trajectories_only() -> None:
     rng = np.random.default_rng(3)
     naive, real = Naive(5, 30), ReplayBuffer(BufferSection(capacity_per_prompt=5, capacity=30), 0)
@@ -603,9 +630,9 @@ def test_samples_depend_on_seed_and_step_alone() -> None:
     assert len({str(one(seed, step)) for seed in range(3) for step in range(3)}) == 9
 
 
-@pytest.mark.parametrize("near", [None, 0.25])
-def test_a_restored_buffer_goes_on_bit_by_bit(near: float | None) -> None:
-    config = BufferSection(capacity_per_prompt=6, capacity=40, most_on_policy=0.5, near_duplicates=near)
+@pytest.mark.parametrize("near, deduplicate", KINDS)
+def test_a_restored_buffer_goes_on_bit_by_bit(near: float | None, deduplicate: bool) -> None:
+    config = BufferSection(capacity_per_prompt=6, capacity=40, near_duplicates=near, deduplicate=deduplicate)
     rng = np.random.default_rng(1)
     real = ReplayBuffer(config, 4)
     for revision in range(50):
