@@ -1,4 +1,4 @@
-"""The replay buffer: distinct completions per prompt, bounded in number, sampled as groups (MOP).
+"""The replay buffer: completions per prompt, bounded in number, sampled as groups (MOP).
 
 It must not know where trajectories come from or what is learned from them. Imports no torch.
 
@@ -21,6 +21,9 @@ from rapidfuzz.process import cdist
 
 from tba_hpc.config import BufferSection
 from tba_hpc.types import RECORD, Ragged, Trajectories, TrajectoryBatch, spans
+
+Key = bytes | int
+"""What tells the live completions of a prompt apart."""
 
 _REPLAY = int.from_bytes(b"replay")  # keeps this stream apart from others of the same seed
 
@@ -50,11 +53,11 @@ class ReplayBuffer:
         self._merged = 0
         self._duplicates = 0
         self._evicted = 0
-        self._revision = -1
+        self._revision = self._sync = -1
         self._prompts = _Prompts()
         self._rows = _Rows()
-        # Per prompt with live rows: fingerprint to row, oldest first.
-        self._rows_of: dict[int, OrderedDict[bytes, int]] = {}
+        # Per prompt with live rows: key to row, oldest first.
+        self._rows_of: dict[int, OrderedDict[Key, int]] = {}
         self._everyone = _Draw()
         self._recent = _Draw()
 
@@ -89,25 +92,30 @@ class ReplayBuffer:
 
     # --- Merging ---
 
-    def merge(self, trajectories: Trajectories, revision: int) -> Merged:
-        """Add what arrived; ``revision`` must not be lower than that of the last merge.
+    def merge(self, trajectories: Trajectories, revision: int, *, sync: int | None = None) -> Merged:
+        """Add what arrived in ``revision``, by ``sync``; neither may be lower than that of the last merge.
 
-        A completion equal to a live one of its prompt replaces it (and is as young as it arrived). With
-        ``near_duplicates``, one that is near to live ones of its prompt replaces them if its reward is higher
-        than all of theirs, and else is not stored: no two live completions of a prompt are near each other.
+        sync: numbers what arrives between two publishes, in however many revisions; None: a revision is one.
+        A completion equal to a live one of its prompt replaces it (and is as young as it arrived), unless
+        ``deduplicate`` is off: then each is stored. With ``near_duplicates``, one that is near to live ones
+        of its prompt replaces them if its reward is higher than all of theirs, and else is not stored: no
+        two live completions of a prompt are near each other.
         Then the oldest leave: of a prompt above ``capacity_per_prompt``, and of all above ``capacity``.
-        "Most recent" are from now on the live trajectories of this revision, unless it brought nothing.
+        "Most recent" are from now on the live trajectories of this sync, unless it brought nothing.
         """
+        sync = revision if sync is None else sync
         assert revision >= self._revision, f"revision {revision} comes after revision {self._revision}"
+        assert sync >= self._sync, f"sync {sync} comes after sync {self._sync}"
         if not len(trajectories):
             return Merged(0, 0, 0)
-        if revision > self._revision:
-            self._revision, self._recent = revision, _Draw()
+        if sync > self._sync:
+            self._recent = _Draw()
+        self._revision, self._sync = revision, sync
         first = len(self._rows)
         prompt_N = self._prompts.intern(trajectories)
-        self._rows.append(trajectories, prompt_N, revision)
+        self._rows.append(trajectories, prompt_N, revision, sync)
         insert = self._insert if self._config.near_duplicates is None else self._insert_distinct
-        keys = _fingerprints(trajectories.completions)
+        keys = self._keys(trajectories.completions, self._merged)
         duplicates = insert(range(first, len(self._rows)), prompt_N.tolist(), keys)
         self._merged += len(trajectories)
         self._duplicates += duplicates
@@ -116,8 +124,14 @@ class ReplayBuffer:
             self._compact()
         return Merged(len(trajectories) - duplicates, duplicates, evicted)
 
-    def _insert(self, rows: Iterable[int], prompts: list[int], keys: list[bytes]) -> int:
-        """Enter live rows under their prompts and fingerprints; returns how many replaced an older row."""
+    def _keys(self, completions: Ragged, first: int) -> Sequence[Key]:
+        """Fingerprints; or, where equal completions are different ones, numbers from ``first`` on."""
+        if self._config.deduplicate is False:
+            return range(first, first + len(completions))
+        return _fingerprints(completions)
+
+    def _insert(self, rows: Iterable[int], prompts: list[int], keys: Sequence[Key]) -> int:
+        """Enter live rows under their prompts and keys; returns how many replaced an older row."""
         replaced = []
         for row, prompt, key in zip(rows, prompts, keys, strict=True):
             group = self._rows_of.setdefault(prompt, OrderedDict())
@@ -129,7 +143,7 @@ class ReplayBuffer:
         self._rows.kill(replaced)
         return len(replaced)
 
-    def _insert_distinct(self, rows: Iterable[int], prompts: list[int], keys: list[bytes]) -> int:
+    def _insert_distinct(self, rows: Iterable[int], prompts: list[int], keys: Sequence[Key]) -> int:
         """As ``_insert``, but of rows near each other only the best stays; returns how many were given up."""
         assert self._config.near_duplicates is not None
         given_up = 0
@@ -140,7 +154,7 @@ class ReplayBuffer:
                 given_up += self._insert_best(row, prompt, key, near)
         return given_up
 
-    def _insert_best(self, row: int, prompt: int, key: bytes, near: np.ndarray) -> int:
+    def _insert_best(self, row: int, prompt: int, key: Key, near: np.ndarray) -> int:
         """Enter a row if it is better than all ``near`` ones, which leave; or give it up.
 
         One that is there already, to the letter, it replaces instead. Returns how many were given up.
@@ -205,11 +219,10 @@ class ReplayBuffer:
         """B = ``groups`` groups of K = ``group_size`` trajectories, by MOP (TBA, §3).
 
         With probability ``most_on_policy`` a group's prompt is drawn among those with trajectories of the
-        most recent revision, and its completions uniformly among these; where they are fewer than K, the
-        prompt's other trajectories complete the group. Otherwise the prompt is drawn among all, and its
-        completions by softmax(reward / reward_temperature) mixed with ``uniform_mix`` of uniform. Either
-        way the completions are distinct while the prompt has K, else all of them and repeats by the same
-        weights.
+        most recent sync, and its completions uniformly among these. Otherwise the prompt is drawn among
+        all, and its completions by softmax(reward / reward_temperature) mixed with ``uniform_mix`` of
+        uniform. Either way the completions are distinct while there are K, else all of them and repeats by
+        the same weights; with ``recent_fill: older`` the prompt's older trajectories come before repeats.
 
         Each of the two draws of prompts takes every prompt once before any again. A prompt comes once
         per batch while the buffer has others: a recent draw that has run out goes on among all prompts.
@@ -233,11 +246,9 @@ class ReplayBuffer:
         return self._batch(np.concatenate(chosen), group_size)
 
     def _is_recent(self, prompt: int) -> bool:
-        """Whether the youngest live trajectory of a prompt is of the most recent revision."""
+        """Whether the youngest live trajectory of a prompt is of the most recent sync."""
         group = self._rows_of.get(prompt)
-        return group is not None and bool(
-            self._rows.revision[next(reversed(group.values()))] == self._revision
-        )
+        return group is not None and bool(self._rows.sync[next(reversed(group.values()))] == self._sync)
 
     def _choose(self, rng: np.random.Generator, prompt: int, count: int, *, recent: bool) -> np.ndarray:
         """int64 [K] rows of a prompt.
@@ -246,21 +257,21 @@ class ReplayBuffer:
         """
         group = self._rows_of[prompt]
         rows = np.fromiter(group.values(), np.int64, len(group))
-        weight = self._weights(self._rows.record["reward"][rows])
-        score = np.log(np.maximum(weight, np.finfo(weight.dtype).tiny)) + rng.gumbel(size=len(rows))
-        first = np.zeros(len(rows), bool)
-        if recent:
-            first = self._rows.revision[rows] == self._revision
-            score[first] = rng.gumbel(size=np.count_nonzero(first))
+        first = recent & (self._rows.sync[rows] == self._sync)
+        if recent and self._config.recent_fill == "repeat":
+            rows, first = rows[first], first[first]
+        weight = self._weights(self._rows.record["reward"][rows], equal=bool(first.all()))
+        log_weight = np.log(np.maximum(weight, np.finfo(weight.dtype).tiny))
+        score = np.where(first, 0.0, log_weight) + rng.gumbel(size=len(rows))
         distinct = rows[np.lexsort((-score, ~first))[:count]]
         repeats = rng.choice(rows, count - len(distinct), p=weight)
         return np.concatenate([distinct, repeats])
 
-    def _weights(self, reward_N: np.ndarray) -> np.ndarray:
-        """float64 [N]: probability of each trajectory of a prompt in the replay draw."""
+    def _weights(self, reward_N: np.ndarray, *, equal: bool) -> np.ndarray:
+        """float64 [N]: probability of each trajectory of a prompt, by reward unless ``equal``."""
         uniform = np.full(len(reward_N), 1 / len(reward_N))
         temperature, mix = self._config.reward_temperature, self._config.uniform_mix
-        if temperature is None:
+        if equal or temperature is None:
             return uniform
         odds = np.exp((reward_N.astype(np.float64) - reward_N.max()) / temperature)
         return (1 - mix) * odds / odds.sum() + mix * uniform
@@ -296,9 +307,11 @@ class ReplayBuffer:
         """Plain arrays from which ``restore`` makes a buffer that goes on exactly as this one would."""
         live = self.trajectories()
         return {
-            "counters": np.array([self._merged, self._duplicates, self._evicted, self._revision], np.int64),
+            "counters": np.array([self._merged, self._duplicates, self._evicted], np.int64),
+            "newest": np.array([self._revision, self._sync], np.int64),
             "record": live.record,
             "revision": self._rows.revision[self._rows.live],
+            "sync": self._rows.sync[self._rows.live],
             "completion_tokens": live.completions.values,
             "completion_offsets": live.completions.offsets,
             "logprobs": live.logprobs,
@@ -322,10 +335,11 @@ class ReplayBuffer:
         prompt_N = live.record["prompt_row"].astype(np.int64)
         self._prompts = _Prompts.restore(arrays["prompt_id"], live.prompts)
         self._rows = _Rows()
-        self._rows.append(live, prompt_N, arrays["revision"])
+        self._rows.append(live, prompt_N, arrays["revision"], arrays["sync"])
         self._rows_of = {}
-        self._insert(range(len(live)), prompt_N.tolist(), _fingerprints(live.completions))
-        self._merged, self._duplicates, self._evicted, self._revision = arrays["counters"].tolist()
+        self._insert(range(len(live)), prompt_N.tolist(), self._keys(live.completions, 0))
+        self._merged, self._duplicates, self._evicted = arrays["counters"].tolist()
+        self._revision, self._sync = arrays["newest"].tolist()
         self._everyone = _Draw(arrays["everyone_waiting"], arrays["everyone_drawn"])
         self._recent = _Draw(arrays["recent_waiting"], arrays["recent_drawn"])
 
@@ -445,6 +459,7 @@ class _Rows:
     def __init__(self) -> None:
         self._record = _Column(RECORD)
         self._revision = _Column(np.int64)
+        self._sync = _Column(np.int64)
         self._live = _Column(np.bool_)
         self._offsets = _Column(np.int64, [0])
         self._tokens = _Column(np.int32)
@@ -468,6 +483,11 @@ class _Rows:
         return self._revision.values
 
     @property
+    def sync(self) -> np.ndarray:
+        """int64 [N]: the sync that brought it."""
+        return self._sync.values
+
+    @property
     def live(self) -> np.ndarray:
         """bool [N]."""
         return self._live.values
@@ -477,13 +497,20 @@ class _Rows:
         """Whether more than half of the rows, or of the tokens, are garbage."""
         return 2 * self._dead_rows > len(self) or 2 * self._dead_tokens > len(self._tokens)
 
-    def append(self, trajectories: Trajectories, prompt_N: np.ndarray, revision: int | np.ndarray) -> None:
+    def append(
+        self,
+        trajectories: Trajectories,
+        prompt_N: np.ndarray,
+        revision: int | np.ndarray,
+        sync: int | np.ndarray,
+    ) -> None:
         """Add live rows."""
         count, tokens = len(trajectories), len(self._tokens)
         record = trajectories.record.copy()
         record["prompt_row"] = prompt_N
         self._record.append(record)
         self._revision.append(np.broadcast_to(revision, count))
+        self._sync.append(np.broadcast_to(sync, count))
         self._live.append(np.ones(count, bool))
         self._offsets.append(tokens + trajectories.completions.offsets[1:])
         self._tokens.append(trajectories.completions.values)
@@ -543,7 +570,7 @@ class _Rows:
         nothing = Ragged(np.empty(0, np.int32), np.zeros(1, np.int64))
         kept = Trajectories(self.record[rows], nothing, completions, logprobs, ref_logprobs)
         made = _Rows()
-        made.append(kept, kept.record["prompt_row"], self.revision[rows])
+        made.append(kept, kept.record["prompt_row"], self.revision[rows], self.sync[rows])
         return made
 
 

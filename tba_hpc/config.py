@@ -21,6 +21,9 @@ ObjectiveName = Literal[
     "trajectory_balance", "tba_prime", "rloo", "proximal_rloo", "grpo", "dr_grpo", "online_dpo"
 ]
 
+POLICY_GRADIENTS: tuple[ObjectiveName, ...] = ("rloo", "proximal_rloo", "grpo", "dr_grpo")
+"""Objectives whose gradient is unbiased only on completions distributed as the policy sampled them."""
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be run; the message is one sentence for the user."""
@@ -109,19 +112,32 @@ class GeneratorSection(Section):
 class BufferSection(Section):
     most_on_policy: float = Field(0.5, ge=0, le=1)
     """m: probability that a group is taken from what arrived at the most recent sync."""
+    recent_fill: Literal["repeat", "older"] = "repeat"
+    """What completes such a group where fewer than K completions of its prompt arrived: repeats of these, or
+    older completions of the prompt."""
     capacity_per_prompt: int = Field(100, ge=1)
     """Trajectories kept per prompt; the oldest leave first."""
     capacity: int = Field(100_000, ge=1)
     """Trajectories kept in all; the oldest leave first."""
     reward_temperature: float | None = Field(1.0, gt=0)
-    """Temperature of the softmax over reward inside a prompt; none: uniform."""
+    """Temperature of the softmax over reward inside a prompt; none: uniform, which on-policy runs default to
+    (see deduplicate)."""
     uniform_mix: float = Field(0.1, ge=0, le=1)
     """Share of uniform probability mixed into that softmax."""
     initial_completions: int = Field(500, ge=1)
-    """Distinct completions in the buffer before the first optimizer step (without max_staleness)."""
+    """Completions in the buffer before the first optimizer step (without max_staleness)."""
+    deduplicate: bool | None = None
+    """Whether equal completions of a prompt are stored once, the newest, or each, so that groups are as the
+    policy sampled. None: once, but each where exchange.max_staleness=0 makes a policy-gradient objective
+    on-policy (rloo, proximal_rloo, grpo, dr_grpo)."""
     near_duplicates: float | None = Field(None, gt=0, le=0.5)
     """Share of the tokens of two completions of a prompt: where fewer edits lead from one to the other, only
     the better one is kept. None: only equal ones count as duplicates."""
+
+    @property
+    def chooses_by_reward(self) -> bool:
+        """Whether a group may prefer some completions of its prompt to others."""
+        return self.reward_temperature is not None and self.most_on_policy < 1
 
 
 class LearningRate(Section):
@@ -290,6 +306,44 @@ class Config(Section):
     def selective(self) -> bool:
         """Whether trajectories are dropped for more than want of room: for their age, or their reference."""
         return self.exchange.max_staleness is not None or self.train.reference == "reset"
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether every step is to be a policy gradient on what its own policy sampled."""
+        return self.exchange.max_staleness == 0 and self.train.objective in POLICY_GRADIENTS
+
+    @model_validator(mode="after")
+    def _on_policy_is_as_sampled(self) -> Config:
+        buffer = self.buffer
+        would_bias = (
+            f"would bias the gradient of train.objective={self.train.objective} with "
+            "exchange.max_staleness=0, an on-policy run: leave it out, or set it to"
+        )
+        if self.on_policy and buffer.deduplicate:
+            raise ValueError(f"buffer.deduplicate=true {would_bias} false")
+        if self.on_policy and "reward_temperature" in buffer.model_fields_set and buffer.chooses_by_reward:
+            raise ValueError(f"buffer.reward_temperature={buffer.reward_temperature:g} {would_bias} null")
+        return self
+
+    @model_validator(mode="after")
+    def _settle(self) -> Config:
+        """Put what a rule decides in place of keys that are left out."""
+        settled: dict[str, object] = {}
+        if self.buffer.deduplicate is None:
+            settled["deduplicate"] = not self.on_policy
+        if self.on_policy and "reward_temperature" not in self.buffer.model_fields_set:
+            settled["reward_temperature"] = None
+        object.__setattr__(self, "buffer", self.buffer.model_copy(update=settled))
+        return self
+
+    @model_validator(mode="after")
+    def _near_duplicates_are_found(self) -> Config:
+        if self.buffer.near_duplicates is not None and not self.buffer.deduplicate:
+            raise ValueError(
+                f"buffer.near_duplicates={self.buffer.near_duplicates:g} contradicts buffer.deduplicate="
+                "false, which keeps every completion and is what an on-policy run needs: leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _fresh_groups_can_come(self) -> Config:

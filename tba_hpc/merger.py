@@ -32,14 +32,17 @@ class Merger:
         self._freshness = freshness
         self._metrics = metrics
 
-    def merge(self, state: TrainerState, shards: Sequence[Shard]) -> TrainerState:
-        """Merge what was collected at once: one revision of the buffer. Shards merged before are left out."""
+    def merge(self, state: TrainerState, shards: Sequence[Shard], *, sync: int) -> TrainerState:
+        """Merge what was collected at once: one revision of the buffer. Shards merged before are left out.
+
+        sync: version of the weights published last; what arrives until the next are is one sync's.
+        """
         shards = [shard for shard in shards if shard.index >= state.cursors.get(shard.searcher, 0)]
         if not shards:
             return state
         revision = state.revision + 1
         for shard in shards:
-            merged = self._buffer.merge(shard.trajectories, revision)
+            merged = self._buffer.merge(shard.trajectories, revision, sync=sync)
             self._completed.add(shard.trajectories.record["request_id"])
             self._log_merge(state.step, revision, shard, merged)
         return replace(

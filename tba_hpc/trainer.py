@@ -69,6 +69,7 @@ class Trainer:
         self._freshness = Freshness(config, buffer)
         self._merger = Merger(buffer, completed, self._freshness, metrics)
         self._step_log = StepLog(config.train, buffer, metrics, version=state.step)
+        self._last_arrival = 0.0  # of completions that were new, on the monotonic clock
         self._next_publish = state.step
         self._next_evaluation = _next_multiple(config.evaluate.every, state.step)
         self._next_checkpoint = _next_multiple(config.checkpoint.every, state.step)
@@ -135,6 +136,7 @@ class Trainer:
         step = self._state.step
         if not self._publish_is_due:
             return False
+        self._collect()  # what the round before has brought belongs to its sync
         evaluate: Split | None = "validation" if step >= self._next_evaluation else None
         if self.publish(evaluate=evaluate) and evaluate:
             self._next_evaluation = _next_multiple(self._config.evaluate.every, step)
@@ -156,20 +158,21 @@ class Trainer:
 
     # --- Collect ---
 
-    def _collect(self) -> int:
-        """Merge what has arrived, less what is stale; returns how many completions were new."""
+    def _collect(self) -> None:
+        """Merge what has arrived, less what is stale."""
         self._log_losses()
         shards = self._exchange.collect()
         for shard in shards:
             self._freshness.arrive(shard)
-        added = self._merge(shards)
-        if added and self._freshness.filling(self._state.step):
-            self.log_event("filling")
-        return added
+        if self._merge(shards):
+            self._last_arrival = time.monotonic()
+            if self._freshness.filling(self._state.step):
+                self.log_event("filling")
 
     def _merge(self, shards: Sequence[Shard]) -> int:
+        """Returns how many completions were new."""
         before = self._state.added
-        self._state = self._merger.merge(self._state, shards)
+        self._state = self._merger.merge(self._state, shards, sync=self._step_log.version)
         added = self._state.added - before
         self._state = self._merger.evict_stale(self._state)
         return added
@@ -179,17 +182,16 @@ class Trainer:
 
         Raises ExchangeError where a whole deadline has passed without news, and nobody is left to wait for.
         """
-        patience, last_arrival = self._config.exchange.deadline_seconds, time.monotonic()
+        patience, waiting_since = self._config.exchange.deadline_seconds, time.monotonic()
         while self._freshness.missing(self._state.step) and not self.stopping:
             if self._freshness.exhausted(self._state.step):
                 self._next_publish = self._state.step  # with a larger budget
             if not self._publish_if_due():
                 self._exchange.gather()
-            if self._collect():
-                last_arrival = time.monotonic()
-            if time.monotonic() - last_arrival > patience:
+            self._collect()
+            if time.monotonic() - max(waiting_since, self._last_arrival) > patience:
                 self._freshness.exclude_unresponsive(self._state.step, patience)
-                last_arrival = time.monotonic()
+                waiting_since = time.monotonic()
             time.sleep(POLL_SECONDS)
         self._step_log.late += self._publish_is_due
         return not self.stopping

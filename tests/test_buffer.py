@@ -71,13 +71,14 @@ class Naive:
     per_prompt: int
     capacity: int
     near: float | None = None
+    deduplicate: bool = True
     live: list[tuple[Item, int]] = field(default_factory=list)
 
-    def merge(self, items: Sequence[Item], revision: int) -> Merged:
+    def merge(self, items: Sequence[Item], sync: int) -> Merged:
         duplicates = evicted = 0
         for item in items:
-            of_prompt = [x for x in self.live if x[0].prompt == item.prompt]
-            equal = [x for x in of_prompt if x[0].tokens == item.tokens]
+            of_prompt = self.of_prompt(item.prompt)
+            equal = [x for x in of_prompt if x[0].tokens == item.tokens and self.deduplicate]
             rivals = [] if equal else [x for x in of_prompt if self.are_near(x[0], item)]
             if any(x[0].reward >= item.reward for x in rivals):
                 duplicates += 1
@@ -85,9 +86,9 @@ class Naive:
             for old in equal + rivals:
                 self.live.remove(old)
                 duplicates += 1
-            self.live.append((item, revision))
+            self.live.append((item, sync))
         for prompt in {item.prompt for item in items}:
-            of_prompt = [x for x in self.live if x[0].prompt == prompt]
+            of_prompt = self.of_prompt(prompt)
             for old in of_prompt[: max(0, len(of_prompt) - self.per_prompt)]:
                 self.live.remove(old)
                 evicted += 1
@@ -95,6 +96,10 @@ class Naive:
             self.live.pop(0)
             evicted += 1
         return Merged(len(items) - duplicates, duplicates, evicted)
+
+    def of_prompt(self, prompt: int) -> list[tuple[Item, int]]:
+        """What is live of a prompt, oldest first."""
+        return [entry for entry in self.live if entry[0].prompt == prompt]
 
     def are_near(self, one: Item, other: Item) -> bool:
         """Whether few edits lead from one to the other."""
@@ -182,14 +187,20 @@ def prompts_with(count: int, completions: int = 1, first_prompt: int = 0) -> lis
 
 
 CAPACITIES = [(100, 1000), (4, 1000), (100, 20), (5, 22), (1, 3)]
+KINDS = [(None, True), (0.25, True), (None, False)]
+"""near_duplicates, deduplicate."""
 
 
 @pytest.mark.parametrize("per_prompt, capacity", CAPACITIES)
-@pytest.mark.parametrize("near", [None, 0.25])
-def test_merging_equals_the_naive_model(per_prompt: int, capacity: int, near: float | None) -> None:
+@pytest.mark.parametrize("near, deduplicate", KINDS)
+def test_merging_equals_the_naive_model(
+    per_prompt: int, capacity: int, near: float | None, deduplicate: bool
+) -> None:
     rng = np.random.default_rng(per_prompt + capacity)
-    naive = Naive(per_prompt, capacity, near)
-    config = BufferSection(capacity_per_prompt=per_prompt, capacity=capacity, near_duplicates=near)
+    naive = Naive(per_prompt, capacity, near, deduplicate)
+    config = BufferSection(
+        capacity_per_prompt=per_prompt, capacity=capacity, near_duplicates=near, deduplicate=deduplicate
+    )
     real = ReplayBuffer(config, 0)
     merged = 0
     for revision in range(60):
@@ -394,6 +405,19 @@ def test_all_shards_of_a_round_are_recent_and_an_empty_round_changes_nothing() -
         assert set(real.sample(step, groups=2, group_size=1).prompt_id_B.tolist()) == {1, 2}
 
 
+def test_all_revisions_of_a_sync_are_recent_and_one_more_continues_the_pass() -> None:
+    """Shards that trickle in; three of the four prompts of sync 7 come before the third comes again."""
+    real = filled(prompts_with(8), most_on_policy=1.0)
+    for revision, prompt in enumerate((1, 2, 3), 1):
+        real.merge(pack([Item(5000 + revision, prompt, (9,))]), revision, sync=7)
+    first = real.sample(0, groups=2, group_size=1).prompt_id_B.tolist()
+    real.merge(pack([Item(5004, 4, (9,))]), 4, sync=7)
+    second = real.sample(1, groups=2, group_size=1).prompt_id_B.tolist()
+    assert sorted(first + second) == [1, 2, 3, 4]
+    real.merge(pack([Item(5005, 0, (9,))]), 5, sync=8)
+    assert real.sample(2, groups=1, group_size=1).prompt_id_B.tolist() == [0]
+
+
 def test_a_new_revision_begins_a_new_pass_over_what_it_brought() -> None:
     """Two of four prompts were drawn; when all four bring news, any two may be next."""
     again = 0
@@ -464,8 +488,8 @@ def draws_of(size: int, draws: int, **config: object) -> Counter[tuple[int, ...]
     return Counter(tuple(group.version_N.tolist()) for group in groups)
 
 
-CHI_SQUARE_3, CHI_SQUARE_11 = 21.1, 37.4
-"""Exceeded with probability 1e-4 by 3 and by 11 degrees of freedom; seeds are fixed."""
+CHI_SQUARE_3, CHI_SQUARE_5, CHI_SQUARE_11 = 21.1, 25.7, 37.4
+"""Exceeded with probability 1e-4 by 3, 5 and 11 degrees of freedom; seeds are fixed."""
 
 
 @pytest.mark.parametrize("temperature, mix", [(1.0, 0.1), (0.5, 0.0), (0.25, 0.5), (1.0, 1.0), (None, 0.0)])
@@ -513,13 +537,70 @@ def test_too_few_completions_come_all_before_any_repeats() -> None:
             assert {item.prompt for item in group} == {group[0].prompt}
 
 
-def test_too_few_recent_completions_are_all_taken_then_older_ones_of_the_prompt() -> None:
-    real = filled(prompts_with(1, completions=4), most_on_policy=1.0)
+def test_too_few_recent_completions_repeat_and_none_is_older() -> None:
+    """m = 1, K = 20: of 24 that arrived 6 are distinct, beside 50 older ones. All 6 come, then repeats."""
+    real = filled(prompts_with(1, completions=50), most_on_policy=1.0)
+    arrived = [Item(900 + i, 0, (9, i % 6), float(i % 6)) for i in range(24)]
+    real.merge(pack(arrived), 1)
+    times, draws = Counter[int](), 200
+    for step in range(draws):
+        (group,) = groups_of(real.sample(step, groups=1, group_size=20))
+        assert {item.tokens for item in group[:6]} == {(9, i) for i in range(6)}
+        assert all(item.uid >= 900 for item in group), "0 % older"
+        times.update(item.tokens[1] for item in group[6:])
+    expected = 14 * draws / 6
+    assert sum((times[i] - expected) ** 2 / expected for i in range(6)) < CHI_SQUARE_5
+
+
+def test_too_few_recent_completions_may_be_joined_by_older_ones_of_the_prompt() -> None:
+    real = filled(prompts_with(1, completions=4), most_on_policy=1.0, recent_fill="older")
     real.merge(pack([Item(900, 0, (9, 0)), Item(901, 0, (9, 1))]), 1)
     for step in range(30):
         (group,) = groups_of(real.sample(step, groups=1, group_size=5))
         assert {item.uid for item in group[:2]} == {900, 901}
         assert len({item.uid for item in group}) == 5
+
+
+@pytest.mark.parametrize("fill", ["repeat", "older"])
+def test_recent_groups_equal_the_naive_model(fill: str) -> None:
+    """Which trajectories a group of the recent draw may hold, must hold, and how many distinct ones."""
+    rng, size = np.random.default_rng(5), 4
+    naive, config = (
+        Naive(12, 60),
+        BufferSection(capacity_per_prompt=12, capacity=60, most_on_policy=1.0, recent_fill=fill),
+    )
+    real = ReplayBuffer(config, 0)
+    for revision in range(40):
+        items = random_items(rng, 7, first_uid=100 * revision)
+        naive.merge(items, revision // 2)
+        real.merge(pack(items), revision, sync=revision // 2)
+        prompts = {item.prompt for item in items}
+        for group in groups_of(real.sample(revision, groups=len(prompts), group_size=size)):
+            stored, found = naive.of_prompt(group[0].prompt), set(group)
+            recent = {item for item, sync in stored if sync == revision // 2}
+            allowed = recent if fill == "repeat" else {item for item, _ in stored}
+            assert found <= allowed and len(found) == min(size, len(allowed))
+            assert found <= recent or recent <= found
+
+
+def test_without_deduplication_groups_are_as_the_policy_sampled() -> None:
+    """A sharp policy, S = K = 16: every group holds its prompt's samples, the mode as often as it came."""
+    rng, prompts, size = np.random.default_rng(0), 60, 16
+    policy = np.array([0.45, *[0.55 / 30] * 30])
+    drawn = rng.choice(len(policy), (prompts, size), p=policy)
+    items = [
+        Item(100 * prompt + i, prompt, (int(letter),), float(letter == 0))
+        for prompt, letters in enumerate(drawn)
+        for i, letter in enumerate(letters)
+    ]
+    rest = {"most_on_policy": 0.5, "reward_temperature": None}
+    batch = filled(items, deduplicate=False, **rest).sample(0, groups=prompts, group_size=size)
+    assert sorted(batch.version_N.tolist()) == [item.uid for item in items]
+    sampled = np.mean(drawn == 0)
+    assert sampled == pytest.approx(0.45, abs=4 * np.sqrt(0.45 * 0.55 / drawn.size))
+    assert batch.reward_N.mean() == pytest.approx(sampled, rel=1e-6)
+    once = filled(items, deduplicate=True, **rest).sample(0, groups=prompts, group_size=size)
+    assert once.reward_N.mean() < 0.3
 
 
 def test_samples_are_of_live_trajectories_only() -> None:
@@ -549,33 +630,35 @@ def test_samples_depend_on_seed_and_step_alone() -> None:
     assert len({str(one(seed, step)) for seed in range(3) for step in range(3)}) == 9
 
 
-@pytest.mark.parametrize("near", [None, 0.25])
-def test_a_restored_buffer_goes_on_bit_by_bit(near: float | None) -> None:
-    config = BufferSection(capacity_per_prompt=6, capacity=40, most_on_policy=0.5, near_duplicates=near)
+@pytest.mark.parametrize("near, deduplicate", KINDS)
+def test_a_restored_buffer_goes_on_bit_by_bit(near: float | None, deduplicate: bool) -> None:
+    config = BufferSection(capacity_per_prompt=6, capacity=40, near_duplicates=near, deduplicate=deduplicate)
     rng = np.random.default_rng(1)
     real = ReplayBuffer(config, 4)
     for revision in range(50):
         for part in range(2):
-            real.merge(pack(random_items(rng, 9, 100 * revision + 20 * part, prompts=15)), revision)
+            items = random_items(rng, 9, 100 * revision + 20 * part, prompts=15)
+            real.merge(pack(items), 10 * revision + part, sync=10 * revision)
         real.sample(revision, groups=4, group_size=3)
         if revision % 10 == 5:
             arrays = real.state()
             restored = ReplayBuffer(config, 4)
             restored.merge(pack(random_items(np.random.default_rng(9), 20, 1)), 0)  # all of it is dropped
             restored.restore(arrays)
-            follow(real, restored, rng.integers(1 << 30), revision)
+            follow(real, restored, rng.integers(1 << 30), 10 * revision + 1)
 
 
 def follow(real: ReplayBuffer, restored: ReplayBuffer, seed: int, revision: int) -> None:
-    """Both go on alike: samples, merges, counters, and the next state."""
+    """Both go on alike, first with the sync under way: samples, merges, counters, and the next state."""
     rng = np.random.default_rng(seed)
     for step in range(8):
-        items = random_items(rng, 7, 10_000 * revision + 10 * step, prompts=20)
+        items = random_items(rng, 7, 1000 * revision + 10 * step, prompts=20)
         batches = [b.sample(step, groups=5, group_size=4) for b in (real, restored)]
         assert image(batches[0]) == image(batches[1])
-        assert real.merge(pack(items), revision + step // 4) == restored.merge(
-            pack(items), revision + step // 4
-        )
+        merged = [
+            b.merge(pack(items), revision + step, sync=revision - 1 + step // 4) for b in (real, restored)
+        ]
+        assert merged[0] == merged[1]
     assert [len(real), real.prompts, real.added, real.duplicates, real.evicted] == [
         *(len(restored), restored.prompts),
         *(restored.added, restored.duplicates, restored.evicted),

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tba_hpc.config import ConfigError, differing_keys, dump_config, load_config, parse_config
 
@@ -45,6 +46,7 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
         ("train.reference_every=0", "config key 'train.reference_every' has the value 0, but input"),
         ("train.reference_every=5", "train.reference_every=5 would be ignored with train.reference=frozen"),
         ("train.reference=reset", "train.reference=reset needs its interval: set train.reference_every"),
+        ("buffer={deduplicate: false, near_duplicates: 0.25}", "near_duplicates=0.25 contradicts"),
         ("exchange.max_staleness=-1", "config key 'exchange.max_staleness' has the value -1, but input"),
         ("exchange.max_staleness=0", "exchange.sync_every=2 lets weights grow older than"),
         ("train.steps.more=1", "config key 'train.steps' has the value"),
@@ -59,6 +61,48 @@ def test_bad_input_gets_one_sentence(override: str, sentence: str, tmp_path: Pat
         load_config(path, [override])
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+ON_POLICY = ("exchange.max_staleness=0", "exchange.sync_every=1", "train.objective=rloo")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "deduplicate", "reward_temperature"),
+    [
+        ((), True, 1.0),
+        (("buffer.deduplicate=false",), False, 1.0),
+        (ON_POLICY, False, None),
+        ((*ON_POLICY, "train.objective=grpo"), False, None),
+        ((*ON_POLICY, "train.objective=dr_grpo"), False, None),
+        ((*ON_POLICY, "train.objective=proximal_rloo", "buffer.reward_temperature=null"), False, None),
+        ((*ON_POLICY, "buffer={most_on_policy: 1, reward_temperature: 2}"), False, 2.0),
+        ((*ON_POLICY, "train.objective=trajectory_balance"), True, 1.0),
+        ((*ON_POLICY, "exchange.max_staleness=1"), True, 1.0),
+    ],
+)
+def test_a_buffer_is_as_sampled_where_a_run_is_on_policy(
+    overrides: tuple[str, ...], deduplicate: bool, reward_temperature: float | None
+) -> None:
+    config = parse_config({"model": {"path": "a"}}, list(overrides))
+    assert config.buffer.deduplicate is deduplicate
+    assert config.buffer.reward_temperature == reward_temperature
+    assert parse_config(yaml.safe_load(dump_config(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "buffer.deduplicate=true",
+            "buffer.deduplicate=true would bias the gradient of train.objective=rloo",
+        ),
+        ("buffer.reward_temperature=1", "buffer.reward_temperature=1 would bias the gradient of train.obj"),
+        ("buffer.near_duplicates=0.25", "every completion and is what an on-policy run needs: leave it out"),
+    ],
+)
+def test_what_would_bias_an_on_policy_run_is_refused(override: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        parse_config({"model": {"path": "a"}}, [*ON_POLICY, override])
 
 
 def test_missing_model_and_missing_file(tmp_path: Path) -> None:

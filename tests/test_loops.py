@@ -331,6 +331,35 @@ def _losses_reach(run: RunDir, step: int, reached: list[bool]) -> bool:
     return reached[0]
 
 
+# --- What is most recent ---
+
+
+class Trickle(ReplayExchange):
+    """Every publish brings three shards, of which each look at the exchange finds one."""
+
+    def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
+        """Three at once."""
+        self._arrived += self._shards[self._published : self._published + 3]
+        self._published += 3
+        return True
+
+    def collect(self) -> list[Shard]:
+        """The next."""
+        return [self._arrived.popleft()] if self._arrived else []
+
+
+def test_a_sync_is_what_arrived_between_two_publishes_in_however_many_collections(tmp_path: Path) -> None:
+    """Weights of steps 0, 2 and 4, with nine shards; each shard is a revision of its own."""
+    config = make_config(tmp_path, train={"steps": 6})
+    parts = TrainerParts(config, RunDir.create(config))
+    assert parts.build(Trickle(_sealed(config, parts.run, 9), 0)).run()
+    stored = parts.buffer.state()
+    shard_N = (stored["record"]["uid"] >> 20 & 0xFFFFFF).astype(int)
+    np.testing.assert_array_equal(stored["sync"], 2 * (shard_N // 3))
+    np.testing.assert_array_equal(stored["revision"], shard_N + 1)
+    assert set(shard_N[stored["sync"] == 4]) == {6, 7}, "the ninth would have come before the next publish"
+
+
 # --- Stop ---
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_loops import TABLE, TrainerParts, make_config, make_searcher
 
@@ -22,12 +23,12 @@ from tba_hpc.types import Completion, Prompt
 STEPS = 6
 
 
-def bounded(root: Path, *, searchers: int = 1, deadline: float = 20) -> Config:
+def bounded(root: Path, *, searchers: int = 1, deadline: float = 20, **train: object) -> Config:
     """Synchronous: bound 0. Only the trainer's patience ends a run."""
     return make_config(
         root,
         task={"max_rejected_groups": 1_000_000},
-        train={"steps": STEPS},
+        train={"steps": STEPS, **train},
         exchange={"sync_every": 1, "max_staleness": 0, "deadline_seconds": deadline},
         evaluate={"every": STEPS},
         launch={"searchers": searchers},
@@ -91,6 +92,30 @@ def test_too_few_prompts_for_a_step_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="prompts_per_step=5 is more than the 4 training prompts"):
         refuse_few_prompts(TabularTask(TABLE), config)
+
+
+class Sampled(TabularTask):
+    """Notes the rewards of every group, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(TABLE)
+        self.groups: list[list[float]] = []
+
+    def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
+        """As ever; single completions are evaluations'."""
+        plain = super().rewards(prompt, completions)
+        self.groups += [plain] if len(plain) > 1 else []
+        return plain
+
+
+def test_an_on_policy_run_learns_from_what_its_policy_sampled_equal_completions_too(tmp_path: Path) -> None:
+    """S = K = 12 of few possible completions: the mean reward of every batch is that of its step's groups."""
+    config, task = bounded(tmp_path, objective="rloo", completions_per_prompt=12), Sampled()
+    assert go(config, task) == [0] * STEPS
+    records = step_records(read_metrics(RunDir.open(config.run_dir).metrics_file("trainer")))
+    sampled = np.mean(task.groups, axis=1).reshape(STEPS, -1).mean(axis=1)
+    np.testing.assert_allclose([float(str(r["train/reward"])) for r in records], sampled, rtol=1e-6)
+    assert records[-1]["buffer/duplicates"] == 0
 
 
 class Rewards(TabularTask):

@@ -234,8 +234,8 @@ def _buffer_violations(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[V
     state, limits = checkpoint.state, evidence.config.buffer
     record, counters = checkpoint.buffer["record"], checkpoint.buffer["counters"].tolist()
     expected = [state.trajectories, state.duplicates, state.evicted]
-    if counters[:3] != expected:
-        yield Violation(f"{checkpoint.name}: the buffer counts {counters[:3]}, state.json {expected}")
+    if counters != expected:
+        yield Violation(f"{checkpoint.name}: the buffer counts {counters}, state.json {expected}")
     should = state.added - state.evicted
     if should != len(record):
         yield Violation(
