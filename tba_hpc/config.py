@@ -20,6 +20,7 @@ Scalar = bool | int | float | str
 ObjectiveName = Literal[
     "trajectory_balance", "tba_prime", "rloo", "proximal_rloo", "grpo", "dr_grpo", "online_dpo"
 ]
+LossNormaliser = Literal["sum", "completion_tokens", "batch_tokens", "max_tokens"]
 
 
 class ConfigError(ValueError):
@@ -175,6 +176,10 @@ class TrainSection(Section):
     """ρ: optimizer steps between two resets of the reference (reset only)."""
     ratio_clip: float = Field(0.2, gt=0, lt=1)
     """Proximal RLOO, GRPO, Dr. GRPO: how far π_θ/π_behaviour may leave 1 before its gradient stops."""
+    loss_normaliser: LossNormaliser | None = None
+    """What a completion's loss, added up over its tokens, is divided by: nothing (sum), its own tokens, the
+    mean number of tokens of the batch's completions, or generator.max_tokens. None: as the objective was
+    published, completion_tokens for GRPO and sum for the others."""
     steps: int = Field(1000, ge=1)
     """Optimizer steps in all."""
     prompts_per_step: int = Field(8, ge=1)
@@ -197,12 +202,26 @@ class TrainSection(Section):
     """AdamW's decay rates."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's weight decay."""
-    gradient_clip: float = Field(1.0, gt=0)
-    """Largest global gradient norm."""
+    gradient_clip: float | None = Field(1.0, gt=0)
+    """Largest global gradient norm; none: no limit. It acts on the loss as loss_normaliser scales it."""
     zero_stage: Literal[1, 2, 3] = 2
     """What DeepSpeed shards over the trainer ranks: 1 optimizer, 2 and gradients, 3 and weights."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: memory against speed."""
+
+    @property
+    def normaliser(self) -> LossNormaliser:
+        """``loss_normaliser``, or the objective's own."""
+        return self.loss_normaliser or ("completion_tokens" if self.objective == "grpo" else "sum")
+
+    @model_validator(mode="after")
+    def _loss_has_tokens(self) -> TrainSection:
+        if self.objective == "online_dpo" and self.normaliser != "sum":
+            raise ValueError(
+                f"train.loss_normaliser={self.loss_normaliser} has no meaning for train.objective="
+                "online_dpo, whose loss is of a pair of whole completions: leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _reset_is_complete(self) -> TrainSection:

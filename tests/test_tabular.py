@@ -81,10 +81,11 @@ def stale_buffer(table: Table, seed: int) -> ReplayBuffer:
 
 
 def trained(
-    table: Table, objective: ObjectiveName, seed: int, steps: int = 300, power: float = 1.0
+    table: Table, objective: ObjectiveName, seed: int, steps: int = 300, power: float = 1.0, **options: object
 ) -> np.ndarray:
     """Policy [P, C] after training on the stale buffer alone; power: of the reference in the target."""
-    buffer, learner = stale_buffer(table, seed), TabularLearner(table, TrainSection(objective=objective))
+    train = TrainSection(objective=objective, **options)
+    buffer, learner = stale_buffer(table, seed), TabularLearner(table, train)
     for step in range(steps):
         batch = with_reference_power(buffer.sample(step, groups=4, group_size=8), power)
         learner.step(batch, learning_rate=0.1 * (1 - step / steps), beta=BETA)
@@ -104,6 +105,13 @@ def test_tba_prime_reaches_it_too(seed: int) -> None:
     table = Table(seed=seed)
     distance_P = total_variation(trained(table, "tba_prime", seed), table.optimum(BETA))
     assert distance_P.max() <= 1e-3
+
+
+def test_a_normaliser_by_length_leaves_the_optimum_where_it_is() -> None:
+    """Long completions weigh less, but the residual of each of them is 0 there."""
+    table = Table(seed=0)
+    policy_PC = trained(table, "trajectory_balance", 0, loss_normaliser="completion_tokens")
+    assert total_variation(policy_PC, table.optimum(BETA)).max() <= 1e-3
 
 
 def test_a_tempered_reference_has_its_own_optimum() -> None:

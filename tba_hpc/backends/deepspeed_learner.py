@@ -78,7 +78,7 @@ class DeepSpeedLearner:
     def __init__(self, config: Config, group: TrainerGroup) -> None:
         self._config = config
         self._group = group
-        self._objective = make_objective(config.train)
+        self._objective = make_objective(config.train, max_tokens=config.generator.max_tokens)
         self._tokenizer = load_tokenizer(config.model.path)
         self._policy = load_policy(config.model.path, config.model.dtype)
         require_one_vocabulary(self._tokenizer, self._policy, config.model.path)
@@ -181,7 +181,7 @@ class DeepSpeedLearner:
         mine = batches.split(batch, self._group.ranks)[self._group.rank]
         sums: dict[str, Tensor] = {}
         for micro in batches.micro_batches(mine, self._config.train.groups_per_micro_batch):
-            for name, part in self._backward(micro, beta, share=len(micro.reward_N) / len(batch.sequences)):
+            for name, part in self._backward(micro, batch, beta):
                 sums[name] = sums.get(name, 0.0) + part
         for parameters in self._engine.optimizer.param_groups:
             parameters["lr"] = learning_rate
@@ -193,14 +193,15 @@ class DeepSpeedLearner:
             "tokens": float(batch.completion_length_N.sum()),
         }
 
-    def _backward(self, micro: PaddedBatch, beta: float, *, share: float) -> list[tuple[str, Tensor]]:
-        """Add the gradient of whole groups, ``share`` of the batch's rows; returns their part of the metrics.
+    def _backward(self, micro: PaddedBatch, batch: TrajectoryBatch, beta: float) -> list[tuple[str, Tensor]]:
+        """Add the gradient of whole groups of the batch; returns their part of its metrics.
 
         DeepSpeed takes the mean of the ranks' gradients: times their number, that is the sum.
         """
+        share = len(micro.reward_N) / len(batch.reward_N)
         inputs = (micro.tokens_NL, micro.prompt_length_N, micro.length_N)
         policy_NL = self._engine(*map(self._tensor, inputs), micro.group_size)
-        groups = Groups.of(policy_NL, micro)
+        groups = Groups.of(policy_NL, micro, batch_tokens=float(batch.completion_length_N.mean()))
         output = self._objective(groups, beta)
         self._engine.backward(output.loss * (share * self._group.ranks), scale_wrt_gas=False)
         metrics = {"loss": output.loss.detach(), **output.metrics}
@@ -304,7 +305,7 @@ def _settings(config: Config, model: PolicyLogprobs) -> dict[str, object]:
     return {
         "train_micro_batch_size_per_gpu": 1,  # required, and unused: batches do not come from DeepSpeed
         "managed_gradient_accumulation": False,
-        "gradient_clipping": config.train.gradient_clip,
+        "gradient_clipping": config.train.gradient_clip or 0.0,  # 0: no limit
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": config.model.dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},

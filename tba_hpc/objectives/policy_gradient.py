@@ -39,9 +39,9 @@ def proximal_rloo(groups: Groups, beta: float, *, ratio_clip: float) -> Objectiv
 
 
 def grpo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutput:
-    """Group-relative policy optimisation (arXiv 2402.03300, eq. 3).
+    """Group-relative policy optimisation (arXiv 2402.03300, eq. 3), whose normaliser is completion_tokens.
 
-    Mean over rows of the mean over tokens of
+    Mean over rows of the sum over tokens, which ``make_objective`` makes the paper's mean, of
 
         −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A) + β·(π_ref/π_θ − log(π_ref/π_θ) − 1)
 
@@ -54,7 +54,7 @@ def grpo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutput:
     penalty_BKL = gap_BKL.exp() - gap_BKL - 1
     surrogate_BKL = clipped(groups.token_ratio_BKL, advantage_BK[:, :, None], ratio_clip)
     loss_BKL = (beta * penalty_BKL - surrogate_BKL) * groups.mask_BKL
-    return _output(groups, loss_BKL.sum(2) / groups.mask_BKL.sum(2), advantage_BK)
+    return _output(groups, loss_BKL.sum(2), advantage_BK)
 
 
 def dr_grpo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutput:
@@ -62,7 +62,8 @@ def dr_grpo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutpu
 
     Mean over rows of the *sum* over a row's tokens of −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), A = r − r̄:
     neither a row's length nor the spread of a group's rewards changes its weight. The paper divides the sum
-    by a constant, here 1. It has no KL term: ``beta`` is not used. Metrics as in ``grpo``.
+    by a constant, the longest completion's tokens in its code: that is the normaliser max_tokens. It has no
+    KL term: ``beta`` is not used. Metrics as in ``grpo``.
     """
     advantage_BK = centred(groups.reward_BK)
     surrogate_BKL = clipped(groups.token_ratio_BKL, advantage_BK[:, :, None], ratio_clip)
@@ -77,4 +78,4 @@ def _kl_advantage(groups: Groups, beta: float) -> Tensor:
 
 def _output(groups: Groups, loss_BK: Tensor, advantage_BK: Tensor) -> ObjectiveOutput:
     metrics = {"kl": groups.log_ratio_BK.detach().mean(), "advantage": advantage_BK.abs().mean()}
-    return ObjectiveOutput(loss_BK.mean(), metrics)
+    return ObjectiveOutput(loss_BK, metrics)

@@ -48,7 +48,7 @@ def trajectory_balance(
         "kl": log_ratio_BK.detach().mean(),
         "residual": residual_BK.detach().abs().mean(),
     }
-    return ObjectiveOutput(beta / 2 * loss_BK.mean(), metrics)
+    return ObjectiveOutput(beta / 2 * loss_BK, metrics)
 
 
 def tba_prime(groups: Groups, beta: float, *, ratio_cap: float | None = None) -> ObjectiveOutput:
@@ -70,9 +70,9 @@ def tba_prime(groups: Groups, beta: float, *, ratio_cap: float | None = None) ->
     metrics = {
         "kl": log_ratio_BKL.sum(2).mean(),
         "advantage": advantage_BK.abs().mean(),
-        "ratio": ((weight_BKL * groups.mask_BKL).sum(2) / groups.mask_BKL.sum(2)).mean(),
+        "ratio": ((weight_BKL * groups.mask_BKL).sum(2) / groups.tokens_BK).mean(),
     }
-    return ObjectiveOutput(loss_BK.mean(), metrics)
+    return ObjectiveOutput(loss_BK, metrics)
 
 
 def _capped(groups: Groups, ratio_cap: float | None) -> Tensor:

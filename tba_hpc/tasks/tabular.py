@@ -340,7 +340,7 @@ class TabularLearner:
     ) -> None:
         self.layout = WeightLayout.of([("logits", table.shape)], "F32")
         self._table = table
-        self._objective = make_objective(train)
+        self._objective = make_objective(train, max_tokens=table.length)
         self._logits = torch.nn.Parameter(torch.from_numpy(table.ref_logits_PSV.copy()))
         self._optimizer = torch.optim.AdamW([self._logits], betas=train.adam_betas, weight_decay=0.0)
 
