@@ -17,6 +17,7 @@ from learner_worker import (
     BETA,
     GROUP_SIZE,
     LEARNING_RATE,
+    SPOILT_PROMPT,
     Plan,
     Run,
     join,
@@ -181,6 +182,21 @@ def test_a_restored_run_continues_bit_for_bit(runs: Runs, case: Case) -> None:
     whole, restored = runs.whole(case), runs.restored(case)
     assert restored.metrics == whole.metrics[2:]
     assert (restored.folder / "weights").read_bytes() == (whole.folder / "weights").read_bytes()
+
+
+@pytest.mark.parametrize("case", [ZERO_1, ZERO_2, ZERO_3, BF16[0]], ids=str)
+def test_a_loss_that_is_not_finite_changes_nothing_on_any_rank(runs: Runs, case: Case) -> None:
+    """Neither weights nor optimizer, bit by bit: NaN, and a reward whose square alone overflows."""
+    plan: Plan = [("step", 1), ("step", 2), ("write", "before"), ("spoilt", "nan"), ("write", "after")]
+    config = case.config(runs.model(case.tied))
+    done = run(runs.folder / f"{case}-spoilt", config, [*plan, ("spoilt", "1e25"), *REST])
+    assert (done.folder / "after").read_bytes() == (done.folder / "before").read_bytes()
+    assert (done.folder / "weights").read_bytes() == (runs.whole(case).folder / "weights").read_bytes()
+    assert [step["skipped_steps"] for step in done.metrics] == [0, 0, 1, 2, 2, 2]
+    assert [step for step, row in enumerate(done.metrics) if not math.isfinite(row["grad_norm"])] == [2, 3]
+    for rank in range(case.ranks):
+        told = (done.folder / f"log-{rank}").read_text()
+        assert told.count(f"the loss of the groups of prompts {SPOILT_PROMPT} is not finite") == 2
 
 
 @pytest.mark.parametrize(("case", "ranks"), [(ZERO_2, 1), (ZERO_3, 1), (ONE_RANK, 2)], ids=str)

@@ -16,7 +16,7 @@ LAYERS = [
     {"shipped"},
     {"types", "config", "orphans", "wording"},
     {"objectives", "schedules", "ports"},
-    {"run", "prompts", "buffer", "batch"},
+    {"run", "prompts", "buffer", "batch", "skipped_steps"},
     {"metrics", "freshness"},
     {"merger", "step_log"},
     {"trainer", "searcher", "scorer", "online_evaluation", "backends", "tasks", "launch", "report"},

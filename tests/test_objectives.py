@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tba_hpc.config import LossNormaliser, ObjectiveName, TrainSection
 from tba_hpc.objectives import Groups, Objective, make_objective
-from tba_hpc.objectives.common import centred, leave_one_out
+from tba_hpc.objectives.common import bounded_exp, centred, leave_one_out
 from tba_hpc.objectives.policy_gradient import dr_grpo, grpo, proximal_rloo, rloo
 from tba_hpc.objectives.preference import online_dpo
 from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
@@ -390,6 +390,65 @@ def test_online_dpo_by_hand() -> None:
     output = online_dpo(two_completions(), 1 / 54)
     assert output.metrics["margin"].item() == pytest.approx(1)
     assert output.loss.item() == pytest.approx(math.log(1 + math.exp(-1)))
+
+
+# --- Data that the policy or the reference would hardly have sampled ---
+
+
+def far_groups(nats: float, dtype: torch.dtype, *, spread: bool) -> Groups:
+    """Rows whose log π_θ/π_behaviour and log π_θ/π_ref are each +nats or −nats, on one token or on all."""
+    near = random_groups(2, 8, dtype=dtype)
+    place = near.mask_BKL if spread else torch.arange(6) == 1
+    gap_BKL = nats * place / place.sum(-1, keepdim=True)
+    stale_BK1, kl_BK1 = tensor([[1, -1] * 4] * 2)[..., None], tensor([[1, 1, -1, -1] * 2] * 2)[..., None]
+    return replace(
+        near,
+        behaviour_BKL=(near.policy_BKL.detach() - stale_BK1 * gap_BKL).to(dtype),
+        reference_BKL=(near.policy_BKL.detach() - kl_BK1 * gap_BKL).to(dtype),
+    )
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("nats", [100.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [
+        *((name, {}) for name in NAMES),
+        ("trajectory_balance", {"ratio_cap": 8.0, "gap_clip": 5.0}),
+        ("tba_prime", {"ratio_cap": 8.0}),
+    ],
+)
+def test_loss_and_gradient_are_finite_for_any_log_ratio(
+    name: ObjectiveName, limits: dict[str, float], dtype: torch.dtype, nats: float, spread: bool
+) -> None:
+    groups = far_groups(nats, dtype, spread=spread)
+    signs = (groups.policy_BKL - groups.behaviour_BKL).sum(2).sign(), groups.log_ratio_BK.sign()
+    assert len({tuple(pair) for pair in torch.stack([sign.flatten() for sign in signs], 1).tolist()}) == 4
+    objective = objective_of(name, **limits)
+    assert objective(groups, 0.5).loss.isfinite()
+    assert gradient(objective, groups, 0.5).square().sum().isfinite()
+
+
+@pytest.mark.parametrize("name", ["proximal_rloo", "grpo", "dr_grpo"])
+def test_up_to_the_bound_ratios_are_what_they_are(name: ObjectiveName) -> None:
+    """19 nats on one token, in both directions: loss and gradient of the formula without a bound."""
+    groups = far_groups(19.0, torch.float64, spread=False)
+    exact = replace(groups, policy_BKL=groups.policy_BKL.detach().clone().requires_grad_())
+    wanted = by_loops(TrainSection(objective=name), exact, beta=0.3)
+    (slope,) = torch.autograd.grad(wanted, exact.policy_BKL)
+    assert slope.abs().max() > 1e6
+    torch.testing.assert_close(objective_of(name)(groups, 0.3).loss, wanted, rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradient(objective_of(name), groups, 0.3), slope, rtol=1e-9, atol=1e-12)
+
+
+def test_beyond_the_bound_a_ratio_is_constant() -> None:
+    log_ratio = tensor([[-1e4, 0.0, 19.99, 20.01, 1e4]]).requires_grad_()
+    ratio = bounded_exp(log_ratio)
+    (slope,) = torch.autograd.grad(ratio.sum(), log_ratio)
+    top = math.exp(20)
+    assert ratio[0].tolist() == pytest.approx([0, 1, math.exp(19.99), top, top], rel=1e-12)
+    assert slope[0].tolist() == pytest.approx([0, 1, math.exp(19.99), 0, 0], rel=1e-12)
 
 
 # --- Expectations, by enumeration ---

@@ -12,6 +12,12 @@ from torch import Tensor
 from tba_hpc.config import LossNormaliser
 from tba_hpc.types import PaddedBatch
 
+MAX_LOG_RATIO = 20.0
+"""Nats up to which a ratio of probabilities is what it is; beyond, it stays at e^20 = 4.9e8 without gradient.
+
+So the squared norm of what a million tokens pull, times an advantage of 1000, is 2e35: float32 ends at 3e38.
+"""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
@@ -74,8 +80,13 @@ class Groups:
 
     @property
     def token_ratio_BKL(self) -> Tensor:
-        """π_θ/π_behaviour of each token, with gradient; 1 where there is none."""
-        return (self.policy_BKL - self.behaviour_BKL).exp()
+        """π_θ/π_behaviour of each token, with gradient, bounded; 1 where there is none."""
+        return bounded_exp(self.policy_BKL - self.behaviour_BKL)
+
+    @property
+    def ratio_BK(self) -> Tensor:
+        """π_θ/π_behaviour of whole completions, with gradient, bounded."""
+        return bounded_exp(self.logprob_BK - self.behaviour_logprob_BK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +122,11 @@ def normaliser(groups: Groups, name: LossNormaliser, max_tokens: int) -> Tensor 
             return groups.batch_tokens or groups.tokens_BK.double().mean().item()
         case "max_tokens":
             return float(max_tokens)
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp, with its gradient, up to MAX_LOG_RATIO; constant beyond."""
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
 def group_mean(value_BK: Tensor) -> Tensor:

@@ -41,8 +41,7 @@ def trajectory_balance(
     residual_BK = log_z_B1 + log_ratio_BK - groups.reward_BK / beta
     loss_BK = _squared(residual_BK, gap_clip)
     if ratio_cap is not None:
-        ratio_BK = (groups.logprob_BK - groups.behaviour_logprob_BK).detach().exp()
-        loss_BK = loss_BK * ratio_BK.clamp(max=ratio_cap)
+        loss_BK = loss_BK * groups.ratio_BK.detach().clamp(max=ratio_cap)
     metrics = {
         "log_z": log_z_B1.mean(),
         "kl": log_ratio_BK.detach().mean(),
