@@ -20,6 +20,7 @@ Scalar = bool | int | float | str
 ObjectiveName = Literal[
     "trajectory_balance", "tba_prime", "rloo", "proximal_rloo", "grpo", "dr_grpo", "online_dpo"
 ]
+LossNormaliser = Literal["sum", "completion_tokens", "batch_tokens", "max_tokens"]
 
 POLICY_GRADIENTS: tuple[ObjectiveName, ...] = ("rloo", "proximal_rloo", "grpo", "dr_grpo")
 """Objectives whose gradient is unbiased only on completions distributed as the policy sampled them."""
@@ -142,13 +143,15 @@ class BufferSection(Section):
 
 class LearningRate(Section):
     schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "constant"
-    """Shape after warm-up: constant; linear or cosine to zero after the last step; stable, then linear."""
+    """Shape after warm-up: constant; linear or cosine to zero after the horizon; stable, then ``decay``."""
     peak: float = Field(1e-5, gt=0)
     """Highest learning rate."""
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up from zero."""
     decay_steps: int = Field(0, ge=0)
     """Steps of decay at the end (warmup_stable_decay only)."""
+    decay: Literal["linear", "cosine"] = "linear"
+    """Shape of that decay."""
 
 
 class Ramp(Section):
@@ -159,9 +162,20 @@ class Ramp(Section):
     start: float = Field(1.0, gt=0)
     """First value."""
     end: float | None = Field(None, gt=0)
-    """Last value (linear only)."""
+    """Last value."""
     anneal_steps: int = Field(0, ge=0)
     """Steps from start to end (linear only)."""
+    jump_after: int | None = Field(None, ge=1)
+    """Steps after which it jumps to its end, from wherever it was by then; none: it does not."""
+
+    @model_validator(mode="after")
+    def _jump_has_an_end(self) -> Self:
+        if self.jump_after is not None and self.end is None:
+            raise ValueError(
+                f"jump_after={self.jump_after} of a schedule that starts at {self.start:g} needs a value to "
+                "jump to: set end"
+            )
+        return self
 
     @model_validator(mode="after")
     def _linear_is_complete(self) -> Self:
@@ -194,8 +208,14 @@ class TrainSection(Section):
     """ρ: optimizer steps between two resets of the reference (reset only)."""
     ratio_clip: float = Field(0.2, gt=0, lt=1)
     """Proximal RLOO, GRPO, Dr. GRPO: how far π_θ/π_behaviour may leave 1 before its gradient stops."""
+    loss_normaliser: LossNormaliser | None = None
+    """What a completion's loss, added up over its tokens, is divided by: nothing (sum), its own tokens, the
+    mean number of tokens of the batch's completions, or generator.max_tokens. None: as the objective was
+    published, completion_tokens for GRPO and sum for the others."""
     steps: int = Field(1000, ge=1)
     """Optimizer steps in all."""
+    horizon: int | None = Field(None, ge=1)
+    """Optimizer steps that the learning rate is laid out for; a run may end before. None: steps."""
     prompts_per_step: int = Field(8, ge=1)
     """B: groups per optimizer step."""
     completions_per_prompt: int = Field(20, ge=2)
@@ -216,12 +236,35 @@ class TrainSection(Section):
     """AdamW's decay rates."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's weight decay."""
-    gradient_clip: float = Field(1.0, gt=0)
-    """Largest global gradient norm."""
+    gradient_clip: float | None = Field(1.0, gt=0)
+    """Largest global gradient norm; none: no limit. It acts on the loss as loss_normaliser scales it."""
     zero_stage: Literal[1, 2, 3] = 2
     """What DeepSpeed shards over the trainer ranks: 1 optimizer, 2 and gradients, 3 and weights."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: memory against speed."""
+
+    @property
+    def normaliser(self) -> LossNormaliser:
+        """``loss_normaliser``, or the objective's own."""
+        return self.loss_normaliser or ("completion_tokens" if self.objective == "grpo" else "sum")
+
+    @model_validator(mode="after")
+    def _horizon_lies_ahead(self) -> TrainSection:
+        if self.horizon is not None and self.horizon < self.steps:
+            raise ValueError(
+                f"train.horizon={self.horizon} ends before train.steps={self.steps}, where the learning rate "
+                "has decayed: raise the first, or leave it out for a decay over all steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _loss_has_tokens(self) -> TrainSection:
+        if self.objective == "online_dpo" and self.normaliser != "sum":
+            raise ValueError(
+                f"train.loss_normaliser={self.loss_normaliser} has no meaning for train.objective="
+                "online_dpo, whose loss is of a pair of whole completions: leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _reset_is_complete(self) -> TrainSection:

@@ -10,6 +10,8 @@ RUN/metrics/trainer.jsonl       one record per optimizer step
 step                            optimizer steps done, this one included
 train/loss                      objective's loss over the batch
 train/grad_norm                 global gradient norm before clipping
+train/skipped_steps             steps not taken, as loss or gradient norm was not finite, so far (count);
+                                such a step has no train/loss, no train/grad_norm
 train/kl                        mean over completions of log π_θ − p·log π_ref (nats per completion)
 train/log_z                     mean over groups of the estimated log Z (nats)
 train/reward                    mean reward of the batch

@@ -192,7 +192,10 @@ class Learner(Protocol):
     layout: WeightLayout
 
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
-        """One optimizer step on whole groups; returns metrics of the step (loss, gradient norm, KL …)."""
+        """One optimizer step on whole groups; returns metrics of the step (loss, gradient norm, KL …).
+
+        Where loss or gradient norm is not finite, none is taken and ``skipped_steps`` counts it; see there.
+        """
 
     def write_weights(self, out: np.ndarray) -> None:
         """Copy the current weights into ``out``, uint8 [layout.nbytes]; back when all of it is written."""

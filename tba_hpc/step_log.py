@@ -5,6 +5,7 @@ It must not know what the trainer does between two steps, only how long it took.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -48,18 +49,19 @@ class StepLog:
         self.publishes += 1
 
     def write(self, step: int, batch: TrajectoryBatch, learned: Mapping[str, float]) -> float:
-        """The record of ``step``, counted from 0, which learned from ``batch``; returns its wall time, s."""
+        """The record of ``step``, counted from 0, which learned from ``batch``; returns its wall time, s.
+
+        What is not finite in ``learned``, as in a step that was skipped, is left out.
+        """
         wall, spent = self.clock.wall, self.clock.reset()
         self.longest_step = max(self.longest_step, wall - spent.get("checkpoint", 0.0))
         lag = staleness(batch, step)
         self._metrics.log(
             {
                 "step": step + 1,
-                **{f"train/{name}": value for name, value in learned.items()},
+                **{f"train/{name}": value for name, value in learned.items() if math.isfinite(value)},
                 "train/reward": float(batch.reward_N.mean()),
-                "train/learning_rate": schedules.learning_rate(
-                    self._train.learning_rate, step, self._train.steps
-                ),
+                "train/learning_rate": schedules.learning_rate(self._train, step),
                 "train/beta": schedules.beta(self._train, step),
                 "train/reference_power": schedules.reference_power(self._train, step),
                 "train/wait_share": self._wait.add(wall, spent["learn"]),

@@ -10,7 +10,7 @@ import json
 import multiprocessing
 import os
 import resource
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +68,17 @@ def make_batch(seed: int) -> TrajectoryBatch:
         ref_logprobs=random.normal(-3, 1, tokens).astype(np.float32),
         prompt_id_B=np.arange(GROUPS),
     )
+
+
+SPOILT_PROMPT = 2
+"""The prompt whose group has another reward in a batch that is spoilt."""
+
+
+def spoilt(reward: float) -> TrajectoryBatch:
+    """A batch in which one completion's reward is ``reward``."""
+    batch = make_batch(5)
+    first = np.arange(len(batch.reward_N)) == SPOILT_PROMPT * GROUP_SIZE
+    return replace(batch, reward_N=np.where(first, np.float32(reward), batch.reward_N))
 
 
 @dataclass(frozen=True)
@@ -159,6 +170,9 @@ def _lead(learner: DeepSpeedLearner, folder: Path, plan: Plan) -> None:
         match action:
             case "step":
                 step = learner.step(make_batch(int(value)), learning_rate=LEARNING_RATE, beta=BETA)
+                metrics.append(dict(step))
+            case "spoilt":
+                step = learner.step(spoilt(float(value)), learning_rate=LEARNING_RATE, beta=BETA)
                 metrics.append(dict(step))
             case "write":
                 learner.write_weights(_window(folder / "window", learner.layout))

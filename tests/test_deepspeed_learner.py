@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from learner_worker import (
     BETA,
     GROUP_SIZE,
     LEARNING_RATE,
+    SPOILT_PROMPT,
     Plan,
     Run,
     join,
@@ -31,7 +33,7 @@ from tiny_models import make_random_model
 from tba_hpc.backends.deepspeed_learner import Command, DeepSpeedLearner
 from tba_hpc.backends.hf_model import load_policy, load_tokenizer
 from tba_hpc.backends.trainer_group import Message, TrainerGroup
-from tba_hpc.config import Config
+from tba_hpc.config import Config, LossNormaliser
 from tba_hpc.ports import ExchangeError
 from tba_hpc.types import TrajectoryBatch
 
@@ -59,14 +61,15 @@ def sequence_logprobs(model: torch.nn.Module, batch: TrajectoryBatch) -> torch.T
     return torch.stack(sums).view(-1, GROUP_SIZE)
 
 
-def trajectory_balance_loss(model: torch.nn.Module, batch: TrajectoryBatch) -> torch.Tensor:
+def trajectory_balance_loss(model: torch.nn.Module, batch: TrajectoryBatch, case: Case) -> torch.Tensor:
     """METHOD: mean over rows of the squared residual, log Z as the group's mean without gradient."""
     ends = np.cumsum(batch.completion_length_N)[:-1]
     ref = torch.tensor([part.sum() for part in np.split(batch.ref_logprobs, ends)]).view(-1, GROUP_SIZE)
     excess = (
         sequence_logprobs(model, batch) - ref - torch.from_numpy(batch.reward_N).view(-1, GROUP_SIZE) / BETA
     )
-    return (excess - excess.mean(1, keepdim=True).detach()).square().mean() * LOSS_SCALE
+    loss = (excess - excess.mean(1, keepdim=True).detach()).square().mean() * LOSS_SCALE
+    return loss / batch.completion_length_N.mean() if case.loss_normaliser == "batch_tokens" else loss
 
 
 LOSS_SCALE = BETA / 2
@@ -80,7 +83,7 @@ class Plain:
     size, so that rounding decides which way the others step (float32 and float64 differ there, too).
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, case: Case) -> None:
         train = make_config(folder, ranks=1).train
         self.model = load_policy(str(folder), "float32")
         self.weights = dict(self.model.named_parameters())
@@ -89,12 +92,12 @@ class Plain:
         optimizer = torch.optim.AdamW(
             self.model.parameters(), LEARNING_RATE, train.adam_betas, weight_decay=train.weight_decay
         )
-        self.losses, self.norms = [], []
+        self.losses, self.norms, self.clip = [], [], case.gradient_clip or math.inf
         for seed in STEPS:
             optimizer.zero_grad()
-            loss = trajectory_balance_loss(self.model, make_batch(seed))
+            loss = trajectory_balance_loss(self.model, make_batch(seed), case)
             loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), train.gradient_clip)
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
             optimizer.step()
             self.losses.append(loss.item())
             self.norms.append(norm.item())
@@ -105,7 +108,7 @@ class Plain:
     def check(self, done: Run) -> None:
         np.testing.assert_allclose(done.losses(), self.losses, rtol=1e-5)
         np.testing.assert_allclose([step["grad_norm"] for step in done.metrics], self.norms, rtol=1e-4)
-        assert min(self.norms) > 5, "the gradient clip was meant to matter"
+        assert min(self.norms) > self.clip or self.clip == math.inf, "the gradient clip was meant to matter"
         for name, weight in done.weights("weights").items():
             expected, clear = self.weights[name].detach(), self.clear[name]
             assert clear.float().mean() > 0.99, name
@@ -123,19 +126,23 @@ class Case:
     dtype: str = "float32"
     groups_per_micro_batch: int = 1
     gradient_checkpointing: bool = False
+    gradient_clip: float | None = 5.0
+    loss_normaliser: LossNormaliser = "sum"
 
     def config(self, model: Path, *, ranks: int | None = None) -> Config:
         train = {key: value for key, value in asdict(self).items() if key not in ("ranks", "tied", "dtype")}
         return make_config(model, ranks=ranks or self.ranks, dtype=self.dtype, **train)
 
     def __str__(self) -> str:
-        return f"zero{self.zero_stage}-{self.dtype}-{self.ranks}-ranks-{'tied' if self.tied else 'untied'}"
+        tied, clip = "tied" if self.tied else "untied", "" if self.gradient_clip else "-unclipped"
+        return f"zero{self.zero_stage}-{self.dtype}-{self.ranks}-ranks-{tied}{clip}"
 
 
 ONE_RANK = Case(1, 2, groups_per_micro_batch=3)
 ZERO_1 = Case(2, 1, tied=True)
 ZERO_2 = Case(2, 2)
 ZERO_3 = Case(2, 3, tied=True, gradient_checkpointing=True)
+UNCLIPPED = Case(2, 2, gradient_clip=None, loss_normaliser="batch_tokens")
 BF16 = [Case(2, 2, dtype="bfloat16"), Case(1, 1, dtype="bfloat16"), Case(1, 3, dtype="bfloat16")]
 
 
@@ -145,7 +152,7 @@ class Runs:
 
     folder: Path
     model: Callable[[bool], Path]
-    plain: Callable[[bool], Plain]
+    plain: Callable[[Case], Plain]
     whole: Callable[[Case], Run]
 
     def restored(self, case: Case, *, ranks: int | None = None) -> Run:
@@ -160,14 +167,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("learner")
     model = cache(lambda tied: make_random_model(folder / f"model-{tied}", tied=tied))
-    plain = cache(lambda tied: Plain(model(tied)))
+    plain = cache(lambda case: Plain(model(case.tied), case))
     whole = cache(lambda case: run(folder / str(case), case.config(model(case.tied)), WHOLE))
     return Runs(folder, model, plain, whole)
 
 
-@pytest.mark.parametrize("case", [ONE_RANK, ZERO_1, ZERO_2, ZERO_3], ids=str)
+@pytest.mark.parametrize("case", [ONE_RANK, ZERO_1, ZERO_2, ZERO_3, UNCLIPPED], ids=str)
 def test_learner_equals_a_plain_adamw_loop(runs: Runs, case: Case) -> None:
-    runs.plain(case.tied).check(runs.whole(case))
+    runs.plain(case).check(runs.whole(case))
 
 
 @pytest.mark.parametrize("case", [ZERO_1, ZERO_2, ZERO_3, *BF16], ids=str)
@@ -177,10 +184,25 @@ def test_a_restored_run_continues_bit_for_bit(runs: Runs, case: Case) -> None:
     assert (restored.folder / "weights").read_bytes() == (whole.folder / "weights").read_bytes()
 
 
+@pytest.mark.parametrize("case", [ZERO_1, ZERO_2, ZERO_3, BF16[0]], ids=str)
+def test_a_loss_that_is_not_finite_changes_nothing_on_any_rank(runs: Runs, case: Case) -> None:
+    """Neither weights nor optimizer, bit by bit: NaN, and a reward whose square alone overflows."""
+    plan: Plan = [("step", 1), ("step", 2), ("write", "before"), ("spoilt", "nan"), ("write", "after")]
+    config = case.config(runs.model(case.tied))
+    done = run(runs.folder / f"{case}-spoilt", config, [*plan, ("spoilt", "1e25"), *REST])
+    assert (done.folder / "after").read_bytes() == (done.folder / "before").read_bytes()
+    assert (done.folder / "weights").read_bytes() == (runs.whole(case).folder / "weights").read_bytes()
+    assert [step["skipped_steps"] for step in done.metrics] == [0, 0, 1, 2, 2, 2]
+    assert [step for step, row in enumerate(done.metrics) if not math.isfinite(row["grad_norm"])] == [2, 3]
+    for rank in range(case.ranks):
+        told = (done.folder / f"log-{rank}").read_text()
+        assert told.count(f"the loss of the groups of prompts {SPOILT_PROMPT} is not finite") == 2
+
+
 @pytest.mark.parametrize(("case", "ranks"), [(ZERO_2, 1), (ZERO_3, 1), (ONE_RANK, 2)], ids=str)
 def test_a_checkpoint_loads_with_another_number_of_ranks(runs: Runs, case: Case, ranks: int) -> None:
     restored = runs.restored(case, ranks=ranks)
-    np.testing.assert_allclose(restored.losses(), runs.plain(case.tied).losses[2:], rtol=1e-5)
+    np.testing.assert_allclose(restored.losses(), runs.plain(case).losses[2:], rtol=1e-5)
     expected = runs.whole(case).weights("weights")
     for name, weight in restored.weights("weights").items():
         torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=1e-5)
@@ -201,7 +223,7 @@ def test_export_holds_the_trained_weights(runs: Runs, case: Case, tmp_path: Path
     assert not list(done.folder.glob(".export*"))
     tokens = torch.from_numpy(load_tokenizer(str(export)).encode("3+4=7").astype(np.int64))[None]
     logits = load_policy(str(export), "float32")(tokens).logits
-    torch.testing.assert_close(logits, runs.plain(case.tied).model(tokens).logits, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(logits, runs.plain(case).model(tokens).logits, atol=1e-3, rtol=1e-3)
 
 
 def test_master_weights_keep_updates_below_a_bfloat16_ulp(runs: Runs, tmp_path: Path) -> None:

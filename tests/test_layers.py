@@ -16,7 +16,7 @@ LAYERS = [
     {"shipped"},
     {"types", "config", "orphans", "wording"},
     {"objectives", "schedules", "ports"},
-    {"run", "prompts", "task_contract", "buffer", "batch"},
+    {"run", "prompts", "task_contract", "skipped_steps", "buffer", "batch"},
     {"metrics", "freshness"},
     {"merger", "step_log"},
     {"trainer", "searcher", "scorer", "online_evaluation", "backends", "tasks", "launch", "report"},

@@ -11,14 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from tba_hpc.config import ObjectiveName, TrainSection
+from tba_hpc.config import LossNormaliser, ObjectiveName, TrainSection
 from tba_hpc.objectives import Groups, Objective, make_objective
-from tba_hpc.objectives.common import centred, leave_one_out
+from tba_hpc.objectives.common import bounded_exp, centred, leave_one_out
 from tba_hpc.objectives.policy_gradient import dr_grpo, grpo, proximal_rloo, rloo
 from tba_hpc.objectives.preference import online_dpo
 from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
 
 NAMES: tuple[ObjectiveName, ...] = get_args(ObjectiveName)
+NORMALISERS: tuple[LossNormaliser, ...] = get_args(LossNormaliser)
+MAX_TOKENS = 8
+
+
+def objective_of(name: ObjectiveName, normaliser: LossNormaliser | None = None, **limits: float) -> Objective:
+    return make_objective(
+        TrainSection(objective=name, loss_normaliser=normaliser, **limits), max_tokens=MAX_TOKENS
+    )
 
 
 def tensor(rows: list[list[float]]) -> Tensor:
@@ -131,6 +139,35 @@ def by_loops(train: TrainSection, groups: Groups, beta: float) -> Tensor:
     return total / (many * size)
 
 
+@pytest.mark.parametrize("normaliser", NORMALISERS)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "online_dpo"])
+def test_a_normaliser_divides_each_completions_sum(name: ObjectiveName, normaliser: LossNormaliser) -> None:
+    """Against the gradient of its sum alone: that of each row, times 1, 1/its tokens, 1/their mean, 1/8."""
+    groups = random_groups(5, 4)
+    tokens_BK = groups.mask_BKL.sum(2)
+    divisor_BK = {
+        "sum": torch.ones(5, 4),
+        "completion_tokens": tokens_BK,
+        "batch_tokens": torch.full((5, 4), tokens_BK.sum().item() / 20, dtype=torch.float64),
+        "max_tokens": torch.full((5, 4), MAX_TOKENS),
+    }[normaliser]
+    summed = gradient(objective_of(name, "sum"), groups, 0.3)
+    found = gradient(objective_of(name, normaliser), groups, 0.3)
+    assert tokens_BK.unique().numel() > 3 and summed.abs().sum() > 0
+    torch.testing.assert_close(found * divisor_BK[..., None], summed, rtol=1e-12, atol=1e-14)
+
+
+def test_by_default_an_objective_is_normalised_as_it_was_published() -> None:
+    own = {name: TrainSection(objective=name).normaliser for name in NAMES}
+    assert own.pop("grpo") == "completion_tokens"
+    assert set(own.values()) == {"sum"}
+
+
+def test_a_pair_of_completions_has_no_tokens_to_normalise() -> None:
+    with pytest.raises(ValueError, match=r"loss_normaliser=max_tokens has no meaning for .*: leave it out"):
+        TrainSection(objective="online_dpo", loss_normaliser="max_tokens")
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "limits",
@@ -141,7 +178,7 @@ def test_every_objective_agrees_with_its_formula(
     name: ObjectiveName, limits: dict[str, float], dtype: torch.dtype, tolerance: float
 ) -> None:
     train = TrainSection(objective=name, **limits)
-    objective = make_objective(train)
+    objective = objective_of(name, **limits)
     groups = random_groups(5, 4, dtype=dtype)
     exact = replace(random_groups(5, 4))
     wanted = by_loops(train, exact, beta=0.3)
@@ -154,11 +191,14 @@ def test_every_objective_agrees_with_its_formula(
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_micro_batches_of_whole_groups_add_up(name: ObjectiveName) -> None:
-    objective = make_objective(TrainSection(objective=name))
+@pytest.mark.parametrize(
+    ("name", "normaliser"), [*((name, None) for name in NAMES), *(("grpo", kind) for kind in NORMALISERS)]
+)
+def test_micro_batches_of_whole_groups_add_up(name: ObjectiveName, normaliser: LossNormaliser | None) -> None:
+    objective = objective_of(name, normaliser)
     groups = random_groups(5, 4)
     whole = objective(groups, 0.2)
+    groups = replace(groups, batch_tokens=groups.mask_BKL.sum().item() / 20)
     parts = [slice(0, 2), slice(2, 3), slice(3, 5)]
     outputs = [(rows.stop - rows.start, objective(part(groups, rows), 0.2)) for rows in parts]
     torch.testing.assert_close(sum(n * output.loss for n, output in outputs) / 5, whole.loss)
@@ -174,6 +214,7 @@ def part(groups: Groups, rows: slice) -> Groups:
         groups.reference_BKL[rows],
         groups.mask_BKL[rows],
         groups.reward_BK[rows],
+        groups.batch_tokens,
     )
 
 
@@ -217,7 +258,7 @@ def test_tba_prime_clamps_the_log_ratio_of_each_token_in_the_advantage_alone() -
     ],
 )
 def test_metrics_are_of_whole_completions(name: ObjectiveName, advantage: float) -> None:
-    metrics = make_objective(TrainSection(objective=name))(two_completions(), 1.0).metrics
+    metrics = objective_of(name)(two_completions(), 1.0).metrics
     assert metrics["kl"].item() == pytest.approx(-3)
     assert metrics["advantage"].item() == pytest.approx(advantage)
 
@@ -295,15 +336,17 @@ def test_gradients_agree_where_theory_says_so(beta: float) -> None:
 
 
 def test_grpo_and_dr_grpo_differ_by_length_spread_and_kl_alone() -> None:
-    """Groups of one length and spread 1 − 1e-4, β → 0: the gradients agree up to the length."""
+    """Groups of spread 1 − 1e-4, β → 0: the gradients agree, up to the length that GRPO divides by."""
     groups = random_groups(3, 5, stale=0)
-    mask = torch.arange(6).expand(3, 5, 6) < 4
+    mask = groups.mask_BKL
     spread = groups.reward_BK.std(1, keepdim=True)
-    groups = replace(groups, mask_BKL=mask, reward_BK=groups.reward_BK / spread * (1 - 1e-4))
+    groups = replace(groups, reward_BK=groups.reward_BK / spread * (1 - 1e-4))
     fresh = replace(groups, behaviour_BKL=groups.policy_BKL.detach().clone())
     ours = gradient(partial(dr_grpo, ratio_clip=0.2), fresh, 0.1)
     theirs = gradient(partial(grpo, ratio_clip=0.2), fresh, 1e-12)
-    torch.testing.assert_close(theirs * 4, ours, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=1e-9)
+    per_token = gradient(objective_of("grpo"), fresh, 1e-12)
+    torch.testing.assert_close(per_token * mask.sum(2, keepdim=True), ours, rtol=1e-6, atol=1e-9)
 
 
 def test_a_capped_weight_bounds_the_pull_of_a_stale_token_and_keeps_it() -> None:
@@ -347,6 +390,65 @@ def test_online_dpo_by_hand() -> None:
     output = online_dpo(two_completions(), 1 / 54)
     assert output.metrics["margin"].item() == pytest.approx(1)
     assert output.loss.item() == pytest.approx(math.log(1 + math.exp(-1)))
+
+
+# --- Data that the policy or the reference would hardly have sampled ---
+
+
+def far_groups(nats: float, dtype: torch.dtype, *, spread: bool) -> Groups:
+    """Rows whose log π_θ/π_behaviour and log π_θ/π_ref are each +nats or −nats, on one token or on all."""
+    near = random_groups(2, 8, dtype=dtype)
+    place = near.mask_BKL if spread else torch.arange(6) == 1
+    gap_BKL = nats * place / place.sum(-1, keepdim=True)
+    stale_BK1, kl_BK1 = tensor([[1, -1] * 4] * 2)[..., None], tensor([[1, 1, -1, -1] * 2] * 2)[..., None]
+    return replace(
+        near,
+        behaviour_BKL=(near.policy_BKL.detach() - stale_BK1 * gap_BKL).to(dtype),
+        reference_BKL=(near.policy_BKL.detach() - kl_BK1 * gap_BKL).to(dtype),
+    )
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("nats", [100.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [
+        *((name, {}) for name in NAMES),
+        ("trajectory_balance", {"ratio_cap": 8.0, "gap_clip": 5.0}),
+        ("tba_prime", {"ratio_cap": 8.0}),
+    ],
+)
+def test_loss_and_gradient_are_finite_for_any_log_ratio(
+    name: ObjectiveName, limits: dict[str, float], dtype: torch.dtype, nats: float, spread: bool
+) -> None:
+    groups = far_groups(nats, dtype, spread=spread)
+    signs = (groups.policy_BKL - groups.behaviour_BKL).sum(2).sign(), groups.log_ratio_BK.sign()
+    assert len({tuple(pair) for pair in torch.stack([sign.flatten() for sign in signs], 1).tolist()}) == 4
+    objective = objective_of(name, **limits)
+    assert objective(groups, 0.5).loss.isfinite()
+    assert gradient(objective, groups, 0.5).square().sum().isfinite()
+
+
+@pytest.mark.parametrize("name", ["proximal_rloo", "grpo", "dr_grpo"])
+def test_up_to_the_bound_ratios_are_what_they_are(name: ObjectiveName) -> None:
+    """19 nats on one token, in both directions: loss and gradient of the formula without a bound."""
+    groups = far_groups(19.0, torch.float64, spread=False)
+    exact = replace(groups, policy_BKL=groups.policy_BKL.detach().clone().requires_grad_())
+    wanted = by_loops(TrainSection(objective=name), exact, beta=0.3)
+    (slope,) = torch.autograd.grad(wanted, exact.policy_BKL)
+    assert slope.abs().max() > 1e6
+    torch.testing.assert_close(objective_of(name)(groups, 0.3).loss, wanted, rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradient(objective_of(name), groups, 0.3), slope, rtol=1e-9, atol=1e-12)
+
+
+def test_beyond_the_bound_a_ratio_is_constant() -> None:
+    log_ratio = tensor([[-1e4, 0.0, 19.99, 20.01, 1e4]]).requires_grad_()
+    ratio = bounded_exp(log_ratio)
+    (slope,) = torch.autograd.grad(ratio.sum(), log_ratio)
+    top = math.exp(20)
+    assert ratio[0].tolist() == pytest.approx([0, 1, math.exp(19.99), top, top], rel=1e-12)
+    assert slope[0].tolist() == pytest.approx([0, 1, math.exp(19.99), 0, 0], rel=1e-12)
 
 
 # --- Expectations, by enumeration ---
@@ -396,6 +498,6 @@ def test_only_trajectory_balance_is_at_rest_at_the_optimum_off_policy(name: Obje
     logits = (ref_logprob + reward / beta).log_softmax(0).requires_grad_()
     groups = one_token(logits.log_softmax(0)[None], ref_logprob[None], reward[None])
     stale = replace(groups, behaviour_BKL=torch.full((1, 6, 1), -math.log(6), dtype=torch.float64))
-    loss = make_objective(TrainSection(objective=name))(stale, beta).loss
+    loss = objective_of(name)(stale, beta).loss
     (pull,) = torch.autograd.grad(loss, logits)
     assert (pull.norm() < 1e-12) == (name in ("trajectory_balance", "tba_prime"))

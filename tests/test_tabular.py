@@ -1,5 +1,7 @@
 """The enumerable world: its own correctness, and what the objectives learn in it from stale replayed data."""
 
+import logging
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,8 @@ import safetensors.numpy
 
 from tba_hpc.batch import with_reference_power
 from tba_hpc.buffer import ReplayBuffer
-from tba_hpc.config import BufferSection, ObjectiveName, TrainSection
+from tba_hpc.config import BufferSection, ConfigError, ObjectiveName, TrainSection
+from tba_hpc.skipped_steps import MOST_IN_A_ROW
 from tba_hpc.tasks.tabular import (
     Table,
     TabularGenerator,
@@ -81,10 +84,11 @@ def stale_buffer(table: Table, seed: int) -> ReplayBuffer:
 
 
 def trained(
-    table: Table, objective: ObjectiveName, seed: int, steps: int = 300, power: float = 1.0
+    table: Table, objective: ObjectiveName, seed: int, steps: int = 300, power: float = 1.0, **options: object
 ) -> np.ndarray:
     """Policy [P, C] after training on the stale buffer alone; power: of the reference in the target."""
-    buffer, learner = stale_buffer(table, seed), TabularLearner(table, TrainSection(objective=objective))
+    train = TrainSection(objective=objective, **options)
+    buffer, learner = stale_buffer(table, seed), TabularLearner(table, train)
     for step in range(steps):
         batch = with_reference_power(buffer.sample(step, groups=4, group_size=8), power)
         learner.step(batch, learning_rate=0.1 * (1 - step / steps), beta=BETA)
@@ -104,6 +108,13 @@ def test_tba_prime_reaches_it_too(seed: int) -> None:
     table = Table(seed=seed)
     distance_P = total_variation(trained(table, "tba_prime", seed), table.optimum(BETA))
     assert distance_P.max() <= 1e-3
+
+
+def test_a_normaliser_by_length_leaves_the_optimum_where_it_is() -> None:
+    """Long completions weigh less, but the residual of each of them is 0 there."""
+    table = Table(seed=0)
+    policy_PC = trained(table, "trajectory_balance", 0, loss_normaliser="completion_tokens")
+    assert total_variation(policy_PC, table.optimum(BETA)).max() <= 1e-3
 
 
 def test_a_tempered_reference_has_its_own_optimum() -> None:
@@ -300,6 +311,41 @@ def test_a_restored_learner_goes_on_bit_by_bit(tmp_path: Path) -> None:
         metrics = learner.step(batch, learning_rate=0.05, beta=BETA)
         assert metrics == restored.step(batch, learning_rate=0.05, beta=BETA)
     np.testing.assert_array_equal(learner.policy_PC, restored.policy_PC)
+
+
+@pytest.mark.parametrize("reward", [np.nan, 1e25])
+def test_a_loss_that_is_not_finite_changes_nothing(
+    reward: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The square of 1e25 overflows, its gradient does not. The prompt is named, and the count is kept."""
+    table = Table()
+    buffer, learner, other = stale_buffer(table, 0), TabularLearner(table), TabularLearner(table)
+    good = [buffer.sample(step, groups=4, group_size=4) for step in range(3)]
+    bad = replace(good[0], reward_N=np.where(np.arange(16) == 6, np.float32(reward), good[0].reward_N))
+    with caplog.at_level(logging.WARNING):
+        found = [
+            learner.step(batch, learning_rate=0.1, beta=BETA)["skipped_steps"]
+            for batch in (good[0], bad, good[1], bad)
+        ]
+    assert found == [0, 1, 1, 2]
+    assert f"the loss of the groups of prompts {bad.prompt_id_B[1]} is not finite" in caplog.text
+    learner.save(tmp_path)
+    learner = TabularLearner(table)
+    learner.load(tmp_path)
+    assert learner.step(good[2], learning_rate=0.1, beta=BETA)["skipped_steps"] == 2
+    for batch in good:
+        other.step(batch, learning_rate=0.1, beta=BETA)
+    np.testing.assert_array_equal(learner.policy_logits, other.policy_logits)
+
+
+def test_a_run_that_only_skips_ends_with_one_sentence() -> None:
+    table = Table()
+    good, learner = stale_buffer(table, 0).sample(0, groups=4, group_size=4), TabularLearner(table)
+    bad = replace(good, ref_logprobs=np.full_like(good.ref_logprobs, -np.inf))
+    for batch in [*[bad] * (MOST_IN_A_ROW - 1), good, *[bad] * (MOST_IN_A_ROW - 1)]:
+        learner.step(batch, learning_rate=0.1, beta=BETA)
+    with pytest.raises(ConfigError, match=r"in a row were skipped, .* 0, 1, 2, 3 was not finite: start"):
+        learner.step(bad, learning_rate=0.1, beta=BETA)
 
 
 def test_export_holds_the_logits(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def trl_config(config: Config, folder: str) -> GRPOConfig:
         learning_rate=train.learning_rate.peak,
         lr_scheduler_type="constant",
         adam_beta2=train.adam_betas[1],
-        max_grad_norm=train.gradient_clip,
+        max_grad_norm=train.gradient_clip or 0.0,  # 0: no limit
         gradient_checkpointing=False,
         bf16=config.model.dtype == "bfloat16",
         use_cpu=True,

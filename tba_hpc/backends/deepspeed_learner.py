@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
@@ -35,9 +36,10 @@ from tba_hpc.backends.hf_model import (
 )
 from tba_hpc.backends.trainer_group import Message, TrainerGroup, is_lost_peer
 from tba_hpc.config import Config
-from tba_hpc.objectives import Groups, make_objective
+from tba_hpc.objectives import Groups, ObjectiveOutput, make_objective
 from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.files import fsync, write_atomic
+from tba_hpc.skipped_steps import SkippedSteps
 from tba_hpc.types import PaddedBatch, TrajectoryBatch, WeightLayout, WeightSlot
 
 SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16"}
@@ -78,7 +80,7 @@ class DeepSpeedLearner:
     def __init__(self, config: Config, group: TrainerGroup) -> None:
         self._config = config
         self._group = group
-        self._objective = make_objective(config.train)
+        self._objective = make_objective(config.train, max_tokens=config.generator.max_tokens)
         self._tokenizer = load_tokenizer(config.model.path)
         self._policy = load_policy(config.model.path, config.model.dtype)
         require_one_vocabulary(self._tokenizer, self._policy, config.model.path)
@@ -89,6 +91,7 @@ class DeepSpeedLearner:
             self._policy.gradient_checkpointing_enable({"use_reentrant": False})
         logprobs = PolicyLogprobs(self._policy, chunk_tokens=config.train.logprob_chunk_tokens)
         self._engine = _make_engine(config, logprobs.train())
+        self._skipped = SkippedSteps()
 
     @classmethod
     def create(
@@ -108,7 +111,9 @@ class DeepSpeedLearner:
         """One optimizer step on the mean loss over all rows of ``batch``, however ranks share it.
 
         Groups must divide evenly over the ranks. Metrics: ``loss`` and the objective's own, means over the
-        batch; ``grad_norm`` before clipping; ``tokens`` of the completions.
+        batch; ``grad_norm`` before clipping; ``tokens`` of the completions; ``skipped_steps`` so far.
+        Where loss or norm is not finite, weights and optimizer stay as they are, and the norm is infinite.
+        Raises ConfigError where that happens too often in a row.
         """
         self._group.tell(Message(Command.STEP, (learning_rate, beta), wire.save(batches.to_arrays(batch))))
         with self._group.together():
@@ -180,31 +185,47 @@ class DeepSpeedLearner:
     def _step(self, batch: TrajectoryBatch, learning_rate: float, beta: float) -> dict[str, float]:
         mine = batches.split(batch, self._group.ranks)[self._group.rank]
         sums: dict[str, Tensor] = {}
+        losses: list[tuple[np.ndarray, Tensor]] = []
         for micro in batches.micro_batches(mine, self._config.train.groups_per_micro_batch):
-            for name, part in self._backward(micro, beta, share=len(micro.reward_N) / len(batch.sequences)):
-                sums[name] = sums.get(name, 0.0) + part
+            output, share = self._backward(micro, batch, beta), len(micro.reward_N) / len(batch.reward_N)
+            for name, part in {"loss": output.loss.detach(), **output.metrics}.items():
+                sums[name] = sums.get(name, 0.0) + share * part.double()
+            losses.append((micro.prompt_id_B, output.loss_BK.detach().mean(1)))
         for parameters in self._engine.optimizer.param_groups:
             parameters["lr"] = learning_rate
         self._engine.step()
+        if self._engine.was_step_applied():
+            self._skipped.taken()
+        else:
+            self._skipped.skipped(self._not_finite(batch, losses))
         totals = self._group.total(np.array([float(part) for part in sums.values()]))
         return {
             **dict(zip(sums, totals.tolist(), strict=True)),
             "grad_norm": float(self._engine.get_global_grad_norm()),
             "tokens": float(batch.completion_length_N.sum()),
+            "skipped_steps": float(self._skipped.total),
         }
 
-    def _backward(self, micro: PaddedBatch, beta: float, *, share: float) -> list[tuple[str, Tensor]]:
-        """Add the gradient of whole groups, ``share`` of the batch's rows; returns their part of the metrics.
+    def _backward(self, micro: PaddedBatch, batch: TrajectoryBatch, beta: float) -> ObjectiveOutput:
+        """Add the gradient of whole groups of the batch.
 
-        DeepSpeed takes the mean of the ranks' gradients: times their number, that is the sum.
+        DeepSpeed takes the mean of the ranks' gradients: times their number, that is the sum. It skips the
+        step, on all ranks, where the norm is not finite; so a loss that is not makes the gradient NaN.
         """
+        scale = self._group.ranks * len(micro.reward_N) / len(batch.reward_N)
         inputs = (micro.tokens_NL, micro.prompt_length_N, micro.length_N)
         policy_NL = self._engine(*map(self._tensor, inputs), micro.group_size)
-        groups = Groups.of(policy_NL, micro)
+        groups = Groups.of(policy_NL, micro, batch_tokens=float(batch.completion_length_N.mean()))
         output = self._objective(groups, beta)
-        self._engine.backward(output.loss * (share * self._group.ranks), scale_wrt_gas=False)
-        metrics = {"loss": output.loss.detach(), **output.metrics}
-        return [(name, share * value.double()) for name, value in metrics.items()]
+        finite = output.loss.detach().isfinite()
+        self._engine.backward(output.loss * torch.where(finite, scale, math.nan), scale_wrt_gas=False)
+        return output
+
+    def _not_finite(self, batch: TrajectoryBatch, losses: Iterable[tuple[np.ndarray, Tensor]]) -> list[int]:
+        """The prompts of the batch whose group has a loss that is not finite, on whichever rank."""
+        mine = [prompt_id_B[~loss_B.isfinite().cpu().numpy()] for prompt_id_B, loss_B in losses]
+        flags = np.isin(batch.prompt_id_B, np.concatenate(mine)).astype(np.float64)
+        return batch.prompt_id_B[self._group.total(flags) > 0].tolist()
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._group.device)
@@ -267,6 +288,7 @@ class DeepSpeedLearner:
         loaded, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
         if loaded is None:
             raise StateError(f"{folder} holds no checkpoint of DeepSpeed: resume from another one")
+        self._skipped.total = self._engine.skipped_steps
 
     def _export(self, folder: Path) -> None:
         slots = self.layout.slots if self._group.leads else ()
@@ -304,7 +326,7 @@ def _settings(config: Config, model: PolicyLogprobs) -> dict[str, object]:
     return {
         "train_micro_batch_size_per_gpu": 1,  # required, and unused: batches do not come from DeepSpeed
         "managed_gradient_accumulation": False,
-        "gradient_clipping": config.train.gradient_clip,
+        "gradient_clipping": config.train.gradient_clip or 0.0,  # 0: no limit
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": config.model.dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},

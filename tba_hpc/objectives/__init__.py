@@ -3,10 +3,11 @@
 Nothing here knows about models, ranks or optimizers.
 """
 
+from dataclasses import replace
 from functools import partial
 
 from tba_hpc.config import TrainSection
-from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput
+from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput, normaliser
 from tba_hpc.objectives.policy_gradient import dr_grpo, grpo, proximal_rloo, rloo
 from tba_hpc.objectives.preference import online_dpo
 from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
@@ -14,8 +15,22 @@ from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
 __all__ = ["Groups", "Objective", "ObjectiveOutput", "make_objective"]
 
 
-def make_objective(train: TrainSection) -> Objective:
-    """The loss that ``train.objective`` names, with its limits."""
+def make_objective(train: TrainSection, *, max_tokens: int) -> Objective:
+    """The loss that ``train.objective`` names, with its limits, over the normaliser that ``train`` asks for.
+
+    max_tokens: the longest completion that can be sampled, in tokens.
+    """
+    objective = _find(train)
+
+    def normalised(groups: Groups, beta: float) -> ObjectiveOutput:
+        output = objective(groups, beta)
+        divisor = normaliser(groups, train.normaliser, max_tokens)
+        return replace(output, loss_BK=output.loss_BK / divisor)
+
+    return normalised
+
+
+def _find(train: TrainSection) -> Objective:
     objectives: dict[str, Objective] = {
         "trajectory_balance": partial(trajectory_balance, ratio_cap=train.ratio_cap, gap_clip=train.gap_clip),
         "tba_prime": partial(tba_prime, ratio_cap=train.ratio_cap),

@@ -9,7 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tba_hpc.config import LossNormaliser
 from tba_hpc.types import PaddedBatch
+
+MAX_LOG_RATIO = 20.0
+"""Nats up to which a ratio of probabilities is what it is; beyond, it stays at e^20 = 4.9e8 without gradient.
+
+So the squared norm of what a million tokens pull, times an advantage of 1000, is 2e35: float32 ends at 3e38.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,7 +25,8 @@ class Groups:
 
     policy_BKL: float, with gradient, log π_θ of each token. behaviour_BKL, reference_BKL: the same under the
     weights that sampled it and under the reference, without gradient. All three are at temperature 1, and 0
-    where ``mask_BKL`` (bool) has no token of a completion; EOS is one. reward_BK: float.
+    where ``mask_BKL`` (bool) has no token of a completion; EOS is one. reward_BK: float. batch_tokens: mean
+    length of the completions of the whole batch, of which these groups may be a part; None: they are all.
     A group must be whole: its baseline is taken over what is here.
     """
 
@@ -27,9 +35,10 @@ class Groups:
     reference_BKL: Tensor
     mask_BKL: Tensor
     reward_BK: Tensor
+    batch_tokens: float | None = None
 
     @classmethod
-    def of(cls, policy_NL: Tensor, rows: PaddedBatch) -> Groups:
+    def of(cls, policy_NL: Tensor, rows: PaddedBatch, *, batch_tokens: float | None = None) -> Groups:
         """The groups that ``rows`` holds, prompt-major; ``policy_NL``: float32 [N, L] with gradient."""
 
         def grouped(array: np.ndarray) -> Tensor:
@@ -41,7 +50,13 @@ class Groups:
             reference_BKL=grouped(rows.ref_logprob_NL),
             mask_BKL=grouped(rows.completion_mask_NL),
             reward_BK=grouped(rows.reward_N),
+            batch_tokens=batch_tokens,
         )
+
+    @property
+    def tokens_BK(self) -> Tensor:
+        """int64: tokens of each completion."""
+        return self.mask_BKL.sum(2)
 
     @property
     def logprob_BK(self) -> Tensor:
@@ -65,24 +80,53 @@ class Groups:
 
     @property
     def token_ratio_BKL(self) -> Tensor:
-        """π_θ/π_behaviour of each token, with gradient; 1 where there is none."""
-        return (self.policy_BKL - self.behaviour_BKL).exp()
+        """π_θ/π_behaviour of each token, with gradient, bounded; 1 where there is none."""
+        return bounded_exp(self.policy_BKL - self.behaviour_BKL)
+
+    @property
+    def ratio_BK(self) -> Tensor:
+        """π_θ/π_behaviour of whole completions, with gradient, bounded."""
+        return bounded_exp(self.logprob_BK - self.behaviour_logprob_BK)
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveOutput:
     """The loss of some rows, and figures about it.
 
-    loss: scalar with gradient, a mean over the rows given. metrics: detached scalars, means over the same
-    rows. Both of a batch are therefore the means of those of its micro-batches, weighted by groups.
+    loss_BK: with gradient, of each row; its tokens are added up, until ``make_objective`` divides by what the
+    config asks for. metrics: detached scalars, means over the same rows. Both of a batch are therefore the
+    means of those of its micro-batches, weighted by groups.
     """
 
-    loss: Tensor
+    loss_BK: Tensor
     metrics: dict[str, Tensor]
+
+    @property
+    def loss(self) -> Tensor:
+        """Scalar with gradient: the mean over the rows."""
+        return self.loss_BK.mean()
 
 
 Objective = Callable[[Groups, float], ObjectiveOutput]
 """A loss over whole groups; its second argument is the KL coefficient β, above 0."""
+
+
+def normaliser(groups: Groups, name: LossNormaliser, max_tokens: int) -> Tensor | float:
+    """What the losses of completions are divided by: a number for each, [B, K], or one for all."""
+    match name:
+        case "sum":
+            return 1.0
+        case "completion_tokens":
+            return groups.tokens_BK
+        case "batch_tokens":
+            return groups.batch_tokens or groups.tokens_BK.double().mean().item()
+        case "max_tokens":
+            return float(max_tokens)
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp, with its gradient, up to MAX_LOG_RATIO; constant beyond."""
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
 def group_mean(value_BK: Tensor) -> Tensor:

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tba_hpc.objectives.common import Groups, ObjectiveOutput, centred, clipped, leave_one_out
+from tba_hpc.objectives.common import (
+    MAX_LOG_RATIO,
+    Groups,
+    ObjectiveOutput,
+    centred,
+    clipped,
+    leave_one_out,
+)
 
 EPSILON = 1e-4
 """Added to GRPO's standard deviation of rewards, as in its public implementations."""
@@ -31,30 +38,30 @@ def proximal_rloo(groups: Groups, beta: float, *, ratio_clip: float) -> Objectiv
     """RLOO under PPO's clip, as for asynchronous RLHF (arXiv 2410.18252).
 
     Mean over rows of −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), ρ = π_θ/π_behaviour of the whole completion, A as
-    in ``rloo``. Metrics as there.
+    in ``rloo``; beyond MAX_LOG_RATIO nats ρ is constant. Metrics as there.
     """
     advantage_BK = _kl_advantage(groups, beta)
-    ratio_BK = (groups.logprob_BK - groups.behaviour_logprob_BK).exp()
-    return _output(groups, -clipped(ratio_BK, advantage_BK, ratio_clip), advantage_BK)
+    return _output(groups, -clipped(groups.ratio_BK, advantage_BK, ratio_clip), advantage_BK)
 
 
 def grpo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutput:
-    """Group-relative policy optimisation (arXiv 2402.03300, eq. 3).
+    """Group-relative policy optimisation (arXiv 2402.03300, eq. 3), whose normaliser is completion_tokens.
 
-    Mean over rows of the mean over tokens of
+    Mean over rows of the sum over tokens, which ``make_objective`` makes the paper's mean, of
 
         −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A) + β·(π_ref/π_θ − log(π_ref/π_θ) − 1)
 
-    ρ = π_θ/π_behaviour of a token; A = (r − r̄)/(σ_r + 1e-4), σ the group's sample standard deviation.
+    ρ = π_θ/π_behaviour of a token; A = (r − r̄)/(σ_r + 1e-4), σ the group's sample standard deviation. Beyond
+    MAX_LOG_RATIO nats neither ρ nor π_ref/π_θ grows or pulls any more: they would overflow.
     Metrics: kl (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value).
     """
     deviation_B1 = groups.reward_BK.std(dim=1, keepdim=True)
     advantage_BK = centred(groups.reward_BK) / (deviation_B1 + EPSILON)
-    gap_BKL = groups.reference_BKL - groups.policy_BKL
+    gap_BKL = (groups.reference_BKL - groups.policy_BKL).clamp(max=MAX_LOG_RATIO)
     penalty_BKL = gap_BKL.exp() - gap_BKL - 1
     surrogate_BKL = clipped(groups.token_ratio_BKL, advantage_BK[:, :, None], ratio_clip)
     loss_BKL = (beta * penalty_BKL - surrogate_BKL) * groups.mask_BKL
-    return _output(groups, loss_BKL.sum(2) / groups.mask_BKL.sum(2), advantage_BK)
+    return _output(groups, loss_BKL.sum(2), advantage_BK)
 
 
 def dr_grpo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutput:
@@ -62,7 +69,8 @@ def dr_grpo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutpu
 
     Mean over rows of the *sum* over a row's tokens of −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), A = r − r̄:
     neither a row's length nor the spread of a group's rewards changes its weight. The paper divides the sum
-    by a constant, here 1. It has no KL term: ``beta`` is not used. Metrics as in ``grpo``.
+    by a constant, the longest completion's tokens in its code: that is the normaliser max_tokens. It has no
+    KL term: ``beta`` is not used. ρ is bounded, and metrics are, as in ``grpo``.
     """
     advantage_BK = centred(groups.reward_BK)
     surrogate_BKL = clipped(groups.token_ratio_BKL, advantage_BK[:, :, None], ratio_clip)
@@ -77,4 +85,4 @@ def _kl_advantage(groups: Groups, beta: float) -> Tensor:
 
 def _output(groups: Groups, loss_BK: Tensor, advantage_BK: Tensor) -> ObjectiveOutput:
     metrics = {"kl": groups.log_ratio_BK.detach().mean(), "advantage": advantage_BK.abs().mean()}
-    return ObjectiveOutput(loss_BK.mean(), metrics)
+    return ObjectiveOutput(loss_BK, metrics)

@@ -30,7 +30,8 @@ def online_dpo(groups: Groups, beta: float) -> ObjectiveOutput:
         "margin": (prefers_B * margin_B).detach().mean(),
         "ties": 1 - prefers_B.mean(),
     }
-    return ObjectiveOutput(-(prefers_B * functional.logsigmoid(margin_B)).mean(), metrics)
+    loss_B = -prefers_B * functional.logsigmoid(margin_B)
+    return ObjectiveOutput(loss_B[:, None].expand_as(log_ratio_BK), metrics)
 
 
 def _pick(value_BK: Tensor, column_B: Tensor) -> Tensor:

@@ -41,14 +41,13 @@ def trajectory_balance(
     residual_BK = log_z_B1 + log_ratio_BK - groups.reward_BK / beta
     loss_BK = _squared(residual_BK, gap_clip)
     if ratio_cap is not None:
-        ratio_BK = (groups.logprob_BK - groups.behaviour_logprob_BK).detach().exp()
-        loss_BK = loss_BK * ratio_BK.clamp(max=ratio_cap)
+        loss_BK = loss_BK * groups.ratio_BK.detach().clamp(max=ratio_cap)
     metrics = {
         "log_z": log_z_B1.mean(),
         "kl": log_ratio_BK.detach().mean(),
         "residual": residual_BK.detach().abs().mean(),
     }
-    return ObjectiveOutput(beta / 2 * loss_BK.mean(), metrics)
+    return ObjectiveOutput(beta / 2 * loss_BK, metrics)
 
 
 def tba_prime(groups: Groups, beta: float, *, ratio_cap: float | None = None) -> ObjectiveOutput:
@@ -70,9 +69,9 @@ def tba_prime(groups: Groups, beta: float, *, ratio_cap: float | None = None) ->
     metrics = {
         "kl": log_ratio_BKL.sum(2).mean(),
         "advantage": advantage_BK.abs().mean(),
-        "ratio": ((weight_BKL * groups.mask_BKL).sum(2) / groups.mask_BKL.sum(2)).mean(),
+        "ratio": ((weight_BKL * groups.mask_BKL).sum(2) / groups.tokens_BK).mean(),
     }
-    return ObjectiveOutput(loss_BK.mean(), metrics)
+    return ObjectiveOutput(loss_BK, metrics)
 
 
 def _capped(groups: Groups, ratio_cap: float | None) -> Tensor:

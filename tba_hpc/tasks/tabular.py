@@ -25,6 +25,7 @@ from tba_hpc.batch import micro_batches
 from tba_hpc.config import TrainSection
 from tba_hpc.objectives import Groups, make_objective
 from tba_hpc.run.files import publish
+from tba_hpc.skipped_steps import SkippedSteps
 from tba_hpc.types import (
     Completion,
     Group,
@@ -38,7 +39,7 @@ from tba_hpc.types import (
 )
 
 STATE_FILE = "tabular.pt"
-"""What a learner saves into a checkpoint: its logits and AdamW's state."""
+"""What a learner saves into a checkpoint: its logits, AdamW's state, and the number of skipped steps."""
 
 EXPORT_FILE = "model.safetensors"
 """What it exports: its logits."""
@@ -340,9 +341,10 @@ class TabularLearner:
     ) -> None:
         self.layout = WeightLayout.of([("logits", table.shape)], "F32")
         self._table = table
-        self._objective = make_objective(train)
+        self._objective = make_objective(train, max_tokens=table.length)
         self._logits = torch.nn.Parameter(torch.from_numpy(table.ref_logits_PSV.copy()))
         self._optimizer = torch.optim.AdamW([self._logits], betas=train.adam_betas, weight_decay=0.0)
+        self._skipped = SkippedSteps()
 
     @property
     def policy_logits(self) -> np.ndarray:
@@ -355,17 +357,25 @@ class TabularLearner:
         return self._table.probabilities(self._logits.detach().numpy())
 
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
-        """One optimizer step; metrics: loss, grad_norm, tokens, and the objective's own."""
+        """One optimizer step; metrics: loss, grad_norm, tokens, skipped_steps, and the objective's own.
+
+        Where loss or norm is not finite, nothing changes. Raises ConfigError where that goes on.
+        """
         (padded,) = micro_batches(batch, batch.groups)
         output = self._objective(Groups.of(self._logprobs(padded), padded), beta)
         self._optimizer.zero_grad()
         output.loss.backward()
-        self._optimizer.param_groups[0]["lr"] = learning_rate
-        self._optimizer.step()
         assert self._logits.grad is not None
-        metrics = {"loss": output.loss.detach(), "grad_norm": self._logits.grad.norm(), **output.metrics}
-        tokens = float(batch.completion_length_N.sum())
-        return {**{name: float(value) for name, value in metrics.items()}, "tokens": tokens}
+        norm, loss_B = self._logits.grad.norm(), output.loss_BK.detach().mean(1)
+        if output.loss.isfinite() and norm.isfinite():
+            self._optimizer.param_groups[0]["lr"] = learning_rate
+            self._optimizer.step()
+            self._skipped.taken()
+        else:
+            self._skipped.skipped(padded.prompt_id_B[~loss_B.isfinite().numpy()].tolist())
+        metrics = {"loss": output.loss.detach(), "grad_norm": norm, **output.metrics}
+        counts = {"tokens": batch.completion_length_N.sum(), "skipped_steps": self._skipped.total}
+        return {name: float(value) for name, value in {**metrics, **counts}.items()}
 
     def write_weights(self, out: np.ndarray) -> None:
         """Copy the logits into ``out``, uint8 [layout.nbytes]."""
@@ -374,7 +384,8 @@ class TabularLearner:
     def save(self, folder: Path) -> None:
         """Write logits and optimizer into an existing folder."""
         file = io.BytesIO()
-        torch.save({"logits": self._logits.detach(), "optimizer": self._optimizer.state_dict()}, file)
+        optimizer, skipped = self._optimizer.state_dict(), self._skipped.total
+        torch.save({"logits": self._logits.detach(), "optimizer": optimizer, "skipped": skipped}, file)
         publish(folder / STATE_FILE, file.getvalue())
 
     def load(self, folder: Path) -> None:
@@ -383,6 +394,7 @@ class TabularLearner:
         with torch.no_grad():
             self._logits.copy_(saved["logits"])
         self._optimizer.load_state_dict(saved["optimizer"])
+        self._skipped.total = saved["skipped"]
 
     def export(self, folder: Path) -> None:
         """Write the logits as model.safetensors; no library knows this architecture."""

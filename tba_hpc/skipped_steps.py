@@ -1,0 +1,45 @@
+"""Optimizer steps that are not taken, as loss or gradient is not finite: counted, told, and at last refused.
+
+It must not know how a learner notices one, nor what it trains.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from tba_hpc.config import ConfigError
+
+log = logging.getLogger(__name__)
+
+MOST_IN_A_ROW = 10
+"""Skipped steps in a row that end a run: a bad group is gone from the next batch, a broken policy stays."""
+
+
+class SkippedSteps:
+    """What became of a run's optimizer steps, on every trainer rank alike; ``total``: skipped so far."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._in_a_row = 0
+
+    def taken(self) -> None:
+        """The optimizer took a step."""
+        self._in_a_row = 0
+
+    def skipped(self, prompt_ids: Iterable[int]) -> None:
+        """It took none. prompt_ids: of the groups whose loss is not finite; empty where only the norm is not.
+
+        Raises ConfigError, one sentence, at the last of MOST_IN_A_ROW in a row.
+        """
+        self.total += 1
+        self._in_a_row += 1
+        prompts = ", ".join(str(prompt) for prompt in sorted(set(prompt_ids)))
+        cause = f"the loss of the groups of prompts {prompts}" if prompts else "the gradient's norm alone"
+        log.warning("an optimizer step was skipped, %d so far: %s is not finite", self.total, cause)
+        if self._in_a_row == MOST_IN_A_ROW:
+            raise ConfigError(
+                f"{MOST_IN_A_ROW} optimizer steps in a row were skipped, in the last {cause} was not finite: "
+                "start from the last checkpoint with a lower train.learning_rate.peak or a bound on "
+                "exchange.max_staleness, and look at the rewards of such groups"
+            )
