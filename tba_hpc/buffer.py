@@ -113,7 +113,7 @@ class ReplayBuffer:
         self._revision, self._sync = revision, sync
         first = len(self._rows)
         prompt_N = self._prompts.intern(trajectories)
-        self._rows.append(trajectories, prompt_N, revision, sync)
+        self._rows.append(trajectories, prompt_N, revision=revision, sync=sync, uses=0)
         insert = self._insert if self._config.near_duplicates is None else self._insert_distinct
         keys = self._keys(trajectories.completions, self._merged)
         duplicates = insert(range(first, len(self._rows)), prompt_N.tolist(), keys)
@@ -191,7 +191,26 @@ class ReplayBuffer:
     def evict_where(self, unwanted: Callable[[np.ndarray], np.ndarray]) -> int:
         """Evict the live trajectories whose RECORD [N] is ``unwanted``, bool [N]; returns how many."""
         live = np.flatnonzero(self._rows.live)
-        leaving = live[unwanted(self._rows.record[live])]
+        return self._evict(live[unwanted(self._rows.record[live])])
+
+    def evict_used_up(self, group_size: int) -> int:
+        """Evict what ``replay_limit`` steps have learned from; returns how many trajectories.
+
+        And what is left of their prompts where it is fewer than ``group_size``: a group of a few leftovers,
+        repeated, would teach little.
+        """
+        if self._config.replay_limit is None:
+            return 0
+        live = np.flatnonzero(self._rows.live)
+        prompt_N = self._rows.record["prompt_row"][live].astype(np.int64)
+        used_up_N = self._rows.uses[live] >= self._config.replay_limit
+        left_P = np.bincount(prompt_N, ~used_up_N, minlength=len(self._prompts))
+        touched_P = np.bincount(prompt_N, used_up_N, minlength=len(self._prompts)) > 0
+        leftover_N = (touched_P & (left_P < group_size))[prompt_N]
+        return self._evict(live[used_up_N | leftover_N])
+
+    def _evict(self, leaving: np.ndarray) -> int:
+        """Let live rows go; returns how many."""
         gone = set(leaving.tolist())
         for prompt in np.unique(self._rows.record["prompt_row"][leaving]).tolist():
             kept = OrderedDict((key, row) for key, row in self._rows_of[prompt].items() if row not in gone)
@@ -227,6 +246,8 @@ class ReplayBuffer:
         Each of the two draws of prompts takes every prompt once before any again. A prompt comes once
         per batch while the buffer has others: a recent draw that has run out goes on among all prompts.
 
+        To be in a batch is a use of a trajectory, see ``evict_used_up``; to be in it twice is one, too.
+
         Randomness depends on (seed, step) alone. The cost depends on B, K and the trajectories of the
         drawn prompts, not on how much is stored.
         """
@@ -243,7 +264,9 @@ class ReplayBuffer:
             assert prompt is not None
             taken.add(prompt)
             chosen.append(self._choose(rng, prompt, group_size, recent=recent))
-        return self._batch(np.concatenate(chosen), group_size)
+        rows = np.concatenate(chosen)
+        self._rows.uses[np.unique(rows)] += 1
+        return self._batch(rows, group_size)
 
     def _is_recent(self, prompt: int) -> bool:
         """Whether the youngest live trajectory of a prompt is of the most recent sync."""
@@ -312,6 +335,7 @@ class ReplayBuffer:
             "record": live.record,
             "revision": self._rows.revision[self._rows.live],
             "sync": self._rows.sync[self._rows.live],
+            "uses": self._rows.uses[self._rows.live],
             "completion_tokens": live.completions.values,
             "completion_offsets": live.completions.offsets,
             "logprobs": live.logprobs,
@@ -335,7 +359,7 @@ class ReplayBuffer:
         prompt_N = live.record["prompt_row"].astype(np.int64)
         self._prompts = _Prompts.restore(arrays["prompt_id"], live.prompts)
         self._rows = _Rows()
-        self._rows.append(live, prompt_N, arrays["revision"], arrays["sync"])
+        self._rows.append(live, prompt_N, **{name: arrays[name] for name in ("revision", "sync", "uses")})
         self._rows_of = {}
         self._insert(range(len(live)), prompt_N.tolist(), self._keys(live.completions, 0))
         self._merged, self._duplicates, self._evicted = arrays["counters"].tolist()
@@ -429,6 +453,10 @@ class _Prompts:
         """int64 [P]."""
         return np.array(list(self._row_of), np.int64)
 
+    def __len__(self) -> int:
+        """Prompts seen."""
+        return len(self._row_of)
+
     @property
     def ragged(self) -> Ragged:
         """A copy of all prompts."""
@@ -460,6 +488,7 @@ class _Rows:
         self._record = _Column(RECORD)
         self._revision = _Column(np.int64)
         self._sync = _Column(np.int64)
+        self._uses = _Column(np.int32)
         self._live = _Column(np.bool_)
         self._offsets = _Column(np.int64, [0])
         self._tokens = _Column(np.int32)
@@ -488,6 +517,11 @@ class _Rows:
         return self._sync.values
 
     @property
+    def uses(self) -> np.ndarray:
+        """int32 [N]: steps in whose batch it was."""
+        return self._uses.values
+
+    @property
     def live(self) -> np.ndarray:
         """bool [N]."""
         return self._live.values
@@ -501,8 +535,10 @@ class _Rows:
         self,
         trajectories: Trajectories,
         prompt_N: np.ndarray,
+        *,
         revision: int | np.ndarray,
         sync: int | np.ndarray,
+        uses: int | np.ndarray,
     ) -> None:
         """Add live rows."""
         count, tokens = len(trajectories), len(self._tokens)
@@ -511,6 +547,7 @@ class _Rows:
         self._record.append(record)
         self._revision.append(np.broadcast_to(revision, count))
         self._sync.append(np.broadcast_to(sync, count))
+        self._uses.append(np.broadcast_to(uses, count))
         self._live.append(np.ones(count, bool))
         self._offsets.append(tokens + trajectories.completions.offsets[1:])
         self._tokens.append(trajectories.completions.values)
@@ -570,7 +607,13 @@ class _Rows:
         nothing = Ragged(np.empty(0, np.int32), np.zeros(1, np.int64))
         kept = Trajectories(self.record[rows], nothing, completions, logprobs, ref_logprobs)
         made = _Rows()
-        made.append(kept, kept.record["prompt_row"], self.revision[rows], self.sync[rows])
+        made.append(
+            kept,
+            kept.record["prompt_row"],
+            revision=self.revision[rows],
+            sync=self.sync[rows],
+            uses=self.uses[rows],
+        )
         return made
 
 

@@ -131,6 +131,10 @@ class BufferSection(Section):
     """Whether equal completions of a prompt are stored once, the newest, or each, so that groups are as the
     policy sampled. None: once, but each where exchange.max_staleness=0 makes a policy-gradient objective
     on-policy (rloo, proximal_rloo, grpo, dr_grpo)."""
+    replay_limit: int | None = Field(None, ge=1)
+    """Optimizer steps that may learn from a trajectory; then it is evicted, and with it what is left of its
+    prompt where that is less than a group. The trainer waits where fewer prompts than a step needs are left.
+    None: no limit."""
     near_duplicates: float | None = Field(None, gt=0, le=0.5)
     """Share of the tokens of two completions of a prompt: where fewer edits lead from one to the other, only
     the better one is kept. None: only equal ones count as duplicates."""
@@ -347,8 +351,9 @@ class Config(Section):
 
     @property
     def selective(self) -> bool:
-        """Whether trajectories are dropped for more than want of room: for their age, or their reference."""
-        return self.exchange.max_staleness is not None or self.train.reference == "reset"
+        """Whether trajectories leave for more than want of room: for their age, reference, or uses."""
+        limited = self.buffer.replay_limit is not None
+        return limited or self.exchange.max_staleness is not None or self.train.reference == "reset"
 
     @property
     def on_policy(self) -> bool:
@@ -401,7 +406,8 @@ class Config(Section):
             raise ValueError(
                 f"buffer.capacity={self.buffer.capacity} cannot hold the train.prompts_per_step="
                 f"{self.train.prompts_per_step} groups of {self.generator.completions_per_prompt} that a "
-                f"step needs with max_staleness or a reference that is reset: raise it to at least {needed}"
+                "step needs with max_staleness, replay_limit or a reference that is reset: raise it to at "
+                f"least {needed}"
             )
         return self
 

@@ -1,8 +1,9 @@
 """What of the replay buffer a step may learn from, and how far ahead searchers may therefore run.
 
-Two keys of the config decide: ``exchange.max_staleness`` bounds the steps between the weights that sampled a
-trajectory and those that learn from it; with ``train.reference: reset`` (TBA′) whatever an older reference
-scored is stale, too. It must not know how weights and shards travel, nor when the trainer looks.
+Three keys of the config decide: ``exchange.max_staleness`` bounds the steps between the weights that sampled
+a trajectory and those that learn from it; with ``train.reference: reset`` (TBA′) whatever an older reference
+scored is stale, too; ``buffer.replay_limit`` bounds the steps that learn from a trajectory. It must not know
+how weights and shards travel, nor when the trainer looks.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Freshness:
         """Evict what ``step`` must not learn from; returns how many trajectories."""
         if not self._config.selective:
             return 0
-        return self._buffer.evict_where(lambda record: self.is_stale(record, step))
+        used_up = self._buffer.evict_used_up(self._config.train.completions_per_prompt)
+        return used_up + self._buffer.evict_where(lambda record: self.is_stale(record, step))
 
     def is_stale(self, record: np.ndarray, step: int) -> np.ndarray:
         """bool [N] of RECORD [N]: which trajectories ``step`` must not learn from."""
@@ -77,12 +79,18 @@ class Freshness:
         return step == 0 and self._config.exchange.max_staleness is None
 
     def missing(self, step: int) -> int:
-        """What the buffer lacks for ``step``: completions at first, then requests to learn from."""
+        """What the buffer lacks for ``step``: completions at first, then groups to learn from."""
         if self.filling(step):
             return max(0, self._config.buffer.initial_completions - len(self._buffer))
         if not self._config.selective:
             return 0
-        return max(0, self._config.train.prompts_per_step - self._buffer.requests)
+        return max(0, self._config.train.prompts_per_step - self._groups)
+
+    @property
+    def _groups(self) -> int:
+        """Groups that the buffer holds: one per request, or, as used ones leave a rest, one per prompt."""
+        limited = self._config.buffer.replay_limit is not None
+        return self._buffer.prompts if limited else self._buffer.requests
 
     # --- Rollout budget ---
 
@@ -126,7 +134,7 @@ class Freshness:
             )
         searchers = sorted(self._owed) if self._budget else range(self._config.launch.searchers)
         return (
-            f"holds {self._buffer.requests} of the {self._config.train.prompts_per_step} groups that step "
+            f"holds {self._groups} of the {self._config.train.prompts_per_step} groups that step "
             f"{step} needs",
             f"see the logs of searchers {', '.join(map(str, searchers))}, which owe them",
         )

@@ -1,4 +1,4 @@
-"""Brings sealed shards into the replay buffer, each exactly once, and takes out what has become stale.
+"""Brings sealed shards into the replay buffer, each exactly once, and takes out what is stale or used up.
 
 It must not know how shards arrive, or what is learned from them. Every change leaves a line in the trainer's
 metrics, for shards are pruned: ``tba audit`` follows these lines.

@@ -38,7 +38,7 @@ event                           a record without the above: started, resumed, fi
                                 became the reference), checkpoint, stopped, finished; with ``step``,
                                 ``buffer/size``, and ``revision``
 revision                        of the buffer: how often its content changed so far, by a merge of what
-                                one collection brought or by an eviction of what is stale (count)
+                                one collection brought or by an eviction of what is stale or used up (count)
 event: lost                     a searcher died and the run goes on, with ``step``, ``searcher``, ``host``
 event: merged                   one per shard, with ``step``, ``revision``, and
 searcher, shard                 whose shard it was, and its index
@@ -46,8 +46,9 @@ trajectories, tokens            in it (count; tokens of completions)
 request_ids                     list of the requests that its groups answer, by their place in the run's
                                 prompt sequence
 added, duplicates, evicted      what the replay buffer did with them: buffer/… went up by this
-event: evicted                  trajectories dropped as too stale, or scored by an older reference, with
-                                ``step``, ``revision``, ``evicted``: buffer/evicted went up by this
+event: evicted                  trajectories dropped as too stale, scored by an older reference, or learned
+                                from often enough (buffer.replay_limit), with ``step``, ``revision``,
+                                ``evicted``: buffer/evicted went up by this
 RUN/metrics/searcher-0003.jsonl about one record per second; counts are since the record before
 search/tokens                   tokens generated (count)
 search/tokens_per_second        the same per second of wall time (tokens/s)

@@ -123,5 +123,5 @@ def refuse_few_prompts(task: Task, config: Config) -> None:
     if config.selective and prompts < wanted:
         raise ConfigError(
             f"train.prompts_per_step={wanted} is more than the {prompts} training prompts, and with "
-            "max_staleness or a reference that is reset each gives a step one group: lower it"
+            "max_staleness, replay_limit or a reference that is reset each gives a step one group: lower it"
         )

@@ -603,6 +603,49 @@ def test_without_deduplication_groups_are_as_the_policy_sampled() -> None:
     assert once.reward_N.mean() < 0.3
 
 
+def test_no_trajectory_is_in_more_batches_than_the_limit_and_no_leftovers_stay() -> None:
+    """Against counts by uid: what was in three batches leaves, and what it leaves of a prompt below K = 3."""
+    rng, size, limit = np.random.default_rng(7), 3, 3
+    config = BufferSection(
+        capacity_per_prompt=8, capacity=40, most_on_policy=0.5, replay_limit=limit, deduplicate=False
+    )
+    naive, real, uses = Naive(8, 40, deduplicate=False), ReplayBuffer(config, 0), Counter[int]()
+    leftovers = evicted = 0
+    for revision in range(60):
+        items = random_items(rng, 12, first_uid=100 * revision)
+        evicted += naive.merge(items, revision).evicted
+        real.merge(pack(items), revision)
+        batch = groups_of(real.sample(revision, groups=3, group_size=size))
+        uses.update({item.uid for item in chain.from_iterable(batch)})
+        used_up = {item for item, _ in naive.live if uses[item.uid] >= limit}
+        fresh = Counter(item.prompt for item, _ in naive.live if item not in used_up)
+        few = {item.prompt for item in used_up if fresh[item.prompt] < size}
+        kept = [entry for entry in naive.live if entry[0] not in used_up and entry[0].prompt not in few]
+        gone, naive.live = len(naive.live) - len(kept), kept
+        assert real.evict_used_up(size) == gone
+        assert items_of(real.trajectories()) == [item for item, _ in naive.live]
+        leftovers, evicted = leftovers + gone - len(used_up), evicted + gone
+        assert real.evicted == evicted
+    assert max(uses.values()) == limit and leftovers > 0
+
+
+def test_of_more_completions_than_a_group_takes_the_rest_leaves_with_them() -> None:
+    """S = 24, K = 20, once: after a step nothing of its prompts is left that would be a group of repeats."""
+    real = filled(prompts_with(3, completions=24), replay_limit=1)
+    real.sample(0, groups=2, group_size=20)
+    assert real.evict_used_up(20) == 48
+    assert (len(real), real.prompts) == (24, 1)
+
+
+def test_a_completion_that_is_sampled_again_may_be_learned_from_again() -> None:
+    real = filled([Item(0, 0, (1,))], replay_limit=1)
+    real.sample(0, groups=1, group_size=1)
+    real.merge(pack([Item(1, 0, (1,))]), 1)
+    assert real.evict_used_up(1) == 0
+    real.sample(1, groups=1, group_size=1)
+    assert real.evict_used_up(1) == 1
+
+
 def test_samples_are_of_live_trajectories_only() -> None:
     rng = np.random.default_rng(3)
     naive, real = Naive(5, 30), ReplayBuffer(BufferSection(capacity_per_prompt=5, capacity=30), 0)
@@ -632,7 +675,13 @@ def test_samples_depend_on_seed_and_step_alone() -> None:
 
 @pytest.mark.parametrize("near, deduplicate", KINDS)
 def test_a_restored_buffer_goes_on_bit_by_bit(near: float | None, deduplicate: bool) -> None:
-    config = BufferSection(capacity_per_prompt=6, capacity=40, near_duplicates=near, deduplicate=deduplicate)
+    config = BufferSection(
+        capacity_per_prompt=6,
+        capacity=40,
+        near_duplicates=near,
+        deduplicate=deduplicate,
+        replay_limit=2,
+    )
     rng = np.random.default_rng(1)
     real = ReplayBuffer(config, 4)
     for revision in range(50):
@@ -640,6 +689,7 @@ def test_a_restored_buffer_goes_on_bit_by_bit(near: float | None, deduplicate: b
             items = random_items(rng, 9, 100 * revision + 20 * part, prompts=15)
             real.merge(pack(items), 10 * revision + part, sync=10 * revision)
         real.sample(revision, groups=4, group_size=3)
+        real.evict_used_up(3)
         if revision % 10 == 5:
             arrays = real.state()
             restored = ReplayBuffer(config, 4)
@@ -649,7 +699,7 @@ def test_a_restored_buffer_goes_on_bit_by_bit(near: float | None, deduplicate: b
 
 
 def follow(real: ReplayBuffer, restored: ReplayBuffer, seed: int, revision: int) -> None:
-    """Both go on alike, first with the sync under way: samples, merges, counters, and the next state."""
+    """Both go on alike, first with the sync under way: samples, merges, evictions, counters, next state."""
     rng = np.random.default_rng(seed)
     for step in range(8):
         items = random_items(rng, 7, 1000 * revision + 10 * step, prompts=20)
@@ -659,6 +709,7 @@ def follow(real: ReplayBuffer, restored: ReplayBuffer, seed: int, revision: int)
             b.merge(pack(items), revision + step, sync=revision - 1 + step // 4) for b in (real, restored)
         ]
         assert merged[0] == merged[1]
+        assert real.evict_used_up(4) == restored.evict_used_up(4)
     assert [len(real), real.prompts, real.added, real.duplicates, real.evicted] == [
         *(len(restored), restored.prompts),
         *(restored.added, restored.duplicates, restored.evicted),

@@ -185,6 +185,10 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
         ("train.reference_every=5", "train.reference_every=5 would be ignored with train.reference=frozen"),
         ("train.reference=reset", "train.reference=reset needs its interval: set train.reference_every"),
         ("buffer={deduplicate: false, near_duplicates: 0.25}", "near_duplicates=0.25 contradicts"),
+        (
+            "buffer={replay_limit: 1, capacity: 100, initial_completions: 9}",
+            "replay_limit or a reference that",
+        ),
         ("exchange.max_staleness=-1", "config key 'exchange.max_staleness' has the value -1, but input"),
         ("exchange.max_staleness=0", "exchange.sync_every=2 lets weights grow older than"),
         ("train.steps.more=1", "config key 'train.steps' has the value"),

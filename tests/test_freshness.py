@@ -168,6 +168,24 @@ def test_what_is_missing_is_completions_at_first_then_requests() -> None:
         assert seen == list(zip(at_first, later, strict=True))
 
 
+def test_with_a_replay_limit_groups_are_missing_once_prompts_are_used_up() -> None:
+    """Three prompts of two trajectories each, two prompts a step: to learn twice gives three steps."""
+    config = config_of(
+        buffer={"replay_limit": 2, "initial_completions": 6}, train={"completions_per_prompt": 2}
+    )
+    buffer = ReplayBuffer(config.buffer, 0)
+    limited = Freshness(config, buffer)
+    for request_id in range(3):
+        buffer.merge(shard(0, request_id).trajectories, request_id)
+    seen = []
+    for step in range(1, 4):
+        buffer.sample(step, groups=2, group_size=2)
+        seen.append((limited.evict_stale(step + 1), limited.missing(step + 1)))
+    assert seen == [(0, 0), (2, 0), (4, 2)]
+    with pytest.raises(ExchangeError, match=r"holds 0 of the 2 groups that step 4 needs.*searchers 0, 1, wh"):
+        limited.exclude_unresponsive(4, 12.0)
+
+
 def test_a_dead_searcher_owes_nothing_and_others_issue_instead() -> None:
     config = config_of(exchange={"max_staleness": 0})
     buffer = ReplayBuffer(config.buffer, 0)

@@ -303,14 +303,19 @@ def _losses(run: RunDir) -> list[tuple[float, ...]]:
     return [tuple(float(record[name]) for name in names) for record in records]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("stop_at", [2, 4, 6, 10])
-def test_a_resumed_run_equals_the_continued_one_bit_by_bit(stop_at: int, tmp_path: Path) -> None:
-    config = make_config(tmp_path / "whole")
+@pytest.mark.parametrize(
+    ("stop_at", "buffer"),
+    [(2, {}), (4, {"replay_limit": 3, "deduplicate": False}), (6, {"recent_fill": "older"}), (10, {})],
+)
+def test_a_resumed_run_equals_the_continued_one_bit_by_bit(
+    stop_at: int, buffer: dict[str, object], tmp_path: Path
+) -> None:
+    config = make_config(tmp_path / "whole", buffer=buffer)
     whole = TrainerParts(config, RunDir.create(config))
     shards = _sealed(config, whole.run, 10)
     assert whole.build(ReplayExchange(shards, 0)).run()
 
-    config = make_config(tmp_path / "parts")
+    config = make_config(tmp_path / "parts", buffer=buffer)
     run = RunDir.create(config)
     first = TrainerParts(config, run)
     reached = [False]
@@ -324,6 +329,8 @@ def test_a_resumed_run_equals_the_continued_one_bit_by_bit(stop_at: int, tmp_pat
     np.testing.assert_array_equal(second.learner.policy_logits, whole.learner.policy_logits)
     for name, array in whole.buffer.state().items():
         np.testing.assert_array_equal(second.buffer.state()[name], array, err_msg=name)
+    events = {record.get("event") for record in read_metrics(run.metrics_file("trainer"))}
+    assert ("evicted" in events) == ("replay_limit" in buffer)
 
 
 def _losses_reach(run: RunDir, step: int, reached: list[bool]) -> bool:

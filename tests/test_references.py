@@ -49,10 +49,20 @@ def events(run: RunDir, name: str) -> list[dict[str, object]]:
     return [dict(r) for r in read_metrics(run.metrics_file("trainer")) if r.get("event") == name]
 
 
-def make(root: Path, *, train: dict[str, object], exchange: dict[str, object]) -> tuple[Config, RunDir]:
+def make(
+    root: Path,
+    *,
+    train: dict[str, object],
+    exchange: dict[str, object],
+    buffer: dict[str, object] | None = None,
+) -> tuple[Config, RunDir]:
     """A short run with a checkpoint every four steps."""
     config = tabular_run.make_config(
-        root, train={"steps": 14, **train}, exchange=exchange, checkpoint={"every": 4}, buffer=BOUNDED
+        root,
+        train={"steps": 14, **train},
+        exchange=exchange,
+        checkpoint={"every": 4},
+        buffer={**BOUNDED, **(buffer or {})},
     )
     return config, RunDir.create(config)
 
@@ -92,6 +102,19 @@ def test_a_bound_and_resets_hold_over_a_stop_and_a_kill(tmp_path: Path) -> None:
     kept = ["step-000006", "step-000009", "step-000012"]  # from that of the older checkpoint, of step 8, on
     assert sorted(path.name for path in run.references.iterdir()) == kept
     assert run.references.stat().st_mode & 0o777 == 0o700
+    assert events(run, "evicted")
+
+
+def test_with_a_replay_limit_the_trainer_waits_for_searchers_over_a_kill(tmp_path: Path) -> None:
+    """S = 12, K = 8, once: no more is learned from than was merged, and all of it leaves."""
+    config, run = make(tmp_path, train={}, exchange={}, buffer={"replay_limit": 1, "deduplicate": False})
+    go(run, searchers=2, sent=SIGKILL, nth=7)
+    go(run, searchers=2)
+    last = step_records(read_metrics(run.metrics_file("trainer")))[-1]
+    a_step = config.train.prompts_per_step * config.train.completions_per_prompt
+    assert last["step"] == config.train.steps
+    assert int(str(last["buffer/added"])) >= config.train.steps * a_step
+    assert int(str(last["buffer/evicted"])) >= (config.train.steps - 1) * a_step, "the last leave later"
     assert events(run, "evicted")
 
 

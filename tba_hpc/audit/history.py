@@ -42,7 +42,7 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """Trajectories that the trainer dropped between merges: too stale, or scored by an old reference."""
+    """Trajectories that the trainer dropped between merges: stale, of an old reference, or used up."""
 
     revision: int
     evicted: int
