@@ -141,8 +141,8 @@ PUBLISHED: dict[str, dict[str, object]] = {
         for size in ("410m", "1b", "2.8b")
     },
 }
-"""Settings that produced the published figures: TBA's hyper-parameters (arXiv 2503.18929v2, §5 and appendix),
-where the code tells otherwise its own: github.com/bbartoldson/TBA (GSM8K's launch script, TL;DR) and TBA-prime
+"""Settings that produced the published figures: TBA's (arXiv 2503.18929v2, §5 and appendix), where the code
+tells otherwise its own: github.com/bbartoldson/TBA (GSM8K's launch script, TL;DR) and TBA-prime
 (TBA′, Dr. GRPO), GFNOrg/red-teaming (arXiv 2405.18540), on which TBA's red-teaming is built."""
 
 
