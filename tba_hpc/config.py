@@ -282,6 +282,11 @@ class TrainSection(Section):
         return self
 
 
+def _two_syncs(exchange: dict[str, Any]) -> int:
+    """Twice ``sync_every``, and at least 20: small models take many steps while a shard is sealed."""
+    return max(20, 2 * int(exchange["sync_every"]))
+
+
 class ExchangeSection(Section):
     transport: Literal["mpi", "files"] = "mpi"
     """mpi: broadcast and gather in one world. files: the shared file system; searchers come and go."""
@@ -290,6 +295,9 @@ class ExchangeSection(Section):
     max_staleness: int | None = Field(None, ge=0)
     """Most optimizer steps between the weights that sampled a trajectory and those that learn from it: the
     trainer waits for fresh ones, and searchers for newer weights. 0: synchronous, on-policy; none: TBA."""
+    max_steps_without_data: int | None = Field(default_factory=_two_syncs, ge=1)
+    """Most optimizer steps on the replay buffer alone while no shard comes, counted from the last one, or
+    from a resume; then the trainer waits for one. Left out: two syncs, but at least 20; none: no limit."""
     seal_seconds: float = Field(2.0, gt=0)
     """Longest time that a finished completion waits before it is sealed on disk, s."""
     pending_shards: int = Field(64, ge=1)
@@ -299,6 +307,16 @@ class ExchangeSection(Section):
     deadline_seconds: float = Field(600.0, gt=0)
     """Longest wait for another rank, s; then the run ends naming who is missing. A searcher gives the
     trainer six of them between two syncs."""
+
+    @model_validator(mode="after")
+    def _data_come_at_syncs(self) -> ExchangeSection:
+        limit = self.max_steps_without_data
+        if limit is not None and limit < self.sync_every:
+            raise ValueError(
+                f"exchange.max_steps_without_data={limit} is below exchange.sync_every={self.sync_every}, "
+                "and shards come at syncs: raise the first to at least the second, or leave it out"
+            )
+        return self
 
 
 class CheckpointSection(Section):

@@ -30,11 +30,13 @@ class Freshness:
         self._config = config
         self._buffer = buffer
         self._budget: RolloutBudget | None = None
+        self._fed = 0  # step at which a shard came last; at first that of the attempt's beginning
         self.reference = schedules.reference(config.train, 0)
         """Step of the policy that is the reference, or BEHAVIOUR."""
 
-    def open_budget(self, step: int, completed: CompletedRequests) -> None:
-        """At the first step of an attempt, where staleness is bounded; what the buffer holds is not owed."""
+    def begin(self, step: int, completed: CompletedRequests) -> None:
+        """An attempt, at its first step. Where staleness is bounded, what the buffer holds is not owed."""
+        self._fed = step
         if self._config.exchange.max_staleness is not None:
             buffered = self._buffer.requests
             self._budget = RolloutBudget(self._config, completed, step=step, buffered=buffered)
@@ -79,9 +81,19 @@ class Freshness:
         return step == 0 and self._config.exchange.max_staleness is None
 
     def missing(self, step: int) -> int:
-        """What the buffer lacks for ``step``: completions at first, then groups to learn from."""
+        """What the buffer lacks for ``step``: completions at first, then groups, or just any new one."""
         if self.filling(step):
             return max(0, self._config.buffer.initial_completions - len(self._buffer))
+        return max(self._missing_groups, int(self.starved(step)))
+
+    def starved(self, step: int) -> bool:
+        """Whether no shard has come for so many steps that ``step`` must wait for one that can still come."""
+        limit = self._config.exchange.max_steps_without_data
+        can_come = self._budget is None or self._owed.total() > 0
+        return limit is not None and step - self._fed >= limit and can_come
+
+    @property
+    def _missing_groups(self) -> int:
         if not self._config.selective:
             return 0
         return max(0, self._config.train.prompts_per_step - self._groups)
@@ -102,8 +114,9 @@ class Freshness:
         """Whether more is missing for ``step`` than searchers may issue: they need a larger budget."""
         return self._budget is not None and self.missing(step) > self._owed.total()
 
-    def arrive(self, shard: Shard) -> None:
-        """Count what its searcher no longer owes."""
+    def arrive(self, shard: Shard, step: int) -> None:
+        """A shard comes before ``step``: count what its searcher no longer owes."""
+        self._fed = step
         if self._budget:
             self._budget.arrive(shard.trajectories.request_ids)
 
@@ -125,7 +138,7 @@ class Freshness:
         log.warning("%s; others begin what is missing", silence)
 
     def _shortage(self, step: int) -> tuple[str, str]:
-        """How much the buffer holds of what, and what the user can do."""
+        """What the buffer lacks, and what the user can do."""
         if self.filling(step):
             return (
                 f"holds {len(self._buffer)} of {self._config.buffer.initial_completions} initial completions",
@@ -133,11 +146,11 @@ class Freshness:
                 "distinct completions",
             )
         searchers = sorted(self._owed) if self._budget else range(self._config.launch.searchers)
-        return (
-            f"holds {self._groups} of the {self._config.train.prompts_per_step} groups that step "
-            f"{step} needs",
-            f"see the logs of searchers {', '.join(map(str, searchers))}, which owe them",
-        )
+        shortage = f"got no shard in the last {step - self._fed} steps"
+        if self._missing_groups:
+            wanted = self._config.train.prompts_per_step
+            shortage = f"holds {self._groups} of the {wanted} groups that step {step} needs"
+        return shortage, f"see the logs of searchers {', '.join(map(str, searchers))}, which owe them"
 
 
 class RolloutBudget:

@@ -34,8 +34,9 @@ buffer/evicted                  trajectories evicted by capacity, or dropped as 
 staleness/mean, staleness/max   |step − version| of the weights that sampled a trajectory (steps)
 staleness/histogram             list of counts over the batch; bin i holds staleness i, the last bin
                                 everything from its index up
-event                           a record without the above: started, resumed, filling, reset (the policy
-                                became the reference), checkpoint, stopped, finished; with ``step``,
+event                           a record without the above: started, resumed, filling, waiting (no shard has
+                                come for exchange.max_steps_without_data steps; one per wait), reset (the
+                                policy became the reference), checkpoint, stopped, finished; with ``step``,
                                 ``buffer/size``, and ``revision``
 revision                        of the buffer: how often its content changed so far, by a merge of what
                                 one collection brought or by an eviction of what is stale or used up (count)

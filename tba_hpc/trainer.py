@@ -77,9 +77,10 @@ class Trainer:
     def run(self) -> bool:
         """Train to the last step; True when it was reached, False when stopped before. All is saved then.
 
-        Consumes shards. Produces weights, references, checkpoints, metrics. Waits for nothing once the
-        initial buffer is there, unless staleness is bounded or the reference was reset; these waits are
-        unblocked by the searchers' shards. What comes after the last step: see ``ending``.
+        Consumes shards. Produces weights, references, checkpoints, metrics. Once the initial buffer is there
+        it waits for nothing while shards come, unless staleness or uses are bounded or the reference was
+        reset; all waits are unblocked by the searchers' shards. What comes after the last step: see
+        ``ending``.
         """
         self._begin()
         while not self._finished and not self.stopping:
@@ -101,7 +102,7 @@ class Trainer:
         self.log_event("resumed" if self._state != TrainerState() else "started")
         self._update_reference()
         self._merge(list(self._pending))
-        self._freshness.open_budget(self._state.step, self._completed)
+        self._freshness.begin(self._state.step, self._completed)
         self.publish(evaluate="test" if self._state.step == 0 else None)
 
     @property
@@ -163,7 +164,7 @@ class Trainer:
         self._log_losses()
         shards = self._exchange.collect()
         for shard in shards:
-            self._freshness.arrive(shard)
+            self._freshness.arrive(shard, self._state.step)
         if self._merge(shards):
             self._last_arrival = time.monotonic()
             if self._freshness.filling(self._state.step):
@@ -183,6 +184,9 @@ class Trainer:
         Raises ExchangeError where a whole deadline has passed without news, and nobody is left to wait for.
         """
         patience, waiting_since = self._config.exchange.deadline_seconds, time.monotonic()
+        if self._freshness.starved(self._state.step):
+            log.info("step %d waits for data: no shard has come for too many steps", self._state.step)
+            self.log_event("waiting")
         while self._freshness.missing(self._state.step) and not self.stopping:
             if self._freshness.exhausted(self._state.step):
                 self._next_publish = self._state.step  # with a larger budget

@@ -189,6 +189,11 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
             "buffer={replay_limit: 1, capacity: 100, initial_completions: 9}",
             "replay_limit or a reference that",
         ),
+        ("exchange.sync_every=0", "config key 'exchange.sync_every' has the value 0, but input should be"),
+        (
+            "exchange.max_steps_without_data=1",
+            "exchange.max_steps_without_data=1 is below exchange.sync_every=2",
+        ),
         ("exchange.max_staleness=-1", "config key 'exchange.max_staleness' has the value -1, but input"),
         ("exchange.max_staleness=0", "exchange.sync_every=2 lets weights grow older than"),
         ("train.steps.more=1", "config key 'train.steps' has the value"),
@@ -245,6 +250,24 @@ def test_a_buffer_is_as_sampled_where_a_run_is_on_policy(
 def test_what_would_bias_an_on_policy_run_is_refused(override: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         parse_config({"model": {"path": "a"}}, [*ON_POLICY, override])
+
+
+@pytest.mark.parametrize(
+    ("exchange", "steps"),
+    [
+        ({}, 20),
+        ({"sync_every": 10}, 20),
+        ({"sync_every": 50}, 100),
+        ({"max_steps_without_data": 7}, 7),
+        ({"max_steps_without_data": None}, None),
+    ],
+)
+def test_steps_without_data_are_two_syncs_unless_chosen(
+    exchange: dict[str, object], steps: int | None
+) -> None:
+    config = parse_config({"model": {"path": "a"}, "exchange": exchange})
+    assert config.exchange.max_steps_without_data == steps
+    assert parse_config(yaml.safe_load(dump_config(config))) == config
 
 
 def test_missing_model_and_missing_file(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def records(*versions_and_references: tuple[int, int]) -> np.ndarray:
 def test_without_a_bound_nothing_is_stale_and_nobody_is_held_back() -> None:
     buffer = ReplayBuffer(config_of().buffer, 0)
     free = Freshness(config_of(), buffer)
-    free.open_budget(0, CompletedRequests())
+    free.begin(0, CompletedRequests())
     assert free.publication(7, evaluate="test", published=1.5) == Publication(
         version=7, published=1.5, evaluate="test", reference=0, budget_end=None
     )
@@ -186,11 +186,46 @@ def test_with_a_replay_limit_groups_are_missing_once_prompts_are_used_up() -> No
         limited.exclude_unresponsive(4, 12.0)
 
 
+def test_too_many_steps_without_a_shard_make_one_missing() -> None:
+    """Counted from the beginning of an attempt, at step 10, and from the last shard."""
+    config = config_of(exchange={"max_steps_without_data": 3})
+    hungry = Freshness(config, ReplayBuffer(config.buffer, 0))
+    hungry.begin(10, CompletedRequests())
+    assert [hungry.missing(step) for step in range(10, 16)] == [0, 0, 0, 1, 1, 1]
+    with pytest.raises(
+        ExchangeError, match=r"got no shard in the last 3 steps and no new one has .* for 12 s"
+    ):
+        hungry.exclude_unresponsive(13, 12.0)
+    hungry.arrive(shard(1, 0), 13)
+    assert [hungry.missing(step) for step in range(13, 18)] == [0, 0, 0, 1, 1]
+    config = config_of(exchange={"max_steps_without_data": None})
+    never = Freshness(config, ReplayBuffer(config.buffer, 0))
+    never.begin(10, CompletedRequests())
+    assert never.missing(1000) == 0
+
+
+def test_where_staleness_is_bounded_only_what_is_owed_is_waited_for() -> None:
+    """Two requests a step, of which version 0 allows those of the first 51: all come, then those of more."""
+    config = config_of(exchange={"max_staleness": 50, "max_steps_without_data": 3})
+    buffer = ReplayBuffer(config.buffer, 0)
+    bounded = Freshness(config, buffer)
+    bounded.begin(0, CompletedRequests())
+    assert bounded.publication(0, evaluate=None, published=0.0).budget_end == 2 * 51
+    for request_id in range(2 * 51):
+        bounded.arrive(shard(0, request_id), 0)
+        buffer.merge(shard(0, request_id).trajectories, request_id)
+    assert bounded.missing(5) == 0, "nothing is owed"
+    bounded.publication(5, evaluate=None, published=0.0)
+    assert (bounded.starved(5), bounded.missing(5), bounded.exhausted(5)) == (True, 1, False)
+    bounded.arrive(shard(0, 2 * 51), 5)
+    assert bounded.missing(5) == 0
+
+
 def test_a_dead_searcher_owes_nothing_and_others_issue_instead() -> None:
     config = config_of(exchange={"max_staleness": 0})
     buffer = ReplayBuffer(config.buffer, 0)
     bounded = Freshness(config, buffer)
-    bounded.open_budget(0, CompletedRequests())
+    bounded.begin(0, CompletedRequests())
     assert bounded.exhausted(0), "nothing is granted before the first weights"
     assert bounded.publication(0, evaluate=None, published=0.0).budget_end == 2
     assert not bounded.exhausted(0)
@@ -198,7 +233,7 @@ def test_a_dead_searcher_owes_nothing_and_others_issue_instead() -> None:
     assert bounded.exhausted(0), "request 1 was searcher 1's"
     assert bounded.publication(0, evaluate=None, published=0.0).budget_end == 3, "request 2 is searcher 0's"
     for request_id in (0, 2):
-        bounded.arrive(shard(0, request_id))
+        bounded.arrive(shard(0, request_id), 0)
         buffer.merge(shard(0, request_id).trajectories, request_id + 1)
     assert bounded.missing(0) == 0
     with pytest.raises(ExchangeError, match="no searcher is left: the last, 0 on node8, died"):
@@ -208,9 +243,9 @@ def test_a_dead_searcher_owes_nothing_and_others_issue_instead() -> None:
 def test_silence_excludes_who_owes_and_ends_the_run_where_all_do(caplog: pytest.LogCaptureFixture) -> None:
     config = config_of(exchange={"max_staleness": 0})
     bounded = Freshness(config, ReplayBuffer(config.buffer, 0))
-    bounded.open_budget(0, CompletedRequests())
+    bounded.begin(0, CompletedRequests())
     bounded.publication(0, evaluate=None, published=0.0)
-    bounded.arrive(shard(0, 0))
+    bounded.arrive(shard(0, 0), 0)
     bounded.exclude_unresponsive(0, 12.0)
     assert "no new one has arrived for 12 s: see the logs of searchers 1, which owe them" in caplog.text
     bounded.publication(0, evaluate=None, published=0.0)

@@ -367,6 +367,66 @@ def test_a_sync_is_what_arrived_between_two_publishes_in_however_many_collection
     assert set(shard_N[stored["sync"] == 4]) == {6, 7}, "the ninth would have come before the next publish"
 
 
+# --- Data before steps ---
+
+
+class Slow(ReplayExchange):
+    """Only the first publish of the run brings a shard; then each does that is waited for long enough."""
+
+    def __init__(self, shards: list[Shard], published: int = 0) -> None:
+        super().__init__(shards, published)
+        self.looks = 0
+
+    def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
+        """Bring nothing, after the first."""
+        return self._published > 0 or super().publish(publication, write)
+
+    def gather(self) -> bool:
+        """Called in waits alone: the fifth time there is a shard."""
+        self.looks += 1
+        if self.looks % 5 == 0:
+            self._arrived.append(self._shards[self._published])
+            self._published += 1
+        return True
+
+
+class Silent(Slow):
+    """Brings one shard, ever."""
+
+    def gather(self) -> bool:
+        """Bring nothing."""
+        return True
+
+
+def _steps_of(run: RunDir, event: str) -> list[object]:
+    return [r["step"] for r in read_metrics(run.metrics_file("trainer")) if r.get("event") == event]
+
+
+def test_without_data_the_trainer_takes_so_many_steps_then_waits_then_goes_on(tmp_path: Path) -> None:
+    """Three: it waits before steps 3 and 6; stopped at 8 and resumed, before 11, three from the resume."""
+    config = make_config(tmp_path, train={"steps": 13}, exchange={"max_steps_without_data": 3})
+    run = RunDir.create(config)
+    shards, reached = _sealed(config, run, 5), [False]
+    first = Slow(shards)
+    assert not TrainerParts(config, run).build(first, lambda: _losses_reach(run, 8, reached)).run()
+    assert (first.looks, _steps_of(run, "waiting"), _steps_of(run, "merged")) == (10, [3, 6], [0, 3, 6])
+    second = Slow(shards, published=3)
+    assert TrainerParts(config, run).build(second).run()
+    assert (second.looks, _steps_of(run, "waiting")) == (5, [3, 6, 11])
+    assert _steps_of(run, "merged") == [0, 3, 6, 11]
+    assert len(_losses(run)) == 13
+
+
+def test_a_searcher_that_delivers_no_more_is_named_after_the_deadline(tmp_path: Path) -> None:
+    exchange = {"max_steps_without_data": 2, "deadline_seconds": 0.3}
+    config = make_config(tmp_path, exchange=exchange, launch={"searchers": 2})
+    run = RunDir.create(config)
+    parts = TrainerParts(config, run)
+    with pytest.raises(ExchangeError, match=r"got no shard in the last 2 steps .* logs of searchers 0, 1"):
+        parts.build(Silent(_sealed(config, run, 1), 0)).run()
+    assert len(_losses(run)) == 2
+
+
 # --- Stop ---
 
 

@@ -198,6 +198,9 @@ def test_the_view_follows_a_run_through_its_phases(run: RunDir) -> None:
     line = plain_line(monitor)
     assert "] training · step 3/10 · test 41.0 % · loss 0.2500 · staleness 2.0" in line
     assert line.endswith("tokens/s 2,345 + 1,234")
+    write(trainer, [{"time": now, "event": "waiting", "step": 3}])
+    monitor.update()
+    assert plain_line(monitor).partition("] ")[2].startswith("training waits for completions: none came for")
     write(trainer, [{"time": now, "event": "finished", "step": 10}])
     monitor.update()
     assert run_state(monitor).words == "last step done, final evaluation"

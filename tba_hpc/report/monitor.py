@@ -55,7 +55,7 @@ class Progress:
             case None:
                 self.phase = "training"
                 self.step_times = [*self.step_times, number(record, "time", 0.0)][-PACE_STEPS - 1 :]
-            case "started" | "resumed" | "filling" | "stopped" | "finished" as event:
+            case "started" | "resumed" | "filling" | "waiting" | "stopped" | "finished" as event:
                 self.phase, self.step_times = event, []
             case "checkpoint":
                 self.checkpoint = record

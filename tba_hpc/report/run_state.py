@@ -194,6 +194,7 @@ def _finishing(monitor: RunMonitor) -> RunState:
 PHASES: dict[str, Callable[[RunMonitor], RunState]] = {
     "filling": _filling,
     "training": lambda monitor: RunState("training", "training"),
+    "waiting": lambda monitor: RunState("training", "training waits for completions: none came for a while"),
     "finished": _finishing,
     "stopped": lambda monitor: RunState("stopping", f"stopped at step {monitor.progress.step}"),
 }
