@@ -124,13 +124,15 @@ class BufferSection(Section):
 
 class LearningRate(Section):
     schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "constant"
-    """Shape after warm-up: constant; linear or cosine to zero after the last step; stable, then linear."""
+    """Shape after warm-up: constant; linear or cosine to zero after the horizon; stable, then ``decay``."""
     peak: float = Field(1e-5, gt=0)
     """Highest learning rate."""
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up from zero."""
     decay_steps: int = Field(0, ge=0)
     """Steps of decay at the end (warmup_stable_decay only)."""
+    decay: Literal["linear", "cosine"] = "linear"
+    """Shape of that decay."""
 
 
 class Ramp(Section):
@@ -141,9 +143,20 @@ class Ramp(Section):
     start: float = Field(1.0, gt=0)
     """First value."""
     end: float | None = Field(None, gt=0)
-    """Last value (linear only)."""
+    """Last value."""
     anneal_steps: int = Field(0, ge=0)
     """Steps from start to end (linear only)."""
+    jump_after: int | None = Field(None, ge=1)
+    """Steps after which it jumps to its end, from wherever it was by then; none: it does not."""
+
+    @model_validator(mode="after")
+    def _jump_has_an_end(self) -> Self:
+        if self.jump_after is not None and self.end is None:
+            raise ValueError(
+                f"jump_after={self.jump_after} of a schedule that starts at {self.start:g} needs a value to "
+                "jump to: set end"
+            )
+        return self
 
     @model_validator(mode="after")
     def _linear_is_complete(self) -> Self:
@@ -182,6 +195,8 @@ class TrainSection(Section):
     published, completion_tokens for GRPO and sum for the others."""
     steps: int = Field(1000, ge=1)
     """Optimizer steps in all."""
+    horizon: int | None = Field(None, ge=1)
+    """Optimizer steps that the learning rate is laid out for; a run may end before. None: steps."""
     prompts_per_step: int = Field(8, ge=1)
     """B: groups per optimizer step."""
     completions_per_prompt: int = Field(20, ge=2)
@@ -213,6 +228,15 @@ class TrainSection(Section):
     def normaliser(self) -> LossNormaliser:
         """``loss_normaliser``, or the objective's own."""
         return self.loss_normaliser or ("completion_tokens" if self.objective == "grpo" else "sum")
+
+    @model_validator(mode="after")
+    def _horizon_lies_ahead(self) -> TrainSection:
+        if self.horizon is not None and self.horizon < self.steps:
+            raise ValueError(
+                f"train.horizon={self.horizon} ends before train.steps={self.steps}, where the learning rate "
+                "has decayed: raise the first, or leave it out for a decay over all steps"
+            )
+        return self
 
     @model_validator(mode="after")
     def _loss_has_tokens(self) -> TrainSection:

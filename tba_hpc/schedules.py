@@ -11,31 +11,38 @@ from tba_hpc.config import LearningRate, Ramp, TrainSection
 from tba_hpc.types import BEHAVIOUR
 
 
-def learning_rate(config: LearningRate, step: int, steps: int) -> float:
-    """Learning rate of ``step`` in a run of ``steps`` steps.
+def learning_rate(train: TrainSection, step: int) -> float:
+    """Learning rate of ``step``, on a schedule laid out for ``train.horizon`` or else for all ``steps``.
 
     Warm-up rises from zero *before* the first step: step 0 has peak / warmup_steps, step warmup_steps − 1
-    has the peak. Decay ends at zero *after* the last step. So no step is spent on a rate of zero, and
-    warmup_stable_decay with 50/450/500 has exactly 450 steps between ramps of 50 and 500.
+    has the peak. Decay ends at zero *after* the horizon's last step. So no step is spent on a rate of zero,
+    and warmup_stable_decay with 50/450/500 has exactly 450 steps between ramps of 50 and 500.
     """
+    config = train.learning_rate
     if step < config.warmup_steps:
         return config.peak * (step + 1) / config.warmup_steps
-    return config.peak * _decay(config, step, steps)
+    return config.peak * _decay(config, step, train.horizon or train.steps)
 
 
-def _decay(config: LearningRate, step: int, steps: int) -> float:
+def _decay(config: LearningRate, step: int, horizon: int) -> float:
     """Share of the peak after warm-up."""
-    left = max(0, steps - step)
-    whole = max(1, steps - config.warmup_steps)
+    left = max(0, horizon - step)
+    whole = max(1, horizon - config.warmup_steps)
     match config.schedule:
         case "constant":
             return 1.0
         case "linear":
             return left / whole
         case "cosine":
-            return (1 - math.cos(math.pi * left / whole)) / 2
+            return _half_cosine(left / whole)
         case "warmup_stable_decay":
-            return min(1.0, left / max(1, config.decay_steps))
+            share = min(1.0, left / max(1, config.decay_steps))
+            return share if config.decay == "linear" else _half_cosine(share)
+
+
+def _half_cosine(share: float) -> float:
+    """From 0 to 1 as ``share`` does, level at both ends."""
+    return (1 - math.cos(math.pi * share)) / 2
 
 
 def beta(train: TrainSection, step: int) -> float:
@@ -53,7 +60,13 @@ def reference_power(train: TrainSection, step: int) -> float:
 
 
 def ramp(config: Ramp, step: int) -> float:
-    """Value at ``step``; where linear, from ``start`` at step 0 to ``end`` at ``anneal_steps``."""
+    """Value at ``step``; where linear, from ``start`` at step 0 to ``end`` at ``anneal_steps``.
+
+    From step ``jump_after`` on it is ``end``, wherever it was before.
+    """
+    if config.jump_after is not None and step >= config.jump_after:
+        assert config.end is not None, "Ramp's validator asks for it"
+        return config.end
     if config.schedule == "constant":
         return config.start
     assert config.end is not None and config.anneal_steps > 0, "Ramp's validator asks for both"

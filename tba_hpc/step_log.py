@@ -61,9 +61,7 @@ class StepLog:
                 "step": step + 1,
                 **{f"train/{name}": value for name, value in learned.items() if math.isfinite(value)},
                 "train/reward": float(batch.reward_N.mean()),
-                "train/learning_rate": schedules.learning_rate(
-                    self._train.learning_rate, step, self._train.steps
-                ),
+                "train/learning_rate": schedules.learning_rate(self._train, step),
                 "train/beta": schedules.beta(self._train, step),
                 "train/reference_power": schedules.reference_power(self._train, step),
                 "train/wait_share": self._wait.add(wall, spent["learn"]),

@@ -222,7 +222,7 @@ class Trainer:
         with self._step_log.clock("learn"):
             learned = self._learner.step(
                 with_reference_power(batch, schedules.reference_power(train, step)),
-                learning_rate=schedules.learning_rate(train.learning_rate, step, train.steps),
+                learning_rate=schedules.learning_rate(train, step),
                 beta=schedules.beta(train, step),
             )
         self._state = replace(self._state, step=step + 1)

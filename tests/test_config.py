@@ -1,5 +1,6 @@
 """The configuration: round trip, overrides, and one clear sentence for every kind of bad input."""
 
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,139 @@ def test_shipped_configs_survive_a_round_trip(path: Path, tmp_path: Path) -> Non
     copy = tmp_path / "config.yaml"
     copy.write_text(dump_config(config))
     assert load_config(copy) == config
+
+
+GSM8K = {
+    "model.path": "realtreetune/rho-1b-sft-GSM8K",
+    "model.dtype": "bfloat16",
+    "generator.completions_per_prompt": 24,
+    "generator.temperature": 0.7,
+    "generator.max_tokens": 512,
+    "buffer.most_on_policy": 0.95,
+    "buffer.capacity_per_prompt": 100,
+    "buffer.reward_temperature": None,
+    "buffer.initial_completions": 500,
+    "train.objective": "trajectory_balance",
+    "train.steps": 700,
+    "train.horizon": 1000,
+    "train.prompts_per_step": 7,
+    "train.completions_per_prompt": 20,
+    "train.learning_rate.schedule": "warmup_stable_decay",
+    "train.learning_rate.peak": 1e-5,
+    "train.learning_rate.warmup_steps": 50,
+    "train.learning_rate.decay_steps": 600,
+    "train.learning_rate.decay": "cosine",
+    "train.beta.schedule": "linear",
+    "train.beta.start": 0.014,
+    "train.beta.end": 0.004,
+    "train.beta.anneal_steps": 500,
+    "train.loss_normaliser": None,
+    "train.gradient_clip": None,
+    "exchange.sync_every": 2,
+}
+TLDR = {
+    "model.dtype": "float32",
+    "model.context_length": 512 + 128,
+    "generator.completions_per_prompt": 24,
+    "generator.temperature": 0.7,
+    "generator.max_tokens": 128,
+    "buffer.most_on_policy": 0.5,
+    "buffer.capacity_per_prompt": 100,
+    "buffer.reward_temperature": 1.0,
+    "buffer.initial_completions": 10_000,
+    "train.objective": "trajectory_balance",
+    "train.steps": 256,
+    "train.horizon": None,
+    "train.prompts_per_step": 8,
+    "train.completions_per_prompt": 20,
+    "train.learning_rate.schedule": "linear",
+    "train.learning_rate.peak": 3e-6,
+    "train.learning_rate.warmup_steps": 0,
+    "train.beta.schedule": "linear",
+    "train.beta.start": 1.0,
+    "train.beta.end": 0.05,
+    "train.beta.anneal_steps": 128,
+    "train.beta.jump_after": 31,
+    "train.loss_normaliser": None,
+    "train.gradient_clip": None,
+    "exchange.sync_every": 10,
+}
+MATH = {
+    "model.path": "Qwen/Qwen2.5-7B",
+    "model.dtype": "bfloat16",
+    "model.context_length": 3072,
+    "generator.temperature": 1.0,
+    "generator.max_tokens": 2048,
+    "train.steps": 400,
+    "train.prompts_per_step": 32,
+    "train.completions_per_prompt": 16,
+    "train.learning_rate.schedule": "constant",
+    "train.learning_rate.peak": 1e-6,
+    "train.adam_betas": (0.9, 0.99),
+    "train.weight_decay": 0.01,
+    "train.loss_normaliser": "max_tokens",
+    "train.gradient_clip": 1.0,
+}
+TBA_PRIME = MATH | {
+    "train.objective": "tba_prime",
+    "train.ratio_cap": 8.0,
+    "train.beta.schedule": "constant",
+    "train.beta.start": 0.005,
+    "train.reference": "reset",
+    "train.reference_every": 50,
+}
+RED_TEAMING = {
+    "generator.temperature": 1.0,
+    "generator.tempered_share": 0.5,
+    "generator.max_tokens": 20,
+    "generator.min_tokens": 5,
+    "buffer.most_on_policy": 0.5,
+    "buffer.near_duplicates": 0.25,
+    "train.objective": "trajectory_balance",
+    "train.steps": 5000,
+    "train.prompts_per_step": 1,
+    "train.completions_per_prompt": 128,
+    "train.learning_rate.schedule": "linear",
+    "train.learning_rate.peak": 1e-4,
+    "train.learning_rate.warmup_steps": 100,
+    "train.beta.start": 0.05,
+    "train.target_temperature.start": 2.0,
+    "train.target_temperature.end": 1.0,
+    "train.loss_normaliser": None,
+    "train.gradient_clip": 0.05 / 2,  # 1 on the published loss, which lacks our factor β/2
+    "exchange.sync_every": 10,
+}
+PUBLISHED: dict[str, dict[str, object]] = {
+    "math_gsm8k": GSM8K,
+    "math_qwen7b": TBA_PRIME,
+    "math_qwen7b_dr_grpo": MATH | {"train.objective": "dr_grpo"},
+    "redteam_gpt2": RED_TEAMING
+    | {
+        "generator.tempered_range": (0.5, 2.0),
+        "buffer.capacity": 100_000,
+        "train.target_temperature.anneal_steps": 500,
+    },
+    "redteam_llama1b": RED_TEAMING
+    | {
+        "generator.tempered_range": (0.7, 2.0),
+        "buffer.capacity": 130_000,
+        "train.target_temperature.anneal_steps": 1000,
+        "train.reference_temperature.anneal_steps": 2000,
+    },
+    **{
+        f"tldr_pythia{size}": TLDR | {"model.path": f"mnoukhov/pythia{size}-sft-tldr"}
+        for size in ("410m", "1b", "2.8b")
+    },
+}
+"""Settings that produced the published figures: TBA's hyper-parameters (arXiv 2503.18929v2, appendix) and,
+where the code tells otherwise, its own: github.com/bbartoldson/TBA (GSM8K's launch script, TL;DR), TBA-prime
+(TBA′, Dr. GRPO), and GFNOrg/red-teaming (arXiv 2405.18540), on which red-teaming with TBA is built."""
+
+
+@pytest.mark.parametrize("name", [path.stem for path in CONFIGS if path.stem != "quickstart"])
+def test_shipped_configs_are_the_published_ones(name: str) -> None:
+    config = load_config(Path(name))
+    assert {key: reduce(getattr, key.split("."), config) for key in PUBLISHED[name]} == PUBLISHED[name]
 
 
 def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
@@ -39,6 +173,10 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
         ("buffer.capacity_per_prompt=3", "cannot hold a group of"),
         ("buffer={capacity: 10, initial_completions: 5}", "buffer.capacity=10 cannot hold a group of"),
         ("train.beta.schedule=linear", "starts at 0.1 needs an end and a number of steps: set end and"),
+        ("train.beta.jump_after=5", "jump_after=5 of a schedule that starts at 0.1 needs a value to jump to"),
+        ("train.horizon=10", "train.horizon=10 ends before train.steps=1000, where the learning rate has"),
+        ("train.gradient_clip=0", "config key 'train.gradient_clip' has the value 0, but input should be"),
+        ("train.loss_normaliser=mean", "config key 'train.loss_normaliser' has the value 'mean', but input"),
         ("generator.tempered_range=[2, 0.5]", "generator.tempered_range=[2, 0.5] is no range"),
         ("generator.min_tokens=513", "generator.min_tokens=513 is above generator.max_tokens=512: lower"),
         ("buffer.most_on_policy=1.1", "config key 'buffer.most_on_policy' has the value 1.1, but input"),

@@ -10,8 +10,8 @@ from tba_hpc.types import BEHAVIOUR
 
 
 def rates(steps: int, **fields: object) -> list[float]:
-    config = LearningRate(peak=1.0, **fields)
-    return [learning_rate(config, step, steps) for step in range(steps)]
+    train = TrainSection(steps=steps, learning_rate=LearningRate(peak=1.0, **fields))
+    return [learning_rate(train, step) for step in range(steps)]
 
 
 def test_warm_up_starts_above_zero_and_ends_at_the_peak() -> None:
@@ -40,7 +40,25 @@ def test_warmup_stable_decay_of_the_paper() -> None:
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "warmup_stable_decay"])
 def test_decay_is_over_at_the_end_and_stays_there(schedule: str) -> None:
     config = LearningRate(schedule=schedule, peak=3.0, warmup_steps=2, decay_steps=3)
-    assert learning_rate(config, 10, 10) == learning_rate(config, 12, 10) == 0
+    train = TrainSection(steps=10, learning_rate=config)
+    assert learning_rate(train, 10) == learning_rate(train, 12) == 0
+
+
+def test_a_run_may_stop_within_the_horizon_of_its_schedule() -> None:
+    """The published GSM8K figure: 50/350/600, stopped after 700 of 1000 steps, half way down."""
+    fields = {"schedule": "warmup_stable_decay", "warmup_steps": 50, "decay_steps": 600, "peak": 1.0}
+    train = TrainSection(steps=700, horizon=1000, learning_rate=LearningRate(**fields))
+    rate = [learning_rate(train, step) for step in range(700)]
+    assert rate[:2] == [1 / 50, 2 / 50] and rate[49:401] == [1] * 352
+    assert rate[550] == 0.75 and rate[699] == 301 / 600
+    whole = TrainSection(steps=1000, learning_rate=train.learning_rate)
+    assert rate == [learning_rate(whole, step) for step in range(700)]
+
+
+def test_the_decay_of_warmup_stable_decay_may_be_half_a_cosine() -> None:
+    rate = rates(12, schedule="warmup_stable_decay", warmup_steps=2, decay_steps=4, decay="cosine")
+    assert rate[:9] == [0.5, *[1] * 8]
+    assert rate[9:] == pytest.approx([(2 + math.sqrt(2)) / 4, 0.5, (2 - math.sqrt(2)) / 4])
 
 
 def test_a_run_of_warm_up_alone() -> None:
@@ -55,6 +73,16 @@ def test_ramp() -> None:
     assert ramp(Beta(start=0.3), 1000) == 0.3
     linear = Beta(schedule="linear", start=0.012, end=0.004, anneal_steps=500)
     assert [ramp(linear, step) for step in (0, 250, 500, 900)] == pytest.approx([0.012, 0.008, 0.004, 0.004])
+
+
+def test_a_ramp_may_jump_to_its_end() -> None:
+    """As the published TL;DR code has it: towards .05 over 128 steps, and there from the 32nd on."""
+    beta = Beta(schedule="linear", start=1, end=0.05, anneal_steps=128, jump_after=31)
+    assert [ramp(beta, step) for step in (0, 30, 31, 300)] == pytest.approx(
+        [1, 1 - 0.95 * 30 / 128, 0.05, 0.05]
+    )
+    step = Ramp(start=2, end=1, jump_after=3)
+    assert [ramp(step, i) for i in range(5)] == [2, 2, 2, 1, 1]
 
 
 def test_an_untempered_target_is_the_configs_own() -> None:

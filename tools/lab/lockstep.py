@@ -148,7 +148,7 @@ class Lockstep:
             )
             self._learner.step(
                 batch,
-                learning_rate=schedules.learning_rate(train.learning_rate, step, train.steps),
+                learning_rate=schedules.learning_rate(train, step),
                 beta=schedules.beta(train, step),
             )
             if (step + 1) % every == 0:
