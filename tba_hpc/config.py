@@ -212,6 +212,9 @@ class TrainSection(Section):
     """ρ: optimizer steps between two resets of the reference (reset only)."""
     ratio_clip: float = Field(0.2, gt=0, lt=1)
     """Proximal RLOO, GRPO, Dr. GRPO: how far π_θ/π_behaviour may leave 1 before its gradient stops."""
+    baseline_shift: float = 0.0
+    """RLOO, proximal RLOO, Dr. GRPO: δ added to the baseline of the advantages, in units of the reward. Below
+    0 successes pull more than failures push, as stale data asks for (AsymRE)."""
     loss_normaliser: LossNormaliser | None = None
     """What a completion's loss, added up over its tokens, is divided by: nothing (sum), its own tokens, the
     mean number of tokens of the batch's completions, or generator.max_tokens. None: as the objective was
@@ -251,6 +254,15 @@ class TrainSection(Section):
     def normaliser(self) -> LossNormaliser:
         """``loss_normaliser``, or the objective's own."""
         return self.loss_normaliser or ("completion_tokens" if self.objective == "grpo" else "sum")
+
+    @model_validator(mode="after")
+    def _shift_has_a_baseline(self) -> TrainSection:
+        if self.baseline_shift and self.objective not in ("rloo", "proximal_rloo", "dr_grpo"):
+            raise ValueError(
+                f"train.baseline_shift={self.baseline_shift:g} would be ignored with "
+                f"train.objective={self.objective}: leave it out, or use rloo, proximal_rloo or dr_grpo"
+            )
+        return self
 
     @model_validator(mode="after")
     def _horizon_lies_ahead(self) -> TrainSection:

@@ -141,9 +141,9 @@ PUBLISHED: dict[str, dict[str, object]] = {
         for size in ("410m", "1b", "2.8b")
     },
 }
-"""Settings that produced the published figures: TBA's (arXiv 2503.18929v2, §5 and appendix), where the code
-tells otherwise its own: github.com/bbartoldson/TBA (GSM8K's launch script, TL;DR) and TBA-prime
-(TBA′, Dr. GRPO), GFNOrg/red-teaming (arXiv 2405.18540), on which TBA's red-teaming is built."""
+"""Settings that produced the published figures: TBA's hyper-parameters (arXiv 2503.18929v2, appendix) and,
+where the code tells otherwise, its own: github.com/bbartoldson/TBA (GSM8K's launch script, TL;DR), TBA-prime
+(TBA′, Dr. GRPO), and GFNOrg/red-teaming (arXiv 2405.18540), on which red-teaming with TBA is built."""
 
 
 @pytest.mark.parametrize("name", [path.stem for path in CONFIGS if path.stem != "quickstart"])
@@ -176,6 +176,7 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
         ("train.beta.schedule=linear", "starts at 0.1 needs an end and a number of steps: set end and"),
         ("train.beta.jump_after=5", "jump_after=5 of a schedule that starts at 0.1 needs a value to jump to"),
         ("train.horizon=10", "train.horizon=10 ends before train.steps=1000, where the learning rate has"),
+        ("train.baseline_shift=-0.1", "ignored with train.objective=trajectory_balance: leave it out"),
         ("train.gradient_clip=0", "config key 'train.gradient_clip' has the value 0, but input should be"),
         ("train.loss_normaliser=mean", "config key 'train.loss_normaliser' has the value 'mean', but input"),
         ("generator.tempered_range=[2, 0.5]", "generator.tempered_range=[2, 0.5] is no range"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,13 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from tba_hpc.backends.hf_model import HfTokenizer, PolicyLogprobs, load_policy, load_tokenizer
+from tba_hpc.backends.hf_model import (
+    HfTokenizer,
+    LogprobHead,
+    PolicyLogprobs,
+    load_policy,
+    load_tokenizer,
+)
 from tba_hpc.config import ConfigError
 
 PROMPTS = torch.tensor([3, 1, 5, 2])
@@ -157,6 +164,28 @@ def test_bfloat16_takes_the_softmax_in_float32() -> None:
     )
     assert chunked.dtype == torch.float32
     torch.testing.assert_close(chunked[:, 1:].double(), exact, atol=1e-4, rtol=1e-4)
+
+
+def test_the_output_layers_gradient_in_chunks_is_as_exact_as_at_once() -> None:
+    """In bfloat16, against float64: what chunks add up to is rounded once, not once per chunk."""
+    draw = torch.Generator().manual_seed(0)
+    layer = torch.nn.Linear(64, 300).bfloat16()
+    hidden = torch.randn(1024, 64, generator=draw).bfloat16()
+    token, slope = torch.randint(300, (1024,), generator=draw), torch.randn(1024, generator=draw)
+
+    def gradients(logprob: torch.Tensor, of: torch.nn.Linear) -> list[torch.Tensor]:
+        return [grad.double() for grad in torch.autograd.grad((logprob * slope).sum(), [of.weight, of.bias])]
+
+    double = copy.deepcopy(layer).double()
+    exact = gradients(double(hidden.double()).log_softmax(1)[torch.arange(1024), token], double)
+
+    def error(chunk_tokens: int) -> list[float]:
+        found = gradients(LogprobHead(layer, chunk_tokens)(hidden, token), layer)
+        return [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+
+    at_once, in_chunks = error(1024), error(64)
+    assert max(at_once) < 0.004
+    assert all(many <= 1.001 * one for one, many in zip(at_once, in_chunks, strict=True)), in_chunks
 
 
 def test_rescaled_logits_are_refused() -> None:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import get_args
 
 import pytest
@@ -94,7 +95,7 @@ def huber(residual: Tensor, limit: float | None) -> Tensor:
 
 def by_loops(train: TrainSection, groups: Groups, beta: float) -> Tensor:
     """The loss that ``train`` asks for, from its definition."""
-    name, clip = train.objective, train.ratio_clip
+    name, clip, shift = train.objective, train.ratio_clip, train.baseline_shift
     cap = math.inf if train.ratio_cap is None else train.ratio_cap
     total = torch.zeros((), dtype=torch.float64)
     many, size = groups.reward_BK.shape
@@ -123,11 +124,12 @@ def by_loops(train: TrainSection, groups: Groups, beta: float) -> Tensor:
                 total = total - sum(advantage * w * p for w, (p, _, _) in zip(ratios, row, strict=True))
             elif name in ("rloo", "proximal_rloo"):
                 shaped = [reward[m] - beta * (behaviour[m] - ref[m]) for m in range(size)]
-                advantage = shaped[j] - (sum(shaped) - shaped[j]) / (size - 1)
+                advantage = shaped[j] - ((sum(shaped) - shaped[j]) / (size - 1) + shift)
                 ratio = torch.exp(logp[j] - behaviour[j])
                 total = total - (advantage * logp[j] if name == "rloo" else surrogate(ratio, advantage, clip))
             elif name == "dr_grpo":
-                total = total - sum(surrogate(torch.exp(p - b), reward[j] - mean, clip) for p, b, _ in row)
+                advantage = reward[j] - (mean + shift)
+                total = total - sum(surrogate(torch.exp(p - b), advantage, clip) for p, b, _ in row)
             else:
                 deviation = (sum((r - mean) ** 2 for r in reward) / (size - 1)) ** 0.5
                 advantage = (reward[j] - mean) / (deviation + 1e-4)
@@ -168,10 +170,15 @@ def test_a_pair_of_completions_has_no_tokens_to_normalise() -> None:
         TrainSection(objective="online_dpo", loss_normaliser="max_tokens")
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    "limits",
-    [{"ratio_cap": 1.2}, {"ratio_cap": 0.9, "ratio_clip": 0.1, "gap_clip": 0.8}, {"ratio_cap": None}],
+    ("name", "limits"),
+    [
+        *product(
+            NAMES,
+            [{"ratio_cap": 1.2}, {"ratio_cap": 0.9, "ratio_clip": 0.1, "gap_clip": 0.8}, {"ratio_cap": None}],
+        ),
+        *product(("rloo", "proximal_rloo", "dr_grpo"), [{"baseline_shift": -0.7}]),
+    ],
 )
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_every_objective_agrees_with_its_formula(
@@ -489,6 +496,13 @@ def test_on_policy_all_expect_the_gradient_of_reward_less_kl() -> None:
     torch.testing.assert_close(expected_gradient(rloo, *case), exact)
     torch.testing.assert_close(expected_gradient(trajectory_balance, *case), exact / 2)
     torch.testing.assert_close(expected_gradient(tba_prime, *case), exact / 2)
+
+
+def test_a_shifted_baseline_changes_nothing_on_policy() -> None:
+    logits, ref_logprob, reward, beta = world(1)
+    case = logits, ref_logprob, reward, beta
+    shifted = expected_gradient(partial(rloo, baseline_shift=-3.0), *case)
+    torch.testing.assert_close(shifted, expected_gradient(rloo, *case))
 
 
 @pytest.mark.parametrize("name", NAMES)

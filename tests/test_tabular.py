@@ -134,6 +134,26 @@ def test_the_others_do_not(objective: ObjectiveName) -> None:
     assert distance_P.max() > 0.05
 
 
+@pytest.mark.parametrize("shift, reaches", [(-0.8, True), (0.0, False)])
+def test_a_baseline_below_all_rewards_has_a_known_optimum_on_stale_data(shift: float, reaches: bool) -> None:
+    """AsymRE: of E_μ[(r − V)·log π] it is π ∝ μ·(r − V), where V is below all r; at the mean it collapses.
+
+    Groups hold all 15 completions, so that μ is uniform, nothing is random, and V = mean of the others + δ.
+    """
+    table = Table(seed=0)
+    learner = TabularLearner(table, TrainSection(objective="rloo", baseline_shift=shift))
+    batch = stale_buffer(table, 0).sample(0, groups=4, group_size=15)
+    for step in range(300):
+        learner.step(batch, learning_rate=0.1 * (1 - step / 300), beta=1e-9)
+    others_PC = (table.reward_PC.sum(1, keepdims=True) - table.reward_PC) / 14
+    above_PC = table.reward_PC - (others_PC - 0.8)
+    assert above_PC.min() > 0
+    optimum_PC = above_PC / above_PC.sum(1, keepdims=True)
+    distance_P = total_variation(learner.policy_PC, optimum_PC)
+    assert (distance_P <= 1e-3).tolist() == (distance_P < 0.5).tolist() == [reaches] * table.prompts
+    assert (learner.policy_PC.min() > 1e-6) == reaches  # whether every completion keeps a chance
+
+
 def test_the_start_is_far_from_the_optimum() -> None:
     table = Table()
     assert total_variation(TabularLearner(table).policy_PC, table.optimum(BETA)).min() > 0.05

@@ -9,6 +9,7 @@ Shape letters: N sequences, L padded length, T completion tokens in all, D hidde
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -225,8 +226,9 @@ class _ChunkedLogprob(torch.autograd.Function):
         (grad_T,) = grads
         hidden_TD, weight_VD, bias_V, token_T, normalizer_T = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden_TD)
-        weight_grad = torch.zeros_like(weight_VD) if ctx.needs_input_grad[1] else None
-        bias_grad = torch.zeros_like(bias_V) if ctx.needs_input_grad[2] else None
+        total = partial(torch.zeros_like, dtype=torch.float32)  # in bfloat16 each chunk would round the sum
+        weight_grad = total(weight_VD) if ctx.needs_input_grad[1] else None
+        bias_grad = total(bias_V) if ctx.needs_input_grad[2] else None
         for rows in _chunks(len(token_T), ctx.chunk_tokens):
             logits = functional.linear(hidden_TD[rows], weight_VD, bias_V).float()
             logits.sub_(normalizer_T[rows, None]).exp_().mul_(-grad_T[rows, None])
@@ -234,10 +236,18 @@ class _ChunkedLogprob(torch.autograd.Function):
             logits_grad = logits.to(weight_VD.dtype)
             hidden_grad[rows] = logits_grad @ weight_VD
             if weight_grad is not None:
-                weight_grad.addmm_(logits_grad.T, hidden_TD[rows])
+                _add_product(weight_grad, logits_grad.T, hidden_TD[rows])
             if bias_grad is not None:
-                bias_grad += logits_grad.sum(0)
+                bias_grad += logits_grad.sum(0, dtype=torch.float32)
         return hidden_grad, weight_grad, bias_grad, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total``, float32, += left @ right, which is not rounded to the type of the two."""
+    if left.is_cuda and left.dtype != torch.float32:  # elsewhere no product has another type than its factors
+        total += torch.mm(left, right, out_dtype=torch.float32)
+    else:
+        total.addmm_(left.float(), right.float())
 
 
 def _chunks(total: int, size: int) -> Iterator[slice]:

@@ -31,13 +31,14 @@ def make_objective(train: TrainSection, *, max_tokens: int) -> Objective:
 
 
 def _find(train: TrainSection) -> Objective:
+    clip, shift = train.ratio_clip, train.baseline_shift
     objectives: dict[str, Objective] = {
         "trajectory_balance": partial(trajectory_balance, ratio_cap=train.ratio_cap, gap_clip=train.gap_clip),
         "tba_prime": partial(tba_prime, ratio_cap=train.ratio_cap),
-        "rloo": rloo,
-        "proximal_rloo": partial(proximal_rloo, ratio_clip=train.ratio_clip),
-        "grpo": partial(grpo, ratio_clip=train.ratio_clip),
-        "dr_grpo": partial(dr_grpo, ratio_clip=train.ratio_clip),
+        "rloo": partial(rloo, baseline_shift=shift),
+        "proximal_rloo": partial(proximal_rloo, ratio_clip=clip, baseline_shift=shift),
+        "grpo": partial(grpo, ratio_clip=clip),
+        "dr_grpo": partial(dr_grpo, ratio_clip=clip, baseline_shift=shift),
         "online_dpo": online_dpo,
     }
     return objectives[train.objective]

@@ -1,6 +1,10 @@
 """Policy-gradient baselines for trajectory balance: RLOO and its proximal form, GRPO and Dr. GRPO.
 
 They are right on-policy, or nearly so. It must not know where the completions come from.
+
+baseline_shift, δ, is added to the baseline V of the advantages R − V. On-policy that changes nothing but the
+variance. On data of another policy μ, REINFORCE maximises E_μ[(R − V)·log π]: with V below the mean under μ
+(δ < 0) it improves on μ, at the mean or above it loses its support (AsymRE, arXiv 2506.20520).
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ EPSILON = 1e-4
 """Added to GRPO's standard deviation of rewards, as in its public implementations."""
 
 
-def rloo(groups: Groups, beta: float) -> ObjectiveOutput:
+def rloo(groups: Groups, beta: float, *, baseline_shift: float = 0.0) -> ObjectiveOutput:
     """REINFORCE with a leave-one-out baseline (arXiv 2402.14740): mean over rows of −A·log π_θ.
 
     A = R less the mean R of the others of its group, where R = r − β·log(π_behaviour/π_ref): the KL penalty
@@ -30,17 +34,19 @@ def rloo(groups: Groups, beta: float) -> ObjectiveOutput:
 
     Metrics: kl (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value).
     """
-    advantage_BK = _kl_advantage(groups, beta)
+    advantage_BK = _kl_advantage(groups, beta) - baseline_shift
     return _output(groups, -advantage_BK * groups.logprob_BK, advantage_BK)
 
 
-def proximal_rloo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutput:
+def proximal_rloo(
+    groups: Groups, beta: float, *, ratio_clip: float, baseline_shift: float = 0.0
+) -> ObjectiveOutput:
     """RLOO under PPO's clip, as for asynchronous RLHF (arXiv 2410.18252).
 
     Mean over rows of −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), ρ = π_θ/π_behaviour of the whole completion, A as
     in ``rloo``; beyond MAX_LOG_RATIO nats ρ is constant. Metrics as there.
     """
-    advantage_BK = _kl_advantage(groups, beta)
+    advantage_BK = _kl_advantage(groups, beta) - baseline_shift
     return _output(groups, -clipped(groups.ratio_BK, advantage_BK, ratio_clip), advantage_BK)
 
 
@@ -64,7 +70,9 @@ def grpo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutput:
     return _output(groups, loss_BKL.sum(2), advantage_BK)
 
 
-def dr_grpo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutput:
+def dr_grpo(
+    groups: Groups, beta: float, *, ratio_clip: float, baseline_shift: float = 0.0
+) -> ObjectiveOutput:
     """GRPO done right (arXiv 2503.20783): a row's tokens are added up, and advantages are not rescaled.
 
     Mean over rows of the *sum* over a row's tokens of −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), A = r − r̄:
@@ -72,7 +80,7 @@ def dr_grpo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutpu
     by a constant, the longest completion's tokens in its code: that is the normaliser max_tokens. It has no
     KL term: ``beta`` is not used. ρ is bounded, and metrics are, as in ``grpo``.
     """
-    advantage_BK = centred(groups.reward_BK)
+    advantage_BK = centred(groups.reward_BK) - baseline_shift
     surrogate_BKL = clipped(groups.token_ratio_BKL, advantage_BK[:, :, None], ratio_clip)
     return _output(groups, -(surrogate_BKL * groups.mask_BKL).sum(2), advantage_BK)
 
