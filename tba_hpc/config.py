@@ -294,9 +294,9 @@ class TrainSection(Section):
         return self
 
 
-def _two_syncs(exchange: dict[str, Any]) -> int:
-    """Twice ``sync_every``, and at least 20: small models take many steps while a shard is sealed."""
-    return max(20, 2 * int(exchange["sync_every"]))
+def _a_few_syncs(exchange: dict[str, Any]) -> int:
+    """Five times ``sync_every``, and at least 50: small models take many steps while a shard is sealed."""
+    return max(50, 5 * int(exchange["sync_every"]))
 
 
 class ExchangeSection(Section):
@@ -307,9 +307,9 @@ class ExchangeSection(Section):
     max_staleness: int | None = Field(None, ge=0)
     """Most optimizer steps between the weights that sampled a trajectory and those that learn from it: the
     trainer waits for fresh ones, and searchers for newer weights. 0: synchronous, on-policy; none: TBA."""
-    max_steps_without_data: int | None = Field(default_factory=_two_syncs, ge=1)
+    max_steps_without_data: int | None = Field(default_factory=_a_few_syncs, ge=1)
     """Most optimizer steps on the replay buffer alone while no shard comes, counted from the last one, or
-    from a resume; then the trainer waits for one. Left out: two syncs, but at least 20; none: no limit."""
+    from a resume; then the trainer waits for one. Left out: five syncs, but at least 50; none: no limit."""
     seal_seconds: float = Field(2.0, gt=0)
     """Longest time that a finished completion waits before it is sealed on disk, s."""
     pending_shards: int = Field(64, ge=1)

@@ -256,14 +256,14 @@ def test_what_would_bias_an_on_policy_run_is_refused(override: str, sentence: st
 @pytest.mark.parametrize(
     ("exchange", "steps"),
     [
-        ({}, 20),
-        ({"sync_every": 10}, 20),
-        ({"sync_every": 50}, 100),
+        ({}, 50),
+        ({"sync_every": 10}, 50),
+        ({"sync_every": 50}, 250),
         ({"max_steps_without_data": 7}, 7),
         ({"max_steps_without_data": None}, None),
     ],
 )
-def test_steps_without_data_are_two_syncs_unless_chosen(
+def test_steps_without_data_are_five_syncs_unless_chosen(
     exchange: dict[str, object], steps: int | None
 ) -> None:
     config = parse_config({"model": {"path": "a"}, "exchange": exchange})
