@@ -25,7 +25,8 @@ class Groups:
 
     policy_BKL: float, with gradient, log π_θ of each token. behaviour_BKL, reference_BKL: the same under the
     weights that sampled it and under the reference, without gradient. All three are at temperature 1, and 0
-    where ``mask_BKL`` (bool) has no token of a completion; EOS is one. reward_BK: float. batch_tokens: mean
+    where ``mask_BKL`` (bool) has no token of a completion; EOS is one. reward_BK: float. value_BK: float, V̂
+    of the request that each answers, from all completions that were sampled for it. batch_tokens: mean
     length of the completions of the whole batch, of which these groups may be a part; None: they are all.
     A group must be whole: its baseline is taken over what is here.
     """
@@ -35,6 +36,7 @@ class Groups:
     reference_BKL: Tensor
     mask_BKL: Tensor
     reward_BK: Tensor
+    value_BK: Tensor
     batch_tokens: float | None = None
 
     @classmethod
@@ -50,6 +52,7 @@ class Groups:
             reference_BKL=grouped(rows.ref_logprob_NL),
             mask_BKL=grouped(rows.completion_mask_NL),
             reward_BK=grouped(rows.reward_N),
+            value_BK=grouped(rows.value_N),
             batch_tokens=batch_tokens,
         )
 
