@@ -215,6 +215,10 @@ class TrainSection(Section):
     None: beta.start, with which the target is π_lag·exp(r/β)/Z."""
     ratio_clip: float = Field(0.2, gt=0, lt=1)
     """Proximal RLOO, GRPO, Dr. GRPO: how far π_θ/π_behaviour may leave 1 before its gradient stops."""
+    second_moment_limit: float | None = Field(None, gt=0)
+    """GRPO, Dr. GRPO: instead of clipping, mask the tokens furthest beyond 1 until the mean of
+    (log π_θ/π_behaviour)² over the others beyond it, in a micro-batch, is at most this, nats² (M2PO, where it
+    is .04). None: clip."""
     baseline_shift: float = 0.0
     """RLOO, proximal RLOO, Dr. GRPO: δ added to the baseline of the advantages, in units of the reward. Below
     0 successes pull more than failures push, as stale data asks for (AsymRE)."""
@@ -262,6 +266,7 @@ class TrainSection(Section):
     def _nothing_is_ignored(self) -> TrainSection:
         for key, objectives in (
             ("baseline_shift", ("rloo", "proximal_rloo", "dr_grpo")),
+            ("second_moment_limit", ("grpo", "dr_grpo")),
             ("value_beta", ("oapl",)),
         ):
             if (value := getattr(self, key)) and self.objective not in objectives:

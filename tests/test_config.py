@@ -178,6 +178,7 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
         ("train.horizon=10", "train.horizon=10 ends before train.steps=1000, where the learning rate has"),
         ("train.baseline_shift=-0.1", "ignored with train.objective=trajectory_balance: leave it out"),
         ("train.value_beta=0.1", "value_beta=0.1 would be ignored with train.objective=trajectory_balance"),
+        ("train.second_moment_limit=0.04", "trajectory_balance: leave it out, or use grpo or dr_grpo"),
         ("train.gradient_clip=0", "config key 'train.gradient_clip' has the value 0, but input should be"),
         ("train.loss_normaliser=mean", "config key 'train.loss_normaliser' has the value 'mean', but input"),
         ("generator.tempered_range=[2, 0.5]", "generator.tempered_range=[2, 0.5] is no range"),

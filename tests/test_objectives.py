@@ -16,7 +16,7 @@ from torch import Tensor
 from tba_hpc.config import LossNormaliser, ObjectiveName, TrainSection
 from tba_hpc.objectives import Groups, Objective, make_objective
 from tba_hpc.objectives.advantage_regression import oapl
-from tba_hpc.objectives.common import bounded_exp, centred, leave_one_out
+from tba_hpc.objectives.common import bounded_exp, centred, leave_one_out, second_moment_mask
 from tba_hpc.objectives.policy_gradient import dr_grpo, grpo, proximal_rloo, rloo
 from tba_hpc.objectives.preference import online_dpo
 from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
@@ -439,6 +439,54 @@ def test_oapl_is_at_rest_at_its_target_whatever_was_drawn() -> None:
     assert oapl(groups, beta).loss.item() == pytest.approx(0, abs=1e-28)
     assert gradient(oapl, groups, beta).abs().max() < 1e-12
     assert gradient(trajectory_balance, groups, beta).abs().max() > 0.01  # one log Ẑ for all
+
+
+# --- M2PO's mask ---
+
+
+def masked_by_loops(log_ratio: list[float], advantage: list[float], limit: float) -> list[bool]:
+    """Algorithm 1 of the paper, literally."""
+    stays = [True] * len(log_ratio)
+    trusted = [i for i, (x, a) in enumerate(zip(log_ratio, advantage, strict=True)) if x * a > 0]
+    while trusted and sum(log_ratio[i] ** 2 for i in trusted) / len(trusted) > limit:
+        worst = max(trusted, key=lambda i: log_ratio[i] ** 2)
+        stays[worst] = False
+        trusted.remove(worst)
+    return stays
+
+
+@pytest.mark.parametrize("limit", [1e-9, 0.01, 0.04, 1e9])
+def test_the_mask_is_that_of_the_papers_algorithm(limit: float) -> None:
+    groups = random_groups(5, 4)
+    log_ratio = groups.policy_BKL - groups.behaviour_BKL
+    advantage = centred(groups.reward_BK)[:, :, None].expand_as(log_ratio)
+    wanted = masked_by_loops(log_ratio.flatten().tolist(), advantage.flatten().tolist(), limit)
+    mask = second_moment_mask(log_ratio, advantage, limit)
+    assert mask.flatten().tolist() == wanted
+    assert (False in wanted) == (limit < 1)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
+def test_masked_tokens_pull_no_more_and_the_others_without_a_clip(name: ObjectiveName) -> None:
+    groups, limit = random_groups(5, 4), 0.04
+    log_ratio = groups.policy_BKL.detach() - groups.behaviour_BKL
+    mask = second_moment_mask(log_ratio, centred(groups.reward_BK)[:, :, None], limit)
+    beta = 1e-12  # GRPO's penalty is not masked
+    slope = gradient(objective_of(name, "sum", second_moment_limit=limit), groups, beta)
+    free = gradient(objective_of(name, "sum", second_moment_limit=1e9), groups, beta)
+    advantage = centred(groups.reward_BK)
+    if name == "grpo":
+        advantage = advantage / (groups.reward_BK.std(1, keepdim=True) + 1e-4)
+    wanted = -advantage[..., None] * log_ratio.exp() * groups.mask_BKL / 20
+    torch.testing.assert_close(free, wanted, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(slope, wanted * mask, rtol=1e-9, atol=1e-11)
+    assert (wanted * ~mask).abs().sum() > 0
+
+
+def test_a_group_without_advantage_or_ratio_is_masked_nowhere() -> None:
+    nothing = torch.zeros(2, 3, 4)
+    assert second_moment_mask(nothing, torch.ones(2, 3, 1), 0.04).all()
+    assert second_moment_mask(torch.ones(2, 3, 4), nothing, 0.04).all()
 
 
 # --- Preferences ---
