@@ -50,6 +50,7 @@ def take_groups(batch: TrajectoryBatch, groups: np.ndarray) -> TrajectoryBatch:
         sequences=batch.sequences.take(rows),
         prompt_length_N=batch.prompt_length_N[rows],
         reward_N=batch.reward_N[rows],
+        value_N=batch.value_N[rows],
         version_N=batch.version_N[rows],
         logprobs=batch.logprobs[tokens],
         ref_logprobs=batch.ref_logprobs[tokens],
@@ -84,6 +85,7 @@ def to_arrays(batch: TrajectoryBatch) -> dict[str, np.ndarray]:
         "offsets": batch.sequences.offsets,
         "prompt_length_N": batch.prompt_length_N,
         "reward_N": batch.reward_N,
+        "value_N": batch.value_N,
         "version_N": batch.version_N,
         "logprobs": batch.logprobs,
         "ref_logprobs": batch.ref_logprobs,
@@ -99,6 +101,7 @@ def from_arrays(arrays: Mapping[str, np.ndarray]) -> TrajectoryBatch:
         sequences=Ragged(arrays["tokens"], arrays["offsets"]),
         prompt_length_N=arrays["prompt_length_N"],
         reward_N=arrays["reward_N"],
+        value_N=arrays["value_N"],
         version_N=arrays["version_N"],
         logprobs=arrays["logprobs"],
         ref_logprobs=arrays["ref_logprobs"],
@@ -127,6 +130,7 @@ def _pad(batch: TrajectoryBatch) -> PaddedBatch:
         logprob_NL=_spread(batch.logprobs, completion_NL),
         ref_logprob_NL=_spread(batch.ref_logprobs, completion_NL),
         reward_N=batch.reward_N,
+        value_N=batch.value_N,
         prompt_id_B=batch.prompt_id_B,
     )
 

@@ -44,12 +44,32 @@ class Merged:
     evicted: int
 
 
-class ReplayBuffer:
-    """Live trajectories of a run, each counted exactly once: merged = live + duplicates + evicted."""
+def soft_values(trajectories: Trajectories, beta: float | None) -> np.ndarray:
+    """float32 [N]: V̂ = β·log mean exp(r/β), over all completions of the request that each answers.
 
-    def __init__(self, config: BufferSection, seed: int) -> None:
+    beta: in units of the reward; V̂ goes from the highest (β → 0) to their mean (β → ∞). None: all are 0. The
+    trajectories are of whole requests, as a shard's are.
+    """
+    if beta is None:
+        return np.zeros(len(trajectories), np.float32)
+    _, request_N = np.unique(trajectories.record["request_id"], return_inverse=True)
+    completions_R = np.bincount(request_N)
+    log_sum_R = np.full(len(completions_R), -np.inf)
+    np.logaddexp.at(log_sum_R, request_N, trajectories.record["reward"].astype(np.float64) / beta)
+    value_R = beta * (log_sum_R - np.log(completions_R))
+    return value_R[request_N].astype(np.float32)
+
+
+class ReplayBuffer:
+    """Live trajectories of a run, each counted exactly once: merged = live + duplicates + evicted.
+
+    value_beta: β of the ``soft_values`` that trajectories keep from their merge on; None: they keep none.
+    """
+
+    def __init__(self, config: BufferSection, seed: int, *, value_beta: float | None = None) -> None:
         self._config = config
         self._seed = seed
+        self._value_beta = value_beta
         self._merged = 0
         self._duplicates = 0
         self._evicted = 0
@@ -113,7 +133,9 @@ class ReplayBuffer:
         self._revision, self._sync = revision, sync
         first = len(self._rows)
         prompt_N = self._prompts.intern(trajectories)
-        self._rows.append(trajectories, prompt_N, revision=revision, sync=sync, uses=0)
+        # Now, since of a request's equal or evicted completions there will be no trace.
+        value_N = soft_values(trajectories, self._value_beta)
+        self._rows.append(trajectories, prompt_N, revision=revision, sync=sync, uses=0, value=value_N)
         insert = self._insert if self._config.near_duplicates is None else self._insert_distinct
         keys = self._keys(trajectories.completions, self._merged)
         duplicates = insert(range(first, len(self._rows)), prompt_N.tolist(), keys)
@@ -310,6 +332,7 @@ class ReplayBuffer:
             sequences=Ragged(pairs.values, pairs.offsets[::2]),
             prompt_length_N=prompts.lengths,
             reward_N=record["reward"].copy(),
+            value_N=self._rows.value[rows],
             version_N=record["version_oldest"].copy(),
             logprobs=logprobs,
             ref_logprobs=ref_logprobs,
@@ -336,6 +359,7 @@ class ReplayBuffer:
             "revision": self._rows.revision[self._rows.live],
             "sync": self._rows.sync[self._rows.live],
             "uses": self._rows.uses[self._rows.live],
+            "value": self._rows.value[self._rows.live],
             "completion_tokens": live.completions.values,
             "completion_offsets": live.completions.offsets,
             "logprobs": live.logprobs,
@@ -359,7 +383,9 @@ class ReplayBuffer:
         prompt_N = live.record["prompt_row"].astype(np.int64)
         self._prompts = _Prompts.restore(arrays["prompt_id"], live.prompts)
         self._rows = _Rows()
-        self._rows.append(live, prompt_N, **{name: arrays[name] for name in ("revision", "sync", "uses")})
+        columns = {name: arrays[name] for name in ("revision", "sync", "uses")}
+        value = arrays.get("value", 0.0)  # checkpoints of older versions have none, and no use for any
+        self._rows.append(live, prompt_N, **columns, value=value)
         self._rows_of = {}
         self._insert(range(len(live)), prompt_N.tolist(), self._keys(live.completions, 0))
         self._merged, self._duplicates, self._evicted = arrays["counters"].tolist()
@@ -489,6 +515,7 @@ class _Rows:
         self._revision = _Column(np.int64)
         self._sync = _Column(np.int64)
         self._uses = _Column(np.int32)
+        self._value = _Column(np.float32)
         self._live = _Column(np.bool_)
         self._offsets = _Column(np.int64, [0])
         self._tokens = _Column(np.int32)
@@ -522,6 +549,11 @@ class _Rows:
         return self._uses.values
 
     @property
+    def value(self) -> np.ndarray:
+        """float32 [N]: V̂ of its request, 0 where the buffer keeps none."""
+        return self._value.values
+
+    @property
     def live(self) -> np.ndarray:
         """bool [N]."""
         return self._live.values
@@ -539,6 +571,7 @@ class _Rows:
         revision: int | np.ndarray,
         sync: int | np.ndarray,
         uses: int | np.ndarray,
+        value: float | np.ndarray,
     ) -> None:
         """Add live rows."""
         count, tokens = len(trajectories), len(self._tokens)
@@ -548,6 +581,7 @@ class _Rows:
         self._revision.append(np.broadcast_to(revision, count))
         self._sync.append(np.broadcast_to(sync, count))
         self._uses.append(np.broadcast_to(uses, count))
+        self._value.append(np.broadcast_to(value, count))
         self._live.append(np.ones(count, bool))
         self._offsets.append(tokens + trajectories.completions.offsets[1:])
         self._tokens.append(trajectories.completions.values)
@@ -613,6 +647,7 @@ class _Rows:
             revision=self.revision[rows],
             sync=self.sync[rows],
             uses=self.uses[rows],
+            value=self.value[rows],
         )
         return made
 

@@ -18,7 +18,7 @@ from tba_hpc import shipped
 Dtype = Literal["float32", "bfloat16"]
 Scalar = bool | int | float | str
 ObjectiveName = Literal[
-    "trajectory_balance", "tba_prime", "rloo", "proximal_rloo", "grpo", "dr_grpo", "online_dpo"
+    "trajectory_balance", "tba_prime", "oapl", "rloo", "proximal_rloo", "grpo", "dr_grpo", "online_dpo"
 ]
 LossNormaliser = Literal["sum", "completion_tokens", "batch_tokens", "max_tokens"]
 
@@ -200,18 +200,25 @@ class Beta(Ramp):
 
 class TrainSection(Section):
     objective: ObjectiveName = "trajectory_balance"
-    """Loss: trajectory balance (TB), TBA′, or one of the baselines they are compared with."""
+    """Loss: trajectory balance (TB), TBA′, OAPL, or one of the baselines they are compared with."""
     ratio_cap: float | None = Field(None, gt=0)
     """TB, TBA′: largest weight π_θ/π_behaviour of stale data; none: every weight is 1."""
     gap_clip: float | None = Field(None, gt=0)
     """TB: nats beyond which a residual pulls no harder; none: no limit."""
     reference: Literal["frozen", "behaviour", "reset"] = "frozen"
-    """π_ref: the initial model, the weights that sampled (no model is loaded), or the policy itself, anew
-    every reference_every steps."""
+    """π_ref: the initial model, the weights that sampled (no model is loaded; always so with OAPL), or the
+    policy itself, anew every reference_every steps."""
     reference_every: int | None = Field(None, ge=1)
     """ρ: optimizer steps between two resets of the reference (reset only)."""
+    value_beta: float | None = Field(None, gt=0)
+    """OAPL: β₁ of V̂ = β₁·log mean exp(r/β₁) over all completions of a request, in units of the reward.
+    None: beta.start, with which the target is π_lag·exp(r/β)/Z."""
     ratio_clip: float = Field(0.2, gt=0, lt=1)
     """Proximal RLOO, GRPO, Dr. GRPO: how far π_θ/π_behaviour may leave 1 before its gradient stops."""
+    second_moment_limit: float | None = Field(None, gt=0)
+    """GRPO, Dr. GRPO: instead of clipping, mask the tokens furthest beyond 1 until the mean of
+    (log π_θ/π_behaviour)² over the others beyond it, in a micro-batch, is at most this, nats² (M2PO, where it
+    is .04). None: clip."""
     baseline_shift: float = 0.0
     """RLOO, proximal RLOO, Dr. GRPO: δ added to the baseline of the advantages, in units of the reward. Below
     0 successes pull more than failures push, as stale data asks for (AsymRE)."""
@@ -256,12 +263,37 @@ class TrainSection(Section):
         return self.loss_normaliser or ("completion_tokens" if self.objective == "grpo" else "sum")
 
     @model_validator(mode="after")
-    def _shift_has_a_baseline(self) -> TrainSection:
-        if self.baseline_shift and self.objective not in ("rloo", "proximal_rloo", "dr_grpo"):
+    def _nothing_is_ignored(self) -> TrainSection:
+        for key, objectives in (
+            ("baseline_shift", ("rloo", "proximal_rloo", "dr_grpo")),
+            ("second_moment_limit", ("grpo", "dr_grpo")),
+            ("value_beta", ("oapl",)),
+        ):
+            if (value := getattr(self, key)) and self.objective not in objectives:
+                raise ValueError(
+                    f"train.{key}={value:g} would be ignored with train.objective={self.objective}: leave it "
+                    f"out, or use {' or '.join(objectives)}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _lagged_policy_is_the_reference(self) -> TrainSection:
+        """OAPL has no other reference than what sampled, untempered, and needs a β for its values."""
+        if self.objective != "oapl":
+            return self
+        if "reference" in self.model_fields_set and self.reference != "behaviour":
             raise ValueError(
-                f"train.baseline_shift={self.baseline_shift:g} would be ignored with "
-                f"train.objective={self.objective}: leave it out, or use rloo, proximal_rloo or dr_grpo"
+                f"train.reference={self.reference} would be scored in vain with train.objective=oapl, which "
+                "learns against the weights that sampled: leave it out, or set it to behaviour"
             )
+        for name in ("target_temperature", "reference_temperature"):
+            if getattr(self, name) != Ramp():
+                raise ValueError(
+                    f"train.{name} tempers a target that train.objective=oapl does not have: leave it "
+                    "out, or use trajectory_balance"
+                )
+        object.__setattr__(self, "reference", "behaviour")
+        object.__setattr__(self, "value_beta", self.value_beta or self.beta.start)
         return self
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ train/skipped_steps             steps not taken, as loss or gradient norm was no
                                 such a step has no train/loss, no train/grad_norm
 train/kl                        mean over completions of log π_θ − p·log π_ref (nats per completion)
 train/log_z                     mean over groups of the estimated log Z (nats)
+train/value                     mean over completions of V̂ of their requests (OAPL; units of the reward)
 train/reward                    mean reward of the batch
 train/learning_rate             learning rate of the step
 train/beta                      KL coefficient of the step: β·T

@@ -129,7 +129,8 @@ def _restore(
     run: RunDir, config: Config
 ) -> tuple[Path | None, TrainerState, CompletedRequests, ReplayBuffer]:
     """The newest checkpoint, if there is one, and what the trainer goes on from. Raises StateError."""
-    folder, buffer = latest_checkpoint(run), ReplayBuffer(config.buffer, config.run.seed)
+    folder = latest_checkpoint(run)
+    buffer = ReplayBuffer(config.buffer, config.run.seed, value_beta=config.train.value_beta)
     state, completed = _progress(folder)
     if folder:
         buffer.restore(read_arrays(folder / BUFFER_FILE))

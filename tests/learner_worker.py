@@ -63,6 +63,7 @@ def make_batch(seed: int) -> TrajectoryBatch:
         sequences=sequences,
         prompt_length_N=np.array(prompt_lengths, np.int64),
         reward_N=random.random(len(rows)).astype(np.float32),
+        value_N=np.zeros(len(rows), np.float32),
         version_N=np.zeros(len(rows), np.int32),
         logprobs=np.zeros(tokens, np.float32),
         ref_logprobs=random.normal(-3, 1, tokens).astype(np.float32),

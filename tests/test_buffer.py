@@ -1,5 +1,6 @@
 """The replay buffer against a naive model of it, closed-form probabilities, and itself after a restore."""
 
+import math
 import sys
 import tracemalloc
 from collections import Counter
@@ -14,19 +15,23 @@ import pytest
 
 from tba_hpc import buffer as buffer_module
 from tba_hpc.batch import to_arrays
-from tba_hpc.buffer import Merged, ReplayBuffer
+from tba_hpc.buffer import Merged, ReplayBuffer, soft_values
 from tba_hpc.config import BufferSection
 from tba_hpc.types import RECORD, Ragged, Trajectories, TrajectoryBatch
 
 
 @dataclass(frozen=True)
 class Item:
-    """One trajectory as plain values; log-probabilities are made from the uid, so that mix-ups show."""
+    """One trajectory as plain values; log-probabilities are made from the uid, so that mix-ups show.
+
+    request: None for one of its own.
+    """
 
     uid: int
     prompt: int
     tokens: tuple[int, ...]
     reward: float = 0.0
+    request: int | None = None
 
     @property
     def prompt_tokens(self) -> list[int]:
@@ -46,7 +51,7 @@ def pack(items: Sequence[Item]) -> Trajectories:
         record[row] = (
             item.uid,
             item.prompt,
-            item.uid,
+            item.uid if item.request is None else item.request,
             row_of[item.prompt],
             item.reward,
             item.uid,
@@ -658,6 +663,56 @@ def test_samples_are_of_live_trajectories_only() -> None:
             assert set(group) <= live
 
 
+# --- Values ---
+
+
+@pytest.mark.parametrize("beta", [1e-4, 0.1, 3.0])
+def test_a_value_is_the_log_mean_exp_of_its_requests_rewards(beta: float) -> None:
+    """By loops, shifted by the highest; rewards of 0 and ±1 in three requests of a prompt, mixed up."""
+    rewards = {7: [1.0, 0.0, 0.0], 3: [-1.0], 9: [0.0, 1.0, 1.0, -1.0]}
+    items = [Item(10 * r + i, 0, (i,), x, r) for r, each in rewards.items() for i, x in enumerate(each)]
+    items = items[::3] + items[1::3] + items[2::3]
+    found = soft_values(pack(items), beta)
+    for item, value in zip(items, found.tolist(), strict=True):
+        assert item.request is not None
+        mine = rewards[item.request]
+        mean = sum(math.exp((x - max(mine)) / beta) for x in mine) / len(mine)
+        assert value == pytest.approx(max(mine) + beta * math.log(mean), abs=1e-6)
+    assert found.dtype == np.float32
+
+
+def test_a_value_counts_completions_that_are_equal_evicted_or_not_drawn() -> None:
+    """Of a request's eight completions, seven of them equal, two live; their value is that of all eight."""
+    real = ReplayBuffer(BufferSection(capacity_per_prompt=3), 0, value_beta=0.5)
+    for request in range(3):
+        rewards = [0.0] * 7 + [float(request)]
+        uids = range(100 * request, 100 * request + 8)
+        real.merge(
+            pack(
+                [
+                    Item(u, 5, (int(u % 100 == 7), request), x, request)
+                    for u, x in zip(uids, rewards, strict=True)
+                ]
+            ),
+            request,
+        )
+    wanted = {r: 0.5 * math.log((7 + math.exp(r / 0.5)) / 8) for r in range(3)}
+    batch = real.sample(0, groups=4, group_size=3)
+    requests = [int(batch.sequences.row(i)[-1]) for i in range(12)]
+    assert set(requests) == {1, 2}  # versions meet in a group
+    assert batch.value_N.tolist() == pytest.approx([wanted[request] for request in requests])
+
+
+def test_without_a_beta_there_are_no_values_and_older_states_restore() -> None:
+    real = filled([Item(0, 0, (1,), 1.0)])
+    assert real.sample(0, groups=1, group_size=2).value_N.tolist() == [0, 0]
+    arrays = real.state()
+    del arrays["value"]
+    again = ReplayBuffer(BufferSection(), 0)
+    again.restore(arrays)
+    assert image(again.sample(1, groups=1, group_size=2)) == image(real.sample(1, groups=1, group_size=2))
+
+
 # --- Repeating, resuming, cost ---
 
 
@@ -683,7 +738,7 @@ def test_a_restored_buffer_goes_on_bit_by_bit(near: float | None, deduplicate: b
         replay_limit=2,
     )
     rng = np.random.default_rng(1)
-    real = ReplayBuffer(config, 4)
+    real = ReplayBuffer(config, 4, value_beta=0.5)
     for revision in range(50):
         for part in range(2):
             items = random_items(rng, 9, 100 * revision + 20 * part, prompts=15)
@@ -692,7 +747,7 @@ def test_a_restored_buffer_goes_on_bit_by_bit(near: float | None, deduplicate: b
         real.evict_used_up(3)
         if revision % 10 == 5:
             arrays = real.state()
-            restored = ReplayBuffer(config, 4)
+            restored = ReplayBuffer(config, 4, value_beta=0.5)
             restored.merge(pack(random_items(np.random.default_rng(9), 20, 1)), 0)  # all of it is dropped
             restored.restore(arrays)
             follow(real, restored, rng.integers(1 << 30), 10 * revision + 1)

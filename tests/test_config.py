@@ -177,6 +177,8 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
         ("train.beta.jump_after=5", "jump_after=5 of a schedule that starts at 0.1 needs a value to jump to"),
         ("train.horizon=10", "train.horizon=10 ends before train.steps=1000, where the learning rate has"),
         ("train.baseline_shift=-0.1", "ignored with train.objective=trajectory_balance: leave it out"),
+        ("train.value_beta=0.1", "value_beta=0.1 would be ignored with train.objective=trajectory_balance"),
+        ("train.second_moment_limit=0.04", "trajectory_balance: leave it out, or use grpo or dr_grpo"),
         ("train.gradient_clip=0", "config key 'train.gradient_clip' has the value 0, but input should be"),
         ("train.loss_normaliser=mean", "config key 'train.loss_normaliser' has the value 'mean', but input"),
         ("generator.tempered_range=[2, 0.5]", "generator.tempered_range=[2, 0.5] is no range"),
@@ -209,6 +211,34 @@ def test_bad_input_gets_one_sentence(override: str, sentence: str, tmp_path: Pat
         load_config(path, [override])
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_oapl_learns_against_the_weights_that_sampled_and_its_values_are_at_its_first_beta() -> None:
+    oapl = {"objective": "oapl", "beta": {"start": 0.3}}
+    config = parse_config({"model": {"path": "a"}, "train": oapl})
+    assert (config.train.reference, config.train.value_beta) == ("behaviour", 0.3)
+    assert parse_config(yaml.safe_load(dump_config(config))) == config
+    assert parse_config({"model": {"path": "a"}, "train": {**oapl, "value_beta": 2}}).train.value_beta == 2
+    assert parse_config({"model": {"path": "a"}}).train.value_beta is None
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "train.reference=frozen",
+            "train.reference=frozen would be scored in vain with train.objective=oapl",
+        ),
+        (
+            "train.reference_temperature.start=2",
+            "train.reference_temperature tempers a target that train.objective=oapl does not have: leave",
+        ),
+        ("train.target_temperature.start=2", "train.target_temperature tempers a target"),
+    ],
+)
+def test_what_oapl_would_not_use_is_refused(override: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        parse_config({"model": {"path": "a"}}, ["train.objective=oapl", override])
 
 
 ON_POLICY = ("exchange.max_staleness=0", "exchange.sync_every=1", "train.objective=rloo")

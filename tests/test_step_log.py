@@ -15,6 +15,7 @@ BATCH = TrajectoryBatch(
     sequences=Ragged.from_rows([np.array([1, 2])] * 2, np.int32),
     prompt_length_N=np.ones(2, np.int64),
     reward_N=np.ones(2, np.float32),
+    value_N=np.zeros(2, np.float32),
     version_N=np.zeros(2, np.int32),
     logprobs=np.zeros(2, np.float32),
     ref_logprobs=np.zeros(2, np.float32),

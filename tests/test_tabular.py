@@ -31,6 +31,7 @@ from tba_hpc.types import (
     Request,
     Sampling,
     Trajectories,
+    TrajectoryBatch,
     WeightUpdate,
 )
 
@@ -73,6 +74,25 @@ def score(table: Table, groups: list[Group]) -> Trajectories:
     return scored
 
 
+def batch_of_all(table: Table, beta: float) -> TrajectoryBatch:
+    """Every completion of every prompt once, sampled by the reference; values as of infinitely many."""
+    task, reference = TabularTask(table), TabularReference(table)
+    groups = []
+    for prompt in task.prompts("train"):
+        request = Request(prompt, prompt.id, len(table.completions), Sampling(1.0, 1.0, table.length))
+        silent = tuple(Completion(x, np.zeros(len(x), np.float32), "stop") for x in table.completions)
+        logprobs = reference.logprobs(Group(request, silent, np.zeros((len(silent), 2), np.int32)))
+        completions = [replace(c, logprobs=row) for c, row in zip(silent, logprobs, strict=True)]
+        groups.append(Group(request, tuple(completions), np.zeros((len(silent), 2), np.int32)))
+    buffer = ReplayBuffer(BufferSection(most_on_policy=1), 0)
+    buffer.merge(score(table, groups), 0)
+    batch = buffer.sample(0, groups=table.prompts, group_size=len(table.completions))
+    ref_PC = table.probabilities(table.ref_logits_PSV)
+    value_P = beta * np.log((ref_PC * np.exp(table.reward_PC / beta)).sum(1))
+    prompt_N = batch.prompt_id_B.repeat(batch.group_size)
+    return replace(batch, value_N=value_P[prompt_N].astype(np.float32))
+
+
 def stale_buffer(table: Table, seed: int) -> ReplayBuffer:
     """Collected once by the uniform policy, which no one trains; every completion is in it."""
     generator = TabularGenerator(table, seed=seed)
@@ -108,6 +128,21 @@ def test_tba_prime_reaches_it_too(seed: int) -> None:
     table = Table(seed=seed)
     distance_P = total_variation(trained(table, "tba_prime", seed), table.optimum(BETA))
     assert distance_P.max() <= 1e-3
+
+
+@pytest.mark.parametrize("value_beta, reaches", [(BETA, True), (4 * BETA, False)])
+def test_oapl_reaches_its_target_exactly_where_its_two_betas_are_one(
+    value_beta: float, reaches: bool
+) -> None:
+    """The lag is fixed, π_lag = π_ref, and V̂ exact: π_ref·exp(r/β)/Z, from completions of equal weight."""
+    table = Table(seed=0)
+    learner = TabularLearner(table, TrainSection(objective="oapl"))
+    batch = batch_of_all(table, value_beta)
+    for step in range(400):
+        metrics = learner.step(batch, learning_rate=0.1 * (1 - step / 400), beta=BETA)
+    distance_P = total_variation(learner.policy_PC, table.optimum(BETA))
+    assert (distance_P.max() <= 1e-3) == reaches
+    assert (metrics["residual"] < 1e-3) == reaches
 
 
 def test_a_normaliser_by_length_leaves_the_optimum_where_it_is() -> None:

@@ -261,6 +261,7 @@ def make_batch(shape: Shape) -> TrajectoryBatch:
         sequences=Ragged.from_rows(list(tokens_NL), np.int32),
         prompt_length_N=np.full(rows, shape.prompt, np.int64),
         reward_N=random.random(rows).astype(np.float32),
+        value_N=np.zeros(rows, np.float32),
         version_N=np.zeros(rows, np.int32),
         logprobs=logprobs,
         ref_logprobs=logprobs,

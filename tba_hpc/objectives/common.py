@@ -25,7 +25,8 @@ class Groups:
 
     policy_BKL: float, with gradient, log π_θ of each token. behaviour_BKL, reference_BKL: the same under the
     weights that sampled it and under the reference, without gradient. All three are at temperature 1, and 0
-    where ``mask_BKL`` (bool) has no token of a completion; EOS is one. reward_BK: float. batch_tokens: mean
+    where ``mask_BKL`` (bool) has no token of a completion; EOS is one. reward_BK: float. value_BK: float, V̂
+    of the request that each answers, from all completions that were sampled for it. batch_tokens: mean
     length of the completions of the whole batch, of which these groups may be a part; None: they are all.
     A group must be whole: its baseline is taken over what is here.
     """
@@ -35,6 +36,7 @@ class Groups:
     reference_BKL: Tensor
     mask_BKL: Tensor
     reward_BK: Tensor
+    value_BK: Tensor
     batch_tokens: float | None = None
 
     @classmethod
@@ -50,6 +52,7 @@ class Groups:
             reference_BKL=grouped(rows.ref_logprob_NL),
             mask_BKL=grouped(rows.completion_mask_NL),
             reward_BK=grouped(rows.reward_N),
+            value_BK=grouped(rows.value_N),
             batch_tokens=batch_tokens,
         )
 
@@ -148,3 +151,19 @@ def leave_one_out(value_BK: Tensor) -> Tensor:
 def clipped(ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
     """PPO's surrogate min(ρ·A, clip(ρ, 1 ± clip)·A) (arXiv 1707.06347, eq. 7), to be maximised."""
     return torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+
+
+def second_moment_mask(log_ratio: Tensor, advantage: Tensor, limit: float) -> Tensor:
+    """bool, as ``log_ratio`` is: the tokens that M2PO's mask leaves (arXiv 2510.01161, algorithm 1).
+
+    Its trust region is about tokens whose ratio has gone where their advantage pushes it, as PPO's clip is:
+    A > 0 and ρ > 1, or A < 0 and ρ < 1. Of these the ones with the largest (log ρ)² go, one by one, until
+    its mean over the rest is at most ``limit``, nats². All other tokens stay.
+    """
+    log_ratio = log_ratio.detach()
+    beyond = log_ratio * advantage > 0
+    square, order = log_ratio[beyond].square().sort()
+    mean_of_smallest = square.cumsum(0) / torch.arange(1, len(square) + 1, device=square.device)
+    stays = torch.empty_like(beyond[beyond])
+    stays[order] = mean_of_smallest <= limit  # the means rise with the squares: a first part of them
+    return torch.ones_like(beyond).masked_scatter(beyond, stays)

@@ -18,6 +18,7 @@ from tba_hpc.objectives.common import (
     centred,
     clipped,
     leave_one_out,
+    second_moment_mask,
 )
 
 EPSILON = 1e-4
@@ -50,7 +51,9 @@ def proximal_rloo(
     return _output(groups, -clipped(groups.ratio_BK, advantage_BK, ratio_clip), advantage_BK)
 
 
-def grpo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutput:
+def grpo(
+    groups: Groups, beta: float, *, ratio_clip: float, second_moment_limit: float | None = None
+) -> ObjectiveOutput:
     """Group-relative policy optimisation (arXiv 2402.03300, eq. 3), whose normaliser is completion_tokens.
 
     Mean over rows of the sum over tokens, which ``make_objective`` makes the paper's mean, of
@@ -59,30 +62,48 @@ def grpo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutput:
 
     ρ = π_θ/π_behaviour of a token; A = (r − r̄)/(σ_r + 1e-4), σ the group's sample standard deviation. Beyond
     MAX_LOG_RATIO nats neither ρ nor π_ref/π_θ grows or pulls any more: they would overflow.
+
+    second_moment_limit: M2PO's mask instead of the clip (``second_moment_mask``). The paper's is over all
+    tokens of a batch; this one, as in its authors' code, over those of the groups at hand: a micro-batch's.
+
     Metrics: kl (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value).
     """
     deviation_B1 = groups.reward_BK.std(dim=1, keepdim=True)
     advantage_BK = centred(groups.reward_BK) / (deviation_B1 + EPSILON)
     gap_BKL = (groups.reference_BKL - groups.policy_BKL).clamp(max=MAX_LOG_RATIO)
     penalty_BKL = gap_BKL.exp() - gap_BKL - 1
-    surrogate_BKL = clipped(groups.token_ratio_BKL, advantage_BK[:, :, None], ratio_clip)
+    surrogate_BKL = _surrogate(groups, advantage_BK, ratio_clip, second_moment_limit)
     loss_BKL = (beta * penalty_BKL - surrogate_BKL) * groups.mask_BKL
     return _output(groups, loss_BKL.sum(2), advantage_BK)
 
 
 def dr_grpo(
-    groups: Groups, beta: float, *, ratio_clip: float, baseline_shift: float = 0.0
+    groups: Groups,
+    beta: float,
+    *,
+    ratio_clip: float,
+    second_moment_limit: float | None = None,
+    baseline_shift: float = 0.0,
 ) -> ObjectiveOutput:
     """GRPO done right (arXiv 2503.20783): a row's tokens are added up, and advantages are not rescaled.
 
     Mean over rows of the *sum* over a row's tokens of −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), A = r − r̄:
     neither a row's length nor the spread of a group's rewards changes its weight. The paper divides the sum
     by a constant, the longest completion's tokens in its code: that is the normaliser max_tokens. It has no
-    KL term: ``beta`` is not used. ρ is bounded, and metrics are, as in ``grpo``.
+    KL term: ``beta`` is not used. ρ is bounded, or masked, and metrics are, as in ``grpo``.
     """
     advantage_BK = centred(groups.reward_BK) - baseline_shift
-    surrogate_BKL = clipped(groups.token_ratio_BKL, advantage_BK[:, :, None], ratio_clip)
+    surrogate_BKL = _surrogate(groups, advantage_BK, ratio_clip, second_moment_limit)
     return _output(groups, -(surrogate_BKL * groups.mask_BKL).sum(2), advantage_BK)
+
+
+def _surrogate(groups: Groups, advantage_BK: Tensor, clip: float, limit: float | None) -> Tensor:
+    """[B, K, L], to be maximised: ρ·A of each token, clipped, or masked where there is a ``limit``."""
+    advantage_BK1, ratio_BKL = advantage_BK[:, :, None], groups.token_ratio_BKL
+    if limit is None:
+        return clipped(ratio_BKL, advantage_BK1, clip)
+    log_ratio_BKL = groups.policy_BKL - groups.behaviour_BKL
+    return ratio_BKL * advantage_BK1 * second_moment_mask(log_ratio_BKL, advantage_BK1, limit)
 
 
 def _kl_advantage(groups: Groups, beta: float) -> Tensor:
