@@ -121,7 +121,7 @@ class Completion:
     """One sampled answer.
 
     tokens: int32 [T], EOS included where it ended by itself. logprobs: float32 [T], log-probabilities of
-    those tokens under the sampling weights at temperature 1.
+    those tokens under the sampling weights at model.logprob_temperature, whatever they were sampled at.
     """
 
     tokens: np.ndarray
@@ -175,8 +175,8 @@ class Trajectories:
 
     record: RECORD [N]. prompts: Ragged int32 [P rows], each distinct prompt once.
     completions: Ragged int32 [N rows]. logprobs, ref_logprobs: float32 [T], aligned with
-    ``completions.values``, of the sampling policy at temperature 1 and of the reference that the record
-    names.
+    ``completions.values``, of the sampling policy and of the reference that the record names, both at
+    model.logprob_temperature.
     """
 
     record: np.ndarray

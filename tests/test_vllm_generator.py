@@ -35,11 +35,11 @@ GREEDY = Sampling(temperature=0.0, top_p=1.0, max_tokens=20)
 class Served:
     """One engine, the folder it started from, another to load, and its greedy answers when it was new."""
 
-    def __init__(self, folder: Path, *, tied: bool, tensor_parallel: int = 1) -> None:
+    def __init__(self, folder: Path, *, tied: bool, **options: object) -> None:
         self.tied = tied
         self.folder = make_random_model(folder / "first", tied=tied, seed=1, context=CONTEXT)
         self.other = make_random_model(folder / "other", tied=tied, seed=2, context=CONTEXT)
-        self.generator = _generator(self.folder, tensor_parallel=tensor_parallel)
+        self.generator = _generator(self.folder, **options)
         while not self.generator._engine.ready:
             assert self.generator.step() == []
         self.fresh = _at_once(self.generator, GREEDILY)
@@ -63,13 +63,15 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     _close(served.generator)
 
 
-def _generator(folder: Path, *, context: int = CONTEXT, tensor_parallel: int = 1) -> VllmGenerator:
-    model = ModelSection(path=str(folder), dtype="float32", context_length=context)
+def _generator(
+    folder: Path, *, context: int = CONTEXT, policy_temperature: float = 1.0, **options: object
+) -> VllmGenerator:
+    """options: of the section."""
+    model = ModelSection(
+        path=str(folder), dtype="float32", context_length=context, logprob_temperature=policy_temperature
+    )
     section = GeneratorSection(
-        completions_per_prompt=4,
-        prompts_in_flight=SEQUENCES // 4,
-        kv_cache_mb=16,
-        tensor_parallel=tensor_parallel,
+        completions_per_prompt=4, prompts_in_flight=SEQUENCES // 4, kv_cache_mb=16, **options
     )
     return VllmGenerator(model, section, seed=0)
 
@@ -124,8 +126,8 @@ def _generate(generator: VllmGenerator, *requests: Request) -> list[Group]:
     return sorted(_drain(generator), key=lambda group: group.request.id)
 
 
-def _assert_logprobs_of(model: PreTrainedModel, groups: list[Group]) -> None:
-    reference = HfReference(model, chunk_tokens=1024)
+def _assert_logprobs_of(model: PreTrainedModel, groups: list[Group], temperature: float = 1.0) -> None:
+    reference = HfReference(model, chunk_tokens=1024, temperature=temperature)
     for group in groups:
         for completion, expected in zip(group.completions, reference.logprobs(group), strict=True):
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)
@@ -209,7 +211,12 @@ def test_greedy_beside_sampled(served: Served) -> None:
     model = served.load(served.folder, version=9)
     groups = _generate(served.generator, *map(_request, range(2)), *GREEDILY)
     _assert_logprobs_of(model, groups)
-    for group in groups[2:]:
+    _assert_greedy(model, groups[2:])
+
+
+def _assert_greedy(model: PreTrainedModel, groups: list[Group]) -> None:
+    """As transformers decodes."""
+    for group in groups:
         prompt = torch.from_numpy(group.request.prompt.tokens.astype(np.int64))[None]
         expected = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False
@@ -220,15 +227,21 @@ def test_greedy_beside_sampled(served: Served) -> None:
 def test_sampling_follows_temperature_and_top_p(served: Served) -> None:
     """Frequencies of 8,000 first tokens against the tempered, truncated softmax."""
     model = served.load(served.folder, version=10)
-    sampling = Sampling(temperature=0.7, top_p=0.9, max_tokens=1)
-    request = _request(0, n=8000, sampling=sampling)
-    (group,) = _generate(served.generator, request)
-    with torch.no_grad():
-        logits = model(input_ids=torch.from_numpy(request.prompt.tokens.astype(np.int64))[None]).logits[0, -1]
-    tokens = np.array([completion.tokens[0] for completion in group.completions])
+    tokens, logits = _first_tokens(served.generator, model, Sampling(0.7, 0.9, max_tokens=1))
     assert _misfit(tokens, _nucleus((logits.double() / 0.7).softmax(0).numpy(), 0.9)) < 2
     assert _misfit(tokens, _nucleus((logits.double() / 0.8).softmax(0).numpy(), 0.9)) > 3
     assert _misfit(tokens, _nucleus((logits.double() / 0.7).softmax(0).numpy(), 0.8)) > 3
+
+
+def _first_tokens(
+    generator: VllmGenerator, model: PreTrainedModel, sampling: Sampling
+) -> tuple[np.ndarray, torch.Tensor]:
+    """Of 8,000 completions of a prompt, int64; and the logits, [V], from which ``model`` predicts them."""
+    request = _request(0, n=8000, sampling=sampling)
+    (group,) = _generate(generator, request)
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(request.prompt.tokens.astype(np.int64))[None]).logits[0, -1]
+    return np.array([completion.tokens[0] for completion in group.completions]), logits
 
 
 def _nucleus(probability: np.ndarray, mass: float) -> np.ndarray:
@@ -248,6 +261,47 @@ def _misfit(tokens: np.ndarray, expected: np.ndarray) -> float:
         return float("inf")
     wanted = expected[possible] * len(tokens)
     return float(((found[possible] - wanted) ** 2 / wanted).sum() / (possible.sum() - 1))
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def tempered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """An engine whose policy is softmax(logits/0.7)."""
+    served = Served(tmp_path_factory.mktemp("tempered"), tied=request.param, policy_temperature=0.7)
+    yield served
+    _close(served.generator)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(0.7, 1.0, max_tokens=20),
+        Sampling(1.7, 1.0, max_tokens=20, min_tokens=8),
+        Sampling(0.7, 0.8, max_tokens=20),
+    ],
+    ids=["as the policy", "warmer, no early end", "its nucleus"],
+)
+def test_logprobs_are_the_tempered_policys_however_sampled(tempered: Served, sampling: Sampling) -> None:
+    """Of the weights that it was built with, and of others."""
+    first, requests = (
+        load_policy(str(tempered.folder), "float32"),
+        [_request(i, sampling=sampling) for i in range(6)],
+    )
+    if tempered.generator.version == 0:
+        _assert_logprobs_of(first, _generate(tempered.generator, *requests), 0.7)
+    for version, folder in enumerate((tempered.other, tempered.folder), tempered.generator.version + 1):
+        model = tempered.load(folder, version)
+        _assert_logprobs_of(model, _generate(tempered.generator, *requests), 0.7)
+
+
+def test_a_tempered_policy_is_sampled_as_asked(tempered: Served) -> None:
+    """The sampler's temperature is that of the model's logits, not of the policy's; 0 is greedy."""
+    model = tempered.load(tempered.other, version=20)
+    tokens, logits = _first_tokens(tempered.generator, model, Sampling(0.7, 0.9, max_tokens=1))
+    assert _misfit(tokens, _nucleus((logits.double() / 0.7).softmax(0).numpy(), 0.9)) < 2
+    assert _misfit(tokens, _nucleus((logits.double() / 0.49).softmax(0).numpy(), 0.9)) > 3
+    tokens, logits = _first_tokens(tempered.generator, model, Sampling(1.0, 1.0, max_tokens=1))
+    assert _misfit(tokens, logits.double().softmax(0).numpy()) < 2
+    _assert_greedy(model, _generate(tempered.generator, *GREEDILY))
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(served: Served) -> None:

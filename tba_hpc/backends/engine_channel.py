@@ -27,7 +27,10 @@ READ_BYTES = 1 << 20
 
 
 class EngineSettings(msgspec.Struct):
-    """The engine wanted; it stands on the command line of its process."""
+    """The engine wanted; it stands on the command line of its process.
+
+    logprob_temperature: T of the policy, softmax(logits/T).
+    """
 
     model: str
     dtype: Dtype
@@ -36,6 +39,7 @@ class EngineSettings(msgspec.Struct):
     kv_cache_mb: int | None
     gpu_memory_utilization: float
     tensor_parallel: int
+    logprob_temperature: float
     seed: int
 
 
