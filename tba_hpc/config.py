@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -92,6 +92,10 @@ class GeneratorSection(Section):
     """Longest completion, in tokens."""
     min_tokens: int = Field(0, ge=0)
     """Tokens that a training completion has at least: until then it cannot end."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts, of special tokens too, after which a completion has ended by itself, in training and evaluation.
+    All its tokens count, up to the one that completes the text; the task reads the text as well. No
+    end-of-sequence token follows, so none is in its log-probability."""
     prompts_in_flight: int = Field(8, ge=1)
     """Prompts that a searcher's engine works on at once."""
     kv_cache_mb: int | None = Field(None, ge=1)

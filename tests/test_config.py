@@ -178,6 +178,10 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
         ("trian.steps=3", "unknown config key 'trian': did you mean 'train'?"),
         ("train.steps=many", "config key 'train.steps' has the value 'many', but input should be a valid"),
         ("model.logprob_temperature=0", "config key 'model.logprob_temperature' has the value 0, but input"),
+        (
+            "generator.stop=[a, '']",
+            "config key 'generator.stop.1' has the value '', but string should have at",
+        ),
         ("train.steps=0", "config key 'train.steps' has the value 0, but input should be greater than"),
         ("launch.trainers=3", "cannot be split over 3 trainer ranks: use a multiple of 3"),
         ("generator.completions_per_prompt=4", "a group could never be filled; raise the first to at least"),

@@ -5,14 +5,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from tiny_models import make_random_model
+from tiny_models import make_random_model, make_tokenizer
 from transformers import PreTrainedModel
 
 from tba_hpc.backends.hf_model import load_policy
@@ -215,13 +215,17 @@ def test_greedy_beside_sampled(served: Served) -> None:
 
 
 def _assert_greedy(model: PreTrainedModel, groups: list[Group]) -> None:
-    """As transformers decodes."""
     for group in groups:
-        prompt = torch.from_numpy(group.request.prompt.tokens.astype(np.int64))[None]
-        expected = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False
-        )
-        assert group.completions[0].tokens.tolist() == expected[0, prompt.shape[1] :].tolist()
+        assert group.completions[0].tokens.tolist() == _greedy(model, group.request)
+
+
+def _greedy(model: PreTrainedModel, request: Request) -> list[int]:
+    """As transformers decodes."""
+    prompt = torch.from_numpy(request.prompt.tokens.astype(np.int64))[None]
+    tokens = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False
+    )
+    return tokens[0, prompt.shape[1] :].tolist()
 
 
 def test_sampling_follows_temperature_and_top_p(served: Served) -> None:
@@ -302,6 +306,61 @@ def test_a_tempered_policy_is_sampled_as_asked(tempered: Served) -> None:
     tokens, logits = _first_tokens(tempered.generator, model, Sampling(1.0, 1.0, max_tokens=1))
     assert _misfit(tokens, logits.double().softmax(0).numpy()) < 2
     _assert_greedy(model, _generate(tempered.generator, *GREEDILY))
+
+
+@pytest.fixture(scope="module")
+def stopping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VllmGenerator, PreTrainedModel]]:
+    """An engine whose completions also end by letters, or by part of a greedy answer; and its model."""
+    folder = make_random_model(tmp_path_factory.mktemp("stopping"), tied=False, seed=1, context=CONTEXT)
+    model = load_policy(str(folder), "float32")
+    generator = _generator(folder, stop=(*"qwzQWZ", _text(_greedy(model, GREEDILY[0])[4:8])))
+    yield generator, model
+    _close(generator)
+
+
+def _text(tokens: Sequence[int] | np.ndarray) -> str:
+    return str(make_tokenizer().decode(list(tokens)))
+
+
+def _end(tokens: Sequence[int], stop: tuple[str, ...], min_tokens: int = 0) -> int | None:
+    """Tokens up to the first, after so many, that completes one of the texts."""
+    for end in range(min_tokens + 1, len(tokens) + 1):
+        before, text = len(_text(tokens[: end - 1])), _text(tokens[:end])
+        if any(one in text[max(0, before - len(one) + 1) :] for one in stop):
+            return end
+    return None
+
+
+def test_a_greedy_answer_ends_with_its_stop_string(stopping: tuple[VllmGenerator, PreTrainedModel]) -> None:
+    """With the token that completes it, as transformers' answer cut off there."""
+    generator, model = stopping
+    groups = _generate(generator, *GREEDILY)
+    assert _text(groups[0].completions[0].tokens).endswith(generator._generator.stop[-1])
+    for group in groups:
+        (completion,), whole = group.completions, _greedy(model, group.request)
+        end = _end(whole, generator._generator.stop)
+        assert completion.tokens.tolist() == whole[:end]
+        assert completion.finish_reason == ("length" if end is None and whole[-1] != EOS else "stop")
+    _assert_logprobs_of(model, groups)
+
+
+@pytest.mark.parametrize("min_tokens", [0, 6])
+def test_samples_end_with_a_stop_string(
+    stopping: tuple[VllmGenerator, PreTrainedModel], min_tokens: int
+) -> None:
+    """Or with EOS, or by the limit of tokens; and not below min_tokens."""
+    generator, model = stopping
+    sampling = Sampling(1.0, 1.0, max_tokens=20, min_tokens=min_tokens)
+    groups = _generate(generator, *(_request(i, sampling=sampling) for i in range(16)))
+    _assert_logprobs_of(model, groups)
+    completions = [completion.tokens.tolist() for group in groups for completion in group.completions]
+    reasons = [completion.finish_reason for group in groups for completion in group.completions]
+    ends = [_end(tokens, generator._generator.stop, min_tokens) for tokens in completions]
+    for tokens, reason, end in zip(completions, reasons, ends, strict=True):
+        assert end in (None, len(tokens))
+        assert reason == ("length" if end is None and tokens[-1] != EOS else "stop")
+        assert min_tokens < len(tokens) <= 20 and (reason == "stop" or len(tokens) == 20)
+    assert ends.count(None) < len(ends) and "length" in reasons
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(served: Served) -> None:

@@ -245,6 +245,8 @@ def sampling_params(sampling: Sampling, n: int, settings: EngineSettings) -> Sam
     sampler's temperature and top-p, and before the end of sequence is ruled out below min_tokens. The
     policy's temperature is in the engine's logits already, so that the sampler's is counted from there.
 
+    Tokens become text only where stop strings look for themselves in it.
+
     No seed per request: it costs a Python call per sequence and token, on a GPU also the fast sampler,
     and vLLM 0.32's CPU sampler dies of it where a prompt is computed in two parts.
     """
@@ -260,7 +262,10 @@ def sampling_params(sampling: Sampling, n: int, settings: EngineSettings) -> Sam
         min_tokens=sampling.min_tokens,
         logprobs=0,
         flat_logprobs=True,  # plain lists of numbers instead of an object per token
-        detokenize=False,
+        stop=list(settings.stop),
+        include_stop_str_in_output=True,
+        detokenize=len(settings.stop) > 0,
+        skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # used for one request only
     )

@@ -238,6 +238,7 @@ def engine_settings(model: ModelSection, generator: GeneratorSection, *, seed: i
         gpu_memory_utilization=generator.gpu_memory_utilization,
         tensor_parallel=generator.tensor_parallel,
         logprob_temperature=model.policy_temperature,
+        stop=generator.stop,
         seed=seed,
     )
 
