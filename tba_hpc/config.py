@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -52,6 +52,15 @@ class ModelSection(Section):
     """Type of the weights in training, in the exchange and in the engines (master weights are float32)."""
     context_length: int = Field(1024, ge=2)
     """Longest sequence, prompt and completion together, in tokens."""
+    logprob_temperature: float | None = Field(None, gt=0)
+    """T of the policy, softmax(logits/T): log-probabilities of policy, reference and sampler are taken at it,
+    whatever temperature completions are sampled at. None: 1, but generator.temperature with a policy-gradient
+    objective (rloo, proximal_rloo, grpo, dr_grpo), which needs samples of the very policy that it trains."""
+
+    @property
+    def policy_temperature(self) -> float:
+        """T: ``logprob_temperature``, 1 where none is given."""
+        return self.logprob_temperature or 1.0
 
 
 class TaskSection(Section):
@@ -83,6 +92,10 @@ class GeneratorSection(Section):
     """Longest completion, in tokens."""
     min_tokens: int = Field(0, ge=0)
     """Tokens that a training completion has at least: until then it cannot end."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts, of special tokens too, after which a completion has ended by itself, in training and evaluation.
+    All its tokens count, up to the one that completes the text; the task reads the text as well. No
+    end-of-sequence token follows, so none is in its log-probability."""
     prompts_in_flight: int = Field(8, ge=1)
     """Prompts that a searcher's engine works on at once."""
     kv_cache_mb: int | None = Field(None, ge=1)
@@ -436,8 +449,32 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _policy_gradients_get_their_own_samples(self) -> Config:
+        objective, generator, given = self.train.objective, self.generator, self.model.logprob_temperature
+        if objective not in POLICY_GRADIENTS:
+            return self
+        if given is not None and given != generator.temperature:
+            raise ValueError(
+                f"model.logprob_temperature={given:g} with generator.temperature={generator.temperature:g} "
+                f"would bias the gradient of train.objective={objective}, which needs samples of the very "
+                "policy that it trains: leave out the first, or make the two equal"
+            )
+        if generator.tempered_share:
+            raise ValueError(
+                f"generator.tempered_share={generator.tempered_share:g} would bias the gradient of "
+                f"train.objective={objective}, which needs samples of the very policy that it trains: leave "
+                "it out, or train by trajectory_balance"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _settle(self) -> Config:
         """Put what a rule decides in place of keys that are left out."""
+        if self.model.logprob_temperature is None:
+            sampled = self.train.objective in POLICY_GRADIENTS
+            temperature = self.generator.temperature if sampled else 1.0
+            model = self.model.model_copy(update={"logprob_temperature": temperature})
+            object.__setattr__(self, "model", model)
         settled: dict[str, object] = {}
         if self.buffer.deduplicate is None:
             settled["deduplicate"] = not self.on_policy

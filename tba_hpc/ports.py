@@ -161,7 +161,7 @@ class Reference(Protocol):
     """Which policy it is: that of an optimizer step (0: the initial one), or BEHAVIOUR."""
 
     def logprobs(self, group: Group) -> list[np.ndarray]:
-        """Per completion, float32 [T]: reference log-probability of each token at temperature 1."""
+        """Per completion, float32 [T]: log-probability of each token at model.logprob_temperature."""
 
     def load(self, step: int) -> None:
         """Become the policy of ``step``, which the trainer has exported."""

@@ -34,7 +34,7 @@ RECORD = np.dtype(
         ("reward", "<f4"),
         ("version_oldest", "<i4"),  # weights (optimizer step) that sampled the first token
         ("version_newest", "<i4"),  # weights that sampled the last token
-        ("truncated", "u1"),  # 1 where the token limit ended it, not EOS
+        ("truncated", "u1"),  # 1 where the token limit ended it, not EOS or a stop string
         ("reference", "<i4"),  # policy (optimizer step) of ref_logprobs: 0 the initial one, or BEHAVIOUR
     ]
 )
@@ -120,8 +120,9 @@ class Prompt:
 class Completion:
     """One sampled answer.
 
-    tokens: int32 [T], EOS included where it ended by itself. logprobs: float32 [T], log-probabilities of
-    those tokens under the sampling weights at temperature 1.
+    tokens: int32 [T], with the EOS, or the whole stop string, by which it ended by itself. logprobs: float32
+    [T], log-probabilities of those tokens under the sampling weights at model.logprob_temperature, whatever
+    they were sampled at.
     """
 
     tokens: np.ndarray
@@ -175,8 +176,8 @@ class Trajectories:
 
     record: RECORD [N]. prompts: Ragged int32 [P rows], each distinct prompt once.
     completions: Ragged int32 [N rows]. logprobs, ref_logprobs: float32 [T], aligned with
-    ``completions.values``, of the sampling policy at temperature 1 and of the reference that the record
-    names.
+    ``completions.values``, of the sampling policy and of the reference that the record names, both at
+    model.logprob_temperature.
     """
 
     record: np.ndarray

@@ -27,7 +27,9 @@ GROUPS, GROUP_SIZE = 4, 4
 DEADLINE = 60.0
 
 
-def make_config(model: Path, *, ranks: int, dtype: str = "float32", **train: object) -> Config:
+def make_config(
+    model: Path, *, ranks: int, dtype: str = "float32", temperature: float = 1.0, **train: object
+) -> Config:
     """A config whose micro-batches, chunks and clip all matter to the result."""
     settings = {
         "prompts_per_step": GROUPS,
@@ -39,7 +41,7 @@ def make_config(model: Path, *, ranks: int, dtype: str = "float32", **train: obj
     }
     return parse_config(
         {
-            "model": {"path": str(model), "dtype": dtype},
+            "model": {"path": str(model), "dtype": dtype, "logprob_temperature": temperature},
             "train": settings | train,
             "launch": {"trainers": ranks},
         }

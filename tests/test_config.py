@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tba_hpc.config import ConfigError, differing_keys, dump_config, load_config, parse_config
+from tba_hpc.config import (
+    POLICY_GRADIENTS,
+    ConfigError,
+    differing_keys,
+    dump_config,
+    load_config,
+    parse_config,
+)
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 
@@ -22,6 +29,7 @@ def test_shipped_configs_survive_a_round_trip(path: Path, tmp_path: Path) -> Non
 GSM8K = {
     "model.path": "realtreetune/rho-1b-sft-GSM8K",
     "model.dtype": "bfloat16",
+    "model.logprob_temperature": 0.7,
     "generator.completions_per_prompt": 24,
     "generator.temperature": 0.7,
     "generator.max_tokens": 512,
@@ -50,6 +58,7 @@ GSM8K = {
 TLDR = {
     "model.dtype": "float32",
     "model.context_length": 512 + 128,
+    "model.logprob_temperature": 0.7,
     "generator.completions_per_prompt": 24,
     "generator.temperature": 0.7,
     "generator.max_tokens": 128,
@@ -78,6 +87,7 @@ MATH = {
     "model.path": "Qwen/Qwen2.5-7B",
     "model.dtype": "bfloat16",
     "model.context_length": 3072,
+    "model.logprob_temperature": 1.0,
     "generator.temperature": 1.0,
     "generator.max_tokens": 2048,
     "train.steps": 400,
@@ -99,6 +109,7 @@ TBA_PRIME = MATH | {
     "train.reference_every": 50,
 }
 RED_TEAMING = {
+    "model.logprob_temperature": 1.0,
     "generator.temperature": 1.0,
     "generator.tempered_share": 0.5,
     "generator.max_tokens": 20,
@@ -166,6 +177,11 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
         ("train.stepz=3", "unknown config key 'train.stepz': did you mean 'train.steps'?"),
         ("trian.steps=3", "unknown config key 'trian': did you mean 'train'?"),
         ("train.steps=many", "config key 'train.steps' has the value 'many', but input should be a valid"),
+        ("model.logprob_temperature=0", "config key 'model.logprob_temperature' has the value 0, but input"),
+        (
+            "generator.stop=[a, '']",
+            "config key 'generator.stop.1' has the value '', but string should have at",
+        ),
         ("train.steps=0", "config key 'train.steps' has the value 0, but input should be greater than"),
         ("launch.trainers=3", "cannot be split over 3 trainer ranks: use a multiple of 3"),
         ("generator.completions_per_prompt=4", "a group could never be filled; raise the first to at least"),
@@ -281,6 +297,48 @@ def test_a_buffer_is_as_sampled_where_a_run_is_on_policy(
 def test_what_would_bias_an_on_policy_run_is_refused(override: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         parse_config({"model": {"path": "a"}}, [*ON_POLICY, override])
+
+
+WARM = "generator.temperature=0.7"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "temperature"),
+    [
+        ((WARM,), 1.0),
+        ((WARM, "train.objective=tba_prime"), 1.0),
+        ((WARM, "train.objective=online_dpo"), 1.0),
+        ((WARM, "model.logprob_temperature=0.5"), 0.5),
+        *(((WARM, f"train.objective={objective}"), 0.7) for objective in POLICY_GRADIENTS),
+        ((WARM, "train.objective=rloo", "model.logprob_temperature=0.7"), 0.7),
+    ],
+)
+def test_logprobs_are_at_the_sampling_temperature_where_the_gradient_needs_it(
+    overrides: tuple[str, ...], temperature: float
+) -> None:
+    config = parse_config({"model": {"path": "a"}}, list(overrides))
+    assert config.model.logprob_temperature == config.model.policy_temperature == temperature
+    assert yaml.safe_load(dump_config(config))["model"]["logprob_temperature"] == temperature
+    assert parse_config(yaml.safe_load(dump_config(config))) == config
+
+
+@pytest.mark.parametrize("objective", POLICY_GRADIENTS)
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "model.logprob_temperature=1",
+            "=1 with generator.temperature=0.7 would bias .*: leave out",
+        ),
+        ("generator.tempered_share=0.5", "generator.tempered_share=0.5 would bias .*: leave it out, or"),
+    ],
+)
+def test_samples_of_another_policy_are_refused_where_they_bias_the_gradient(
+    objective: str, override: str, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        parse_config({"model": {"path": "a"}}, [WARM, f"train.objective={objective}", override])
+    parse_config({"model": {"path": "a"}}, [WARM, override])
 
 
 @pytest.mark.parametrize(

@@ -51,12 +51,12 @@ WHOLE: Plan = [
 REST: Plan = [("step", 3), ("step", 4), ("write", "weights")]
 
 
-def sequence_logprobs(model: torch.nn.Module, batch: TrajectoryBatch) -> torch.Tensor:
-    """The definition, a row at a time: sum of log-softmax of all logits at the completion tokens."""
+def sequence_logprobs(model: torch.nn.Module, batch: TrajectoryBatch, temperature: float) -> torch.Tensor:
+    """The definition, a row at a time: sum of log-softmax of all logits/T at the completion tokens."""
     sums = []
     for row, prompt_length in enumerate(batch.prompt_length_N):
         tokens = torch.from_numpy(batch.sequences.row(row).astype(np.int64))
-        logprobs = model(input_ids=tokens[None]).logits[0].log_softmax(-1)
+        logprobs = (model(input_ids=tokens[None]).logits[0] / temperature).log_softmax(-1)
         sums.append(logprobs[:-1].gather(1, tokens[1:, None])[prompt_length - 1 :].sum())
     return torch.stack(sums).view(-1, GROUP_SIZE)
 
@@ -65,9 +65,8 @@ def trajectory_balance_loss(model: torch.nn.Module, batch: TrajectoryBatch, case
     """METHOD: mean over rows of the squared residual, log Z as the group's mean without gradient."""
     ends = np.cumsum(batch.completion_length_N)[:-1]
     ref = torch.tensor([part.sum() for part in np.split(batch.ref_logprobs, ends)]).view(-1, GROUP_SIZE)
-    excess = (
-        sequence_logprobs(model, batch) - ref - torch.from_numpy(batch.reward_N).view(-1, GROUP_SIZE) / BETA
-    )
+    reward = torch.from_numpy(batch.reward_N).view(-1, GROUP_SIZE)
+    excess = sequence_logprobs(model, batch, case.temperature) - ref - reward / BETA
     loss = (excess - excess.mean(1, keepdim=True).detach()).square().mean() * LOSS_SCALE
     return loss / batch.completion_length_N.mean() if case.loss_normaliser == "batch_tokens" else loss
 
@@ -128,14 +127,16 @@ class Case:
     gradient_checkpointing: bool = False
     gradient_clip: float | None = 5.0
     loss_normaliser: LossNormaliser = "sum"
+    temperature: float = 1.0
 
     def config(self, model: Path, *, ranks: int | None = None) -> Config:
-        train = {key: value for key, value in asdict(self).items() if key not in ("ranks", "tied", "dtype")}
-        return make_config(model, ranks=ranks or self.ranks, dtype=self.dtype, **train)
+        settings = {key: value for key, value in asdict(self).items() if key not in ("ranks", "tied")}
+        return make_config(model, ranks=ranks or self.ranks, **settings)
 
     def __str__(self) -> str:
         tied, clip = "tied" if self.tied else "untied", "" if self.gradient_clip else "-unclipped"
-        return f"zero{self.zero_stage}-{self.dtype}-{self.ranks}-ranks-{tied}{clip}"
+        heat = "" if self.temperature == 1 else f"-at-{self.temperature}"
+        return f"zero{self.zero_stage}-{self.dtype}-{self.ranks}-ranks-{tied}{clip}{heat}"
 
 
 ONE_RANK = Case(1, 2, groups_per_micro_batch=3)
@@ -143,6 +144,7 @@ ZERO_1 = Case(2, 1, tied=True)
 ZERO_2 = Case(2, 2)
 ZERO_3 = Case(2, 3, tied=True, gradient_checkpointing=True)
 UNCLIPPED = Case(2, 2, gradient_clip=None, loss_normaliser="batch_tokens")
+TEMPERED = Case(2, 3, temperature=0.7)
 BF16 = [Case(2, 2, dtype="bfloat16"), Case(1, 1, dtype="bfloat16"), Case(1, 3, dtype="bfloat16")]
 
 
@@ -172,7 +174,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(folder, model, plain, whole)
 
 
-@pytest.mark.parametrize("case", [ONE_RANK, ZERO_1, ZERO_2, ZERO_3, UNCLIPPED], ids=str)
+@pytest.mark.parametrize("case", [ONE_RANK, ZERO_1, ZERO_2, ZERO_3, UNCLIPPED, TEMPERED], ids=str)
 def test_learner_equals_a_plain_adamw_loop(runs: Runs, case: Case) -> None:
     runs.plain(case).check(runs.whole(case))
 

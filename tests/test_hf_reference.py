@@ -29,12 +29,14 @@ def _group(lengths: list[int], *, prompt_length: int = 11, seed: int = 0) -> Gro
     return Group(request, completions, np.zeros((len(rows), 2), np.int32))
 
 
-def _textbook(model: PreTrainedModel, prompt: np.ndarray, completion: np.ndarray) -> np.ndarray:
+def _textbook(
+    model: PreTrainedModel, prompt: np.ndarray, completion: np.ndarray, temperature: float = 1.0
+) -> np.ndarray:
     """One sequence, no cache, no padding, float64 softmax."""
     tokens = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))
     with torch.no_grad():
         logits = model(input_ids=tokens[None]).logits[0].double()
-    logprobs = logits.log_softmax(1)[len(prompt) - 1 : -1]
+    logprobs = (logits / temperature).log_softmax(1)[len(prompt) - 1 : -1]
     return logprobs.gather(1, tokens[len(prompt) :, None])[:, 0].numpy()
 
 
@@ -50,6 +52,14 @@ def test_equals_the_textbook(model: PreTrainedModel, lengths: list[int], chunk_t
     assert [row.shape for row in found] == [(length,) for length in lengths]
     assert all(row.dtype == np.float32 for row in found)
     for row, expected in zip(found, _expected(model, group), strict=True):
+        np.testing.assert_allclose(row, expected, atol=1e-5, rtol=0)
+
+
+def test_a_temperature_divides_the_logits(model: PreTrainedModel) -> None:
+    group = _group([5, 1, 30])
+    found = HfReference(model, chunk_tokens=7, temperature=0.7).logprobs(group)
+    for completion, row in zip(group.completions, found, strict=True):
+        expected = _textbook(model, group.request.prompt.tokens, completion.tokens, 0.7)
         np.testing.assert_allclose(row, expected, atol=1e-5, rtol=0)
 
 

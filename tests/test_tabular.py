@@ -162,6 +162,19 @@ def test_a_tempered_reference_has_its_own_optimum() -> None:
     assert total_variation(trained(table, "trajectory_balance", 0, power=power), optimum_PC).max() <= 1e-3
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_policy_of_another_temperature_has_its_own_optimum(seed: int) -> None:
+    """That of the reference softmax(logits/T), as if it had been one of temperature 1 with these logits."""
+    tempered = Table(seed=seed, temperature=0.7)
+    plain = Table(seed=seed)
+    ref_PC = plain.probabilities(plain.ref_logits_PSV / 0.7)
+    optimum_PC = ref_PC * np.exp(plain.reward_PC / BETA)
+    optimum_PC /= optimum_PC.sum(1, keepdims=True)
+    assert total_variation(optimum_PC, plain.optimum(BETA)).min() > 0.02
+    policy_PC = trained(tempered, "trajectory_balance", seed)
+    assert total_variation(policy_PC, optimum_PC).max() <= 1e-3
+
+
 @pytest.mark.parametrize("objective", ["rloo", "proximal_rloo", "grpo", "dr_grpo", "online_dpo"])
 def test_the_others_do_not(objective: ObjectiveName) -> None:
     table = Table(seed=0)
@@ -253,14 +266,15 @@ def test_task_scores_by_the_table() -> None:
 # --- The ports ---
 
 
-def test_samples_follow_the_policy_and_carry_its_logprobs() -> None:
-    table = Table(prompts=1)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_samples_follow_the_policy_and_carry_its_logprobs(temperature: float) -> None:
+    table = Table(prompts=1, temperature=temperature)
     logits = np.random.default_rng(5).standard_normal(table.shape).astype(np.float32)
     generator = TabularGenerator(table, seed=0)
     generator.load(update_of(table, logits))
-    (group,) = generate(table, generator, n := 4000)
+    (group,) = generate(table, generator, n := 4000, temperature)
     counts = np.bincount([table.index(c.tokens) for c in group.completions], minlength=15)
-    expected = n * table.probabilities(logits)[0]
+    expected = n * Table(prompts=1).probabilities(logits / temperature)[0]
     assert ((counts - expected) ** 2 / expected).sum() < 42.6  # exceeded with probability 1e-4 by 14 degrees
     for completion in group.completions[:50]:
         np.testing.assert_allclose(

@@ -89,7 +89,11 @@ class DeepSpeedLearner:
         self.layout = WeightLayout.of(shapes, SAFETENSORS_NAME[config.model.dtype])
         if config.train.gradient_checkpointing:
             self._policy.gradient_checkpointing_enable({"use_reentrant": False})
-        logprobs = PolicyLogprobs(self._policy, chunk_tokens=config.train.logprob_chunk_tokens)
+        logprobs = PolicyLogprobs(
+            self._policy,
+            chunk_tokens=config.train.logprob_chunk_tokens,
+            temperature=config.model.policy_temperature,
+        )
         self._engine = _make_engine(config, logprobs.train())
         self._skipped = SkippedSteps()
 

@@ -21,8 +21,9 @@ from tba_hpc.types import Group
 class HfReference:
     """A Reference port on a causal language model of transformers.
 
-    ``chunk_tokens`` bounds the tokens whose logits are held at once. It may be called from any one thread,
-    also while an engine runs in another. ``policy_of``: loads the policy of a step, where it is to be reset.
+    ``chunk_tokens`` bounds the tokens whose logits are held at once. The policy is softmax(logits /
+    ``temperature``). It may be called from any one thread, also while an engine runs in another.
+    ``policy_of``: loads the policy of a step, where it is to be reset.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class HfReference:
         model: PreTrainedModel,
         *,
         chunk_tokens: int,
+        temperature: float = 1.0,
         policy_of: Callable[[int], PreTrainedModel] | None = None,
     ) -> None:
         self.step = 0
@@ -37,7 +39,7 @@ class HfReference:
         self._model = model.eval().requires_grad_(False)
         if torch.cuda.is_available():
             self._model.cuda()
-        self._head = PolicyLogprobs(self._model, chunk_tokens=chunk_tokens).head
+        self._head = PolicyLogprobs(self._model, chunk_tokens=chunk_tokens, temperature=temperature).head
 
     def load(self, step: int) -> None:
         """Become the policy of ``step``: its weights are copied into the old ones' memory."""
@@ -47,7 +49,7 @@ class HfReference:
 
     @torch.inference_mode()
     def logprobs(self, group: Group) -> list[np.ndarray]:
-        """Per completion, float32 [T]: log π_ref of each token given all before it, at temperature 1.
+        """Per completion, float32 [T]: log π_ref of each token given all before it.
 
         Equal completions are computed once: a policy that has learned much repeats itself.
         """

@@ -44,7 +44,8 @@ class Decoding:
 
     temperature: 0 is greedy. samples: completions per prompt. scores: by name. truncated_share: of the
     completions, cut off by the token limit. tokens: mean per completion. perplexity: of the completions under
-    the reference, None without one. summary: the task's own figures, see ports.Summarising.
+    the reference at model.logprob_temperature, None without one. summary: the task's own figures, see
+    ports.Summarising.
     """
 
     temperature: float
@@ -219,4 +220,8 @@ def _load_reference(config: Config, path: str) -> Reference:
     from tba_hpc.backends.hf_reference import HfReference
 
     policy = load_policy(path, config.model.dtype)
-    return HfReference(policy, chunk_tokens=config.train.logprob_chunk_tokens)
+    return HfReference(
+        policy,
+        chunk_tokens=config.train.logprob_chunk_tokens,
+        temperature=config.model.policy_temperature,
+    )

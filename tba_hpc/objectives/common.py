@@ -24,11 +24,11 @@ class Groups:
     """B whole groups of K completions of one prompt each, in rectangles of L positions.
 
     policy_BKL: float, with gradient, log π_θ of each token. behaviour_BKL, reference_BKL: the same under the
-    weights that sampled it and under the reference, without gradient. All three are at temperature 1, and 0
-    where ``mask_BKL`` (bool) has no token of a completion; EOS is one. reward_BK: float. value_BK: float, V̂
-    of the request that each answers, from all completions that were sampled for it. batch_tokens: mean
-    length of the completions of the whole batch, of which these groups may be a part; None: they are all.
-    A group must be whole: its baseline is taken over what is here.
+    weights that sampled it and under the reference, without gradient. All three are at one temperature,
+    model.logprob_temperature, and 0 where ``mask_BKL`` (bool) has no token of a completion; EOS is one.
+    reward_BK: float. value_BK: float, V̂ of the request that each answers, from all completions that were
+    sampled for it. batch_tokens: mean length of the completions of the whole batch, of which these groups
+    may be a part; None: they are all. A group must be whole: its baseline is taken over what is here.
     """
 
     policy_BKL: Tensor
