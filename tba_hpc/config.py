@@ -25,6 +25,9 @@ LossNormaliser = Literal["sum", "completion_tokens", "batch_tokens", "max_tokens
 POLICY_GRADIENTS: tuple[ObjectiveName, ...] = ("rloo", "proximal_rloo", "grpo", "dr_grpo")
 """Objectives whose gradient is unbiased only on completions distributed as the policy sampled them."""
 
+OF_OWN_SAMPLES: tuple[ObjectiveName, ...] = (*POLICY_GRADIENTS, "oapl")
+"""Objectives that take log-probabilities and samples to be of one policy: those, and V̂ of OAPL."""
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be run; the message is one sentence for the user."""
@@ -55,7 +58,8 @@ class ModelSection(Section):
     logprob_temperature: float | None = Field(None, gt=0)
     """T of the policy, softmax(logits/T): log-probabilities of policy, reference and sampler are taken at it,
     whatever temperature completions are sampled at. None: 1, but generator.temperature with a policy-gradient
-    objective (rloo, proximal_rloo, grpo, dr_grpo), which needs samples of the very policy that it trains."""
+    objective (rloo, proximal_rloo, grpo, dr_grpo) and oapl, which need samples of the very policy that they
+    train."""
 
     @property
     def policy_temperature(self) -> float:
@@ -449,19 +453,19 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _policy_gradients_get_their_own_samples(self) -> Config:
+    def _samples_are_of_the_policy(self) -> Config:
         objective, generator, given = self.train.objective, self.generator, self.model.logprob_temperature
-        if objective not in POLICY_GRADIENTS:
+        if objective not in OF_OWN_SAMPLES:
             return self
         if given is not None and given != generator.temperature:
             raise ValueError(
                 f"model.logprob_temperature={given:g} with generator.temperature={generator.temperature:g} "
-                f"would bias the gradient of train.objective={objective}, which needs samples of the very "
+                f"would bias train.objective={objective}, which needs samples of the very "
                 "policy that it trains: leave out the first, or make the two equal"
             )
         if generator.tempered_share:
             raise ValueError(
-                f"generator.tempered_share={generator.tempered_share:g} would bias the gradient of "
+                f"generator.tempered_share={generator.tempered_share:g} would bias "
                 f"train.objective={objective}, which needs samples of the very policy that it trains: leave "
                 "it out, or train by trajectory_balance"
             )
@@ -471,7 +475,7 @@ class Config(Section):
     def _settle(self) -> Config:
         """Put what a rule decides in place of keys that are left out."""
         if self.model.logprob_temperature is None:
-            sampled = self.train.objective in POLICY_GRADIENTS
+            sampled = self.train.objective in OF_OWN_SAMPLES
             temperature = self.generator.temperature if sampled else 1.0
             model = self.model.model_copy(update={"logprob_temperature": temperature})
             object.__setattr__(self, "model", model)

@@ -311,6 +311,7 @@ WARM = "generator.temperature=0.7"
         ((WARM, "model.logprob_temperature=0.5"), 0.5),
         *(((WARM, f"train.objective={objective}"), 0.7) for objective in POLICY_GRADIENTS),
         ((WARM, "train.objective=rloo", "model.logprob_temperature=0.7"), 0.7),
+        ((WARM, "train.objective=oapl"), 0.7),
     ],
 )
 def test_logprobs_are_at_the_sampling_temperature_where_the_gradient_needs_it(
