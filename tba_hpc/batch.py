@@ -51,6 +51,7 @@ def take_groups(batch: TrajectoryBatch, groups: np.ndarray) -> TrajectoryBatch:
         prompt_length_N=batch.prompt_length_N[rows],
         reward_N=batch.reward_N[rows],
         version_N=batch.version_N[rows],
+        on_policy_N=batch.on_policy_N[rows],
         logprobs=batch.logprobs[tokens],
         ref_logprobs=batch.ref_logprobs[tokens],
         prompt_id_B=batch.prompt_id_B[groups],
@@ -85,6 +86,7 @@ def to_arrays(batch: TrajectoryBatch) -> dict[str, np.ndarray]:
         "prompt_length_N": batch.prompt_length_N,
         "reward_N": batch.reward_N,
         "version_N": batch.version_N,
+        "on_policy_N": batch.on_policy_N,
         "logprobs": batch.logprobs,
         "ref_logprobs": batch.ref_logprobs,
         "prompt_id_B": batch.prompt_id_B,
@@ -100,6 +102,7 @@ def from_arrays(arrays: Mapping[str, np.ndarray]) -> TrajectoryBatch:
         prompt_length_N=arrays["prompt_length_N"],
         reward_N=arrays["reward_N"],
         version_N=arrays["version_N"],
+        on_policy_N=arrays["on_policy_N"],
         logprobs=arrays["logprobs"],
         ref_logprobs=arrays["ref_logprobs"],
         prompt_id_B=arrays["prompt_id_B"],
@@ -127,6 +130,7 @@ def _pad(batch: TrajectoryBatch) -> PaddedBatch:
         logprob_NL=_spread(batch.logprobs, completion_NL),
         ref_logprob_NL=_spread(batch.ref_logprobs, completion_NL),
         reward_N=batch.reward_N,
+        on_policy_N=batch.on_policy_N,
         prompt_id_B=batch.prompt_id_B,
     )
 

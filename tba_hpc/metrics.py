@@ -12,7 +12,19 @@ train/loss                      objective's loss over the batch
 train/grad_norm                 global gradient norm before clipping
 train/skipped_steps             steps not taken, as loss or gradient norm was not finite, so far (count);
                                 such a step has no train/loss, no train/grad_norm
-train/kl                        mean over completions of log π_θ − p·log π_ref (nats per completion)
+train/log_ratio                 mean over the batch's completions of log π_θ − p·log π_ref (nats per
+                                completion); replayed data make it no KL
+train/ess                       effective sample size of π_θ/π_behaviour over the batch's completions,
+                                (Σw)²/(N·Σw²) (share): 1 on-policy, 1/N where one outweighs all others
+train/clip_share                what the objective's clip, cap or mask acts upon (share of the batch's tokens,
+                                or of its completions where the ratio is of a completion), if it has one
+train/flat_groups               groups of the batch whose rewards are all the same (share)
+train/length                    mean length of the batch's completions (tokens)
+train/replay_ratio              steps that have learned from a trajectory of the batch so far, this one
+                                included (mean over the distinct ones): 1 where all are new
+train/engine_gap                mean over the tokens of completions that exactly the weights of this step have
+                                sampled of |log π_engine − log π_learner| (nats per token); absent where the
+                                batch has none
 train/log_z                     mean over groups of the estimated log Z (nats)
 train/reward                    mean reward of the batch
 train/learning_rate             learning rate of the step
@@ -57,6 +69,16 @@ search/trajectories             training completions scored and appended (count)
 search/groups                   training requests answered (count)
 search/reward                   mean reward of these completions
 search/truncated_share          of these, cut off by the token limit (share)
+search/kl                       mean over these of log π_behaviour − log π_ref (nats per completion): an
+                                estimate of KL(π‖π_ref) where sampling is at the log-probabilities'
+                                temperature; absent where what samples is the reference
+search/entropy                  mean over their tokens of −log π_behaviour (nats per token)
+search/flat_groups              of their groups, those whose rewards are all the same (share)
+search/length                   their mean length (tokens)
+search/reward_histogram         list of counts of their rewards; bin i holds those below REWARD_EDGES[i] and
+                                not below the edge before, the last bin all others
+search/engine_gap               as train/engine_gap, of some answers of an evaluation, against the learner's
+                                model code under the weights that gave them; absent in records without one
 search/busy_share               wall time inside the engine's step (share)
 search/seal_share               wall time sealing shards (share)
 search/paused_seconds           idle: waiting for weights, or back-pressure (s)
@@ -77,6 +99,7 @@ search/issued                   training requests taken from the sequence since 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -92,6 +115,12 @@ if TYPE_CHECKING:
 Value = float | int | str | Sequence[float] | None
 Record = dict[str, float | int | str | list[float]]
 
+
+REWARD_EDGES = tuple(math.sinh(i / 4) for i in range(-32, 33))
+"""Edges of the bins of search/reward_histogram: as wide in asinh of the reward, from −1490 to 1490; 0 is one.
+
+So rewards of 0 and 1 have bins of their own, and scores in the hundreds need no others.
+"""
 
 LAST_LINES = 32
 """Lines at the end of a metrics file that are always parsed."""

@@ -227,8 +227,9 @@ class TrajectoryBatch:
     """B whole groups of K trajectories, prompt-major: rows ``i*K … i*K + K - 1`` are group ``i``; N = B·K.
 
     sequences: Ragged int32 [N rows], prompt then completion. prompt_length_N: int64. reward_N: float32.
-    version_N: int32, the oldest version of each. logprobs, ref_logprobs: float32, one per completion token,
-    rows in order. prompt_id_B: int64.
+    version_N: int32, the oldest version of each. on_policy_N: bool, whether all of it was sampled by the
+    weights that are to learn from it now. logprobs, ref_logprobs: float32, one per completion token, rows in
+    order. prompt_id_B: int64.
     """
 
     group_size: int
@@ -236,6 +237,7 @@ class TrajectoryBatch:
     prompt_length_N: np.ndarray
     reward_N: np.ndarray
     version_N: np.ndarray
+    on_policy_N: np.ndarray
     logprobs: np.ndarray
     ref_logprobs: np.ndarray
     prompt_id_B: np.ndarray
@@ -259,7 +261,7 @@ class PaddedBatch:
     prompt_length_N, length_N: int64, tokens of the prompt, and of prompt and completion together.
     logprob_NL, ref_logprob_NL: float32, of the completions' tokens under the weights that sampled them and
     under the reference, 0 elsewhere.
-    reward_N: float32. prompt_id_B: int64.
+    reward_N: float32. on_policy_N: bool, as in TrajectoryBatch. prompt_id_B: int64.
     """
 
     group_size: int
@@ -269,6 +271,7 @@ class PaddedBatch:
     logprob_NL: np.ndarray
     ref_logprob_NL: np.ndarray
     reward_N: np.ndarray
+    on_policy_N: np.ndarray
     prompt_id_B: np.ndarray
 
     @property

@@ -19,7 +19,7 @@ def test_records_are_read_back_in_order_with_their_time(tmp_path: Path) -> None:
     writer = MetricsWriter(path)
     before = time.time()
     writer.log({"step": 1, "train/loss": np.float32(0.5), "staleness/histogram": np.array([3, 0, 1])})
-    writer.log({"event": "stopped", "step": 1, "train/kl": None})
+    writer.log({"event": "stopped", "step": 1, "train/log_ratio": None})
     first, second = read_metrics(path)  # the writer is still open: every record is visible at once
     assert before <= number(first, "time", 0) <= time.time()
     assert {**first, "time": 0} == {"time": 0, "step": 1, "train/loss": 0.5, "staleness/histogram": [3, 0, 1]}

@@ -36,7 +36,7 @@ from tba_hpc.backends.hf_model import (
 )
 from tba_hpc.backends.trainer_group import Message, TrainerGroup, is_lost_peer
 from tba_hpc.config import Config
-from tba_hpc.objectives import Groups, ObjectiveOutput, make_objective
+from tba_hpc.objectives import Groups, ObjectiveOutput, figures, make_objective
 from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.files import fsync, write_atomic
 from tba_hpc.skipped_steps import SkippedSteps
@@ -111,7 +111,8 @@ class DeepSpeedLearner:
         """One optimizer step on the mean loss over all rows of ``batch``, however ranks share it.
 
         Groups must divide evenly over the ranks. Metrics: ``loss`` and the objective's own, means over the
-        batch; ``grad_norm`` before clipping; ``tokens`` of the completions; ``skipped_steps`` so far.
+        batch; the ``figures`` of the batch; ``grad_norm`` before clipping; ``tokens`` of the completions;
+        ``skipped_steps`` so far.
         Where loss or norm is not finite, weights and optimizer stay as they are, and the norm is infinite.
         Raises ConfigError where that happens too often in a row.
         """
@@ -200,7 +201,7 @@ class DeepSpeedLearner:
             self._skipped.skipped(self._not_finite(batch, losses))
         totals = self._group.total(np.array([float(part) for part in sums.values()]))
         return {
-            **dict(zip(sums, totals.tolist(), strict=True)),
+            **figures(dict(zip(sums, totals.tolist(), strict=True))),
             "grad_norm": float(self._engine.get_global_grad_norm()),
             "tokens": float(batch.completion_length_N.sum()),
             "skipped_steps": float(self._skipped.total),

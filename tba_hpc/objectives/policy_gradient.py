@@ -16,8 +16,10 @@ from tba_hpc.objectives.common import (
     Groups,
     ObjectiveOutput,
     centred,
+    clip_acts,
     clipped,
     leave_one_out,
+    token_share,
 )
 
 EPSILON = 1e-4
@@ -32,7 +34,7 @@ def rloo(groups: Groups, beta: float, *, baseline_shift: float = 0.0) -> Objecti
     On-policy its expected gradient is that of −(E[r] − β·KL), K/(K−1) times that of trajectory balance.
     Nothing corrects for the age of the data.
 
-    Metrics: kl (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value).
+    Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value).
     """
     advantage_BK = _kl_advantage(groups, beta) - baseline_shift
     return _output(groups, -advantage_BK * groups.logprob_BK, advantage_BK)
@@ -44,10 +46,13 @@ def proximal_rloo(
     """RLOO under PPO's clip, as for asynchronous RLHF (arXiv 2410.18252).
 
     Mean over rows of −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), ρ = π_θ/π_behaviour of the whole completion, A as
-    in ``rloo``; beyond MAX_LOG_RATIO nats ρ is constant. Metrics as there.
+    in ``rloo``; beyond MAX_LOG_RATIO nats ρ is constant. Metrics as there, and clip_share (completions whose
+    clipped term is the lower one).
     """
     advantage_BK = _kl_advantage(groups, beta) - baseline_shift
-    return _output(groups, -clipped(groups.ratio_BK, advantage_BK, ratio_clip), advantage_BK)
+    clip_share = clip_acts(groups.ratio_BK, advantage_BK, ratio_clip).double().mean()
+    loss_BK = -clipped(groups.ratio_BK, advantage_BK, ratio_clip)
+    return _output(groups, loss_BK, advantage_BK, clip_share=clip_share)
 
 
 def grpo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutput:
@@ -59,15 +64,16 @@ def grpo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutput:
 
     ρ = π_θ/π_behaviour of a token; A = (r − r̄)/(σ_r + 1e-4), σ the group's sample standard deviation. Beyond
     MAX_LOG_RATIO nats neither ρ nor π_ref/π_θ grows or pulls any more: they would overflow.
-    Metrics: kl (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value).
+    Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value),
+    clip_share (share of tokens whose clipped term is the lower one).
     """
     deviation_B1 = groups.reward_BK.std(dim=1, keepdim=True)
     advantage_BK = centred(groups.reward_BK) / (deviation_B1 + EPSILON)
     gap_BKL = (groups.reference_BKL - groups.policy_BKL).clamp(max=MAX_LOG_RATIO)
     penalty_BKL = gap_BKL.exp() - gap_BKL - 1
-    surrogate_BKL = clipped(groups.token_ratio_BKL, advantage_BK[:, :, None], ratio_clip)
+    surrogate_BKL, clip_share = _surrogate(groups, advantage_BK, ratio_clip)
     loss_BKL = (beta * penalty_BKL - surrogate_BKL) * groups.mask_BKL
-    return _output(groups, loss_BKL.sum(2), advantage_BK)
+    return _output(groups, loss_BKL.sum(2), advantage_BK, clip_share=clip_share)
 
 
 def dr_grpo(
@@ -81,8 +87,15 @@ def dr_grpo(
     KL term: ``beta`` is not used. ρ is bounded, and metrics are, as in ``grpo``.
     """
     advantage_BK = centred(groups.reward_BK) - baseline_shift
-    surrogate_BKL = clipped(groups.token_ratio_BKL, advantage_BK[:, :, None], ratio_clip)
-    return _output(groups, -(surrogate_BKL * groups.mask_BKL).sum(2), advantage_BK)
+    surrogate_BKL, clip_share = _surrogate(groups, advantage_BK, ratio_clip)
+    return _output(groups, -(surrogate_BKL * groups.mask_BKL).sum(2), advantage_BK, clip_share=clip_share)
+
+
+def _surrogate(groups: Groups, advantage_BK: Tensor, ratio_clip: float) -> tuple[Tensor, Tensor]:
+    """[B, K, L]: PPO's, of every token; and the share of tokens on which its clip acts."""
+    ratio_BKL, advantage_BK1 = groups.token_ratio_BKL, advantage_BK[:, :, None]
+    acts_BKL = clip_acts(ratio_BKL, advantage_BK1, ratio_clip)
+    return clipped(ratio_BKL, advantage_BK1, ratio_clip), token_share(acts_BKL, groups)
 
 
 def _kl_advantage(groups: Groups, beta: float) -> Tensor:
@@ -91,6 +104,6 @@ def _kl_advantage(groups: Groups, beta: float) -> Tensor:
     return leave_one_out(groups.reward_BK - beta * kl_BK)
 
 
-def _output(groups: Groups, loss_BK: Tensor, advantage_BK: Tensor) -> ObjectiveOutput:
-    metrics = {"kl": groups.log_ratio_BK.detach().mean(), "advantage": advantage_BK.abs().mean()}
-    return ObjectiveOutput(loss_BK, metrics)
+def _output(groups: Groups, loss_BK: Tensor, advantage_BK: Tensor, **metrics: Tensor) -> ObjectiveOutput:
+    means = {"log_ratio": groups.log_ratio_BK.detach().mean(), "advantage": advantage_BK.abs().mean()}
+    return ObjectiveOutput(loss_BK, {**means, **metrics})

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tba_hpc.batch import micro_batches
 from tba_hpc.config import TrainSection
-from tba_hpc.objectives import Groups, make_objective
+from tba_hpc.objectives import Groups, figures, make_objective
 from tba_hpc.run.files import publish
 from tba_hpc.skipped_steps import SkippedSteps
 from tba_hpc.types import (
@@ -357,7 +357,7 @@ class TabularLearner:
         return self._table.probabilities(self._logits.detach().numpy())
 
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
-        """One optimizer step; metrics: loss, grad_norm, tokens, skipped_steps, and the objective's own.
+        """One optimizer step; metrics: loss, grad_norm, tokens, skipped_steps, ``figures``, the objective's.
 
         Where loss or norm is not finite, nothing changes. Raises ConfigError where that goes on.
         """
@@ -375,7 +375,7 @@ class TabularLearner:
             self._skipped.skipped(padded.prompt_id_B[~loss_B.isfinite().numpy()].tolist())
         metrics = {"loss": output.loss.detach(), "grad_norm": norm, **output.metrics}
         counts = {"tokens": batch.completion_length_N.sum(), "skipped_steps": self._skipped.total}
-        return {name: float(value) for name, value in {**metrics, **counts}.items()}
+        return figures({name: float(value) for name, value in {**metrics, **counts}.items()})
 
     def write_weights(self, out: np.ndarray) -> None:
         """Copy the logits into ``out``, uint8 [layout.nbytes]."""
