@@ -33,6 +33,7 @@ from tba_hpc.backends.hf_model import (
     load_policy,
     load_tokenizer,
     require_one_vocabulary,
+    tensor_in,
 )
 from tba_hpc.backends.trainer_group import Message, TrainerGroup, is_lost_peer
 from tba_hpc.config import Config
@@ -43,7 +44,6 @@ from tba_hpc.skipped_steps import SkippedSteps
 from tba_hpc.types import PaddedBatch, TrajectoryBatch, WeightLayout, WeightSlot
 
 SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16"}
-SAFETENSORS_DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 TAG = "zero"
 """DeepSpeed's folder inside a checkpoint."""
@@ -247,7 +247,7 @@ class DeepSpeedLearner:
             with GatheredParameters(parameters, enabled=sharded), torch.no_grad():
                 for slot, parameter in zip(bucket, parameters, strict=True):
                     if slot.name in wanted:
-                        _place(out, slot).copy_(parameter)
+                        tensor_in(out, slot).copy_(parameter)
 
     def _save(self, folder: Path) -> None:
         try:
@@ -297,7 +297,7 @@ class DeepSpeedLearner:
         self._copy(slots, whole)
         if self._group.leads:
             with _replacing(folder) as temporary:
-                tensors = {slot.name: _place(whole, slot) for slot in slots}
+                tensors = {slot.name: tensor_in(whole, slot) for slot in slots}
                 self._policy.save_pretrained(temporary, state_dict=tensors)
                 self._tokenizer.save(temporary)
         self._group.barrier()
@@ -353,13 +353,6 @@ def _buckets(layout: WeightLayout) -> Iterator[list[WeightSlot]]:
             bucket = []
         bucket.append(slot)
     yield bucket
-
-
-def _place(buffer: np.ndarray, slot: WeightSlot) -> Tensor:
-    """The tensor whose memory is ``slot`` of a flat uint8 buffer."""
-    return (
-        torch.from_numpy(buffer[slot.start : slot.end]).view(SAFETENSORS_DTYPE[slot.dtype]).view(slot.shape)
-    )
 
 
 def _convert(folder: Path, universal: Path) -> None:

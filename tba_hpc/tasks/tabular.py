@@ -217,9 +217,17 @@ class TabularReference:
 
     def logprobs(self, group: Group) -> list[np.ndarray]:
         """Per completion, float32 [T]."""
+        return self._logprobs(self._logits_PSV, group)
+
+    def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
+        """Per group and completion, float32 [T], under other logits."""
+        logits_PSV = weights.data.view(np.float32).reshape(self._table.shape)
+        return [self._logprobs(logits_PSV, group) for group in groups]
+
+    def _logprobs(self, logits_PSV: np.ndarray, group: Group) -> list[np.ndarray]:
         table, prompt = self._table, group.request.prompt.id
         return [
-            table.token_logprobs(self._logits_PSV, prompt, completion.tokens).astype(np.float32)
+            table.token_logprobs(logits_PSV, prompt, completion.tokens).astype(np.float32)
             for completion in group.completions
         ]
 
