@@ -107,6 +107,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
+import numpy as np
+
 from tba_hpc.run.files import parse_json_lines
 
 if TYPE_CHECKING:
@@ -122,6 +124,9 @@ REWARD_EDGES = tuple(math.sinh(i / 4) for i in range(-32, 33))
 So rewards of 0 and 1 have bins of their own, and scores in the hundreds need no others.
 """
 
+EDGES = {"search/reward_histogram": (2 * REWARD_EDGES[0], *REWARD_EDGES, 2 * REWARD_EDGES[-1])}
+"""Where the bins of a histogram in TensorBoard begin and end, outer ones too; bin i of others is about i."""
+
 LAST_LINES = 32
 """Lines at the end of a metrics file that are always parsed."""
 
@@ -129,7 +134,7 @@ LAST_LINES = 32
 class MetricsWriter:
     """Appends records to ``path``, a line each, readable by others at once.
 
-    tensorboard: folder for TensorBoard event files with the same scalars, if wanted.
+    tensorboard: folder for TensorBoard event files with the same scalars and histograms, if wanted.
     """
 
     def __init__(self, path: Path, *, tensorboard: Path | None = None) -> None:
@@ -155,6 +160,8 @@ class MetricsWriter:
             value = number(record, name)
             if "/" in name and value is not None:
                 sink.add_scalar(name, value, step)
+            elif name.endswith("histogram"):
+                _add_histogram(sink, name, np.asarray(record[name]), step)
 
     def sync(self) -> None:
         """Make all records durable."""
@@ -179,6 +186,24 @@ def _event_files(folder: Path) -> SummaryWriter:
     from tensorboardX import SummaryWriter  # optional, and slow to import
 
     return SummaryWriter(str(folder))
+
+
+def _add_histogram(sink: SummaryWriter, name: str, counts: np.ndarray, step: int) -> None:
+    """Counts per bin; TensorBoard wants sums of the values, too, for which the middles of the bins stand."""
+    edges = np.array(EDGES.get(name, np.arange(len(counts) + 1) - 0.5))
+    middles, used = (edges[1:] + edges[:-1]) / 2, np.flatnonzero(counts)
+    if len(used):
+        sink.add_histogram_raw(
+            name,
+            min=edges[used[0]],
+            max=edges[used[-1] + 1],
+            num=counts.sum(),
+            sum=counts @ middles,
+            sum_squares=counts @ middles**2,
+            bucket_limits=edges[1:].tolist(),
+            bucket_counts=counts.tolist(),
+            global_step=step,
+        )
 
 
 class MetricsTail:

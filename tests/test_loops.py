@@ -299,7 +299,7 @@ def test_a_searcher_says_of_its_completions_what_its_shards_hold(tmp_path: Path)
     logprobs = np.concatenate([shard.logprobs for shard in shards]).astype(np.float64)
     reward_N = np.concatenate([shard.record["reward"] for shard in shards])
 
-    records = [r for r in read_metrics(run.metrics_file("searcher")) if r["search/trajectories"]]
+    records = [r for r in read_metrics(run.metrics_file("searcher")) if r.get("search/trajectories")]
     count_R = np.array([record["search/trajectories"] for record in records])
     mean_R = {name: np.array([record[f"search/{name}"] for record in records]) for name in MEANS}
     assert count_R.sum() == len(length_N)
