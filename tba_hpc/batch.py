@@ -52,6 +52,7 @@ def take_groups(batch: TrajectoryBatch, groups: np.ndarray) -> TrajectoryBatch:
         reward_N=batch.reward_N[rows],
         value_N=batch.value_N[rows],
         version_N=batch.version_N[rows],
+        on_policy_N=batch.on_policy_N[rows],
         logprobs=batch.logprobs[tokens],
         ref_logprobs=batch.ref_logprobs[tokens],
         prompt_id_B=batch.prompt_id_B[groups],
@@ -87,6 +88,7 @@ def to_arrays(batch: TrajectoryBatch) -> dict[str, np.ndarray]:
         "reward_N": batch.reward_N,
         "value_N": batch.value_N,
         "version_N": batch.version_N,
+        "on_policy_N": batch.on_policy_N,
         "logprobs": batch.logprobs,
         "ref_logprobs": batch.ref_logprobs,
         "prompt_id_B": batch.prompt_id_B,
@@ -103,6 +105,7 @@ def from_arrays(arrays: Mapping[str, np.ndarray]) -> TrajectoryBatch:
         reward_N=arrays["reward_N"],
         value_N=arrays["value_N"],
         version_N=arrays["version_N"],
+        on_policy_N=arrays["on_policy_N"],
         logprobs=arrays["logprobs"],
         ref_logprobs=arrays["ref_logprobs"],
         prompt_id_B=arrays["prompt_id_B"],
@@ -131,6 +134,7 @@ def _pad(batch: TrajectoryBatch) -> PaddedBatch:
         ref_logprob_NL=_spread(batch.ref_logprobs, completion_NL),
         reward_N=batch.reward_N,
         value_N=batch.value_N,
+        on_policy_N=batch.on_policy_N,
         prompt_id_B=batch.prompt_id_B,
     )
 

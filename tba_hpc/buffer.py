@@ -74,6 +74,7 @@ class ReplayBuffer:
         self._duplicates = 0
         self._evicted = 0
         self._revision = self._sync = -1
+        self._replay_ratio = 0.0
         self._prompts = _Prompts()
         self._rows = _Rows()
         # Per prompt with live rows: key to row, oldest first.
@@ -110,12 +111,21 @@ class ReplayBuffer:
         """Trajectories that left for want of room, or were dropped, so far."""
         return self._evicted
 
+    @property
+    def replay_ratio(self) -> float:
+        """Steps that have learned so far from a trajectory of the last batch, that batch included: the mean.
+
+        Each trajectory counts once, however often the batch repeats it. 1: all were new.
+        """
+        return self._replay_ratio
+
     # --- Merging ---
 
     def merge(self, trajectories: Trajectories, revision: int, *, sync: int | None = None) -> Merged:
         """Add what arrived in ``revision``, by ``sync``; neither may be lower than that of the last merge.
 
         sync: numbers what arrives between two publishes, in however many revisions; None: a revision is one.
+        Where it is the version published last, as the trainer's is, batches tell what is on-policy.
         A completion equal to a live one of its prompt replaces it (and is as young as it arrived), unless
         ``deduplicate`` is off: then each is stored. With ``near_duplicates``, one that is near to live ones
         of its prompt replaces them if its reward is higher than all of theirs, and else is not stored: no
@@ -269,6 +279,8 @@ class ReplayBuffer:
         per batch while the buffer has others: a recent draw that has run out goes on among all prompts.
 
         To be in a batch is a use of a trajectory, see ``evict_used_up``; to be in it twice is one, too.
+        On-policy is what version ``step`` sampled and its own sync brought: what came before that version was
+        published, yet bears its number, is of steps that a resume took back.
 
         Randomness depends on (seed, step) alone. The cost depends on B, K and the trajectories of the
         drawn prompts, not on how much is stored.
@@ -287,8 +299,10 @@ class ReplayBuffer:
             taken.add(prompt)
             chosen.append(self._choose(rng, prompt, group_size, recent=recent))
         rows = np.concatenate(chosen)
-        self._rows.uses[np.unique(rows)] += 1
-        return self._batch(rows, group_size)
+        distinct = np.unique(rows)
+        self._rows.uses[distinct] += 1
+        self._replay_ratio = float(self._rows.uses[distinct].mean())
+        return self._batch(rows, group_size, step)
 
     def _is_recent(self, prompt: int) -> bool:
         """Whether the youngest live trajectory of a prompt is of the most recent sync."""
@@ -321,8 +335,11 @@ class ReplayBuffer:
         odds = np.exp((reward_N.astype(np.float64) - reward_N.max()) / temperature)
         return (1 - mix) * odds / odds.sum() + mix * uniform
 
-    def _batch(self, rows: np.ndarray, group_size: int) -> TrajectoryBatch:
+    def _batch(self, rows: np.ndarray, group_size: int, step: int) -> TrajectoryBatch:
         record = self._rows.record[rows]
+        on_policy_N = self._rows.sync[rows] == step
+        for end in ("version_oldest", "version_newest"):
+            on_policy_N &= record[end] == step
         prompts = self._prompts.take(record["prompt_row"].astype(np.int64))
         completions, logprobs, ref_logprobs = self._rows.texts(rows)
         turns = np.arange(2 * len(rows)).reshape(2, -1).T.ravel()  # prompt, completion, prompt, …
@@ -334,6 +351,7 @@ class ReplayBuffer:
             reward_N=record["reward"].copy(),
             value_N=self._rows.value[rows],
             version_N=record["version_oldest"].copy(),
+            on_policy_N=on_policy_N,
             logprobs=logprobs,
             ref_logprobs=ref_logprobs,
             prompt_id_B=record["prompt_id"][::group_size].copy(),

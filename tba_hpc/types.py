@@ -229,8 +229,9 @@ class TrajectoryBatch:
 
     sequences: Ragged int32 [N rows], prompt then completion. prompt_length_N: int64. reward_N: float32.
     value_N: float32, V̂ of the request that each answers (``buffer.soft_values``), 0 where none is wanted.
-    version_N: int32, the oldest version of each. logprobs, ref_logprobs: float32, one per completion token,
-    rows in order. prompt_id_B: int64.
+    version_N: int32, the oldest version of each. on_policy_N: bool, whether all of it was sampled by the
+    weights that are to learn from it now. logprobs, ref_logprobs: float32, one per completion token, rows in
+    order. prompt_id_B: int64.
     """
 
     group_size: int
@@ -239,6 +240,7 @@ class TrajectoryBatch:
     reward_N: np.ndarray
     value_N: np.ndarray
     version_N: np.ndarray
+    on_policy_N: np.ndarray
     logprobs: np.ndarray
     ref_logprobs: np.ndarray
     prompt_id_B: np.ndarray
@@ -262,7 +264,7 @@ class PaddedBatch:
     prompt_length_N, length_N: int64, tokens of the prompt, and of prompt and completion together.
     logprob_NL, ref_logprob_NL: float32, of the completions' tokens under the weights that sampled them and
     under the reference, 0 elsewhere.
-    reward_N, value_N: float32. prompt_id_B: int64.
+    reward_N, value_N: float32. on_policy_N: bool, as in TrajectoryBatch. prompt_id_B: int64.
     """
 
     group_size: int
@@ -273,6 +275,7 @@ class PaddedBatch:
     ref_logprob_NL: np.ndarray
     reward_N: np.ndarray
     value_N: np.ndarray
+    on_policy_N: np.ndarray
     prompt_id_B: np.ndarray
 
     @property

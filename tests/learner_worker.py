@@ -67,6 +67,7 @@ def make_batch(seed: int) -> TrajectoryBatch:
         reward_N=random.random(len(rows)).astype(np.float32),
         value_N=np.zeros(len(rows), np.float32),
         version_N=np.zeros(len(rows), np.int32),
+        on_policy_N=np.arange(len(rows)) % 3 == 0,
         logprobs=np.zeros(tokens, np.float32),
         ref_logprobs=random.normal(-3, 1, tokens).astype(np.float32),
         prompt_id_B=np.arange(GROUPS),

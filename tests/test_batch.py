@@ -39,13 +39,14 @@ def batch_of(
         reward_N=np.arange(rows, dtype=np.float32),
         value_N=np.arange(rows, dtype=np.float32) + 0.5,
         version_N=rng.integers(0, 50, rows).astype(np.int32),
+        on_policy_N=np.arange(rows) % 3 == 0,
         logprobs=-rng.random(completion_tokens).astype(np.float32),
         ref_logprobs=-rng.random(completion_tokens).astype(np.float32),
         prompt_id_B=rng.permutation(groups * 5)[:groups],
     )
 
 
-Row = tuple[int, float, float, int, int, tuple[int, ...], tuple[float, ...], tuple[float, ...]]
+Row = tuple[int, float, float, int, int, tuple[int, ...], tuple[float, ...], tuple[float, ...], bool]
 
 
 def rows_of(batch: TrajectoryBatch) -> list[Row]:
@@ -64,6 +65,7 @@ def rows_of(batch: TrajectoryBatch) -> list[Row]:
                 tuple(tokens),
                 tuple(batch.logprobs[start:end].tolist()),
                 tuple(batch.ref_logprobs[start:end].tolist()),
+                bool(batch.on_policy_N[i]),
             )
         )
         start = end
@@ -191,6 +193,17 @@ def test_logprobs_stand_at_the_tokens_of_their_completions() -> None:
                 assert found_L.dtype == np.float32
                 assert tuple(found_L[mask].tolist()) == tuple(values)
                 assert not found_L[~mask].any()
+
+
+def test_micro_batches_know_what_is_on_policy() -> None:
+    batch = make_batch(4)
+    wanted = {row[5]: row[8] for row in rows_of(batch)}
+    found = {
+        tuple(tokens[:length].tolist()): bool(on_policy)
+        for micro in micro_batches(batch, 2)
+        for tokens, length, on_policy in zip(micro.tokens_NL, micro.length_N, micro.on_policy_N, strict=True)
+    }
+    assert found == wanted and len(set(found.values())) == 2
 
 
 def test_completion_mask_marks_the_tokens_after_the_prompt() -> None:

@@ -651,6 +651,40 @@ def test_a_completion_that_is_sampled_again_may_be_learned_from_again() -> None:
     assert real.evict_used_up(1) == 1
 
 
+@pytest.mark.parametrize(
+    ("oldest", "newest", "sync", "on_policy"),
+    [
+        (4, 4, 4, True),
+        (3, 4, 4, False),  # begun by the weights before
+        (4, 4, 3, False),  # known before version 4 was published: a resume took its step back
+        (4, 5, 4, False),
+        (3, 3, 3, False),
+    ],
+)
+def test_on_policy_is_what_exactly_the_weights_of_the_step_sampled(
+    oldest: int, newest: int, sync: int, on_policy: bool
+) -> None:
+    trajectories = pack(prompts_with(3, completions=2))
+    trajectories.record["version_oldest"], trajectories.record["version_newest"] = oldest, newest
+    real = ReplayBuffer(BufferSection(), 0)
+    real.merge(trajectories, 9, sync=sync)
+    batch = real.sample(4, groups=3, group_size=2)
+    assert batch.on_policy_N.dtype == bool and batch.on_policy_N.tolist() == [on_policy] * 6
+    assert not real.sample(5, groups=3, group_size=2).on_policy_N.any()
+
+
+def test_the_replay_ratio_counts_steps_of_distinct_trajectories() -> None:
+    """Four trajectories, each twice in a group; then those of two prompts; then all and two new ones."""
+    real = filled(prompts_with(4))
+    real.sample(0, groups=4, group_size=2)
+    assert real.replay_ratio == 1
+    real.sample(1, groups=2, group_size=2)
+    assert real.replay_ratio == 2
+    real.merge(pack(prompts_with(2, first_prompt=4)), 1)
+    real.sample(2, groups=6, group_size=2)
+    assert real.replay_ratio == pytest.approx((3 + 3 + 2 + 2 + 1 + 1) / 6)
+
+
 def test_samples_are_of_live_trajectories_only() -> None:
     rng = np.random.default_rng(3)
     naive, real = Naive(5, 30), ReplayBuffer(BufferSection(capacity_per_prompt=5, capacity=30), 0)

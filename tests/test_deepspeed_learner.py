@@ -71,6 +71,15 @@ def trajectory_balance_loss(model: torch.nn.Module, batch: TrajectoryBatch, case
     return loss / batch.completion_length_N.mean() if case.loss_normaliser == "batch_tokens" else loss
 
 
+def effective_size_and_gap(model: torch.nn.Module, batch: TrajectoryBatch) -> tuple[float, float]:
+    """(Σw)²/(N·Σw²), and what a token of an on-policy row lacks; the behaviour's log-probabilities are 0."""
+    with torch.no_grad():
+        logprob_N = sequence_logprobs(model, batch).flatten().double()
+    weight_N, on_policy_N = logprob_N.exp(), torch.from_numpy(batch.on_policy_N)
+    gap = -logprob_N[on_policy_N].sum() / batch.completion_length_N[batch.on_policy_N].sum()
+    return float(weight_N.sum() ** 2 / (len(weight_N) * weight_N.square().sum())), float(gap)
+
+
 LOSS_SCALE = BETA / 2
 """The objective's loss is ½β·δ²."""
 
@@ -92,8 +101,10 @@ class Plain:
             self.model.parameters(), LEARNING_RATE, train.adam_betas, weight_decay=train.weight_decay
         )
         self.losses, self.norms, self.clip = [], [], case.gradient_clip or math.inf
+        self.figures: list[tuple[float, float]] = []
         for seed in STEPS:
             optimizer.zero_grad()
+            self.figures.append(effective_size_and_gap(self.model, make_batch(seed)))
             loss = trajectory_balance_loss(self.model, make_batch(seed), case)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
@@ -107,6 +118,8 @@ class Plain:
     def check(self, done: Run) -> None:
         np.testing.assert_allclose(done.losses(), self.losses, rtol=1e-5)
         np.testing.assert_allclose([step["grad_norm"] for step in done.metrics], self.norms, rtol=1e-4)
+        figures = [(step["ess"], step["engine_gap"]) for step in done.metrics]
+        np.testing.assert_allclose(figures, self.figures, rtol=1e-3)
         assert min(self.norms) > self.clip or self.clip == math.inf, "the gradient clip was meant to matter"
         for name, weight in done.weights("weights").items():
             expected, clear = self.weights[name].detach(), self.clear[name]

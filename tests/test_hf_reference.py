@@ -10,7 +10,17 @@ from transformers import PreTrainedModel
 
 from tba_hpc.backends.hf_model import load_policy
 from tba_hpc.backends.hf_reference import HfReference
-from tba_hpc.types import Completion, Group, Prompt, Request, Sampling
+from tba_hpc.config import Dtype
+from tba_hpc.types import (
+    Completion,
+    Group,
+    Prompt,
+    Publication,
+    Request,
+    Sampling,
+    WeightLayout,
+    WeightUpdate,
+)
 
 VOCABULARY = 128
 
@@ -122,6 +132,35 @@ def test_a_reset_reference_is_the_exported_policy(tied: bool, tmp_path: Path) ->
     assert reset.step == 50 and reset._model.get_output_embeddings().weight.data_ptr() == memory
     np.testing.assert_array_equal(np.concatenate(after), np.concatenate(expected))
     assert np.abs(np.concatenate(after) - np.concatenate(before)).max() > 0.01
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_under_other_weights_it_is_their_model_and_afterwards_itself(
+    tied: bool, dtype: Dtype, tmp_path: Path
+) -> None:
+    """Bit by bit, both; also where what it is asked fails."""
+    old, new = (
+        load_policy(str(make_random_model(tmp_path / name, tied=tied, seed=i)), dtype)
+        for i, name in enumerate("ab")
+    )
+    layout = WeightLayout.of(
+        [(name, tuple(weight.shape)) for name, weight in new.named_parameters()],
+        {"float32": "F32", "bfloat16": "BF16"}[dtype],
+    )
+    data = np.concatenate([w.detach().flatten().view(torch.uint8).numpy() for _, w in new.named_parameters()])
+    weights, group = WeightUpdate(Publication(version=3), layout, data.copy()), _group([5, 30, 1])
+    reference = HfReference(old, chunk_tokens=64)
+    before = reference.logprobs(group)
+    (found,) = reference.logprobs_under(weights, [group])
+    expected = HfReference(new, chunk_tokens=64).logprobs(group)
+    np.testing.assert_array_equal(np.concatenate(found), np.concatenate(expected))
+    assert np.abs(np.concatenate(found) - np.concatenate(before)).max() > 0.01
+    broken = Group(group.request, (), group.versions)
+    with pytest.raises(RuntimeError):
+        reference.logprobs_under(weights, [broken])
+    np.testing.assert_array_equal(np.concatenate(reference.logprobs(group)), np.concatenate(before))
+    np.testing.assert_array_equal(weights.data, data)
 
 
 def test_bfloat16_sums_in_float32(tmp_path: Path) -> None:

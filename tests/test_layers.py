@@ -18,7 +18,7 @@ LAYERS = [
     {"objectives", "schedules", "ports"},
     {"run", "prompts", "task_contract", "skipped_steps", "buffer", "batch"},
     {"metrics", "freshness"},
-    {"merger", "step_log"},
+    {"merger", "step_log", "search_log"},
     {"trainer", "searcher", "scorer", "online_evaluation", "backends", "tasks", "launch", "report"},
     {"ending", "placement"},
     {"runtime", "audit", "evaluate", "doctor"},
@@ -47,6 +47,7 @@ WITHOUT_TORCH = [
         "freshness",
         "trainer",
         "searcher",
+        "search_log",
     ),
     *(
         "ending",

@@ -259,7 +259,7 @@ def test_tba_prime_clamps_the_log_ratio_of_each_token_in_the_advantage_alone() -
     assert output.loss.item() == pytest.approx((9 * (-1 / 4 - 2 * 2) + -9 * -31) / 2)
     slope = gradient(objective, groups, 1.0)
     assert slope.flatten().tolist() == pytest.approx([0, 9 / 4 / 2, 9 * 2 / 2, 0, -9 / 2, 0])
-    assert output.metrics["kl"].item() == pytest.approx((24 - 30) / 2)  # not clamped
+    assert output.metrics["log_ratio"].item() == pytest.approx((24 - 30) / 2)  # not clamped
     assert output.metrics["ratio"].item() == pytest.approx(((1 / 4 + 2) / 2 + 1) / 2)  # not of padding
 
 
@@ -275,8 +275,46 @@ def test_tba_prime_clamps_the_log_ratio_of_each_token_in_the_advantage_alone() -
 )
 def test_metrics_are_of_whole_completions(name: ObjectiveName, advantage: float) -> None:
     metrics = objective_of(name)(two_completions(), 1.0).metrics
-    assert metrics["kl"].item() == pytest.approx(-3)
+    assert metrics["log_ratio"].item() == pytest.approx(-3)
     assert metrics["advantage"].item() == pytest.approx(advantage)
+
+
+@pytest.mark.parametrize(
+    ("name", "limits", "share"),
+    [
+        ("grpo", {"ratio_clip": 0.5}, 1 / 3),  # A > 0 for ratios 1/4 and 8, A < 0 for 1: only 8 is clipped
+        ("dr_grpo", {"ratio_clip": 0.5}, 1 / 3),
+        ("dr_grpo", {"ratio_clip": 0.5, "baseline_shift": 0.7}, 1 / 3),  # A < 0 for all: only 1/4 is
+        ("dr_grpo", {"ratio_clip": 0.8, "baseline_shift": 0.7}, 0.0),
+        ("tba_prime", {"ratio_cap": 2.0}, 1 / 3),
+        ("tba_prime", {"ratio_cap": 0.5}, 2 / 3),
+        ("proximal_rloo", {"ratio_clip": 0.5}, 0.5),  # A < 0 for the ratio 2, A > 0 for 1: see below
+        ("trajectory_balance", {"ratio_cap": 1.5}, 0.5),
+        ("trajectory_balance", {"gap_clip": 26.0}, 1.0),  # residuals ±26.5
+        ("trajectory_balance", {"ratio_cap": 1.5, "gap_clip": 27.0}, 0.5),
+        ("trajectory_balance", {"ratio_cap": 3.0, "gap_clip": 27.0}, 0.0),
+    ],
+)
+def test_clip_share_is_what_a_limit_acts_on(
+    name: ObjectiveName, limits: dict[str, float], share: float
+) -> None:
+    """Of three tokens, ratios 1/4, 8, 1, or of two completions, ratios 2 and 1."""
+    groups = two_completions()
+    if (
+        name == "proximal_rloo"
+    ):  # whose advantage is negative for the first, so that only 1/2 would be clipped
+        policy = groups.policy_BKL.detach() - math.log(4) * tensor([[0, 1, 0], [0, 0, 0]])
+        groups = replace(groups, policy_BKL=policy.requires_grad_())
+    found = objective_of(name, **limits)(groups, 1.0).metrics["clip_share"]
+    assert found.item() == pytest.approx(share, abs=1e-12) and not found.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [("rloo", {}), ("online_dpo", {}), ("trajectory_balance", {}), ("tba_prime", {"ratio_cap": None})],
+)
+def test_what_has_no_limit_has_no_clip_share(name: ObjectiveName, limits: dict[str, float]) -> None:
+    assert "clip_share" not in objective_of(name, **limits)(two_completions(), 1.0).metrics
 
 
 def test_baselines_carry_no_gradient() -> None:
@@ -299,7 +337,7 @@ def test_trajectory_balance_by_hand() -> None:
     assert logprob.grad.tolist() == [[2.0, -2.0]]  # β · residual / 2 rows: log Ẑ carries no gradient
     assert {name: value.item() for name, value in output.metrics.items()} == {
         "log_z": 2.0,
-        "kl": 0.0,
+        "log_ratio": 0.0,
         "residual": 2.0,
     }
 
@@ -400,7 +438,7 @@ def test_oapl_by_hand() -> None:
     assert output.loss.item() == pytest.approx(25 / 4 / 2)
     assert gradient(oapl, groups, 2.0).flatten().tolist() == pytest.approx([-4 / 2, 3 / 2])
     assert {name: value.item() for name, value in output.metrics.items()} == {
-        "kl": 0.0,
+        "log_ratio": 0.0,
         "value": 2.5,
         "residual": 3.5,
     }

@@ -364,8 +364,29 @@ def test_the_learner_reports_the_loss_of_its_policy() -> None:
         ratios.append(ratio_PC[prompt, which].mean())
     metrics = learner.step(batch, learning_rate=0.3, beta=beta)
     assert metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
-    assert metrics["kl"] == pytest.approx(np.mean(ratios), rel=1e-4)
+    assert metrics["log_ratio"] == pytest.approx(np.mean(ratios), rel=1e-4)
     assert metrics["tokens"] == len(batch.logprobs)
+
+
+def test_the_learner_says_how_far_its_policy_is_from_the_samplers() -> None:
+    """At equal weights there is no gap; a step later it is unknown, and ratios are those of the tables."""
+    table, size = Table(), 20
+    learner, generator = TabularLearner(table), TabularGenerator(table)
+    buffer = ReplayBuffer(BufferSection(deduplicate=False, reward_temperature=None), 0)
+    learner.step(stale_buffer(table, 0).sample(0, groups=4, group_size=5), learning_rate=0.3, beta=BETA)
+    generator.load(update_of(table, learner.policy_logits, version=1))
+    buffer.merge(score(table, generate(table, generator, size)), 0, sync=1)
+    before_PC = learner.policy_PC
+    fresh = learner.step(buffer.sample(1, groups=4, group_size=size), learning_rate=0.3, beta=BETA)
+    assert fresh["engine_gap"] < 1e-6 and fresh["ess"] == pytest.approx(1, abs=1e-6)
+
+    batch, after_PC = buffer.sample(2, groups=4, group_size=size), learner.policy_PC
+    rows = [batch.sequences.row(i) for i in range(4 * size)]
+    cells = np.repeat(batch.prompt_id_B, size), [table.index(row[1:]) for row in rows]
+    weight_N = after_PC[cells] / before_PC[cells]
+    stale = learner.step(batch, learning_rate=0.3, beta=BETA)
+    assert stale["ess"] == pytest.approx(weight_N.sum() ** 2 / (len(rows) * (weight_N**2).sum()), rel=1e-4)
+    assert stale["ess"] < 0.95 and "engine_gap" not in stale
 
 
 def test_a_restored_learner_goes_on_bit_by_bit(tmp_path: Path) -> None:

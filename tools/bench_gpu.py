@@ -263,6 +263,7 @@ def make_batch(shape: Shape) -> TrajectoryBatch:
         reward_N=random.random(rows).astype(np.float32),
         value_N=np.zeros(rows, np.float32),
         version_N=np.zeros(rows, np.int32),
+        on_policy_N=np.ones(rows, bool),
         logprobs=logprobs,
         ref_logprobs=logprobs,
         prompt_id_B=np.arange(shape.groups),

@@ -24,10 +24,12 @@ from transformers.utils import logging as transformers_logging
 
 from tba_hpc.backends.packed_groups import pack, sequences_per_row
 from tba_hpc.config import ConfigError, Dtype
+from tba_hpc.types import WeightSlot
 
 transformers_logging.disable_progress_bar()  # a rank writes to a log
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SAFETENSORS_DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 RESCALED_LOGITS = (
     *("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap"),
@@ -100,6 +102,12 @@ def load_policy(path: str, dtype: Dtype) -> PreTrainedModel:
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
     return _from_pretrained(AutoModelForCausalLM, path, config=config, dtype=TORCH_DTYPE[dtype])
+
+
+def tensor_in(buffer: np.ndarray, slot: WeightSlot) -> Tensor:
+    """The tensor whose memory is ``slot`` of a flat uint8 buffer."""
+    flat = torch.from_numpy(buffer[slot.start : slot.end])
+    return flat.view(SAFETENSORS_DTYPE[slot.dtype]).view(slot.shape)
 
 
 def require_one_vocabulary(tokenizer: HfTokenizer, model: PreTrainedModel, path: str) -> None:

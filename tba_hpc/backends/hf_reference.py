@@ -7,15 +7,16 @@ Shape letters: K distinct completions of a group, P prompt tokens, L longest com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tba_hpc.backends.hf_model import PolicyLogprobs
-from tba_hpc.types import Group
+from tba_hpc.backends.hf_model import PolicyLogprobs, tensor_in
+from tba_hpc.types import Group, WeightUpdate
 
 
 class HfReference:
@@ -46,6 +47,32 @@ class HfReference:
         assert self._policy_of is not None, "a frozen reference is never reset"
         self._model.load_state_dict(self._policy_of(step).state_dict())
         self.step = step
+
+    def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
+        """As ``logprobs``, of every group, under other weights of the same architecture and dtype.
+
+        They change places with the reference's own for that time, tensor by tensor: so no more memory is
+        needed, and the reference is bit by bit what it was.
+        """
+        with self._holding(weights):
+            return [self.logprobs(group) for group in groups]
+
+    @contextmanager
+    def _holding(self, weights: WeightUpdate) -> Iterator[None]:
+        self._change_places(weights)
+        try:
+            yield
+        finally:
+            self._change_places(weights)
+
+    @torch.no_grad()
+    def _change_places(self, weights: WeightUpdate) -> None:
+        parameters = dict(self._model.named_parameters())
+        for slot in weights.layout.slots:
+            ours, theirs = parameters[slot.name], tensor_in(weights.data, slot)
+            before = ours.clone()
+            ours.copy_(theirs)
+            theirs.copy_(before)
 
     @torch.inference_mode()
     def logprobs(self, group: Group) -> list[np.ndarray]:

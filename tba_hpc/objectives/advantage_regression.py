@@ -21,15 +21,15 @@ def oapl(groups: Groups, beta: float) -> ObjectiveOutput:
     is of infinitely many completions, all residuals are 0 at, and only at, π_lag·exp(r/β)/Z; with another β₁
     they cannot all be 0, and the minimum depends on the completions drawn.
 
-    V̂ takes completions as samples of π_lag as its log-probabilities have it: the sampling temperature is 1.
+    V̂ takes completions as samples of the very π_lag whose log-probabilities these are: Config sees to it.
 
-    Metrics: kl (mean of log π_θ/π_lag, nats per completion), value (mean V̂), residual (mean absolute value,
-    in units of the reward).
+    Metrics: log_ratio (mean of log π_θ/π_lag, nats per completion), value (mean V̂), residual (mean absolute
+    value, in units of the reward).
     """
     log_ratio_BK = groups.logprob_BK - groups.behaviour_logprob_BK
     residual_BK = beta * log_ratio_BK - (groups.reward_BK - groups.value_BK)
     metrics = {
-        "kl": log_ratio_BK.detach().mean(),
+        "log_ratio": log_ratio_BK.detach().mean(),
         "value": groups.value_BK.mean(),
         "residual": residual_BK.detach().abs().mean(),
     }

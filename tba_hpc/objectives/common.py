@@ -28,7 +28,8 @@ class Groups:
     model.logprob_temperature, and 0 where ``mask_BKL`` (bool) has no token of a completion; EOS is one.
     reward_BK: float. value_BK: float, V̂ of the request that each answers, from all completions that were
     sampled for it. batch_tokens: mean length of the completions of the whole batch, of which these groups
-    may be a part; None: they are all. A group must be whole: its baseline is taken over what is here.
+    may be a part; None: they are all. on_policy_BK: bool, whether it was sampled by the weights of θ; None:
+    that is not known of any. A group must be whole: its baseline is taken over what is here.
     """
 
     policy_BKL: Tensor
@@ -38,6 +39,7 @@ class Groups:
     reward_BK: Tensor
     value_BK: Tensor
     batch_tokens: float | None = None
+    on_policy_BK: Tensor | None = None
 
     @classmethod
     def of(cls, policy_NL: Tensor, rows: PaddedBatch, *, batch_tokens: float | None = None) -> Groups:
@@ -54,12 +56,18 @@ class Groups:
             reward_BK=grouped(rows.reward_N),
             value_BK=grouped(rows.value_N),
             batch_tokens=batch_tokens,
+            on_policy_BK=grouped(rows.on_policy_N),
         )
 
     @property
     def tokens_BK(self) -> Tensor:
         """int64: tokens of each completion."""
         return self.mask_BKL.sum(2)
+
+    @property
+    def mean_tokens(self) -> float:
+        """Mean length of the completions of the whole batch."""
+        return self.batch_tokens or self.tokens_BK.double().mean().item()
 
     @property
     def logprob_BK(self) -> Tensor:
@@ -122,7 +130,7 @@ def normaliser(groups: Groups, name: LossNormaliser, max_tokens: int) -> Tensor 
         case "completion_tokens":
             return groups.tokens_BK
         case "batch_tokens":
-            return groups.batch_tokens or groups.tokens_BK.double().mean().item()
+            return groups.mean_tokens
         case "max_tokens":
             return float(max_tokens)
 
@@ -167,3 +175,16 @@ def second_moment_mask(log_ratio: Tensor, advantage: Tensor, limit: float) -> Te
     stays = torch.empty_like(beyond[beyond])
     stays[order] = mean_of_smallest <= limit  # the means rise with the squares: a first part of them
     return torch.ones_like(beyond).masked_scatter(beyond, stays)
+
+
+def clip_acts(ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
+    """bool: where ``clipped`` has the clipped term, and so no gradient."""
+    return clipped(ratio, advantage, clip) < ratio * advantage
+
+
+def token_share(acts_BKL: Tensor, groups: Groups) -> Tensor:
+    """Share of the completions' tokens at which ``acts_BKL`` (bool) holds, a scalar.
+
+    Of a part of a batch it is by the length of the whole batch's completions, so that parts add up.
+    """
+    return (acts_BKL & groups.mask_BKL).sum(2).double().mean() / groups.mean_tokens

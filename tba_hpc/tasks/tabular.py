@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tba_hpc.batch import micro_batches
 from tba_hpc.config import TrainSection
-from tba_hpc.objectives import Groups, make_objective
+from tba_hpc.objectives import Groups, figures, make_objective
 from tba_hpc.run.files import publish
 from tba_hpc.skipped_steps import SkippedSteps
 from tba_hpc.types import (
@@ -222,9 +222,17 @@ class TabularReference:
 
     def logprobs(self, group: Group) -> list[np.ndarray]:
         """Per completion, float32 [T]."""
+        return self._logprobs(self._logits_PSV, group)
+
+    def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
+        """Per group and completion, float32 [T], under other logits."""
+        logits_PSV = weights.data.view(np.float32).reshape(self._table.shape)
+        return [self._logprobs(logits_PSV, group) for group in groups]
+
+    def _logprobs(self, logits_PSV: np.ndarray, group: Group) -> list[np.ndarray]:
         table, prompt = self._table, group.request.prompt.id
         return [
-            table.token_logprobs(self._logits_PSV, prompt, completion.tokens).astype(np.float32)
+            table.token_logprobs(logits_PSV, prompt, completion.tokens).astype(np.float32)
             for completion in group.completions
         ]
 
@@ -362,7 +370,7 @@ class TabularLearner:
         return self._table.probabilities(self._logits.detach().numpy())
 
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
-        """One optimizer step; metrics: loss, grad_norm, tokens, skipped_steps, and the objective's own.
+        """One optimizer step; metrics: loss, grad_norm, tokens, skipped_steps, ``figures``, the objective's.
 
         Where loss or norm is not finite, nothing changes. Raises ConfigError where that goes on.
         """
@@ -380,7 +388,7 @@ class TabularLearner:
             self._skipped.skipped(padded.prompt_id_B[~loss_B.isfinite().numpy()].tolist())
         metrics = {"loss": output.loss.detach(), "grad_norm": norm, **output.metrics}
         counts = {"tokens": batch.completion_length_N.sum(), "skipped_steps": self._skipped.total}
-        return {name: float(value) for name, value in {**metrics, **counts}.items()}
+        return figures({name: float(value) for name, value in {**metrics, **counts}.items()})
 
     def write_weights(self, out: np.ndarray) -> None:
         """Copy the logits into ``out``, uint8 [layout.nbytes]."""

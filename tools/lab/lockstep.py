@@ -211,10 +211,12 @@ class Queue:
         if self._row == len(source):
             self._merged.popleft()
             self._row = 0
-        return _batch(source, value_N, rows, group_size)
+        return _batch(source, value_N, rows, group_size, step)
 
 
-def _batch(source: Trajectories, value_N: np.ndarray, rows: np.ndarray, group_size: int) -> TrajectoryBatch:
+def _batch(
+    source: Trajectories, value_N: np.ndarray, rows: np.ndarray, group_size: int, step: int
+) -> TrajectoryBatch:
     record = source.record[rows]
     prompts = source.prompts.take(record["prompt_row"].astype(np.int64))
     token_T, _ = spans(source.completions.offsets, rows)
@@ -228,6 +230,7 @@ def _batch(source: Trajectories, value_N: np.ndarray, rows: np.ndarray, group_si
         reward_N=record["reward"].copy(),
         value_N=value_N[rows],
         version_N=record["version_oldest"].copy(),
+        on_policy_N=(record["version_oldest"] == step) & (record["version_newest"] == step),
         logprobs=source.logprobs[token_T],
         ref_logprobs=source.ref_logprobs[token_T],
         prompt_id_B=record["prompt_id"][::group_size].copy(),
