@@ -61,6 +61,9 @@ JUMPS = 1.0
 COLLAPSED_ENTROPY, LITTLE_ENTROPY = 0.1, 0.05
 """Share of its first entropy, and nats per token, below both of which a policy hardly explores."""
 
+COLLAPSED_GROUPS = 0.5
+"""Share of fresh groups without variance up to which completions still differ in what matters."""
+
 TRIFLE = 0.1
 """Share of the reward's range by which it must rise in a quarter of a run to be rising."""
 
@@ -251,16 +254,21 @@ def falling(view: View) -> Worry | None:
 def falling_score(view: View) -> Worry | None:
     """An evaluation is well below an earlier one, and so is the last, or it was far below."""
     found = view.by_step
-    falls = [(a, b) for i, a in enumerate(found) for b in found[i + 1 :] if a.split == b.split]
+    falls = [(a, b) for i, a in enumerate(found) for b in found[i + 1 :] if _comparable(a, b)]
     if not falls:
         return None
     high, low = max(falls, key=lambda fall: fall[0].score - fall[1].score)
-    last = next(evaluation for evaluation in reversed(found) if evaluation.split == high.split)
+    last = next(evaluation for evaluation in reversed(found) if evaluation.split == low.split)
     error = sqrt(sum(e.score * (1 - e.score) / e.total for e in (high, low)))
     lasting = high.score - last.score > max(SCORE_FALL, FALL_ERRORS * error)
     if high.score - low.score <= max(SCORE_FALL if lasting else SCORE_SAG, FALL_ERRORS * error):
         return None
     return _fall(view, last.score_name, (high.step, high.score), (low.step, low.score), last.score, _share)
+
+
+def _comparable(before: Evaluation, after: Evaluation) -> bool:
+    """Splits may differ in difficulty, but hardly by a factor of two."""
+    return before.split == after.split or after.score < before.score / 2
 
 
 def falling_reward(view: View) -> Worry | None:
@@ -366,6 +374,9 @@ def collapsed_entropy(view: View) -> Worry | None:
     curve = view.history.curves["search/entropy"]
     points = curve.points
     if len(points) < TREND_POINTS or view.solved or view.still_rises:
+        return None
+    flat = view.history.latest("search/flat_groups")
+    if flat is not None and flat <= COLLAPSED_GROUPS:
         return None
     bound = min(LITTLE_ENTROPY, COLLAPSED_ENTROPY * points[0].value)
     held = _held(curve, lambda value: value < bound)
