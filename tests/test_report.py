@@ -122,13 +122,20 @@ def test_a_task_names_its_score_and_shows_what_it_costs(run: RunDir) -> None:
     """Perplexity under the reference: exp(−Σ log π_ref ÷ tokens) over both searchers' nine tokens."""
     write(run.metrics_file("trainer"), [step(1, 5.0, loss=1.0)])
     evaluate(run, "test", 0, (10, 15), ref_logprob=-0.9)
-    assert not {plot.title for plot in plots.plots(RunData.read(run), run.config().train)} & {"Score and distance", "pass@1"}
+    assert not {plot.title for plot in plots.plots(RunData.read(run), run.config().train)} & {
+        "Score and distance",
+        "pass@1",
+    }
     evaluate(run, "test", 10, (40, 45), ref_logprob=-1.8)
     summary = summarise(run, run.config())
     assert (summary.score_name, summary.pass_at_1_before, summary.pass_at_1_after) == ("win rate", 0.25, 0.85)
     assert summary.perplexity_before == pytest.approx(math.exp(0.1))
     assert summary.perplexity_after == pytest.approx(math.exp(0.2))
-    (drawn,) = [plot.svg for plot in plots.plots(RunData.read(run), run.config().train) if plot.title == "Score and distance"]
+    (drawn,) = [
+        plot.svg
+        for plot in plots.plots(RunData.read(run), run.config().train)
+        if plot.title == "Score and distance"
+    ]
     assert "1.22" in drawn and "perplexity" in drawn
     text = page.write_report(run).read_text()
     assert "win rate before → after" in text and "pass@1" not in text

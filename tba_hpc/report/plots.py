@@ -116,7 +116,7 @@ def plots(data: RunData, train: TrainSection) -> list[Plot]:
         _plot(
             "Engine gap",
             "engine to learner at the same weights, nats per token",
-            lambda ax: _both(ax, data, "search/engine_gap", "train/engine_gap"),
+            lambda ax: _gap(ax, data),
         ),
         _plot(
             "Groups without variance",
@@ -312,6 +312,16 @@ def _lines(
     return bool(known)
 
 
+def _gap(ax: Axes, data: RunData) -> bool:
+    """On a scale where float32's 1e-5 and bfloat16's 1e-2 both show."""
+    drawn = _both(ax, data, "search/engine_gap", "train/engine_gap")
+    ax.set_yscale("log")
+    low, high = ax.get_ylim()
+    ax.set_ylim(min(low, 1e-5), max(high, 1e-1))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    return drawn
+
+
 def _kl(ax: Axes, data: RunData) -> bool:
     x, y = _by_version(data, "search/kl")
     _line(ax, x, y, ORANGE)
@@ -361,10 +371,10 @@ def _rewards(ax: Axes, data: RunData) -> bool:
         (0.2, late, ORANGE, f"from step {last - part:.0f}"),
     ):
         ax.bar(bins + shift, counts[bins] / counts.sum(), 0.38, color=color, alpha=0.75, label=label)
-    shown = bins[:: 1 + len(bins) // 9]
+    shown = bins[:: 1 + len(bins) // 6]
     ax.set_xticks(shown, [_bin_name(i) for i in shown])
     ax.grid(axis="x", visible=False)
-    ax.set_xlabel("reward, from")
+    ax.set_xlabel("reward")
     _percent_axis(ax)
     _legend(ax)
     return True
@@ -381,8 +391,9 @@ def _histograms(data: RunData) -> list[tuple[float, np.ndarray]]:
 
 
 def _bin_name(index: int) -> str:
-    """The lower edge of a bin; the first has none."""
-    return f"{REWARD_EDGES[index - 1]:.2g}" if index else "less"
+    """Its edges; those of the first and of the last go on without end."""
+    edges = ["−∞", *(f"{edge:.2g}" for edge in REWARD_EDGES), "∞"]
+    return f"{edges[index]} … {edges[index + 1]}"
 
 
 def _truncated(ax: Axes, data: RunData) -> bool:

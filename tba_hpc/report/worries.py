@@ -113,8 +113,11 @@ class View:
 
     @property
     def solved(self) -> bool:
-        """Whether the last evaluation leaves little to learn."""
-        return bool(self.evaluations) and self.by_step[-1].score >= SOLVED
+        """Whether the last evaluation, or without any the reward, leaves little to learn."""
+        scores = [evaluation.score for evaluation in self.by_step]
+        reward = self.history.latest("search/reward")
+        known = scores or ([] if reward is None else [reward])
+        return bool(known) and known[-1] >= SOLVED
 
     @property
     def still_rises(self) -> bool:
