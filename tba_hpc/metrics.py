@@ -131,6 +131,12 @@ EDGES = {"search/reward_histogram": (2 * REWARD_EDGES[0], *REWARD_EDGES, 2 * REW
 LAST_LINES = 32
 """Lines at the end of a metrics file that are always parsed."""
 
+SPREAD_LINES = 512
+"""Lines of a metrics file, evenly spaced, that are always parsed: enough for the course of every figure."""
+
+STARTED = b'"event": "started"'
+"""In the line of a rank's start; the one before it holds what the attempt before had counted."""
+
 
 class MetricsWriter:
     """Appends records to ``path``, a line each, readable by others at once.
@@ -217,7 +223,8 @@ class MetricsTail:
     def new(self, *, dull: bytes | None = None) -> list[Record]:
         """Records completed since the last call, in order.
 
-        dull: lines with these bytes are left out, but for the last ones: parsing a day's records takes long.
+        dull: of lines with these bytes only a sample is parsed, as a day's records take long: some of them
+        evenly spaced, the last before a start, and the last of all.
         """
         if not self._path.exists():
             return []
@@ -226,10 +233,18 @@ class MetricsTail:
             whole, _, _ = file.read().rpartition(b"\n")
         self._offset += len(whole) + 1 if whole else 0
         if dull is not None:
-            lines = whole.splitlines()
-            lines = [line for line in lines[:-LAST_LINES] if dull not in line] + lines[-LAST_LINES:]
-            whole = b"\n".join(lines)
+            whole = b"\n".join(_sample(whole.splitlines(), dull))
         return parse_json_lines(whole)
+
+
+def _sample(lines: list[bytes], dull: bytes) -> list[bytes]:
+    """All lines without ``dull``, and those with it that ``MetricsTail.new`` names."""
+    stride, last = 1 + len(lines) // SPREAD_LINES, len(lines) - LAST_LINES
+    return [
+        line
+        for i, line in enumerate(lines)
+        if dull not in line or i >= last or i % stride == 0 or STARTED in lines[i + 1]
+    ]
 
 
 def read_metrics(path: Path) -> list[Record]:

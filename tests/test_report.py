@@ -108,7 +108,7 @@ def test_the_page_fetches_nothing_and_says_the_figures(run: RunDir) -> None:
 
 def test_plots_take_the_colours_of_the_page(run: RunDir) -> None:
     resumed_run(run)
-    drawn = plots.plots(RunData.read(run))
+    drawn = plots.plots(RunData.read(run), run.config().train)
     assert {"pass@1", "Reward", "Loss", "Staleness, all batches", "Searchers"} <= {p.title for p in drawn}
     for plot in drawn:
         assert plot.svg.startswith("<svg") and plot.svg.rstrip().endswith("</svg>")
@@ -122,13 +122,20 @@ def test_a_task_names_its_score_and_shows_what_it_costs(run: RunDir) -> None:
     """Perplexity under the reference: exp(−Σ log π_ref ÷ tokens) over both searchers' nine tokens."""
     write(run.metrics_file("trainer"), [step(1, 5.0, loss=1.0)])
     evaluate(run, "test", 0, (10, 15), ref_logprob=-0.9)
-    assert not {plot.title for plot in plots.plots(RunData.read(run))} & {"Score and distance", "pass@1"}
+    assert not {plot.title for plot in plots.plots(RunData.read(run), run.config().train)} & {
+        "Score and distance",
+        "pass@1",
+    }
     evaluate(run, "test", 10, (40, 45), ref_logprob=-1.8)
     summary = summarise(run, run.config())
     assert (summary.score_name, summary.pass_at_1_before, summary.pass_at_1_after) == ("win rate", 0.25, 0.85)
     assert summary.perplexity_before == pytest.approx(math.exp(0.1))
     assert summary.perplexity_after == pytest.approx(math.exp(0.2))
-    (drawn,) = [plot.svg for plot in plots.plots(RunData.read(run)) if plot.title == "Score and distance"]
+    (drawn,) = [
+        plot.svg
+        for plot in plots.plots(RunData.read(run), run.config().train)
+        if plot.title == "Score and distance"
+    ]
     assert "1.22" in drawn and "perplexity" in drawn
     text = page.write_report(run).read_text()
     assert "win rate before → after" in text and "pass@1" not in text
@@ -141,7 +148,7 @@ def test_the_page_of_a_run_that_has_just_begun(run: RunDir, steps: int) -> None:
     text = page.write_report(run).read_text()
     assert f"unfinished at step {steps} of {STEPS}" in text
     assert ("No optimizer step has been logged yet" in text) == (steps == 0)
-    assert text.count("<figure") == len(plots.plots(RunData.read(run)) if steps else [])
+    assert text.count("<figure") == len(plots.plots(RunData.read(run), run.config().train) if steps else [])
 
 
 def test_an_empty_run_directory_has_a_page(run: RunDir) -> None:
@@ -164,7 +171,7 @@ def test_events_of_the_page(run: RunDir) -> None:
         ("resumed", "4", "1:00"),
         ("checkpoint", "10", "1:40"),
         ("finished", "10", "1:50"),
-        ("searcher 1: 3 × trajectory set aside: reward not finite", "", ""),
+        ("searcher 1: 3 × trajectory set aside: reward not finite, or the task's code raised", "", ""),
     ]
 
 

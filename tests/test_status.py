@@ -196,7 +196,7 @@ def test_the_view_follows_a_run_through_its_phases(run: RunDir) -> None:
     monitor.update()
     assert (monitor.progress.step, monitor.eta) == (3, pytest.approx(70.0))
     line = plain_line(monitor)
-    assert "] training · step 3/10 · test 41.0 % · loss 0.2500 · staleness 2.0" in line
+    assert "] training · step 3/10 · test 41.0 % · reward 0.500 · loss 0.2500 · staleness 2.0" in line
     assert line.endswith("tokens/s 2,345 + 1,234")
     write(trainer, [{"time": now, "event": "waiting", "step": 3}])
     monitor.update()
