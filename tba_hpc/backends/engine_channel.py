@@ -92,7 +92,7 @@ class Finished(Message):
     """All completions of a request, K of them with T tokens in all, as flat arrays.
 
     tokens: int32 [T]. logprobs: float32 [T]. lengths: int32 [K]. stopped: uint8 [K], 1 where EOS or
-    a text of EngineSettings.stop ended it.     versions: int32 [K, 2], oldest and newest.
+    a stop string ended it. versions: int32 [K, 2], oldest and newest.
     """
 
     request: int

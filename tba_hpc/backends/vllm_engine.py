@@ -245,7 +245,7 @@ def sampling_params(sampling: Sampling, n: int, settings: EngineSettings) -> Sam
     sampler's temperature and top-p, and before the end of sequence is ruled out below min_tokens. The
     policy's temperature is in the engine's logits already, so that the sampler's is counted from there.
 
-    Tokens become text only where stop strings look for themselves in it.
+    Tokens become text only where there are stop strings to be found in it.
 
     No seed per request: it costs a Python call per sequence and token, on a GPU also the fast sampler,
     and vLLM 0.32's CPU sampler dies of it where a prompt is computed in two parts.
