@@ -24,14 +24,15 @@ from transformers import (
 
 from tba_hpc.backends.hf_model import HfTokenizer, load_policy
 from tba_hpc.backends.vllm_victim import VllmVictim
-from tba_hpc.config import ConfigError, GeneratorSection, ModelSection, TaskSection
+from tba_hpc.config import ConfigError, GeneratorSection, ModelSection, TaskSection, parse_config
 from tba_hpc.ports import Serve, Victim
+from tba_hpc.runtime import make_embed
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.classifier import Classifier
 from tba_hpc.tasks.embedder import Embedder, diversity
 from tba_hpc.tasks.guard import Guard
 from tba_hpc.tasks.redteam import VICTIM_KEYS, RedTeam
-from tba_hpc.types import Completion, Group, Request, Sampling
+from tba_hpc.types import Completion, Group, Ragged, Request, Sampling
 
 TOKENIZER = HfTokenizer(make_tokenizer(), eos_token_id=0)
 MODES = "xyz"
@@ -326,6 +327,24 @@ def test_attacks_of_several_modes_are_more_diverse_than_of_one(
         return task.summary([Group(request, completions, np.zeros((len(attacks), 2)))])["diversity"]
 
     assert diversity_of("xxxx", "yyyy", "zzzz") > 2 * diversity_of("xxxx", "xxxxx", "xxxxxx")
+
+
+def test_the_buffer_tells_near_attacks_by_embeddings_of_their_texts(tmp_path: Path, embedder: str) -> None:
+    """Spaces around it and its end are no part of an attack, as in what its victim is asked."""
+    policy = make_random_model(tmp_path / "policy", tied=True)
+    texts = ["aaaa", "abca", " xyzz", "xyzz "]
+    wanted = Embedder(embedder, batch=8, key="k")([text.strip() for text in texts])
+    buffer_keys = {"similarity_limit": 0.4, "embedding_model": embedder}
+    config = parse_config({"model": {"path": str(policy)}, "buffer": buffer_keys})
+    embed = make_embed(config)
+    assert embed is not None
+    found = embed(Ragged.from_rows([completion(text).tokens for text in texts], np.int32))
+    assert found == pytest.approx(wanted, abs=1e-5)
+    assert abs(found[2] @ found[3] - 1) < 1e-5 and found[0] @ found[2] < 0.99
+    assert make_embed(parse_config({"model": {"path": str(policy)}})) is None
+    with pytest.raises(ConfigError, match=r"no embedder can be .* buffer.embedding_model=\./nowhere"):
+        buffer_keys["embedding_model"] = "./nowhere"
+        make_embed(parse_config({"model": {"path": str(policy)}, "buffer": buffer_keys}))
 
 
 # --- Bad input ---
