@@ -155,6 +155,31 @@ class BufferSection(Section):
     near_duplicates: float | None = Field(None, gt=0, le=0.5)
     """Share of the tokens of two completions of a prompt: where fewer edits lead from one to the other, only
     the better one is kept. None: only equal ones count as duplicates."""
+    similarity_limit: float | None = Field(None, ge=0, lt=1)
+    """Cosine of the embeddings of two completions of a prompt above which only the better one is kept; in
+    place of near_duplicates, with embedding_model. None: only equal ones count as duplicates."""
+    embedding_model: str | None = None
+    """Folder or hub name of the sentence encoder for similarity_limit; the leading trainer asks it."""
+
+    @model_validator(mode="after")
+    def _one_kind_of_nearness(self) -> BufferSection:
+        limit, model = self.similarity_limit, self.embedding_model
+        if limit is not None and self.near_duplicates is not None:
+            raise ValueError(
+                f"buffer.near_duplicates={self.near_duplicates:g} and buffer.similarity_limit={limit:g} are "
+                "two ways to tell near duplicates: leave one out"
+            )
+        if limit is not None and model is None:
+            raise ValueError(
+                f"buffer.similarity_limit={limit:g} needs embeddings: set buffer.embedding_model, for "
+                "example to sentence-transformers/all-MiniLM-L6-v2"
+            )
+        if limit is None and model is not None:
+            raise ValueError(
+                f"buffer.embedding_model={model} has no use without a limit: set buffer.similarity_limit, "
+                "for example to 0.4, or leave it out"
+            )
+        return self
 
     @property
     def chooses_by_reward(self) -> bool:
@@ -489,11 +514,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _near_duplicates_are_found(self) -> Config:
-        if self.buffer.near_duplicates is not None and not self.buffer.deduplicate:
-            raise ValueError(
-                f"buffer.near_duplicates={self.buffer.near_duplicates:g} contradicts buffer.deduplicate="
-                "false, which keeps every completion and is what an on-policy run needs: leave it out"
-            )
+        for key in ("near_duplicates", "similarity_limit"):
+            if (value := getattr(self.buffer, key)) is not None and not self.buffer.deduplicate:
+                raise ValueError(
+                    f"buffer.{key}={value:g} contradicts buffer.deduplicate=false, which keeps every "
+                    "completion and is what an on-policy run needs: leave it out"
+                )
         return self
 
     @model_validator(mode="after")
@@ -594,6 +620,7 @@ def require_files(config: Config) -> None:
     """Check that the local files a config names exist, as seen from here. Raises ConfigError."""
     for key, value in (
         ("model.path", config.model.path),
+        ("buffer.embedding_model", config.buffer.embedding_model),
         ("task.train_file", config.task.train_file),
         ("task.test_file", config.task.test_file),
     ):

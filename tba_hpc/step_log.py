@@ -25,10 +25,10 @@ STALENESS_BINS = 64
 
 
 class StepLog:
-    """Writes the records. ``clock`` adds up ``publish``, ``learn`` and ``checkpoint`` within a step.
+    """Writes the records. ``clock`` adds up ``wait`` (for data), ``publish``, ``learn`` and ``checkpoint``.
 
     version: weights published last, optimizer steps. publishes, late: publishes so far, and those put off.
-    longest_step: seconds, checkpoints left out.
+    longest_step: seconds, waits and checkpoints left out.
     """
 
     def __init__(
@@ -54,7 +54,8 @@ class StepLog:
         What is not finite in ``learned``, as in a step that was skipped, is left out.
         """
         wall, spent = self.clock.wall, self.clock.reset()
-        self.longest_step = max(self.longest_step, wall - spent.get("checkpoint", 0.0))
+        own = wall - spent.get("wait", 0.0) - spent.get("checkpoint", 0.0)
+        self.longest_step = max(self.longest_step, own)
         lag, reward_BK = staleness(batch, step), batch.reward_N.reshape(-1, batch.group_size)
         self._metrics.log(
             {

@@ -6,14 +6,17 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import chain
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tba_hpc import buffer as buffer_module
+from tba_hpc.backends.hdf5_shards import read_arrays, write_arrays
 from tba_hpc.batch import to_arrays
 from tba_hpc.buffer import Merged, ReplayBuffer, soft_values
 from tba_hpc.config import BufferSection
@@ -77,6 +80,7 @@ class Naive:
     capacity: int
     near: float | None = None
     deduplicate: bool = True
+    similarity: float | None = None
     live: list[tuple[Item, int]] = field(default_factory=list)
 
     def merge(self, items: Sequence[Item], sync: int) -> Merged:
@@ -107,7 +111,10 @@ class Naive:
         return [entry for entry in self.live if entry[0].prompt == prompt]
 
     def are_near(self, one: Item, other: Item) -> bool:
-        """Whether few edits lead from one to the other."""
+        """Whether few edits lead from one to the other, or both have nearly the same shares of letters."""
+        if self.similarity is not None:
+            (a, b), (c, d) = ([item.tokens.count(letter) for letter in (0, 1)] for item in (one, other))
+            return (a * c + b * d) / (math.hypot(a, b) * math.hypot(c, d)) > self.similarity
         if self.near is None:
             return False
         edits = fewest_edits(one.tokens, other.tokens)
@@ -173,9 +180,24 @@ def groups_of(batch: TrajectoryBatch) -> list[list[Item]]:
     return [items[i : i + batch.group_size] for i in range(0, len(items), batch.group_size)]
 
 
+def new_buffer(seed: int = 0, **config: object) -> ReplayBuffer:
+    """Keeps soft values; with ``similarity_limit``, by embeddings that count the letters 0 and 1."""
+    if config.get("similarity_limit") is None:
+        return ReplayBuffer(BufferSection(**config), seed, value_beta=0.5)
+    section = BufferSection(embedding_model="counts", **config)
+    return ReplayBuffer(section, seed, value_beta=0.5, embed=letter_shares)
+
+
+def letter_shares(completions: Ragged) -> np.ndarray:
+    """float32 [N, 2] of length 1: how often 0 and 1 come."""
+    rows = (completions.row(i) for i in range(len(completions)))
+    counts = np.array([[(row == letter).sum() for letter in (0, 1)] for row in rows], np.float32)
+    return counts / np.linalg.norm(counts, axis=1, keepdims=True)
+
+
 def filled(items: Sequence[Item], seed: int = 0, **config: object) -> ReplayBuffer:
     """A buffer that got all items in revision 0."""
-    made = ReplayBuffer(BufferSection(**config), seed)
+    made = new_buffer(seed, **config)
     made.merge(pack(items), 0)
     return made
 
@@ -192,21 +214,27 @@ def prompts_with(count: int, completions: int = 1, first_prompt: int = 0) -> lis
 
 
 CAPACITIES = [(100, 1000), (4, 1000), (100, 20), (5, 22), (1, 3)]
-KINDS = [(None, True), (0.25, True), (None, False)]
-"""near_duplicates, deduplicate."""
+KINDS: list[dict[str, object]] = [
+    {},
+    {"near_duplicates": 0.25},
+    {"deduplicate": False},
+    {"similarity_limit": 0.9},
+]
+"""What counts as a duplicate."""
 
 
 @pytest.mark.parametrize("per_prompt, capacity", CAPACITIES)
-@pytest.mark.parametrize("near, deduplicate", KINDS)
-def test_merging_equals_the_naive_model(
-    per_prompt: int, capacity: int, near: float | None, deduplicate: bool
-) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_merging_equals_the_naive_model(per_prompt: int, capacity: int, kind: dict[str, Any]) -> None:
     rng = np.random.default_rng(per_prompt + capacity)
-    naive = Naive(per_prompt, capacity, near, deduplicate)
-    config = BufferSection(
-        capacity_per_prompt=per_prompt, capacity=capacity, near_duplicates=near, deduplicate=deduplicate
+    naive = Naive(
+        per_prompt,
+        capacity,
+        near=kind.get("near_duplicates"),
+        deduplicate=kind.get("deduplicate", True),
+        similarity=kind.get("similarity_limit"),
     )
-    real = ReplayBuffer(config, 0)
+    real = new_buffer(capacity_per_prompt=per_prompt, capacity=capacity, **kind)
     merged = 0
     for revision in range(60):
         items = random_items(rng, int(rng.integers(0, 30)), first_uid=merged)
@@ -738,7 +766,8 @@ def test_a_value_counts_completions_that_are_equal_evicted_or_not_drawn() -> Non
 
 
 def test_without_a_beta_there_are_no_values_and_older_states_restore() -> None:
-    real = filled([Item(0, 0, (1,), 1.0)])
+    real = ReplayBuffer(BufferSection(), 0)
+    real.merge(pack([Item(0, 0, (1,), 1.0)]), 0)
     assert real.sample(0, groups=1, group_size=2).value_N.tolist() == [0, 0]
     arrays = real.state()
     del arrays["value"]
@@ -762,17 +791,11 @@ def test_samples_depend_on_seed_and_step_alone() -> None:
     assert len({str(one(seed, step)) for seed in range(3) for step in range(3)}) == 9
 
 
-@pytest.mark.parametrize("near, deduplicate", KINDS)
-def test_a_restored_buffer_goes_on_bit_by_bit(near: float | None, deduplicate: bool) -> None:
-    config = BufferSection(
-        capacity_per_prompt=6,
-        capacity=40,
-        near_duplicates=near,
-        deduplicate=deduplicate,
-        replay_limit=2,
-    )
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restored_buffer_goes_on_bit_by_bit(kind: dict[str, object]) -> None:
+    make = partial(new_buffer, 4, capacity_per_prompt=6, capacity=40, replay_limit=2, **kind)
     rng = np.random.default_rng(1)
-    real = ReplayBuffer(config, 4, value_beta=0.5)
+    real = make()
     for revision in range(50):
         for part in range(2):
             items = random_items(rng, 9, 100 * revision + 20 * part, prompts=15)
@@ -781,7 +804,7 @@ def test_a_restored_buffer_goes_on_bit_by_bit(near: float | None, deduplicate: b
         real.evict_used_up(3)
         if revision % 10 == 5:
             arrays = real.state()
-            restored = ReplayBuffer(config, 4, value_beta=0.5)
+            restored = make()
             restored.merge(pack(random_items(np.random.default_rng(9), 20, 1)), 0)  # all of it is dropped
             restored.restore(arrays)
             follow(real, restored, rng.integers(1 << 30), 10 * revision + 1)
@@ -815,6 +838,38 @@ def test_the_state_is_plain_arrays_and_that_of_an_empty_buffer_restores() -> Non
     again.restore(empty.state())
     assert again.merge(pack(prompts_with(3)), 0) == Merged(3, 0, 0)
     assert all(array.dtype != object for array in again.state().values())
+
+
+def test_an_empty_buffer_with_embeddings_restores(tmp_path: Path) -> None:
+    """Also from a file, and where all of its trajectories have left."""
+    empty, left = new_buffer(similarity_limit=0.9), filled([Item(0, 0, (1,))], similarity_limit=0.9)
+    assert left.evict_where(lambda record: np.ones(len(record), bool)) == 1
+    for name, buffer in (("empty", empty), ("left", left)):
+        write_arrays(tmp_path / name, buffer.state())
+        again = new_buffer(similarity_limit=0.9)
+        again.restore(read_arrays(tmp_path / name))
+        items = [Item(1, 0, (0, 0)), Item(2, 0, (1, 1)), Item(3, 0, (0,), 9.0)]
+        assert again.merge(pack(items), 1) == Merged(2, 1, 0)
+
+
+def test_completions_are_embedded_once_however_often_the_buffer_is_compacted() -> None:
+    seen = list[int]()
+
+    def embed(completions: Ragged) -> np.ndarray:
+        seen.append(len(completions))
+        return letter_shares(completions)
+
+    section = BufferSection(similarity_limit=0.9, embedding_model="counts", capacity_per_prompt=4)
+    real, rng = ReplayBuffer(section, 0, embed=embed), np.random.default_rng(0)
+    for revision in range(20):
+        real.merge(pack(random_items(rng, 10, 10 * revision)), revision)
+    assert seen == [10] * 20
+    state = real.state()
+    again = ReplayBuffer(section, 0, embed=embed)
+    again.restore(state)
+    assert len(seen) == 20
+    live = real.trajectories().completions
+    assert state["embeddings"].tobytes() == letter_shares(live).tobytes()
 
 
 def lines_and_peak_bytes(real: ReplayBuffer) -> tuple[int, int]:

@@ -115,7 +115,6 @@ RED_TEAMING = {
     "generator.max_tokens": 20,
     "generator.min_tokens": 5,
     "buffer.most_on_policy": 0.5,
-    "buffer.near_duplicates": 0.25,
     "train.objective": "trajectory_balance",
     "train.steps": 5000,
     "train.prompts_per_step": 1,
@@ -138,12 +137,15 @@ PUBLISHED: dict[str, dict[str, object]] = {
     | {
         "generator.tempered_range": (0.5, 2.0),
         "buffer.capacity": 100_000,
+        "buffer.near_duplicates": 0.25,
         "train.target_temperature.anneal_steps": 500,
     },
     "redteam_llama1b": RED_TEAMING
     | {
         "generator.tempered_range": (0.7, 2.0),
         "buffer.capacity": 130_000,
+        "buffer.similarity_limit": 0.4,
+        "buffer.embedding_model": "sentence-transformers/all-MiniLM-L6-v2",
         "train.target_temperature.anneal_steps": 1000,
         "train.reference_temperature.anneal_steps": 2000,
     },
@@ -204,6 +206,16 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
         ("train.reference_every=5", "train.reference_every=5 would be ignored with train.reference=frozen"),
         ("train.reference=reset", "train.reference=reset needs its interval: set train.reference_every"),
         ("buffer={deduplicate: false, near_duplicates: 0.25}", "near_duplicates=0.25 contradicts"),
+        (
+            "buffer={deduplicate: false, similarity_limit: 0.4, embedding_model: org/m}",
+            "buffer.similarity_limit=0.4 contradicts buffer.deduplicate=false",
+        ),
+        (
+            "buffer={near_duplicates: 0.25, similarity_limit: 0.4, embedding_model: org/m}",
+            "buffer.near_duplicates=0.25 and buffer.similarity_limit=0.4 are two ways to tell near",
+        ),
+        ("buffer.similarity_limit=0.4", "needs embeddings: set buffer.embedding_model, for example"),
+        ("buffer.embedding_model=org/m", "buffer.embedding_model=org/m has no use without a limit"),
         (
             "buffer={replay_limit: 1, capacity: 100, initial_completions: 9}",
             "replay_limit or a reference that",

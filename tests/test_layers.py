@@ -21,7 +21,7 @@ LAYERS = [
     {"merger", "step_log", "search_log"},
     {"trainer", "searcher", "scorer", "online_evaluation", "backends", "tasks", "launch", "report"},
     {"ending", "placement"},
-    {"runtime", "audit", "evaluate", "doctor"},
+    {"runtime", "audit", "evaluate", "doctor", "task_check"},
     {"submit"},
     {"cli"},
 ]
@@ -69,11 +69,14 @@ WITHOUT_TORCH = [
         "report.monitor",
         "scorer",
         "task_contract",
+        "task_check",
         "tasks.gsm8k",
         "backends.vllm_generator",
     ),
     "tasks.arithmetic",
     "tasks.math",
+    "tasks.redteam",
+    "tasks.tldr",
 ]
 
 WITH_A_LITTLE = {

@@ -500,6 +500,21 @@ def test_without_data_the_trainer_takes_so_many_steps_then_waits_then_goes_on(tm
     assert len(_losses(run)) == 13
 
 
+def test_a_wait_for_data_does_not_make_a_job_stop_early(tmp_path: Path) -> None:
+    """Two of three seconds go by in a wait before step 3; the steps after it still fit."""
+
+    class Slower(Slow):
+        def gather(self) -> bool:
+            time.sleep(0.4)
+            return super().gather()
+
+    config = make_config(tmp_path, train={"steps": 5}, exchange={"max_steps_without_data": 3})
+    run = RunDir.create(config)
+    exchange, end = Slower(_sealed(config, run, 2)), time.time() + MARGIN_SECONDS + 3
+    assert TrainerParts(config, run).build(exchange, job_end=end).run()
+    assert exchange.looks == 5
+
+
 def test_a_searcher_that_delivers_no_more_is_named_after_the_deadline(tmp_path: Path) -> None:
     exchange = {"max_steps_without_data": 2, "deadline_seconds": 0.3}
     config = make_config(tmp_path, exchange=exchange, launch={"searchers": 2})

@@ -1,5 +1,6 @@
 """The record of a step."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -60,3 +61,15 @@ def test_what_is_not_finite_in_a_skipped_step_is_no_figure(tmp_path: Path) -> No
     (record,) = read_metrics(tmp_path / "trainer.jsonl")
     assert (record["train/log_ratio"], record["train/skipped_steps"]) == (0.5, 1)
     assert not {"train/loss", "train/grad_norm"} & record.keys()
+
+
+def test_the_longest_step_leaves_out_waits_for_data_and_checkpoints(tmp_path: Path) -> None:
+    """Else one long wait made a job stop that much before its limit, ever after."""
+    metrics = MetricsWriter(tmp_path / "trainer.jsonl")
+    log = StepLog(TrainSection(), ReplayBuffer(BufferSection(), 0), metrics, version=0)
+    for part, seconds in (("wait", 0.4), ("checkpoint", 0.4), ("learn", 0.1)):
+        with log.clock(part):
+            time.sleep(seconds)
+    wall = log.write(0, BATCH, {})
+    assert wall >= 0.9
+    assert 0.1 <= log.longest_step <= wall - 0.8

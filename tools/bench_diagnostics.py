@@ -83,6 +83,7 @@ def _batch(config: Config) -> TrajectoryBatch:
         sequences=Ragged.from_rows(rows, np.int32),
         prompt_length_N=np.full(len(rows), PROMPT),
         reward_N=random.integers(0, 2, len(rows)).astype(np.float32),
+        value_N=np.zeros(len(rows), np.float32),
         version_N=np.zeros(len(rows), np.int32),
         on_policy_N=np.ones(len(rows), bool),
         logprobs=logprobs,

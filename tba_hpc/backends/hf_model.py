@@ -110,6 +110,14 @@ def tensor_in(buffer: np.ndarray, slot: WeightSlot) -> Tensor:
     return flat.view(SAFETENSORS_DTYPE[slot.dtype]).view(slot.shape)
 
 
+def stored_dtype(path: str) -> Dtype:
+    """The dtype in which nothing is lost of a model folder's or hub name's weights, as its config.json says.
+
+    float32 where that says nothing, and for float16, which no engine here takes. Raises ConfigError.
+    """
+    return "bfloat16" if _from_pretrained(AutoConfig, path).dtype == torch.bfloat16 else "float32"
+
+
 def require_one_vocabulary(tokenizer: HfTokenizer, model: PreTrainedModel, path: str) -> None:
     """Raise ConfigError where the tokenizer knows tokens that the model does not; the reverse is padding."""
     tokens, known = tokenizer.vocab_size, model.config.vocab_size

@@ -61,11 +61,12 @@ class Decoding:
 class Result:
     """What an evaluation came to.
 
-    single: one completion per prompt, as in the evaluations of a run. sampled: several; None where none were
-    asked for.
+    dtype: in which model and reference computed. single: one completion per prompt, as in the evaluations of
+    a run. sampled: several; None where none were asked for.
     """
 
     model: str
+    dtype: str
     reference: str | None
     task: str
     split: Split
@@ -109,6 +110,7 @@ def measure(
     reference = _load_reference(config, target.reference) if target.reference else None
     return Result(
         model=config.model.path,
+        dtype=config.model.dtype,
         reference=target.reference,
         task=config.task.name,
         split=split,
