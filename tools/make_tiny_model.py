@@ -76,6 +76,7 @@ class Recipe:
     width: int = WIDTH
     layers: int = 2
     counted: bool = False
+    worked: bool = False
     threads: int = 1
 
     @property
@@ -159,7 +160,7 @@ def batches(
     for step in range(recipe.steps):
         rng = np.random.default_rng([recipe.seed, step])
         chosen = [demonstrations[i] for i in rng.choice(len(demonstrations), BATCH, replace=False)]
-        may_be_bare = step >= WORKED_SHARE * recipe.steps
+        may_be_bare = not recipe.worked and step >= WORKED_SHARE * recipe.steps
         answers = [d.bare if may_be_bare and rng.random() < d.bare_share else d.worked for d in chosen]
         rows = [d.prompt + answer for d, answer in zip(chosen, answers, strict=True)]
         labels = [[IGNORED] * len(d.prompt) + answer for d, answer in zip(chosen, answers, strict=True)]
@@ -287,6 +288,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=WIDTH, help=f"of the layers (default {WIDTH})")
     parser.add_argument("--layers", type=int, default=2, help="how many (default 2)")
     parser.add_argument("--counted", action="store_true", help="count every change out one by one")
+    parser.add_argument("--worked", action="store_true", help="show the work in all, to the last step")
     parser.add_argument(
         "--threads", type=int, default=1, help="cores used; the result depends on it (default 1)"
     )
