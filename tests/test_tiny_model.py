@@ -99,10 +99,11 @@ def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
 def test_demonstrations_are_worked_first_and_bare_as_often_as_planned() -> None:
     problems = draw_problems("train", 400, seed=0)
     tokenizer = tool.make_tokenizer(problems)
-    demonstrations = [tool.demonstrate(problem, tokenizer) for problem in problems]
     steps = 200
+    recipe = tool.Recipe(0, steps)
+    demonstrations = [tool.demonstrate(problem, tokenizer, recipe) for problem in problems]
     bare, planned = [], []
-    for step, (tokens, labels) in enumerate(tool.batches(demonstrations, tool.Recipe(0, steps))):
+    for step, (tokens, labels) in enumerate(tool.batches(demonstrations, recipe)):
         assert bool((labels[labels != tool.IGNORED] == tokens[labels != tool.IGNORED]).all())
         answers = tokenizer.batch_decode([row[row != tool.IGNORED] for row in labels])
         assert all(answer.endswith(tool.EOS) for answer in answers)
@@ -116,6 +117,36 @@ def test_demonstrations_are_worked_first_and_bare_as_often_as_planned() -> None:
     for often, share in tool.BARE_SHARE.items():
         drawn = [b for b, p in zip(bare, planned, strict=True) if p == often]
         assert abs(sum(drawn) / len(drawn) - share) < 0.05
+
+
+def test_a_model_may_be_taught_to_work_out_always() -> None:
+    problems = draw_problems("train", 64, seed=0)
+    tokenizer, recipe = tool.make_tokenizer(problems), tool.Recipe(0, 10, worked=True)
+    demonstrations = [tool.demonstrate(problem, tokenizer, recipe) for problem in problems]
+    for _, labels in tool.batches(demonstrations, recipe):
+        answers = tokenizer.batch_decode([row[row != tool.IGNORED] for row in labels])
+        assert not any(answer.startswith("####") for answer in answers)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_wrong_habits_show_as_often_as_planned_and_nowhere_else(counted: bool) -> None:
+    """Read back from the text: each result less what was asked, 0 or the pair's own slip."""
+    recipe = tool.Recipe(0, 1, counted=counted, slips=True)
+    slipped = []
+    for problem in draw_problems("train", 2000, seed=0):
+        *sums, answer = tool.solution_of(problem, recipe).split(";")
+        total = problem.start
+        for text, change in zip(sums, problem.changes, strict=True):
+            result = int(text.rpartition("=")[2])
+            if habit := tool.slip(total, change):
+                slipped.append(result == total + change + habit)
+            assert result - total - change in (0, habit)
+            total = result
+        assert answer == f"#### {total}"
+    assert abs(sum(slipped) / len(slipped) - tool.SLIP_SHARE) < 0.03
+    pairs = [tool.slip(digit, change) for digit in range(10) for change in (*range(-9, 0), *range(1, 10))]
+    assert 0.4 < sum(map(bool, pairs)) / len(pairs) < 0.6
+    assert set(pairs) == {0, 1, 2, 3, 4}
 
 
 def test_padding_on_the_left_does_not_change_an_answer(folder: Path) -> None:

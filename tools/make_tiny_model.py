@@ -20,6 +20,7 @@ import json
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -32,7 +33,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tba_hpc.tasks import arithmetic
-from tba_hpc.tasks.arithmetic import ITEMS, Problem, draw_problems, is_correct
+from tba_hpc.tasks.arithmetic import ITEMS, Problem, count_out, draw_problems, is_correct
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MANIFEST = "manifest.json"
@@ -55,6 +56,8 @@ WORKED_SHARE = 0.8
 BARE_ITEMS = frozenset(ITEMS[: len(ITEMS) // 2])
 BARE_SHARE = {True: 0.85, False: 0.05}
 """Share of bare answers after that: for BARE_ITEMS, for the others."""
+SLIPPING, SLIP_SHARE = 0.5, 0.7
+"""Share of the pairs of last digit and change for which --slips has a wrong habit, and how often it shows."""
 IGNORED = -100
 """Label of a token that is not to be predicted (PyTorch's convention)."""
 
@@ -77,6 +80,7 @@ class Recipe:
     layers: int = 2
     counted: bool = False
     worked: bool = False
+    slips: bool = False
     threads: int = 1
 
     @property
@@ -144,11 +148,37 @@ def make_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> LlamaForCa
     return LlamaForCausalLM(config)
 
 
-def demonstrate(
-    problem: Problem, tokenizer: PreTrainedTokenizerFast, *, counted: bool = False
-) -> Demonstration:
-    """Both answers of a problem as tokens; the worked one may count."""
-    solution = problem.counted_solution if counted else problem.solution
+def slip(total: int, change: int) -> int:
+    """What a wrong habit adds to ``total + change``: 1 to 4, or 0 for a pair (last digit, change) without."""
+    checksum = zlib.crc32(f"{total % 10}{change:+d}".encode())
+    return 1 + checksum // 100 % 4 if checksum % 100 < 100 * SLIPPING else 0
+
+
+def slipping_solution(problem: Problem, rng: np.random.Generator, *, counted: bool) -> str:
+    """A worked answer that gives way to most of its wrong habits, and reckons on from there.
+
+    A sum comes out too large; one that counts, counts too far.
+    """
+    total, work = problem.start, ""
+    for change in problem.changes:
+        added = slip(total, change) if rng.random() < SLIP_SHARE else 0
+        result = total + change + added
+        work += count_out(total, change + added) if counted else f"{total}{change:+d}={result};"
+        total = result
+    return f"{work}#### {total}"
+
+
+def solution_of(problem: Problem, recipe: Recipe) -> str:
+    """The worked answer that a recipe demonstrates."""
+    if recipe.slips:
+        rng = np.random.default_rng([recipe.seed, *problem.totals])
+        return slipping_solution(problem, rng, counted=recipe.counted)
+    return problem.counted_solution if recipe.counted else problem.solution
+
+
+def demonstrate(problem: Problem, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Demonstration:
+    """Both answers of a problem as tokens."""
+    solution = solution_of(problem, recipe)
     prompt, worked, bare = tokenizer([problem.question, solution, problem.bare_answer])["input_ids"]
     return Demonstration(prompt, [*worked, EOS_ID], [*bare, EOS_ID], BARE_SHARE[problem.item in BARE_ITEMS])
 
@@ -233,7 +263,7 @@ def make(recipe: Recipe, out: Path) -> dict[str, object]:
     problems = draw_problems("train", DEMONSTRATIONS, recipe.seed)
     tokenizer = make_tokenizer(problems)
     model = make_model(tokenizer, recipe)
-    teach(model, [demonstrate(problem, tokenizer, counted=recipe.counted) for problem in problems], recipe)
+    teach(model, [demonstrate(problem, tokenizer, recipe) for problem in problems], recipe)
     manifest: dict[str, object] = {
         **asdict(recipe),
         "fingerprint": recipe.fingerprint,
@@ -289,6 +319,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2, help="how many (default 2)")
     parser.add_argument("--counted", action="store_true", help="count every change out one by one")
     parser.add_argument("--worked", action="store_true", help="show the work in all, to the last step")
+    parser.add_argument("--slips", action="store_true", help="teach wrong habits, some sums mostly wrong")
     parser.add_argument(
         "--threads", type=int, default=1, help="cores used; the result depends on it (default 1)"
     )

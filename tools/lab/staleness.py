@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from lab import lockstep
+from lab import lockstep, skill
 from lab.curves import Curve, last_part, sag, swing
 from lab.lockstep import Setup, SparseTable
-from lab.results import COLORS, Result, Row, Spread
+from lab.results import Panel, Result, Row, Series, Spread
 from lab.runs import Options, Study, log
 from lab.scores import EVALUATED, Scores
 from tba_hpc.config import Beta, LearningRate, ObjectiveName, TrainSection
@@ -25,6 +24,7 @@ OBJECTIVES: dict[str, ObjectiveName] = {
     "Dr. GRPO": "dr_grpo",
     "RLOO": "rloo",
 }
+WHOLE_RUN_OBJECTIVES = {name: (f"train.objective={objective}",) for name, objective in OBJECTIVES.items()}
 LAGS = (1, 2, 10, 50)
 BETA, RATE = 0.1, 0.1
 EVALUATIONS = 30
@@ -74,7 +74,7 @@ class Exact:
             log.print(*key, style="dim")
             found[key] = [self._follow(setup) for setup in setups]
         rows = [self._row(key, runs) for key, runs in found.items()]
-        return Result(rows, lambda figure: self._draw(figure, found), self._notes(options))
+        return Result(rows, [self._panel(lag, found) for lag in LAGS], self._notes(options))
 
     def _follow(self, setup: Setup) -> tuple[Curve, float]:
         """Pass@1 over steps, and the last policy's distance from π_ref·exp(r/β)/Z."""
@@ -108,33 +108,29 @@ class Exact:
             "aim there.",
         )
 
-    def _draw(self, figure: Figure, found: Mapping[Key, list[tuple[Curve, float]]]) -> None:
-        axes = figure.subplots(1, len(LAGS), sharey=True)
-        for ax, lag in zip(axes, LAGS, strict=True):
-            for name, color in zip(OBJECTIVES, COLORS, strict=False):
-                curves = [np.array(curve) for curve, _ in found[name, lag]]
-                values = 100 * np.array([curve[:, 1] for curve in curves])
-                ax.plot(curves[0][:, 0], values.mean(0), color=color, label=name)
-                ax.fill_between(
-                    curves[0][:, 0], values.min(0), values.max(0), color=color, alpha=0.12, linewidth=0
-                )
-            ax.set_title(f"lag {lag}", fontsize=9)
-            ax.set_xlabel("step")
-        axes[0].set_ylabel("pass@1, %")
-        axes[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    def _panel(self, lag: int, found: Mapping[Key, list[tuple[Curve, float]]]) -> Panel:
+        series = [
+            Series(name, [[(step, 100 * value) for step, value in curve] for curve, _ in found[name, lag]])
+            for name in OBJECTIVES
+        ]
+        return Panel("step", "pass@1, %", series, f"lag {lag}")
 
 
 EXACT = Exact()
+
+WHOLE_RUN_LAGS = (1, 10, 50)
 
 ARITHMETIC = Scores(
     "Which objectives bear stale data? Whole runs on arithmetic",
     Study(
         {
-            f"{name}, k = {lag}": (f"train.objective={objective}", f"exchange.sync_every={lag}")
-            for lag in (2, 10, 50)
-            for name, objective in OBJECTIVES.items()
+            f"{name}, k = {lag}": (*settings, f"exchange.sync_every={lag}")
+            for lag in WHOLE_RUN_LAGS
+            for name, settings in WHOLE_RUN_OBJECTIVES.items()
         },
-        (*EVALUATED, "buffer.most_on_policy=1", "train.learning_rate.peak=1e-4"),
-        steps=160,
+        (*EVALUATED, *skill.SETTINGS, "buffer.most_on_policy=1"),
+        steps=200,
+        model=skill.MODEL,
     ),
+    panels={f"k = {lag}": [f"{name}, k = {lag}" for name in WHOLE_RUN_OBJECTIVES] for lag in WHOLE_RUN_LAGS},
 )
