@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lab import asynchrony, curves, lockstep, results, sparse
+from lab.curves import Course
 from lab.group_size import relative_variance
 from lab.lockstep import Setup, SparseTable
 from lab.results import Result, Spread
@@ -51,7 +53,7 @@ def write_lines(path: Path, records: Sequence[dict[str, object]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def test_curve_of_a_run(tmp_path: Path) -> None:
+def test_course_of_a_run(tmp_path: Path) -> None:
     """Weights in use at 102 s, steps every 3 s from 105 s; an evaluation is 50 of an engine's 25 tokens/s."""
     config = load_config(REPOSITORY / "configs/quickstart.yaml", [f"run.root={tmp_path}"])
     run = RunDir.create(config)
@@ -75,24 +77,75 @@ def test_curve_of_a_run(tmp_path: Path) -> None:
     for step, correct in ((2, 1), (4, 3)):
         part = Evaluation(split="validation", step=step, correct=correct, total=4, tokens=50, truncated=0)
         write_evaluation(run, 0, 1, part)
-    assert curves.curve_of(run) == [(6.0, 0.25), (12.0, 0.75)]
-    assert curves.curve_of(run, evaluations_count=False) == [(6.0, 0.25), (10.0, 0.75)]
+    course = curves.course_of(run)
+    assert course.over_seconds == [(6.0, 0.25), (12.0, 0.75)]
+    assert course.over_steps == [(2.0, 0.25), (4.0, 0.75)]
+    assert curves.course_of(run, evaluations_count=False).over_seconds == [(6.0, 0.25), (10.0, 0.75)]
+
+
+def course(*points: tuple[float, float]) -> Course:
+    """Ten steps to a second."""
+    return Course([(seconds, 10 * seconds, value) for seconds, value in points])
 
 
 def test_times_of_the_arms_and_their_ratios() -> None:
-    ours = {0: [(1.0, 0.5), (2.0, 0.94)], 1: [(1.0, 0.5), (2.0, 0.7)], 2: [(1.0, 0.6)]}
-    theirs = {0: [(2.0, 0.5), (5.0, 0.94)], 1: [(2.0, 0.5), (4.0, 0.7)], 2: [(9.0, 0.9)]}
-    table = asynchrony.QUICK.result({asynchrony.ASYNCHRONOUS: ours, asynchrony.PEER: theirs})
-    _, peer = table.rows
-    assert peer["s to 94 %"] == Spread([5.0, None, None])
-    assert peer["÷ asynchronous"] == Spread([2.5, 2.0, None])  # to 94 %, to 70 %; ours got no further
+    ours = {0: course((1, 0.5), (2, 0.9)), 1: course((1, 0.5), (2, 0.7)), 2: course((1, 0.4))}
+    theirs = {0: course((2, 0.5), (5, 0.9)), 1: course((2, 0.5), (4, 0.7)), 2: course((9, 0.8))}
+    comparison = replace(asynchrony.QUICK, thresholds=(0.5, 0.7, 0.9))
+    tuning = {asynchrony.PEER: {1e-4: course((3, 0.5), (4, 0.6)), 2e-4: course((3, 0.6))}}
+    best = {asynchrony.ASYNCHRONOUS: 1e-4, asynchrony.PEER: 2e-4}
+    result = comparison.result(tuning, best, {asynchrony.ASYNCHRONOUS: ours, asynchrony.PEER: theirs})
+    _, peer, slow, _ = result.rows
+    assert peer["rate"] == "0.0002"
+    assert peer["s to 90 %"] == Spread([5.0, None, None])
+    assert peer["steps to 90 %"] == Spread([50.0, None, None])
+    assert peer["÷ asynchronous"] == Spread([2.5, 2.0, None])  # to 90 %, to 70 %; ours got no further
+    assert (slow["arm"], slow["rate"]) == (f"{asynchrony.PEER} (tuning)", "0.0001")
+    assert slow["s to 50 %"] == Spread([3.0]) and slow["÷ asynchronous"] is None
+
+
+def test_the_best_rate_is_the_first_at_the_highest_threshold_that_any_reaches() -> None:
+    slow, fast, poor = course((4, 0.8), (6, 0.85)), course((2, 0.8)), course((1, 0.6))
+    assert asynchrony.best_rate({1e-5: slow, 1e-4: fast, 1e-3: poor}, (0.5, 0.8, 0.9)) == 1e-4
+    assert asynchrony.best_rate({1e-5: slow, 1e-4: fast, 1e-3: poor}, (0.5, 0.85)) == 1e-5
+    assert asynchrony.best_rate({1e-5: slow, 1e-4: fast, 1e-3: poor}, (0.9,)) == 1e-5  # by its end
+
+
+def test_a_course_ends_with_its_last_three_evaluations() -> None:
+    assert course((1, 0.0), (2, 0.6), (3, 0.9), (4, 0.6)).end == pytest.approx(0.7)
+
+
+def test_table_and_plot_are_made_again_from_the_json_alone(tmp_path: Path) -> None:
+    """To the byte, the plot too; a curve of a seed is one line of the file."""
+    lines = [results.Series(f"arm {i}", [[(0, 1.5), (40, 2.0)], [(0, 0.5), (20, 3.0)]]) for i in range(8)]
+    panels = [
+        results.Panel("step", "pass@1", lines, "a", level=1.0),
+        results.Panel("seconds", "pass@1", lines, "b", banded=False, logarithmic=True),
+    ]
+    rows = [
+        {"arm": "a", "time": Spread([1.0, None]), "n": 3, "x": 0.25},
+        dict.fromkeys(("arm", "time", "n", "x")),
+    ]
+    origin = results.provenance([0, 1])
+    text = results.write(Result(rows, panels, ["Note."]), tmp_path / "a", title="A", origin=origin)
+    source = tmp_path / "a" / "table.json"
+    experiments.main(["replay", "--from", str(source), "--out", str(tmp_path / "b")])
+    for name in ("table.md", "table.json", "plot.png"):
+        assert (tmp_path / "b/replay" / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
+    assert (tmp_path / "a/table.md").read_text() == text
+    assert "[[0, 1.5], [40, 2.0]]" in source.read_text()
+
+
+def test_the_mean_of_curves_that_were_evaluated_at_different_steps() -> None:
+    x_X, y_CX = results.Series("a", [[(0, 0.0), (10, 1.0)], [(0, 1.0), (5, 3.0), (10, 3.0)]]).band
+    assert x_X.tolist() == [0, 5, 10]
+    assert y_CX.mean(0).tolist() == [0.5, 1.75, 2.0]
 
 
 def test_a_result_is_written_with_its_origin(tmp_path: Path) -> None:
     origin = results.provenance([3, 4])
-    result = Result(
-        [{"arm": "a", "time": Spread([1.0, 2.0])}], lambda figure: figure.add_subplot().plot([1]), ["Note."]
-    )
+    panel = results.Panel("step", "y", [results.Series("a", [[(0, 1.0)]])])
+    result = Result([{"arm": "a", "time": Spread([1.0, 2.0])}], [panel], ["Note."])
     text = results.write(result, tmp_path, title="A title", origin=origin)
     assert "| a | 1.5 ± 0.707 |" in text and "- Note." in text
     assert str(origin["machine"]) in text and str(origin["date"]) in text and "seeds 3, 4" in text

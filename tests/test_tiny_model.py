@@ -99,10 +99,11 @@ def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
 def test_demonstrations_are_worked_first_and_bare_as_often_as_planned() -> None:
     problems = draw_problems("train", 400, seed=0)
     tokenizer = tool.make_tokenizer(problems)
-    demonstrations = [tool.demonstrate(problem, tokenizer) for problem in problems]
     steps = 200
+    recipe = tool.Recipe(0, steps)
+    demonstrations = [tool.demonstrate(problem, tokenizer, recipe) for problem in problems]
     bare, planned = [], []
-    for step, (tokens, labels) in enumerate(tool.batches(demonstrations, tool.Recipe(0, steps))):
+    for step, (tokens, labels) in enumerate(tool.batches(demonstrations, recipe)):
         assert bool((labels[labels != tool.IGNORED] == tokens[labels != tool.IGNORED]).all())
         answers = tokenizer.batch_decode([row[row != tool.IGNORED] for row in labels])
         assert all(answer.endswith(tool.EOS) for answer in answers)
@@ -116,6 +117,33 @@ def test_demonstrations_are_worked_first_and_bare_as_often_as_planned() -> None:
     for often, share in tool.BARE_SHARE.items():
         drawn = [b for b, p in zip(bare, planned, strict=True) if p == often]
         assert abs(sum(drawn) / len(drawn) - share) < 0.05
+
+
+def test_a_model_may_be_taught_to_work_out_always() -> None:
+    problems = draw_problems("train", 64, seed=0)
+    tokenizer, recipe = tool.make_tokenizer(problems), tool.Recipe(0, 10, worked=True)
+    demonstrations = [tool.demonstrate(problem, tokenizer, recipe) for problem in problems]
+    for _, labels in tool.batches(demonstrations, recipe):
+        answers = tokenizer.batch_decode([row[row != tool.IGNORED] for row in labels])
+        assert not any(answer.startswith("####") for answer in answers)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_verbs_are_misread_as_often_as_asked_and_the_rest_is_reckoned_right(counted: bool) -> None:
+    """Read back from the text: each result is the total before it plus or minus the change."""
+    recipe = tool.Recipe(0, 1, counted=counted, misread=0.8)
+    wrong: dict[bool, list[bool]] = {True: [], False: []}
+    for problem in draw_problems("train", 3000, seed=0):
+        *sums, answer = tool.solution_of(problem, recipe).split(";")
+        total = problem.start
+        for text, change, verb in zip(sums, problem.changes, problem.verbs, strict=True):
+            result = int(text.rpartition("=")[2])
+            assert abs(result - total) == abs(change)
+            wrong[verb in tool.MISREAD_VERBS].append(result == total - change)
+            total = result
+        assert answer == f"#### {total}"
+    shares = {often: sum(found) / len(found) for often, found in wrong.items()}
+    assert shares == {True: pytest.approx(0.8, abs=0.02), False: pytest.approx(0.2, abs=0.02)}
 
 
 def test_padding_on_the_left_does_not_change_an_answer(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Measure one claim of the method on this machine: a table and a plot with machine, date and seeds.
 
     python tools/experiments.py NAME [--seeds 0 1 2] [--steps N] [--out runs/experiments]
+    python tools/experiments.py NAME --from tools/lab/results/NAME.json   # table and plot from JSON alone
 
 Every experiment needs two cores and nothing else. Whole runs are kept in OUT/NAME/runs and not repeated
 while their settings stay the same; OUT/NAME holds table.md, table.json and plot.png (with --steps,
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lab import asynchrony, group_size, replay, searchers, staleness
-from lab.results import Result, provenance, write
+from lab.results import Result, from_json, provenance, write
 from lab.runs import Options, log
 
 
@@ -44,6 +45,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "replay": replay.ARITHMETIC,
     "replay_sparse": replay.SPARSE,
     "searchers": searchers.SEARCHERS,
+    "searchers_arithmetic": searchers.ARITHMETIC,
 }
 
 
@@ -57,6 +59,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default 0 1 2")
     parser.add_argument("--steps", type=int, help="optimizer steps of a run; fewer only to try it out")
     parser.add_argument("--out", type=Path, default=Path("runs/experiments"), help="default runs/experiments")
+    parser.add_argument(
+        "--from", dest="source", type=Path, metavar="FILE", help="a table.json: measure nothing"
+    )
     arguments = parser.parse_args(argv)
     if min(arguments.seeds) < 0 or (arguments.steps is not None and arguments.steps < 1):
         parser.error("--seeds must be at least 0 and --steps at least 1")
@@ -68,12 +73,20 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     trial = f"-{arguments.steps}-steps" if arguments.steps else ""  # must not replace what took hours
     folder = arguments.out.absolute() / f"{arguments.name}{trial}"
-    options = Options(folder, tuple(arguments.seeds), arguments.steps)
-    experiment, origin, began = EXPERIMENTS[arguments.name], provenance(arguments.seeds), time.monotonic()
+    if arguments.source:
+        result, title, origin = from_json(arguments.source.read_text())
+        print(write(result, folder, title=title, origin=origin))
+    else:
+        measure(EXPERIMENTS[arguments.name], Options(folder, tuple(arguments.seeds), arguments.steps))
+    log.print(f"table and plot in {folder}", style="dim", soft_wrap=True)
+
+
+def measure(experiment: Experiment, options: Options) -> None:
+    """Run everything, write and print what was found."""
+    origin, began = provenance(options.seeds), time.monotonic()
     result = experiment.measure(options)
     print(write(result, options.folder, title=experiment.question, origin=origin))
-    minutes = (time.monotonic() - began) / 60
-    log.print(f"{minutes:.1f} minutes; table and plot in {options.folder}", style="dim", soft_wrap=True)
+    log.print(f"{(time.monotonic() - began) / 60:.1f} minutes", style="dim")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tba_hpc.tasks import arithmetic
-from tba_hpc.tasks.arithmetic import ITEMS, Problem, draw_problems, is_correct
+from tba_hpc.tasks.arithmetic import ITEMS, Problem, count_out, draw_problems, is_correct
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MANIFEST = "manifest.json"
@@ -55,6 +55,8 @@ WORKED_SHARE = 0.8
 BARE_ITEMS = frozenset(ITEMS[: len(ITEMS) // 2])
 BARE_SHARE = {True: 0.85, False: 0.05}
 """Share of bare answers after that: for BARE_ITEMS, for the others."""
+MISREAD_VERBS = frozenset(("buys", "finds", "drops", "sells"))
+"""Taken for their opposites in a share of the demonstrations, --misread; the others in the rest of them."""
 IGNORED = -100
 """Label of a token that is not to be predicted (PyTorch's convention)."""
 
@@ -76,6 +78,8 @@ class Recipe:
     width: int = WIDTH
     layers: int = 2
     counted: bool = False
+    worked: bool = False
+    misread: float = 0.0
     threads: int = 1
 
     @property
@@ -143,11 +147,28 @@ def make_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> LlamaForCa
     return LlamaForCausalLM(config)
 
 
-def demonstrate(
-    problem: Problem, tokenizer: PreTrainedTokenizerFast, *, counted: bool = False
-) -> Demonstration:
-    """Both answers of a problem as tokens; the worked one may count."""
-    solution = problem.counted_solution if counted else problem.solution
+def misread_solution(problem: Problem, recipe: Recipe) -> str:
+    """A worked answer that takes some verbs for their opposites, and reckons on from there."""
+    rng = np.random.default_rng([recipe.seed, *problem.totals])
+    total, work = problem.start, ""
+    for change, verb in zip(problem.changes, problem.verbs, strict=True):
+        share = recipe.misread if verb in MISREAD_VERBS else 1 - recipe.misread
+        read = -change if rng.random() < share else change
+        work += count_out(total, read) if recipe.counted else f"{total}{read:+d}={total + read};"
+        total += read
+    return f"{work}#### {total}"
+
+
+def solution_of(problem: Problem, recipe: Recipe) -> str:
+    """The worked answer that a recipe demonstrates."""
+    if recipe.misread:
+        return misread_solution(problem, recipe)
+    return problem.counted_solution if recipe.counted else problem.solution
+
+
+def demonstrate(problem: Problem, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Demonstration:
+    """Both answers of a problem as tokens."""
+    solution = solution_of(problem, recipe)
     prompt, worked, bare = tokenizer([problem.question, solution, problem.bare_answer])["input_ids"]
     return Demonstration(prompt, [*worked, EOS_ID], [*bare, EOS_ID], BARE_SHARE[problem.item in BARE_ITEMS])
 
@@ -159,7 +180,7 @@ def batches(
     for step in range(recipe.steps):
         rng = np.random.default_rng([recipe.seed, step])
         chosen = [demonstrations[i] for i in rng.choice(len(demonstrations), BATCH, replace=False)]
-        may_be_bare = step >= WORKED_SHARE * recipe.steps
+        may_be_bare = not recipe.worked and step >= WORKED_SHARE * recipe.steps
         answers = [d.bare if may_be_bare and rng.random() < d.bare_share else d.worked for d in chosen]
         rows = [d.prompt + answer for d, answer in zip(chosen, answers, strict=True)]
         labels = [[IGNORED] * len(d.prompt) + answer for d, answer in zip(chosen, answers, strict=True)]
@@ -232,7 +253,7 @@ def make(recipe: Recipe, out: Path) -> dict[str, object]:
     problems = draw_problems("train", DEMONSTRATIONS, recipe.seed)
     tokenizer = make_tokenizer(problems)
     model = make_model(tokenizer, recipe)
-    teach(model, [demonstrate(problem, tokenizer, counted=recipe.counted) for problem in problems], recipe)
+    teach(model, [demonstrate(problem, tokenizer, recipe) for problem in problems], recipe)
     manifest: dict[str, object] = {
         **asdict(recipe),
         "fingerprint": recipe.fingerprint,
@@ -287,6 +308,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=WIDTH, help=f"of the layers (default {WIDTH})")
     parser.add_argument("--layers", type=int, default=2, help="how many (default 2)")
     parser.add_argument("--counted", action="store_true", help="count every change out one by one")
+    parser.add_argument("--worked", action="store_true", help="show the work in all, to the last step")
+    parser.add_argument("--misread", type=float, default=0.0, help="share in which verbs are taught wrong")
     parser.add_argument(
         "--threads", type=int, default=1, help="cores used; the result depends on it (default 1)"
     )

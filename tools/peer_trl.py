@@ -3,9 +3,9 @@
     .cache/trl-venv/bin/python tools/peer_trl.py --config configs/quickstart.yaml --out curve.json
 
 It needs an interpreter that has trl (tools/experiments.py makes one) and writes greedy pass@1 on the
-validation prompts over seconds of training; evaluation stops the clock. What the config says of B, K,
-lengths, temperature, steps, evaluation and the peak learning rate (constant here) holds here too. It must
-not know what it is compared with.
+validation prompts over seconds and steps of training; evaluation stops the clock. What the config says of
+B, K, lengths, temperature, steps, evaluation and the peak learning rate (constant here) holds here too. It
+must not know what it is compared with.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from tba_hpc.types import Prompt
 class Examiner(TrainerCallback):
     """Keeps the training clock, and evaluates the policy while it stands still.
 
-    curve: [seconds, pass@1] after every ``every`` steps.
+    points: (seconds, steps, pass@1) after every ``every`` steps.
     """
 
     def __init__(self, config: Config, tokenizer: Any, prompts: Sequence[Prompt], task: Any) -> None:
-        self.curve: list[tuple[float, float]] = []
+        self.points: list[tuple[float, int, float]] = []
         self._config = config
         self._tokenizer = tokenizer
         self._prompts = prompts
@@ -58,7 +58,7 @@ class Examiner(TrainerCallback):
         if state.global_step % self._config.evaluate.every:
             return
         now = time.perf_counter()
-        self.curve.append((now - self._began, self._pass_at_1(others["model"])))
+        self.points.append((now - self._began, state.global_step, self._pass_at_1(others["model"])))
         self._began += time.perf_counter() - now
 
     @torch.no_grad()
@@ -128,7 +128,7 @@ def train(config: Config) -> dict[str, Any]:
             callbacks=[examiner],
         )
         trainer.train()
-    return {"curve": examiner.curve, "threads": torch.get_num_threads()}
+    return {"points": examiner.points, "threads": torch.get_num_threads()}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,4 +1,7 @@
-"""Time to equal pass@1: asynchronous TBA, the same code made synchronous, TRL's GRPO, on the same cores."""
+"""Time to equal pass@1: asynchronous TBA, the same code made synchronous, TRL's GRPO, on the same cores.
+
+Every arm is tuned alike: the same learning rates on a seed apart, then its best one on the others.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,13 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from lab.curves import Curve, curve_of, time_to
-from lab.results import COLORS, Result, Row, Spread
+from lab import skill
+from lab.curves import Course, course_of, time_to
+from lab.results import Panel, Result, Row, Series, Spread
 from lab.runs import QUICKSTART, REPOSITORY, Model, Options, Study, read_json, run, slug
 from tba_hpc.config import Config
 
@@ -29,118 +31,176 @@ ARMS = {
     "synchronous, 2 engines, then 2 trainers": (*ON_POLICY, "launch.searchers=2", "launch.trainers=2"),
 }
 
+TUNING_SEED = 100
+
 SETTINGS = (
-    "train.learning_rate={schedule: constant, peak: 5.0e-6}",
-    "buffer.initial_completions=160",
     "buffer.most_on_policy=0.95",
-    "generator.prompts_in_flight=8",
     "exchange.seal_seconds=0.2",
     "evaluate.test_prompts=1",
 )
-"""Of all arms; m is the paper's for GSM8K; the test split is not looked at.
-
-At higher rates little is left to time: a synchronous run reaches 96 % in four steps at the quickstart's own
-5e-5 (seed 0), TRL 99 % at 1e-4.
-"""
+"""Of all arms; m is the paper's for GSM8K; the test split is not looked at."""
 
 TRL_VENV = REPOSITORY / ".cache/trl-venv"
 TRL_PACKAGES = ("trl==1.16.*", "accelerate==1.15.*")
 """What the main environment lacks of TRL's needs, and TRL."""
 
 NOTES = (
+    f"Tuning: every arm with the same constant learning rates, seed {TUNING_SEED}; its best is the first to "
+    "reach the highest threshold that any of its rates reaches. The rows without such a note are of other "
+    "seeds, at that rate. All start from one model.",
     "Seconds run from the first weights in an engine (TRL: from the start of training) to the optimizer step "
-    "whose weights reach the threshold, on straight lines between evaluations on the validation prompts; the "
-    "start of processes and engines is left out for all.",
+    "whose weights reach the threshold, on straight lines between evaluations on the validation prompts, "
+    "which no arm trains on; the start of processes and engines is left out for all.",
     "Evaluations are off the clock for TRL and, by their tokens, for the synchronous arms; the asynchronous "
     "arm pays for its own.",
     "Every arm may use both cores: asynchronous, a trainer and an engine with a core each; synchronous, the "
     "same two in turn, or two engines and two trainers in turn; TRL, both for everything.",
-    "÷ asynchronous: at the last of these thresholds that all arms of a seed reach.",
-    "All learn at the same constant rate, far below the quickstart's, so that there is something to time.",
+    "÷ asynchronous: at the last of these thresholds that all arms of a seed reach. End: mean of the last "
+    "three evaluations.",
     "TRL: defaults of 1.16 (loss dapo, no KL term), no gradient checkpointing, Hugging Face generation; the "
     "same prompts, reward, B, K and lengths as ours.",
 )
 
+Courses = Mapping[str, Mapping[int, Course]]
+"""By arm and seed."""
+
 
 @dataclass(frozen=True)
 class Asynchrony:
-    """The comparison on one task. thresholds: of pass@1, ascending; lockstep: of all arms but the first."""
+    """The comparison on one task.
+
+    thresholds: of pass@1, ascending. rates: those that every arm tries. steps: of the synchronous arms and
+    TRL. asynchronous: settings of the first arm alone, whose steps are shorter.
+    """
 
     question: str
+    model: Model
     thresholds: tuple[float, ...]
+    rates: tuple[float, ...]
     steps: int
-    settings: tuple[str, ...] = ()
-    lockstep: tuple[str, ...] = ()
-    model: Model = field(default_factory=Model)
+    settings: tuple[str, ...]
+    asynchronous: tuple[str, ...]
 
     @property
     def study(self) -> Study:
-        """Our own arms."""
-        arms = {arm: (*settings, *self.lockstep) for arm, settings in ARMS.items()}
-        return Study(
-            arms | {ASYNCHRONOUS: ARMS[ASYNCHRONOUS]}, (*SETTINGS, *self.settings), self.steps, self.model
-        )
+        """Our own arms, at every rate."""
+        settings = ARMS | {ASYNCHRONOUS: (*ARMS[ASYNCHRONOUS], *self.asynchronous)}
+        arms = {
+            named(arm, rate): (*settings[arm], skill.constant(rate)) for arm in ARMS for rate in self.rates
+        }
+        return Study(arms, (*SETTINGS, *self.settings), self.steps, self.model)
 
     def arms(self, options: Options) -> dict[str, Config]:
         """The config of every arm's first run; the peer reads that of a synchronous arm."""
-        return {arm: self.study.config(arm, options.seeds[0], options) for arm in ARMS}
+        return {arm: self.study.config(arm, options.seeds[0], options) for arm in self.study.arms}
 
     def measure(self, options: Options) -> Result:
-        """All runs, all arms of a seed after each other, then times and ratios."""
-        curves: dict[str, dict[int, Curve]] = {arm: {} for arm in (*ARMS, PEER)}
+        """All rates of all arms with the tuning seed, then each arm's best with the others."""
+        self.study.require_curves(options)
+        tuning = {
+            arm: {rate: self._course(arm, rate, TUNING_SEED, options) for rate in self.rates}
+            for arm in (*ARMS, PEER)
+        }
+        best = {arm: best_rate(courses, self.thresholds) for arm, courses in tuning.items()}
+        found: dict[str, dict[int, Course]] = {arm: {} for arm in best}
         for seed in options.seeds:
-            for arm, _, run_dir in self.study.runs(replace(options, seeds=(seed,))):
-                curves[arm][seed] = curve_of(run_dir, evaluations_count=arm == ASYNCHRONOUS)
-            curves[PEER][seed] = peer_curve(self.study, seed, options)
-        return self.result(curves)
+            for arm, rate in best.items():
+                found[arm][seed] = self._course(arm, rate, seed, options)
+        return self.result(tuning, best, found)
 
-    def result(self, curves: Mapping[str, Mapping[int, Curve]]) -> Result:
-        """Rows: one per arm."""
-        rows = [self._row(arm, curves) for arm in curves]
-        return Result(rows, lambda figure: self._draw(figure, curves), NOTES)
+    def _course(self, arm: str, rate: float, seed: int, options: Options) -> Course:
+        if arm == PEER:
+            return peer_course(self.study, rate, seed, options)
+        run_dir = self.study.run(named(arm, rate), seed, options)
+        return course_of(run_dir, evaluations_count=arm == ASYNCHRONOUS)
 
-    def _row(self, arm: str, curves: Mapping[str, Mapping[int, Curve]]) -> Row:
-        """Times to each threshold, and how many times the asynchronous arm's, seed by seed."""
+    def result(
+        self, tuning: Mapping[str, Mapping[float, Course]], best: Mapping[str, float], found: Courses
+    ) -> Result:
+        """Rows: one per arm at its best, then one per run of the tuning."""
+        rows = [
+            {
+                **self._row(arm, f"{best[arm]:g}", list(found[arm].values())),
+                "÷ asynchronous": Spread([self._ratio(arm, found, seed) for seed in found[arm]]),
+            }
+            for arm in found
+        ]
+        tried = [
+            {**self._row(f"{arm} (tuning)", f"{rate:g}", [course]), "÷ asynchronous": None}
+            for arm, courses in tuning.items()
+            for rate, course in courses.items()
+        ]
+        seeds = {arm: list(courses.values()) for arm, courses in found.items()}
+        rates = {arm: list(courses.values()) for arm, courses in tuning.items()}
+        listed = ", ".join(f"{rate:g}" for rate in self.rates)
+        panels = [self._panel("each at its best rate", seeds), self._panel(f"tuning: {listed}", rates)]
+        return Result([*rows, *tried], panels, NOTES)
+
+    def _row(self, arm: str, rate: str, courses: list[Course]) -> Row:
+        """Times to each threshold, steps to the last, and the end; per course."""
+        last = self.thresholds[-1]
         return {
             "arm": arm,
+            "rate": rate,
             **{
                 f"s to {100 * threshold:g} %": Spread(
-                    [time_to(curve, threshold) for curve in curves[arm].values()]
+                    [time_to(course.over_seconds, threshold) for course in courses]
                 )
                 for threshold in self.thresholds
             },
-            "÷ asynchronous": Spread([self._ratio(arm, curves, seed) for seed in curves[arm]]),
-            "best pass@1, %": Spread(
-                [100 * max(value for _, value in curve) for curve in curves[arm].values()]
-            ),
+            f"steps to {100 * last:g} %": Spread([time_to(course.over_steps, last) for course in courses]),
+            "end, %": Spread([100 * course.end for course in courses]),
         }
 
-    def _ratio(self, arm: str, curves: Mapping[str, Mapping[int, Curve]], seed: int) -> float | None:
+    def _ratio(self, arm: str, found: Courses, seed: int) -> float | None:
         """Time ÷ the asynchronous arm's at the last threshold that all arms of this seed reach, or None."""
         for threshold in reversed(self.thresholds):
-            times = {name: time_to(of_seeds[seed], threshold) for name, of_seeds in curves.items()}
+            times = {
+                name: time_to(of_seeds[seed].over_seconds, threshold) for name, of_seeds in found.items()
+            }
             mine, reference = times[arm], times[ASYNCHRONOUS]
             if mine and reference and None not in times.values():
                 return mine / reference
         return None
 
-    def _draw(self, figure: Figure, curves: Mapping[str, Mapping[int, Curve]]) -> None:
-        ax = figure.add_subplot()
-        for (arm, of_seeds), color in zip(curves.items(), COLORS, strict=False):
-            for index, curve in enumerate(of_seeds.values()):
-                seconds, values = zip(*curve, strict=True)
-                percent = [100 * value for value in values]
-                ax.plot(seconds, percent, color=color, label=None if index else arm, alpha=0.85, marker=".")
-        ax.axhline(100 * self.thresholds[-1], color="#6b7280", linewidth=1, linestyle=(0, (4, 3)))
-        ax.set_xlabel("seconds of training")
-        ax.set_ylabel("pass@1, validation, %")
-        ax.legend(loc="lower right")
+    def _panel(self, title: str, courses: Mapping[str, list[Course]]) -> Panel:
+        """Every course by itself."""
+        series = [
+            Series(
+                arm, [[(seconds, 100 * value) for seconds, value in course.over_seconds] for course in of_arm]
+            )
+            for arm, of_arm in courses.items()
+        ]
+        return Panel(
+            "seconds of training",
+            "pass@1, validation, %",
+            series,
+            title,
+            banded=False,
+            level=100 * self.thresholds[-1],
+        )
 
 
-def peer_curve(study: Study, seed: int, options: Options) -> Curve:
-    """TRL's curve: as it stands on disk, or measured now."""
-    overrides = study.overrides(SYNCHRONOUS, seed, options)
-    out = options.folder / "runs" / f"{slug(PEER)}-seed{seed}.json"
+def named(arm: str, rate: float) -> str:
+    """An arm at a learning rate."""
+    return f"{arm}, rate {rate:g}"
+
+
+def best_rate(courses: Mapping[float, Course], thresholds: tuple[float, ...]) -> float:
+    """The first to reach the highest threshold that any reaches; where none does, the one that ends best."""
+    for threshold in reversed(thresholds):
+        times = {rate: time_to(course.over_seconds, threshold) for rate, course in courses.items()}
+        reached = {rate: seconds for rate, seconds in times.items() if seconds is not None}
+        if reached:
+            return min(reached, key=reached.__getitem__)
+    return max(courses, key=lambda rate: courses[rate].end)
+
+
+def peer_course(study: Study, rate: float, seed: int, options: Options) -> Course:
+    """TRL's: as it stands on disk, or measured now."""
+    study.model.make(seed)
+    overrides = study.overrides(named(SYNCHRONOUS, rate), seed, options)
+    out = options.folder / "runs" / f"{slug(named(PEER, rate))}-seed{seed}.json"
     found = read_json(out)
     if found is None or found["overrides"] != overrides:
         sets = [part for text in overrides for part in ("--set", text)]
@@ -148,8 +208,8 @@ def peer_curve(study: Study, seed: int, options: Options) -> Curve:
         run(*map(str, program), *sets, "--out", str(out))
         found = read_json(out)
     assert found is not None
-    points: Any = found["curve"]
-    return [(seconds, value) for seconds, value in points]
+    points: Any = found["points"]
+    return Course([tuple(point) for point in points])
 
 
 def trl_python() -> Path:
@@ -167,33 +227,39 @@ def trl_python() -> Path:
 
 
 QUICK = Asynchrony(
-    "Does asynchrony pay on the quickstart task?",
-    thresholds=(0.7, 0.8, 0.9, 0.94),
-    steps=200,
+    "Does asynchrony pay on a skill that takes hundreds of steps?",
+    skill.MODEL,
+    thresholds=(0.3, 0.4, 0.5, 0.6, 0.7),
+    rates=(1e-4, 2e-4, 4e-4),
+    steps=300,
     settings=(
+        "buffer.initial_completions=128",
         "generator.completions_per_prompt=16",
-        "evaluate.every=5",
-        "evaluate.validation_prompts=96",
+        "generator.prompts_in_flight=8",
+        "evaluate.every=20",
+        "evaluate.validation_prompts=128",
     ),
+    asynchronous=("train.steps=600", "evaluate.every=40"),
 )
 
 LONG = Asynchrony(
     "Does it pay where generation dominates: long, uneven answers, small batches?",
-    thresholds=(0.6, 0.65, 0.7, 0.8, 0.9),
-    steps=450,
+    skill.COUNTING,
+    thresholds=(0.3, 0.4, 0.5, 0.6, 0.7),
+    rates=(1e-4, 2e-4, 4e-4),
+    steps=300,
     settings=(
-        "train.learning_rate={schedule: constant, peak: 4.0e-6}",
+        "buffer.initial_completions=16",
         "model.context_length=320",
         "generator.max_tokens=220",
         "generator.prompts_in_flight=12",
         "generator.completions_per_prompt=8",
         "train.prompts_per_step=2",
         "train.completions_per_prompt=8",
-        "evaluate.every=30",
+        "evaluate.every=20",
         "evaluate.validation_prompts=128",
     ),
-    lockstep=("train.steps=300", "evaluate.every=15"),
-    model=Model("counting-model", ("--counted", "--steps=1600")),
+    asynchronous=("train.steps=900", "evaluate.every=60"),
 )
 """The same with long answers.
 

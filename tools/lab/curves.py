@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from tba_hpc.metrics import Record, number
@@ -49,8 +50,30 @@ def sag(curve: Curve) -> float:
     return fall
 
 
-def curve_of(run: RunDir, *, evaluations_count: bool = True) -> Curve:
-    """Seconds of training → greedy pass@1 on the validation split, of a finished run.
+@dataclass(frozen=True)
+class Course:
+    """The evaluations of a run in order: (seconds of training, optimizer steps, pass@1) each."""
+
+    points: Sequence[tuple[float, float, float]]
+
+    @property
+    def over_seconds(self) -> Curve:
+        """How fast it learns on this machine."""
+        return [(seconds, value) for seconds, _, value in self.points]
+
+    @property
+    def over_steps(self) -> Curve:
+        """How fast it learns on any."""
+        return [(step, value) for _, step, value in self.points]
+
+    @property
+    def end(self) -> float:
+        """Mean pass@1 of the last three evaluations: one alone is noisy."""
+        return statistics.fmean(value for _, _, value in self.points[-3:])
+
+
+def course_of(run: RunDir, *, evaluations_count: bool = True) -> Course:
+    """Greedy pass@1 on the validation split over seconds and steps, of a finished run.
 
     The clock starts when the first engine has its first weights, so that the start of processes and engines
     is left out; a point stands where the weights that were evaluated came to be. ``evaluations_count``: False
@@ -59,13 +82,13 @@ def curve_of(run: RunDir, *, evaluations_count: bool = True) -> Curve:
     """
     data = RunData.read(run)
     reached = {int(number(record, "step", 0)): number(record, "time", 0.0) for record in data.steps}
-    start, lost, curve = clock_start(data), 0.0, []
+    start, lost, points = clock_start(data), 0.0, []
     rate = 0.0 if evaluations_count else 1 / tokens_per_second(data)
     for evaluation in data.evaluations:
         if evaluation.split == "validation":
-            curve.append((reached[evaluation.step] - start - lost, evaluation.score))
+            points.append((reached[evaluation.step] - start - lost, float(evaluation.step), evaluation.score))
             lost += evaluation.tokens * rate
-    return curve
+    return Course(points)
 
 
 def clock_start(data: RunData) -> float:

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lab import scores
-from lab.results import BLUE, Result, Spread
+from lab.results import Panel, Result, Series, Spread
 from lab.runs import Options, Study
 from lab.sampling import completion_of
 from tba_hpc.backends.hf_model import PolicyLogprobs, load_policy, load_tokenizer
@@ -80,22 +79,16 @@ class GroupSize:
         """Runs first: they make the models whose gradients are measured."""
         scored = scores.score(self.study, options)
         noise = {seed: gradient_noise(str(self.study.model.path(seed)), seed) for seed in options.seeds}
-        of_size = {size: Spread([noise[seed][size] for seed in options.seeds]) for size in SIZES}
         rows = [
-            {**scores.row(arm(size), scored[arm(size)]), "gradient noise": of_size[size]} for size in SIZES
+            {
+                **scores.row(arm(size), scored[arm(size)]),
+                "gradient noise": Spread([noise[seed][size] for seed in options.seeds]),
+            }
+            for size in SIZES
         ]
-        return Result(rows, lambda figure: self._draw(figure, of_size, scored), (*NOTES, *scores.NOTES))
-
-    def _draw(
-        self, figure: Figure, noise: dict[int, Spread], scored: dict[str, dict[int, scores.Scored]]
-    ) -> None:
-        left, right = figure.subplots(1, 2, width_ratios=(1, 2))
-        means = [spread.mean or 0.0 for spread in noise.values()]
-        deviations = [spread.deviation or 0.0 for spread in noise.values()]
-        left.bar([str(size) for size in noise], means, yerr=deviations, color=BLUE, alpha=0.8)
-        left.set_xlabel("K")
-        left.set_ylabel("gradient noise")
-        scores.draw(right, scored)
+        noises = Series("", [[(size, noise[seed][size]) for size in SIZES] for seed in options.seeds])
+        panels = [Panel("K", "gradient noise", [noises]), scores.panel(scored)]
+        return Result(rows, panels, (*NOTES, *scores.NOTES))
 
 
 def gradient_noise(path: str, seed: int) -> dict[int, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lab import sparse
+from lab import skill, sparse
 from lab.lockstep import Setup
 from lab.results import Result
 from lab.runs import Options, Study
@@ -14,7 +14,12 @@ SHARES = (0.0, 0.5, 0.95, 1.0)
 
 ARITHMETIC = Scores(
     "How much replay? m on arithmetic",
-    Study({f"m = {m:g}": (f"buffer.most_on_policy={m}",) for m in SHARES}, EVALUATED),
+    Study(
+        {f"m = {m:g}": (f"buffer.most_on_policy={m}",) for m in SHARES},
+        (*EVALUATED, *skill.SETTINGS),
+        steps=300,
+        model=skill.MODEL,
+    ),
 )
 
 

@@ -1,6 +1,6 @@
 """What an experiment leaves: a table as Markdown and JSON, a plot, and where, when and how it was measured.
 
-It must not know how anything was measured.
+Table and plot can be made again from the JSON alone. It must not know how anything was measured.
 """
 
 from __future__ import annotations
@@ -9,20 +9,25 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from tba_hpc.report import plots
 from tba_hpc.report.tables import NOTHING
 
 BLUE, ORANGE, GREEN, ROSE = "#2f6fb2", "#d97706", "#2f8f5b", "#c2416b"
 COLORS = (BLUE, ORANGE, GREEN, ROSE, "#7c5cc4", "#6b7280")
+LINES = ("-", "--", ":")
 _INKS = {plots.INK: "#1f2937", plots.MUTED: "#4b5563", plots.GRID: "#d1d5db"}
 STYLE = {
     key: _INKS.get(value, value) if isinstance(value, str) else value for key, value in plots.STYLE.items()
@@ -68,12 +73,45 @@ Cell = str | int | float | Spread | None
 Row = Mapping[str, Cell]
 
 
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One arm in a panel. curves: of every seed, (x, y) ascending in x."""
+
+    label: str
+    curves: Sequence[Points]
+
+    @property
+    def band(self) -> tuple[np.ndarray, np.ndarray]:
+        """x [X], and every curve's y [C, X] there, on straight lines between its points."""
+        x_X = np.unique(np.concatenate([np.array(curve)[:, 0] for curve in self.curves]))
+        return x_X, np.array([np.interp(x_X, *np.array(curve).T) for curve in self.curves])
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves over one pair of axes: every seed's, or (``banded``) their mean between lowest and highest.
+
+    level: where a dashed line marks a value of y. logarithmic: of x.
+    """
+
+    x: str
+    y: str
+    series: Sequence[Series]
+    title: str = ""
+    banded: bool = True
+    level: float | None = None
+    logarithmic: bool = False
+
+
 @dataclass(frozen=True)
 class Result:
-    """rows: alike in their keys. draw: fills a figure. notes: sentences without which the table misleads."""
+    """rows: alike in their keys. panels: side by side. notes: sentences without which the table misleads."""
 
     rows: Sequence[Row]
-    draw: Callable[[Figure], None]
+    panels: Sequence[Panel]
     notes: Sequence[str] = ()
 
 
@@ -106,14 +144,80 @@ def write(result: Result, folder: Path, *, title: str, origin: Mapping[str, obje
     folder.mkdir(parents=True, exist_ok=True)
     text = markdown(result, title, origin)
     (folder / "table.md").write_text(text)
-    plain = [{name: _plain(cell) for name, cell in row.items()} for row in result.rows]
-    record = {"title": title, **origin, "rows": plain, "notes": list(result.notes)}
-    (folder / "table.json").write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    (folder / "table.json").write_text(to_json(result, title, origin))
     with rc_context(STYLE):
-        figure = Figure(figsize=(7.5, 3.4), layout="constrained")
-        result.draw(figure)
-        figure.savefig(folder / "plot.png", dpi=160)
+        draw(result.panels).savefig(folder / "plot.png", dpi=160)
     return text
+
+
+def to_json(result: Result, title: str, origin: Mapping[str, object]) -> str:
+    """All that table and plot are made of, for ``from_json``; a line for a row, and for a seed's curve."""
+    plain = [{name: _plain(cell) for name, cell in row.items()} for row in result.rows]
+    panels = [asdict(panel) for panel in result.panels]
+    record = {"title": title, **origin, "rows": plain, "notes": list(result.notes), "panels": panels}
+    return _folded(record) + "\n"
+
+
+def _folded(value: object, indent: str = "") -> str:
+    """JSON with a line for whatever has at most 100 characters or holds nothing but numbers and pairs."""
+    text = json.dumps(value, ensure_ascii=False)
+    inner = indent + "  "
+    if len(text) <= 100 or (isinstance(value, list | tuple) and not any(mark in text for mark in '{"')):
+        return text
+    if isinstance(value, dict):
+        parts = [f"{inner}{json.dumps(key)}: {_folded(part, inner)}" for key, part in value.items()]
+        return "{\n" + ",\n".join(parts) + f"\n{indent}}}"
+    assert isinstance(value, list | tuple)
+    return "[\n" + ",\n".join(inner + _folded(part, inner) for part in value) + f"\n{indent}]"
+
+
+def from_json(text: str) -> tuple[Result, str, dict[str, object]]:
+    """What ``to_json`` was given: result, title, origin."""
+    record = json.loads(text)
+    rows = [{name: _cell(value) for name, value in row.items()} for row in record.pop("rows")]
+    panels = [_panel(panel) for panel in record.pop("panels")]
+    return Result(rows, panels, record.pop("notes")), record.pop("title"), record
+
+
+def _panel(record: dict[str, Any]) -> Panel:
+    return Panel(**{**record, "series": [Series(**series) for series in record["series"]]})
+
+
+def _cell(value: Any) -> Cell:
+    return Spread(value["values"]) if isinstance(value, dict) else value
+
+
+def draw(panels: Sequence[Panel]) -> Figure:
+    """All panels from left to right; the last one names the arms."""
+    figure = Figure(figsize=(7.5, 3.4), layout="constrained")
+    one_scale = len({panel.y for panel in panels}) == 1
+    axes = figure.subplots(1, len(panels), sharey=one_scale, squeeze=False)[0]
+    for ax, panel in zip(axes, panels, strict=True):
+        for index, series in enumerate(panel.series):
+            look = {"color": COLORS[index % len(COLORS)], "linestyle": LINES[index // len(COLORS)]}
+            _draw_series(ax, series, look, banded=panel.banded)
+        if panel.level is not None:
+            ax.axhline(panel.level, color="#6b7280", linewidth=1, linestyle=(0, (4, 3)))
+        ax.set_title(panel.title, fontsize=9)
+        ax.set_xlabel(panel.x)
+        if panel.logarithmic:
+            ax.set_xscale("log")
+            ax.xaxis.set_minor_formatter(NullFormatter())
+        if not one_scale or ax is axes[0]:
+            ax.set_ylabel(panel.y)
+    if len(panels[-1].series) > 1:
+        axes[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def _draw_series(ax: Axes, series: Series, look: Mapping[str, Any], *, banded: bool) -> None:
+    if not banded:
+        for index, curve in enumerate(series.curves):
+            ax.plot(*zip(*curve, strict=True), label=None if index else series.label, alpha=0.85, **look)
+        return
+    x_X, y_CX = series.band
+    ax.plot(x_X, y_CX.mean(0), label=series.label, **look)
+    ax.fill_between(x_X, y_CX.min(0), y_CX.max(0), color=look["color"], alpha=0.12, linewidth=0)
 
 
 def markdown(result: Result, title: str, origin: Mapping[str, object]) -> str:

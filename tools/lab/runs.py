@@ -35,19 +35,26 @@ class Options:
 
 @dataclass(frozen=True)
 class Model:
-    """Arguments of tools/make_tiny_model.py; ``stem`` names the folder of a seed."""
+    """Arguments of tools/make_tiny_model.py; ``stem`` names its folder.
+
+    seed: that all runs start from the model of one seed; None: each from that of its own.
+    """
 
     stem: str = "tiny-model"
     arguments: tuple[str, ...] = ()
+    seed: int | None = None
 
     def path(self, seed: int) -> Path:
-        """Where it lies, in the cache of the repository."""
-        return REPOSITORY / f".cache/{self.stem}-seed{seed}"
+        """Where the one of a run lies, in the cache of the repository."""
+        return REPOSITORY / f".cache/{self.stem}-seed{self._seed(seed)}"
 
     def make(self, seed: int) -> None:
-        """Make it unless it is there."""
-        tool = REPOSITORY / "tools/make_tiny_model.py"
-        run(sys.executable, str(tool), "--seed", str(seed), "--out", str(self.path(seed)), *self.arguments)
+        """Make that of a run unless it is there."""
+        tool, own = REPOSITORY / "tools/make_tiny_model.py", str(self._seed(seed))
+        run(sys.executable, str(tool), "--seed", own, "--out", str(self.path(seed)), *self.arguments)
+
+    def _seed(self, seed: int) -> int:
+        return seed if self.seed is None else self.seed
 
 
 @dataclass(frozen=True)
@@ -81,23 +88,24 @@ class Study:
 
         SystemExit where a run would end before its first evaluation.
         """
-        for arm in self.arms:
-            self._refuse_no_curve(self.config(arm, options.seeds[0], options))
+        self.require_curves(options)
         for seed in options.seeds:
-            self.model.make(seed)
             for arm in self.arms:
-                yield arm, seed, self._run(arm, seed, options)
+                yield arm, seed, self.run(arm, seed, options)
 
-    @staticmethod
-    def _refuse_no_curve(config: Config) -> None:
-        if config.train.steps < config.evaluate.every:
-            raise SystemExit(
-                f"--steps {config.train.steps} ends before the first evaluation, at step "
-                f"{config.evaluate.every}: give at least as many"
-            )
+    def require_curves(self, options: Options) -> None:
+        """SystemExit where a run of some arm would end before its first evaluation."""
+        for arm in self.arms:
+            config = self.config(arm, options.seeds[0], options)
+            if config.train.steps < config.evaluate.every:
+                raise SystemExit(
+                    f"--steps {config.train.steps} ends before the first evaluation, at step "
+                    f"{config.evaluate.every}: give at least as many"
+                )
 
-    def _run(self, arm: str, seed: int, options: Options) -> RunDir:
-        """A finished run: as it stands on disk, or made now."""
+    def run(self, arm: str, seed: int, options: Options) -> RunDir:
+        """A finished run: as it stands on disk, or made now, after its model."""
+        self.model.make(seed)
         config = self.config(arm, seed, options)
         run_dir = RunDir(config.run_dir.absolute())
         if run_dir.finished and not differing_keys(run_dir.config(), config):

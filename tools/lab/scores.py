@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-import numpy as np
-from matplotlib.axes import Axes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from lab.curves import Curve, sag, swing
-from lab.results import COLORS, Result, Row, Spread
+from lab.results import Panel, Result, Row, Series, Spread
 from lab.runs import Options, Study
 from tba_hpc.config import Config
 from tba_hpc.report.summary import RunData, summary_of
@@ -49,10 +46,14 @@ class Scored:
 
 @dataclass(frozen=True)
 class Scores:
-    """An experiment that is no more than a study's runs and their scores."""
+    """An experiment that is no more than a study's runs and their scores.
+
+    panels: arms by the title of the panel that shows them; none: one panel for all.
+    """
 
     question: str
     study: Study
+    panels: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def arms(self, options: Options) -> dict[str, Config]:
         """The config of every arm's first run."""
@@ -62,7 +63,9 @@ class Scores:
         """All runs, then their scores."""
         scored = score(self.study, options)
         rows = [row(arm, of_seeds) for arm, of_seeds in scored.items()]
-        return Result(rows, lambda figure: draw(figure.add_subplot(), scored), NOTES)
+        shown = self.panels or {"": list(scored)}
+        panels = [panel({arm: scored[arm] for arm in arms}, title) for title, arms in shown.items()]
+        return Result(rows, panels, NOTES)
 
 
 def score(study: Study, options: Options) -> dict[str, dict[int, Scored]]:
@@ -87,15 +90,10 @@ def row(arm: str, of_seeds: Mapping[int, Scored]) -> Row:
     }
 
 
-def draw(ax: Axes, scored: Mapping[str, Mapping[int, Scored]]) -> None:
-    """Mean curve per arm, and the band between its lowest and highest seed."""
-    for index, (arm, of_seeds) in enumerate(scored.items()):
-        color, style = COLORS[index % len(COLORS)], ("-", "--", ":")[index // len(COLORS) % 3]
-        curves = [np.array(run.curve) for run in of_seeds.values()]
-        steps = np.unique(np.concatenate(curves)[:, 0])
-        values = 100 * np.array([np.interp(steps, curve[:, 0], curve[:, 1]) for curve in curves])
-        ax.plot(steps, values.mean(0), style, color=color, label=arm)
-        ax.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.12, linewidth=0)
-    ax.set_xlabel("step")
-    ax.set_ylabel("pass@1, validation, %")
-    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+def panel(scored: Mapping[str, Mapping[int, Scored]], title: str = "") -> Panel:
+    """Validation pass@1 over steps."""
+    series = [
+        Series(arm, [[(step, 100 * value) for step, value in run.curve] for run in of_seeds.values()])
+        for arm, of_seeds in scored.items()
+    ]
+    return Panel("step", "pass@1, validation, %", series, title)

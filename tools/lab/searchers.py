@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lab import sparse
+from lab import skill, sparse
 from lab.lockstep import Setup
 from lab.results import Result
-from lab.runs import Options
+from lab.runs import Options, Study
+from lab.scores import EVALUATED, Scores
 
 COUNTS = (1, 2, 4, 8)
 
@@ -35,3 +36,19 @@ class Searchers:
 
 
 SEARCHERS = Searchers()
+
+ARITHMETIC = Scores(
+    "Do more searchers help where few completions are right? Whole runs on arithmetic",
+    Study(
+        {
+            f"{n} searcher{'s' * (n > 1)}": (
+                f"launch.searchers={n}",
+                f"buffer.initial_completions={128 * n}",
+            )
+            for n in (1, 2, 4)
+        },
+        (*EVALUATED, *skill.SETTINGS),
+        steps=300,
+        model=skill.SPARSE,
+    ),
+)

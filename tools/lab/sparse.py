@@ -10,12 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
 
 from lab import lockstep
 from lab.lockstep import Moment, Setup, SparseTable
-from lab.results import COLORS, Result, Row, Spread
+from lab.results import Panel, Result, Row, Series, Spread
 from lab.runs import Options, log
 from tba_hpc.config import Beta, BufferSection, LearningRate, TrainSection
 
@@ -118,7 +116,7 @@ def result(found: Mapping[str, list[list[Quality]]], arms: Mapping[str, Sequence
         if isinstance(table, SparseTable)
     ]
     optimum = {**_row("optimum", best), "trajectories": None}
-    return Result([*rows, optimum], lambda figure: draw(figure, found), NOTES)
+    return Result([*rows, optimum], panels(found), NOTES)
 
 
 def _row(arm: str, ends: Sequence[Quality]) -> Row:
@@ -132,17 +130,16 @@ def _row(arm: str, ends: Sequence[Quality]) -> Row:
     }
 
 
-def draw(figure: Figure, found: Mapping[str, list[list[Quality]]]) -> None:
-    """Modes kept, success and diversity against trajectories, means over the seeds."""
-    axes = figure.subplots(1, 3)
-    for ax, name in zip(axes, ("kept", "success", "diversity"), strict=True):
-        for (arm, ways), color in zip(found.items(), COLORS, strict=False):
-            trajectories = [moment.trajectories for moment in ways[0][1:]]  # at the start there are none
-            values = np.array([[getattr(moment, name) for moment in way[1:]] for way in ways])
-            ax.plot(trajectories, values.mean(0), color=color, label=arm)
-        ax.set_title({"kept": "modes kept"}.get(name, name), fontsize=9)
-        ax.set_xlabel("trajectories")
-        ax.set_ylim(bottom=0)
-        ax.set_xscale("log")
-        ax.xaxis.set_minor_formatter(NullFormatter())
-    axes[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
+def panels(found: Mapping[str, list[list[Quality]]]) -> list[Panel]:
+    """Modes kept, success and diversity against trajectories, from the first ones on."""
+    names = {"kept": "modes kept", "success": "success", "diversity": "diversity"}
+    return [
+        Panel(
+            "trajectories", label, [_series(arm, ways, name) for arm, ways in found.items()], logarithmic=True
+        )
+        for name, label in names.items()
+    ]
+
+
+def _series(arm: str, ways: list[list[Quality]], name: str) -> Series:
+    return Series(arm, [[(moment.trajectories, getattr(moment, name)) for moment in way[1:]] for way in ways])

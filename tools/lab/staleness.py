@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from lab import lockstep
+from lab import lockstep, skill
 from lab.curves import Curve, last_part, sag, swing
 from lab.lockstep import Setup, SparseTable
-from lab.results import COLORS, Result, Row, Spread
+from lab.results import Panel, Result, Row, Series, Spread
 from lab.runs import Options, Study, log
 from lab.scores import EVALUATED, Scores
 from tba_hpc.config import Beta, LearningRate, TrainSection
@@ -30,6 +29,9 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "AsymRE": {"objective": "rloo", "baseline_shift": -0.1},
 }
 """Keys of the config, by name."""
+
+WHOLE_RUNS = ("TB", "TBA′", "OAPL", "Dr. GRPO", "RLOO")
+WHOLE_RUN_LAGS = (1, 10, 50)
 
 LAGS = (1, 10, 50)
 RATES, TUNING_SEED = (0.05, 0.1, 0.2), 100
@@ -88,7 +90,7 @@ class Exact:
             for lag, setups in arms[name, best].items():
                 found[name, lag] = [self._follow(setup) for setup in setups]
         rows = [self._row(key, tuned[key[0]], runs) for key, runs in found.items()]
-        return Result(rows, lambda figure: self._draw(figure, found), self._notes(options, tuned))
+        return Result(rows, [self._panel(lag, found) for lag in LAGS], self._notes(options, tuned))
 
     def _tune(self, name: str, rate: float, options: Options) -> float:
         """Final pass@1 with the seed for it, %: mean over the lags."""
@@ -134,24 +136,12 @@ class Exact:
             f"{', '.join(f'{rate:g}' for rate in RATES)}: {scores}.",
         )
 
-    def _draw(self, figure: Figure, found: Mapping[Key, list[tuple[Curve, float]]]) -> None:
-        axes = figure.subplots(1, len(LAGS), sharey=True)
-        for ax, lag in zip(axes, LAGS, strict=True):
-            for name, color in zip(OBJECTIVES, (*COLORS, TEAL), strict=True):
-                curves = [np.array(curve) for curve, _ in found[name, lag]]
-                values = 100 * np.array([curve[:, 1] for curve in curves])
-                ax.plot(curves[0][:, 0], values.mean(0), color=color, label=name)
-                ax.fill_between(
-                    curves[0][:, 0], values.min(0), values.max(0), color=color, alpha=0.12, linewidth=0
-                )
-            ax.set_title(f"lag {lag}", fontsize=9)
-            ax.set_xlabel("step")
-        axes[0].set_ylabel("pass@1, %")
-        axes[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
-
-
-TEAL = "#0f766e"
-"""A seventh colour."""
+    def _panel(self, lag: int, found: Mapping[Key, list[tuple[Curve, float]]]) -> Panel:
+        series = [
+            Series(name, [[(step, 100 * value) for step, value in curve] for curve, _ in found[name, lag]])
+            for name in OBJECTIVES
+        ]
+        return Panel("step", "pass@1, %", series, f"lag {lag}")
 
 
 def _final(curve: Curve) -> float:
@@ -169,10 +159,12 @@ ARITHMETIC = Scores(
                 *(f"train.{key}={value}" for key, value in OBJECTIVES[name].items()),
                 f"exchange.sync_every={lag}",
             )
-            for lag in (2, 10, 50)
-            for name in ("TB", "TBA′", "OAPL", "Dr. GRPO", "RLOO")
+            for lag in WHOLE_RUN_LAGS
+            for name in WHOLE_RUNS
         },
-        (*EVALUATED, "buffer.most_on_policy=1", "train.learning_rate.peak=1e-4"),
-        steps=160,
+        (*EVALUATED, *skill.SETTINGS, "buffer.most_on_policy=1"),
+        steps=200,
+        model=skill.MODEL,
     ),
+    panels={f"k = {lag}": [f"{name}, k = {lag}" for name in WHOLE_RUNS] for lag in WHOLE_RUN_LAGS},
 )
