@@ -21,11 +21,11 @@ class FileTokenizer:
     That is special tokens, unless there would be none else, and what a chat template puts around a message.
     """
 
-    def __init__(self, tokenizer: Tokenizer, eos_token: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, eos_token_id: int) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self.eos_token_id = tokenizer.token_to_id(eos_token)
+        self.eos_token_id = eos_token_id
         self.vocab_size = tokenizer.get_vocab_size()
 
     @classmethod
@@ -36,9 +36,9 @@ class FileTokenizer:
             return None
         tokenizer = Tokenizer.from_file(str(places[0]))
         eos = json.loads(Path(str(places[1])).read_text(encoding="utf-8")).get("eos_token")
-        eos_token = eos.get("content") if isinstance(eos, dict) else eos
-        known = isinstance(eos_token, str) and tokenizer.token_to_id(eos_token) is not None
-        return cls(tokenizer, eos_token) if known else None
+        token = eos.get("content") if isinstance(eos, dict) else eos
+        token_id = tokenizer.token_to_id(token) if isinstance(token, str) else None
+        return None if token_id is None else cls(tokenizer, token_id)
 
     def encode(self, text: str) -> np.ndarray:
         """Tokens int32 [T], at most as many as the model's tokenizer makes."""
