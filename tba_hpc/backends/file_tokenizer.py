@@ -36,9 +36,9 @@ class FileTokenizer:
             return None
         tokenizer = Tokenizer.from_file(str(places[0]))
         eos = json.loads(Path(str(places[1])).read_text(encoding="utf-8")).get("eos_token")
-        eos_token = eos.get("content") if isinstance(eos, dict) else eos
-        eos_token_id = tokenizer.token_to_id(eos_token) if isinstance(eos_token, str) else None
-        return None if eos_token_id is None else cls(tokenizer, eos_token_id)
+        token = eos.get("content") if isinstance(eos, dict) else eos
+        token_id = tokenizer.token_to_id(token) if isinstance(token, str) else None
+        return None if token_id is None else cls(tokenizer, token_id)
 
     def encode(self, text: str) -> np.ndarray:
         """Tokens int32 [T], at most as many as the model's tokenizer makes."""
