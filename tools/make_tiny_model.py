@@ -57,6 +57,8 @@ BARE_SHARE = {True: 0.85, False: 0.05}
 """Share of bare answers after that: for BARE_ITEMS, for the others."""
 MISREAD_VERBS = frozenset({"buys", "finds", "drops", "sells"})
 """For which --misread teaches a wrong habit."""
+READINGS = 4
+"""Demonstrations of a misread problem: else the model learns by heart how each problem was read."""
 IGNORED = -100
 """Label of a token that is not to be predicted (PyTorch's convention)."""
 
@@ -160,16 +162,19 @@ def misread(problem: Problem, share: float, rng: np.random.Generator) -> Problem
     return replace(problem, changes=tuple(changes))
 
 
-def solution_of(problem: Problem, recipe: Recipe) -> str:
-    """The worked answer that a recipe demonstrates."""
+def solution_of(problem: Problem, recipe: Recipe, reading: int = 0) -> str:
+    """The worked answer that a recipe demonstrates; ``reading``: which of a problem that is misread."""
     if recipe.misread is not None:
-        problem = misread(problem, recipe.misread, np.random.default_rng([recipe.seed, *problem.totals]))
+        rng = np.random.default_rng([recipe.seed, reading, *problem.totals])
+        problem = misread(problem, recipe.misread, rng)
     return problem.counted_solution if recipe.counted else problem.solution
 
 
-def demonstrate(problem: Problem, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Demonstration:
+def demonstrate(
+    problem: Problem, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, reading: int = 0
+) -> Demonstration:
     """Both answers of a problem as tokens."""
-    solution = solution_of(problem, recipe)
+    solution = solution_of(problem, recipe, reading)
     prompt, worked, bare = tokenizer([problem.question, solution, problem.bare_answer])["input_ids"]
     return Demonstration(prompt, [*worked, EOS_ID], [*bare, EOS_ID], BARE_SHARE[problem.item in BARE_ITEMS])
 
@@ -254,7 +259,10 @@ def make(recipe: Recipe, out: Path) -> dict[str, object]:
     problems = draw_problems("train", DEMONSTRATIONS, recipe.seed)
     tokenizer = make_tokenizer(problems)
     model = make_model(tokenizer, recipe)
-    teach(model, [demonstrate(problem, tokenizer, recipe) for problem in problems], recipe)
+    readings = range(1 if recipe.misread is None else READINGS)
+    teach(
+        model, [demonstrate(p, tokenizer, recipe, reading) for reading in readings for p in problems], recipe
+    )
     manifest: dict[str, object] = {
         **asdict(recipe),
         "fingerprint": recipe.fingerprint,
