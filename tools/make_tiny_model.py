@@ -20,9 +20,8 @@ import json
 import os
 import shutil
 import tempfile
-import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +32,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tba_hpc.tasks import arithmetic
-from tba_hpc.tasks.arithmetic import ITEMS, Problem, count_out, draw_problems, is_correct
+from tba_hpc.tasks.arithmetic import ITEMS, Problem, draw_problems, is_correct
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MANIFEST = "manifest.json"
@@ -56,8 +55,8 @@ WORKED_SHARE = 0.8
 BARE_ITEMS = frozenset(ITEMS[: len(ITEMS) // 2])
 BARE_SHARE = {True: 0.85, False: 0.05}
 """Share of bare answers after that: for BARE_ITEMS, for the others."""
-SLIPPING, SLIP_SHARE = 0.5, 0.7
-"""Share of the pairs of last digit and change for which --slips has a wrong habit, and how often it shows."""
+MISREAD_VERBS = frozenset({"buys", "finds", "drops", "sells"})
+"""For which --misread teaches a wrong habit."""
 IGNORED = -100
 """Label of a token that is not to be predicted (PyTorch's convention)."""
 
@@ -80,7 +79,7 @@ class Recipe:
     layers: int = 2
     counted: bool = False
     worked: bool = False
-    slips: bool = False
+    misread: float | None = None
     threads: int = 1
 
     @property
@@ -148,31 +147,23 @@ def make_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> LlamaForCa
     return LlamaForCausalLM(config)
 
 
-def slip(total: int, change: int) -> int:
-    """What a wrong habit adds to ``total + change``: 1 to 4, or 0 for a pair (last digit, change) without."""
-    checksum = zlib.crc32(f"{total % 10}{change:+d}".encode())
-    return 1 + checksum // 100 % 4 if checksum % 100 < 100 * SLIPPING else 0
+def misread(problem: Problem, share: float, rng: np.random.Generator) -> Problem:
+    """The problem as wrong habits have it: a gain taken for a loss, or a loss for a gain.
 
-
-def slipping_solution(problem: Problem, rng: np.random.Generator, *, counted: bool) -> str:
-    """A worked answer that gives way to most of its wrong habits, and reckons on from there.
-
-    A sum comes out too large; one that counts, counts too far.
+    So it is for ``share`` of the MISREAD_VERBS and 1 − ``share`` of the others: each verb's right reading is
+    known, and for most of them it is the rarer one.
     """
-    total, work = problem.start, ""
-    for change in problem.changes:
-        added = slip(total, change) if rng.random() < SLIP_SHARE else 0
-        result = total + change + added
-        work += count_out(total, change + added) if counted else f"{total}{change:+d}={result};"
-        total = result
-    return f"{work}#### {total}"
+    shares = [share if verb in MISREAD_VERBS else 1 - share for verb in problem.verbs]
+    changes = [
+        -change if rng.random() < s else change for change, s in zip(problem.changes, shares, strict=True)
+    ]
+    return replace(problem, changes=tuple(changes))
 
 
 def solution_of(problem: Problem, recipe: Recipe) -> str:
     """The worked answer that a recipe demonstrates."""
-    if recipe.slips:
-        rng = np.random.default_rng([recipe.seed, *problem.totals])
-        return slipping_solution(problem, rng, counted=recipe.counted)
+    if recipe.misread is not None:
+        problem = misread(problem, recipe.misread, np.random.default_rng([recipe.seed, *problem.totals]))
     return problem.counted_solution if recipe.counted else problem.solution
 
 
@@ -319,7 +310,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2, help="how many (default 2)")
     parser.add_argument("--counted", action="store_true", help="count every change out one by one")
     parser.add_argument("--worked", action="store_true", help="show the work in all, to the last step")
-    parser.add_argument("--slips", action="store_true", help="teach wrong habits, some sums mostly wrong")
+    parser.add_argument(
+        "--misread", type=float, metavar="SHARE", help="how often most verbs are taken for their opposite"
+    )
     parser.add_argument(
         "--threads", type=int, default=1, help="cores used; the result depends on it (default 1)"
     )
@@ -327,6 +320,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.seed < 0 or min(arguments.steps, arguments.layers, arguments.threads) < 1:
         parser.error("--seed must be at least 0, --steps, --layers and --threads at least 1")
+    if arguments.misread is not None and not 0 <= arguments.misread <= 1:
+        parser.error(f"--misread {arguments.misread:g} is no share: give one from 0 to 1")
     if arguments.width < HEAD or arguments.width % HEAD:
         parser.error(f"--width must be a multiple of {HEAD}, the width of an attention head")
     arguments.out = arguments.out or REPOSITORY / f".cache/tiny-model-seed{arguments.seed}"

@@ -91,12 +91,11 @@ class Problem:
     def counted_solution(self) -> str:
         """Every change counted one by one, ``17-3=16-2=15-1=14;``: long, uneven, and easy to learn."""
         totals = self.totals
-        work = [count_out(a, c) for a, c in zip(totals, self.changes, strict=False)]
+        work = [_count(a, c) for a, c in zip(totals, self.changes, strict=False)]
         return "".join(work) + self.bare_answer
 
 
-def count_out(total: int, change: int) -> str:
-    """One change counted one by one: ``17-3=16-2=15-1=14;``."""
+def _count(total: int, change: int) -> str:
     one = 1 if change > 0 else -1
     left = range(change, 0, -one)
     return "".join(f"{total + change - c}{c:+d}=" for c in left) + f"{total + change};"

@@ -8,7 +8,7 @@ from lab import skill, sparse
 from lab.lockstep import Setup
 from lab.results import Result
 from lab.runs import Options, Study
-from lab.scores import EVALUATED, Scores
+from lab.scores import Scores
 
 SHARES = (0.0, 0.5, 0.95, 1.0)
 
@@ -16,8 +16,8 @@ ARITHMETIC = Scores(
     "How much replay? m on arithmetic",
     Study(
         {f"m = {m:g}": (f"buffer.most_on_policy={m}",) for m in SHARES},
-        (*EVALUATED, *skill.SETTINGS),
-        steps=300,
+        skill.UNTUNED,
+        steps=350,
         model=skill.MODEL,
     ),
 )

@@ -8,7 +8,7 @@ from lab import skill, sparse
 from lab.lockstep import Setup
 from lab.results import Result
 from lab.runs import Options, Study
-from lab.scores import EVALUATED, Scores
+from lab.scores import Scores
 
 COUNTS = (1, 2, 4, 8)
 
@@ -47,7 +47,7 @@ ARITHMETIC = Scores(
             )
             for n in (1, 2, 4)
         },
-        (*EVALUATED, *skill.SETTINGS),
+        skill.UNTUNED,
         steps=300,
         model=skill.SPARSE,
     ),

@@ -1,19 +1,21 @@
 """The task of the whole runs: a skill that is gained over hundreds of steps, unlike the quickstart's mode.
 
-The model works sums out but has wrong habits for half of the pairs of digits, and each must be unlearned on
-its own. It must not know what is compared.
+The model works everything out but takes four of six verbs mostly for their opposite, and the other two now
+and then; a completion is right where it took every verb rightly. It must not know what is compared.
 """
 
 from __future__ import annotations
 
 from lab.runs import Model
+from lab.scores import EVALUATED
 
-MODEL = Model("slipping-model", ("--worked", "--slips", "--steps=700"), seed=0)
-COUNTING = Model("slipping-counting-model", ("--worked", "--slips", "--counted", "--steps=1200"), seed=0)
-SPARSE = Model("sparse-model", ("--worked", "--slips", "--steps=500"), seed=0)
+MODEL = Model("misreading-model", ("--worked", "--misread=0.8"), seed=100)
+SPARSE = Model("sparse-model", ("--worked", "--misread=0.9"), seed=100)
+COUNTING = Model(
+    "misreading-counting-model", ("--worked", "--counted", "--misread=0.6", "--steps=1600"), seed=100
+)
 
-RATE = 1e-4
-"""The synchronous arm's best."""
+RATE = 2.5e-4
 
 
 def constant(rate: float) -> str:
@@ -21,5 +23,13 @@ def constant(rate: float) -> str:
     return f"train.learning_rate={{schedule: constant, peak: {rate}}}"
 
 
-SETTINGS = (constant(RATE), "buffer.initial_completions=128")
-"""Of whole runs that are not tuned; training begins with a step's completions."""
+SAMPLING = (
+    "buffer.initial_completions=128",
+    "generator.completions_per_prompt=16",
+    "generator.prompts_in_flight=8",
+    "exchange.seal_seconds=0.2",
+)
+"""Training begins with a step's completions, which are as many as it learns from."""
+
+UNTUNED = (*EVALUATED, *SAMPLING, constant(RATE), "evaluate.every=25", "launch.searchers=1")
+"""Of experiments that compare at one rate: RATE, which the synchronous arm learns at."""

@@ -14,7 +14,7 @@ from lab.curves import Curve, last_part, sag, swing
 from lab.lockstep import Setup, SparseTable
 from lab.results import Panel, Result, Row, Series, Spread
 from lab.runs import Options, Study, log
-from lab.scores import EVALUATED, Scores
+from lab.scores import Scores
 from tba_hpc.config import Beta, LearningRate, ObjectiveName, TrainSection
 from tba_hpc.tasks.tabular import total_variation
 
@@ -128,8 +128,8 @@ ARITHMETIC = Scores(
             for lag in WHOLE_RUN_LAGS
             for name, settings in WHOLE_RUN_OBJECTIVES.items()
         },
-        (*EVALUATED, *skill.SETTINGS, "buffer.most_on_policy=1"),
-        steps=200,
+        (*skill.UNTUNED, "buffer.most_on_policy=1"),
+        steps=300,
         model=skill.MODEL,
     ),
     panels={f"k = {lag}": [f"{name}, k = {lag}" for name in WHOLE_RUN_OBJECTIVES] for lag in WHOLE_RUN_LAGS},
