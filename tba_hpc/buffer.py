@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -28,7 +29,13 @@ Key = bytes | int
 _REPLAY = int.from_bytes(b"replay")  # keeps this stream apart from others of the same seed
 
 COMPARED_AT_ONCE = 128
-"""New completions whose edit distances to all others are held at once: memory against speed."""
+"""New completions whose edit distances or cosines to all others are held at once: memory against speed."""
+
+Embed = Callable[[Ragged], np.ndarray]
+"""Embeddings of completions (int32 tokens), float32 [N, D], rows of length 1."""
+
+NearAmong = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""Which of some rows [M] and others [O] are near each other, bool [M, O]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +51,42 @@ class Merged:
     evicted: int
 
 
-class ReplayBuffer:
-    """Live trajectories of a run, each counted exactly once: merged = live + duplicates + evicted."""
+def soft_values(trajectories: Trajectories, beta: float | None) -> np.ndarray:
+    """float32 [N]: V̂ = β·log mean exp(r/β), over all completions of the request that each answers.
 
-    def __init__(self, config: BufferSection, seed: int) -> None:
+    beta: in units of the reward; V̂ goes from the highest (β → 0) to their mean (β → ∞). None: all are 0. The
+    trajectories are of whole requests, as a shard's are.
+    """
+    if beta is None:
+        return np.zeros(len(trajectories), np.float32)
+    _, request_N = np.unique(trajectories.record["request_id"], return_inverse=True)
+    completions_R = np.bincount(request_N)
+    log_sum_R = np.full(len(completions_R), -np.inf)
+    np.logaddexp.at(log_sum_R, request_N, trajectories.record["reward"].astype(np.float64) / beta)
+    value_R = beta * (log_sum_R - np.log(completions_R))
+    return value_R[request_N].astype(np.float32)
+
+
+class ReplayBuffer:
+    """Live trajectories of a run, each counted exactly once: merged = live + duplicates + evicted.
+
+    value_beta: β of the ``soft_values`` that trajectories keep from their merge on; None: they keep none.
+    embed: what ``similarity_limit`` compares completions by; each is embedded once, when it comes.
+    """
+
+    def __init__(
+        self, config: BufferSection, seed: int, *, value_beta: float | None = None, embed: Embed | None = None
+    ) -> None:
+        assert (embed is None) == (config.similarity_limit is None), "a limit is one of embeddings"
         self._config = config
+        self._embed = embed
         self._seed = seed
+        self._value_beta = value_beta
         self._merged = 0
         self._duplicates = 0
         self._evicted = 0
         self._revision = self._sync = -1
+        self._replay_ratio = 0.0
         self._prompts = _Prompts()
         self._rows = _Rows()
         # Per prompt with live rows: key to row, oldest first.
@@ -90,16 +123,25 @@ class ReplayBuffer:
         """Trajectories that left for want of room, or were dropped, so far."""
         return self._evicted
 
+    @property
+    def replay_ratio(self) -> float:
+        """Steps that have learned so far from a trajectory of the last batch, that batch included: the mean.
+
+        Each trajectory counts once, however often the batch repeats it. 1: all were new.
+        """
+        return self._replay_ratio
+
     # --- Merging ---
 
     def merge(self, trajectories: Trajectories, revision: int, *, sync: int | None = None) -> Merged:
         """Add what arrived in ``revision``, by ``sync``; neither may be lower than that of the last merge.
 
         sync: numbers what arrives between two publishes, in however many revisions; None: a revision is one.
+        Where it is the version published last, as the trainer's is, batches tell what is on-policy.
         A completion equal to a live one of its prompt replaces it (and is as young as it arrived), unless
-        ``deduplicate`` is off: then each is stored. With ``near_duplicates``, one that is near to live ones
-        of its prompt replaces them if its reward is higher than all of theirs, and else is not stored: no
-        two live completions of a prompt are near each other.
+        ``deduplicate`` is off: then each is stored. With ``near_duplicates`` or ``similarity_limit``, one
+        that is near to live ones of its prompt replaces them if its reward is higher than all of theirs, and
+        else is not stored: no two live completions of a prompt are near each other.
         Then the oldest leave: of a prompt above ``capacity_per_prompt``, and of all above ``capacity``.
         "Most recent" are from now on the live trajectories of this sync, unless it brought nothing.
         """
@@ -113,10 +155,13 @@ class ReplayBuffer:
         self._revision, self._sync = revision, sync
         first = len(self._rows)
         prompt_N = self._prompts.intern(trajectories)
-        self._rows.append(trajectories, prompt_N, revision=revision, sync=sync, uses=0)
-        insert = self._insert if self._config.near_duplicates is None else self._insert_distinct
+        # Now, since of a request's equal or evicted completions there will be no trace.
+        value_N = soft_values(trajectories, self._value_beta)
+        self._rows.append(trajectories, prompt_N, revision=revision, sync=sync, uses=0, value=value_N)
+        if self._embed:
+            self._rows.append_embeddings(self._embed(trajectories.completions))
         keys = self._keys(trajectories.completions, self._merged)
-        duplicates = insert(range(first, len(self._rows)), prompt_N.tolist(), keys)
+        duplicates = self._enter(range(first, len(self._rows)), prompt_N.tolist(), keys)
         self._merged += len(trajectories)
         self._duplicates += duplicates
         evicted = self._evict_oldest(dict.fromkeys(prompt_N.tolist()))
@@ -129,6 +174,15 @@ class ReplayBuffer:
         if self._config.deduplicate is False:
             return range(first, first + len(completions))
         return _fingerprints(completions)
+
+    def _enter(self, rows: Iterable[int], prompts: list[int], keys: Sequence[Key]) -> int:
+        """Enter new rows, less duplicates; returns how many rows, new or old, were given up."""
+        share, limit = self._config.near_duplicates, self._config.similarity_limit
+        if share is not None:
+            return self._insert_distinct(rows, prompts, keys, partial(self._rows.near_by_edits, share=share))
+        if limit is not None:
+            return self._insert_distinct(rows, prompts, keys, partial(self._rows.near_by_cosine, limit=limit))
+        return self._insert(rows, prompts, keys)
 
     def _insert(self, rows: Iterable[int], prompts: list[int], keys: Sequence[Key]) -> int:
         """Enter live rows under their prompts and keys; returns how many replaced an older row."""
@@ -143,13 +197,14 @@ class ReplayBuffer:
         self._rows.kill(replaced)
         return len(replaced)
 
-    def _insert_distinct(self, rows: Iterable[int], prompts: list[int], keys: Sequence[Key]) -> int:
+    def _insert_distinct(
+        self, rows: Iterable[int], prompts: list[int], keys: Sequence[Key], near_among: NearAmong
+    ) -> int:
         """As ``_insert``, but of rows near each other only the best stays; returns how many were given up."""
-        assert self._config.near_duplicates is not None
         given_up = 0
         for prompt, found in groupby(zip(rows, prompts, keys, strict=True), itemgetter(1)):
             entries = list(found)
-            near_rows = self._rows.near([row for row, _, _ in entries], self._config.near_duplicates)
+            near_rows = self._rows.near([row for row, _, _ in entries], near_among)
             for (row, _, key), near in zip(entries, near_rows, strict=True):
                 given_up += self._insert_best(row, prompt, key, near)
         return given_up
@@ -247,6 +302,8 @@ class ReplayBuffer:
         per batch while the buffer has others: a recent draw that has run out goes on among all prompts.
 
         To be in a batch is a use of a trajectory, see ``evict_used_up``; to be in it twice is one, too.
+        On-policy is what version ``step`` sampled and its own sync brought: what came before that version was
+        published, yet bears its number, is of steps that a resume took back.
 
         Randomness depends on (seed, step) alone. The cost depends on B, K and the trajectories of the
         drawn prompts, not on how much is stored.
@@ -265,8 +322,10 @@ class ReplayBuffer:
             taken.add(prompt)
             chosen.append(self._choose(rng, prompt, group_size, recent=recent))
         rows = np.concatenate(chosen)
-        self._rows.uses[np.unique(rows)] += 1
-        return self._batch(rows, group_size)
+        distinct = np.unique(rows)
+        self._rows.uses[distinct] += 1
+        self._replay_ratio = float(self._rows.uses[distinct].mean())
+        return self._batch(rows, group_size, step)
 
     def _is_recent(self, prompt: int) -> bool:
         """Whether the youngest live trajectory of a prompt is of the most recent sync."""
@@ -299,8 +358,11 @@ class ReplayBuffer:
         odds = np.exp((reward_N.astype(np.float64) - reward_N.max()) / temperature)
         return (1 - mix) * odds / odds.sum() + mix * uniform
 
-    def _batch(self, rows: np.ndarray, group_size: int) -> TrajectoryBatch:
+    def _batch(self, rows: np.ndarray, group_size: int, step: int) -> TrajectoryBatch:
         record = self._rows.record[rows]
+        on_policy_N = self._rows.sync[rows] == step
+        for end in ("version_oldest", "version_newest"):
+            on_policy_N &= record[end] == step
         prompts = self._prompts.take(record["prompt_row"].astype(np.int64))
         completions, logprobs, ref_logprobs = self._rows.texts(rows)
         turns = np.arange(2 * len(rows)).reshape(2, -1).T.ravel()  # prompt, completion, prompt, …
@@ -310,7 +372,9 @@ class ReplayBuffer:
             sequences=Ragged(pairs.values, pairs.offsets[::2]),
             prompt_length_N=prompts.lengths,
             reward_N=record["reward"].copy(),
+            value_N=self._rows.value[rows],
             version_N=record["version_oldest"].copy(),
+            on_policy_N=on_policy_N,
             logprobs=logprobs,
             ref_logprobs=ref_logprobs,
             prompt_id_B=record["prompt_id"][::group_size].copy(),
@@ -336,6 +400,7 @@ class ReplayBuffer:
             "revision": self._rows.revision[self._rows.live],
             "sync": self._rows.sync[self._rows.live],
             "uses": self._rows.uses[self._rows.live],
+            "value": self._rows.value[self._rows.live],
             "completion_tokens": live.completions.values,
             "completion_offsets": live.completions.offsets,
             "logprobs": live.logprobs,
@@ -343,6 +408,7 @@ class ReplayBuffer:
             "prompt_id": self._prompts.ids,
             "prompt_tokens": live.prompts.values,
             "prompt_offsets": live.prompts.offsets,
+            **({} if self._embed is None else {"embeddings": self._rows.embeddings[self._rows.live]}),
             **{f"everyone_{name}": array for name, array in self._everyone.state().items()},
             **{f"recent_{name}": array for name, array in self._recent.state().items()},
         }
@@ -359,7 +425,11 @@ class ReplayBuffer:
         prompt_N = live.record["prompt_row"].astype(np.int64)
         self._prompts = _Prompts.restore(arrays["prompt_id"], live.prompts)
         self._rows = _Rows()
-        self._rows.append(live, prompt_N, **{name: arrays[name] for name in ("revision", "sync", "uses")})
+        columns = {name: arrays[name] for name in ("revision", "sync", "uses")}
+        value = arrays.get("value", 0.0)  # checkpoints of older versions have none, and no use for any
+        self._rows.append(live, prompt_N, **columns, value=value)
+        if self._embed:
+            self._rows.append_embeddings(arrays["embeddings"])
         self._rows_of = {}
         self._insert(range(len(live)), prompt_N.tolist(), self._keys(live.completions, 0))
         self._merged, self._duplicates, self._evicted = arrays["counters"].tolist()
@@ -489,12 +559,15 @@ class _Rows:
         self._revision = _Column(np.int64)
         self._sync = _Column(np.int64)
         self._uses = _Column(np.int32)
+        self._value = _Column(np.float32)
         self._live = _Column(np.bool_)
         self._offsets = _Column(np.int64, [0])
         self._tokens = _Column(np.int32)
         self._logprobs = _Column(np.float32)
         self._ref_logprobs = _Column(np.float32)
-        self._words = _Column(object)  # a character per token; only a buffer that rejects near ones needs any
+        self._words = _Column(object)  # a character per token; only edit distances need any
+        self._embeddings = _Column(np.float32)  # D per row; only similarities need any
+        self._embedding_size = 1
         self._dead_rows = 0
         self._dead_tokens = 0
 
@@ -522,9 +595,19 @@ class _Rows:
         return self._uses.values
 
     @property
+    def value(self) -> np.ndarray:
+        """float32 [N]: V̂ of its request, 0 where the buffer keeps none."""
+        return self._value.values
+
+    @property
     def live(self) -> np.ndarray:
         """bool [N]."""
         return self._live.values
+
+    @property
+    def embeddings(self) -> np.ndarray:
+        """float32 [N, D], of length 1; none where they are not kept."""
+        return self._embeddings.values.reshape(-1, self._embedding_size)
 
     @property
     def mostly_dead(self) -> bool:
@@ -539,6 +622,7 @@ class _Rows:
         revision: int | np.ndarray,
         sync: int | np.ndarray,
         uses: int | np.ndarray,
+        value: float | np.ndarray,
     ) -> None:
         """Add live rows."""
         count, tokens = len(trajectories), len(self._tokens)
@@ -548,6 +632,7 @@ class _Rows:
         self._revision.append(np.broadcast_to(revision, count))
         self._sync.append(np.broadcast_to(sync, count))
         self._uses.append(np.broadcast_to(uses, count))
+        self._value.append(np.broadcast_to(value, count))
         self._live.append(np.ones(count, bool))
         self._offsets.append(tokens + trajectories.completions.offsets[1:])
         self._tokens.append(trajectories.completions.values)
@@ -572,29 +657,43 @@ class _Rows:
         tokens = Ragged(self._tokens.values[index_T], offsets)
         return tokens, self._logprobs.values[index_T], self._ref_logprobs.values[index_T]
 
-    def near(self, rows: Sequence[int], share: float) -> Iterator[np.ndarray]:
+    def near(self, rows: Sequence[int], near_among: NearAmong) -> Iterator[np.ndarray]:
         """For each of these rows, of one prompt: the live ones, int64, that are older than it and near it.
 
-        Near: of the same prompt, at an edit distance below ``share`` of both lengths together. Rows may be
-        killed between one and the next. Looks at every older row of the prompt: for the cost see
-        docs/lab-book.md.
+        Near: of the same prompt, and so by ``near_among``. Rows may be killed between one and the next. Looks
+        at every older row of the prompt: for the cost see docs/lab-book.md.
         """
-        self._spell()
-        length_N = np.diff(self._offsets.values)
         for start in range(0, len(rows), COMPARED_AT_ONCE):
             mine = np.array(rows[start : start + COMPARED_AT_ONCE])
             prompt_N = self.record["prompt_row"]
             others = np.flatnonzero(self.live & (prompt_N == prompt_N[mine[0]]))
-            limit = share * (length_N[mine, None] + length_N[others])
-            distance = cdist(
-                self._words.values[mine],
-                self._words.values[others],
-                scorer=Levenshtein.distance,
-                score_cutoff=int(limit.max()),
-                dtype=np.int32,
-            )
-            for found in (distance < limit) & (others < mine[:, None]):
+            for found in near_among(mine, others) & (others < mine[:, None]):
                 yield others[found & self.live[others]]
+
+    def near_by_edits(self, mine: np.ndarray, others: np.ndarray, *, share: float) -> np.ndarray:
+        """NearAmong: at an edit distance below ``share`` of both lengths together."""
+        self._spell()
+        length_N = np.diff(self._offsets.values)
+        limit = share * (length_N[mine, None] + length_N[others])
+        distance = cdist(
+            self._words.values[mine],
+            self._words.values[others],
+            scorer=Levenshtein.distance,
+            score_cutoff=int(limit.max()),
+            dtype=np.int32,
+        )
+        near: np.ndarray = distance < limit
+        return near
+
+    def near_by_cosine(self, mine: np.ndarray, others: np.ndarray, *, limit: float) -> np.ndarray:
+        """NearAmong: embeddings at a cosine above ``limit``."""
+        near: np.ndarray = self.embeddings[mine] @ self.embeddings[others].T > limit
+        return near
+
+    def append_embeddings(self, embedding_ND: np.ndarray) -> None:
+        """Add those of the rows that have none yet, float32 [N, D]."""
+        self._embedding_size = embedding_ND.shape[1]
+        self._embeddings.append(embedding_ND.ravel())
 
     def _spell(self) -> None:
         """Make words of the rows that have none yet."""
@@ -613,7 +712,10 @@ class _Rows:
             revision=self.revision[rows],
             sync=self.sync[rows],
             uses=self.uses[rows],
+            value=self.value[rows],
         )
+        if len(self._embeddings):
+            made.append_embeddings(self.embeddings[rows])
         return made
 
 

@@ -29,6 +29,7 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
 from tba_hpc.run.files import DiskFullError
 from tba_hpc.run.notes import REFUSED, write_note
+from tba_hpc.task_check import refuse_bad_task
 from tba_hpc.types import Role, Split
 
 app = typer.Typer(
@@ -67,6 +68,8 @@ def run(
         commands = [shlex.join(command) for command in local.commands(run_dir, resolved).values()]
         typer.echo(dump_config(resolved) + "".join(f"# {command}\n" for command in commands), nl=False)
         return
+    if not RunDir(resolved.run_dir.absolute()).finished:
+        refuse_bad_task(resolved)
     run_dir = RunDir.create(resolved)
     if not run_dir.finished:
         _launch(run_dir, resolved, quiet=as_json)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -18,12 +18,15 @@ from tba_hpc import shipped
 Dtype = Literal["float32", "bfloat16"]
 Scalar = bool | int | float | str
 ObjectiveName = Literal[
-    "trajectory_balance", "tba_prime", "rloo", "proximal_rloo", "grpo", "dr_grpo", "online_dpo"
+    "trajectory_balance", "tba_prime", "oapl", "rloo", "proximal_rloo", "grpo", "dr_grpo", "online_dpo"
 ]
 LossNormaliser = Literal["sum", "completion_tokens", "batch_tokens", "max_tokens"]
 
 POLICY_GRADIENTS: tuple[ObjectiveName, ...] = ("rloo", "proximal_rloo", "grpo", "dr_grpo")
 """Objectives whose gradient is unbiased only on completions distributed as the policy sampled them."""
+
+OF_OWN_SAMPLES: tuple[ObjectiveName, ...] = (*POLICY_GRADIENTS, "oapl")
+"""Objectives that take log-probabilities and samples to be of one policy: those, and V̂ of OAPL."""
 
 
 class ConfigError(ValueError):
@@ -52,6 +55,16 @@ class ModelSection(Section):
     """Type of the weights in training, in the exchange and in the engines (master weights are float32)."""
     context_length: int = Field(1024, ge=2)
     """Longest sequence, prompt and completion together, in tokens."""
+    logprob_temperature: float | None = Field(None, gt=0)
+    """T of the policy, softmax(logits/T): log-probabilities of policy, reference and sampler are taken at it,
+    whatever temperature completions are sampled at. None: 1, but generator.temperature with a policy-gradient
+    objective (rloo, proximal_rloo, grpo, dr_grpo) and oapl, which need samples of the very policy that they
+    train."""
+
+    @property
+    def policy_temperature(self) -> float:
+        """T: ``logprob_temperature``, 1 where none is given."""
+        return self.logprob_temperature or 1.0
 
 
 class TaskSection(Section):
@@ -83,6 +96,10 @@ class GeneratorSection(Section):
     """Longest completion, in tokens."""
     min_tokens: int = Field(0, ge=0)
     """Tokens that a training completion has at least: until then it cannot end."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts, of special tokens too, after which a completion has ended by itself, in training and evaluation.
+    All its tokens count, up to the one that completes the text; the task reads the text as well. No
+    end-of-sequence token follows, so none is in its log-probability."""
     prompts_in_flight: int = Field(8, ge=1)
     """Prompts that a searcher's engine works on at once."""
     kv_cache_mb: int | None = Field(None, ge=1)
@@ -138,6 +155,31 @@ class BufferSection(Section):
     near_duplicates: float | None = Field(None, gt=0, le=0.5)
     """Share of the tokens of two completions of a prompt: where fewer edits lead from one to the other, only
     the better one is kept. None: only equal ones count as duplicates."""
+    similarity_limit: float | None = Field(None, ge=0, lt=1)
+    """Cosine of the embeddings of two completions of a prompt above which only the better one is kept; in
+    place of near_duplicates, with embedding_model. None: only equal ones count as duplicates."""
+    embedding_model: str | None = None
+    """Folder or hub name of the sentence encoder for similarity_limit; the leading trainer asks it."""
+
+    @model_validator(mode="after")
+    def _one_kind_of_nearness(self) -> BufferSection:
+        limit, model = self.similarity_limit, self.embedding_model
+        if limit is not None and self.near_duplicates is not None:
+            raise ValueError(
+                f"buffer.near_duplicates={self.near_duplicates:g} and buffer.similarity_limit={limit:g} are "
+                "two ways to tell near duplicates: leave one out"
+            )
+        if limit is not None and model is None:
+            raise ValueError(
+                f"buffer.similarity_limit={limit:g} needs embeddings: set buffer.embedding_model, for "
+                "example to sentence-transformers/all-MiniLM-L6-v2"
+            )
+        if limit is None and model is not None:
+            raise ValueError(
+                f"buffer.embedding_model={model} has no use without a limit: set buffer.similarity_limit, "
+                "for example to 0.4, or leave it out"
+            )
+        return self
 
     @property
     def chooses_by_reward(self) -> bool:
@@ -200,18 +242,25 @@ class Beta(Ramp):
 
 class TrainSection(Section):
     objective: ObjectiveName = "trajectory_balance"
-    """Loss: trajectory balance (TB), TBA′, or one of the baselines they are compared with."""
+    """Loss: trajectory balance (TB), TBA′, OAPL, or one of the baselines they are compared with."""
     ratio_cap: float | None = Field(None, gt=0)
     """TB, TBA′: largest weight π_θ/π_behaviour of stale data; none: every weight is 1."""
     gap_clip: float | None = Field(None, gt=0)
     """TB: nats beyond which a residual pulls no harder; none: no limit."""
     reference: Literal["frozen", "behaviour", "reset"] = "frozen"
-    """π_ref: the initial model, the weights that sampled (no model is loaded), or the policy itself, anew
-    every reference_every steps."""
+    """π_ref: the initial model, the weights that sampled (no model is loaded; always so with OAPL), or the
+    policy itself, anew every reference_every steps."""
     reference_every: int | None = Field(None, ge=1)
     """ρ: optimizer steps between two resets of the reference (reset only)."""
+    value_beta: float | None = Field(None, gt=0)
+    """OAPL: β₁ of V̂ = β₁·log mean exp(r/β₁) over all completions of a request, in units of the reward.
+    None: beta.start, with which the target is π_lag·exp(r/β)/Z."""
     ratio_clip: float = Field(0.2, gt=0, lt=1)
     """Proximal RLOO, GRPO, Dr. GRPO: how far π_θ/π_behaviour may leave 1 before its gradient stops."""
+    second_moment_limit: float | None = Field(None, gt=0)
+    """GRPO, Dr. GRPO: instead of clipping, mask the tokens furthest beyond 1 until the mean of
+    (log π_θ/π_behaviour)² over the others beyond it, in a micro-batch, is at most this, nats² (M2PO, where it
+    is .04). None: clip."""
     baseline_shift: float = 0.0
     """RLOO, proximal RLOO, Dr. GRPO: δ added to the baseline of the advantages, in units of the reward. Below
     0 successes pull more than failures push, as stale data asks for (AsymRE)."""
@@ -256,12 +305,37 @@ class TrainSection(Section):
         return self.loss_normaliser or ("completion_tokens" if self.objective == "grpo" else "sum")
 
     @model_validator(mode="after")
-    def _shift_has_a_baseline(self) -> TrainSection:
-        if self.baseline_shift and self.objective not in ("rloo", "proximal_rloo", "dr_grpo"):
+    def _nothing_is_ignored(self) -> TrainSection:
+        for key, objectives in (
+            ("baseline_shift", ("rloo", "proximal_rloo", "dr_grpo")),
+            ("second_moment_limit", ("grpo", "dr_grpo")),
+            ("value_beta", ("oapl",)),
+        ):
+            if (value := getattr(self, key)) and self.objective not in objectives:
+                raise ValueError(
+                    f"train.{key}={value:g} would be ignored with train.objective={self.objective}: leave it "
+                    f"out, or use {' or '.join(objectives)}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _lagged_policy_is_the_reference(self) -> TrainSection:
+        """OAPL has no other reference than what sampled, untempered, and needs a β for its values."""
+        if self.objective != "oapl":
+            return self
+        if "reference" in self.model_fields_set and self.reference != "behaviour":
             raise ValueError(
-                f"train.baseline_shift={self.baseline_shift:g} would be ignored with "
-                f"train.objective={self.objective}: leave it out, or use rloo, proximal_rloo or dr_grpo"
+                f"train.reference={self.reference} would be scored in vain with train.objective=oapl, which "
+                "learns against the weights that sampled: leave it out, or set it to behaviour"
             )
+        for name in ("target_temperature", "reference_temperature"):
+            if getattr(self, name) != Ramp():
+                raise ValueError(
+                    f"train.{name} tempers a target that train.objective=oapl does not have: leave it "
+                    "out, or use trajectory_balance"
+                )
+        object.__setattr__(self, "reference", "behaviour")
+        object.__setattr__(self, "value_beta", self.value_beta or self.beta.start)
         return self
 
     @model_validator(mode="after")
@@ -404,8 +478,32 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _samples_are_of_the_policy(self) -> Config:
+        objective, generator, given = self.train.objective, self.generator, self.model.logprob_temperature
+        if objective not in OF_OWN_SAMPLES:
+            return self
+        if given is not None and given != generator.temperature:
+            raise ValueError(
+                f"model.logprob_temperature={given:g} with generator.temperature={generator.temperature:g} "
+                f"would bias train.objective={objective}, which needs samples of the very "
+                "policy that it trains: leave out the first, or make the two equal"
+            )
+        if generator.tempered_share:
+            raise ValueError(
+                f"generator.tempered_share={generator.tempered_share:g} would bias "
+                f"train.objective={objective}, which needs samples of the very policy that it trains: leave "
+                "it out, or train by trajectory_balance"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _settle(self) -> Config:
         """Put what a rule decides in place of keys that are left out."""
+        if self.model.logprob_temperature is None:
+            sampled = self.train.objective in OF_OWN_SAMPLES
+            temperature = self.generator.temperature if sampled else 1.0
+            model = self.model.model_copy(update={"logprob_temperature": temperature})
+            object.__setattr__(self, "model", model)
         settled: dict[str, object] = {}
         if self.buffer.deduplicate is None:
             settled["deduplicate"] = not self.on_policy
@@ -416,11 +514,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _near_duplicates_are_found(self) -> Config:
-        if self.buffer.near_duplicates is not None and not self.buffer.deduplicate:
-            raise ValueError(
-                f"buffer.near_duplicates={self.buffer.near_duplicates:g} contradicts buffer.deduplicate="
-                "false, which keeps every completion and is what an on-policy run needs: leave it out"
-            )
+        for key in ("near_duplicates", "similarity_limit"):
+            if (value := getattr(self.buffer, key)) is not None and not self.buffer.deduplicate:
+                raise ValueError(
+                    f"buffer.{key}={value:g} contradicts buffer.deduplicate=false, which keeps every "
+                    "completion and is what an on-policy run needs: leave it out"
+                )
         return self
 
     @model_validator(mode="after")
@@ -521,6 +620,7 @@ def require_files(config: Config) -> None:
     """Check that the local files a config names exist, as seen from here. Raises ConfigError."""
     for key, value in (
         ("model.path", config.model.path),
+        ("buffer.embedding_model", config.buffer.embedding_model),
         ("task.train_file", config.task.train_file),
         ("task.test_file", config.task.test_file),
     ):

@@ -12,8 +12,21 @@ train/loss                      objective's loss over the batch
 train/grad_norm                 global gradient norm before clipping
 train/skipped_steps             steps not taken, as loss or gradient norm was not finite, so far (count);
                                 such a step has no train/loss, no train/grad_norm
-train/kl                        mean over completions of log π_θ − p·log π_ref (nats per completion)
+train/log_ratio                 mean over the batch's completions of log π_θ − p·log π_ref (nats per
+                                completion); replayed data make it no KL
+train/ess                       effective sample size of π_θ/π_behaviour over the batch's completions,
+                                (Σw)²/(N·Σw²) (share): 1 on-policy, 1/N where one outweighs all others
+train/clip_share                what the objective's clip, cap or mask acts upon (share of the batch's tokens,
+                                or of its completions where the ratio is of a completion), if it has one
+train/flat_groups               groups of the batch whose rewards are all the same (share)
+train/length                    mean length of the batch's completions (tokens)
+train/replay_ratio              steps that have learned from a trajectory of the batch so far, this one
+                                included (mean over the distinct ones): 1 where all are new
+train/engine_gap                mean over the tokens of completions that exactly the weights of this step have
+                                sampled of |log π_engine − log π_learner| (nats per token); absent where the
+                                batch has none
 train/log_z                     mean over groups of the estimated log Z (nats)
+train/value                     mean over completions of V̂ of their requests (OAPL; units of the reward)
 train/reward                    mean reward of the batch
 train/learning_rate             learning rate of the step
 train/beta                      KL coefficient of the step: β·T
@@ -57,6 +70,16 @@ search/trajectories             training completions scored and appended (count)
 search/groups                   training requests answered (count)
 search/reward                   mean reward of these completions
 search/truncated_share          of these, cut off by the token limit (share)
+search/kl                       mean over these of log π_behaviour − log π_ref (nats per completion): an
+                                estimate of KL(π‖π_ref) where sampling is at the log-probabilities'
+                                temperature; absent where what samples is the reference
+search/entropy                  mean over their tokens of −log π_behaviour (nats per token)
+search/flat_groups              of their groups, those whose rewards are all the same (share)
+search/length                   their mean length (tokens)
+search/reward_histogram         list of counts of their rewards; bin i holds those below REWARD_EDGES[i] and
+                                not below the edge before, the last bin all others
+search/engine_gap               as train/engine_gap, of some answers of an evaluation, against the learner's
+                                model code under the weights that gave them; absent in records without one
 search/busy_share               wall time inside the engine's step (share)
 search/seal_share               wall time sealing shards (share)
 search/paused_seconds           idle: waiting for weights, or back-pressure (s)
@@ -77,12 +100,15 @@ search/issued                   training requests taken from the sequence since 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
+
+import numpy as np
 
 from tba_hpc.run.files import parse_json_lines
 
@@ -93,14 +119,29 @@ Value = float | int | str | Sequence[float] | None
 Record = dict[str, float | int | str | list[float]]
 
 
+REWARD_EDGES = tuple(math.sinh(i / 4) for i in range(-32, 33))
+"""Edges of the bins of search/reward_histogram: as wide in asinh of the reward, from −1490 to 1490; 0 is one.
+
+So rewards of 0 and 1 have bins of their own, and scores in the hundreds need no others.
+"""
+
+EDGES = {"search/reward_histogram": (2 * REWARD_EDGES[0], *REWARD_EDGES, 2 * REWARD_EDGES[-1])}
+"""Where the bins of a histogram in TensorBoard begin and end, outer ones too; bin i of others is about i."""
+
 LAST_LINES = 32
 """Lines at the end of a metrics file that are always parsed."""
+
+SPREAD_LINES = 512
+"""Lines of a metrics file, evenly spaced, that are always parsed: enough for the course of every figure."""
+
+STARTED = b'"event": "started"'
+"""In the line of a rank's start; the one before it holds what the attempt before had counted."""
 
 
 class MetricsWriter:
     """Appends records to ``path``, a line each, readable by others at once.
 
-    tensorboard: folder for TensorBoard event files with the same scalars, if wanted.
+    tensorboard: folder for TensorBoard event files with the same scalars and histograms, if wanted.
     """
 
     def __init__(self, path: Path, *, tensorboard: Path | None = None) -> None:
@@ -126,6 +167,8 @@ class MetricsWriter:
             value = number(record, name)
             if "/" in name and value is not None:
                 sink.add_scalar(name, value, step)
+            elif name.endswith("histogram"):
+                _add_histogram(sink, name, np.asarray(record[name]), step)
 
     def sync(self) -> None:
         """Make all records durable."""
@@ -152,6 +195,24 @@ def _event_files(folder: Path) -> SummaryWriter:
     return SummaryWriter(str(folder))
 
 
+def _add_histogram(sink: SummaryWriter, name: str, counts: np.ndarray, step: int) -> None:
+    """Counts per bin; TensorBoard wants sums of the values, too, for which the middles of the bins stand."""
+    edges = np.array(EDGES.get(name, np.arange(len(counts) + 1) - 0.5))
+    middles, used = (edges[1:] + edges[:-1]) / 2, np.flatnonzero(counts)
+    if len(used):
+        sink.add_histogram_raw(
+            name,
+            min=edges[used[0]],
+            max=edges[used[-1] + 1],
+            num=counts.sum(),
+            sum=counts @ middles,
+            sum_squares=counts @ middles**2,
+            bucket_limits=edges[1:].tolist(),
+            bucket_counts=counts.tolist(),
+            global_step=step,
+        )
+
+
 class MetricsTail:
     """Reads what was added to a metrics file since the last look; a file not yet there is empty."""
 
@@ -162,7 +223,8 @@ class MetricsTail:
     def new(self, *, dull: bytes | None = None) -> list[Record]:
         """Records completed since the last call, in order.
 
-        dull: lines with these bytes are left out, but for the last ones: parsing a day's records takes long.
+        dull: of lines with these bytes only a sample is parsed, as a day's records take long: some of them
+        evenly spaced, the last before a start, and the last of all.
         """
         if not self._path.exists():
             return []
@@ -171,10 +233,18 @@ class MetricsTail:
             whole, _, _ = file.read().rpartition(b"\n")
         self._offset += len(whole) + 1 if whole else 0
         if dull is not None:
-            lines = whole.splitlines()
-            lines = [line for line in lines[:-LAST_LINES] if dull not in line] + lines[-LAST_LINES:]
-            whole = b"\n".join(lines)
+            whole = b"\n".join(_sample(whole.splitlines(), dull))
         return parse_json_lines(whole)
+
+
+def _sample(lines: list[bytes], dull: bytes) -> list[bytes]:
+    """All lines without ``dull``, and those with it that ``MetricsTail.new`` names."""
+    stride, last = 1 + len(lines) // SPREAD_LINES, len(lines) - LAST_LINES
+    return [
+        line
+        for i, line in enumerate(lines)
+        if dull not in line or i >= last or i % stride == 0 or STARTED in lines[i + 1]
+    ]
 
 
 def read_metrics(path: Path) -> list[Record]:

@@ -56,6 +56,11 @@ class OnlineEvaluator:
         self._shares: dict[tuple[Split, int], Share] = {}
 
     @property
+    def unanswered(self) -> int:
+        """Answers that are still to be generated."""
+        return self._unanswered
+
+    @property
     def busy(self) -> bool:
         """Whether answers are still to be generated."""
         return self._unanswered > 0

@@ -161,7 +161,13 @@ class Reference(Protocol):
     """Which policy it is: that of an optimizer step (0: the initial one), or BEHAVIOUR."""
 
     def logprobs(self, group: Group) -> list[np.ndarray]:
-        """Per completion, float32 [T]: reference log-probability of each token at temperature 1."""
+        """Per completion, float32 [T]: log-probability of each token at model.logprob_temperature."""
+
+    def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
+        """As ``logprobs``, of every group, under other weights; the reference stays what it is.
+
+        ``weights.data`` may change meanwhile, and is what it was on return.
+        """
 
     def load(self, step: int) -> None:
         """Become the policy of ``step``, which the trainer has exported."""

@@ -21,7 +21,7 @@ from tba_hpc import schedules
 from tba_hpc.backends.behaviour_reference import BehaviourReference
 from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange, FileTrainerFollower
 from tba_hpc.backends.hdf5_shards import ShardError, ShardWriter, read_arrays, read_pending, write_arrays
-from tba_hpc.buffer import ReplayBuffer
+from tba_hpc.buffer import Embed, ReplayBuffer
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.ending import end_run
 from tba_hpc.metrics import MetricsWriter
@@ -55,7 +55,7 @@ from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
 from tba_hpc.tasks import load_task
 from tba_hpc.trainer import Trainer
-from tba_hpc.types import Publication, Role, Split, WeightLayout
+from tba_hpc.types import Publication, Ragged, Role, Split, WeightLayout
 
 if TYPE_CHECKING:
     from tba_hpc.backends.mpi_exchange import MpiTrainerFollower
@@ -64,6 +64,9 @@ log = logging.getLogger(__name__)
 
 PROMPTS_AHEAD = 2
 """Prompts queued in an engine beyond those it decodes, so that it never waits for the next one."""
+
+EMBEDDED_AT_ONCE = 64
+"""Completions per forward pass of the model that tells near duplicates apart."""
 
 REFUSALS = (ConfigError, StateError, ShardError, DiskFullError)
 """Errors that only the user can mend; the message is a sentence that says how."""
@@ -129,13 +132,32 @@ def _restore(
     run: RunDir, config: Config
 ) -> tuple[Path | None, TrainerState, CompletedRequests, ReplayBuffer]:
     """The newest checkpoint, if there is one, and what the trainer goes on from. Raises StateError."""
-    folder, buffer = latest_checkpoint(run), ReplayBuffer(config.buffer, config.run.seed)
+    folder = latest_checkpoint(run)
+    buffer = ReplayBuffer(
+        config.buffer, config.run.seed, value_beta=config.train.value_beta, embed=make_embed(config)
+    )
     state, completed = _progress(folder)
     if folder:
         buffer.restore(read_arrays(folder / BUFFER_FILE))
         require_reference(run, config, state.step)
     discard_evaluations(run, after=state.step)
     return folder, state, completed, buffer
+
+
+def make_embed(config: Config) -> Embed | None:
+    """What embeds completions for the buffer, where near duplicates are told by that. Raises ConfigError."""
+    if config.buffer.embedding_model is None:
+        return None
+    from tba_hpc.backends.hf_model import load_tokenizer
+    from tba_hpc.tasks.embedder import Embedder
+
+    embedder = Embedder(config.buffer.embedding_model, batch=EMBEDDED_AT_ONCE, key="buffer.embedding_model")
+    decode = load_tokenizer(config.model.path).decode
+
+    def embed(completions: Ragged) -> np.ndarray:
+        return embedder([decode(completions.row(i)).strip() for i in range(len(completions))])
+
+    return embed
 
 
 def search(run: RunDir, index: int | None) -> None:
@@ -194,6 +216,7 @@ def _load_reference(run: RunDir, config: Config) -> Reference:
     return HfReference(
         load_policy(config.model.path, config.model.dtype),
         chunk_tokens=config.train.logprob_chunk_tokens,
+        temperature=config.model.policy_temperature,
         policy_of=lambda step: load_policy(str(run.reference(step)), config.model.dtype),
     )
 

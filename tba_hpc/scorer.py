@@ -15,14 +15,15 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from tba_hpc.config import ConfigError, TaskSection
 from tba_hpc.ports import EngineError, Reference, ShardSink, Task
+from tba_hpc.search_log import Sums
 from tba_hpc.task_contract import checked_correct, checked_rewards, class_name
-from tba_hpc.types import BEHAVIOUR, Group, Shard
+from tba_hpc.types import BEHAVIOUR, Group, Shard, WeightUpdate
 
 log = logging.getLogger(__name__)
 
@@ -46,16 +47,15 @@ ENDS_THE_RUN = (ConfigError, EngineError)
 class Scored:
     """What became of a group, or of a call to seal.
 
-    rewards: of the completions kept. rejected: completions set aside, because their reward is not a
-    finite number, or there is none since the task's code raised. truncated: those kept that the token limit
-    ended. shard: the open shard, where it was now sealed, which took ``seal_seconds``.
+    sums: over the completions kept. rejected: completions set aside, because their reward is not a finite
+    number, or there is none since the task's code raised. shard: the open shard, where it was now sealed,
+    which took ``seal_seconds``.
     """
 
-    rewards: list[float]
-    rejected: int
-    truncated: int
-    shard: Shard | None
-    seal_seconds: float
+    sums: Sums = field(default_factory=Sums)
+    rejected: int = 0
+    shard: Shard | None = None
+    seal_seconds: float = 0.0
 
 
 class Setbacks:
@@ -104,6 +104,29 @@ class Judged:
     ref_logprob: float | None
 
 
+class EngineCheck:
+    """Answers that the engine gives under some weights, to be computed again by the learner's model code.
+
+    weights: memory that is ours. answers: how many will do.
+    """
+
+    def __init__(self, weights: WeightUpdate, answers: int) -> None:
+        self._weights = weights
+        self._wanted = answers
+        self._answers: list[Group] = []
+
+    def complete(self, answer: Group) -> bool:
+        """Take one more answer, if it is wholly of these weights; whether there are enough now."""
+        if (answer.versions == self._weights.publication.version).all():
+            self._answers.append(answer)
+        return len(self._answers) == self._wanted
+
+    def measure(self, reference: Reference) -> Scored:
+        """Compute them; ``reference`` is what it was afterwards."""
+        rows = reference.logprobs_under(self._weights, self._answers)
+        return Scored(sums=Sums.between(self._answers, rows))
+
+
 class Scorer:
     """Scores groups into ``shards``, seals what has waited for ``seal_seconds``; judges evaluations, too.
 
@@ -137,6 +160,7 @@ class Scorer:
         self._waiting: deque[Future[Scored]] = deque()
         self._answers: deque[Group] = deque()
         self._judging: Future[list[Judged]] | None = None
+        self._check: EngineCheck | None = None
 
     def submit(self, group: Group) -> None:
         """Queue a finished training group."""
@@ -160,6 +184,18 @@ class Scorer:
     def judge(self, answer: Group) -> None:
         """Queue an answer to an evaluation prompt: a group of one completion."""
         self._answers.append(answer)
+        if self._check and self._check.complete(answer):
+            check, self._check = self._check, None
+            self._do(lambda: check.measure(self._reference))
+
+    def check_engine(self, update: WeightUpdate, answers: int) -> None:
+        """Compare the engine with the reference's code, under ``update``, by the first of so many answers.
+
+        Keeps a copy of the weights until then; nothing where there is no model to put them into.
+        """
+        if self._wanted != BEHAVIOUR:
+            kept = replace(update, data=update.data.copy())
+            self._check = EngineCheck(kept, min(answers, ANSWERS_AT_ONCE))
 
     def judged(self) -> list[Judged]:
         """Answers judged since the last call, in order. Never waits; those that have queued are next."""
@@ -191,13 +227,15 @@ class Scorer:
         kept = [row for row, reward in enumerate(rewards) if math.isfinite(reward)]
         if len(kept) < len(rewards):
             group = Group(group.request, tuple(group.completions[row] for row in kept), group.versions[kept])
-        kept_rewards = [rewards[row] for row in kept]
-        if kept:
-            ref_logprobs, step = self._reference.logprobs(group), self._reference.step
-            self._shards.append(group, kept_rewards, ref_logprobs, reference=step)
-        truncated = sum(completion.finish_reason == "length" for completion in group.completions)
+        sums = self._store(group, [rewards[row] for row in kept]) if kept else Sums()
         sealed = self._seal() if self._shards.age >= self._seal_seconds else NOTHING
-        return Scored(kept_rewards, len(rewards) - len(kept), truncated, sealed.shard, sealed.seal_seconds)
+        return replace(sealed, sums=sums, rejected=len(rewards) - len(kept))
+
+    def _store(self, group: Group, rewards: list[float]) -> Sums:
+        """Append a group to the open shard."""
+        ref_logprobs, step = self._reference.logprobs(group), self._reference.step
+        self._shards.append(group, rewards, ref_logprobs, reference=step)
+        return Sums.of(group, rewards, None if step == BEHAVIOUR else ref_logprobs)
 
     def _rewards(self, group: Group) -> list[float]:
         """One for each completion; NaN for all where the task's code raises."""
@@ -257,10 +295,10 @@ class Scorer:
         """Acknowledge what is scored: durable on disk before anybody hears of it."""
         start = time.monotonic()
         shard = self._shards.seal()
-        return Scored([], 0, 0, shard, time.monotonic() - start)
+        return Scored(shard=shard, seal_seconds=time.monotonic() - start)
 
 
-NOTHING = Scored([], 0, 0, None, 0.0)
+NOTHING = Scored()
 
 
 def _yield_to_trainer() -> None:

@@ -14,6 +14,7 @@ from tba_hpc.online_evaluation import OnlineEvaluator
 from tba_hpc.ports import Generator, SearcherExchange
 from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.scorer import Scored, Scorer
+from tba_hpc.search_log import Sums
 from tba_hpc.types import Group, Publication, Request, Shard
 
 LOG_SECONDS = 1.0
@@ -28,9 +29,7 @@ class Tally:
     """What happened since the last metric record."""
 
     tokens: int = 0
-    groups: int = 0
-    rewards: list[float] = field(default_factory=list)
-    truncated: int = 0
+    scored: Sums = field(default_factory=Sums)
     seal_seconds: float = 0.0
     load_seconds: float = 0.0
     propagation_seconds: float = 0.0
@@ -119,6 +118,8 @@ class Searcher:
             return
         if part := self._evaluator.start(publication.evaluate, publication.version, update.share):
             self._report(*part)
+        else:
+            self._scorer.check_engine(update, self._evaluator.unanswered)
 
     def _note_arrival(self) -> None:
         """Of the weights loaded last, once they are in use."""
@@ -182,12 +183,10 @@ class Searcher:
     def _hand_over(self, results: list[Scored]) -> None:
         """Offer what is sealed to the trainer."""
         for scored in results:
-            self._tally.groups += bool(scored.rewards)
-            self._tally.rewards += scored.rewards
-            self._tally.truncated += scored.truncated
+            self._tally.scored += scored.sums
             self._tally.seal_seconds += scored.seal_seconds
             self._rejected += scored.rejected
-            self._set_aside += bool(scored.rejected and not scored.rewards)
+            self._set_aside += bool(scored.rejected and not scored.sums.groups)
             if scored.shard is not None:
                 self._log_seal(scored.shard)
                 self._exchange.offer(scored.shard)
@@ -232,16 +231,12 @@ class Searcher:
         seconds, self._logged = now - self._logged, now
         spent = self._clock.reset()
         before, self._busy_seconds = self._busy_seconds, self._generator.busy_seconds
-        count = len(tally.rewards)
         self._metrics.log(
             {
                 "search/version": self._generator.version,
                 "search/tokens": tally.tokens,
                 "search/tokens_per_second": tally.tokens / seconds,
-                "search/groups": tally.groups,
-                "search/trajectories": count,
-                "search/reward": sum(tally.rewards) / count if count else None,
-                "search/truncated_share": tally.truncated / count if count else None,
+                **tally.scored.figures(),
                 "search/busy_share": (self._busy_seconds - before) / seconds,
                 "search/rebuilds": self._generator.rebuilds,
                 "search/seal_share": tally.seal_seconds / seconds,

@@ -25,10 +25,10 @@ STALENESS_BINS = 64
 
 
 class StepLog:
-    """Writes the records. ``clock`` adds up ``publish``, ``learn`` and ``checkpoint`` within a step.
+    """Writes the records. ``clock`` adds up ``wait`` (for data), ``publish``, ``learn`` and ``checkpoint``.
 
     version: weights published last, optimizer steps. publishes, late: publishes so far, and those put off.
-    longest_step: seconds, checkpoints left out.
+    longest_step: seconds, waits and checkpoints left out.
     """
 
     def __init__(
@@ -54,13 +54,17 @@ class StepLog:
         What is not finite in ``learned``, as in a step that was skipped, is left out.
         """
         wall, spent = self.clock.wall, self.clock.reset()
-        self.longest_step = max(self.longest_step, wall - spent.get("checkpoint", 0.0))
-        lag = staleness(batch, step)
+        own = wall - spent.get("wait", 0.0) - spent.get("checkpoint", 0.0)
+        self.longest_step = max(self.longest_step, own)
+        lag, reward_BK = staleness(batch, step), batch.reward_N.reshape(-1, batch.group_size)
         self._metrics.log(
             {
                 "step": step + 1,
                 **{f"train/{name}": value for name, value in learned.items() if math.isfinite(value)},
                 "train/reward": float(batch.reward_N.mean()),
+                "train/flat_groups": float((reward_BK == reward_BK[:, :1]).all(1).mean()),
+                "train/length": float(batch.completion_length_N.mean()),
+                "train/replay_ratio": self._buffer.replay_ratio,
                 "train/learning_rate": schedules.learning_rate(self._train, step),
                 "train/beta": schedules.beta(self._train, step),
                 "train/reference_power": schedules.reference_power(self._train, step),

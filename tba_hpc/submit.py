@@ -6,6 +6,7 @@ Submitting again with the same config goes on where the run stopped. Needs no to
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,13 +16,17 @@ from pathlib import Path
 from tba_hpc import shipped
 from tba_hpc.config import Config, load_config, require_files
 from tba_hpc.doctor import slurm_checks
-from tba_hpc.doctor.examine import preflight
+from tba_hpc.doctor.examine import job_environment, preflight
 from tba_hpc.doctor.findings import Finding
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Plan, Site, load_site, plan
 from tba_hpc.launch.sbatch import RANK, TBA, Job, batch_script
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
+from tba_hpc.task_check import refuse_bad_task
+
+CHECK_SECONDS = 60.0
+"""Longest look at the task: hours in the queue may follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +109,8 @@ def _check(config: Config, split: Plan, site: Site) -> list[Finding]:
     """What may go wrong. Raises ConfigError or SubmitError for what will, before hours in the queue."""
     if site.container is None:  # inside it paths may be others
         require_files(config)
+        python = os.path.expandvars(f"{site.venv}/bin/python") if site.venv else sys.executable
+        refuse_bad_task(config, python=python, environment=job_environment(site), seconds=CHECK_SECONDS)
     findings = preflight(config, split, site)
     if problem := next((finding for finding in findings if finding.level == "problem"), None):
         raise slurm.SubmitError(problem.sentence)

@@ -87,7 +87,9 @@ class Trainer:
             self._update_reference()
             self._publish_if_due()
             self._collect()
-            if not self._wait_for_groups():
+            with self._step_log.clock("wait"):
+                ready = self._wait_for_groups()
+            if not ready:
                 break
             batch = self._sample()
             learned = self._step(batch)

@@ -34,7 +34,7 @@ RECORD = np.dtype(
         ("reward", "<f4"),
         ("version_oldest", "<i4"),  # weights (optimizer step) that sampled the first token
         ("version_newest", "<i4"),  # weights that sampled the last token
-        ("truncated", "u1"),  # 1 where the token limit ended it, not EOS
+        ("truncated", "u1"),  # 1 where the token limit ended it, not EOS or a stop string
         ("reference", "<i4"),  # policy (optimizer step) of ref_logprobs: 0 the initial one, or BEHAVIOUR
     ]
 )
@@ -120,8 +120,9 @@ class Prompt:
 class Completion:
     """One sampled answer.
 
-    tokens: int32 [T], EOS included where it ended by itself. logprobs: float32 [T], log-probabilities of
-    those tokens under the sampling weights at temperature 1.
+    tokens: int32 [T], with the EOS, or the whole stop string, by which it ended by itself. logprobs: float32
+    [T], log-probabilities of those tokens under the sampling weights at model.logprob_temperature, whatever
+    they were sampled at.
     """
 
     tokens: np.ndarray
@@ -175,8 +176,8 @@ class Trajectories:
 
     record: RECORD [N]. prompts: Ragged int32 [P rows], each distinct prompt once.
     completions: Ragged int32 [N rows]. logprobs, ref_logprobs: float32 [T], aligned with
-    ``completions.values``, of the sampling policy at temperature 1 and of the reference that the record
-    names.
+    ``completions.values``, of the sampling policy and of the reference that the record names, both at
+    model.logprob_temperature.
     """
 
     record: np.ndarray
@@ -227,15 +228,19 @@ class TrajectoryBatch:
     """B whole groups of K trajectories, prompt-major: rows ``i*K … i*K + K - 1`` are group ``i``; N = B·K.
 
     sequences: Ragged int32 [N rows], prompt then completion. prompt_length_N: int64. reward_N: float32.
-    version_N: int32, the oldest version of each. logprobs, ref_logprobs: float32, one per completion token,
-    rows in order. prompt_id_B: int64.
+    value_N: float32, V̂ of the request that each answers (``buffer.soft_values``), 0 where none is wanted.
+    version_N: int32, the oldest version of each. on_policy_N: bool, whether all of it was sampled by the
+    weights that are to learn from it now. logprobs, ref_logprobs: float32, one per completion token, rows in
+    order. prompt_id_B: int64.
     """
 
     group_size: int
     sequences: Ragged
     prompt_length_N: np.ndarray
     reward_N: np.ndarray
+    value_N: np.ndarray
     version_N: np.ndarray
+    on_policy_N: np.ndarray
     logprobs: np.ndarray
     ref_logprobs: np.ndarray
     prompt_id_B: np.ndarray
@@ -259,7 +264,7 @@ class PaddedBatch:
     prompt_length_N, length_N: int64, tokens of the prompt, and of prompt and completion together.
     logprob_NL, ref_logprob_NL: float32, of the completions' tokens under the weights that sampled them and
     under the reference, 0 elsewhere.
-    reward_N: float32. prompt_id_B: int64.
+    reward_N, value_N: float32. on_policy_N: bool, as in TrajectoryBatch. prompt_id_B: int64.
     """
 
     group_size: int
@@ -269,6 +274,8 @@ class PaddedBatch:
     logprob_NL: np.ndarray
     ref_logprob_NL: np.ndarray
     reward_N: np.ndarray
+    value_N: np.ndarray
+    on_policy_N: np.ndarray
     prompt_id_B: np.ndarray
 
     @property

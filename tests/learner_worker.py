@@ -27,7 +27,9 @@ GROUPS, GROUP_SIZE = 4, 4
 DEADLINE = 60.0
 
 
-def make_config(model: Path, *, ranks: int, dtype: str = "float32", **train: object) -> Config:
+def make_config(
+    model: Path, *, ranks: int, dtype: str = "float32", temperature: float = 1.0, **train: object
+) -> Config:
     """A config whose micro-batches, chunks and clip all matter to the result."""
     settings = {
         "prompts_per_step": GROUPS,
@@ -39,7 +41,7 @@ def make_config(model: Path, *, ranks: int, dtype: str = "float32", **train: obj
     }
     return parse_config(
         {
-            "model": {"path": str(model), "dtype": dtype},
+            "model": {"path": str(model), "dtype": dtype, "logprob_temperature": temperature},
             "train": settings | train,
             "launch": {"trainers": ranks},
         }
@@ -63,7 +65,9 @@ def make_batch(seed: int) -> TrajectoryBatch:
         sequences=sequences,
         prompt_length_N=np.array(prompt_lengths, np.int64),
         reward_N=random.random(len(rows)).astype(np.float32),
+        value_N=np.zeros(len(rows), np.float32),
         version_N=np.zeros(len(rows), np.int32),
+        on_policy_N=np.arange(len(rows)) % 3 == 0,
         logprobs=np.zeros(tokens, np.float32),
         ref_logprobs=random.normal(-3, 1, tokens).astype(np.float32),
         prompt_id_B=np.arange(GROUPS),

@@ -13,12 +13,12 @@ from tba_hpc.run.events import log_event
 STEPS = 10
 
 
-def new_run(root: Path) -> RunDir:
-    """A run directory without a metric."""
+def new_run(root: Path, **train: object) -> RunDir:
+    """A run directory without a metric. train: settings of that section."""
     tree = {
         "run": {"root": str(root), "name": "known"},
         "model": {"path": "models/<tiny>"},
-        "train": {"steps": STEPS},
+        "train": {"steps": STEPS, **train},
         "launch": {"searchers": 2},
     }
     return RunDir.create(parse_config(tree))
@@ -37,8 +37,10 @@ def step(number: int, time: float, **values: object) -> dict[str, object]:
     return {**base, **{names[name]: value for name, value in values.items()}}
 
 
-def search(time: float, tokens: int, rate: float, *, rebuilds: int = 0) -> dict[str, object]:
-    """A searcher's record of about a second."""
+def search(
+    time: float, tokens: int, rate: float, *, rebuilds: int = 0, **figures: object
+) -> dict[str, object]:
+    """A searcher's record of about a second; figures: more of its metrics, or others, without ``search/``."""
     return {
         "time": time,
         "search/tokens": tokens,
@@ -48,6 +50,7 @@ def search(time: float, tokens: int, rate: float, *, rebuilds: int = 0) -> dict[
         "search/version": 0,
         "search/reward": 0.5,
         "search/rebuilds": rebuilds,
+        **{f"search/{name}": value for name, value in figures.items()},
     }
 
 

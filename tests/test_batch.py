@@ -37,14 +37,16 @@ def batch_of(
         sequences=Ragged(np.arange(1, offsets[-1] + 1, dtype=np.int32), offsets),
         prompt_length_N=prompt_length_N,
         reward_N=np.arange(rows, dtype=np.float32),
+        value_N=np.arange(rows, dtype=np.float32) + 0.5,
         version_N=rng.integers(0, 50, rows).astype(np.int32),
+        on_policy_N=np.arange(rows) % 3 == 0,
         logprobs=-rng.random(completion_tokens).astype(np.float32),
         ref_logprobs=-rng.random(completion_tokens).astype(np.float32),
         prompt_id_B=rng.permutation(groups * 5)[:groups],
     )
 
 
-Row = tuple[int, float, int, int, tuple[int, ...], tuple[float, ...], tuple[float, ...]]
+Row = tuple[int, float, float, int, int, tuple[int, ...], tuple[float, ...], tuple[float, ...], bool]
 
 
 def rows_of(batch: TrajectoryBatch) -> list[Row]:
@@ -57,11 +59,13 @@ def rows_of(batch: TrajectoryBatch) -> list[Row]:
             (
                 int(batch.prompt_id_B[i // batch.group_size]),
                 float(batch.reward_N[i]),
+                float(batch.value_N[i]),
                 int(batch.version_N[i]),
                 int(batch.prompt_length_N[i]),
                 tuple(tokens),
                 tuple(batch.logprobs[start:end].tolist()),
                 tuple(batch.ref_logprobs[start:end].tolist()),
+                bool(batch.on_policy_N[i]),
             )
         )
         start = end
@@ -139,14 +143,15 @@ def test_a_batch_of_views_survives_the_wire() -> None:
     assert rows_of(from_arrays(wire.load(wire.save(to_arrays(strided))))) == rows_of(batch)
 
 
-def unpadded(micro: PaddedBatch) -> list[list[tuple[int, float, int, tuple[int, ...]]]]:
-    """Groups of (prompt id, reward, prompt length, tokens), padding checked and left out."""
+def unpadded(micro: PaddedBatch) -> list[list[tuple[int, float, float, int, tuple[int, ...]]]]:
+    """Groups of (prompt id, reward, value, prompt length, tokens), padding checked and left out."""
     rows = []
     for i, length in enumerate(micro.length_N):
         assert not micro.tokens_NL[i, length:].any()
         tokens = tuple(micro.tokens_NL[i, :length].tolist())
         prompt = int(micro.prompt_id_B[i // micro.group_size])
-        rows.append((prompt, float(micro.reward_N[i]), int(micro.prompt_length_N[i]), tokens))
+        figures = float(micro.reward_N[i]), float(micro.value_N[i]), int(micro.prompt_length_N[i])
+        rows.append((prompt, *figures, tokens))
     return [rows[i : i + micro.group_size] for i in range(0, len(rows), micro.group_size)]
 
 
@@ -155,15 +160,15 @@ def test_micro_batches_hold_every_group_once_and_whole(per_micro_batch: int) -> 
     batch = make_batch(7)
     micros = list(micro_batches(batch, per_micro_batch))
     found = [group for micro in micros for group in unpadded(micro)]
-    wanted = [[(row[0], row[1], row[3], row[4]) for row in group] for group in group_rows(batch)]
+    wanted = [[(*row[:3], *row[4:6]) for row in group] for group in group_rows(batch)]
     assert sorted(found) == sorted(wanted)
     assert all(len(micro.prompt_id_B) == per_micro_batch for micro in micros[:-1])
 
 
 def computed_tokens(group: list[Row]) -> int:
     """Of a group's completions, and of its prompt once."""
-    prompt_length = group[0][3]
-    return prompt_length + sum(len(row[4]) - prompt_length for row in group)
+    prompt_length = group[0][4]
+    return prompt_length + sum(len(row[5]) - prompt_length for row in group)
 
 
 def test_micro_batches_pad_to_their_own_longest_row_most_tokens_first() -> None:
@@ -178,7 +183,7 @@ def test_micro_batches_pad_to_their_own_longest_row_most_tokens_first() -> None:
 
 def test_logprobs_stand_at_the_tokens_of_their_completions() -> None:
     batch = make_batch(4)
-    wanted = {row[4]: (row[5], row[6]) for row in rows_of(batch)}
+    wanted = {row[5]: (row[6], row[7]) for row in rows_of(batch)}
     for micro in micro_batches(batch, 2):
         for i, length in enumerate(micro.length_N):
             tokens, mask = tuple(micro.tokens_NL[i, :length].tolist()), micro.completion_mask_NL[i]
@@ -188,6 +193,17 @@ def test_logprobs_stand_at_the_tokens_of_their_completions() -> None:
                 assert found_L.dtype == np.float32
                 assert tuple(found_L[mask].tolist()) == tuple(values)
                 assert not found_L[~mask].any()
+
+
+def test_micro_batches_know_what_is_on_policy() -> None:
+    batch = make_batch(4)
+    wanted = {row[5]: row[8] for row in rows_of(batch)}
+    found = {
+        tuple(tokens[:length].tolist()): bool(on_policy)
+        for micro in micro_batches(batch, 2)
+        for tokens, length, on_policy in zip(micro.tokens_NL, micro.length_N, micro.on_policy_N, strict=True)
+    }
+    assert found == wanted and len(set(found.values())) == 2
 
 
 def test_completion_mask_marks_the_tokens_after_the_prompt() -> None:

@@ -1,32 +1,40 @@
 """The replay buffer against a naive model of it, closed-form probabilities, and itself after a restore."""
 
+import math
 import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import chain
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tba_hpc import buffer as buffer_module
+from tba_hpc.backends.hdf5_shards import read_arrays, write_arrays
 from tba_hpc.batch import to_arrays
-from tba_hpc.buffer import Merged, ReplayBuffer
+from tba_hpc.buffer import Merged, ReplayBuffer, soft_values
 from tba_hpc.config import BufferSection
 from tba_hpc.types import RECORD, Ragged, Trajectories, TrajectoryBatch
 
 
 @dataclass(frozen=True)
 class Item:
-    """One trajectory as plain values; log-probabilities are made from the uid, so that mix-ups show."""
+    """One trajectory as plain values; log-probabilities are made from the uid, so that mix-ups show.
+
+    request: None for one of its own.
+    """
 
     uid: int
     prompt: int
     tokens: tuple[int, ...]
     reward: float = 0.0
+    request: int | None = None
 
     @property
     def prompt_tokens(self) -> list[int]:
@@ -46,7 +54,7 @@ def pack(items: Sequence[Item]) -> Trajectories:
         record[row] = (
             item.uid,
             item.prompt,
-            item.uid,
+            item.uid if item.request is None else item.request,
             row_of[item.prompt],
             item.reward,
             item.uid,
@@ -72,6 +80,7 @@ class Naive:
     capacity: int
     near: float | None = None
     deduplicate: bool = True
+    similarity: float | None = None
     live: list[tuple[Item, int]] = field(default_factory=list)
 
     def merge(self, items: Sequence[Item], sync: int) -> Merged:
@@ -102,7 +111,10 @@ class Naive:
         return [entry for entry in self.live if entry[0].prompt == prompt]
 
     def are_near(self, one: Item, other: Item) -> bool:
-        """Whether few edits lead from one to the other."""
+        """Whether few edits lead from one to the other, or both have nearly the same shares of letters."""
+        if self.similarity is not None:
+            (a, b), (c, d) = ([item.tokens.count(letter) for letter in (0, 1)] for item in (one, other))
+            return (a * c + b * d) / (math.hypot(a, b) * math.hypot(c, d)) > self.similarity
         if self.near is None:
             return False
         edits = fewest_edits(one.tokens, other.tokens)
@@ -168,9 +180,24 @@ def groups_of(batch: TrajectoryBatch) -> list[list[Item]]:
     return [items[i : i + batch.group_size] for i in range(0, len(items), batch.group_size)]
 
 
+def new_buffer(seed: int = 0, **config: object) -> ReplayBuffer:
+    """Keeps soft values; with ``similarity_limit``, by embeddings that count the letters 0 and 1."""
+    if config.get("similarity_limit") is None:
+        return ReplayBuffer(BufferSection(**config), seed, value_beta=0.5)
+    section = BufferSection(embedding_model="counts", **config)
+    return ReplayBuffer(section, seed, value_beta=0.5, embed=letter_shares)
+
+
+def letter_shares(completions: Ragged) -> np.ndarray:
+    """float32 [N, 2] of length 1: how often 0 and 1 come."""
+    rows = (completions.row(i) for i in range(len(completions)))
+    counts = np.array([[(row == letter).sum() for letter in (0, 1)] for row in rows], np.float32)
+    return counts / np.linalg.norm(counts, axis=1, keepdims=True)
+
+
 def filled(items: Sequence[Item], seed: int = 0, **config: object) -> ReplayBuffer:
     """A buffer that got all items in revision 0."""
-    made = ReplayBuffer(BufferSection(**config), seed)
+    made = new_buffer(seed, **config)
     made.merge(pack(items), 0)
     return made
 
@@ -187,21 +214,27 @@ def prompts_with(count: int, completions: int = 1, first_prompt: int = 0) -> lis
 
 
 CAPACITIES = [(100, 1000), (4, 1000), (100, 20), (5, 22), (1, 3)]
-KINDS = [(None, True), (0.25, True), (None, False)]
-"""near_duplicates, deduplicate."""
+KINDS: list[dict[str, object]] = [
+    {},
+    {"near_duplicates": 0.25},
+    {"deduplicate": False},
+    {"similarity_limit": 0.9},
+]
+"""What counts as a duplicate."""
 
 
 @pytest.mark.parametrize("per_prompt, capacity", CAPACITIES)
-@pytest.mark.parametrize("near, deduplicate", KINDS)
-def test_merging_equals_the_naive_model(
-    per_prompt: int, capacity: int, near: float | None, deduplicate: bool
-) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_merging_equals_the_naive_model(per_prompt: int, capacity: int, kind: dict[str, Any]) -> None:
     rng = np.random.default_rng(per_prompt + capacity)
-    naive = Naive(per_prompt, capacity, near, deduplicate)
-    config = BufferSection(
-        capacity_per_prompt=per_prompt, capacity=capacity, near_duplicates=near, deduplicate=deduplicate
+    naive = Naive(
+        per_prompt,
+        capacity,
+        near=kind.get("near_duplicates"),
+        deduplicate=kind.get("deduplicate", True),
+        similarity=kind.get("similarity_limit"),
     )
-    real = ReplayBuffer(config, 0)
+    real = new_buffer(capacity_per_prompt=per_prompt, capacity=capacity, **kind)
     merged = 0
     for revision in range(60):
         items = random_items(rng, int(rng.integers(0, 30)), first_uid=merged)
@@ -646,6 +679,40 @@ def test_a_completion_that_is_sampled_again_may_be_learned_from_again() -> None:
     assert real.evict_used_up(1) == 1
 
 
+@pytest.mark.parametrize(
+    ("oldest", "newest", "sync", "on_policy"),
+    [
+        (4, 4, 4, True),
+        (3, 4, 4, False),  # begun by the weights before
+        (4, 4, 3, False),  # known before version 4 was published: a resume took its step back
+        (4, 5, 4, False),
+        (3, 3, 3, False),
+    ],
+)
+def test_on_policy_is_what_exactly_the_weights_of_the_step_sampled(
+    oldest: int, newest: int, sync: int, on_policy: bool
+) -> None:
+    trajectories = pack(prompts_with(3, completions=2))
+    trajectories.record["version_oldest"], trajectories.record["version_newest"] = oldest, newest
+    real = ReplayBuffer(BufferSection(), 0)
+    real.merge(trajectories, 9, sync=sync)
+    batch = real.sample(4, groups=3, group_size=2)
+    assert batch.on_policy_N.dtype == bool and batch.on_policy_N.tolist() == [on_policy] * 6
+    assert not real.sample(5, groups=3, group_size=2).on_policy_N.any()
+
+
+def test_the_replay_ratio_counts_steps_of_distinct_trajectories() -> None:
+    """Four trajectories, each twice in a group; then those of two prompts; then all and two new ones."""
+    real = filled(prompts_with(4))
+    real.sample(0, groups=4, group_size=2)
+    assert real.replay_ratio == 1
+    real.sample(1, groups=2, group_size=2)
+    assert real.replay_ratio == 2
+    real.merge(pack(prompts_with(2, first_prompt=4)), 1)
+    real.sample(2, groups=6, group_size=2)
+    assert real.replay_ratio == pytest.approx((3 + 3 + 2 + 2 + 1 + 1) / 6)
+
+
 def test_samples_are_of_live_trajectories_only() -> None:
     rng = np.random.default_rng(3)
     naive, real = Naive(5, 30), ReplayBuffer(BufferSection(capacity_per_prompt=5, capacity=30), 0)
@@ -656,6 +723,57 @@ def test_samples_are_of_live_trajectories_only() -> None:
         live = {item for item, _ in naive.live}
         for group in groups_of(real.sample(revision, groups=4, group_size=3)):
             assert set(group) <= live
+
+
+# --- Values ---
+
+
+@pytest.mark.parametrize("beta", [1e-4, 0.1, 3.0])
+def test_a_value_is_the_log_mean_exp_of_its_requests_rewards(beta: float) -> None:
+    """By loops, shifted by the highest; rewards of 0 and ±1 in three requests of a prompt, mixed up."""
+    rewards = {7: [1.0, 0.0, 0.0], 3: [-1.0], 9: [0.0, 1.0, 1.0, -1.0]}
+    items = [Item(10 * r + i, 0, (i,), x, r) for r, each in rewards.items() for i, x in enumerate(each)]
+    items = items[::3] + items[1::3] + items[2::3]
+    found = soft_values(pack(items), beta)
+    for item, value in zip(items, found.tolist(), strict=True):
+        assert item.request is not None
+        mine = rewards[item.request]
+        mean = sum(math.exp((x - max(mine)) / beta) for x in mine) / len(mine)
+        assert value == pytest.approx(max(mine) + beta * math.log(mean), abs=1e-6)
+    assert found.dtype == np.float32
+
+
+def test_a_value_counts_completions_that_are_equal_evicted_or_not_drawn() -> None:
+    """Of a request's eight completions, seven of them equal, two live; their value is that of all eight."""
+    real = ReplayBuffer(BufferSection(capacity_per_prompt=3), 0, value_beta=0.5)
+    for request in range(3):
+        rewards = [0.0] * 7 + [float(request)]
+        uids = range(100 * request, 100 * request + 8)
+        real.merge(
+            pack(
+                [
+                    Item(u, 5, (int(u % 100 == 7), request), x, request)
+                    for u, x in zip(uids, rewards, strict=True)
+                ]
+            ),
+            request,
+        )
+    wanted = {r: 0.5 * math.log((7 + math.exp(r / 0.5)) / 8) for r in range(3)}
+    batch = real.sample(0, groups=4, group_size=3)
+    requests = [int(batch.sequences.row(i)[-1]) for i in range(12)]
+    assert set(requests) == {1, 2}  # versions meet in a group
+    assert batch.value_N.tolist() == pytest.approx([wanted[request] for request in requests])
+
+
+def test_without_a_beta_there_are_no_values_and_older_states_restore() -> None:
+    real = ReplayBuffer(BufferSection(), 0)
+    real.merge(pack([Item(0, 0, (1,), 1.0)]), 0)
+    assert real.sample(0, groups=1, group_size=2).value_N.tolist() == [0, 0]
+    arrays = real.state()
+    del arrays["value"]
+    again = ReplayBuffer(BufferSection(), 0)
+    again.restore(arrays)
+    assert image(again.sample(1, groups=1, group_size=2)) == image(real.sample(1, groups=1, group_size=2))
 
 
 # --- Repeating, resuming, cost ---
@@ -673,17 +791,11 @@ def test_samples_depend_on_seed_and_step_alone() -> None:
     assert len({str(one(seed, step)) for seed in range(3) for step in range(3)}) == 9
 
 
-@pytest.mark.parametrize("near, deduplicate", KINDS)
-def test_a_restored_buffer_goes_on_bit_by_bit(near: float | None, deduplicate: bool) -> None:
-    config = BufferSection(
-        capacity_per_prompt=6,
-        capacity=40,
-        near_duplicates=near,
-        deduplicate=deduplicate,
-        replay_limit=2,
-    )
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restored_buffer_goes_on_bit_by_bit(kind: dict[str, object]) -> None:
+    make = partial(new_buffer, 4, capacity_per_prompt=6, capacity=40, replay_limit=2, **kind)
     rng = np.random.default_rng(1)
-    real = ReplayBuffer(config, 4)
+    real = make()
     for revision in range(50):
         for part in range(2):
             items = random_items(rng, 9, 100 * revision + 20 * part, prompts=15)
@@ -692,7 +804,7 @@ def test_a_restored_buffer_goes_on_bit_by_bit(near: float | None, deduplicate: b
         real.evict_used_up(3)
         if revision % 10 == 5:
             arrays = real.state()
-            restored = ReplayBuffer(config, 4)
+            restored = make()
             restored.merge(pack(random_items(np.random.default_rng(9), 20, 1)), 0)  # all of it is dropped
             restored.restore(arrays)
             follow(real, restored, rng.integers(1 << 30), 10 * revision + 1)
@@ -726,6 +838,38 @@ def test_the_state_is_plain_arrays_and_that_of_an_empty_buffer_restores() -> Non
     again.restore(empty.state())
     assert again.merge(pack(prompts_with(3)), 0) == Merged(3, 0, 0)
     assert all(array.dtype != object for array in again.state().values())
+
+
+def test_an_empty_buffer_with_embeddings_restores(tmp_path: Path) -> None:
+    """Also from a file, and where all of its trajectories have left."""
+    empty, left = new_buffer(similarity_limit=0.9), filled([Item(0, 0, (1,))], similarity_limit=0.9)
+    assert left.evict_where(lambda record: np.ones(len(record), bool)) == 1
+    for name, buffer in (("empty", empty), ("left", left)):
+        write_arrays(tmp_path / name, buffer.state())
+        again = new_buffer(similarity_limit=0.9)
+        again.restore(read_arrays(tmp_path / name))
+        items = [Item(1, 0, (0, 0)), Item(2, 0, (1, 1)), Item(3, 0, (0,), 9.0)]
+        assert again.merge(pack(items), 1) == Merged(2, 1, 0)
+
+
+def test_completions_are_embedded_once_however_often_the_buffer_is_compacted() -> None:
+    seen = list[int]()
+
+    def embed(completions: Ragged) -> np.ndarray:
+        seen.append(len(completions))
+        return letter_shares(completions)
+
+    section = BufferSection(similarity_limit=0.9, embedding_model="counts", capacity_per_prompt=4)
+    real, rng = ReplayBuffer(section, 0, embed=embed), np.random.default_rng(0)
+    for revision in range(20):
+        real.merge(pack(random_items(rng, 10, 10 * revision)), revision)
+    assert seen == [10] * 20
+    state = real.state()
+    again = ReplayBuffer(section, 0, embed=embed)
+    again.restore(state)
+    assert len(seen) == 20
+    live = real.trajectories().completions
+    assert state["embeddings"].tobytes() == letter_shares(live).tobytes()
 
 
 def lines_and_peak_bytes(real: ReplayBuffer) -> tuple[int, int]:

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tba_hpc.config import ConfigError, differing_keys, dump_config, load_config, parse_config
+from tba_hpc.config import (
+    POLICY_GRADIENTS,
+    ConfigError,
+    differing_keys,
+    dump_config,
+    load_config,
+    parse_config,
+)
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 
@@ -22,6 +29,7 @@ def test_shipped_configs_survive_a_round_trip(path: Path, tmp_path: Path) -> Non
 GSM8K = {
     "model.path": "realtreetune/rho-1b-sft-GSM8K",
     "model.dtype": "bfloat16",
+    "model.logprob_temperature": 0.7,
     "generator.completions_per_prompt": 24,
     "generator.temperature": 0.7,
     "generator.max_tokens": 512,
@@ -50,6 +58,7 @@ GSM8K = {
 TLDR = {
     "model.dtype": "float32",
     "model.context_length": 512 + 128,
+    "model.logprob_temperature": 0.7,
     "generator.completions_per_prompt": 24,
     "generator.temperature": 0.7,
     "generator.max_tokens": 128,
@@ -78,6 +87,7 @@ MATH = {
     "model.path": "Qwen/Qwen2.5-7B",
     "model.dtype": "bfloat16",
     "model.context_length": 3072,
+    "model.logprob_temperature": 1.0,
     "generator.temperature": 1.0,
     "generator.max_tokens": 2048,
     "train.steps": 400,
@@ -99,12 +109,12 @@ TBA_PRIME = MATH | {
     "train.reference_every": 50,
 }
 RED_TEAMING = {
+    "model.logprob_temperature": 1.0,
     "generator.temperature": 1.0,
     "generator.tempered_share": 0.5,
     "generator.max_tokens": 20,
     "generator.min_tokens": 5,
     "buffer.most_on_policy": 0.5,
-    "buffer.near_duplicates": 0.25,
     "train.objective": "trajectory_balance",
     "train.steps": 5000,
     "train.prompts_per_step": 1,
@@ -127,12 +137,15 @@ PUBLISHED: dict[str, dict[str, object]] = {
     | {
         "generator.tempered_range": (0.5, 2.0),
         "buffer.capacity": 100_000,
+        "buffer.near_duplicates": 0.25,
         "train.target_temperature.anneal_steps": 500,
     },
     "redteam_llama1b": RED_TEAMING
     | {
         "generator.tempered_range": (0.7, 2.0),
         "buffer.capacity": 130_000,
+        "buffer.similarity_limit": 0.4,
+        "buffer.embedding_model": "sentence-transformers/all-MiniLM-L6-v2",
         "train.target_temperature.anneal_steps": 1000,
         "train.reference_temperature.anneal_steps": 2000,
     },
@@ -166,6 +179,11 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
         ("train.stepz=3", "unknown config key 'train.stepz': did you mean 'train.steps'?"),
         ("trian.steps=3", "unknown config key 'trian': did you mean 'train'?"),
         ("train.steps=many", "config key 'train.steps' has the value 'many', but input should be a valid"),
+        ("model.logprob_temperature=0", "config key 'model.logprob_temperature' has the value 0, but input"),
+        (
+            "generator.stop=[a, '']",
+            "config key 'generator.stop.1' has the value '', but string should have at",
+        ),
         ("train.steps=0", "config key 'train.steps' has the value 0, but input should be greater than"),
         ("launch.trainers=3", "cannot be split over 3 trainer ranks: use a multiple of 3"),
         ("generator.completions_per_prompt=4", "a group could never be filled; raise the first to at least"),
@@ -177,6 +195,8 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
         ("train.beta.jump_after=5", "jump_after=5 of a schedule that starts at 0.1 needs a value to jump to"),
         ("train.horizon=10", "train.horizon=10 ends before train.steps=1000, where the learning rate has"),
         ("train.baseline_shift=-0.1", "ignored with train.objective=trajectory_balance: leave it out"),
+        ("train.value_beta=0.1", "value_beta=0.1 would be ignored with train.objective=trajectory_balance"),
+        ("train.second_moment_limit=0.04", "trajectory_balance: leave it out, or use grpo or dr_grpo"),
         ("train.gradient_clip=0", "config key 'train.gradient_clip' has the value 0, but input should be"),
         ("train.loss_normaliser=mean", "config key 'train.loss_normaliser' has the value 'mean', but input"),
         ("generator.tempered_range=[2, 0.5]", "generator.tempered_range=[2, 0.5] is no range"),
@@ -186,6 +206,16 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
         ("train.reference_every=5", "train.reference_every=5 would be ignored with train.reference=frozen"),
         ("train.reference=reset", "train.reference=reset needs its interval: set train.reference_every"),
         ("buffer={deduplicate: false, near_duplicates: 0.25}", "near_duplicates=0.25 contradicts"),
+        (
+            "buffer={deduplicate: false, similarity_limit: 0.4, embedding_model: org/m}",
+            "buffer.similarity_limit=0.4 contradicts buffer.deduplicate=false",
+        ),
+        (
+            "buffer={near_duplicates: 0.25, similarity_limit: 0.4, embedding_model: org/m}",
+            "buffer.near_duplicates=0.25 and buffer.similarity_limit=0.4 are two ways to tell near",
+        ),
+        ("buffer.similarity_limit=0.4", "needs embeddings: set buffer.embedding_model, for example"),
+        ("buffer.embedding_model=org/m", "buffer.embedding_model=org/m has no use without a limit"),
         (
             "buffer={replay_limit: 1, capacity: 100, initial_completions: 9}",
             "replay_limit or a reference that",
@@ -209,6 +239,34 @@ def test_bad_input_gets_one_sentence(override: str, sentence: str, tmp_path: Pat
         load_config(path, [override])
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_oapl_learns_against_the_weights_that_sampled_and_its_values_are_at_its_first_beta() -> None:
+    oapl = {"objective": "oapl", "beta": {"start": 0.3}}
+    config = parse_config({"model": {"path": "a"}, "train": oapl})
+    assert (config.train.reference, config.train.value_beta) == ("behaviour", 0.3)
+    assert parse_config(yaml.safe_load(dump_config(config))) == config
+    assert parse_config({"model": {"path": "a"}, "train": {**oapl, "value_beta": 2}}).train.value_beta == 2
+    assert parse_config({"model": {"path": "a"}}).train.value_beta is None
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "train.reference=frozen",
+            "train.reference=frozen would be scored in vain with train.objective=oapl",
+        ),
+        (
+            "train.reference_temperature.start=2",
+            "train.reference_temperature tempers a target that train.objective=oapl does not have: leave",
+        ),
+        ("train.target_temperature.start=2", "train.target_temperature tempers a target"),
+    ],
+)
+def test_what_oapl_would_not_use_is_refused(override: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        parse_config({"model": {"path": "a"}}, ["train.objective=oapl", override])
 
 
 ON_POLICY = ("exchange.max_staleness=0", "exchange.sync_every=1", "train.objective=rloo")
@@ -251,6 +309,49 @@ def test_a_buffer_is_as_sampled_where_a_run_is_on_policy(
 def test_what_would_bias_an_on_policy_run_is_refused(override: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         parse_config({"model": {"path": "a"}}, [*ON_POLICY, override])
+
+
+WARM = "generator.temperature=0.7"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "temperature"),
+    [
+        ((WARM,), 1.0),
+        ((WARM, "train.objective=tba_prime"), 1.0),
+        ((WARM, "train.objective=online_dpo"), 1.0),
+        ((WARM, "model.logprob_temperature=0.5"), 0.5),
+        *(((WARM, f"train.objective={objective}"), 0.7) for objective in POLICY_GRADIENTS),
+        ((WARM, "train.objective=rloo", "model.logprob_temperature=0.7"), 0.7),
+        ((WARM, "train.objective=oapl"), 0.7),
+    ],
+)
+def test_logprobs_are_at_the_sampling_temperature_where_the_gradient_needs_it(
+    overrides: tuple[str, ...], temperature: float
+) -> None:
+    config = parse_config({"model": {"path": "a"}}, list(overrides))
+    assert config.model.logprob_temperature == config.model.policy_temperature == temperature
+    assert yaml.safe_load(dump_config(config))["model"]["logprob_temperature"] == temperature
+    assert parse_config(yaml.safe_load(dump_config(config))) == config
+
+
+@pytest.mark.parametrize("objective", POLICY_GRADIENTS)
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "model.logprob_temperature=1",
+            "=1 with generator.temperature=0.7 would bias .*: leave out",
+        ),
+        ("generator.tempered_share=0.5", "generator.tempered_share=0.5 would bias .*: leave it out, or"),
+    ],
+)
+def test_samples_of_another_policy_are_refused_where_they_bias_the_gradient(
+    objective: str, override: str, sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        parse_config({"model": {"path": "a"}}, [WARM, f"train.objective={objective}", override])
+    parse_config({"model": {"path": "a"}}, [WARM, override])
 
 
 @pytest.mark.parametrize(

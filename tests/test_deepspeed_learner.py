@@ -51,12 +51,12 @@ WHOLE: Plan = [
 REST: Plan = [("step", 3), ("step", 4), ("write", "weights")]
 
 
-def sequence_logprobs(model: torch.nn.Module, batch: TrajectoryBatch) -> torch.Tensor:
-    """The definition, a row at a time: sum of log-softmax of all logits at the completion tokens."""
+def sequence_logprobs(model: torch.nn.Module, batch: TrajectoryBatch, temperature: float) -> torch.Tensor:
+    """The definition, a row at a time: sum of log-softmax of all logits/T at the completion tokens."""
     sums = []
     for row, prompt_length in enumerate(batch.prompt_length_N):
         tokens = torch.from_numpy(batch.sequences.row(row).astype(np.int64))
-        logprobs = model(input_ids=tokens[None]).logits[0].log_softmax(-1)
+        logprobs = (model(input_ids=tokens[None]).logits[0] / temperature).log_softmax(-1)
         sums.append(logprobs[:-1].gather(1, tokens[1:, None])[prompt_length - 1 :].sum())
     return torch.stack(sums).view(-1, GROUP_SIZE)
 
@@ -65,11 +65,19 @@ def trajectory_balance_loss(model: torch.nn.Module, batch: TrajectoryBatch, case
     """METHOD: mean over rows of the squared residual, log Z as the group's mean without gradient."""
     ends = np.cumsum(batch.completion_length_N)[:-1]
     ref = torch.tensor([part.sum() for part in np.split(batch.ref_logprobs, ends)]).view(-1, GROUP_SIZE)
-    excess = (
-        sequence_logprobs(model, batch) - ref - torch.from_numpy(batch.reward_N).view(-1, GROUP_SIZE) / BETA
-    )
+    reward = torch.from_numpy(batch.reward_N).view(-1, GROUP_SIZE)
+    excess = sequence_logprobs(model, batch, case.temperature) - ref - reward / BETA
     loss = (excess - excess.mean(1, keepdim=True).detach()).square().mean() * LOSS_SCALE
     return loss / batch.completion_length_N.mean() if case.loss_normaliser == "batch_tokens" else loss
+
+
+def effective_size_and_gap(model: torch.nn.Module, batch: TrajectoryBatch) -> tuple[float, float]:
+    """(Σw)²/(N·Σw²), and what a token of an on-policy row lacks; the behaviour's log-probabilities are 0."""
+    with torch.no_grad():
+        logprob_N = sequence_logprobs(model, batch).flatten().double()
+    weight_N, on_policy_N = logprob_N.exp(), torch.from_numpy(batch.on_policy_N)
+    gap = -logprob_N[on_policy_N].sum() / batch.completion_length_N[batch.on_policy_N].sum()
+    return float(weight_N.sum() ** 2 / (len(weight_N) * weight_N.square().sum())), float(gap)
 
 
 LOSS_SCALE = BETA / 2
@@ -93,8 +101,10 @@ class Plain:
             self.model.parameters(), LEARNING_RATE, train.adam_betas, weight_decay=train.weight_decay
         )
         self.losses, self.norms, self.clip = [], [], case.gradient_clip or math.inf
+        self.figures: list[tuple[float, float]] = []
         for seed in STEPS:
             optimizer.zero_grad()
+            self.figures.append(effective_size_and_gap(self.model, make_batch(seed)))
             loss = trajectory_balance_loss(self.model, make_batch(seed), case)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
@@ -108,6 +118,8 @@ class Plain:
     def check(self, done: Run) -> None:
         np.testing.assert_allclose(done.losses(), self.losses, rtol=1e-5)
         np.testing.assert_allclose([step["grad_norm"] for step in done.metrics], self.norms, rtol=1e-4)
+        figures = [(step["ess"], step["engine_gap"]) for step in done.metrics]
+        np.testing.assert_allclose(figures, self.figures, rtol=1e-3)
         assert min(self.norms) > self.clip or self.clip == math.inf, "the gradient clip was meant to matter"
         for name, weight in done.weights("weights").items():
             expected, clear = self.weights[name].detach(), self.clear[name]
@@ -128,14 +140,16 @@ class Case:
     gradient_checkpointing: bool = False
     gradient_clip: float | None = 5.0
     loss_normaliser: LossNormaliser = "sum"
+    temperature: float = 1.0
 
     def config(self, model: Path, *, ranks: int | None = None) -> Config:
-        train = {key: value for key, value in asdict(self).items() if key not in ("ranks", "tied", "dtype")}
-        return make_config(model, ranks=ranks or self.ranks, dtype=self.dtype, **train)
+        settings = {key: value for key, value in asdict(self).items() if key not in ("ranks", "tied")}
+        return make_config(model, ranks=ranks or self.ranks, **settings)
 
     def __str__(self) -> str:
         tied, clip = "tied" if self.tied else "untied", "" if self.gradient_clip else "-unclipped"
-        return f"zero{self.zero_stage}-{self.dtype}-{self.ranks}-ranks-{tied}{clip}"
+        heat = "" if self.temperature == 1 else f"-at-{self.temperature}"
+        return f"zero{self.zero_stage}-{self.dtype}-{self.ranks}-ranks-{tied}{clip}{heat}"
 
 
 ONE_RANK = Case(1, 2, groups_per_micro_batch=3)
@@ -143,6 +157,7 @@ ZERO_1 = Case(2, 1, tied=True)
 ZERO_2 = Case(2, 2)
 ZERO_3 = Case(2, 3, tied=True, gradient_checkpointing=True)
 UNCLIPPED = Case(2, 2, gradient_clip=None, loss_normaliser="batch_tokens")
+TEMPERED = Case(2, 3, temperature=0.7)
 BF16 = [Case(2, 2, dtype="bfloat16"), Case(1, 1, dtype="bfloat16"), Case(1, 3, dtype="bfloat16")]
 
 
@@ -172,7 +187,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(folder, model, plain, whole)
 
 
-@pytest.mark.parametrize("case", [ONE_RANK, ZERO_1, ZERO_2, ZERO_3, UNCLIPPED], ids=str)
+@pytest.mark.parametrize("case", [ONE_RANK, ZERO_1, ZERO_2, ZERO_3, UNCLIPPED, TEMPERED], ids=str)
 def test_learner_equals_a_plain_adamw_loop(runs: Runs, case: Case) -> None:
     runs.plain(case).check(runs.whole(case))
 

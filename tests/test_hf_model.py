@@ -66,9 +66,9 @@ def make_model(kind: str) -> PreTrainedModel:
     return model.eval()
 
 
-def plain_logprobs(model: PreTrainedModel) -> torch.Tensor:
+def plain_logprobs(model: PreTrainedModel, temperature: float = 1.0) -> torch.Tensor:
     """The definition: full logits, full log-softmax, then zero outside the completions."""
-    logprobs = model(input_ids=TOKENS).logits.float().log_softmax(-1)
+    logprobs = (model(input_ids=TOKENS).logits.float() / temperature).log_softmax(-1)
     chosen = logprobs[:, :-1].gather(2, TOKENS[:, 1:, None])[..., 0]
     position = torch.arange(TOKENS.shape[1])
     completion = (position >= PROMPTS[:, None]) & (position < LENGTHS[:, None])
@@ -76,16 +76,19 @@ def plain_logprobs(model: PreTrainedModel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "neox", "qwen2"])
-@pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
-def test_chunked_values_and_gradients_equal_the_plain_softmax(kind: str, chunk_tokens: int) -> None:
+@pytest.mark.parametrize(("chunk_tokens", "temperature"), [(1, 1), (5, 1), (1000, 1), (5, 0.7), (1000, 1.5)])
+def test_chunked_values_and_gradients_equal_the_plain_softmax(
+    kind: str, chunk_tokens: int, temperature: float
+) -> None:
     model = make_model(kind)
     weight = torch.randn(TOKENS.shape, generator=torch.Generator().manual_seed(2))
-    plain = plain_logprobs(model)
+    plain = plain_logprobs(model, temperature)
     (plain * weight).sum().backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
 
-    chunked = PolicyLogprobs(model, chunk_tokens=chunk_tokens)(TOKENS, PROMPTS, LENGTHS)
+    logprobs = PolicyLogprobs(model, chunk_tokens=chunk_tokens, temperature=temperature)
+    chunked = logprobs(TOKENS, PROMPTS, LENGTHS)
     (chunked * weight).sum().backward()
 
     assert plain.abs().max() > 3  # far from uniform: otherwise equality would prove little
@@ -104,7 +107,7 @@ def test_completions_share_their_prompt_and_nothing_else(kind: str, checkpointin
         model.train().gradient_checkpointing_enable({"use_reentrant": False})
     tokens = TOKENS[[0, 1, 2, 3, 0, 1]]
     tokens = tokens.where(torch.arange(12) >= prompt_length[:, None], tokens[[0, 0, 0, 3, 3, 3]])
-    logprobs = PolicyLogprobs(model, chunk_tokens=1000)
+    logprobs = PolicyLogprobs(model, chunk_tokens=1000, temperature=0.7)
     weight = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(2))
 
     def values_and_gradients(group_size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -126,9 +129,9 @@ def test_completions_share_their_prompt_and_nothing_else(kind: str, checkpointin
 def test_output_bias_and_its_gradient() -> None:
     model = make_model("qwen2")
     model.lm_head.bias = torch.nn.Parameter(torch.linspace(-2, 2, 96))
-    plain = plain_logprobs(model)
+    plain = plain_logprobs(model, 0.7)
     (expected,) = torch.autograd.grad(plain.square().sum(), model.lm_head.bias)
-    chunked = PolicyLogprobs(model, chunk_tokens=4)(TOKENS, PROMPTS, LENGTHS)
+    chunked = PolicyLogprobs(model, chunk_tokens=4, temperature=0.7)(TOKENS, PROMPTS, LENGTHS)
     (actual,) = torch.autograd.grad(chunked.square().sum(), model.lm_head.bias)
     torch.testing.assert_close(chunked, plain, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-5)

@@ -10,7 +10,17 @@ from transformers import PreTrainedModel
 
 from tba_hpc.backends.hf_model import load_policy
 from tba_hpc.backends.hf_reference import HfReference
-from tba_hpc.types import Completion, Group, Prompt, Request, Sampling
+from tba_hpc.config import Dtype
+from tba_hpc.types import (
+    Completion,
+    Group,
+    Prompt,
+    Publication,
+    Request,
+    Sampling,
+    WeightLayout,
+    WeightUpdate,
+)
 
 VOCABULARY = 128
 
@@ -29,12 +39,14 @@ def _group(lengths: list[int], *, prompt_length: int = 11, seed: int = 0) -> Gro
     return Group(request, completions, np.zeros((len(rows), 2), np.int32))
 
 
-def _textbook(model: PreTrainedModel, prompt: np.ndarray, completion: np.ndarray) -> np.ndarray:
+def _textbook(
+    model: PreTrainedModel, prompt: np.ndarray, completion: np.ndarray, temperature: float = 1.0
+) -> np.ndarray:
     """One sequence, no cache, no padding, float64 softmax."""
     tokens = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))
     with torch.no_grad():
         logits = model(input_ids=tokens[None]).logits[0].double()
-    logprobs = logits.log_softmax(1)[len(prompt) - 1 : -1]
+    logprobs = (logits / temperature).log_softmax(1)[len(prompt) - 1 : -1]
     return logprobs.gather(1, tokens[len(prompt) :, None])[:, 0].numpy()
 
 
@@ -50,6 +62,14 @@ def test_equals_the_textbook(model: PreTrainedModel, lengths: list[int], chunk_t
     assert [row.shape for row in found] == [(length,) for length in lengths]
     assert all(row.dtype == np.float32 for row in found)
     for row, expected in zip(found, _expected(model, group), strict=True):
+        np.testing.assert_allclose(row, expected, atol=1e-5, rtol=0)
+
+
+def test_a_temperature_divides_the_logits(model: PreTrainedModel) -> None:
+    group = _group([5, 1, 30])
+    found = HfReference(model, chunk_tokens=7, temperature=0.7).logprobs(group)
+    for completion, row in zip(group.completions, found, strict=True):
+        expected = _textbook(model, group.request.prompt.tokens, completion.tokens, 0.7)
         np.testing.assert_allclose(row, expected, atol=1e-5, rtol=0)
 
 
@@ -112,6 +132,35 @@ def test_a_reset_reference_is_the_exported_policy(tied: bool, tmp_path: Path) ->
     assert reset.step == 50 and reset._model.get_output_embeddings().weight.data_ptr() == memory
     np.testing.assert_array_equal(np.concatenate(after), np.concatenate(expected))
     assert np.abs(np.concatenate(after) - np.concatenate(before)).max() > 0.01
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_under_other_weights_it_is_their_model_and_afterwards_itself(
+    tied: bool, dtype: Dtype, tmp_path: Path
+) -> None:
+    """Bit by bit, both; also where what it is asked fails."""
+    old, new = (
+        load_policy(str(make_random_model(tmp_path / name, tied=tied, seed=i)), dtype)
+        for i, name in enumerate("ab")
+    )
+    layout = WeightLayout.of(
+        [(name, tuple(weight.shape)) for name, weight in new.named_parameters()],
+        {"float32": "F32", "bfloat16": "BF16"}[dtype],
+    )
+    data = np.concatenate([w.detach().flatten().view(torch.uint8).numpy() for _, w in new.named_parameters()])
+    weights, group = WeightUpdate(Publication(version=3), layout, data.copy()), _group([5, 30, 1])
+    reference = HfReference(old, chunk_tokens=64)
+    before = reference.logprobs(group)
+    (found,) = reference.logprobs_under(weights, [group])
+    expected = HfReference(new, chunk_tokens=64).logprobs(group)
+    np.testing.assert_array_equal(np.concatenate(found), np.concatenate(expected))
+    assert np.abs(np.concatenate(found) - np.concatenate(before)).max() > 0.01
+    broken = Group(group.request, (), group.versions)
+    with pytest.raises(RuntimeError):
+        reference.logprobs_under(weights, [broken])
+    np.testing.assert_array_equal(np.concatenate(reference.logprobs(group)), np.concatenate(before))
+    np.testing.assert_array_equal(weights.data, data)
 
 
 def test_bfloat16_sums_in_float32(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ LAYERS = [
     {"objectives", "schedules", "ports"},
     {"run", "prompts", "task_contract", "skipped_steps", "buffer", "batch"},
     {"metrics", "freshness"},
-    {"merger", "step_log"},
+    {"merger", "step_log", "search_log"},
     {"trainer", "searcher", "scorer", "online_evaluation", "backends", "tasks", "launch", "report"},
     {"ending", "placement"},
-    {"runtime", "audit", "evaluate", "doctor"},
+    {"runtime", "audit", "evaluate", "doctor", "task_check"},
     {"submit"},
     {"cli"},
 ]
@@ -47,6 +47,7 @@ WITHOUT_TORCH = [
         "freshness",
         "trainer",
         "searcher",
+        "search_log",
     ),
     *(
         "ending",
@@ -59,6 +60,7 @@ WITHOUT_TORCH = [
         "launch.plan",
         "launch.sbatch",
         "report.attempts",
+        "report.curves",
         "report.page",
         "report.plots",
         "report.run_state",
@@ -66,13 +68,17 @@ WITHOUT_TORCH = [
         "report.summary",
         "report.tables",
         "report.monitor",
+        "report.worries",
         "scorer",
         "task_contract",
+        "task_check",
         "tasks.gsm8k",
         "backends.vllm_generator",
     ),
     "tasks.arithmetic",
     "tasks.math",
+    "tasks.redteam",
+    "tasks.tldr",
 ]
 
 WITH_A_LITTLE = {

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -25,7 +25,7 @@ from tba_hpc.backends.hdf5_shards import ShardWriter, read_arrays, read_pending,
 from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import Config, parse_config
 from tba_hpc.ending import publish_last
-from tba_hpc.metrics import MetricsWriter, read_metrics, step_records
+from tba_hpc.metrics import REWARD_EDGES, MetricsWriter, read_metrics, step_records
 from tba_hpc.online_evaluation import OnlineEvaluator
 from tba_hpc.ports import ExchangeError, Generator, SearcherExchange, TrainerExchange
 from tba_hpc.prompts import CompletedRequests, training_requests
@@ -230,6 +230,89 @@ def test_evaluations_use_exactly_the_named_weights(tmp_path: Path) -> None:
         assert found.correct == correct and found.perplexity == pytest.approx(perplexity, rel=1e-6)
 
 
+class Skewed(TabularGenerator):
+    """An engine whose log-probabilities are all ``nats`` too high."""
+
+    def __init__(self, nats: float) -> None:
+        super().__init__(TABLE)
+        self._nats = np.float32(nats)
+
+    def step(self) -> list[Group]:
+        """As ever, but skewed."""
+        return [
+            replace(
+                group,
+                completions=tuple(replace(c, logprobs=c.logprobs + self._nats) for c in group.completions),
+            )
+            for group in super().step()
+        ]
+
+
+@pytest.mark.parametrize("nats", [0.0, 0.125])
+@pytest.mark.parametrize("staleness", [0, None])
+def test_the_gap_between_engine_and_learner_is_measured(
+    nats: float, staleness: int | None, tmp_path: Path
+) -> None:
+    """By the searcher at evaluations; by the trainer where it learns from its own weights' completions."""
+    config = make_config(
+        tmp_path, exchange={"max_staleness": staleness, "sync_every": 2 if staleness is None else 1}
+    )
+    run = RunDir.create(config)
+    parts = TrainerParts(config, run)
+    exchange = FileSearcherExchange(run.weights, 0, deadline=20)
+    thread = threading.Thread(target=make_searcher(config, run, exchange, generator=Skewed(nats)).run)
+    thread.start()
+    exchange_of_trainer = parts.file_exchange()
+    trainer = parts.build(exchange_of_trainer)
+    assert trainer.run() and publish_last(trainer)
+    while read_evaluation(run, "test", config.train.steps, 1) is None:
+        time.sleep(0.01)
+    exchange_of_trainer.close()
+    thread.join(20)
+
+    searched = read_metrics(run.metrics_file("searcher"))
+    found = [float(record["search/engine_gap"]) for record in searched if "search/engine_gap" in record]
+    assert found == pytest.approx([nats] * len(found), abs=1e-6) and found
+    steps = step_records(read_metrics(run.metrics_file("trainer")))
+    gaps = {
+        int(record["step"]): float(record["train/engine_gap"])
+        for record in steps
+        if "train/engine_gap" in record
+    }
+    assert gaps and list(gaps.values()) == pytest.approx([nats] * len(gaps), abs=1e-6)
+    assert 1 in gaps
+    if staleness == 0:
+        assert len(gaps) == len(steps)
+        lengths = [float(record["train/length"]) for record in steps]
+        assert all(float(record["train/replay_ratio"]) == 1 for record in steps)
+        assert nats or min(float(record["train/ess"]) for record in steps) > 1 - 1e-5
+        assert 1 <= min(lengths) <= max(lengths) <= TABLE.length
+
+
+def test_a_searcher_says_of_its_completions_what_its_shards_hold(tmp_path: Path) -> None:
+    """The engine's are the reference's weights, and its log-probabilities .125 too high."""
+    config = make_config(tmp_path, exchange={"pending_shards": 1000})
+    run = RunDir.create(config)
+    make_searcher(config, run, OneShot(wanted=200), generator=Skewed(0.125)).run()
+    shards = [read_shard(path).trajectories for path in run.shard_files().values()]
+    length_N = np.concatenate([shard.completions.lengths for shard in shards])
+    logprobs = np.concatenate([shard.logprobs for shard in shards]).astype(np.float64)
+    reward_N = np.concatenate([shard.record["reward"] for shard in shards])
+
+    records = [r for r in read_metrics(run.metrics_file("searcher")) if r.get("search/trajectories")]
+    count_R = np.array([record["search/trajectories"] for record in records])
+    mean_R = {name: np.array([record[f"search/{name}"] for record in records]) for name in MEANS}
+    assert count_R.sum() == len(length_N)
+    assert (mean_R["length"] * count_R).sum() == pytest.approx(length_N.sum())
+    assert (mean_R["kl"] * count_R).sum() == pytest.approx(0.125 * length_N.sum(), rel=1e-5)
+    assert (mean_R["entropy"] * mean_R["length"] * count_R).sum() == pytest.approx(-logprobs.sum())
+    counts = np.sum([record["search/reward_histogram"] for record in records], 0)
+    np.testing.assert_array_equal(counts[1:-1], np.histogram(reward_N, REWARD_EDGES)[0])
+
+
+MEANS = ("length", "kl", "entropy")
+
+
 def _greedy(logits_PSV: np.ndarray) -> tuple[int, float]:
     """Greedy completions, followed token by token: how many have the highest reward; their perplexity."""
     task, correct, ref_logprobs = TabularTask(TABLE), 0, []
@@ -415,6 +498,21 @@ def test_without_data_the_trainer_takes_so_many_steps_then_waits_then_goes_on(tm
     assert (second.looks, _steps_of(run, "waiting")) == (5, [3, 6, 11])
     assert _steps_of(run, "merged") == [0, 3, 6, 11]
     assert len(_losses(run)) == 13
+
+
+def test_a_wait_for_data_does_not_make_a_job_stop_early(tmp_path: Path) -> None:
+    """Two of three seconds go by in a wait before step 3; the steps after it still fit."""
+
+    class Slower(Slow):
+        def gather(self) -> bool:
+            time.sleep(0.4)
+            return super().gather()
+
+    config = make_config(tmp_path, train={"steps": 5}, exchange={"max_steps_without_data": 3})
+    run = RunDir.create(config)
+    exchange, end = Slower(_sealed(config, run, 2)), time.time() + MARGIN_SECONDS + 3
+    assert TrainerParts(config, run).build(exchange, job_end=end).run()
+    assert exchange.looks == 5
 
 
 def test_a_searcher_that_delivers_no_more_is_named_after_the_deadline(tmp_path: Path) -> None:

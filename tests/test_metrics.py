@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 from tba_hpc import metrics
-from tba_hpc.metrics import Clock, MetricsTail, MetricsWriter, number, read_metrics, step_records
+from tba_hpc.metrics import (
+    REWARD_EDGES,
+    Clock,
+    MetricsTail,
+    MetricsWriter,
+    number,
+    read_metrics,
+    step_records,
+)
 
 
 def test_records_are_read_back_in_order_with_their_time(tmp_path: Path) -> None:
@@ -19,7 +27,7 @@ def test_records_are_read_back_in_order_with_their_time(tmp_path: Path) -> None:
     writer = MetricsWriter(path)
     before = time.time()
     writer.log({"step": 1, "train/loss": np.float32(0.5), "staleness/histogram": np.array([3, 0, 1])})
-    writer.log({"event": "stopped", "step": 1, "train/kl": None})
+    writer.log({"event": "stopped", "step": 1, "train/log_ratio": None})
     first, second = read_metrics(path)  # the writer is still open: every record is visible at once
     assert before <= number(first, "time", 0) <= time.time()
     assert {**first, "time": 0} == {"time": 0, "step": 1, "train/loss": 0.5, "staleness/histogram": [3, 0, 1]}
@@ -75,13 +83,13 @@ def test_of_a_step_done_twice_the_later_attempt_counts() -> None:
     assert [(r["step"], r["attempt"]) for r in step_records(without_events)] == found
 
 
-@pytest.mark.parametrize("module", ["step_log", "searcher"])
-def test_every_metric_that_is_logged_is_documented(module: str) -> None:
+@pytest.mark.parametrize(("module", "count"), [("step_log", 20), ("searcher", 11), ("search_log", 10)])
+def test_every_metric_that_is_logged_is_documented(module: str, count: int) -> None:
     source = (Path(metrics.__file__).parent / f"{module}.py").read_text()
     logged = set(re.findall(r'"((?:train|time|sync|buffer|staleness|search)/\w+)"', source))
     documented = set(re.findall(r"^((?:\w+/\w+(?:, )?)+)", metrics.__doc__ or "", re.MULTILINE))
     names = {name for names in documented for name in names.split(", ")}
-    assert len(logged) > 10 and logged <= names
+    assert len(logged) >= count and logged <= names
 
 
 def test_number_takes_scalars_only() -> None:
@@ -104,12 +112,14 @@ def test_a_clock_adds_up_by_name_and_starts_anew() -> None:
     assert clock.reset() == {} and clock.wall < 0.02
 
 
-def test_tensorboard_gets_the_same_scalars(tmp_path: Path) -> None:
+def test_tensorboard_gets_the_same_scalars_and_histograms(tmp_path: Path) -> None:
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c  # the format's checksum, as its readers check it
 
     writer = MetricsWriter(tmp_path / "m.jsonl", tensorboard=tmp_path / "board")
     writer.log({"step": 7, "train/loss": 0.25, "staleness/histogram": [1, 2], "event": "x"})
+    rewards = np.histogram([0.0, 1.0, 1.0], REWARD_EDGES)[0].tolist()
+    writer.log({"step": 8, "search/reward_histogram": [0, *rewards, 0], "staleness/histogram": [0]})
     writer.close()
     (path,) = (tmp_path / "board").iterdir()
     data, found = path.read_bytes(), []
@@ -117,6 +127,14 @@ def test_tensorboard_gets_the_same_scalars(tmp_path: Path) -> None:
         length = int.from_bytes(data[:8], "little")
         assert int.from_bytes(data[8:12], "little") == masked_crc32c(data[:8])
         event = Event.FromString(data[12 : 12 + length])
-        found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+        found += [(event.step, value) for value in event.summary.value]
         data = data[16 + length :]
-    assert found == [(7, "train/loss", 0.25)]
+    (loss_at, loss), (stale_at, stale), (rewards_at, reward) = found
+    assert (loss_at, loss.tag, loss.simple_value) == (7, "train/loss", 0.25)
+    assert (stale_at, stale.tag, stale.histo.num) == (7, "staleness/histogram", 3)
+    assert list(stale.histo.bucket_limit) == [0.5, 1.5] and list(stale.histo.bucket) == [1, 2]
+    assert (stale.histo.min, stale.histo.max, stale.histo.sum, stale.histo.sum_squares) == (-0.5, 1.5, 2, 2)
+    assert (rewards_at, reward.tag, reward.histo.num) == (8, "search/reward_histogram", 3)
+    assert reward.histo.min == 0 and reward.histo.max == pytest.approx(np.sinh(1))
+    bins = zip(reward.histo.bucket_limit, reward.histo.bucket, strict=True)
+    assert [(limit, count) for limit, count in bins if count] == [(np.sinh(0.25), 1), (np.sinh(1.0), 2)]

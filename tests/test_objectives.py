@@ -8,13 +8,15 @@ from functools import partial
 from itertools import product
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tba_hpc.config import LossNormaliser, ObjectiveName, TrainSection
 from tba_hpc.objectives import Groups, Objective, make_objective
-from tba_hpc.objectives.common import bounded_exp, centred, leave_one_out
+from tba_hpc.objectives.advantage_regression import oapl
+from tba_hpc.objectives.common import bounded_exp, centred, leave_one_out, second_moment_mask
 from tba_hpc.objectives.policy_gradient import dr_grpo, grpo, proximal_rloo, rloo
 from tba_hpc.objectives.preference import online_dpo
 from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
@@ -42,6 +44,7 @@ def one_token(logprob_BK: Tensor, ref_logprob_BK: Tensor, reward_BK: Tensor) -> 
         reference_BKL=ref_logprob_BK[..., None],
         mask_BKL=torch.ones(*logprob_BK.shape, 1, dtype=torch.bool),
         reward_BK=reward_BK,
+        value_BK=torch.zeros_like(reward_BK),
     )
 
 
@@ -62,6 +65,7 @@ def random_groups(
         reference_BKL=(reference * mask).to(dtype),
         mask_BKL=mask,
         reward_BK=torch.randn(groups, size, generator=draw, dtype=torch.float64).to(dtype),
+        value_BK=torch.randn(groups, size, generator=draw, dtype=torch.float64).to(dtype),
     )
 
 
@@ -122,6 +126,9 @@ def by_loops(train: TrainSection, groups: Groups, beta: float) -> Tensor:
                 advantage = reward[j] - mean - beta * (kl_now[j] - sum(kl_now) / size)
                 ratios = [1.0 if cap == math.inf else min(cap, math.exp(p.item() - b)) for p, b, _ in row]
                 total = total - sum(advantage * w * p for w, (p, _, _) in zip(ratios, row, strict=True))
+            elif name == "oapl":
+                gap = beta * (logp[j] - behaviour[j]) - (reward[j] - groups.value_BK[i, j].item())
+                total = total + gap**2 / (2 * beta)
             elif name in ("rloo", "proximal_rloo"):
                 shaped = [reward[m] - beta * (behaviour[m] - ref[m]) for m in range(size)]
                 advantage = shaped[j] - ((sum(shaped) - shaped[j]) / (size - 1) + shift)
@@ -221,6 +228,7 @@ def part(groups: Groups, rows: slice) -> Groups:
         groups.reference_BKL[rows],
         groups.mask_BKL[rows],
         groups.reward_BK[rows],
+        groups.value_BK[rows],
         groups.batch_tokens,
     )
 
@@ -240,6 +248,7 @@ def two_completions() -> Groups:
         reference_BKL=tensor([[0, -26, -1], [0, -1, 0]])[None],
         mask_BKL=torch.tensor([[[False, True, True], [False, True, False]]]),
         reward_BK=tensor([[2, 1]]),
+        value_BK=tensor([[0, 0]]),
     )
 
 
@@ -250,7 +259,7 @@ def test_tba_prime_clamps_the_log_ratio_of_each_token_in_the_advantage_alone() -
     assert output.loss.item() == pytest.approx((9 * (-1 / 4 - 2 * 2) + -9 * -31) / 2)
     slope = gradient(objective, groups, 1.0)
     assert slope.flatten().tolist() == pytest.approx([0, 9 / 4 / 2, 9 * 2 / 2, 0, -9 / 2, 0])
-    assert output.metrics["kl"].item() == pytest.approx((24 - 30) / 2)  # not clamped
+    assert output.metrics["log_ratio"].item() == pytest.approx((24 - 30) / 2)  # not clamped
     assert output.metrics["ratio"].item() == pytest.approx(((1 / 4 + 2) / 2 + 1) / 2)  # not of padding
 
 
@@ -266,8 +275,46 @@ def test_tba_prime_clamps_the_log_ratio_of_each_token_in_the_advantage_alone() -
 )
 def test_metrics_are_of_whole_completions(name: ObjectiveName, advantage: float) -> None:
     metrics = objective_of(name)(two_completions(), 1.0).metrics
-    assert metrics["kl"].item() == pytest.approx(-3)
+    assert metrics["log_ratio"].item() == pytest.approx(-3)
     assert metrics["advantage"].item() == pytest.approx(advantage)
+
+
+@pytest.mark.parametrize(
+    ("name", "limits", "share"),
+    [
+        ("grpo", {"ratio_clip": 0.5}, 1 / 3),  # A > 0 for ratios 1/4 and 8, A < 0 for 1: only 8 is clipped
+        ("dr_grpo", {"ratio_clip": 0.5}, 1 / 3),
+        ("dr_grpo", {"ratio_clip": 0.5, "baseline_shift": 0.7}, 1 / 3),  # A < 0 for all: only 1/4 is
+        ("dr_grpo", {"ratio_clip": 0.8, "baseline_shift": 0.7}, 0.0),
+        ("tba_prime", {"ratio_cap": 2.0}, 1 / 3),
+        ("tba_prime", {"ratio_cap": 0.5}, 2 / 3),
+        ("proximal_rloo", {"ratio_clip": 0.5}, 0.5),  # A < 0 for the ratio 2, A > 0 for 1: see below
+        ("trajectory_balance", {"ratio_cap": 1.5}, 0.5),
+        ("trajectory_balance", {"gap_clip": 26.0}, 1.0),  # residuals ±26.5
+        ("trajectory_balance", {"ratio_cap": 1.5, "gap_clip": 27.0}, 0.5),
+        ("trajectory_balance", {"ratio_cap": 3.0, "gap_clip": 27.0}, 0.0),
+    ],
+)
+def test_clip_share_is_what_a_limit_acts_on(
+    name: ObjectiveName, limits: dict[str, float], share: float
+) -> None:
+    """Of three tokens, ratios 1/4, 8, 1, or of two completions, ratios 2 and 1."""
+    groups = two_completions()
+    if (
+        name == "proximal_rloo"
+    ):  # whose advantage is negative for the first, so that only 1/2 would be clipped
+        policy = groups.policy_BKL.detach() - math.log(4) * tensor([[0, 1, 0], [0, 0, 0]])
+        groups = replace(groups, policy_BKL=policy.requires_grad_())
+    found = objective_of(name, **limits)(groups, 1.0).metrics["clip_share"]
+    assert found.item() == pytest.approx(share, abs=1e-12) and not found.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [("rloo", {}), ("online_dpo", {}), ("trajectory_balance", {}), ("tba_prime", {"ratio_cap": None})],
+)
+def test_what_has_no_limit_has_no_clip_share(name: ObjectiveName, limits: dict[str, float]) -> None:
+    assert "clip_share" not in objective_of(name, **limits)(two_completions(), 1.0).metrics
 
 
 def test_baselines_carry_no_gradient() -> None:
@@ -290,7 +337,7 @@ def test_trajectory_balance_by_hand() -> None:
     assert logprob.grad.tolist() == [[2.0, -2.0]]  # β · residual / 2 rows: log Ẑ carries no gradient
     assert {name: value.item() for name, value in output.metrics.items()} == {
         "log_z": 2.0,
-        "kl": 0.0,
+        "log_ratio": 0.0,
         "residual": 2.0,
     }
 
@@ -374,6 +421,110 @@ def test_safeguards_leave_the_optimum_where_it_is_and_bound_the_pull() -> None:
     assert gradient(safe, far, beta).abs().max() <= beta * 1.5 * 2.0 / 15 + 1e-12
     tame = partial(trajectory_balance, gap_clip=1e9)
     torch.testing.assert_close(gradient(tame, groups, beta), gradient(trajectory_balance, groups, beta))
+
+
+# --- Optimal advantage regression ---
+
+
+def test_oapl_by_hand() -> None:
+    """β = 2: log-ratios to the sampler −1 and 1, r − V̂ = 2 and −1; residuals −4 and 3, (16 + 9)/4/2."""
+    logprob = tensor([[-2.0, -4.0]])
+    groups = replace(
+        one_token(logprob.requires_grad_(), tensor([[-9.0, -9.0]]), tensor([[5.0, 1.0]])),
+        behaviour_BKL=tensor([[-1.0, -5.0]])[..., None],
+        value_BK=tensor([[3.0, 2.0]]),
+    )
+    output = oapl(groups, 2.0)
+    assert output.loss.item() == pytest.approx(25 / 4 / 2)
+    assert gradient(oapl, groups, 2.0).flatten().tolist() == pytest.approx([-4 / 2, 3 / 2])
+    assert {name: value.item() for name, value in output.metrics.items()} == {
+        "log_ratio": 0.0,
+        "value": 2.5,
+        "residual": 3.5,
+    }
+
+
+def test_oapls_gradient_on_logits_is_that_of_its_closed_form() -> None:
+    """Weighted by the sampler μ: ∂/∂logits = g − π·Σg, where g = μ·[β·log(π/μ) − (r − V̂)]."""
+    rng, beta = np.random.default_rng(3), 0.3
+    logits, sampler_logits, reward = rng.standard_normal((3, 6))
+    policy, sampler = (np.exp(x) / np.exp(x).sum() for x in (logits, sampler_logits))
+    value = beta * np.log(sampler @ np.exp(reward / beta))
+    pull = sampler * (beta * np.log(policy / sampler) - (reward - value))
+    variable = torch.from_numpy(logits).requires_grad_()
+    logprob = variable.log_softmax(0)[None]
+    groups = replace(
+        one_token(logprob, logprob.detach(), torch.from_numpy(reward)[None]),
+        behaviour_BKL=torch.from_numpy(np.log(sampler))[None, :, None],
+        value_BK=torch.full((1, 6), value, dtype=torch.float64),
+    )
+    (slope,) = torch.autograd.grad(
+        (torch.from_numpy(sampler) * oapl(groups, beta).loss_BK[0]).sum(), variable
+    )
+    np.testing.assert_allclose(slope.numpy(), pull - policy * pull.sum(), rtol=1e-9, atol=1e-14)
+
+
+def test_oapl_is_at_rest_at_its_target_whatever_was_drawn() -> None:
+    """π_lag·exp(r/β)/Z with V̂ = β·log Z, of versions with a π_lag and a Z each in one group."""
+    draw, beta = torch.Generator().manual_seed(0), 0.5
+    sampler, reward = torch.randn(2, 3, 4, generator=draw, dtype=torch.float64)
+    log_z = torch.randn(3, 4, generator=draw, dtype=torch.float64)
+    groups = replace(
+        one_token((sampler + reward / beta - log_z).requires_grad_(), sampler, reward),
+        behaviour_BKL=sampler[..., None],
+        value_BK=beta * log_z,
+    )
+    assert oapl(groups, beta).loss.item() == pytest.approx(0, abs=1e-28)
+    assert gradient(oapl, groups, beta).abs().max() < 1e-12
+    assert gradient(trajectory_balance, groups, beta).abs().max() > 0.01  # one log Ẑ for all
+
+
+# --- M2PO's mask ---
+
+
+def masked_by_loops(log_ratio: list[float], advantage: list[float], limit: float) -> list[bool]:
+    """Algorithm 1 of the paper, literally."""
+    stays = [True] * len(log_ratio)
+    trusted = [i for i, (x, a) in enumerate(zip(log_ratio, advantage, strict=True)) if x * a > 0]
+    while trusted and sum(log_ratio[i] ** 2 for i in trusted) / len(trusted) > limit:
+        worst = max(trusted, key=lambda i: log_ratio[i] ** 2)
+        stays[worst] = False
+        trusted.remove(worst)
+    return stays
+
+
+@pytest.mark.parametrize("limit", [1e-9, 0.01, 0.04, 1e9])
+def test_the_mask_is_that_of_the_papers_algorithm(limit: float) -> None:
+    groups = random_groups(5, 4)
+    log_ratio = groups.policy_BKL - groups.behaviour_BKL
+    advantage = centred(groups.reward_BK)[:, :, None].expand_as(log_ratio)
+    wanted = masked_by_loops(log_ratio.flatten().tolist(), advantage.flatten().tolist(), limit)
+    mask = second_moment_mask(log_ratio, advantage, limit)
+    assert mask.flatten().tolist() == wanted
+    assert (False in wanted) == (limit < 1)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
+def test_masked_tokens_pull_no_more_and_the_others_without_a_clip(name: ObjectiveName) -> None:
+    groups, limit = random_groups(5, 4), 0.04
+    log_ratio = groups.policy_BKL.detach() - groups.behaviour_BKL
+    mask = second_moment_mask(log_ratio, centred(groups.reward_BK)[:, :, None], limit)
+    beta = 1e-12  # GRPO's penalty is not masked
+    slope = gradient(objective_of(name, "sum", second_moment_limit=limit), groups, beta)
+    free = gradient(objective_of(name, "sum", second_moment_limit=1e9), groups, beta)
+    advantage = centred(groups.reward_BK)
+    if name == "grpo":
+        advantage = advantage / (groups.reward_BK.std(1, keepdim=True) + 1e-4)
+    wanted = -advantage[..., None] * log_ratio.exp() * groups.mask_BKL / 20
+    torch.testing.assert_close(free, wanted, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(slope, wanted * mask, rtol=1e-9, atol=1e-11)
+    assert (wanted * ~mask).abs().sum() > 0
+
+
+def test_a_group_without_advantage_or_ratio_is_masked_nowhere() -> None:
+    nothing = torch.zeros(2, 3, 4)
+    assert second_moment_mask(nothing, torch.ones(2, 3, 1), 0.04).all()
+    assert second_moment_mask(torch.ones(2, 3, 4), nothing, 0.04).all()
 
 
 # --- Preferences ---

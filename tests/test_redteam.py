@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,13 +24,15 @@ from transformers import (
 
 from tba_hpc.backends.hf_model import HfTokenizer, load_policy
 from tba_hpc.backends.vllm_victim import VllmVictim
-from tba_hpc.config import ConfigError, GeneratorSection, ModelSection, TaskSection
+from tba_hpc.config import ConfigError, GeneratorSection, ModelSection, TaskSection, parse_config
 from tba_hpc.ports import Serve, Victim
+from tba_hpc.runtime import make_embed
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.classifier import Classifier
 from tba_hpc.tasks.embedder import Embedder, diversity
+from tba_hpc.tasks.guard import Guard
 from tba_hpc.tasks.redteam import VICTIM_KEYS, RedTeam
-from tba_hpc.types import Completion, Group, Request, Sampling
+from tba_hpc.types import Completion, Group, Ragged, Request, Sampling
 
 TOKENIZER = HfTokenizer(make_tokenizer(), eos_token_id=0)
 MODES = "xyz"
@@ -131,8 +134,9 @@ def make_task(folder: Path, trigger: str, serve: Serve = serve_echo, **options: 
     prompt = folder / "prompt.txt"
     prompt.write_text("Letters:\n1.\n")
     options = {"victim": "echo", "label": "bad", "victim_template": "<{attack}>", **options}
+    options = {"attack_prompt_file": str(prompt), "classifier": trigger, **options}
     section = TaskSection(
-        name="redteam", options={"attack_prompt_file": str(prompt), "classifier": trigger, **options}
+        name="redteam", options={key: value for key, value in options.items() if value is not None}
     )
     task = load_task(section, TOKENIZER, serve)
     assert isinstance(task, RedTeam)
@@ -187,6 +191,104 @@ def test_one_prompt_to_train_on_and_copies_to_evaluate(tmp_path: Path, trigger: 
     assert task.evaluation_temperature == 1
 
 
+# --- A safety model as the judge ---
+
+AT_ONCE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}Verdict: {% endif %}"
+)
+IN_PARTS = (
+    "{% for m in messages %}{{ m.role }}: {% for part in m.content %}"
+    "{% if part.type is defined %}{{ part.text }}{% endif %}{% endfor %}{{ '\\n' }}{% endfor %}"
+)
+"""The second, as Llama-Guard-3-1B's, leaves out a content that is plain text, and does so in silence."""
+
+
+def make_guard(folder: Path, template: str | None) -> str:
+    """A random model with a template; its tokenizer has a letter a token."""
+    make_random_model(folder, tied=False, seed=5, context=256)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def unsafe_logprob(path: str, text: str) -> float:
+    """By every continuation one by one: the first letter of a verdict, at once or after two line ends."""
+    model, encode = load_policy(path, "float32"), make_tokenizer().encode
+
+    def logprob(more: str) -> float:
+        tokens = torch.tensor([encode(text + more)])
+        with torch.inference_mode():
+            found = model(tokens).logits[0].log_softmax(-1)
+        places = range(len(text), len(text + more))
+        return sum(float(found[place - 1, tokens[0, place]]) for place in places)
+
+    unsafe, safe = (
+        math.log(math.exp(logprob(letter)) + math.exp(logprob("\n\n" + letter))) for letter in "us"
+    )
+    return unsafe - math.log(math.exp(unsafe) + math.exp(safe))
+
+
+@pytest.mark.parametrize(("template", "ending"), [(AT_ONCE, "Verdict: "), (IN_PARTS, "")])
+def test_a_guard_is_read_by_the_first_token_of_its_verdict(
+    tmp_path: Path, template: str, ending: str
+) -> None:
+    path = make_guard(tmp_path, template)
+    turns = [("hello", "no"), ("a", ""), ("a much longer question", "an answer, at length"), ("x", "y")]
+    wanted = [unsafe_logprob(path, f"user: {q}\nassistant: {a}\n{ending}") for q, a in turns]
+    assert max(wanted) - min(wanted) > 0.01 and max(wanted) < 0
+    for batch in (1, 3):
+        found = Guard(path, batch=batch, key="k")(*zip(*turns, strict=True))
+        assert found == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_guard_judges_each_answer_with_its_attack(tmp_path: Path) -> None:
+    """The mean over the echoes of an attack, of which each is judged beside the attack itself."""
+    path = make_guard(tmp_path / "guard", AT_ONCE)
+    task = make_task(tmp_path, "", classifier=None, label=None, guard=path, answers=2, guard_batch=3)
+    (prompt,) = task.prompts("train")
+    attacks = ["abc", " xyx", "longer than these"]
+    wanted = [
+        sum(
+            unsafe_logprob(path, f"user: {a.strip()}\nassistant: <{a.strip()}>{more}\nVerdict: ")
+            for more in ("", "x")
+        )
+        / 2
+        for a in attacks
+    ]
+    found = task.rewards(prompt, [completion(attack) for attack in attacks])
+    assert found == pytest.approx(wanted, abs=1e-4)
+    assert len({round(reward, 3) for reward in found}) == 3
+
+
+def test_what_cannot_be_a_guard_is_refused(tmp_path: Path, trigger: str) -> None:
+    for name, template in (("none", None), ("mute", "Is it safe?")):
+        with pytest.raises(
+            ConfigError, match=r"k=.* has no chat template that shows a question and its answ"
+        ):
+            Guard(make_guard(tmp_path / name, template), batch=1, key="k")
+    T5Config().save_pretrained(tmp_path / "t5")
+    with pytest.raises(ConfigError, match=r"k=.*t5 is no causal language model \(it is of type t5\): give"):
+        Guard(str(tmp_path / "t5"), batch=1, key="k")
+    path = make_guard(tmp_path / "unknown", AT_ONCE)
+    vocabulary = json.loads((tmp_path / "unknown/tokenizer.json").read_text())
+    for letter in "us":
+        vocabulary["model"]["vocab"][f"<{letter}>"] = vocabulary["model"]["vocab"].pop(letter)
+    (tmp_path / "unknown/tokenizer.json").write_text(json.dumps(vocabulary))
+    with pytest.raises(ConfigError, match="begins 'safe' and 'unsafe' with the same token"):
+        Guard(path, batch=1, key="k")
+    judged = {"classifier": trigger, "label": "bad", "guard": None}
+    for options, sentence in (
+        ({"guard": "g"}, r"classifier=.* and task.options.guard=g cannot both judge"),
+        ({"classifier": None, "label": None}, "nothing judges the victim's answers: set task.options.class"),
+        ({"label": None}, r"needs to know its label of a bad answer: set task.options.label"),
+        ({"classifier": None, "guard": "g"}, "task.options.label=bad has no use with task.options.guard=g"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            make_task(tmp_path, "", **judged | options)
+
+
 # --- Diversity ---
 
 
@@ -225,6 +327,24 @@ def test_attacks_of_several_modes_are_more_diverse_than_of_one(
         return task.summary([Group(request, completions, np.zeros((len(attacks), 2)))])["diversity"]
 
     assert diversity_of("xxxx", "yyyy", "zzzz") > 2 * diversity_of("xxxx", "xxxxx", "xxxxxx")
+
+
+def test_the_buffer_tells_near_attacks_by_embeddings_of_their_texts(tmp_path: Path, embedder: str) -> None:
+    """Spaces around it and its end are no part of an attack, as in what its victim is asked."""
+    policy = make_random_model(tmp_path / "policy", tied=True)
+    texts = ["aaaa", "abca", " xyzz", "xyzz "]
+    wanted = Embedder(embedder, batch=8, key="k")([text.strip() for text in texts])
+    buffer_keys = {"similarity_limit": 0.4, "embedding_model": embedder}
+    config = parse_config({"model": {"path": str(policy)}, "buffer": buffer_keys})
+    embed = make_embed(config)
+    assert embed is not None
+    found = embed(Ragged.from_rows([completion(text).tokens for text in texts], np.int32))
+    assert found == pytest.approx(wanted, abs=1e-5)
+    assert abs(found[2] @ found[3] - 1) < 1e-5 and found[0] @ found[2] < 0.99
+    assert make_embed(parse_config({"model": {"path": str(policy)}})) is None
+    with pytest.raises(ConfigError, match=r"no embedder can be .* buffer.embedding_model=\./nowhere"):
+        buffer_keys["embedding_model"] = "./nowhere"
+        make_embed(parse_config({"model": {"path": str(policy)}, "buffer": buffer_keys}))
 
 
 # --- Bad input ---

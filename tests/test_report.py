@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from recorded import STEPS, evaluate, happen, new_run, resumed_run, search, step, write
 
+from tba_hpc.metrics import REWARD_EDGES
 from tba_hpc.report import page, plots
 from tba_hpc.report.summary import RunData, summarise, write_summary
 from tba_hpc.report.tables import duration, print_rows, print_summary
@@ -108,7 +109,7 @@ def test_the_page_fetches_nothing_and_says_the_figures(run: RunDir) -> None:
 
 def test_plots_take_the_colours_of_the_page(run: RunDir) -> None:
     resumed_run(run)
-    drawn = plots.plots(RunData.read(run))
+    drawn = plots.plots(RunData.read(run), run.config().train)
     assert {"pass@1", "Reward", "Loss", "Staleness, all batches", "Searchers"} <= {p.title for p in drawn}
     for plot in drawn:
         assert plot.svg.startswith("<svg") and plot.svg.rstrip().endswith("</svg>")
@@ -122,13 +123,20 @@ def test_a_task_names_its_score_and_shows_what_it_costs(run: RunDir) -> None:
     """Perplexity under the reference: exp(−Σ log π_ref ÷ tokens) over both searchers' nine tokens."""
     write(run.metrics_file("trainer"), [step(1, 5.0, loss=1.0)])
     evaluate(run, "test", 0, (10, 15), ref_logprob=-0.9)
-    assert not {plot.title for plot in plots.plots(RunData.read(run))} & {"Score and distance", "pass@1"}
+    assert not {plot.title for plot in plots.plots(RunData.read(run), run.config().train)} & {
+        "Score and distance",
+        "pass@1",
+    }
     evaluate(run, "test", 10, (40, 45), ref_logprob=-1.8)
     summary = summarise(run, run.config())
     assert (summary.score_name, summary.pass_at_1_before, summary.pass_at_1_after) == ("win rate", 0.25, 0.85)
     assert summary.perplexity_before == pytest.approx(math.exp(0.1))
     assert summary.perplexity_after == pytest.approx(math.exp(0.2))
-    (drawn,) = [plot.svg for plot in plots.plots(RunData.read(run)) if plot.title == "Score and distance"]
+    (drawn,) = [
+        plot.svg
+        for plot in plots.plots(RunData.read(run), run.config().train)
+        if plot.title == "Score and distance"
+    ]
     assert "1.22" in drawn and "perplexity" in drawn
     text = page.write_report(run).read_text()
     assert "win rate before → after" in text and "pass@1" not in text
@@ -141,7 +149,7 @@ def test_the_page_of_a_run_that_has_just_begun(run: RunDir, steps: int) -> None:
     text = page.write_report(run).read_text()
     assert f"unfinished at step {steps} of {STEPS}" in text
     assert ("No optimizer step has been logged yet" in text) == (steps == 0)
-    assert text.count("<figure") == len(plots.plots(RunData.read(run)) if steps else [])
+    assert text.count("<figure") == len(plots.plots(RunData.read(run), run.config().train) if steps else [])
 
 
 def test_an_empty_run_directory_has_a_page(run: RunDir) -> None:
@@ -164,7 +172,7 @@ def test_events_of_the_page(run: RunDir) -> None:
         ("resumed", "4", "1:00"),
         ("checkpoint", "10", "1:40"),
         ("finished", "10", "1:50"),
-        ("searcher 1: 3 × trajectory set aside: reward not finite", "", ""),
+        ("searcher 1: 3 × trajectory set aside: reward not finite, or the task's code raised", "", ""),
     ]
 
 
@@ -207,3 +215,116 @@ def test_a_goal_is_judged(run: RunDir) -> None:
         "Sealing shards": "good",  # exactly 1 %
         **dict.fromkeys(["Publish stall", "Propagation", "Loading weights", "Searcher busy"], ""),
     }
+
+
+def fresh(version: int, count: int, **figures: object) -> dict[str, object]:
+    """A searcher's record of ``count`` completions."""
+    return search(1000.0, 100, 1000.0, **{"version": version, "trajectories": count, **figures})
+
+
+def test_searchers_are_averaged_by_what_they_sampled(run: RunDir) -> None:
+    write(run.metrics_file("searcher", 0), [fresh(0, 300, kl=1.0), fresh(2, 100, kl=4.0), fresh(3, 0)])
+    write(run.metrics_file("searcher", 1), [fresh(0, 100, kl=3.0)])
+    steps, values = plots._by_version(RunData.read(run), "search/kl")
+    assert (steps.tolist(), values.tolist()) == ([0, 2], [1.5, 4.0])
+
+
+def test_the_page_shows_what_the_searchers_and_the_batch_are_like(run: RunDir) -> None:
+    counts = np.bincount(np.searchsorted(REWARD_EDGES, [0.0, 0.0, 1.0], side="right")).tolist()
+    counts += [0] * (len(REWARD_EDGES) + 1 - len(counts))
+    told = {"kl": 1.0, "entropy": 0.3, "flat_groups": 0.2, "length": 9.0, "reward_histogram": counts}
+    resumed_run(run)
+    before = {plot.title for plot in plots.plots(RunData.read(run), run.config().train)}
+    write(run.metrics_file("searcher", 0), [fresh(version, 3, **told) for version in range(5)])
+    batch = ("log_ratio", "ess", "clip_share", "flat_groups", "length", "replay_ratio", "engine_gap")
+    figures = {f"train/{name}": 0.5 for name in batch}
+    write(run.metrics_file("trainer"), [{**step(11, 4800.0), **figures, "train/skipped_steps": 1}])
+    drawn = {plot.title: plot.svg for plot in plots.plots(RunData.read(run), run.config().train)}
+    assert drawn.keys() - before == {
+        *("KL", "Log-ratio", "Entropy", "Off-policy", "Engine gap", "Groups without variance", "Length"),
+        *("Replay ratio", "Rewards of fresh completions", "Skipped steps"),
+    }
+    assert "0.82 … 1.2" in drawn["Rewards of fresh completions"]  # the bin of 1
+    shown = {event.what for event in page.events(RunData.read(run))}
+    assert "1 × optimizer step skipped: loss or gradient norm not finite" in shown
+
+
+def test_the_page_begins_with_what_to_worry_about(run: RunDir) -> None:
+    assert (
+        "What to worry about" not in (text := page.write_report(run).read_text()) and "No figure" not in text
+    )
+    resumed_run(run)
+    text = page.write_report(run).read_text()
+    assert "No figure of this run asks for attention" in text and "What to worry about" not in text
+    write(run.metrics_file("searcher", 0), [search(4666.0, 9, 9.0, rejected=40, trajectories=10)])
+    text = page.write_report(run).read_text()
+    where = [text.index(words) for words in ("What to worry about", "40 of 66 trajectories", "pass@1 before")]
+    assert where == sorted(where) and text.count("40 of 66 trajectories") == 1
+    summary = summarise(run, run.config())
+    assert summary.rejected == 40 and summary.worries[0].startswith("40 of 66 trajectories (61 %) were set")
+
+
+def test_the_summary_tells_how_it_went(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    resumed_run(run)
+    print_summary(run, summarise(run, run.config()))
+    assert not re.search("KL|entropy|worry|rejected|skipped", capsys.readouterr().out)
+    record = search(4666.0, 9, 9.0, version=1, kl=0.75, entropy=0.1, rejected=40)
+    write(run.metrics_file("searcher", 0), [record])
+    print_summary(run, summarise(run, run.config()))
+    text = capsys.readouterr().out
+    for shown in (
+        "KL on fresh samples +0.75",
+        "entropy +0.1",
+        "rejected trajectories +40",
+        "worry +40 of 60",
+    ):
+        assert re.search(shown, text), text
+
+
+def test_perplexities_under_different_references_are_not_put_side_by_side(tmp_path: Path) -> None:
+    """With a reset every 4 of 10 steps the last weights are evaluated under the policy of step 8."""
+    run = new_run(tmp_path, reference="reset", reference_every=4)
+    write(run.metrics_file("trainer"), [step(s, 5.0 + s) for s in range(1, 11)])
+    for at in (0, 4, 9, 10):
+        evaluate(run, "test" if at in (0, 10) else "validation", at, (10, 15), ref_logprob=-0.9)
+    summary = summarise(run, run.config())
+    assert (summary.perplexity_before, summary.perplexity_reference) == (None, 8)
+    assert summary.perplexity_after == pytest.approx(math.exp(0.1))
+    (drawn,) = [
+        plot.svg
+        for plot in plots.plots(RunData.read(run), run.config().train)
+        if plot.title == "Score and distance"
+    ]
+    assert "perplexity of the answers under the policy of step 8" in drawn
+    named = set(re.findall(r"<text[^>]*>(\d+)</text>", drawn))
+    assert {"9", "10"} <= named and not {"0", "4"} & named
+
+
+def test_the_reference_is_named_beside_a_perplexity(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate(run, "test", 0, (10, 15), ref_logprob=-0.9)
+    evaluate(run, "test", 10, (40, 45), ref_logprob=-1.8)
+    print_summary(run, summarise(run, run.config()))
+    text = capsys.readouterr().out
+    assert re.search(r"perplexity under the +initial model", text) and "1.105" in text and "1.221" in text
+    other = new_run(tmp_path / "other", reference="reset", reference_every=5)
+    evaluate(other, "test", 0, (10, 15), ref_logprob=-0.9)
+    evaluate(other, "test", 10, (40, 45), ref_logprob=-1.8)
+    print_summary(other, summarise(other, other.config()))
+    text = capsys.readouterr().out
+    assert re.search(r"perplexity under the +policy of step 5", text) and "1.105" not in text
+
+
+DOCUMENT = Path(__file__).parents[1] / "docs/reading-a-run.md"
+
+
+def test_the_document_names_keys_that_there_are(run: RunDir) -> None:
+    tree = run.config().model_dump()
+    named = set(re.findall(rf"`(({'|'.join(tree)})\.\w+(?:\.\w+)*)", DOCUMENT.read_text()))
+    assert len(named) > 10
+    for key, _ in named:
+        value: object = tree
+        for part in key.split("."):
+            assert isinstance(value, dict) and part in value, key
+            value = value[part]

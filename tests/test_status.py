@@ -196,7 +196,7 @@ def test_the_view_follows_a_run_through_its_phases(run: RunDir) -> None:
     monitor.update()
     assert (monitor.progress.step, monitor.eta) == (3, pytest.approx(70.0))
     line = plain_line(monitor)
-    assert "] training · step 3/10 · test 41.0 % · loss 0.2500 · staleness 2.0" in line
+    assert "] training · step 3/10 · test 41.0 % · reward 0.500 · loss 0.2500 · staleness 2.0" in line
     assert line.endswith("tokens/s 2,345 + 1,234")
     write(trainer, [{"time": now, "event": "waiting", "step": 3}])
     monitor.update()
@@ -327,6 +327,56 @@ def test_a_task_names_its_score_and_perplexity_is_shown_beside_it(run: RunDir) -
     evaluate(run, "validation", 3, (30, 30), ref_logprob=-1.8)
     shown = cells(look(run))
     assert (shown["win rate"], shown["perplexity"]) == ("60.0 %", "1.221") and "pass@1" not in shown
+
+
+def test_the_display_shows_fresh_completions_and_what_to_worry_about(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A batch is of distinct and chosen completions: its reward is not how well the policy does."""
+    now, kind = time.time(), {"version": 2}
+    write(run.metrics_file("trainer"), [{**step(s, now, loss=1.0), "train/reward": 0.44} for s in (1, 2)])
+    write(run.metrics_file("searcher", 0), [search(now, 5, 9.0, **kind, reward=1.0, kl=3.0, trajectories=30)])
+    write(run.metrics_file("searcher", 1), [search(now, 5, 9.0, **kind, reward=0.8, kl=1.0, trajectories=10)])
+    shown = cells(look(run))
+    assert (shown["reward"], shown["KL"], shown["entropy"]) == ("0.950", "2.50", NOTHING)
+    assert not {"worries", "set aside"} & facts(look(run), run_state(look(run))).keys()
+    write(run.metrics_file("searcher", 1), [search(now, 5, 9.0, **kind, rejected=60)])
+    monitor = look(run)
+    told = facts(monitor, run_state(monitor))
+    assert told["set aside"] == "60 trajectories"
+    assert told["worries"] == "58 % of the rewards rejected: task.name"
+    assert plain_line(monitor).endswith(" · worry: 58 % of the rewards rejected: task.name")
+    print_status(run, run.config(), no_job, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["batch_reward"], found["rejected"], found["skipped_steps"]) == (0.44, 60, 0)
+    assert found["worries"][-1].startswith("60 of 104 trajectories (58 %) were set aside")
+
+
+@pytest.mark.parametrize(
+    ("train", "at", "shown"),
+    [
+        ({}, 5, "1.105"),
+        ({"reference": "reset", "reference_every": 2}, 5, "1.105 under policy of step 4"),
+        ({"reference": "reset", "reference_every": 7}, 5, "1.105 under initial model"),
+    ],
+)
+def test_a_perplexity_is_shown_with_its_reference(
+    tmp_path: Path, train: dict[str, object], at: int, shown: str
+) -> None:
+    run = new_run(tmp_path, **train)
+    evaluate(run, "validation", at, (10, 15), ref_logprob=-0.9)
+    assert cells(look(run))["perplexity"] == shown
+
+
+def test_a_long_run_is_looked_at_by_a_sample_that_misses_no_attempt(run: RunDir) -> None:
+    """Of 40,000 dull lines few are parsed; what each attempt set aside counts, and the first figure shows."""
+    path = run.metrics_file("searcher", 0)
+    first = [search(1.0, 1, 1.0, version=0, kl=0.0, trajectories=10, rejected=0)]
+    dull = [search(2.0, 1, 1.0, version=3, kl=2.0, trajectories=1, rejected=min(i, 7)) for i in range(20_000)]
+    write(path, [*first, *dull, {"time": 3.0, "event": "started"}, *dull])
+    monitor = look(run)
+    assert monitor.history.rejected == 14 and monitor.history.initial_kl.latest() == 0.0
+    assert monitor.history.trajectories < 2_000
 
 
 def test_json_holds_numbers(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

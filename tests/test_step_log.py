@@ -1,8 +1,10 @@
 """The record of a step."""
 
+import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import BufferSection, TrainSection
@@ -15,11 +17,38 @@ BATCH = TrajectoryBatch(
     sequences=Ragged.from_rows([np.array([1, 2])] * 2, np.int32),
     prompt_length_N=np.ones(2, np.int64),
     reward_N=np.ones(2, np.float32),
+    value_N=np.zeros(2, np.float32),
     version_N=np.zeros(2, np.int32),
+    on_policy_N=np.zeros(2, bool),
     logprobs=np.zeros(2, np.float32),
     ref_logprobs=np.zeros(2, np.float32),
     prompt_id_B=np.zeros(1, np.int64),
 )
+
+
+def test_groups_without_variance_and_lengths_are_of_the_batch(tmp_path: Path) -> None:
+    """Three groups of two, one of them with two rewards; completions of 1, 2, 3, 4, 5 and 3 tokens."""
+    lengths = np.array([1, 2, 3, 4, 5, 3])
+    batch = TrajectoryBatch(
+        group_size=2,
+        sequences=Ragged.from_rows([np.ones(2 + length) for length in lengths], np.int32),
+        prompt_length_N=np.full(6, 2),
+        reward_N=np.array([0, 0, 0, 1, 1, 1], np.float32),
+        value_N=np.zeros(6, np.float32),
+        version_N=np.zeros(6, np.int32),
+        on_policy_N=np.zeros(6, bool),
+        logprobs=np.zeros(lengths.sum(), np.float32),
+        ref_logprobs=np.zeros(lengths.sum(), np.float32),
+        prompt_id_B=np.arange(3),
+    )
+    log = StepLog(
+        TrainSection(), ReplayBuffer(BufferSection(), 0), MetricsWriter(tmp_path / "trainer.jsonl"), version=0
+    )
+    with log.clock("learn"):
+        pass
+    log.write(0, batch, {})
+    (record,) = read_metrics(tmp_path / "trainer.jsonl")
+    assert record["train/flat_groups"] == pytest.approx(2 / 3) and record["train/length"] == 3
 
 
 def test_what_is_not_finite_in_a_skipped_step_is_no_figure(tmp_path: Path) -> None:
@@ -27,8 +56,20 @@ def test_what_is_not_finite_in_a_skipped_step_is_no_figure(tmp_path: Path) -> No
     metrics = MetricsWriter(tmp_path / "trainer.jsonl")
     log = StepLog(TrainSection(), ReplayBuffer(BufferSection(), 0), metrics, version=0)
     with log.clock("learn"):
-        learned = {"loss": np.nan, "grad_norm": np.inf, "kl": 0.5, "skipped_steps": 1.0}
+        learned = {"loss": np.nan, "grad_norm": np.inf, "log_ratio": 0.5, "skipped_steps": 1.0}
     log.write(0, BATCH, learned)
     (record,) = read_metrics(tmp_path / "trainer.jsonl")
-    assert (record["train/kl"], record["train/skipped_steps"]) == (0.5, 1)
+    assert (record["train/log_ratio"], record["train/skipped_steps"]) == (0.5, 1)
     assert not {"train/loss", "train/grad_norm"} & record.keys()
+
+
+def test_the_longest_step_leaves_out_waits_for_data_and_checkpoints(tmp_path: Path) -> None:
+    """Else one long wait made a job stop that much before its limit, ever after."""
+    metrics = MetricsWriter(tmp_path / "trainer.jsonl")
+    log = StepLog(TrainSection(), ReplayBuffer(BufferSection(), 0), metrics, version=0)
+    for part, seconds in (("wait", 0.4), ("checkpoint", 0.4), ("learn", 0.1)):
+        with log.clock(part):
+            time.sleep(seconds)
+    wall = log.write(0, BATCH, {})
+    assert wall >= 0.9
+    assert 0.1 <= log.longest_step <= wall - 0.8

@@ -31,6 +31,7 @@ from tba_hpc.types import (
     Request,
     Sampling,
     Trajectories,
+    TrajectoryBatch,
     WeightUpdate,
 )
 
@@ -73,6 +74,25 @@ def score(table: Table, groups: list[Group]) -> Trajectories:
     return scored
 
 
+def batch_of_all(table: Table, beta: float) -> TrajectoryBatch:
+    """Every completion of every prompt once, sampled by the reference; values as of infinitely many."""
+    task, reference = TabularTask(table), TabularReference(table)
+    groups = []
+    for prompt in task.prompts("train"):
+        request = Request(prompt, prompt.id, len(table.completions), Sampling(1.0, 1.0, table.length))
+        silent = tuple(Completion(x, np.zeros(len(x), np.float32), "stop") for x in table.completions)
+        logprobs = reference.logprobs(Group(request, silent, np.zeros((len(silent), 2), np.int32)))
+        completions = [replace(c, logprobs=row) for c, row in zip(silent, logprobs, strict=True)]
+        groups.append(Group(request, tuple(completions), np.zeros((len(silent), 2), np.int32)))
+    buffer = ReplayBuffer(BufferSection(most_on_policy=1), 0)
+    buffer.merge(score(table, groups), 0)
+    batch = buffer.sample(0, groups=table.prompts, group_size=len(table.completions))
+    ref_PC = table.probabilities(table.ref_logits_PSV)
+    value_P = beta * np.log((ref_PC * np.exp(table.reward_PC / beta)).sum(1))
+    prompt_N = batch.prompt_id_B.repeat(batch.group_size)
+    return replace(batch, value_N=value_P[prompt_N].astype(np.float32))
+
+
 def stale_buffer(table: Table, seed: int) -> ReplayBuffer:
     """Collected once by the uniform policy, which no one trains; every completion is in it."""
     generator = TabularGenerator(table, seed=seed)
@@ -110,6 +130,21 @@ def test_tba_prime_reaches_it_too(seed: int) -> None:
     assert distance_P.max() <= 1e-3
 
 
+@pytest.mark.parametrize("value_beta, reaches", [(BETA, True), (4 * BETA, False)])
+def test_oapl_reaches_its_target_exactly_where_its_two_betas_are_one(
+    value_beta: float, reaches: bool
+) -> None:
+    """The lag is fixed, π_lag = π_ref, and V̂ exact: π_ref·exp(r/β)/Z, from completions of equal weight."""
+    table = Table(seed=0)
+    learner = TabularLearner(table, TrainSection(objective="oapl"))
+    batch = batch_of_all(table, value_beta)
+    for step in range(400):
+        metrics = learner.step(batch, learning_rate=0.1 * (1 - step / 400), beta=BETA)
+    distance_P = total_variation(learner.policy_PC, table.optimum(BETA))
+    assert (distance_P.max() <= 1e-3) == reaches
+    assert (metrics["residual"] < 1e-3) == reaches
+
+
 def test_a_normaliser_by_length_leaves_the_optimum_where_it_is() -> None:
     """Long completions weigh less, but the residual of each of them is 0 there."""
     table = Table(seed=0)
@@ -125,6 +160,19 @@ def test_a_tempered_reference_has_its_own_optimum() -> None:
     np.testing.assert_allclose(np.diff(np.log(optimum_PC)), np.diff(by_hand), rtol=1e-9)
     assert total_variation(optimum_PC, table.optimum(BETA)).min() > 0.05
     assert total_variation(trained(table, "trajectory_balance", 0, power=power), optimum_PC).max() <= 1e-3
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_policy_of_another_temperature_has_its_own_optimum(seed: int) -> None:
+    """That of the reference softmax(logits/T), as if it had been one of temperature 1 with these logits."""
+    tempered = Table(seed=seed, temperature=0.7)
+    plain = Table(seed=seed)
+    ref_PC = plain.probabilities(plain.ref_logits_PSV / 0.7)
+    optimum_PC = ref_PC * np.exp(plain.reward_PC / BETA)
+    optimum_PC /= optimum_PC.sum(1, keepdims=True)
+    assert total_variation(optimum_PC, plain.optimum(BETA)).min() > 0.02
+    policy_PC = trained(tempered, "trajectory_balance", seed)
+    assert total_variation(policy_PC, optimum_PC).max() <= 1e-3
 
 
 @pytest.mark.parametrize("objective", ["rloo", "proximal_rloo", "grpo", "dr_grpo", "online_dpo"])
@@ -218,14 +266,15 @@ def test_task_scores_by_the_table() -> None:
 # --- The ports ---
 
 
-def test_samples_follow_the_policy_and_carry_its_logprobs() -> None:
-    table = Table(prompts=1)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_samples_follow_the_policy_and_carry_its_logprobs(temperature: float) -> None:
+    table = Table(prompts=1, temperature=temperature)
     logits = np.random.default_rng(5).standard_normal(table.shape).astype(np.float32)
     generator = TabularGenerator(table, seed=0)
     generator.load(update_of(table, logits))
-    (group,) = generate(table, generator, n := 4000)
+    (group,) = generate(table, generator, n := 4000, temperature)
     counts = np.bincount([table.index(c.tokens) for c in group.completions], minlength=15)
-    expected = n * table.probabilities(logits)[0]
+    expected = n * Table(prompts=1).probabilities(logits / temperature)[0]
     assert ((counts - expected) ** 2 / expected).sum() < 42.6  # exceeded with probability 1e-4 by 14 degrees
     for completion in group.completions[:50]:
         np.testing.assert_allclose(
@@ -315,8 +364,29 @@ def test_the_learner_reports_the_loss_of_its_policy() -> None:
         ratios.append(ratio_PC[prompt, which].mean())
     metrics = learner.step(batch, learning_rate=0.3, beta=beta)
     assert metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
-    assert metrics["kl"] == pytest.approx(np.mean(ratios), rel=1e-4)
+    assert metrics["log_ratio"] == pytest.approx(np.mean(ratios), rel=1e-4)
     assert metrics["tokens"] == len(batch.logprobs)
+
+
+def test_the_learner_says_how_far_its_policy_is_from_the_samplers() -> None:
+    """At equal weights there is no gap; a step later it is unknown, and ratios are those of the tables."""
+    table, size = Table(), 20
+    learner, generator = TabularLearner(table), TabularGenerator(table)
+    buffer = ReplayBuffer(BufferSection(deduplicate=False, reward_temperature=None), 0)
+    learner.step(stale_buffer(table, 0).sample(0, groups=4, group_size=5), learning_rate=0.3, beta=BETA)
+    generator.load(update_of(table, learner.policy_logits, version=1))
+    buffer.merge(score(table, generate(table, generator, size)), 0, sync=1)
+    before_PC = learner.policy_PC
+    fresh = learner.step(buffer.sample(1, groups=4, group_size=size), learning_rate=0.3, beta=BETA)
+    assert fresh["engine_gap"] < 1e-6 and fresh["ess"] == pytest.approx(1, abs=1e-6)
+
+    batch, after_PC = buffer.sample(2, groups=4, group_size=size), learner.policy_PC
+    rows = [batch.sequences.row(i) for i in range(4 * size)]
+    cells = np.repeat(batch.prompt_id_B, size), [table.index(row[1:]) for row in rows]
+    weight_N = after_PC[cells] / before_PC[cells]
+    stale = learner.step(batch, learning_rate=0.3, beta=BETA)
+    assert stale["ess"] == pytest.approx(weight_N.sum() ** 2 / (len(rows) * (weight_N**2).sum()), rel=1e-4)
+    assert stale["ess"] < 0.95 and "engine_gap" not in stale
 
 
 def test_a_restored_learner_goes_on_bit_by_bit(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import string
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +135,13 @@ def test_a_completion_without_its_end_gets_the_penalty_alone_or_added(
     prompt = task.prompts("test")[1]
     assert tokenizer.decode(prompt.tokens) == "POST: number 1\nTL;DR:"
     ended, cut = completion(tokenizer, " one"), completion(tokenizer, " one", "length")
+    by_stop_string = replace(cut, finish_reason="stop")
     wanted = [
+        alone(reward_path, "POST: number 1\nTL;DR: one<eos>"),
         alone(reward_path, "POST: number 1\nTL;DR: one<eos>"),
         share * alone(reward_path, "POST: number 1\nTL;DR: one") - 2.5,
     ]
-    assert task.rewards(prompt, [ended, cut]) == pytest.approx(wanted, abs=1e-5)
+    assert task.rewards(prompt, [ended, by_stop_string, cut]) == pytest.approx(wanted, abs=1e-5)
 
 
 def test_a_win_is_a_higher_gold_reward_than_the_persons_summary(

@@ -5,14 +5,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from tiny_models import make_random_model
+from tiny_models import make_random_model, make_tokenizer
 from transformers import PreTrainedModel
 
 from tba_hpc.backends.hf_model import load_policy
@@ -35,11 +35,11 @@ GREEDY = Sampling(temperature=0.0, top_p=1.0, max_tokens=20)
 class Served:
     """One engine, the folder it started from, another to load, and its greedy answers when it was new."""
 
-    def __init__(self, folder: Path, *, tied: bool, tensor_parallel: int = 1) -> None:
+    def __init__(self, folder: Path, *, tied: bool, **options: object) -> None:
         self.tied = tied
         self.folder = make_random_model(folder / "first", tied=tied, seed=1, context=CONTEXT)
         self.other = make_random_model(folder / "other", tied=tied, seed=2, context=CONTEXT)
-        self.generator = _generator(self.folder, tensor_parallel=tensor_parallel)
+        self.generator = _generator(self.folder, **options)
         while not self.generator._engine.ready:
             assert self.generator.step() == []
         self.fresh = _at_once(self.generator, GREEDILY)
@@ -63,13 +63,15 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     _close(served.generator)
 
 
-def _generator(folder: Path, *, context: int = CONTEXT, tensor_parallel: int = 1) -> VllmGenerator:
-    model = ModelSection(path=str(folder), dtype="float32", context_length=context)
+def _generator(
+    folder: Path, *, context: int = CONTEXT, policy_temperature: float = 1.0, **options: object
+) -> VllmGenerator:
+    """options: of the section."""
+    model = ModelSection(
+        path=str(folder), dtype="float32", context_length=context, logprob_temperature=policy_temperature
+    )
     section = GeneratorSection(
-        completions_per_prompt=4,
-        prompts_in_flight=SEQUENCES // 4,
-        kv_cache_mb=16,
-        tensor_parallel=tensor_parallel,
+        completions_per_prompt=4, prompts_in_flight=SEQUENCES // 4, kv_cache_mb=16, **options
     )
     return VllmGenerator(model, section, seed=0)
 
@@ -124,8 +126,8 @@ def _generate(generator: VllmGenerator, *requests: Request) -> list[Group]:
     return sorted(_drain(generator), key=lambda group: group.request.id)
 
 
-def _assert_logprobs_of(model: PreTrainedModel, groups: list[Group]) -> None:
-    reference = HfReference(model, chunk_tokens=1024)
+def _assert_logprobs_of(model: PreTrainedModel, groups: list[Group], temperature: float = 1.0) -> None:
+    reference = HfReference(model, chunk_tokens=1024, temperature=temperature)
     for group in groups:
         for completion, expected in zip(group.completions, reference.logprobs(group), strict=True):
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)
@@ -209,26 +211,41 @@ def test_greedy_beside_sampled(served: Served) -> None:
     model = served.load(served.folder, version=9)
     groups = _generate(served.generator, *map(_request, range(2)), *GREEDILY)
     _assert_logprobs_of(model, groups)
-    for group in groups[2:]:
-        prompt = torch.from_numpy(group.request.prompt.tokens.astype(np.int64))[None]
-        expected = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False
-        )
-        assert group.completions[0].tokens.tolist() == expected[0, prompt.shape[1] :].tolist()
+    _assert_greedy(model, groups[2:])
+
+
+def _assert_greedy(model: PreTrainedModel, groups: list[Group]) -> None:
+    for group in groups:
+        assert group.completions[0].tokens.tolist() == _greedy(model, group.request)
+
+
+def _greedy(model: PreTrainedModel, request: Request) -> list[int]:
+    """As transformers decodes."""
+    prompt = torch.from_numpy(request.prompt.tokens.astype(np.int64))[None]
+    tokens = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False
+    )
+    return tokens[0, prompt.shape[1] :].tolist()
 
 
 def test_sampling_follows_temperature_and_top_p(served: Served) -> None:
     """Frequencies of 8,000 first tokens against the tempered, truncated softmax."""
     model = served.load(served.folder, version=10)
-    sampling = Sampling(temperature=0.7, top_p=0.9, max_tokens=1)
-    request = _request(0, n=8000, sampling=sampling)
-    (group,) = _generate(served.generator, request)
-    with torch.no_grad():
-        logits = model(input_ids=torch.from_numpy(request.prompt.tokens.astype(np.int64))[None]).logits[0, -1]
-    tokens = np.array([completion.tokens[0] for completion in group.completions])
+    tokens, logits = _first_tokens(served.generator, model, Sampling(0.7, 0.9, max_tokens=1))
     assert _misfit(tokens, _nucleus((logits.double() / 0.7).softmax(0).numpy(), 0.9)) < 2
     assert _misfit(tokens, _nucleus((logits.double() / 0.8).softmax(0).numpy(), 0.9)) > 3
     assert _misfit(tokens, _nucleus((logits.double() / 0.7).softmax(0).numpy(), 0.8)) > 3
+
+
+def _first_tokens(
+    generator: VllmGenerator, model: PreTrainedModel, sampling: Sampling
+) -> tuple[np.ndarray, torch.Tensor]:
+    """Of 8,000 completions of a prompt, int64; and the logits, [V], from which ``model`` predicts them."""
+    request = _request(0, n=8000, sampling=sampling)
+    (group,) = _generate(generator, request)
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(request.prompt.tokens.astype(np.int64))[None]).logits[0, -1]
+    return np.array([completion.tokens[0] for completion in group.completions]), logits
 
 
 def _nucleus(probability: np.ndarray, mass: float) -> np.ndarray:
@@ -248,6 +265,102 @@ def _misfit(tokens: np.ndarray, expected: np.ndarray) -> float:
         return float("inf")
     wanted = expected[possible] * len(tokens)
     return float(((found[possible] - wanted) ** 2 / wanted).sum() / (possible.sum() - 1))
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def tempered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """An engine whose policy is softmax(logits/0.7)."""
+    served = Served(tmp_path_factory.mktemp("tempered"), tied=request.param, policy_temperature=0.7)
+    yield served
+    _close(served.generator)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(0.7, 1.0, max_tokens=20),
+        Sampling(1.7, 1.0, max_tokens=20, min_tokens=8),
+        Sampling(0.7, 0.8, max_tokens=20),
+    ],
+    ids=["as the policy", "warmer, no early end", "its nucleus"],
+)
+def test_logprobs_are_the_tempered_policys_however_sampled(tempered: Served, sampling: Sampling) -> None:
+    """Of the weights that it was built with, and of others."""
+    first, requests = (
+        load_policy(str(tempered.folder), "float32"),
+        [_request(i, sampling=sampling) for i in range(6)],
+    )
+    if tempered.generator.version == 0:
+        _assert_logprobs_of(first, _generate(tempered.generator, *requests), 0.7)
+    for version, folder in enumerate((tempered.other, tempered.folder), tempered.generator.version + 1):
+        model = tempered.load(folder, version)
+        _assert_logprobs_of(model, _generate(tempered.generator, *requests), 0.7)
+
+
+def test_a_tempered_policy_is_sampled_as_asked(tempered: Served) -> None:
+    """The sampler's temperature is that of the model's logits, not of the policy's; 0 is greedy."""
+    model = tempered.load(tempered.other, version=20)
+    tokens, logits = _first_tokens(tempered.generator, model, Sampling(0.7, 0.9, max_tokens=1))
+    assert _misfit(tokens, _nucleus((logits.double() / 0.7).softmax(0).numpy(), 0.9)) < 2
+    assert _misfit(tokens, _nucleus((logits.double() / 0.49).softmax(0).numpy(), 0.9)) > 3
+    tokens, logits = _first_tokens(tempered.generator, model, Sampling(1.0, 1.0, max_tokens=1))
+    assert _misfit(tokens, logits.double().softmax(0).numpy()) < 2
+    _assert_greedy(model, _generate(tempered.generator, *GREEDILY))
+
+
+@pytest.fixture(scope="module")
+def stopping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VllmGenerator, PreTrainedModel]]:
+    """An engine whose completions also end by letters, or by part of a greedy answer; and its model."""
+    folder = make_random_model(tmp_path_factory.mktemp("stopping"), tied=False, seed=1, context=CONTEXT)
+    model = load_policy(str(folder), "float32")
+    generator = _generator(folder, stop=(*"qwzQWZ", _text(_greedy(model, GREEDILY[0])[4:8])))
+    yield generator, model
+    _close(generator)
+
+
+def _text(tokens: Sequence[int] | np.ndarray) -> str:
+    return str(make_tokenizer().decode(list(tokens)))
+
+
+def _end(tokens: Sequence[int], stop: tuple[str, ...], min_tokens: int = 0) -> int | None:
+    """Tokens up to the first, after so many, that completes one of the texts."""
+    for end in range(min_tokens + 1, len(tokens) + 1):
+        before, text = len(_text(tokens[: end - 1])), _text(tokens[:end])
+        if any(one in text[max(0, before - len(one) + 1) :] for one in stop):
+            return end
+    return None
+
+
+def test_a_greedy_answer_ends_with_its_stop_string(stopping: tuple[VllmGenerator, PreTrainedModel]) -> None:
+    """With the token that completes it, as transformers' answer cut off there."""
+    generator, model = stopping
+    groups = _generate(generator, *GREEDILY)
+    assert _text(groups[0].completions[0].tokens).endswith(generator._generator.stop[-1])
+    for group in groups:
+        (completion,), whole = group.completions, _greedy(model, group.request)
+        end = _end(whole, generator._generator.stop)
+        assert completion.tokens.tolist() == whole[:end]
+        assert completion.finish_reason == ("length" if end is None and whole[-1] != EOS else "stop")
+    _assert_logprobs_of(model, groups)
+
+
+@pytest.mark.parametrize("min_tokens", [0, 6])
+def test_samples_end_with_a_stop_string(
+    stopping: tuple[VllmGenerator, PreTrainedModel], min_tokens: int
+) -> None:
+    """Or with EOS, or by the limit of tokens; and not below min_tokens."""
+    generator, model = stopping
+    sampling = Sampling(1.0, 1.0, max_tokens=20, min_tokens=min_tokens)
+    groups = _generate(generator, *(_request(i, sampling=sampling) for i in range(16)))
+    _assert_logprobs_of(model, groups)
+    completions = [completion.tokens.tolist() for group in groups for completion in group.completions]
+    reasons = [completion.finish_reason for group in groups for completion in group.completions]
+    ends = [_end(tokens, generator._generator.stop, min_tokens) for tokens in completions]
+    for tokens, reason, end in zip(completions, reasons, ends, strict=True):
+        assert end in (None, len(tokens))
+        assert reason == ("length" if end is None and tokens[-1] != EOS else "stop")
+        assert min_tokens < len(tokens) <= 20 and (reason == "stop" or len(tokens) == 20)
+    assert ends.count(None) < len(ends) and "length" in reasons
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(served: Served) -> None:

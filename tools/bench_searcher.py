@@ -81,18 +81,21 @@ def main() -> None:
 _llm: LLM
 """The bare engine, in the process of its own."""
 
+_settings: EngineSettings
+"""Its settings."""
+
 
 def build_bare(settings: EngineSettings) -> None:
     """In a new process: the engine as a searcher's engine process builds it."""
-    global _llm
+    global _llm, _settings
     vllm_engine.prepare_environment()
-    _llm = vllm_engine.build(settings)
+    _llm, _settings = vllm_engine.build(settings), settings
 
 
 def generate_bare(requests: list[Request]) -> int:
     """vLLM's own offline loop, with everything it could wish for: all prompts at once."""
     prompts = [request.prompt.tokens.tolist() for request in requests]
-    params = [vllm_engine.sampling_params(request.sampling, request.n) for request in requests]
+    params = [vllm_engine.sampling_params(request.sampling, request.n, _settings) for request in requests]
     outputs = _llm.generate(prompts, params, use_tqdm=False)
     return sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
 

@@ -5,9 +5,11 @@ It must not load a model; that there is none is the point.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from tba_hpc.types import BEHAVIOUR, Group
+from tba_hpc.types import BEHAVIOUR, Group, WeightUpdate
 
 
 class BehaviourReference:
@@ -18,6 +20,10 @@ class BehaviourReference:
     def logprobs(self, group: Group) -> list[np.ndarray]:
         """Per completion, float32 [T]: as sampled, bit for bit."""
         return [completion.logprobs for completion in group.completions]
+
+    def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
+        """Never asked for: there is no model to put them into."""
+        raise AssertionError(f"the behaviour has no model for weights of {weights.publication.version}")
 
     def load(self, step: int) -> None:
         """Never asked for: what samples is loaded by the generator."""

@@ -33,17 +33,17 @@ from tba_hpc.backends.hf_model import (
     load_policy,
     load_tokenizer,
     require_one_vocabulary,
+    tensor_in,
 )
 from tba_hpc.backends.trainer_group import Message, TrainerGroup, is_lost_peer
 from tba_hpc.config import Config
-from tba_hpc.objectives import Groups, ObjectiveOutput, make_objective
+from tba_hpc.objectives import Groups, ObjectiveOutput, figures, make_objective
 from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.files import fsync, write_atomic
 from tba_hpc.skipped_steps import SkippedSteps
 from tba_hpc.types import PaddedBatch, TrajectoryBatch, WeightLayout, WeightSlot
 
 SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16"}
-SAFETENSORS_DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 TAG = "zero"
 """DeepSpeed's folder inside a checkpoint."""
@@ -89,7 +89,11 @@ class DeepSpeedLearner:
         self.layout = WeightLayout.of(shapes, SAFETENSORS_NAME[config.model.dtype])
         if config.train.gradient_checkpointing:
             self._policy.gradient_checkpointing_enable({"use_reentrant": False})
-        logprobs = PolicyLogprobs(self._policy, chunk_tokens=config.train.logprob_chunk_tokens)
+        logprobs = PolicyLogprobs(
+            self._policy,
+            chunk_tokens=config.train.logprob_chunk_tokens,
+            temperature=config.model.policy_temperature,
+        )
         self._engine = _make_engine(config, logprobs.train())
         self._skipped = SkippedSteps()
 
@@ -111,7 +115,8 @@ class DeepSpeedLearner:
         """One optimizer step on the mean loss over all rows of ``batch``, however ranks share it.
 
         Groups must divide evenly over the ranks. Metrics: ``loss`` and the objective's own, means over the
-        batch; ``grad_norm`` before clipping; ``tokens`` of the completions; ``skipped_steps`` so far.
+        batch; the ``figures`` of the batch; ``grad_norm`` before clipping; ``tokens`` of the completions;
+        ``skipped_steps`` so far.
         Where loss or norm is not finite, weights and optimizer stay as they are, and the norm is infinite.
         Raises ConfigError where that happens too often in a row.
         """
@@ -200,7 +205,7 @@ class DeepSpeedLearner:
             self._skipped.skipped(self._not_finite(batch, losses))
         totals = self._group.total(np.array([float(part) for part in sums.values()]))
         return {
-            **dict(zip(sums, totals.tolist(), strict=True)),
+            **figures(dict(zip(sums, totals.tolist(), strict=True))),
             "grad_norm": float(self._engine.get_global_grad_norm()),
             "tokens": float(batch.completion_length_N.sum()),
             "skipped_steps": float(self._skipped.total),
@@ -246,7 +251,7 @@ class DeepSpeedLearner:
             with GatheredParameters(parameters, enabled=sharded), torch.no_grad():
                 for slot, parameter in zip(bucket, parameters, strict=True):
                     if slot.name in wanted:
-                        _place(out, slot).copy_(parameter)
+                        tensor_in(out, slot).copy_(parameter)
 
     def _save(self, folder: Path) -> None:
         try:
@@ -296,7 +301,7 @@ class DeepSpeedLearner:
         self._copy(slots, whole)
         if self._group.leads:
             with _replacing(folder) as temporary:
-                tensors = {slot.name: _place(whole, slot) for slot in slots}
+                tensors = {slot.name: tensor_in(whole, slot) for slot in slots}
                 self._policy.save_pretrained(temporary, state_dict=tensors)
                 self._tokenizer.save(temporary)
         self._group.barrier()
@@ -352,13 +357,6 @@ def _buckets(layout: WeightLayout) -> Iterator[list[WeightSlot]]:
             bucket = []
         bucket.append(slot)
     yield bucket
-
-
-def _place(buffer: np.ndarray, slot: WeightSlot) -> Tensor:
-    """The tensor whose memory is ``slot`` of a flat uint8 buffer."""
-    return (
-        torch.from_numpy(buffer[slot.start : slot.end]).view(SAFETENSORS_DTYPE[slot.dtype]).view(slot.shape)
-    )
 
 
 def _convert(folder: Path, universal: Path) -> None:

@@ -27,7 +27,10 @@ READ_BYTES = 1 << 20
 
 
 class EngineSettings(msgspec.Struct):
-    """The engine wanted; it stands on the command line of its process."""
+    """The engine wanted; it stands on the command line of its process.
+
+    logprob_temperature: T of the policy, softmax(logits/T). stop: texts that end a completion.
+    """
 
     model: str
     dtype: Dtype
@@ -36,6 +39,8 @@ class EngineSettings(msgspec.Struct):
     kv_cache_mb: int | None
     gpu_memory_utilization: float
     tensor_parallel: int
+    logprob_temperature: float
+    stop: tuple[str, ...]
     seed: int
 
 
@@ -86,8 +91,8 @@ class Loaded(Message):
 class Finished(Message):
     """All completions of a request, K of them with T tokens in all, as flat arrays.
 
-    tokens: int32 [T]. logprobs: float32 [T]. lengths: int32 [K]. stopped: uint8 [K], 1 where EOS ended it.
-    versions: int32 [K, 2], oldest and newest.
+    tokens: int32 [T]. logprobs: float32 [T]. lengths: int32 [K]. stopped: uint8 [K], 1 where EOS or
+    a stop string ended it. versions: int32 [K, 2], oldest and newest.
     """
 
     request: int

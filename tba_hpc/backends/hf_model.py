@@ -24,10 +24,12 @@ from transformers.utils import logging as transformers_logging
 
 from tba_hpc.backends.packed_groups import pack, sequences_per_row
 from tba_hpc.config import ConfigError, Dtype
+from tba_hpc.types import WeightSlot
 
 transformers_logging.disable_progress_bar()  # a rank writes to a log
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SAFETENSORS_DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 RESCALED_LOGITS = (
     *("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap"),
@@ -102,6 +104,20 @@ def load_policy(path: str, dtype: Dtype) -> PreTrainedModel:
     return _from_pretrained(AutoModelForCausalLM, path, config=config, dtype=TORCH_DTYPE[dtype])
 
 
+def tensor_in(buffer: np.ndarray, slot: WeightSlot) -> Tensor:
+    """The tensor whose memory is ``slot`` of a flat uint8 buffer."""
+    flat = torch.from_numpy(buffer[slot.start : slot.end])
+    return flat.view(SAFETENSORS_DTYPE[slot.dtype]).view(slot.shape)
+
+
+def stored_dtype(path: str) -> Dtype:
+    """The dtype in which nothing is lost of a model folder's or hub name's weights, as its config.json says.
+
+    float32 where that says nothing, and for float16, which no engine here takes. Raises ConfigError.
+    """
+    return "bfloat16" if _from_pretrained(AutoConfig, path).dtype == torch.bfloat16 else "float32"
+
+
 def require_one_vocabulary(tokenizer: HfTokenizer, model: PreTrainedModel, path: str) -> None:
     """Raise ConfigError where the tokenizer knows tokens that the model does not; the reverse is padding."""
     tokens, known = tokenizer.vocab_size, model.config.vocab_size
@@ -130,26 +146,26 @@ def _from_pretrained(kind: Any, path: str, key: str = "model.path", **options: A
 class PolicyLogprobs(nn.Module):
     """log π of the completion tokens of a padded batch, differentiable, in bounded memory.
 
-    Equal to ``log_softmax(model(tokens).logits)`` gathered at the next tokens, but only completion
-    positions pass the output layer, ``chunk_tokens`` at a time, and their logits are computed again in
-    the backward pass instead of being kept; and completions of one prompt share its computation, where the
-    model allows it. log-sum-exp is taken in float32 whatever the model's dtype.
+    Equal to ``log_softmax(model(tokens).logits / temperature)`` gathered at the next tokens, but only
+    completion positions pass the output layer, ``chunk_tokens`` at a time, and their logits are computed
+    again in the backward pass instead of being kept; and completions of one prompt share its computation,
+    where the model allows it. log-sum-exp is taken in float32 whatever the model's dtype.
 
     Models that change the logits after the output layer (soft caps, scales) are refused with a ConfigError:
     nothing here could know how.
     """
 
-    def __init__(self, model: PreTrainedModel, *, chunk_tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, chunk_tokens: int, temperature: float = 1.0) -> None:
         super().__init__()
         _require_plain_logits(model)
         self.model = model
-        self.head = LogprobHead(model.get_output_embeddings(), chunk_tokens)
+        self.head = LogprobHead(model.get_output_embeddings(), chunk_tokens, temperature)
         self._packs = _takes_any_mask(model)
 
     def forward(
         self, tokens_NL: Tensor, prompt_length_N: Tensor, length_N: Tensor, group_size: int = 1
     ) -> Tensor:
-        """float32 [N, L]: log π(token | all before it) at temperature 1 at completion tokens, 0 elsewhere.
+        """float32 [N, L]: log π(token | all before it) at completion tokens, 0 elsewhere.
 
         tokens_NL: int64, padded on the right with any token. prompt_length_N (at least 1) and length_N:
         int64, tokens of the prompt, and of prompt and completion together. group_size: K rows after each
@@ -180,27 +196,29 @@ class PolicyLogprobs(nn.Module):
 class LogprobHead(nn.Module):
     """The output layer of a model as a function from hidden states to log-probabilities of given tokens.
 
+    The policy is softmax(logits / temperature), and so the float32 logits are divided.
     A module of its own, owning the (shared) parameters, so that ZeRO-3 gathers them around it, once for
     all chunks.
     """
 
-    def __init__(self, output_layer: nn.Module, chunk_tokens: int) -> None:
+    def __init__(self, output_layer: nn.Module, chunk_tokens: int, temperature: float = 1.0) -> None:
         super().__init__()
         assert isinstance(output_layer, nn.Linear)
         self.weight = output_layer.weight
         self.bias = output_layer.bias
         self._chunk_tokens = chunk_tokens
+        self._temperature = temperature
 
     def forward(self, hidden_TD: Tensor, token_T: Tensor) -> Tensor:
         """float32 [T]."""
         logprob_T: Tensor = _ChunkedLogprob.apply(
-            hidden_TD, self.weight, self.bias, token_T, self._chunk_tokens
+            hidden_TD, self.weight, self.bias, token_T, self._chunk_tokens, self._temperature
         )
         return logprob_T
 
 
 class _ChunkedLogprob(torch.autograd.Function):
-    """log softmax(h·Wᵀ + b)[token], with d log p / d logits = onehot(token) − softmax(logits)."""
+    """log softmax(z/T)[token] with z = h·Wᵀ + b; d log p / dz = (onehot(token) − softmax(z/T))/T."""
 
     @staticmethod
     def forward(
@@ -210,15 +228,16 @@ class _ChunkedLogprob(torch.autograd.Function):
         bias_V: Tensor | None,
         token_T: Tensor,
         chunk_tokens: int,
+        temperature: float,
     ) -> Tensor:
         logprob_T = torch.empty(len(token_T), device=hidden_TD.device)
         normalizer_T = torch.empty_like(logprob_T)
         for rows in _chunks(len(token_T), chunk_tokens):
-            logits = functional.linear(hidden_TD[rows], weight_VD, bias_V).float()
+            logits = _logits(hidden_TD[rows], weight_VD, bias_V, temperature)
             normalizer_T[rows] = logits.logsumexp(1)
             logprob_T[rows] = logits.gather(1, token_T[rows, None])[:, 0] - normalizer_T[rows]
         ctx.save_for_backward(hidden_TD, weight_VD, bias_V, token_T, normalizer_T)
-        ctx.chunk_tokens = chunk_tokens
+        ctx.chunk_tokens, ctx.temperature = chunk_tokens, temperature
         return logprob_T
 
     @staticmethod
@@ -230,16 +249,23 @@ class _ChunkedLogprob(torch.autograd.Function):
         weight_grad = total(weight_VD) if ctx.needs_input_grad[1] else None
         bias_grad = total(bias_V) if ctx.needs_input_grad[2] else None
         for rows in _chunks(len(token_T), ctx.chunk_tokens):
-            logits = functional.linear(hidden_TD[rows], weight_VD, bias_V).float()
-            logits.sub_(normalizer_T[rows, None]).exp_().mul_(-grad_T[rows, None])
-            logits.scatter_add_(1, token_T[rows, None], grad_T[rows, None])
+            logits = _logits(hidden_TD[rows], weight_VD, bias_V, ctx.temperature)
+            slope_T1 = grad_T[rows, None] / ctx.temperature
+            logits.sub_(normalizer_T[rows, None]).exp_().mul_(-slope_T1)
+            logits.scatter_add_(1, token_T[rows, None], slope_T1)
             logits_grad = logits.to(weight_VD.dtype)
             hidden_grad[rows] = logits_grad @ weight_VD
             if weight_grad is not None:
                 _add_product(weight_grad, logits_grad.T, hidden_TD[rows])
             if bias_grad is not None:
                 bias_grad += logits_grad.sum(0, dtype=torch.float32)
-        return hidden_grad, weight_grad, bias_grad, None, None
+        return hidden_grad, weight_grad, bias_grad, None, None, None
+
+
+def _logits(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
+    """float32 [T, V], divided by the temperature."""
+    logits = functional.linear(hidden_TD, weight_VD, bias_V).float()
+    return logits if temperature == 1 else logits.div_(temperature)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -7,22 +7,24 @@ Shape letters: K distinct completions of a group, P prompt tokens, L longest com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tba_hpc.backends.hf_model import PolicyLogprobs
-from tba_hpc.types import Group
+from tba_hpc.backends.hf_model import PolicyLogprobs, tensor_in
+from tba_hpc.types import Group, WeightUpdate
 
 
 class HfReference:
     """A Reference port on a causal language model of transformers.
 
-    ``chunk_tokens`` bounds the tokens whose logits are held at once. It may be called from any one thread,
-    also while an engine runs in another. ``policy_of``: loads the policy of a step, where it is to be reset.
+    ``chunk_tokens`` bounds the tokens whose logits are held at once. The policy is softmax(logits /
+    ``temperature``). It may be called from any one thread, also while an engine runs in another.
+    ``policy_of``: loads the policy of a step, where it is to be reset.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class HfReference:
         model: PreTrainedModel,
         *,
         chunk_tokens: int,
+        temperature: float = 1.0,
         policy_of: Callable[[int], PreTrainedModel] | None = None,
     ) -> None:
         self.step = 0
@@ -37,7 +40,7 @@ class HfReference:
         self._model = model.eval().requires_grad_(False)
         if torch.cuda.is_available():
             self._model.cuda()
-        self._head = PolicyLogprobs(self._model, chunk_tokens=chunk_tokens).head
+        self._head = PolicyLogprobs(self._model, chunk_tokens=chunk_tokens, temperature=temperature).head
 
     def load(self, step: int) -> None:
         """Become the policy of ``step``: its weights are copied into the old ones' memory."""
@@ -45,9 +48,35 @@ class HfReference:
         self._model.load_state_dict(self._policy_of(step).state_dict())
         self.step = step
 
+    def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
+        """As ``logprobs``, of every group, under other weights of the same architecture and dtype.
+
+        They change places with the reference's own for that time, tensor by tensor: so no more memory is
+        needed, and the reference is bit by bit what it was.
+        """
+        with self._holding(weights):
+            return [self.logprobs(group) for group in groups]
+
+    @contextmanager
+    def _holding(self, weights: WeightUpdate) -> Iterator[None]:
+        self._change_places(weights)
+        try:
+            yield
+        finally:
+            self._change_places(weights)
+
+    @torch.no_grad()
+    def _change_places(self, weights: WeightUpdate) -> None:
+        parameters = dict(self._model.named_parameters())
+        for slot in weights.layout.slots:
+            ours, theirs = parameters[slot.name], tensor_in(weights.data, slot)
+            before = ours.clone()
+            ours.copy_(theirs)
+            theirs.copy_(before)
+
     @torch.inference_mode()
     def logprobs(self, group: Group) -> list[np.ndarray]:
-        """Per completion, float32 [T]: log π_ref of each token given all before it, at temperature 1.
+        """Per completion, float32 [T]: log π_ref of each token given all before it.
 
         Equal completions are computed once: a policy that has learned much repeats itself.
         """

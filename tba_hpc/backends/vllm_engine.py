@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
@@ -65,6 +66,9 @@ CPU_ENVIRONMENT = {
 YIELDS = 5
 """Niceness of an engine that computes on the CPU: where it shares cores, ranks and trainer go first."""
 
+HIGHEST_TEMPERATURE = 2.0
+"""That vLLM takes when its parameters are made, though its samplers know no limit."""
+
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 
 
@@ -72,7 +76,8 @@ def serve(settings: str, descriptor: int) -> None:
     """Serve the rank at the other end of the socket until it hangs up; settings: EngineSettings as JSON."""
     channel = Channel(socket.socket(fileno=descriptor), COMMANDS)
     try:
-        engine = Engine(channel, build_or_refuse(channel, msgspec.json.decode(settings, type=EngineSettings)))
+        wanted = msgspec.json.decode(settings, type=EngineSettings)
+        engine = Engine(channel, build_or_refuse(channel, wanted), wanted)
         gc.enable()
         engine.serve()
     except Exception as error:
@@ -129,15 +134,26 @@ def build(settings: EngineSettings) -> LLM:
         seed=settings.seed,
     )
     llm.llm_engine.set_weight_version("0")
+    if settings.logprob_temperature != 1:
+        _temper(llm, settings.logprob_temperature)
     return llm
+
+
+def _temper(llm: LLM, temperature: float) -> None:
+    """Make the engine's policy softmax(logits/temperature). ValueError where its model has no such layer."""
+    if not all(llm.collective_rpc("divide_logits", args=(temperature,))):
+        raise ValueError(
+            f"its model has no layer whose logits model.logprob_temperature={temperature:g} could divide"
+        )
 
 
 class Engine:
     """Steps a vLLM engine for the rank at the other end of ``channel``."""
 
-    def __init__(self, channel: Channel[Command], llm: LLM) -> None:
+    def __init__(self, channel: Channel[Command], llm: LLM, settings: EngineSettings) -> None:
         self._channel = channel
         self._llm = llm
+        self._settings = settings
         self._busy = 0.0  # seconds inside the step that the rank has not been told of
         self._open = 0  # completions that have not ended, so far as the rank knows
         self._told = time.monotonic()
@@ -164,7 +180,7 @@ class Engine:
         from vllm.inputs import tokens_input
 
         prompt = tokens_input(np.frombuffer(command.prompt, np.int32).tolist())
-        params = sampling_params(command.sampling, command.n)
+        params = sampling_params(command.sampling, command.n, self._settings)
         self._llm.llm_engine.add_request(str(command.request), prompt, params)
         self._open += command.n
 
@@ -192,7 +208,7 @@ class Engine:
 
 
 class WeightLoader:
-    """What vLLM's workers learn beyond their own trade: to take weights from the rank's memory.
+    """What vLLM's workers learn beyond their own trade: weights from the rank, and the policy's temperature.
 
     A worker may be a process of its own (tensor parallelism), so only plain values reach it.
     """
@@ -204,12 +220,32 @@ class WeightLoader:
         self.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
         _repack_output_layers(self.get_model())  # type: ignore[attr-defined]
 
+    def divide_logits(self, temperature: float) -> bool:
+        """Divide the model's logits from now on, also those of weights to come; whether it has the layer."""
+        from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-def sampling_params(sampling: Sampling, n: int) -> SamplingParams:
-    """vLLM's parameters of ``n`` completions of a prompt.
+        modules = self.get_model().modules()  # type: ignore[attr-defined]
+        layers = [module for module in modules if isinstance(module, LogitsProcessor)]
+        for layer in layers:
+            layer.register_forward_hook(partial(_divided, temperature))
+        return len(layers) > 0
 
-    ``logprobs=0`` asks for the sampled token's log-probability alone, at temperature 1, before top-p and
-    before the end of sequence is ruled out below min_tokens.
+
+def _divided(
+    temperature: float, _layer: torch.nn.Module, _inputs: object, logits: torch.Tensor | None
+) -> torch.Tensor | None:
+    """A forward hook: the layer's output, in float32 as the learner has it, divided; None on other ranks."""
+    return None if logits is None else logits.float().div_(temperature)
+
+
+def sampling_params(sampling: Sampling, n: int, settings: EngineSettings) -> SamplingParams:
+    """vLLM's parameters of ``n`` completions of a prompt by an engine of these settings.
+
+    ``logprobs=0`` asks for the sampled token's log-probability alone, that of the policy: before the
+    sampler's temperature and top-p, and before the end of sequence is ruled out below min_tokens. The
+    policy's temperature is in the engine's logits already, so that the sampler's is counted from there.
+
+    Tokens become text only where there are stop strings to be found in it.
 
     No seed per request: it costs a Python call per sequence and token, on a GPU also the fast sampler,
     and vLLM 0.32's CPU sampler dies of it where a prompt is computed in two parts.
@@ -217,18 +253,25 @@ def sampling_params(sampling: Sampling, n: int) -> SamplingParams:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
+    temperature = sampling.temperature / settings.logprob_temperature
+    params = SamplingParams(
         n=n,
-        temperature=sampling.temperature,
+        temperature=min(temperature, HIGHEST_TEMPERATURE),
         top_p=sampling.top_p,
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
         logprobs=0,
         flat_logprobs=True,  # plain lists of numbers instead of an object per token
-        detokenize=False,
+        stop=list(settings.stop),
+        include_stop_str_in_output=True,
+        detokenize=len(settings.stop) > 0,
+        skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # used for one request only
     )
+    if temperature > HIGHEST_TEMPERATURE:
+        params.temperature = temperature
+    return params
 
 
 def _finished(output: RequestOutput) -> Finished:

@@ -237,6 +237,8 @@ def engine_settings(model: ModelSection, generator: GeneratorSection, *, seed: i
         kv_cache_mb=generator.kv_cache_mb,
         gpu_memory_utilization=generator.gpu_memory_utilization,
         tensor_parallel=generator.tensor_parallel,
+        logprob_temperature=model.policy_temperature,
+        stop=generator.stop,
         seed=seed,
     )
 

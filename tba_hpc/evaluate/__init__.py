@@ -23,7 +23,8 @@ def print_result(result: Result, *, as_json: bool = False) -> None:
         print(json.dumps(asdict(result), indent=2))
         return
     asked = f"{result.task}, {result.split} split, {result.prompts:,} prompts"
-    print_values({"model": result.model, "reference": result.reference, "task": asked})
+    model = f"{result.model}, in {result.dtype}"
+    print_values({"model": model, "reference": result.reference, "task": asked})
     print()
     decodings = [decoding for decoding in (result.single, result.sampled) if decoding]
     print_rows([row for decoding in decodings for row in _rows(decoding)])

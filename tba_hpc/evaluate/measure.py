@@ -44,7 +44,8 @@ class Decoding:
 
     temperature: 0 is greedy. samples: completions per prompt. scores: by name. truncated_share: of the
     completions, cut off by the token limit. tokens: mean per completion. perplexity: of the completions under
-    the reference, None without one. summary: the task's own figures, see ports.Summarising.
+    the reference at model.logprob_temperature, None without one. summary: the task's own figures, see
+    ports.Summarising.
     """
 
     temperature: float
@@ -60,11 +61,12 @@ class Decoding:
 class Result:
     """What an evaluation came to.
 
-    single: one completion per prompt, as in the evaluations of a run. sampled: several; None where none were
-    asked for.
+    dtype: in which model and reference computed. single: one completion per prompt, as in the evaluations of
+    a run. sampled: several; None where none were asked for.
     """
 
     model: str
+    dtype: str
     reference: str | None
     task: str
     split: Split
@@ -108,6 +110,7 @@ def measure(
     reference = _load_reference(config, target.reference) if target.reference else None
     return Result(
         model=config.model.path,
+        dtype=config.model.dtype,
         reference=target.reference,
         task=config.task.name,
         split=split,
@@ -219,4 +222,8 @@ def _load_reference(config: Config, path: str) -> Reference:
     from tba_hpc.backends.hf_reference import HfReference
 
     policy = load_policy(path, config.model.dtype)
-    return HfReference(policy, chunk_tokens=config.train.logprob_chunk_tokens)
+    return HfReference(
+        policy,
+        chunk_tokens=config.train.logprob_chunk_tokens,
+        temperature=config.model.policy_temperature,
+    )

@@ -1,11 +1,11 @@
 """What ``tba evaluate`` is asked about: which model, on which task, against which reference.
 
-It must not load any of them.
+It must not load any of them; of a model without a config it reads the configuration.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tba_hpc.config import Config, ConfigError, load_config, parse_config, require_files
@@ -25,8 +25,9 @@ def find_target(
 ) -> Target:
     """The target that the command line names: a run, or a model with ``config`` or ``task``.
 
-    The reference is by default the model that the config starts from. Raises ConfigError with one sentence:
-    no such run or model, a run without a model, a model without a task.
+    The reference is by default the model that the config starts from; without a config the dtype is by
+    default the model's own. Raises ConfigError with one sentence: no such run or model, a run without a
+    model, a model without a task.
     """
     if (Path(name) / "config.yaml").is_file():
         settings, model = _run(name, overrides, named=config or task), str(RunDir(Path(name)).export)
@@ -34,7 +35,7 @@ def find_target(
         settings, model = load_config(config, overrides), name
     elif task:
         settings = parse_config({"model": {"path": name}, "task": {"name": task}}, overrides)
-        return _checked(settings, name, reference)
+        return _in_its_own_dtype(_checked(settings, name, reference))
     else:
         raise ConfigError(
             f"{name} is not a run directory: check the path, or say on which task this model is to be "
@@ -60,3 +61,14 @@ def _checked(settings: Config, model: str, reference: str | None) -> Target:
     settings = settings.model_copy(update={"model": section})
     require_files(settings)
     return Target(settings, reference)
+
+
+def _in_its_own_dtype(target: Target) -> Target:
+    """The target with the dtype of its model's configuration, unless one was asked for."""
+    section = target.config.model
+    if "dtype" in section.model_fields_set:
+        return target
+    from tba_hpc.backends.hf_model import stored_dtype  # imports torch
+
+    section = section.model_copy(update={"dtype": stored_dtype(section.path)})
+    return replace(target, config=target.config.model_copy(update={"model": section}))

@@ -24,10 +24,12 @@ class Groups:
     """B whole groups of K completions of one prompt each, in rectangles of L positions.
 
     policy_BKL: float, with gradient, log π_θ of each token. behaviour_BKL, reference_BKL: the same under the
-    weights that sampled it and under the reference, without gradient. All three are at temperature 1, and 0
-    where ``mask_BKL`` (bool) has no token of a completion; EOS is one. reward_BK: float. batch_tokens: mean
-    length of the completions of the whole batch, of which these groups may be a part; None: they are all.
-    A group must be whole: its baseline is taken over what is here.
+    weights that sampled it and under the reference, without gradient. All three are at one temperature,
+    model.logprob_temperature, and 0 where ``mask_BKL`` (bool) has no token of a completion; EOS is one.
+    reward_BK: float. value_BK: float, V̂ of the request that each answers, from all completions that were
+    sampled for it. batch_tokens: mean length of the completions of the whole batch, of which these groups
+    may be a part; None: they are all. on_policy_BK: bool, whether it was sampled by the weights of θ; None:
+    that is not known of any. A group must be whole: its baseline is taken over what is here.
     """
 
     policy_BKL: Tensor
@@ -35,7 +37,9 @@ class Groups:
     reference_BKL: Tensor
     mask_BKL: Tensor
     reward_BK: Tensor
+    value_BK: Tensor
     batch_tokens: float | None = None
+    on_policy_BK: Tensor | None = None
 
     @classmethod
     def of(cls, policy_NL: Tensor, rows: PaddedBatch, *, batch_tokens: float | None = None) -> Groups:
@@ -50,13 +54,20 @@ class Groups:
             reference_BKL=grouped(rows.ref_logprob_NL),
             mask_BKL=grouped(rows.completion_mask_NL),
             reward_BK=grouped(rows.reward_N),
+            value_BK=grouped(rows.value_N),
             batch_tokens=batch_tokens,
+            on_policy_BK=grouped(rows.on_policy_N),
         )
 
     @property
     def tokens_BK(self) -> Tensor:
         """int64: tokens of each completion."""
         return self.mask_BKL.sum(2)
+
+    @property
+    def mean_tokens(self) -> float:
+        """Mean length of the completions of the whole batch."""
+        return self.batch_tokens or self.tokens_BK.double().mean().item()
 
     @property
     def logprob_BK(self) -> Tensor:
@@ -119,7 +130,7 @@ def normaliser(groups: Groups, name: LossNormaliser, max_tokens: int) -> Tensor 
         case "completion_tokens":
             return groups.tokens_BK
         case "batch_tokens":
-            return groups.batch_tokens or groups.tokens_BK.double().mean().item()
+            return groups.mean_tokens
         case "max_tokens":
             return float(max_tokens)
 
@@ -148,3 +159,32 @@ def leave_one_out(value_BK: Tensor) -> Tensor:
 def clipped(ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
     """PPO's surrogate min(ρ·A, clip(ρ, 1 ± clip)·A) (arXiv 1707.06347, eq. 7), to be maximised."""
     return torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+
+
+def second_moment_mask(log_ratio: Tensor, advantage: Tensor, limit: float) -> Tensor:
+    """bool, as ``log_ratio`` is: the tokens that M2PO's mask leaves (arXiv 2510.01161, algorithm 1).
+
+    Its trust region is about tokens whose ratio has gone where their advantage pushes it, as PPO's clip is:
+    A > 0 and ρ > 1, or A < 0 and ρ < 1. Of these the ones with the largest (log ρ)² go, one by one, until
+    its mean over the rest is at most ``limit``, nats². All other tokens stay.
+    """
+    log_ratio = log_ratio.detach()
+    beyond = log_ratio * advantage > 0
+    square, order = log_ratio[beyond].square().sort()
+    mean_of_smallest = square.cumsum(0) / torch.arange(1, len(square) + 1, device=square.device)
+    stays = torch.empty_like(beyond[beyond])
+    stays[order] = mean_of_smallest <= limit  # the means rise with the squares: a first part of them
+    return torch.ones_like(beyond).masked_scatter(beyond, stays)
+
+
+def clip_acts(ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
+    """bool: where ``clipped`` has the clipped term, and so no gradient."""
+    return clipped(ratio, advantage, clip) < ratio * advantage
+
+
+def token_share(acts_BKL: Tensor, groups: Groups) -> Tensor:
+    """Share of the completions' tokens at which ``acts_BKL`` (bool) holds, a scalar.
+
+    Of a part of a batch it is by the length of the whole batch's completions, so that parts add up.
+    """
+    return (acts_BKL & groups.mask_BKL).sum(2).double().mean() / groups.mean_tokens

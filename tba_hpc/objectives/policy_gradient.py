@@ -16,8 +16,11 @@ from tba_hpc.objectives.common import (
     Groups,
     ObjectiveOutput,
     centred,
+    clip_acts,
     clipped,
     leave_one_out,
+    second_moment_mask,
+    token_share,
 )
 
 EPSILON = 1e-4
@@ -32,7 +35,7 @@ def rloo(groups: Groups, beta: float, *, baseline_shift: float = 0.0) -> Objecti
     On-policy its expected gradient is that of −(E[r] − β·KL), K/(K−1) times that of trajectory balance.
     Nothing corrects for the age of the data.
 
-    Metrics: kl (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value).
+    Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value).
     """
     advantage_BK = _kl_advantage(groups, beta) - baseline_shift
     return _output(groups, -advantage_BK * groups.logprob_BK, advantage_BK)
@@ -44,13 +47,18 @@ def proximal_rloo(
     """RLOO under PPO's clip, as for asynchronous RLHF (arXiv 2410.18252).
 
     Mean over rows of −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), ρ = π_θ/π_behaviour of the whole completion, A as
-    in ``rloo``; beyond MAX_LOG_RATIO nats ρ is constant. Metrics as there.
+    in ``rloo``; beyond MAX_LOG_RATIO nats ρ is constant. Metrics as there, and clip_share (completions whose
+    clipped term is the lower one).
     """
     advantage_BK = _kl_advantage(groups, beta) - baseline_shift
-    return _output(groups, -clipped(groups.ratio_BK, advantage_BK, ratio_clip), advantage_BK)
+    clip_share = clip_acts(groups.ratio_BK, advantage_BK, ratio_clip).double().mean()
+    loss_BK = -clipped(groups.ratio_BK, advantage_BK, ratio_clip)
+    return _output(groups, loss_BK, advantage_BK, clip_share=clip_share)
 
 
-def grpo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutput:
+def grpo(
+    groups: Groups, beta: float, *, ratio_clip: float, second_moment_limit: float | None = None
+) -> ObjectiveOutput:
     """Group-relative policy optimisation (arXiv 2402.03300, eq. 3), whose normaliser is completion_tokens.
 
     Mean over rows of the sum over tokens, which ``make_objective`` makes the paper's mean, of
@@ -59,30 +67,55 @@ def grpo(groups: Groups, beta: float, *, ratio_clip: float) -> ObjectiveOutput:
 
     ρ = π_θ/π_behaviour of a token; A = (r − r̄)/(σ_r + 1e-4), σ the group's sample standard deviation. Beyond
     MAX_LOG_RATIO nats neither ρ nor π_ref/π_θ grows or pulls any more: they would overflow.
-    Metrics: kl (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value).
+
+    second_moment_limit: M2PO's mask instead of the clip (``second_moment_mask``). The paper's is over all
+    tokens of a batch; this one, as in its authors' code, over those of the groups at hand: a micro-batch's.
+
+    Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value),
+    clip_share (share of tokens whose clipped term is the lower one, or that the mask takes out).
     """
     deviation_B1 = groups.reward_BK.std(dim=1, keepdim=True)
     advantage_BK = centred(groups.reward_BK) / (deviation_B1 + EPSILON)
     gap_BKL = (groups.reference_BKL - groups.policy_BKL).clamp(max=MAX_LOG_RATIO)
     penalty_BKL = gap_BKL.exp() - gap_BKL - 1
-    surrogate_BKL = clipped(groups.token_ratio_BKL, advantage_BK[:, :, None], ratio_clip)
+    surrogate_BKL, clip_share = _surrogate(groups, advantage_BK, ratio_clip, second_moment_limit)
     loss_BKL = (beta * penalty_BKL - surrogate_BKL) * groups.mask_BKL
-    return _output(groups, loss_BKL.sum(2), advantage_BK)
+    return _output(groups, loss_BKL.sum(2), advantage_BK, clip_share=clip_share)
 
 
 def dr_grpo(
-    groups: Groups, beta: float, *, ratio_clip: float, baseline_shift: float = 0.0
+    groups: Groups,
+    beta: float,
+    *,
+    ratio_clip: float,
+    second_moment_limit: float | None = None,
+    baseline_shift: float = 0.0,
 ) -> ObjectiveOutput:
     """GRPO done right (arXiv 2503.20783): a row's tokens are added up, and advantages are not rescaled.
 
     Mean over rows of the *sum* over a row's tokens of −min(ρ·A, clip(ρ, 1 ± ratio_clip)·A), A = r − r̄:
     neither a row's length nor the spread of a group's rewards changes its weight. The paper divides the sum
     by a constant, the longest completion's tokens in its code: that is the normaliser max_tokens. It has no
-    KL term: ``beta`` is not used. ρ is bounded, and metrics are, as in ``grpo``.
+    KL term: ``beta`` is not used. ρ is bounded, or masked, and metrics are, as in ``grpo``.
     """
     advantage_BK = centred(groups.reward_BK) - baseline_shift
-    surrogate_BKL = clipped(groups.token_ratio_BKL, advantage_BK[:, :, None], ratio_clip)
-    return _output(groups, -(surrogate_BKL * groups.mask_BKL).sum(2), advantage_BK)
+    surrogate_BKL, clip_share = _surrogate(groups, advantage_BK, ratio_clip, second_moment_limit)
+    return _output(groups, -(surrogate_BKL * groups.mask_BKL).sum(2), advantage_BK, clip_share=clip_share)
+
+
+def _surrogate(
+    groups: Groups, advantage_BK: Tensor, clip: float, limit: float | None
+) -> tuple[Tensor, Tensor]:
+    """[B, K, L], to be maximised: ρ·A of each token, clipped, or masked where there is a ``limit``.
+
+    And the share of tokens upon which the clip or the mask acts.
+    """
+    advantage_BK1, ratio_BKL = advantage_BK[:, :, None], groups.token_ratio_BKL
+    if limit is None:
+        acts_BKL = clip_acts(ratio_BKL, advantage_BK1, clip)
+        return clipped(ratio_BKL, advantage_BK1, clip), token_share(acts_BKL, groups)
+    stays_BKL = second_moment_mask(groups.policy_BKL - groups.behaviour_BKL, advantage_BK1, limit)
+    return ratio_BKL * advantage_BK1 * stays_BKL, token_share(~stays_BKL, groups)
 
 
 def _kl_advantage(groups: Groups, beta: float) -> Tensor:
@@ -91,6 +124,6 @@ def _kl_advantage(groups: Groups, beta: float) -> Tensor:
     return leave_one_out(groups.reward_BK - beta * kl_BK)
 
 
-def _output(groups: Groups, loss_BK: Tensor, advantage_BK: Tensor) -> ObjectiveOutput:
-    metrics = {"kl": groups.log_ratio_BK.detach().mean(), "advantage": advantage_BK.abs().mean()}
-    return ObjectiveOutput(loss_BK, metrics)
+def _output(groups: Groups, loss_BK: Tensor, advantage_BK: Tensor, **metrics: Tensor) -> ObjectiveOutput:
+    means = {"log_ratio": groups.log_ratio_BK.detach().mean(), "advantage": advantage_BK.abs().mean()}
+    return ObjectiveOutput(loss_BK, {**means, **metrics})

@@ -18,15 +18,15 @@ def online_dpo(groups: Groups, beta: float) -> ObjectiveOutput:
     group by reward, the first where several tie; a group whose rewards are all the same prefers nothing and
     adds 0.
 
-    Metrics: kl (mean of log π_θ/π_ref, nats per completion), margin (mean of the bracket times β, over
-    groups), ties (share of groups that prefer nothing).
+    Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion), margin (mean of the bracket times β,
+    over groups), ties (share of groups that prefer nothing).
     """
     log_ratio_BK = groups.log_ratio_BK
     best_B, worst_B = groups.reward_BK.max(1), groups.reward_BK.min(1)
     prefers_B = (best_B.values > worst_B.values).to(log_ratio_BK.dtype)
     margin_B = beta * (_pick(log_ratio_BK, best_B.indices) - _pick(log_ratio_BK, worst_B.indices))
     metrics = {
-        "kl": log_ratio_BK.detach().mean(),
+        "log_ratio": log_ratio_BK.detach().mean(),
         "margin": (prefers_B * margin_B).detach().mean(),
         "ties": 1 - prefers_B.mean(),
     }

@@ -5,11 +5,13 @@ It must not know where the completions come from.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tba_hpc.objectives.common import Groups, ObjectiveOutput, centred, group_mean
+from tba_hpc.objectives.common import Groups, ObjectiveOutput, centred, group_mean, token_share
 
 LOG_RATIO_LIMIT = 10.0
 """TBA′: nats that one token's log π_θ/π_ref may add to the KL estimate."""
@@ -33,8 +35,8 @@ def trajectory_balance(
     row by min(π_θ/π_behaviour, ratio_cap), without gradient (GFlowRL, arXiv 2607.13394). gap_clip: beyond
     this many nats the residual counts linearly (Huber): no row pulls harder than one at the limit.
 
-    Metrics: log_z (mean over groups, nats), kl (mean of log π_θ/π_ref, nats per completion),
-    residual (mean absolute value, nats).
+    Metrics: log_z (mean over groups, nats), log_ratio (mean of log π_θ/π_ref, nats per completion),
+    residual (mean absolute value, nats), clip_share (share of rows beyond either limit, where there is one).
     """
     log_ratio_BK = groups.log_ratio_BK
     log_z_B1 = group_mean(groups.reward_BK / beta - log_ratio_BK)
@@ -44,8 +46,9 @@ def trajectory_balance(
         loss_BK = loss_BK * groups.ratio_BK.detach().clamp(max=ratio_cap)
     metrics = {
         "log_z": log_z_B1.mean(),
-        "kl": log_ratio_BK.detach().mean(),
+        "log_ratio": log_ratio_BK.detach().mean(),
         "residual": residual_BK.detach().abs().mean(),
+        **_beyond(groups, residual_BK, ratio_cap, gap_clip),
     }
     return ObjectiveOutput(beta / 2 * loss_BK, metrics)
 
@@ -58,8 +61,9 @@ def tba_prime(groups: Groups, beta: float, *, ratio_cap: float | None = None) ->
     w = min(π_θ/π_behaviour, ratio_cap) of each token, without gradient (as in CISPO, arXiv 2506.13585), or 1
     where ratio_cap is none: then, and while no clamp acts, the gradient is that of trajectory balance.
 
-    Metrics: kl (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value),
-    ratio (mean weight of a completion's tokens, added up and divided by their number in all).
+    Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value),
+    ratio (mean weight of a completion's tokens, added up and divided by their number in all), clip_share
+    (share of tokens beyond the cap, where there is one).
     """
     log_ratio_BKL = (groups.policy_BKL - groups.reference_BKL).detach()
     kl_BK = log_ratio_BKL.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).sum(2)
@@ -67,10 +71,12 @@ def tba_prime(groups: Groups, beta: float, *, ratio_cap: float | None = None) ->
     weight_BKL = _capped(groups, ratio_cap)
     loss_BK = -advantage_BK * (weight_BKL * groups.policy_BKL).sum(2)
     metrics = {
-        "kl": log_ratio_BKL.sum(2).mean(),
+        "log_ratio": log_ratio_BKL.sum(2).mean(),
         "advantage": advantage_BK.abs().mean(),
         "ratio": ((weight_BKL * groups.mask_BKL).sum(2) / groups.tokens_BK).mean(),
     }
+    if ratio_cap is not None:
+        metrics["clip_share"] = token_share(groups.token_ratio_BKL > ratio_cap, groups)
     return ObjectiveOutput(loss_BK, metrics)
 
 
@@ -78,6 +84,17 @@ def _capped(groups: Groups, ratio_cap: float | None) -> Tensor:
     if ratio_cap is None:
         return torch.ones_like(groups.behaviour_BKL)
     return groups.token_ratio_BKL.detach().clamp(max=ratio_cap)
+
+
+def _beyond(
+    groups: Groups, residual_BK: Tensor, ratio_cap: float | None, gap_clip: float | None
+) -> dict[str, Tensor]:
+    """The share of rows beyond a limit; nothing where there is none."""
+    if ratio_cap is None and gap_clip is None:
+        return {}
+    residual_limit, ratio_limit = (math.inf if limit is None else limit for limit in (gap_clip, ratio_cap))
+    beyond_BK = (residual_BK.abs() > residual_limit) | (groups.ratio_BK > ratio_limit)
+    return {"clip_share": beyond_BK.double().mean()}
 
 
 def _squared(residual_BK: Tensor, limit: float | None) -> Tensor:

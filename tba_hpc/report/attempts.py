@@ -130,7 +130,7 @@ class CumulativeCounter:
 
     def take(self, record: Record) -> None:
         """Count one more record of a rank."""
-        if record.get("event") == "started":
+        if record.get("event") in ("started", "resumed"):
             self._last = 0
         now = int(number(record, self.name, self._last))
         self.total += max(0, now - self._last)

@@ -13,7 +13,9 @@ from pathlib import Path
 from tba_hpc.config import Config
 from tba_hpc.metrics import MetricsTail, Record, number
 from tba_hpc.report.attempts import Attempt, CumulativeCounter, Event, attempts, count_faults
+from tba_hpc.report.curves import History
 from tba_hpc.report.summary import index_of, read_evaluations, score_name_of, searcher_files, series
+from tba_hpc.report.worries import Worry, worries
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.types import Split
@@ -28,7 +30,7 @@ FRESH_SECONDS = 60.0
 """A searcher that is silent for longer generates nothing; clocks of nodes may differ by less."""
 
 DULL = b'"search/rebuilds": 0'
-"""In a searcher's line that is of no interest once newer ones are there."""
+"""In a searcher's line of which a sample is enough once newer ones are there."""
 
 QueueEntry = dict[str, str]
 """A component of a Slurm job; see ``launch.slurm.job_states``."""
@@ -47,10 +49,12 @@ class Progress:
     searchers: dict[int, Record] = field(default_factory=dict)
     lost: int = 0
     step_times: list[float] = field(default_factory=list)
+    history: History = field(default_factory=History)
     _rebuilds: dict[int, CumulativeCounter] = field(default_factory=dict)
 
     def take(self, record: Record) -> None:
         """One more record of the trainer."""
+        self.history.take(record)
         match record.get("event"):
             case None:
                 self.phase = "training"
@@ -68,6 +72,7 @@ class Progress:
 
     def take_search(self, searcher: int, record: Record) -> None:
         """One more record of a searcher."""
+        self.history.take_search(searcher, record)
         self._rebuilds.setdefault(searcher, CumulativeCounter("search/rebuilds")).take(record)
         if "event" not in record:
             self.searchers[searcher] = record
@@ -185,6 +190,16 @@ class RunMonitor:
     def faults(self) -> dict[str, int]:
         """How often each kind of fault happened."""
         return count_faults(self.events, rebuilds=self.progress.rebuilds, lost=self.progress.lost)
+
+    @property
+    def history(self) -> History:
+        """The run's figures as curves."""
+        return self.progress.history
+
+    @property
+    def worries(self) -> list[Worry]:
+        """What there is to worry about by now, the worst first."""
+        return worries(self.history, self.config, list(self.evaluations.values()))
 
     def evaluated(self, split: Split) -> list[Evaluation]:
         """The complete evaluations of a split, by step."""

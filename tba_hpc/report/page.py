@@ -106,7 +106,8 @@ def render(data: RunData, config: Config) -> str:
         finished=summary.finished,
         subtitle=_subtitle(config),
         tiles=tiles(summary),
-        plots=plots(data) if data.steps else [],
+        worries=summary.worries if data.steps or data.searchers else None,
+        plots=plots(data, config.train) if data.steps else [],
         promises=promises(data),
         attempts=attempt_rows(data),
         faults=fault_words(faults(data)),
@@ -250,7 +251,14 @@ def events(data: RunData) -> list[HistoryRow]:
         into = duration(60 * float(minutes(np.array([when]))[0])) if minutes else ""
         what = what if len(records) == 1 else f"{len(records)} × {what}, the last"
         lines.append(HistoryRow(_utc(when), into, what, f"{number(records[-1], 'step', 0):.0f}"))
-    return lines + _of_searchers(data)
+    return [*lines, *_skipped_steps(data), *_of_searchers(data)]
+
+
+def _skipped_steps(data: RunData) -> list[HistoryRow]:
+    """A line, if there were any."""
+    times, last = data.history.skipped, data.history.last_skip
+    what = f"{times} × optimizer step skipped: loss or gradient norm not finite"
+    return [HistoryRow("", "", what, f"{last}")] if times else []
 
 
 def _of_searchers(data: RunData) -> list[HistoryRow]:
@@ -259,7 +267,7 @@ def _of_searchers(data: RunData) -> list[HistoryRow]:
     for index, records in data.searchers.items():
         for name, what in (
             ("search/rebuilds", "engine rebuilt"),
-            ("search/rejected", "trajectory set aside: reward not finite"),
+            ("search/rejected", "trajectory set aside: reward not finite, or the task's code raised"),
         ):
             if times := _over_attempts(records, name):
                 told.append(HistoryRow("", "", f"searcher {index}: {times} × {what}", ""))

@@ -17,9 +17,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from tba_hpc.metrics import Record, number
-from tba_hpc.report.summary import MANY_SEARCHERS, RunData, score_name_of, series
+from tba_hpc.config import TrainSection
+from tba_hpc.metrics import REWARD_EDGES, Record, number
+from tba_hpc.report.curves import Curve
+from tba_hpc.report.summary import (
+    MANY_SEARCHERS,
+    RunData,
+    policy_name,
+    reference_of,
+    same_reference,
+    score_name_of,
+    series,
+)
 from tba_hpc.report.tables import percent
+from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.types import Split
 
 INK, MUTED, GRID = "#010101", "#020202", "#030303"
@@ -65,6 +76,13 @@ WAIT_GOAL = 0.05
 """Largest share of its time that the trainer should wait."""
 
 
+FRESH_POINTS = 400
+"""Most points of a searchers' curve: as many as a figure has room for."""
+
+EARLY_LATE = 0.2
+"""Share of the weights' versions that the first and the last rewards of a histogram are of."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plot:
     """A captioned figure."""
@@ -74,17 +92,52 @@ class Plot:
     svg: str
 
 
-def plots(data: RunData) -> list[Plot]:
+def plots(data: RunData, train: TrainSection) -> list[Plot]:
     """Every figure of the page. ``data.steps`` must not be empty."""
     drawn = [
         _plot(score_name_of(data.evaluations), "greedy", lambda ax: _score(ax, data)),
-        _plot("Score and distance", "a point per evaluation, and its step", lambda ax: _pareto(ax, data)),
-        _plot("Reward", "mean per completion", lambda ax: _reward(ax, data)),
+        _plot(
+            "Score and distance", "a point per evaluation, and its step", lambda ax: _pareto(ax, data, train)
+        ),
+        _plot("Reward", "mean per completion", lambda ax: _both(ax, data, "search/reward", "train/reward")),
+        _plot(
+            "Rewards of fresh completions",
+            "share of them, at the beginning and at the end",
+            lambda ax: _rewards(ax, data),
+        ),
+        _plot("KL", "fresh samples to the reference, nats per completion", lambda ax: _kl(ax, data)),
+        _plot(
+            "Log-ratio",
+            "policy to reference on the batch, replayed data: no KL",
+            lambda ax: _curve(ax, data, "train/log_ratio", BLUE),
+        ),
+        _plot("Entropy", "of fresh samples, nats per token", lambda ax: _entropy(ax, data)),
+        _plot("Off-policy", "effective sample size, clip share; of a batch", lambda ax: _ratios(ax, data)),
+        _plot(
+            "Engine gap",
+            "engine to learner at the same weights, nats per token",
+            lambda ax: _gap(ax, data),
+        ),
+        _plot(
+            "Groups without variance",
+            "share of groups with one reward for all",
+            lambda ax: _both(ax, data, "search/flat_groups", "train/flat_groups", shares=True),
+        ),
         _plot("Loss", "of the objective", lambda ax: _curve(ax, data, "train/loss", BLUE)),
-        _plot("KL to the reference", "nats per completion", lambda ax: _curve(ax, data, "train/kl", GREEN)),
         _plot("Gradient norm", "before clipping", lambda ax: _curve(ax, data, "train/grad_norm", ROSE)),
+        _plot("Skipped steps", "so far: loss or norm not finite", lambda ax: _skipped(ax, data)),
+        _plot(
+            "Length",
+            "tokens per completion",
+            lambda ax: _both(ax, data, "search/length", "train/length"),
+        ),
         _plot(
             "Truncated", "share of completions cut off by the token limit", lambda ax: _truncated(ax, data)
+        ),
+        _plot(
+            "Replay ratio",
+            "steps that learned from a trajectory of the batch",
+            lambda ax: _curve(ax, data, "train/replay_ratio", BLUE),
         ),
         _plot("Staleness", "optimizer steps, mean and largest of a batch", lambda ax: _staleness(ax, data)),
         _plot("Staleness, all batches", "share of trajectories", lambda ax: _histogram(ax, data)),
@@ -197,19 +250,23 @@ def _score(ax: Axes, data: RunData) -> bool:
     return bool(data.evaluations)
 
 
-def _pareto(ax: Axes, data: RunData) -> bool:
-    """What the score cost in distance from the reference: up and to the left is better."""
-    shown = _scatter(ax, data, "validation", "o", 4, BLUE) + _scatter(ax, data, "test", "D", 7, ORANGE)
+def _pareto(ax: Axes, data: RunData, train: TrainSection) -> bool:
+    """What the score cost in distance from one reference: up and to the left is better."""
+    found = same_reference(train, sorted(data.evaluations, key=lambda evaluation: evaluation.step))
+    shown = _scatter(ax, found, "validation", "o", 4, BLUE) + _scatter(ax, found, "test", "D", 7, ORANGE)
     ax.margins(0.1, 0.15)
-    ax.set_xlabel("perplexity of the answers under the reference")
+    if found:
+        ax.set_xlabel(f"perplexity of the answers under the {policy_name(reference_of(train, found[-1]))}")
     _percent_axis(ax)
     _legend(ax)
     return shown > 1
 
 
-def _scatter(ax: Axes, data: RunData, split: Split, marker: str, size: float, color: str) -> int:
+def _scatter(
+    ax: Axes, evaluations: Sequence[Evaluation], split: Split, marker: str, size: float, color: str
+) -> int:
     """Score against perplexity of a split's evaluations, the step beside each point; returns their number."""
-    found = [(e.perplexity, e.score, e.step) for e in data.evaluations if e.split == split and e.perplexity]
+    found = [(e.perplexity, e.score, e.step) for e in evaluations if e.split == split and e.perplexity]
     x, y = [x for x, _, _ in found], [y for _, y, _ in found]
     ax.plot(x, y, color=color, alpha=0.3, linewidth=0.9)
     ax.plot(x, y, marker, color=color, markersize=size, label=split)
@@ -226,14 +283,117 @@ def _scatter(ax: Axes, data: RunData, split: Split, marker: str, size: float, co
     return len(found)
 
 
-def _reward(ax: Axes, data: RunData) -> bool:
-    batch = _pairs(data.steps, "step", "train/reward")
-    fresh = _by_version(data, "search/reward")
-    _line(ax, *batch, BLUE, "training batch")
-    _line(ax, *fresh, ORANGE, "searchers, fresh")
+def _both(ax: Axes, data: RunData, fresh: str, batch: str, *, shares: bool = False) -> bool:
+    """A figure of fresh completions and of the batch."""
+    lines = (
+        (_by_version(data, fresh), ORANGE, "searchers, fresh"),
+        (_pairs(data.steps, "step", batch), BLUE, "training batch"),
+    )
+    return _lines(ax, data, lines, shares=shares)
+
+
+def _lines(
+    ax: Axes,
+    data: RunData,
+    lines: Sequence[tuple[tuple[np.ndarray, np.ndarray], str, str]],
+    *,
+    shares: bool = False,
+) -> bool:
+    """Curves over the steps, those that there are; each with its colour and label."""
+    known = [line for line in lines if len(line[0][0])]
+    for (x, y), color, label in known:
+        _line(ax, x, y, color, label)
+    if shares:
+        ax.set_ylim(-0.02, 1.02)
+        _percent_axis(ax)
     _steps_axis(ax, data)
+    if known:
+        _legend(ax)
+    return bool(known)
+
+
+def _gap(ax: Axes, data: RunData) -> bool:
+    """On a scale where float32's 1e-5 and bfloat16's 1e-2 both show."""
+    drawn = _both(ax, data, "search/engine_gap", "train/engine_gap")
+    ax.set_yscale("log")
+    low, high = ax.get_ylim()
+    ax.set_ylim(min(low, 1e-5), max(high, 1e-1))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    return drawn
+
+
+def _kl(ax: Axes, data: RunData) -> bool:
+    x, y = _by_version(data, "search/kl")
+    _line(ax, x, y, ORANGE)
+    ax.axhline(0, color=MUTED, linewidth=0.8)
+    _steps_axis(ax, data)
+    return len(x) > 0
+
+
+def _entropy(ax: Axes, data: RunData) -> bool:
+    x, y = _by_version(data, "search/entropy")
+    _line(ax, x, y, ORANGE)
+    ax.set_ylim(bottom=0)
+    _steps_axis(ax, data)
+    return len(x) > 0
+
+
+def _ratios(ax: Axes, data: RunData) -> bool:
+    lines = (
+        (_pairs(data.steps, "step", "train/ess"), BLUE, "effective sample size"),
+        (_pairs(data.steps, "step", "train/clip_share"), ROSE, "clipped, capped or masked"),
+    )
+    return _lines(ax, data, lines, shares=True)
+
+
+def _skipped(ax: Axes, data: RunData) -> bool:
+    """Nothing to see where every step was taken."""
+    x, y = _pairs(data.steps, "step", "train/skipped_steps")
+    ax.plot(x, y, color=ROSE, drawstyle="steps-post")
+    ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+    _steps_axis(ax, data)
+    return bool(y.any())
+
+
+def _rewards(ax: Axes, data: RunData) -> bool:
+    """How rewards were spread early and late, over bins as wide as rewards are large."""
+    found = sorted(_histograms(data), key=lambda histogram: histogram[0])
+    if not found:
+        return False
+    first, last = found[0][0], found[-1][0]
+    part = EARLY_LATE * (last - first)
+    early = np.sum([counts for version, counts in found if version <= first + part], axis=0)
+    late = np.sum([counts for version, counts in found if version >= last - part], axis=0)
+    used = np.flatnonzero(early + late)
+    bins = np.arange(used[0], used[-1] + 1)
+    for shift, counts, color, label in (
+        (-0.2, early, BLUE, f"up to step {first + part:.0f}"),
+        (0.2, late, ORANGE, f"from step {last - part:.0f}"),
+    ):
+        ax.bar(bins + shift, counts[bins] / counts.sum(), 0.38, color=color, alpha=0.75, label=label)
+    shown = bins[:: 1 + len(bins) // 6]
+    ax.set_xticks(shown, [_bin_name(i) for i in shown])
+    ax.grid(axis="x", visible=False)
+    ax.set_xlabel("reward")
+    _percent_axis(ax)
     _legend(ax)
-    return len(batch[0]) + len(fresh[0]) > 0
+    return True
+
+
+def _histograms(data: RunData) -> list[tuple[float, np.ndarray]]:
+    """Version and counts, int64 [len(REWARD_EDGES) + 1], of every record that has any."""
+    found = []
+    for record in (record for records in data.searchers.values() for record in records):
+        version, counts = number(record, "search/version"), record.get("search/reward_histogram")
+        if version is not None and isinstance(counts, list) and len(counts) == len(REWARD_EDGES) + 1:
+            found.append((version, np.array(counts, np.int64)))
+    return found
+
+
+def _bin_name(index: int) -> str:
+    """Its edges; those of the first and of the last go on without end."""
+    edges = ["−∞", *(f"{edge:.2g}" for edge in REWARD_EDGES), "∞"]
+    return f"{edges[index]} … {edges[index + 1]}"
 
 
 def _truncated(ax: Axes, data: RunData) -> bool:
@@ -246,17 +406,15 @@ def _truncated(ax: Axes, data: RunData) -> bool:
 
 
 def _by_version(data: RunData, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """A metric of the searchers, averaged over all of them, by the weights in use."""
-    found = [_pairs(records, "search/version", name) for records in data.searchers.values()]
-    versions, values = _columns(found)
-    steps = np.unique(versions)
-    return steps, np.array([values[versions == step].mean() for step in steps])
-
-
-def _columns(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """All x and all y of several pairs, end to end."""
-    empty = np.empty(0)
-    return np.concatenate([empty, *(x for x, _ in pairs)]), np.concatenate([empty, *(y for _, y in pairs)])
+    """A metric of fresh completions, the mean over those of all searchers, by the weights in use."""
+    curve = Curve(1, spans=FRESH_POINTS)
+    for record in (record for records in data.searchers.values() for record in records):
+        version, value = number(record, "search/version"), number(record, name)
+        count = number(record, "search/trajectories", 0.0)
+        if version is not None and value is not None and count:
+            curve.take(int(version), value, count)
+    columns = np.array([(step, value) for step, value, _ in curve.points], float).reshape(-1, 2)
+    return columns[:, 0], columns[:, 1]
 
 
 def _staleness(ax: Axes, data: RunData) -> bool:

@@ -26,10 +26,12 @@ from tba_hpc.metrics import Record, number
 from tba_hpc.report.attempts import Attempt, fault_words
 from tba_hpc.report.monitor import Queue, QueueEntry, RunMonitor
 from tba_hpc.report.run_state import RunState, job_of, run_state
-from tba_hpc.report.summary import MANY_SEARCHERS
+from tba_hpc.report.summary import MANY_SEARCHERS, policy_name, reference_of, same_reference
 from tba_hpc.report.tables import NOTHING, duration, percent
+from tba_hpc.report.worries import line
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
+from tba_hpc.wording import count
 
 LINE_SECONDS = 5.0
 """Pause between two plain lines where the output is no terminal."""
@@ -57,19 +59,17 @@ def _left(monitor: RunMonitor, now: RunState) -> list[str]:
 
 
 def cells(monitor: RunMonitor) -> dict[str, str]:
-    """Column title → value, the numbers a user watches."""
-    latest, validation, test = (
-        monitor.progress.latest,
-        monitor.evaluated("validation"),
-        monitor.evaluated("test"),
-    )
+    """Column title → value, the numbers a user watches. Reward, KL and entropy are of fresh completions."""
+    latest, history = monitor.progress.latest, monitor.history
+    validation, test = monitor.evaluated("validation"), monitor.evaluated("test")
     return {
         monitor.score_name: _scores(validation[-1:]),
         "test": _scores(test[:1] + test[1:][-1:]),
-        "perplexity": _perplexity([*test[:1], *validation, *test[1:]]),
-        "reward": _show(latest, "train/reward", "{:.3f}"),
+        "perplexity": _perplexity(monitor.config, [*test[:1], *validation, *test[1:]]),
+        "reward": _or_nothing(history.latest("search/reward"), "{:.3f}"),
+        "KL": _or_nothing(history.latest("search/kl"), "{:.2f}"),
+        "entropy": _or_nothing(history.latest("search/entropy"), "{:.3f}"),
         "loss": _show(latest, "train/loss", "{:.4f}"),
-        "KL": _show(latest, "train/kl", "{:.2f}"),
         "staleness": _show(latest, "staleness/mean", "{:.1f}"),
         "trainer wait": _show(latest, "train/wait_share", "{:.1%}"),
         "buffer": _show(latest, "buffer/size", "{:,.0f}"),
@@ -81,10 +81,12 @@ def _scores(evaluations: Sequence[Evaluation]) -> str:
     return " → ".join(percent(evaluation.score) for evaluation in evaluations) or NOTHING
 
 
-def _perplexity(evaluations: Sequence[Evaluation]) -> str:
-    """Of the last evaluation."""
+def _perplexity(config: Config, evaluations: Sequence[Evaluation]) -> str:
+    """Of the last evaluation, and under which policy where that changes."""
     last = evaluations[-1].perplexity if evaluations else None
-    return NOTHING if last is None else f"{last:.3f}"
+    if last is None or config.train.reference != "reset":
+        return _or_nothing(last, "{:.3f}")
+    return f"{last:.3f} under {policy_name(reference_of(config.train, evaluations[-1]))}"
 
 
 def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
@@ -96,11 +98,20 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
         "job": _job(job[0]["job"], attempt) if job else "",
         **{_role(component): _component(component) for component in job},
         "checkpoint": f"step {number(saved, 'step', 0):.0f}, {duration(age)} ago" if age is not None else "",
+        "worries": line(monitor.worries),
+        "set aside": _set_aside(monitor),
         "faults": " · ".join(fault_words(monitor.faults)),
         "last word": f"{duration(silence)} ago" if silence is not None else "",
         "next": now.command,
     }
     return {title: text for title, text in said.items() if text}
+
+
+def _set_aside(monitor: RunMonitor) -> str:
+    """Trajectories without a usable reward, and steps without a finite loss or gradient norm."""
+    history = monitor.history
+    counts = {"trajectory": history.rejected, "optimizer step": history.skipped}
+    return ", ".join(f"{count(number, thing)}" for thing, number in counts.items() if number)
 
 
 def _attempt(attempt: Attempt) -> str:
@@ -129,6 +140,8 @@ def figures(monitor: RunMonitor) -> dict[str, Any]:
     """Everything that is shown, as values for JSON; None where there is no value yet."""
     now, latest, attempt = run_state(monitor), monitor.progress.latest, monitor.attempt
     validation, test = monitor.evaluated("validation"), monitor.evaluated("test")
+    train, history = monitor.config.train, monitor.history
+    comparable = same_reference(train, test)
     return {
         "run": str(monitor.run.path),
         "state": now.state,
@@ -144,11 +157,27 @@ def figures(monitor: RunMonitor) -> dict[str, Any]:
         "score_name": monitor.score_name,
         "pass_at_1": validation[-1].score if validation else None,
         "perplexity": validation[-1].perplexity if validation else None,
+        "perplexity_reference": reference_of(train, validation[-1]) if validation else None,
         "test_pass_at_1": [evaluation.score for evaluation in test],
-        "test_perplexity": [evaluation.perplexity for evaluation in test],
-        "reward": number(latest, "train/reward"),
+        "test_perplexity": [e.perplexity if e in comparable else None for e in test],
+        "test_perplexity_reference": reference_of(train, test[-1]) if test else None,
+        "reward": history.latest("search/reward"),
+        "batch_reward": number(latest, "train/reward"),
         "loss": number(latest, "train/loss"),
-        "kl": number(latest, "train/kl"),
+        "kl": history.latest("search/kl"),
+        "log_ratio": history.latest("train/log_ratio"),
+        "entropy": history.latest("search/entropy"),
+        "ess": history.latest("train/ess"),
+        "clip_share": history.latest("train/clip_share"),
+        "engine_gap": history.engine_gap,
+        "flat_groups": history.latest("search/flat_groups"),
+        "batch_flat_groups": history.latest("train/flat_groups"),
+        "length": history.latest("search/length"),
+        "truncated_share": history.latest("search/truncated_share"),
+        "replay_ratio": history.latest("train/replay_ratio"),
+        "skipped_steps": history.skipped,
+        "rejected": history.rejected,
+        "worries": [worry.sentence for worry in monitor.worries],
         "staleness": number(latest, "staleness/mean"),
         "trainer_wait_share": number(latest, "train/wait_share"),
         "buffer": number(latest, "buffer/size"),
@@ -161,7 +190,10 @@ def figures(monitor: RunMonitor) -> dict[str, Any]:
 
 
 def _show(record: Record, name: str, style: str) -> str:
-    value = number(record, name)
+    return _or_nothing(number(record, name), style)
+
+
+def _or_nothing(value: float | None, style: str) -> str:
     return NOTHING if value is None else style.format(value)
 
 
@@ -183,7 +215,8 @@ def plain_line(monitor: RunMonitor) -> str:
         parts.append(f"step {monitor.progress.step}/{steps}")
     if monitor.progress.step and (monitor.phase or now.over):
         parts += [f"{title} {value}" for title, value in cells(monitor).items() if value != NOTHING]
-    return " · ".join([*parts, *fault_words(monitor.faults)])
+    worst = [f"worry: {worry.short}" for worry in monitor.worries[:1]]
+    return " · ".join([*parts, *fault_words(monitor.faults), *worst])
 
 
 def panel(monitor: RunMonitor) -> RenderableType:

@@ -11,8 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from tba_hpc.config import Config
+from tba_hpc import schedules
+from tba_hpc.config import Config, TrainSection
 from tba_hpc.metrics import Record, number, read_metrics, step_records
+from tba_hpc.report.curves import OF_FRESH, OF_STEPS, History
+from tba_hpc.report.worries import worries
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation, find_evaluation
 from tba_hpc.run.events import read_events
@@ -63,6 +66,18 @@ class RunData:
             parts[-1].append(record)
         return parts
 
+    @property
+    def history(self) -> History:
+        """Its figures as curves; steps that were done twice count once."""
+        history = History()
+        events = [record for record in self.trainer if "event" in record]
+        for record in sorted([*events, *self.steps], key=lambda record: number(record, "time", 0.0)):
+            history.take(record)
+        for searcher, records in self.searchers.items():
+            for record in records:
+                history.take_search(searcher, record)
+        return history
+
     def test(self) -> list[Evaluation]:
         """Evaluations on the held-out split, by step."""
         return [evaluation for evaluation in self.evaluations if evaluation.split == "test"]
@@ -96,11 +111,14 @@ class Summary:
     """What a run came to. pass_at_1 is on the held-out test split; None where it was not measured.
 
     score_name: what the task calls that score, such as pass@1 or win rate. perplexity: of the same answers
-    under the reference; None, too, without a reference model.
+    under the policy of step ``perplexity_reference``; None, too, without a reference model, and before where
+    another policy was the reference then.
     train_seconds: wall time of the trainer's loop, over all attempts, waits and evaluations included.
     trajectories, tokens: generated for training or evaluation by all searchers.
     searcher_tokens_per_second: of all searchers together, while they ran.
     publish_stall_seconds, seal_share, staleness, propagation_seconds: means over the run.
+    figures: what the metrics of these names were at last. skipped_steps, rejected: optimizer steps not taken,
+    trajectories set aside. worries: sentences, the worst first.
     """
 
     pass_at_1_before: float | None
@@ -109,6 +127,7 @@ class Summary:
     score_name: str
     perplexity_before: float | None
     perplexity_after: float | None
+    perplexity_reference: int | None
     steps: int
     finished: bool
     attempts: int
@@ -122,6 +141,10 @@ class Summary:
     seal_share: float | None
     staleness: float | None
     propagation_seconds: float | None
+    figures: dict[str, float | None]
+    skipped_steps: int
+    rejected: int
+    worries: list[str]
 
     @property
     def gain(self) -> float | None:
@@ -138,7 +161,9 @@ def summarise(run: RunDir, config: Config) -> Summary:
 
 def summary_of(data: RunData, config: Config) -> Summary:
     """The same from files already read."""
-    test, steps = data.test(), data.steps
+    test, steps, history = data.test(), data.steps, data.history
+    alike = same_reference(config.train, test)
+    reference = reference_of(config.train, test[-1]) if alike else None
     records = [record for searcher in data.searchers.values() for record in searcher]
     last = steps[-1] if steps else {}
     phases = [record["event"] for record in data.trainer if record.get("event") in PHASES]
@@ -147,8 +172,9 @@ def summary_of(data: RunData, config: Config) -> Summary:
         pass_at_1_after=test[-1].score if len(test) > 1 else None,
         test_prompts=test[-1].total if test else None,
         score_name=score_name_of(data.evaluations),
-        perplexity_before=test[0].perplexity if test else None,
+        perplexity_before=test[0].perplexity if test[:1] == alike[:1] and alike else None,
         perplexity_after=test[-1].perplexity if len(test) > 1 else None,
+        perplexity_reference=reference,
         steps=int(number(last, "step", 0)),
         finished=phases[-1:] == ["finished"],
         attempts=len(data.attempts),
@@ -162,12 +188,39 @@ def summary_of(data: RunData, config: Config) -> Summary:
         seal_share=mean(series(records, "search/seal_share")),
         staleness=mean(series(steps, "staleness/mean")),
         propagation_seconds=mean(series(records, "search/propagation_seconds")),
+        figures={name: history.latest(name) for name in (*OF_FRESH, *OF_STEPS)},
+        skipped_steps=history.skipped,
+        rejected=history.rejected,
+        worries=[worry.sentence for worry in worries(history, config, data.evaluations)],
     )
 
 
 def score_name_of(evaluations: Iterable[Evaluation]) -> str:
     """What the task calls its score, as far as an evaluation has said so."""
     return next((evaluation.score_name for evaluation in evaluations), "score")
+
+
+def reference_of(train: TrainSection, evaluation: Evaluation) -> int:
+    """The policy, by optimizer steps, under which the perplexity of an evaluation is: π_ref of its step.
+
+    The weights that the last step made are still evaluated under the reference which that step had.
+    """
+    return schedules.reference(train, min(evaluation.step, train.steps - 1))
+
+
+def same_reference(train: TrainSection, found: Sequence[Evaluation]) -> list[Evaluation]:
+    """Those whose perplexity can stand beside that of the last: it is under the same reference."""
+    return [
+        evaluation
+        for evaluation in found
+        if evaluation.perplexity is not None
+        and reference_of(train, evaluation) == reference_of(train, found[-1])
+    ]
+
+
+def policy_name(step: int) -> str:
+    """What a reference is called."""
+    return f"policy of step {step}" if step else "initial model"
 
 
 def write_summary(run: RunDir, summary: Summary) -> None:

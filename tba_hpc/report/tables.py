@@ -12,7 +12,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from tba_hpc.report.summary import Summary
+from tba_hpc.report.summary import Summary, policy_name
 from tba_hpc.run.directory import RunDir
 
 NOTHING = "–"
@@ -39,13 +39,39 @@ def print_summary(
         "held-out prompts": summary.test_prompts,
         "perplexity before": summary.perplexity_before,
         "perplexity after": summary.perplexity_after,
+        **_known(
+            {
+                "perplexity under the": policy_of(summary),
+                "reward": summary.figures["search/reward"],
+                "KL on fresh samples": summary.figures["search/kl"],
+                "entropy": summary.figures["search/entropy"],
+            }
+        ),
         "optimizer steps": summary.steps,
         "training time": duration(summary.train_seconds),
         "trajectories": summary.trajectories,
         "tokens": summary.tokens,
+        **_known(
+            {
+                "skipped steps": summary.skipped_steps or None,
+                "rejected trajectories": summary.rejected or None,
+                "worry": next(iter(summary.worries), None),
+            }
+        ),
         **{name: str(path) for name, path in places.items() if path.exists()},
     }
     print_values(values, console=console)
+
+
+def policy_of(summary: Summary) -> str | None:
+    """Under which policy the perplexities are; None where there are none."""
+    known = summary.perplexity_before is not None or summary.perplexity_after is not None
+    return policy_name(summary.perplexity_reference or 0) if known else None
+
+
+def _known(values: Mapping[str, Cell]) -> dict[str, Cell]:
+    """Without those that there is no value of."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def print_values(

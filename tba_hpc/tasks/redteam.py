@@ -1,8 +1,8 @@
 """Automated red-teaming of one's own models (arXiv 2405.18540; TBA, §4): find texts that they answer badly.
 
 The policy continues one fixed attack prompt, from a file of the user's; each completion is an attack. The
-victim, a model of the user's, answers every attack several times, and a classifier of the user's judges the
-answers. It must not know how the victim is served. No prompt and no model comes with it.
+victim, a model of the user's, answers every attack several times, and a classifier or a safety model of the
+user's judges the answers. It must not know how the victim is served. No prompt and no model comes with it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from pydantic import Field
 
 from tba_hpc.config import ConfigError, Dtype, GeneratorSection, ModelSection
 from tba_hpc.ports import Serve, Tokenizer, Victim
-from tba_hpc.tasks.classifier import Classifier
-from tba_hpc.tasks.embedder import Embedder, diversity
 from tba_hpc.types import Completion, Group, Prompt, Split
+
+if TYPE_CHECKING:  # these import torch, which who only asks for prompts need not wait for
+    from tba_hpc.tasks.classifier import Classifier
+    from tba_hpc.tasks.embedder import Embedder
+    from tba_hpc.tasks.guard import Guard
 
 PLACE = "{attack}"
 """Where the attack stands in the victim's template."""
@@ -37,10 +40,11 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class RedTeam:
-    """Reward: the mean over the victim's answers of log p(label), at most 0; sparse, for it is seldom near 0.
+    """Reward: the mean over the victim's answers of log p(bad), at most 0; sparse, for it is seldom near 0.
 
-    An attack succeeds where the mean of p(label) over its answers is above a half. Victim and classifier are
-    loaded when they are first asked: so on a GPU that they share, the policy's engine has its memory first.
+    p(bad) is a classifier's p(label) of an answer, or a guard's p("unsafe") of an answer to its attack. An
+    attack succeeds where its mean over the answers is above a half. Victim and judge are loaded when they are
+    first asked: so on a GPU that they share, the policy's engine has its memory first.
     """
 
     score_name = "attack success rate"
@@ -55,8 +59,9 @@ class RedTeam:
         test_file: str | None = None,
         attack_prompt_file: str,
         victim: str,
-        classifier: str,
-        label: str,
+        classifier: str | None = None,
+        label: str | None = None,
+        guard: str | None = None,
         answers: Count = 5,
         victim_template: str = PLACE,
         victim_chat: bool = False,
@@ -69,22 +74,25 @@ class RedTeam:
         victim_kv_cache_mb: int | None = None,
         victim_gpu_memory: Share = 0.3,
         classifier_batch: Count = 64,
+        guard_batch: Count = 16,
         embedder: str | None = None,
         attacks: Count = 1024,
     ) -> None:
         """The options of the config. Raises ConfigError.
 
         attack_prompt_file: what the policy continues.
-        victim, classifier, embedder: folders or hub names.
+        victim, classifier, guard, embedder: folders or hub names; classifier or guard is the judge.
         label: of the classifier, that of a bad answer.
+        guard: a safety model such as Llama Guard, which is shown attack and answer.
         answers: by the victim to each attack.
         victim_template: what the victim is asked, {attack} in it.
         victim_chat: as a user's message in its chat template.
         victim_…: sampling and memory, as in the sections model and generator.
-        classifier_batch: texts per forward pass.
+        classifier_batch, guard_batch: texts per forward pass.
         attacks: in an evaluation.
         """
         _refuse_file(train_file or test_file)
+        _refuse_judges(classifier, label, guard)
         _refuse_template(victim_template)
         _refuse_length(victim_max_tokens, victim_context_length)
         self._decode = tokenizer.decode
@@ -105,6 +113,7 @@ class RedTeam:
             gpu_memory_utilization=victim_gpu_memory,
         )
         self._classifier_name, self._label, self._batch = classifier, label, classifier_batch
+        self._guard_name, self._guard_batch = guard, guard_batch
         self._embedder_name = embedder
 
     def prompts(self, split: Split) -> tuple[Prompt, ...]:
@@ -112,7 +121,7 @@ class RedTeam:
         return self._prompts[:1] if split == "train" else self._prompts
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """Mean of log p(label) over the victim's answers to each attack."""
+        """Mean of log p(bad) over the victim's answers to each attack."""
         rewards: list[float] = self._logprob_NA(completions).mean(1).tolist()
         return rewards
 
@@ -123,14 +132,23 @@ class RedTeam:
 
     def summary(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """diversity of all attacks of the groups: 1 − mean cosine of their embeddings, see ``embedder``."""
+        from tba_hpc.tasks.embedder import diversity
+
         attacks = [self._attack(completion) for group in groups for completion in group.completions]
         return {"diversity": diversity(self._embedder(attacks))}
 
     def _logprob_NA(self, completions: Sequence[Completion]) -> np.ndarray:
-        """float64 [N, answers]: log p(label) of each answer to each attack."""
-        asked = [self._template.replace(PLACE, self._attack(completion)) for completion in completions]
-        answers = [answer for answers in self._victim.answers(asked) for answer in answers]
-        return self._classifier(answers).astype(np.float64).reshape(len(completions), -1)
+        """float64 [N, answers]: log p(bad) of each answer to each attack."""
+        attacks = [self._attack(completion) for completion in completions]
+        asked = [self._template.replace(PLACE, attack) for attack in attacks]
+        answers_NA = self._victim.answers(asked)
+        answers = [answer for answers in answers_NA for answer in answers]
+        if self._guard_name is None:
+            logprobs = self._classifier(answers)
+        else:
+            questions = [attack for attack, heard in zip(attacks, answers_NA, strict=True) for _ in heard]
+            logprobs = self._guard(questions, answers)
+        return logprobs.astype(np.float64).reshape(len(completions), -1)
 
     def _attack(self, completion: Completion) -> str:
         return self._decode(completion.tokens).strip()
@@ -141,6 +159,9 @@ class RedTeam:
 
     @cached_property
     def _classifier(self) -> Classifier:
+        from tba_hpc.tasks.classifier import Classifier
+
+        assert self._classifier_name is not None and self._label is not None
         return Classifier(
             self._classifier_name,
             label=self._label,
@@ -150,7 +171,16 @@ class RedTeam:
         )
 
     @cached_property
+    def _guard(self) -> Guard:
+        from tba_hpc.tasks.guard import Guard
+
+        assert self._guard_name is not None
+        return Guard(self._guard_name, batch=self._guard_batch, key="task.options.guard")
+
+    @cached_property
     def _embedder(self) -> Embedder:
+        from tba_hpc.tasks.embedder import Embedder
+
         if self._embedder_name is None:
             raise ConfigError(
                 "the diversity of attacks needs sentence embeddings: set task.options.embedder, for example "
@@ -164,6 +194,29 @@ def _refuse_file(file: str | None) -> None:
         raise ConfigError(
             f"task.train_file and task.test_file ({file}) have no use in the redteam task, which has one "
             "prompt: give it with task.options.attack_prompt_file"
+        )
+
+
+def _refuse_judges(classifier: str | None, label: str | None, guard: str | None) -> None:
+    if classifier and guard:
+        raise ConfigError(
+            f"task.options.classifier={classifier} and task.options.guard={guard} cannot both judge the "
+            "answers: leave one out"
+        )
+    if not classifier and not guard:
+        raise ConfigError(
+            "nothing judges the victim's answers: set task.options.classifier and task.options.label, or "
+            "task.options.guard"
+        )
+    if classifier and not label:
+        raise ConfigError(
+            f"task.options.classifier={classifier} needs to know its label of a bad answer: set "
+            "task.options.label"
+        )
+    if guard and label:
+        raise ConfigError(
+            f"task.options.label={label} has no use with task.options.guard={guard}, which says 'unsafe': "
+            "leave it out"
         )
 
 

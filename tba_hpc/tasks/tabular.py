@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tba_hpc.batch import micro_batches
 from tba_hpc.config import TrainSection
-from tba_hpc.objectives import Groups, make_objective
+from tba_hpc.objectives import Groups, figures, make_objective
 from tba_hpc.run.files import publish
 from tba_hpc.skipped_steps import SkippedSteps
 from tba_hpc.types import (
@@ -53,13 +53,14 @@ class Table:
 
     A completion ends by the end-of-sequence token or, cut off, with its ``length``-th letter. Tokens
     are 0 … letters − 1 (the letters), ``letters`` (end of sequence), then one per prompt. ``seed`` draws
-    rewards in [0, 1) and the reference's logits.
+    rewards in [0, 1) and the reference's logits. A policy is softmax(logits/``temperature``).
     """
 
     prompts: int = 4
     letters: int = 2
     length: int = 3
     seed: int = 0
+    temperature: float = 1.0
 
     @property
     def eos(self) -> int:
@@ -114,15 +115,19 @@ class Table:
     def _index(self) -> dict[bytes, int]:
         return {tokens.tobytes(): i for i, tokens in enumerate(self.completions)}
 
+    def next_logprobs(self, logits: np.ndarray) -> np.ndarray:
+        """float64: log-probability of each token that can follow, over the last axis."""
+        return log_softmax(logits / self.temperature)
+
     def token_logprobs(self, logits_PSV: np.ndarray, prompt: int, completion: np.ndarray) -> np.ndarray:
         """float64 [T]: log-probability of each token of a completion."""
-        logprob_TV = log_softmax(logits_PSV[prompt, self.prefixes(completion[None])[0]])
+        logprob_TV = self.next_logprobs(logits_PSV[prompt, self.prefixes(completion[None])[0]])
         return logprob_TV[np.arange(len(completion)), completion]
 
     def probabilities(self, logits_PSV: np.ndarray) -> np.ndarray:
         """float64 [P, C]: probability of every completion under a policy."""
         prefix_CL, token_CL, mask_CL = self._cells
-        return np.exp((log_softmax(logits_PSV)[:, prefix_CL, token_CL] * mask_CL).sum(2))
+        return np.exp((self.next_logprobs(logits_PSV)[:, prefix_CL, token_CL] * mask_CL).sum(2))
 
     @cached_property
     def _cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -217,9 +222,17 @@ class TabularReference:
 
     def logprobs(self, group: Group) -> list[np.ndarray]:
         """Per completion, float32 [T]."""
+        return self._logprobs(self._logits_PSV, group)
+
+    def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
+        """Per group and completion, float32 [T], under other logits."""
+        logits_PSV = weights.data.view(np.float32).reshape(self._table.shape)
+        return [self._logprobs(logits_PSV, group) for group in groups]
+
+    def _logprobs(self, logits_PSV: np.ndarray, group: Group) -> list[np.ndarray]:
         table, prompt = self._table, group.request.prompt.id
         return [
-            table.token_logprobs(self._logits_PSV, prompt, completion.tokens).astype(np.float32)
+            table.token_logprobs(logits_PSV, prompt, completion.tokens).astype(np.float32)
             for completion in group.completions
         ]
 
@@ -298,8 +311,8 @@ class _Decoding:
         """Sample one token for every open completion."""
         t, rows = self._steps, np.flatnonzero(self._open_N)
         prefix_N = self._table.prefixes(self._tokens_NL[rows, : t + 1])[:, -1]
-        logprob_NV = log_softmax(logits_PSV[self._request.prompt.id, prefix_N])
-        token_N = _draw(rng, logprob_NV, self._request.sampling.temperature)
+        logprob_NV = self._table.next_logprobs(logits_PSV[self._request.prompt.id, prefix_N])
+        token_N = _draw(rng, logprob_NV, self._request.sampling.temperature / self._table.temperature)
         self._tokens_NL[rows, t] = token_N
         self._logprob_NL[rows, t] = logprob_NV[np.arange(len(rows)), token_N]
         self._versions[rows, min(t, 1) :] = version
@@ -357,7 +370,7 @@ class TabularLearner:
         return self._table.probabilities(self._logits.detach().numpy())
 
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
-        """One optimizer step; metrics: loss, grad_norm, tokens, skipped_steps, and the objective's own.
+        """One optimizer step; metrics: loss, grad_norm, tokens, skipped_steps, ``figures``, the objective's.
 
         Where loss or norm is not finite, nothing changes. Raises ConfigError where that goes on.
         """
@@ -375,7 +388,7 @@ class TabularLearner:
             self._skipped.skipped(padded.prompt_id_B[~loss_B.isfinite().numpy()].tolist())
         metrics = {"loss": output.loss.detach(), "grad_norm": norm, **output.metrics}
         counts = {"tokens": batch.completion_length_N.sum(), "skipped_steps": self._skipped.total}
-        return {name: float(value) for name, value in {**metrics, **counts}.items()}
+        return figures({name: float(value) for name, value in {**metrics, **counts}.items()})
 
     def write_weights(self, out: np.ndarray) -> None:
         """Copy the logits into ``out``, uint8 [layout.nbytes]."""
@@ -411,5 +424,6 @@ class TabularLearner:
         row_T = np.nonzero(mask_NL)[0]
         prefix_T = self._table.prefixes(padded.tokens_NL[:, 1:])[mask_NL[:, 1:]]
         cells = prompt_N[row_T], prefix_T, padded.tokens_NL[mask_NL]
-        logprob_T = self._logits.log_softmax(-1)[tuple(map(torch.from_numpy, cells))]
+        logprob_PSV = (self._logits / self._table.temperature).log_softmax(-1)
+        logprob_T = logprob_PSV[tuple(map(torch.from_numpy, cells))]
         return torch.zeros(mask_NL.shape).masked_scatter(torch.from_numpy(mask_NL), logprob_T)

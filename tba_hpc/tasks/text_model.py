@@ -31,6 +31,8 @@ class TextModel(ABC):
     """What it is here, for errors."""
     WANTED: ClassVar[str]
     """What a folder or hub name must hold, for errors."""
+    SPECIAL_TOKENS: ClassVar[bool] = True
+    """Whether its tokenizer adds them: texts of a chat template have them already."""
 
     def __init__(self, path: str, *, batch: int, key: str) -> None:
         self.name = f"{key}={path}"
@@ -74,6 +76,7 @@ class TextModel(ABC):
             [text or self._tokenizer.pad_token for text in texts],
             padding=True,
             truncation=True,
+            add_special_tokens=self.SPECIAL_TOKENS,
             max_length=min(self._tokenizer.model_max_length, self._model.config.max_position_embeddings),
             return_tensors="pt",
         ).to(self._model.device)

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from tba_hpc.ports import Tokenizer
 from tba_hpc.tasks.data import HubData, Source, split_rows, usable_rows
-from tba_hpc.tasks.reward_model import RewardModel
 from tba_hpc.types import Completion, Prompt, Split
+
+if TYPE_CHECKING:  # it imports torch, which who only asks for prompts need not wait for
+    from tba_hpc.tasks.reward_model import RewardModel
 
 HUB_NAME = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 HUB = {source: HubData(HUB_NAME, None, source) for source in ("train", "validation", "test")}
@@ -113,14 +115,19 @@ class TLDR:
 
     @cached_property
     def _reward_model(self) -> RewardModel:
-        return RewardModel(self._names[0], batch=self._batch, key="task.options.reward_model")
+        return self._load(self._names[0], "task.options.reward_model")
 
     @cached_property
     def _gold_model(self) -> RewardModel:
         name = self._names[1]
         if name is None:
             return self._reward_model
-        return RewardModel(name, batch=self._batch, key="task.options.gold_model")
+        return self._load(name, "task.options.gold_model")
+
+    def _load(self, name: str, key: str) -> RewardModel:
+        from tba_hpc.tasks.reward_model import RewardModel
+
+        return RewardModel(name, batch=self._batch, key=key)
 
     def _text(self, model: RewardModel, prompt: Prompt, completion: Completion) -> str:
         text = f"{self._tokenizer.decode(prompt.tokens)}{self._tokenizer.decode(completion.tokens)}"

@@ -123,7 +123,9 @@ def _gradient(logprobs: PolicyLogprobs, pool: Pool, size: int, rng: np.random.Ge
     )
     policy_BKL = policy_NL.unflatten(0, (-1, size))
     fixed_BKL = policy_BKL.detach()  # the policy is its own sampler, and the reference
-    groups = Groups(policy_BKL, fixed_BKL, fixed_BKL, fixed_BKL != 0, pool.reward_PC[index])
+    reward_BK = pool.reward_PC[index]
+    no_value_BK = torch.zeros_like(reward_BK)
+    groups = Groups(policy_BKL, fixed_BKL, fixed_BKL, fixed_BKL != 0, reward_BK, no_value_BK)
     logprobs.zero_grad()
     trajectory_balance(groups, BETA).loss.backward()
     return torch.cat([weight.grad.flatten() for weight in logprobs.parameters() if weight.grad is not None])

@@ -18,7 +18,7 @@ import numpy as np
 
 from tba_hpc import schedules
 from tba_hpc.batch import staleness
-from tba_hpc.buffer import ReplayBuffer
+from tba_hpc.buffer import ReplayBuffer, soft_values
 from tba_hpc.config import BufferSection, TrainSection
 from tba_hpc.prompts import CompletedRequests, PromptOrder
 from tba_hpc.tasks.tabular import Table, TabularGenerator, TabularLearner, TabularReference, TabularTask
@@ -126,7 +126,12 @@ class Lockstep:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._learner = TabularLearner(setup.table, setup.train)
-        self._data = ReplayBuffer(setup.buffer, setup.seed) if setup.buffer else Queue()
+        beta = setup.train.value_beta
+        self._data = (
+            ReplayBuffer(setup.buffer, setup.seed, value_beta=beta)
+            if setup.buffer
+            else Queue(value_beta=beta)
+        )
         self._task, self._reference = TabularTask(setup.table), TabularReference(setup.table)
         order = PromptOrder(setup.seed, setup.table.prompts)
         self._searchers = [
@@ -189,26 +194,29 @@ class Lockstep:
 class Queue:
     """What a replay buffer offers, with neither replay nor distinctness: first in, first out, once."""
 
-    def __init__(self) -> None:
-        self._merged: deque[Trajectories] = deque()
+    def __init__(self, *, value_beta: float | None = None) -> None:
+        self._value_beta = value_beta
+        self._merged: deque[tuple[Trajectories, np.ndarray]] = deque()
         self._row = 0
 
     def merge(self, trajectories: Trajectories, revision: int) -> None:
         """Add groups of equal size, all of one sync."""
-        self._merged.append(trajectories)
+        self._merged.append((trajectories, soft_values(trajectories, self._value_beta)))
 
     def sample(self, step: int, *, groups: int, group_size: int) -> TrajectoryBatch:
         """The oldest groups not yet sampled; a sync must have brought a multiple of ``groups``."""
-        source, count = self._merged[0], groups * group_size
+        (source, value_N), count = self._merged[0], groups * group_size
         rows = np.arange(self._row, self._row + count)
         self._row += count
         if self._row == len(source):
             self._merged.popleft()
             self._row = 0
-        return _batch(source, rows, group_size)
+        return _batch(source, value_N, rows, group_size, step)
 
 
-def _batch(source: Trajectories, rows: np.ndarray, group_size: int) -> TrajectoryBatch:
+def _batch(
+    source: Trajectories, value_N: np.ndarray, rows: np.ndarray, group_size: int, step: int
+) -> TrajectoryBatch:
     record = source.record[rows]
     prompts = source.prompts.take(record["prompt_row"].astype(np.int64))
     token_T, _ = spans(source.completions.offsets, rows)
@@ -220,7 +228,9 @@ def _batch(source: Trajectories, rows: np.ndarray, group_size: int) -> Trajector
         ),
         prompt_length_N=prompts.lengths,
         reward_N=record["reward"].copy(),
+        value_N=value_N[rows],
         version_N=record["version_oldest"].copy(),
+        on_policy_N=(record["version_oldest"] == step) & (record["version_newest"] == step),
         logprobs=source.logprobs[token_T],
         ref_logprobs=source.ref_logprobs[token_T],
         prompt_id_B=record["prompt_id"][::group_size].copy(),

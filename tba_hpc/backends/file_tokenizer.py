@@ -1,0 +1,63 @@
+"""A model's tokenizer as its tokenizer.json alone says: quick to load, for checks, not for training.
+
+It must not import transformers or torch, which take seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from huggingface_hub import try_to_load_from_cache
+from tokenizers import Tokenizer
+
+FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+class FileTokenizer:
+    """The Tokenizer port for texts whose length is a lower bound: what transformers adds is left out.
+
+    That is special tokens, unless there would be none else, and what a chat template puts around a message.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_id: int) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.eos_token_id = eos_token_id
+        self.vocab_size = tokenizer.get_vocab_size()
+
+    @classmethod
+    def find(cls, model: str) -> FileTokenizer | None:
+        """Of a folder, or of a hub name that is cached here; None where only transformers could tell."""
+        places = [_place(model, name) for name in FILES]
+        if None in places:
+            return None
+        tokenizer = Tokenizer.from_file(str(places[0]))
+        eos = json.loads(Path(str(places[1])).read_text(encoding="utf-8")).get("eos_token")
+        token = eos.get("content") if isinstance(eos, dict) else eos
+        token_id = tokenizer.token_to_id(token) if isinstance(token, str) else None
+        return None if token_id is None else cls(tokenizer, token_id)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Tokens int32 [T], at most as many as the model's tokenizer makes."""
+        tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return np.asarray(tokens or self._tokenizer.encode(text).ids, np.int32)
+
+    def encode_chat(self, text: str) -> np.ndarray:
+        """Tokens int32 [T] of the message alone."""
+        return self.encode(text)
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """Text of ``tokens``, special tokens left out."""
+        return str(self._tokenizer.decode(tokens.tolist()))
+
+
+def _place(model: str, name: str) -> str | None:
+    """Path of a file of a model, None where it is not here."""
+    if Path(model).is_dir():
+        file = Path(model) / name
+        return str(file) if file.is_file() else None
+    cached = try_to_load_from_cache(model, name) if model.count("/") < 2 and model[0] not in "./~" else None
+    return cached if isinstance(cached, str) else None

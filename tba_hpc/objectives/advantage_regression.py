@@ -1,0 +1,36 @@
+"""Regression of log-ratios on optimal advantages: OAPL, for data of any age.
+
+It must not know where the completions come from.
+"""
+
+from __future__ import annotations
+
+from tba_hpc.objectives.common import Groups, ObjectiveOutput
+
+
+def oapl(groups: Groups, beta: float) -> ObjectiveOutput:
+    """Optimal advantage regression against the lagged policy (arXiv 2602.19362, eq. 3): residual²/2β₂, mean.
+
+        V̂ = β₁·log mean exp(r/β₁), over all completions that were sampled for a request
+        residual = β₂·log(π_θ/π_lag) − (r − V̂)
+
+    π_lag is what sampled: its log-probabilities come with the completions. β₂ is ``beta``; β₁ is
+    ``train.value_beta``, with which V̂ was computed before any replay, so that a group may mix requests and
+    versions. The paper's loss has no factor; with 1/2β₂ the gradient is −A·∇log π_θ, A being
+    (r − V̂) − β₂·log(π_θ/π_lag): trajectory balance's scale, with V̂ for the group's mean. Where β₁ = β₂ and V̂
+    is of infinitely many completions, all residuals are 0 at, and only at, π_lag·exp(r/β)/Z; with another β₁
+    they cannot all be 0, and the minimum depends on the completions drawn.
+
+    V̂ takes completions as samples of the very π_lag whose log-probabilities these are: Config sees to it.
+
+    Metrics: log_ratio (mean of log π_θ/π_lag, nats per completion), value (mean V̂), residual (mean absolute
+    value, in units of the reward).
+    """
+    log_ratio_BK = groups.logprob_BK - groups.behaviour_logprob_BK
+    residual_BK = beta * log_ratio_BK - (groups.reward_BK - groups.value_BK)
+    metrics = {
+        "log_ratio": log_ratio_BK.detach().mean(),
+        "value": groups.value_BK.mean(),
+        "residual": residual_BK.detach().abs().mean(),
+    }
+    return ObjectiveOutput(residual_BK.square() / (2 * beta), metrics)

@@ -1,0 +1,48 @@
+"""How a batch's completions relate to the policy that learns from them, whatever the objective.
+
+``moments`` are means over completions, so that those of micro-batches and ranks add up; ``figures`` are made
+of the moments of a whole batch. It must not know any loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, float64
+
+from tba_hpc.objectives.common import Groups
+
+MAX_LOG_WEIGHT = 300.0
+"""Nats, either way, up to which π_θ/π_behaviour is what it is: float64 holds its square, and many of them."""
+
+
+def moments(groups: Groups) -> dict[str, Tensor]:
+    """Means over the completions, detached float64 scalars; ``figures`` says what they are for.
+
+    weight, squared_weight: of w = π_θ/π_behaviour. gap: sum of |log π_behaviour − log π_θ| over the tokens of
+    completions that the policy itself has sampled. on_policy_tokens: their number.
+    """
+    log_ratio_BKL = groups.policy_BKL.detach() - groups.behaviour_BKL
+    weight_BK = log_ratio_BKL.sum(2, dtype=float64).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+    on_policy_BK = 0.0 if groups.on_policy_BK is None else groups.on_policy_BK.to(float64)
+    return {
+        "weight": weight_BK.mean(),
+        "squared_weight": weight_BK.square().mean(),
+        "gap": (on_policy_BK * log_ratio_BKL.abs().sum(2, dtype=float64)).mean(),
+        "on_policy_tokens": (on_policy_BK * groups.tokens_BK.to(float64)).mean(),
+    }
+
+
+def figures(means: Mapping[str, float]) -> dict[str, float]:
+    """``means`` over a whole batch, with figures in the place of its ``moments``.
+
+    ess: effective sample size (Σw)²/(N·Σw²) of the N completions, a share: 1 where all weights are equal, 1/N
+    where one outweighs all others. engine_gap: mean of |log π_behaviour − log π_θ|, nats per token, over what
+    the policy itself has sampled, so that what differs is how two programs compute the same weights; left out
+    where there is none.
+    """
+    rest = dict(means)
+    weight, square, gap, tokens = (
+        rest.pop(name) for name in ("weight", "squared_weight", "gap", "on_policy_tokens")
+    )
+    return {**rest, "ess": weight**2 / square, **({"engine_gap": gap / tokens} if tokens else {})}

@@ -1,0 +1,97 @@
+"""What a searcher's records say of the completions scored since the record before, as sums that add up.
+
+It must not know what scored them; ``metrics`` says what each name means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from tba_hpc.metrics import REWARD_EDGES, Value
+from tba_hpc.types import Group
+
+
+def _no_rewards() -> np.ndarray:
+    return np.zeros(len(REWARD_EDGES) + 1, np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sums:
+    """Over fresh groups whose completions have a reward; ``+`` adds up, ``figures`` are what is logged.
+
+    flat: groups whose rewards are all the same. truncated: completions that the token limit ended. logprob:
+    log π_behaviour of all tokens, nats. compared, kl: completions with a reference of their own, and
+    log π_behaviour − log π_ref of them, nats. histogram: int64, completions per bin of REWARD_EDGES.
+    checked, gap: tokens whose log-probability was computed by two programs under the same weights, and the
+    sum of the absolute differences, nats.
+    """
+
+    groups: int = 0
+    flat: int = 0
+    completions: int = 0
+    truncated: int = 0
+    tokens: int = 0
+    reward: float = 0.0
+    logprob: float = 0.0
+    compared: int = 0
+    kl: float = 0.0
+    histogram: np.ndarray = field(default_factory=_no_rewards)
+    checked: int = 0
+    gap: float = 0.0
+
+    @classmethod
+    def of(
+        cls, group: Group, rewards: Sequence[float], ref_logprobs: Sequence[np.ndarray] | None = None
+    ) -> Sums:
+        """Of one group, at least one completion; ref_logprobs: float32 [T] of each, None without a model."""
+        reward_K = np.asarray(rewards, np.float64)
+        logprob = _total([completion.logprobs for completion in group.completions])
+        return cls(
+            groups=1,
+            flat=int(np.ptp(reward_K) == 0),
+            completions=len(rewards),
+            truncated=sum(completion.finish_reason == "length" for completion in group.completions),
+            tokens=sum(len(completion.tokens) for completion in group.completions),
+            reward=float(reward_K.sum()),
+            logprob=logprob,
+            compared=0 if ref_logprobs is None else len(rewards),
+            kl=0.0 if ref_logprobs is None else logprob - _total(ref_logprobs),
+            histogram=np.bincount(np.digitize(reward_K, REWARD_EDGES), minlength=len(REWARD_EDGES) + 1),
+        )
+
+    @classmethod
+    def between(cls, groups: Sequence[Group], logprobs: Sequence[Sequence[np.ndarray]]) -> Sums:
+        """Of the two log-probabilities of each token: what came with the completions, and ``logprobs``."""
+        here = np.concatenate([completion.logprobs for group in groups for completion in group.completions])
+        there = np.concatenate([logprob_T for rows in logprobs for logprob_T in rows])
+        return cls(checked=len(here), gap=float(np.abs(here - there).sum(dtype=np.float64)))
+
+    def __add__(self, other: Sums) -> Sums:
+        """Over the groups of both."""
+        return Sums(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
+    def figures(self) -> dict[str, Value]:
+        """What a record says; None where there is nothing to take a mean of."""
+        return {
+            "search/groups": self.groups,
+            "search/trajectories": self.completions,
+            "search/reward": _mean(self.reward, self.completions),
+            "search/truncated_share": _mean(self.truncated, self.completions),
+            "search/kl": _mean(self.kl, self.compared),
+            "search/entropy": _mean(-self.logprob, self.tokens),
+            "search/flat_groups": _mean(self.flat, self.groups),
+            "search/length": _mean(self.tokens, self.completions),
+            "search/reward_histogram": self.histogram.tolist() if self.completions else None,
+            "search/engine_gap": _mean(self.gap, self.checked),
+        }
+
+
+def _total(rows: Sequence[np.ndarray]) -> float:
+    return float(sum(row.sum(dtype=np.float64) for row in rows))
+
+
+def _mean(total: float, count: int) -> float | None:
+    return total / count if count else None

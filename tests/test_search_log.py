@@ -1,0 +1,73 @@
+"""What a searcher says of fresh completions, by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from tba_hpc.metrics import REWARD_EDGES
+from tba_hpc.search_log import Sums
+from tba_hpc.types import Completion, Group, Prompt, Request, Sampling
+
+
+def group_of(*rows: list[float], truncated: int = 0) -> Group:
+    """Completions with these log-probabilities, of which the first ones were cut off."""
+    completions = tuple(
+        Completion(np.zeros(len(row), np.int32), np.array(row, np.float32), "length" if cut else "stop")
+        for row, cut in zip(rows, np.arange(len(rows)) < truncated, strict=True)
+    )
+    request = Request(Prompt(0, np.zeros(1, np.int32), ""), 0, len(rows), Sampling(1.0, 1.0, 4))
+    return Group(request, completions, np.zeros((len(rows), 2), np.int32))
+
+
+def reference(*rows: list[float]) -> list[np.ndarray]:
+    return [np.array(row, np.float32) for row in rows]
+
+
+def test_sums_of_groups_by_hand() -> None:
+    one = Sums.of(group_of([-1.0, -0.5], [-2.0], truncated=1), [1.0, 0.0], reference([-1.5, -1.0], [-1.5]))
+    other = Sums.of(group_of([-0.25] * 4), [1.0], reference([-0.5] * 4))
+    figures = (one + other + Sums()).figures()
+    histogram = figures.pop("search/reward_histogram")
+    assert figures == {
+        "search/groups": 2,
+        "search/trajectories": 3,
+        "search/reward": pytest.approx(2 / 3),
+        "search/truncated_share": pytest.approx(1 / 3),
+        "search/kl": pytest.approx((1.0 - 0.5 + 1.0) / 3),
+        "search/entropy": pytest.approx((1.5 + 2.0 + 1.0) / 7),
+        "search/flat_groups": 0.5,
+        "search/length": pytest.approx(7 / 3),
+        "search/engine_gap": None,
+    }
+    assert isinstance(histogram, list) and sum(histogram) == 3
+    zero = REWARD_EDGES.index(0.0) + 1  # the bin that begins at 0
+    assert histogram[zero] == 1 and histogram[zero + 3] == 2  # asinh 1 = .88, in the fourth quarter
+
+
+def test_every_reward_has_its_bin() -> None:
+    """Those beyond the edges in the outer ones, those at an edge in the bin above it."""
+    edges = np.array(REWARD_EDGES)
+    np.testing.assert_allclose(np.diff(np.arcsinh(edges)), 0.25)
+    for reward, bin_ in ((-1e9, 0), (edges[0], 1), (1e9, len(edges)), (edges[-1], len(edges))):
+        counts = Sums.of(group_of([-1.0]), [reward]).histogram
+        assert np.flatnonzero(counts).tolist() == [bin_] and len(counts) == len(edges) + 1
+
+
+def test_without_a_reference_there_is_no_kl_and_without_completions_no_mean() -> None:
+    assert Sums.of(group_of([-1.0]), [1.0]).figures()["search/kl"] is None
+    some = Sums.of(group_of([-1.0], [-1.0]), [1.0, 1.0]) + Sums.of(
+        group_of([-1.0]), [1.0], reference([-math.e])
+    )
+    assert some.figures()["search/kl"] == pytest.approx(math.e - 1)
+    nothing = Sums().figures()
+    assert {name for name, value in nothing.items() if value is not None} == {
+        "search/groups",
+        "search/trajectories",
+    }
+
+
+def test_the_gap_is_a_mean_over_tokens() -> None:
+    groups = [group_of([-1.0, -2.0]), group_of([-3.0])]
+    there = [reference([-1.5, -1.75]), reference([-3.0])]
+    assert Sums.between(groups, there).figures()["search/engine_gap"] == pytest.approx(0.75 / 3)

@@ -1,0 +1,134 @@
+"""A bad task is refused before anything of its run exists; what cannot be told is left to the ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import make_random_model, make_tokenizer
+
+from tba_hpc.backends.file_tokenizer import FileTokenizer
+from tba_hpc.config import Config, ConfigError, parse_config
+from tba_hpc.task_check import check, refuse_bad_task
+
+TASKS = """
+import numpy as np
+from tba_hpc.types import Prompt
+
+class Fine:
+    def __init__(self, tokenizer, *, train_file=None, test_file=None, size: int = 3):
+        self.encode, self.size = tokenizer.encode, size
+    def prompts(self, split):
+        return [Prompt(i, self.encode("12+3"), "15") for i in range(self.size)]
+    def rewards(self, prompt, completions):
+        return [0.0] * len(completions)
+    def correct(self, prompts, completions):
+        return [False] * len(completions)
+
+class Sevens(Fine):
+    def prompts(self, split):
+        return [Prompt(7, self.encode("12+3"), "15") for _ in range(3)]
+
+class Mute(Fine):
+    correct = None
+
+class Serving(Fine):
+    def __init__(self, tokenizer, *, serve, train_file=None, test_file=None):
+        serve()
+
+class Broken(Fine):
+    def prompts(self, split):
+        raise RuntimeError("out of memory")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With a model, ``m``, and the module ``own`` of TASKS."""
+    make_random_model(tmp_path / "m", tied=True)
+    (tmp_path / "own.py").write_text(TASKS)
+    return tmp_path
+
+
+def config_of(folder: Path, **task: Any) -> Config:
+    generator = {"max_tokens": 40, "completions_per_prompt": 24}
+    model = {"path": str(folder / "m"), "context_length": 128}
+    return parse_config({"model": model, "generator": generator, "task": task})
+
+
+@pytest.mark.parametrize(
+    ("task", "sentence"),
+    [
+        (
+            {"name": "own:Sevens"},
+            r"own:Sevens: prompts\('train'\)\[0\] has the id 7, but ids count the prompts",
+        ),
+        ({"name": "own:Mute"}, r"the task own:Mute has no method correct\(\), but"),
+        ({"name": "own:Fin"}, "no class 'Fin' there: did you mean 'Fine'"),
+        (
+            {"name": "own:Fine", "options": {"size": "few"}},
+            "task.options.size has the value 'few', but",
+        ),
+        ({"name": "gsm8k", "train_file": "no"}, r"cannot read task.train_file=no \(No such file"),
+    ],
+)
+def test_a_bad_task_is_refused_with_one_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, task: dict[str, Any], sentence: str
+) -> None:
+    monkeypatch.chdir(folder)  # where modules of the user's own are found
+    with pytest.raises(ConfigError, match=sentence):
+        refuse_bad_task(config_of(folder, **task), seconds=200)
+
+
+def test_a_bad_task_is_refused_before_its_run_is_made(folder: Path) -> None:
+    """So a mistake takes no run's name: the corrected command meets no run of another config."""
+    (folder / "m" / "model.safetensors").unlink()  # a run that was started would soon end
+    (folder / "config.yaml").write_text(
+        "model: {path: m, context_length: 128}\ngenerator: {max_tokens: 40}\n"
+    )
+    command = [str(Path(sys.executable).parent / "tba"), "run", "config.yaml", "--set", "task.name=own:Mute"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("tba: the task own:Mute has no method correct()")
+    assert done.stderr.count("\n") == 1
+    assert not (folder / "runs").exists()
+
+
+def test_prompts_are_read_as_the_model_would_and_their_number_counts(folder: Path) -> None:
+    problems = [json.dumps({"question": "x" * length, "answer": "#### 1"}) for length in (20, 200)] * 3
+    (folder / "train.jsonl").write_text("\n".join(problems))
+    files = {"train_file": str(folder / "train.jsonl"), "test_file": str(folder / "train.jsonl")}
+    with pytest.raises(ConfigError, match=r"prompt 1 has 2\d\d tokens, but model.context_length=128"):
+        check(config_of(folder, name="gsm8k", options={"validation_problems": 2}, **files))
+
+
+@pytest.mark.parametrize("name", ["Fine", "Serving", "Broken"])
+def test_what_is_well_and_what_cannot_be_told_is_not_refused(folder: Path, name: str) -> None:
+    command = [sys.executable, "-m", "tba_hpc.task_check"]
+    text = config_of(folder, name=f"own:{name}").model_dump_json()
+    done = subprocess.run(command, input=text, cwd=folder, capture_output=True, text=True, timeout=200)
+    assert (done.stdout, done.returncode) == ("", int(name == "Broken"))
+
+
+def test_a_model_that_tells_near_duplicates_must_be_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    section = {"similarity_limit": 0.4, "embedding_model": "nobody/nothing"}
+    config = parse_config({"model": {"path": str(folder / "m")}, "buffer": section})
+    with pytest.raises(ConfigError, match=r"no model can be found at buffer.embedding_model=nobody"):
+        check(config)
+
+
+def test_the_quick_tokenizer_agrees_with_transformers(folder: Path) -> None:
+    quick, slow = FileTokenizer.find(str(folder / "m")), make_tokenizer()
+    assert quick is not None
+    for text in ("12+3=15", "", "a\nb"):
+        assert quick.encode(text).tolist() == slow.encode(text)
+        assert quick.decode(quick.encode(text)) == text
+    assert (quick.eos_token_id, quick.vocab_size) == (slow.eos_token_id, len(slow))
+    assert FileTokenizer.find("nobody/nothing") is None

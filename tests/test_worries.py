@@ -1,0 +1,336 @@
+"""Each worry on a series that deserves it, none on a healthy run, and the curves that they look at."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tba_hpc.config import Config, parse_config
+from tba_hpc.report.curves import Curve, History
+from tba_hpc.report.worries import line, worries
+from tba_hpc.run.evaluations import Evaluation
+
+STEPS = 80
+
+Values = Mapping[str, Callable[[int], float | None]]
+"""Metric → its value at a step."""
+
+
+def solving(step: int) -> float:
+    """A reward that rises from .44 to .94 in half of a run, with the noise of a hundred completions."""
+    return min(0.94, 0.44 + 0.5 * step / 40) + 0.04 * (-1) ** (step // 2)
+
+
+HEALTHY: Values = {
+    "train/grad_norm": lambda step: 6.0 + step % 7,
+    "train/log_ratio": lambda step: 0.0 if step == 1 else -3.0 + step / 20,
+    "train/ess": lambda step: max(0.03, 0.97**step),  # trajectory balance does not reweight
+    "train/flat_groups": lambda step: 0.1,
+    "train/replay_ratio": lambda step: 1 + 6 * step / STEPS,
+    "train/engine_gap": lambda step: 2e-5 if step == 1 else None,
+    "train/wait_share": lambda step: 0.02,
+    "train/skipped_steps": lambda step: 0,
+    "train/beta": lambda step: 0.1,
+    "search/reward": solving,
+    "search/kl": lambda step: 1.2 * min(1.0, step / 40),
+    "search/entropy": lambda step: max(0.015, 0.4 - step / 100),
+    "search/length": lambda step: 15.0 + min(11.0, step / 3),
+    "search/flat_groups": lambda step: min(0.9, step / 60),
+    "search/truncated_share": lambda step: 0.003,
+    "search/paused_seconds": lambda step: 0.0,
+    "search/rejected": lambda step: 0,
+}
+"""As the quickstart's, a task that is solved: entropy falls, and fresh groups agree."""
+
+
+EXPLORING: Values = {"search/entropy": lambda step: 0.4}
+
+
+def history_of(values: Values, *, searchers: int = 2) -> History:
+    """As if a run had these values at every step, and of every version."""
+    history = History()
+    history.take({"time": 0.0, "event": "started", "step": 0})
+    for step in range(STEPS + 1):
+        at = {name: value for name, of in values.items() if (value := of(step)) is not None}
+        trainer = {name: value for name, value in at.items() if name.startswith("train/")}
+        fresh = {name: value for name, value in at.items() if name.startswith("search/")}
+        if step:
+            history.take({"time": float(step), "step": step, **trainer})
+        for searcher in range(searchers):
+            record = {"search/version": step, "search/trajectories": 100, **fresh}
+            history.take_search(searcher, {"time": float(step), **record})
+    return history
+
+
+def evaluated(scores: Mapping[int, float], total: int = 128) -> list[Evaluation]:
+    return [
+        Evaluation(split="validation", step=at, correct=round(s * total), total=total, tokens=9, truncated=0)
+        for at, s in scores.items()
+    ]
+
+
+def config(**sections: Any) -> Config:
+    train = {"steps": STEPS, **sections.pop("train", {})}
+    return parse_config({"model": {"path": "models/tiny"}, "train": train, **sections})
+
+
+SOLVED = evaluated({10: 0.6, 20: 0.8, 40: 0.97, 70: 0.96})
+
+
+def worried(changes: Values, scores: list[Evaluation] | None = None, **sections: Any) -> list[str]:
+    """Sentences about a run that is healthy but for ``changes``."""
+    found = worries(
+        history_of({**HEALTHY, **changes}), config(**sections), SOLVED if scores is None else scores
+    )
+    return [worry.sentence for worry in found]
+
+
+def test_a_healthy_run_worries_nobody() -> None:
+    assert worried({}) == []
+
+
+def test_a_run_that_has_not_begun_worries_nobody() -> None:
+    assert worries(History(), config(), []) == []
+
+
+def test_records_without_the_figures_worry_nobody() -> None:
+    old = {name: HEALTHY[name] for name in ("train/wait_share", "train/grad_norm", "search/reward")}
+    assert worries(history_of(old), config(), SOLVED) == []
+
+
+STALE: dict[str, Any] = {"train": {"objective": "grpo"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "scores", "sections", "words"),
+    [
+        (
+            {"train/skipped_steps": lambda step: (step >= 50) + (step >= 60)},
+            None,
+            {},
+            "2 of 80 optimizer steps were skipped, the last at step 60: .* train.learning_rate.peak=1e-05"
+            ".* always above train.gradient_clip=1",
+        ),
+        (
+            {"search/kl": lambda step: 4.0 - step / 40},
+            None,
+            {},
+            "KL of fresh samples is 4 nats per completion at version 0, .* not the model that the run began",
+        ),
+        (
+            {"search/kl": lambda step: None, "train/log_ratio": lambda step: 4.0},
+            None,
+            {},
+            "log-ratio is 4 nats per completion at version 0",
+        ),
+        (
+            {"search/reward": lambda step: 0.0, "search/flat_groups": lambda step: 1.0},
+            evaluated({10: 0.0}),
+            {},
+            "reward is 0 for every one of 16,200 completions since step 0: .* format of answers",
+        ),
+        (
+            {"search/rejected": lambda step: 10 * step},
+            None,
+            {},
+            r"1,600 of 17,800 trajectories \(9 %\) were set aside, .* task.name=gsm8k",
+        ),
+        (
+            {},
+            evaluated({10: 0.6, 20: 0.62, 40: 0.3, 60: 0.1}),
+            {},
+            "pass@1 fell from 62 % at step 20 to 10 % at step 60, and is 10 % now: .* train.learning_rate",
+        ),
+        (
+            {},
+            evaluated({10: 0.6, 20: 0.1, 40: 0.7}),
+            {},
+            "pass@1 fell from 60 % at step 10 to 10 % at step 20, and is 70 % now",
+        ),
+        (
+            {"search/reward": lambda step: 0.5 if step < 20 else 0.03 * (step % 2)},
+            [],
+            {},
+            "reward fell from 0.5 at step ([0-9]|1[0-9]) to 0.0.* at step",
+        ),
+        (
+            {"search/kl": lambda step: 0.5 * step, "search/reward": lambda step: 0.4 + 0.02 * (step % 2)},
+            [],
+            {},
+            "KL on fresh samples is .* per token, high since step .*β·KL is .* train.learning_rate.peak",
+        ),
+        (
+            {"search/kl": lambda step: 20.0 * (step // 2 % 2)},
+            None,
+            {},
+            "KL on fresh samples has jumped by 20 nats .* since step 40",
+        ),
+        (
+            {
+                "search/entropy": lambda step: 0.4 if step < 30 else 0.004,
+                "search/reward": lambda step: min(0.5, 0.3 + step / 100),
+                "search/flat_groups": lambda step: min(0.95, step / 40),
+            },
+            evaluated({10: 0.3, 40: 0.5, 70: 0.5}),
+            {},
+            "entropy of fresh tokens is 0.004 nats, from 0.4 at first .* since step 30, .*Raise train.beta",
+        ),
+        (
+            {"train/ess": lambda step: 0.9 if step < 40 else 0.02},
+            None,
+            STALE,
+            "effective sample size is 2 % of a batch since step 40: .* Bound exchange.max_staleness",
+        ),
+        (
+            {"search/engine_gap": lambda step: 0.004 if step < 60 else 0.03},
+            None,
+            {},
+            "differ by 0.03 nats per token .* since step 60, from 0.004 at first: .* model.dtype to float32",
+        ),
+        (
+            {"train/engine_gap": lambda step: 0.2 if step == 1 else None},
+            None,
+            {"model": {"path": "m", "dtype": "float32"}},
+            "differ by 0.2 nats per token .* the engine loads the weights whole",
+        ),
+        (
+            {"train/flat_groups": lambda step: 0.95, **EXPLORING},
+            evaluated({10: 0.2, 40: 0.21}),
+            {},
+            "95 % of the groups of a batch have one reward .* generator.completions_per_prompt",
+        ),
+        (
+            {"search/truncated_share": lambda step: step / 200},
+            None,
+            {},
+            "fresh completions are cut off at generator.max_tokens=512 since step .*, from 0 % at first",
+        ),
+        (
+            {"train/replay_ratio": lambda step: 1 + step / 2},
+            None,
+            {},
+            "learned from .* times, more than 20 since step .* buffer.replay_limit",
+        ),
+        (
+            {"train/wait_share": lambda step: 0.7},
+            None,
+            {},
+            "trainer has waited 70 % of its time up to step 80: .* launch.searchers",
+        ),
+        (
+            {"search/paused_seconds": lambda step: 0.8},
+            None,
+            {},
+            "Searchers have been idle 80 % of their time since step .*launch.trainers",
+        ),
+    ],
+)
+def test_what_goes_wrong_is_said_in_one_sentence_first(
+    changes: Values, scores: list[Evaluation] | None, sections: dict[str, Any], words: str
+) -> None:
+    found = worried(changes, scores, **sections)
+    assert found and re.search(words, found[0]), found
+
+
+@pytest.mark.parametrize(
+    ("changes", "scores", "sections"),
+    [
+        ({"train/ess": lambda step: 0.001}, None, {}),  # trajectory balance does not reweight
+        (
+            {"train/wait_share": lambda step: 0.7},
+            None,
+            {"exchange": {"max_staleness": 0, "sync_every": 1}},
+        ),  # in turns
+        (
+            {"search/kl": lambda step: 6.0},
+            None,
+            {"train": {"reference": "behaviour"}, "task": {"name": "math"}},
+        ),
+        ({"search/rejected": lambda step: step // 4}, None, {}),  # 40 of 16,000
+        ({}, evaluated({10: 0.9, 20: 0.82, 40: 0.93}), {}),  # a sag
+        ({"train/flat_groups": lambda step: 0.95}, SOLVED, {}),
+        (
+            {"search/reward": lambda step: 0.5 + 0.1 * ((7 * step) % 11) / 11, **EXPLORING},
+            [],
+            {},
+        ),  # noise alone
+    ],
+)
+def test_what_is_meant_so_worries_nobody(
+    changes: Values, scores: list[Evaluation] | None, sections: dict[str, Any]
+) -> None:
+    assert worried(changes, scores, **sections) == []
+
+
+def test_splits_of_another_difficulty_are_not_compared() -> None:
+    before = Evaluation(split="validation", step=50, correct=70, total=100, tokens=9, truncated=0)
+    after = Evaluation(split="test", step=80, correct=250, total=500, tokens=9, truncated=0)
+    assert worried(EXPLORING, [before, after]) == []
+
+
+def test_a_line_has_room_for_the_three_worst() -> None:
+    found = worries(
+        history_of(
+            {
+                **HEALTHY,
+                "search/reward": lambda step: 0.0,
+                "search/flat_groups": lambda step: 1.0,
+                "search/rejected": lambda step: 100 * step,
+                "search/truncated_share": lambda step: 1.0,
+                "train/wait_share": lambda step: 0.9,
+            }
+        ),
+        config(),
+        [],
+    )
+    shown = line(found)
+    assert len(found) == 5 and shown.count(" · ") == 2 and "\n" not in shown
+    assert shown.startswith("reward always 0: nothing to learn · 50 % of the rewards rejected: task.name · ")
+
+
+# --- Curves ---
+
+
+def test_a_curve_is_of_few_points_in_whatever_order_it_is_told() -> None:
+    """Spans of 16 steps are the narrowest of which 8 cover 100; the mean of a span's steps is known."""
+    told = [(step, float(step), 1.0 + step % 2) for step in range(100)]
+    there, back = Curve(1, spans=8), Curve(1, spans=8)
+    for values in told:
+        there.take(*values)
+    for values in reversed(told):
+        back.take(*values)
+    points = there.points
+    np.testing.assert_allclose(points, back.points)
+    assert [point.step for point in points] == [0, 16, 32, 48, 64, 80, 96]
+    weights = [1.0 + step % 2 for step in range(16)]
+    mean = sum(step * weight for step, weight in enumerate(weights)) / sum(weights)
+    assert points[0] == pytest.approx((0, mean, sum(weights)))
+
+
+def test_now_is_as_many_of_the_newest_as_are_asked_for() -> None:
+    curve = Curve(30)
+    assert curve.latest() is None
+    for step, value in ((0, 9.0), (2, 1.0), (4, 4.0)):
+        curve.take(step, value, 20)
+    assert curve.latest() == pytest.approx(2.5)
+
+
+def test_completions_are_weighed_not_records() -> None:
+    history = History()
+    for count, kl in ((300, 1.0), (100, 5.0)):
+        history.take_search(0, {"search/version": 2, "search/trajectories": count, "search/kl": kl})
+    assert history.latest("search/kl") == pytest.approx(2.0) and history.trajectories == 400
+
+
+def test_what_is_set_aside_counts_over_all_attempts() -> None:
+    history = History()
+    for event, skipped in (("started", 2), ("resumed", 3)):  # each counts from 0
+        history.take({"event": event, "step": 4})
+        history.take({"step": 5, "train/skipped_steps": skipped})
+        history.take_search(0, {"event": "started"})
+        history.take_search(0, {"search/version": 0, "search/trajectories": 0, "search/rejected": 7})
+    assert (history.skipped, history.rejected, history.last_skip) == (5, 14, 5)
