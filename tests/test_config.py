@@ -90,6 +90,7 @@ MATH = {
     "model.logprob_temperature": 1.0,
     "generator.temperature": 1.0,
     "generator.max_tokens": 2048,
+    "buffer.deduplicate": False,
     "train.steps": 400,
     "train.prompts_per_step": 32,
     "train.completions_per_prompt": 16,

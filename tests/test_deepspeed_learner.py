@@ -71,10 +71,12 @@ def trajectory_balance_loss(model: torch.nn.Module, batch: TrajectoryBatch, case
     return loss / batch.completion_length_N.mean() if case.loss_normaliser == "batch_tokens" else loss
 
 
-def effective_size_and_gap(model: torch.nn.Module, batch: TrajectoryBatch) -> tuple[float, float]:
+def effective_size_and_gap(
+    model: torch.nn.Module, batch: TrajectoryBatch, temperature: float
+) -> tuple[float, float]:
     """(Σw)²/(N·Σw²), and what a token of an on-policy row lacks; the behaviour's log-probabilities are 0."""
     with torch.no_grad():
-        logprob_N = sequence_logprobs(model, batch).flatten().double()
+        logprob_N = sequence_logprobs(model, batch, temperature).flatten().double()
     weight_N, on_policy_N = logprob_N.exp(), torch.from_numpy(batch.on_policy_N)
     gap = -logprob_N[on_policy_N].sum() / batch.completion_length_N[batch.on_policy_N].sum()
     return float(weight_N.sum() ** 2 / (len(weight_N) * weight_N.square().sum())), float(gap)
@@ -104,7 +106,7 @@ class Plain:
         self.figures: list[tuple[float, float]] = []
         for seed in STEPS:
             optimizer.zero_grad()
-            self.figures.append(effective_size_and_gap(self.model, make_batch(seed)))
+            self.figures.append(effective_size_and_gap(self.model, make_batch(seed), case.temperature))
             loss = trajectory_balance_loss(self.model, make_batch(seed), case)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)

@@ -26,6 +26,7 @@ def groups_of(
         reference_BKL=torch.zeros_like(behaviour_BKL),
         mask_BKL=mask_BKL,
         reward_BK=torch.zeros_like(total_BK),
+        value_BK=torch.zeros_like(total_BK),
     )
 
 

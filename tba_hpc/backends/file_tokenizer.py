@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-from huggingface_hub import try_to_load_from_cache
 from tokenizers import Tokenizer
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -59,5 +58,9 @@ def _place(model: str, name: str) -> str | None:
     if Path(model).is_dir():
         file = Path(model) / name
         return str(file) if file.is_file() else None
-    cached = try_to_load_from_cache(model, name) if model.count("/") < 2 and model[0] not in "./~" else None
+    if model.count("/") > 1 or model[0] in "./~":
+        return None
+    from huggingface_hub import try_to_load_from_cache  # slow to import, and folders need none of it
+
+    cached = try_to_load_from_cache(model, name)
     return cached if isinstance(cached, str) else None

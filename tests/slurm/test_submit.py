@@ -476,7 +476,7 @@ def test_submit_says_what_it_did_and_what_comes_next(
     )  # so that it stays queued
     before = _processor_seconds()
     done = _submit(*files)
-    assert _processor_seconds() - before < 2
+    assert _processor_seconds() - before < 3  # of a login node, where every prompt of the task is looked at
     assert done.returncode == 0, done.stderr
     assert "1 node to train (one node in four, as in the paper) and 2 nodes to search" in done.stdout
     assert f"run directory {tmp_path}/runs/small-seed0" in done.stdout

@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,8 @@ Courses = Mapping[str, Mapping[int, Course]]
 class Asynchrony:
     """The comparison on one task.
 
-    thresholds: of pass@1, ascending. rates: those that every arm tries. steps: of the synchronous arms and
-    TRL. asynchronous: settings of the first arm alone, whose steps are shorter.
+    thresholds: of pass@1, ascending. rates: those that every arm tries, for ``tuning_steps``. steps: of the
+    runs that count. asynchronous: settings of the first arm alone.
     """
 
     question: str
@@ -74,6 +74,7 @@ class Asynchrony:
     thresholds: tuple[float, ...]
     rates: tuple[float, ...]
     steps: int
+    tuning_steps: int
     settings: tuple[str, ...]
     asynchronous: tuple[str, ...]
 
@@ -93,8 +94,9 @@ class Asynchrony:
     def measure(self, options: Options) -> Result:
         """All rates of all arms with the tuning seed, then each arm's best with the others."""
         self.study.require_curves(options)
+        trial = replace(options, steps=options.steps or self.tuning_steps)
         tuning = {
-            arm: {rate: self._course(arm, rate, TUNING_SEED, options) for rate in self.rates}
+            arm: {rate: self._course(arm, rate, TUNING_SEED, trial) for rate in self.rates}
             for arm in (*ARMS, PEER)
         }
         best = {arm: best_rate(courses, self.thresholds) for arm, courses in tuning.items()}
