@@ -334,3 +334,24 @@ def test_what_is_set_aside_counts_over_all_attempts() -> None:
         history.take_search(0, {"event": "started"})
         history.take_search(0, {"search/version": 0, "search/trajectories": 0, "search/rejected": 7})
     assert (history.skipped, history.rejected, history.last_skip) == (5, 14, 5)
+
+
+@pytest.mark.parametrize("reference", ["frozen", "reset"])
+@pytest.mark.parametrize(("after", "worries_of_it"), [(1.3, False), (6.0, True)])
+def test_a_reference_exchanged_before_a_resume_shows_in_the_kl_across_it(
+    reference: str, after: float, worries_of_it: bool
+) -> None:
+    """A reset reference may change at a resume; the worst of two searchers counts."""
+    history = history_of(HEALTHY)
+    for searcher, kl in ((0, 1.2), (1, after)):
+        history.take_search(searcher, {"time": 500.0, "event": "started", "searchers": 2})
+        record = {"search/version": STEPS, "search/trajectories": 100, "search/kl": kl, "search/length": 26.0}
+        for second in range(3):
+            history.take_search(searcher, {"time": 520.0 + second, **record})
+        history.take_search(
+            searcher, {"time": 600.0, **record, "search/kl": 1.2}
+        )  # too late
+    every = {"reference": "reset", "reference_every": 500} if reference == "reset" else {}
+    found = [worry.short for worry in worries(history, config(train=every), evaluated({80: 0.99}))]
+    told = f"KL from 1.2 to {after:.2g} nats across a resume: the reference is another model"
+    assert (told in found) == (worries_of_it and reference == "frozen")

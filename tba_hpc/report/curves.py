@@ -43,6 +43,10 @@ OF_FRESH = (
 """Figures of fresh completions that are followed: means of a record, weighed by its trajectories."""
 
 
+AFTER_START = 30.0
+"""Seconds after a searcher's first completions in which its policy has not yet moved far."""
+
+
 class Point(NamedTuple):
     """Mean over a span of steps. step: where the span begins; weight: what the mean is of."""
 
@@ -98,6 +102,38 @@ class Curve:
         return total / weights if weights else None
 
 
+class AcrossStarts:
+    """The KL of a searcher's completions shortly before each of its starts, and shortly after.
+
+    A resume goes on with the weights of the stop, or of some steps before: the two are about the same.
+    """
+
+    def __init__(self) -> None:
+        self._before: Curve | None = None  # of the attempt before
+        self._last = Curve(LATEST_COMPLETIONS)  # by seconds, of this attempt
+        self._first = Curve(LATEST_COMPLETIONS)
+        self._began: float | None = None
+
+    def start(self) -> None:
+        """What comes now is of another attempt."""
+        if self._last.points:
+            self._before = self._last
+        self._last, self._first, self._began = Curve(LATEST_COMPLETIONS), Curve(LATEST_COMPLETIONS), None
+
+    def take(self, time: float, kl: float, weight: float) -> None:
+        """One more mean of so many completions, at a time in seconds."""
+        self._began = time if self._began is None else self._began
+        self._last.take(int(time), kl, weight)
+        if time - self._began < AFTER_START:
+            self._first.take(int(time), kl, weight)
+
+    @property
+    def change(self) -> tuple[float, float] | None:
+        """Before and after the last start; None where one is not known."""
+        before, after = self._before and self._before.latest(), self._first.latest()
+        return None if before is None or after is None else (before, after)
+
+
 @dataclass
 class History:
     """The curves of a run, by the names of the metrics, and what is counted since its start."""
@@ -112,6 +148,8 @@ class History:
     """search/kl of what the initial weights sampled alone: a single point, at step 0."""
     first_log_ratio: float | None = None
     """train/log_ratio of the first step, where that is plainly against π_ref."""
+    starts: dict[int, AcrossStarts] = field(default_factory=dict)
+    """search/kl across the last start of each searcher."""
     paused: Curve = field(default_factory=lambda: Curve(LATEST_COMPLETIONS))
     """Share of its time that a searcher with trained weights was idle, by version."""
     steps: int = 0
@@ -141,6 +179,9 @@ class History:
     def take_search(self, searcher: int, record: Record) -> None:
         """One more record of a searcher."""
         self._rejected.setdefault(searcher, CumulativeCounter("search/rejected")).take(record)
+        starts = self.starts.setdefault(searcher, AcrossStarts())
+        if record.get("event") == "started":
+            starts.start()
         version, count = number(record, "search/version"), number(record, "search/trajectories", 0.0)
         paused = number(record, "search/paused_seconds")
         if version and paused is not None:
@@ -149,8 +190,10 @@ class History:
             return
         self.trajectories += int(count)
         self._follow(record, OF_FRESH, int(version), count)
-        if version == 0 and (kl := number(record, "search/kl")) is not None:
-            self.initial_kl.take(0, kl, count)
+        if (kl := number(record, "search/kl")) is not None:
+            starts.take(number(record, "time", 0.0), kl, count)
+            if version == 0:
+                self.initial_kl.take(0, kl, count)
 
     def _follow(self, record: Record, names: tuple[str, ...], step: int, weight: float) -> None:
         for name in names:

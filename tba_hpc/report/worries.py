@@ -210,6 +210,24 @@ def wrong_reference(view: View) -> Worry | None:
     )
 
 
+def exchanged_reference(view: View) -> Worry | None:
+    """Across a resume the policy is the same, and so is its KL, unless the reference is not."""
+    history = view.history
+    changes = [change for starts in history.starts.values() if (change := starts.change)]
+    if view.config.train.reference != "frozen" or not changes:
+        return None
+    before, after = max(changes, key=lambda change: change[1] - change[0])
+    if after - before <= max(0.1, INITIAL_KL * (history.latest("search/length") or 0.0)) + abs(before):
+        return None
+    return Worry(
+        f"KL from {_few(before)} to {_few(after)} nats across a resume: the reference is another model",
+        f"The KL of fresh samples was {_few(before)} nats per completion before the last start and "
+        f"{_few(after)} after it, although a resume goes on with the same policy: the reference is not the "
+        "model that the run began with. Every β·KL counts from the wrong place. Put back what "
+        f"model.path={view.config.model.path} held at first, and go on from a checkpoint before the resume.",
+    )
+
+
 def _initial_length(history: History) -> float:
     points = history.points("search/length")
     return points[0].value if points else 0.0
@@ -532,6 +550,7 @@ def idle_searchers(view: View) -> Worry | None:
 CHECKS: tuple[Callable[[View], Worry | None], ...] = (
     skipped_steps,
     wrong_reference,
+    exchanged_reference,
     constant_reward,
     rejected_rewards,
     falling,
