@@ -348,9 +348,7 @@ def test_a_reference_exchanged_before_a_resume_shows_in_the_kl_across_it(
         record = {"search/version": STEPS, "search/trajectories": 100, "search/kl": kl, "search/length": 26.0}
         for second in range(3):
             history.take_search(searcher, {"time": 520.0 + second, **record})
-        history.take_search(
-            searcher, {"time": 600.0, **record, "search/kl": 1.2}
-        )  # too late
+        history.take_search(searcher, {"time": 600.0, **record, "search/kl": 1.2})  # too late
     every = {"reference": "reset", "reference_every": 500} if reference == "reset" else {}
     found = [worry.short for worry in worries(history, config(train=every), evaluated({80: 0.99}))]
     told = f"KL from 1.2 to {after:.2g} nats across a resume: the reference is another model"
