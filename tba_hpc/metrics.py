@@ -54,6 +54,8 @@ event                           a record without the above: started, resumed, fi
 revision                        of the buffer: how often its content changed so far, by a merge of what
                                 one collection brought or by an eviction of what is stale or used up (count)
 event: lost                     a searcher died and the run goes on, with ``step``, ``searcher``, ``host``
+event: damaged                  a checkpoint of ``step`` was set aside, and the one before is used, with
+checkpoint, fault               its name, and what is wrong with it (words)
 event: merged                   one per shard, with ``step``, ``revision``, and
 searcher, shard                 whose shard it was, and its index
 trajectories, tokens            in it (count; tokens of completions)

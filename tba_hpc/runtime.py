@@ -43,8 +43,10 @@ from tba_hpc.run.checkpoints import (
     Checkpoints,
     StateError,
     TrainerState,
+    damaged_checkpoints,
     latest_checkpoint,
     read_state,
+    set_aside,
 )
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import discard_evaluations, find_evaluation, write_evaluation
@@ -68,6 +70,9 @@ PROMPTS_AHEAD = 2
 EMBEDDED_AT_ONCE = 64
 """Completions per forward pass of the model that tells near duplicates apart."""
 
+POLL_SECONDS = 0.1
+"""Pause between two looks whether the leader has verified the checkpoints."""
+
 REFUSALS = (ConfigError, StateError, ShardError, DiskFullError)
 """Errors that only the user can mend; the message is a sentence that says how."""
 
@@ -82,6 +87,9 @@ def train(run: RunDir, index: int | None) -> None:
     ConfigError, ExchangeError and the like with one sentence.
     """
     with _placed(run, "trainer", index) as (config, placement):
+        if placement.index == 0:
+            verify_checkpoints(run, config)
+            _verified(run).touch()
         from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
 
         learner = DeepSpeedLearner.create(
@@ -128,6 +136,40 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
         end_run(run, config, finished=finished, trainer=trainer, learner=learner, exchange=exchange)
 
 
+def verify_checkpoints(run: RunDir, config: Config) -> None:
+    """Set aside the checkpoints that are damaged, down to the newest whole one, which is the latest then.
+
+    Raises StateError where there were checkpoints and none is whole; all stay as they are then.
+    """
+    for folder, fault in damaged_checkpoints(run).items():
+        metrics, step = _metrics(run, config, "trainer", 0), int(folder.stem.removeprefix("step-"))
+        # First: a rank that dies between the two tells it twice, not never.
+        metrics.log({"event": "damaged", "step": step, "checkpoint": folder.name, "fault": fault})
+        metrics.close()
+        log.warning("%s is damaged (%s): set aside as %s", folder, fault, set_aside(folder))
+
+
+def _verified(run: RunDir) -> Path:
+    """What the leader leaves once this attempt may believe the latest checkpoint."""
+    return run.attempt / "checkpoints-verified"
+
+
+def await_verified_checkpoints(run: RunDir, index: int, deadline: float) -> None:
+    """Wait until the leader has verified the checkpoints, if there are any: all ranks then take the same one.
+
+    ``deadline``: longest wait, s. Raises ExchangeError past it.
+    """
+    give_up = time.monotonic() + deadline
+    # A listing, since NFS may deny for a minute a file that was looked for before it was there.
+    while any(run.checkpoints.iterdir()) and _verified(run) not in run.attempt.iterdir():
+        if time.monotonic() > give_up:
+            raise ExchangeError(
+                f"searcher {index} waited {deadline:.0f} s for trainer rank 0 to verify the checkpoints: see "
+                "its log, or raise exchange.deadline_seconds"
+            )
+        time.sleep(POLL_SECONDS)
+
+
 def _restore(
     run: RunDir, config: Config
 ) -> tuple[Path | None, TrainerState, CompletedRequests, ReplayBuffer]:
@@ -165,6 +207,7 @@ def search(run: RunDir, index: int | None) -> None:
     with _placed(run, "searcher", index) as (config, placement):
         from tba_hpc.backends.vllm_generator import VllmGenerator
 
+        await_verified_checkpoints(run, placement.index, config.exchange.deadline_seconds)
         state, completed = _progress(latest_checkpoint(run))
         for shard in read_pending(run, state.cursors):
             completed.add(shard.trajectories.record["request_id"])

@@ -117,6 +117,7 @@ def _live(path: Path, sent: signal.Signals | None, nth: int) -> None:
     config = run.config()
     page.write_report = lambda run: run.path  # plots take longer than all the rest
     file_exchange.POLL_SECONDS = 0.01  # this disk is not shared
+    runtime.verify_checkpoints(run, config)
     ranks = [threading.Thread(target=_search, args=(run, config, s)) for s in range(config.launch.searchers)]
     for rank in ranks:
         rank.start()

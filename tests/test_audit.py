@@ -25,8 +25,9 @@ from tba_hpc.audit.evidence import Evidence
 from tba_hpc.audit.history import Seals
 from tba_hpc.backends.hdf5_shards import read_arrays, read_shard, write_arrays, write_shard
 from tba_hpc.metrics import Record, read_metrics
-from tba_hpc.run.checkpoints import _inventory, latest_checkpoint
+from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.inventory import inventory, with_checksum
 from tba_hpc.types import Shard, make_uid
 
 TBA = str(Path(sys.executable).parent / "tba")
@@ -188,6 +189,7 @@ def roll_a_cursor_back(run: RunDir) -> Damage:
     state = json.loads(path.read_text())
     state["cursors"]["0"] -= 1
     path.write_text(json.dumps(state, indent=2))
+    complete_again(path.parent)
     return Damage(f"0: {state['cursors']['0']}")
 
 
@@ -195,13 +197,28 @@ def delete_a_file_of_the_learner(run: RunDir) -> Damage:
     """One that the audit knows from COMPLETE alone."""
     path = next(path for path in newest(run).iterdir() if path.suffix not in (".h5", ".json", ""))
     path.unlink()
-    return Damage(f"{newest(run).name} has lost, or changed: {path.name}")
+    return Damage(f"{newest(run).name} is damaged: {path.name} is missing")
 
 
 def delete_the_buffer(run: RunDir) -> Damage:
     """One that it reads."""
     (newest(run) / "buffer.h5").unlink()
-    return Damage(f"{newest(run).name} cannot be read: ")
+    return Damage(f"{newest(run).name} is damaged: buffer.h5 is missing")
+
+
+def flip_a_bit_of_the_learner(run: RunDir) -> Damage:
+    """One that no reader of the file would notice."""
+    path = next(path for path in newest(run).iterdir() if path.suffix not in (".h5", ".json", ""))
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 4
+    path.write_bytes(data)
+    return Damage(f"{newest(run).name} is damaged: {path.name} is corrupt")
+
+
+def delete_the_inventory(run: RunDir) -> Damage:
+    """Without it a checkpoint looks like one that was never finished."""
+    (newest(run) / "COMPLETE").unlink()
+    return Damage(f"{newest(run).name} is damaged: COMPLETE is missing")
 
 
 def mark_prompts_done(run: RunDir) -> Damage:
@@ -220,6 +237,7 @@ def forget_a_prompt(run: RunDir) -> Damage:
     request_id = np.flatnonzero(done)[0]
     done[request_id] = 0
     write_arrays(path, {"done": np.packbits(done)})
+    complete_again(path.parent)
     return Damage(f"request {request_id} merged, but not marked done: issued again")
 
 
@@ -248,7 +266,7 @@ def evaluate_a_step_to_come(run: RunDir) -> Damage:
 
 def complete_again(folder: Path) -> None:
     """As if a file had been saved like this."""
-    (folder / "COMPLETE").write_text(_inventory(folder))
+    (folder / "COMPLETE").write_text(with_checksum(inventory(folder)))
 
 
 def waiting(run: RunDir, searcher: int = 0) -> list[Path]:
@@ -296,7 +314,10 @@ def test_damage_is_named(
     assert (verdict.lost, verdict.doubled) == (done.lost, done.doubled), verdict.problems
 
 
-@pytest.mark.parametrize("damage", [delete_a_file_of_the_learner, delete_the_buffer])
+@pytest.mark.parametrize(
+    "damage",
+    [delete_a_file_of_the_learner, delete_the_buffer, flip_a_bit_of_the_learner, delete_the_inventory],
+)
 def test_a_checkpoint_that_is_not_whole_is_named(
     damage: Callable[[RunDir], Damage], copy: Callable[[str], RunDir]
 ) -> None:

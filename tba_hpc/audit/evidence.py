@@ -24,10 +24,10 @@ from tba_hpc.run.checkpoints import (
     StateError,
     TrainerState,
     checkpoint_folders,
-    missing_files,
     read_state,
 )
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.inventory import damage
 from tba_hpc.types import Shard, make_uid
 
 
@@ -79,17 +79,17 @@ class Checkpoint:
 
     @classmethod
     def read(cls, folder: Path) -> Checkpoint:
-        """Read all but the learner's files, whose presence alone is looked at."""
+        """Verify all files, and read those that are not the learner's."""
         state = TrainerState()
         try:
+            if fault := damage(folder):
+                return cls(folder.name, state, fault=f"is damaged: {fault}")
             state = read_state(folder)
             done = np.flatnonzero(np.unpackbits(read_arrays(folder / PROMPTS_FILE)["done"]))
             buffer = read_arrays(folder / BUFFER_FILE)
-            missing = missing_files(folder)
         except (OSError, StateError, ShardError, ValueError) as error:
             return cls(folder.name, state, fault=f"cannot be read: {error}")
-        fault = f"has lost, or changed: {', '.join(missing)}" if missing else ""
-        return cls(folder.name, state, frozenset(done.tolist()), buffer, fault)
+        return cls(folder.name, state, frozenset(done.tolist()), buffer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,8 @@ def _shard_files(paths: dict[ShardKey, Path]) -> dict[ShardKey, ShardFile]:
 def _checkpoints(run: RunDir) -> list[Checkpoint]:
     """Complete checkpoints, oldest first, less those that were dropped while they were read."""
     read = [(folder, Checkpoint.read(folder)) for folder in checkpoint_folders(run, complete=True)]
-    kept = [checkpoint for folder, checkpoint in read if (folder / "COMPLETE").exists()]
+    there = checkpoint_folders(run, complete=True)
+    kept = [checkpoint for folder, checkpoint in read if folder in there]
     overtaken = read and not kept
     return _checkpoints(run) if overtaken else kept
 

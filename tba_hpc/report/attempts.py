@@ -23,6 +23,7 @@ KILLED = "killed"
 FAULTS = {
     "rebuilds": "engine rebuilt",
     "lost": "searcher lost",
+    "damaged": "damaged checkpoint set aside",
     "failed": "ranks failed",
     KILLED: "ended without a word",
     "unreachable": "node unreachable",
@@ -30,7 +31,7 @@ FAULTS = {
     "orphan": "orphan step cancelled",
     "requeue": "back to the queue",
 }
-"""Kinds of faults → words. The first two are in the metrics, the others in the events."""
+"""Kinds of faults → words. The first three are in the metrics, the others in the events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,14 +105,14 @@ def failures_in_a_row(found: Sequence[Attempt]) -> int:
     return next((count for count, outcome in enumerate(outcomes) if outcome != "failed"), len(outcomes))
 
 
-def count_faults(events: Sequence[Event], *, rebuilds: int, lost: int) -> dict[str, int]:
+def count_faults(events: Sequence[Event], *, rebuilds: int, lost: int, damaged: int) -> dict[str, int]:
     """How often each of FAULTS happened.
 
-    rebuilds, lost: engines rebuilt and searchers lost, from the metrics.
+    rebuilds, lost, damaged: engines rebuilt, searchers lost, checkpoints set aside, from the metrics.
     """
     kinds = [event.get("event") for event in events]
     killed = sum(attempt.outcome == KILLED for attempt in attempts(events))
-    known = {"rebuilds": rebuilds, "lost": lost, KILLED: killed}
+    known = {"rebuilds": rebuilds, "lost": lost, "damaged": damaged, KILLED: killed}
     return {kind: known.get(kind, kinds.count(kind)) for kind in FAULTS}
 
 

@@ -46,6 +46,7 @@ class Progress:
     phase: str = ""
     latest: Record = field(default_factory=dict)
     checkpoint: Record = field(default_factory=dict)
+    damaged: list[Record] = field(default_factory=list)
     searchers: dict[int, Record] = field(default_factory=dict)
     lost: int = 0
     step_times: list[float] = field(default_factory=list)
@@ -63,6 +64,9 @@ class Progress:
                 self.phase, self.step_times = event, []
             case "checkpoint":
                 self.checkpoint = record
+            case "damaged":
+                self.damaged.append(record)
+                return
             case "lost":
                 self.lost += 1
                 return
@@ -189,7 +193,8 @@ class RunMonitor:
     @property
     def faults(self) -> dict[str, int]:
         """How often each kind of fault happened."""
-        return count_faults(self.events, rebuilds=self.progress.rebuilds, lost=self.progress.lost)
+        told = self.progress
+        return count_faults(self.events, rebuilds=told.rebuilds, lost=told.lost, damaged=len(told.damaged))
 
     @property
     def history(self) -> History:

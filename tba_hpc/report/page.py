@@ -285,7 +285,8 @@ def faults(data: RunData) -> dict[str, int]:
     """How often each kind of fault happened."""
     rebuilds = sum(_over_attempts(records, "search/rebuilds") for records in data.searchers.values())
     lost = sum(record.get("event") == "lost" for record in data.trainer)
-    return count_faults(data.events, rebuilds=rebuilds, lost=lost)
+    damaged = sum(record.get("event") == "damaged" for record in data.trainer)
+    return count_faults(data.events, rebuilds=rebuilds, lost=lost, damaged=damaged)
 
 
 def attempt_rows(data: RunData) -> list[AttemptRow]:

@@ -98,6 +98,9 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
         "job": _job(job[0]["job"], attempt) if job else "",
         **{_role(component): _component(component) for component in job},
         "checkpoint": f"step {number(saved, 'step', 0):.0f}, {duration(age)} ago" if age is not None else "",
+        "damaged": ", ".join(
+            f"{damage['checkpoint']}: {damage['fault']}" for damage in monitor.progress.damaged
+        ),
         "worries": line(monitor.worries),
         "set aside": _set_aside(monitor),
         "faults": " · ".join(fault_words(monitor.faults)),

@@ -1,12 +1,14 @@
 """Checkpoints of a run: complete or not there, the newest few of them, and what they keep alive.
 
 It must not know what the learner's files and the arrays in them mean. A checkpoint is complete only when its
-last file, COMPLETE, exists.
+last file, COMPLETE, exists, which holds the checksums of all others: a start verifies them before it believes
+a checkpoint.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import time
@@ -19,6 +21,9 @@ import numpy as np
 from tba_hpc.ports import Learner
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import fsync, make_durable, write_atomic
+from tba_hpc.run.inventory import COMPLETE, damage, inventory, with_checksum
+
+log = logging.getLogger(__name__)
 
 STATE_FORMAT = 4
 """Version of state.json."""
@@ -28,6 +33,12 @@ BUFFER_FILE = "buffer.h5"
 
 PROMPTS_FILE = "prompts.h5"
 """Beside it the requests completed, which every searcher reads too."""
+
+STATE_FILE = "state.json"
+"""Beside it the TrainerState."""
+
+DAMAGED = "damaged-"
+"""Begins the name of a checkpoint that was set aside."""
 
 
 class StateError(ValueError):
@@ -94,8 +105,9 @@ class Checkpoints:
         for name, arrays in files.items():
             self.write_arrays(folder / name, arrays)
         make_durable(folder)
+        listed = inventory(folder)
         state = replace(state, save_seconds=max(state.save_seconds, time.monotonic() - began))
-        prune_shards(self.run, complete_checkpoint(self.run, folder, state, keep=self.keep))
+        prune_shards(self.run, complete_checkpoint(self.run, folder, state, keep=self.keep, listed=listed))
         return state
 
     def export_reference(self, step: int, learner: Learner) -> None:
@@ -112,29 +124,42 @@ def begin_checkpoint(run: RunDir, step: int) -> Path:
     """
     for folder in checkpoint_folders(run, complete=False):
         shutil.rmtree(folder)
+    for left in run.checkpoints.glob(".*.tmp"):
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
     name = f"step-{step:06d}"
     saves = [int(folder.suffix[1:] or 0) for folder in run.checkpoints.glob(f"{name}*")]
     again = max(saves, default=-1) + 1  # also where the first is gone: the newest must have the last name
     folder = run.checkpoints / (f"{name}.{again}" if again else name)
+    write_atomic(_unfinished(folder), "")
     folder.mkdir()
     return folder
 
 
-def complete_checkpoint(run: RunDir, folder: Path, state: TrainerState, *, keep: int) -> dict[int, int]:
+def complete_checkpoint(
+    run: RunDir, folder: Path, state: TrainerState, *, keep: int, listed: str | None = None
+) -> dict[int, int]:
     """Write ``state.json`` beside files that are durable already, and only then mark ``folder`` COMPLETE.
 
-    COMPLETE lists the files, see ``missing_files``. Checkpoints beyond the newest ``keep`` are deleted.
+    listed: their ``inventory``, where it is known. Checkpoints beyond the newest ``keep`` are deleted.
     Returns the cursors of the oldest one kept: shards before them are needed no more, see ``prune_shards``.
     Raises DiskFullError.
     """
-    write_atomic(folder / "state.json", state.to_json())
-    write_atomic(folder / "COMPLETE", _inventory(folder))
+    listed = inventory(folder) if listed is None else listed
+    write_atomic(folder / STATE_FILE, state.to_json())
+    write_atomic(folder / COMPLETE, with_checksum(listed + inventory(folder, STATE_FILE)))
     fsync(run.checkpoints)
-    kept = checkpoint_folders(run, complete=True)
-    for old in kept[:-keep]:
-        (old / "COMPLETE").unlink()  # first: a half-deleted checkpoint must not look complete
+    _unfinished(folder).unlink(missing_ok=True)
+    for old in checkpoint_folders(run, complete=True)[:-keep]:
+        write_atomic(_unfinished(old), "")
+        (old / COMPLETE).unlink(missing_ok=True)  # first: a half-deleted checkpoint must not look complete
         shutil.rmtree(old)
-    return dict(read_state(kept[-keep:][0]).cursors)
+        _unfinished(old).unlink()
+    return dict(_oldest_state(run).cursors)
+
+
+def _unfinished(folder: Path) -> Path:
+    """The mark beside a checkpoint that is written or deleted: any other without COMPLETE has lost it."""
+    return folder.with_name(f".{folder.name}.tmp")
 
 
 def latest_checkpoint(run: RunDir) -> Path | None:
@@ -143,21 +168,51 @@ def latest_checkpoint(run: RunDir) -> Path | None:
 
 
 def read_state(folder: Path) -> TrainerState:
-    """State of a complete checkpoint. Raises StateError where another version wrote it."""
-    return TrainerState.from_json((folder / "state.json").read_text())
+    """State of a complete checkpoint. Raises StateError where it is damaged, or of another version."""
+    if fault := damage(folder, STATE_FILE):
+        raise StateError(f"{folder} is damaged ({fault}): start the same run again to go on from another one")
+    return TrainerState.from_json((folder / STATE_FILE).read_text())
 
 
-def missing_files(folder: Path) -> list[str]:
-    """Files of a complete checkpoint that are not there as they were when it was completed, by name."""
-    now = set(_inventory(folder).splitlines())
-    then = (folder / "COMPLETE").read_text().splitlines()
-    return [line.partition(" ")[2] for line in then if line not in now]
+def _oldest_state(run: RunDir) -> TrainerState:
+    """Of the oldest complete checkpoint; where it cannot be read, of a fresh run, which needs all."""
+    oldest = next(iter(checkpoint_folders(run, complete=True)), None)
+    try:
+        return read_state(oldest) if oldest else TrainerState()
+    except (ValueError, LookupError) as error:
+        log.warning("shards and references stay, whatever checkpoints are deleted: %s", error)
+        return TrainerState()
 
 
-def _inventory(folder: Path) -> str:
-    """A line per file: bytes and path."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "COMPLETE")
-    return "".join(f"{path.stat().st_size} {path.relative_to(folder)}\n" for path in files)
+def damaged_checkpoints(run: RunDir) -> dict[Path, str]:
+    """Checkpoints newer than the newest one that is whole, from the newest on, and what is wrong with each.
+
+    Reads every byte of these and of the whole one. Raises StateError where there were checkpoints, and none
+    is whole.
+    """
+    faults: dict[Path, str] = {}
+    for folder in reversed(checkpoint_folders(run, complete=True)):
+        fault = damage(folder)
+        if not fault:
+            return faults
+        faults[folder] = fault
+    told = [f"{folder.name}: {fault}" for folder, fault in faults.items()]
+    told += sorted(folder.name for folder in run.checkpoints.glob(f"{DAMAGED}*"))
+    if told:
+        raise StateError(
+            f"no checkpoint in {run.checkpoints} is whole ({'; '.join(told)}): put a copy of one back, or "
+            "choose another run.name to start afresh; nothing was deleted"
+        )
+    return {}
+
+
+def set_aside(folder: Path) -> Path:
+    """Give a damaged checkpoint a name by which none is found, and keep it as evidence; returns its path."""
+    name = f"{DAMAGED}{folder.name}"
+    aside = folder.with_name(f"{name}-{1 + len(list(folder.parent.glob(f'{name}-*')))}")
+    folder.rename(aside)
+    fsync(folder.parent)
+    return aside
 
 
 def prune_shards(run: RunDir, cursors: Mapping[int, int]) -> int:
@@ -170,8 +225,7 @@ def prune_shards(run: RunDir, cursors: Mapping[int, int]) -> int:
 
 def prune_references(run: RunDir) -> None:
     """Delete the references before the one in force at the oldest complete checkpoint."""
-    oldest = next(iter(checkpoint_folders(run, complete=True)), None)
-    end = read_state(oldest).step if oldest else 0
+    end = _oldest_state(run).step
     folders = {int(path.name.removeprefix("step-")): path for path in run.references.glob("step-*")}
     in_force = max((step for step in folders if step <= end), default=0)
     for step, folder in folders.items():
@@ -180,13 +234,22 @@ def prune_references(run: RunDir) -> None:
 
 
 def checkpoint_folders(run: RunDir, *, complete: bool) -> list[Path]:
-    """The complete checkpoints, or the others, by (step, save), ascending."""
+    """The complete checkpoints, and those that were and lost COMPLETE, or else the unfinished ones.
+
+    By (step, save), ascending.
+    """
     named = {
         folder: re.fullmatch(r"step-(\d+)(?:\.(\d+))?", folder.name) for folder in run.checkpoints.iterdir()
     }
     found = {
         (int(name[1]), int(name[2] or 0)): folder
         for folder, name in named.items()
-        if name and (folder / "COMPLETE").exists() == complete
+        if name and _was_completed(folder) == complete
     }
     return [found[key] for key in sorted(found)]
+
+
+def _was_completed(folder: Path) -> bool:
+    """Whether it has COMPLETE, or lacks that alone of its last two files, and nobody is at work on it."""
+    mark = _unfinished(folder)
+    return (folder / COMPLETE).exists() or ((folder / STATE_FILE).exists() and not mark.exists())

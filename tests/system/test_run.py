@@ -174,6 +174,28 @@ def test_stopped_by_ctrl_c_and_resumed(model: Path, tmp_path: Path) -> None:
     assert oct(run.path.stat().st_mode & 0o777) == "0o700"
 
 
+def test_a_damaged_checkpoint_is_told_and_the_same_command_goes_on(model: Path, tmp_path: Path) -> None:
+    """A bit of the optimizer's state, which DeepSpeed would load in silence."""
+    process = start(model, tmp_path)
+    wait_for(lambda: steps_done(tmp_path) >= 6, process)
+    stop(process)
+    run = RunDir.open(tmp_path / "quickstart-seed0")
+    newest = latest_checkpoint(run)
+    assert newest is not None
+    (optimizer,) = newest.glob("zero/*optim_states.pt")
+    data = bytearray(optimizer.read_bytes())
+    data[len(data) // 2] ^= 1
+    optimizer.write_bytes(data)
+
+    code, out, err = finish(start(model, tmp_path))
+    assert code == 0 and "1 × damaged checkpoint set aside" in out, out + err
+    assert_whole(run)
+    assert trainer_events(tmp_path).count("damaged") == 1
+    assert (run.checkpoints / f"damaged-{newest.name}-1").is_dir()
+    told = subprocess.run([TBA, "status", run.path, "--once"], capture_output=True, text=True)
+    assert f"{newest.name}: zero/{optimizer.name} is corrupt: its checksum does not match" in told.stdout
+
+
 def test_over_files_with_two_trainer_ranks(model: Path, tmp_path: Path) -> None:
     settings = ("exchange.transport=files", "launch.trainers=2")
     assert_whole(run_to_end(model, tmp_path, *settings))

@@ -1,0 +1,304 @@
+"""Checkpoints are verified before they are believed: no damage is loaded, and the one before is used."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGTERM
+
+import learner_worker
+import numpy as np
+import pytest
+import tabular_run
+import torch
+from tiny_models import make_random_model
+
+from tba_hpc.audit import audit
+from tba_hpc.backends.hdf5_shards import read_arrays, write_arrays
+from tba_hpc.metrics import read_metrics
+from tba_hpc.ports import ExchangeError
+from tba_hpc.report.monitor import RunMonitor
+from tba_hpc.report.run_state import run_state
+from tba_hpc.report.status import facts
+from tba_hpc.run.checkpoints import (
+    BUFFER_FILE,
+    PROMPTS_FILE,
+    Checkpoints,
+    StateError,
+    TrainerState,
+    begin_checkpoint,
+    checkpoint_folders,
+    complete_checkpoint,
+    damaged_checkpoints,
+    latest_checkpoint,
+    read_state,
+    set_aside,
+)
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.inventory import damage, inventory
+from tba_hpc.runtime import await_verified_checkpoints, verify_checkpoints
+from tba_hpc.tasks.tabular import TabularLearner
+
+# --- Every kind of damage ---
+
+Harm = Callable[[Path, np.random.Generator], None]
+"""Damages a file, which is another one afterwards for certain."""
+
+
+def truncate(path: Path, random: np.random.Generator) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: random.integers(len(data))])
+
+
+def flip_a_bit(path: Path, random: np.random.Generator) -> None:
+    data = np.fromfile(path, np.uint8)
+    data[random.integers(len(data))] ^= 1 << random.integers(8)
+    data.tofile(path)
+
+
+def zero_a_block(path: Path, random: np.random.Generator) -> None:
+    data = np.fromfile(path, np.uint8)
+    start = random.choice(np.flatnonzero(data)) // 512 * 512
+    data[start : start + 512] = 0
+    data.tofile(path)
+
+
+def delete(path: Path, random: np.random.Generator) -> None:
+    path.unlink()
+
+
+def replace_by_another_version(path: Path, random: np.random.Generator) -> None:
+    """Of the same size; the format or schema of ours is another number, where a file has one."""
+    data = path.read_bytes()
+    known = [(b'"format": 4', b'"format": 5'), (b"schema=3", b"schema=4"), (b"inventory", b"inventorY")]
+    for ours, other in [*known, (data, bytes(reversed(data))), (data, bytes(byte ^ 1 for byte in data))]:
+        if (changed := data.replace(ours, other, 1)) != data:
+            path.write_bytes(changed)
+            return
+
+
+KINDS = (truncate, flip_a_bit, zero_a_block, delete, replace_by_another_version)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A run with the checkpoints of steps 3 and 6, and the weights of each, by step."""
+
+    run: RunDir
+    weights: dict[int, bytes]
+
+    def damaged(self, copy: Path, name: str, harm: Harm, seed: int) -> RunDir:
+        """A copy of the run, with a file of its newest checkpoint damaged."""
+        run = RunDir(shutil.copytree(self.run.path, copy))
+        folder = latest_checkpoint(run)
+        assert folder is not None
+        harm(folder / name, np.random.default_rng(seed))
+        return run
+
+
+def weights_of(learner: TabularLearner) -> bytes:
+    out = np.empty(learner.layout.nbytes, np.uint8)
+    learner.write_weights(out)
+    return out.tobytes()
+
+
+def arrays(step: int) -> dict[str, dict[str, np.ndarray]]:
+    random = np.random.default_rng(step)
+    return {BUFFER_FILE: {"values": random.random(500)}, PROMPTS_FILE: {"done": np.full(9, step, np.uint8)}}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    run = RunDir.create(tabular_run.make_config(tmp_path_factory.mktemp("saved")))
+    learner, weights = TabularLearner(tabular_run.TABLE), {}
+    for step in (3, 6):
+        with torch.no_grad():
+            learner._logits += step
+        state = TrainerState(step=step, revision=step, cursors={0: step})
+        Checkpoints(run, 2, write_arrays).save(state, learner, arrays(step))
+        weights[step] = weights_of(learner)
+    return Saved(run, weights)
+
+
+def names(run: RunDir) -> list[str]:
+    return sorted(path.name for path in run.checkpoints.iterdir())
+
+
+def test_two_hundred_random_damages_are_met_and_the_checkpoint_before_is_used(
+    saved: Saved, tmp_path: Path
+) -> None:
+    newest = latest_checkpoint(saved.run)
+    assert newest is not None
+    files = sorted(str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file())
+    assert {"COMPLETE", "state.json", BUFFER_FILE, PROMPTS_FILE} < set(files)
+    config, learner = saved.run.config(), TabularLearner(tabular_run.TABLE)
+    for case in range(200):
+        harm, name = KINDS[case % len(KINDS)], files[case // len(KINDS) % len(files)]
+        run = saved.damaged(tmp_path / str(case), name, harm, case)
+        verify_checkpoints(run, config)
+        folder = latest_checkpoint(run)
+        assert folder is not None and names(run) == ["damaged-step-000006-1", "step-000003"], (harm, name)
+        (event,) = read_metrics(run.metrics_file("trainer"))
+        assert (event["event"], event["step"], event["checkpoint"]) == ("damaged", 6, "step-000006")
+        assert name in str(event["fault"]), (harm, name, event)
+
+        learner.load(folder)
+        assert weights_of(learner) == saved.weights[3] and read_state(folder).cursors == {0: 3}
+        for file, expected in arrays(3).items():
+            np.testing.assert_equal(read_arrays(folder / file), expected)
+        shutil.rmtree(run.path)
+
+
+def test_every_file_of_deepspeed_is_verified(tmp_path: Path) -> None:
+    """As its own loader would not: it takes a flipped bit for a weight."""
+    config = learner_worker.make_config(make_random_model(tmp_path / "model", tied=True), ranks=1)
+    done = learner_worker.run(tmp_path / "ranks", config, [("step", 1), ("save", "saved")])
+    run = RunDir.create(tabular_run.make_config(tmp_path))
+    folder = begin_checkpoint(run, 1)
+    shutil.copytree(done.folder / "saved", folder, dirs_exist_ok=True)
+    complete_checkpoint(run, folder, TrainerState(step=1), keep=2)
+    assert damaged_checkpoints(run) == {}
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {".pt", ".json", ""} <= {path.suffix for path in files} and len(files) >= 5
+    for path in files:
+        before = path.read_bytes()
+        for seed, harm in enumerate(KINDS):
+            harm(path, np.random.default_rng(seed))
+            assert path.name in damage(folder), (path, harm)
+            path.write_bytes(before)
+    assert damage(folder) == ""
+
+
+# --- None left, one without checksums, one that was never finished ---
+
+
+def test_where_none_is_whole_a_sentence_says_so_and_nothing_is_changed(saved: Saved, tmp_path: Path) -> None:
+    run = saved.damaged(tmp_path / "run", "state.json", truncate, 1)
+    flip_a_bit(run.checkpoints / "step-000003" / BUFFER_FILE, np.random.default_rng(0))
+    for _ in range(2):  # the second start meets the same
+        with pytest.raises(
+            StateError, match=r"step-000006: state.json has \d+ bytes, not .*step-000003: buf"
+        ):
+            verify_checkpoints(run, run.config())
+        assert names(run) == ["step-000003", "step-000006"] and not run.metrics_file("trainer").exists()
+
+
+def test_a_run_whose_checkpoints_were_all_set_aside_is_not_started_afresh(run: RunDir) -> None:
+    verify_checkpoints(run, run.config())  # a fresh one has nothing to verify
+    save(run, 4)
+    set_aside(run.checkpoints / "step-000004")
+    with pytest.raises(StateError, match=r"is whole .damaged-step-000004-1.: put a copy of one back"):
+        verify_checkpoints(run, run.config())
+
+
+def test_a_checkpoint_without_checksums_is_believed_and_the_log_says_so(
+    run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(run, 4)
+    folder = save(run, 8)
+    sizes = [line.split(" ", 1)[1] for line in inventory(folder).splitlines()]
+    (folder / "COMPLETE").write_text("".join(f"{line}\n" for line in sizes))
+    with caplog.at_level(logging.WARNING):
+        verify_checkpoints(run, run.config())
+    assert latest_checkpoint(run) == folder and read_state(folder).step == 8
+    assert f"{folder} is of an earlier version and has no checksums" in caplog.text
+    (folder / "weights.bin").write_bytes(b"")
+    verify_checkpoints(run, run.config())
+    assert names(run) == ["damaged-step-000008-1", "step-000004"]
+
+
+def test_an_inventory_that_has_lost_its_first_line_is_not_one_of_an_earlier_version(run: RunDir) -> None:
+    save(run, 4)
+    complete = save(run, 8) / "COMPLETE"
+    complete.write_text(complete.read_text().partition("\n")[2])
+    assert damaged_checkpoints(run) == {complete.parent: "COMPLETE is corrupt"}
+
+
+def test_what_a_kill_leaves_is_deleted_and_not_called_damaged(run: RunDir) -> None:
+    save(run, 4)
+    half = begin_checkpoint(run, 8)
+    (half / "state.json").write_text("{}")
+    mark = run.checkpoints / ".step-000008.tmp"
+    assert mark.exists() and damaged_checkpoints(run) == {}
+    (run.checkpoints / ".step-000004.universal.tmp").mkdir()  # of a conversion
+    assert begin_checkpoint(run, 12).exists()
+    assert names(run) == [".step-000012.tmp", "step-000004", "step-000012"]
+
+
+def test_the_same_step_may_be_damaged_twice(run: RunDir) -> None:
+    save(run, 4)
+    for _ in range(2):
+        (save(run, 8) / "weights.bin").unlink()
+        verify_checkpoints(run, run.config())
+    assert names(run) == ["damaged-step-000008-1", "damaged-step-000008-2", "step-000004"]
+
+
+@pytest.mark.parametrize("old, new", [("17", "99"), ("cursors", "c"), (None, "")])
+def test_an_older_state_that_is_damaged_neither_ends_a_save_nor_prunes(
+    run: RunDir, old: str | None, new: str
+) -> None:
+    """Its cursors decide which shards are needed no more."""
+    state_file = save(run, 4, {0: 17}) / "state.json"
+    state_file.write_text(state_file.read_text().replace(old, new) if old else new)
+    folder = begin_checkpoint(run, 8)
+    assert complete_checkpoint(run, folder, TrainerState(step=8, cursors={0: 23}), keep=2) == {}
+    folder = begin_checkpoint(run, 12)
+    assert complete_checkpoint(run, folder, TrainerState(step=12, cursors={0: 31}), keep=2) == {0: 23}
+    assert [path.name for path in checkpoint_folders(run, complete=True)] == ["step-000008", "step-000012"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tabular_run.make_config(tmp_path))
+
+
+def save(run: RunDir, step: int, cursors: dict[int, int] | None = None) -> Path:
+    folder = begin_checkpoint(run, step)
+    (folder / "weights.bin").write_bytes(b"w" * 100)
+    complete_checkpoint(run, folder, TrainerState(step=step, cursors=cursors or {}), keep=2)
+    return folder
+
+
+# --- All ranks, whole runs ---
+
+
+def test_searchers_wait_until_the_leader_has_verified(run: RunDir) -> None:
+    """Each attempt anew; where there is no checkpoint there is nothing to wait for."""
+    await_verified_checkpoints(run, 0, deadline=0.0)
+    save(run, 4)
+    for _ in range(2):
+        attempt = run.begin_attempt()
+        with pytest.raises(ExchangeError, match="searcher 3 waited 0 s for trainer rank 0 to verify"):
+            await_verified_checkpoints(run, 3, deadline=0.0)
+        leader = threading.Timer(0.3, (attempt / "checkpoints-verified").touch)
+        leader.start()
+        began = time.monotonic()
+        await_verified_checkpoints(run, 3, deadline=60.0)
+        assert time.monotonic() - began >= 0.25
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_and_loses_nothing(run: RunDir) -> None:
+    """Real loops and files: what was trained since is merged and learned from again."""
+    tabular_run.start(run, searchers=2, sent=SIGTERM, nth=20).join(60)
+    newest, before = reversed(checkpoint_folders(run, complete=True)[-2:])
+    flip_a_bit(newest / "prompts.h5", np.random.default_rng(0))
+    went_back = read_state(newest).step - read_state(before).step
+    assert went_back > 0 and audit(run).problems == (
+        f"{newest.name} is damaged: prompts.h5 is corrupt: its checksum does not match",
+    )
+    tabular_run.start(run, searchers=2).join(60)
+
+    verdict = audit(run)
+    assert verdict.finished and verdict.clean, verdict.problems
+    assert verdict.redone == (went_back,)
+    monitor = RunMonitor(run, run.config())
+    monitor.update()
+    said = facts(monitor, run_state(monitor))
+    assert said["damaged"] == f"{newest.name}: prompts.h5 is corrupt: its checksum does not match"
+    assert "1 × damaged checkpoint set aside" in said["faults"]
+    assert f"damaged-{newest.name}-1" in names(run)
