@@ -1,4 +1,4 @@
-"""One owner each: who is refused, who takes over; with real processes, and files as other hosts leave them."""
+"""One owner each: who is refused, who takes over; with real processes, and files as other hosts have them."""
 
 from __future__ import annotations
 

@@ -5,10 +5,10 @@ It must not know what is in the files, nor when they are written.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,12 +50,12 @@ class RunDir:
         """The directory that ``create`` would take; raises ConfigError as that would, and writes nothing."""
         run = cls(config.run_dir.absolute())
         with run.writing():
-            run._refuse_unwritable()
             if run.config_file.exists():
                 run._refuse_another_format()
                 run._refuse_another_config(config, but_nothing=True)
             elif run.path.exists():
                 run._refuse_strangers()
+            run._refuse_unwritable()
         return run
 
     @contextmanager
@@ -100,12 +100,9 @@ class RunDir:
             folder.mkdir(exist_ok=True)
 
     def _refuse_unwritable(self) -> None:
-        """Raise OSError where the directory is not there and cannot be made, or cannot be written."""
+        """Raise OSError where nothing can be written where the directory is, or is to be."""
         place = next(path for path in (self.path, *self.path.parents) if path.exists())
-        if not place.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        tempfile.TemporaryFile(dir=place).close()  # rights alone do not tell it to root, nor on /proc
 
     def _refuse_strangers(self) -> None:
         strangers = sorted(p.name for p in self.path.iterdir() if not self._is_left_by_a_kill(p))
