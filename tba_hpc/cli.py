@@ -29,6 +29,7 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
 from tba_hpc.run.files import DiskFullError
 from tba_hpc.run.notes import REFUSED, write_note
+from tba_hpc.run.owners import OwnedError, claim_for_job, owned, refuse_owned
 from tba_hpc.task_check import refuse_bad_task
 from tba_hpc.types import Role, Split
 
@@ -63,16 +64,17 @@ def run(
 ) -> None:
     """Train on this machine, from the start or from where the run stopped."""
     resolved = _resolve(config, overrides or [])
+    run_dir = RunDir.check(resolved)
+    if not run_dir.finished:
+        refuse_owned(run_dir)
+        refuse_bad_task(resolved)
     if dry_run:
-        run_dir = RunDir(resolved.run_dir.absolute())
         commands = [shlex.join(command) for command in local.commands(run_dir, resolved).values()]
         typer.echo(dump_config(resolved) + "".join(f"# {command}\n" for command in commands), nl=False)
         return
-    if not RunDir(resolved.run_dir.absolute()).finished:
-        refuse_bad_task(resolved)
-    run_dir = RunDir.create(resolved)
     if not run_dir.finished:
-        _launch(run_dir, resolved, quiet=as_json)
+        with owned(run_dir):
+            _launch(RunDir.create(resolved), resolved, quiet=as_json)
     print_summary(run_dir, summarise(run_dir, resolved), as_json=as_json)
 
 
@@ -128,7 +130,15 @@ def create(
     overrides: Overrides = None,
 ) -> None:
     """Make the run directory of a config, or check that it holds the same run, and print its path."""
-    typer.echo(RunDir.create(_resolve(config, overrides or [])).path)
+    resolved = _resolve(config, overrides or [])
+    refuse_owned(RunDir.check(resolved))  # whose config it would change
+    typer.echo(RunDir.create(resolved).path)
+
+
+@app.command(hidden=True)
+def claim(run: RunPath) -> None:
+    """Make the Slurm job of this process the owner of RUN, unless another one is at work on it."""
+    claim_for_job(RunDir.open(run))
 
 
 @app.command()
@@ -295,6 +305,14 @@ def main(command: Callable[[], None] = app, name: str = "tba") -> None:
     """Entry point: print a user's error as one sentence, which begins with ``name``."""
     try:
         command()
-    except (ConfigError, StateError, DiskFullError, EngineError, LaunchError, SlurmError) as error:
+    except (
+        ConfigError,
+        OwnedError,
+        StateError,
+        DiskFullError,
+        EngineError,
+        LaunchError,
+        SlurmError,
+    ) as error:
         print(f"{name}: {error}", file=sys.stderr)
         sys.exit(REFUSED)

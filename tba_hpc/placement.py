@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from tba_hpc.backends.mpi_world import MpiWorld
 
 
+def refuse_index(config: Config, role: Role, index: int | None) -> None:
+    """Raise ConfigError where a rank's number is none of its role; None: MPI numbers the ranks."""
+    ranks = config.launch.trainers if role == "trainer" else config.launch.searchers
+    if index is not None and not 0 <= index < ranks:
+        raise ConfigError(
+            f"--index {index} is no {role} of this run, which has launch.{role}s={ranks}: they are numbered "
+            f"from 0 to {ranks - 1}"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """index: within the role. first_gpu, gpus: of those that the ranks of a node see. mpi: None for files."""

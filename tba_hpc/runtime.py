@@ -26,7 +26,7 @@ from tba_hpc.config import Config, ConfigError
 from tba_hpc.ending import end_run
 from tba_hpc.metrics import MetricsWriter
 from tba_hpc.online_evaluation import OnlineEvaluator
-from tba_hpc.placement import Placement
+from tba_hpc.placement import Placement, refuse_index
 from tba_hpc.ports import (
     EngineError,
     ExchangeError,
@@ -52,6 +52,7 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import discard_evaluations, find_evaluation, write_evaluation
 from tba_hpc.run.files import DiskFullError
 from tba_hpc.run.notes import FAILED, REFUSED, rank_name, redirect_output, write_note
+from tba_hpc.run.owners import owned
 from tba_hpc.run.signals import StopFlag
 from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
@@ -330,14 +331,19 @@ def _open_searcher(run: RunDir, config: Config, placement: Placement) -> Searche
 
 @contextmanager
 def _placed(run: RunDir, role: Role, index: int | None) -> Iterator[tuple[Config, Placement]]:
-    """A rank in its place, with its own log and GPUs; an error ends it with a note for the launcher."""
+    """A rank in its place, with its own log and GPUs; an error ends it with a note for the launcher.
+
+    None of a rank that is one too many: log and notes are those of the ranks at work.
+    """
     config = run.config()
+    refuse_index(config, role, index)
     with errors_reported(run, role, index or 0):
         placement = Placement.join(config, role, index)
-    redirect_output(run, role, placement.index)
-    with errors_reported(run, role, placement.index):
-        placement.choose_gpus()
-        yield config, placement
+    with owned(run, rank_name(role, placement.index)):
+        redirect_output(run, role, placement.index)
+        with errors_reported(run, role, placement.index):
+            placement.choose_gpus()
+            yield config, placement
 
 
 @contextmanager

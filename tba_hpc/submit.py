@@ -23,6 +23,7 @@ from tba_hpc.launch.plan import Plan, Site, load_site, plan
 from tba_hpc.launch.sbatch import RANK, TBA, Job, batch_script
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
+from tba_hpc.run.owners import refuse_owned
 from tba_hpc.task_check import refuse_bad_task
 
 CHECK_SECONDS = 60.0
@@ -71,6 +72,8 @@ def submit(order: Order, *, wait: bool, as_json: bool) -> bool:
     config, split = _resolve(order, site)
     slurm.require_slurm()
     warnings = _check(config, split, site)
+    if slurm.active_job(run := RunDir.check(config)) is None:  # else its id and state are told below
+        refuse_owned(run)
     run = RunDir.create(config)
     if run.finished:
         _tell(run, split, None, "", [], as_json)

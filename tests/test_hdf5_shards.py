@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import multiprocessing
 import os
 import random
 import signal
@@ -10,6 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import h5py
@@ -224,6 +227,46 @@ def test_an_index_is_never_used_twice(run: RunDir) -> None:
     assert seal_one(first_index=3) == 4  # more was sealed since that checkpoint
 
 
+DUELS = 1000
+
+
+def duel(folder: Path, mine: int, together: Barrier, told: Connection) -> None:
+    """Be one of two that seal the first shard of a run, again and again; tell which duels were won."""
+    won = []
+    for number in range(DUELS):
+        writer = ShardWriter(RunDir(folder / str(number)), 0)
+        writer.append(*scored(number, mine, n=1, tokens=1))
+        together.wait(60)
+        try:
+            writer.seal()
+            won.append(number)
+        except ShardError as error:
+            assert "another process is searcher 0 of this run; end one of the two" in str(error)
+            assert len(writer) == 1
+    told.send(won)
+
+
+def test_of_two_that_seal_one_index_one_is_refused(tmp_path: Path) -> None:
+    """1,000 duels: nothing is overwritten, and what is acknowledged once is on disk once."""
+    fork = multiprocessing.get_context("fork")
+    together, results = fork.Barrier(2), [fork.Pipe(duplex=False) for _ in range(2)]
+    duellists = [
+        fork.Process(target=duel, args=(tmp_path, mine, together, told))
+        for mine, (_, told) in enumerate(results)
+    ]
+    for duellist in duellists:
+        duellist.start()
+    won = [set(heard.recv()) for heard, _ in results]
+    for duellist in duellists:
+        duellist.join()
+    assert not won[0] & won[1] and won[0] | won[1] == set(range(DUELS))
+    for mine, numbers in enumerate(won):
+        for number in numbers:
+            run = RunDir(tmp_path / str(number))
+            assert [path.name for path in run.shard_folder(0).iterdir()] == ["000000.h5"]
+            assert read_shard(run.shard_file(0, 0)).trajectories.record["prompt_id"].tolist() == [mine]
+
+
 def test_leftovers_of_a_killed_writer_are_removed(run: RunDir) -> None:
     folder = run.shard_folder(0)
     folder.mkdir()
@@ -301,6 +344,7 @@ def test_another_schema_is_refused_by_its_number(other: int, run: RunDir) -> Non
 
 def test_valid_bytes_of_inconsistent_arrays_are_refused(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     path, shard = sealed(run)
+    path.unlink()  # nothing replaces it
     lengths = shard.trajectories.completions.offsets.copy()
     lengths[1] = -1
     broken = dataclasses.replace(

@@ -247,6 +247,7 @@ def test_a_second_interrupt_kills_everything(tmp_path: Path, transport: str) -> 
     launched.process.send_signal(signal.SIGINT)
     code, out, _ = launched.end()
     assert code == 130 and "tba run" in out
+    assert launched.events() == ["start", "signal", "aborted"]
     assert alive(pids) == []
 
 

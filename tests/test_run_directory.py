@@ -83,12 +83,42 @@ def test_a_resume_may_change_ranks_and_place_but_nothing_else(tmp_path: Path) ->
     (tmp_path / "run-seed0").rename(moved / "run-seed0")
     assert RunDir.create(config_in(moved)).config().run.root == str(moved)
 
+    moved_run = RunDir.open(moved / "run-seed0")
+    moved_run.shard_folder(0).mkdir()
+    moved_run.shard_file(0, 0).touch()
     other = config_in(moved, train={"steps": 7}, buffer={"uniform_mix": 0.5}, launch={"searchers": 2})
     with pytest.raises(ConfigError, match=r"another config: buffer\.uniform_mix, train\.steps differ;"):
         RunDir.create(other)
     with pytest.raises(ConfigError, match=r"another config: train\.steps differs;"):
         RunDir.create(config_in(moved, train={"steps": 7}))
-    assert RunDir.open(moved / "run-seed0").config().launch.searchers == 1  # a refusal changes nothing
+    assert moved_run.config().launch.searchers == 1  # a refusal changes nothing
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        *(
+            "shards/searcher-0000/000000.h5",
+            "shards/searcher-0000/000000.h5.refused",
+            "metrics/trainer.jsonl",
+        ),
+        *("checkpoints/step-000004/COMPLETE", "evaluations/test-step-000000/searcher-0000-of-0001.json"),
+        "references/step-000005/config.json",
+    ],
+)
+def test_a_start_that_came_to_nothing_leaves_nothing_that_refuses_the_next(run: RunDir, made: str) -> None:
+    run.begin_attempt()
+    log_event(run, "refused", sentence="task.name=arithmetics is none")
+    (run.metrics / "searcher-0000.jsonl").write_text('{"event": "started"}\n')
+    corrected = config_in(run.path.parent, train={"steps": 7})
+    assert RunDir.check(corrected) == run and run.config().train.steps != 7  # looking changes nothing
+    assert RunDir.create(corrected).config().train.steps == 7
+
+    (run.path / made).parent.mkdir(parents=True, exist_ok=True)
+    (run.path / made).touch()
+    for start in (RunDir.check, RunDir.create):
+        with pytest.raises(ConfigError, match=r"another config: train\.steps differs;"):
+            start(config_in(run.path.parent, train={"steps": 8}))
 
 
 def test_directories_of_others_are_refused(tmp_path: Path) -> None:

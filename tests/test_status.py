@@ -13,6 +13,7 @@ from recorded import evaluate, happen, new_run, resumed_run, search, step, write
 from rich.console import Console
 
 from tba_hpc.launch import slurm
+from tba_hpc.report.attempts import failures_in_a_row
 from tba_hpc.report.monitor import Queue, QueueEntry, RunMonitor
 from tba_hpc.report.run_state import run_state
 from tba_hpc.report.status import LiveDisplay, cells, facts, follow, panel, plain_line, print_status
@@ -124,7 +125,7 @@ def test_how_a_submitted_run_stands(
     found = run_state(look(run, asked))
     assert found.state == state and words in found.words
     assert command.format(run=run.path) in found.command and bool(command) == bool(found.command)
-    assert found.over == (state in ("created", "gone", "failed", "refused", "stopped", "finished"))
+    assert found.over == (state in ("created", "gone", "failed", "refused", "stopped", "aborted", "finished"))
 
 
 @pytest.mark.parametrize(
@@ -132,6 +133,7 @@ def test_how_a_submitted_run_stands(
     [
         (("start",), "training", ""),
         (("start", "signal", "stopped"), "stopped", TBA_RUN),
+        (("start", "signal", "aborted"), "aborted", TBA_RUN),
         (("start", "failed"), "failed", TBA_RUN),
         (("start", "finished"), "finished", ""),
     ],
@@ -146,6 +148,14 @@ def test_a_run_on_this_machine_is_not_judged_by_an_older_job(
     found = run_state(monitor)
     assert (found.state, found.command) == (state, command.format(run=run.path))
     assert "job" not in facts(monitor, found)
+
+
+def test_ctrl_c_twice_is_no_failure_of_the_ranks(run: RunDir) -> None:
+    allocation(run, "start", "failed", "start", "signal", "aborted", job="")
+    trained(run)
+    monitor = look(run)
+    assert run_state(monitor).words == "killed on request at step 4; it goes on from the last checkpoint"
+    assert monitor.attempts[-1].outcome == "aborted" and failures_in_a_row(monitor.attempts) == 0
 
 
 def test_a_job_of_the_tool_is_submitted_again_as_it_was(run: RunDir) -> None:

@@ -65,7 +65,11 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def write_shard(path: Path, shard: Shard) -> None:
-    """Seal a shard: durable and visible when this returns. Raises ValueError (check), DiskFullError."""
+    """Seal a shard: durable and visible when this returns.
+
+    Raises ValueError (check), DiskFullError, and FileExistsError where ``path`` exists: what is sealed is
+    never replaced.
+    """
     trajectories = shard.trajectories
     trajectories.check()
     attributes = {"searcher": shard.searcher, "index": shard.index, "count": len(trajectories)}
@@ -78,7 +82,7 @@ def write_shard(path: Path, shard: Shard) -> None:
         "logprobs": trajectories.logprobs,
         "ref_logprobs": trajectories.ref_logprobs,
     }
-    publish(path, _encode("shard", attributes, arrays))
+    publish(path, _encode("shard", attributes, arrays), replace=False)
 
 
 def read_shard(path: Path) -> Shard:
@@ -217,14 +221,20 @@ class ShardWriter:
     def seal(self) -> Shard | None:
         """Make the open shard durable and return it; None where it is empty.
 
-        Raises DiskFullError; the groups then stay open, and a later call tries again.
+        Raises DiskFullError; the groups then stay open, and a later call tries again. Raises ShardError
+        where another writer of this searcher has sealed the shard of that index.
         """
         if not self._open:
             return None
         shard = Shard(self._searcher, self._index, _collect(self._open, self._searcher, self._index))
         path = self._run.shard_file(self._searcher, self._index)
-        assert not path.exists(), f"{path} exists: another searcher {self._searcher} is writing to this run"
-        write_shard(path, shard)
+        try:
+            write_shard(path, shard)
+        except FileExistsError:
+            raise ShardError(
+                f"{path} is sealed already: another process is searcher {self._searcher} of this run; end "
+                "one of the two, and start this one again"
+            ) from None
         self._index += 1
         self._open = []
         return shard

@@ -110,6 +110,7 @@ claim_run() {        # two jobs on one run directory would train it twice
         say "job $owner is at work on $RUN: let it finish, or cancel it with: scancel $owner"
         exit 2
     fi
+    "${TBA[@]}" claim "$RUN" || exit         # of two that got here at once, or where `tba run` is at work
     echo "$SLURM_JOB_ID" > "$RUN/slurm/job.tmp" && mv "$RUN/slurm/job.tmp" "$RUN/slurm/job"
 }
 

@@ -390,7 +390,7 @@ def launch(
     ):
         code = _watch(run, world, asked, display)
     if asked.kill:
-        log_event(run, "failed", code=code)
+        log_event(run, "aborted")
         console.print(f"killed; to go on from the last checkpoint: tba run {run.path}", highlight=False)
         return code
     if asked.stop and not at_work(run):

@@ -14,7 +14,7 @@ from tba_hpc.metrics import Record, number
 Event = Mapping[str, Any]
 """A line of events.jsonl; see ``run.events.log_event``."""
 
-ENDS = ("failed", "stopped", "finished", "refused")
+ENDS = ("failed", "aborted", "stopped", "finished", "refused")
 """Events that end an attempt."""
 
 KILLED = "killed"

@@ -32,6 +32,7 @@ SEAL_GOAL = 0.01
 OUTCOMES = {
     "finished": "finished",
     "stopped": "asked to stop",
+    "aborted": "killed on request",
     "failed": "failed",
     "refused": "refused",
     KILLED: "ended without a word",

@@ -40,7 +40,7 @@ ASIDES = {"unreachable", "hung", "orphan"}
 SILENT_SECONDS = 600.0
 """Engines may take so long to start."""
 
-OVER = {"created", "stopped", "failed", "refused", "gone", "finished"}
+OVER = {"created", "stopped", "aborted", "failed", "refused", "gone", "finished"}
 """States of a run that does nothing more by itself."""
 
 
@@ -155,6 +155,11 @@ def _ended(monitor: RunMonitor) -> RunState | None:
             return RunState("refused", note)
         case "stopped":
             return RunState("stopped", f"stopped at step {monitor.progress.step}")
+        case "aborted":
+            step = monitor.progress.step
+            return RunState(
+                "aborted", f"killed on request at step {step}; it goes on from the last checkpoint"
+            )
         case "failed":
             count = failures_in_a_row(monitor.attempts)
             often = f" {count} times in a row" if count > 1 else ""

@@ -8,6 +8,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,20 +36,40 @@ class RunDir:
         """Make ``config.run_dir``, or take it again where it holds a run of the same config (a resume).
 
         Sets the process's umask to 077. Raises ConfigError where the directory holds a run whose config
-        differs in more than ``MAY_DIFFER``, holds anything else, or cannot be written.
+        differs in more than ``MAY_DIFFER``, unless it came to nothing, holds anything else, or cannot be
+        written.
         """
-        run = cls(config.run_dir.absolute())
+        run = cls.check(config)
         os.umask(0o077)
+        with run.writing():
+            run._make(config)
+        return run
+
+    @classmethod
+    def check(cls, config: Config) -> RunDir:
+        """The directory that ``create`` would take; raises ConfigError as that would, and writes nothing."""
+        run = cls(config.run_dir.absolute())
+        with run.writing():
+            if run.config_file.exists():
+                run._refuse_another_format()
+                run._refuse_another_config(config, but_nothing=True)
+            elif run.path.exists():
+                run._refuse_strangers()
+            run._refuse_unwritable()
+        return run
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Tell an error of the file system as one of the place. Raises ConfigError, DiskFullError."""
         try:
-            run._adopt(config)
+            yield
         except DiskFullError:
             raise
         except OSError as error:
             raise ConfigError(
-                f"cannot write to the run directory {run.path}: {error.strerror}; "
+                f"cannot write to the run directory {self.path}: {error.strerror}; "
                 "choose another place with --set run.root=…"
             ) from None
-        return run
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
@@ -60,25 +83,38 @@ class RunDir:
         os.umask(0o077)
         return run
 
-    def _adopt(self, config: Config) -> None:
+    @property
+    def came_to_nothing(self) -> bool:
+        """Whether no start of the run has left more than logs: no shard, trainer's record or checkpoint."""
+        made = (self.shards, self.checkpoints, self.references, self.evaluations)
+        return not self.metrics_file("trainer").exists() and not any(
+            path for folder in made for path in folder.glob("**/[!.]*") if path.is_file()
+        )
+
+    def _make(self, config: Config) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        if self.config_file.exists():
-            self._refuse_another_format()
-            self._refuse_another_config(config)
-        elif strangers := sorted(p.name for p in self.path.iterdir() if not self._is_left_by_a_kill(p)):
-            raise ConfigError(
-                f"{self.path} is not empty and holds no run (found {strangers[0]}): "
-                "choose another run.name or run.root, or empty it"
-            )
         self.path.chmod(0o700)
         write_atomic(self.format_file, f"{FORMAT}\n")  # first: a directory with a config is a whole one
         write_atomic(self.config_file, dump_config(config))
         for folder in self._folders:
             folder.mkdir(exist_ok=True)
 
+    def _refuse_unwritable(self) -> None:
+        """Raise OSError where nothing can be written where the directory is, or is to be."""
+        place = next(path for path in (self.path, *self.path.parents) if path.exists())
+        tempfile.TemporaryFile(dir=place).close()  # rights alone do not tell it to root, nor on /proc
+
+    def _refuse_strangers(self) -> None:
+        strangers = sorted(p.name for p in self.path.iterdir() if not self._is_left_by_a_kill(p))
+        if strangers:
+            raise ConfigError(
+                f"{self.path} is not empty and holds no run (found {strangers[0]}): "
+                "choose another run.name or run.root, or empty it"
+            )
+
     def _is_left_by_a_kill(self, path: Path) -> bool:
         """Whether a creation that was cut short may have made it."""
-        return path.suffix == ".tmp" or path == self.format_file
+        return path.suffix == ".tmp" or path in (self.format_file, self.owners)
 
     def _refuse_another_format(self) -> None:
         found = self.format_file.read_text().strip() if self.format_file.exists() else "1"
@@ -88,7 +124,8 @@ class RunDir:
                 f"{FORMAT}: go on with the version that wrote it, or choose another run.name"
             )
 
-    def _refuse_another_config(self, config: Config) -> None:
+    def _refuse_another_config(self, config: Config, *, but_nothing: bool = False) -> None:
+        """but_nothing: leave a run alone that came to nothing."""
         try:
             old = self.config()
         except ConfigError as error:
@@ -96,7 +133,7 @@ class RunDir:
                 f"{self.path} holds a run that this version cannot resume ({error}): choose another run.name"
             ) from None
         keys = [key for key in differing_keys(old, config) if not key.startswith(MAY_DIFFER)]
-        if keys:
+        if keys and not (but_nothing and self.came_to_nothing):
             raise ConfigError(
                 f"{self.path} holds a run with another config: {', '.join(keys)} "
                 f"{'differs' if len(keys) == 1 else 'differ'}; choose another run.name to start afresh, "
@@ -168,6 +205,11 @@ class RunDir:
     def evaluations(self) -> Path:
         """One folder per split and step."""
         return self.path / "evaluations"
+
+    @property
+    def owners(self) -> Path:
+        """Who is at work on the run, and as which rank; see ``run.owners``."""
+        return self.path / "owners"
 
     @property
     def export(self) -> Path:

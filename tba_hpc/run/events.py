@@ -27,6 +27,7 @@ def log_event(run: RunDir, event: str, **extra: object) -> None:
     allocated   a batch script begins, for the first time or after a requeue; ``nodes``: "node1,node2"
     start       the ranks are about to be started; ``attempt``: "attempt-003", ``trainers``, ``searchers``
     failed      they ended badly; ``code``: exit status
+    aborted     they were killed on request, by Ctrl-C twice
     stopped     they ended because they were asked to, or their time was over
     signal      the batch script, or ``tba run``, was asked to stop
     requeue     the job goes back to the queue

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,32 @@ FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of the system that say that there is no room."""
 
 
+NO_LINKS = frozenset({errno.EPERM, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP})
+"""Errors of a file system that gives a file no second name."""
+
+
 class DiskFullError(OSError, ValueError):
     """No space for a file; nothing of it is visible, and nothing sealed before is lost."""
 
 
-def publish(path: Path, data: bytes | memoryview) -> None:
+def publish(path: Path, data: bytes | memoryview, *, replace: bool = True) -> None:
     """Make ``data`` visible as ``path``, whole and durable, or not at all.
 
-    Temporary file, fsync, rename, fsync of the folder. Raises DiskFullError where there is no room
-    (disk, quota or file size limit).
+    Temporary file, fsync, rename, fsync of the folder. replace: whether ``path`` may exist; where it must
+    not, FileExistsError is raised to all but one of any number of writers, on whatever hosts. Raises
+    DiskFullError where there is no room (disk, quota or file size limit).
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Process numbers come twice on two hosts.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        if replace:
+            temporary.replace(path)
+        else:
+            _name_once(temporary, path)
         fsync(path.parent)
     except OSError as error:
         if error.errno not in FULL_DISK:
@@ -42,6 +52,21 @@ def publish(path: Path, data: bytes | memoryview) -> None:
         ) from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _name_once(temporary: Path, path: Path) -> None:
+    """Give a file its lasting name. Raises FileExistsError where that is taken; rename would replace it."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        if temporary.stat().st_nlink != 2:  # else it was linked, and NFS repeated a request already served
+            raise
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        if path.exists():  # the best that is left; that two writers meet here is up to run.owners
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        temporary.replace(path)
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -73,6 +73,11 @@ if __name__ == "__main__":
     verb, place = sys.argv[1], Path(sys.argv[2])
     if verb == "create":
         print(os.environ["HELLO_RUN"])
+    elif verb == "claim":
+        from tba_hpc.run.directory import RunDir
+        from tba_hpc.run.owners import claim_for_job
+
+        claim_for_job(RunDir.open(place))
     elif verb == "prepare":
         prepare(place, sys.argv[3:])
     else:

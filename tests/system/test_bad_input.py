@@ -61,19 +61,24 @@ def test_a_run_directory_of_another_config_or_of_somebody_else(tmp_path: Path, m
     folder = tmp_path / "runs" / "quickstart-seed0"
     folder.mkdir(parents=True)
     (folder / "thesis.tex").touch()
-    refused(tba("run", CONFIG, *common), "is not empty and holds no run (found thesis.tex)")
+    for only in ((), ("--dry-run",)):
+        refused(tba("run", CONFIG, *common, *only), "is not empty and holds no run (found thesis.tex)")
     (folder / "thesis.tex").unlink()
     planned = tba("run", CONFIG, *common, "--dry-run")
     assert planned.returncode == 0 and "mpiexec" in planned.stdout
     assert tba("create", CONFIG, *common).stdout.strip() == str(folder)
-    changed = tba("run", CONFIG, *common, *settings(train__steps=7, run__seed=0))
-    refused(changed, "holds a run with another config: train.steps differs")
+    (folder / "metrics" / "trainer.jsonl").touch()  # it came to something
+    for only in ((), ("--dry-run",)):
+        changed = tba("run", CONFIG, *common, *settings(train__steps=7, run__seed=0), *only)
+        refused(changed, "holds a run with another config: train.steps differs")
 
 
 def test_a_read_only_place(model: Path) -> None:
-    refused(
-        tba("run", CONFIG, *settings(model__path=model, run__root="/proc")), "cannot write to the run dir"
-    )
+    for only in ((), ("--dry-run",)):
+        refused(
+            tba("run", CONFIG, *settings(model__path=model, run__root="/proc"), *only),
+            "cannot write to the run dir",
+        )
 
 
 @pytest.mark.system

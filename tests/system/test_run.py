@@ -201,6 +201,31 @@ def test_over_files_with_two_trainer_ranks(model: Path, tmp_path: Path) -> None:
     assert_whole(run_to_end(model, tmp_path, *settings))
 
 
+def test_started_twice_and_again_after_a_kill(model: Path, tmp_path: Path) -> None:
+    """The second is refused while the first goes on; what a SIGKILL leaves refuses nobody."""
+    settings = ("train.steps=40", "exchange.transport=files")
+    process = start(model, tmp_path, *settings)
+    wait_for(lambda: steps_done(tmp_path) >= 2, process)
+    run = RunDir.open(tmp_path / "quickstart-seed0")
+    before = (run.attempt, run.config_file.read_bytes(), run.events_file.read_bytes())
+
+    asked = time.monotonic()
+    code, out, err = finish(start(model, tmp_path, *settings, "launch.searchers=2"))
+    assert code == 2 and time.monotonic() - asked < 20, out + err
+    assert f"{run.path} is at work already: process {process.pid} on {os.uname().nodename}, since 20" in err
+    for index, sentence in (("0", "searcher-0000 of"), ("5", "--index 5 is no searcher of this run")):
+        search = [str(TBA), "search", str(run.path), "--index", index]
+        done = subprocess.run(search, capture_output=True, text=True, timeout=START_SECONDS)
+        assert done.returncode == 2 and sentence in done.stderr, done
+    assert (run.attempt, run.config_file.read_bytes(), run.events_file.read_bytes()) == before
+    assert not [*run.attempt.glob("refused-*"), *run.attempt.glob("failed-*")]
+
+    assert process.poll() is None, process.communicate()
+    process.kill()
+    process.communicate()
+    assert_whole(run_to_end(model, tmp_path, *settings), 40)
+
+
 def test_ranks_are_killed_and_their_number_changes(model: Path, tmp_path: Path) -> None:
     """Over MPI. Each start goes on where the one before ended."""
     two_trainers = ("train.steps=24", "launch.trainers=2")
