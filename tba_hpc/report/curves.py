@@ -130,7 +130,8 @@ class AcrossStarts:
     @property
     def change(self) -> tuple[float, float] | None:
         """Before and after the last start; None where one is not known."""
-        before, after = self._before and self._before.latest(), self._first.latest()
+        before = self._before.latest() if self._before else None
+        after = self._first.latest()
         return None if before is None or after is None else (before, after)
 
 

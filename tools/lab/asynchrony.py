@@ -230,6 +230,7 @@ QUICK = Asynchrony(
     thresholds=(0.3, 0.5, 0.6, 0.7),
     rates=(1e-4, 2.5e-4, 5e-4),
     steps=320,
+    tuning_steps=200,
     settings=("evaluate.every=20", "evaluate.validation_prompts=128"),
     asynchronous=("train.steps=640", "evaluate.every=40"),
 )
@@ -240,6 +241,7 @@ LONG = Asynchrony(
     thresholds=(0.3, 0.4, 0.5, 0.6, 0.7),
     rates=(5e-5, 1e-4, 2e-4),
     steps=300,
+    tuning_steps=200,
     settings=(
         "buffer.initial_completions=16",
         "model.context_length=320",
