@@ -23,7 +23,7 @@ from tba_hpc.config import Config, parse_config
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Site, plan
 from tba_hpc.launch.sbatch import Job, batch_script
-from tba_hpc.run.directory import RunDir
+from tba_hpc.run.directory import FORMAT, RunDir
 from tba_hpc.run.events import read_events
 
 REPOSITORY = Path(__file__).parents[2]
@@ -415,7 +415,7 @@ def test_a_run_directory_that_nodes_do_not_see_is_said_so(cluster: Cluster) -> N
         public = cluster.root / "batch.log"
         lines = [line for line in script.splitlines() if "--output" not in line]
         # The first node must see it to write anything there: this test gives it that.
-        prelude = f"mkdir -p {run.path} && touch {run.config_file}"
+        prelude = f"mkdir -p {run.path} && touch {run.config_file} && echo {FORMAT} > {run.format_file}"
         text = "\n".join(lines).replace("set -u", f"set -u\n{prelude}")
         job = cluster.submit(text, f"--output={public}")
         assert cluster.wait(job) == "FAILED"
