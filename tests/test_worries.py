@@ -346,9 +346,10 @@ def test_a_reference_exchanged_before_a_resume_shows_in_the_kl_across_it(
     for searcher, kl in ((0, 1.2), (1, after)):
         history.take_search(searcher, {"time": 500.0, "event": "started", "searchers": 2})
         record = {"search/version": STEPS, "search/trajectories": 100, "search/kl": kl, "search/length": 26.0}
-        for second in range(3):
-            history.take_search(searcher, {"time": 520.0 + second, **record})
-        history.take_search(searcher, {"time": 600.0, **record, "search/kl": 1.2})  # too late
+        for step in (0, 2):
+            history.take_search(searcher, {"time": 520.0, **record, "search/version": STEPS + step})
+        later = {**record, "search/version": STEPS + 3, "search/kl": 9.0}  # it has learned since
+        history.take_search(searcher, {"time": 521.0, **later})
     every = {"reference": "reset", "reference_every": 500} if reference == "reset" else {}
     found = [worry.short for worry in worries(history, config(train=every), evaluated({80: 0.99}))]
     told = f"KL from 1.2 to {after:.2g} nats across a resume: the reference is another model"

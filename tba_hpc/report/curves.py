@@ -43,8 +43,8 @@ OF_FRESH = (
 """Figures of fresh completions that are followed: means of a record, weighed by its trajectories."""
 
 
-AFTER_START = 30.0
-"""Seconds after a searcher's first completions in which its policy has not yet moved far."""
+AFTER_START = 2
+"""Optimizer steps after the first weights of a start in which a policy has not yet moved far."""
 
 
 class Point(NamedTuple):
@@ -110,9 +110,9 @@ class AcrossStarts:
 
     def __init__(self) -> None:
         self._before: Curve | None = None  # of the attempt before
-        self._last = Curve(LATEST_COMPLETIONS)  # by seconds, of this attempt
+        self._last = Curve(LATEST_COMPLETIONS)  # by version, of this attempt
         self._first = Curve(LATEST_COMPLETIONS)
-        self._began: float | None = None
+        self._began: int | None = None
 
     def start(self) -> None:
         """What comes now is of another attempt."""
@@ -120,12 +120,12 @@ class AcrossStarts:
             self._before = self._last
         self._last, self._first, self._began = Curve(LATEST_COMPLETIONS), Curve(LATEST_COMPLETIONS), None
 
-    def take(self, time: float, kl: float, weight: float) -> None:
-        """One more mean of so many completions, at a time in seconds."""
-        self._began = time if self._began is None else self._began
-        self._last.take(int(time), kl, weight)
-        if time - self._began < AFTER_START:
-            self._first.take(int(time), kl, weight)
+    def take(self, version: int, kl: float, weight: float) -> None:
+        """One more mean of so many completions, sampled by the weights of ``version``."""
+        self._began = version if self._began is None else self._began
+        self._last.take(version, kl, weight)
+        if version <= self._began + AFTER_START:
+            self._first.take(version, kl, weight)
 
     @property
     def change(self) -> tuple[float, float] | None:
@@ -192,7 +192,7 @@ class History:
         self.trajectories += int(count)
         self._follow(record, OF_FRESH, int(version), count)
         if (kl := number(record, "search/kl")) is not None:
-            starts.take(number(record, "time", 0.0), kl, count)
+            starts.take(int(version), kl, count)
             if version == 0:
                 self.initial_kl.take(0, kl, count)
 

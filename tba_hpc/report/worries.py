@@ -31,6 +31,9 @@ SOLVED = 0.9
 INITIAL_KL = 0.02
 """Nats per token: at version 0 policy and reference are the same, and engines differ by less in any dtype."""
 
+RESUMED_KL = 0.05
+"""Nats per token by which a KL may differ across a resume: a fast learner moves by half of it in 10 steps."""
+
 REJECTED_SHARE = 0.01
 """Of a few completions in a thousand a task may make nothing; more is a mistake in it."""
 
@@ -217,7 +220,7 @@ def exchanged_reference(view: View) -> Worry | None:
     if view.config.train.reference != "frozen" or not changes:
         return None
     before, after = max(changes, key=lambda change: change[1] - change[0])
-    if after - before <= max(0.1, INITIAL_KL * (history.latest("search/length") or 0.0)) + abs(before):
+    if after - before <= max(0.1, RESUMED_KL * (history.latest("search/length") or 0.0)) + 2 * abs(before):
         return None
     return Worry(
         f"KL from {_few(before)} to {_few(after)} nats across a resume: the reference is another model",
