@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tba_hpc.config import (
-    POLICY_GRADIENTS,
+    OF_OWN_SAMPLES,
     ConfigError,
     differing_keys,
     dump_config,
@@ -322,9 +322,8 @@ WARM = "generator.temperature=0.7"
         ((WARM, "train.objective=tba_prime"), 1.0),
         ((WARM, "train.objective=online_dpo"), 1.0),
         ((WARM, "model.logprob_temperature=0.5"), 0.5),
-        *(((WARM, f"train.objective={objective}"), 0.7) for objective in POLICY_GRADIENTS),
+        *(((WARM, f"train.objective={objective}"), 0.7) for objective in OF_OWN_SAMPLES),
         ((WARM, "train.objective=rloo", "model.logprob_temperature=0.7"), 0.7),
-        ((WARM, "train.objective=oapl"), 0.7),
     ],
 )
 def test_logprobs_are_at_the_sampling_temperature_where_the_gradient_needs_it(
@@ -336,7 +335,7 @@ def test_logprobs_are_at_the_sampling_temperature_where_the_gradient_needs_it(
     assert parse_config(yaml.safe_load(dump_config(config))) == config
 
 
-@pytest.mark.parametrize("objective", POLICY_GRADIENTS)
+@pytest.mark.parametrize("objective", OF_OWN_SAMPLES)
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [

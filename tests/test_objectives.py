@@ -286,6 +286,8 @@ def test_metrics_are_of_whole_completions(name: ObjectiveName, advantage: float)
         ("dr_grpo", {"ratio_clip": 0.5}, 1 / 3),
         ("dr_grpo", {"ratio_clip": 0.5, "baseline_shift": 0.7}, 1 / 3),  # A < 0 for all: only 1/4 is
         ("dr_grpo", {"ratio_clip": 0.8, "baseline_shift": 0.7}, 0.0),
+        ("grpo", {"second_moment_limit": 0.04}, 1 / 3),  # of 8 alone, whose (log 8)² is 4.3
+        ("dr_grpo", {"second_moment_limit": 4.4}, 0.0),
         ("tba_prime", {"ratio_cap": 2.0}, 1 / 3),
         ("tba_prime", {"ratio_cap": 0.5}, 2 / 3),
         ("proximal_rloo", {"ratio_clip": 0.5}, 0.5),  # A < 0 for the ratio 2, A > 0 for 1: see below

@@ -227,7 +227,7 @@ def exchanged_reference(view: View) -> Worry | None:
         f"The KL of fresh samples was {_few(before)} nats per completion before the last start and "
         f"{_few(after)} after it, although a resume goes on with the same policy: the reference is not the "
         "model that the run began with. Every β·KL counts from the wrong place. Put back what "
-        f"model.path={view.config.model.path} held at first, and go on from a checkpoint before the resume.",
+        f"model.path={view.config.model.path} held at first and resume, or start anew.",
     )
 
 
