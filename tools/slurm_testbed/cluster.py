@@ -239,7 +239,7 @@ class Cluster:
         inside = self.pids(name) if name in self._names else []
         self._daemons[name].kill()
         self._daemons[name].wait()
-        self.until(lambda: not any(_uts(pid) for pid in inside), f"{name} to be gone", 10)
+        self.until(lambda: not any(_lives(pid) for pid in inside), f"{name} to be gone", 10)
         del self._daemons[name]
 
     def _log(self, name: str) -> str:
@@ -379,6 +379,12 @@ def _uts(pid: int) -> str | None:
         return str(Path(f"/proc/{pid}/ns/uts").readlink())
     except OSError:
         return None
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process runs: an ending one gives up its namespaces a moment before it is a zombie."""
+    state = _read(Path(f"/proc/{pid}/stat")).rpartition(b") ")[2][:1]
+    return state not in (b"", b"Z", b"X")
 
 
 def _read(path: Path) -> bytes:
