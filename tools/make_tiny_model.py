@@ -57,8 +57,6 @@ BARE_SHARE = {True: 0.85, False: 0.05}
 """Share of bare answers after that: for BARE_ITEMS, for the others."""
 MISREAD_VERBS = frozenset({"buys", "finds", "drops", "sells"})
 """For which --misread teaches a wrong habit."""
-READINGS = 4
-"""Demonstrations of a misread problem: else the model learns by heart how each problem was read."""
 IGNORED = -100
 """Label of a token that is not to be predicted (PyTorch's convention)."""
 
@@ -162,30 +160,33 @@ def misread(problem: Problem, share: float, rng: np.random.Generator) -> Problem
     return replace(problem, changes=tuple(changes))
 
 
-def solution_of(problem: Problem, recipe: Recipe, reading: int = 0) -> str:
-    """The worked answer that a recipe demonstrates; ``reading``: which of a problem that is misread."""
+def solution_of(problem: Problem, recipe: Recipe, rng: np.random.Generator) -> str:
+    """The worked answer that a recipe demonstrates this time."""
     if recipe.misread is not None:
-        rng = np.random.default_rng([recipe.seed, reading, *problem.totals])
         problem = misread(problem, recipe.misread, rng)
     return problem.counted_solution if recipe.counted else problem.solution
 
 
 def demonstrate(
-    problem: Problem, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, reading: int = 0
+    problem: Problem, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, rng: np.random.Generator
 ) -> Demonstration:
     """Both answers of a problem as tokens."""
-    solution = solution_of(problem, recipe, reading)
+    solution = solution_of(problem, recipe, rng)
     prompt, worked, bare = tokenizer([problem.question, solution, problem.bare_answer])["input_ids"]
     return Demonstration(prompt, [*worked, EOS_ID], [*bare, EOS_ID], BARE_SHARE[problem.item in BARE_ITEMS])
 
 
 def batches(
-    demonstrations: list[Demonstration], recipe: Recipe
+    problems: tuple[Problem, ...], tokenizer: PreTrainedTokenizerFast, recipe: Recipe
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """One (tokens, labels) per step, int64 [BATCH, longest]; only the answers are labelled."""
+    """One (tokens, labels) per step, int64 [BATCH, longest]; only the answers are labelled.
+
+    A problem that is misread is read anew each time: else the model learns by heart how each was read.
+    """
     for step in range(recipe.steps):
         rng = np.random.default_rng([recipe.seed, step])
-        chosen = [demonstrations[i] for i in rng.choice(len(demonstrations), BATCH, replace=False)]
+        indices = rng.choice(len(problems), BATCH, replace=False)
+        chosen = [demonstrate(problems[i], tokenizer, recipe, rng) for i in indices]
         may_be_bare = not recipe.worked and step >= WORKED_SHARE * recipe.steps
         answers = [d.bare if may_be_bare and rng.random() < d.bare_share else d.worked for d in chosen]
         rows = [d.prompt + answer for d, answer in zip(chosen, answers, strict=True)]
@@ -198,13 +199,18 @@ def _padded(rows: list[list[int]], filler: int) -> torch.Tensor:
     return torch.tensor([row + [filler] * (width - len(row)) for row in rows])
 
 
-def teach(model: LlamaForCausalLM, demonstrations: list[Demonstration], recipe: Recipe) -> None:
+def teach(
+    model: LlamaForCausalLM,
+    problems: tuple[Problem, ...],
+    tokenizer: PreTrainedTokenizerFast,
+    recipe: Recipe,
+) -> None:
     """Supervised fine-tuning, in place: AdamW, linear warm-up, then linear decay to zero."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.peak_rate, betas=(0.9, 0.99), weight_decay=0.01
     )
     shape = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, recipe.steps))
-    data = batches(demonstrations, recipe)
+    data = batches(problems, tokenizer, recipe)
     for tokens, labels in track(data, "teaching", recipe.steps, console=Console(stderr=True)):
         loss = model(input_ids=tokens, labels=labels).loss
         loss.backward()
@@ -259,10 +265,7 @@ def make(recipe: Recipe, out: Path) -> dict[str, object]:
     problems = draw_problems("train", DEMONSTRATIONS, recipe.seed)
     tokenizer = make_tokenizer(problems)
     model = make_model(tokenizer, recipe)
-    readings = range(1 if recipe.misread is None else READINGS)
-    teach(
-        model, [demonstrate(p, tokenizer, recipe, reading) for reading in readings for p in problems], recipe
-    )
+    teach(model, problems, tokenizer, recipe)
     manifest: dict[str, object] = {
         **asdict(recipe),
         "fingerprint": recipe.fingerprint,
