@@ -159,7 +159,7 @@ class Scorer:
         self._worker = ThreadPoolExecutor(1, "scorer", initializer=_yield_to_trainer)
         self._waiting: deque[Future[Scored]] = deque()
         self._answers: deque[Group] = deque()
-        self._judging: Future[list[Judged]] | None = None
+        self._judging: deque[Future[list[Judged]]] = deque()
         self._check: EngineCheck | None = None
 
     def submit(self, group: Group) -> None:
@@ -167,9 +167,14 @@ class Scorer:
         self._do(lambda: self._score(group))
 
     def refer_to(self, step: int) -> None:
-        """Score what is submitted from now on by the reference of ``step``, or by a newer one."""
+        """Score what is submitted from now on by the reference of ``step``, or by a newer one.
+
+        Answers that still queue are judged by the one before: it was in force for their weights.
+        """
         if step != self._wanted:
             self._wanted = step
+            while self._answers:
+                self._judge_next()
             self._do(self._load)
 
     def finished(self, *, seal_now: bool = False) -> list[Scored]:
@@ -199,12 +204,16 @@ class Scorer:
 
     def judged(self) -> list[Judged]:
         """Answers judged since the last call, in order. Never waits; those that have queued are next."""
-        if self._judging is not None and not self._judging.done():
-            return []
-        results = self._judging.result() if self._judging else []
-        batch = [self._answers.popleft() for _ in range(min(len(self._answers), ANSWERS_AT_ONCE))]
-        self._judging = self._worker.submit(self._judge, batch) if batch else None
+        results = []
+        while self._judging and self._judging[0].done():
+            results += self._judging.popleft().result()
+        if self._answers and not self._judging:
+            self._judge_next()
         return results
+
+    def _judge_next(self) -> None:
+        batch = [self._answers.popleft() for _ in range(min(len(self._answers), ANSWERS_AT_ONCE))]
+        self._judging.append(self._worker.submit(self._judge, batch))
 
     def close(self) -> list[Scored]:
         """Score and seal all that is left, judge no more answers; no call may follow."""

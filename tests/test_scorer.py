@@ -17,7 +17,7 @@ from tba_hpc.ports import EngineError
 from tba_hpc.run.directory import RunDir
 from tba_hpc.scorer import TOLD_EVERY, Judged, Scorer
 from tba_hpc.tasks.tabular import TabularReference, TabularTask
-from tba_hpc.types import Completion, Prompt
+from tba_hpc.types import Completion, Group, Prompt
 
 S = 12
 """Completions of a group."""
@@ -176,3 +176,39 @@ def test_a_task_that_can_judge_nothing_ends_the_searcher(tmp_path: Path) -> None
     )
     with pytest.raises(ConfigError, match=sentence):
         judge(tmp_path, Unjudged({0, 1, 2, 3}), 10)
+
+
+class Numbered(TabularReference):
+    """Gives every token the log-probability −step, so that an answer tells which reference it met."""
+
+    def __init__(self) -> None:
+        super().__init__(TABLE)
+        self.step = 0
+
+    def load(self, step: int) -> None:
+        """Become the reference of ``step``."""
+        self.step = step
+
+    def logprobs(self, group: Group) -> list[np.ndarray]:
+        """−step for each token."""
+        return [np.full(len(completion.tokens), -self.step, np.float32) for completion in group.completions]
+
+
+def test_answers_are_judged_under_the_reference_that_was_in_force_for_their_weights(tmp_path: Path) -> None:
+    task = TabularTask(TABLE)
+    scorer = Scorer(task, Numbered(), ShardWriter(RunDir.create(make_config(tmp_path)), 0), seal_seconds=60)
+    queued = answers("test", 0, task.prompts("test")) * 10
+    for answer in queued:
+        scorer.judge(answer)
+    scorer.refer_to(3)
+    for answer in queued:
+        scorer.judge(answer)
+    judged: list[Judged] = []
+    while len(judged) < 2 * len(queued):
+        judged += scorer.judged()
+    scorer.close()
+    per_token = [
+        (one.ref_logprob or 0.0) / -sum(len(c.tokens) for c in one.answer.completions) for one in judged
+    ]
+    assert [one.answer for one in judged] == queued * 2
+    assert per_token == [0.0] * len(queued) + [3.0] * len(queued)
