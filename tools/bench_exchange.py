@@ -61,7 +61,8 @@ class Weights:
     gb_per_s: until it has a copy of its own. Limits in the same world: window, plain copies, one into a
     shared window and one out of it per searcher; bcast, MPI's blocking Bcast between private memories;
     bcast_shared, the same between shared memories, one per rank, where a node's only copy must lie.
-    of_…: gb_per_s over the limit.
+    of_…: gb_per_s over the limit. busy_gb_per_s: while the trainer's main thread runs Python without pause;
+    of_idle: over gb_per_s.
     """
 
     memory: str
@@ -79,6 +80,8 @@ class Weights:
     of_window: float
     of_bcast: float
     of_bcast_shared: float
+    busy_gb_per_s: float
+    of_idle: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,18 +174,17 @@ def weights_rank(memory: str, megabytes: float, rounds: int, result: Path) -> No
     layout = WeightLayout.of([("weights", (int(megabytes * 1e6) // 2,))], "BF16")
     private = np.random.default_rng(0).integers(0, 256, layout.nbytes, np.uint8)
     world = join(memory)
-    seconds = (publish_weights if world.role == "trainer" else take_weights)(
-        world, layout, private, rounds + 1
-    )
+    seconds = (publish_weights if world.role == "trainer" else take_weights)(world, layout, private, rounds)
     window, bcast, bcast_shared = limits(world, private, rounds)
     table = np.empty((world.comm.size, *seconds.shape))
     world.comm.Gather(seconds, table, 0)
     if world.role == "searcher":
         return
-    called, returned, memcpy = table[0, 1:].T  # the first round warms up
-    visible, copied, _ = table[1:, 1:].max(axis=0).T
+    called, returned, memcpy = table[0, 1 : rounds + 1].T  # the first round warms up
+    visible, copied, _ = table[1:, 1 : rounds + 1].max(axis=0).T
     copying, stall = statistics.median(memcpy), statistics.median(returned - called)
     propagation = statistics.median(copied - called)
+    busy = statistics.median(table[1:, rounds + 1 :, 1].max(axis=0) - table[0, rounds + 1 :, 0])
     row = Weights(
         memory=memory,
         megabytes=layout.nbytes / 1e6,
@@ -199,6 +201,8 @@ def weights_rank(memory: str, megabytes: float, rounds: int, result: Path) -> No
         of_window=window / propagation,
         of_bcast=bcast / propagation,
         of_bcast_shared=bcast_shared / propagation,
+        busy_gb_per_s=layout.nbytes / busy / 1e9,
+        of_idle=propagation / busy,
     )
     result.write_text(json.dumps(asdict(row)))
 
@@ -225,10 +229,13 @@ def open_searcher(world: MpiWorld) -> MpiSearcherExchange:
 
 
 def publish_weights(world: MpiWorld, layout: WeightLayout, source: np.ndarray, rounds: int) -> np.ndarray:
-    """The trainer's clock, s [rounds, 3]: publish called and returned, seconds of a memcpy just before."""
+    """The trainer's clock, s [1 + 2·rounds, 3]: publish called and returned, seconds of a memcpy just before.
+
+    In the later half this thread is busy while the weights travel.
+    """
     exchange = open_trainer(world, layout)
-    clock, copy = np.empty((rounds, 3)), np.zeros_like(source)
-    for version in range(rounds):
+    clock, copy = np.empty((1 + 2 * rounds, 3)), np.zeros_like(source)
+    for version in range(len(clock)):
         time.sleep(0.2)
         start = time.monotonic()
         np.copyto(copy, source)
@@ -239,15 +246,23 @@ def publish_weights(world: MpiWorld, layout: WeightLayout, source: np.ndarray, r
             Publication(version=version, evaluate="test"), lambda out: np.copyto(out, source)
         )
         clock[version, 1] = time.monotonic()
+        pause = time.sleep if version <= rounds else spin
         while not exchange.gather():  # until the round is over
-            time.sleep(0.01)
+            pause(0.01)
     exchange.close()
     return clock
 
 
+def spin(seconds: float) -> None:
+    """Keep the interpreter busy, as bookkeeping in Python does."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        sum(i * i for i in range(1000))
+
+
 def take_weights(world: MpiWorld, layout: WeightLayout, private: np.ndarray, rounds: int) -> np.ndarray:
-    """A searcher's clock, s [rounds, 2 and 1 unused]: weights polled, weights copied."""
-    exchange, clock = open_searcher(world), np.zeros((rounds, 3))
+    """A searcher's clock, s [1 + 2·rounds, 2 and 1 unused]: weights polled, weights copied."""
+    exchange, clock = open_searcher(world), np.zeros((1 + 2 * rounds, 3))
     while not exchange.closed:
         if update := exchange.poll():
             clock[update.publication.version, 0] = time.monotonic()

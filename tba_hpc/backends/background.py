@@ -6,6 +6,7 @@ one and the same runs on a thread of its own, or bit by bit in the main thread w
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -18,6 +19,10 @@ Waiting = Generator[float, None, None]
 
 IDLE_PAUSE = 2e-3
 """The pause, s, of a procedure that expects nothing of a peer for now."""
+
+LOOK_SECONDS, PYTHONS_SECONDS = 5e-5, sys.getswitchinterval()
+"""Longest that a main thread busy with Python keeps the other from its next look, while a peer is about to
+answer and while none is: MPI moves data only while someone looks, and Python's own 5 ms are long for that."""
 
 
 def run(procedure: Waiting) -> None:
@@ -44,6 +49,7 @@ class Background:
         self.finished = False
         self._procedure = procedure
         if self._given is not None:
+            sys.setswitchinterval(LOOK_SECONDS)
             self._given.put(procedure)
 
     def advance(self) -> None:
@@ -62,6 +68,7 @@ class Background:
             for pause in procedure:
                 if self._given is None and pause == IDLE_PAUSE:
                     return
+                sys.setswitchinterval(LOOK_SECONDS if pause < IDLE_PAUSE else PYTHONS_SECONDS)
                 time.sleep(pause)
         except ExchangeError as error:
             self._error = error
@@ -70,4 +77,5 @@ class Background:
                 f"the exchange failed ({error}): a rank has probably died, see the logs"
             )
             self._error.__cause__ = error
+        sys.setswitchinterval(PYTHONS_SECONDS)
         self.finished = True
