@@ -159,10 +159,10 @@ def to_json(result: Result, title: str, origin: Mapping[str, object]) -> str:
 
 
 def _folded(value: object, indent: str = "") -> str:
-    """JSON with a line for whatever has at most 100 characters or holds nothing but numbers and pairs."""
+    """JSON with a line for a text, and for what has at most 100 characters or holds but numbers and pairs."""
     text = json.dumps(value, ensure_ascii=False)
     inner = indent + "  "
-    if len(text) <= 100 or (isinstance(value, list | tuple) and not any(mark in text for mark in '{"')):
+    if isinstance(value, str) or len(text) <= 100 or (isinstance(value, list | tuple) and not any(mark in text for mark in '{"')):
         return text
     if isinstance(value, dict):
         parts = [f"{inner}{json.dumps(key)}: {_folded(part, inner)}" for key, part in value.items()]
