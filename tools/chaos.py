@@ -3,10 +3,12 @@
     python tools/chaos.py [--faults 100] [--seed 0] [--nodes 3] [--model FOLDER] [--json]
 
 The quickstart trains as a heterogeneous job on ``--nodes`` of six nodes. Engines and ranks are killed,
-engines hang, nodes crash (and boot again later), the job is preempted and asked to stop: one fault after the
-other, each when the run has recovered from the last and gone on for a few optimizer steps, some already while
-the ranks start. Then the run must come to its end by itself, and ``tba audit`` must find every trajectory
-once. Where it does not, the exit status is 1 and the ends of the logs are shown.
+engines hang, nodes crash (and boot again later), the job is preempted and asked to stop, checkpoints, shards
+and metrics are damaged, a shard is hidden for a while, the disk is full for a while, a second launcher and a
+second searcher try to join: one fault after the other, each when the run has recovered from the last and gone
+on for a few optimizer steps, some already while the ranks start. Then the run must come to its end by itself,
+and ``tba audit`` must find every trajectory once, but those of damaged shards, which it must name. Where it
+does not, the exit status is 1 and the ends of the logs are shown.
 
 A tool of a source checkout: cluster and faults are ``slurm_testbed``'s. Needs root and Slurm's daemons.
 """
@@ -16,14 +18,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from rich.console import Console
@@ -32,9 +37,11 @@ from slurm_testbed.cluster import ENDED, Cluster, missing
 from slurm_testbed.faults import RankProcess
 
 from tba_hpc.audit import Audit, audit
+from tba_hpc.backends.hdf5_shards import read_shard
 from tba_hpc.metrics import MetricsTail, Record, number
 from tba_hpc.report.summary import index_of, searcher_files
 from tba_hpc.report.tables import Cell, print_rows
+from tba_hpc.run.checkpoints import checkpoint_folders, latest_checkpoint, read_state
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
 from tba_hpc.types import Role
@@ -83,6 +90,12 @@ START_UP_SHARE = 0.2
 START_UP_SECONDS = 15.0
 """About how long ranks take from their start to the first step."""
 
+FULL_SECONDS, HIDDEN_SECONDS = 10.0, 25.0
+"""How long the disk is full; how long a shard is hidden, which is until the next attempt looks for it."""
+
+DISK = "512m"
+"""Size of the disk of the run, which is memory: one that can be filled."""
+
 DEADLINE = 300
 """Seconds after which something that should happen counts as not happening."""
 
@@ -102,13 +115,23 @@ class NotSurvived(Exception):
 # --- Faults ---
 
 
+Cost = Literal["ranks", "engine", "nothing"]
+"""What a fault costs at least: all ranks start again, an engine is built again, or the run just goes on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of fault. weight: how often it comes; ends_ranks: whether all ranks must start again."""
+    """A kind of fault. weight: how often it comes. needs: optimizer steps that it may have to wait for."""
 
     blow: Blow
     weight: int
-    ends_ranks: bool = True
+    cost: Cost = "ranks"
+    needs: int = 0
+
+    @property
+    def ends_ranks(self) -> bool:
+        """Whether all ranks must start again."""
+        return self.cost == "ranks"
 
 
 def _hit(role: Role, fault: Callable[[Storm, RankProcess], None]) -> Blow:
@@ -131,15 +154,68 @@ def _ask_to_stop(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> N
     faults.ask_to_stop(storm.cluster, storm.job)
 
 
+def _damage_checkpoint(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> RankProcess:
+    """A bit of the newest one flips, and the leader dies: the one before must do."""
+    storm.wait_for(lambda: len(checkpoint_folders(storm.run, complete=True)) > 1, "two checkpoints")
+    with faults.held_leader(storm.cluster, storm.run):
+        newest = checkpoint_folders(storm.run, complete=True)[-1]
+        files = sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size)
+        faults.flip_bit(files[int(choice * len(files))], choice)
+        return storm.kill_leader()
+
+
+def _damage_shard(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> RankProcess:
+    """A bit flips of one that no checkpoint holds yet, and the leader dies: what was in it is lost."""
+    with storm.pending(1) as shards:
+        (searcher, index), path = shards[int(choice * len(shards))]
+        storm.spoiled[searcher, index] = len(read_shard(path).trajectories)
+        faults.flip_bit(path, choice)
+        return storm.kill_leader()
+
+
+def _hide_shard(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> RankProcess:
+    """One that others follow is not to be seen when the next attempt looks for it, but a little later."""
+    with storm.pending(2) as shards:
+        _, path = shards[0]
+        hidden = path.rename(storm.run.path / path.name)
+        threading.Timer(HIDDEN_SECONDS, lambda: hidden.rename(path)).start()
+        return storm.kill_leader()
+
+
+def _tear_metrics(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> None:
+    files = [storm.run.metrics_file("trainer"), *searcher_files(storm.run)]
+    faults.tear_line(files[int(choice * len(files))])
+
+
+def _fill_disk(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> None:
+    faults.fill_disk(storm.run.path.parent, FULL_SECONDS)
+
+
+def _launch_again(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> None:
+    said = faults.refused(storm.cluster, "run", str(storm.run.path))
+    assert f"job {storm.job}" in said, f"the refusal does not name the job at work: {said}"
+
+
+def _search_again(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> None:
+    faults.refused(storm.cluster, "search", str(storm.run.path), "--index", "0")
+
+
 KINDS = {
-    "engine killed": Kind(_hit("searcher", lambda _, rank: faults.kill_engine(rank)), 20, ends_ranks=False),
-    "engine hung": Kind(_hit("searcher", lambda _, rank: faults.stop_engine(rank)), 15, ends_ranks=False),
+    "engine killed": Kind(_hit("searcher", lambda _, rank: faults.kill_engine(rank)), 20, "engine"),
+    "engine hung": Kind(_hit("searcher", lambda _, rank: faults.stop_engine(rank)), 15, "engine"),
     "searcher killed": Kind(_hit("searcher", lambda _, rank: faults.kill_rank(rank)), 20),
     "trainer killed": Kind(_hit("trainer", lambda _, rank: faults.kill_rank(rank)), 15),
     "node crashed": Kind(_hit("searcher", lambda storm, rank: storm.crash(rank.node)), 7),
     "leader crashed": Kind(_hit("trainer", lambda storm, rank: storm.crash(rank.node)), 7),
     "preempted": Kind(_preempt, 8),
     "stopped": Kind(_ask_to_stop, 8),
+    "checkpoint damaged": Kind(_damage_checkpoint, 10, needs=2 * CHECKPOINT_EVERY),
+    "shard damaged": Kind(_damage_shard, 5, needs=CHECKPOINT_EVERY),
+    "shard hidden": Kind(_hide_shard, 5, needs=CHECKPOINT_EVERY),
+    "metrics torn": Kind(_tear_metrics, 5, "nothing"),
+    "disk full": Kind(_fill_disk, 5, "nothing", needs=STEPS_BETWEEN),
+    "second launcher": Kind(_launch_again, 5, "nothing", needs=STEPS_BETWEEN),
+    "second searcher": Kind(_search_again, 5, "nothing", needs=STEPS_BETWEEN),
 }
 
 
@@ -160,8 +236,9 @@ class Fault:
     @property
     def steps(self) -> int:
         """Those from one recovery to the next; ranks that start take none."""
-        without = 0 if KINDS[self.kind].ends_ranks else STEPS_WITHOUT
-        return 0 if self.start_up else self.steps_before + STEPS_STRUCK + without
+        kind = KINDS[self.kind]
+        without = STEPS_WITHOUT if kind.cost == "engine" else 0
+        return 0 if self.start_up else self.steps_before + STEPS_STRUCK + without + kind.needs
 
 
 def plan(count: int, seed: int) -> list[Fault]:
@@ -173,7 +250,8 @@ def plan(count: int, seed: int) -> list[Fault]:
     planned: list[Fault] = []
     for kind in kinds:
         before = planned[-1] if planned else None
-        possible = before and not before.start_up and KINDS[before.kind].ends_ranks and KINDS[kind].ends_ranks
+        possible = before and not before.start_up and KINDS[before.kind].ends_ranks
+        possible = possible and KINDS[kind].ends_ranks and not KINDS[kind].needs
         start_up = bool(possible) and random.random() < START_UP_SHARE
         planned.append(Fault(kind, start_up, random.random(), random.random()))
     return planned
@@ -251,17 +329,27 @@ class History:
         return next((time for time in steps if resumes and time > resumes[0]), None)
 
     def back(self, strike: Strike) -> float | None:
-        """When the run had recovered: the ranks, started again, took a step, or the new engine generates."""
+        """When the run had recovered: the ranks, started again, took a step, or the new engine generates.
+
+        Or, after a fault that costs nothing, the next step was taken.
+        """
         times = [self.first_step(after=start) for start in self.times("start", after=strike.time)[:1]]
-        if strike.victim and not KINDS[strike.kind].ends_ranks:
+        if KINDS[strike.kind].cost == "engine" and strike.victim:
             times.append(_generated_anew(self.searchers[strike.victim.index], strike.time))
+        elif KINDS[strike.kind].cost == "nothing":
+            times.append(self._next_step(after=strike.time))
         return min((time for time in times if time), default=None)
 
+    def _next_step(self, *, after: float) -> float | None:
+        steps = (_time(record) for record in self.trainer if "event" not in record)
+        return next((time for time in steps if time > after), None)
+
     def way(self, strike: Strike, back: float) -> str:
-        """How the run recovered: rebuilt, relaunched (in the same allocation), or requeued."""
+        """How the run recovered: unharmed, rebuilt, relaunched (in the same allocation), or requeued."""
         ways = {"requeued": "allocated", "relaunched": "start"}
         marks = {way: self.times(event, after=strike.time)[:1] for way, event in ways.items()}
-        return next((way for way, times in marks.items() if times and times[0] < back), "rebuilt")
+        in_place = "rebuilt" if KINDS[strike.kind].cost == "engine" else "unharmed"
+        return next((way for way, times in marks.items() if times and times[0] < back), in_place)
 
 
 def _time(record: Record) -> float:
@@ -282,12 +370,13 @@ def _generated_anew(records: Sequence[Record], after: float) -> float | None:
 
 @dataclass
 class Storm:
-    """A submitted run, and what has struck it so far."""
+    """A submitted run, and what has struck it so far. spoiled: trajectories in each damaged shard."""
 
     cluster: Cluster
     run: RunDir
     job: int
     strikes: list[Strike] = field(default_factory=list)
+    spoiled: dict[tuple[int, int], int] = field(default_factory=dict)
     _down: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -321,6 +410,29 @@ class Storm:
         faults.crash_node(self.cluster, node)
         self._down.append(node)
 
+    def kill_leader(self) -> RankProcess:
+        """Kill the leading trainer, also while it stands still."""
+        leader = self._ranks[0]
+        faults.kill_rank(leader)
+        return leader
+
+    @contextmanager
+    def pending(self, least: int) -> Iterator[list[tuple[tuple[int, int], Path]]]:
+        """Shards of one searcher that no checkpoint holds, ``least`` or more; the leader stands still then.
+
+        By (searcher, index), in order.
+        """
+        while True:
+            self.wait_for(lambda: _pending(self.run, least), f"{least} shards that no checkpoint holds")
+            with faults.held_leader(self.cluster, self.run):
+                if found := _pending(self.run, least):  # else a checkpoint came in between
+                    yield found
+                    return
+
+    def wait_for(self, probe: Callable[[], object], what: str) -> None:
+        """Wait for a true value. Raises NotSurvived after DEADLINE, or when the run is over first."""
+        self._until(probe, what)
+
     def _await_steps(self, fault: Fault) -> None:
         """Until the run has recovered and gone on for a while."""
         self._await_recovery()
@@ -333,7 +445,7 @@ class Storm:
     def _await_recovery(self) -> None:
         """Until the last fault is history; then nodes that crashed are booted."""
         last = self.strikes[-1] if self.strikes else NOTHING_YET
-        if last.victim and not KINDS[last.kind].ends_ranks:
+        if KINDS[last.kind].cost == "engine":
             self._await_engine(last)
         self._until(lambda: self.history.back(last), f"recovery from {last}")
         while self._down:
@@ -356,10 +468,12 @@ class Storm:
         self._until(lambda: self._all_there, "all ranks")
 
     def _strike(self, fault: Fault) -> None:
-        now, last = time.time(), self.strikes[-1:]
+        last = self.strikes[-1:]
         start_up = any(self.history.back(strike) is None for strike in last)
-        victim = KINDS[fault.kind].blow(self, self._ranks, fault.choice)
-        self.strikes.append(Strike(fault.kind, now, start_up, victim))
+        kind, began = KINDS[fault.kind], time.time()
+        victim = kind.blow(self, self._ranks, fault.choice)
+        struck = time.time() if kind.needs else began  # it may have waited
+        self.strikes.append(Strike(fault.kind, struck, start_up, victim))
 
     @property
     def _ranks(self) -> list[RankProcess]:
@@ -392,6 +506,32 @@ class Storm:
         files = [*self.run.path.glob("slurm/job-*.log"), *self.run.attempt.glob("*")]
         texts = ((file, file.read_text(errors="replace")[-3000:]) for file in sorted(files) if file.is_file())
         return "\n".join(f"--- {file}\n{text}" for file, text in texts)
+
+
+def _pending(run: RunDir, least: int) -> list[tuple[tuple[int, int], Path]]:
+    """The shards, by (searcher, index), that the newest checkpoint lacks, of the searcher with most of them.
+
+    None where there are fewer than ``least``.
+    """
+    folder = latest_checkpoint(run)
+    cursors = read_state(folder).cursors if folder else {}
+    by_searcher: dict[int, list[tuple[tuple[int, int], Path]]] = {}
+    for (searcher, index), path in run.shard_files().items():
+        if index >= cursors.get(searcher, 0):
+            by_searcher.setdefault(searcher, []).append(((searcher, index), path))
+    most = max(by_searcher.values(), key=len, default=[])
+    return most if len(most) >= least else []
+
+
+@contextmanager
+def disk(size: str) -> Iterator[Path]:
+    """A folder on a file system of its own, in memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", folder], check=True)
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def submit(cluster: Cluster, root: Path, options: argparse.Namespace, steps: int) -> Storm:
@@ -449,7 +589,7 @@ def _row(name: str, fates: Sequence[Fate]) -> Row:
         "struck": len(fates),
         "survived": sum(fate.survived for fate in fates),
         "in start-up": sum(fate.strike.start_up for fate in fates),
-        **{way: ways.count(way) for way in ("rebuilt", "relaunched", "requeued")},
+        **{way: ways.count(way) for way in ("unharmed", "rebuilt", "relaunched", "requeued")},
         "median s": _median(seconds),
         "most s": max(seconds, default=None),
         "redone": sum(fate.redone for fate in fates),
@@ -457,15 +597,17 @@ def _row(name: str, fates: Sequence[Fate]) -> Row:
     }
 
 
-def run_row(history: History, strikes: Sequence[Strike], found: Audit) -> Row:
-    """What the whole storm came to."""
+def run_row(storm: Storm, found: Audit) -> Row:
+    """What the whole storm came to. lost: beside what was in damaged shards."""
+    history, strikes = storm.history, storm.strikes
     relaunch, requeue = (_spans(history, strikes, event) for event in ("failed", "requeue"))
     return {
         "faults": len(strikes),
         "trajectories": found.trajectories,
-        "lost": found.lost,
+        "in damaged shards": sum(storm.spoiled.values()),
+        "lost": found.lost - sum(storm.spoiled.values()),
         "doubled": found.doubled,
-        "problems": len(found.problems),
+        "problems": len(unexplained(storm, found)),
         "optimizer steps": found.steps,
         "steps redone": found.steps_redone,
         "most at once": max(found.redone, default=0),
@@ -496,8 +638,8 @@ def main() -> None:
     if reason := missing():
         sys.exit(f"chaos: no Slurm cluster can be brought up here: {reason}")
     planned = plan(options.faults, options.seed)
-    with tempfile.TemporaryDirectory() as scratch, Cluster() as cluster:
-        storm = submit(cluster, Path(scratch), options, steps_for(planned))
+    with disk(DISK) as scratch, Cluster() as cluster:
+        storm = submit(cluster, scratch, options, steps_for(planned))
         try:
             storm.rage(planned)
         except NotSurvived as error:
@@ -509,15 +651,21 @@ def report(storm: Storm, found: Audit, *, as_json: bool) -> None:
     """Print what happened; exit with status 1 where the audit found a problem."""
     resumes = storm.history.resumes()[1:]
     rows = fault_rows(storm.history, storm.strikes, dict(zip(resumes, found.redone, strict=True)))
-    whole = run_row(storm.history, storm.strikes, found)
+    whole = run_row(storm, found)
     if as_json:
         print(json.dumps({"faults": rows, "run": whole}, indent=2))
     else:
         wide = Console(width=max(110, Console().width))
         print_rows(rows, console=wide)
         print_rows([{"of the run": name, "": value} for name, value in whole.items()])
-    if not found.clean:
-        sys.exit("\n".join(found.problems))
+    if problems := unexplained(storm, found):
+        sys.exit("\n".join(problems))
+
+
+def unexplained(storm: Storm, found: Audit) -> list[str]:
+    """What the audit complains of, but for the loss of the shards that were damaged."""
+    known = tuple(f"shard {index} of searcher {searcher} is lost" for searcher, index in storm.spoiled)
+    return [problem for problem in found.problems if not problem.startswith(known)]
 
 
 def _options() -> argparse.Namespace:

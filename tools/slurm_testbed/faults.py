@@ -1,4 +1,4 @@
-"""Faults for a run on the cluster: processes killed or hung, nodes crashed, jobs preempted or asked to stop.
+"""Faults for a run on the cluster: processes, nodes and jobs; its files, its disk, a second process at work.
 
 It must not know what a run is expected to do about them.
 """
@@ -6,10 +6,15 @@ It must not know what a run is expected to do about them.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -77,7 +82,10 @@ def stop_engine(rank: RankProcess) -> None:
 
 @contextmanager
 def held_leader(cluster: Cluster, run: RunDir) -> Iterator[None]:
-    """The leading trainer stands still inside: however fast the machine, the run does not end meanwhile."""
+    """The leading trainer stands still inside: however fast the machine, the run does not end meanwhile.
+
+    It may be killed inside.
+    """
     leader = ranks(cluster, run)[:1]
     for rank in leader:
         os.kill(rank.pid, signal.SIGSTOP)
@@ -110,3 +118,53 @@ def preempt(cluster: Cluster, *, seconds: float = 120) -> None:
 def ask_to_stop(cluster: Cluster, job: int) -> None:
     """What a user types to have a job checkpoint and go back to the queue."""
     cluster.run("scancel", "--batch", "--signal=USR1", str(job))
+
+
+# --- Files ---
+
+
+def flip_bit(path: Path, place: float) -> None:
+    """Change one bit of a file; ``place``: where, in [0, 1)."""
+    with path.open("r+b") as file:
+        file.seek(int(place * path.stat().st_size))
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 0x10]))
+
+
+def tear_line(path: Path) -> None:
+    """Append half a line to a file of lines, as a write that met a full disk does."""
+    with path.open("ab") as file:
+        file.write(b'{"time": 17')
+
+
+def fill_disk(folder: Path, seconds: float) -> None:
+    """Leave no byte free on the file system of ``folder`` for so long."""
+    ballast = folder / "ballast"
+    with ballast.open("wb") as file:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:  # again and again: others may free some
+            with suppress(OSError):
+                os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), _free(folder))
+            time.sleep(0.1)
+    ballast.unlink()
+
+
+def _free(folder: Path) -> int:
+    return max(1, shutil.disk_usage(folder).free)
+
+
+# --- A second process ---
+
+
+def refused(cluster: Cluster, *words: str, seconds: float = 120) -> str:
+    """What ``tba WORDS`` says on the login node as it is refused. Raises AssertionError where it is not."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tba_hpc", *words],
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    assert done.returncode, f"tba {' '.join(words)} was let in beside the one at work: {done.stdout}"
+    return done.stderr
