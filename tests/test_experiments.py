@@ -127,7 +127,8 @@ def test_table_and_plot_are_made_again_from_the_json_alone(tmp_path: Path) -> No
         dict.fromkeys(("arm", "time", "n", "x")),
     ]
     origin = results.provenance([0, 1])
-    text = results.write(Result(rows, panels, ["Note."]), tmp_path / "a", title="A", origin=origin)
+    note = "A note of many words, longer than a line of the file would be." * 3
+    text = results.write(Result(rows, panels, [note]), tmp_path / "a", title="A", origin=origin)
     source = tmp_path / "a" / "table.json"
     experiments.main(["replay", "--from", str(source), "--out", str(tmp_path / "b")])
     for name in ("table.md", "table.json", "plot.png"):

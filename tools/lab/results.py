@@ -162,7 +162,8 @@ def _folded(value: object, indent: str = "") -> str:
     """JSON with a line for a text, and for what has at most 100 characters or holds but numbers and pairs."""
     text = json.dumps(value, ensure_ascii=False)
     inner = indent + "  "
-    if isinstance(value, str) or len(text) <= 100 or (isinstance(value, list | tuple) and not any(mark in text for mark in '{"')):
+    only_numbers = isinstance(value, list | tuple) and not any(mark in text for mark in '{"')
+    if isinstance(value, str) or len(text) <= 100 or only_numbers:
         return text
     if isinstance(value, dict):
         parts = [f"{inner}{json.dumps(key)}: {_folded(part, inner)}" for key, part in value.items()]

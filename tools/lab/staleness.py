@@ -34,7 +34,7 @@ WHOLE_RUNS = ("TB", "TBA′", "OAPL", "Dr. GRPO", "RLOO")
 WHOLE_RUN_LAGS = (1, 10, 50)
 
 LAGS = (1, 10, 50)
-RATES, TUNING_SEED = (0.05, 0.1, 0.2), 100
+RATES, TUNING_SEED = (0.1, 0.2, 0.4), 100
 """Learning rates that every objective may choose from, with a seed that is not used again."""
 
 BETA = 0.1
