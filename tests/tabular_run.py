@@ -24,7 +24,6 @@ from tba_hpc.ports import Reference
 from tba_hpc.prompts import training_requests
 from tba_hpc.report import page
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.evaluations import write_evaluation
 from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
 from tba_hpc.tasks.tabular import Table, TabularGenerator, TabularLearner, TabularReference, TabularTask
@@ -136,7 +135,7 @@ def _search(run: RunDir, config: Config, index: int) -> None:
         scorer=Scorer(task, _reference(run, config), writer, seal_seconds=config.exchange.seal_seconds),
         requests=training_requests(config, task, index, progress.completed),
         evaluator=runtime._online_evaluator(config, task, index),
-        report=partial(write_evaluation, run),
+        report=partial(runtime._report, run, config),
         exchange=exchange,
         metrics=metrics,
         stop_asked=lambda: False,
