@@ -6,15 +6,20 @@ metrics, for shards are pruned: ``tba audit`` follows these lines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from itertools import islice
 
 from tba_hpc.buffer import Merged, ReplayBuffer
+from tba_hpc.config import Config
 from tba_hpc.freshness import Freshness
 from tba_hpc.metrics import MetricsWriter
 from tba_hpc.prompts import CompletedRequests
 from tba_hpc.run.checkpoints import TrainerState
 from tba_hpc.types import Shard
+
+MERGED_AT_ONCE = 32
+"""Pending shards in memory at a time: with the decoding of one after the other, that is little."""
 
 
 class Merger:
@@ -79,3 +84,34 @@ class Merger:
                 **asdict(merged),
             }
         )
+
+
+def merge_pending(
+    config: Config,
+    pending: Iterable[Shard],
+    *,
+    state: TrainerState,
+    buffer: ReplayBuffer,
+    completed: CompletedRequests,
+    metrics: MetricsWriter,
+) -> TrainerState:
+    """Begin an attempt at ``state``: merge what an earlier one left, a few shards in memory at a time.
+
+    ``pending``: shards sealed beyond the cursors. Returns the state after; what searchers are told when they
+    join follows from it, so no exchange is needed yet.
+    """
+    log_state(metrics, "resumed" if state != TrainerState() else "started", state, buffer)
+    freshness = Freshness(config, buffer)
+    freshness.update_reference(state.step)
+    merger = Merger(buffer, completed, freshness, metrics)
+    shards, version = iter(pending), state.step
+    state = merger.evict_stale(state)
+    while some := list(islice(shards, MERGED_AT_ONCE)):
+        state = merger.merge(state, some, sync=version)
+    return merger.evict_stale(state)
+
+
+def log_state(metrics: MetricsWriter, event: str, state: TrainerState, buffer: ReplayBuffer) -> None:
+    """Leave an event of the run in the trainer's metrics; see ``metrics`` for their names."""
+    step, revision = state.step, state.revision
+    metrics.log({"event": event, "step": step, "revision": revision, "buffer/size": len(buffer)})

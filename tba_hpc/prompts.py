@@ -6,7 +6,9 @@ It must not know who asks, or what becomes of the completions. Imports no torch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -51,6 +53,34 @@ class CompletedRequests:
     def __contains__(self, request_id: int) -> bool:
         """Whether the group of a request is sealed."""
         return request_id < len(self._done) and bool(self._done[request_id])
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is, as the trainer tells a searcher that joins it.
+
+    completed: the requests in all shards before the cursors. cursors: next shard to merge per searcher.
+    """
+
+    completed: CompletedRequests = field(default_factory=CompletedRequests)
+    cursors: Mapping[int, int] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """A line of JSON and the bitmap, which from_bytes reads."""
+        bitmap = self.completed.to_array().tobytes()
+        return json.dumps({"bytes": len(bitmap), "cursors": dict(self.cursors)}).encode() + b"\n" + bitmap
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Progress:
+        """Inverse of to_bytes. Raises ValueError where some are missing."""
+        line, _, bitmap = data.partition(b"\n")
+        header = json.loads(line)
+        if len(bitmap) != header["bytes"]:
+            raise ValueError(f"{len(bitmap)} bytes of requests completed, not {header['bytes']}")
+        return cls(
+            CompletedRequests.from_array(np.frombuffer(bitmap, np.uint8)),
+            {int(searcher): index for searcher, index in header["cursors"].items()},
+        )
 
 
 class PromptOrder:

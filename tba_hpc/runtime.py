@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,11 @@ import numpy as np
 from tba_hpc import schedules
 from tba_hpc.backends.behaviour_reference import BehaviourReference
 from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange, FileTrainerFollower
-from tba_hpc.backends.hdf5_shards import ShardError, ShardWriter, read_arrays, read_pending, write_arrays
+from tba_hpc.backends.hdf5_shards import PendingShards, ShardError, ShardWriter, read_arrays, write_arrays
 from tba_hpc.buffer import Embed, ReplayBuffer
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.ending import end_run
+from tba_hpc.merger import merge_pending
 from tba_hpc.metrics import MetricsWriter
 from tba_hpc.online_evaluation import OnlineEvaluator
 from tba_hpc.placement import Placement, refuse_index
@@ -32,11 +33,16 @@ from tba_hpc.ports import (
     ExchangeError,
     Learner,
     Reference,
-    SearcherExchange,
     Task,
     TrainerExchange,
 )
-from tba_hpc.prompts import CompletedRequests, refuse_few_prompts, refuse_long_prompts, training_requests
+from tba_hpc.prompts import (
+    CompletedRequests,
+    Progress,
+    refuse_few_prompts,
+    refuse_long_prompts,
+    training_requests,
+)
 from tba_hpc.run.checkpoints import (
     BUFFER_FILE,
     PROMPTS_FILE,
@@ -49,9 +55,9 @@ from tba_hpc.run.checkpoints import (
     set_aside,
 )
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.evaluations import discard_evaluations, find_evaluation, write_evaluation
-from tba_hpc.run.files import DiskFullError
-from tba_hpc.run.notes import FAILED, REFUSED, rank_name, redirect_output, write_note
+from tba_hpc.run.evaluations import Evaluation, discard_evaluations, find_evaluation, write_evaluation
+from tba_hpc.run.files import DiskFullError, insist
+from tba_hpc.run.notes import FAILED, REFUSED, note_at_work, rank_name, redirect_output, write_note
 from tba_hpc.run.owners import owned
 from tba_hpc.run.signals import StopFlag
 from tba_hpc.scorer import Scorer
@@ -61,7 +67,7 @@ from tba_hpc.trainer import Trainer
 from tba_hpc.types import Publication, Ragged, Role, Split, WeightLayout
 
 if TYPE_CHECKING:
-    from tba_hpc.backends.mpi_exchange import MpiTrainerFollower
+    from tba_hpc.backends.mpi_exchange import MpiSearcherExchange, MpiTrainerFollower
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +77,8 @@ PROMPTS_AHEAD = 2
 EMBEDDED_AT_ONCE = 64
 """Completions per forward pass of the model that tells near duplicates apart."""
 
-POLL_SECONDS = 0.1
-"""Pause between two looks whether the leader has verified the checkpoints."""
+PATIENCE_SHARE = 0.5
+"""Of the exchange's deadline: how long a full disk is waited for, so that nobody else gives up first."""
 
 REFUSALS = (ConfigError, StateError, ShardError, DiskFullError)
 """Errors that only the user can mend; the message is a sentence that says how."""
@@ -90,7 +96,6 @@ def train(run: RunDir, index: int | None) -> None:
     with _placed(run, "trainer", index) as (config, placement):
         if placement.index == 0:
             verify_checkpoints(run, config)
-            _verified(run).touch()
         from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
 
         learner = DeepSpeedLearner.create(
@@ -111,10 +116,20 @@ def train(run: RunDir, index: int | None) -> None:
 
 def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -> None:
     """Restore what the last checkpoint holds, train, and bring the run to its end."""
-    folder, state, completed, buffer = _restore(run, config)
-    pending = list(read_pending(run, state.cursors))
-    cursors = {**state.cursors, **{shard.searcher: shard.index + 1 for shard in pending}}
-    exchange = _open_trainer(run, config, placement, learner.layout, cursors)
+    folder, saved, completed, buffer = _restore(run, config)
+    metrics = _metrics(run, config, "trainer", 0)
+    shards = _pending_shards(run, config)
+    state = merge_pending(
+        config,
+        shards.read_all(saved.cursors),
+        state=saved,
+        buffer=buffer,
+        completed=completed,
+        metrics=metrics,
+    )
+    progress = Progress(completed, state.cursors)
+    exchange = _open_trainer(run, config, placement, learner.layout, shards, progress)
+    note_at_work(run)
     if folder:  # only now, since the other trainer ranks follow once they are in the exchange
         if find_evaluation(run, "test", 0) is None:  # it was cut short; these are still the first weights
             _publish_first(exchange, config, learner)
@@ -127,9 +142,9 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
             buffer=buffer,
             completed=completed,
             state=state,
-            pending=pending,
+            saved=saved,
             checkpoints=Checkpoints(run, config.checkpoint.keep, write_arrays),
-            metrics=_metrics(run, config, "trainer", 0),
+            metrics=metrics,
             stop_asked=lambda: stop.is_set,
             job_end=float(os.environ.get("TBA_JOB_END", "inf")),
         )
@@ -150,27 +165,6 @@ def verify_checkpoints(run: RunDir, config: Config) -> None:
         log.warning("%s is damaged (%s): set aside as %s", folder, fault, set_aside(folder))
 
 
-def _verified(run: RunDir) -> Path:
-    """What the leader leaves once this attempt may believe the latest checkpoint."""
-    return run.attempt / "checkpoints-verified"
-
-
-def await_verified_checkpoints(run: RunDir, index: int, deadline: float) -> None:
-    """Wait until the leader has verified the checkpoints, if there are any: all ranks then take the same one.
-
-    ``deadline``: longest wait, s. Raises ExchangeError past it.
-    """
-    give_up = time.monotonic() + deadline
-    # A listing, since NFS may deny for a minute a file that was looked for before it was there.
-    while any(run.checkpoints.iterdir()) and _verified(run) not in run.attempt.iterdir():
-        if time.monotonic() > give_up:
-            raise ExchangeError(
-                f"searcher {index} waited {deadline:.0f} s for trainer rank 0 to verify the checkpoints: see "
-                "its log, or raise exchange.deadline_seconds"
-            )
-        time.sleep(POLL_SECONDS)
-
-
 def _restore(
     run: RunDir, config: Config
 ) -> tuple[Path | None, TrainerState, CompletedRequests, ReplayBuffer]:
@@ -179,8 +173,10 @@ def _restore(
     buffer = ReplayBuffer(
         config.buffer, config.run.seed, value_beta=config.train.value_beta, embed=make_embed(config)
     )
-    state, completed = _progress(folder)
+    state, completed = TrainerState(), CompletedRequests()
     if folder:
+        state = read_state(folder)
+        completed = CompletedRequests.from_array(read_arrays(folder / PROMPTS_FILE)["done"])
         buffer.restore(read_arrays(folder / BUFFER_FILE))
         require_reference(run, config, state.step)
     discard_evaluations(run, after=state.step)
@@ -208,38 +204,34 @@ def search(run: RunDir, index: int | None) -> None:
     with _placed(run, "searcher", index) as (config, placement):
         from tba_hpc.backends.vllm_generator import VllmGenerator
 
-        await_verified_checkpoints(run, placement.index, config.exchange.deadline_seconds)
-        state, completed = _progress(latest_checkpoint(run))
-        for shard in read_pending(run, state.cursors):
-            completed.add(shard.trajectories.record["request_id"])
         # First of all, since its process builds the engine while this one imports torch.
-        generator = VllmGenerator(
-            config.model, config.generator, seed=_seed(config, placement.index, state.revision)
-        )
+        seed = _seed(config, placement.index, run.attempt_number)
+        generator = VllmGenerator(config.model, config.generator, seed=seed)
         from tba_hpc.backends.hf_model import load_tokenizer
         from tba_hpc.backends.vllm_victim import VllmVictim
 
-        serve = partial(VllmVictim, seed=_seed(config, placement.index, state.revision))
-        task = load_task(config.task, load_tokenizer(config.model.path), serve)
+        task = load_task(config.task, load_tokenizer(config.model.path), partial(VllmVictim, seed=seed))
         refuse_long_prompts(task, config)
         refuse_few_prompts(task, config)
         metrics = _metrics(run, config, "searcher", placement.index)
         metrics.log({"event": "started", "searchers": config.launch.searchers})
-        scorer = Scorer(
-            task,
-            _load_reference(run, config),
-            ShardWriter(run, placement.index, first_index=state.cursors.get(placement.index, 0)),
-            seal_seconds=config.exchange.seal_seconds,
-            max_rejected_groups=config.task.max_rejected_groups,
-        )
+        reference = _load_reference(run, config)
         with _led() as stop:
+            exchange = _open_searcher(run, config, placement)
+            progress = _join(run, config, placement.index, exchange)
             searcher = Searcher(
                 generator=generator,
-                scorer=scorer,
-                requests=training_requests(config, task, placement.index, completed),
+                scorer=Scorer(
+                    task,
+                    reference,
+                    _shard_writer(run, config, placement.index, progress),
+                    seal_seconds=config.exchange.seal_seconds,
+                    max_rejected_groups=config.task.max_rejected_groups,
+                ),
+                requests=training_requests(config, task, placement.index, progress.completed),
                 evaluator=_online_evaluator(config, task, placement.index),
-                report=partial(write_evaluation, run),
-                exchange=_open_searcher(run, config, placement),
+                report=partial(_report, run, config),
+                exchange=exchange,
                 metrics=metrics,
                 stop_asked=lambda: stop.is_set,
                 sequences=(config.generator.prompts_in_flight + PROMPTS_AHEAD)
@@ -248,6 +240,36 @@ def search(run: RunDir, index: int | None) -> None:
             )
             searcher.run()
             generator.close()
+
+
+def _join(
+    run: RunDir, config: Config, index: int, exchange: FileSearcherExchange | MpiSearcherExchange
+) -> Progress:
+    """How far the run is, as the trainer says; and what it has not seen yet of this searcher's own shards."""
+    progress = exchange.progress()
+    first = progress.cursors.get(index, 0)
+    for shard in _pending_shards(run, config).read_all({index: first}, [index]):
+        progress.completed.add(shard.trajectories.record["request_id"])
+        exchange.offer(shard)
+    return progress
+
+
+def _shard_writer(run: RunDir, config: Config, index: int, progress: Progress) -> ShardWriter:
+    first, patience = progress.cursors.get(index, 0), _disk_patience(config)
+    return ShardWriter(run, index, first_index=first, patience=patience)
+
+
+def _report(run: RunDir, config: Config, searcher: int, searchers: int, part: Evaluation) -> None:
+    """Publish a part of an evaluation, as soon as there is room on the disk."""
+    insist(lambda: write_evaluation(run, searcher, searchers, part), seconds=_disk_patience(config))
+
+
+def _pending_shards(run: RunDir, config: Config) -> PendingShards:
+    return PendingShards(run, searchers=config.launch.searchers, patience=config.exchange.deadline_seconds)
+
+
+def _disk_patience(config: Config) -> float:
+    return PATIENCE_SHARE * config.exchange.deadline_seconds
 
 
 def _load_reference(run: RunDir, config: Config) -> Reference:
@@ -288,16 +310,24 @@ def _publish_first(exchange: TrainerExchange, config: Config, learner: Learner) 
 
 
 def _open_trainer(
-    run: RunDir, config: Config, placement: Placement, layout: WeightLayout, cursors: Mapping[int, int]
+    run: RunDir,
+    config: Config,
+    placement: Placement,
+    layout: WeightLayout,
+    shards: PendingShards,
+    progress: Progress,
 ) -> TrainerExchange:
-    pending = partial(read_pending, run)
-
     def evaluated(split: Split, step: int) -> bool:
         return find_evaluation(run, split, step) is not None
 
     if placement.mpi is None:
         return FileTrainerExchange(
-            run.weights, layout, read_pending=pending, cursors=cursors, evaluated=evaluated
+            run.weights,
+            layout,
+            read_pending=shards.read,
+            progress=progress,
+            evaluated=evaluated,
+            patience=_disk_patience(config),
         )
     from tba_hpc.backends.mpi_exchange import MpiTrainerExchange
 
@@ -305,8 +335,8 @@ def _open_trainer(
         placement.mpi,
         layout,
         bucket_mb=config.exchange.bucket_mb,
-        read_pending=pending,
-        cursors=cursors,
+        read_pending=shards.read,
+        progress=progress,
         evaluated=evaluated,
     )
 
@@ -321,7 +351,9 @@ def _open_follower(
     return MpiTrainerFollower.open(placement.mpi)
 
 
-def _open_searcher(run: RunDir, config: Config, placement: Placement) -> SearcherExchange:
+def _open_searcher(
+    run: RunDir, config: Config, placement: Placement
+) -> FileSearcherExchange | MpiSearcherExchange:
     if placement.mpi:
         from tba_hpc.backends.mpi_exchange import MpiSearcherExchange
 
@@ -376,13 +408,6 @@ def errors_reported(run: RunDir, role: Role, index: int) -> Iterator[None]:
         raise SystemExit(REFUSED if mendable else FAILED) from None
 
 
-def _progress(folder: Path | None) -> tuple[TrainerState, CompletedRequests]:
-    """What a checkpoint counts, and the requests completed by then."""
-    if folder is None:
-        return TrainerState(), CompletedRequests()
-    return read_state(folder), CompletedRequests.from_array(read_arrays(folder / PROMPTS_FILE)["done"])
-
-
 def _online_evaluator(config: Config, task: Task, searcher: int) -> OnlineEvaluator:
     return OnlineEvaluator(
         task,
@@ -408,6 +433,6 @@ def _metrics(run: RunDir, config: Config, role: Role, index: int) -> MetricsWrit
     return MetricsWriter(run.metrics_file(role, index), tensorboard=events)
 
 
-def _seed(config: Config, searcher: int, revision: int) -> int:
-    """The engine's seed: another one for each searcher and after each resume."""
-    return int(np.random.SeedSequence([config.run.seed, searcher, revision]).generate_state(1)[0] >> 1)
+def _seed(config: Config, searcher: int, attempt: int) -> int:
+    """The engine's seed: another one for each searcher and in each attempt."""
+    return int(np.random.SeedSequence([config.run.seed, searcher, attempt]).generate_state(1)[0] >> 1)

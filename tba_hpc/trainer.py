@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from tba_hpc import schedules
@@ -16,7 +16,7 @@ from tba_hpc.batch import with_reference_power
 from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import Config
 from tba_hpc.freshness import Freshness
-from tba_hpc.merger import Merger
+from tba_hpc.merger import Merger, log_state
 from tba_hpc.metrics import MetricsWriter
 from tba_hpc.ports import Learner, TrainerExchange
 from tba_hpc.prompts import CompletedRequests
@@ -36,8 +36,8 @@ MARGIN_SECONDS = 30.0
 class Trainer:
     """The leading trainer's loop, from ``state`` (fresh or restored) to ``config.train.steps``.
 
-    pending: shards sealed beyond the cursors of ``state`` by an earlier attempt; they are merged first.
-    job_end: when the job's time is over, unix seconds.
+    saved: what the newest checkpoint holds; ``merger.merge_pending`` may lie between. job_end: when the job's
+    time is over, unix seconds.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Trainer:
         buffer: ReplayBuffer,
         completed: CompletedRequests,
         state: TrainerState,
+        saved: TrainerState,
         checkpoints: Checkpoints,
-        pending: Iterable[Shard],
         metrics: MetricsWriter,
         stop_asked: Callable[[], bool],
         job_end: float = math.inf,
@@ -60,12 +60,11 @@ class Trainer:
         self._exchange = exchange
         self._buffer = buffer
         self._completed = completed
-        self._state = self._saved = state
+        self._state, self._saved = state, saved
         self._checkpoints = checkpoints
-        self._pending = pending
         self._metrics = metrics
         self._stop_asked = stop_asked
-        self._job_end = job_end
+        self._job_end = time.monotonic() + job_end - time.time()  # whatever the clock is set to meanwhile
         self._freshness = Freshness(config, buffer)
         self._merger = Merger(buffer, completed, self._freshness, metrics)
         self._step_log = StepLog(config.train, buffer, metrics, version=state.step)
@@ -100,10 +99,8 @@ class Trainer:
         return self._finished
 
     def _begin(self) -> None:
-        """Merge what an earlier attempt left, and publish the weights to begin with."""
-        self.log_event("resumed" if self._state != TrainerState() else "started")
+        """Publish the weights to begin with."""
         self._update_reference()
-        self._merge(list(self._pending))
         self._freshness.begin(self._state.step, self._completed)
         self.publish(evaluate="test" if self._state.step == 0 else None)
 
@@ -118,7 +115,7 @@ class Trainer:
 
     @property
     def _is_late(self) -> bool:
-        left = self._job_end - time.time()
+        left = self._job_end - time.monotonic()
         return is_late(left, step_seconds=self._step_log.longest_step, save_seconds=self._state.save_seconds)
 
     # --- Publish ---
@@ -255,10 +252,7 @@ class Trainer:
 
     def log_event(self, event: str) -> None:
         """Leave an event of the run in the trainer's metrics; see ``metrics`` for their names."""
-        state = self._state
-        self._metrics.log(
-            {"event": event, "step": state.step, "revision": state.revision, "buffer/size": len(self._buffer)}
-        )
+        log_state(self._metrics, event, self._state, self._buffer)
 
 
 def is_late(left: float, *, step_seconds: float, save_seconds: float) -> bool:

@@ -18,15 +18,12 @@ from tba_hpc import runtime, schedules
 from tba_hpc.backends import file_exchange
 from tba_hpc.backends.behaviour_reference import BehaviourReference
 from tba_hpc.backends.file_exchange import FileSearcherExchange
-from tba_hpc.backends.hdf5_shards import ShardWriter, read_pending
 from tba_hpc.config import Config, parse_config
 from tba_hpc.metrics import MetricsWriter
 from tba_hpc.ports import Reference
 from tba_hpc.prompts import training_requests
 from tba_hpc.report import page
-from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.evaluations import write_evaluation
 from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
 from tba_hpc.tasks.tabular import Table, TabularGenerator, TabularLearner, TabularReference, TabularTask
@@ -104,6 +101,7 @@ def start(
 ) -> multiprocessing.context.ForkServerProcess:
     """A process with the trainer and ``searchers``, which gets the signal ``sent`` in its ``nth`` step."""
     run.adapt([f"launch.searchers={searchers}"])
+    run.begin_attempt()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tba_hpc.runtime", "tba_hpc.report.page"])  # once for all starts
     process = context.Process(target=_live, args=(run.path, sent, nth))
@@ -117,29 +115,28 @@ def _live(path: Path, sent: signal.Signals | None, nth: int) -> None:
     config = run.config()
     page.write_report = lambda run: run.path  # plots take longer than all the rest
     file_exchange.POLL_SECONDS = 0.01  # this disk is not shared
-    runtime.verify_checkpoints(run, config)
     ranks = [threading.Thread(target=_search, args=(run, config, s)) for s in range(config.launch.searchers)]
     for rank in ranks:
         rank.start()
+    runtime.verify_checkpoints(run, config)
     runtime._lead(run, config, runtime.Placement(0, 0, 1, None), MarkedLearner(run, sent, nth))
     for rank in ranks:
         rank.join()
 
 
 def _search(run: RunDir, config: Config, index: int) -> None:
-    state, completed = runtime._progress(latest_checkpoint(run))
-    for shard in read_pending(run, state.cursors):
-        completed.add(shard.trajectories.record["request_id"])
+    exchange = FileSearcherExchange(run.weights, index, deadline=config.exchange.deadline_seconds)
+    progress = runtime._join(run, config, index, exchange)
     task, metrics = TabularTask(TABLE), MetricsWriter(run.metrics_file("searcher", index))
     metrics.log({"event": "started", "searchers": config.launch.searchers})
-    writer = ShardWriter(run, index, first_index=state.cursors.get(index, 0))
+    writer = runtime._shard_writer(run, config, index, progress)
     Searcher(
         generator=TabularGenerator(TABLE, seed=index),
         scorer=Scorer(task, _reference(run, config), writer, seal_seconds=config.exchange.seal_seconds),
-        requests=training_requests(config, task, index, completed),
+        requests=training_requests(config, task, index, progress.completed),
         evaluator=runtime._online_evaluator(config, task, index),
-        report=partial(write_evaluation, run),
-        exchange=FileSearcherExchange(run.weights, index, deadline=config.exchange.deadline_seconds),
+        report=partial(runtime._report, run, config),
+        exchange=exchange,
         metrics=metrics,
         stop_asked=lambda: False,
         sequences=24,

@@ -21,11 +21,10 @@ import pytest
 
 from tba_hpc.backends.hdf5_shards import (
     HEADER_BYTES,
+    PendingShards,
     ShardError,
     ShardWriter,
-    pending_shards,
     read_arrays,
-    read_pending,
     read_shard,
     write_arrays,
     write_shard,
@@ -207,7 +206,7 @@ def test_a_group_without_completions_leaves_no_trace(run: RunDir) -> None:
     writer = ShardWriter(run, 0)
     writer.append(*scored(0, 0, n=0))
     assert len(writer) == 0 and writer.age == 0.0 and writer.seal() is None
-    assert pending_shards(run, {}) == []
+    assert run.shard_files() == {}
 
 
 def test_an_index_is_never_used_twice(run: RunDir) -> None:
@@ -221,7 +220,7 @@ def test_an_index_is_never_used_twice(run: RunDir) -> None:
     assert [seal_one(), seal_one()] == [0, 1]
     run.shard_file(2, 1).rename(run.shard_file(2, 1).with_suffix(".h5.refused"))
     assert seal_one() == 2  # 1 was set aside and stays taken
-    for path in pending_shards(run, {}):
+    for path in run.shard_files().values():
         path.unlink()
     assert seal_one(first_index=3) == 3  # all pruned: the checkpoint's cursor knows
     assert seal_one(first_index=3) == 4  # more was sealed since that checkpoint
@@ -365,10 +364,8 @@ def test_pending_shards_come_in_order_from_the_cursors_on(run: RunDir) -> None:
         for _ in range(3):
             sealed(run, searcher, groups=1)
     (run.shard_folder(2) / "notes.h5").write_text("a stranger's file")
-    assert pending_shards(run, {2: 1, 10: 3}) == [
-        *(run.shard_file(0, index) for index in (0, 1, 2)),
-        *(run.shard_file(2, index) for index in (1, 2)),
-    ]
+    found = [(shard.searcher, shard.index) for shard in PendingShards(run).read({2: 1, 10: 3})]
+    assert found == [(0, 0), (0, 1), (0, 2), (2, 1), (2, 2)]
 
 
 def test_broken_shards_are_set_aside_and_the_rest_goes_on(
@@ -377,12 +374,12 @@ def test_broken_shards_are_set_aside_and_the_rest_goes_on(
     whole = [sealed(run, searcher=0, groups=1)[1] for _ in range(4)]
     run.shard_file(0, 1).write_bytes(run.shard_file(0, 1).read_bytes()[:-10])
     run.shard_file(0, 3).write_bytes(run.shard_file(0, 2).read_bytes())  # a copy: would be merged twice
-    shards = list(read_pending(run, {}))
+    shards = list(PendingShards(run).read({}))
     assert [shard.index for shard in shards] == [0, 2]
     assert_equal(shards[1].trajectories, whole[2].trajectories)
     assert "truncated" in caplog.records[0].message and "000001.h5.refused" in caplog.records[0].message
     assert "a copy" in caplog.records[1].message
-    assert len(list(read_pending(run, {}))) == 2 and len(caplog.records) == 2  # said once
+    assert len(list(PendingShards(run).read({}))) == 2 and len(caplog.records) == 2  # said once
     assert ShardWriter(run, 0).seal() is None
     assert sealed(run, searcher=0)[1].index == 4
 
@@ -390,7 +387,7 @@ def test_broken_shards_are_set_aside_and_the_rest_goes_on(
 def test_a_shard_that_vanishes_while_others_are_read_is_passed_over(run: RunDir) -> None:
     for _ in range(3):
         sealed(run, searcher=0, groups=1)
-    reading = read_pending(run, {})
+    reading = PendingShards(run).read({})
     assert next(reading).index == 0
     run.shard_file(0, 1).unlink()
     assert [shard.index for shard in reading] == [2]
@@ -426,7 +423,7 @@ def test_a_full_disk_loses_nothing_that_was_sealed(small_disk: Path) -> None:
     assert "\n" not in str(caught.value) and len(kept) > 5
     files = sorted(path.name for path in run.shard_folder(0).iterdir())
     assert files == [f"{shard.index:06d}.h5" for shard in kept]  # no half file, visible or hidden
-    for shard, again in zip(kept, read_pending(run, {}), strict=True):
+    for shard, again in zip(kept, PendingShards(run).read({}), strict=True):
         assert_equal(shard.trajectories, again.trajectories)
 
     run.shard_file(0, 0).unlink()  # space is freed: the groups are still there and the same index is taken
@@ -488,6 +485,8 @@ def test_killed_writers_lose_nothing_they_acknowledged(run: RunDir) -> None:
         assert writer.returncode == -signal.SIGKILL
         acknowledged |= {int(uid) for line in lines if line.endswith("\n") for uid in line.split()}
 
-    found = [uid for path in pending_shards(run, {}) for uid in read_shard(path).trajectories.record["uid"]]
+    found = [
+        uid for path in run.shard_files().values() for uid in read_shard(path).trajectories.record["uid"]
+    ]
     assert len(found) == len(set(found))
     assert acknowledged and acknowledged <= set(found)

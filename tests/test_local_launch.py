@@ -44,7 +44,7 @@ if mode == "sentence" and verb == "search":
     (run / "logs/latest/refused-searcher-0000.txt").write_text("model.path=x is no model: give a folder\\n")
     raise RuntimeError("nobody wants to see this")
 if verb == "train" and mode in ("finish", "wait", "stubborn", "deaf", "saving"):
-    (run / "metrics/trainer.jsonl").touch()
+    (run / "logs" / os.environ["TBA_ATTEMPT"] / "at-work").touch()
 end = time.monotonic() + 60
 while mode != "finish" and not hits and time.monotonic() < end:
     time.sleep(0.02)

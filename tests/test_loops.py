@@ -21,14 +21,15 @@ import numpy as np
 import pytest
 
 from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange
-from tba_hpc.backends.hdf5_shards import ShardWriter, read_arrays, read_pending, read_shard, write_arrays
+from tba_hpc.backends.hdf5_shards import PendingShards, ShardWriter, read_arrays, read_shard, write_arrays
 from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import Config, parse_config
 from tba_hpc.ending import publish_last
+from tba_hpc.merger import merge_pending
 from tba_hpc.metrics import REWARD_EDGES, MetricsWriter, read_metrics, step_records
 from tba_hpc.online_evaluation import OnlineEvaluator
 from tba_hpc.ports import ExchangeError, Generator, SearcherExchange, TrainerExchange
-from tba_hpc.prompts import CompletedRequests, training_requests
+from tba_hpc.prompts import CompletedRequests, Progress, training_requests
 from tba_hpc.run.checkpoints import Checkpoints, TrainerState, latest_checkpoint, read_state
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import read_evaluation, write_evaluation
@@ -116,16 +117,20 @@ class TrainerParts:
             completed = CompletedRequests.from_array(read_arrays(folder / "prompts.h5")["done"])
             self.buffer.restore(read_arrays(folder / "buffer.h5"))
             self.learner.load(folder)
+        metrics = MetricsWriter(self.run.metrics_file("trainer"))
+        merged = merge_pending(
+            self.config, pending, state=state, buffer=self.buffer, completed=completed, metrics=metrics
+        )
         return Trainer(
             self.config,
             learner=self.learner,
             exchange=exchange,
             buffer=self.buffer,
             completed=completed,
-            state=state,
+            state=merged,
+            saved=state,
             checkpoints=Checkpoints(self.run, self.config.checkpoint.keep, write_arrays),
-            pending=pending,
-            metrics=MetricsWriter(self.run.metrics_file("trainer")),
+            metrics=metrics,
             stop_asked=stop_asked,
             job_end=job_end,
         )
@@ -137,8 +142,8 @@ class TrainerParts:
         return exchange_of(
             self.run.weights,
             self.learner.layout,
-            read_pending=partial(read_pending, self.run),
-            cursors={},
+            read_pending=PendingShards(self.run).read,
+            progress=Progress(),
             evaluated=lambda split, step: read_evaluation(self.run, split, step, 1) is not None,
         )
 
@@ -589,7 +594,7 @@ def test_a_start_that_ends_before_its_first_checkpoint_still_counts(tmp_path: Pa
     with pytest.raises(Killed):
         dying.build(ReplayExchange(shards, 0), dies).run()
     assert latest_checkpoint(run) is None
-    pending = list(read_pending(run, {}))
+    pending = PendingShards(run).read_all({})
     TrainerParts(config, run).build(ReplayExchange(shards, 0), lambda: True, pending=pending).run()
     folder = latest_checkpoint(run)
     assert folder is not None and read_state(folder).cursors == {0: 3}

@@ -173,14 +173,12 @@ def test_progress_is_a_shard_or_a_checkpoint_sealed_since_the_start(tmp_path: Pa
 
 def test_ranks_that_were_asked_before_they_listened_have_stopped_not_failed(tmp_path: Path) -> None:
     check = f"source {SUPERVISOR}; STOP=1; for code in 14 137 138; do unheard $code && echo $code; done; true"
-    for folder in ("slurm", "metrics", "logs/latest"):
+    for folder in ("slurm", "logs/latest"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "slurm/start").touch()
     assert _bash(check, RUN=str(tmp_path)) == "14\n138\n", "137: they hung, and were ended"
-    (tmp_path / "metrics/trainer.jsonl").touch()
-    os.utime(tmp_path / "slurm/start", (1, 1))
+    (tmp_path / "logs/latest/at-work").touch()
     assert _bash(check, RUN=str(tmp_path)) == "", "the trainer was at work"
-    os.utime(tmp_path / "metrics/trainer.jsonl", (0, 0))
+    (tmp_path / "logs/latest/at-work").unlink()
     (tmp_path / "logs/latest/refused-trainer-0000.txt").write_text("there is no such model\n")
     assert _bash(check, RUN=str(tmp_path)) == "", "one met what only the user can mend"
 

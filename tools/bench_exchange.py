@@ -32,6 +32,7 @@ from rich.table import Table
 from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import BufferSection
 from tba_hpc.launch.local import child_environment, find_mpiexec
+from tba_hpc.prompts import Progress
 from tba_hpc.types import RECORD, Publication, Ragged, Shard, Trajectories, WeightLayout, make_uid
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ def open_trainer(world: MpiWorld, layout: WeightLayout) -> MpiTrainerExchange:
         layout,
         bucket_mb=BUCKET_MB,
         read_pending=lambda cursors: (),
-        cursors={},
+        progress=Progress(),
         evaluated=lambda split, version: True,
     )
 

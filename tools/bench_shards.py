@@ -30,7 +30,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tba_hpc.backends.hdf5_shards import ShardError, ShardWriter, pending_shards, read_shard
+from tba_hpc.backends.hdf5_shards import ShardError, ShardWriter, read_shard
 from tba_hpc.run.directory import RunDir
 from tba_hpc.types import Completion, Group, Prompt, Request, Sampling
 
@@ -122,9 +122,9 @@ def _rates(run: RunDir, tokens: int, shards: int, records: int) -> Rates:
     seal, raw = [], []
     for turn in range(shards):
         seal.append(_seconds(_seal, writer, groups))
-        data = pending_shards(run, {})[-1].read_bytes()
+        data = list(run.shard_files().values())[-1].read_bytes()
         raw.append(_seconds(_write_raw, run.shards / f"raw-{turn}", data))
-    read = statistics.median(_seconds(read_shard, path) for path in pending_shards(run, {}))
+    read = statistics.median(_seconds(read_shard, path) for path in run.shard_files().values())
     sealing, writing = statistics.median(seal), statistics.median(raw)
     return Rates(
         tokens=tokens,
@@ -174,7 +174,7 @@ def _survey(run: RunDir, kills: int, acknowledged: set[int]) -> Durability:
     """Read every visible file."""
     found: list[int] = []
     bad_files = 0
-    paths = pending_shards(run, {})
+    paths = list(run.shard_files().values())
     for path in paths:
         try:
             found += read_shard(path).trajectories.record["uid"].tolist()

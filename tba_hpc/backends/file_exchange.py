@@ -8,35 +8,62 @@ the trainer alone; a searcher only ever reads it, so the death of one costs noth
 Weights to be evaluated stay in the list, and on disk, until their evaluation is complete: a searcher
 takes those first, oldest first, and otherwise the newest.
 
+A searcher that joins leaves a note, and the trainer answers it in its next round: how far the run is by then
+lies in a file that the list names. So the answer is never that of a trainer that is gone.
+
+A file system may forget a file that is open, show one late, or be full for a while: whoever meets that looks
+again, or tries again, for as long as the deadline allows.
+
 Trainer ranks on several nodes that each write a part of the weights need a file system that is coherent
 under mmap (Lustre, GPFS; not NFS).
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
+import secrets
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from safetensors import safe_open
 
 from tba_hpc.ports import IDLE_DEADLINES, ExchangeError
-from tba_hpc.run.files import DiskFullError, fsync, write_atomic
+from tba_hpc.prompts import CompletedRequests, Progress
+from tba_hpc.run.files import (
+    FULL_DISK,
+    NO_LINKS,
+    DiskFullError,
+    fsync,
+    insist,
+    listing,
+    passes,
+    publish,
+    write_atomic,
+)
 from tba_hpc.types import Publication, Shard, Split, WeightLayout, WeightSlot, WeightUpdate
 
 KEEP = 2
 """Newest weights kept on disk, evaluated or not: a searcher may just be opening the one before the last."""
 
 POLL_SECONDS = 0.1
-"""Seconds between two looks of a searcher at ``latest.json``; metadata servers are slow and shared."""
+"""Seconds between two looks of a searcher at ``latest.json``; metadata servers are slow and shared.
+
+Where it changes seldom, up to ten times as long: a fiftieth of the time since it did.
+"""
+
+STOP, JOIN, HELD, PROGRESS = "stop-", "join-", "held-", "progress-"
+"""Beginnings of the names of notes to the trainer, of weights that a searcher reads, and of answers."""
+
+Result = TypeVar("Result")
 
 INCOMING = "incoming.tmp"
 """Name of the weights while they are being written."""
@@ -55,13 +82,16 @@ class Entry:
 class Manifest:
     """Contents of ``latest.json``. attempt: which trainer process wrote it.
 
-    cursors: next shard to merge per searcher. entries: the weights on disk, oldest first.
+    cursors: next shard to merge per searcher. entries: the weights on disk, oldest first. progress: file that
+    says how far the run is, to the searchers joined: per number, the token of the note that is answered.
     """
 
     attempt: str
     closed: bool = False
     cursors: Mapping[int, int] = field(default_factory=dict)
     entries: tuple[Entry, ...] = ()
+    progress: str = ""
+    joined: Mapping[int, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
@@ -70,7 +100,9 @@ class Manifest:
             values = json.loads((folder / "latest.json").read_text())
         except FileNotFoundError:
             return None
-        values["cursors"] = {int(searcher): index for searcher, index in values["cursors"].items()}
+        for by_searcher in ("cursors", "joined"):
+            pairs = values.get(by_searcher, {}).items()
+            values[by_searcher] = {int(searcher): value for searcher, value in pairs}
         values["entries"] = tuple(
             Entry(entry["sequence"], entry["file"], Publication(**entry["publication"]))
             for entry in values["entries"]
@@ -86,8 +118,8 @@ class FileTrainerExchange:
     """The leader's end.
 
     folder: where weights go. read_pending: all readable shards at or beyond the cursors, in order.
-    cursors: next shard to merge per searcher. evaluated: whether the evaluation of a split with the
-    weights of a version is complete.
+    progress: how far the run is. evaluated: whether the evaluation of a split with the weights of a version
+    is complete. patience: how long a full disk is waited for, s.
     """
 
     def __init__(
@@ -96,18 +128,19 @@ class FileTrainerExchange:
         layout: WeightLayout,
         *,
         read_pending: Callable[[Mapping[int, int]], Iterable[Shard]],
-        cursors: Mapping[int, int],
+        progress: Progress,
         evaluated: Callable[[Split, int], bool],
+        patience: float = 0.0,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        # Requests of an earlier attempt, and what a kill between write and rename left of its manifest.
-        for leftover in [*folder.glob("stop-*"), *folder.glob(".latest.json.*.tmp")]:
-            leftover.unlink()
         self._folder = folder
         self._layout = layout
         self._read_pending = read_pending
         self._evaluated = evaluated
-        self._manifest = self._first_manifest(cursors)
+        self._patience = patience
+        self._remove_leftovers()
+        self._completed = CompletedRequests.from_array(progress.completed.to_array())  # of the cursors below
+        self._manifest = self._first_manifest(progress.cursors)
         self._arrived: deque[Shard] = deque()
         self._stop_requested = False
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exchange")
@@ -122,7 +155,8 @@ class FileTrainerExchange:
         """
         if not self._idle:
             return False
-        write(_create_incoming(self._folder / INCOMING, self._layout, publication.version))
+        path, version = self._folder / INCOMING, publication.version
+        write(self._insist(lambda: _create_incoming(path, self._layout, version)))
         name = f"step-{publication.version:06d}.safetensors"
         self._round = self._worker.submit(self._sync, Entry(self._next_sequence, name, publication))
         return True
@@ -154,7 +188,7 @@ class FileTrainerExchange:
             assert self._idle
             self._manifest = replace(self._manifest, closed=True)
             self._sync(None)
-            self._manifest.write(self._folder)
+            self._announce()
         return self.collect()
 
     @property
@@ -163,6 +197,21 @@ class FileTrainerExchange:
             self._round.result()
             self._round = None
         return self._round is None
+
+    def _insist(self, do: Callable[[], Result]) -> Result:
+        return insist(do, seconds=self._patience)
+
+    def _announce(self) -> None:
+        self._insist(lambda: self._manifest.write(self._folder))
+
+    def _remove_leftovers(self) -> None:
+        """Requests of an earlier attempt, and what a kill between write and rename left.
+
+        Notes of searchers that join stay: they may have come before their trainer.
+        """
+        for name in listing(self._folder):
+            if name.startswith((STOP, HELD, PROGRESS)) or (name.endswith(".tmp") and name != INCOMING):
+                (self._folder / name).unlink(missing_ok=True)
 
     @property
     def _next_sequence(self) -> int:
@@ -173,26 +222,52 @@ class FileTrainerExchange:
 
         What they let searchers do, and their reference, may have been taken back since.
         """
-        before = Manifest.read(self._folder)
+        before = self._insist(lambda: Manifest.read(self._folder))
         kept = [
             replace(entry, publication=_of_an_attempt_before(entry.publication))
             for entry in (before.entries[-1:] if before else ())
         ]
         manifest = Manifest(uuid.uuid4().hex, False, dict(cursors), tuple(kept))
-        manifest.write(self._folder)
+        self._insist(lambda: manifest.write(self._folder))
         return manifest
 
     def _sync(self, new: Entry | None) -> None:
         """One round: make the incoming weights visible, find new shards, tell the searchers."""
         before = self._manifest
         if new is not None:
-            _make_durable(self._folder / INCOMING, self._folder / new.file)
+            self._make_durable(self._folder / INCOMING, self._folder / new.file)
             self._manifest = replace(before, entries=(*self._still_needed(), new))
         self._find_shards()
+        notes = self._notes()
+        self._answer(notes)
         if self._manifest != before:
-            self._manifest.write(self._folder)
-            self._remove_superseded()
-        self._stop_requested |= any(self._folder.glob("stop-*"))
+            self._announce()
+            self._remove_superseded(notes)
+        self._stop_requested |= any(note.startswith(STOP) for note in notes)
+
+    def _make_durable(self, incoming: Path, path: Path) -> None:
+        self._insist(lambda: fsync(incoming))
+        self._insist(lambda: incoming.replace(path))
+        self._insist(lambda: fsync(path.parent))
+
+    def _notes(self) -> list[str]:
+        """Names of what searchers have left; what cannot be seen now will be in another round."""
+        try:
+            return [name for name in listing(self._folder) if name.startswith((STOP, JOIN))]
+        except OSError as error:
+            if not passes(error):
+                raise
+            return []
+
+    def _answer(self, notes: list[str]) -> None:
+        """Write down how far the run is for those that join."""
+        joining = dict(_joining(note) for note in notes if note.startswith(JOIN))
+        if not joining:
+            return
+        name = f"{PROGRESS}{secrets.token_hex(4)}"
+        progress = Progress(self._completed, self._manifest.cursors)
+        self._insist(lambda: publish(self._folder / name, progress.to_bytes()))
+        self._manifest = replace(self._manifest, progress=name, joined={**self._manifest.joined, **joining})
 
     def _still_needed(self) -> list[Entry]:
         entries = self._manifest.entries
@@ -207,14 +282,26 @@ class FileTrainerExchange:
         cursors = dict(self._manifest.cursors)
         for shard in self._read_pending(cursors):
             self._arrived.append(shard)
+            self._completed.add(shard.trajectories.record["request_id"])
             cursors[shard.searcher] = shard.index + 1
         self._manifest = replace(self._manifest, cursors=cursors)
 
-    def _remove_superseded(self) -> None:
-        needed = {entry.file for entry in self._manifest.entries}
-        for path in self._folder.glob("step-*.safetensors"):
-            if path.name not in needed:
-                path.unlink()
+    def _remove_superseded(self, notes: list[str]) -> None:
+        """Weights and answers that are not on the list any more, and notes that are answered by it."""
+        needed = {self._manifest.progress, *(entry.file for entry in self._manifest.entries)}
+        joined = self._manifest.joined.items()
+        answered = {note for note in notes if note.startswith(JOIN) and _joining(note) in joined}
+        with suppress(OSError):  # the next change tries again
+            for name in listing(self._folder):
+                ours = name.startswith(PROGRESS) or name.endswith(".safetensors")
+                if name in answered or (ours and name not in needed):
+                    (self._folder / name).unlink(missing_ok=True)
+
+
+def _joining(note: str) -> tuple[int, str]:
+    """Number of the searcher that joins, and the token of its note."""
+    searcher, token = note.removeprefix(JOIN).split("-")
+    return int(searcher), token
 
 
 def _of_an_attempt_before(publication: Publication) -> Publication:
@@ -246,11 +333,41 @@ class FileSearcherExchange:
         self._folder = folder
         self._searcher = searcher
         self._deadline = deadline
-        self._manifest = Manifest.read(folder)
+        self._manifest: Manifest | None = None
+        self._manifest = self._read_manifest()
         self._over = self._manifest.attempt if self._manifest and self._manifest.closed else ""
         self._looked = self._changed = time.monotonic()
         self._seen = -1  # sequence of the publication taken last
+        self._held: Path | None = None
         self._offered: list[int] = []
+
+    def progress(self) -> Progress:
+        """How far the run is, as the trainer says in its next round: waits for that. No call comes before.
+
+        Nothing is done where the run ends meanwhile. Raises ExchangeError as ``poll`` does.
+        """
+        token, asked = secrets.token_hex(4), None
+        while not self._ended:
+            attempt = self._manifest.attempt if self._manifest else ""
+            if attempt != asked and self._folder.exists():
+                asked = attempt
+                note = self._folder / f"{JOIN}{self._searcher:04d}-{token}"
+                insist(note.touch, seconds=self._deadline)
+            if found := self._answer(token):
+                return found
+            time.sleep(POLL_SECONDS)
+            self._look()
+        return Progress()
+
+    def _answer(self, token: str) -> Progress | None:
+        """The trainer's to our note; None where there is none yet, or a newer one replaces it just now."""
+        if self._manifest is None or self._manifest.joined.get(self._searcher) != token:
+            return None
+        try:
+            return Progress.from_bytes((self._folder / self._manifest.progress).read_bytes())
+        except (OSError, ValueError) as error:
+            _refuse_lasting(error)
+            return None
 
     def offer(self, shard: Shard) -> None:
         """Count a sealed shard as pending; the trainer finds it on disk."""
@@ -267,16 +384,41 @@ class FileSearcherExchange:
         if entry is None:
             return None
         try:
-            layout, data = read_weights(self._folder / entry.file)
-        except FileNotFoundError:  # superseded between two looks
+            layout, data = read_weights(self._hold(entry))
+        except OSError as error:  # superseded between two looks, or not to be seen yet
+            _refuse_lasting(error)
             return None
         self._seen = entry.sequence
         return WeightUpdate(entry.publication, layout, data)
 
+    def _hold(self, entry: Entry) -> Path:
+        """Another name for weights until the next call: on NFS a mapped file that a host removes is lost."""
+        path = self._folder / entry.file
+        held = self._folder / f"{HELD}{self._searcher:04d}-{entry.sequence}"
+        try:
+            os.link(path, held)
+        except FileExistsError:
+            pass  # a request that was served and repeated: only we give this name, and only to this file
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            return path
+        self._held = held
+        return held
+
+    def _release(self) -> None:
+        if self._held is not None:
+            with suppress(OSError):  # the next trainer removes it
+                self._held.unlink(missing_ok=True)
+            self._held = None
+
     def request_stop(self) -> None:
-        """Leave a note that the trainer finds in its next round."""
-        if self._folder.exists():
-            (self._folder / f"stop-searcher-{self._searcher:04d}").touch()
+        """Leave a note that the trainer finds in its next round; call it again until it is heard."""
+        try:
+            if self._folder.exists():
+                (self._folder / f"{STOP}searcher-{self._searcher:04d}").touch()
+        except OSError as error:
+            _refuse_lasting(error)
 
     @property
     def pending(self) -> int:
@@ -307,10 +449,12 @@ class FileSearcherExchange:
 
     def _look(self) -> None:
         """Read the manifest anew, not too often."""
+        self._release()
         now = time.monotonic()
-        if now - self._looked < POLL_SECONDS:
+        pause = min(max(POLL_SECONDS, (now - self._changed) / 50), 10 * POLL_SECONDS)
+        if now - self._looked < pause:
             return
-        self._looked, manifest = now, Manifest.read(self._folder)
+        self._looked, manifest = now, self._read_manifest()
         if manifest != self._manifest:
             self._manifest, self._changed = manifest, now
         elif not self._ended and now - self._changed > self._patience:
@@ -319,11 +463,25 @@ class FileSearcherExchange:
                 "has ended or hangs; see its log, and start the same run again"
             )
 
+    def _read_manifest(self) -> Manifest | None:
+        """As it is now, or as it was where that cannot be seen for the moment."""
+        try:
+            return Manifest.read(self._folder) or self._manifest
+        except (OSError, ValueError) as error:
+            _refuse_lasting(error)
+            return self._manifest
+
     @property
     def _patience(self) -> float:
         """Seconds that the trainer may go without a change: to start, or between two rounds."""
         running = self._manifest is not None and not self._manifest.closed
         return self._deadline * (IDLE_DEADLINES if running else 1)
+
+
+def _refuse_lasting(error: OSError | ValueError) -> None:
+    """Raise an error that another look would meet again; half a file, or none, is one not visible yet."""
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and not passes(error):
+        raise error
 
 
 def read_weights(path: Path) -> tuple[WeightLayout, np.ndarray]:
@@ -356,7 +514,7 @@ def _create_incoming(path: Path, layout: WeightLayout, version: int) -> np.ndarr
             # Room for all of it now: a disk that fills up under mmap would kill the process.
             os.posix_fallocate(file.fileno(), 0, len(header) + layout.nbytes)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error.errno not in FULL_DISK:
                 raise
             raise DiskFullError(
                 f"cannot write weights of {layout.nbytes / 1e6:.1f} MB to {path.parent}: "
@@ -375,9 +533,3 @@ def _safetensors_header(layout: WeightLayout, version: int) -> bytes:
     text = json.dumps({"__metadata__": {"format": "pt", "version": str(version)}, **tensors}).encode()
     text = text.ljust(-(-(len(text) + 8) // 64) * 64 - 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _make_durable(incoming: Path, path: Path) -> None:
-    fsync(incoming)
-    incoming.replace(path)
-    fsync(path.parent)

@@ -43,6 +43,7 @@ from tba_hpc.backends.mpi_world import LEADER, LONGEST_PAUSE, MpiError, MpiWorld
 from tba_hpc.backends.shard_packing import pack_shard, unpack_shard
 from tba_hpc.config import ConfigError
 from tba_hpc.ports import IDLE_DEADLINES
+from tba_hpc.prompts import Progress
 from tba_hpc.types import Publication, Shard, Split, WeightLayout, WeightUpdate
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class Order:
 class MpiTrainerExchange:
     """The leader's end. Of its calls only ``close`` waits; see the module for a round.
 
-    read_pending, cursors, evaluated: as the exchange over files has them.
+    read_pending, progress, evaluated: as the exchange over files has them.
     """
 
     def __init__(
@@ -106,13 +107,13 @@ class MpiTrainerExchange:
         memory: NodeMemory,
         *,
         read_pending: Callable[[Mapping[int, int]], Iterable[Shard]],
-        cursors: Mapping[int, int],
+        progress: Progress,
         evaluated: Callable[[Split, int], bool],
     ) -> None:
         self._world = world
         self._memory = memory
         self._read_pending = read_pending
-        self._cursors = dict(cursors)
+        self._cursors = dict(progress.cursors)
         self._evaluated = evaluated
         self._rounds = 0  # started so far
         self._writes = 0  # of these, with new weights
@@ -135,12 +136,15 @@ class MpiTrainerExchange:
         *,
         bucket_mb: int,
         read_pending: Callable[[Mapping[int, int]], Iterable[Shard]],
-        cursors: Mapping[int, int],
+        progress: Progress,
         evaluated: Callable[[Split, int], bool],
     ) -> MpiTrainerExchange:
-        """Connect to ranks that are all set up. Raises ExchangeError naming who is not."""
-        memory = world.connect_peers(layout, bucket_mb=bucket_mb)
-        return cls(world, memory, read_pending=read_pending, cursors=cursors, evaluated=evaluated)
+        """Connect to ranks that are all set up, and tell them ``progress``.
+
+        Raises ExchangeError naming who is not set up.
+        """
+        memory = world.connect_peers(layout, bucket_mb=bucket_mb, told=progress.to_bytes())
+        return cls(world, memory, read_pending=read_pending, progress=progress, evaluated=evaluated)
 
     def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
         """Start a round; see ports.TrainerExchange. ``write`` fills this node's slot in place.
@@ -398,7 +402,8 @@ class MpiTrainerFollower(_Peer):
                 f"launch.trainers={world.trainers} needs an MPI with threads (MPI_THREAD_SERIALIZED), this "
                 "one has none: use launch.trainers=1, exchange.transport=files, or another MPI library"
             )
-        return cls(world, world.connect())
+        memory, _ = world.connect()
+        return cls(world, memory)
 
     def slot(self) -> np.ndarray:
         """uint8 [layout.nbytes]: where the next published weights go. Call once per publish of the leader."""
@@ -419,7 +424,8 @@ class MpiSearcherExchange(_Peer):
     Every call shows that the main thread lives and no longer reads the weights of its last ``poll``.
     """
 
-    def __init__(self, world: MpiWorld, memory: NodeMemory) -> None:
+    def __init__(self, world: MpiWorld, memory: NodeMemory, progress: Progress) -> None:
+        self._progress = progress
         self._lock = threading.Lock()  # guards the fields below, shared with the communication thread
         self._offered: deque[np.ndarray] = deque()
         self._sent: list[np.ndarray] = []  # in the last round; kept until the leader starts the next
@@ -435,7 +441,12 @@ class MpiSearcherExchange(_Peer):
     @classmethod
     def open(cls, world: MpiWorld) -> MpiSearcherExchange:
         """Connect to the leader, with an engine that is ready for weights. Raises ExchangeError."""
-        return cls(world, world.connect())
+        memory, told = world.connect()
+        return cls(world, memory, Progress.from_bytes(told))
+
+    def progress(self) -> Progress:
+        """How far the run was when the ranks connected."""
+        return self._progress
 
     def offer(self, shard: Shard) -> None:
         """Hand over a sealed shard; one offered after the trainer's close stays on disk for a resume."""

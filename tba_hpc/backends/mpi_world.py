@@ -249,26 +249,32 @@ class MpiWorld:
 
     # --- Coming together ---
 
-    def connect_peers(self, layout: WeightLayout, *, bucket_mb: int) -> NodeMemory:
-        """As the leader, wait until every rank is set up. Raises ExchangeError naming who is not."""
+    def connect_peers(self, layout: WeightLayout, *, bucket_mb: int, told: bytes) -> NodeMemory:
+        """As the leader, wait until every rank is set up. Raises ExchangeError naming who is not.
+
+        told: what else every rank learns then.
+        """
         assert self.rank == LEADER, "all others call connect"
         with self.whole():
             hellos = [self.receive(np.empty(1, np.int64), rank, Tag.CONNECT) for rank in self.peers]
             what = "joined the world, but did not get ready (loading model and engine)"
             run(self.wait_for(hellos, what, "see its log, or raise exchange.deadline_seconds"))
             text = np.frombuffer(layout.to_json().encode(), np.uint8)
-            for message in (np.array([len(text), bucket_mb << 20]), text):
+            more = np.frombuffer(told, np.uint8)
+            for message in (np.array([len(text), bucket_mb << 20, len(more)]), text, more):
                 run(self.send_all(message, Tag.CONNECT, "did not take the layout of the weights"))
             return NodeMemory(self, layout, bucket_mb << 20)
 
-    def connect(self) -> NodeMemory:
-        """Tell the leader that this rank is set up; receive the layout of the weights."""
+    def connect(self) -> tuple[NodeMemory, bytes]:
+        """Tell the leader that this rank is set up; receive the layout of the weights, and what is told."""
         with self.whole():
             hello = self.send(np.array([self.rank]), LEADER, Tag.CONNECT)
-            sizes = self._layout_message(np.empty(2, np.int64))
+            sizes = self._layout_message(np.empty(3, np.int64))
             text = self._layout_message(np.empty(int(sizes[0]), np.uint8))
+            told = self._layout_message(np.empty(int(sizes[2]), np.uint8))
             run(self.wait_for([hello], "did not take the greeting"))
-            return NodeMemory(self, WeightLayout.from_json(text.tobytes().decode()), int(sizes[1]))
+            layout = WeightLayout.from_json(text.tobytes().decode())
+            return NodeMemory(self, layout, int(sizes[1])), told.tobytes()
 
     @contextmanager
     def whole(self) -> Iterator[None]:

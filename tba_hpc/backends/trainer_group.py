@@ -21,13 +21,16 @@ import torch
 import torch.distributed as dist
 
 from tba_hpc.ports import ExchangeError
-from tba_hpc.run.files import write_atomic
+from tba_hpc.run.files import listing, write_atomic
 
 IDLE_DEADLINE = timedelta(days=2)
 """Longest time between two commands: the leader may fill its first buffer for hours.
 
 Its death is noticed at once, by the closed connection.
 """
+
+FIRST_PAUSE, LAST_PAUSE = 0.02, 0.32
+"""Seconds between two looks for ranks that are still starting."""
 
 HEADER = struct.Struct("<qddq")  # command, two numbers, bytes of the payload
 
@@ -155,18 +158,26 @@ def _lost(who: str) -> Iterator[None]:
 
 def _meet(store: Path, rank: int, ranks: int, deadline: float) -> list[str]:
     """Host names of all ranks; each leaves its own in a file of ``store``."""
-    places = [store / f"rank-{other:04d}" for other in range(ranks)]
-    write_atomic(places[rank], socket.gethostname())
-    give_up = time.monotonic() + deadline
-    while missing := [other for other, place in enumerate(places) if not place.exists()]:
+    names = [f"rank-{other:04d}" for other in range(ranks)]
+    write_atomic(store / names[rank], socket.gethostname())
+    give_up, pause = time.monotonic() + deadline, FIRST_PAUSE
+    # One listing a look: that every rank looks for every other would be many requests to one file server.
+    while missing := _missing(names, store):
         if time.monotonic() > give_up:
             raise ExchangeError(
                 f"trainer rank {rank} waited {deadline:.0f} s for trainer ranks {missing} of {ranks} in "
                 f"{store}: they have not started, or do not see that folder; see their logs, or raise "
                 "exchange.deadline_seconds"
             )
-        time.sleep(0.02)
-    return [place.read_text() for place in places]
+        time.sleep(pause)
+        pause = min(2 * pause, LAST_PAUSE)
+    return [(store / name).read_text() for name in names]
+
+
+def _missing(names: list[str], folder: Path) -> list[int]:
+    """Places in ``names`` of those that a folder lacks."""
+    there = set(listing(folder))
+    return [place for place, name in enumerate(names) if name not in there]
 
 
 def _set_environment(*, rank: int, ranks: int, local_rank: int, local_ranks: int) -> None:

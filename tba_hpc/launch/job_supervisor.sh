@@ -273,9 +273,9 @@ refusal() {          # the sentence of the rank that first met something that on
 }
 
 unheard() {          # unheard CODE: whether the request to stop ended the ranks before they listened to it: USR1 some
-    # of them, srun the others, with any status but that of `insist`. The trainer keeps records from then on.
+    # of them, srun the others, with any status but that of `insist`. The leader says when all have come together.
     [ "$STOP" = 1 ] && [ "$1" != $((128 + $(kill -l KILL))) ] && ! refusal >/dev/null \
-        && [ ! "$RUN/metrics/trainer.jsonl" -nt "$RUN/slurm/start" ]
+        && [ ! -e "$RUN/logs/latest/at-work" ]
 }
 
 progress() {         # progress SINCE: whether anything was sealed after that file: a shard or a checkpoint
@@ -332,6 +332,7 @@ run_to_the_end() {   # run_to_the_end PLACE: start the ranks, again and again, u
     while [ "$STOP" = 0 ]; do
         "$1" || { ending || say "these nodes will not do: asking Slurm for others"; break; }
         "${TBA[@]}" prepare "$RUN" --set "launch.trainers=$TRAINERS" --set "launch.searchers=$SEARCHERS" || exit
+        TBA_ATTEMPT=$(readlink "$RUN/logs/latest") && export TBA_ATTEMPT || exit   # other nodes may hold the link before
         TBA_JOB_END=$(job_end) && export TBA_JOB_END || unset TBA_JOB_END
         touch "$RUN/slurm/start"
         say "starting $TRAINERS trainer ranks and $SEARCHERS searchers; their logs: $RUN/logs/latest"

@@ -31,9 +31,9 @@ from tba_hpc.config import Config
 from tba_hpc.launch import LaunchError
 from tba_hpc.orphans import die_with
 from tba_hpc.report.status import LiveDisplay
-from tba_hpc.run.directory import RunDir
+from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.events import log_event
-from tba_hpc.run.notes import FAILED, REFUSED, first_note, log_file, rank_name
+from tba_hpc.run.notes import FAILED, REFUSED, at_work, first_note, log_file, rank_name
 from tba_hpc.types import Role
 
 WATCH_SECONDS = 0.25
@@ -330,7 +330,8 @@ def commands(run: RunDir, config: Config, *, program: Sequence[str] | None = Non
 
 def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path, *, ranks: int) -> World:
     """Start all ``ranks``, with their output in ``logs`` and MPI's files in ``memory``."""
-    environment = child_environment({**mpi_environment(memory), **os.environ}, root=os.geteuid() == 0)
+    base = {**mpi_environment(memory), **os.environ, ATTEMPT: logs.name}
+    environment = child_environment(base, root=os.geteuid() == 0)
     world = World(ranks=ranks if MPIEXEC in commands else 0)
     for name, command in commands.items():
         # mpiexec ends its ranks on SIGTERM, but would leave them behind on SIGKILL.
@@ -379,7 +380,7 @@ def launch(
     """
     console = console or Console()
     processes = commands(run, config, program=program)
-    logs = run.begin_attempt()
+    logs, before = run.begin_attempt(), _stamp(run.summary)
     trainers, searchers = config.launch.trainers, config.launch.searchers
     log_event(run, "start", attempt=logs.name, trainers=trainers, searchers=searchers)
     with (
@@ -388,30 +389,28 @@ def launch(
         start_world(processes, logs, memory, ranks=trainers + searchers) as world,
         LiveDisplay(run, config, console=console) as display,
     ):
-        code = _watch(run, world, asked, display)
+        code = _watch(run, logs, world, asked, display)
     if asked.kill:
         log_event(run, "aborted")
         console.print(f"killed; to go on from the last checkpoint: tba run {run.path}", highlight=False)
         return code
-    if asked.stop and not at_work(run):
+    if asked.stop and not at_work(logs):
         console.print("stopped before the roles were up: nothing was done, nothing is lost", highlight=False)
         log_event(run, "stopped")
         return 0
-    if code == 0 and _written(run, run.summary):  # mpiexec does not count ranks that were killed
+    # mpiexec does not count ranks that were killed.
+    if code == 0 and _stamp(run.summary) not in (None, before):
         log_event(run, "finished" if run.finished else "stopped")
         return code
     return _explain(run, world, code, logs, config)
 
 
-def at_work(run: RunDir) -> bool:
-    """Whether all roles have come together in this attempt: the trainer keeps records from then on."""
-    return _written(run, run.metrics_file("trainer"))
-
-
-def _written(run: RunDir, path: Path) -> bool:
-    """Whether ``path`` was written in this attempt."""
-    begun = (run.logs / "latest").lstat().st_mtime_ns
-    return path.exists() and path.stat().st_mtime_ns >= begun
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Another one after every change of a file, whatever the clocks say; None where there is none."""
+    if not path.exists():
+        return None
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _explain(run: RunDir, world: World, code: int, logs: Path, config: Config) -> int:
@@ -426,7 +425,7 @@ def _explain(run: RunDir, world: World, code: int, logs: Path, config: Config) -
     return code or FAILED
 
 
-def _watch(run: RunDir, world: World, asked: Asked, display: LiveDisplay) -> int:
+def _watch(run: RunDir, logs: Path, world: World, asked: Asked, display: LiveDisplay) -> int:
     """Wait for the end of the run; pass on a request to stop until it is heard, obey the one to kill."""
     asked_at = -math.inf
     while (code := world.poll()) is None:
@@ -439,7 +438,7 @@ def _watch(run: RunDir, world: World, asked: Asked, display: LiveDisplay) -> int
         if asked.stop and time.monotonic() - asked_at > ASK_AGAIN_SECONDS:
             asked_at = time.monotonic()
             world.ask_to_stop()
-        if not at_work(run) and not world.is_whole():
+        if not at_work(logs) and not world.is_whole():
             world.kill()
             return FAILED
         display.refresh()

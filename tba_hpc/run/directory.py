@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tba_hpc.config import Config, ConfigError, differing_keys, dump_config, load_config
-from tba_hpc.run.files import DiskFullError, write_atomic
+from tba_hpc.run.files import DiskFullError, listing, make_folder, write_atomic
 from tba_hpc.types import Role
 
 FORMAT = 2
 """Version of what a run keeps on disk: names of files, events, metrics and record fields."""
+
+ATTEMPT = "TBA_ATTEMPT"
+"""Variable of the environment that tells a rank the name of its attempt."""
 
 MAY_DIFFER = ("launch.", "run.root")
 """Config keys that a resume may change: it can have another number of ranks and another place."""
@@ -92,12 +94,12 @@ class RunDir:
         )
 
     def _make(self, config: Config) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         self.path.chmod(0o700)
         write_atomic(self.format_file, f"{FORMAT}\n")  # first: a directory with a config is a whole one
         write_atomic(self.config_file, dump_config(config))
         for folder in self._folders:
-            folder.mkdir(exist_ok=True)
+            make_folder(folder)
 
     def _refuse_unwritable(self) -> None:
         """Raise OSError where nothing can be written where the directory is, or is to be."""
@@ -250,13 +252,19 @@ class RunDir:
 
     def shard_files(self, suffix: str = ".h5") -> dict[tuple[int, int], Path]:
         """All visible shards by (searcher, index), ascending; files of other names are left alone."""
-        name = re.compile(rf"searcher-(\d+)/(\d+){re.escape(suffix)}")
-        found = {
-            (int(place[1]), int(place[2])): path
-            for path in self.shards.glob(f"searcher-*/*{suffix}")
-            if (place := name.fullmatch(str(path.relative_to(self.shards))))
+        return {
+            (searcher, index): self.shard_folder(searcher) / f"{index:06d}{suffix}"
+            for searcher in self.shard_folders()
+            for index in self.shard_indices(searcher, suffix)
         }
-        return dict(sorted(found.items()))
+
+    def shard_folders(self) -> list[int]:
+        """Searchers that have a folder of shards, ascending."""
+        return _numbers(self.shards, "searcher-", "", digits=4)
+
+    def shard_indices(self, searcher: int, suffix: str = ".h5") -> list[int]:
+        """Indices of a searcher's visible shards, ascending; none where it has no folder."""
+        return _numbers(self.shard_folder(searcher), "", suffix, digits=6)
 
     def begin_attempt(self) -> Path:
         """A new folder ``logs/attempt-001`` …, which ``logs/latest`` names from now on."""
@@ -271,5 +279,28 @@ class RunDir:
 
     @property
     def attempt(self) -> Path:
-        """Folder of the newest attempt's logs; ``begin_attempt`` comes first."""
-        return (self.logs / "latest").resolve()
+        """Folder of the attempt's logs: that of which this process is a rank, else the newest.
+
+        ``begin_attempt`` comes first. Ranks are told by their launcher: a client of NFS may hold the link of
+        the attempt before for a minute.
+        """
+        return self.logs / os.environ.get(ATTEMPT, (self.logs / "latest").resolve().name)
+
+    @property
+    def attempt_number(self) -> int:
+        """1 for the first attempt."""
+        return int(self.attempt.name.removeprefix("attempt-"))
+
+
+def _numbers(folder: Path, prefix: str, suffix: str, *, digits: int) -> list[int]:
+    """The numbers of what a folder holds under such names, ascending; none where there is no folder."""
+    try:
+        names = listing(folder)
+    except FileNotFoundError:
+        return []
+    stems = (
+        name[len(prefix) : len(name) - len(suffix)]
+        for name in names
+        if name.startswith(prefix) and name.endswith(suffix)
+    )
+    return sorted(int(stem) for stem in stems if stem.isdecimal() and stem == f"{int(stem):0{digits}d}")

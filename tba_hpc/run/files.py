@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import secrets
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
 
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of the system that say that there is no room."""
@@ -18,6 +23,20 @@ FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 NO_LINKS = frozenset({errno.EPERM, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP})
 """Errors of a file system that gives a file no second name."""
+
+
+AWAY = frozenset(
+    {
+        *(errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN),
+        *(errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EREMOTEIO),
+    }
+)
+"""Errors of a file system whose server is away for a while, or has forgotten a file that was open."""
+
+AGAIN_SECONDS = 0.5
+"""Pause before something is tried again that a file system could not do."""
+
+Result = TypeVar("Result")
 
 
 class DiskFullError(OSError, ValueError):
@@ -67,6 +86,44 @@ def _name_once(temporary: Path, path: Path) -> None:
         if path.exists():  # the best that is left; that two writers meet here is up to run.owners
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
         temporary.replace(path)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, where they are missing; their names are durable then."""
+    missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        fsync(folder.parent)
+
+
+def listing(folder: Path) -> list[str]:
+    """Names of what a folder holds, in any order; a tenth of the time that ``Path.glob`` takes."""
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in entries]
+
+
+def passes(error: OSError) -> bool:
+    """Whether what could not be done may well be possible a little later."""
+    return isinstance(error, DiskFullError) or error.errno in AWAY | FULL_DISK
+
+
+def insist(do: Callable[[], Result], *, seconds: float) -> Result:
+    """``do()``; again and again where the disk is full or its server away, for so many seconds.
+
+    Raises what ``do`` raised last.
+    """
+    give_up = time.monotonic() + seconds
+    told = False
+    while True:
+        try:
+            return do()
+        except OSError as error:
+            if not passes(error) or time.monotonic() >= give_up:
+                raise
+            if not told:
+                log.warning("%s; tried again for %g s", error, seconds)
+            told = True
+        time.sleep(AGAIN_SECONDS)
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What a rank leaves to its launcher: its log, and the sentence that says why it ended.
+"""What a rank leaves to its launcher: its log, that all are at work, the sentence that says why it ended.
 
 It must not know who launched it.
 """
@@ -19,6 +19,9 @@ REFUSED = 2
 
 FAILED = 1
 """Exit status of a rank or a run that another start may save: a peer is missing, an engine died."""
+
+AT_WORK = "at-work"
+"""Name of a file in an attempt's folder; ``job_supervisor.sh`` looks for it, too."""
 
 Kind = Literal["refused", "failed"]
 """How a rank ended that leaves a note: by something that only the user can mend, or otherwise."""
@@ -58,3 +61,13 @@ def first_note(logs: Path, kind: Kind | Literal["*"]) -> str | None:
     """The sentence that was left first in an attempt's folder, if any was; ``*``: of whichever kind."""
     notes = sorted(logs.glob(f"{kind}-*-*.txt"), key=lambda path: path.stat().st_mtime_ns)
     return notes[0].read_text(encoding="utf-8").strip() if notes else None
+
+
+def note_at_work(run: RunDir) -> None:
+    """Say, as the leading trainer, that all ranks of this attempt have come together."""
+    (run.attempt / AT_WORK).touch()
+
+
+def at_work(logs: Path) -> bool:
+    """Whether all ranks of an attempt have come together."""
+    return (logs / AT_WORK).exists()

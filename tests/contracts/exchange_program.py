@@ -7,15 +7,16 @@ Each prints ``SCENARIO holds at rank RANK`` for each scenario that it has gone t
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange, FileTrainerFollower
-from tba_hpc.backends.hdf5_shards import read_pending, write_shard
+from tba_hpc.backends.hdf5_shards import PendingShards, write_shard
 from tba_hpc.ports import SearcherExchange, TrainerExchange
+from tba_hpc.prompts import Progress
 from tba_hpc.run.directory import RunDir
 from tba_hpc.types import (
     RECORD,
@@ -375,16 +376,17 @@ def run_files(scenario: str, folder: Path, rank: int, trainers: int) -> None:
     run.weights.mkdir(parents=True, exist_ok=True)
     lead, search = SCENARIOS[scenario]
 
-    def pending(cursors: dict[int, int]) -> Iterable[Shard]:
-        return read_pending(run, cursors)
-
     def seal(shard: Shard) -> None:
         run.shard_folder(shard.searcher).mkdir(parents=True, exist_ok=True)
         write_shard(run.shard_file(shard.searcher, shard.index), shard)
 
     if rank == 0:
         trainer = FileTrainerExchange(
-            run.weights, LAYOUT, read_pending=pending, cursors={}, evaluated=lambda split, version: False
+            run.weights,
+            LAYOUT,
+            read_pending=PendingShards(run, patience=PATIENCE).read,
+            progress=Progress(),
+            evaluated=lambda split, version: False,
         )
         for searcher_index in range(SEARCHERS):
             flags.wait(f"open-{searcher_index}")
@@ -423,7 +425,7 @@ def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
             LAYOUT,
             bucket_mb=1,
             read_pending=lambda cursors: [],
-            cursors={},
+            progress=Progress(),
             evaluated=lambda split, version: True,
         )
         lead(TrainerSide(trainer, flags, trainers))

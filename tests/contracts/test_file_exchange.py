@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange, read_weights
 from tba_hpc.ports import ExchangeError
+from tba_hpc.prompts import Progress
 from tba_hpc.types import Publication, Split, WeightLayout
 
 LAYOUT = WeightLayout.of([("a", (3, 5)), ("b", (7,)), ("c", (2, 1, 2))], "F32")
@@ -24,7 +25,7 @@ def trainer(folder: Path, done: set[tuple[Split, int]] | None = None) -> FileTra
         folder,
         LAYOUT,
         read_pending=lambda cursors: [],
-        cursors={},
+        progress=Progress(),
         evaluated=lambda split, version: (split, version) in (done or ()),
     )
 
@@ -161,10 +162,11 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing_visible(tmp_path: Path) ->
     program = (
         "import sys; from pathlib import Path\n"
         "from tba_hpc.backends.file_exchange import FileTrainerExchange\n"
+        "from tba_hpc.prompts import Progress\n"
         "from tba_hpc.types import Publication, WeightLayout\n"
         "folder, layout = Path(sys.argv[1]), WeightLayout.of([('w', (100_000,))], 'F32')\n"
         "trainer = FileTrainerExchange(\n"
-        "    folder, layout, read_pending=lambda c: [], cursors={}, evaluated=lambda s, v: True)\n"
+        "    folder, layout, read_pending=lambda c: [], progress=Progress(), evaluated=lambda s, v: True)\n"
         "trainer.publish(Publication(version=0), lambda out: out.fill(0))\n"
     )
     limit: Callable[[], None] = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))  # noqa: E731

@@ -17,10 +17,11 @@ import numpy as np
 from contracts.exchange_program import LAYOUT, same_shard, shard_of, until, weights_of
 from mpi4py import MPI
 
-from tba_hpc.backends.hdf5_shards import read_pending, write_shard
+from tba_hpc.backends.hdf5_shards import PendingShards, write_shard
 from tba_hpc.backends.mpi_exchange import MpiSearcherExchange, MpiTrainerExchange
 from tba_hpc.backends.mpi_world import MpiWorld
 from tba_hpc.ports import ExchangeError
+from tba_hpc.prompts import Progress
 from tba_hpc.run.directory import RunDir
 from tba_hpc.types import Publication
 
@@ -78,8 +79,8 @@ def train(world: MpiWorld, run: RunDir, deaths: list[str]) -> None:
         world,
         LAYOUT,
         bucket_mb=1,
-        read_pending=partial(read_pending, run),
-        cursors={},
+        read_pending=PendingShards(run).read,
+        progress=Progress(),
         evaluated=lambda split, version: evaluated(run.path, version),
     )
     shards, lost, began = [], [], time.monotonic()

@@ -18,6 +18,7 @@ from tba_hpc.backends.mpi_exchange import MpiSearcherExchange, MpiTrainerExchang
 from tba_hpc.backends.mpi_world import MpiWorld
 from tba_hpc.config import ConfigError
 from tba_hpc.ports import ExchangeError
+from tba_hpc.prompts import Progress
 from tba_hpc.types import Publication, WeightLayout
 
 RANK = MPI.COMM_WORLD.rank
@@ -38,7 +39,7 @@ def open_trainer(world: MpiWorld, layout: WeightLayout) -> MpiTrainerExchange:
         layout,
         bucket_mb=1,
         read_pending=lambda cursors: [],
-        cursors={},
+        progress=Progress(),
         evaluated=lambda split, step: True,
     )
 

@@ -1,0 +1,487 @@
+"""File systems as clients see shared ones: holes in listings, files seen late, ESTALE, a full disk, clocks.
+
+``Moods`` is the layer under the real code that makes them so.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tabular_run
+from test_hdf5_shards import scored, sealed
+from test_loops import ReplayExchange, TrainerParts, _sealed
+from test_loops import make_config as loops_config
+
+from tba_hpc import runtime
+from tba_hpc.audit import audit
+from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange
+from tba_hpc.backends.hdf5_shards import PendingShards, ShardWriter, read_shard
+from tba_hpc.buffer import ReplayBuffer
+from tba_hpc.merger import MERGED_AT_ONCE, merge_pending
+from tba_hpc.metrics import MetricsWriter
+from tba_hpc.prompts import CompletedRequests, Progress
+from tba_hpc.run.checkpoints import TrainerState
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.files import make_folder
+from tba_hpc.trainer import MARGIN_SECONDS
+from tba_hpc.types import Publication, Shard, WeightLayout
+
+REAL_TIME = time.time
+LAYOUT = WeightLayout.of([("a", (3, 5))], "F32")
+
+
+@dataclass
+class Moods:
+    """What the file system does to those who call it; every rule is given a path, and may raise OSError.
+
+    hides: whether a listing leaves an entry out. opened: before a file is opened. synced: before a file or
+    folder is flushed.
+    """
+
+    hides: Callable[[Path], bool] = lambda path: False
+    opened: Callable[[Path], None] = lambda path: None
+    synced: Callable[[Path], None] = lambda path: None
+
+    def install(self, put: Callable[[object, str, object], None]) -> None:
+        """Come between Python and the system calls; ``put`` is setattr, or monkeypatch's."""
+        scandir, opens, fsync = os.scandir, io.open, os.fsync
+
+        def listed(folder="."):
+            with scandir(folder) as entries:
+                return Listing([entry for entry in entries if not self.hides(Path(entry.path))])
+
+        def opening(file, *args, **kwargs):
+            if isinstance(file, str | Path):
+                self.opened(Path(file))
+            return opens(file, *args, **kwargs)
+
+        def syncing(descriptor):
+            self.synced(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+            fsync(descriptor)
+
+        put(os, "scandir", listed)
+        put(io, "open", opening)
+        put(os, "fsync", syncing)
+
+
+class Listing:
+    """What os.scandir returns."""
+
+    def __init__(self, entries: list[os.DirEntry]) -> None:
+        self._entries = iter(entries)
+
+    def __iter__(self) -> Listing:
+        return self
+
+    def __next__(self) -> os.DirEntry:
+        return next(self._entries)
+
+    def __enter__(self) -> Listing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def moods(monkeypatch: pytest.MonkeyPatch) -> Moods:
+    moods = Moods()
+    moods.install(monkeypatch.setattr)
+    monkeypatch.setattr("tba_hpc.run.files.AGAIN_SECONDS", 0.02)
+    monkeypatch.setattr("tba_hpc.backends.hdf5_shards.AGAIN_SECONDS", 0.02)
+    monkeypatch.setattr("tba_hpc.backends.file_exchange.POLL_SECONDS", 0.0)
+    return moods
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    make_folder(run.shards)
+    make_folder(run.weights)
+    return run
+
+
+def raises(number: int, name: str, times: int = 1_000_000) -> Callable[[Path], None]:
+    """A rule: that error for paths with such an end, the first few times."""
+    left = [times]
+
+    def rule(path: Path) -> None:
+        if path.name.endswith(name) and left[0] > 0:
+            left[0] -= 1
+            raise OSError(number, os.strerror(number), str(path))
+
+    return rule
+
+
+def indices(shards: Iterator[Shard]) -> list[int]:
+    return [shard.index for shard in shards]
+
+
+# --- Shards ---
+
+
+def test_a_hole_in_a_listing_costs_nothing_where_the_name_is_known(run: RunDir, moods: Moods) -> None:
+    for _ in range(3):
+        sealed(run, searcher=0, groups=1)
+    moods.hides = lambda path: path.name == "000001.h5"
+    assert indices(PendingShards(run, patience=60).read({})) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("error", [errno.ENOENT, errno.ESTALE, errno.EIO])
+def test_a_shard_that_is_seen_late_is_waited_for(run: RunDir, moods: Moods, error: int) -> None:
+    for _ in range(3):
+        sealed(run, searcher=0, groups=1)
+        sealed(run, searcher=1, groups=1)
+    moods.hides = lambda path: path == run.shard_file(0, 1)
+    hidden = raises(error, "000001.h5", times=2)
+    moods.opened = lambda path: hidden(path) if path.parent == run.shard_folder(0) else None
+    shards = PendingShards(run, patience=60)
+    found = [(shard.searcher, shard.index) for shard in shards.read({})]
+    assert found == [(0, 0), (1, 0), (1, 1), (1, 2)], "it stops there, and others go on"
+    assert indices(shards.read({0: 1, 1: 3})) == []
+    assert indices(shards.read({0: 1, 1: 3})) == [1, 2]
+
+
+def test_a_shard_that_stays_away_is_named_and_passed_over_in_the_end(
+    run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        sealed(run, searcher=0, groups=1)
+    run.shard_file(0, 1).unlink()
+    shards = PendingShards(run, patience=0.1)
+    assert indices(shards.read({})) == [0]
+    began = time.monotonic()
+    assert indices(shards.read_all({0: 1})) == [2]
+    assert time.monotonic() - began >= 0.1
+    (warning,) = [record.message for record in caplog.records]
+    assert f"{run.shard_file(0, 1)} could not be read for 0.1 s (No such file" in warning
+
+
+def test_an_index_that_was_set_aside_is_no_gap(run: RunDir, moods: Moods) -> None:
+    for _ in range(3):
+        sealed(run, searcher=0, groups=1)
+    run.shard_file(0, 1).rename(run.shard_file(0, 1).with_suffix(".h5.refused"))
+    moods.hides = lambda path: path.name.endswith("refused")
+    assert indices(PendingShards(run, patience=60).read({})) == [0, 2]
+
+
+def test_a_resume_looks_for_more_than_is_listed(run: RunDir, moods: Moods) -> None:
+    """The last shard, and a whole folder, are not listed; a file is half there at first."""
+    for searcher in (0, 1):
+        for _ in range(2):
+            sealed(run, searcher=searcher, groups=1)
+    moods.hides = lambda path: path.name in ("000001.h5", "searcher-0001")
+    path, opened = run.shard_file(0, 0), [0]
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+
+    def show(looked_at: Path) -> None:
+        opened[0] += looked_at == path
+        if looked_at == path and opened[0] == 2:
+            path.write_bytes(whole)
+
+    moods.opened = show
+    shards = PendingShards(run, searchers=2, patience=60)
+    found = [(shard.searcher, shard.index) for shard in shards.read_all({})]
+    assert found == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_an_index_that_is_not_listed_is_not_used_again(run: RunDir, moods: Moods) -> None:
+    for _ in range(3):
+        sealed(run, searcher=0, groups=1)
+    before = run.shard_file(0, 2).read_bytes()
+    moods.hides = lambda path: path.name in ("000001.h5", "000002.h5")
+    assert sealed(run, searcher=0, groups=2)[1].index == 3
+    assert run.shard_file(0, 2).read_bytes() == before
+
+
+def test_a_full_disk_is_waited_for_and_nothing_is_sealed_twice(run: RunDir, moods: Moods) -> None:
+    writer = ShardWriter(run, 0, patience=60)
+    writer.append(*scored(0, 0))
+    moods.synced = raises(errno.ENOSPC, ".tmp", times=3)
+    first = writer.seal()
+    writer.append(*scored(1, 1))
+    moods.synced = raises(errno.EIO, "searcher-0000", times=1)  # it has its name already
+    second = writer.seal()
+    assert first and second and list(run.shard_files()) == [(0, 0), (0, 1)]
+    assert {path.name for path in run.shard_folder(0).iterdir()} == {"000000.h5", "000001.h5"}
+    assert read_shard(run.shard_file(0, 1)).trajectories.request_ids.tolist() == [1]
+
+
+def test_the_names_of_new_folders_are_durable(tmp_path: Path, moods: Moods) -> None:
+    flushed: list[Path] = []
+    moods.synced = flushed.append
+    run = RunDir.create(tabular_run.make_config(tmp_path / "deep" / "down"))
+    ShardWriter(run, 3)
+    made = {path.parent for path in (run.path, run.shards, run.shard_folder(3), tmp_path / "deep" / "down")}
+    assert made <= set(flushed)
+
+
+# --- Pending shards at the beginning of an attempt ---
+
+
+def test_a_resume_holds_a_few_shards_at_a_time(tmp_path: Path) -> None:
+    config = loops_config(tmp_path)
+    run = RunDir.create(config)
+    alive, most = [0], [0]
+    for request_id in range(3 * MERGED_AT_ONCE):
+        writer = ShardWriter(run, 0)
+        writer.append(*scored(request_id, request_id % 4, n=2))
+        writer.seal()
+
+    def gone() -> None:
+        alive[0] -= 1
+
+    def counted() -> Iterator[Shard]:
+        for shard in PendingShards(run).read_all({}):
+            weakref.finalize(shard.trajectories.record, gone)
+            alive[0] += 1
+            most[0] = max(most[0], alive[0])
+            yield shard
+
+    completed = CompletedRequests()
+    state = merge_pending(
+        config,
+        counted(),
+        state=TrainerState(),
+        buffer=ReplayBuffer(config.buffer, 0),
+        completed=completed,
+        metrics=MetricsWriter(run.metrics_file("trainer")),
+    )
+    assert state.cursors == {0: 3 * MERGED_AT_ONCE} and state.trajectories == 6 * MERGED_AT_ONCE
+    assert all(request_id in completed for request_id in range(3 * MERGED_AT_ONCE))
+    assert most[0] <= 2 * MERGED_AT_ONCE + 1 < 3 * MERGED_AT_ONCE
+
+
+# --- The exchange over files ---
+
+
+def trainer(run: RunDir, progress: Progress | None = None) -> FileTrainerExchange:
+    return FileTrainerExchange(
+        run.weights,
+        LAYOUT,
+        read_pending=PendingShards(run, patience=60).read,
+        progress=progress or Progress(),
+        evaluated=lambda split, step: True,
+        patience=60,
+    )
+
+
+def join(run: RunDir, searcher: int, told: list[Progress]) -> threading.Thread:
+    """A searcher that waits to be told how far the run is."""
+    exchange = FileSearcherExchange(run.weights, searcher, deadline=60)
+    thread = threading.Thread(target=lambda: told.append(exchange.progress()))
+    thread.start()
+    return thread
+
+
+def go_on(exchange: FileTrainerExchange, thread: threading.Thread) -> None:
+    """Rounds until a thread has ended."""
+    while thread.is_alive():
+        exchange.gather()
+        time.sleep(0.002)
+
+
+def test_who_joins_later_is_told_what_was_merged_and_pruned(run: RunDir, moods: Moods) -> None:
+    before = CompletedRequests()
+    before.add(np.array([70]))
+    exchange, told = trainer(run, Progress(before, {1: 4})), []
+    for _ in range(2):
+        sealed(run, searcher=0, groups=3)  # requests 0, 1, 2
+    merged: list[Shard] = []
+    while len(merged) < 2:
+        exchange.gather()
+        merged += exchange.collect()
+    for path in run.shard_files().values():
+        path.unlink()
+    go_on(exchange, join(run, 0, told))
+    assert told[0].cursors == {0: 2, 1: 4}
+    assert {request for request in range(100) if request in told[0].completed} == {0, 1, 2, 70}
+    exchange.close()
+    assert [path.name for path in run.weights.iterdir() if path.name.startswith("join-")] == []
+
+
+def test_only_a_trainer_that_lives_answers(run: RunDir) -> None:
+    """The board of one that died says nothing to a searcher that comes after it."""
+    trainer(run, Progress(cursors={0: 1}))
+    told: list[Progress] = []
+    thread = join(run, 0, told)
+    time.sleep(0.3)
+    assert not told
+    exchange = trainer(run, Progress(cursors={0: 7}))
+    go_on(exchange, thread)
+    assert told[0].cursors == {0: 7}
+    exchange.close()
+
+
+def test_who_joins_a_run_that_ends_has_nothing_to_do(run: RunDir) -> None:
+    exchange, told = trainer(run), []
+    thread = join(run, 0, told)
+    exchange.close()
+    thread.join(20)
+    assert len(told) == 1
+
+
+def test_a_file_system_that_forgets_open_files_ends_nobody(run: RunDir, moods: Moods) -> None:
+    exchange = trainer(run)
+    reader = FileSearcherExchange(run.weights, 0, deadline=60)
+    moods.opened = raises(errno.ESTALE, "latest.json", times=5)
+    assert reader.poll() is None and reader.pending == 0 and not reader.closed
+    while not exchange.publish(Publication(version=3), lambda out: out.fill(3)):
+        pass
+    while not exchange.gather():
+        pass
+    updates = [reader.poll() for _ in range(5)]
+    assert [update.publication.version for update in updates if update] == [3]
+    exchange.close()
+
+
+def test_weights_keep_a_name_while_they_are_read(run: RunDir, moods: Moods) -> None:
+    """Else a host that removes the last name of a mapped file takes its pages from others, on NFS."""
+    exchange = trainer(run)
+
+    def publish(version: int) -> None:
+        while not exchange.publish(Publication(version=version), lambda out: out.fill(version)):
+            pass
+        while not exchange.gather():
+            pass
+
+    publish(1)
+    reader = FileSearcherExchange(run.weights, 0, deadline=60)
+    update = reader.poll()
+    assert update is not None and (update.data == 1).all()
+    (held,) = run.weights.glob("held-*")
+    for version in range(2, 5):
+        publish(version)
+    assert held.stat().st_nlink == 1 and not (run.weights / "step-000001.safetensors").exists()
+    assert not reader.closed and list(run.weights.glob("held-*")) == []
+    exchange.close()
+
+
+def test_a_board_and_weights_wait_for_room(run: RunDir, moods: Moods) -> None:
+    exchange = trainer(run)
+    moods.synced = raises(errno.ENOSPC, ".tmp", times=3)
+    exchange.publish(Publication(version=1), lambda out: out.fill(1))
+    exchange.close()
+    update = FileSearcherExchange(run.weights, 0, deadline=60).poll()
+    assert update is not None and update.publication.version == 1
+
+
+# --- Links and clocks ---
+
+
+def test_a_rank_goes_by_what_its_launcher_said(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host may hold the link of the attempt before."""
+    make_folder(run.logs)
+    run.begin_attempt()
+    second = run.begin_attempt()
+    (run.logs / "latest").unlink()
+    (run.logs / "latest").symlink_to("attempt-001")
+    assert run.attempt_number == 1
+    monkeypatch.setenv("TBA_ATTEMPT", second.name)
+    assert run.attempt == second and run.attempt_number == 2
+
+
+def test_a_clock_that_is_set_back_does_not_lengthen_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rarely = {"exchange": {"sync_every": 10**6}, "checkpoint": {"every": 10**6}}
+    config = loops_config(tmp_path, train={"steps": 10**6}, **rarely)
+    run = RunDir.create(config)
+    exchange = ReplayExchange(_sealed(config, run, 2), 0)
+    now, began = time.time, time.monotonic()
+    trainer = TrainerParts(config, run).build(exchange, job_end=now() + MARGIN_SECONDS + 1)
+    monkeypatch.setattr(time, "time", lambda: now() - 3600)
+    assert not trainer.run()
+    assert time.monotonic() - began < 15
+
+
+# --- Whole runs ---
+
+
+def moody(seed: int) -> Moods:
+    """Holes in listings; off the trainer's own thread ESTALE, late files, a disk full for a second."""
+    random, began = np.random.default_rng(seed), time.monotonic()
+    lock = threading.Lock()
+
+    def chance(share: float) -> bool:
+        with lock:
+            return bool(random.random() < share)
+
+    def is_shard(path: Path) -> bool:
+        return path.suffix == ".h5" and path.parent.parent.name == "shards"
+
+    def opened(path: Path) -> None:
+        if threading.current_thread() is threading.main_thread():
+            return
+        if (path.name == "latest.json" or is_shard(path)) and chance(0.1):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        if is_shard(path) and REAL_TIME() - path.stat().st_mtime < 0.05 and chance(0.5):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    def synced(path: Path) -> None:
+        aside = threading.current_thread() is not threading.main_thread()
+        if aside and 0.5 < time.monotonic() - began < 1.5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return Moods(lambda path: is_shard(path) and chance(0.3), opened, synced)
+
+
+def live(path: Path, seed: int, sent: signal.Signals | None, nth: int) -> None:
+    """An attempt on such a file system, while the clock is set back and forth."""
+    time.time = lambda: REAL_TIME() + 3600 * (int(time.monotonic()) % 3 - 1)
+    moody(seed).install(setattr)
+    tabular_run._live(path, sent, nth)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_on_a_moody_file_system_loses_nothing_and_nobody(seed: int, tmp_path: Path) -> None:
+    """Two kills and a change of the number of searchers; the audit sees the files as they are."""
+    run = RunDir.create(tabular_run.make_config(tmp_path))
+    context = multiprocessing.get_context("forkserver")
+    for attempt, (searchers, sent, nth) in enumerate(
+        [(2, signal.SIGKILL, 13), (3, signal.SIGKILL, 9), (2, None, 0)]
+    ):
+        run.adapt([f"launch.searchers={searchers}"])
+        run.begin_attempt()
+        process = context.Process(target=live, args=(run.path, 10 * seed + attempt, sent, nth))
+        process.start()
+        process.join(80)
+        assert process.exitcode == (-sent if sent else 0)
+    verdict = audit(run)
+    assert verdict.finished and verdict.clean, verdict.problems
+    assert not list(run.shards.glob("*/*.refused"))
+
+
+def test_a_searcher_reads_no_shards_but_its_own(tmp_path: Path, moods: Moods) -> None:
+    config = tabular_run.make_config(tmp_path, launch={"searchers": 3})
+    run = RunDir.create(config)
+    for searcher in range(3):
+        for _ in range(4):
+            sealed(run, searcher=searcher, groups=1)
+    exchange = FileSearcherExchange(run.weights, 1, deadline=60)
+    told: list[Progress] = []
+    thread = threading.Thread(
+        target=lambda: told.append(runtime._join(run, config, 1, exchange)), name="searcher"
+    )
+    lead = trainer(run, Progress(cursors={0: 4, 1: 3, 2: 4}))  # it has not seen the last of searcher 1
+    read: list[Path] = []
+    moods.opened = lambda path: read.append(path) if threading.current_thread() is thread else None
+    thread.start()
+    go_on(lead, thread)
+    assert told[0].cursors[1] >= 3 and 0 in told[0].completed
+    shards = {path for path in read if path.suffix == ".h5"}
+    assert shards <= {run.shard_file(1, 3)}
+    lead.close()
