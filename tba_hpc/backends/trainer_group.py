@@ -29,6 +29,9 @@ IDLE_DEADLINE = timedelta(days=2)
 Its death is noticed at once, by the closed connection.
 """
 
+ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Environment of ranks that nobody outside their machine has to reach."""
+
 HEADER = struct.Struct("<qddq")  # command, two numbers, bytes of the payload
 
 
@@ -63,7 +66,7 @@ class TrainerGroup:
         hosts = _meet(store, rank, ranks, deadline)
         local_rank = hosts[:rank].count(hosts[rank])
         if len(set(hosts)) == 1:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nobody outside this machine has to reach us
+            os.environ |= ON_ONE_MACHINE
         device = torch.device("cpu")
         if gpus := torch.cuda.device_count():  # 1 where the launcher shows each rank only its own
             local_rank %= gpus
