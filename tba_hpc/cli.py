@@ -7,6 +7,7 @@ the logs of the attempt, where ``tba run`` finds it.
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import shlex
 import sys
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from tba_hpc.config import Config, ConfigError, dump_config, load_config, require_files
 from tba_hpc.doctor.slurm_checks import SlurmError
@@ -24,6 +24,9 @@ from tba_hpc.ports import EngineError, ExchangeError
 from tba_hpc.report.status import follow, print_status
 from tba_hpc.report.summary import summarise
 from tba_hpc.report.tables import print_summary
+from tba_hpc.report.terminal import Terminal
+from tba_hpc.run.changes import create as create_run
+from tba_hpc.run.changes import is_done, refuse_steps_behind, told
 from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
@@ -32,6 +35,7 @@ from tba_hpc.run.notes import REFUSED, write_note
 from tba_hpc.run.owners import OwnedError, claim_for_job, owned, refuse_owned
 from tba_hpc.task_check import refuse_bad_task
 from tba_hpc.types import Role, Split
+from tba_hpc.wording import printable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -65,16 +69,21 @@ def run(
     """Train on this machine, from the start or from where the run stopped."""
     resolved = _resolve(config, overrides or [])
     run_dir = RunDir.check(resolved)
-    if not run_dir.finished:
+    refuse_steps_behind(run_dir, resolved)
+    done = is_done(run_dir, resolved)
+    if not done:
         refuse_owned(run_dir)
         refuse_bad_task(resolved)
+    changes = [sentence] if not done and (sentence := told(run_dir, resolved)) else []
     if dry_run:
         commands = [shlex.join(command) for command in local.commands(run_dir, resolved).values()]
-        typer.echo(dump_config(resolved) + "".join(f"# {command}\n" for command in commands), nl=False)
+        remarks = "".join(f"# {line}\n" for line in [*changes, *commands])
+        typer.echo(dump_config(resolved) + remarks, nl=False)
         return
-    if not run_dir.finished:
+    if not done:
         with owned(run_dir):
-            _launch(RunDir.create(resolved), resolved, quiet=as_json)
+            typer.echo("".join(f"{sentence}\n" for sentence in changes), nl=False, err=as_json)
+            _launch(create_run(resolved), resolved, quiet=as_json)
     print_summary(run_dir, summarise(run_dir, resolved), as_json=as_json)
 
 
@@ -132,7 +141,7 @@ def create(
     """Make the run directory of a config, or check that it holds the same run, and print its path."""
     resolved = _resolve(config, overrides or [])
     refuse_owned(RunDir.check(resolved))  # whose config it would change
-    typer.echo(RunDir.create(resolved).path)
+    typer.echo(create_run(resolved).path)
 
 
 @app.command(hidden=True)
@@ -281,9 +290,20 @@ def evaluate(
 
 def _resolve(path: Path, overrides: list[str]) -> Config:
     """The config of a file, or the frozen one of a run directory; local files it names must exist."""
-    config = load_config(RunDir.open(path).config_file if path.is_dir() else path, overrides)
+    if path.is_dir():
+        path, overrides = _frozen(path, overrides)
+    config = load_config(path, overrides)
     require_files(config)
     return config
+
+
+def _frozen(path: Path, overrides: list[str]) -> tuple[Path, list[str]]:
+    """The config of a run directory, and what makes it one of a run right there, wherever it was made."""
+    run = RunDir.open(path)
+    name = run.config().run_dir.name
+    if run.path.name != name:
+        raise ConfigError(f"{path} holds the run {name}: give the folder that name again to go on with it")
+    return run.config_file, [*overrides, f"run.root={json.dumps(str(run.path.parent))}"]
 
 
 def _open(path: Path) -> RunDir:
@@ -296,7 +316,7 @@ def _open(path: Path) -> RunDir:
 
 def _launch(run_dir: RunDir, config: Config, *, quiet: bool) -> None:
     """Run all roles; exit with their status unless they finished or stopped on request."""
-    code = local.launch(run_dir, config, console=Console(stderr=quiet))
+    code = local.launch(run_dir, config, console=Terminal(stderr=quiet))
     if code:
         raise typer.Exit(code)
 
@@ -314,5 +334,5 @@ def main(command: Callable[[], None] = app, name: str = "tba") -> None:
         LaunchError,
         SlurmError,
     ) as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"{name}: {printable(str(error))}", file=sys.stderr)
         sys.exit(REFUSED)

@@ -7,8 +7,9 @@ valid name; impossible combinations say value, rule and remedy. Imports no heavy
 from __future__ import annotations
 
 import difflib
+import math
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -29,6 +30,14 @@ OF_OWN_SAMPLES: tuple[ObjectiveName, ...] = (*POLICY_GRADIENTS, "oapl")
 """Objectives that take log-probabilities and samples to be of one policy: those, and V̂ of OAPL."""
 
 
+T = TypeVar("T")
+
+_MAY_CHANGE = "may change"
+
+MayChange = Annotated[T, _MAY_CHANGE]
+"""Type of a key that a resume may change: how long, where and with what a run goes on, not what it learns."""
+
+
 class ConfigError(ValueError):
     """A configuration that cannot be run; the message is one sentence for the user."""
 
@@ -42,7 +51,7 @@ class Section(BaseModel):
 class RunSection(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run; part of the default run directory."""
-    root: str = "runs"
+    root: MayChange[str] = "runs"
     """Folder in which run directories are made."""
     seed: int = Field(0, ge=0)
     """Seed of everything random: prompt order, sampling, replay."""
@@ -76,7 +85,7 @@ class TaskSection(Section):
     """Local JSONL with the held-out problems; none: the task's own source, or a slice of train_file."""
     options: dict[str, Scalar] = Field(default_factory=dict)
     """Keyword arguments of the task's own."""
-    max_rejected_groups: int = Field(10, ge=1)
+    max_rejected_groups: MayChange[int] = Field(10, ge=1)
     """Groups in a row without a usable reward, as the task's code raised or gave no finite number, at which a
     searcher ends; and answers in a row that it could not judge."""
 
@@ -100,15 +109,15 @@ class GeneratorSection(Section):
     """Texts, of special tokens too, after which a completion has ended by itself, in training and evaluation.
     All its tokens count, up to the one that completes the text; the task reads the text as well. No
     end-of-sequence token follows, so none is in its log-probability."""
-    prompts_in_flight: int = Field(8, ge=1)
+    prompts_in_flight: MayChange[int] = Field(8, ge=1)
     """Prompts that a searcher's engine works on at once."""
-    kv_cache_mb: int | None = Field(None, ge=1)
+    kv_cache_mb: MayChange[int | None] = Field(None, ge=1)
     """Memory for the engine's KV cache, MiB; none: what gpu_memory_utilization leaves."""
-    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    gpu_memory_utilization: MayChange[float] = Field(0.85, gt=0, le=1)
     """Share of a GPU's memory that the engine may take; the reference policy needs room beside it."""
-    tensor_parallel: int = Field(1, ge=1)
+    tensor_parallel: MayChange[int] = Field(1, ge=1)
     """GPUs per engine; it must divide the model's attention heads."""
-    deadline_seconds: float = Field(300.0, gt=0)
+    deadline_seconds: MayChange[float] = Field(300.0, gt=0)
     """Longest silence of an engine, at work or while it is built, s; then it is killed and built anew."""
 
     @model_validator(mode="after")
@@ -268,9 +277,11 @@ class TrainSection(Section):
     """What a completion's loss, added up over its tokens, is divided by: nothing (sum), its own tokens, the
     mean number of tokens of the batch's completions, or generator.max_tokens. None: as the objective was
     published, completion_tokens for GRPO and sum for the others."""
-    steps: int = Field(1000, ge=1)
-    """Optimizer steps in all."""
-    horizon: int | None = Field(None, ge=1)
+    steps: MayChange[int] = Field(1000, ge=1)
+    """Optimizer steps in all. A run may go on to more of them, also once it is finished, or end earlier, but
+    not before the step that it has reached. A learning rate that has a shape (linear, cosine,
+    warmup_stable_decay) is laid out anew for them then; nothing else depends on their number."""
+    horizon: MayChange[int | None] = Field(None, ge=1)
     """Optimizer steps that the learning rate is laid out for; a run may end before. None: steps."""
     prompts_per_step: int = Field(8, ge=1)
     """B: groups per optimizer step."""
@@ -278,7 +289,7 @@ class TrainSection(Section):
     """K: trajectories per group."""
     groups_per_micro_batch: int = Field(1, ge=1)
     """Groups per forward and backward pass on a rank; memory against speed."""
-    logprob_chunk_tokens: int = Field(256, ge=1)
+    logprob_chunk_tokens: MayChange[int] = Field(256, ge=1)
     """Tokens whose logits are held at once: memory is this times the vocabulary."""
     learning_rate: LearningRate = LearningRate()
     """Learning rate as a function of the step."""
@@ -296,7 +307,7 @@ class TrainSection(Section):
     """Largest global gradient norm; none: no limit. It acts on the loss as loss_normaliser scales it."""
     zero_stage: Literal[1, 2, 3] = 2
     """What DeepSpeed shards over the trainer ranks: 1 optimizer, 2 and gradients, 3 and weights."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: MayChange[bool] = False
     """Recompute activations in the backward pass: memory against speed."""
 
     @property
@@ -384,13 +395,13 @@ class ExchangeSection(Section):
     max_steps_without_data: int | None = Field(default_factory=_a_few_syncs, ge=1)
     """Most optimizer steps on the replay buffer alone while no shard comes, counted from the last one, or
     from a resume; then the trainer waits for one. Left out: five syncs, but at least 50; none: no limit."""
-    seal_seconds: float = Field(2.0, gt=0)
+    seal_seconds: MayChange[float] = Field(2.0, gt=0)
     """Longest time that a finished completion waits before it is sealed on disk, s."""
-    pending_shards: int = Field(64, ge=1)
+    pending_shards: MayChange[int] = Field(64, ge=1)
     """Back-pressure: unmerged shards at which a searcher pauses."""
-    bucket_mb: int = Field(64, ge=1, le=1024)
+    bucket_mb: MayChange[int] = Field(64, ge=1, le=1024)
     """Size of one broadcast message, MiB (MPI counts end at 2 GiB)."""
-    deadline_seconds: float = Field(600.0, gt=0)
+    deadline_seconds: MayChange[float] = Field(600.0, gt=0)
     """Longest wait for another rank, s; then the run ends naming who is missing. A searcher gives the
     trainer six of them between two syncs."""
 
@@ -406,30 +417,30 @@ class ExchangeSection(Section):
 
 
 class CheckpointSection(Section):
-    every: int = Field(100, ge=1)
+    every: MayChange[int] = Field(100, ge=1)
     """Optimizer steps between checkpoints."""
-    keep: int = Field(2, ge=1)
+    keep: MayChange[int] = Field(2, ge=1)
     """Complete checkpoints kept."""
 
 
 class EvaluateSection(Section):
-    every: int = Field(50, ge=1)
+    every: MayChange[int] = Field(50, ge=1)
     """Optimizer steps between evaluations on the validation split."""
-    validation_prompts: int = Field(128, ge=0)
+    validation_prompts: MayChange[int] = Field(128, ge=0)
     """Prompts of the validation split used for these; 0: none."""
-    test_prompts: int | None = Field(None, ge=1)
+    test_prompts: MayChange[int | None] = Field(None, ge=1)
     """Held-out prompts evaluated before the first and after the last step; none: all."""
 
 
 class MetricsSection(Section):
-    tensorboard: bool = False
+    tensorboard: MayChange[bool] = False
     """Also write TensorBoard event files under metrics/tensorboard."""
 
 
 class LaunchSection(Section):
-    trainers: int = Field(1, ge=1)
+    trainers: MayChange[int] = Field(1, ge=1)
     """Trainer ranks, one per GPU."""
-    searchers: int = Field(1, ge=1)
+    searchers: MayChange[int] = Field(1, ge=1)
     """Searcher ranks, one engine each."""
 
 
@@ -610,10 +621,32 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
+def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ → both values, in order of declaration; None where there is none."""
+    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    pairs = {key: (before.get(key), after.get(key)) for key in before | after}
+    return {key: (was, now) for key, (was, now) in pairs.items() if was != now}
+
+
 def differing_keys(old: Config, new: Config) -> list[str]:
     """Dotted keys whose values differ, in order of declaration."""
-    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
-    return [key for key in before | after if before.get(key) != after.get(key)]
+    return list(differences(old, new))
+
+
+def may_change(key: str) -> bool:
+    """Whether a resume may give a dotted key another value; see ``MayChange``."""
+    *sections, leaf = key.split(".")
+    model: type[BaseModel] | None = Config
+    for name in sections:
+        field = model.model_fields.get(name) if model else None
+        model = _section(field.annotation) if field else None
+    field = model.model_fields.get(leaf) if model else None
+    return field is not None and _MAY_CHANGE in field.metadata
+
+
+def value_text(value: object) -> str:
+    """A value as ``--set`` takes it."""
+    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
 
 
 def require_files(config: Config) -> None:

@@ -21,7 +21,12 @@ def learning_rate(train: TrainSection, step: int) -> float:
     config = train.learning_rate
     if step < config.warmup_steps:
         return config.peak * (step + 1) / config.warmup_steps
-    return config.peak * _decay(config, step, train.horizon or train.steps)
+    return config.peak * _decay(config, step, laid_out_for(train))
+
+
+def laid_out_for(train: TrainSection) -> int:
+    """Optimizer steps after which the learning rate has decayed."""
+    return train.horizon or train.steps
 
 
 def _decay(config: LearningRate, step: int, horizon: int) -> float:

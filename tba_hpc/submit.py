@@ -21,6 +21,8 @@ from tba_hpc.doctor.findings import Finding
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Plan, Site, load_site, plan
 from tba_hpc.launch.sbatch import RANK, TBA, Job, batch_script
+from tba_hpc.run.changes import create as create_run
+from tba_hpc.run.changes import is_done, refuse_steps_behind, told
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
 from tba_hpc.run.owners import refuse_owned
@@ -72,16 +74,20 @@ def submit(order: Order, *, wait: bool, as_json: bool) -> bool:
     config, split = _resolve(order, site)
     slurm.require_slurm()
     warnings = _check(config, split, site)
-    if slurm.active_job(run := RunDir.check(config)) is None:  # else its id and state are told below
-        refuse_owned(run)
-    run = RunDir.create(config)
-    if run.finished:
+    run = RunDir.check(config)
+    refuse_steps_behind(run, config)
+    slurm.refuse_active(run)
+    refuse_owned(run)
+    if is_done(run, config):
         _tell(run, split, None, "", [], as_json)
         return True
-    job = slurm.submit(run, _script(config, split, site))
+    text, changes = _script(config, split, site), told(run, config)
+    create_run(config)
+    job = slurm.submit(run, text)
     again = _again(order, run)
     log_event(run, "submitted", job=job.job_id, restarts=0, command=again)
     warnings += slurm_checks.check_taken(slurm.job_fields(job.job_id), site)
+    print(changes, file=sys.stderr, end="\n" if changes else "")
     _tell(run, split, job.job_id, again, warnings, as_json)
     if not wait:
         return True
@@ -153,8 +159,8 @@ def _tell(
 ) -> None:
     """What was done, what to know about it, and the commands that come next."""
     commands = {
-        "watch": f"tba status {run.path}",
-        "log": f"tail -F {run.path}/slurm/job-{job}.log",
+        "watch": shlex.join(["tba", "status", str(run.path)]),
+        "log": shlex.join(["tail", "-F", f"{run.path}/slurm/job-{job}.log"]),
         "queue": f"squeue --job {job}",
         "cancel": f"scancel {job}",
         "stop": f"scancel --batch --signal=USR1 {job}",

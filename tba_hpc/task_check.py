@@ -55,12 +55,22 @@ def refuse_bad_task(
 def check(config: Config) -> None:
     """Load the task and look at all its prompts. Raises ConfigError."""
     _require_model("buffer.embedding_model", config.buffer.embedding_model)
+    _require_folder(config.model.path)
     tokenizer = FileTokenizer.find(config.model.path)
     if tokenizer is None:
         return
     task = load_task(config.task, tokenizer, _serve)
     refuse_long_prompts(task, config)
     refuse_few_prompts(task, config)
+
+
+def _require_folder(path: str) -> None:
+    """Raise ConfigError where a folder that is to be the model holds none; of a hub name the ranks tell."""
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise ConfigError(
+            f"no model can be loaded from model.path={path}: it holds no config.json; give a folder that "
+            "save_pretrained wrote"
+        )
 
 
 def _require_model(key: str, name: str | None) -> None:

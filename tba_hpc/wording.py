@@ -1,6 +1,16 @@
-"""Words for numbers, in what people read."""
+"""Words for numbers, in what people read, and texts of strangers made fit for a terminal."""
 
 from __future__ import annotations
+
+import re
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Characters that would command a terminal, or turn the order of a text; not tab and line end."""
+
+
+def printable(text: str) -> str:
+    r"""A text whose control characters are seen (``\x1b``) and not obeyed."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def count(number: int, thing: str) -> str:

@@ -42,8 +42,8 @@ def test_prepare_sets_the_ranks_of_a_start_and_nothing_else(run: RunDir) -> None
     assert (run.config().launch.trainers, run.config().launch.searchers) == (2, 6)
     assert run.attempt.name == "attempt-001"
 
-    refused = tba("prepare", run.path, "--set", "train.steps=5")
-    assert refused.returncode == 2 and "another config: train.steps differs" in refused.stderr
+    refused = tba("prepare", run.path, "--set", "train.prompts_per_step=4")
+    assert refused.returncode == 2 and "may not change it to train.prompts_per_step=4" in refused.stderr
     uneven = tba("prepare", run.path, "--set", "launch.trainers=3")
     assert uneven.returncode == 2 and "use a multiple of 3" in uneven.stderr
     assert run.config().launch.trainers == 2 and run.attempt.name == "attempt-001"

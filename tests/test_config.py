@@ -9,10 +9,13 @@ import yaml
 from tba_hpc.config import (
     OF_OWN_SAMPLES,
     ConfigError,
+    differences,
     differing_keys,
     dump_config,
     load_config,
+    may_change,
     parse_config,
+    value_text,
 )
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
@@ -377,6 +380,30 @@ def test_missing_model_and_missing_file(tmp_path: Path) -> None:
         parse_config({})
     with pytest.raises(ConfigError, match=r"cannot read the config .*: No such file"):
         load_config(tmp_path / "absent.yaml")
+
+
+def test_what_a_resume_may_change_is_said_beside_each_key() -> None:
+    config = parse_config({"model": {"path": "a"}, "task": {"options": {"size": 3}}})
+    keys = differences(config, parse_config({"model": {"path": "b"}})).keys()
+    assert keys == {"model.path", "task.options.size"} and not any(map(may_change, keys))
+    may = {"train.steps", "train.horizon", "checkpoint.keep", "evaluate.test_prompts", "metrics.tensorboard"}
+    may |= {"exchange.deadline_seconds", "generator.deadline_seconds", "launch.searchers", "run.root"}
+    assert all(map(may_change, may))
+    never = {
+        "run.seed",
+        "train.learning_rate.peak",
+        "train.zero_stage",
+        "model.dtype",
+        "no.such",
+        "train",
+        "",
+    }
+    assert not any(map(may_change, never))
+
+
+@pytest.mark.parametrize("value", [0.1, 5e-05, None, True, "a: b", [0.5, 2.0], "x" * 200])
+def test_a_value_as_text_is_read_back(value: object) -> None:
+    assert yaml.safe_load(value_text(value)) == value and "\n" not in value_text(value)
 
 
 def test_differing_keys_are_named() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import resource
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -225,6 +226,34 @@ def test_a_checkpoint_loads_with_another_number_of_ranks(runs: Runs, case: Case,
         torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=1e-5)
     leftovers = [path.name for path in runs.whole(case).folder.iterdir() if "universal" in path.name]
     assert leftovers == []
+
+
+class Payload:
+    """What a stranger's file would have a reader do."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (f"touch {self._mark}",)
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "*_optim_states.pt"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_strangers_checkpoint_executes_nothing(runs: Runs, tmp_path: Path, name: str, ranks: int) -> None:
+    """Loaded by one rank that wrote it, or converted for two."""
+    case = ONE_RANK
+    folder, mark = tmp_path / "checkpoint", tmp_path / "executed"
+    shutil.copytree(runs.whole(case).folder / "checkpoint", folder)
+    (file,) = folder.glob(f"zero/{name}")
+    states = torch.load(file, weights_only=False)
+    torch.save({**states, "more": Payload(mark)}, file)
+    config, plan = case.config(runs.model(case.tied), ranks=ranks), [("load", str(folder)), *REST]
+    with pytest.raises(AssertionError, match="holds more than the data of a checkpoint, and none of it was"):
+        run(tmp_path / "run", config, plan)
+    assert not mark.exists()
+    torch.load(file, weights_only=False)  # and it would have been
+    assert mark.exists()
 
 
 @pytest.mark.parametrize("case", [ZERO_2, ZERO_3], ids=str)

@@ -1,5 +1,6 @@
 """The run directory: what may be resumed, what counts as a checkpoint, which prompts are issued."""
 
+import json
 import math
 import os
 import signal
@@ -7,14 +8,17 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tba_hpc.config import Config, ConfigError, parse_config
+from tba_hpc.config import Config, ConfigError, load_config, parse_config
+from tba_hpc.report.monitor import RunMonitor
+from tba_hpc.report.run_state import run_state
+from tba_hpc.run import changes, directory
 from tba_hpc.run.checkpoints import (
     StateError,
     TrainerState,
@@ -24,7 +28,7 @@ from tba_hpc.run.checkpoints import (
     prune_shards,
     read_state,
 )
-from tba_hpc.run.directory import FORMAT, RunDir
+from tba_hpc.run.directory import FORMAT, HISTORY, RunDir
 from tba_hpc.run.evaluations import Evaluation, discard_evaluations, read_evaluation, write_evaluation
 from tba_hpc.run.events import log_event, read_events
 from tba_hpc.run.files import DiskFullError, publish, write_atomic
@@ -42,7 +46,7 @@ def same_umask() -> Iterator[None]:
 def config_in(root: Path, **sections: dict[str, Any]) -> Config:
     """A small config whose run directory is ``root/run-seed0``."""
     run = {"root": str(root), **sections.pop("run", {})}
-    return parse_config({"model": {"path": "tiny"}, "run": run, **sections})
+    return parse_config({"model": {"path": "tiny"}, "run": run} | sections)
 
 
 @pytest.fixture
@@ -86,12 +90,26 @@ def test_a_resume_may_change_ranks_and_place_but_nothing_else(tmp_path: Path) ->
     moved_run = RunDir.open(moved / "run-seed0")
     moved_run.shard_folder(0).mkdir()
     moved_run.shard_file(0, 0).touch()
-    other = config_in(moved, train={"steps": 7}, buffer={"uniform_mix": 0.5}, launch={"searchers": 2})
-    with pytest.raises(ConfigError, match=r"another config: buffer\.uniform_mix, train\.steps differ;"):
+    other = config_in(
+        moved,
+        train={"prompts_per_step": 7, "steps": 7, "ratio_clip": 0.5, "weight_decay": 0.25},
+        buffer={"uniform_mix": 0.5},
+        launch={"searchers": 2},
+    )
+    with pytest.raises(ConfigError) as caught:
         RunDir.create(other)
-    with pytest.raises(ConfigError, match=r"another config: train\.steps differs;"):
-        RunDir.create(config_in(moved, train={"steps": 7}))
+    assert str(caught.value) == (
+        f"{moved_run.path} holds a run with another config, and a resume may not change it to "
+        "buffer.uniform_mix=0.5, train.ratio_clip=0.5, train.prompts_per_step=7 and 1 more: resume with "
+        "buffer.uniform_mix=0.1, train.ratio_clip=0.2, train.prompts_per_step=8 and 1 more, or "
+        "choose another run.name to start afresh"
+    )
+    with pytest.raises(
+        ConfigError, match=r"not change it to model\.path=huge: resume with model\.path=tiny,"
+    ):
+        RunDir.create(config_in(moved, model={"path": "huge"}))
     assert moved_run.config().launch.searchers == 1  # a refusal changes nothing
+    assert not moved_run.history.exists()  # nor do ranks and place belong to the run
 
 
 @pytest.mark.parametrize(
@@ -110,15 +128,15 @@ def test_a_start_that_came_to_nothing_leaves_nothing_that_refuses_the_next(run: 
     run.begin_attempt()
     log_event(run, "refused", sentence="task.name=arithmetics is none")
     (run.metrics / "searcher-0000.jsonl").write_text('{"event": "started"}\n')
-    corrected = config_in(run.path.parent, train={"steps": 7})
-    assert RunDir.check(corrected) == run and run.config().train.steps != 7  # looking changes nothing
-    assert RunDir.create(corrected).config().train.steps == 7
+    corrected = config_in(run.path.parent, train={"weight_decay": 0.25})
+    assert RunDir.check(corrected) == run and not run.config().train.weight_decay  # looking changes nothing
+    assert RunDir.create(corrected).config() == corrected and not run.history.exists()
 
     (run.path / made).parent.mkdir(parents=True, exist_ok=True)
     (run.path / made).touch()
     for start in (RunDir.check, RunDir.create):
-        with pytest.raises(ConfigError, match=r"another config: train\.steps differs;"):
-            start(config_in(run.path.parent, train={"steps": 8}))
+        with pytest.raises(ConfigError, match=r"may not change it to train\.weight_decay=0\.5: resume with"):
+            start(config_in(run.path.parent, train={"weight_decay": 0.5}))
 
 
 def test_directories_of_others_are_refused(tmp_path: Path) -> None:
@@ -257,6 +275,132 @@ def test_where_there_is_no_room_the_old_file_stays(tmp_path: Path) -> None:
     assert issubclass(DiskFullError, OSError)
 
 
+# --- A run that goes on with another config ---
+
+
+def left_at(run: RunDir, step: int, *, finished: bool = False) -> None:
+    """Make it a run that has reached a step."""
+    run.metrics_file("trainer").write_text(json.dumps({"step": step, "time": 1.0}) + "\n")
+    checkpoint(run, replace(STATE, step=step))
+    if finished:
+        write_atomic(run.summary, json.dumps({"finished": True, "steps": step}))
+        log_event(run, "finished")
+
+
+def test_a_finished_run_goes_on_to_more_steps(run: RunDir) -> None:
+    linear = {"schedule": "linear", "peak": 0.5}
+    first, longer = (
+        config_in(run.path.parent, train={"steps": steps, "learning_rate": linear}) for steps in (80, 100)
+    )
+    changes.create(first)
+    left_at(run, 80, finished=True)
+    assert changes.is_done(run, first) and changes.told(run, first) == ""
+    assert not changes.is_done(run, longer) and run.finished  # looking changes nothing
+
+    assert changes.told(run, longer) == (
+        "going on with train.steps=100 (was 80); the learning rate (linear) is laid out for 100 steps from "
+        "here on, no more for 80: at step 80 it is 0.1 instead of 0"
+    )
+    assert changes.create(longer) == run and run.config() == longer
+    assert not run.finished and not changes.is_done(run, longer)
+    kept = run.history / "config-0001.yaml"
+    assert load_config(kept) == first
+    assert json.loads((run.history / "summary-0001.json").read_text())["steps"] == 80
+    assert (read_events(run)[-1]["event"], read_events(run)[-1]["keys"]) == (
+        "changed",
+        {"train.steps": [80, 100]},
+    )
+    monitor = RunMonitor(run, first)
+    monitor.update()
+    now = run_state(monitor)
+    assert (now.state, now.words) == (
+        "stopped",
+        "stopped at step 80, its config changed, to go on to step 100",
+    )
+    assert monitor.config == longer
+
+
+def test_a_run_does_not_end_before_the_step_that_it_has_reached(run: RunDir) -> None:
+    left_at(run, 80)
+    with pytest.raises(
+        ConfigError, match=r"train\.steps=79 lies behind step 80, which .* has reached: give at"
+    ):
+        changes.create(config_in(run.path.parent, train={"steps": 79}))
+    assert changes.create(config_in(run.path.parent, train={"steps": 80})).config().train.steps == 80
+
+
+def test_of_many_changes_the_newest_are_kept(run: RunDir) -> None:
+    left_at(run, 1)
+    for every in range(1, HISTORY + 4):
+        changes.create(config_in(run.path.parent, checkpoint={"every": every}, evaluate={"every": 7}))
+    kept = sorted(run.history.iterdir())
+    assert [path.name for path in (kept[0], kept[-1])] == [
+        "config-0004.yaml",
+        f"config-{HISTORY + 3:04d}.yaml",
+    ]
+    assert [load_config(path).checkpoint.every for path in kept] == list(range(3, HISTORY + 3))
+    told = changes.told(run, config_in(run.path.parent, evaluate={"test_prompts": 9}))
+    assert told == (
+        f"going on with checkpoint.every=100 (was {HISTORY + 3}), evaluate.every=50 (was 7), "
+        "evaluate.test_prompts=9 (was null); scores from here on are of other prompts than before "
+        "(evaluate.test_prompts)"
+    )
+
+
+def test_a_kill_amidst_a_change_leaves_a_run_that_goes_on(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each file that the change writes; the same command is given again."""
+    for point in range(3):
+        steps = 80 + point
+        changes.create(config_in(run.path.parent, train={"steps": steps}))
+        left_at(run, steps, finished=True)
+        longer = config_in(run.path.parent, train={"steps": steps + 1})
+        with monkeypatch.context() as patch:
+            patch.setattr(directory, "write_atomic", killed_after(point))
+            with pytest.raises(KeyboardInterrupt):
+                changes.create(longer)
+        assert run.config().train.steps == steps  # a kill there leaves the old run, whose end is written anew
+        assert not changes.is_done(run, changes.create(longer).config())
+        assert run.config() == longer and not run.finished
+
+
+def killed_after(writes: int) -> Callable[[Path, str], None]:
+    """``write_atomic``, which is interrupted instead of the write after so many."""
+    left = iter(range(writes))
+
+    def write(path: Path, text: str) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        write_atomic(path, text)
+
+    return write
+
+
+# --- Links ---
+
+
+def test_a_link_in_place_of_a_folder_is_removed_and_never_followed(run: RunDir, tmp_path: Path) -> None:
+    """Of an unfinished checkpoint, of an old one, of what a kill left, and of an evaluation."""
+    treasure = tmp_path / "home" / "thesis.tex"
+    treasure.parent.mkdir()
+    treasure.write_text("years of work")
+    links = [run.checkpoints / "step-000001", run.checkpoints / ".step-000001.universal.tmp"]
+    links += [run.evaluations / "test-step-000009"]
+    for link in links:
+        link.symlink_to(treasure.parent)
+    discard_evaluations(run, after=3)
+    for step in (2, 3):
+        checkpoint(run, replace(STATE, step=step))
+    moved = tmp_path / "scratch"
+    (run.checkpoints / "step-000002").rename(moved)
+    (run.checkpoints / "step-000002").symlink_to(moved)
+    checkpoint(run, replace(STATE, step=4))
+    assert names(run) == ["step-000003", "step-000004"]
+    assert treasure.read_text() == "years of work" and (moved / "sub" / "weights.bin").exists()
+    assert not any(link.is_symlink() for link in links)
+
+
 # --- Checkpoints ---
 
 
@@ -343,7 +487,7 @@ CHECKPOINTER = """
 import itertools, sys
 from pathlib import Path
 from tba_hpc.run.checkpoints import TrainerState, begin_checkpoint, complete_checkpoint
-from tba_hpc.run.directory import FORMAT, RunDir
+from tba_hpc.run.directory import FORMAT, HISTORY, RunDir
 run = RunDir(Path(sys.argv[1]))
 for step in itertools.count(int(sys.argv[2])):
     folder = begin_checkpoint(run, step)

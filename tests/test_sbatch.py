@@ -3,10 +3,11 @@
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tba_hpc.config import parse_config
+from tba_hpc.config import ConfigError, parse_config
 from tba_hpc.launch.plan import Site, load_site, plan
 from tba_hpc.launch.sbatch import SUPERVISOR, Job, batch_script
 
@@ -117,6 +118,24 @@ def test_hostile_names_stay_words() -> None:
     script = _script(site, 2, run=run)
     settings = script[script.index("set -u") : script.index("source ")]
     assert _bash(settings + 'printf "%s|" "$RUN" "$GREETING"', HOME="/h") == f'{run}|a "b" `c` $(d) /h|'
+
+
+@pytest.mark.parametrize(
+    "keys", [{"partition": "gpu\nrm -rf ~"}, {"sbatch_options": ["--exclude=a\rb"]}, {"account": "a\x1bb"}]
+)
+def test_a_value_that_would_leave_its_line_is_refused(keys: dict[str, Any]) -> None:
+    """It would be a command of the script."""
+    with pytest.raises(ConfigError, match=r"cannot stand in a batch script: take the control character out"):
+        _script(Site(**keys), 8)
+    with pytest.raises(ConfigError, match=r"'--comment=/runs/a\\nreboot' cannot stand in a batch script"):
+        _script(Site(), 8, run="/runs/a\nreboot")
+
+
+def test_the_name_of_a_variable_is_a_name(tmp_path: Path) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text("environment: {'A=1; reboot; B': x}")
+    with pytest.raises(ConfigError, match=r"site key 'environment\.A=1; reboot; B.*should match pattern"):
+        load_site(site)
 
 
 def test_the_container_wraps_both_commands() -> None:

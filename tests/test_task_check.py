@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from tiny_models import make_random_model, make_tokenizer
 
 from tba_hpc.backends.file_tokenizer import FileTokenizer
+from tba_hpc.backends.hf_model import load_tokenizer
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.task_check import check, refuse_bad_task
 
@@ -82,6 +84,43 @@ def test_a_bad_task_is_refused_with_one_sentence(
     monkeypatch.chdir(folder)  # where modules of the user's own are found
     with pytest.raises(ConfigError, match=sentence):
         refuse_bad_task(config_of(folder, **task), seconds=200)
+
+
+def test_a_model_that_cannot_end_or_is_none_is_refused(folder: Path) -> None:
+    """In the words of the ranks, which transformers makes wait for seconds."""
+    model = make_random_model(folder / "m", tied=True, eos=False)
+    sentence = rf"the tokenizer of model\.path={model} has no end-of-sequence token"
+    for refuse in (lambda: check(config_of(folder)), lambda: load_tokenizer(str(model))):
+        with pytest.raises(ConfigError, match=sentence):
+            refuse()
+    (model / "config.json").unlink()
+    with pytest.raises(ConfigError, match=rf"model\.path={model}: it holds no config\.json; give a folder"):
+        check(config_of(folder))
+
+
+MISTAKES = {
+    "task.name=arithmetics": "unknown task 'arithmetics': did you mean 'arithmetic'?",
+    "task={name: gsm8k, train_file: nothere}": "cannot read task.train_file=nothere (No such file",
+    "task={name: gsm8k, train_file: config.yaml}": "write a JSON object with a text 'question'",
+    "task={name: 'nomodule:Class'}": "task.name=nomodule:Class cannot be imported (No module named",
+    "task={name: arithmetic, options: {size: 3}}": "the task arithmetic has no option 'size'",
+    "generator.max_tokens=120": "less generator.max_tokens=120 leaves 8: raise the first or",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_needs_no_engine_is_said_at_once_and_leaves_nothing(folder: Path, mistake: str) -> None:
+    """By the command, within two seconds of a core's time; a busy machine takes longer by the clock."""
+    (folder / "config.yaml").write_text(
+        "model: {path: m, context_length: 128}\ngenerator: {max_tokens: 40}\n"
+    )
+    words = [Path(sys.executable).parent / "tba", "run", "config.yaml", "--set", "task.name=arithmetic"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([*words, "--set", mistake], cwd=folder, capture_output=True, text=True, timeout=120)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 2 and MISTAKES[mistake] in done.stderr, done
+    assert done.stderr.count("\n") == 1 and not (folder / "runs").exists()
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
 def test_a_bad_task_is_refused_before_its_run_is_made(folder: Path) -> None:

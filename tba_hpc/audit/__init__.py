@@ -15,7 +15,7 @@ from tba_hpc.audit.checks import Check, Violation, every_check
 from tba_hpc.audit.evidence import Evidence
 from tba_hpc.report.tables import print_rows
 from tba_hpc.run.directory import RunDir
-from tba_hpc.wording import count
+from tba_hpc.wording import count, printable
 
 __all__ = ["Audit", "Check", "Violation", "audit", "print_audit"]
 
@@ -107,7 +107,7 @@ def print_audit(verdict: Audit, *, as_json: bool = False) -> None:
         return
     print_rows([_row(check) for check in verdict.checks])
     for line in (*verdict.problems, *(f"note: {note}" for note in verdict.notes), _summary(verdict)):
-        print(line)
+        print(printable(line))
 
 
 def _row(check: Check) -> dict[str, str]:

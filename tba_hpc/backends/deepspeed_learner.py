@@ -18,12 +18,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
+from pickle import UnpicklingError
 
 import deepspeed
 import numpy as np
 import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils import logger as deepspeed_logger
+from deepspeed.utils.tensor_fragment import fragment_address
 from safetensors import numpy as wire
 from torch import Tensor
 
@@ -50,6 +54,12 @@ TAG = "zero"
 
 RANKS_FILE = "ranks.json"
 """Beside it: how many trainer ranks wrote it."""
+
+ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+"""Variable that torch.load obeys before its arguments."""
+
+PLAIN_DATA = [LossScaler, ZeroStageEnum, fragment_address]
+"""What DeepSpeed's files hold beside tensors and numbers; all else in a pickle is refused, not executed."""
 
 BUCKET_ELEMENTS = 128 << 20
 """Most parameters in one reduction of gradients: memory against messages."""
@@ -290,7 +300,8 @@ class DeepSpeedLearner:
             shutil.rmtree(scratch)
 
     def _restore(self, folder: Path) -> None:
-        loaded, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
+        with only_data(folder):
+            loaded, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
         if loaded is None:
             raise StateError(f"{folder} holds no checkpoint of DeepSpeed: resume from another one")
         self._skipped.total = self._engine.skipped_steps
@@ -364,7 +375,7 @@ def _convert(folder: Path, universal: Path) -> None:
 
     In a process of its own, for it starts workers, which must not be forked from an MPI rank.
     """
-    program = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    program = [sys.executable, "-c", f"from {__name__} import convert; convert()", "--inject_missing_state"]
     arguments = ["--input_folder", str(folder), "--output_folder", str(universal)]
     workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     done = subprocess.run([*program, *arguments, *workers], capture_output=True, text=True)
@@ -373,6 +384,34 @@ def _convert(folder: Path, universal: Path) -> None:
             f"{folder} cannot be converted to another number of trainer ranks: resume with the old "
             f"launch.trainers ({done.stderr.strip().splitlines()[-1]})"
         )
+
+
+def convert() -> None:
+    """Be that process, with the arguments of DeepSpeed's own script."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    with only_data(Path(sys.argv[sys.argv.index("--input_folder") + 1])):
+        ds_to_universal.main(ds_to_universal.parse_arguments())
+
+
+@contextmanager
+def only_data(folder: Path) -> Iterator[None]:
+    """Have torch load nothing but data, whatever DeepSpeed asks: a pickle may come from a stranger.
+
+    Raises StateError where ``folder`` holds anything else.
+    """
+    before = os.environ.get(ONLY_WEIGHTS)
+    os.environ[ONLY_WEIGHTS] = "1"
+    try:
+        with torch.serialization.safe_globals(PLAIN_DATA):
+            yield
+    except UnpicklingError as error:
+        raise StateError(
+            f"{folder} holds more than the data of a checkpoint, and none of it was executed: resume from "
+            f"another one ({' '.join(str(error).split())[:200]})"
+        ) from None
+    finally:
+        os.environ.pop(ONLY_WEIGHTS) if before is None else os.environ.update({ONLY_WEIGHTS: before})
 
 
 @contextmanager

@@ -11,7 +11,18 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from tba_hpc.config import ConfigError
+
 FILES = ("tokenizer.json", "tokenizer_config.json")
+
+NO_END = (
+    "the tokenizer of {key}={path} has no end-of-sequence token, so no completion could ever end: set "
+    "eos_token in its tokenizer_config.json"
+)
+"""What is wrong with a model of which that is so."""
+
+OF_THE_FILES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""Classes of tokenizers that know no special token but those in their files."""
 
 
 class FileTokenizer:
@@ -29,12 +40,18 @@ class FileTokenizer:
 
     @classmethod
     def find(cls, model: str) -> FileTokenizer | None:
-        """Of a folder, or of a hub name that is cached here; None where only transformers could tell."""
+        """Of a folder, or of a hub name that is cached here; None where only transformers could tell.
+
+        Raises ConfigError where there is no end-of-sequence token.
+        """
         places = [_place(model, name) for name in FILES]
         if None in places:
             return None
         tokenizer = Tokenizer.from_file(str(places[0]))
-        eos = json.loads(Path(str(places[1])).read_text(encoding="utf-8")).get("eos_token")
+        settings = json.loads(Path(str(places[1])).read_text(encoding="utf-8"))
+        eos, kind = settings.get("eos_token"), settings.get("tokenizer_class")
+        if eos is None and kind in OF_THE_FILES and _place(model, "special_tokens_map.json") is None:
+            raise ConfigError(NO_END.format(key="model.path", path=model))
         token = eos.get("content") if isinstance(eos, dict) else eos
         token_id = tokenizer.token_to_id(token) if isinstance(token, str) else None
         return None if token_id is None else cls(tokenizer, token_id)

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers import PreTrainedTokenizerBase as TransformersTokenizer
 from transformers.utils import logging as transformers_logging
 
+from tba_hpc.backends.file_tokenizer import NO_END
 from tba_hpc.backends.packed_groups import pack, sequences_per_row
 from tba_hpc.config import ConfigError, Dtype
 from tba_hpc.types import WeightSlot
@@ -84,10 +85,7 @@ def load_tokenizer(path: str, key: str = "model.path") -> HfTokenizer:
     """
     tokenizer = _from_pretrained(AutoTokenizer, path, key)
     if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"the tokenizer of {key}={path} has no end-of-sequence token, so no completion "
-            "could ever end: set eos_token in its tokenizer_config.json"
-        )
+        raise ConfigError(NO_END.format(key=key, path=path))
     return HfTokenizer(tokenizer, tokenizer.eos_token_id)
 
 

@@ -32,6 +32,9 @@ Its death is noticed at once, by the closed connection.
 FIRST_PAUSE, LAST_PAUSE = 0.02, 0.32
 """Seconds between two looks for ranks that are still starting."""
 
+ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Environment of ranks that nobody outside their machine has to reach."""
+
 HEADER = struct.Struct("<qddq")  # command, two numbers, bytes of the payload
 
 
@@ -66,7 +69,7 @@ class TrainerGroup:
         hosts = _meet(store, rank, ranks, deadline)
         local_rank = hosts[:rank].count(hosts[rank])
         if len(set(hosts)) == 1:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # nobody outside this machine has to reach us
+            os.environ |= ON_ONE_MACHINE
         device = torch.device("cpu")
         if gpus := torch.cuda.device_count():  # 1 where the launcher shows each rank only its own
             local_rank %= gpus

@@ -63,6 +63,9 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks of one node must not pin themselves to the same cores
 }
 
+ON_ONE_MACHINE = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Set whatever the site says of its network: an engine has its workers beside it, and nobody else calls."""
+
 YIELDS = 5
 """Niceness of an engine that computes on the CPU: where it shares cores, ranks and trainer go first."""
 
@@ -104,6 +107,7 @@ def build_or_refuse(channel: Channel[Command], settings: EngineSettings) -> LLM:
 def prepare_environment() -> None:
     """Set the variables that vLLM reads once, when it is imported. What the user has set is kept."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine has this process to itself already
+    os.environ |= ON_ONE_MACHINE
     on_gpu = torch.cuda.is_available()
     for name, value in (ENVIRONMENT if on_gpu else ENVIRONMENT | CPU_ENVIRONMENT).items():
         os.environ.setdefault(name, value)

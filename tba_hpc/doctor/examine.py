@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -27,6 +26,7 @@ from tba_hpc.doctor.machine_checks import Machine
 from tba_hpc.doctor.slurm_checks import SlurmError, SlurmFacts
 from tba_hpc.launch import LaunchError, local, slurm
 from tba_hpc.launch.plan import Plan, Site
+from tba_hpc.report.terminal import Terminal
 
 COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel")
 """What batch scripts and tools call."""
@@ -206,7 +206,7 @@ def print_findings(findings: Sequence[Finding], *, as_json: bool = False) -> Non
         style = STYLES[finding.level]
         remedy = f"\n[{style}]→ {escape(finding.remedy)}[/]" if finding.remedy else ""
         table.add_row(f"[{style}]{finding.level}[/]", finding.name, escape(finding.found) + remedy)
-    console = Console(highlight=False)
+    console = Terminal(highlight=False)
     console.print(table)
     count = Counter(finding.level for finding in findings)
     console.print(f"problems: {count['problem']}, warnings: {count['warning']}")

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from rich.console import Console
 from rich.progress import Progress
 
 from tba_hpc.backends.vllm_generator import VllmGenerator
@@ -22,6 +21,7 @@ from tba_hpc.config import Config, ConfigError, GeneratorSection
 from tba_hpc.evaluate.estimates import Estimate, passes, wilson
 from tba_hpc.evaluate.target import Target
 from tba_hpc.ports import Generator, Reference, Summarising, Task, evaluation_temperature, score_name
+from tba_hpc.report.terminal import Terminal
 from tba_hpc.task_contract import checked_correct, checked_prompts
 from tba_hpc.tasks import make_task
 from tba_hpc.types import Group, Prompt, Request, Sampling, Split
@@ -145,7 +145,7 @@ def _generate(config: Config, requests: Sequence[Request]) -> list[Group]:
     at_once = AHEAD * section.prompts_in_flight * section.completions_per_prompt
     with (
         closing(VllmGenerator(config.model, section, seed=config.run.seed)) as generator,
-        Progress(console=Console(stderr=True), transient=True) as progress,
+        Progress(console=Terminal(stderr=True), transient=True) as progress,
     ):
         answers = _answers(generator, requests, at_once)
         seen = progress.track(answers, len(requests), description="answers")

@@ -11,6 +11,7 @@ import functools
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import stat
@@ -28,9 +29,11 @@ import psutil
 from rich.console import Console
 
 from tba_hpc.config import Config
-from tba_hpc.launch import LaunchError
+from tba_hpc.launch import ONE_MACHINE, LaunchError
+from tba_hpc.launch.deafness import calls, deafen, listeners
 from tba_hpc.orphans import die_with
 from tba_hpc.report.status import LiveDisplay
+from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.events import log_event
 from tba_hpc.run.notes import FAILED, REFUSED, at_work, first_note, log_file, rank_name
@@ -113,12 +116,11 @@ def child_environment(base: Mapping[str, str], *, root: bool) -> dict[str, str]:
 
 
 def mpi_environment(folder: Path) -> dict[str, str]:
-    """Environment of mpiexec: deaths are left to the ranks, and its files go to ``folder``."""
+    """Environment of mpiexec: one machine, deaths are left to the ranks, and its files go to ``folder``."""
     places = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
-    # One-sided messages over libfabric are unused, and their start sleeps for a second.
     return {
         **SURVIVE_DEATHS,
-        "OMPI_MCA_btl": "^ofi",
+        **ONE_MACHINE,
         **dict.fromkeys((*places, "PRTE_MCA_prte_tmpdir_base"), str(folder)),
     }
 
@@ -300,6 +302,15 @@ class World:
         self.missing = missing
         return False
 
+    def deafen(self) -> bool:
+        """Let nobody reach mpiexec but its ranks; whether they are all there, and nobody at all can now."""
+        mpiexec = self.trainers[0]
+        ports = {port for _, _, port in listeners(mpiexec.process.pid, loopback=True)}
+        there = [child for child in mpiexec.children if calls(child.pid, ports)]
+        complete = len(there) == self.ranks
+        deafen(mpiexec.process.pid, loopback=complete)
+        return complete
+
     def _searchers_lost(self) -> Child | None:
         """The first failed searcher once all have ended and not one of them well."""
         lost = self.searchers and not self.stopping and all(child.code for child in self.searchers)
@@ -378,7 +389,7 @@ def launch(
 
     Main thread only. Raises LaunchError where the run cannot be started.
     """
-    console = console or Console()
+    console = console or Terminal()
     processes = commands(run, config, program=program)
     logs, before = run.begin_attempt(), _stamp(run.summary)
     trainers, searchers = config.launch.trainers, config.launch.searchers
@@ -392,7 +403,13 @@ def launch(
         code = _watch(run, logs, world, asked, display)
     if asked.kill:
         log_event(run, "aborted")
-        console.print(f"killed; to go on from the last checkpoint: tba run {run.path}", highlight=False)
+        again = shlex.join(["tba", "run", str(run.path)])
+        console.print(
+            f"killed; to go on from the last checkpoint: {again}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
         return code
     if asked.stop and not at_work(logs):
         console.print("stopped before the roles were up: nothing was done, nothing is lost", highlight=False)
@@ -417,7 +434,7 @@ def _explain(run: RunDir, world: World, code: int, logs: Path, config: Config) -
     """Say why the ranks ended with ``code``; the exit status of the run."""
     refused = refusal(logs)
     text = refused or first_note(logs, "failed") or failure(logs, world, code, config.launch.trainers)
-    Console(stderr=True).print(text, style="red", highlight=False, markup=False, soft_wrap=True)
+    Terminal(stderr=True).print(text, style="red", highlight=False, markup=False, soft_wrap=True)
     if refused:
         log_event(run, "refused", sentence=refused)
         return REFUSED
@@ -427,7 +444,7 @@ def _explain(run: RunDir, world: World, code: int, logs: Path, config: Config) -
 
 def _watch(run: RunDir, logs: Path, world: World, asked: Asked, display: LiveDisplay) -> int:
     """Wait for the end of the run; pass on a request to stop until it is heard, obey the one to kill."""
-    asked_at = -math.inf
+    asked_at, open_to_others = -math.inf, world.ranks > 0
     while (code := world.poll()) is None:
         if asked.kill:
             world.kill()
@@ -441,6 +458,7 @@ def _watch(run: RunDir, logs: Path, world: World, asked: Asked, display: LiveDis
         if not at_work(logs) and not world.is_whole():
             world.kill()
             return FAILED
+        open_to_others = open_to_others and not world.deafen()
         display.refresh()
         time.sleep(WATCH_SECONDS)
     return code

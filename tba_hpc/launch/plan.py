@@ -9,7 +9,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -89,14 +89,17 @@ class Site(Section):
     sbatch_options: tuple[str, ...] = ()
     """Further ``#SBATCH`` options of every component, such as ``--exclude=node13``."""
     network_interface: str | None = None
-    """Interface of the fast network, such as ib0 or hsn0; none: the libraries guess."""
+    """Interface of the fast network, such as ib0 or hsn0: MPI's TCP, gloo and NCCL listen there alone. None:
+    gloo and NCCL guess, and MPI's TCP takes every network that there is (a job of one node takes none)."""
     modules: tuple[str, ...] = ()
     """Environment modules to load, in this order."""
     venv: str | None = None
     """Virtual environment to activate on the nodes, may hold ``$NAME``; none: the Python that submits."""
     container: Container | None = None
     """Container that the ranks run in; none: the nodes' own system."""
-    environment: dict[str, str] = Field(default_factory=dict)
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = Field(
+        default_factory=dict
+    )
     """Further environment variables of the job; ``$NAME`` in a value is filled in on the node."""
     relaunches: int = Field(3, ge=0)
     """Failed starts in a row, nothing sealed in between, after which the job gives up."""

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tba_hpc.config import ConfigError
+from tba_hpc.launch import ONE_MACHINE
 from tba_hpc.launch.plan import Component, ComponentSite, Plan, Site
 
 RANK = ("python", "-m", "mpi4py", "-m", "tba_hpc")
@@ -43,13 +45,16 @@ class Job:
 
 
 def batch_script(job: Job, plan: Plan, site: Site) -> str:
-    """Text of the sbatch file that runs ``job`` as ``plan`` says on ``site``."""
+    """Text of the sbatch file that runs ``job`` as ``plan`` says on ``site``.
+
+    Raises ConfigError where a value would not stay on its line.
+    """
     het = plan.form == "het"
     parts = [
         _title(job, plan),
         _het_header(job, plan, site) if het else _homogeneous_header(job, plan, site),
         _settings(job, plan, site),
-        _environment(job, site),
+        _environment(job, plan, site),
         _het_step(plan, site) if het else _homogeneous_step(plan, site),
         f"run_to_the_end {'place_components' if het else 'place_ranks'}\n",
     ]
@@ -131,6 +136,12 @@ def _options(component: Component, site: Site, own: ComponentSite) -> list[str]:
 
 
 def _directives(options: Sequence[str]) -> str:
+    for option in options:
+        if not option.isprintable():  # a line end would make the rest a command of the script
+            raise ConfigError(
+                f"{option!r} cannot stand in a batch script: take the control character out of the site key "
+                "or the path"
+            )
     return "".join(f"#SBATCH {_quoted(option)}\n" for option in options)
 
 
@@ -169,9 +180,10 @@ def _contained(command: Sequence[str], site: Site) -> list[str]:
     return [box.runtime, "exec", *box.arguments, *binds, box.image, *command]
 
 
-def _environment(job: Job, site: Site) -> str:
+def _environment(job: Job, plan: Plan, site: Site) -> str:
     interface = site.network_interface
     names = {name: interface for name in INTERFACE_VARIABLES if interface}
+    names |= ONE_MACHINE if plan.nodes == 1 else {}
     lines = [f"module load {shlex.join(site.modules)}"] if site.modules else []
     lines += [f"source {_expanded(site.venv + '/bin/activate')}"] if site.venv else []
     lines += [f"export {key}={_expanded(value)}" for key, value in (names | site.environment).items()]

@@ -185,15 +185,20 @@ def submit(run: RunDir, script: str) -> BatchJob:
     folder = run.path / "slurm"
     folder.mkdir(exist_ok=True)
     with _alone(folder):
-        if job := active_job(run):
-            number, state = job
-            raise SubmitError(
-                f"job {number} of this run is {state.lower()} already: let it finish "
-                f"('squeue --job {number}'), or cancel it first: scancel {number}"
-            )
+        refuse_active(run)
         submitted = HetSlurmExecutor(folder).submit_script(script)
         write_atomic(folder / "job", f"{submitted.job_id}\n")
     return submitted
+
+
+def refuse_active(run: RunDir) -> None:
+    """Raise SubmitError where a job of the run is queued or running."""
+    if job := active_job(run):
+        number, state = job
+        raise SubmitError(
+            f"job {number} of this run is {state.lower()} already: let it finish "
+            f"('squeue --job {number}'), or cancel it first: scancel {number}"
+        )
 
 
 def active_job(run: RunDir) -> tuple[str, str] | None:

@@ -125,6 +125,8 @@ class RunMonitor:
             }
             self.events += [event for event in events if event["event"] != "submitted"]
             self.attempts = attempts(self.events)
+            if any(event["event"] == "changed" for event in events):
+                self.config = self.run.config()
         for record in self._new(self.run.metrics_file("trainer")):
             self.progress.take(record)
         for path in searcher_files(self.run):

@@ -45,6 +45,7 @@ VARIABLES = dict(
 """Stand-in colours given to matplotlib → the CSS variables that replace them."""
 
 STYLE: dict[Any, object] = {
+    "text.parse_math": False,  # a task may call its score anything
     "svg.fonttype": "none",
     "font.size": 9,
     "text.color": INK,

@@ -6,6 +6,7 @@ the ranks. It must not read files: the monitor does.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -140,7 +141,7 @@ def _after_a_job(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
 
 
 def _without_a_job(monitor: RunMonitor) -> RunState:
-    again = f"tba run {monitor.run.path}"
+    again = shlex.join(["tba", "run", str(monitor.run.path)])
     if not monitor.events and not monitor.progress.newest:
         return RunState("created", "not started yet", again)
     ended = _ended(monitor)
@@ -155,6 +156,9 @@ def _ended(monitor: RunMonitor) -> RunState | None:
             return RunState("refused", note)
         case "stopped":
             return RunState("stopped", f"stopped at step {monitor.progress.step}")
+        case "changed":
+            step, end = monitor.progress.step, monitor.config.train.steps
+            return RunState("stopped", f"stopped at step {step}, its config changed, to go on to step {end}")
         case "aborted":
             step = monitor.progress.step
             return RunState(
@@ -211,7 +215,7 @@ def _with_silence(monitor: RunMonitor, found: RunState) -> RunState:
     if silence < max(SILENT_SECONDS, monitor.config.exchange.deadline_seconds):
         return found
     words = f"{found.words}; nothing heard for {silence / 60:.0f} min: was it killed?"
-    return RunState(found.state, words, f"tail {monitor.run.logs}/latest/*.log")
+    return RunState(found.state, words, f"tail {shlex.quote(str(monitor.run.logs))}/latest/*.log")
 
 
 def _submit(monitor: RunMonitor, job: str) -> str:
@@ -220,7 +224,7 @@ def _submit(monitor: RunMonitor, job: str) -> str:
         return monitor.submissions[job]
     allocations = [str(event["nodes"]) for event in monitor.events if event["event"] == "allocated"]
     nodes = len(allocations[-1].split(",")) if allocations else "N"
-    return f"tba submit --config {monitor.run.path} --nodes {nodes}"
+    return f"tba submit --config {shlex.quote(str(monitor.run.path))} --nodes {nodes}"
 
 
 def _last_event(monitor: RunMonitor) -> str:

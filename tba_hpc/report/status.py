@@ -28,6 +28,7 @@ from tba_hpc.report.monitor import Queue, QueueEntry, RunMonitor
 from tba_hpc.report.run_state import RunState, job_of, run_state
 from tba_hpc.report.summary import MANY_SEARCHERS, policy_name, reference_of, same_reference
 from tba_hpc.report.tables import NOTHING, duration, percent
+from tba_hpc.report.terminal import Terminal
 from tba_hpc.report.worries import line
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
@@ -266,7 +267,7 @@ class LiveDisplay:
     def __init__(
         self, run: RunDir, config: Config, *, console: Console | None = None, queue: Queue | None = None
     ) -> None:
-        self._console = console or Console()
+        self._console = console or Terminal()
         self._monitor = RunMonitor(run, config, queue or (lambda _: []))
         self._looked = self._printed = 0.0
         clever = self._console.is_terminal and not self._console.is_dumb_terminal
@@ -316,7 +317,7 @@ class LiveDisplay:
 
 def follow(run: RunDir, config: Config, queue: Queue) -> None:
     """Show a run live until it is the user's turn, or the user has seen enough (Ctrl-C)."""
-    console = Console()
+    console = Terminal()
     with contextlib.suppress(KeyboardInterrupt):
         with LiveDisplay(run, config, console=console, queue=queue) as display:
             now = display.follow()
@@ -333,7 +334,7 @@ def print_status(
     if as_json:
         print(json.dumps(figures(monitor), indent=2))
         return
-    console, now = console or Console(), run_state(monitor)
+    console, now = console or Terminal(), run_state(monitor)
     for title, value in {**heading(monitor, now), **cells(monitor), **facts(monitor, now)}.items():
         # As long as it is: a path or a command that was broken into lines cannot be copied.
         console.print(Text.assemble((f"{title:<12} ", "dim"), value), soft_wrap=True)

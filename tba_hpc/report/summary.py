@@ -203,9 +203,11 @@ def score_name_of(evaluations: Iterable[Evaluation]) -> str:
 def reference_of(train: TrainSection, evaluation: Evaluation) -> int:
     """The policy, by optimizer steps, under which the perplexity of an evaluation is: π_ref of its step.
 
-    The weights that the last step made are still evaluated under the reference which that step had.
+    The weights that a last step made are still evaluated under the reference which that step had; held-out
+    prompts are those of the first and of last steps, of which a run that went on has several.
     """
-    return schedules.reference(train, min(evaluation.step, train.steps - 1))
+    last = evaluation.split == "test" and evaluation.step > 0
+    return schedules.reference(train, evaluation.step - last)
 
 
 def same_reference(train: TrainSection, found: Sequence[Evaluation]) -> list[Evaluation]:

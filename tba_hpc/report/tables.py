@@ -11,8 +11,10 @@ from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tba_hpc.report.summary import Summary, policy_name
+from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.directory import RunDir
 
 NOTHING = "–"
@@ -85,8 +87,8 @@ def print_values(
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     for name, value in values.items():
-        table.add_row(name, _cell(value))
-    (console or Console()).print(table)
+        table.add_row(Text(name), Text(_cell(value)))
+    (console or Terminal()).print(table)
 
 
 def print_rows(
@@ -100,8 +102,8 @@ def print_rows(
     for name, value in (rows[0] if rows else {}).items():
         table.add_column(name, justify="left" if isinstance(value, str) else "right")
     for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
-    (console or Console()).print(table)
+        table.add_row(*(Text(_cell(value)) for value in row.values()))
+    (console or Terminal()).print(table)
 
 
 def _cell(value: Cell) -> str:

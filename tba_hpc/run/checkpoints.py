@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -20,7 +19,7 @@ import numpy as np
 
 from tba_hpc.ports import Learner
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.files import fsync, make_durable, write_atomic
+from tba_hpc.run.files import fsync, make_durable, remove, write_atomic
 from tba_hpc.run.inventory import COMPLETE, damage, inventory, with_checksum
 
 log = logging.getLogger(__name__)
@@ -123,9 +122,9 @@ def begin_checkpoint(run: RunDir, step: int) -> Path:
     right after a resume): a complete checkpoint is never written over.
     """
     for folder in checkpoint_folders(run, complete=False):
-        shutil.rmtree(folder)
+        remove(folder)
     for left in run.checkpoints.glob(".*.tmp"):
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+        remove(left)
     name = f"step-{step:06d}"
     saves = [int(folder.suffix[1:] or 0) for folder in run.checkpoints.glob(f"{name}*")]
     again = max(saves, default=-1) + 1  # also where the first is gone: the newest must have the last name
@@ -152,7 +151,7 @@ def complete_checkpoint(
     for old in checkpoint_folders(run, complete=True)[:-keep]:
         write_atomic(_unfinished(old), "")
         (old / COMPLETE).unlink(missing_ok=True)  # first: a half-deleted checkpoint must not look complete
-        shutil.rmtree(old)
+        remove(old)
         _unfinished(old).unlink()
     return dict(_oldest_state(run).cursors)
 
@@ -230,7 +229,7 @@ def prune_references(run: RunDir) -> None:
     in_force = max((step for step in folders if step <= end), default=0)
     for step, folder in folders.items():
         if step < in_force:
-            shutil.rmtree(folder)
+            remove(folder)
 
 
 def checkpoint_folders(run: RunDir, *, complete: bool) -> list[Path]:

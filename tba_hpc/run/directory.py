@@ -8,12 +8,21 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tba_hpc.config import Config, ConfigError, differing_keys, dump_config, load_config
+from tba_hpc.config import (
+    Config,
+    ConfigError,
+    differences,
+    differing_keys,
+    dump_config,
+    load_config,
+    may_change,
+    value_text,
+)
 from tba_hpc.run.files import DiskFullError, listing, make_folder, write_atomic
 from tba_hpc.types import Role
 
@@ -23,8 +32,14 @@ FORMAT = 2
 ATTEMPT = "TBA_ATTEMPT"
 """Variable of the environment that tells a rank the name of its attempt."""
 
-MAY_DIFFER = ("launch.", "run.root")
-"""Config keys that a resume may change: it can have another number of ranks and another place."""
+OF_A_START = ("launch.", "run.root")
+"""Config keys that belong to a start rather than to the run: how many ranks there are, and the place."""
+
+HISTORY = 20
+"""Most configs kept of those that a resume has changed."""
+
+NAMED = 3
+"""Most keys that a refusal names, with their values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +52,11 @@ class RunDir:
     def create(cls, config: Config) -> RunDir:
         """Make ``config.run_dir``, or take it again where it holds a run of the same config (a resume).
 
-        Sets the process's umask to 077. Raises ConfigError where the directory holds a run whose config
-        differs in more than ``MAY_DIFFER``, unless it came to nothing, holds anything else, or cannot be
-        written.
+        Sets the process's umask to 077. A config that differs in what a resume may change (``MayChange``)
+        takes the place of the old one, which goes to the ``history``; where it asks for more steps than a
+        finished run has, so does the summary, and the run is not finished any more. Raises ConfigError where
+        it differs in anything else, unless the run came to nothing; where the directory holds anything else
+        or cannot be written.
         """
         run = cls.check(config)
         os.umask(0o077)
@@ -97,7 +114,7 @@ class RunDir:
         make_folder(self.path)
         self.path.chmod(0o700)
         write_atomic(self.format_file, f"{FORMAT}\n")  # first: a directory with a config is a whole one
-        write_atomic(self.config_file, dump_config(config))
+        self._freeze(config)
         for folder in self._folders:
             make_folder(folder)
 
@@ -134,19 +151,40 @@ class RunDir:
             raise ConfigError(
                 f"{self.path} holds a run that this version cannot resume ({error}): choose another run.name"
             ) from None
-        keys = [key for key in differing_keys(old, config) if not key.startswith(MAY_DIFFER)]
-        if keys and not (but_nothing and self.came_to_nothing):
+        fixed = {key: pair for key, pair in differences(old, config).items() if not may_change(key)}
+        if fixed and not (but_nothing and self.came_to_nothing):
+            now = [f"{key}={value_text(new)}" for key, (_, new) in fixed.items()]
+            before = [f"{key}={value_text(was)}" for key, (was, _) in fixed.items()]
             raise ConfigError(
-                f"{self.path} holds a run with another config: {', '.join(keys)} "
-                f"{'differs' if len(keys) == 1 else 'differ'}; choose another run.name to start afresh, "
-                "or the old values to resume"
+                f"{self.path} holds a run with another config, and a resume may not change it to "
+                f"{_listed(now)}: resume with {_listed(before)}, or choose another run.name to start afresh"
             )
 
     def adapt(self, overrides: list[str]) -> None:
-        """Set keys that a resume may change (``MAY_DIFFER``) in the frozen config. Raises ConfigError."""
+        """As ``create``, with the frozen config and ``overrides`` of it. Raises ConfigError."""
         config = load_config(self.config_file, overrides)
         self._refuse_another_config(config)
+        self._freeze(config)
+
+    def _freeze(self, config: Config) -> None:
+        """Make ``config`` the frozen one, after what it changes was kept in the history."""
+        if self.config_file.exists() and not self.came_to_nothing:
+            self._keep(self.config(), config)
         write_atomic(self.config_file, dump_config(config))
+
+    def _keep(self, old: Config, new: Config) -> None:
+        if all(key.startswith(OF_A_START) for key in differing_keys(old, new)):
+            return
+        self.history.mkdir(exist_ok=True)
+        numbers = sorted(int(path.stem.removeprefix("config-")) for path in self.history.glob("config-*"))
+        number = max(numbers, default=0) + 1
+        write_atomic(self.history / f"config-{number:04d}.yaml", dump_config(old))
+        # Before the config: a kill between the two leaves a run whose end is to be written again, no more.
+        if self.finished and new.train.steps > old.train.steps:
+            self.summary.rename(self.history / f"summary-{number:04d}.json")
+        for gone in numbers[: -HISTORY + 1]:
+            (self.history / f"config-{gone:04d}.yaml").unlink()
+            (self.history / f"summary-{gone:04d}.json").unlink(missing_ok=True)
 
     def config(self) -> Config:
         """The frozen config. Raises ConfigError."""
@@ -168,6 +206,11 @@ class RunDir:
     def config_file(self) -> Path:
         """The resolved config, all that the roles read."""
         return self.path / "config.yaml"
+
+    @property
+    def history(self) -> Path:
+        """Configs that a resume has changed, and the summaries of the ends that it went beyond."""
+        return self.path / "history"
 
     @property
     def shards(self) -> Path:
@@ -304,3 +347,9 @@ def _numbers(folder: Path, prefix: str, suffix: str, *, digits: int) -> list[int
         if name.startswith(prefix) and name.endswith(suffix)
     )
     return sorted(int(stem) for stem in stems if stem.isdecimal() and stem == f"{int(stem):0{digits}d}")
+
+
+def _listed(parts: Sequence[str]) -> str:
+    """The first few, and how many more."""
+    more = f" and {len(parts) - NAMED} more" if len(parts) > NAMED else ""
+    return ", ".join(parts[:NAMED]) + more

@@ -9,14 +9,13 @@ import functools
 import json
 import math
 import operator
-import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import cast
 
 from tba_hpc.ports import PASS_AT_1
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.files import write_atomic
+from tba_hpc.run.files import remove, write_atomic
 from tba_hpc.types import Split
 
 
@@ -93,7 +92,7 @@ def discard_evaluations(run: RunDir, *, after: int) -> None:
     for folder in run.evaluations.glob("*-step-*"):
         split, _, step = folder.name.partition("-step-")
         if int(step) > after or find_evaluation(run, cast(Split, split), int(step)) is None:
-            shutil.rmtree(folder)
+            remove(folder)
 
 
 def _evaluation_part(run: RunDir, split: Split, step: int, searcher: int, searchers: int) -> Path:

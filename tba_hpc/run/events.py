@@ -25,6 +25,7 @@ def log_event(run: RunDir, event: str, **extra: object) -> None:
     ===========  ====================================================================================
     submitted   ``tba submit`` has submitted ``job``; ``command``: what submits the run again
     allocated   a batch script begins, for the first time or after a requeue; ``nodes``: "node1,node2"
+    changed     a resume brings another config; ``keys``: {"train.steps": [80, 2000]}, old and new values
     start       the ranks are about to be started; ``attempt``: "attempt-003", ``trainers``, ``searchers``
     failed      they ended badly; ``code``: exit status
     aborted     they were killed on request, by Ctrl-C twice

@@ -12,6 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+import shutil
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -138,6 +139,14 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Delete a folder with all in it, or a file; of a link the link alone, whatever it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def make_durable(folder: Path) -> None:

@@ -24,7 +24,7 @@ from tba_hpc.backends.hdf5_shards import read_arrays
 from tba_hpc.config import differing_keys, dump_config, load_config
 from tba_hpc.metrics import read_metrics, step_records
 from tba_hpc.run.checkpoints import latest_checkpoint
-from tba_hpc.run.directory import MAY_DIFFER, RunDir
+from tba_hpc.run.directory import OF_A_START, RunDir
 from tba_hpc.run.events import read_events
 from tests.system.test_run import SETTINGS, assert_whole
 
@@ -177,7 +177,7 @@ def held_out(run: RunDir) -> dict[str, int]:
 def assert_same_training(run: RunDir, other: RunDir) -> None:
     """Equal in all that does not hang on timing."""
     keys = differing_keys(run.config(), other.config())
-    assert all(key.startswith(MAY_DIFFER) for key in keys), keys
+    assert all(key.startswith(OF_A_START) for key in keys), keys
     assert schedule(run) == schedule(other)
     mine, others = prompts(run), prompts(other)
     both = mine.keys() & others.keys()

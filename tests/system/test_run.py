@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba_hpc.audit import audit
@@ -29,6 +30,7 @@ from tba_hpc.backends.hdf5_shards import read_arrays
 from tba_hpc.metrics import read_metrics, step_records
 from tba_hpc.run.checkpoints import latest_checkpoint, read_state
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import read_events
 
 pytestmark = pytest.mark.system
 
@@ -172,6 +174,36 @@ def test_stopped_by_ctrl_c_and_resumed(model: Path, tmp_path: Path) -> None:
     page = run.report.read_text()
     assert "<svg" in page and "http://" not in page.replace("http://www.w3.org", "")
     assert oct(run.path.stat().st_mode & 0o777) == "0o700"
+
+
+def test_a_finished_run_goes_on_to_more_steps_from_any_folder(model: Path, tmp_path: Path) -> None:
+    """What it came to is replaced when it ends again; the audit counts all steps as one run."""
+    run = run_to_end(model, tmp_path)
+    assert_whole(run)
+    before = load_file(run.export / "model.safetensors")
+    longer = ["--set", "train.steps=20", "--set", "checkpoint.every=3"]
+    go_on = [TBA, "run", run.path.name, *longer]
+    looked = subprocess.run([*go_on, "--dry-run"], cwd=tmp_path, capture_output=True, text=True)
+    sentence = (
+        "going on with train.steps=20 (was 16), checkpoint.every=3 (was 4); the learning rate (linear) is "
+        "laid out for 20 steps from here on, no more for 16: at step 16 it is "
+    )
+    assert looked.returncode == 0 and f"# {sentence}" in looked.stdout and run.finished, looked
+
+    code, out, err = finish(subprocess.Popen(go_on, cwd=tmp_path, stdout=-1, stderr=-1, text=True))
+    assert code == 0 and sentence in out, out + err
+    assert_whole(run, 20)
+    rates = [r["train/learning_rate"] for r in step_records(read_metrics(run.metrics_file("trainer")))]
+    assert rates[15] < rates[16] > rates[17]
+    after = load_file(run.export / "model.safetensors")
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in after.items())
+    assert sorted(path.name for path in run.history.iterdir()) == ["config-0001.yaml", "summary-0001.json"]
+    kinds = [event["event"] for event in read_events(run)]
+    assert kinds == ["start", "finished", "changed", "start", "finished"]
+
+    behind = [*go_on[:3], "--set", "train.steps=19"]
+    refused = subprocess.run(behind, cwd=tmp_path, capture_output=True, text=True)
+    assert refused.returncode == 2 and "train.steps=19 lies behind step 20, which" in refused.stderr, refused
 
 
 def test_a_damaged_checkpoint_is_told_and_the_same_command_goes_on(model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,68 @@
+"""Makes a process of ours deaf to the network, where a library listens to all of it and nobody is to call.
+
+It must not know what the process is. mpiexec listens on every address for its peers on other nodes, of which
+a run on one machine has none, and no setting denies it that (PRRTE 3.0). So the kernel drops what comes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import os
+import socket
+import struct
+from contextlib import suppress
+
+import psutil
+
+PIDFD_GETFD = 438
+"""Number of the system call, on every machine; Linux 5.6."""
+
+SO_ATTACH_FILTER = 26
+"""Socket option; the module ``socket`` does not name it."""
+
+DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
+"""A packet filter of one instruction: keep 0 bytes of whatever comes."""
+
+
+def listeners(pid: int, *, loopback: bool = False) -> list[tuple[int, str, int]]:
+    """(descriptor, address, port) of the sockets of a process that listen beyond the loopback interface.
+
+    loopback: those that listen on it, too.
+    """
+    with suppress(psutil.Error):
+        found = [c for c in psutil.Process(pid).net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        near = [loopback or not ipaddress.ip_address(c.laddr[0]).is_loopback for c in found]
+        return [(c.fd, *c.laddr) for c, wanted in zip(found, near, strict=True) if wanted]
+    return []
+
+
+def calls(pid: int, ports: set[int]) -> bool:
+    """Whether a process is connected to one of these ports."""
+    with suppress(psutil.Error):
+        return any(c.raddr and c.raddr[1] in ports for c in psutil.Process(pid).net_connections("inet"))
+    return False
+
+
+def deafen(pid: int, *, loopback: bool = False) -> None:
+    """Have a child's sockets that ``listeners`` names take no connection any more.
+
+    What the system does not allow (a hardened kernel, a container) is left: see docs/security.md.
+    """
+    with suppress(OSError):
+        process = os.pidfd_open(pid)
+        try:
+            for descriptor, _, _ in listeners(pid, loopback=loopback):
+                _drop_everything(process, descriptor)
+        finally:
+            os.close(process)
+
+
+def _drop_everything(process: int, descriptor: int) -> None:
+    copy = ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, process, descriptor, 0)
+    if copy < 0:
+        raise OSError(ctypes.get_errno(), "pidfd_getfd")
+    with socket.socket(fileno=copy) as listener:
+        code = ctypes.create_string_buffer(DROP, len(DROP))
+        program = struct.pack("HL", 1, ctypes.addressof(code))
+        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)

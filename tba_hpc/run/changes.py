@@ -1,0 +1,85 @@
+"""What a resume changes of a run's config, what follows from it, and the event that tells of it.
+
+It must not know what the ranks do with a config. Which keys may change is said beside them, in ``config``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tba_hpc import schedules
+from tba_hpc.config import Config, ConfigError, differences, value_text
+from tba_hpc.run.checkpoints import latest_checkpoint
+from tba_hpc.run.directory import OF_A_START, RunDir
+from tba_hpc.run.events import log_event
+
+
+def create(config: Config) -> RunDir:
+    """As ``RunDir.create``; an event tells what that changed. Raises ConfigError."""
+    run = RunDir.check(config)
+    refuse_steps_behind(run, config)
+    changed = changes(run, config)
+    RunDir.create(config)
+    if changed:
+        log_event(run, "changed", keys=changed)
+    return run
+
+
+def is_done(run: RunDir, config: Config) -> bool:
+    """Whether the run is finished, and ``config`` asks for no step more."""
+    return run.finished and config.train.steps <= run.config().train.steps
+
+
+def reached(run: RunDir) -> int:
+    """The step that a resume goes on from; 0 without a checkpoint."""
+    folder = latest_checkpoint(run) if run.checkpoints.is_dir() else None
+    return int(folder.stem.removeprefix("step-")) if folder else 0
+
+
+def refuse_steps_behind(run: RunDir, config: Config) -> None:
+    """Raise ConfigError where the run is to end before the step that it has reached."""
+    if run.config_file.exists() and config.train.steps < (step := reached(run)):
+        raise ConfigError(
+            f"train.steps={config.train.steps} lies behind step {step}, which {run.path} has reached: give "
+            f"at least {step} to go on with it, or choose another run.name to start afresh"
+        )
+
+
+def changes(run: RunDir, config: Config) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys → (old, new value) where ``config`` goes on with a run that came to something.
+
+    Ranks and place are left out: every start has its own.
+    """
+    if not run.config_file.exists() or run.came_to_nothing:
+        return {}
+    pairs = differences(run.config(), config)
+    return {key: pair for key, pair in pairs.items() if not key.startswith(OF_A_START)}
+
+
+def told(run: RunDir, config: Config) -> str:
+    """The changes, and what follows from them, in one sentence; empty where there are none."""
+    changed = changes(run, config)
+    if not changed:
+        return ""
+    keys = ", ".join(
+        f"{key}={value_text(new)} (was {value_text(old)})" for key, (old, new) in changed.items()
+    )
+    return f"going on with {keys}{_of_the_rate(run, config)}{_of_scores(changed)}"
+
+
+def _of_the_rate(run: RunDir, config: Config) -> str:
+    """The learning rate alone hangs on how long a run is."""
+    old, new, step = run.config().train, config.train, reached(run)
+    before, after = (schedules.laid_out_for(train) for train in (old, new))
+    if old.learning_rate.schedule == "constant" or before == after:
+        return ""
+    was, now = (schedules.learning_rate(train, step) for train in (old, new))
+    return (
+        f"; the learning rate ({old.learning_rate.schedule}) is laid out for {after} steps from here on, no "
+        f"more for {before}: at step {step} it is {now:.3g} instead of {was:.3g}"
+    )
+
+
+def _of_scores(changed: dict[str, tuple[Any, Any]]) -> str:
+    keys = [key for key in ("evaluate.test_prompts", "evaluate.validation_prompts") if key in changed]
+    return f"; scores from here on are of other prompts than before ({', '.join(keys)})" if keys else ""

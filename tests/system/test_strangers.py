@@ -1,0 +1,89 @@
+"""Other users of the same machine: what a run opens to them, and what it needs that they may have taken."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tba_hpc.launch.deafness import listeners
+from tba_hpc.run.directory import RunDir
+
+pytestmark = pytest.mark.system
+
+ROOT = Path(__file__).parents[2]
+TBA = Path(sys.executable).parent / "tba"
+SETTINGS = [
+    "train.steps=6",
+    "buffer.initial_completions=64",
+    "evaluate.validation_prompts=0",
+    "evaluate.test_prompts=16",
+    "exchange.deadline_seconds=60",
+    "launch.trainers=2",
+    "launch.searchers=1",
+]
+SECRET = "hf_0123456789abcdefSECRET"
+FILES = 256
+"""Descriptors that each process may have."""
+
+
+def hears(address: str, port: int) -> bool:
+    """Whether a stranger's call is taken, who leaves junk then."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+    with suppress(OSError), socket.create_connection((host, port), timeout=0.5) as call:
+        call.send(b"GET / HTTP/1.1\r\n" * 100)
+        return True
+    return False
+
+
+def leave_junk(process: subprocess.Popen[str]) -> set[tuple[int, int]]:
+    """At every port of every process of the run, of the loopback interface too; these."""
+    found = set()
+    with suppress(psutil.Error):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            for _, address, port in listeners(child.pid, loopback=True):
+                hears(address, port)
+                found.add((child.pid, port))
+    return found
+
+
+def few_files() -> None:
+    """In the child, before it becomes the program."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
+
+
+def test_a_run_on_one_machine_is_deaf_to_the_network_and_needs_no_home(model: Path, tmp_path: Path) -> None:
+    """Looked at while it runs: trainer ranks, searcher, engine and launcher all listen to something."""
+    pairs = [f"model.path={model}", f"run.root={tmp_path}", *SETTINGS]
+    words = [str(TBA), "run", "configs/quickstart.yaml", *(w for pair in pairs for w in ("--set", pair))]
+    environment = {**os.environ, "HOME": "/proc/nobody", "HF_TOKEN": SECRET, "WANDB_API_KEY": SECRET}
+    process = subprocess.Popen(
+        words, cwd=ROOT, env=environment, stdout=-1, stderr=-1, text=True, preexec_fn=few_files
+    )
+    heard: dict[tuple[int, str, int], float] = {}
+    junk: set[tuple[int, int]] = set()
+    while process.poll() is None:
+        with suppress(psutil.Error):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                for _, address, port in listeners(child.pid):
+                    if hears(address, port):
+                        first = heard.setdefault((child.pid, address, port), time.monotonic())
+                        assert time.monotonic() - first < 3, (child.cmdline(), address, port)
+        if (tmp_path / "quickstart-seed0/metrics/trainer.jsonl").exists():  # it is at work
+            junk |= leave_junk(process)
+        time.sleep(0.2)
+    out, err = process.communicate()
+    run = RunDir.open(tmp_path / "quickstart-seed0")
+    assert process.returncode == 0 and run.finished, out + err
+    assert junk
+
+    told = [path for path in run.path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    assert not told and SECRET not in out + err
