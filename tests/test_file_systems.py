@@ -68,7 +68,7 @@ class Moods:
             return opens(file, *args, **kwargs)
 
         def syncing(descriptor):
-            self.synced(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+            self.synced(Path(f"/proc/self/fd/{descriptor}").readlink())
             fsync(descriptor)
 
         put(os, "scandir", listed)

@@ -10,9 +10,9 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable
-import shutil
 from pathlib import Path
 from typing import Any, TypeVar
 
