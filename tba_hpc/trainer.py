@@ -254,7 +254,7 @@ class Trainer:
         """Copy what a checkpoint holds; it is written beside the next steps, or now: see ``Checkpoints``."""
         with self._step_log.clock("checkpoint"):
             self._to_log = self._event("checkpoint")
-            files = {
+            files: dict[str, Callable[[], Arrays]] = {
                 BUFFER_FILE: _snapshot(self._buffer),
                 PROMPTS_FILE: partial(dict, done=self._completed.to_array()),
             }

@@ -283,9 +283,15 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_is_put_off(
 
 def test_a_stop_waits_for_the_checkpoint_under_way_and_saves_the_last_state(tmp_path: Path) -> None:
     held = Held()
-    trainer, run = make_trainer(tmp_path, held, stop=lambda run: steps_of(run, None)[-1:] == [7])
     timer = threading.Timer(0.3, held.let.set)
-    timer.start()
+
+    def stop(run: RunDir) -> bool:
+        reached = steps_of(run, None)[-1:] == [7]
+        if reached and not timer.ident:
+            timer.start()
+        return reached
+
+    trainer, run = make_trainer(tmp_path, held, stop=stop)
     assert not trainer.run()
     assert steps_of(run, "checkpoint") == [5, 7] and not timer.is_alive()
     folder = latest_checkpoint(run)

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import numpy as np
@@ -341,14 +342,14 @@ class DeepSpeedLearner:
         self._group.leave()
 
 
-class _CopyingEngine(TorchCheckpointEngine):  # type: ignore[misc]
+class _CopyingEngine(TorchCheckpointEngine):
     """What DeepSpeed hands its files to: they are copied, and written when the learner's caller says so."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         super().__init__()
         self._snapshot = snapshot
 
-    def save(self, state_dict: Mapping[str, object], path: str) -> None:
+    def save(self, state_dict: dict[str, Any], path: str) -> None:
         """What DeepSpeed would have written by now."""
         self._snapshot.add(state_dict, path)
 

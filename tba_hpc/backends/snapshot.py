@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class Snapshot:
         self._fits: dict[str, bool] = {}  # by the name of the file
         self._files: list[Callable[[], SummedFile]] = []
 
-    def add(self, state: object, path: str) -> None:
+    def add(self, state: dict[str, Any], path: str) -> None:
         """Copy what ``torch.save`` is to write to ``path``."""
         save = partial(torch.save, state)
         if self._where is None:

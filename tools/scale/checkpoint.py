@@ -170,7 +170,7 @@ def _memcpy_seconds(size: int) -> float:
 
 def _plain_write_seconds(folder: Path, size: int) -> float:
     """One new file, by one thread."""
-    data, plain = memoryview(np.ones(size, np.uint8)), folder / "plain"
+    data, plain = memoryview(bytes(size)), folder / "plain"
 
     def write() -> None:
         with plain.open("wb", buffering=0) as file:
