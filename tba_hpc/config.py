@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from tba_hpc import shipped
 
@@ -421,6 +421,20 @@ class CheckpointSection(Section):
     """Optimizer steps between checkpoints."""
     keep: MayChange[int] = Field(2, ge=1)
     """Complete checkpoints kept."""
+    snapshot: str | None = "memory"
+    """Where trainer ranks copy their state to, so that training goes on while the copy is written: "memory",
+    which takes as many bytes as the checkpoint has (where twice as many are not free, training waits for
+    the disk); or a folder on a disk of each node; null: nowhere, training waits until all is written."""
+
+    @field_validator("snapshot")
+    @classmethod
+    def _a_place(cls, snapshot: str | None) -> str | None:
+        if snapshot is not None and snapshot != "memory" and not snapshot.startswith("/"):
+            raise ValueError(
+                f"checkpoint.snapshot={snapshot} is neither memory, null nor a path from the root: give the "
+                "path of a folder on a disk of the node"
+            )
+        return snapshot
 
 
 class EvaluateSection(Section):

@@ -13,7 +13,7 @@ from itertools import islice
 from tba_hpc.buffer import Merged, ReplayBuffer
 from tba_hpc.config import Config
 from tba_hpc.freshness import Freshness
-from tba_hpc.metrics import MetricsWriter
+from tba_hpc.metrics import MetricsWriter, Value
 from tba_hpc.prompts import CompletedRequests
 from tba_hpc.run.checkpoints import TrainerState
 from tba_hpc.types import Shard
@@ -100,7 +100,7 @@ def merge_pending(
     ``pending``: shards sealed beyond the cursors. Returns the state after; what searchers are told when they
     join follows from it, so no exchange is needed yet.
     """
-    log_state(metrics, "resumed" if state != TrainerState() else "started", state, buffer)
+    metrics.log(state_event("resumed" if state != TrainerState() else "started", state, buffer))
     freshness = Freshness(config, buffer)
     freshness.update_reference(state.step)
     merger = Merger(buffer, completed, freshness, metrics)
@@ -111,7 +111,6 @@ def merge_pending(
     return merger.evict_stale(state)
 
 
-def log_state(metrics: MetricsWriter, event: str, state: TrainerState, buffer: ReplayBuffer) -> None:
-    """Leave an event of the run in the trainer's metrics; see ``metrics`` for their names."""
-    step, revision = state.step, state.revision
-    metrics.log({"event": event, "step": step, "revision": revision, "buffer/size": len(buffer)})
+def state_event(event: str, state: TrainerState, buffer: ReplayBuffer) -> dict[str, Value]:
+    """Record of an event of the run for the trainer's metrics; see ``metrics`` for their names."""
+    return {"event": event, "step": state.step, "revision": state.revision, "buffer/size": len(buffer)}

@@ -206,8 +206,14 @@ class Learner(Protocol):
     def write_weights(self, out: np.ndarray) -> None:
         """Copy the current weights into ``out``, uint8 [layout.nbytes]; back when all of it is written."""
 
-    def save(self, folder: Path) -> None:
-        """Write everything needed to go on exactly (weights, optimizer) into an existing folder."""
+    def save(self, folder: Path) -> Callable[[], str]:
+        """Copy everything needed to go on exactly (weights, optimizer); returns what writes it.
+
+        That is called once, before the next ``save``, in any thread, and beside training unless
+        checkpoint.snapshot says otherwise. It writes into ``folder``, which exists, and is back when all
+        ranks have: with the lines of the inventory of files that are summed up by then. Raises StateError
+        where they cannot be written.
+        """
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote."""

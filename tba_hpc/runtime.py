@@ -143,7 +143,9 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
             completed=completed,
             state=state,
             saved=saved,
-            checkpoints=Checkpoints(run, config.checkpoint.keep, write_arrays),
+            checkpoints=Checkpoints(
+                run, config.checkpoint.keep, write_arrays, beside=config.checkpoint.snapshot is not None
+            ),
             metrics=metrics,
             stop_asked=lambda: stop.is_set,
             job_end=float(os.environ.get("TBA_JOB_END", "inf")),

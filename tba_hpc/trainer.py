@@ -9,18 +9,20 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
+from functools import partial
 
 from tba_hpc import schedules
 from tba_hpc.batch import with_reference_power
 from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import Config
 from tba_hpc.freshness import Freshness
-from tba_hpc.merger import Merger, log_state
-from tba_hpc.metrics import MetricsWriter
+from tba_hpc.merger import Merger, state_event
+from tba_hpc.metrics import MetricsWriter, Value
 from tba_hpc.ports import Learner, TrainerExchange
 from tba_hpc.prompts import CompletedRequests
-from tba_hpc.run.checkpoints import BUFFER_FILE, PROMPTS_FILE, Checkpoints, TrainerState
+from tba_hpc.run.checkpoints import BUFFER_FILE, PROMPTS_FILE, Arrays, Checkpoints, TrainerState
 from tba_hpc.step_log import StepLog
 from tba_hpc.types import Shard, Split, TrajectoryBatch
 
@@ -72,6 +74,8 @@ class Trainer:
         self._next_publish = state.step
         self._next_evaluation = _next_multiple(config.evaluate.every, state.step)
         self._next_checkpoint = _next_multiple(config.checkpoint.every, state.step)
+        self._under_way: Future[TrainerState] | None = None  # a checkpoint that is being written
+        self._to_log: dict[str, Value] = {}  # its event
 
     def run(self) -> bool:
         """Train to the last step; True when it was reached, False when stopped before. All is saved then.
@@ -94,8 +98,10 @@ class Trainer:
             learned = self._step(batch)
             self._log_step(batch, learned)
             self._checkpoint_if_due()
+        self._await_checkpoint()
         if self._state != self._saved:
             self._checkpoint()
+            self._await_checkpoint()
         return self._finished
 
     def _begin(self) -> None:
@@ -115,8 +121,9 @@ class Trainer:
 
     @property
     def _is_late(self) -> bool:
-        left = self._job_end - time.monotonic()
-        return is_late(left, step_seconds=self._step_log.longest_step, save_seconds=self._state.save_seconds)
+        left, saves = self._job_end - time.monotonic(), 2 if self._under_way else 1
+        save_seconds = saves * self._state.save_seconds
+        return is_late(left, step_seconds=self._step_log.longest_step, save_seconds=save_seconds)
 
     # --- Publish ---
 
@@ -192,6 +199,7 @@ class Trainer:
             if not self._publish_if_due():
                 self._exchange.gather()
             self._collect()
+            self._note_checkpoint()
             if time.monotonic() - max(waiting_since, self._last_arrival) > patience:
                 self._freshness.exclude_unresponsive(self._state.step, patience)
                 waiting_since = time.monotonic()
@@ -234,17 +242,45 @@ class Trainer:
         return learned
 
     def _checkpoint_if_due(self) -> None:
-        if self._state.step >= self._next_checkpoint and not self._finished:
+        """Every so many steps; one that finds the one before under way is put off until that is complete."""
+        self._note_checkpoint()
+        if self._state.step >= self._next_checkpoint and not self._under_way and not self._finished:
             self._checkpoint()
 
     def _checkpoint(self) -> None:
+        """Copy what a checkpoint holds; it is written beside the next steps, or now: see ``Checkpoints``."""
         with self._step_log.clock("checkpoint"):
-            self._metrics.sync()  # what the checkpoint counts is on record before it is
-            arrays = {BUFFER_FILE: self._buffer.state(), PROMPTS_FILE: {"done": self._completed.to_array()}}
-            self._state = self._checkpoints.save(self._state, self._learner, arrays)
-        self._saved = self._state
+            self._to_log = self._event("checkpoint")
+            files: dict[str, Callable[[], Arrays]] = {
+                BUFFER_FILE: _snapshot(self._buffer),
+                PROMPTS_FILE: partial(dict, done=self._completed.to_array()),
+            }
+            self._under_way = self._checkpoints.save(
+                self._state,
+                self._learner,
+                files,
+                records=self._metrics.sync,  # what the checkpoint counts is on record before it is
+            )
         self._next_checkpoint = _next_multiple(self._config.checkpoint.every, self._state.step)
-        self.log_event("checkpoint")
+        self._note_checkpoint()
+
+    def _note_checkpoint(self) -> None:
+        """Tell of the checkpoint under way once it is complete. Raises what kept it from that."""
+        if self._under_way and self._under_way.done():
+            self._saved = self._under_way.result()
+            self._state = replace(self._state, save_seconds=self._saved.save_seconds)
+            self._under_way = None
+            self._metrics.log(self._to_log)
+
+    def _await_checkpoint(self) -> None:
+        """Wait for the checkpoint under way. Raises TimeoutError past the deadline."""
+        patience = self._config.exchange.deadline_seconds
+        if self._under_way and not wait([self._under_way], patience).done:
+            raise TimeoutError(
+                f"the checkpoint of step {self._to_log['step']} was not written within {patience:g} s: see "
+                "whether the file system of the run answers, or raise exchange.deadline_seconds"
+            )
+        self._note_checkpoint()
 
     def _log_step(self, batch: TrajectoryBatch, learned: Mapping[str, float]) -> None:
         seconds = self._step_log.write(self._state.step - 1, batch, learned)
@@ -252,12 +288,20 @@ class Trainer:
 
     def log_event(self, event: str) -> None:
         """Leave an event of the run in the trainer's metrics; see ``metrics`` for their names."""
-        log_state(self._metrics, event, self._state, self._buffer)
+        self._metrics.log(self._event(event))
+
+    def _event(self, event: str) -> dict[str, Value]:
+        return state_event(event, self._state, self._buffer)
 
 
 def is_late(left: float, *, step_seconds: float, save_seconds: float) -> bool:
     """Whether ``left`` seconds are too few for one more step and a save after it."""
     return left < step_seconds + save_seconds + MARGIN_SECONDS
+
+
+def _snapshot(buffer: ReplayBuffer) -> Callable[[], Arrays]:
+    """What gives the arrays of the buffer as it is now, whatever becomes of it, in any thread."""
+    return partial(dict, buffer.state())
 
 
 def _next_multiple(of: int, step: int) -> int:

@@ -18,6 +18,7 @@ import torch
 
 from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
 from tba_hpc.config import Config, parse_config
+from tba_hpc.run.beside import beside
 from tba_hpc.types import Ragged, TrajectoryBatch, WeightLayout
 
 Plan = list[tuple[str, int | str]]
@@ -28,7 +29,13 @@ DEADLINE = 60.0
 
 
 def make_config(
-    model: Path, *, ranks: int, dtype: str = "float32", temperature: float = 1.0, **train: object
+    model: Path,
+    *,
+    ranks: int,
+    dtype: str = "float32",
+    temperature: float = 1.0,
+    snapshot: str | None = "memory",
+    **train: object,
 ) -> Config:
     """A config whose micro-batches, chunks and clip all matter to the result."""
     settings = {
@@ -43,6 +50,7 @@ def make_config(
         {
             "model": {"path": str(model), "dtype": dtype, "logprob_temperature": temperature},
             "train": settings | train,
+            "checkpoint": {"snapshot": snapshot},
             "launch": {"trainers": ranks},
         }
     )
@@ -183,7 +191,12 @@ def _lead(learner: DeepSpeedLearner, folder: Path, plan: Plan) -> None:
                 (folder / str(value)).write_bytes((folder / "window").read_bytes())
             case "save":
                 (folder / str(value)).mkdir()
-                learner.save(folder / str(value))
+                (folder / str(value) / "lines").write_text(learner.save(folder / str(value))())
+            case "snapshot":
+                (folder / str(value)).mkdir()
+                written = beside(learner.save(folder / str(value)))
+            case "written":
+                (folder / str(value) / "lines").write_text(written.result(DEADLINE))
             case "load":
                 learner.load(Path(value))
             case "export":

@@ -48,7 +48,7 @@ def make_config(root: Path, **sections: dict[str, object]) -> Config:
             "pending_shards": 4,
             "deadline_seconds": 60,
         },
-        "checkpoint": {"every": EVERY},
+        "checkpoint": {"every": EVERY, "snapshot": None},  # complete at once: counts are exact
         "evaluate": {"every": 10, "validation_prompts": 4},
     }
     return parse_config({name: {**values, **sections.get(name, {})} for name, values in tree.items()})

@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from signal import SIGTERM
 
@@ -117,7 +118,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
         with torch.no_grad():
             learner._logits += step
         state = TrainerState(step=step, revision=step, cursors={0: step})
-        Checkpoints(run, 2, write_arrays).save(state, learner, arrays(step))
+        files = {name: partial(dict, part) for name, part in arrays(step).items()}
+        Checkpoints(run, 2, write_arrays).save(state, learner, files)
         weights[step] = weights_of(learner)
     return Saved(run, weights)
 

@@ -6,6 +6,7 @@ import math
 import os
 import resource
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tabular_run
 import torch
+from killer import Killer, in_a_process
 from learner_worker import (
     BETA,
     GROUP_SIZE,
@@ -31,11 +34,22 @@ from learner_worker import (
 from safetensors.torch import load_file
 from tiny_models import make_random_model
 
-from tba_hpc.backends.deepspeed_learner import Command, DeepSpeedLearner
+from tba_hpc.backends.deepspeed_learner import Command, DeepSpeedLearner, _replacing
+from tba_hpc.backends.hdf5_shards import write_arrays
 from tba_hpc.backends.hf_model import load_policy, load_tokenizer
 from tba_hpc.backends.trainer_group import Message, TrainerGroup
 from tba_hpc.config import Config, LossNormaliser
 from tba_hpc.ports import ExchangeError
+from tba_hpc.run.checkpoints import (
+    Checkpoints,
+    StateError,
+    TrainerState,
+    checkpoint_folders,
+    damaged_checkpoints,
+    read_state,
+)
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.inventory import damage, inventory, with_checksum
 from tba_hpc.types import TrajectoryBatch
 
 pytestmark = pytest.mark.engine
@@ -145,9 +159,9 @@ class Case:
     loss_normaliser: LossNormaliser = "sum"
     temperature: float = 1.0
 
-    def config(self, model: Path, *, ranks: int | None = None) -> Config:
+    def config(self, model: Path, *, ranks: int | None = None, snapshot: str | None = "memory") -> Config:
         settings = {key: value for key, value in asdict(self).items() if key not in ("ranks", "tied")}
-        return make_config(model, ranks=ranks or self.ranks, **settings)
+        return make_config(model, ranks=ranks or self.ranks, snapshot=snapshot, **settings)
 
     def __str__(self) -> str:
         tied, clip = "tied" if self.tied else "untied", "" if self.gradient_clip else "-unclipped"
@@ -299,7 +313,142 @@ def _save_beyond_a_limit(folder: Path, config: Config) -> None:
     log_to(folder / "log-0")
     learner = DeepSpeedLearner.create(config, rank=0, ranks=1, store=folder / "store", deadline=60)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    learner.save(folder)
+    learner.save(folder)()
+
+
+@pytest.mark.parametrize(
+    "case, snapshot",
+    [
+        *((ZERO_1, "memory"), (ZERO_2, "memory"), (ZERO_3, "memory"), (BF16[0], "memory")),
+        *((ONE_RANK, "memory"), (ZERO_2, "folder"), (ZERO_3, None)),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_written_beside_training_is_of_its_moment(
+    runs: Runs, tmp_path: Path, case: Case, snapshot: str | None
+) -> None:
+    """Two steps are taken before the copies are known to be on disk, and none of them is in the files."""
+    (tmp_path / "folder").mkdir()
+    place = str(tmp_path / "folder") if snapshot == "folder" else snapshot
+    begin: Plan = [("step", 1), ("step", 2), ("snapshot" if snapshot else "save", "checkpoint")]
+    end: Plan = [("written", "checkpoint")] if snapshot else []
+    config = case.config(runs.model(case.tied), snapshot=place)
+    done = run(tmp_path / "run", config, [*begin, *REST, *end])
+    whole = runs.whole(case)
+    assert (done.folder / "weights").read_bytes() == (whole.folder / "weights").read_bytes()
+
+    checkpoint = done.folder / "checkpoint"
+    lines = (checkpoint / "lines").read_text()
+    summed = {line.split(" ", 2)[2] for line in lines.splitlines()}
+    assert summed == {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*.pt")}
+    (checkpoint / "COMPLETE").write_text(with_checksum(inventory(checkpoint, known=lines)))
+    assert damage(checkpoint) == ""
+
+    restored = run(tmp_path / "restored", config, [("load", str(checkpoint)), *REST])
+    assert restored.metrics == whole.metrics[2:]
+    assert (restored.folder / "weights").read_bytes() == (whole.folder / "weights").read_bytes()
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_disk_that_is_full_for_one_rank_is_told_by_the_leader(
+    runs: Runs, tmp_path: Path, full: int
+) -> None:
+    (tmp_path / "store").mkdir()
+    config = ZERO_2.config(runs.model(False))
+    processes = [start(_save_with_one_full, tmp_path, rank, config, full) for rank in range(2)]
+    assert join(processes) == [0, 0]
+    assert (tmp_path / "told").read_text().startswith(f"cannot write the checkpoint {tmp_path}")
+
+
+def _save_with_one_full(folder: Path, rank: int, config: Config, full: int) -> None:
+    log_to(folder / f"log-{rank}")
+    learner = DeepSpeedLearner.create(config, rank=rank, ranks=2, store=folder / "store", deadline=60)
+    if rank == full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    if rank == 0:
+        with pytest.raises(StateError) as caught:
+            learner.save(folder)()
+        (folder / "told").write_text(str(caught.value))
+        learner.close()
+    else:
+        learner.follow(lambda: np.empty(0, np.uint8))
+
+
+@pytest.mark.parametrize("rank, nth", [(0, 1), (0, 5), (0, 12), (1, 2)])
+def test_a_rank_killed_while_a_checkpoint_is_written_leaves_the_one_before(
+    runs: Runs, tmp_path: Path, rank: int, nth: int
+) -> None:
+    (tmp_path / "store").mkdir()
+    directory = RunDir.create(tabular_run.make_config(tmp_path))
+    config = ZERO_2.config(runs.model(False))
+    arguments = (directory.path, config, rank, nth)
+    processes = [start(_checkpoint_and_die, tmp_path, place, *arguments) for place in range(2)]
+    codes = join(processes)
+    assert codes[rank] == -signal.SIGKILL and codes[1 - rank] == 1, codes
+    other = (tmp_path / f"log-{1 - rank}").read_text()
+    assert "ExchangeError: trainer rank" in other
+    (folder,) = checkpoint_folders(directory, complete=True)
+    assert read_state(folder).step == 2 and damaged_checkpoints(directory) == {}
+    restored = run(tmp_path / "restored", config, [("load", str(folder)), *REST])
+    expected = runs.whole(ZERO_2).folder / "weights"
+    assert (restored.folder / "weights").read_bytes() == expected.read_bytes()
+
+
+def _checkpoint_and_die(folder: Path, rank: int, path: Path, config: Config, killed: int, nth: int) -> None:
+    """Rank ``killed`` ends as it is about to change the disk for the ``nth`` time after the first save."""
+    log_to(folder / f"log-{rank}")
+    torch.set_num_threads(1)
+    learner = DeepSpeedLearner.create(config, rank=rank, ranks=2, store=folder / "store", deadline=60)
+    directory = RunDir.open(path)
+    if rank == 1:
+        if killed == 1:
+            killer = Killer(directory.checkpoints / "step-000003", nth)
+        learner.follow(lambda: np.empty(0, np.uint8))
+        return
+    checkpoints = Checkpoints(directory, 2, write_arrays, beside=True)
+    for step in (1, 2):
+        learner.step(make_batch(step), learning_rate=LEARNING_RATE, beta=BETA)
+    checkpoints.save(TrainerState(step=2), learner, {}).result(60)
+    learner.step(make_batch(3), learning_rate=LEARNING_RATE, beta=BETA)
+    if killed == 0:
+        killer = Killer(directory.checkpoints, nth)
+    saved = checkpoints.save(TrainerState(step=3), learner, {})
+    for step in (4, 5):
+        learner.step(make_batch(step), learning_rate=LEARNING_RATE, beta=BETA)
+    saved.result(60)
+    del killer
+
+
+# --- A folder that takes the place of another ---
+
+
+def test_a_kill_at_any_moment_of_a_replacement_leaves_no_obstacle(tmp_path: Path) -> None:
+    """Whole as before or as after, or to be made again; and the next replacement leaves itself alone."""
+    folder, seen = tmp_path / "export", set()
+    for nth in range(1, 100):
+        _replace(folder, b"old")
+        code = in_a_process(_replace_and_die, folder, nth)
+        if folder.exists():
+            content = {path.name: path.read_bytes() for path in folder.iterdir()}
+            assert content in ({"a": b"old", "b": b"old"}, {"a": b"new", "b": b"new"})
+            seen.add(content["a"])
+        _replace(folder, b"next")
+        assert {path.read_bytes() for path in folder.iterdir()} == {b"next"}
+        assert [path.name for path in tmp_path.iterdir()] == ["export"]
+        if code == 0:
+            break
+    assert seen == {b"old", b"new"} and nth > 10
+
+
+def _replace_and_die(folder: Path, nth: int) -> None:
+    Killer(folder.parent, nth)
+    _replace(folder, b"new")
+
+
+def _replace(folder: Path, data: bytes) -> None:
+    with _replacing(folder) as temporary:
+        for name in ("a", "b"):
+            (temporary / name).write_bytes(data)
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:

@@ -10,19 +10,24 @@ import json
 import logging
 import math
 import os
+import secrets
 import shutil
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import deepspeed
 import numpy as np
 import torch
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
@@ -39,11 +44,14 @@ from tba_hpc.backends.hf_model import (
     require_one_vocabulary,
     tensor_in,
 )
+from tba_hpc.backends.snapshot import Snapshot
 from tba_hpc.backends.trainer_group import Message, TrainerGroup, is_lost_peer
 from tba_hpc.config import Config
 from tba_hpc.objectives import Groups, ObjectiveOutput, figures, make_objective
+from tba_hpc.run.beside import at_once, beside
 from tba_hpc.run.checkpoints import StateError
-from tba_hpc.run.files import fsync, write_atomic
+from tba_hpc.run.files import fsync, make_durable, write_atomic
+from tba_hpc.run.inventory import SummedFile
 from tba_hpc.skipped_steps import SkippedSteps
 from tba_hpc.types import PaddedBatch, TrajectoryBatch, WeightLayout, WeightSlot
 
@@ -66,6 +74,9 @@ BUCKET_ELEMENTS = 128 << 20
 
 BUCKET_BYTES = 256 << 20
 """Most weights that ZeRO-3 makes whole at once to copy them out: memory against messages."""
+
+CONVERTERS = 4
+"""Most processes that convert a checkpoint to another number of ranks; each holds one rank's part of it."""
 
 
 class Command(IntEnum):
@@ -105,6 +116,10 @@ class DeepSpeedLearner:
             temperature=config.model.policy_temperature,
         )
         self._engine = _make_engine(config, logprobs.train())
+        gpu, where = group.device.type == "cuda", config.checkpoint.snapshot
+        self._snapshot = Snapshot(where, local_ranks=group.local_ranks, gpu=gpu)
+        self._engine.checkpoint_engine = _CopyingEngine(self._snapshot)
+        self._written: Future[str] = at_once(str)  # what a follower writes
         self._skipped = SkippedSteps()
 
     @classmethod
@@ -143,11 +158,15 @@ class DeepSpeedLearner:
         with self._group.together():
             self._write(out)
 
-    def save(self, folder: Path) -> None:
-        """Write weights and optimizer into an existing folder that all ranks see, durably."""
+    def save(self, folder: Path) -> Callable[[], str]:
+        """Copy weights and optimizer; returns what writes them into an existing folder that all ranks see.
+
+        That may be called in another thread, once, before the next ``save``, and before the next step where
+        checkpoint.snapshot is null. It is back when all ranks have written, durably.
+        """
         self._tell(Command.SAVE, folder)
         with self._group.together():
-            self._save(folder)
+            return self._save(folder)
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote; exactly for the same number of ranks, else to rounding."""
@@ -189,7 +208,7 @@ class DeepSpeedLearner:
             case Command.WRITE:
                 self._write(slot())
             case Command.SAVE:
-                self._save(_folder(message))
+                self._save_along(_folder(message))
             case Command.LOAD:
                 self._load(_folder(message))
             case Command.EXPORT:
@@ -263,21 +282,32 @@ class DeepSpeedLearner:
                     if slot.name in wanted:
                         tensor_in(out, slot).copy_(parameter)
 
-    def _save(self, folder: Path) -> None:
-        try:
+    def _save_along(self, folder: Path) -> None:
+        """A follower's part: the leader learns from ``gather`` what has become of it."""
+        wait([self._written])  # the memory of its copy is used again
+        write = self._save(folder)
+        self._written = beside(write) if self._config.checkpoint.snapshot else at_once(write)
+
+    def _save(self, folder: Path) -> Callable[[], str]:
+        with _unwritable(folder):
             self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
-        except (OSError, RuntimeError) as error:  # torch's writer raises either
-            if is_lost_peer(error):
-                raise
-            raise StateError(
-                f"cannot write the checkpoint {folder} ({error}): free space or raise the quota, then start "
-                "the same run again; it goes on from the checkpoint before"
-            ) from error
-        if self._group.leads:
-            write_atomic(folder / RANKS_FILE, json.dumps(self._group.ranks))
-        for path in (folder / TAG).iterdir():  # on every rank: only the node that wrote a page can flush it
-            fsync(path)
-        self._group.barrier()
+        return partial(self._write_files, folder, self._snapshot.take())
+
+    def _write_files(self, folder: Path, files: Sequence[Callable[[], SummedFile]]) -> str:
+        """Write this rank's files, which only its own node can flush, and hear of the others'."""
+        lines, fault = "", ""
+        try:
+            with _unwritable(folder):
+                with ThreadPoolExecutor(len(files)) as pool:  # one is summed up while another is flushed
+                    lines = "".join(pool.map(lambda write: write().line(folder), files))
+                if self._group.leads:
+                    write_atomic(folder / RANKS_FILE, json.dumps(self._group.ranks))
+        except StateError as error:
+            fault = str(error)
+        reports = [json.loads(report) for report in self._group.gather(json.dumps([lines, fault]))]
+        if faults := [fault for _, fault in reports if fault]:
+            raise StateError(faults[0])
+        return "".join(lines for lines, _ in reports)
 
     def _load(self, folder: Path) -> None:
         if json.loads((folder / RANKS_FILE).read_text()) == self._group.ranks:
@@ -291,7 +321,7 @@ class DeepSpeedLearner:
         if self._group.leads:
             shutil.rmtree(scratch, ignore_errors=True)
             _convert(folder / TAG, scratch / TAG)
-        self._group.barrier()
+        self._group.await_leader()  # no barrier: the conversion of a large one outlasts its deadline
         self._engine._config.load_universal_checkpoint = True  # DeepSpeed reads it when it loads
         self._restore(scratch)
         self._engine._config.load_universal_checkpoint = False
@@ -318,8 +348,35 @@ class DeepSpeedLearner:
         self._group.barrier()
 
     def _close(self) -> None:
+        wait([self._written])
         self._engine.destroy()
         self._group.leave()
+
+
+class _CopyingEngine(TorchCheckpointEngine):
+    """What DeepSpeed hands its files to: they are copied, and written when the learner's caller says so."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        super().__init__()
+        self._snapshot = snapshot
+
+    def save(self, state_dict: dict[str, Any], path: str) -> None:
+        """What DeepSpeed would have written by now."""
+        self._snapshot.add(state_dict, path)
+
+
+@contextmanager
+def _unwritable(folder: Path) -> Iterator[None]:
+    """What goes wrong with a file is the user's to mend, and told as that; the loss of a peer is not."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch's writer raises either
+        if is_lost_peer(error):
+            raise
+        raise StateError(
+            f"cannot write the checkpoint {folder} ({error}): free space or raise the quota, then start "
+            "the same run again; it goes on from the checkpoint before"
+        ) from error
 
 
 def _make_engine(config: Config, model: PolicyLogprobs) -> deepspeed.DeepSpeedEngine:
@@ -377,7 +434,8 @@ def _convert(folder: Path, universal: Path) -> None:
     """
     program = [sys.executable, "-c", f"from {__name__} import convert; convert()", "--inject_missing_state"]
     arguments = ["--input_folder", str(folder), "--output_folder", str(universal)]
-    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    count = str(min(CONVERTERS, len(os.sched_getaffinity(0))))
+    workers = ["--num_extract_workers", count, "--num_merge_workers", count]
     done = subprocess.run([*program, *arguments, *workers], capture_output=True, text=True)
     if done.returncode:
         raise StateError(
@@ -416,13 +474,20 @@ def only_data(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """A temporary folder that takes the place of ``folder``, whole and durable, when the block ends."""
-    temporary, old = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.old.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    """A temporary folder that takes the place of ``folder``, whole and durable, when the block ends.
+
+    What a kill leaves, whole or half deleted, is gone after the next time, and has names of its own, for NFS
+    keeps what is open somewhere.
+    """
+    for left in folder.parent.glob(f".{folder.name}.*tmp"):
+        shutil.rmtree(left, ignore_errors=True)
+    unique = secrets.token_hex(4)
+    temporary = folder.with_name(f".{folder.name}.{unique}.tmp")
+    old = folder.with_name(f".{folder.name}.{unique}.old.tmp")
     temporary.mkdir(parents=True)
     yield temporary
-    for path in [*temporary.iterdir(), temporary]:
-        fsync(path)
+    make_durable(temporary)
+    fsync(temporary)
     if folder.exists():
         folder.rename(old)
     temporary.rename(folder)

@@ -50,14 +50,19 @@ class Message:
 class TrainerGroup:
     """One rank's view of the group; one per process, because torch.distributed is.
 
-    ``device`` is this rank's GPU where there are GPUs, else the CPU.
+    ``device`` is this rank's GPU where there are GPUs, else the CPU. ``local_ranks``: how many of the group
+    are on this machine.
     """
 
-    def __init__(self, *, rank: int, ranks: int, device: torch.device) -> None:
+    def __init__(
+        self, *, rank: int, ranks: int, local_ranks: int, device: torch.device, deadline: float
+    ) -> None:
         self.rank = rank
         self.ranks = ranks
+        self.local_ranks = local_ranks
         self.device = device
         self._commands = dist.new_group(backend="gloo", timeout=IDLE_DEADLINE)
+        self._texts = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline))
 
     @classmethod
     def join(cls, store: Path, *, rank: int, ranks: int, deadline: float) -> TrainerGroup:
@@ -67,7 +72,7 @@ class TrainerGroup:
         which libraries learn their place (RANK, LOCAL_RANK …). Raises ExchangeError naming who is missing.
         """
         hosts = _meet(store, rank, ranks, deadline)
-        local_rank = hosts[:rank].count(hosts[rank])
+        local_rank, local_ranks = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
         if len(set(hosts)) == 1:
             os.environ |= ON_ONE_MACHINE
         device = torch.device("cpu")
@@ -75,7 +80,7 @@ class TrainerGroup:
             local_rank %= gpus
             device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)
-        _set_environment(rank=rank, ranks=ranks, local_rank=local_rank, local_ranks=hosts.count(hosts[rank]))
+        _set_environment(rank=rank, ranks=ranks, local_rank=local_rank, local_ranks=local_ranks)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             init_method=f"file://{store.absolute() / 'group'}",
@@ -83,7 +88,7 @@ class TrainerGroup:
             rank=rank,
             world_size=ranks,
         )
-        return cls(rank=rank, ranks=ranks, device=device)
+        return cls(rank=rank, ranks=ranks, local_ranks=local_ranks, device=device, deadline=deadline)
 
     @property
     def leads(self) -> bool:
@@ -117,6 +122,35 @@ class TrainerGroup:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         dist.broadcast(buffer, src=0, group=self._commands)
         return buffer.numpy().tobytes()
+
+    def await_leader(self) -> None:
+        """Back when the leader comes here, too, hours later perhaps. ExchangeError where it is gone."""
+        if not self._alone:
+            with _lost(f"trainer rank {self.rank} waited for what the leader, trainer rank 0, does, but it"):
+                self._broadcast(b"\0")
+
+    def gather(self, text: str) -> list[str]:
+        """The texts of all ranks, by rank; on a follower its own alone.
+
+        One thread of each rank may be here while others command and sum: these are connections of their own.
+        Raises ExchangeError where another rank is gone, or does not come for the deadline.
+        """
+        if self._alone:
+            return [text]
+        with _lost(f"trainer rank {self.rank} could not agree with the others: one of them"):
+            if self.leads:
+                return [text, *(self._receive(rank) for rank in range(1, self.ranks))]
+            for data in (struct.pack("<q", len(text.encode())), text.encode()):
+                dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=0, group=self._texts)
+            return [text]
+
+    def _receive(self, rank: int) -> str:
+        """What a follower sends."""
+        size = torch.empty(1, dtype=torch.int64)
+        dist.recv(size.view(torch.uint8), src=rank, group=self._texts)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(data, src=rank, group=self._texts)
+        return data.numpy().tobytes().decode()
 
     def total(self, values: np.ndarray) -> np.ndarray:
         """float64 sums over all ranks."""

@@ -64,6 +64,7 @@ class Progress:
                 self.phase, self.step_times = event, []
             case "checkpoint":
                 self.checkpoint = record
+                record = {**record, "step": max(self.step, number(record, "step", 0))}  # the run is ahead
             case "damaged":
                 self.damaged.append(record)
                 return

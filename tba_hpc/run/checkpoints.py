@@ -12,12 +12,14 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
 
 from tba_hpc.ports import Learner
+from tba_hpc.run.beside import at_once, beside
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import fsync, make_durable, remove, write_atomic
 from tba_hpc.run.inventory import COMPLETE, damage, inventory, with_checksum
@@ -51,7 +53,7 @@ class TrainerState:
     cursors: per searcher, the index of the next shard to merge; searchers of earlier attempts stay in it.
     trajectories, tokens: merged so far (completion tokens); added, duplicates, evicted: what the buffer
     did with them. train_seconds: wall time of the loop, attempts added up. save_seconds: the longest save
-    of a checkpoint so far, this one included.
+    of a checkpoint so far, this one included, from its copy in memory to its last file.
     """
 
     step: int = 0
@@ -87,32 +89,55 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """Complete checkpoints of a run, the newest ``keep`` of them. write_arrays: makes a durable file."""
+    """Complete checkpoints of a run, the newest ``keep`` of them. write_arrays: makes a durable file.
+
+    beside: whether the caller goes on once all is copied, while a thread writes the copies.
+    """
 
     run: RunDir
     keep: int
     write_arrays: Callable[[Path, Arrays], None]
+    beside: bool = False
 
-    def save(self, state: TrainerState, learner: Learner, files: Mapping[str, Arrays]) -> TrainerState:
-        """Write a checkpoint with ``files`` of arrays; then shards that no kept one needs are deleted.
+    def save(
+        self,
+        state: TrainerState,
+        learner: Learner,
+        files: Mapping[str, Callable[[], Arrays]],
+        *,
+        records: Callable[[], None] = lambda: None,
+    ) -> Future[TrainerState]:
+        """Copy what a checkpoint holds, and write it; then shards and references that none needs are deleted.
 
-        Returns the state that it holds. Raises DiskFullError.
+        One at a time. files: the files of arrays, and what makes these; it may be called in another thread.
+        records: makes durable what must be on disk before the checkpoint counts it. Of the future, which is
+        done on return unless ``beside``: the state that the checkpoint holds once it is complete; raises
+        DiskFullError, StateError, ExchangeError.
         """
         began = time.monotonic()
         folder = begin_checkpoint(self.run, state.step)
-        learner.save(folder)
-        for name, arrays in files.items():
-            self.write_arrays(folder / name, arrays)
-        make_durable(folder)
-        listed = inventory(folder)
-        state = replace(state, save_seconds=max(state.save_seconds, time.monotonic() - began))
-        prune_shards(self.run, complete_checkpoint(self.run, folder, state, keep=self.keep, listed=listed))
-        return state
+        write = learner.save(folder)
+
+        def complete() -> TrainerState:
+            listed = write()
+            for name, arrays in files.items():
+                self.write_arrays(folder / name, arrays())
+            make_durable(folder)
+            records()
+            seconds = max(state.save_seconds, time.monotonic() - began)
+            saved = replace(state, save_seconds=seconds)
+            listed = inventory(folder, known=listed)
+            prune_shards(
+                self.run, complete_checkpoint(self.run, folder, saved, keep=self.keep, listed=listed)
+            )
+            prune_references(self.run)
+            return saved
+
+        return beside(complete) if self.beside else at_once(complete)
 
     def export_reference(self, step: int, learner: Learner) -> None:
-        """Write the policy of ``step`` as the next reference; those that no checkpoint needs are deleted."""
+        """Write the policy of ``step`` as the next reference."""
         learner.export(self.run.reference(step))
-        prune_references(self.run)
 
 
 def begin_checkpoint(run: RunDir, step: int) -> Path:
@@ -129,7 +154,7 @@ def begin_checkpoint(run: RunDir, step: int) -> Path:
     saves = [int(folder.suffix[1:] or 0) for folder in run.checkpoints.glob(f"{name}*")]
     again = max(saves, default=-1) + 1  # also where the first is gone: the newest must have the last name
     folder = run.checkpoints / (f"{name}.{again}" if again else name)
-    write_atomic(_unfinished(folder), "")
+    _unfinished(folder).touch()
     folder.mkdir()
     return folder
 
@@ -144,9 +169,9 @@ def complete_checkpoint(
     Raises DiskFullError.
     """
     listed = inventory(folder) if listed is None else listed
+    fsync(run.checkpoints)  # its name, and the mark beside it
     write_atomic(folder / STATE_FILE, state.to_json())
     write_atomic(folder / COMPLETE, with_checksum(listed + inventory(folder, STATE_FILE)))
-    fsync(run.checkpoints)
     _unfinished(folder).unlink(missing_ok=True)
     for old in checkpoint_folders(run, complete=True)[:-keep]:
         write_atomic(_unfinished(old), "")

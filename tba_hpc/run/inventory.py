@@ -12,9 +12,10 @@ import os
 import re
 import zlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from types import TracebackType
+from typing import NamedTuple, Self
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +40,96 @@ class _File(NamedTuple):
     path: str
 
 
-def inventory(folder: Path, *names: str) -> str:
-    """Lines of these files of ``folder``, or of all but COMPLETE, those in its folders too."""
+class SummedFile:
+    """A new file that is summed up while it is written, so that nobody has to read it back.
+
+    A context manager: the file is durable when the block has ended. ``checksum`` is then as of ``checksums``,
+    ``size`` in bytes. Large writes are summed up, and parts that are whole go to the disk, in threads of its
+    own meanwhile.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0
+        self.checksum = ""
+        self._part = 0  # CRC-32 of the part that is being written
+        self._file = path.open("wb", buffering=0)
+        self._beside = ThreadPoolExecutor(2)  # a checksum and a flush
+        self._flush: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                if self.size % PART_BYTES or not self.size:
+                    self._end_part()
+                os.fsync(self._file.fileno())
+                if self._flush:
+                    self._flush.result()  # the system tells one of two callers that a write failed
+        finally:
+            self._beside.shutdown()
+            self._file.close()
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append; returns how many bytes that were."""
+        left = memoryview(data).cast("B")
+        written = len(left)
+        while left:
+            piece = left[: PART_BYTES - self.size % PART_BYTES]
+            self._append(piece)
+            left = left[len(piece) :]
+        return written
+
+    def flush(self) -> None:
+        """Nothing is held back; libraries that write files call it."""
+
+    def line(self, folder: Path) -> str:
+        """The file's line in the inventory of ``folder``."""
+        return f"{self.checksum} {self.size} {self.path.relative_to(folder)}\n"
+
+    def _append(self, piece: memoryview) -> None:
+        """Write what lies within one part."""
+        if len(piece) < READ_BYTES:
+            self._part = zlib.crc32(piece, self._part)
+            self._to_file(piece)
+        else:  # both let other threads run
+            summed = self._beside.submit(zlib.crc32, piece, self._part)
+            self._to_file(piece)
+            self._part = summed.result()
+        self.size += len(piece)
+        if self.size % PART_BYTES == 0:
+            self._end_part()
+
+    def _to_file(self, piece: memoryview) -> None:
+        while piece:
+            piece = piece[self._file.write(piece) :]
+
+    def _end_part(self) -> None:
+        self.checksum += f"{self._part:08x}"
+        self._part = 0
+        if self._flush is None or self._flush.done():
+            if self._flush:
+                self._flush.result()
+            self._flush = self._beside.submit(os.fdatasync, self._file.fileno())
+
+
+def inventory(folder: Path, *names: str, known: str = "") -> str:
+    """Lines of these files of ``folder``, or of all but COMPLETE, those in its folders too.
+
+    known: lines of files that are summed up already, which are not read again.
+    """
+    summed_up = {line.split(" ", 2)[2] for line in known.splitlines()}
     everything = (path for path in folder.rglob("*") if path.is_file() and path.name != COMPLETE)
     files = [folder / name for name in names] or sorted(everything)
+    files = [file for file in files if str(file.relative_to(folder)) not in summed_up]
     lines = zip(checksums(files), files, strict=True)
-    return "".join(f"{summed} {file.stat().st_size} {file.relative_to(folder)}\n" for summed, file in lines)
+    return known + "".join(
+        f"{summed} {file.stat().st_size} {file.relative_to(folder)}\n" for summed, file in lines
+    )
 
 
 def with_checksum(lines: str) -> str:

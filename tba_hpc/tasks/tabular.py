@@ -394,12 +394,17 @@ class TabularLearner:
         """Copy the logits into ``out``, uint8 [layout.nbytes]."""
         out[:] = self._logits.detach().numpy().reshape(-1).view(np.uint8)
 
-    def save(self, folder: Path) -> None:
-        """Write logits and optimizer into an existing folder."""
+    def save(self, folder: Path) -> Callable[[], str]:
+        """Copy logits and optimizer; returns what writes them into an existing folder."""
         file = io.BytesIO()
         optimizer, skipped = self._optimizer.state_dict(), self._skipped.total
         torch.save({"logits": self._logits.detach(), "optimizer": optimizer, "skipped": skipped}, file)
-        publish(folder / STATE_FILE, file.getvalue())
+
+        def write() -> str:
+            publish(folder / STATE_FILE, file.getvalue())
+            return ""
+
+        return write
 
     def load(self, folder: Path) -> None:
         """Restore exactly what ``save`` wrote."""

@@ -1,1 +1,1 @@
-"""What a run costs at many searchers, measured and extrapolated; ``tools/bench_scale.py`` runs it all."""
+"""Benches of what grows with a run: one module each, with ``measure``."""

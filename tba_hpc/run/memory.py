@@ -1,0 +1,39 @@
+"""How much memory a process may still take, on its machine and under the limits of its control groups.
+
+It must not know what for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+V1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("", "memory.max", "memory.current", "inactive_file")
+"""Of control groups: folder of the hierarchy, files with limit and usage, name of the cached files' bytes."""
+
+
+def free_memory(process: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this process may take before something else has to leave; cached files count as free."""
+    return min([psutil.virtual_memory().available, *_left_by_groups(process / "cgroup", groups)])
+
+
+def _left_by_groups(listing: Path, groups: Path) -> Iterator[int]:
+    """Bytes left by each group that this process is in and that has a limit: Slurm sets one for a job."""
+    for line in listing.read_text().splitlines() if listing.exists() else []:
+        _, controllers, group = line.split(":", 2)
+        hierarchy, *names = V1 if controllers == "memory" else V2
+        place = groups / hierarchy / group.lstrip("/")
+        for folder in (place, *place.parents) if controllers in ("", "memory") else ():
+            yield from _left(folder, *names)
+
+
+def _left(group: Path, limit: str, usage: str, cached: str) -> Iterator[int]:
+    """Bytes left by a group that has a limit."""
+    if not (group / limit).exists() or (most := (group / limit).read_text().strip()) == "max":
+        return
+    found = re.search(rf"^{cached} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+    yield int(most) - int((group / usage).read_text()) + (int(found[1]) if found else 0)

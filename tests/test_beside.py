@@ -1,0 +1,406 @@
+"""Checkpoints written beside training: killed anywhere, damaged by nothing that training does meanwhile."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tabular_run
+import test_loops
+import torch
+from killer import Killer, in_a_process
+from test_hdf5_shards import small_disk as small_disk
+from test_loops import ReplayExchange, TrainerParts
+
+from tba_hpc.backends.hdf5_shards import read_arrays, write_arrays
+from tba_hpc.backends.snapshot import Snapshot
+from tba_hpc.config import ConfigError
+from tba_hpc.metrics import number, read_metrics
+from tba_hpc.run.checkpoints import (
+    BUFFER_FILE,
+    PROMPTS_FILE,
+    Arrays,
+    Checkpoints,
+    TrainerState,
+    checkpoint_folders,
+    damaged_checkpoints,
+    latest_checkpoint,
+    read_state,
+)
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.files import DiskFullError
+from tba_hpc.run.inventory import PART_BYTES, SummedFile, damage, inventory, with_checksum
+from tba_hpc.run.memory import free_memory
+from tba_hpc.tasks import tabular
+from tba_hpc.tasks.tabular import TabularLearner
+from tba_hpc.trainer import MARGIN_SECONDS, Trainer
+
+# --- Files that are summed up while they are written ---
+
+
+@pytest.mark.parametrize("size", [0, 1, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES + 12_345])
+def test_a_file_summed_up_while_written_has_the_checksum_of_one_read_back(tmp_path: Path, size: int) -> None:
+    data = np.random.default_rng(size).integers(0, 256, size, np.uint8).tobytes()
+    cuts = sorted(np.random.default_rng(7).integers(0, size + 1, 9).tolist())
+    with SummedFile(tmp_path / "file") as file:
+        for start, end in zip([0, *cuts], [*cuts, size], strict=True):
+            assert file.write(data[start:end]) == end - start
+    assert (tmp_path / "file").read_bytes() == data
+    assert file.line(tmp_path) == inventory(tmp_path)
+    (tmp_path / "other").write_bytes(b"read back")
+    assert sorted(inventory(tmp_path, known=file.line(tmp_path)).splitlines()) == sorted(
+        inventory(tmp_path).splitlines()
+    )
+
+
+def test_torch_writes_through_it_what_it_writes_to_a_path(tmp_path: Path) -> None:
+    state = {"large": torch.arange(20_000_000), "small": [torch.ones(3), {"a": 1}]}
+    with SummedFile(tmp_path / "file") as file:
+        torch.save(state, file)
+    (tmp_path / "COMPLETE").write_text(with_checksum(file.line(tmp_path)))
+    assert damage(tmp_path) == ""
+    loaded = torch.load(tmp_path / "file", weights_only=True)
+    assert torch.equal(loaded["large"], state["large"]) and torch.equal(loaded["small"][0], torch.ones(3))
+
+
+def test_a_disk_that_fills_up_is_an_error_of_the_file(small_disk: Path) -> None:
+    with pytest.raises(OSError, match="No space left"), SummedFile(small_disk / "file") as file:
+        file.write(bytes(3 << 20))
+
+
+# --- Kills ---
+
+
+def arrays(step: int) -> dict[str, dict[str, np.ndarray]]:
+    random = np.random.default_rng(step)
+    return {BUFFER_FILE: {"values": random.random(500)}, PROMPTS_FILE: {"done": np.full(9, step, np.uint8)}}
+
+
+def learner_at(step: int) -> TabularLearner:
+    learner = TabularLearner(tabular_run.TABLE)
+    with torch.no_grad():
+        learner._logits += step
+    return learner
+
+
+def weights_of(learner: TabularLearner) -> bytes:
+    out = np.empty(learner.layout.nbytes, np.uint8)
+    learner.write_weights(out)
+    return out.tobytes()
+
+
+def save(run: RunDir, step: int, *, beside: bool) -> None:
+    """Save ``step``; once that has begun, the weights and the arrays become others."""
+    learner = learner_at(step)
+    files = {name: partial(dict, part) for name, part in arrays(step).items()}
+    state = TrainerState(step=step, revision=step, cursors={0: step})
+    saved = Checkpoints(run, 2, write_arrays, beside=beside).save(state, learner, files)
+    if beside:
+        with torch.no_grad():
+            learner._logits.fill_(np.nan)
+    assert saved.result(60).step == step
+
+
+def save_and_die(path: Path, step: int, nth: int) -> None:
+    run = RunDir.open(path)
+    Killer(path, nth)
+    save(run, step, beside=True)
+    os._exit(0)
+
+
+def check_whole(run: RunDir, step: int) -> None:
+    """The newest checkpoint is that of ``step``, bit by bit."""
+    assert damaged_checkpoints(run) == {}
+    folder = latest_checkpoint(run)
+    assert folder is not None and read_state(folder).step == step
+    learner = TabularLearner(tabular_run.TABLE)
+    learner.load(folder)
+    assert weights_of(learner) == weights_of(learner_at(step))
+    for name, expected in arrays(step).items():
+        np.testing.assert_equal(read_arrays(folder / name), expected)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tabular_run.make_config(tmp_path))
+
+
+def test_a_kill_before_any_change_of_the_disk_leaves_the_checkpoint_before(
+    run: RunDir, tmp_path: Path
+) -> None:
+    for step in (3, 6):
+        save(run, step, beside=True)
+    newest = []
+    for nth in range(1, 1000):
+        copy = RunDir(shutil.copytree(run.path, tmp_path / f"kill-{nth}", symlinks=True))
+        code = in_a_process(save_and_die, copy.path, 9, nth)
+        folder = latest_checkpoint(copy)
+        assert folder is not None
+        newest.append(read_state(folder).step)
+        check_whole(copy, newest[-1])
+        save(copy, 12, beside=True)  # whatever was left is no obstacle
+        check_whole(copy, 12)
+        kept = [path.name for path in checkpoint_folders(copy, complete=True)]
+        assert sorted(path.name for path in copy.checkpoints.iterdir()) == kept and len(kept) == 2
+        shutil.rmtree(copy.path)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+    assert newest == sorted(newest) and set(newest) == {6, 9} and len(newest) > 25
+
+
+def test_a_run_that_is_killed_while_a_checkpoint_is_written_goes_on_and_loses_nothing(tmp_path: Path) -> None:
+    """Real loops and files, checkpoints as often as the disk allows."""
+    from tba_hpc.audit import audit
+
+    run = RunDir.create(tabular_run.make_config(tmp_path, checkpoint={"every": 1, "snapshot": "memory"}))
+    for nth in (12, 9, 15):
+        tabular_run.start(run, searchers=2, sent=signal.SIGKILL, nth=nth).join(60)
+        assert audit(run).problems == ()
+    tabular_run.start(run, searchers=2).join(60)
+    verdict = audit(run)
+    assert verdict.finished and verdict.clean and verdict.steps == tabular_run.STEPS, verdict.problems
+    events = [record for record in read_metrics(run.metrics_file("trainer")) if "event" in record]
+    told = [record["step"] for record in events if record["event"] == "checkpoint"]
+    assert len(told) > 2 and told[-1] == tabular_run.STEPS
+    assert all(read_state(folder).save_seconds > 0 for folder in checkpoint_folders(run, complete=True))
+
+
+# --- Switched off, put off, failed ---
+
+
+def test_switched_off_a_checkpoint_is_complete_on_return(run: RunDir) -> None:
+    learner = learner_at(3)
+    files = {name: partial(dict, part) for name, part in arrays(3).items()}
+    saved = Checkpoints(run, 2, write_arrays).save(TrainerState(step=3, cursors={}), learner, files)
+    assert saved.done()
+    check_whole(run, 3)
+
+
+def test_beside_training_the_same_files_are_written(tmp_path: Path) -> None:
+    found = []
+    for way in (False, True):
+        run = RunDir.create(tabular_run.make_config(tmp_path / str(way)))
+        save(run, 3, beside=way)
+        folder = latest_checkpoint(run)
+        assert folder is not None
+        files = [path for path in sorted(folder.rglob("*")) if path.name not in ("state.json", "COMPLETE")]
+        found.append({path.name: path.read_bytes() for path in files})
+    assert found[0] == found[1] and len(found[0]) == 3
+
+
+def test_what_a_thread_cannot_write_is_told_as_ever(run: RunDir) -> None:
+    save(run, 3, beside=True)
+
+    def full(path: Path, arrays: object) -> None:
+        raise DiskFullError(f"cannot write {path}")
+
+    saved = Checkpoints(run, 2, full, beside=True).save(
+        TrainerState(step=6), learner_at(6), {BUFFER_FILE: dict}
+    )
+    with pytest.raises(DiskFullError, match=r"cannot write .*buffer\.h5"):
+        saved.result(60)
+    check_whole(run, 3)
+    save(run, 9, beside=True)
+    check_whole(run, 9)
+
+
+# --- The trainer's loop ---
+
+
+class Held:
+    """Writes arrays once it is let."""
+
+    def __init__(self) -> None:
+        self.let = threading.Event()
+
+    def __call__(self, path: Path, arrays: Arrays) -> None:
+        assert self.let.wait(30)
+        write_arrays(path, arrays)
+
+
+def make_loops(root: Path, *, steps: int = 40, deadline: float = 20) -> tuple[TrainerParts, ReplayExchange]:
+    """A run of a fixed sequence of shards, with a checkpoint every five steps, of which all are kept."""
+    config = test_loops.make_config(
+        root,
+        train={"steps": steps},
+        exchange={"sync_every": 20, "deadline_seconds": deadline},
+        checkpoint={"every": 5, "keep": 100},
+    )
+    run = RunDir.create(config)
+    return TrainerParts(config, run), ReplayExchange(test_loops._sealed(config, run, 4), 0)
+
+
+def make_trainer(
+    root: Path, write: Callable[[Path, Arrays], None], *, stop: Callable[[RunDir], bool], **settings: float
+) -> tuple[Trainer, RunDir]:
+    parts, exchange = make_loops(root, **settings)
+    trainer = parts.build(exchange, lambda: stop(parts.run))
+    trainer._checkpoints = Checkpoints(parts.run, parts.config.checkpoint.keep, write, beside=True)
+    return trainer, parts.run
+
+
+def steps_of(run: RunDir, event: str | None) -> list[int]:
+    records = read_metrics(run.metrics_file("trainer"))
+    return [int(number(record, "step", 0)) for record in records if record.get("event") == event]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_is_put_off(tmp_path: Path) -> None:
+    """What is written in the end is what a trainer that waits writes, bit by bit."""
+    held = Held()
+
+    def let(run: RunDir) -> bool:
+        if steps_of(run, None)[-1:] == [22]:
+            held.let.set()
+        return False
+
+    trainer, run = make_trainer(tmp_path / "beside", held, stop=let)
+    assert trainer.run()
+    told = steps_of(run, "checkpoint")
+    assert told[0] == 5 and told[1] >= 22 and told[-1] == 40
+    order = [record.get("event") or record["step"] for record in read_metrics(run.metrics_file("trainer"))]
+    assert order.index("checkpoint") > order.index(22)
+
+    parts, exchange = make_loops(tmp_path / "waiting")
+    assert parts.build(exchange).run()
+    assert steps_of(parts.run, "checkpoint") == [5, 10, 15, 20, 25, 30, 35, 40]
+    for name in ("step-000005", "step-000040"):
+        ours, expected = run.checkpoints / name, parts.run.checkpoints / name
+        assert read_state(ours).revision == read_state(expected).revision
+        assert (ours / tabular.STATE_FILE).read_bytes() == (expected / tabular.STATE_FILE).read_bytes()
+        for file in (BUFFER_FILE, PROMPTS_FILE):
+            np.testing.assert_equal(read_arrays(ours / file), read_arrays(expected / file))
+
+
+def test_a_stop_waits_for_the_checkpoint_under_way_and_saves_the_last_state(tmp_path: Path) -> None:
+    held = Held()
+    timer = threading.Timer(0.3, held.let.set)
+
+    def stop(run: RunDir) -> bool:
+        reached = steps_of(run, None)[-1:] == [7]
+        if reached and not timer.ident:
+            timer.start()
+        return reached
+
+    trainer, run = make_trainer(tmp_path, held, stop=stop)
+    assert not trainer.run()
+    assert steps_of(run, "checkpoint") == [5, 7] and not timer.is_alive()
+    folder = latest_checkpoint(run)
+    assert folder is not None and read_state(folder).step == 7 and read_state(folder).save_seconds >= 0.25
+
+
+def test_a_checkpoint_that_is_never_written_does_not_keep_a_stopped_run(tmp_path: Path) -> None:
+    held = Held()
+    trainer, run = make_trainer(tmp_path, held, stop=lambda run: len(steps_of(run, None)) == 7, deadline=0.5)
+    with pytest.raises(TimeoutError, match=r"^the checkpoint of step 5 was not written within 0\.5 s: see"):
+        trainer.run()
+    assert latest_checkpoint(run) is None
+    held.let.set()
+
+
+def test_a_disk_that_fills_up_beside_training_ends_the_run_and_leaves_the_checkpoint_before(
+    tmp_path: Path,
+) -> None:
+    def fills_up(path: Path, arrays: Arrays) -> None:
+        if "step-000005" not in str(path):
+            raise DiskFullError(f"cannot write {path}")
+        write_arrays(path, arrays)
+
+    trainer, run = make_trainer(tmp_path, fills_up, stop=lambda run: False)
+    with pytest.raises(DiskFullError, match=r"cannot write .*buffer\.h5"):
+        trainer.run()
+    assert steps_of(run, "checkpoint") == [5] and steps_of(run, None)[-1] >= 10
+    (folder,) = checkpoint_folders(run, complete=True)
+    assert read_state(folder).step == 5 and damaged_checkpoints(run) == {}
+
+
+def test_while_one_is_under_way_time_is_kept_for_two(tmp_path: Path) -> None:
+    parts, exchange = make_loops(tmp_path)
+    trainer = parts.build(exchange, job_end=time.time() + MARGIN_SECONDS + 60)
+    trainer._state = TrainerState(save_seconds=40)
+    assert not trainer._is_late
+    trainer._under_way = Future()
+    assert trainer._is_late
+
+
+# --- Copies ---
+
+
+@pytest.mark.parametrize("where", ["memory", "folder", None])
+@pytest.mark.parametrize("machines_ranks", [1, 10**9])
+def test_a_copy_is_of_its_moment_wherever_it_lies(
+    tmp_path: Path, where: str | None, machines_ranks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tensors that share memory share it in the file; what memory has no room for is written at once."""
+    (tmp_path / "node").mkdir()
+    place = str(tmp_path / "node") if where == "folder" else where
+    snapshot = Snapshot(place, local_ranks=machines_ranks, gpu=False)
+    flat = torch.arange(1000.0)
+    state = {"parts": [flat[:300], flat[300:]], "step": 7, "tied": flat[:300]}
+    for start in (0.0, 5.0):  # the second copy takes the memory of the first
+        flat.copy_(torch.arange(1000.0) + start)
+        path = tmp_path / f"state-{start}.pt"
+        snapshot.add(state, str(path))
+        assert path.exists() == (where == "memory" and machines_ranks > 1)
+        if where is not None:
+            flat.fill_(-1)
+        (write,) = snapshot.take()
+        assert write().line(tmp_path).endswith(f" {path.stat().st_size} {path.name}\n")
+        loaded = torch.load(path, weights_only=True)
+        assert torch.equal(torch.cat(loaded["parts"]), torch.arange(1000.0) + start) and loaded["step"] == 7
+        assert loaded["tied"].data_ptr() == loaded["parts"][0].data_ptr()
+    assert ("training waits while" in caplog.text) == (where == "memory" and machines_ranks > 1)
+    assert list((tmp_path / "node").iterdir()) == []
+
+
+def test_a_folder_for_copies_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.snapshot=.*/none is no folder .* choose memory"):
+        Snapshot(str(tmp_path / "none"), local_ranks=1, gpu=False)
+    with pytest.raises(ConfigError, match=r"snapshot=ram is neither memory, null nor a path from the root"):
+        tabular_run.make_config(tmp_path, checkpoint={"snapshot": "ram"})
+
+
+# --- Memory ---
+
+
+def group(folder: Path, **values: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in values.items():
+        (folder / name.replace("_", ".", 1)).write_text(f"{value}\n")
+
+
+@pytest.mark.parametrize("used, cached, left", [(900, 0, 100), (900, 300, 400), (100, 0, 500)])
+def test_the_tightest_limit_of_its_control_groups_counts(
+    tmp_path: Path, used: int, cached: int, left: int
+) -> None:
+    """Version 2, as in a Slurm job: the step has no limit, the job one, the machine's slice another."""
+    (tmp_path / "cgroup").write_text("0::/slice/job_7/step_0\n")
+    groups = tmp_path / "groups"
+    group(groups / "slice/job_7/step_0", memory_max="max")
+    stat = f"anon 5\ninactive_file {cached}\nactive_file 9"
+    group(groups / "slice/job_7", memory_max=1000, memory_current=used, memory_stat=stat)
+    group(groups / "slice", memory_max=600, memory_current=used - used + 100, memory_stat="inactive_file 0")
+    assert free_memory(tmp_path, groups) == min(left, 500)
+
+
+def test_control_groups_of_version_1(tmp_path: Path) -> None:
+    (tmp_path / "cgroup").write_text("4:cpu,cpuacct:/job\n3:memory:/job\n")
+    folder = tmp_path / "memory" / "job"
+    folder.mkdir(parents=True)
+    for name, value in (("limit_in_bytes", 1000), ("usage_in_bytes", 700)):
+        (folder / f"memory.{name}").write_text(f"{value}\n")
+    (folder / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 250\n")
+    assert free_memory(tmp_path, tmp_path) == 550
+
+
+def test_without_limits_the_machine_counts(tmp_path: Path) -> None:
+    assert free_memory(tmp_path, tmp_path) > 1 << 20

@@ -1,0 +1,207 @@
+"""Measures what a checkpoint costs: the trainer's stall, the writing beside it, the verification of a start.
+
+    python -m scale.checkpoint [millions of parameters] [most ranks]          (in tools/)
+
+A real learner and real files, in a temporary folder (TMPDIR chooses the disk). Each ratio is of medians taken
+in turn by one process, which does nothing else while the checkpoint is written.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
+from tba_hpc.backends.hdf5_shards import write_arrays
+from tba_hpc.config import Config, parse_config
+from tba_hpc.run.checkpoints import Checkpoints, TrainerState, latest_checkpoint
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.inventory import damage
+from tba_hpc.types import Ragged, TrajectoryBatch
+
+Row = dict[str, object]
+
+LAYERS = 10
+SAVES, WARM = 8, 3
+"""The first of them takes new memory for its copy, and a disk gives new blocks; medians are of the others."""
+
+LOADS = 5
+VOCABULARY = 128
+DEADLINE = 120.0
+
+
+def measure(millions: int = 40, ranks: tuple[int, ...] = (1, 2)) -> list[Row]:
+    """Rows for a float32 policy of so many million parameters under ZeRO-2, for each number of ranks."""
+    return [row for count in ranks for row in _measured(millions, count)]
+
+
+def _measured(millions: int, ranks: int) -> list[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        make_model(root / "model", millions)
+        (root / "store").mkdir()
+        run = RunDir.create(_config(root, ranks))
+        context = multiprocessing.get_context("spawn")
+        rows: multiprocessing.SimpleQueue[list[Row]] = context.SimpleQueue()
+        workers = [context.Process(target=_work, args=(root, run.path, rank, rows)) for rank in range(ranks)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert all(worker.exitcode == 0 for worker in workers), "see the tracebacks above"
+        return rows.get()
+
+
+def make_model(folder: Path, millions: int) -> None:
+    """A random Llama of about so many million parameters, with a tokenizer that nobody uses."""
+    hidden = round((millions * 1e6 / LAYERS / 16) ** 0.5 / 64) * 64
+    shape = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        max_position_embeddings=64,
+        eos_token_id=0,
+        pad_token_id=1,
+    )
+    LlamaForCausalLM(shape).save_pretrained(folder)
+    words = {word: i for i, word in enumerate(["<eos>", "<pad>", *map(chr, range(0x100, 0x100 + 126))])}
+    backend = Tokenizer(models.BPE(vocab=words, merges=[]))
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
+    tokenizer.save_pretrained(folder)
+
+
+def _config(root: Path, ranks: int, snapshot: str | None = "memory") -> Config:
+    return parse_config(
+        {
+            "run": {"root": str(root), "name": "bench"},
+            "model": {"path": str(root / "model"), "dtype": "float32", "context_length": 64},
+            "generator": {"max_tokens": 32, "completions_per_prompt": 2},
+            "train": {"prompts_per_step": 2, "completions_per_prompt": 2},
+            "checkpoint": {"snapshot": snapshot},
+            "launch": {"trainers": ranks},
+        }
+    )
+
+
+def _work(root: Path, path: Path, rank: int, rows: multiprocessing.SimpleQueue[list[Row]]) -> None:
+    run = RunDir.open(path)
+    config = run.config()
+    ranks = config.launch.trainers
+    learner = DeepSpeedLearner.create(config, rank=rank, ranks=ranks, store=root / "store", deadline=DEADLINE)
+    if rank == 0:
+        rows.put(list(_lead(run, learner, ranks)))
+        learner.close()
+    else:
+        learner.follow(lambda: np.empty(learner.layout.nbytes, np.uint8))
+
+
+def _lead(run: RunDir, learner: DeepSpeedLearner, ranks: int) -> Iterator[Row]:
+    learner.step(_batch(), learning_rate=1e-5, beta=0.1)  # the optimizer has no state before
+    checkpoints = Checkpoints(run, 1, write_arrays, beside=True)
+    stalls, writes, copying, plain = [], [], [], []
+    for step in range(SAVES):
+        began = time.perf_counter()
+        saved = checkpoints.save(TrainerState(step=step), learner, {})
+        stalls.append(time.perf_counter() - began)
+        saved.result()
+        writes.append(time.perf_counter() - began - stalls[-1])
+        sizes = _sizes(run)
+        copying.append(_memcpy_seconds(sum(size for name, size in sizes.items() if "rank_0" in name)))
+        plain.append(_plain_write_seconds(run.path, sum(sizes.values())))
+    loads, checks = [], []
+    for _ in range(LOADS):
+        loads.append(_seconds(lambda: learner.load(_newest(run))))
+        checks.append(_seconds(lambda: damage(_newest(run))))
+
+    stall, write, copy, raw = (statistics.median(part[WARM:]) for part in (stalls, writes, copying, plain))
+    load, check = statistics.median(loads), statistics.median(checks)
+    of = f"{sum(sizes.values()) / 1e9:.2f} GB, {ranks} rank{'s' if ranks > 1 else ''}: "
+    stall, write = statistics.median(stalls[1:]), statistics.median(writes[1:])
+    yield row(f"{of}stall of a checkpoint", 1e3 * stall, "ms", "")
+    yield row(f"{of}stall ÷ memcpy of the state", stall / copy, "", "≤ 1.5")
+    yield row(f"{of}the first stall ÷ memcpy, which takes new memory", stalls[0] / copy, "", "")
+    yield row(f"{of}speed of the writing ÷ plain write and fsync", raw / write, "", "≥ .8")
+    yield row(f"{of}plain write and fsync", raw, "s", "")
+    yield row(f"{of}verification ÷ load", check / load, "", "≤ .15")
+    yield row(f"{of}load", load, "s", "")
+
+
+def _batch() -> TrajectoryBatch:
+    """Two groups of two completions of a token each."""
+    return TrajectoryBatch(
+        group_size=2,
+        sequences=Ragged.from_rows([np.array([3, 4 + i]) for i in range(4)], np.int32),
+        prompt_length_N=np.ones(4, np.int64),
+        reward_N=np.arange(4, dtype=np.float32),
+        value_N=np.zeros(4, np.float32),
+        version_N=np.zeros(4, np.int32),
+        on_policy_N=np.ones(4, np.bool_),
+        logprobs=np.zeros(4, np.float32),
+        ref_logprobs=np.zeros(4, np.float32),
+        prompt_id_B=np.arange(2),
+    )
+
+
+def row(what: str, now: float, unit: str, goal: str) -> Row:
+    """A line of the table."""
+    return {"what": what, "now": round(now, 3), "unit": unit, "goal": goal}
+
+
+def _memcpy_seconds(size: int) -> float:
+    """One thread, between pages in use, from torch: numpy's own are larger, and faster than a model's."""
+    source, target = (torch.ones(size, dtype=torch.uint8).numpy() for _ in range(2))
+    return statistics.median(_seconds(lambda: np.copyto(target, source)) for _ in range(3))
+
+
+def _plain_write_seconds(folder: Path, size: int) -> float:
+    """One new file, by one thread."""
+    data, plain = memoryview(bytes(size)), folder / "plain"
+
+    def write() -> None:
+        with plain.open("wb", buffering=0) as file:
+            left = data
+            while left:
+                left = left[file.write(left[: 16 << 20]) :]
+            os.fsync(file.fileno())
+
+    plain.unlink(missing_ok=True)
+    return _seconds(write)
+
+
+def _newest(run: RunDir) -> Path:
+    folder = latest_checkpoint(run)
+    assert folder is not None
+    return folder
+
+
+def _sizes(run: RunDir) -> dict[str, int]:
+    """Of the learner's files of the newest checkpoint, bytes by name."""
+    return {path.name: path.stat().st_size for path in _newest(run).rglob("*.pt")}
+
+
+def _seconds(task: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    task()
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    most = int(sys.argv[2]) if len(sys.argv) > 2 else 2
+    for found in measure(int(sys.argv[1]) if len(sys.argv) > 1 else 40, tuple(range(1, most + 1))):
+        print(*found.values(), sep="\t")
