@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tba_hpc.launch.deafness import deafen, listeners
+from tba_hpc.launch.deafness import calls, deafen, listeners
 
 LISTENER = """
 import socket, sys
@@ -61,6 +62,9 @@ def test_only_the_loopback_interface_is_still_heard() -> None:
         assert hears("127.0.0.1", loopback)
         known.send(b"x")
         assert known.recv(1) == b"x"
+        assert calls(os.getpid(), {everywhere}) and not calls(os.getpid(), {loopback})
+        deafen(pid, loopback=True)
+        assert not hears("127.0.0.1", loopback)
         known.close()
 
 

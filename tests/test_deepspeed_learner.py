@@ -228,7 +228,6 @@ def test_a_checkpoint_loads_with_another_number_of_ranks(runs: Runs, case: Case,
     assert leftovers == []
 
 
-@pytest.mark.parametrize("case", [ZERO_2, ZERO_3], ids=str)
 class Payload:
     """What a stranger's file would have a reader do."""
 
@@ -257,6 +256,7 @@ def test_a_strangers_checkpoint_executes_nothing(runs: Runs, tmp_path: Path, nam
     assert mark.exists()
 
 
+@pytest.mark.parametrize("case", [ZERO_2, ZERO_3], ids=str)
 def test_export_holds_the_trained_weights(runs: Runs, case: Case, tmp_path: Path) -> None:
     """Under the layout's names, and a user's from_pretrained and tokenizer load it."""
     load = ("load", str(runs.whole(case).folder / "checkpoint"))

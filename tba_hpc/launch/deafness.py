@@ -25,15 +25,26 @@ DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
 """A packet filter of one instruction: keep 0 bytes of whatever comes."""
 
 
-def listeners(pid: int) -> list[tuple[int, str, int]]:
-    """(descriptor, address, port) of the sockets of a process that listen beyond the loopback interface."""
+def listeners(pid: int, *, loopback: bool = False) -> list[tuple[int, str, int]]:
+    """(descriptor, address, port) of the sockets of a process that listen beyond the loopback interface.
+
+    loopback: those that listen on it, too.
+    """
     with suppress(psutil.Error):
         found = [c for c in psutil.Process(pid).net_connections("inet") if c.status == psutil.CONN_LISTEN]
-        return [(c.fd, *c.laddr) for c in found if not ipaddress.ip_address(c.laddr[0]).is_loopback]
+        near = [loopback or not ipaddress.ip_address(c.laddr[0]).is_loopback for c in found]
+        return [(c.fd, *c.laddr) for c, wanted in zip(found, near, strict=True) if wanted]
     return []
 
 
-def deafen(pid: int) -> None:
+def calls(pid: int, ports: set[int]) -> bool:
+    """Whether a process is connected to one of these ports."""
+    with suppress(psutil.Error):
+        return any(c.raddr and c.raddr[1] in ports for c in psutil.Process(pid).net_connections("inet"))
+    return False
+
+
+def deafen(pid: int, *, loopback: bool = False) -> None:
     """Have a child's sockets that ``listeners`` names take no connection any more.
 
     What the system does not allow (a hardened kernel, a container) is left: see docs/security.md.
@@ -41,7 +52,7 @@ def deafen(pid: int) -> None:
     with suppress(OSError):
         process = os.pidfd_open(pid)
         try:
-            for descriptor, _, _ in listeners(pid):
+            for descriptor, _, _ in listeners(pid, loopback=loopback):
                 _drop_everything(process, descriptor)
         finally:
             os.close(process)

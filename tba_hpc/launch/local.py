@@ -30,7 +30,7 @@ from rich.console import Console
 
 from tba_hpc.config import Config
 from tba_hpc.launch import ONE_MACHINE, LaunchError
-from tba_hpc.launch.deafness import deafen
+from tba_hpc.launch.deafness import calls, deafen, listeners
 from tba_hpc.orphans import die_with
 from tba_hpc.report.status import LiveDisplay
 from tba_hpc.report.terminal import Terminal
@@ -302,6 +302,15 @@ class World:
         self.missing = missing
         return False
 
+    def deafen(self) -> bool:
+        """Let nobody reach mpiexec but its ranks; whether they are all there, and nobody at all can now."""
+        mpiexec = self.trainers[0]
+        ports = {port for _, _, port in listeners(mpiexec.process.pid, loopback=True)}
+        there = [child for child in mpiexec.children if calls(child.pid, ports)]
+        complete = len(there) == self.ranks
+        deafen(mpiexec.process.pid, loopback=complete)
+        return complete
+
     def _searchers_lost(self) -> Child | None:
         """The first failed searcher once all have ended and not one of them well."""
         lost = self.searchers and not self.stopping and all(child.code for child in self.searchers)
@@ -436,7 +445,7 @@ def _explain(run: RunDir, world: World, code: int, logs: Path, config: Config) -
 
 def _watch(run: RunDir, world: World, asked: Asked, display: LiveDisplay) -> int:
     """Wait for the end of the run; pass on a request to stop until it is heard, obey the one to kill."""
-    asked_at, open_to_others = -math.inf, MPIEXEC in {child.name for child in world.trainers}
+    asked_at, open_to_others = -math.inf, world.ranks > 0
     while (code := world.poll()) is None:
         if asked.kill:
             world.kill()
@@ -450,10 +459,7 @@ def _watch(run: RunDir, world: World, asked: Asked, display: LiveDisplay) -> int
         if not at_work(run) and not world.is_whole():
             world.kill()
             return FAILED
-        if open_to_others:
-            mpiexec = world.trainers[0]
-            deafen(mpiexec.process.pid)
-            open_to_others = not mpiexec.children  # it listens before it starts them
+        open_to_others = open_to_others and not world.deafen()
         display.refresh()
         time.sleep(WATCH_SECONDS)
     return code

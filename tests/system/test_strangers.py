@@ -44,6 +44,17 @@ def hears(address: str, port: int) -> bool:
     return False
 
 
+def leave_junk(process: subprocess.Popen[str]) -> set[tuple[int, int]]:
+    """At every port of every process of the run, of the loopback interface too; these."""
+    found = set()
+    with suppress(psutil.Error):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            for _, address, port in listeners(child.pid, loopback=True):
+                hears(address, port)
+                found.add((child.pid, port))
+    return found
+
+
 def few_files() -> None:
     """In the child, before it becomes the program."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
@@ -58,6 +69,7 @@ def test_a_run_on_one_machine_is_deaf_to_the_network_and_needs_no_home(model: Pa
         words, cwd=ROOT, env=environment, stdout=-1, stderr=-1, text=True, preexec_fn=few_files
     )
     heard: dict[tuple[int, str, int], float] = {}
+    junk: set[tuple[int, int]] = set()
     while process.poll() is None:
         with suppress(psutil.Error):
             for child in psutil.Process(process.pid).children(recursive=True):
@@ -65,10 +77,13 @@ def test_a_run_on_one_machine_is_deaf_to_the_network_and_needs_no_home(model: Pa
                     if hears(address, port):
                         first = heard.setdefault((child.pid, address, port), time.monotonic())
                         assert time.monotonic() - first < 3, (child.cmdline(), address, port)
+        if (tmp_path / "quickstart-seed0/metrics/trainer.jsonl").exists():  # it is at work
+            junk |= leave_junk(process)
         time.sleep(0.2)
     out, err = process.communicate()
     run = RunDir.open(tmp_path / "quickstart-seed0")
     assert process.returncode == 0 and run.finished, out + err
+    assert junk
 
     told = [path for path in run.path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert not told and SECRET not in out + err
