@@ -63,9 +63,9 @@ def test_only_the_loopback_interface_is_still_heard() -> None:
         known.send(b"x")
         assert known.recv(1) == b"x"
         assert calls(os.getpid(), {everywhere}) and not calls(os.getpid(), {loopback})
-        known.close()
         deafen(pid, loopback=True)
         assert not hears("127.0.0.1", loopback)
+        known.close()
 
 
 def test_a_process_that_is_gone_is_no_error() -> None:
