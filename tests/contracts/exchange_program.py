@@ -344,7 +344,7 @@ def ending_searcher(side: SearcherSide) -> None:
     time.sleep(0.3)
     assert not side.exchange.closed, "closed before the last weights were polled"
     last = side.take()
-    assert (last.version, last.evaluate) == (5, "test")
+    assert (last.publication.version, last.publication.evaluate) == (5, "test")
     side.wait_for_end()
     side.offer(1)  # too late for this run; a resume finds it on disk
     assert side.exchange.closed

@@ -86,7 +86,7 @@ def shard_of(searcher: int, index: int) -> Shard:
 @contextmanager
 def unflushed() -> Iterator[None]:
     """The shards below need not outlive a crash."""
-    fsync, os.fsync = os.fsync, lambda descriptor: None
+    fsync, os.fsync = os.fsync, lambda fd: None
     try:
         yield
     finally:
