@@ -37,6 +37,7 @@ from tba_hpc.ports import (
     TrainerExchange,
 )
 from tba_hpc.prompts import CompletedRequests, refuse_few_prompts, refuse_long_prompts, training_requests
+from tba_hpc.report.digest import KeptDigest, SearcherDigest, TrainerDigest
 from tba_hpc.run.checkpoints import (
     BUFFER_FILE,
     PROMPTS_FILE,
@@ -49,7 +50,7 @@ from tba_hpc.run.checkpoints import (
     set_aside,
 )
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.evaluations import discard_evaluations, find_evaluation, write_evaluation
+from tba_hpc.run.evaluations import discard_evaluations, find_evaluation, read_part, write_evaluation
 from tba_hpc.run.files import DiskFullError
 from tba_hpc.run.notes import FAILED, REFUSED, rank_name, redirect_output, write_note
 from tba_hpc.run.owners import owned
@@ -237,7 +238,7 @@ def search(run: RunDir, index: int | None) -> None:
                 generator=generator,
                 scorer=scorer,
                 requests=training_requests(config, task, placement.index, completed),
-                evaluator=_online_evaluator(config, task, placement.index),
+                evaluator=_online_evaluator(run, config, task, placement.index),
                 report=partial(write_evaluation, run),
                 exchange=_open_searcher(run, config, placement),
                 metrics=metrics,
@@ -383,7 +384,7 @@ def _progress(folder: Path | None) -> tuple[TrainerState, CompletedRequests]:
     return read_state(folder), CompletedRequests.from_array(read_arrays(folder / PROMPTS_FILE)["done"])
 
 
-def _online_evaluator(config: Config, task: Task, searcher: int) -> OnlineEvaluator:
+def _online_evaluator(run: RunDir, config: Config, task: Task, searcher: int) -> OnlineEvaluator:
     return OnlineEvaluator(
         task,
         searcher=searcher,
@@ -393,6 +394,7 @@ def _online_evaluator(config: Config, task: Task, searcher: int) -> OnlineEvalua
             "validation": config.evaluate.validation_prompts,
             "test": config.evaluate.test_prompts,
         },
+        done=partial(read_part, run),
     )
 
 
@@ -405,7 +407,11 @@ def _rendezvous(run: RunDir) -> Path:
 
 def _metrics(run: RunDir, config: Config, role: Role, index: int) -> MetricsWriter:
     events = run.metrics / "tensorboard" / rank_name(role, index) if config.metrics.tensorboard else None
-    return MetricsWriter(run.metrics_file(role, index), tensorboard=events)
+    path = run.metrics_file(role, index)
+    digest = (
+        KeptDigest(path, TrainerDigest()) if role == "trainer" else KeptDigest(path, SearcherDigest(index))
+    )
+    return MetricsWriter(path, tensorboard=events, digest=digest)
 
 
 def _seed(config: Config, searcher: int, revision: int) -> int:

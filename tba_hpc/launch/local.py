@@ -397,7 +397,7 @@ def launch(
         console.print("stopped before the roles were up: nothing was done, nothing is lost", highlight=False)
         log_event(run, "stopped")
         return 0
-    if code == 0 and _written(run, run.summary):  # mpiexec does not count ranks that were killed
+    if code == 0 and (run.finished or _written(run, run.summary)):  # mpiexec does not count killed ranks
         log_event(run, "finished" if run.finished else "stopped")
         return code
     return _explain(run, world, code, logs, config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from tba_hpc.types import Role
 
 FORMAT = 2
 """Version of what a run keeps on disk: names of files, events, metrics and record fields."""
+
+KEPT_ATTEMPTS = 16
+"""Attempts before the newest whose logs are kept: a file a rank each, of however many starts."""
 
 MAY_DIFFER = ("launch.", "run.root")
 """Config keys that a resume may change: it can have another number of ranks and another place."""
@@ -232,9 +236,20 @@ class RunDir:
         return self.path / "summary.json"
 
     @property
+    def finished_file(self) -> Path:
+        """What the leading trainer leaves once nothing is left to do but the summary and the report."""
+        return self.path / "finished"
+
+    @property
     def finished(self) -> bool:
-        """Whether nothing is left to do: the leading trainer writes the summary last of all."""
-        return self.summary.exists() and bool(json.loads(self.summary.read_text())["finished"])
+        """Whether nothing is left to do; runs of earlier versions say so in their summary alone."""
+        return self.finished_file.exists() or (
+            self.summary.exists() and bool(json.loads(self.summary.read_text())["finished"])
+        )
+
+    def mark_finished(self) -> None:
+        """Make ``finished`` true, for good."""
+        write_atomic(self.finished_file, "")
 
     def metrics_file(self, role: Role, rank: int = 0) -> Path:
         """``trainer.jsonl`` or ``searcher-0003.jsonl``."""
@@ -259,8 +274,13 @@ class RunDir:
         return dict(sorted(found.items()))
 
     def begin_attempt(self) -> Path:
-        """A new folder ``logs/attempt-001`` …, which ``logs/latest`` names from now on."""
-        taken = [int(path.name.removeprefix("attempt-")) for path in self.logs.glob("attempt-*")]
+        """A new folder ``logs/attempt-001`` …, which ``logs/latest`` names from now on.
+
+        Of those before, the newest ``KEPT_ATTEMPTS`` stay.
+        """
+        taken = sorted(int(path.name.removeprefix("attempt-")) for path in self.logs.glob("attempt-*"))
+        for old in taken[:-KEPT_ATTEMPTS]:
+            shutil.rmtree(self.logs / f"attempt-{old:03d}", ignore_errors=True)
         folder = self.logs / f"attempt-{max(taken, default=0) + 1:03d}"
         folder.mkdir()
         link = self.logs / f".latest.{os.getpid()}.tmp"
