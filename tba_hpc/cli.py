@@ -22,7 +22,7 @@ from tba_hpc.doctor.slurm_checks import SlurmError
 from tba_hpc.launch import LaunchError, local
 from tba_hpc.ports import EngineError, ExchangeError
 from tba_hpc.report.status import follow, print_status
-from tba_hpc.report.summary import summarise
+from tba_hpc.report.summary import Summary, summarise, write_summary
 from tba_hpc.report.tables import print_summary
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.changes import create as create_run
@@ -84,7 +84,7 @@ def run(
         with owned(run_dir):
             typer.echo("".join(f"{sentence}\n" for sentence in changes), nl=False, err=as_json)
             _launch(create_run(resolved), resolved, quiet=as_json)
-    print_summary(run_dir, summarise(run_dir, resolved), as_json=as_json)
+    print_summary(run_dir, _results(run_dir, anew=False), as_json=as_json)
 
 
 @app.command()
@@ -188,19 +188,18 @@ def status(
 
     run_dir = RunDir.open(run)
     if once or as_json:
-        print_status(run_dir, run_dir.config(), job_states, as_json=as_json)
+        from tba_hpc.ending import size_of_shard
+
+        print_status(run_dir, run_dir.config(), job_states, as_json=as_json, size_of=size_of_shard)
     else:
         follow(run_dir, run_dir.config(), job_states)
 
 
 @app.command()
 def report(run: RunPath, as_json: AsJson = False) -> None:
-    """Write RUN/report.html anew and print the summary of RUN."""
-    from tba_hpc.report.page import write_report
-
+    """Write RUN/summary.json and RUN/report.html anew and print the summary of RUN."""
     run_dir = RunDir.open(run)
-    write_report(run_dir)
-    print_summary(run_dir, summarise(run_dir, run_dir.config()), as_json=as_json)
+    print_summary(run_dir, _results(run_dir, anew=True), as_json=as_json)
 
 
 @app.command()
@@ -312,6 +311,19 @@ def _open(path: Path) -> RunDir:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
     return RunDir.open(path)
+
+
+def _results(run_dir: RunDir, *, anew: bool) -> Summary:
+    """Write the summary, and the report where it is missing or is to be made anew."""
+    from tba_hpc.ending import size_of_shard
+
+    if anew or not run_dir.report.exists():
+        from tba_hpc.report.page import write_report  # matplotlib costs a second
+
+        return write_report(run_dir, size_of_shard)
+    summary = summarise(run_dir, run_dir.config(), size_of_shard)
+    write_summary(run_dir, summary)
+    return summary
 
 
 def _launch(run_dir: RunDir, config: Config, *, quiet: bool) -> None:

@@ -6,16 +6,25 @@ It must not know how the run was trained.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from tba_hpc.config import Config
+from tba_hpc.metrics import MetricsTail, number
 from tba_hpc.ports import ExchangeError, Learner, TrainerExchange
-from tba_hpc.report import summary
+from tba_hpc.report.digest import Sealed
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.evaluations import find_evaluation
+from tba_hpc.run.evaluations import find_evaluation, missing_parts
 from tba_hpc.trainer import Trainer
 
 POLL_SECONDS = 0.1
 """Pause between two looks at the exchange and the evaluations."""
+
+NEWS_SECONDS = 5.0
+"""Pause between two looks at what the searchers write, which are a file each."""
+
+NAMED = 5
+"""Most searchers that an error names."""
 
 
 def end_run(
@@ -30,21 +39,36 @@ def end_run(
     """Let everybody go, and leave a summary and a report; a model, too, where the run is ``finished``.
 
     finished: whether the last step was taken; a resume has only this end left to do where a stop was asked
-    for meanwhile. Shards that arrive from here on stay on disk beyond the checkpoint's cursors. Raises
-    ExchangeError where the last evaluation does not come.
+    for meanwhile. Once nothing is left to train or to measure the run is marked as finished; a kill between
+    that and the report leaves it to the next ``tba run`` or ``tba report``. Shards that arrive from here on
+    stay on disk beyond the checkpoint's cursors. Raises ExchangeError where the last evaluation does not
+    come.
     """
     published = finished and publish_last(trainer)
     trainer.log_event("finished" if published else "stopped")
     if published:
         learner.export(run.export)
     learner.close()
-    if published and not _evaluation_arrives(run, config, trainer):
+    complete = published and _evaluation_arrives(run, config, trainer)
+    if complete:
+        run.mark_finished()
+    elif published:
         trainer.log_event("stopped")
     exchange.close()
-    summary.write_summary(run, summary.summarise(run, config))
     from tba_hpc.report.page import write_report  # matplotlib costs every start a second
 
-    write_report(run)
+    write_report(run, size_of_shard)
+
+
+def size_of_shard(path: Path) -> Sealed:
+    """What a shard file holds; nothing where it cannot be read."""
+    from tba_hpc.backends.hdf5_shards import ShardError, read_shard  # its library, too
+
+    try:
+        trajectories = read_shard(path).trajectories
+    except (OSError, ShardError):
+        return Sealed(0, 0)
+    return Sealed(len(trajectories), len(trajectories.completions.values))
 
 
 def publish_last(trainer: Trainer) -> bool:
@@ -57,17 +81,71 @@ def publish_last(trainer: Trainer) -> bool:
 
 
 def _evaluation_arrives(run: RunDir, config: Config, trainer: Trainer) -> bool:
-    """Wait until every searcher's part of the last evaluation is on disk; False when asked to stop before."""
-    patience, began = config.exchange.deadline_seconds, time.monotonic()
-    while find_evaluation(run, "test", config.train.steps) is None:
+    """Wait until every searcher's part of the last evaluation is on disk; False when asked to stop before.
+
+    Raises ExchangeError where for a whole deadline none of those whose part is missing has done anything.
+    """
+    step, patience = config.train.steps, config.exchange.deadline_seconds
+    watch = Watch(run, config.launch.searchers, step)
+    while find_evaluation(run, "test", step) is None:
         if trainer.stopping:
             return False
         if trainer.poll():
-            began = time.monotonic()  # the others begin anew, with larger shares
-        if time.monotonic() - began > patience:
+            watch.heard()  # the others begin anew, with larger shares
+        if watch.silence > patience:
             raise ExchangeError(
-                f"the last evaluation is incomplete after {patience:g} s: see which "
-                f"searcher's part is missing in {run.evaluations}, and its log; the model is in {run.export}"
+                f"the last evaluation is incomplete, and {watch.missing_words} generated nothing for "
+                f"{patience:g} s: see the log in {run.attempt}; the model is in {run.export}, and the same "
+                "run, started again, evaluates only what is missing"
             )
         time.sleep(POLL_SECONDS)
     return True
+
+
+@dataclass
+class Watch:
+    """When a searcher whose part of the last evaluation is missing was last heard of.
+
+    News is a part that has come, or a record of tokens generated.
+    """
+
+    run: RunDir
+    searchers: int
+    step: int
+    missing: list[int] = field(default_factory=list)
+    _tails: dict[int, MetricsTail] = field(default_factory=dict)
+    _heard: float = field(default_factory=time.monotonic)
+    _looked: float = -NEWS_SECONDS
+
+    def heard(self) -> None:
+        """There is news."""
+        self._heard = time.monotonic()
+
+    @property
+    def silence(self) -> float:
+        """Seconds without news."""
+        if time.monotonic() - self._looked >= NEWS_SECONDS:
+            self._looked = time.monotonic()
+            self._look()
+        return time.monotonic() - self._heard
+
+    def _look(self) -> None:
+        before, self.missing = self.missing, missing_parts(self.run, "test", self.step, self.searchers)
+        at_work = [self._is_at_work(searcher) for searcher in self.missing]  # all, lest old news wait
+        if self.missing != before or any(at_work):
+            self.heard()
+
+    def _is_at_work(self, searcher: int) -> bool:
+        """Whether a searcher has written of anything done since the last look."""
+        if searcher not in self._tails:
+            path = self.run.metrics_file("searcher", searcher)
+            self._tails[searcher] = MetricsTail(path, start=path.stat().st_size if path.exists() else 0)
+        records = self._tails[searcher].new()
+        return any(number(record, "search/tokens", 0.0) > 0 for record in records)
+
+    @property
+    def missing_words(self) -> str:
+        """Who they are."""
+        named = ", ".join(map(str, self.missing[:NAMED]))
+        more = f" and {len(self.missing) - NAMED} more" if len(self.missing) > NAMED else ""
+        return f"searcher{'' if len(self.missing) == 1 else 's'} {named}{more}"

@@ -49,8 +49,11 @@ staleness/histogram             list of counts over the batch; bin i holds stale
                                 everything from its index up
 event                           a record without the above: started, resumed, filling, waiting (no shard has
                                 come for exchange.max_steps_without_data steps; one per wait), reset (the
-                                policy became the reference), checkpoint, stopped, finished; with ``step``,
-                                ``buffer/size``, and ``revision``
+                                policy became the reference), snapshot (what a checkpoint is to hold was
+                                copied, and is written beside training), checkpoint (it is complete, and holds
+                                that ``step``), stopped, finished; with ``step``, ``buffer/size``, ``revision``
+event: full                     the disk had no room for some records before this one, which follow them now;
+seconds                         for how long (s); in the searchers' files, too
 revision                        of the buffer: how often its content changed so far, by a merge of what
                                 one collection brought or by an eviction of what is stale or used up (count)
 event: lost                     a searcher died and the run goes on, with ``step``, ``searcher``, ``host``
@@ -94,7 +97,7 @@ search/rejected                 trajectories set aside, so far: the reward is no
                                 raised (count)
 event: started                  a record without the above, one per start of this rank, with
 searchers                       searcher ranks that share the prompts (count)
-event: sealed                   one per shard, with ``trajectories``, ``shard`` (its index), and
+event: sealed                   one per shard, with ``trajectories``, ``tokens``, ``shard`` (its index), and
 search/issued                   training requests taken from the sequence since this start (count)
 ==============================  ========================================================================
 """
@@ -102,20 +105,23 @@ search/issued                   training requests taken from the sequence since 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Protocol, overload
 
 import numpy as np
 
-from tba_hpc.run.files import parse_json_lines
+from tba_hpc.run.files import FULL_DISK, DiskFullError, parse_json_lines
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
+
+log = logging.getLogger(__name__)
 
 Value = float | int | str | Sequence[float] | None
 Record = dict[str, float | int | str | list[float]]
@@ -140,27 +146,96 @@ STARTED = b'"event": "started"'
 """In the line of a rank's start; the one before it holds what the attempt before had counted."""
 
 
+MOST_UNWRITTEN = 64 << 20
+"""Bytes of records that may wait for room on a full disk."""
+
+CHUNK = 4 << 20
+"""Bytes of a metrics file that are parsed at once."""
+
+
+class Digest(Protocol):
+    """Sums up a metrics file as it is written, for those who read it; see ``report.digest``."""
+
+    def take(self, record: Record) -> None:
+        """One more record."""
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to keep what was taken."""
+
+    def keep(self, end: int) -> None:
+        """Keep what was taken: the first ``end`` bytes of the file, which are durable."""
+
+
 class MetricsWriter:
     """Appends records to ``path``, a line each, readable by others at once.
 
-    tensorboard: folder for TensorBoard event files with the same scalars and histograms, if wanted.
+    On a full disk records wait in memory, and what they say is logged as a warning and, once there is room,
+    as the event ``full``. tensorboard: folder for TensorBoard event files with the same scalars and
+    histograms, if wanted. digest: of this file; it has taken what is there already.
     """
 
-    def __init__(self, path: Path, *, tensorboard: Path | None = None) -> None:
+    def __init__(self, path: Path, *, tensorboard: Path | None = None, digest: Digest | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._file = path.open("ab", buffering=0)
-        if _torn(path):
-            self._file.write(b"\n")  # else the first record would be lost with the torn one
+        # Else the first record would be lost with a torn one.
+        self._unwritten = b"\n" if _torn(path) else b""
+        self._full_since: float | None = None
+        self._digest = digest
         self._scalars = _event_files(tensorboard) if tensorboard else None
         self._count = 0
 
     def log(self, record: Mapping[str, Value]) -> None:
-        """Write one record with ``time`` added; values of None are left out, numpy values made plain."""
+        """Write one record with ``time`` added; values of None are left out, numpy values made plain.
+
+        Raises DiskFullError where MOST_UNWRITTEN bytes wait for room.
+        """
         known = {name: value for name, value in record.items() if value is not None}
-        line = json.dumps({"time": time.time(), **known}, default=lambda value: value.tolist())
-        self._file.write(line.encode() + b"\n")
+        self._append({"time": time.time(), **known})
+        self._write()
+        if self._digest and self._digest.due and not self._unwritten:
+            self._keep(self._digest)
         if self._scalars:
             self._to_tensorboard(self._scalars, known)
+
+    def _append(self, record: Mapping[str, Value]) -> None:
+        line = json.dumps(record, default=lambda value: value.tolist())
+        self._unwritten += line.encode() + b"\n"
+        if self._digest:
+            self._digest.take(json.loads(line))  # as those see it who read the file
+
+    def _write(self) -> None:
+        """Write what there is room for; a disk that fills up takes a part of a line."""
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise
+            self._wait_for_room(error)
+            return
+        if self._full_since is not None:
+            seconds, self._full_since = time.time() - self._full_since, None
+            self._append({"time": time.time(), "event": "full", "seconds": seconds})
+            self._write()
+
+    def _wait_for_room(self, error: OSError) -> None:
+        if self._full_since is None:
+            self._full_since = time.time()
+            log.warning("%s: %s; its records wait in memory for room", self._path, error.strerror)
+        if len(self._unwritten) > MOST_UNWRITTEN:
+            raise self._no_room()
+
+    def _no_room(self) -> DiskFullError:
+        return DiskFullError(
+            f"cannot write {self._path} ({len(self._unwritten)} bytes wait): no space is left; free space or "
+            "raise the quota, then start the same run again: nothing sealed before is lost"
+        )
+
+    def _keep(self, digest: Digest) -> None:
+        os.fsync(self._file.fileno())  # first: a digest must not be of lines that a crash takes
+        digest.keep(self._file.tell())
 
     def _to_tensorboard(self, sink: SummaryWriter, record: Mapping[str, Value]) -> None:
         step = int(number(record, "step", self._count))
@@ -173,11 +248,17 @@ class MetricsWriter:
                 _add_histogram(sink, name, np.asarray(record[name]), step)
 
     def sync(self) -> None:
-        """Make all records durable."""
+        """Make all records durable. Raises DiskFullError."""
+        self._write()
+        if self._unwritten:
+            raise self._no_room()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Release the files."""
+        self._write()
+        if self._digest and not self._unwritten:
+            self._keep(self._digest)
         self._file.close()
         if self._scalars:
             self._scalars.close()
@@ -216,27 +297,42 @@ def _add_histogram(sink: SummaryWriter, name: str, counts: np.ndarray, step: int
 
 
 class MetricsTail:
-    """Reads what was added to a metrics file since the last look; a file not yet there is empty."""
+    """Reads what was added to a metrics file since the last look; a file not yet there is empty.
 
-    def __init__(self, path: Path) -> None:
+    start: where to begin, bytes; a line begins there.
+    """
+
+    def __init__(self, path: Path, *, start: int = 0) -> None:
         self._path = path
-        self._offset = 0
+        self._offset = start
+
+    def records(self) -> Iterator[Record]:
+        """Records completed since the last look, in order, CHUNK by CHUNK, however many there are."""
+        while whole := self._whole_lines(CHUNK):
+            yield from parse_json_lines(whole)
 
     def new(self, *, dull: bytes | None = None) -> list[Record]:
-        """Records completed since the last call, in order.
+        """The same as a list.
 
         dull: of lines with these bytes only a sample is parsed, as a day's records take long: some of them
         evenly spaced, the last before a start, and the last of all.
         """
+        if dull is None:
+            return list(self.records())
+        return parse_json_lines(b"\n".join(_sample(self._whole_lines(-1).splitlines(), dull)))
+
+    def _whole_lines(self, most: int) -> bytes:
+        """The next ``most`` bytes (-1: all), less a line that is not whole; of a longer line, all of it."""
         if not self._path.exists():
-            return []
+            return b""
         with self._path.open("rb") as file:  # NFS shows what is new to those who open, not to a stat
             file.seek(self._offset)
-            whole, _, _ = file.read().rpartition(b"\n")
-        self._offset += len(whole) + 1 if whole else 0
-        if dull is not None:
-            whole = b"\n".join(_sample(whole.splitlines(), dull))
-        return parse_json_lines(whole)
+            data = file.read(most)
+            if most > 0 and b"\n" not in data:
+                data += file.readline()
+        whole, end, _ = data.rpartition(b"\n")
+        self._offset += len(whole) + len(end)
+        return whole + end
 
 
 def _sample(lines: list[bytes], dull: bytes) -> list[bytes]:

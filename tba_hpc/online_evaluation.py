@@ -7,7 +7,7 @@ judges them. Newer weights must not be loaded while it is ``busy``; judging may 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,7 +35,8 @@ class Share:
 class OnlineEvaluator:
     """Issues evaluation requests and counts their answers.
 
-    limits: prompts used per split (None: all). max_tokens: longest completion.
+    limits: prompts used per split (None: all). max_tokens: longest completion. done: gives the part that an
+    earlier attempt has finished, of a searcher's place among so many, a split and the weights of a step.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class OnlineEvaluator:
         searchers: int,
         max_tokens: int,
         limits: Mapping[Split, int | None],
+        done: Callable[[int, int, Split, int], Evaluation | None] = lambda *_: None,
     ) -> None:
         self._task = task
         self._all = (searcher, searchers)
         self._sampling = Sampling(evaluation_temperature(task), top_p=1.0, max_tokens=max_tokens)
         self._limits = limits
+        self._done = done
         self._queue: list[Request] = []
         self._unanswered = 0
         self._shares: dict[tuple[Split, int], Share] = {}
@@ -66,12 +69,14 @@ class OnlineEvaluator:
         return self._unanswered > 0
 
     def start(self, split: Split, step: int, share: tuple[int, int] | None = None) -> Part | None:
-        """Queue this searcher's share of ``split``; the finished part at once where that is empty.
+        """Queue this searcher's share of ``split``; the finished part at once where that is empty, or done.
 
         share: where it is not as configured, since some searchers have died.
         """
         assert not self.busy, "one evaluation at a time"
         place, places = share or self._all
+        if done := self._done(place, places, split, step):
+            return Part(place, places, done)
         prompts = self._task.prompts(split)[: self._limits[split]][place::places]
         self._queue = [Request(prompt, prompt.id, 1, self._sampling, split) for prompt in reversed(prompts)]
         self._unanswered = len(self._queue)

@@ -43,6 +43,7 @@ from tba_hpc.prompts import (
     refuse_long_prompts,
     training_requests,
 )
+from tba_hpc.report.digest import KeptDigest, SearcherDigest, TrainerDigest
 from tba_hpc.run.checkpoints import (
     BUFFER_FILE,
     PROMPTS_FILE,
@@ -55,7 +56,13 @@ from tba_hpc.run.checkpoints import (
     set_aside,
 )
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.evaluations import Evaluation, discard_evaluations, find_evaluation, write_evaluation
+from tba_hpc.run.evaluations import (
+    Evaluation,
+    discard_evaluations,
+    find_evaluation,
+    read_part,
+    write_evaluation,
+)
 from tba_hpc.run.files import DiskFullError, insist
 from tba_hpc.run.notes import FAILED, REFUSED, note_at_work, rank_name, redirect_output, write_note
 from tba_hpc.run.owners import owned
@@ -231,7 +238,7 @@ def search(run: RunDir, index: int | None) -> None:
                     max_rejected_groups=config.task.max_rejected_groups,
                 ),
                 requests=training_requests(config, task, placement.index, progress.completed),
-                evaluator=_online_evaluator(config, task, placement.index),
+                evaluator=_online_evaluator(run, config, task, placement.index),
                 report=partial(_report, run, config),
                 exchange=exchange,
                 metrics=metrics,
@@ -410,7 +417,7 @@ def errors_reported(run: RunDir, role: Role, index: int) -> Iterator[None]:
         raise SystemExit(REFUSED if mendable else FAILED) from None
 
 
-def _online_evaluator(config: Config, task: Task, searcher: int) -> OnlineEvaluator:
+def _online_evaluator(run: RunDir, config: Config, task: Task, searcher: int) -> OnlineEvaluator:
     return OnlineEvaluator(
         task,
         searcher=searcher,
@@ -420,6 +427,7 @@ def _online_evaluator(config: Config, task: Task, searcher: int) -> OnlineEvalua
             "validation": config.evaluate.validation_prompts,
             "test": config.evaluate.test_prompts,
         },
+        done=partial(read_part, run),
     )
 
 
@@ -432,7 +440,11 @@ def _rendezvous(run: RunDir) -> Path:
 
 def _metrics(run: RunDir, config: Config, role: Role, index: int) -> MetricsWriter:
     events = run.metrics / "tensorboard" / rank_name(role, index) if config.metrics.tensorboard else None
-    return MetricsWriter(run.metrics_file(role, index), tensorboard=events)
+    path = run.metrics_file(role, index)
+    digest = (
+        KeptDigest(path, TrainerDigest()) if role == "trainer" else KeptDigest(path, SearcherDigest(index))
+    )
+    return MetricsWriter(path, tensorboard=events, digest=digest)
 
 
 def _seed(config: Config, searcher: int, attempt: int) -> int:

@@ -205,6 +205,7 @@ class Searcher:
                 "event": "sealed",
                 "shard": shard.index,
                 "trajectories": len(shard.trajectories),
+                "tokens": len(shard.trajectories.completions.values),
                 "search/issued": self._issued,
             }
         )

@@ -251,6 +251,8 @@ class Trainer:
         """Copy what a checkpoint holds; it is written beside the next steps, or now: see ``Checkpoints``."""
         with self._step_log.clock("checkpoint"):
             self._to_log = self._event("checkpoint")
+            if self._checkpoints.beside:
+                self.log_event("snapshot")
             files: dict[str, Callable[[], Arrays]] = {
                 BUFFER_FILE: _snapshot(self._buffer),
                 PROMPTS_FILE: partial(dict, done=self._completed.to_array()),

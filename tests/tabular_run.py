@@ -19,10 +19,9 @@ from tba_hpc.backends import file_exchange
 from tba_hpc.backends.behaviour_reference import BehaviourReference
 from tba_hpc.backends.file_exchange import FileSearcherExchange
 from tba_hpc.config import Config, parse_config
-from tba_hpc.metrics import MetricsWriter
 from tba_hpc.ports import Reference
 from tba_hpc.prompts import training_requests
-from tba_hpc.report import page
+from tba_hpc.report import digest, page
 from tba_hpc.run.directory import RunDir
 from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
@@ -113,8 +112,9 @@ def _live(path: Path, sent: signal.Signals | None, nth: int) -> None:
     """All ranks of a start, as ``runtime`` builds them, less the engine and the optimizer's sharding."""
     run = RunDir.open(path)
     config = run.config()
-    page.write_report = lambda run: run.path  # plots take longer than all the rest
+    page.render = lambda data, config: ""  # plots take longer than all the rest
     file_exchange.POLL_SECONDS = 0.01  # this disk is not shared
+    digest.KEEP_SECONDS = 0.1  # a start lasts a second or two
     ranks = [threading.Thread(target=_search, args=(run, config, s)) for s in range(config.launch.searchers)]
     for rank in ranks:
         rank.start()
@@ -127,14 +127,14 @@ def _live(path: Path, sent: signal.Signals | None, nth: int) -> None:
 def _search(run: RunDir, config: Config, index: int) -> None:
     exchange = FileSearcherExchange(run.weights, index, deadline=config.exchange.deadline_seconds)
     progress = runtime._join(run, config, index, exchange)
-    task, metrics = TabularTask(TABLE), MetricsWriter(run.metrics_file("searcher", index))
+    task, metrics = TabularTask(TABLE), runtime._metrics(run, config, "searcher", index)
     metrics.log({"event": "started", "searchers": config.launch.searchers})
     writer = runtime._shard_writer(run, config, index, progress)
     Searcher(
         generator=TabularGenerator(TABLE, seed=index),
         scorer=Scorer(task, _reference(run, config), writer, seal_seconds=config.exchange.seal_seconds),
         requests=training_requests(config, task, index, progress.completed),
-        evaluator=runtime._online_evaluator(config, task, index),
+        evaluator=runtime._online_evaluator(run, config, task, index),
         report=partial(runtime._report, run, config),
         exchange=exchange,
         metrics=metrics,

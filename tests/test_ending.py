@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 from test_loops import ReplayExchange as Replayed
 from test_loops import TrainerParts, _sealed, make_config
 
+from tba_hpc import ending
 from tba_hpc.ending import end_run
-from tba_hpc.metrics import read_metrics
+from tba_hpc.metrics import MetricsWriter, read_metrics
 from tba_hpc.ports import ExchangeError
 from tba_hpc.report import page
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.evaluations import Evaluation, write_evaluation
+from tba_hpc.run.evaluations import Evaluation, missing_parts, write_evaluation
 from tba_hpc.types import Publication
 
 STEPS = 4
@@ -48,7 +50,7 @@ def end(
     patience: float = 20,
 ) -> tuple[RunDir, Exchange]:
     """Train and end a run; ``stop_at``: the last event of the trainer at which a stop is asked for."""
-    monkeypatch.setattr(page, "write_report", lambda run: run.report.write_text("plots"))
+    monkeypatch.setattr(page, "render", lambda data, config: "plots")
     config = make_config(root, train={"steps": STEPS}, exchange={"deadline_seconds": patience})
     run = RunDir.create(config)
     parts, exchange = TrainerParts(config, run), Exchange(_sealed(config, run, 10), 0)
@@ -99,8 +101,67 @@ def test_a_stop_at_the_last_evaluation_leaves_only_that_to_do(
     assert run.export.is_dir() and not run.finished and exchange.closed
 
 
+def test_a_run_is_finished_before_there_is_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill in the report leaves a finished run, of which only that is missing."""
+
+    def killed(run: RunDir, size_of: object) -> None:
+        assert run.finished and run.export.is_dir() and not run.summary.exists() and not run.report.exists()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(page, "write_report", killed)
+        end(tmp_path, monkeypatch)
+
+
+class OneAtATime:
+    """Searchers that evaluate one after the other; each generates for a while and then hands in its part."""
+
+    def __init__(self, run: RunDir, searchers: int, records: int) -> None:
+        self.run = run
+        self.left = [searcher for searcher in range(searchers) for _ in range(records)]
+        self.searchers = searchers
+        self.writers = [MetricsWriter(run.metrics_file("searcher", index)) for index in range(searchers)]
+        self.stopping = False
+
+    def poll(self) -> bool:
+        """One more record; with the last of a searcher its part."""
+        if self.left:
+            searcher = self.left.pop(0)
+            self.writers[searcher].log({"search/tokens": 9})
+            if searcher not in self.left:
+                part = Evaluation(split="test", step=STEPS, correct=1, total=4, tokens=9, truncated=0)
+                write_evaluation(self.run, searcher, self.searchers, part)
+        for writer in self.writers:
+            writer.log({"search/tokens": 0})  # the others are there, and wait
+        return False
+
+
+@pytest.mark.parametrize("answering", [4, 2])
+def test_the_last_evaluation_is_waited_for_while_anybody_gets_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answering: int
+) -> None:
+    """It takes several times the deadline; where two of four do nothing, these are named after one."""
+    monkeypatch.setattr(ending, "NEWS_SECONDS", 0.0)
+    monkeypatch.setattr(ending, "POLL_SECONDS", 0.02)
+    config = make_config(
+        tmp_path, train={"steps": STEPS}, exchange={"deadline_seconds": 0.3}, launch={"searchers": 4}
+    )
+    run = RunDir.create(config)
+    run.begin_attempt()
+    trainer = OneAtATime(run, 4, records=15)
+    trainer.left = [searcher for searcher in trainer.left if searcher < answering]
+    began = time.monotonic()
+    if answering == 4:
+        assert ending._evaluation_arrives(run, config, trainer)  # type: ignore[arg-type]
+        assert time.monotonic() - began > 3 * config.exchange.deadline_seconds
+    else:
+        with pytest.raises(ExchangeError, match=r"searchers 2, 3 generated nothing for 0.3 s: see the log"):
+            ending._evaluation_arrives(run, config, trainer)  # type: ignore[arg-type]
+        assert missing_parts(run, "test", STEPS, 4) == [2, 3]
+
+
 def test_an_evaluation_that_never_comes_ends_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ExchangeError, match=r"incomplete after 0.3 s: see which searcher's part is missing"):
+    with pytest.raises(ExchangeError, match=r"searcher 0 generated nothing for 0.3 s: see the log"):
         end(tmp_path, monkeypatch, evaluated=False, patience=0.3)

@@ -33,8 +33,8 @@ from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.merger import MERGED_AT_ONCE, merge_pending
 from tba_hpc.metrics import MetricsWriter
 from tba_hpc.prompts import CompletedRequests, Progress
-from tba_hpc.run.checkpoints import TrainerState
 from tba_hpc.run import files
+from tba_hpc.run.checkpoints import TrainerState
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import make_folder
 from tba_hpc.trainer import MARGIN_SECONDS

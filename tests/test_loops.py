@@ -32,7 +32,7 @@ from tba_hpc.ports import ExchangeError, Generator, SearcherExchange, TrainerExc
 from tba_hpc.prompts import CompletedRequests, Progress, training_requests
 from tba_hpc.run.checkpoints import Checkpoints, TrainerState, latest_checkpoint, read_state
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.evaluations import read_evaluation, write_evaluation
+from tba_hpc.run.evaluations import Evaluation, read_evaluation, read_part, write_evaluation
 from tba_hpc.scorer import ANSWERS_AT_ONCE, Judged, Scorer
 from tba_hpc.searcher import Searcher
 from tba_hpc.tasks.tabular import (
@@ -738,6 +738,25 @@ def test_an_evaluation_may_begin_before_the_one_before_is_judged() -> None:
     assert (validation.place, validation.places) == (0, 2)
     assert validation.evaluation.correct == len(prompts[::2])
     assert validation.evaluation.ref_logprob == -1.5 * len(prompts[::2])
+
+
+def test_what_an_earlier_attempt_has_evaluated_is_not_evaluated_again(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run, task = RunDir.create(config), TabularTask(TABLE)
+    done = Evaluation(split="test", step=12, correct=1, total=2, tokens=6, truncated=0)
+    write_evaluation(run, 0, 2, done)
+    evaluator = OnlineEvaluator(
+        task,
+        searcher=0,
+        searchers=2,
+        max_tokens=3,
+        limits={"test": None, "validation": None},
+        done=partial(read_part, run),
+    )
+    assert evaluator.start("test", 12) == (0, 2, done) and not evaluator.busy
+    for split, step, share in (("test", 11, None), ("test", 12, (0, 1))):
+        assert evaluator.start(split, step, share) is None and evaluator.busy
+        evaluator.abandon()
 
 
 # --- What goes wrong ---

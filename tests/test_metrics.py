@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +23,8 @@ from tba_hpc.metrics import (
     read_metrics,
     step_records,
 )
+from tba_hpc.report import digest
+from tba_hpc.run.files import DiskFullError
 
 
 def test_records_are_read_back_in_order_with_their_time(tmp_path: Path) -> None:
@@ -51,6 +56,57 @@ def test_a_line_torn_by_a_crash_costs_only_itself(tmp_path: Path, cut: int) -> N
     MetricsWriter(path).log({"step": 3})
     after = [record["step"] for record in read_metrics(path)]
     assert after == ([1, 2, 3] if cut == 1 else [1, 3])  # without its line end alone, 2 is whole again
+
+
+@contextmanager
+def room(size: int) -> Iterator[None]:
+    """No file can grow beyond ``size`` bytes: the system writes what fits, then refuses."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_tears_no_line_and_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "m.jsonl"
+    writer = MetricsWriter(path)
+    writer.log({"step": 1})
+    with room(path.stat().st_size + 10):
+        for step in (2, 3, 4):
+            writer.log({"step": step})
+        assert len(read_metrics(path)) == 1 and not path.read_bytes().endswith(b"\n")
+        with pytest.raises(DiskFullError, match=r"m.jsonl \(\d+ bytes wait\): no space is left; free space"):
+            writer.sync()  # a checkpoint must not be believed whose records are not there
+    writer.log({"step": 5})
+    writer.sync()
+    found = read_metrics(path)
+    assert [record.get("step") for record in found] == [1, 2, 3, 4, 5, None]
+    assert found[-1]["event"] == "full" and 0 <= number(found[-1], "seconds", -1) < 10
+    assert len(caplog.records) == 1 and "its records wait in memory for room" in caplog.text
+    assert path.read_bytes().count(b"\n") == 6
+
+
+def test_records_do_not_wait_for_room_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "MOST_UNWRITTEN", 1000)
+    writer = MetricsWriter(tmp_path / "m.jsonl")
+    with room(100), pytest.raises(DiskFullError, match="nothing sealed before is lost"):
+        for step in range(100):
+            writer.log({"step": step})
+
+
+def test_a_digest_waits_for_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest, "KEEP_SECONDS", 0.0)
+    path = tmp_path / "m.jsonl"
+    writer = MetricsWriter(path, digest=digest.KeptDigest(path, digest.TrainerDigest()))
+    writer.log({"step": 1})
+    with room(path.stat().st_size + 10):
+        writer.log({"step": 2})
+        assert digest.kept_digest(path, digest.TrainerDigest())[0].step == 1
+    writer.log({"step": 3})
+    found, tail = digest.kept_digest(path, digest.TrainerDigest())
+    assert found.step == 3 and tail.new() == []
 
 
 def test_a_tail_gives_each_record_once_and_no_half_ones(tmp_path: Path) -> None:

@@ -27,13 +27,14 @@ def run(tmp_path: Path) -> RunDir:
 
 def test_summary_of_a_resumed_run_counts_every_thing_once(run: RunDir) -> None:
     resumed_run(run)
+    run.mark_finished()
     summary = summarise(run, run.config())
     write_summary(run, summary)
     assert (summary.pass_at_1_before, summary.pass_at_1_after) == (0.41, 0.85)
     assert summary.gain == pytest.approx(0.44)
     assert (summary.test_prompts, summary.steps, summary.attempts, summary.finished) == (100, 10, 2, True)
     assert summary.train_seconds == 60.0 + 50.0  # without the pause
-    assert (summary.trajectories, summary.tokens) == (16, 250)
+    assert (summary.generated_tokens, summary.redone) == (250, 2)
     assert summary.searcher_tokens_per_second == 2000 + 500  # idle records do not count as generating
     assert summary.trainer_wait_share == 0.01
     assert (summary.staleness, summary.publish_stall_seconds) == (2.0, 0.5)
@@ -94,17 +95,23 @@ class Outside(HTMLParser):
         assert self.open.pop() == tag
 
 
+def written(run: RunDir) -> str:
+    """The page, made anew."""
+    page.write_report(run)
+    return run.report.read_text()
+
+
 def test_the_page_fetches_nothing_and_says_the_figures(run: RunDir) -> None:
     resumed_run(run)
-    path = page.write_report(run)
-    text = path.read_text()
+    run.mark_finished()
+    text = written(run)
     parsed = Outside(text)
     assert parsed.open == [] and all(address.startswith("#") for address in parsed.fetched)
     assert not re.search(r"@import|url\((?!#)", text)
     for figure in ("41.0 %", "85.0 %", "+44.0 points", "1:50", "in 2 attempts", "finished"):
         assert figure in text
     assert "models/&lt;tiny&gt;" in text and "<tiny>" not in text
-    assert path.stat().st_mode & 0o077 == 0
+    assert run.report.stat().st_mode & 0o077 == 0
 
 
 def test_plots_take_the_colours_of_the_page(run: RunDir) -> None:
@@ -138,7 +145,7 @@ def test_a_task_names_its_score_and_shows_what_it_costs(run: RunDir) -> None:
         if plot.title == "Score and distance"
     ]
     assert "1.22" in drawn and "perplexity" in drawn
-    text = page.write_report(run).read_text()
+    text = written(run)
     assert "win rate before → after" in text and "pass@1" not in text
 
 
@@ -146,14 +153,14 @@ def test_a_task_names_its_score_and_shows_what_it_costs(run: RunDir) -> None:
 def test_the_page_of_a_run_that_has_just_begun(run: RunDir, steps: int) -> None:
     write(run.metrics_file("trainer"), [{"time": 5.0, "event": "started", "step": 0}])
     write(run.metrics_file("trainer"), [step(s, 5.0 + s, loss=1.0) for s in range(1, steps + 1)])
-    text = page.write_report(run).read_text()
+    text = written(run)
     assert f"unfinished at step {steps} of {STEPS}" in text
     assert ("No optimizer step has been logged yet" in text) == (steps == 0)
     assert text.count("<figure") == len(plots.plots(RunData.read(run), run.config().train) if steps else [])
 
 
 def test_an_empty_run_directory_has_a_page(run: RunDir) -> None:
-    assert f"unfinished at step 0 of {STEPS}" in page.write_report(run).read_text()
+    assert f"unfinished at step 0 of {STEPS}" in written(run)
 
 
 def test_minutes_do_not_run_while_nothing_does(run: RunDir) -> None:
@@ -194,7 +201,7 @@ def test_the_page_tells_the_attempts_of_a_run(run: RunDir) -> None:
         ("no ranks", "job 7, restarts: 0", "0:10", "–", "back to the queue", "", 27),
         ("attempt-002", "job 7, restarts: 1", "1:00", "4 → 10", "finished", "good", 98),
     ]
-    text = page.write_report(run).read_text()
+    text = written(run)
     assert (
         "2 × engine rebuilt · 1 × ended without a word · 1 × node unreachable · 1 × back to the queue" in text
     )
@@ -250,14 +257,12 @@ def test_the_page_shows_what_the_searchers_and_the_batch_are_like(run: RunDir) -
 
 
 def test_the_page_begins_with_what_to_worry_about(run: RunDir) -> None:
-    assert (
-        "What to worry about" not in (text := page.write_report(run).read_text()) and "No figure" not in text
-    )
+    assert "What to worry about" not in (text := written(run)) and "No figure" not in text
     resumed_run(run)
-    text = page.write_report(run).read_text()
+    text = written(run)
     assert "No figure of this run asks for attention" in text and "What to worry about" not in text
     write(run.metrics_file("searcher", 0), [search(4666.0, 9, 9.0, rejected=40, trajectories=10)])
-    text = page.write_report(run).read_text()
+    text = written(run)
     where = [text.index(words) for words in ("What to worry about", "40 of 66 trajectories", "pass@1 before")]
     assert where == sorted(where) and text.count("40 of 66 trajectories") == 1
     summary = summarise(run, run.config())

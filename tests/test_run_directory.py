@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,16 @@ from tba_hpc.run.checkpoints import (
     prune_shards,
     read_state,
 )
-from tba_hpc.run.directory import FORMAT, HISTORY, RunDir
-from tba_hpc.run.evaluations import Evaluation, discard_evaluations, read_evaluation, write_evaluation
+from tba_hpc.run.directory import FORMAT, HISTORY, KEPT_ATTEMPTS, RunDir
+from tba_hpc.run.evaluations import (
+    Evaluation,
+    discard_evaluations,
+    find_evaluation,
+    missing_parts,
+    read_evaluation,
+    read_part,
+    write_evaluation,
+)
 from tba_hpc.run.events import log_event, read_events
 from tba_hpc.run.files import DiskFullError, publish, write_atomic
 from tba_hpc.run.signals import StopFlag
@@ -533,7 +541,10 @@ def test_an_evaluation_is_there_when_all_parts_are(run: RunDir) -> None:
     assert whole == replace(part(80, correct=4, total=8), truncated=2)
     assert whole is not None and whole.score == 0.5
     assert read_evaluation(run, "validation", 80, 2) is None
-    assert (run.evaluations / "test-step-000080" / "searcher-0000-of-0002.json").exists()
+    assert [path.name for path in run.evaluations.iterdir()] == ["test-step-000080.json"]  # one file of all
+    write_evaluation(run, 0, 2, part(80, correct=3, total=5))  # by an attempt that evaluates again
+    assert read_evaluation(run, "test", 80, 2) == find_evaluation(run, "test", 80) == whole
+    assert len(list(run.evaluations.iterdir())) == 1
 
 
 def test_parts_without_a_reference_model_have_no_perplexity() -> None:
@@ -545,11 +556,44 @@ def test_parts_without_a_reference_model_have_no_perplexity() -> None:
 def test_a_resume_discards_evaluations_of_steps_it_takes_again(run: RunDir) -> None:
     for step in (80, 100, 120):
         write_evaluation(run, 0, 1, part(step, 1, 1))
-    write_evaluation(run, 0, 2, part(90, 1, 1))  # the other searcher's part never came
+    write_evaluation(run, 0, 2, replace(part(90, 1, 1), split="validation"))  # the other part never came
     discard_evaluations(run, after=100)
-    assert not list(run.evaluations.glob("*-000090"))
+    assert not list(run.evaluations.glob("*-000090*"))
     found = [step for step in (80, 100, 120) if read_evaluation(run, "test", step, 1)]
     assert found == [80, 100]
+
+
+def test_a_held_out_evaluation_cut_short_is_gone_on_with(run: RunDir) -> None:
+    mine = part(100, 1, 1)
+    write_evaluation(run, 1, 3, mine)
+    discard_evaluations(run, after=100)
+    assert read_part(run, 1, 3, "test", 100) == mine and read_part(run, 0, 3, "test", 100) is None
+    assert missing_parts(run, "test", 100, 3) == [0, 2] and missing_parts(run, "test", 100, 2) == [0, 1]
+    for searcher in (0, 2):
+        write_evaluation(run, searcher, 3, mine)
+    assert missing_parts(run, "test", 100, 3) == [] and read_part(run, 1, 3, "test", 100) is None
+    discard_evaluations(run, after=99)
+    assert list(run.evaluations.iterdir()) == []
+
+
+def test_parts_of_an_earlier_version_become_one_file_at_a_resume(run: RunDir) -> None:
+    folder = run.evaluations / "validation-step-000040"
+    folder.mkdir()
+    for searcher in range(3):
+        text = json.dumps(asdict(replace(part(40, 1, 2), split="validation")))
+        (folder / f"searcher-{searcher:04d}-of-0003.json").write_text(text)
+    whole = find_evaluation(run, "validation", 40)
+    discard_evaluations(run, after=50)
+    assert not folder.exists() and find_evaluation(run, "validation", 40) == whole
+    assert whole is not None and (whole.correct, whole.total) == (3, 6)
+
+
+def test_logs_of_the_newest_attempts_are_kept(run: RunDir) -> None:
+    for _ in range(KEPT_ATTEMPTS + 5):
+        newest = run.begin_attempt()
+    names = sorted(path.name for path in run.logs.glob("attempt-*"))
+    assert len(names) == KEPT_ATTEMPTS + 1 and names[-1] == newest.name == f"attempt-{KEPT_ATTEMPTS + 5:03d}"
+    assert run.attempt == newest
 
 
 # --- Signals ---

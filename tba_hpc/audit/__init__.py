@@ -25,15 +25,20 @@ class Audit:
     """The verdict over a run.
 
     attempts: starts of the trainer. steps: optimizer steps of the surviving history. redone: per resume, the
-    steps that it took back. trajectories: acknowledged, of which merged are in the newest checkpoint, pending
-    on disk beyond it, and lost nowhere. doubled: in the surviving history more than once.
+    steps that it took back. shards, trajectories, tokens: acknowledged; of the trajectories merged are in the
+    newest checkpoint, pending on disk beyond it, and lost nowhere. duplicates, evicted: what the buffer did
+    with all that the surviving history merged. doubled: in it more than once.
     """
 
     finished: bool
     attempts: int
     steps: int
     redone: tuple[int, ...]
+    shards: int
     trajectories: int
+    tokens: int
+    duplicates: int
+    evicted: int
     merged: int
     pending: int
     checks: tuple[Check, ...]
@@ -78,7 +83,11 @@ def audit(run: RunDir) -> Audit:
         attempts=evidence.history.starts,
         steps=evidence.history.last_step,
         redone=tuple(evidence.history.redone),
-        trajectories=sum(evidence.counts.values()),
+        shards=sum(1 for sealed in evidence.counts.values() if sealed.trajectories),
+        trajectories=sum(sealed.trajectories for sealed in evidence.counts.values()),
+        tokens=sum(sealed.tokens for sealed in evidence.counts.values()),
+        duplicates=sum(merge.duplicates for merge in evidence.history.merges),
+        evicted=sum(merge.evicted for merge in evidence.history.merges) + evidence.history.dropped(),
         merged=sum(merge.trajectories for merge in evidence.saved_merges),
         pending=sum(file.trajectories for file in evidence.waiting.values()),
         checks=every_check(evidence),

@@ -76,7 +76,7 @@ def check_seals(evidence: Evidence) -> Check:
     """Every sealed shard is in the newest checkpoint, or lies on disk for the next start."""
     merged = {merge.key for merge in evidence.saved_merges}
     safe = merged | set(evidence.waiting)
-    lost = [_lost(evidence, key, number) for key, number in evidence.counts.items() if key not in safe]
+    lost = [_lost(evidence, key, of.trajectories) for key, of in evidence.counts.items() if key not in safe]
     told = (
         f"{count(len(evidence.counts), 'shard')}: {len(merged):,} in a checkpoint, "
         f"{len(evidence.waiting):,} on disk beyond it"
@@ -181,7 +181,8 @@ def _sealed_twice(evidence: Evidence, sealed: RequestIds, times: Counter[int]) -
             doubled=samples * sum(times[request_id] - 1 for request_id in doubled),
         )
     for key, request_ids in sealed.items():
-        if (extra := evidence.counts.get(key, 0) - samples * len(request_ids)) > 0:
+        sealed_there = evidence.counts[key].trajectories if key in evidence.counts else 0
+        if (extra := sealed_there - samples * len(request_ids)) > 0:
             yield Violation(
                 f"{_shard(key)} holds {extra} trajectories more than {samples} for each of its prompts",
                 doubled=extra,

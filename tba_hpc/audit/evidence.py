@@ -16,7 +16,8 @@ import numpy as np
 from tba_hpc.audit.history import History, Merge, Seals, ShardKey
 from tba_hpc.backends.hdf5_shards import REFUSED, ShardError, read_arrays, read_shard
 from tba_hpc.config import Config
-from tba_hpc.metrics import MetricsTail, Record, read_metrics
+from tba_hpc.metrics import MetricsTail, Record
+from tba_hpc.report.digest import Sealed
 from tba_hpc.report.summary import index_of, searcher_files
 from tba_hpc.run.checkpoints import (
     BUFFER_FILE,
@@ -27,6 +28,7 @@ from tba_hpc.run.checkpoints import (
     read_state,
 )
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.evaluations import evaluations_on_disk
 from tba_hpc.run.inventory import damage
 from tba_hpc.types import Shard, make_uid
 
@@ -96,8 +98,8 @@ class Checkpoint:
 class Evidence:
     """All that a run directory tells.
 
-    counts: trajectories of every shard that anything told of by the time the disk was looked at, 0 where
-    nobody says how many. files, refused: by shard, the visible files and those set aside. evaluations: steps
+    counts: of every shard that anything told of by the time the disk was looked at, 0 where nobody says how
+    many. files, refused: by shard, the visible files and those set aside. evaluations: steps
     of those on disk. leftovers: files of killed writers.
     """
 
@@ -106,7 +108,7 @@ class Evidence:
     finished: bool
     history: History
     seals: dict[int, Seals]
-    counts: dict[ShardKey, int]
+    counts: dict[ShardKey, Sealed]
     files: dict[ShardKey, ShardFile]
     refused: dict[ShardKey, ShardFile]
     checkpoints: list[Checkpoint]
@@ -122,12 +124,12 @@ class Evidence:
         """
         finished, tail = run.finished, MetricsTail(run.metrics_file("trainer"))
         records = tail.new()
-        seals = {index_of(path): Seals.of(read_metrics(path)) for path in searcher_files(run)}
+        seals = {index_of(path): Seals.of(MetricsTail(path).records()) for path in searcher_files(run)}
         told = _told(records, seals)
         files = _shard_files(run.shard_files())
         refused = _shard_files(run.shard_files(".h5" + REFUSED))
         checkpoints = _checkpoints(run)
-        evaluations = [int(path.name.rpartition("-")[2]) for path in run.evaluations.glob("*-step-*")]
+        evaluations = [step for _, step in evaluations_on_disk(run).values()]
         history = History.of(records + tail.new())
         return cls(
             run=run,
@@ -165,20 +167,26 @@ class Evidence:
         }
 
 
-def _told(records: Iterable[Record], seals: dict[int, Seals]) -> dict[ShardKey, int]:
-    """Trajectories of every shard that a searcher sealed or the trainer merged, by their metrics."""
+def _told(records: Iterable[Record], seals: dict[int, Seals]) -> dict[ShardKey, Sealed]:
+    """What is in every shard that a searcher sealed or the trainer merged, by their metrics."""
     merges = (Merge.of(record) for record in records if record.get("event") == "merged")
-    merged = {merge.key: merge.trajectories for merge in merges}
-    sealed = {(s, index): counts[-1] for s, of in seals.items() for index, counts in of.trajectories.items()}
-    return merged | sealed
+    merged = {merge.key: Sealed(merge.trajectories, merge.tokens) for merge in merges}
+    sealed = {
+        (searcher, index): Sealed(counts[-1], of.tokens[index])
+        for searcher, of in seals.items()
+        for index, counts in of.trajectories.items()
+    }
+    return sealed | merged | {key: seal for key, seal in sealed.items() if seal.tokens}
 
 
 def _counts(
-    told: dict[ShardKey, int], files: dict[ShardKey, ShardFile], refused: dict[ShardKey, ShardFile]
-) -> dict[ShardKey, int]:
+    told: dict[ShardKey, Sealed], files: dict[ShardKey, ShardFile], refused: dict[ShardKey, ShardFile]
+) -> dict[ShardKey, Sealed]:
     """The same with what lies on disk, less files that nobody sealed, and with indices passed over."""
     on_disk = {
-        key: file.trajectories for key, file in chain(refused.items(), files.items()) if not file.foreign
+        key: Sealed(file.trajectories, file.tokens)
+        for key, file in chain(refused.items(), files.items())
+        if not file.foreign
     }
     known = on_disk | told
     foreign = {
@@ -187,8 +195,8 @@ def _counts(
     last: dict[int, int] = {}
     for searcher, index in known:
         last[searcher] = max(index, last.get(searcher, 0))
-    passed = {(searcher, index): 0 for searcher, end in last.items() for index in range(end)}
-    return {key: count for key, count in sorted((passed | known).items()) if key not in foreign}
+    passed = {(searcher, index): Sealed(0, 0) for searcher, end in last.items() for index in range(end)}
+    return {key: sealed for key, sealed in sorted((passed | known).items()) if key not in foreign}
 
 
 def _shard_files(paths: dict[ShardKey, Path]) -> dict[ShardKey, ShardFile]:

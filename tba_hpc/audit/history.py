@@ -6,7 +6,7 @@ It must not know what else lies on disk: the rest of the audit compares this his
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -62,6 +62,7 @@ class History:
     steps: list[tuple[Record, int, int]] = field(default_factory=list)
     starts: int = 0
     redone: list[int] = field(default_factory=list)
+    _dropped: int = 0
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> History:
@@ -74,11 +75,12 @@ class History:
     def _take(self, record: Record) -> None:
         event = record.get("event")
         if event is None:
-            self.steps.append((record, len(self.merges), self.dropped()))
+            self.steps.append((record, len(self.merges), self._dropped))
         elif event == "merged":
             self.merges.append(Merge.of(record))
         elif event == "evicted":
             self.evictions.append(Eviction(whole(record, "revision"), whole(record, "evicted")))
+            self._dropped += self.evictions[-1].evicted
         elif event in ("started", "resumed"):
             self._go_back(whole(record, "step"), whole(record, "revision"))
 
@@ -90,6 +92,7 @@ class History:
         self.starts += 1
         self.steps, self.merges = steps, self.until(revision)
         self.evictions = [eviction for eviction in self.evictions if eviction.revision <= revision]
+        self._dropped = self.dropped()
 
     def until(self, revision: int) -> list[Merge]:
         """Merges up to a revision."""
@@ -115,17 +118,19 @@ class Seals:
     """What a searcher said about its shards.
 
     trajectories: per index, the count of every seal under it (more than one: the file before had vanished).
+    tokens: per index, of the last seal under it.
     searchers, issued, indices: of its last start, how many searchers shared the prompts, how many prompts
     it had taken by its last seal, and the shards sealed by then.
     """
 
     trajectories: dict[int, list[int]] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)
     searchers: int = 0
     issued: int = 0
     indices: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, records: Sequence[Record]) -> Seals:
+    def of(cls, records: Iterable[Record]) -> Seals:
         """Fold the records of a searcher's metrics."""
         seals = cls()
         for record in records:
@@ -134,6 +139,7 @@ class Seals:
             elif record.get("event") == "sealed":
                 index = whole(record, "shard")
                 seals.trajectories.setdefault(index, []).append(whole(record, "trajectories"))
+                seals.tokens[index] = whole(record, "tokens")
                 seals.issued = whole(record, "search/issued")
                 seals.indices.append(index)
         return seals

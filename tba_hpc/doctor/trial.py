@@ -72,7 +72,7 @@ def greet(run: RunDir, *, leader: bool) -> None:
     machine = look(run.path.parent, None if model == NO_MODEL else model)
     write_atomic(run.attempt / f"node-{machine.host}.json", _MACHINE.dump_json(machine).decode())
     if leader:
-        write_atomic(run.summary, '{"finished": true}')
+        run.mark_finished()
 
 
 def prepare(site: Site, root: Path, model: str | None) -> tuple[Config, Plan, str]:

@@ -264,7 +264,9 @@ spread() {           # spread RANKS HOST…: the host of each rank, in blocks as
 
 # --- To the end ---
 
-finished() { grep -qs '"finished": true' "$RUN/summary.json"; }   # the leader writes it last of all
+finished() {         # whether nothing is left to do; runs of earlier versions say so in their summary alone
+    [ -e "$RUN/finished" ] || grep -qs '"finished": true' "$RUN/summary.json"
+}
 
 refusal() {          # the sentence of the rank that first met something that only the user can mend, if any did
     local files

@@ -416,7 +416,7 @@ def launch(
         log_event(run, "stopped")
         return 0
     # mpiexec does not count ranks that were killed.
-    if code == 0 and _stamp(run.summary) not in (None, before):
+    if code == 0 and (run.finished or _stamp(run.summary) not in (None, before)):
         log_event(run, "finished" if run.finished else "stopped")
         return code
     return _explain(run, world, code, logs, config)

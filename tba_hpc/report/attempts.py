@@ -14,6 +14,9 @@ from tba_hpc.metrics import Record, number
 Event = Mapping[str, Any]
 """A line of events.jsonl; see ``run.events.log_event``."""
 
+STARTS = ("started", "resumed")
+"""Events in the metrics of a rank that begin an attempt; what it counts begins at 0 again."""
+
 ENDS = ("failed", "aborted", "stopped", "finished", "refused")
 """Events that end an attempt."""
 
@@ -127,12 +130,12 @@ class CumulativeCounter:
 
     name: str
     total: int = 0
-    _last: int = 0
+    last: int = 0
 
     def take(self, record: Record) -> None:
         """Count one more record of a rank."""
-        if record.get("event") in ("started", "resumed"):
-            self._last = 0
-        now = int(number(record, self.name, self._last))
-        self.total += max(0, now - self._last)
-        self._last = now
+        if record.get("event") in STARTS:
+            self.last = 0
+        now = int(number(record, self.name, self.last))
+        self.total += max(0, now - self.last)
+        self.last = now

@@ -1,7 +1,7 @@
 """A run's figures as curves over its steps, folded record by record in bounded memory.
 
-A day's records of many searchers come to a few dozen points a figure, which average its noise away. It must
-not know which of them are healthy.
+A day's records of many searchers come to a few dozen points a figure, which average its noise away. What was
+folded of several files adds up. It must not know which figures are healthy.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tba_hpc.metrics import Record, number
-from tba_hpc.report.attempts import CumulativeCounter
+from tba_hpc.report.attempts import STARTS, CumulativeCounter
 
 SPANS = 64
 """Most points of a curve: enough to see a trend, and each of many records."""
@@ -55,83 +55,111 @@ class Point(NamedTuple):
     weight: float
 
 
+@dataclass
 class Curve:
     """Weighted means over equal spans of steps, in whatever order values come.
 
-    The spans double as soon as there are more than ``spans`` of them. latest_weight: of what ``latest`` is
-    the mean.
+    latest_weight: of what ``latest`` is the mean. spans: the most of them; beyond that their width, in steps,
+    doubles. sums: per span, the sum of value · weight, and of the weights.
     """
 
-    def __init__(self, latest_weight: float, spans: int = SPANS) -> None:
-        self._latest_weight = latest_weight
-        self._spans = spans
-        self._width = 1
-        self._sums: dict[int, tuple[float, float]] = {}
+    latest_weight: float
+    spans: int = SPANS
+    width: int = 1
+    sums: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def take(self, step: int, value: float, weight: float = 1.0) -> None:
         """Count one more value, of ``step``."""
-        self._add(step // self._width, value * weight, weight)
-        while len(self._sums) > self._spans:
-            self._width *= 2
-            halves, self._sums = self._sums, {}
-            for span, (total, weights) in halves.items():
-                self._add(span // 2, total, weights)
+        self._add(step // self.width, value * weight, weight)
+        while len(self.sums) > self.spans:
+            self._widen()
+
+    def add(self, other: Curve) -> None:
+        """Count all values of another curve as well: as if this one had taken them."""
+        while self.width < other.width:
+            self._widen()
+        for span, (total, weight) in other.sums.items():
+            self._add(span * other.width // self.width, total, weight)
+        while len(self.sums) > self.spans:
+            self._widen()
+
+    def cut(self, step: int) -> None:
+        """Forget the spans that begin after ``step``: those steps are done again."""
+        self.sums = {span: sums for span, sums in self.sums.items() if span * self.width <= step}
+
+    def _widen(self) -> None:
+        self.width *= 2
+        halves, self.sums = self.sums, {}
+        for span, (total, weights) in halves.items():
+            self._add(span // 2, total, weights)
 
     def _add(self, span: int, total: float, weight: float) -> None:
-        before, weights = self._sums.get(span, (0.0, 0.0))
-        self._sums[span] = before + total, weights + weight
+        before, weights = self.sums.get(span, (0.0, 0.0))
+        self.sums[span] = before + total, weights + weight
 
     @property
     def points(self) -> list[Point]:
         """By step."""
-        found = sorted(self._sums.items())
-        return [Point(span * self._width, total / weight, weight) for span, (total, weight) in found]
+        found = sorted(self.sums.items())
+        return [Point(span * self.width, total / weight, weight) for span, (total, weight) in found]
 
     @property
     def values(self) -> list[float]:
         """Of the points, by step."""
         return [point.value for point in self.points]
 
+    @property
+    def mean(self) -> float | None:
+        """Over all values; None of nothing."""
+        totals = list(self.sums.values())
+        return sum(total for total, _ in totals) / sum(weight for _, weight in totals) if totals else None
+
     def latest(self) -> float | None:
         """Mean of the newest points that together have the weight for it, or of all; None of nothing."""
         total = weights = 0.0
         for point in reversed(self.points):
-            if weights >= self._latest_weight:
+            if weights >= self.latest_weight:
                 break
             total, weights = total + point.value * point.weight, weights + point.weight
         return total / weights if weights else None
 
 
+def _fresh_curve() -> Curve:
+    return Curve(LATEST_COMPLETIONS)
+
+
+@dataclass
 class AcrossStarts:
     """The KL of a searcher's completions shortly before each of its starts, and shortly after.
 
     A resume goes on with the weights of the stop, or of some steps before: the two are about the same.
+    before, last: by version, of the attempt before and of this one; first: of the first versions of this one,
+    which ``began`` with that version.
     """
 
-    def __init__(self) -> None:
-        self._before: Curve | None = None  # of the attempt before
-        self._last = Curve(LATEST_COMPLETIONS)  # by version, of this attempt
-        self._first = Curve(LATEST_COMPLETIONS)
-        self._began: int | None = None
+    before: Curve | None = None
+    last: Curve = field(default_factory=_fresh_curve)
+    first: Curve = field(default_factory=_fresh_curve)
+    began: int | None = None
 
     def start(self) -> None:
         """What comes now is of another attempt."""
-        if self._last.points:
-            self._before = self._last
-        self._last, self._first, self._began = Curve(LATEST_COMPLETIONS), Curve(LATEST_COMPLETIONS), None
+        if self.last.sums:
+            self.before = self.last
+        self.last, self.first, self.began = _fresh_curve(), _fresh_curve(), None
 
     def take(self, version: int, kl: float, weight: float) -> None:
         """One more mean of so many completions, sampled by the weights of ``version``."""
-        self._began = version if self._began is None else self._began
-        self._last.take(version, kl, weight)
-        if version <= self._began + AFTER_START:
-            self._first.take(version, kl, weight)
+        self.began = version if self.began is None else self.began
+        self.last.take(version, kl, weight)
+        if version <= self.began + AFTER_START:
+            self.first.take(version, kl, weight)
 
     @property
     def change(self) -> tuple[float, float] | None:
         """Before and after the last start; None where one is not known."""
-        before = self._before.latest() if self._before else None
-        after = self._first.latest()
+        before = self.before.latest() if self.before else None
+        after = self.first.latest()
         return None if before is None or after is None else (before, after)
 
 
@@ -142,16 +170,16 @@ class History:
     curves: dict[str, Curve] = field(
         default_factory=lambda: {
             **{name: Curve(LATEST_STEPS) for name in OF_STEPS},
-            **{name: Curve(LATEST_COMPLETIONS) for name in OF_FRESH},
+            **{name: _fresh_curve() for name in OF_FRESH},
         }
     )
-    initial_kl: Curve = field(default_factory=lambda: Curve(LATEST_COMPLETIONS))
+    initial_kl: Curve = field(default_factory=_fresh_curve)
     """search/kl of what the initial weights sampled alone: a single point, at step 0."""
     first_log_ratio: float | None = None
     """train/log_ratio of the first step, where that is plainly against π_ref."""
     starts: dict[int, AcrossStarts] = field(default_factory=dict)
     """search/kl across the last start of each searcher."""
-    paused: Curve = field(default_factory=lambda: Curve(LATEST_COMPLETIONS))
+    paused: Curve = field(default_factory=_fresh_curve)
     """Share of its time that a searcher with trained weights was idle, by version."""
     steps: int = 0
     beta: float | None = None
@@ -159,27 +187,44 @@ class History:
     last_skip: int | None = None
     """The last step that was skipped."""
     trajectories: int = 0
-    _skipped: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("train/skipped_steps"))
-    _rejected: dict[int, CumulativeCounter] = field(default_factory=dict)
+    skips: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("train/skipped_steps"))
+    rejections: dict[int, CumulativeCounter] = field(default_factory=dict)
 
     def take(self, record: Record) -> None:
-        """One more record of the trainer."""
-        before = self._skipped.total
-        self._skipped.take(record)
+        """One more record of the trainer. What a resume takes back is forgotten, as far as spans tell."""
+        before = self.skips.total
+        self.skips.take(record)
         step = number(record, "step")
+        if step is not None and record.get("event") in STARTS:
+            self._go_back(int(step))
         if step is None or "event" in record:
             return
         self.steps = max(self.steps, int(step))
         self.beta = number(record, "train/beta") or self.beta
-        if self._skipped.total > before:
+        if self.skips.total > before:
             self.last_skip = int(step)
         if step == 1 and number(record, "train/reference_power", 1.0) == 1.0:
             self.first_log_ratio = number(record, "train/log_ratio")
         self._follow(record, OF_STEPS, int(step), 1.0)
 
+    def _go_back(self, step: int) -> None:
+        self.steps = min(self.steps, step)
+        for name in OF_STEPS:
+            self.curves[name].cut(step)
+
+    def add(self, other: History) -> None:
+        """Count what was folded of other files of the run as well."""
+        for name, curve in other.curves.items():
+            self.curves[name].add(curve)
+        self.initial_kl.add(other.initial_kl)
+        self.paused.add(other.paused)
+        self.starts |= other.starts
+        self.rejections |= other.rejections
+        self.trajectories += other.trajectories
+
     def take_search(self, searcher: int, record: Record) -> None:
         """One more record of a searcher."""
-        self._rejected.setdefault(searcher, CumulativeCounter("search/rejected")).take(record)
+        self.rejections.setdefault(searcher, CumulativeCounter("search/rejected")).take(record)
         starts = self.starts.setdefault(searcher, AcrossStarts())
         if record.get("event") == "started":
             starts.start()
@@ -204,12 +249,12 @@ class History:
     @property
     def skipped(self) -> int:
         """Optimizer steps not taken, in all attempts."""
-        return self._skipped.total
+        return self.skips.total
 
     @property
     def rejected(self) -> int:
         """Trajectories set aside, in all attempts."""
-        return sum(counter.total for counter in self._rejected.values())
+        return sum(counter.total for counter in self.rejections.values())
 
     def points(self, name: str) -> list[Point]:
         """Of a metric, by step."""

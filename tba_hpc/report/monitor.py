@@ -14,14 +14,21 @@ from tba_hpc.config import Config
 from tba_hpc.metrics import MetricsTail, Record, number
 from tba_hpc.report.attempts import Attempt, CumulativeCounter, Event, attempts, count_faults
 from tba_hpc.report.curves import History
-from tba_hpc.report.summary import index_of, read_evaluations, score_name_of, searcher_files, series
+from tba_hpc.report.digest import Sealed, SearcherDigest, TrainerDigest, kept_digest, take_seal
+from tba_hpc.report.summary import (
+    Counts,
+    SizeOf,
+    index_of,
+    read_evaluations,
+    score_name_of,
+    searcher_files,
+    series,
+    unknown_size,
+)
 from tba_hpc.report.worries import Worry, worries
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.types import Split
-
-PACE_STEPS = 20
-"""Steps whose mean duration the estimate of the time left is made from."""
 
 QUEUE_SECONDS = 10.0
 """Shortest pause between two questions to Slurm."""
@@ -41,46 +48,32 @@ Queue = Callable[[RunDir], list[QueueEntry]]
 
 @dataclass
 class Progress:
-    """What the metrics of all ranks say. phase: the last event of the trainer, or ``training``."""
+    """What the metrics of all ranks say. searchers: the last record of each; seals: its newest, by index."""
 
-    phase: str = ""
-    latest: Record = field(default_factory=dict)
-    checkpoint: Record = field(default_factory=dict)
-    damaged: list[Record] = field(default_factory=list)
+    trainer: TrainerDigest = field(default_factory=TrainerDigest)
     searchers: dict[int, Record] = field(default_factory=dict)
-    lost: int = 0
-    step_times: list[float] = field(default_factory=list)
-    history: History = field(default_factory=History)
+    seals: dict[int, dict[int, Sealed]] = field(default_factory=dict)
     _rebuilds: dict[int, CumulativeCounter] = field(default_factory=dict)
 
-    def take(self, record: Record) -> None:
-        """One more record of the trainer."""
-        self.history.take(record)
-        match record.get("event"):
-            case None:
-                self.phase = "training"
-                self.step_times = [*self.step_times, number(record, "time", 0.0)][-PACE_STEPS - 1 :]
-            case "started" | "resumed" | "filling" | "waiting" | "stopped" | "finished" as event:
-                self.phase, self.step_times = event, []
-            case "checkpoint":
-                self.checkpoint = record
-                record = {**record, "step": max(self.step, number(record, "step", 0))}  # the run is ahead
-            case "damaged":
-                self.damaged.append(record)
-                return
-            case "lost":
-                self.lost += 1
-                return
-            case _:
-                return
-        self.latest = {**self.latest, **record}
+    def begin_search(self, digest: SearcherDigest) -> None:
+        """What a searcher has done by now; its next records follow."""
+        self.history.add(digest.history)
+        self._rebuilds[digest.index], self.seals[digest.index] = digest.rebuilds, digest.seals
+        if digest.last:
+            self.searchers[digest.index] = digest.last
 
     def take_search(self, searcher: int, record: Record) -> None:
         """One more record of a searcher."""
         self.history.take_search(searcher, record)
-        self._rebuilds.setdefault(searcher, CumulativeCounter("search/rebuilds")).take(record)
+        self._rebuilds[searcher].take(record)
+        take_seal(self.seals[searcher], record)
         if "event" not in record:
             self.searchers[searcher] = record
+
+    @property
+    def history(self) -> History:
+        """Of the trainer and of all searchers."""
+        return self.trainer.history
 
     @property
     def rebuilds(self) -> int:
@@ -88,9 +81,14 @@ class Progress:
         return sum(counter.total for counter in self._rebuilds.values())
 
     @property
+    def latest(self) -> Record:
+        """The trainer's newest value of every figure."""
+        return self.trainer.latest
+
+    @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return int(number(self.latest, "step", 0))
+        return self.trainer.step
 
     @property
     def newest(self) -> float:
@@ -128,15 +126,27 @@ class RunMonitor:
             self.attempts = attempts(self.events)
             if any(event["event"] == "changed" for event in events):
                 self.config = self.run.config()
-        for record in self._new(self.run.metrics_file("trainer")):
-            self.progress.take(record)
+        self._read_trainer(self.run.metrics_file("trainer"))
         for path in searcher_files(self.run):
-            for record in self._new(path, dull=DULL):
-                self.progress.take_search(index_of(path), record)
+            self._read_searcher(path)
         self.evaluations = read_evaluations(self.run, self.evaluations)
 
-    def _new(self, path: Path, *, dull: bytes | None = None) -> list[Record]:
-        return self._tails.setdefault(path, MetricsTail(path)).new(dull=dull)
+    def _new(self, path: Path) -> list[Record]:
+        return self._tails.setdefault(path, MetricsTail(path)).new()
+
+    def _read_trainer(self, path: Path) -> None:
+        if path not in self._tails:
+            self.progress.trainer, self._tails[path] = kept_digest(path, TrainerDigest())
+        for record in self._tails[path].records():
+            self.progress.trainer.take(record)
+
+    def _read_searcher(self, path: Path) -> None:
+        searcher = index_of(path)
+        if path not in self._tails:
+            digest, self._tails[path] = kept_digest(path, SearcherDigest(searcher))
+            self.progress.begin_search(digest)
+        for record in self._tails[path].new(dull=DULL):  # all are new where no digest is kept
+            self.progress.take_search(searcher, record)
 
     def _ask_slurm(self) -> None:
         if time.monotonic() - self._asked >= QUEUE_SECONDS:
@@ -151,7 +161,7 @@ class RunMonitor:
     @property
     def phase(self) -> str:
         """What the trainer of the newest attempt said last; empty before its first word."""
-        return self.progress.phase if number(self.progress.latest, "time", 0.0) >= self._begun else ""
+        return self.progress.trainer.phase if number(self.progress.latest, "time", 0.0) >= self._begun else ""
 
     @property
     def _begun(self) -> float:
@@ -168,7 +178,7 @@ class RunMonitor:
     @property
     def eta(self) -> float | None:
         """Seconds that the steps left take at the pace of the last ones; None before two of an attempt."""
-        times = self.progress.step_times
+        times = self.progress.trainer.step_times
         if self.phase != "training" or len(times) < 2:
             return None
         pace = (times[-1] - times[0]) / (len(times) - 1)
@@ -183,7 +193,7 @@ class RunMonitor:
     @property
     def checkpoint_age(self) -> float | None:
         """Seconds since the last checkpoint; None before the first."""
-        saved = number(self.progress.checkpoint, "time")
+        saved = number(self.progress.trainer.checkpoint, "time")
         return None if saved is None else max(0.0, time.time() - saved)
 
     @property
@@ -196,8 +206,17 @@ class RunMonitor:
     @property
     def faults(self) -> dict[str, int]:
         """How often each kind of fault happened."""
-        told = self.progress
-        return count_faults(self.events, rebuilds=told.rebuilds, lost=told.lost, damaged=len(told.damaged))
+        told = self.progress.trainer
+        return count_faults(
+            self.events, rebuilds=self.progress.rebuilds, lost=told.lost, damaged=told.damages
+        )
+
+    def counts(self, size_of: SizeOf = unknown_size) -> Counts:
+        """What the run has done by now."""
+        counts = Counts.of(self.progress.trainer)
+        for searcher, seals in self.progress.seals.items():
+            counts.add_waiting(self.run, searcher, seals, self.progress.trainer.merged, size_of)
+        return counts
 
     @property
     def history(self) -> History:

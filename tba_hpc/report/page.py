@@ -6,6 +6,7 @@ It must not know how figures are drawn: ``plots`` does.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 
 from tba_hpc.config import Config, dump_config
-from tba_hpc.metrics import Record, number
-from tba_hpc.report.attempts import KILLED, Attempt, CumulativeCounter, attempts, count_faults, fault_words
+from tba_hpc.metrics import number
+from tba_hpc.report.attempts import KILLED, Attempt, attempts, count_faults, fault_words
+from tba_hpc.report.digest import Spread, Stretch
 from tba_hpc.report.plots import WAIT_GOAL, plots, run_minutes
-from tba_hpc.report.summary import RunData, Summary, mean, series, summary_of
+from tba_hpc.report.summary import RunData, SizeOf, Summary, summary_of, unknown_size, write_summary
 from tba_hpc.report.tables import NOTHING, duration, percent
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import write_atomic
@@ -89,10 +91,13 @@ class AttemptRow:
     width: float
 
 
-def write_report(run: RunDir) -> Path:
-    """Write ``report.html`` and return its path. Works at any moment of a run."""
-    write_atomic(run.report, render(RunData.read(run), run.config()))
-    return run.report
+def write_report(run: RunDir, size_of: SizeOf = unknown_size) -> Summary:
+    """Write ``summary.json``, and then ``report.html``, from one look at a run at any moment of it."""
+    data, config = RunData.read(run, size_of), run.config()
+    summary = summary_of(data, config)
+    write_summary(run, summary)
+    write_atomic(run.report, render(data, config))
+    return summary
 
 
 def render(data: RunData, config: Config) -> str:
@@ -107,8 +112,8 @@ def render(data: RunData, config: Config) -> str:
         finished=summary.finished,
         subtitle=_subtitle(config),
         tiles=tiles(summary),
-        worries=summary.worries if data.steps or data.searchers else None,
-        plots=plots(data, config.train) if data.steps else [],
+        worries=summary.worries if data.trainer.step or data.searchers else None,
+        plots=plots(data, config.train) if data.trainer.step else [],
         promises=promises(data),
         attempts=attempt_rows(data),
         faults=fault_words(faults(data)),
@@ -121,8 +126,8 @@ def render(data: RunData, config: Config) -> str:
 def _state(data: RunData, summary: Summary, config: Config) -> str:
     if summary.finished:
         return "finished"
-    last = data.trainer[-1].get("event") if data.trainer else None
-    word = "stopped" if last == "stopped" else "unfinished"
+    stretches = data.trainer.stretches
+    word = "stopped" if stretches and stretches[-1].event == "stopped" else "unfinished"
     return f"{word} at step {summary.steps} of {config.train.steps}"
 
 
@@ -152,7 +157,9 @@ def tiles(summary: Summary) -> list[Tile]:
         ),
         Tile("Training time", duration(summary.train_seconds), steps + attempts),
         Tile("Trajectories", f"{summary.trajectories:,}", f"{per_step:,.0f} per step"),
-        Tile("Tokens generated", _compact(summary.tokens), f"{rate:,.0f} per second" if rate else ""),
+        Tile(
+            "Tokens generated", _compact(summary.generated_tokens), f"{rate:,.0f} per second" if rate else ""
+        ),
         Tile("Staleness", _or_dash(summary.staleness, "{:.1f}"), "mean, in steps"),
     ]
 
@@ -173,58 +180,58 @@ def _or_dash(value: float | None, style: str) -> str:
 
 def promises(data: RunData) -> list[Promise]:
     """How long trainer and searchers stood still."""
-    steps = data.steps
-    searchers = [record for records in data.searchers.values() for record in records]
-    wait = series(steps, "train/wait_share")
+    wait, waits = Spread(), data.waits
+    if (share := number(data.trainer.latest, "train/wait_share")) is not None:
+        wait.take(share)
     return [
         _promise(
             "Trainer wait",
             "wall time outside forward, backward and optimizer, after warm-up",
-            wait[-1:],
+            wait,
             _share,
             WAIT_GOAL,
         ),
         _promise(
             "Publish stall",
             "the trainer's loop stands still to hand over weights",
-            series(steps, "sync/publish_stall_seconds"),
+            data.trainer.stalls,
             _time,
         ),
         _promise(
             "Propagation",
             "publish called to loaded in a searcher",
-            series(searchers, "search/propagation_seconds"),
+            waits["search/propagation_seconds"],
             _time,
         ),
         _promise(
             "Loading weights",
             "a searcher's engine stands still to take new weights",
-            series(searchers, "search/load_seconds"),
+            waits["search/load_seconds"],
             _time,
         ),
         _promise(
             "Sealing shards",
             "a searcher's wall time spent making trajectories durable",
-            series(searchers, "search/seal_share"),
+            waits["search/seal_share"],
             _share,
             SEAL_GOAL,
         ),
         _promise(
             "Searcher busy",
             "a searcher's wall time inside the engine",
-            series(searchers, "search/busy_share"),
+            waits["search/busy_share"],
             _share,
         ),
     ]
 
 
 def _promise(
-    name: str, meaning: str, values: list[float], show: Callable[[float], str], goal: float | None = None
+    name: str, meaning: str, values: Spread, show: Callable[[float], str], goal: float | None = None
 ) -> Promise:
-    average = mean(values)
+    average = values.mean
     if average is None:
         return Promise(name, meaning, NOTHING, NOTHING, NOTHING if goal is None else f"≤ {show(goal)}", "")
-    high = show(float(np.percentile(values, 95))) if len(values) > 1 else ""
+    high = show(values.quantile(0.95)) if values.count > 1 else ""
     if goal is None:
         return Promise(name, meaning, show(average), high, "", "")
     return Promise(
@@ -242,16 +249,13 @@ def _time(seconds: float) -> str:
 
 def events(data: RunData) -> list[HistoryRow]:
     """The run's history: starts, resumes, checkpoints, ends, and what went wrong."""
-    dull = (None, "filling", "merged", "evicted")
-    told = [record for record in data.trainer if record.get("event") not in dull]
+    told, forgotten = data.trainer.told, data.trainer.forgotten
     minutes = run_minutes(data) if told else None
-    lines = []
-    for what, group in itertools.groupby(told, key=lambda record: str(record["event"])):
-        records = list(group)
-        when = number(records[-1], "time", 0.0)
-        into = duration(60 * float(minutes(np.array([when]))[0])) if minutes else ""
-        what = what if len(records) == 1 else f"{len(records)} × {what}, the last"
-        lines.append(HistoryRow(_utc(when), into, what, f"{number(records[-1], 'step', 0):.0f}"))
+    lines = [HistoryRow("", "", f"{forgotten:,} rows before these", "")] if forgotten else []
+    for row in told:
+        into = duration(60 * float(minutes(np.array([row.time]))[0])) if minutes else ""
+        what = row.event if row.times == 1 else f"{row.times} × {row.event}, the last"
+        lines.append(HistoryRow(_utc(row.time), into, what, f"{row.step}"))
     return [*lines, *_skipped_steps(data), *_of_searchers(data)]
 
 
@@ -265,37 +269,30 @@ def _skipped_steps(data: RunData) -> list[HistoryRow]:
 def _of_searchers(data: RunData) -> list[HistoryRow]:
     """Engines rebuilt and trajectories set aside, a line per searcher that had any."""
     told = []
-    for index, records in data.searchers.items():
-        for name, what in (
-            ("search/rebuilds", "engine rebuilt"),
-            ("search/rejected", "trajectory set aside: reward not finite, or the task's code raised"),
+    for index, searcher in data.searchers.items():
+        for times, what in (
+            (searcher.rebuilds, "engine rebuilt"),
+            (searcher.rejected, "trajectory set aside: reward not finite, or the task's code raised"),
         ):
-            if times := _over_attempts(records, name):
+            if times:
                 told.append(HistoryRow("", "", f"searcher {index}: {times} × {what}", ""))
     return told
 
 
-def _over_attempts(records: Sequence[Record], name: str) -> int:
-    counter = CumulativeCounter(name)
-    for record in records:
-        counter.take(record)
-    return counter.total
-
-
 def faults(data: RunData) -> dict[str, int]:
     """How often each kind of fault happened."""
-    rebuilds = sum(_over_attempts(records, "search/rebuilds") for records in data.searchers.values())
-    lost = sum(record.get("event") == "lost" for record in data.trainer)
-    damaged = sum(record.get("event") == "damaged" for record in data.trainer)
-    return count_faults(data.events, rebuilds=rebuilds, lost=lost, damaged=damaged)
+    rebuilds = sum(searcher.rebuilds for searcher in data.searchers.values())
+    return count_faults(data.events, rebuilds=rebuilds, lost=data.trainer.lost, damaged=data.trainer.damages)
 
 
 def attempt_rows(data: RunData) -> list[AttemptRow]:
     """The attempts of the run, each with what its trainer did."""
-    found = attempts(data.events)
-    time_s = np.array([number(record, "time", 0.0) for record in data.trainer])
-    cuts = np.searchsorted(time_s, [*(attempt.start for attempt in found), np.inf])
-    parts = [data.trainer[cut:end] for cut, end in itertools.pairwise(cuts)]
+    found, stretches = attempts(data.events), data.trainer.stretches
+    cuts = [*(attempt.start for attempt in found), math.inf]
+    parts = [
+        [stretch for stretch in stretches if since <= stretch.start < until]
+        for since, until in itertools.pairwise(cuts)
+    ]
     ends = [_end(attempt, part) for attempt, part in zip(found, parts, strict=True)]
     return [
         _attempt_row(attempt, part, end, since=found[0].start, until=max(ends))
@@ -303,16 +300,16 @@ def attempt_rows(data: RunData) -> list[AttemptRow]:
     ]
 
 
-def _end(attempt: Attempt, part: Sequence[Record]) -> float:
+def _end(attempt: Attempt, part: Sequence[Stretch]) -> float:
     """When an attempt ended; the trainer's last word, where nobody noted it."""
-    return attempt.end or max([attempt.start, *series(part[-1:], "time")])
+    return attempt.end or max([attempt.start, *(stretch.end for stretch in part)])
 
 
 def _attempt_row(
-    attempt: Attempt, part: Sequence[Record], end: float, *, since: float, until: float
+    attempt: Attempt, part: Sequence[Stretch], end: float, *, since: float, until: float
 ) -> AttemptRow:
     whole = max(until - since, 1e-9)
-    steps = [f"{step:.0f}" for step in series([*part[:1], *part[-1:]], "step")]
+    steps = [f"{part[0].first}", f"{part[-1].last}"] if part else []
     outcome = attempt.outcome or _last_word(part)
     words = OUTCOMES.get(outcome, "" if attempt.end else "at work")
     requeued = "back to the queue" if attempt.requeued else ""
@@ -331,10 +328,10 @@ def _attempt_row(
     )
 
 
-def _last_word(part: Sequence[Record]) -> str:
+def _last_word(part: Sequence[Stretch]) -> str:
     """How the trainer says that an attempt ended: it writes the page before the launcher knows."""
-    event = part[-1].get("event") if part else None
-    return str(event) if event in ("stopped", "finished") else ""
+    event = part[-1].event if part else ""
+    return event if event in ("stopped", "finished") else ""
 
 
 def _utc(unix: float) -> str:

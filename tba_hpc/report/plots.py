@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tba_hpc.config import TrainSection
-from tba_hpc.metrics import REWARD_EDGES, Record, number
+from tba_hpc.metrics import REWARD_EDGES
 from tba_hpc.report.curves import Curve
 from tba_hpc.report.summary import (
     MANY_SEARCHERS,
@@ -27,7 +27,6 @@ from tba_hpc.report.summary import (
     reference_of,
     same_reference,
     score_name_of,
-    series,
 )
 from tba_hpc.report.tables import percent
 from tba_hpc.run.evaluations import Evaluation
@@ -77,9 +76,6 @@ WAIT_GOAL = 0.05
 """Largest share of its time that the trainer should wait."""
 
 
-FRESH_POINTS = 400
-"""Most points of a searchers' curve: as many as a figure has room for."""
-
 EARLY_LATE = 0.2
 """Share of the weights' versions that the first and the last rewards of a histogram are of."""
 
@@ -94,7 +90,7 @@ class Plot:
 
 
 def plots(data: RunData, train: TrainSection) -> list[Plot]:
-    """Every figure of the page. ``data.steps`` must not be empty."""
+    """Every figure of the page; at least one step was taken."""
     drawn = [
         _plot(score_name_of(data.evaluations), "greedy", lambda ax: _score(ax, data)),
         _plot(
@@ -172,11 +168,19 @@ def _themed(svg: str, title: str) -> str:
     return svg
 
 
-def _pairs(records: Sequence[Record], x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
-    """Two float arrays of the records that have both scalars."""
-    found = [(number(record, x), number(record, y)) for record in records]
-    known = [(a, b) for a, b in found if a is not None and b is not None]
-    columns = np.array(known, float).reshape(-1, 2)
+def _by_step(data: RunData, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """A figure of the trainer over its steps: two float arrays."""
+    return _columns(data.trainer.line(name))
+
+
+def _by_version(data: RunData, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """A metric of fresh completions, the mean over those of all searchers, by the weights in use."""
+    return _columns(data.fresh.get(name, Curve(1)))
+
+
+def _columns(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
+    """Where its points are, and their values."""
+    columns = np.array([(step, value) for step, value, _ in curve.points], float).reshape(-1, 2)
     return columns[:, 0], columns[:, 1]
 
 
@@ -198,7 +202,7 @@ def _line(ax: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str | None 
 
 def _steps_axis(ax: Axes, data: RunData) -> None:
     """From step 0 to the last, the same on every plot."""
-    last = max(1.0, number(data.steps[-1], "step", 1))
+    last = max(1.0, data.trainer.step)
     ax.set_xlim(-0.02 * last, 1.02 * last)
     ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     ax.set_xlabel("step")
@@ -213,7 +217,7 @@ def _legend(ax: Axes, columns: int = 3) -> None:
 
 
 def _curve(ax: Axes, data: RunData, name: str, color: str) -> bool:
-    x, y = _pairs(data.steps, "step", name)
+    x, y = _by_step(data, name)
     _line(ax, x, y, color)
     _steps_axis(ax, data)
     return len(x) > 0
@@ -288,7 +292,7 @@ def _both(ax: Axes, data: RunData, fresh: str, batch: str, *, shares: bool = Fal
     """A figure of fresh completions and of the batch."""
     lines = (
         (_by_version(data, fresh), ORANGE, "searchers, fresh"),
-        (_pairs(data.steps, "step", batch), BLUE, "training batch"),
+        (_by_step(data, batch), BLUE, "training batch"),
     )
     return _lines(ax, data, lines, shares=shares)
 
@@ -341,15 +345,15 @@ def _entropy(ax: Axes, data: RunData) -> bool:
 
 def _ratios(ax: Axes, data: RunData) -> bool:
     lines = (
-        (_pairs(data.steps, "step", "train/ess"), BLUE, "effective sample size"),
-        (_pairs(data.steps, "step", "train/clip_share"), ROSE, "clipped, capped or masked"),
+        (_by_step(data, "train/ess"), BLUE, "effective sample size"),
+        (_by_step(data, "train/clip_share"), ROSE, "clipped, capped or masked"),
     )
     return _lines(ax, data, lines, shares=True)
 
 
 def _skipped(ax: Axes, data: RunData) -> bool:
     """Nothing to see where every step was taken."""
-    x, y = _pairs(data.steps, "step", "train/skipped_steps")
+    x, y = _by_step(data, "train/skipped_steps")
     ax.plot(x, y, color=ROSE, drawstyle="steps-post")
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     _steps_axis(ax, data)
@@ -358,8 +362,8 @@ def _skipped(ax: Axes, data: RunData) -> bool:
 
 def _rewards(ax: Axes, data: RunData) -> bool:
     """How rewards were spread early and late, over bins as wide as rewards are large."""
-    found = sorted(_histograms(data), key=lambda histogram: histogram[0])
-    if not found:
+    found = [(at, np.array(row)) for at, row in data.rewards.points if len(row) == len(REWARD_EDGES) + 1]
+    if not any(counts.any() for _, counts in found):
         return False
     first, last = found[0][0], found[-1][0]
     part = EARLY_LATE * (last - first)
@@ -381,16 +385,6 @@ def _rewards(ax: Axes, data: RunData) -> bool:
     return True
 
 
-def _histograms(data: RunData) -> list[tuple[float, np.ndarray]]:
-    """Version and counts, int64 [len(REWARD_EDGES) + 1], of every record that has any."""
-    found = []
-    for record in (record for records in data.searchers.values() for record in records):
-        version, counts = number(record, "search/version"), record.get("search/reward_histogram")
-        if version is not None and isinstance(counts, list) and len(counts) == len(REWARD_EDGES) + 1:
-            found.append((version, np.array(counts, np.int64)))
-    return found
-
-
 def _bin_name(index: int) -> str:
     """Its edges; those of the first and of the last go on without end."""
     edges = ["−∞", *(f"{edge:.2g}" for edge in REWARD_EDGES), "∞"]
@@ -406,22 +400,10 @@ def _truncated(ax: Axes, data: RunData) -> bool:
     return len(x) > 0
 
 
-def _by_version(data: RunData, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """A metric of fresh completions, the mean over those of all searchers, by the weights in use."""
-    curve = Curve(1, spans=FRESH_POINTS)
-    for record in (record for records in data.searchers.values() for record in records):
-        version, value = number(record, "search/version"), number(record, name)
-        count = number(record, "search/trajectories", 0.0)
-        if version is not None and value is not None and count:
-            curve.take(int(version), value, count)
-    columns = np.array([(step, value) for step, value, _ in curve.points], float).reshape(-1, 2)
-    return columns[:, 0], columns[:, 1]
-
-
 def _staleness(ax: Axes, data: RunData) -> bool:
-    x, largest = _pairs(data.steps, "step", "staleness/max")
+    x, largest = _by_step(data, "staleness/max")
     ax.fill_between(x, 0, largest, color=BLUE, alpha=0.14, linewidth=0, label="up to the largest")
-    x, average = _pairs(data.steps, "step", "staleness/mean")
+    x, average = _by_step(data, "staleness/mean")
     _line(ax, x, average, BLUE, "mean")
     ax.set_ylim(bottom=0)
     _steps_axis(ax, data)
@@ -430,8 +412,7 @@ def _staleness(ax: Axes, data: RunData) -> bool:
 
 
 def _histogram(ax: Axes, data: RunData) -> bool:
-    counts = [record["staleness/histogram"] for record in data.steps if "staleness/histogram" in record]
-    rows = [row for row in counts if isinstance(row, list)]
+    rows = [row for _, row in data.trainer.staleness.points]
     total = np.zeros(max(map(len, rows), default=0))
     for row in rows:
         total[: len(row)] += row
@@ -447,17 +428,17 @@ def _histogram(ax: Axes, data: RunData) -> bool:
 
 def run_minutes(data: RunData) -> Callable[[np.ndarray], np.ndarray]:
     """Maps unix time to minutes of running time: the pauses between attempts do not count."""
-    times = [series(attempt, "time") for attempt in data.attempts]
-    lengths = np.array([time_s[-1] - time_s[0] for time_s in times])
+    stretches = data.trainer.stretches
+    lengths = np.array([stretch.end - stretch.start for stretch in stretches])
     ends = np.cumsum(lengths)
-    knots = np.array([knot for time_s in times for knot in (time_s[0], time_s[-1])])
+    knots = np.array([knot for stretch in stretches for knot in (stretch.start, stretch.end)])
     minutes = np.column_stack([ends - lengths, ends]).ravel() / 60
     return lambda unix: np.interp(unix, knots, minutes)
 
 
 def _throughput(ax: Axes, data: RunData) -> bool:
     minutes = run_minutes(data)
-    curves = [_pairs(records, "time", "search/tokens_per_second") for records in data.searchers.values()]
+    curves = [_columns(searcher.rates) for searcher in data.searchers.values()]
     curves = [(minutes(when), rate) for when, rate in curves if len(when)]
     if not curves:
         return False
@@ -482,7 +463,7 @@ def _band(ax: Axes, curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
 
 
 def _wait(ax: Axes, data: RunData) -> bool:
-    x, y = _pairs(data.steps, "step", "train/wait_share")
+    x, y = _by_step(data, "train/wait_share")
     ax.plot(x, y, color=BLUE, marker="o" if len(x) == 1 else None, markersize=4)
     ax.set_ylim(0, max(0.06, 1.15 * y.max()) if len(y) else 1)
     ax.axhline(WAIT_GOAL, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label="goal")
@@ -500,7 +481,7 @@ def _buffer(ax: Axes, data: RunData) -> bool:
         ("buffer/duplicates", ORANGE, "duplicates"),
         ("buffer/evicted", ROSE, "evicted"),
     ):
-        x, y = _pairs(data.steps, "step", name)
+        x, y = _by_step(data, name)
         ax.plot(x, y, color=color, label=label, marker="o" if len(x) == 1 else None, markersize=4)
         drawn += len(x)
     ax.set_ylim(bottom=0)
@@ -511,13 +492,13 @@ def _buffer(ax: Axes, data: RunData) -> bool:
 
 
 def _schedules(ax: Axes, data: RunData) -> bool:
-    x, rate = _pairs(data.steps, "step", "train/learning_rate")
+    x, rate = _by_step(data, "train/learning_rate")
     marker = "o" if len(x) == 1 else None
     ax.plot(x, rate, color=BLUE, marker=marker, label="learning rate (left)")
     ax.set_ylim(0, 1.15 * rate.max() if len(rate) and rate.max() > 0 else 1)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1e}" if value else "0"))
     twin = ax.twinx()
-    x, beta = _pairs(data.steps, "step", "train/beta")
+    x, beta = _by_step(data, "train/beta")
     ax.plot([], [], color=ORANGE, label="β (right)")
     twin.plot(x, beta, color=ORANGE, marker=marker)
     twin.set_ylim(0, 1.3 * beta.max() if len(beta) else 1)

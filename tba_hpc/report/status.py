@@ -10,6 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
@@ -26,7 +27,15 @@ from tba_hpc.metrics import Record, number
 from tba_hpc.report.attempts import Attempt, fault_words
 from tba_hpc.report.monitor import Queue, QueueEntry, RunMonitor
 from tba_hpc.report.run_state import RunState, job_of, run_state
-from tba_hpc.report.summary import MANY_SEARCHERS, policy_name, reference_of, same_reference
+from tba_hpc.report.summary import (
+    MANY_SEARCHERS,
+    Counts,
+    SizeOf,
+    policy_name,
+    reference_of,
+    same_reference,
+    unknown_size,
+)
 from tba_hpc.report.tables import NOTHING, duration, percent
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.report.worries import line
@@ -93,14 +102,14 @@ def _perplexity(config: Config, evaluations: Sequence[Evaluation]) -> str:
 def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
     """What else there is to say, by title: who is at work where, what is safe, what went wrong, what next."""
     attempt, job = monitor.attempt, job_of(monitor)
-    saved, age, silence = monitor.progress.checkpoint, monitor.checkpoint_age, monitor.silence
+    saved, age, silence = monitor.progress.trainer.checkpoint, monitor.checkpoint_age, monitor.silence
     said = {
         "attempt": _attempt(attempt) if attempt and attempt.name else "",
         "job": _job(job[0]["job"], attempt) if job else "",
         **{_role(component): _component(component) for component in job},
         "checkpoint": f"step {number(saved, 'step', 0):.0f}, {duration(age)} ago" if age is not None else "",
         "damaged": ", ".join(
-            f"{damage['checkpoint']}: {damage['fault']}" for damage in monitor.progress.damaged
+            f"{damage['checkpoint']}: {damage['fault']}" for damage in monitor.progress.trainer.damaged
         ),
         "worries": line(monitor.worries),
         "set aside": _set_aside(monitor),
@@ -109,6 +118,19 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
         "next": now.command,
     }
     return {title: text for title, text in said.items() if text}
+
+
+def done(counts: Counts) -> dict[str, str]:
+    """What the run has done, as ``tba audit`` counts it too."""
+    if not counts.attempts:
+        return {}
+    redone = {"redone": count(counts.redone, "step")} if counts.redone else {}
+    return {
+        "acknowledged": f"{count(counts.trajectories, 'trajectory')} in {count(counts.shards, 'shard')}, "
+        f"{count(counts.tokens, 'token')}",
+        "merged": f"{count(counts.duplicates, 'duplicate')}, {counts.evicted:,} evicted",
+        **redone,
+    }
 
 
 def _set_aside(monitor: RunMonitor) -> str:
@@ -140,7 +162,7 @@ def _component(component: QueueEntry) -> str:
     return ", ".join(filter(None, [" ".join(filter(None, [state, nodes])), until, since]))
 
 
-def figures(monitor: RunMonitor) -> dict[str, Any]:
+def figures(monitor: RunMonitor, size_of: SizeOf = unknown_size) -> dict[str, Any]:
     """Everything that is shown, as values for JSON; None where there is no value yet."""
     now, latest, attempt = run_state(monitor), monitor.progress.latest, monitor.attempt
     validation, test = monitor.evaluated("validation"), monitor.evaluated("test")
@@ -157,6 +179,7 @@ def figures(monitor: RunMonitor) -> dict[str, Any]:
         "job": job_of(monitor),
         "step": monitor.progress.step,
         "steps": monitor.config.train.steps,
+        "counts": asdict(monitor.counts(size_of)),
         "seconds_left": monitor.eta if now.state == "training" else None,
         "score_name": monitor.score_name,
         "pass_at_1": validation[-1].score if validation else None,
@@ -186,7 +209,7 @@ def figures(monitor: RunMonitor) -> dict[str, Any]:
         "trainer_wait_share": number(latest, "train/wait_share"),
         "buffer": number(latest, "buffer/size"),
         "searcher_tokens_per_second": monitor.rates,
-        "checkpoint_step": number(monitor.progress.checkpoint, "step"),
+        "checkpoint_step": number(monitor.progress.trainer.checkpoint, "step"),
         "checkpoint_age_seconds": monitor.checkpoint_age,
         "silence_seconds": monitor.silence,
         "faults": monitor.faults,
@@ -326,15 +349,22 @@ def follow(run: RunDir, config: Config, queue: Queue) -> None:
 
 
 def print_status(
-    run: RunDir, config: Config, queue: Queue, *, as_json: bool = False, console: Console | None = None
+    run: RunDir,
+    config: Config,
+    queue: Queue,
+    *,
+    as_json: bool = False,
+    console: Console | None = None,
+    size_of: SizeOf = unknown_size,
 ) -> None:
     """Print once how a run stands."""
     monitor = RunMonitor(run, config, queue)
     monitor.update()
     if as_json:
-        print(json.dumps(figures(monitor), indent=2))
+        print(json.dumps(figures(monitor, size_of), indent=2))
         return
     console, now = console or Terminal(), run_state(monitor)
-    for title, value in {**heading(monitor, now), **cells(monitor), **facts(monitor, now)}.items():
+    told = {**heading(monitor, now), **cells(monitor), **done(monitor.counts(size_of))}
+    for title, value in {**told, **facts(monitor, now)}.items():
         # As long as it is: a path or a command that was broken into lines cannot be copied.
         console.print(Text.assemble((f"{title:<12} ", "dim"), value), soft_wrap=True)

@@ -1,82 +1,182 @@
 """The headline numbers of a run, from its metrics and evaluations: what ``summary.json`` holds.
 
-Reads what the ranks wrote and nothing else, so a summary can be taken at any time, on any machine.
+Reads what the ranks wrote and nothing else, so a summary can be taken at any time, on any machine, and in
+constant memory: of each metrics file its digest, and the lines after that.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tba_hpc import schedules
 from tba_hpc.config import Config, TrainSection
-from tba_hpc.metrics import Record, number, read_metrics, step_records
-from tba_hpc.report.curves import OF_FRESH, OF_STEPS, History
+from tba_hpc.metrics import Record, number
+from tba_hpc.report.curves import OF_FRESH, OF_STEPS, Curve, History
+from tba_hpc.report.digest import (
+    POINTS,
+    WAITS,
+    Histograms,
+    Merged,
+    Sealed,
+    SearcherDigest,
+    Spread,
+    TrainerDigest,
+    read_digest,
+)
 from tba_hpc.report.worries import worries
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.evaluations import Evaluation, find_evaluation
+from tba_hpc.run.evaluations import Evaluation, evaluations_on_disk, find_evaluation
 from tba_hpc.run.events import read_events
 from tba_hpc.run.files import write_atomic
-from tba_hpc.types import Split
 
 MANY_SEARCHERS = 4
 """Above this number the searchers are shown together: their rates by the mean, their curves as a band."""
 
-PHASES = ("started", "resumed", "stopped", "finished")
-"""Events of the trainer of which the last tells how the run stands; others may come after it."""
+SizeOf = Callable[[Path], Sealed]
+"""Reads what a shard file holds: of one that was sealed just before a kill no metrics tell."""
+
+
+def unknown_size(_: Path) -> Sealed:
+    """Of a shard that nobody can read here."""
+    return Sealed(0, 0)
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a run has done, as ``tba status``, ``tba audit`` and the summary count it.
+
+    attempts: starts of the trainer's loop. steps: of the surviving history; redone: those that resumes took
+    back. shards, trajectories, tokens: acknowledged, which no accident takes back: merged by the surviving
+    history, or sealed beyond it; tokens are of completions. duplicates, evicted: what the replay buffer did
+    with those merged.
+    """
+
+    attempts: int
+    steps: int
+    redone: int
+    shards: int
+    trajectories: int
+    tokens: int
+    duplicates: int
+    evicted: int
+
+    @classmethod
+    def of(cls, trainer: TrainerDigest) -> Counts:
+        """Those of the trainer alone; ``add_waiting`` counts what it has not merged."""
+        merged = trainer.merged
+        return cls(
+            attempts=trainer.starts,
+            steps=trainer.step,
+            redone=trainer.redone,
+            shards=merged.shards,
+            trajectories=merged.trajectories,
+            tokens=merged.tokens,
+            duplicates=merged.duplicates,
+            evicted=merged.evicted,
+        )
+
+    def add_waiting(
+        self, run: RunDir, searcher: int, seals: Mapping[int, Sealed], merged: Merged, size_of: SizeOf
+    ) -> None:
+        """Count the shards of a searcher that the trainer has not merged.
+
+        seals: those that its metrics tell of. size_of: of one that they do not.
+        """
+        cursor = merged.cursors.get(searcher, 0)
+        waiting = {index: sealed for index, sealed in seals.items() if index >= cursor}
+        for index in _untold(run, searcher, cursor, waiting):
+            waiting[index] = size_of(run.shard_file(searcher, index))
+        self.shards += len(waiting)
+        self.trajectories += sum(sealed.trajectories for sealed in waiting.values())
+        self.tokens += sum(sealed.tokens for sealed in waiting.values())
+
+
+def _untold(run: RunDir, searcher: int, cursor: int, told: Mapping[int, Sealed]) -> Iterator[int]:
+    """Shards on disk from ``cursor`` on that their searcher did not live to tell of."""
+    end = max(told, default=cursor - 1) + 1
+    between = (index for index in range(cursor, end) if index not in told)
+    for index in itertools.chain(between, itertools.count(end)):
+        if run.shard_file(searcher, index).exists():
+            yield index
+        elif index >= end:
+            return
+
+
+@dataclass(frozen=True, slots=True)
+class SearcherData:
+    """What is shown of a searcher alone.
+
+    tokens: generated. rates: tokens per second by unix second; rate: their mean while it generated.
+    """
+
+    tokens: int
+    rates: Curve
+    rate: float | None
+    rebuilds: int
+    rejected: int
+
+    @classmethod
+    def of(cls, digest: SearcherDigest) -> SearcherData:
+        """From its metrics."""
+        rebuilds, rejected = digest.rebuilds.total, digest.history.rejected
+        return cls(digest.tokens, digest.rates, digest.at_work.mean, rebuilds, rejected)
 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
     """Everything a report is made of.
 
-    trainer: all records of the trainer; steps: those of optimizer steps, a repeated step once;
-    searchers: all records per searcher; evaluations: the complete ones, by split and step;
-    events: what befell the run, see ``run.events.log_event``.
+    finished: whether nothing is left to do. counts: see ``Counts``. history, fresh, rewards, waits: over all
+    searchers. evaluations: the complete ones, by split and step. events: what befell the run, see
+    ``run.events.log_event``.
     """
 
-    trainer: list[Record]
-    steps: list[Record]
-    searchers: dict[int, list[Record]]
-    evaluations: list[Evaluation]
-    events: list[dict[str, Any]]
+    finished: bool
+    trainer: TrainerDigest
+    counts: Counts
+    searchers: dict[int, SearcherData] = field(default_factory=dict)
+    fresh: dict[str, Curve] = field(default_factory=dict)
+    rewards: Histograms = field(default_factory=Histograms)
+    waits: dict[str, Spread] = field(default_factory=lambda: {name: Spread() for name in WAITS})
+    evaluations: list[Evaluation] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def read(cls, run: RunDir) -> RunData:
-        """Read a run directory at any moment."""
-        trainer = read_metrics(run.metrics_file("trainer"))
-        return cls(
+    def read(cls, run: RunDir, size_of: SizeOf = unknown_size) -> RunData:
+        """Read a run directory at any moment, one file after the other."""
+        finished = run.finished
+        trainer, _ = read_digest(run.metrics_file("trainer"), TrainerDigest())
+        data = cls(
+            finished,
             trainer,
-            step_records(trainer),
-            {index_of(path): read_metrics(path) for path in searcher_files(run)},
-            list(read_evaluations(run).values()),
-            read_events(run),
+            Counts.of(trainer),
+            evaluations=list(read_evaluations(run).values()),
+            events=read_events(run),
         )
+        for path in searcher_files(run):
+            digest, _ = read_digest(path, SearcherDigest(index_of(path)))
+            data._add(digest)
+            data.counts.add_waiting(run, digest.index, digest.seals, trainer.merged, size_of)
+        return data
 
-    @property
-    def attempts(self) -> list[list[Record]]:
-        """The trainer's records, split where the run was started or resumed."""
-        parts: list[list[Record]] = []
-        for record in self.trainer:
-            if not parts or record.get("event") in ("started", "resumed"):
-                parts.append([])
-            parts[-1].append(record)
-        return parts
+    def _add(self, digest: SearcherDigest) -> None:
+        self.searchers[digest.index] = SearcherData.of(digest)
+        self.history.add(digest.history)
+        for name, curve in digest.drawn.items():
+            self.fresh.setdefault(name, Curve(1, spans=POINTS)).add(curve)
+        self.rewards.add(digest.rewards)
+        for name, spread in digest.waits.items():
+            self.waits[name].add(spread)
 
     @property
     def history(self) -> History:
         """Its figures as curves; steps that were done twice count once."""
-        history = History()
-        events = [record for record in self.trainer if "event" in record]
-        for record in sorted([*events, *self.steps], key=lambda record: number(record, "time", 0.0)):
-            history.take(record)
-        for searcher, records in self.searchers.items():
-            for record in records:
-                history.take_search(searcher, record)
-        return history
+        return self.trainer.history
 
     def test(self) -> list[Evaluation]:
         """Evaluations on the held-out split, by step."""
@@ -94,16 +194,12 @@ def index_of(path: Path) -> int:
 
 
 def read_evaluations(run: RunDir, known: Mapping[str, Evaluation] | None = None) -> dict[str, Evaluation]:
-    """All evaluations of which every part is there, by folder; those in ``known`` are not read again."""
-    folders = run.evaluations.glob("*-step-*")
-    found = {folder.name: (known or {}).get(folder.name) or _evaluation_in(run, folder) for folder in folders}
+    """All evaluations of which every part is there, by name; those in ``known`` are not read again."""
+    found = {
+        name: (known or {}).get(name) or find_evaluation(run, split, step)
+        for name, (split, step) in evaluations_on_disk(run).items()
+    }
     return {name: evaluation for name, evaluation in sorted(found.items()) if evaluation and evaluation.total}
-
-
-def _evaluation_in(run: RunDir, folder: Path) -> Evaluation | None:
-    """The evaluation of a folder, whatever number of searchers made it; None while a part is missing."""
-    split, _, step = folder.name.partition("-step-")
-    return find_evaluation(run, cast(Split, split), int(step))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +210,8 @@ class Summary:
     under the policy of step ``perplexity_reference``; None, too, without a reference model, and before where
     another policy was the reference then.
     train_seconds: wall time of the trainer's loop, over all attempts, waits and evaluations included.
-    trajectories, tokens: generated for training or evaluation by all searchers.
+    steps, attempts, redone, shards, trajectories, tokens, duplicates, evicted: see ``Counts``.
+    generated_tokens: by all searchers, for evaluations and by those that were killed, too.
     searcher_tokens_per_second: of all searchers together, while they ran.
     publish_stall_seconds, seal_share, staleness, propagation_seconds: means over the run.
     figures: what the metrics of these names were at last. skipped_steps, rejected: optimizer steps not taken,
@@ -131,10 +228,15 @@ class Summary:
     steps: int
     finished: bool
     attempts: int
+    redone: int
     seed: int
     train_seconds: float
+    shards: int
     trajectories: int
     tokens: int
+    duplicates: int
+    evicted: int
+    generated_tokens: int
     searcher_tokens_per_second: float | None
     trainer_wait_share: float | None
     publish_stall_seconds: float | None
@@ -154,19 +256,16 @@ class Summary:
         return self.pass_at_1_after - self.pass_at_1_before
 
 
-def summarise(run: RunDir, config: Config) -> Summary:
+def summarise(run: RunDir, config: Config, size_of: SizeOf = unknown_size) -> Summary:
     """Take the summary of a run from its files."""
-    return summary_of(RunData.read(run), config)
+    return summary_of(RunData.read(run, size_of), config)
 
 
 def summary_of(data: RunData, config: Config) -> Summary:
     """The same from files already read."""
-    test, steps, history = data.test(), data.steps, data.history
+    test, trainer, history = data.test(), data.trainer, data.history
     alike = same_reference(config.train, test)
     reference = reference_of(config.train, test[-1]) if alike else None
-    records = [record for searcher in data.searchers.values() for record in searcher]
-    last = steps[-1] if steps else {}
-    phases = [record["event"] for record in data.trainer if record.get("event") in PHASES]
     return Summary(
         pass_at_1_before=test[0].score if test else None,
         pass_at_1_after=test[-1].score if len(test) > 1 else None,
@@ -175,24 +274,28 @@ def summary_of(data: RunData, config: Config) -> Summary:
         perplexity_before=test[0].perplexity if test[:1] == alike[:1] and alike else None,
         perplexity_after=test[-1].perplexity if len(test) > 1 else None,
         perplexity_reference=reference,
-        steps=int(number(last, "step", 0)),
-        finished=phases[-1:] == ["finished"],
-        attempts=len(data.attempts),
+        **asdict(data.counts),
+        finished=data.finished,
         seed=config.run.seed,
-        train_seconds=sum(seconds_of(attempt) for attempt in data.attempts),
-        trajectories=int(sum(series(records, "search/trajectories"))),
-        tokens=int(sum(series(records, "search/tokens"))),
+        train_seconds=trainer.seconds,
+        generated_tokens=sum(searcher.tokens for searcher in data.searchers.values()),
         searcher_tokens_per_second=_throughput(data),
-        trainer_wait_share=number(last, "train/wait_share"),
-        publish_stall_seconds=mean(series(steps, "sync/publish_stall_seconds")),
-        seal_share=mean(series(records, "search/seal_share")),
-        staleness=mean(series(steps, "staleness/mean")),
-        propagation_seconds=mean(series(records, "search/propagation_seconds")),
+        trainer_wait_share=number(trainer.latest, "train/wait_share"),
+        publish_stall_seconds=trainer.line("sync/publish_stall_seconds").mean,
+        seal_share=data.waits["search/seal_share"].mean,
+        staleness=trainer.line("staleness/mean").mean,
+        propagation_seconds=data.waits["search/propagation_seconds"].mean,
         figures={name: history.latest(name) for name in (*OF_FRESH, *OF_STEPS)},
         skipped_steps=history.skipped,
         rejected=history.rejected,
         worries=[worry.sentence for worry in worries(history, config, data.evaluations)],
     )
+
+
+def _throughput(data: RunData) -> float | None:
+    """Sum over searchers of the mean of their tokens per second while they generated."""
+    known = [searcher.rate for searcher in data.searchers.values() if searcher.rate is not None]
+    return sum(known) if known else None
 
 
 def score_name_of(evaluations: Iterable[Evaluation]) -> str:
@@ -233,24 +336,3 @@ def write_summary(run: RunDir, summary: Summary) -> None:
 def series(records: Iterable[Record], name: str) -> list[float]:
     """The values of a scalar, where it is there."""
     return [value for record in records if (value := number(record, name)) is not None]
-
-
-def mean(values: Sequence[float]) -> float | None:
-    """Arithmetic mean; None of nothing."""
-    return sum(values) / len(values) if values else None
-
-
-def seconds_of(records: Sequence[Record]) -> float:
-    """Time from the first to the last of an attempt's records, s."""
-    times = series(records, "time")
-    return times[-1] - times[0] if times else 0.0
-
-
-def _throughput(data: RunData) -> float | None:
-    """Sum over searchers of the mean of their tokens per second while they generated."""
-    rates = [
-        mean([rate for rate in series(records, "search/tokens_per_second") if rate])
-        for records in data.searchers.values()
-    ]
-    known = [rate for rate in rates if rate is not None]
-    return sum(known) if known else None

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,9 @@ HISTORY = 20
 
 NAMED = 3
 """Most keys that a refusal names, with their values."""
+
+KEPT_ATTEMPTS = 16
+"""Attempts before the newest whose logs are kept: a file a rank each, of however many starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +183,11 @@ class RunDir:
         numbers = sorted(int(path.stem.removeprefix("config-")) for path in self.history.glob("config-*"))
         number = max(numbers, default=0) + 1
         write_atomic(self.history / f"config-{number:04d}.yaml", dump_config(old))
-        # Before the config: a kill between the two leaves a run whose end is to be written again, no more.
+        # Before the config: a kill between these leaves a run whose end is to be written again, no more.
         if self.finished and new.train.steps > old.train.steps:
-            self.summary.rename(self.history / f"summary-{number:04d}.json")
+            with suppress(FileNotFoundError):  # a kill may have come before it was written
+                self.summary.rename(self.history / f"summary-{number:04d}.json")
+            self.finished_file.unlink(missing_ok=True)
         for gone in numbers[: -HISTORY + 1]:
             (self.history / f"config-{gone:04d}.yaml").unlink()
             (self.history / f"summary-{gone:04d}.json").unlink(missing_ok=True)
@@ -277,9 +283,20 @@ class RunDir:
         return self.path / "summary.json"
 
     @property
+    def finished_file(self) -> Path:
+        """What the leading trainer leaves once nothing is left to do but the summary and the report."""
+        return self.path / "finished"
+
+    @property
     def finished(self) -> bool:
-        """Whether nothing is left to do: the leading trainer writes the summary last of all."""
-        return self.summary.exists() and bool(json.loads(self.summary.read_text())["finished"])
+        """Whether nothing is left to do; runs of earlier versions say so in their summary alone."""
+        return self.finished_file.exists() or (
+            self.summary.exists() and bool(json.loads(self.summary.read_text())["finished"])
+        )
+
+    def mark_finished(self) -> None:
+        """Make ``finished`` true, until more steps are asked for."""
+        write_atomic(self.finished_file, "")
 
     def metrics_file(self, role: Role, rank: int = 0) -> Path:
         """``trainer.jsonl`` or ``searcher-0003.jsonl``."""
@@ -310,8 +327,13 @@ class RunDir:
         return _numbers(self.shard_folder(searcher), "", suffix, digits=6)
 
     def begin_attempt(self) -> Path:
-        """A new folder ``logs/attempt-001`` …, which ``logs/latest`` names from now on."""
-        taken = [int(path.name.removeprefix("attempt-")) for path in self.logs.glob("attempt-*")]
+        """A new folder ``logs/attempt-001`` …, which ``logs/latest`` names from now on.
+
+        Of those before, the newest ``KEPT_ATTEMPTS`` stay.
+        """
+        taken = sorted(int(path.name.removeprefix("attempt-")) for path in self.logs.glob("attempt-*"))
+        for old in taken[:-KEPT_ATTEMPTS]:
+            shutil.rmtree(self.logs / f"attempt-{old:03d}", ignore_errors=True)
         folder = self.logs / f"attempt-{max(taken, default=0) + 1:03d}"
         folder.mkdir()
         link = self.logs / f".latest.{os.getpid()}.tmp"

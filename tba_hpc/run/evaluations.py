@@ -1,4 +1,4 @@
-"""Evaluations of a run on disk: every searcher's part of each, and their sum.
+"""Evaluations of a run on disk: every searcher's part of each, and, once all are there, their sum alone.
 
 It must not know who evaluates, nor how.
 """
@@ -9,6 +9,9 @@ import functools
 import json
 import math
 import operator
+import re
+import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -65,40 +68,111 @@ class Evaluation:
 
 
 def write_evaluation(run: RunDir, searcher: int, searchers: int, part: Evaluation) -> None:
-    """Publish one searcher's part of an evaluation."""
-    path = _evaluation_part(run, part.split, part.step, searcher, searchers)
-    path.parent.mkdir(exist_ok=True)
-    write_atomic(path, json.dumps(asdict(part)))
+    """Publish one searcher's part of an evaluation; the last one to do so makes one file of them all."""
+    folder = _folder(run, part.split, part.step)
+    if _whole_file(run, part.split, part.step).exists():
+        return
+    folder.mkdir(exist_ok=True)
+    with suppress(FileNotFoundError):  # it became whole meanwhile: after a loss shares overlap
+        write_atomic(folder / _part_name(searcher, searchers), json.dumps(asdict(part)))
+    if whole := _sum_of_parts(folder, searchers):
+        _keep_whole(run, whole)
+
+
+def read_part(run: RunDir, searcher: int, searchers: int, split: Split, step: int) -> Evaluation | None:
+    """One searcher's part of an evaluation that is not whole yet; None where it has not come."""
+    return _read(_folder(run, split, step) / _part_name(searcher, searchers))
+
+
+def missing_parts(run: RunDir, split: Split, step: int, searchers: int) -> list[int]:
+    """Places of the searchers whose parts have not come, where ``searchers`` of them make an evaluation."""
+    if _read(_whole_file(run, split, step)):
+        return []
+    there = _part_names(_folder(run, split, step))
+    return [searcher for searcher in range(searchers) if _part_name(searcher, searchers) not in there]
 
 
 def read_evaluation(run: RunDir, split: Split, step: int, searchers: int) -> Evaluation | None:
     """The sum of all parts; None until every searcher's part is there."""
-    paths = [_evaluation_part(run, split, step, searcher, searchers) for searcher in range(searchers)]
-    if not all(path.exists() for path in paths):
-        return None
-    return functools.reduce(operator.add, (Evaluation(**json.loads(path.read_text())) for path in paths))
+    folder = _folder(run, split, step)
+    # Again where the last searcher has put them together meanwhile.
+    return _read(whole := _whole_file(run, split, step)) or _sum_of_parts(folder, searchers) or _read(whole)
 
 
 def find_evaluation(run: RunDir, split: Split, step: int) -> Evaluation | None:
     """As ``read_evaluation``, whatever number of searchers made it."""
-    parts = _evaluation_folder(run, split, step).glob("searcher-*-of-*.json")
-    counts = sorted({int(part.stem.rpartition("-")[2]) for part in parts})
-    whole = (read_evaluation(run, split, step, searchers) for searchers in counts)
-    return next((evaluation for evaluation in whole if evaluation), None)
+    if whole := _read(_whole_file(run, split, step)):
+        return whole
+    names = _part_names(_folder(run, split, step))
+    counts = sorted({int(name.removesuffix(".json").rpartition("-")[2]) for name in names})
+    found = (read_evaluation(run, split, step, searchers) for searchers in counts)
+    return next((evaluation for evaluation in found if evaluation), _read(_whole_file(run, split, step)))
+
+
+def evaluations_on_disk(run: RunDir) -> dict[str, tuple[Split, int]]:
+    """Split and step of every evaluation of which anything is there, by its name."""
+    name = re.compile(r"((test|validation)-step-(\d+))(\.json)?")
+    named = (name.fullmatch(path.name) for path in run.evaluations.iterdir())
+    return {found[1]: (cast(Split, found[2]), int(found[3])) for found in named if found}
 
 
 def discard_evaluations(run: RunDir, *, after: int) -> None:
-    """Delete evaluations of steps beyond ``after``, which a resume takes again, and those cut short."""
-    for folder in run.evaluations.glob("*-step-*"):
-        split, _, step = folder.name.partition("-step-")
-        if int(step) > after or find_evaluation(run, cast(Split, split), int(step)) is None:
-            remove(folder)
+    """Delete evaluations of steps beyond ``after``, which a resume takes again, and those cut short.
+
+    Of the held-out split parts stay: that is evaluated again under the same weights, and each searcher goes
+    on with its own. Those that are whole become one file, if they were not yet.
+    """
+    for split, step in evaluations_on_disk(run).values():
+        whole = find_evaluation(run, split, step)
+        if step > after or (whole is None and split != "test"):
+            _whole_file(run, split, step).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                remove(_folder(run, split, step))
+        elif whole:
+            _keep_whole(run, whole)
 
 
-def _evaluation_part(run: RunDir, split: Split, step: int, searcher: int, searchers: int) -> Path:
-    """The name holds the number of searchers: parts of another number slice the split differently."""
-    return _evaluation_folder(run, split, step) / f"searcher-{searcher:04d}-of-{searchers:04d}.json"
+def _keep_whole(run: RunDir, whole: Evaluation) -> None:
+    """One file instead of one for each searcher; two of them may do so at once."""
+    path = _whole_file(run, whole.split, whole.step)
+    if not path.exists():
+        write_atomic(path, json.dumps(asdict(whole)))
+    shutil.rmtree(_folder(run, whole.split, whole.step), ignore_errors=True)
 
 
-def _evaluation_folder(run: RunDir, split: Split, step: int) -> Path:
+def _sum_of_parts(folder: Path, searchers: int) -> Evaluation | None:
+    names = {_part_name(searcher, searchers) for searcher in range(searchers)}
+    if not names <= _part_names(folder):
+        return None
+    parts = [_read(folder / name) for name in sorted(names)]
+    known = [part for part in parts if part]
+    return functools.reduce(operator.add, known) if len(known) == searchers else None
+
+
+def _read(path: Path) -> Evaluation | None:
+    try:
+        return Evaluation(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def _part_names(folder: Path) -> set[str]:
+    """Of all parts, in one listing; none where the folder is gone."""
+    try:
+        return {path.name for path in folder.iterdir() if path.name.startswith("searcher-")}
+    except FileNotFoundError:
+        return set()
+
+
+def _part_name(searcher: int, searchers: int) -> str:
+    """It holds the number of searchers: parts of another number slice the split differently."""
+    return f"searcher-{searcher:04d}-of-{searchers:04d}.json"
+
+
+def _folder(run: RunDir, split: Split, step: int) -> Path:
+    """Of the parts."""
     return run.evaluations / f"{split}-step-{step:06d}"
+
+
+def _whole_file(run: RunDir, split: Split, step: int) -> Path:
+    return run.evaluations / f"{split}-step-{step:06d}.json"

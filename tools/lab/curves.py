@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tba_hpc.metrics import Record, number
-from tba_hpc.report.summary import RunData, series
+from tba_hpc.metrics import Record, number, read_metrics, step_records
+from tba_hpc.report.summary import read_evaluations, searcher_files, series
 from tba_hpc.run.directory import RunDir
 
 Curve = Sequence[tuple[float, float]]
@@ -80,27 +80,29 @@ def course_of(run: RunDir, *, evaluations_count: bool = True) -> Course:
     takes off the clock the time that earlier evaluations took the engines, by their tokens: in a synchronous
     run the trainer waits for them.
     """
-    data = RunData.read(run)
-    reached = {int(number(record, "step", 0)): number(record, "time", 0.0) for record in data.steps}
-    start, lost, points = clock_start(data), 0.0, []
-    rate = 0.0 if evaluations_count else 1 / tokens_per_second(data)
-    for evaluation in data.evaluations:
+    trainer = read_metrics(run.metrics_file("trainer"))
+    searchers = [read_metrics(path) for path in searcher_files(run)]
+    steps = step_records(trainer)
+    reached = {int(number(record, "step", 0)): number(record, "time", 0.0) for record in steps}
+    start, lost, points = clock_start(trainer, searchers), 0.0, []
+    rate = 0.0 if evaluations_count else 1 / tokens_per_second(searchers)
+    for evaluation in read_evaluations(run).values():
         if evaluation.split == "validation":
             points.append((reached[evaluation.step] - start - lost, float(evaluation.step), evaluation.score))
             lost += evaluation.tokens * rate
     return Course(points)
 
 
-def clock_start(data: RunData) -> float:
-    """Unix time at which the first searcher had the first weights in use."""
-    published = series(data.trainer, "time")[0]
-    delays = [series(records, "search/propagation_seconds") for records in data.searchers.values()]
+def clock_start(trainer: Sequence[Record], searchers: Sequence[Sequence[Record]]) -> float:
+    """Unix time at which the first searcher had the first weights in use; all records of each rank."""
+    published = series(trainer, "time")[0]
+    delays = [series(records, "search/propagation_seconds") for records in searchers]
     return published + min(delay[0] for delay in delays if delay)
 
 
-def tokens_per_second(data: RunData) -> float:
+def tokens_per_second(searchers: Sequence[Sequence[Record]]) -> float:
     """Of all engines together while they are at work."""
-    return sum(_busy_rate(records) for records in data.searchers.values())
+    return sum(_busy_rate(records) for records in searchers)
 
 
 def _busy_rate(records: Sequence[Record]) -> float:

@@ -1,0 +1,484 @@
+"""What a metrics file comes to: folded record by record in bounded memory, and kept beside the file.
+
+Who writes the file folds what it writes (``KeptDigest``), so that a reader has only the last lines to parse,
+however long the run. A digest holds nothing that the lines do not: where none is kept, or it does not fit
+its file, the lines are folded again. It must not know how figures are shown.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from pydantic import TypeAdapter
+
+from tba_hpc.metrics import MetricsTail, Record, number
+from tba_hpc.report.attempts import STARTS, CumulativeCounter
+from tba_hpc.report.curves import Curve, History
+from tba_hpc.run.files import DiskFullError, write_atomic
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Version of the files of digests; those of another are made again from the lines."""
+
+KEEP_SECONDS = 60.0
+"""Pause between two writings of a digest: lines of so long are parsed by whoever reads the file."""
+
+POINTS = 256
+"""Most points of a curve that is drawn: as many as a figure has room for."""
+
+HISTOGRAM_SPANS = 64
+"""Spans of steps that histograms are kept for."""
+
+SEALS = 2048
+"""Newest seals of a searcher that are remembered: more than were ever sealed beyond a checkpoint."""
+
+CHECKPOINTS = 16
+"""Newest checkpoints to which the counts can go back; a resume takes the newest one that is whole."""
+
+TOLD, DAMAGED = 256, 32
+"""Newest rows of the trainer's history that are remembered, and damaged checkpoints."""
+
+PACE_STEPS = 20
+"""Steps whose mean duration the estimate of the time left is made from."""
+
+DULL = ("filling", "merged", "evicted", "snapshot")
+"""Events of the trainer of which there are many and that tell nothing to a reader of a report."""
+
+PHASES = ("started", "resumed", "filling", "waiting", "stopped", "finished")
+"""Events that tell what the trainer is doing from then on."""
+
+OF_STEPS_DRAWN = (
+    *("train/loss", "train/grad_norm", "train/log_ratio", "train/ess", "train/clip_share", "train/reward"),
+    *("train/flat_groups", "train/length", "train/replay_ratio", "train/engine_gap", "train/wait_share"),
+    *("train/skipped_steps", "train/learning_rate", "train/beta", "staleness/mean", "staleness/max"),
+    *("buffer/size", "buffer/added", "buffer/duplicates", "buffer/evicted", "sync/publish_stall_seconds"),
+)
+"""Figures of optimizer steps that are drawn, or of which the mean is shown."""
+
+OF_FRESH_DRAWN = (
+    *("search/reward", "search/kl", "search/entropy", "search/length", "search/truncated_share"),
+    *("search/flat_groups", "search/engine_gap"),
+)
+"""Figures of fresh completions that are drawn."""
+
+WAITS = ("search/seal_share", "search/propagation_seconds", "search/load_seconds", "search/busy_share")
+"""Figures of a searcher of which mean and 95th percentile are shown."""
+
+
+# --- Parts ---
+
+
+@dataclass
+class Spread:
+    """Mean and quantiles of values from 0 up, the latter to 1 %.
+
+    bins: how many values lie within 2 % from 1.02**bin; LEAST for those of 0.
+    """
+
+    total: float = 0.0
+    count: int = 0
+    bins: dict[int, int] = field(default_factory=dict)
+
+    BASE = math.log(1.02)
+    LEAST = -4096
+
+    def take(self, value: float) -> None:
+        """Count one more value."""
+        self.total += value
+        self.count += 1
+        self._count(math.floor(math.log(value) / self.BASE) if value > 0 else self.LEAST, 1)
+
+    def add(self, other: Spread) -> None:
+        """Count all values of another one as well."""
+        self.total += other.total
+        self.count += other.count
+        for place, count in other.bins.items():
+            self._count(place, count)
+
+    def _count(self, place: int, count: int) -> None:
+        self.bins[place] = self.bins.get(place, 0) + count
+
+    @property
+    def mean(self) -> float | None:
+        """Of all values; None of nothing."""
+        return self.total / self.count if self.count else None
+
+    def quantile(self, share: float) -> float:
+        """The value that ``share`` of all do not exceed; of at least one."""
+        wanted, passed = share * self.count, 0
+        for place in sorted(self.bins):
+            passed += self.bins[place]
+            if passed >= wanted:
+                break
+        return 0.0 if place == self.LEAST else math.exp(self.BASE * (place + 0.5))
+
+
+@dataclass
+class Histograms:
+    """Counts per bin over equal spans of steps, whose width doubles beyond HISTOGRAM_SPANS of them."""
+
+    width: int = 1
+    counts: dict[int, list[int]] = field(default_factory=dict)
+
+    def take(self, step: int, counts: Sequence[float]) -> None:
+        """Count one more histogram, of ``step``."""
+        self._add(step // self.width, counts)
+        while len(self.counts) > HISTOGRAM_SPANS:
+            self._widen()
+
+    def add(self, other: Histograms) -> None:
+        """Count all of another one as well."""
+        while self.width < other.width:
+            self._widen()
+        for span, counts in other.counts.items():
+            self._add(span * other.width // self.width, counts)
+        while len(self.counts) > HISTOGRAM_SPANS:
+            self._widen()
+
+    def cut(self, step: int) -> None:
+        """Forget the spans that begin after ``step``."""
+        self.counts = {span: counts for span, counts in self.counts.items() if span * self.width <= step}
+
+    def _widen(self) -> None:
+        self.width *= 2
+        halves, self.counts = self.counts, {}
+        for span, counts in halves.items():
+            self._add(span // 2, counts)
+
+    def _add(self, span: int, counts: Sequence[float]) -> None:
+        there = self.counts.get(span, [])
+        both = itertools.zip_longest(there, counts, fillvalue=0)
+        self.counts[span] = [int(before + count) for before, count in both]
+
+    @property
+    def points(self) -> list[tuple[int, list[int]]]:
+        """Where a span begins, and its counts; by step."""
+        return [(span * self.width, counts) for span, counts in sorted(self.counts.items())]
+
+
+class Sealed(NamedTuple):
+    """What a shard holds: trajectories, and the tokens of their completions."""
+
+    trajectories: int
+    tokens: int
+
+
+@dataclass
+class Merged:
+    """What the surviving history of a run has merged; cursors: per searcher, the shard that comes next."""
+
+    revision: int = 0
+    shards: int = 0
+    trajectories: int = 0
+    tokens: int = 0
+    duplicates: int = 0
+    evicted: int = 0
+    cursors: dict[int, int] = field(default_factory=dict)
+
+    def take(self, record: Record) -> None:
+        """One more event ``merged`` or ``evicted``."""
+        self.revision = _whole(record, "revision")
+        self.evicted += _whole(record, "evicted")
+        if record["event"] == "merged":
+            self.shards += 1
+            self.trajectories += _whole(record, "trajectories")
+            self.tokens += _whole(record, "tokens")
+            self.duplicates += _whole(record, "duplicates")
+            self.cursors[_whole(record, "searcher")] = _whole(record, "shard") + 1
+
+    def copy(self) -> Merged:
+        """One that stays as this is now."""
+        return Merged(**{**vars(self), "cursors": dict(self.cursors)})
+
+
+@dataclass
+class Stretch:
+    """What the trainer wrote in one attempt: when, unix s, between which steps; event: its last record's."""
+
+    start: float
+    end: float
+    first: int
+    last: int
+    event: str = ""
+
+
+@dataclass
+class Told:
+    """Events of one kind that followed one another: how many, the time and the step of the last."""
+
+    event: str
+    times: int
+    time: float
+    step: int
+
+
+def _drawn() -> dict[str, Curve]:
+    return {}
+
+
+@dataclass
+class TrainerDigest:
+    """The trainer's records.
+
+    phase: the last event of PHASES, or ``training``; ending: the last of those but ``filling`` and
+    ``waiting``. latest: the newest value of every figure. step: the last one done. redone: steps taken back
+    by all resumes. saved: what was merged by the newest checkpoints, by revision. drawn: curves by step.
+    told: rows of the history, the newest of them; forgotten: rows before.
+    """
+
+    history: History = field(default_factory=History)
+    drawn: dict[str, Curve] = field(default_factory=_drawn)
+    stalls: Spread = field(default_factory=Spread)
+    staleness: Histograms = field(default_factory=Histograms)
+    phase: str = ""
+    latest: Record = field(default_factory=dict)
+    checkpoint: Record = field(default_factory=dict)
+    damaged: list[Record] = field(default_factory=list)
+    damages: int = 0
+    lost: int = 0
+    step: int = 0
+    starts: int = 0
+    redone: int = 0
+    step_times: list[float] = field(default_factory=list)
+    merged: Merged = field(default_factory=Merged)
+    saved: list[Merged] = field(default_factory=list)
+    stretches: list[Stretch] = field(default_factory=list)
+    told: list[Told] = field(default_factory=list)
+    forgotten: int = 0
+
+    def take(self, record: Record) -> None:
+        """One more record."""
+        self.history.take(record)
+        event = record.get("event")
+        if event in ("merged", "evicted"):
+            self.merged.take(record)
+        elif event is None:
+            self._take_step(record)
+        else:
+            self._take_event(str(event), record)
+        if event != "damaged":  # told before the start that it belongs to
+            self._stretch(str(event or ""), record)
+
+    def _take_step(self, record: Record) -> None:
+        self.phase, self.step = "training", _whole(record, "step")
+        self.step_times = [*self.step_times, number(record, "time", 0.0)][-PACE_STEPS - 1 :]
+        for name in OF_STEPS_DRAWN:
+            if (value := number(record, name)) is not None and math.isfinite(value):
+                self.drawn.setdefault(name, Curve(1, spans=POINTS)).take(self.step, value)
+        if (stall := number(record, "sync/publish_stall_seconds")) is not None:
+            self.stalls.take(stall)
+        if isinstance(counts := record.get("staleness/histogram"), list):
+            self.staleness.take(self.step, counts)
+        self.latest = {**self.latest, **record}
+
+    def _take_event(self, event: str, record: Record) -> None:
+        if event in STARTS:
+            self._begin(_whole(record, "step"), _whole(record, "revision"))
+        if event in PHASES:
+            self.phase, self.step_times = event, []
+        if event in ("snapshot", "checkpoint"):
+            self._save(_whole(record, "revision"))
+        if event == "checkpoint":
+            self.checkpoint = record
+            record = {**record, "step": max(self.step, _whole(record, "step"))}  # training has gone on
+        elif event == "damaged":
+            self.damaged = [*self.damaged, record][-DAMAGED:]
+            self.damages += 1
+        elif event == "lost":
+            self.lost += 1
+        if event in (*PHASES, "checkpoint"):
+            self.step = int(number(record, "step", self.step))
+            self.latest = {**self.latest, **record}
+        if event not in DULL:
+            self._tell(event, record)
+
+    def _save(self, revision: int) -> None:
+        """What a checkpoint holds: what was merged when it was copied, which may be told before."""
+        if all(saved.revision != revision for saved in self.saved):
+            self.saved = [*self.saved, self.merged.copy()][-CHECKPOINTS:]
+
+    def _begin(self, step: int, revision: int) -> None:
+        """Go back to where an attempt begins: a checkpoint, or nothing."""
+        self.starts += 1
+        self.redone += max(0, self.step - step)
+        self.step = step
+        for curve in self.drawn.values():
+            curve.cut(step)
+        self.staleness.cut(step)
+        self.saved = [saved for saved in self.saved if saved.revision <= revision]
+        if self.merged.revision != revision:  # else nothing came after the checkpoint
+            self.merged = self.saved[-1].copy() if self.saved and revision else Merged()
+
+    def _stretch(self, event: str, record: Record) -> None:
+        when, step = number(record, "time", 0.0), int(number(record, "step", self.step))
+        if event in STARTS or not self.stretches:
+            self.stretches.append(Stretch(when, when, step, step))
+        now = self.stretches[-1]
+        now.end, now.last, now.event = when, step, event
+
+    def _tell(self, event: str, record: Record) -> None:
+        last = self.told[-1] if self.told else None
+        times = 1 + (last.times if last and last.event == event else 0)
+        row = Told(event, times, number(record, "time", 0.0), _whole(record, "step"))
+        self.told[len(self.told) - (times > 1) :] = [row]
+        if len(self.told) > TOLD:
+            del self.told[0]
+            self.forgotten += 1
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all attempts."""
+        return sum(stretch.end - stretch.start for stretch in self.stretches)
+
+    def line(self, name: str) -> Curve:
+        """A figure by step; without a point where it was never recorded."""
+        return self.drawn.get(name, Curve(1))
+
+
+@dataclass
+class SearcherDigest:
+    """A searcher's records.
+
+    tokens: generated, those lost with their searcher included. rates: tokens per second by
+    unix second; at_work: the same while it generated. seals: its newest, by index. drawn: curves by version.
+    last: the last record that is no event.
+    """
+
+    index: int
+    history: History = field(default_factory=History)
+    drawn: dict[str, Curve] = field(default_factory=_drawn)
+    rewards: Histograms = field(default_factory=Histograms)
+    waits: dict[str, Spread] = field(default_factory=dict)
+    rates: Curve = field(default_factory=lambda: Curve(1, spans=POINTS))
+    at_work: Spread = field(default_factory=Spread)
+    tokens: int = 0
+    rebuilds: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("search/rebuilds"))
+    seals: dict[int, Sealed] = field(default_factory=dict)
+    last: Record = field(default_factory=dict)
+
+    def take(self, record: Record) -> None:
+        """One more record."""
+        self.history.take_search(self.index, record)
+        self.rebuilds.take(record)
+        take_seal(self.seals, record)
+        if "event" in record:
+            return
+        self.last = {name: value for name, value in record.items() if not isinstance(value, list)}
+        self.tokens += _whole(record, "search/tokens")
+        self._take_rate(record)
+        for name in WAITS:
+            if (value := number(record, name)) is not None:
+                self.waits.setdefault(name, Spread()).take(value)
+        self._take_fresh(record)
+
+    def _take_rate(self, record: Record) -> None:
+        rate, when = number(record, "search/tokens_per_second"), number(record, "time")
+        if rate is not None and when is not None:
+            self.rates.take(int(when), rate)
+            if rate:
+                self.at_work.take(rate)
+
+    def _take_fresh(self, record: Record) -> None:
+        version, count = number(record, "search/version"), number(record, "search/trajectories", 0.0)
+        if version is None:
+            return
+        if isinstance(counts := record.get("search/reward_histogram"), list):
+            self.rewards.take(int(version), counts)
+        for name in OF_FRESH_DRAWN:
+            if count and (value := number(record, name)) is not None:
+                self.drawn.setdefault(name, Curve(1, spans=POINTS)).take(int(version), value, count)
+
+
+def take_seal(seals: dict[int, Sealed], record: Record) -> None:
+    """Remember the seal that a searcher's record tells of, if it does; the oldest are forgotten."""
+    if record.get("event") != "sealed":
+        return
+    index = _whole(record, "shard")
+    seals.pop(index, None)
+    seals[index] = Sealed(_whole(record, "trajectories"), _whole(record, "tokens"))
+    if len(seals) > SEALS:
+        del seals[next(iter(seals))]
+
+
+def _whole(record: Record, name: str) -> int:
+    return int(number(record, name, 0))
+
+
+# --- Files ---
+
+D = TypeVar("D", TrainerDigest, SearcherDigest)
+
+
+def digest_file(metrics: Path) -> Path:
+    """Where the digest of a metrics file is kept: a line with FORMAT and its length, and the digest."""
+    return metrics.with_suffix(".digest.json")
+
+
+def read_digest(metrics: Path, digest: D) -> tuple[D, MetricsTail]:
+    """The digest of all whole lines of a file, and what follows the file from there.
+
+    digest: a fresh one, which is returned where none is kept.
+    """
+    digest, tail = kept_digest(metrics, digest)
+    for record in tail.records():
+        digest.take(record)
+    return digest, tail
+
+
+def kept_digest(metrics: Path, digest: D) -> tuple[D, MetricsTail]:
+    """The digest as it was kept, or ``digest``, and what follows the file from where it ends."""
+    try:
+        head, _, body = digest_file(metrics).read_bytes().partition(b"\n")
+        kept: D = _adapter(type(digest)).validate_json(body)
+        end = json.loads(head)[f"format {FORMAT}"]
+        with metrics.open("rb") as file:
+            file.seek(end - 1)
+            fits = file.read(1) == b"\n"
+    except (OSError, ValueError, LookupError):
+        fits = False
+    return (kept, MetricsTail(metrics, start=end)) if fits else (digest, MetricsTail(metrics))
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+class KeptDigest(Generic[D]):
+    """Folds the records of a metrics file as they are written, and keeps their digest beside it.
+
+    digest: a fresh one; what the file holds already is folded first.
+    """
+
+    def __init__(self, metrics: Path, digest: D) -> None:
+        self._metrics = metrics
+        self._digest: D = read_digest(metrics, digest)[0]
+        self._next = time.monotonic() + KEEP_SECONDS
+
+    def take(self, record: Record) -> None:
+        """One more record is in the file."""
+        self._digest.take(record)
+
+    @property
+    def due(self) -> bool:
+        """Whether ``keep`` was called long ago."""
+        return time.monotonic() >= self._next
+
+    def keep(self, end: int) -> None:
+        """Write the digest of the first ``end`` bytes, which are durable; a full disk keeps the old one."""
+        self._next = time.monotonic() + KEEP_SECONDS
+        body = _adapter(type(self._digest)).dump_json(self._digest).decode()
+        try:
+            write_atomic(digest_file(self._metrics), json.dumps({f"format {FORMAT}": end}) + "\n" + body)
+        except DiskFullError as error:
+            log.warning("%s; what the digest sums up is in the metrics", error)

@@ -1,0 +1,117 @@
+"""Summary, status and audit count the same, however often a run was killed and whatever it left behind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from signal import SIGKILL, SIGTERM
+
+import pytest
+from tabular_run import EVERY, STEPS, make_config, start
+from typer.testing import CliRunner
+
+from tba_hpc.audit import Audit, audit
+from tba_hpc.cli import app
+from tba_hpc.ending import size_of_shard
+from tba_hpc.report.monitor import RunMonitor
+from tba_hpc.report.status import figures
+from tba_hpc.report.summary import Counts, searcher_files, summarise
+from tba_hpc.run.directory import RunDir
+
+NAMES = ("attempts", "steps", "redone", "shards", "trajectories", "tokens", "duplicates", "evicted")
+
+
+def of_audit(verdict: Audit) -> dict[str, int]:
+    """What the audit counts, whose evidence are all lines and all files."""
+    return {**{name: getattr(verdict, name) for name in NAMES}, "redone": verdict.steps_redone}
+
+
+def of_summary(run: RunDir) -> dict[str, int]:
+    """What ``summary.json`` would say."""
+    summary = asdict(summarise(run, run.config(), size_of_shard))
+    return {name: summary[name] for name in NAMES}
+
+
+def of_status(run: RunDir) -> dict[str, int]:
+    """What ``tba status --json`` says."""
+    monitor = RunMonitor(run, run.config())
+    monitor.update()
+    return dict(figures(monitor, size_of_shard)["counts"])
+
+
+def drop_digests(run: RunDir) -> None:
+    """As a run of an earlier version is."""
+    for kept in run.metrics.glob("*.digest.json"):
+        kept.unlink()
+
+
+@pytest.fixture(scope="module")
+def killed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, list[list[dict[str, int]]]]:
+    """A run of seven starts, five of them killed, and what the three counted after each."""
+    run = RunDir.create(make_config(tmp_path_factory.mktemp("runs")))
+    told = []
+    for searchers, sent, nth in (
+        *(
+            (2, SIGKILL, 3),
+            (2, SIGKILL, EVERY + 4),
+            (3, SIGKILL, 2),
+            (1, SIGTERM, 3),
+            (2, SIGKILL, EVERY + 1),
+        ),
+        *((2, SIGKILL, EVERY + 5), (2, None, 0)),
+    ):
+        process = start(run, searchers=searchers, sent=sent, nth=nth)
+        process.join(120)
+        counts = [of_audit(audit(run)), of_summary(run), of_status(run)]
+        told.append(counts)
+    return run, told
+
+
+def test_all_three_agree_after_every_kill(
+    killed_run: tuple[RunDir, list[list[dict[str, int]]]],
+) -> None:
+    run, told = killed_run
+    for counts in told:
+        assert counts[0] == counts[1] == counts[2]
+    assert [counts[0]["attempts"] for counts in told] == [1, 2, 3, 4, 5, 6, 7]
+    acknowledged = [counts[0]["trajectories"] for counts in told]
+    assert acknowledged == sorted(acknowledged) and acknowledged[0] > 0  # no kill takes one back
+    last = told[-1][0]
+    assert last["steps"] == STEPS and last["redone"] > 0 and last["tokens"] > last["trajectories"]
+    assert run.finished and audit(run).clean
+
+
+def test_they_agree_without_digests_and_on_what_nobody_lived_to_tell(
+    killed_run: tuple[RunDir, list[list[dict[str, int]]]],
+) -> None:
+    run, told = killed_run
+    drop_digests(run)
+    assert of_summary(run) == of_status(run) == told[-1][0]
+    # A seal that a searcher was killed before it could log: the file, or the merge of it, alone tells of it.
+    for path in searcher_files(run):
+        lines = path.read_text().splitlines(keepends=True)
+        last = max(i for i, line in enumerate(lines) if '"event": "sealed"' in line)
+        path.write_text("".join(lines[:last] + lines[last + 1 :]))
+    assert of_summary(run) == of_status(run) == of_audit(audit(run)) == told[-1][0]
+
+
+def test_a_stale_summary_and_a_missing_report_are_made_again(
+    killed_run: tuple[RunDir, list[list[dict[str, int]]]],
+) -> None:
+    """As a kill leaves them between the end of a run and its report, or a resume that ended early."""
+    run, told = killed_run
+    for command in (["report", str(run.path)], ["run", str(run.path)]):
+        run.report.unlink()
+        run.summary.write_text(json.dumps({"finished": False, "trajectories": 0}))
+        done = CliRunner().invoke(app, [*command, "--json"])
+        assert done.exit_code == 0, done.output
+        summary = json.loads(run.summary.read_text())
+        assert summary["finished"] and {name: summary[name] for name in NAMES} == told[-1][0]
+        assert run.report.exists()
+
+
+def test_nothing_is_counted_of_a_run_without_a_word(tmp_path: Path) -> None:
+    run = RunDir.create(make_config(tmp_path))
+    assert of_summary(run) == of_status(run) == of_audit(audit(run)) == dict.fromkeys(NAMES, 0)
+    assert set(asdict(Counts(*(0,) * len(NAMES)))) == set(NAMES)

@@ -1,0 +1,230 @@
+"""Digests of metrics files: as good as the lines, however many there are, and never of other ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from recorded import new_run, search, step
+
+from tba_hpc.metrics import MetricsTail, MetricsWriter, Record, read_metrics
+from tba_hpc.report import digest as digests
+from tba_hpc.report.curves import Curve
+from tba_hpc.report.digest import (
+    Histograms,
+    KeptDigest,
+    SearcherDigest,
+    Spread,
+    TrainerDigest,
+    digest_file,
+    kept_digest,
+    read_digest,
+)
+
+
+def trainer_records(steps: int) -> Iterator[Record]:
+    """Three attempts, each with merges and steps, of which a resume takes some back."""
+    for begin, event in ((0, "started"), (steps // 2, "resumed"), (steps // 2, "resumed")):
+        yield {"event": event, "step": begin, "revision": begin, "time": float(begin)}
+        for at in range(begin, steps):
+            yield {
+                **{"event": "merged", "step": at, "revision": at + 1, "searcher": at % 3, "shard": at // 3},
+                **{"trajectories": 5, "tokens": 50 + at, "duplicates": 1, "evicted": at % 2},
+            }
+            yield {**step(at + 1, float(at), loss=1.0 / (at + 1), stall=0.25), "buffer/size": at}
+            if at + 1 == steps // 2:
+                yield {"event": "checkpoint", "step": at + 1, "revision": at + 1, "time": float(at)}
+
+
+def searcher_records(count: int) -> Iterator[Record]:
+    """A start, seals, and a record a second."""
+    yield {"event": "started", "searchers": 1, "time": 0.0}
+    for i in range(count):
+        yield {"event": "sealed", "shard": i, "trajectories": 4, "tokens": 40 + i, "time": float(i)}
+        yield {**search(float(i), 10, 100.0 + i, version=i // 3, kl=i / 100, reward_histogram=[0, i, 1])}
+
+
+@pytest.mark.parametrize("kind", ["trainer", "searcher"])
+@pytest.mark.parametrize("kept_at", [0, 1, 77, 1000])
+def test_a_digest_that_is_kept_and_taken_up_is_that_of_all_lines(
+    tmp_path: Path, kind: str, kept_at: int
+) -> None:
+    path = tmp_path / "m.jsonl"
+    fresh = TrainerDigest if kind == "trainer" else lambda: SearcherDigest(3)
+    records = list(trainer_records(400) if kind == "trainer" else searcher_records(600))
+    writer = MetricsWriter(path, digest=KeptDigest(path, fresh()))
+    for record in records[:kept_at]:
+        writer.log(record)
+    writer.close()
+    plain = MetricsWriter(path)
+    for record in records[kept_at:]:
+        plain.log(record)
+    found, tail = read_digest(path, fresh())
+    expected = fresh()
+    for record in read_metrics(path):
+        expected.take(record)
+    assert asdict(found) == asdict(expected) and tail.new() == []
+    kept, rest = kept_digest(path, fresh())
+    assert len(rest.new()) == len(records) - kept_at or kept_at == 0
+    assert (kept_at == 0) == (asdict(kept) == asdict(fresh()))
+
+
+def test_a_writer_goes_on_with_the_digest_of_the_one_before(tmp_path: Path) -> None:
+    path, records = tmp_path / "m.jsonl", list(trainer_records(60))
+    for part in (records[:50], records[50:51], records[51:]):
+        writer = MetricsWriter(path, digest=KeptDigest(path, TrainerDigest()))
+        for record in part:
+            writer.log(record)
+        writer.close()
+    found, _ = kept_digest(path, TrainerDigest())
+    assert (found.step, found.starts, found.redone) == (60, 3, 60)
+    assert found.merged.shards == 60 and found.merged.tokens == sum(range(50, 110))
+
+
+@pytest.mark.parametrize("damage", ["cut", "other format", "no JSON", "longer than the file", "in a line"])
+def test_a_digest_that_does_not_fit_its_file_is_made_again(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "m.jsonl"
+    writer = MetricsWriter(path, digest=KeptDigest(path, SearcherDigest(0)))
+    for record in searcher_records(20):
+        writer.log(record)
+    writer.close()
+    kept = digest_file(path)
+    head, _, body = kept.read_bytes().partition(b"\n")
+    end = path.stat().st_size
+    kept.write_bytes(
+        {
+            "cut": head + b"\n" + body[:-9],
+            "other format": head.replace(b"format 1", b"format 0") + b"\n" + body,
+            "no JSON": b"\x00" * 500,
+            "longer than the file": json.dumps({"format 1": end + 7}).encode() + b"\n" + body,
+            "in a line": json.dumps({"format 1": end - 7}).encode() + b"\n" + body,
+        }[damage]
+    )
+    found, _ = read_digest(path, SearcherDigest(0))
+    assert found.tokens == 200 and len(found.seals) == 20
+
+
+def test_a_digest_stays_small_however_long_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "SEALS", 50)
+    sizes = []
+    for count in (2_000, 4_000):
+        found, trained = SearcherDigest(0), TrainerDigest()
+        for record in searcher_records(count):
+            found.take(record)
+        for record in trainer_records(count // 2):
+            trained.take(record)
+        sizes.append(len(json.dumps(asdict(found))) + len(json.dumps(asdict(trained))))
+    assert sizes[1] < 1.3 * sizes[0]
+
+
+def test_what_resumes_take_back_is_counted_once(tmp_path: Path) -> None:
+    found = TrainerDigest()
+    for record in trainer_records(40):
+        found.take(record)
+    merged = found.merged
+    assert (found.step, found.redone, found.starts) == (40, 40, 3)
+    assert (merged.shards, merged.trajectories, merged.duplicates, merged.evicted) == (40, 200, 40, 20)
+    assert merged.tokens == sum(range(50, 90)) and merged.cursors == {0: 14, 1: 13, 2: 13}
+    assert [(point.step, point.value) for point in found.line("train/loss").points] == [
+        (at, 1 / at) for at in range(1, 41)
+    ]
+    assert found.staleness.points == [(at, [1, 2, 3]) for at in range(1, 41)]
+
+
+def test_a_kill_between_a_checkpoint_and_its_record_takes_nothing_back() -> None:
+    found = TrainerDigest()
+    for record in trainer_records(40):
+        if record.get("event") != "checkpoint":
+            found.take(record)
+        if found.step == 20:
+            break
+    found.take({"event": "resumed", "step": 20, "revision": 20, "time": 9.0})
+    assert (found.merged.shards, found.step, found.redone) == (20, 20, 0)
+
+
+def test_curves_of_parts_add_up_to_that_of_the_whole() -> None:
+    generator = np.random.default_rng(0)
+    values = [
+        (int(at), float(value))
+        for at, value in zip(generator.integers(0, 5000, 900), generator.random(900), strict=True)
+    ]
+    whole, histograms = Curve(1), Histograms()
+    parts, halves = [Curve(1) for _ in range(3)], [Histograms(), Histograms()]
+    for i, (at, value) in enumerate(sorted(values)):
+        whole.take(at, value)
+        parts[0 if i < 20 else 1 + i % 2].take(at, value)
+        histograms.take(at, [i, 1])
+        halves[i > 30].take(at, [i, 1])
+    total = Curve(1)
+    for part in parts:
+        total.add(part)
+    assert total.width == whole.width and [p.step for p in total.points] == [p.step for p in whole.points]
+    assert total.values == pytest.approx(whole.values)
+    assert total.mean == pytest.approx(np.mean([value for _, value in values]))
+    halves[0].add(halves[1])
+    assert halves[0].points == histograms.points and sum(row[1] for _, row in histograms.points) == 900
+
+
+def test_a_cut_forgets_later_steps() -> None:
+    curve = Curve(1, spans=4)
+    for at in range(8):
+        curve.take(at, float(at))
+    assert [(point.step, point.value) for point in curve.points] == [(0, 0.5), (2, 2.5), (4, 4.5), (6, 6.5)]
+    curve.cut(4)  # the span from 4 to 5 holds a step that stays
+    assert [point.step for point in curve.points] == [0, 2, 4]
+
+
+def test_quantiles_are_those_of_the_values_within_a_per_cent() -> None:
+    values = np.random.default_rng(1).lognormal(-3, 2, 5000)
+    spread, other = Spread(), Spread()
+    for i, value in enumerate(values):
+        (spread, other)[i % 2].take(float(value))
+    spread.add(other)
+    for share in (0.05, 0.5, 0.95):
+        assert spread.quantile(share) == pytest.approx(np.quantile(values, share), rel=0.015)
+    assert spread.mean == pytest.approx(values.mean())
+    nothing = Spread()
+    for value in (0.0, 0.0, 0.0, 7.0):
+        nothing.take(value)
+    assert nothing.quantile(0.5) == 0.0 and nothing.quantile(0.95) == pytest.approx(7, rel=0.015)
+
+
+def test_a_file_is_read_chunk_by_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tba_hpc.metrics.CHUNK", 100)
+    path = tmp_path / "m.jsonl"
+    records = [{"step": i, "note": "x" * (i * 37 % 250)} for i in range(60)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"step": 60')
+    tail = MetricsTail(path)
+    assert list(tail.records()) == records and list(tail.records()) == []
+    with path.open("a") as file:
+        file.write("}\n")
+    assert list(tail.records()) == [{"step": 60}]
+
+
+def test_the_report_of_a_run_is_the_same_with_digests_as_from_the_lines(tmp_path: Path) -> None:
+    from tba_hpc.report.page import render
+    from tba_hpc.report.summary import RunData, summary_of
+
+    run = new_run(tmp_path)
+    for path, fresh, records in (
+        (run.metrics_file("trainer"), TrainerDigest(), list(trainer_records(30))),
+        (run.metrics_file("searcher", 0), SearcherDigest(0), list(searcher_records(50))),
+        (run.metrics_file("searcher", 1), SearcherDigest(1), list(searcher_records(40))),
+    ):
+        writer = MetricsWriter(path, digest=KeptDigest(path, fresh))
+        for record in records:
+            writer.log(record)
+        writer.close()
+    pages, summaries = [], []
+    for _ in range(2):
+        data = RunData.read(run)
+        pages.append(render(data, run.config()).partition("tba-hpc · written")[0])
+        summaries.append(asdict(summary_of(data, run.config())))
+        for kept in run.metrics.glob("*.digest.json"):
+            kept.unlink()
+    assert summaries[0] == summaries[1] and pages[0] == pages[1] and "<figure" in pages[0]
+    assert (summaries[0]["shards"], summaries[0]["trajectories"]) == (30 + 40 + 30, 150 + 4 * 70)

@@ -1,0 +1,253 @@
+"""The end of a long run with many searchers: summary, report, status; the files that it leaves.
+
+    python -m tools.scale.end [--searchers 256] [--hours 72]
+
+The metrics are those of ``searchers`` over ``hours``: what readers see of them, digests and last lines, is
+made by the code of a run from every THINNING-th record, so that all curves span the whole time; the lines
+before are holes of the length that they would have. What a run without digests costs, as one of an earlier
+version, is measured on a share of the lines, and multiplied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tba_hpc.config import parse_config
+from tba_hpc.metrics import REWARD_EDGES, Record
+from tba_hpc.report.digest import KEEP_SECONDS, KeptDigest, SearcherDigest, TrainerDigest
+from tba_hpc.run.directory import RunDir
+
+SEARCHERS, HOURS = 256, 72
+"""The run that issue and README speak of."""
+
+THINNING = 50
+"""One record in so many is folded for a digest, as folding them all takes an hour."""
+
+SHARDS_PER_SECOND = 0.5
+"""Shards that a searcher seals."""
+
+STEP_SECONDS = 2.0
+"""Between two optimizer steps."""
+
+UNKEPT_SECONDS = 1800
+"""Of each searcher's records that are parsed where no digest is kept."""
+
+
+def search_record(second: float, version: int, rng: random.Random) -> Record:
+    """What a searcher logs once a second."""
+    histogram = [0.0] * (len(REWARD_EDGES) + 1)
+    histogram[33], histogram[36] = rng.randrange(20), rng.randrange(20)
+    return {
+        "time": 1.7e9 + second,
+        "search/version": version,
+        "search/tokens": 4000,
+        "search/tokens_per_second": rng.uniform(3000, 5000),
+        "search/groups": 2,
+        "search/trajectories": 16,
+        "search/reward": rng.random(),
+        "search/truncated_share": rng.random(),
+        "search/kl": rng.random(),
+        "search/entropy": rng.random(),
+        "search/flat_groups": rng.random(),
+        "search/length": rng.uniform(100, 300),
+        "search/reward_histogram": histogram,
+        "search/busy_share": rng.random(),
+        "search/rebuilds": 0,
+        "search/seal_share": rng.random() / 100,
+        "search/paused_seconds": 0.0,
+        "search/propagation_seconds": rng.random(),
+        "search/pending_shards": 1,
+        "search/rejected": 0,
+    }
+
+
+def searcher_records(seconds: range, rng: random.Random) -> Iterator[Record]:
+    """Of one searcher: a record a second, and its seals."""
+    for second in seconds:
+        yield search_record(second, int(second / STEP_SECONDS), rng)
+        if rng.random() < SHARDS_PER_SECOND * seconds.step:
+            index = int(second * SHARDS_PER_SECOND)
+            sealed: Record = {"event": "sealed", "shard": index, "trajectories": 32, "tokens": 6400}
+            yield {"time": 1.7e9 + second, **sealed, "search/issued": index}
+
+
+def trainer_records(seconds: range, searchers: int, rng: random.Random) -> Iterator[Record]:
+    """A step every STEP_SECONDS, the merges of all searchers' shards, a checkpoint every 1,000 s."""
+    for second in seconds:
+        at = int(second / STEP_SECONDS)
+        for searcher in range(searchers):
+            merged: Record = {"event": "merged", "time": 1.7e9 + second, "step": at, "revision": at}
+            index = int(second * SHARDS_PER_SECOND)
+            what: Record = {"trajectories": 32, "tokens": 6400, "added": 30, "duplicates": 2, "evicted": 30}
+            yield {**merged, "searcher": searcher, "shard": index, **what, "request_ids": [index, index + 1]}
+        yield step_record(second, at + 1, rng)
+        if second % 1000 < seconds.step:
+            yield {"event": "checkpoint", "time": 1.7e9 + second, "step": at + 1, "revision": at}
+
+
+def step_record(second: float, step: int, rng: random.Random) -> Record:
+    """What the trainer logs with every step."""
+    names = ("loss", "grad_norm", "log_ratio", "ess", "clip_share", "reward", "flat_groups", "length")
+    more = ("replay_ratio", "engine_gap", "wait_share", "learning_rate", "beta", "skipped_steps")
+    counts = {f"buffer/{name}": 1000.0 * step for name in ("size", "added", "duplicates", "evicted")}
+    return {
+        **{"time": 1.7e9 + second, "step": step, "sync/publish_stall_seconds": rng.random() / 10},
+        **{f"train/{name}": rng.random() for name in (*names, *more)},
+        **{"train/skipped_steps": 0, "staleness/mean": 3 * rng.random(), "staleness/max": 9, **counts},
+        **{"staleness/histogram": [rng.randrange(50) for _ in range(10)]},
+    }
+
+
+def make_run(root: Path, searchers: int, seconds: int) -> RunDir:
+    """A run with metrics as after so long; of shards and checkpoints it has none."""
+    tree = {
+        "run": {"root": str(root), "name": "long"},
+        "model": {"path": "none/such"},
+        "train": {"steps": int(seconds / STEP_SECONDS) + 1},
+        "launch": {"searchers": searchers},
+    }
+    run, rng = RunDir.create(parse_config(tree)), random.Random(0)
+    last = range(int(seconds - KEEP_SECONDS), seconds)
+    pick = range(0, last.start, THINNING)
+    few = range(0, last.start, THINNING * int(STEP_SECONDS))
+    trainer = TrainerDigest()
+    for record in trainer_records(few, searchers, rng):
+        trainer.take(record)
+    tail = trainer_records(range(last.start, last.stop, int(STEP_SECONDS)), searchers, rng)
+    every = seconds / STEP_SECONDS * (1 + searchers * SHARDS_PER_SECOND * STEP_SECONDS)
+    lay_down(run.metrics_file("trainer"), trainer, list(tail), int(every))
+    for index in range(searchers):
+        searcher = SearcherDigest(index)
+        for record in searcher_records(pick, rng):
+            searcher.take(record)
+        records = list(searcher_records(last, rng))
+        lay_down(run.metrics_file("searcher", index), searcher, records, int(1.5 * seconds))
+    run.mark_finished()
+    return run
+
+
+def lay_down(path: Path, digest: TrainerDigest | SearcherDigest, tail: list[Record], lines: int) -> None:
+    """A metrics file of so many lines, of which all but the tail are a hole, and the digest of these."""
+    text = "".join(json.dumps(record) + "\n" for record in tail).encode()
+    hole = int(len(text) / len(tail) * lines)
+    with path.open("wb") as file:
+        file.seek(hole)
+        file.write(b"\n" + text)
+    kept: KeptDigest[TrainerDigest] | KeptDigest[SearcherDigest] = KeptDigest.__new__(KeptDigest)
+    kept._metrics, kept._digest = path, digest  # not to fold the hole
+    kept.keep(hole + 1)
+
+
+WAYS = {
+    "summary": "from tba_hpc.report.summary import summarise; summarise(run, run.config())",
+    "summary and report": "from tba_hpc.report.page import write_report; write_report(run)",
+    "status": "from tba_hpc.report.monitor import RunMonitor as M; m = M(run, run.config()); m.update()\n"
+    "from tba_hpc.report.status import figures; figures(m)",
+    "a second look of the status": "from tba_hpc.report.monitor import RunMonitor as M\n"
+    "m = M(run, run.config()); m.update(); began = time.monotonic(); m.update(); m.worries",
+}
+"""What a reader does with a run, as programs; each in a process of its own, whose peak of memory is noted."""
+
+PROGRAM = """
+import resource, sys, time
+from pathlib import Path
+from tba_hpc.run.directory import RunDir
+run = RunDir.open(Path(sys.argv[1]))
+began = time.monotonic()
+{way}
+print(time.monotonic() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+"""
+
+
+def cost(run: RunDir, way: str) -> tuple[float, float]:
+    """Seconds, and MB at most, of one of WAYS."""
+    program = PROGRAM.format(way=WAYS[way])
+    out = subprocess.run(
+        [sys.executable, "-c", program, run.path], capture_output=True, text=True, check=True
+    )
+    seconds, megabytes = map(float, out.stdout.split())
+    return seconds, megabytes
+
+
+def measure(searchers: int = SEARCHERS, hours: float = HOURS) -> list[dict[str, object]]:
+    """Rows of the table: what, now, unit, goal."""
+    named = f"{searchers} searchers, {hours:g} h"
+    with tempfile.TemporaryDirectory() as folder:
+        run = make_run(Path(folder), searchers, int(3600 * hours))
+        rows: list[dict[str, object]] = []
+        for way in WAYS:
+            seconds, megabytes = cost(run, way)
+            goals = ("≤ 5", "≤ 500") if way.startswith("summary") else ("", "")
+            rows.append(row(f"{way}: {named}", seconds, "s", goals[0]))
+            rows.append(row(f"{way}: peak of memory", megabytes, "MB", goals[1]))
+        size = sum(path.stat().st_size for path in run.metrics.glob("*.digest.json")) / 1e6
+        rows.append(row("digests on disk", size, "MB", ""))
+    rows += [keeping(), *without_digests(searchers, hours), *files_of_a_day(searchers)]
+    return rows
+
+
+def keeping() -> dict[str, object]:
+    """What folding costs who writes, beside the line itself."""
+    rng = random.Random(0)
+    records, digest = list(searcher_records(range(0, 20_000, 2), rng)), SearcherDigest(0)
+    began = time.perf_counter()
+    for record in records:
+        digest.take(record)
+    return row("folding a searcher's record", 1e6 * (time.perf_counter() - began) / len(records), "µs", "")
+
+
+def without_digests(searchers: int, hours: float) -> list[dict[str, object]]:
+    """The same from lines alone; memory does not grow with them, time is multiplied by their number."""
+    rng, few = random.Random(0), 4
+    with tempfile.TemporaryDirectory() as folder:
+        tree = {"run": {"root": folder, "name": "short"}, "model": {"path": "none/such"}}
+        run = RunDir.create(parse_config(tree))
+        for index in range(few):
+            with run.metrics_file("searcher", index).open("w") as file:
+                for record in searcher_records(range(UNKEPT_SECONDS), rng):
+                    file.write(json.dumps(record) + "\n")
+        seconds, megabytes = cost(run, "summary")
+    times = searchers / few * 3600 * hours / UNKEPT_SECONDS
+    return [
+        row(f"summary without digests (× {times:,.0f})", seconds * times / 60, "min", ""),
+        row("summary without digests: peak of memory", megabytes, "MB", "≤ 500"),
+    ]
+
+
+def files_of_a_day(searchers: int, interval: float = 1000.0, keep: int = 2) -> list[dict[str, object]]:
+    """Counted, not measured: shards stay until the oldest checkpoint kept covers them."""
+    shards = searchers * SHARDS_PER_SECOND * interval * (keep + 1)
+    rest = 2 * searchers + 17 * (searchers + 1)
+    return [
+        row(f"live shard files at a checkpoint every {interval:g} s, {keep} kept", shards, "files", "≤ 20k"),
+        row("metrics, digests and logs of 17 attempts", rest, "files", ""),
+    ]
+
+
+def row(what: str, now: float, unit: str, goal: str) -> dict[str, object]:
+    """One of the table."""
+    return {"what": what, "now": round(now, 3), "unit": unit, "goal": goal}
+
+
+def main() -> None:
+    """Print the rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--searchers", type=int, default=SEARCHERS)
+    parser.add_argument("--hours", type=float, default=HOURS)
+    options = parser.parse_args()
+    for found in measure(options.searchers, options.hours):
+        print(json.dumps(found, ensure_ascii=False))
+    print(f"peak of this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()
