@@ -50,8 +50,8 @@ staleness/histogram             list of counts over the batch; bin i holds stale
 event                           a record without the above: started, resumed, filling, waiting (no shard has
                                 come for exchange.max_steps_without_data steps; one per wait), reset (the
                                 policy became the reference), snapshot (what a checkpoint is to hold was
-                                copied, and is written beside training), checkpoint (it is complete, and holds
-                                that ``step``), stopped, finished; with ``step``, ``buffer/size``, ``revision``
+                                copied, and is written beside training), checkpoint (it is complete: its
+                                ``step``), stopped, finished; with ``step``, ``buffer/size``, ``revision``
 event: full                     the disk had no room for some records before this one, which follow them now;
 seconds                         for how long (s); in the searchers' files, too
 revision                        of the buffer: how often its content changed so far, by a merge of what

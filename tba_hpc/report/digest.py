@@ -439,7 +439,7 @@ def kept_digest(metrics: Path, digest: D) -> tuple[D, MetricsTail]:
     """The digest as it was kept, or ``digest``, and what follows the file from where it ends."""
     try:
         head, _, body = digest_file(metrics).read_bytes().partition(b"\n")
-        kept: D = _adapter(type(digest)).validate_json(body)
+        kept: D = _adapter(type(digest).__name__).validate_json(body)
         end = json.loads(head)[f"format {FORMAT}"]
         with metrics.open("rb") as file:
             file.seek(end - 1)
@@ -450,8 +450,9 @@ def kept_digest(metrics: Path, digest: D) -> tuple[D, MetricsTail]:
 
 
 @functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+def _adapter(kind: str) -> TypeAdapter[Any]:
+    """Reads and writes the class of that name; made where it is needed, as that takes a moment."""
+    return TypeAdapter(TrainerDigest if kind == TrainerDigest.__name__ else SearcherDigest)
 
 
 class KeptDigest(Generic[D]):
@@ -477,7 +478,7 @@ class KeptDigest(Generic[D]):
     def keep(self, end: int) -> None:
         """Write the digest of the first ``end`` bytes, which are durable; a full disk keeps the old one."""
         self._next = time.monotonic() + KEEP_SECONDS
-        body = _adapter(type(self._digest)).dump_json(self._digest).decode()
+        body = _adapter(type(self._digest).__name__).dump_json(self._digest).decode()
         try:
             write_atomic(digest_file(self._metrics), json.dumps({f"format {FORMAT}": end}) + "\n" + body)
         except DiskFullError as error:
