@@ -71,6 +71,9 @@ PROMPTS_AHEAD = 2
 EMBEDDED_AT_ONCE = 64
 """Completions per forward pass of the model that tells near duplicates apart."""
 
+PRUNING_SECONDS = 10.0
+"""Longest wait for shards that are still to be deleted when all else is done."""
+
 POLL_SECONDS = 0.1
 """Pause between two looks whether the leader has verified the checkpoints."""
 
@@ -119,6 +122,7 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
         if find_evaluation(run, "test", 0) is None:  # it was cut short; these are still the first weights
             _publish_first(exchange, config, learner)
         learner.load(folder)
+    checkpoints = Checkpoints(run, config.checkpoint.keep, write_arrays)
     with StopFlag() as stop:
         trainer = Trainer(
             config,
@@ -128,13 +132,14 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
             completed=completed,
             state=state,
             pending=pending,
-            checkpoints=Checkpoints(run, config.checkpoint.keep, write_arrays),
+            checkpoints=checkpoints,
             metrics=_metrics(run, config, "trainer", 0),
             stop_asked=lambda: stop.is_set,
             job_end=float(os.environ.get("TBA_JOB_END", "inf")),
         )
         finished = trainer.run()
         end_run(run, config, finished=finished, trainer=trainer, learner=learner, exchange=exchange)
+    checkpoints.pruner.finish(PRUNING_SECONDS)
 
 
 def verify_checkpoints(run: RunDir, config: Config) -> None:

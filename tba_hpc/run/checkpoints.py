@@ -22,6 +22,7 @@ from tba_hpc.ports import Learner
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import fsync, make_durable, write_atomic
 from tba_hpc.run.inventory import COMPLETE, damage, inventory, with_checksum
+from tba_hpc.run.pruning import ShardPruner
 
 log = logging.getLogger(__name__)
 
@@ -93,9 +94,13 @@ class Checkpoints:
     run: RunDir
     keep: int
     write_arrays: Callable[[Path, Arrays], None]
+    pruner: ShardPruner = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pruner", ShardPruner(self.run))
 
     def save(self, state: TrainerState, learner: Learner, files: Mapping[str, Arrays]) -> TrainerState:
-        """Write a checkpoint with ``files`` of arrays; then shards that no kept one needs are deleted.
+        """Write a checkpoint with ``files`` of arrays; then shards that no kept one needs go, in time.
 
         Returns the state that it holds. Raises DiskFullError.
         """
@@ -107,7 +112,7 @@ class Checkpoints:
         make_durable(folder)
         listed = inventory(folder)
         state = replace(state, save_seconds=max(state.save_seconds, time.monotonic() - began))
-        prune_shards(self.run, complete_checkpoint(self.run, folder, state, keep=self.keep, listed=listed))
+        self.pruner.prune(complete_checkpoint(self.run, folder, state, keep=self.keep, listed=listed))
         return state
 
     def export_reference(self, step: int, learner: Learner) -> None:
@@ -141,7 +146,7 @@ def complete_checkpoint(
     """Write ``state.json`` beside files that are durable already, and only then mark ``folder`` COMPLETE.
 
     listed: their ``inventory``, where it is known. Checkpoints beyond the newest ``keep`` are deleted.
-    Returns the cursors of the oldest one kept: shards before them are needed no more, see ``prune_shards``.
+    Returns the cursors of the oldest one kept: shards before them are needed no more.
     Raises DiskFullError.
     """
     listed = inventory(folder) if listed is None else listed
@@ -213,14 +218,6 @@ def set_aside(folder: Path) -> Path:
     folder.rename(aside)
     fsync(folder.parent)
     return aside
-
-
-def prune_shards(run: RunDir, cursors: Mapping[int, int]) -> int:
-    """Delete the shards before ``cursors``; returns how many. Files set aside stay, as evidence."""
-    merged = [path for (s, index), path in run.shard_files().items() if index < cursors.get(s, 0)]
-    for path in merged:
-        path.unlink()
-    return len(merged)
 
 
 def prune_references(run: RunDir) -> None:
