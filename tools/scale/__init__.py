@@ -1,0 +1,1 @@
+"""Benches of what grows with a run: one module each, with ``measure``."""
