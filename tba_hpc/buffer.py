@@ -1,19 +1,17 @@
 """The replay buffer: completions per prompt, bounded in number, sampled as groups (MOP).
 
-It must not know where trajectories come from or what is learned from them. Imports no torch.
-
-Rows lie in flat arrays in order of arrival, so a smaller row number means older. A row that leaves is
-only marked; when such rows (or their tokens) outnumber the live ones, the arrays are written anew.
+It must not know where trajectories come from or what is learned from them. Imports no torch. How they lie in
+memory is the ``store``'s; here they are known by their slots there.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, islice, pairwise
 from operator import itemgetter
 
 import numpy as np
@@ -21,7 +19,8 @@ from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cdist
 
 from tba_hpc.config import BufferSection
-from tba_hpc.types import RECORD, Ragged, Trajectories, TrajectoryBatch, spans
+from tba_hpc.store import Column, Store, StoreSnapshot
+from tba_hpc.types import Ragged, Trajectories, TrajectoryBatch, spans
 
 Key = bytes | int
 """What tells the live completions of a prompt apart."""
@@ -31,11 +30,20 @@ _REPLAY = int.from_bytes(b"replay")  # keeps this stream apart from others of th
 COMPARED_AT_ONCE = 128
 """New completions whose edit distances or cosines to all others are held at once: memory against speed."""
 
+SPARE_SLOTS = 1 << 13
+"""For trajectories that come before others have left."""
+
+MERGED_AT_ONCE = 64
+"""Shards whose arrays are brought in together: the more, the less each costs, and the longer all take."""
+
 Embed = Callable[[Ragged], np.ndarray]
 """Embeddings of completions (int32 tokens), float32 [N, D], rows of length 1."""
 
 NearAmong = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Which of some rows [M] and others [O] are near each other, bool [M, O]."""
+"""Which of some slots [M] and others [O] are near each other, bool [M, O]."""
+
+KIND = np.dtype([("version_oldest", "<i4"), ("reference", "<i4")])
+"""The fields of RECORD by which a trajectory becomes stale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +96,17 @@ class ReplayBuffer:
         self._revision = self._sync = -1
         self._replay_ratio = 0.0
         self._prompts = _Prompts()
-        self._rows = _Rows()
-        # Per prompt with live rows: key to row, oldest first.
-        self._rows_of: dict[int, OrderedDict[Key, int]] = {}
+        self._store = self._new_store()
+        # Per prompt with live trajectories: key to slot, oldest first. Plain dicts of bytes and numbers: the
+        # garbage collector does not look into them.
+        self._slots_of: dict[int, dict[Key, int]] = {}
+        self._used_up: set[int] = set()  # slots, of which some may have left
         self._everyone = _Draw()
         self._recent = _Draw()
+
+    def _new_store(self) -> Store:
+        spelled = self._config.near_duplicates is not None
+        return Store(self._config.capacity + SPARE_SLOTS, spelled=spelled)
 
     def __len__(self) -> int:
         """Live trajectories."""
@@ -101,12 +115,17 @@ class ReplayBuffer:
     @property
     def prompts(self) -> int:
         """Prompts that have live trajectories."""
-        return len(self._rows_of)
+        return len(self._slots_of)
 
     @property
     def requests(self) -> int:
-        """Requests of which trajectories live. The cost grows with what is stored."""
-        return len(np.unique(self._rows.record["request_id"][self._rows.live]))
+        """Requests of which trajectories live; counted when first asked for, and kept from then on."""
+        return len(self._store.requests)
+
+    @property
+    def kinds(self) -> np.ndarray:
+        """KIND [M]: those that there are among the live trajectories; counted as ``requests``."""
+        return np.array(list(self._store.kinds), KIND)
 
     @property
     def added(self) -> int:
@@ -145,147 +164,237 @@ class ReplayBuffer:
         Then the oldest leave: of a prompt above ``capacity_per_prompt``, and of all above ``capacity``.
         "Most recent" are from now on the live trajectories of this sync, unless it brought nothing.
         """
+        (merged,) = self.merge_each([trajectories], revision, sync=sync)
+        return merged
+
+    def merge_each(
+        self, parts: Sequence[Trajectories], revision: int, *, sync: int | None = None
+    ) -> list[Merged]:
+        """As ``merge`` of one after the other, and what each did; cheaper than so many calls."""
         sync = revision if sync is None else sync
         assert revision >= self._revision, f"revision {revision} comes after revision {self._revision}"
         assert sync >= self._sync, f"sync {sync} comes after sync {self._sync}"
-        if not len(trajectories):
-            return Merged(0, 0, 0)
+        return [
+            merged
+            for first in range(0, len(parts), MERGED_AT_ONCE)
+            for merged in self._merge_together(parts[first : first + MERGED_AT_ONCE], revision, sync)
+        ]
+
+    def _merge_together(self, parts: Sequence[Trajectories], revision: int, sync: int) -> list[Merged]:
+        """All come at once; then part by part they take their places, and others leave for them."""
+        found = [part for part in parts if len(part)]
+        if not found:
+            return [Merged(0, 0, 0)] * len(parts)
         if sync > self._sync:
             self._recent = _Draw()
         self._revision, self._sync = revision, sync
-        first = len(self._rows)
-        prompt_N = self._prompts.intern(trajectories)
+        prompts = [prompt for part in found for prompt in self._prompts.intern(part)]
+        slots = self._store_all(found, prompts, revision, sync)
+        keys, ends = self._keys(found), list(accumulate(map(len, parts), initial=0))
+        merged = [
+            self._take_in(slots[start:end], prompts[start:end], keys[start:end])
+            for start, end in pairwise(ends)
+        ]
+        self._store.settle()
+        return merged
+
+    def _store_all(
+        self, parts: Sequence[Trajectories], prompts: list[int], revision: int, sync: int
+    ) -> list[int]:
+        """Bring the arrays of all parts in; returns their slots."""
+        record = np.concatenate([part.record for part in parts])
+        record["prompt_row"] = prompts
         # Now, since of a request's equal or evicted completions there will be no trace.
-        value_N = soft_values(trajectories, self._value_beta)
-        self._rows.append(trajectories, prompt_N, revision=revision, sync=sync, uses=0, value=value_N)
-        if self._embed:
-            self._rows.append_embeddings(self._embed(trajectories.completions))
-        keys = self._keys(trajectories.completions, self._merged)
-        duplicates = self._enter(range(first, len(self._rows)), prompt_N.tolist(), keys)
-        self._merged += len(trajectories)
+        value: float | np.ndarray = 0.0
+        if self._value_beta is not None:
+            value = np.concatenate([soft_values(part, self._value_beta) for part in parts])
+        completions = parts[0].completions
+        if len(parts) > 1:
+            completions = Ragged.concat([part.completions for part in parts])
+        embeddings = None
+        if self._embed:  # a part at a time: what comes with it must not change the last bits
+            embeddings = np.concatenate([self._embed(part.completions) for part in parts])
+        return self._store.add(
+            record,
+            completions,
+            _joined([part.logprobs for part in parts]),
+            _joined([part.ref_logprobs for part in parts]),
+            revision=revision,
+            sync=sync,
+            uses=0,
+            value=value,
+            embeddings=embeddings,
+        ).tolist()
+
+    def _take_in(self, slots: list[int], prompts: list[int], keys: Sequence[Key]) -> Merged:
+        """Enter what one shard brought, less duplicates; then the oldest leave."""
+        if not slots:
+            return Merged(0, 0, 0)
+        duplicates = self._enter(slots, prompts, keys)
+        self._merged += len(slots)
         self._duplicates += duplicates
-        evicted = self._evict_oldest(dict.fromkeys(prompt_N.tolist()))
-        if self._rows.mostly_dead:
-            self._compact()
-        return Merged(len(trajectories) - duplicates, duplicates, evicted)
+        evicted = self._evict_oldest(dict.fromkeys(prompts))
+        return Merged(len(slots) - duplicates, duplicates, evicted)
 
-    def _keys(self, completions: Ragged, first: int) -> Sequence[Key]:
-        """Fingerprints; or, where equal completions are different ones, numbers from ``first`` on."""
+    def _keys(self, parts: Sequence[Trajectories]) -> Sequence[Key]:
+        """Fingerprints; or, where equal completions are different ones, numbers that none has yet."""
         if self._config.deduplicate is False:
-            return range(first, first + len(completions))
-        return _fingerprints(completions)
+            return range(self._merged, self._merged + sum(map(len, parts)))
+        return [key for part in parts for key in _fingerprints(part.completions)]
 
-    def _enter(self, rows: Iterable[int], prompts: list[int], keys: Sequence[Key]) -> int:
-        """Enter new rows, less duplicates; returns how many rows, new or old, were given up."""
+    def _enter(self, slots: list[int], prompts: list[int], keys: Sequence[Key]) -> int:
+        """Enter trajectories, less duplicates; returns how many, new or old, were given up."""
         share, limit = self._config.near_duplicates, self._config.similarity_limit
         if share is not None:
-            return self._insert_distinct(rows, prompts, keys, partial(self._rows.near_by_edits, share=share))
+            return self._insert_distinct(slots, prompts, keys, partial(self._near_by_edits, share=share))
         if limit is not None:
-            return self._insert_distinct(rows, prompts, keys, partial(self._rows.near_by_cosine, limit=limit))
-        return self._insert(rows, prompts, keys)
+            return self._insert_distinct(slots, prompts, keys, partial(self._near_by_cosine, limit=limit))
+        return self._insert(slots, prompts, keys)
 
-    def _insert(self, rows: Iterable[int], prompts: list[int], keys: Sequence[Key]) -> int:
-        """Enter live rows under their prompts and keys; returns how many replaced an older row."""
-        replaced = []
-        for row, prompt, key in zip(rows, prompts, keys, strict=True):
-            group = self._rows_of.setdefault(prompt, OrderedDict())
+    def _insert(self, slots: list[int], prompts: list[int], keys: Sequence[Key]) -> int:
+        """Enter live slots under their prompts and keys; returns how many replaced an older one."""
+        slots_of, replaced = self._slots_of, list[int]()
+        for slot, prompt, key in zip(slots, prompts, keys, strict=True):
+            group = slots_of.get(prompt)
+            if group is None:
+                group = slots_of[prompt] = {}
             if (older := group.pop(key, None)) is not None:
                 replaced.append(older)
-            group[key] = row
+            group[key] = slot
+        for prompt in dict.fromkeys(prompts):
             self._everyone.add(prompt)
             self._recent.add(prompt)
-        self._rows.kill(replaced)
+        self._store.remove(replaced)
         return len(replaced)
 
     def _insert_distinct(
-        self, rows: Iterable[int], prompts: list[int], keys: Sequence[Key], near_among: NearAmong
+        self, slots: list[int], prompts: list[int], keys: Sequence[Key], near_among: NearAmong
     ) -> int:
         """As ``_insert``, but of rows near each other only the best stays; returns how many were given up."""
         given_up = 0
-        for prompt, found in groupby(zip(rows, prompts, keys, strict=True), itemgetter(1)):
-            entries = list(found)
-            near_rows = self._rows.near([row for row, _, _ in entries], near_among)
-            for (row, _, key), near in zip(entries, near_rows, strict=True):
-                given_up += self._insert_best(row, prompt, key, near)
+        for prompt, found in groupby(zip(slots, prompts, keys, strict=True), itemgetter(1)):
+            same = list(found)
+            near_slots = self._near([slot for slot, _, _ in same], prompt, near_among)
+            for (slot, _, key), near in zip(same, near_slots, strict=True):
+                given_up += self._insert_best(slot, prompt, key, near)
         return given_up
 
-    def _insert_best(self, row: int, prompt: int, key: Key, near: np.ndarray) -> int:
-        """Enter a row if it is better than all ``near`` ones, which leave; or give it up.
+    def _insert_best(self, slot: int, prompt: int, key: Key, near: np.ndarray) -> int:
+        """Enter a trajectory if it is better than all ``near`` ones, which leave; or give it up.
 
         One that is there already, to the letter, it replaces instead. Returns how many were given up.
         """
-        if key in self._rows_of.get(prompt, ()):
-            return self._insert([row], [prompt], [key])
-        reward = self._rows.record["reward"]
-        if (reward[near] >= reward[row]).any():
-            self._rows.kill([row])
+        if key in self._slots_of.get(prompt, ()):
+            return self._insert([slot], [prompt], [key])
+        reward = self._store.record["reward"]
+        if (reward[near] >= reward[slot]).any():
+            self._store.remove([slot])
             return 1
-        for worse in _fingerprints(self._rows.texts(near)[0]):
-            del self._rows_of[prompt][worse]
-        self._rows.kill(near)
-        return len(near) + self._insert([row], [prompt], [key])
+        for worse in _fingerprints(self._store.texts(near)[0]):
+            del self._slots_of[prompt][worse]
+        self._store.remove(near)
+        return len(near) + self._insert([slot], [prompt], [key])
+
+    def _near(self, slots: Sequence[int], prompt: int, near_among: NearAmong) -> Iterator[np.ndarray]:
+        """For each of these, all of ``prompt``: the live ones, int64, that are older than it and near it.
+
+        Near: of the same prompt, and so by ``near_among``. Any may leave between one and the next. Looks at
+        every older one of the prompt: for the cost see docs/lab-book.md.
+        """
+        for start in range(0, len(slots), COMPARED_AT_ONCE):
+            mine = np.array(slots[start : start + COMPARED_AT_ONCE])
+            older = np.array(list(self._slots_of.get(prompt, {}).values()), np.int64)
+            others = np.concatenate([older, mine])
+            for i, found in enumerate(near_among(mine, others)):
+                found[len(older) + i :] = False
+                yield others[found & self._store.live[others]]
+
+    def _near_by_edits(self, mine: np.ndarray, others: np.ndarray, *, share: float) -> np.ndarray:
+        """NearAmong: at an edit distance below ``share`` of both lengths together."""
+        limit = share * (self._store.lengths(mine)[:, None] + self._store.lengths(others))
+        word = self._store.words.__getitem__
+        distance = cdist(
+            [word(slot) for slot in mine.tolist()],
+            [word(slot) for slot in others.tolist()],
+            scorer=Levenshtein.distance,
+            score_cutoff=int(limit.max()),
+            dtype=np.int32,
+        )
+        near: np.ndarray = distance < limit
+        return near
+
+    def _near_by_cosine(self, mine: np.ndarray, others: np.ndarray, *, limit: float) -> np.ndarray:
+        """NearAmong: embeddings at a cosine above ``limit``."""
+        near: np.ndarray = self._store.embeddings(mine) @ self._store.embeddings(others).T > limit
+        return near
 
     def _evict_oldest(self, touched: Iterable[int]) -> int:
         """Let the oldest leave, first of every touched prompt that is too full, then of all."""
+        limit = self._config.capacity_per_prompt
         leaving = [
-            self._rows_of[prompt].popitem(last=False)[1]
+            slot
             for prompt in touched
-            for _ in range(len(self._rows_of[prompt]) - self._config.capacity_per_prompt)
+            if len(self._slots_of[prompt]) > limit
+            for slot in self._pop_oldest(prompt, len(self._slots_of[prompt]) - limit)
         ]
+        self._store.remove(leaving)
         self._evicted += len(leaving)
-        self._rows.kill(leaving)
-        oldest = self._rows.oldest(max(0, len(self) - self._config.capacity))
-        for prompt in self._rows.record[oldest]["prompt_row"].tolist():
-            self._rows_of[prompt].popitem(last=False)  # the oldest of all is the oldest of its prompt
-            if not self._rows_of[prompt]:
-                del self._rows_of[prompt]
-        self._evicted += len(oldest)
-        self._rows.kill(oldest)
-        return len(leaving) + len(oldest)
+        excess = max(0, len(self) - self._config.capacity)
+        if excess:
+            oldest = self._store.remove_oldest(excess)
+            prompts = self._store.record["prompt_row"][oldest].tolist()
+            for prompt, count in Counter(prompts).items():
+                self._pop_oldest(prompt, count)  # the oldest of all are the oldest of their prompts
+        self._evicted += excess
+        return len(leaving) + excess
+
+    def _pop_oldest(self, prompt: int, count: int) -> list[int]:
+        """Take the oldest of a prompt out, as many as ``count``; returns their slots."""
+        group = self._slots_of[prompt]
+        slots = [group.pop(key) for key in list(islice(group, count))]
+        if not group:
+            del self._slots_of[prompt]
+        return slots
 
     def evict_where(self, unwanted: Callable[[np.ndarray], np.ndarray]) -> int:
         """Evict the live trajectories whose RECORD [N] is ``unwanted``, bool [N]; returns how many."""
-        live = np.flatnonzero(self._rows.live)
-        return self._evict(live[unwanted(self._rows.record[live])])
+        slots = self._store.in_order()
+        return self._evict(slots[unwanted(self._store.record[slots])])
 
     def evict_used_up(self, group_size: int) -> int:
         """Evict what ``replay_limit`` steps have learned from; returns how many trajectories.
 
         And what is left of their prompts where it is fewer than ``group_size``: a group of a few leftovers,
-        repeated, would teach little.
+        repeated, would teach little. The cost depends on the batches since the last call alone.
         """
-        if self._config.replay_limit is None:
-            return 0
-        live = np.flatnonzero(self._rows.live)
-        prompt_N = self._rows.record["prompt_row"][live].astype(np.int64)
-        used_up_N = self._rows.uses[live] >= self._config.replay_limit
-        left_P = np.bincount(prompt_N, ~used_up_N, minlength=len(self._prompts))
-        touched_P = np.bincount(prompt_N, used_up_N, minlength=len(self._prompts)) > 0
-        leftover_N = (touched_P & (left_P < group_size))[prompt_N]
-        return self._evict(live[used_up_N | leftover_N])
+        leaving = np.array(sorted(self._used_up), np.int64)
+        self._used_up.clear()
+        leaving = leaving[self._store.live[leaving] & self._is_used_up(leaving)]
+        prompts = np.unique(self._store.record["prompt_row"][leaving]).tolist()
+        groups = [np.array(list(self._slots_of[prompt].values())) for prompt in prompts]
+        left = [group[~self._is_used_up(group)] for group in groups]
+        few = [slots for slots in left if len(slots) < group_size]
+        return self._evict(np.concatenate([leaving, *few]))
+
+    def _is_used_up(self, slots: np.ndarray) -> np.ndarray:
+        limit = self._config.replay_limit
+        used_up: np.ndarray = self._store.uses[slots] >= (np.inf if limit is None else limit)
+        return used_up
 
     def _evict(self, leaving: np.ndarray) -> int:
-        """Let live rows go; returns how many."""
+        """Let live trajectories go; returns how many."""
         gone = set(leaving.tolist())
-        for prompt in np.unique(self._rows.record["prompt_row"][leaving]).tolist():
-            kept = OrderedDict((key, row) for key, row in self._rows_of[prompt].items() if row not in gone)
-            if kept:
-                self._rows_of[prompt] = kept
+        prompts, counts = np.unique(self._store.record["prompt_row"][leaving], return_counts=True)
+        for prompt, count in zip(prompts.tolist(), counts.tolist(), strict=True):
+            group = self._slots_of[prompt]
+            if count == len(group):
+                del self._slots_of[prompt]
             else:
-                del self._rows_of[prompt]
+                self._slots_of[prompt] = {key: slot for key, slot in group.items() if slot not in gone}
         self._evicted += len(gone)
-        self._rows.kill(leaving)
-        if self._rows.mostly_dead:
-            self._compact()
+        self._store.remove(leaving)
+        self._store.settle()
         return len(gone)
-
-    def _compact(self) -> None:
-        live = np.flatnonzero(self._rows.live)
-        row_after = np.cumsum(self._rows.live) - 1
-        self._rows = self._rows.take(live)
-        for group in self._rows_of.values():
-            for key, row in group.items():
-                group[key] = int(row_after[row])
 
     # --- Sampling ---
 
@@ -308,45 +417,52 @@ class ReplayBuffer:
         Randomness depends on (seed, step) alone. The cost depends on B, K and the trajectories of the
         drawn prompts, not on how much is stored.
         """
-        assert self._rows_of, "the buffer is filled before it is sampled"
+        assert self._slots_of, "the buffer is filled before it is sampled"
         rng = np.random.default_rng([self._seed, _REPLAY, step])
         chosen, taken = [], set[int]()
         for most_recent in (rng.random(groups) < self._config.most_on_policy).tolist():
-            if len(taken) == len(self._rows_of):
+            if len(taken) == len(self._slots_of):
                 taken.clear()
             prompt = self._recent.draw(rng, taken, self._is_recent) if most_recent else None
             recent = prompt is not None
             if prompt is None:
-                prompt = self._everyone.draw(rng, taken, self._rows_of.__contains__)
+                prompt = self._everyone.draw(rng, taken, self._slots_of.__contains__)
             assert prompt is not None
             taken.add(prompt)
             chosen.append(self._choose(rng, prompt, group_size, recent=recent))
-        rows = np.concatenate(chosen)
-        distinct = np.unique(rows)
-        self._rows.uses[distinct] += 1
-        self._replay_ratio = float(self._rows.uses[distinct].mean())
-        return self._batch(rows, group_size, step)
+        slots = np.concatenate(chosen)
+        self._count_uses(np.unique(slots))
+        return self._batch(slots, group_size, step)
+
+    def _count_uses(self, slots: np.ndarray) -> None:
+        """One more of each."""
+        self._store.uses[slots] += 1
+        self._replay_ratio = float(self._store.uses[slots].mean())
+        if self._config.replay_limit is not None:
+            self._used_up.update(slots[self._is_used_up(slots)].tolist())
 
     def _is_recent(self, prompt: int) -> bool:
         """Whether the youngest live trajectory of a prompt is of the most recent sync."""
-        group = self._rows_of.get(prompt)
-        return group is not None and bool(self._rows.sync[next(reversed(group.values()))] == self._sync)
+        group = self._slots_of.get(prompt)
+        return group is not None and bool(self._store.sync[next(reversed(group.values()))] == self._sync)
 
     def _choose(self, rng: np.random.Generator, prompt: int, count: int, *, recent: bool) -> np.ndarray:
-        """int64 [K] rows of a prompt.
+        """int64 [K] slots of a prompt.
 
         Gumbel top-k: the largest of log weight + Gumbel noise are a draw without replacement by weight.
         """
-        group = self._rows_of[prompt]
-        rows = np.fromiter(group.values(), np.int64, len(group))
-        first = recent & (self._rows.sync[rows] == self._sync)
+        group = self._slots_of[prompt]
+        slots = np.fromiter(group.values(), np.int64, len(group))
+        first = recent & (self._store.sync[slots] == self._sync)
         if recent and self._config.recent_fill == "repeat":
-            rows, first = rows[first], first[first]
-        weight = self._weights(self._rows.record["reward"][rows], equal=bool(first.all()))
+            slots, first = slots[first], first[first]
+        weight = self._weights(self._store.record["reward"][slots], equal=bool(first.all()))
         log_weight = np.log(np.maximum(weight, np.finfo(weight.dtype).tiny))
-        score = np.where(first, 0.0, log_weight) + rng.gumbel(size=len(rows))
-        distinct = rows[np.lexsort((-score, ~first))[:count]]
-        repeats = rng.choice(rows, count - len(distinct), p=weight)
+        score = np.where(first, 0.0, log_weight) + rng.gumbel(size=len(slots))
+        distinct = slots[np.lexsort((-score, ~first))[:count]]
+        if len(distinct) == count:
+            return distinct
+        repeats = rng.choice(slots, count - len(distinct), p=weight)
         return np.concatenate([distinct, repeats])
 
     def _weights(self, reward_N: np.ndarray, *, equal: bool) -> np.ndarray:
@@ -358,21 +474,21 @@ class ReplayBuffer:
         odds = np.exp((reward_N.astype(np.float64) - reward_N.max()) / temperature)
         return (1 - mix) * odds / odds.sum() + mix * uniform
 
-    def _batch(self, rows: np.ndarray, group_size: int, step: int) -> TrajectoryBatch:
-        record = self._rows.record[rows]
-        on_policy_N = self._rows.sync[rows] == step
+    def _batch(self, slots: np.ndarray, group_size: int, step: int) -> TrajectoryBatch:
+        record = self._store.record[slots]
+        on_policy_N = self._store.sync[slots] == step
         for end in ("version_oldest", "version_newest"):
             on_policy_N &= record[end] == step
         prompts = self._prompts.take(record["prompt_row"].astype(np.int64))
-        completions, logprobs, ref_logprobs = self._rows.texts(rows)
-        turns = np.arange(2 * len(rows)).reshape(2, -1).T.ravel()  # prompt, completion, prompt, …
+        completions, logprobs, ref_logprobs = self._store.texts(slots)
+        turns = np.arange(2 * len(slots)).reshape(2, -1).T.ravel()  # prompt, completion, prompt, …
         pairs = Ragged.concat([prompts, completions]).take(turns)
         return TrajectoryBatch(
             group_size=group_size,
             sequences=Ragged(pairs.values, pairs.offsets[::2]),
             prompt_length_N=prompts.lengths,
             reward_N=record["reward"].copy(),
-            value_N=self._rows.value[rows],
+            value_N=self._store.value[slots],
             version_N=record["version_oldest"].copy(),
             on_policy_N=on_policy_N,
             logprobs=logprobs,
@@ -384,58 +500,98 @@ class ReplayBuffer:
 
     def trajectories(self) -> Trajectories:
         """A copy of all live trajectories, oldest first; ``prompts`` holds every prompt ever seen."""
-        rows = np.flatnonzero(self._rows.live)
-        completions, logprobs, ref_logprobs = self._rows.texts(rows)
-        return Trajectories(
-            self._rows.record[rows], self._prompts.ragged, completions, logprobs, ref_logprobs
-        )
+        snapshot = self._store.snapshot()
+        return Trajectories(snapshot.columns()["record"], self._prompts.ragged, *snapshot.texts())
 
     def state(self) -> dict[str, np.ndarray]:
         """Plain arrays from which ``restore`` makes a buffer that goes on exactly as this one would."""
-        live = self.trajectories()
-        return {
-            "counters": np.array([self._merged, self._duplicates, self._evicted], np.int64),
-            "newest": np.array([self._revision, self._sync], np.int64),
-            "record": live.record,
-            "revision": self._rows.revision[self._rows.live],
-            "sync": self._rows.sync[self._rows.live],
-            "uses": self._rows.uses[self._rows.live],
-            "value": self._rows.value[self._rows.live],
-            "completion_tokens": live.completions.values,
-            "completion_offsets": live.completions.offsets,
-            "logprobs": live.logprobs,
-            "ref_logprobs": live.ref_logprobs,
-            "prompt_id": self._prompts.ids,
-            "prompt_tokens": live.prompts.values,
-            "prompt_offsets": live.prompts.offsets,
-            **({} if self._embed is None else {"embeddings": self._rows.embeddings[self._rows.live]}),
-            **{f"everyone_{name}": array for name, array in self._everyone.state().items()},
-            **{f"recent_{name}": array for name, array in self._recent.state().items()},
-        }
+        return self.snapshot().arrays()
+
+    def snapshot(self) -> BufferSnapshot:
+        """The state of this moment, of which little is copied now; see ``BufferSnapshot``."""
+        return BufferSnapshot(
+            counters=(self._merged, self._duplicates, self._evicted),
+            newest=(self._revision, self._sync),
+            live=self._store.snapshot(),
+            prompt_ids=self._prompts.ids,
+            prompts=self._prompts.ragged,
+            draws={"everyone": self._everyone.piles, "recent": self._recent.piles},
+            embedded=self._embed is not None,
+        )
 
     def restore(self, arrays: dict[str, np.ndarray]) -> None:
         """Become the buffer whose ``state`` the arrays are; what was here before is dropped."""
-        live = Trajectories(
+        completions = Ragged(arrays["completion_tokens"], arrays["completion_offsets"])
+        prompts = Ragged(arrays["prompt_tokens"], arrays["prompt_offsets"])
+        self._prompts = _Prompts.restore(arrays["prompt_id"], prompts)
+        self._store = self._new_store()
+        slots = self._store.add(
             arrays["record"],
-            Ragged(arrays["prompt_tokens"], arrays["prompt_offsets"]),
-            Ragged(arrays["completion_tokens"], arrays["completion_offsets"]),
+            completions,
             arrays["logprobs"],
             arrays["ref_logprobs"],
+            revision=arrays["revision"],
+            sync=arrays["sync"],
+            uses=arrays["uses"],
+            value=arrays.get("value", 0.0),  # checkpoints of older versions have none, and no use for any
+            embeddings=arrays["embeddings"] if self._embed else None,
         )
-        prompt_N = live.record["prompt_row"].astype(np.int64)
-        self._prompts = _Prompts.restore(arrays["prompt_id"], live.prompts)
-        self._rows = _Rows()
-        columns = {name: arrays[name] for name in ("revision", "sync", "uses")}
-        value = arrays.get("value", 0.0)  # checkpoints of older versions have none, and no use for any
-        self._rows.append(live, prompt_N, **columns, value=value)
-        if self._embed:
-            self._rows.append_embeddings(arrays["embeddings"])
-        self._rows_of = {}
-        self._insert(range(len(live)), prompt_N.tolist(), self._keys(live.completions, 0))
+        self._slots_of, self._used_up = {}, set(slots[self._is_used_up(slots)].tolist())
+        keys = _fingerprints(completions) if self._config.deduplicate is not False else range(len(slots))
+        self._insert(slots.tolist(), arrays["record"]["prompt_row"].tolist(), keys)
         self._merged, self._duplicates, self._evicted = arrays["counters"].tolist()
         self._revision, self._sync = arrays["newest"].tolist()
         self._everyone = _Draw(arrays["everyone_waiting"], arrays["everyone_drawn"])
         self._recent = _Draw(arrays["recent_waiting"], arrays["recent_drawn"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferSnapshot:
+    """The state of a replay buffer at a moment; any thread may ask for the arrays while the buffer goes on.
+
+    To keep it keeps the memory of what has left the buffer since.
+    """
+
+    counters: tuple[int, int, int]
+    newest: tuple[int, int]
+    live: StoreSnapshot
+    prompt_ids: list[int]
+    prompts: Ragged
+    draws: Mapping[str, Mapping[str, list[int]]]
+    embedded: bool
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Plain arrays from which ``ReplayBuffer.restore`` makes the buffer of that moment; a copy of all."""
+        columns = self.live.columns()
+        completions, logprobs, ref_logprobs = self.live.texts()
+        draws = {
+            f"{draw}_{pile}": np.array(prompts, np.int64)
+            for draw, piles in self.draws.items()
+            for pile, prompts in piles.items()
+        }
+        embeddings = columns.get("embeddings", np.empty((0, 1), np.float32))
+        return {
+            "counters": np.array(self.counters, np.int64),
+            "newest": np.array(self.newest, np.int64),
+            "record": columns["record"],
+            "revision": columns["revision"],
+            "sync": columns["sync"],
+            "uses": self.live.uses_N,
+            "value": columns["value"],
+            "completion_tokens": completions.values,
+            "completion_offsets": completions.offsets,
+            "logprobs": logprobs,
+            "ref_logprobs": ref_logprobs,
+            "prompt_id": np.array(self.prompt_ids, np.int64),
+            "prompt_tokens": self.prompts.values,
+            "prompt_offsets": self.prompts.offsets,
+            **({"embeddings": embeddings} if self.embedded else {}),
+            **draws,
+        }
+
+
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _fingerprints(completions: Ragged) -> list[bytes]:
@@ -457,9 +613,10 @@ class _Draw:
         self._drawn = [int(prompt) for prompt in drawn]
         self._members = {*self._waiting, *self._drawn}
 
-    def state(self) -> dict[str, np.ndarray]:
-        """Arguments that make an equal draw."""
-        return {"waiting": np.array(self._waiting, np.int64), "drawn": np.array(self._drawn, np.int64)}
+    @property
+    def piles(self) -> dict[str, list[int]]:
+        """A copy of the arguments that make an equal draw."""
+        return {"waiting": self._waiting.copy(), "drawn": self._drawn.copy()}
 
     def add(self, prompt: int) -> None:
         """Let a prompt take part, from this pass on, unless it does already."""
@@ -506,12 +663,12 @@ class _Prompts:
 
     def __init__(self) -> None:
         self._row_of: dict[int, int] = {}
-        self._tokens = _Column(np.int32)
-        self._offsets = _Column(np.int64, [0])
+        self._tokens = Column(np.int32)
+        self._offsets = Column(np.int64, [0])
 
     @classmethod
     def restore(cls, ids: np.ndarray, prompts: Ragged) -> _Prompts:
-        """Inverse of ``ids`` and ``ragged``."""
+        """Inverse of ``ids``, int64 [P], and ``ragged``."""
         made = cls()
         made._row_of = {prompt: row for row, prompt in enumerate(ids.tolist())}
         made._tokens.append(prompts.values)
@@ -519,232 +676,32 @@ class _Prompts:
         return made
 
     @property
-    def ids(self) -> np.ndarray:
-        """int64 [P]."""
-        return np.array(list(self._row_of), np.int64)
-
-    def __len__(self) -> int:
-        """Prompts seen."""
-        return len(self._row_of)
+    def ids(self) -> list[int]:
+        """Of all prompts, a copy."""
+        return list(self._row_of)
 
     @property
     def ragged(self) -> Ragged:
-        """A copy of all prompts."""
-        return Ragged(self._tokens.values.copy(), self._offsets.values.copy())
+        """A view of all prompts, which stays as it is."""
+        return Ragged(self._tokens.values, self._offsets.values)
 
-    def intern(self, trajectories: Trajectories) -> np.ndarray:
-        """int64 [N]: the row here of every trajectory's prompt, which is added where it is new."""
-        used, first = np.unique(trajectories.record["prompt_row"], return_index=True)
-        row_P = np.zeros(len(trajectories.prompts), np.int64)
-        ids = trajectories.record["prompt_id"][first].tolist()
-        for there, prompt in zip(used.tolist(), ids, strict=True):
-            if prompt not in self._row_of:
-                self._row_of[prompt] = len(self._row_of)
-                self._tokens.append(trajectories.prompts.row(there))
-                self._offsets.append([len(self._tokens)])
-            row_P[there] = self._row_of[prompt]
-        return row_P[trajectories.record["prompt_row"]]
+    def intern(self, trajectories: Trajectories) -> list[int]:
+        """The row here of every trajectory's prompt, which is added where it is new."""
+        record = trajectories.record
+        there_N = record["prompt_row"].tolist()
+        id_of = dict(zip(there_N, record["prompt_id"].tolist(), strict=True))
+        for there in sorted(id_of):
+            if id_of[there] not in self._row_of:
+                self._append(id_of[there], trajectories.prompts.row(there))
+        row_of = {there: self._row_of[prompt] for there, prompt in id_of.items()}
+        return [row_of[there] for there in there_N]
+
+    def _append(self, prompt: int, tokens: np.ndarray) -> None:
+        self._row_of[prompt] = len(self._row_of)
+        self._tokens.append(tokens)
+        self._offsets.append([len(self._tokens)])
 
     def take(self, rows: np.ndarray) -> Ragged:
         """A copy of the given rows."""
         index_T, offsets = spans(self._offsets.values, rows)
         return Ragged(self._tokens.values[index_T], offsets)
-
-
-class _Rows:
-    """Trajectories in order of arrival, live and dead."""
-
-    def __init__(self) -> None:
-        self._record = _Column(RECORD)
-        self._revision = _Column(np.int64)
-        self._sync = _Column(np.int64)
-        self._uses = _Column(np.int32)
-        self._value = _Column(np.float32)
-        self._live = _Column(np.bool_)
-        self._offsets = _Column(np.int64, [0])
-        self._tokens = _Column(np.int32)
-        self._logprobs = _Column(np.float32)
-        self._ref_logprobs = _Column(np.float32)
-        self._words = _Column(object)  # a character per token; only edit distances need any
-        self._embeddings = _Column(np.float32)  # D per row; only similarities need any
-        self._embedding_size = 1
-        self._dead_rows = 0
-        self._dead_tokens = 0
-
-    def __len__(self) -> int:
-        return len(self._record)
-
-    @property
-    def record(self) -> np.ndarray:
-        """RECORD [N]; ``prompt_row`` is the buffer's own."""
-        return self._record.values
-
-    @property
-    def revision(self) -> np.ndarray:
-        """int64 [N]: the buffer's revision that brought it."""
-        return self._revision.values
-
-    @property
-    def sync(self) -> np.ndarray:
-        """int64 [N]: the sync that brought it."""
-        return self._sync.values
-
-    @property
-    def uses(self) -> np.ndarray:
-        """int32 [N]: steps in whose batch it was."""
-        return self._uses.values
-
-    @property
-    def value(self) -> np.ndarray:
-        """float32 [N]: V̂ of its request, 0 where the buffer keeps none."""
-        return self._value.values
-
-    @property
-    def live(self) -> np.ndarray:
-        """bool [N]."""
-        return self._live.values
-
-    @property
-    def embeddings(self) -> np.ndarray:
-        """float32 [N, D], of length 1; none where they are not kept."""
-        return self._embeddings.values.reshape(-1, self._embedding_size)
-
-    @property
-    def mostly_dead(self) -> bool:
-        """Whether more than half of the rows, or of the tokens, are garbage."""
-        return 2 * self._dead_rows > len(self) or 2 * self._dead_tokens > len(self._tokens)
-
-    def append(
-        self,
-        trajectories: Trajectories,
-        prompt_N: np.ndarray,
-        *,
-        revision: int | np.ndarray,
-        sync: int | np.ndarray,
-        uses: int | np.ndarray,
-        value: float | np.ndarray,
-    ) -> None:
-        """Add live rows."""
-        count, tokens = len(trajectories), len(self._tokens)
-        record = trajectories.record.copy()
-        record["prompt_row"] = prompt_N
-        self._record.append(record)
-        self._revision.append(np.broadcast_to(revision, count))
-        self._sync.append(np.broadcast_to(sync, count))
-        self._uses.append(np.broadcast_to(uses, count))
-        self._value.append(np.broadcast_to(value, count))
-        self._live.append(np.ones(count, bool))
-        self._offsets.append(tokens + trajectories.completions.offsets[1:])
-        self._tokens.append(trajectories.completions.values)
-        self._logprobs.append(trajectories.logprobs)
-        self._ref_logprobs.append(trajectories.ref_logprobs)
-
-    def kill(self, rows: list[int] | np.ndarray) -> None:
-        """Mark rows, each live until now, as dead."""
-        rows = np.asarray(rows, np.int64)
-        offsets = self._offsets.values
-        self.live[rows] = False
-        self._dead_rows += len(rows)
-        self._dead_tokens += int((offsets[rows + 1] - offsets[rows]).sum())
-
-    def oldest(self, count: int) -> np.ndarray:
-        """int64 [count]: the live rows that came first."""
-        return np.flatnonzero(self.live)[:count] if count else np.empty(0, np.int64)
-
-    def texts(self, rows: np.ndarray) -> tuple[Ragged, np.ndarray, np.ndarray]:
-        """Copies of the completions of ``rows``, their log-probabilities and the reference's."""
-        index_T, offsets = spans(self._offsets.values, rows)
-        tokens = Ragged(self._tokens.values[index_T], offsets)
-        return tokens, self._logprobs.values[index_T], self._ref_logprobs.values[index_T]
-
-    def near(self, rows: Sequence[int], near_among: NearAmong) -> Iterator[np.ndarray]:
-        """For each of these rows, of one prompt: the live ones, int64, that are older than it and near it.
-
-        Near: of the same prompt, and so by ``near_among``. Rows may be killed between one and the next. Looks
-        at every older row of the prompt: for the cost see docs/lab-book.md.
-        """
-        for start in range(0, len(rows), COMPARED_AT_ONCE):
-            mine = np.array(rows[start : start + COMPARED_AT_ONCE])
-            prompt_N = self.record["prompt_row"]
-            others = np.flatnonzero(self.live & (prompt_N == prompt_N[mine[0]]))
-            for found in near_among(mine, others) & (others < mine[:, None]):
-                yield others[found & self.live[others]]
-
-    def near_by_edits(self, mine: np.ndarray, others: np.ndarray, *, share: float) -> np.ndarray:
-        """NearAmong: at an edit distance below ``share`` of both lengths together."""
-        self._spell()
-        length_N = np.diff(self._offsets.values)
-        limit = share * (length_N[mine, None] + length_N[others])
-        distance = cdist(
-            self._words.values[mine],
-            self._words.values[others],
-            scorer=Levenshtein.distance,
-            score_cutoff=int(limit.max()),
-            dtype=np.int32,
-        )
-        near: np.ndarray = distance < limit
-        return near
-
-    def near_by_cosine(self, mine: np.ndarray, others: np.ndarray, *, limit: float) -> np.ndarray:
-        """NearAmong: embeddings at a cosine above ``limit``."""
-        near: np.ndarray = self.embeddings[mine] @ self.embeddings[others].T > limit
-        return near
-
-    def append_embeddings(self, embedding_ND: np.ndarray) -> None:
-        """Add those of the rows that have none yet, float32 [N, D]."""
-        self._embedding_size = embedding_ND.shape[1]
-        self._embeddings.append(embedding_ND.ravel())
-
-    def _spell(self) -> None:
-        """Make words of the rows that have none yet."""
-        new = self.texts(np.arange(len(self._words), len(self)))[0]
-        self._words.append([_word(new.row(i)) for i in range(len(new))])
-
-    def take(self, rows: np.ndarray) -> _Rows:
-        """New rows that hold only the given ones, all live."""
-        completions, logprobs, ref_logprobs = self.texts(rows)
-        nothing = Ragged(np.empty(0, np.int32), np.zeros(1, np.int64))
-        kept = Trajectories(self.record[rows], nothing, completions, logprobs, ref_logprobs)
-        made = _Rows()
-        made.append(
-            kept,
-            kept.record["prompt_row"],
-            revision=self.revision[rows],
-            sync=self.sync[rows],
-            uses=self.uses[rows],
-            value=self.value[rows],
-        )
-        if len(self._embeddings):
-            made.append_embeddings(self.embeddings[rows])
-        return made
-
-
-def _word(tokens: np.ndarray) -> str:
-    """Tokens as characters, which is what edit distances are computed of."""
-    return tokens.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
-
-
-class _Column:
-    """A one-dimensional array that grows at its end, by doubling."""
-
-    def __init__(self, dtype: np.typing.DTypeLike, values: Iterable[int] = ()) -> None:
-        self._data = np.array(list(values), dtype)
-        self._length = len(self._data)
-
-    def __len__(self) -> int:
-        return self._length
-
-    @property
-    def values(self) -> np.ndarray:
-        """A view of what is filled."""
-        return self._data[: self._length]
-
-    def append(self, values: np.ndarray | list[int] | list[str]) -> None:
-        """Add values at the end."""
-        end = self._length + len(values)
-        if end > len(self._data):
-            grown = np.empty(max(end, 2 * len(self._data)), self._data.dtype)
-            grown[: self._length] = self.values
-            self._data = grown
-        self._data[self._length : end] = values
-        self._length = end

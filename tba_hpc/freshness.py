@@ -67,10 +67,12 @@ class Freshness:
         if not self._config.selective:
             return 0
         used_up = self._buffer.evict_used_up(self._config.train.completions_per_prompt)
+        if not self.is_stale(self._buffer.kinds, step).any():  # most often; the buffer may be large
+            return used_up
         return used_up + self._buffer.evict_where(lambda record: self.is_stale(record, step))
 
     def is_stale(self, record: np.ndarray, step: int) -> np.ndarray:
-        """bool [N] of RECORD [N]: which trajectories ``step`` must not learn from."""
+        """bool [N] of RECORD [N], or of its KIND: which trajectories ``step`` must not learn from."""
         stale: np.ndarray = record["reference"] != self.reference
         if (bound := self._config.exchange.max_staleness) is not None:
             stale |= np.abs(step - record["version_oldest"]) > bound

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 
+import numpy as np
+
 from tba_hpc.buffer import Merged, ReplayBuffer
 from tba_hpc.config import Config
 from tba_hpc.freshness import Freshness
@@ -46,10 +48,10 @@ class Merger:
         if not shards:
             return state
         revision = state.revision + 1
-        for shard in shards:
-            merged = self._buffer.merge(shard.trajectories, revision, sync=sync)
-            self._completed.add(shard.trajectories.record["request_id"])
-            self._log_merge(state.step, revision, shard, merged)
+        merged = self._buffer.merge_each([shard.trajectories for shard in shards], revision, sync=sync)
+        self._completed.add(np.concatenate([shard.trajectories.record["request_id"] for shard in shards]))
+        for shard, what in zip(shards, merged, strict=True):
+            self._log_merge(state.step, revision, shard, what)
         return replace(
             state,
             revision=revision,

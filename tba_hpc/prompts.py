@@ -21,38 +21,43 @@ _TEMPERATURE = int.from_bytes(b"warm")
 
 
 class CompletedRequests:
-    """The requests whose groups lie in sealed shards: a growing set of bits."""
+    """The requests whose groups lie in sealed shards: a growing set of bits, eight requests a byte."""
 
     def __init__(self) -> None:
-        self._done = np.zeros(0, np.bool_)
+        self._done = np.zeros(0, np.uint8)
+        self._used = 0  # bytes; those beyond are 0
 
     @classmethod
     def from_array(cls, packed: np.ndarray) -> CompletedRequests:
         """Inverse of to_array."""
         made = cls()
-        made._done = np.unpackbits(packed).view(np.bool_)
+        made._done, made._used = packed.copy(), len(packed)
         return made
 
     def to_array(self) -> np.ndarray:
-        """uint8 bitmap, eight requests a byte, as long as needed."""
-        done = np.flatnonzero(self._done)
-        return np.packbits(self._done[: done[-1] + 1 if len(done) else 0])
+        """A copy of the bitmap, uint8, as long as needed."""
+        return self._done[: self._used].copy()
 
     def add(self, request_ids: np.ndarray) -> None:
         """Mark requests (int64, any shape, repeats allowed) as completed."""
         if request_ids.size == 0:
             return
         assert request_ids.min() >= 0, "the number of a request is never negative"
-        needed = int(request_ids.max()) + 1
-        if needed > len(self._done):
-            grown = np.zeros(max(needed, 2 * len(self._done)), np.bool_)
+        self._used = max(self._used, int(request_ids.max()) // 8 + 1)
+        if self._used > len(self._done):
+            grown = np.zeros(max(self._used, 2 * len(self._done)), np.uint8)
             grown[: len(self._done)] = self._done
             self._done = grown
-        self._done[request_ids] = True
+        np.bitwise_or.at(self._done, request_ids // 8, _bit(request_ids))
 
     def __contains__(self, request_id: int) -> bool:
         """Whether the group of a request is sealed."""
-        return request_id < len(self._done) and bool(self._done[request_id])
+        return request_id < 8 * self._used and bool(self._done[request_id // 8] & (128 >> request_id % 8))
+
+
+def _bit(request_ids: np.ndarray) -> np.ndarray:
+    """uint8: the bit of each in its byte, the first of eight the highest, as ``np.packbits`` has it."""
+    return np.right_shift(np.uint8(128), (request_ids % 8).astype(np.uint8))
 
 
 @dataclass(frozen=True, slots=True)

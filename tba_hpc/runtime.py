@@ -87,6 +87,9 @@ EMBEDDED_AT_ONCE = 64
 PATIENCE_SHARE = 0.5
 """Of the exchange's deadline: how long a full disk is waited for, so that nobody else gives up first."""
 
+PRUNING_SECONDS = 10.0
+"""Longest wait for shards that are still to be deleted when all else is done."""
+
 REFUSALS = (ConfigError, StateError, ShardError, DiskFullError)
 """Errors that only the user can mend; the message is a sentence that says how."""
 
@@ -141,6 +144,9 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
         if find_evaluation(run, "test", 0) is None:  # it was cut short; these are still the first weights
             _publish_first(exchange, config, learner)
         learner.load(folder)
+    checkpoints = Checkpoints(
+        run, config.checkpoint.keep, write_arrays, beside=config.checkpoint.snapshot is not None
+    )
     with StopFlag() as stop:
         trainer = Trainer(
             config,
@@ -150,15 +156,14 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
             completed=completed,
             state=state,
             saved=saved,
-            checkpoints=Checkpoints(
-                run, config.checkpoint.keep, write_arrays, beside=config.checkpoint.snapshot is not None
-            ),
+            checkpoints=checkpoints,
             metrics=metrics,
             stop_asked=lambda: stop.is_set,
             job_end=float(os.environ.get("TBA_JOB_END", "inf")),
         )
         finished = trainer.run()
         end_run(run, config, finished=finished, trainer=trainer, learner=learner, exchange=exchange)
+    checkpoints.pruner.finish(PRUNING_SECONDS)
 
 
 def verify_checkpoints(run: RunDir, config: Config) -> None:

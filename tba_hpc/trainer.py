@@ -254,7 +254,7 @@ class Trainer:
             if self._checkpoints.beside:
                 self.log_event("snapshot")
             files: dict[str, Callable[[], Arrays]] = {
-                BUFFER_FILE: _snapshot(self._buffer),
+                BUFFER_FILE: self._buffer.snapshot().arrays,
                 PROMPTS_FILE: partial(dict, done=self._completed.to_array()),
             }
             self._under_way = self._checkpoints.save(
@@ -299,11 +299,6 @@ class Trainer:
 def is_late(left: float, *, step_seconds: float, save_seconds: float) -> bool:
     """Whether ``left`` seconds are too few for one more step and a save after it."""
     return left < step_seconds + save_seconds + MARGIN_SECONDS
-
-
-def _snapshot(buffer: ReplayBuffer) -> Callable[[], Arrays]:
-    """What gives the arrays of the buffer as it is now, whatever becomes of it, in any thread."""
-    return partial(dict, buffer.state())
 
 
 def _next_multiple(of: int, step: int) -> int:

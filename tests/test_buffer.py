@@ -4,8 +4,9 @@ import math
 import sys
 import tracemalloc
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from tba_hpc import buffer as buffer_module
+from tba_hpc import store as store_module
 from tba_hpc.backends.hdf5_shards import read_arrays, write_arrays
 from tba_hpc.batch import to_arrays
 from tba_hpc.buffer import Merged, ReplayBuffer, soft_values
@@ -269,6 +271,129 @@ def test_dropping_equals_the_naive_model() -> None:
     assert (len(buffer), buffer.prompts) == (0, 0)
 
 
+@dataclass
+class History:
+    """A buffer and its naive model through the same random events; ``check`` compares all that shows."""
+
+    kind: dict[str, Any]
+    seed: int
+    merged: int = 0
+    revision: int = 0
+    step: int = 0
+    duplicates: int = 0
+    evicted: int = 0
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+        self.prompts = int(self.rng.choice([1, 6, 30]))
+        per_prompt, capacity = (int(self.rng.choice(sizes)) for sizes in ([1, 4, 100], [3, 22, 60, 1000]))
+        self.limit = (None, 1, 2)[self.seed % 3]
+        sizes = {"capacity_per_prompt": per_prompt, "capacity": capacity, "replay_limit": self.limit}
+        self.make = partial(new_buffer, self.seed, **sizes, **self.kind)
+        self.real = self.make()
+        self.naive = Naive(
+            per_prompt,
+            capacity,
+            near=self.kind.get("near_duplicates"),
+            deduplicate=self.kind.get("deduplicate", True),
+            similarity=self.kind.get("similarity_limit"),
+        )
+        self.uses, self.values = Counter[int](), dict[int, float]()
+
+    def merge(self) -> None:
+        """Up to five shards at once."""
+        shards = []
+        for _ in range(int(self.rng.integers(1, 6))):
+            items = random_items(self.rng, int(self.rng.integers(0, 25)), self.merged, self.prompts)
+            shards.append([replace(item, request=item.uid // 3) for item in items])
+            self.merged += len(items)
+            values = soft_values(pack(shards[-1]), 0.5).tolist()
+            self.values |= {item.uid: value for item, value in zip(items, values, strict=True)}
+        self.revision += 1
+        expected = [self.naive.merge(items, self.revision // 2) for items in shards]
+        found = self.real.merge_each(list(map(pack, shards)), self.revision, sync=self.revision // 2)
+        assert found == expected
+        self.duplicates += sum(merged.duplicates for merged in found)
+        self.evicted += sum(merged.evicted for merged in found)
+
+    def sample(self) -> None:
+        """All of it is live; count the uses."""
+        if not self.naive.live:
+            return
+        self.step += 1
+        found = set(chain.from_iterable(groups_of(self.real.sample(self.step, groups=4, group_size=3))))
+        assert found <= {replace(item, request=None) for item, _ in self.naive.live}
+        self.uses.update(item.uid for item in found)
+
+    def evict_used_up(self) -> None:
+        limit = math.inf if self.limit is None else self.limit
+        left = Counter(item.prompt for item, _ in self.naive.live if self.uses[item.uid] < limit)
+        touched = {item.prompt for item, _ in self.naive.live if self.uses[item.uid] >= limit}
+        few = {prompt for prompt in touched if left[prompt] < 3}
+        gone = self._keep(lambda item: self.uses[item.uid] < limit and item.prompt not in few)
+        assert self.real.evict_used_up(3) == gone
+
+    def evict_some(self) -> None:
+        modulus = int(self.rng.integers(2, 5))
+        gone = self._keep(lambda item: item.uid % modulus != 0)
+        assert self.real.evict_where(lambda record: record["uid"] % modulus == 0) == gone
+
+    def _keep(self, wanted: Callable[[Item], bool]) -> int:
+        before = len(self.naive.live)
+        self.naive.live = [entry for entry in self.naive.live if wanted(entry[0])]
+        self.evicted += before - len(self.naive.live)
+        return before - len(self.naive.live)
+
+    def restore(self) -> None:
+        """Go on with a buffer made from the state."""
+        arrays, self.real = self.real.state(), self.make()
+        self.real.restore(arrays)
+
+    def check(self) -> None:
+        live = [item for item, _ in self.naive.live]
+        assert items_of(self.real.trajectories()) == [replace(item, request=None) for item in live]
+        assert self.real.prompts == len({item.prompt for item in live})
+        assert self.real.requests == len({item.request for item in live})
+        kinds = {(item.uid, 0) for item in live}  # ``pack`` gives each a version of its own
+        assert {tuple(kind) for kind in self.real.kinds.tolist()} == kinds
+        counts = (len(self.real), self.real.added, self.real.duplicates, self.real.evicted)
+        assert counts == (len(live), self.merged - self.duplicates, self.duplicates, self.evicted)
+        arrays = self.real.state()
+        assert arrays["uses"].tolist() == [self.uses[item.uid] for item in live]
+        assert arrays["value"].tolist() == [self.values[item.uid] for item in live]
+        assert arrays["sync"].tolist() == [sync for _, sync in self.naive.live]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_history_equals_the_naive_model(
+    kind: dict[str, Any], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over segments of a few completions, so that they are dropped, split and compacted all the time."""
+    for name, size in (("TOKENS", 40), ("ROWS", 16)):
+        monkeypatch.setattr(store_module, f"SEGMENT_{name}", size)
+        monkeypatch.setattr(store_module, f"SMALLEST_{name}", size // 4)
+    history = History(kind, seed)
+    events = [history.merge, history.sample, history.evict_used_up, history.evict_some, history.restore]
+    snapshots = []
+    for event in history.rng.choice(len(events), 60, p=[0.45, 0.25, 0.12, 0.06, 0.12]):
+        events[event]()
+        history.check()
+        snapshots.append((history.real.snapshot(), history.real.state()))
+    for snapshot, state in snapshots:
+        assert_equal_states(snapshot.arrays(), state)
+
+
+def test_shards_merged_at_once_or_one_by_one_leave_the_same() -> None:
+    """In more than are brought in together; the state to the last byte, and what each of them did."""
+    rng = np.random.default_rng(0)
+    shards = [pack(random_items(rng, 7, 10 * i, prompts=12)) for i in range(3 * buffer_module.MERGED_AT_ONCE)]
+    one, other = (new_buffer(capacity_per_prompt=9, capacity=80) for _ in range(2))
+    assert one.merge_each(shards, 1, sync=0) == [other.merge(shard, 1, sync=0) for shard in shards]
+    assert_equal_states(one.state(), other.state())
+    assert one.merge_each([], 2) == []
+
+
 def test_a_duplicate_replaces_the_older_and_becomes_the_youngest() -> None:
     same, other = (1, 2), (3,)
     real = filled([Item(0, 0, same, 0.25), Item(1, 0, other)], capacity_per_prompt=2)
@@ -347,22 +472,23 @@ def test_garbage_never_outweighs_what_is_live() -> None:
     real = ReplayBuffer(BufferSection(capacity=50, capacity_per_prompt=50), 0)
     for revision in range(200):
         real.merge(pack([Item(100 * revision + i, i % 7, (revision, i)) for i in range(20)]), revision)
-        assert len(real._rows) <= 2 * len(real) <= 100
-        assert len(real._rows._tokens) <= 4 * len(real)
+        rows, tokens = real._store.stored
+        assert rows <= 2 * len(real) <= 100
+        assert tokens <= 4 * len(real)
 
 
 def test_rows_do_not_pile_up_beside_one_long_completion() -> None:
     real = filled([Item(0, 0, tuple(range(1000)))])
     for revision in range(1, 200):
         assert real.merge(pack([Item(revision, 0, (1,))]), revision).evicted == 0
-        assert len(real) == 2 and len(real._rows) <= 4
+        assert len(real) == 2 and real._store.stored[0] <= 4
 
 
 def test_tokens_do_not_pile_up_beside_many_short_completions() -> None:
     real = filled(prompts_with(100), capacity_per_prompt=1)
     for revision in range(1, 60):
         assert real.merge(pack([Item(revision, 0, (revision,) * 1000)]), revision).evicted == 1
-        assert len(real) == 100 and len(real._rows._tokens) <= 2 * (1000 + 99 * 2)
+        assert len(real) == 100 and real._store.stored[1] <= 2 * (1000 + 99 * 2)
 
 
 def test_rounds_never_go_back() -> None:
@@ -826,10 +952,64 @@ def follow(real: ReplayBuffer, restored: ReplayBuffer, seed: int, revision: int)
         *(len(restored), restored.prompts),
         *(restored.added, restored.duplicates, restored.evicted),
     ]
-    one, other = real.state(), restored.state()
-    assert {name: array.tobytes() for name, array in one.items()} == {
-        name: array.tobytes() for name, array in other.items()
+    assert_equal_states(real.state(), restored.state())
+
+
+def assert_equal_states(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert {name: (array.dtype, array.tobytes()) for name, array in one.items()} == {
+        name: (array.dtype, array.tobytes()) for name, array in other.items()
     }
+
+
+def test_a_snapshot_is_read_by_another_thread_while_the_buffer_goes_on() -> None:
+    """Three times all that was in it is replaced meanwhile; the arrays are those of the moment."""
+    rng = np.random.default_rng(0)
+    real = new_buffer(capacity=2000, replay_limit=3)
+    shards = [pack(random_items(rng, 100, 100 * i, prompts=500)) for i in range(120)]
+    real.merge_each(shards[:30], 1)
+    expected, snapshot = real.state(), real.snapshot()
+    with ThreadPoolExecutor() as pool:
+        found = [pool.submit(snapshot.arrays) for _ in range(20)]
+        for i, shard in enumerate(shards[30:], 2):
+            real.merge(shard, i)
+            real.sample(i, groups=8, group_size=4)
+            real.evict_used_up(4)
+        for arrays in found:
+            assert_equal_states(arrays.result(), expected)
+    restored = new_buffer(capacity=2000, replay_limit=3)
+    restored.restore(snapshot.arrays())
+    assert_equal_states(restored.state(), expected)
+
+
+@pytest.mark.parametrize("trajectories", [1_000, 30_000])
+def test_a_snapshot_copies_little(trajectories: int) -> None:
+    """Less than 40 bytes of a trajectory that has 12 · 60 bytes of tokens and log-probabilities alone."""
+    items = [Item(i, i % 997, (i, *range(59))) for i in range(trajectories)]
+    real = filled(items, capacity=trajectories)
+    tracemalloc.start()
+    snapshot = real.snapshot()
+    peak = tracemalloc.get_traced_memory()[1]
+    arrays = snapshot.arrays()
+    gathered = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 40 * trajectories + 100_000
+    assert gathered < 1.1 * sum(array.nbytes for array in arrays.values()) + peak + 2_000_000
+
+
+def test_what_no_step_has_touched_costs_nothing_to_look_for_used_up_ones() -> None:
+    """Nor does a merge or an eviction of the oldest depend on how much is stored."""
+    costs = []
+    for prompts in (100, 10_000):
+        real = filled(prompts_with(prompts, completions=10), capacity=10 * prompts, replay_limit=1)
+        fresh = [pack(prompts_with(2, completions=16, first_prompt=prompts + 2 * i)) for i in range(4)]
+        real.merge(fresh[0], 1)
+        lines, peak = lines_and_peak_bytes(lambda: real.merge(fresh[1], 2))  # noqa: B023
+        real.sample(0, groups=2, group_size=4)
+        more_lines, more = lines_and_peak_bytes(lambda: real.evict_used_up(4))  # noqa: B023
+        costs.append((lines + more_lines, peak + more))
+    (few_lines, few_bytes), (many_lines, many_bytes) = costs
+    assert many_lines < 1.2 * few_lines
+    assert many_bytes < 1.5 * few_bytes
 
 
 def test_the_state_is_plain_arrays_and_that_of_an_empty_buffer_restores() -> None:
@@ -872,13 +1052,13 @@ def test_completions_are_embedded_once_however_often_the_buffer_is_compacted() -
     assert state["embeddings"].tobytes() == letter_shares(live).tobytes()
 
 
-def lines_and_peak_bytes(real: ReplayBuffer) -> tuple[int, int]:
-    """Lines of buffer.py run, and the most memory allocated, in 20 samples."""
-    lines = 0
+def lines_and_peak_bytes(work: Callable[[], object]) -> tuple[int, int]:
+    """Lines of the buffer's code run, and the most memory allocated."""
+    lines, files = 0, (buffer_module.__file__, store_module.__file__)
 
     def count(frame: FrameType, event: str, _: object) -> object:
         nonlocal lines
-        if frame.f_code.co_filename != buffer_module.__file__:
+        if frame.f_code.co_filename not in files:
             return None
         lines += event == "line"
         return count
@@ -887,8 +1067,7 @@ def lines_and_peak_bytes(real: ReplayBuffer) -> tuple[int, int]:
     tracemalloc.start()
     sys.settrace(count)
     try:
-        for step in range(20):
-            real.sample(step, groups=8, group_size=4)
+        work()
     finally:
         sys.settrace(before)
         peak = tracemalloc.get_traced_memory()[1]
@@ -905,7 +1084,11 @@ def test_the_cost_of_a_sample_does_not_depend_on_how_much_is_stored() -> None:
         real.merge(pack(items[: len(items) // 2]), 1)  # half of the prompts are recent
         assert len(real) == 10 * prompts
         real.sample(99, groups=8, group_size=4)  # what is imported or cached at first use
-        costs.append(lines_and_peak_bytes(real))
+        costs.append(
+            lines_and_peak_bytes(
+                lambda: [real.sample(step, groups=8, group_size=4) for step in range(20)]  # noqa: B023
+            )
+        )
     (few_lines, few_bytes), (many_lines, many_bytes) = costs
     assert many_lines < 1.2 * few_lines
     assert many_bytes < 1.5 * few_bytes

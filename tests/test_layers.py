@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "tba_hpc"
 LAYERS = [
     {"shipped"},
     {"types", "config", "orphans", "wording"},
-    {"objectives", "schedules", "ports"},
+    {"objectives", "schedules", "ports", "store"},
     {"run", "prompts", "task_contract", "skipped_steps", "buffer", "batch"},
     {"metrics", "freshness"},
     {"merger", "step_log", "search_log"},

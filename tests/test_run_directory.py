@@ -25,7 +25,6 @@ from tba_hpc.run.checkpoints import (
     begin_checkpoint,
     complete_checkpoint,
     latest_checkpoint,
-    prune_shards,
     read_state,
 )
 from tba_hpc.run.directory import FORMAT, HISTORY, KEPT_ATTEMPTS, RunDir
@@ -40,6 +39,7 @@ from tba_hpc.run.evaluations import (
 )
 from tba_hpc.run.events import log_event, read_events
 from tba_hpc.run.files import DiskFullError, publish, write_atomic
+from tba_hpc.run.pruning import ShardPruner
 from tba_hpc.run.signals import StopFlag
 
 
@@ -485,10 +485,65 @@ def test_shards_are_pruned_up_to_the_oldest_kept_checkpoint(run: RunDir) -> None
     removable = [checkpoint(run, replace(STATE, step=s, cursors=cursors(s)), keep=2) for s in (1, 3, 5)]
     assert removable == [cursors(1), cursors(1), cursors(3)]
 
-    assert prune_shards(run, removable[-1]) == 2 + 6
+    pruner = ShardPruner(run)
+    pruner.prune(removable[-1])
+    assert pruner.finish(60)
     left = list(run.shard_files())
     assert left == [*((0, i) for i in (3, 4, 5)), *((3, i) for i in range(6, 12)), (5, 0), (5, 1)]
     assert (run.shard_folder(0) / "000000.h5.refused").exists()
+
+
+def test_what_cannot_be_deleted_is_told_and_tried_again(
+    run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder in the place of a shard; those beside it go. Once it is mended the next call takes it."""
+    run.shard_folder(0).mkdir()
+    for index in range(6):
+        run.shard_file(0, index).touch()
+    run.shard_file(0, 2).unlink()
+    run.shard_file(0, 2).mkdir()
+    pruner = ShardPruner(run)
+    pruner.prune({0: 4, 7: 3})  # of searcher 7 nothing is left
+    assert pruner.finish(60)
+    assert sorted(run.shard_files()) == [(0, 2), (0, 4), (0, 5)]
+    assert "cannot delete 1 of the merged shards" in caplog.text and "000002.h5" in caplog.text
+    run.shard_file(0, 2).rmdir()
+    run.shard_file(0, 2).touch()
+    pruner.prune({0: 5, 7: 3})
+    assert pruner.finish(60)
+    assert sorted(run.shard_files()) == [(0, 5)]
+
+
+PRUNER = """
+import sys
+from pathlib import Path
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.pruning import ShardPruner
+pruner = ShardPruner(RunDir(Path(sys.argv[1])))
+pruner.prune({0: 3000, 1: 3000})
+print("asked", flush=True)
+pruner.finish(60)
+"""
+
+
+def test_a_kill_while_shards_are_pruned_leaves_those_after_and_the_next_start_goes_on(run: RunDir) -> None:
+    """Never one that is needed; and an end of the process does not wait."""
+    for searcher in (0, 1):
+        run.shard_folder(searcher).mkdir()
+        for index in range(3100):
+            run.shard_file(searcher, index).touch()
+    process = subprocess.Popen([sys.executable, "-c", PRUNER, str(run.path)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.kill()
+    process.communicate()
+    left = {s: [index for searcher, index in run.shard_files() if searcher == s] for s in (0, 1)}
+    for indices in left.values():
+        assert indices == list(range(indices[0], 3100)), "none is missing after the first"
+    pruner = ShardPruner(run)
+    pruner.prune({0: 3000, 1: 3000})
+    assert pruner.finish(60)
+    assert list(run.shard_files()) == [(s, index) for s in (0, 1) for index in range(3000, 3100)]
 
 
 CHECKPOINTER = """

@@ -23,6 +23,7 @@ from tba_hpc.run.beside import at_once, beside
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import fsync, make_durable, remove, write_atomic
 from tba_hpc.run.inventory import COMPLETE, damage, inventory, with_checksum
+from tba_hpc.run.pruning import ShardPruner
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +99,10 @@ class Checkpoints:
     keep: int
     write_arrays: Callable[[Path, Arrays], None]
     beside: bool = False
+    pruner: ShardPruner = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pruner", ShardPruner(self.run))
 
     def save(
         self,
@@ -107,7 +112,7 @@ class Checkpoints:
         *,
         records: Callable[[], None] = lambda: None,
     ) -> Future[TrainerState]:
-        """Copy what a checkpoint holds, and write it; then shards and references that none needs are deleted.
+        """Copy what a checkpoint holds, and write it; then shards and references that none needs go, in time.
 
         One at a time. files: the files of arrays, and what makes these; it may be called in another thread.
         records: makes durable what must be on disk before the checkpoint counts it. Of the future, which is
@@ -127,9 +132,7 @@ class Checkpoints:
             seconds = max(state.save_seconds, time.monotonic() - began)
             saved = replace(state, save_seconds=seconds)
             listed = inventory(folder, known=listed)
-            prune_shards(
-                self.run, complete_checkpoint(self.run, folder, saved, keep=self.keep, listed=listed)
-            )
+            self.pruner.prune(complete_checkpoint(self.run, folder, saved, keep=self.keep, listed=listed))
             prune_references(self.run)
             return saved
 
@@ -165,7 +168,7 @@ def complete_checkpoint(
     """Write ``state.json`` beside files that are durable already, and only then mark ``folder`` COMPLETE.
 
     listed: their ``inventory``, where it is known. Checkpoints beyond the newest ``keep`` are deleted.
-    Returns the cursors of the oldest one kept: shards before them are needed no more, see ``prune_shards``.
+    Returns the cursors of the oldest one kept: shards before them are needed no more.
     Raises DiskFullError.
     """
     listed = inventory(folder) if listed is None else listed
@@ -237,14 +240,6 @@ def set_aside(folder: Path) -> Path:
     folder.rename(aside)
     fsync(folder.parent)
     return aside
-
-
-def prune_shards(run: RunDir, cursors: Mapping[int, int]) -> int:
-    """Delete the shards before ``cursors``; returns how many. Files set aside stay, as evidence."""
-    merged = [path for (s, index), path in run.shard_files().items() if index < cursors.get(s, 0)]
-    for path in merged:
-        path.unlink()
-    return len(merged)
 
 
 def prune_references(run: RunDir) -> None:
