@@ -53,14 +53,14 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         while process.is_alive():
             verdicts.append(audit(run))
             process.join(0.05)
-        copies[name] = RunDir(shutil.copytree(run.path, run.path.with_name(name)))
+        copies[name] = RunDir(shutil.copytree(run.path, run.path.with_name(name), symlinks=True))
     return Story(**copies, under_way=verdicts)
 
 
 @pytest.fixture
 def copy(story: Story, tmp_path: Path) -> Callable[[str], RunDir]:
     """Makes a copy that may be damaged."""
-    return lambda name: RunDir(shutil.copytree(getattr(story, name).path, tmp_path / name))
+    return lambda name: RunDir(shutil.copytree(getattr(story, name).path, tmp_path / name, symlinks=True))
 
 
 def trainer(run: RunDir) -> list[Record]:

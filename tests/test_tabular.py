@@ -395,7 +395,7 @@ def test_a_restored_learner_goes_on_bit_by_bit(tmp_path: Path) -> None:
     batches = [buffer.sample(step, groups=4, group_size=4) for step in range(8)]
     for batch in batches[:4]:
         learner.step(batch, learning_rate=0.1, beta=BETA)
-    learner.save(tmp_path)
+    learner.save(tmp_path)()
     restored.load(tmp_path)
     for batch in batches[4:]:
         metrics = learner.step(batch, learning_rate=0.05, beta=BETA)
@@ -419,7 +419,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(
         ]
     assert found == [0, 1, 1, 2]
     assert f"the loss of the groups of prompts {bad.prompt_id_B[1]} is not finite" in caplog.text
-    learner.save(tmp_path)
+    learner.save(tmp_path)()
     learner = TabularLearner(table)
     learner.load(tmp_path)
     assert learner.step(good[2], learning_rate=0.1, beta=BETA)["skipped_steps"] == 2
