@@ -55,9 +55,7 @@ def measure() -> list[dict[str, object]]:
     size = f"{SEARCHERS} × {PENDING}"
     return [
         row(f"a searcher joins a run resumed with {size} pending shards", joined, "s", "≤ 5"),
-        row(
-            "leader's memory, 256 × 5 pending shards, its buffer included", (few - base) / 1e9, "GB", "≤ 2"
-        ),
+        row("leader's memory, 256 × 5 pending shards, its buffer included", (few - base) / 1e9, "GB", "≤ 2"),
         row("the same with 256 × 20", (many - base) / 1e9, "GB", "≤ 2"),
         row("leader reads and merges a pending shard", 1e3 * seconds / (SEARCHERS * SHARDS), "ms", "–"),
         row(f"leader reads and merges {size}, scaled from 256 × 20", every, "s", "–"),
