@@ -485,6 +485,6 @@ def test_a_searcher_reads_no_shards_but_its_own(tmp_path: Path, moods: Moods) ->
     thread.start()
     go_on(lead, thread)
     assert told[0].cursors[1] >= 3 and 0 in told[0].completed
-    shards = {path for path in read if path.suffix == ".h5"}
-    assert shards <= {run.shard_file(1, 3), run.shard_file(1, 4)}  # and whether there is a next one
+    looked_at = {path for path in read if path.suffix == ".h5"}
+    assert looked_at <= {run.shard_file(1, 3), run.shard_file(1, 4)}, "its next index included"
     lead.close()
