@@ -108,6 +108,7 @@ import json
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -172,7 +173,8 @@ class MetricsWriter:
 
     On a full disk records wait in memory, and what they say is logged as a warning and, once there is room,
     as the event ``full``. tensorboard: folder for TensorBoard event files with the same scalars and
-    histograms, if wanted. digest: of this file; it has taken what is there already.
+    histograms, if wanted. digest: of this file; it has taken what is there already. ``sync`` may be called in
+    another thread.
     """
 
     def __init__(self, path: Path, *, tensorboard: Path | None = None, digest: Digest | None = None) -> None:
@@ -181,6 +183,7 @@ class MetricsWriter:
         self._file = path.open("ab", buffering=0)
         # Else the first record would be lost with a torn one.
         self._unwritten = b"\n" if _torn(path) else b""
+        self._writing = threading.Lock()
         self._full_since: float | None = None
         self._digest = digest
         self._scalars = _event_files(tensorboard) if tensorboard else None
@@ -192,8 +195,9 @@ class MetricsWriter:
         Raises DiskFullError where MOST_UNWRITTEN bytes wait for room.
         """
         known = {name: value for name, value in record.items() if value is not None}
-        self._append({"time": time.time(), **known})
-        self._write()
+        with self._writing:
+            self._append({"time": time.time(), **known})
+            self._write()
         if self._digest and self._digest.due and not self._unwritten:
             self._keep(self._digest)
         if self._scalars:
@@ -249,9 +253,10 @@ class MetricsWriter:
 
     def sync(self) -> None:
         """Make all records durable. Raises DiskFullError."""
-        self._write()
-        if self._unwritten:
-            raise self._no_room()
+        with self._writing:
+            self._write()
+            if self._unwritten:
+                raise self._no_room()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -194,3 +195,23 @@ def test_tensorboard_gets_the_same_scalars_and_histograms(tmp_path: Path) -> Non
     assert reward.histo.min == 0 and reward.histo.max == pytest.approx(np.sinh(1))
     bins = zip(reward.histo.bucket_limit, reward.histo.bucket, strict=True)
     assert [(limit, count) for limit, count in bins if count] == [(np.sinh(0.25), 1), (np.sinh(1.0), 2)]
+
+
+def test_records_are_written_once_while_another_thread_makes_them_durable(tmp_path: Path) -> None:
+    """As a checkpoint does that is written beside training."""
+    writer, over = MetricsWriter(tmp_path / "trainer.jsonl"), threading.Event()
+
+    def sync() -> None:
+        while not over.is_set():
+            writer.sync()
+
+    syncing = [threading.Thread(target=sync) for _ in range(3)]
+    for thread in syncing:
+        thread.start()
+    for step in range(3000):
+        writer.log({"step": step})
+    over.set()
+    for thread in syncing:
+        thread.join()
+    writer.close()
+    assert [record["step"] for record in read_metrics(tmp_path / "trainer.jsonl")] == list(range(3000))

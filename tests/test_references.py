@@ -16,7 +16,7 @@ from tba_hpc.audit import audit
 from tba_hpc.backends.hdf5_shards import read_shard
 from tba_hpc.config import Config
 from tba_hpc.metrics import read_metrics, step_records
-from tba_hpc.run.checkpoints import StateError
+from tba_hpc.run.checkpoints import StateError, checkpoint_folders
 from tba_hpc.run.directory import RunDir
 from tba_hpc.runtime import require_reference
 from tba_hpc.types import BEHAVIOUR
@@ -61,7 +61,7 @@ def make(
         root,
         train={"steps": 14, **train},
         exchange=exchange,
-        checkpoint={"every": 4},
+        checkpoint={"every": 4, "snapshot": None},
         buffer={**BOUNDED, **(buffer or {})},
     )
     return config, RunDir.create(config)
@@ -99,7 +99,11 @@ def test_a_bound_and_resets_hold_over_a_stop_and_a_kill(tmp_path: Path) -> None:
     go(run, searchers=2)
     assert 0 < max(staleness(run)) <= 3
     assert len(events(run, "reset")) >= 4
-    kept = ["step-000006", "step-000009", "step-000012"]  # from that of the older checkpoint, of step 8, on
+    kept = ["step-000012"]  # from that of the older checkpoint, of step 12, on
+    assert [folder.name for folder in checkpoint_folders(run, complete=True)] == [
+        "step-000012",
+        "step-000014",
+    ]
     assert sorted(path.name for path in run.references.iterdir()) == kept
     assert run.references.stat().st_mode & 0o777 == 0o700
     assert events(run, "evicted")

@@ -182,9 +182,11 @@ def _hide_shard(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> Ra
         return storm.kill_leader()
 
 
-def _tear_metrics(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> None:
-    files = [storm.run.metrics_file("trainer"), *searcher_files(storm.run)]
-    faults.tear_line(files[int(choice * len(files))])
+def _tear_metrics(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> RankProcess:
+    """The leader dies in the middle of a line of its records."""
+    leader = storm.kill_leader()
+    faults.tear_line(storm.run.metrics_file("trainer"))
+    return leader
 
 
 def _fill_disk(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> None:
@@ -212,7 +214,7 @@ KINDS = {
     "checkpoint damaged": Kind(_damage_checkpoint, 10, needs=2 * CHECKPOINT_EVERY),
     "shard damaged": Kind(_damage_shard, 5, needs=CHECKPOINT_EVERY),
     "shard hidden": Kind(_hide_shard, 5, needs=CHECKPOINT_EVERY),
-    "metrics torn": Kind(_tear_metrics, 5, "nothing"),
+    "metrics torn": Kind(_tear_metrics, 5),
     "disk full": Kind(_fill_disk, 5, "nothing", needs=STEPS_BETWEEN),
     "second launcher": Kind(_launch_again, 5, "nothing", needs=STEPS_BETWEEN),
     "second searcher": Kind(_search_again, 5, "nothing", needs=STEPS_BETWEEN),
