@@ -334,7 +334,8 @@ run_to_the_end() {   # run_to_the_end PLACE: start the ranks, again and again, u
     while [ "$STOP" = 0 ]; do
         "$1" || { ending || say "these nodes will not do: asking Slurm for others"; break; }
         "${TBA[@]}" prepare "$RUN" --set "launch.trainers=$TRAINERS" --set "launch.searchers=$SEARCHERS" || exit
-        TBA_ATTEMPT=$(readlink "$RUN/logs/latest") && export TBA_ATTEMPT || exit   # other nodes may hold the link before
+        TBA_ATTEMPT=$(basename "$(readlink -f "$RUN/logs/latest")")   # other nodes may hold the link before
+        export TBA_ATTEMPT
         TBA_JOB_END=$(job_end) && export TBA_JOB_END || unset TBA_JOB_END
         touch "$RUN/slurm/start"
         say "starting $TRAINERS trainer ranks and $SEARCHERS searchers; their logs: $RUN/logs/latest"
