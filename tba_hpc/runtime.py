@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,7 +55,7 @@ from tba_hpc.run.checkpoints import (
     read_state,
     set_aside,
 )
-from tba_hpc.run.directory import RunDir
+from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.evaluations import (
     Evaluation,
     discard_evaluations,
@@ -379,11 +379,12 @@ def _open_searcher(
 def _placed(run: RunDir, role: Role, index: int | None) -> Iterator[tuple[Config, Placement]]:
     """A rank in its place, with its own log and GPUs; an error ends it with a note for the launcher.
 
-    None of a rank that is one too many: log and notes are those of the ranks at work.
+    None of a rank that is one too many or that no launcher has started: log and notes are those of the ranks
+    at work.
     """
     config = run.config()
     refuse_index(config, role, index)
-    with errors_reported(run, role, index or 0):
+    with errors_reported(run, role, index or 0) if ATTEMPT in os.environ else nullcontext():
         placement = Placement.join(config, role, index)
     with owned(run, rank_name(role, placement.index)):
         redirect_output(run, role, placement.index)

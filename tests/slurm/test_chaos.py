@@ -17,8 +17,8 @@ pytestmark = [
 ]
 
 REPOSITORY = Path(__file__).parents[2]
-FAULTS, SEED = 10, 64
-"""A storm in which three of the faults strike while the ranks start."""
+FAULTS, SEED = 15, 64
+"""A storm in which some of the faults strike while the ranks start."""
 
 
 def test_a_run_survives_a_storm_of_every_kind_of_fault(model: Path) -> None:
@@ -29,7 +29,8 @@ def test_a_run_survives_a_storm_of_every_kind_of_fault(model: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     *kinds, whole = json.loads(done.stdout)["faults"]
-    assert len(kinds) == 8 and whole["struck"] == whole["survived"] == FAULTS
+    assert len(kinds) == FAULTS and whole["struck"] == whole["survived"] == FAULTS
     run = json.loads(done.stdout)["run"]
     assert run["trajectories"] > 0 and run["lost"] == run["doubled"] == run["problems"] == 0
-    assert run["most at once"] <= run["steps between checkpoints"]
+    assert run["in damaged shards"] > 0
+    assert run["most at once"] <= 2 * run["steps between checkpoints"]  # where the newest one is damaged

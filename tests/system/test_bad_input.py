@@ -103,16 +103,18 @@ def test_prompts_that_leave_no_room(tmp_path: Path, model: Path) -> None:
 
 @pytest.mark.mpi
 def test_too_few_ranks(tmp_path: Path, model: Path) -> None:
-    """A launcher that starts every rank alone must not run N singletons."""
+    """A launcher that starts every rank alone must not run N singletons.
+
+    One that a user starts so beside a run at work is told the same, and leaves that run no note to end by.
+    """
     common = settings(model__path=model, run__root=tmp_path)
     folder = Path(tba("create", CONFIG, *common).stdout.strip())
     assert tba("prepare", str(folder)).returncode == 0
-    alone = subprocess.run(
-        [sys.executable, "-m", "mpi4py", "-m", "tba_hpc", "train", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert alone.returncode == 2
-    sentence = (folder / "logs" / "attempt-001" / "refused-trainer-0000.txt").read_text()
-    assert "alone in its MPI world, 3 ranks were expected" in sentence and "--mpi=pmix" in sentence
+    command = [sys.executable, "-m", "mpi4py", "-m", "tba_hpc", "train", str(folder)]
+    note = folder / "logs" / "attempt-001" / "refused-trainer-0000.txt"
+    for launched in ({}, {"TBA_ATTEMPT": "attempt-001"}):
+        environment = {**os.environ, **launched}
+        alone = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert alone.returncode == 2 and note.exists() == bool(launched)
+        sentence = note.read_text() if launched else alone.stderr
+        assert "alone in its MPI world, 3 ranks were expected" in sentence and "--mpi=pmix" in sentence
