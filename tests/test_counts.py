@@ -89,10 +89,14 @@ def test_they_agree_without_digests_and_on_what_nobody_lived_to_tell(
     drop_digests(run)
     assert of_summary(run) == of_status(run) == told[-1][0]
     # A seal that a searcher was killed before it could log: the file, or the merge of it, alone tells of it.
+    forgotten = 0
     for path in searcher_files(run):
         lines = path.read_text().splitlines(keepends=True)
-        last = max(i for i, line in enumerate(lines) if '"event": "sealed"' in line)
-        path.write_text("".join(lines[:last] + lines[last + 1 :]))
+        seals = [i for i, line in enumerate(lines) if '"event": "sealed"' in line]
+        if seals:  # one of few starts may have been too slow to seal anything
+            path.write_text("".join(lines[: seals[-1]] + lines[seals[-1] + 1 :]))
+            forgotten += 1
+    assert forgotten > 0
     assert of_summary(run) == of_status(run) == of_audit(audit(run)) == told[-1][0]
 
 
