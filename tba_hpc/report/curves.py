@@ -6,8 +6,9 @@ folded of several files adds up. It must not know which figures are healthy.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Self, TypeVar
 
 from tba_hpc.metrics import Record, number
 from tba_hpc.report.attempts import STARTS, CumulativeCounter
@@ -47,6 +48,9 @@ AFTER_START = 2
 """Optimizer steps after the first weights of a start in which a policy has not yet moved far."""
 
 
+V = TypeVar("V")
+
+
 class Point(NamedTuple):
     """Mean over a span of steps. step: where the span begins; weight: what the mean is of."""
 
@@ -55,12 +59,56 @@ class Point(NamedTuple):
     weight: float
 
 
-@dataclass
-class Curve:
-    """Weighted means over equal spans of steps, in whatever order values come.
+class Spans(ABC, Generic[V]):
+    """Sums over equal spans of steps, in whatever order values come.
 
-    latest_weight: of what ``latest`` is the mean. spans: the most of them; beyond that their width, in steps,
-    doubles. sums: per span, the sum of value · weight, and of the weights.
+    spans: the most of them; beyond that their width, in steps, doubles. sums: by the number of the span.
+    """
+
+    spans: int
+    width: int
+    sums: dict[int, V]
+
+    def add(self, other: Self) -> None:
+        """Count all values of another one as well: as if this one had taken them."""
+        while self.width < other.width:
+            self._widen()
+        for span, value in other.sums.items():
+            self._put(span * other.width // self.width, value)
+        self._bound()
+
+    def cut(self, step: int) -> None:
+        """Forget the spans that begin after ``step``: those steps are done again."""
+        self.sums = {span: value for span, value in self.sums.items() if span * self.width <= step}
+
+    @staticmethod
+    @abstractmethod
+    def _sum(one: V, other: V) -> V:
+        """Of two values of a span."""
+
+    def _take(self, step: int, value: V) -> None:
+        self._put(step // self.width, value)
+        self._bound()
+
+    def _put(self, span: int, value: V) -> None:
+        self.sums[span] = self._sum(self.sums[span], value) if span in self.sums else value
+
+    def _bound(self) -> None:
+        while len(self.sums) > self.spans:
+            self._widen()
+
+    def _widen(self) -> None:
+        self.width *= 2
+        halves, self.sums = self.sums, {}
+        for span, value in halves.items():
+            self._put(span // 2, value)
+
+
+@dataclass
+class Curve(Spans[tuple[float, float]]):
+    """Weighted means over spans of steps.
+
+    latest_weight: of what ``latest`` is the mean. sums: of value · weight, and of the weights.
     """
 
     latest_weight: float
@@ -70,32 +118,11 @@ class Curve:
 
     def take(self, step: int, value: float, weight: float = 1.0) -> None:
         """Count one more value, of ``step``."""
-        self._add(step // self.width, value * weight, weight)
-        while len(self.sums) > self.spans:
-            self._widen()
+        self._take(step, (value * weight, weight))
 
-    def add(self, other: Curve) -> None:
-        """Count all values of another curve as well: as if this one had taken them."""
-        while self.width < other.width:
-            self._widen()
-        for span, (total, weight) in other.sums.items():
-            self._add(span * other.width // self.width, total, weight)
-        while len(self.sums) > self.spans:
-            self._widen()
-
-    def cut(self, step: int) -> None:
-        """Forget the spans that begin after ``step``: those steps are done again."""
-        self.sums = {span: sums for span, sums in self.sums.items() if span * self.width <= step}
-
-    def _widen(self) -> None:
-        self.width *= 2
-        halves, self.sums = self.sums, {}
-        for span, (total, weights) in halves.items():
-            self._add(span // 2, total, weights)
-
-    def _add(self, span: int, total: float, weight: float) -> None:
-        before, weights = self.sums.get(span, (0.0, 0.0))
-        self.sums[span] = before + total, weights + weight
+    @staticmethod
+    def _sum(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+        return one[0] + other[0], one[1] + other[1]
 
     @property
     def points(self) -> list[Point]:

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 
 from tba_hpc.metrics import MetricsTail, Record, number
 from tba_hpc.report.attempts import STARTS, CumulativeCounter
-from tba_hpc.report.curves import Curve, History
+from tba_hpc.report.curves import Curve, History, Spans
 from tba_hpc.run.files import DiskFullError, write_atomic
 
 log = logging.getLogger(__name__)
@@ -124,46 +124,25 @@ class Spread:
 
 
 @dataclass
-class Histograms:
-    """Counts per bin over equal spans of steps, whose width doubles beyond HISTOGRAM_SPANS of them."""
+class Histograms(Spans[list[int]]):
+    """Counts per bin over spans of steps."""
 
+    spans: int = HISTOGRAM_SPANS
     width: int = 1
-    counts: dict[int, list[int]] = field(default_factory=dict)
+    sums: dict[int, list[int]] = field(default_factory=dict)
 
     def take(self, step: int, counts: Sequence[float]) -> None:
         """Count one more histogram, of ``step``."""
-        self._add(step // self.width, counts)
-        while len(self.counts) > HISTOGRAM_SPANS:
-            self._widen()
+        self._take(step, [int(count) for count in counts])
 
-    def add(self, other: Histograms) -> None:
-        """Count all of another one as well."""
-        while self.width < other.width:
-            self._widen()
-        for span, counts in other.counts.items():
-            self._add(span * other.width // self.width, counts)
-        while len(self.counts) > HISTOGRAM_SPANS:
-            self._widen()
-
-    def cut(self, step: int) -> None:
-        """Forget the spans that begin after ``step``."""
-        self.counts = {span: counts for span, counts in self.counts.items() if span * self.width <= step}
-
-    def _widen(self) -> None:
-        self.width *= 2
-        halves, self.counts = self.counts, {}
-        for span, counts in halves.items():
-            self._add(span // 2, counts)
-
-    def _add(self, span: int, counts: Sequence[float]) -> None:
-        there = self.counts.get(span, [])
-        both = itertools.zip_longest(there, counts, fillvalue=0)
-        self.counts[span] = [int(before + count) for before, count in both]
+    @staticmethod
+    def _sum(one: list[int], other: list[int]) -> list[int]:
+        return [a + b for a, b in itertools.zip_longest(one, other, fillvalue=0)]
 
     @property
     def points(self) -> list[tuple[int, list[int]]]:
         """Where a span begins, and its counts; by step."""
-        return [(span * self.width, counts) for span, counts in sorted(self.counts.items())]
+        return [(span * self.width, counts) for span, counts in sorted(self.sums.items())]
 
 
 class Sealed(NamedTuple):
