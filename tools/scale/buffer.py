@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from scale import Row, row
 from tba_hpc.backends.hdf5_shards import write_arrays
 from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import BufferSection, Config, parse_config
@@ -38,8 +39,6 @@ TOGETHER = 16
 
 FILES = 50_000
 """Shards to prune."""
-
-Row = dict[str, object]
 
 
 def shards(size: int, *, seed: int = 0) -> Iterator[Trajectories]:
@@ -100,11 +99,6 @@ class Filled:
 def milliseconds(values: list[float]) -> float:
     """Their median, in ms."""
     return round(1e3 * statistics.median(values), 4)
-
-
-def row(what: str, now: float | str, unit: str, goal: str) -> Row:
-    """As all benches here give it."""
-    return {"what": what, "now": now, "unit": unit, "goal": goal}
 
 
 def of_capacity(capacity: int) -> list[Row]:
@@ -182,8 +176,3 @@ def measure() -> list[Row]:
     """All of it."""
     gc.collect()
     return [*of_capacity(SMALL), *of_capacity(CAPACITY), *of_pruning()]
-
-
-if __name__ == "__main__":
-    for found in measure():
-        print(f"{found['what']:<60} {found['now']:>12} {found['unit']:<6} goal: {found['goal']}")

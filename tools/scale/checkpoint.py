@@ -11,7 +11,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from scale import Row, row
 from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
 from tba_hpc.backends.hdf5_shards import write_arrays
 from tba_hpc.config import Config, parse_config
@@ -29,8 +29,6 @@ from tba_hpc.run.checkpoints import Checkpoints, TrainerState, latest_checkpoint
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.inventory import damage
 from tba_hpc.types import Ragged, TrajectoryBatch
-
-Row = dict[str, object]
 
 LAYERS = 10
 SAVES, WARM = 8, 3
@@ -157,11 +155,6 @@ def _batch() -> TrajectoryBatch:
     )
 
 
-def row(what: str, now: float, unit: str, goal: str) -> Row:
-    """A line of the table."""
-    return {"what": what, "now": round(now, 3), "unit": unit, "goal": goal}
-
-
 def _memcpy_seconds(size: int) -> float:
     """One thread, between pages in use, from torch: numpy's own are larger, and faster than a model's."""
     source, target = (torch.ones(size, dtype=torch.uint8).numpy() for _ in range(2))
@@ -198,10 +191,3 @@ def _seconds(task: Callable[[], object]) -> float:
     began = time.perf_counter()
     task()
     return time.perf_counter() - began
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    most = int(sys.argv[2]) if len(sys.argv) > 2 else 2
-    for found in measure(int(sys.argv[1]) if len(sys.argv) > 1 else 40, tuple(range(1, most + 1))):
-        print(*found.values(), sep="\t")

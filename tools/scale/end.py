@@ -10,10 +10,8 @@ version, is measured on a share of the lines, and multiplied.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -21,6 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from scale import Row, row
 from tba_hpc.config import parse_config
 from tba_hpc.metrics import REWARD_EDGES, Record
 from tba_hpc.report.digest import KEEP_SECONDS, KeptDigest, SearcherDigest, TrainerDigest
@@ -178,12 +177,12 @@ def cost(run: RunDir, way: str) -> tuple[float, float]:
     return seconds, megabytes
 
 
-def measure(searchers: int = SEARCHERS, hours: float = HOURS) -> list[dict[str, object]]:
+def measure(searchers: int = SEARCHERS, hours: float = HOURS) -> list[Row]:
     """Rows of the table: what, now, unit, goal."""
     named = f"{searchers} searchers, {hours:g} h"
     with tempfile.TemporaryDirectory() as folder:
         run = make_run(Path(folder), searchers, int(3600 * hours))
-        rows: list[dict[str, object]] = []
+        rows: list[Row] = []
         for way in WAYS:
             seconds, megabytes = cost(run, way)
             goals = ("≤ 5", "≤ 500") if way.startswith("summary") else ("", "")
@@ -205,7 +204,7 @@ def keeping() -> dict[str, object]:
     return row("folding a searcher's record", 1e6 * (time.perf_counter() - began) / len(records), "µs", "")
 
 
-def without_digests(searchers: int, hours: float) -> list[dict[str, object]]:
+def without_digests(searchers: int, hours: float) -> list[Row]:
     """The same from lines alone; memory does not grow with them, time is multiplied by their number."""
     rng, few = random.Random(0), 4
     with tempfile.TemporaryDirectory() as folder:
@@ -223,7 +222,7 @@ def without_digests(searchers: int, hours: float) -> list[dict[str, object]]:
     ]
 
 
-def files_of_a_day(searchers: int, interval: float = 1000.0, keep: int = 2) -> list[dict[str, object]]:
+def files_of_a_day(searchers: int, interval: float = 1000.0, keep: int = 2) -> list[Row]:
     """Counted, not measured: shards stay until the oldest checkpoint kept covers them."""
     shards = searchers * SHARDS_PER_SECOND * interval * (keep + 1)
     rest = 2 * searchers + 17 * (searchers + 1)
@@ -231,23 +230,3 @@ def files_of_a_day(searchers: int, interval: float = 1000.0, keep: int = 2) -> l
         row(f"live shard files at a checkpoint every {interval:g} s, {keep} kept", shards, "files", "≤ 20k"),
         row("metrics, digests and logs of 17 attempts", rest, "files", ""),
     ]
-
-
-def row(what: str, now: float, unit: str, goal: str) -> dict[str, object]:
-    """One of the table."""
-    return {"what": what, "now": round(now, 3), "unit": unit, "goal": goal}
-
-
-def main() -> None:
-    """Print the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--searchers", type=int, default=SEARCHERS)
-    parser.add_argument("--hours", type=float, default=HOURS)
-    options = parser.parse_args()
-    for found in measure(options.searchers, options.hours):
-        print(json.dumps(found, ensure_ascii=False))
-    print(f"peak of this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")
-
-
-if __name__ == "__main__":
-    main()

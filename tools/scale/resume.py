@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from scale import Row, row
 from tba_hpc import runtime
 from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange
 from tba_hpc.backends.hdf5_shards import PendingShards, write_shard
@@ -35,7 +36,7 @@ TRAJECTORIES, TOKENS, GROUP = 32, 500, 8
 CAPACITY = 20_000  # reached by either number of shards, so that what grows with that number is not the buffer
 
 
-def measure() -> list[dict[str, object]]:
+def measure() -> list[Row]:
     """Rows of the table of figures."""
     with tempfile.TemporaryDirectory() as folder:
         config = parse_config(
@@ -60,11 +61,6 @@ def measure() -> list[dict[str, object]]:
         row("leader reads and merges a pending shard", 1e3 * seconds / (SEARCHERS * SHARDS), "ms", "–"),
         row(f"leader reads and merges {size}, scaled from 256 × 20", every, "s", "–"),
     ]
-
-
-def row(what: str, now: float, unit: str, goal: str) -> dict[str, object]:
-    """One of the table."""
-    return {"what": what, "now": round(now, 3), "unit": unit, "goal": goal}
 
 
 def shard_of(searcher: int, index: int) -> Shard:
@@ -164,8 +160,3 @@ def go_on(leader: FileTrainerExchange, over: threading.Event) -> None:
     """Rounds, one after the other."""
     while not over.wait(0.02):
         leader.gather()
-
-
-if __name__ == "__main__":
-    for found in measure():
-        print(found)
