@@ -34,7 +34,7 @@ BUFFER_FILE = "buffer.h5"
 """The replay buffer inside a checkpoint."""
 
 PROMPTS_FILE = "prompts.h5"
-"""Beside it the requests completed, which every searcher reads too."""
+"""Beside it the requests completed."""
 
 STATE_FILE = "state.json"
 """Beside it the TrainerState."""
