@@ -431,43 +431,41 @@ class Storm:
                     yield found
                     return
 
-    def wait_for(self, probe: Callable[[], object], what: str) -> None:
-        """Wait for a true value. Raises NotSurvived after DEADLINE, or when the run is over first."""
-        self._until(probe, what)
-
     def _await_steps(self, fault: Fault) -> None:
         """Until the run has recovered and gone on for a while."""
         self._await_recovery()
         wanted = self.history.step + fault.steps_before
-        self._until(lambda: self.history.step >= wanted and self._complete, f"step {wanted} and all engines")
+        self.wait_for(
+            lambda: self.history.step >= wanted and self._complete, f"step {wanted} and all engines"
+        )
 
     def _await_step(self, step: int) -> None:
-        self._until(lambda: self.run.finished or self.history.step >= step, f"step {step}")
+        self.wait_for(lambda: self.run.finished or self.history.step >= step, f"step {step}")
 
     def _await_recovery(self) -> None:
         """Until the last fault is history; then nodes that crashed are booted."""
         last = self.strikes[-1] if self.strikes else NOTHING_YET
         if KINDS[last.kind].cost == "engine":
             self._await_engine(last)
-        self._until(lambda: self.history.back(last), f"recovery from {last}")
+        self.wait_for(lambda: self.history.back(last), f"recovery from {last}")
         while self._down:
             self.cluster.start(self._down.pop())
 
     def _await_engine(self, last: Strike) -> None:
         """Until a rank has built its engine again; the trainer goes on, but not through the whole run."""
         enough = self.history.step + STEPS_WITHOUT
-        self._until(
+        self.wait_for(
             lambda: self.history.step >= enough or self.history.back(last), f"step {enough} without an engine"
         )
         with faults.held_leader(self.cluster, self.run):
-            self._until(lambda: self.history.back(last), f"recovery from {last}")
+            self.wait_for(lambda: self.history.back(last), f"recovery from {last}")
 
     def _await_start_up(self, fault: Fault) -> None:
         """Until the ranks have started after the last fault, and for some part of their start-up."""
         since = self.strikes[-1].time
-        self._until(lambda: self.history.times("start", after=since) and self._all_there, "all ranks")
+        self.wait_for(lambda: self.history.times("start", after=since) and self._all_there, "all ranks")
         time.sleep(fault.pause * START_UP_SECONDS)
-        self._until(lambda: self._all_there, "all ranks")
+        self.wait_for(lambda: self._all_there, "all ranks")
 
     def _strike(self, fault: Fault) -> None:
         last = self.strikes[-1:]
@@ -490,7 +488,7 @@ class Storm:
         ranks = self._ranks
         return len(ranks) == self._size and all(rank.engine for rank in ranks if rank.role == "searcher")
 
-    def _until(self, probe: Callable[[], object], what: str) -> None:
+    def wait_for(self, probe: Callable[[], object], what: str) -> None:
         """Wait for a true value. Raises NotSurvived after DEADLINE, or when the run is over first."""
         end = time.monotonic() + DEADLINE
         while True:
