@@ -272,6 +272,12 @@ def test_splits_of_another_difficulty_are_not_compared() -> None:
     assert worried(EXPLORING, [before, after]) == []
 
 
+def test_a_single_wrong_answer_is_no_fall() -> None:
+    before = Evaluation(split="validation", step=50, correct=70, total=100, tokens=9, truncated=0)
+    after = Evaluation(split="test", step=80, correct=0, total=1, tokens=9, truncated=0)
+    assert worried(EXPLORING, [before, after]) == []
+
+
 def test_a_line_has_room_for_the_three_worst() -> None:
     found = worries(
         history_of(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import sqrt
+from math import hypot, sqrt
 from statistics import fmean, pstdev
 
 from tba_hpc.config import POLICY_GRADIENTS, Config
@@ -283,11 +283,17 @@ def falling_score(view: View) -> Worry | None:
         return None
     high, low = max(falls, key=lambda fall: fall[0].score - fall[1].score)
     last = next(evaluation for evaluation in reversed(found) if evaluation.split == low.split)
-    error = sqrt(sum(e.score * (1 - e.score) / e.total for e in (high, low)))
+    error = hypot(_standard_error(high), _standard_error(low))
     lasting = high.score - last.score > max(SCORE_FALL, FALL_ERRORS * error)
     if high.score - low.score <= max(SCORE_FALL if lasting else SCORE_SAG, FALL_ERRORS * error):
         return None
     return _fall(view, last.score_name, (high.step, high.score), (low.step, low.score), last.score, _share)
+
+
+def _standard_error(evaluation: Evaluation) -> float:
+    """Of its score, after a right and a wrong answer more: none of a few prompts is no proof of nought."""
+    share = (evaluation.correct + 1) / (evaluation.total + 2)
+    return sqrt(share * (1 - share) / evaluation.total)
 
 
 def _comparable(before: Evaluation, after: Evaluation) -> bool:
