@@ -123,6 +123,13 @@ class ReplayBuffer:
         return len(self._store.requests)
 
     @property
+    def unlearned(self) -> int:
+        """Requests of which trajectories live and none was ever in a batch; it looks at every live one."""
+        slots = self._store.in_order()
+        requests, used = self._store.record["request_id"][slots], self._store.uses[slots] > 0
+        return len(np.unique(requests)) - len(np.unique(requests[used]))
+
+    @property
     def kinds(self) -> np.ndarray:
         """KIND [M]: those that there are among the live trajectories; counted as ``requests``."""
         return np.array(list(self._store.kinds), KIND)

@@ -35,15 +35,16 @@ class Freshness:
         """Step of the policy that is the reference, or BEHAVIOUR."""
 
     def begin(self, step: int, completed: CompletedRequests) -> None:
-        """An attempt, at its first step. Where staleness is bounded, what the buffer holds is not owed."""
+        """An attempt, at its first step."""
         self._fed = step
         if self._config.exchange.max_staleness is not None:
-            buffered = self._buffer.requests
-            self._budget = RolloutBudget(self._config, completed, step=step, buffered=buffered)
+            self._budget = RolloutBudget(self._config, completed)
 
     def publication(self, step: int, *, evaluate: Split | None, published: float) -> Publication:
         """What to publish with the weights of ``step``; the budget grows by what they allow."""
-        end = self._budget.extend(step, missing=self.missing(step)) if self._budget else None
+        end = None
+        if self._budget:
+            end = self._budget.extend(step, ready=self._buffer.unlearned, missing=self.missing(step))
         return Publication(
             version=step,
             published=published,
@@ -158,37 +159,34 @@ class Freshness:
 class RolloutBudget:
     """Which requests searchers may issue where staleness is bounded: those before ``end``.
 
-    What is issued under weights v is used by step v + n, if no more than (n + 1)·B requests are issued before
-    there are newer weights (AReaL, arXiv 2505.24298, §5.1): so ``end`` is (v + n + 1)·B in a run that loses
-    nothing. Requests that were completed before, and those of excluded searchers, do not count: others are
-    issued instead of them.
+    What is issued under weights v is used by step v + n, if no more than (n + 1)·B requests wait to be
+    learned from by then (AReaL, arXiv 2505.24298, §5.1): so ``end`` is (v + n + 1)·B in a run that loses
+    nothing. Whatever a run loses, as it was a duplicate, too stale, completed before or an excluded
+    searcher's, others are issued instead of: else searchers would be less far ahead with each loss, and at
+    last work in turns with the trainer.
 
-    completed: when the attempt begins. step: the first of the attempt. buffered: requests of which the buffer
-    holds trajectories already, which nobody need issue again.
+    completed: when the attempt begins.
     """
 
-    def __init__(self, config: Config, completed: CompletedRequests, *, step: int, buffered: int) -> None:
+    def __init__(self, config: Config, completed: CompletedRequests) -> None:
         assert config.exchange.max_staleness is not None, "an unbounded staleness needs no budget"
         self.end = 0
         self._steps_ahead = config.exchange.max_staleness + 1
         self._requests_per_step = config.train.prompts_per_step
-        self._first_step, self._last_step = step, config.train.steps
+        self._last_step = config.train.steps
         self._searchers = config.launch.searchers
         self._excluded: set[int] = set()
         self._completed = CompletedRequests.from_array(completed.to_array())
-        self._allowed = buffered
         self._granted = Counter[int]()
         self._arrived = Counter[int]()
 
-    def extend(self, step: int, *, missing: int) -> int:
+    def extend(self, step: int, *, ready: int, missing: int) -> int:
         """Grant what the weights of ``step`` allow, and what is missing but not owed; returns ``end``.
 
-        missing: requests that the buffer lacks for the next step.
+        ready: requests in the buffer that no step has learned from. missing: those it lacks for ``step``.
         """
-        ahead = min(step + self._steps_ahead, self._last_step) - self._first_step
-        due = max(0, ahead * self._requests_per_step - self._allowed)
-        self._allowed += due
-        self._grant(max(due, missing - self.owed().total()))
+        steps = max(0, min(self._steps_ahead, self._last_step - step))
+        self._grant(max(steps * self._requests_per_step - ready, missing) - self.owed().total())
         return self.end
 
     def _grant(self, requests: int) -> None:

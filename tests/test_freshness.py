@@ -14,37 +14,31 @@ from tba_hpc.types import BEHAVIOUR, RECORD, Publication, Ragged, Shard, Traject
 
 
 def budget(
-    completed: CompletedRequests,
-    *,
-    bound: int,
-    searchers: int,
-    prompts: int,
-    step: int = 0,
-    buffered: int = 0,
+    completed: CompletedRequests, *, bound: int, searchers: int, prompts: int, steps: int = 100
 ) -> RolloutBudget:
-    """Of a run of 100 steps with so many prompts each, which goes on at ``step``."""
+    """Of a run with so many prompts in each step."""
     config = parse_config(
         {
             "model": {"path": "tiny"},
             "exchange": {"max_staleness": bound, "sync_every": 1},
             "launch": {"searchers": searchers},
-            "train": {"steps": 100, "prompts_per_step": prompts},
+            "train": {"steps": steps, "prompts_per_step": prompts},
         }
     )
-    return RolloutBudget(config, completed, step=step, buffered=buffered)
+    return RolloutBudget(config, completed)
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_without_a_loss_the_budget_is_areals(bound: int) -> None:
     """B requests more per version, the first of them max_staleness + 1 versions ahead: (v + n + 1)·B."""
-    prompts = 6
-    areal = budget(CompletedRequests(), bound=bound, searchers=4, prompts=prompts)
-    for version in range(5):
-        end = areal.extend(version, missing=0)
-        assert end == areal.end == (version + bound + 1) * prompts
+    prompts, steps = 6, 10
+    areal = budget(CompletedRequests(), bound=bound, searchers=4, prompts=prompts, steps=steps)
+    for version in range(steps):
+        end = areal.extend(version, ready=0, missing=0)
+        assert end == areal.end == min(version + bound + 1, steps) * prompts, "and none beyond the last step"
         areal.arrive(np.arange(version * prompts, (version + 1) * prompts))
-        assert areal.owed().total() == bound * prompts
-    assert areal.extend(1000, missing=0) == 100 * prompts, "nothing is begun beyond the last step"
+    assert areal.extend(steps, ready=0, missing=0) == steps * prompts
+    assert not areal.owed()
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
@@ -53,17 +47,33 @@ def test_a_resumed_run_issues_as_much_as_one_that_was_never_stopped(bound: int) 
     prompts, step, buffered = 6, 40, 3
     completed = CompletedRequests()
     completed.add(np.arange(step * prompts + buffered))
-    resumed = budget(completed, bound=bound, searchers=4, prompts=prompts, step=step, buffered=buffered)
+    resumed = budget(completed, bound=bound, searchers=4, prompts=prompts)
     for version in range(step, step + 5):
-        assert resumed.extend(version, missing=0) == (version + bound + 1) * prompts
-    assert resumed.extend(1000, missing=0) == 100 * prompts
+        ready = buffered if version == step else 0
+        assert resumed.extend(version, ready=ready, missing=0) == (version + bound + 1) * prompts
+        resumed.arrive(np.arange(version * prompts + ready, (version + 1) * prompts))
+
+
+def test_what_is_lost_makes_nobody_fall_back() -> None:
+    """Whatever was evicted unlearned: (n + 1)·B requests are ready or owed with every version."""
+    rng, prompts, bound = np.random.default_rng(0), 6, 2
+    lossy = budget(CompletedRequests(), bound=bound, searchers=4, prompts=prompts)
+    arrived = ready = 0
+    for version in range(50):
+        end = lossy.extend(version, ready=ready, missing=0)
+        assert lossy.owed().total() + ready == (bound + 1) * prompts
+        coming = int(rng.integers(0, end - arrived + 1))
+        lossy.arrive(np.arange(arrived, arrived + coming))
+        arrived += coming
+        ready = max(0, ready + coming - prompts - int(rng.integers(0, 4)))
+    assert arrived > 50 * prompts
 
 
 def test_what_is_completed_or_owed_by_the_excluded_is_made_up_for() -> None:
     rng, completed = np.random.default_rng(0), CompletedRequests()
     completed.add(rng.integers(0, 60, 25))
     given = budget(completed, bound=0, searchers=3, prompts=10)
-    end = given.extend(0, missing=0)
+    end = given.extend(0, ready=0, missing=0)
     assert given.owed().total() == 10 and end - 1 not in completed
     expected = Counter(p % 3 for p in range(end) if p not in completed)
     assert given.owed() == expected
@@ -73,8 +83,8 @@ def test_what_is_completed_or_owed_by_the_excluded_is_made_up_for() -> None:
     given.arrive(np.array([99, 101]))  # beyond the end: others were set aside
     assert given.owed() == expected - Counter([0, 2])
     owed = given.owed().total()
-    assert given.extend(0, missing=owed) == end, "what is owed need not be begun again"
-    given.extend(0, missing=owed + 7)
+    assert given.extend(0, ready=10, missing=owed) == end, "what is owed need not be begun again"
+    given.extend(0, ready=10, missing=owed + 7)
     assert given.owed().total() == owed + 7 and set(given.owed()) == {0, 2}
     with pytest.raises(ExchangeError, match="no searcher is left"):
         given.exclude({0, 2}, "no searcher is left")
@@ -215,6 +225,8 @@ def test_where_staleness_is_bounded_only_what_is_owed_is_waited_for() -> None:
         bounded.arrive(shard(0, request_id), 0)
         buffer.merge(shard(0, request_id).trajectories, request_id)
     assert bounded.missing(5) == 0, "nothing is owed"
+    for step in range(5):
+        buffer.sample(step, groups=2, group_size=2)
     bounded.publication(5, evaluate=None, published=0.0)
     assert (bounded.starved(5), bounded.missing(5), bounded.exhausted(5)) == (True, 1, False)
     bounded.arrive(shard(0, 2 * 51), 5)
