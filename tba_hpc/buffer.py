@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from itertools import accumulate, groupby, islice, pairwise
+from itertools import accumulate, cycle, groupby, islice, pairwise
 from operator import itemgetter
 
 import numpy as np
@@ -414,6 +414,8 @@ class ReplayBuffer:
         uniform. Either way the completions are distinct while there are K, else all of them and repeats by
         the same weights; with ``recent_fill: older`` the prompt's older trajectories come before repeats.
 
+        With ``oldest_first`` the prompts are instead those whose oldest trajectory came first.
+
         Each of the two draws of prompts takes every prompt once before any again. A prompt comes once
         per batch while the buffer has others: a recent draw that has run out goes on among all prompts.
 
@@ -426,7 +428,14 @@ class ReplayBuffer:
         """
         assert self._slots_of, "the buffer is filled before it is sampled"
         rng = np.random.default_rng([self._seed, _REPLAY, step])
-        chosen, taken = [], set[int]()
+        drawn = self._queued(groups) if self._config.oldest_first else self._drawn(rng, groups)
+        slots = np.concatenate([self._choose(rng, prompt, group_size, recent=new) for prompt, new in drawn])
+        self._count_uses(np.unique(slots))
+        return self._batch(slots, group_size, step)
+
+    def _drawn(self, rng: np.random.Generator, groups: int) -> Iterator[tuple[int, bool]]:
+        """Prompts by MOP, and whether a group is of the most recent sync; lazily, as ``rng`` is shared."""
+        taken = set[int]()
         for most_recent in (rng.random(groups) < self._config.most_on_policy).tolist():
             if len(taken) == len(self._slots_of):
                 taken.clear()
@@ -436,10 +445,12 @@ class ReplayBuffer:
                 prompt = self._everyone.draw(rng, taken, self._slots_of.__contains__)
             assert prompt is not None
             taken.add(prompt)
-            chosen.append(self._choose(rng, prompt, group_size, recent=recent))
-        slots = np.concatenate(chosen)
-        self._count_uses(np.unique(slots))
-        return self._batch(slots, group_size, step)
+            yield prompt, recent
+
+    def _queued(self, groups: int) -> Iterator[tuple[int, bool]]:
+        """Prompts by the age of their oldest trajectory."""
+        rows = self._store.record["prompt_row"][self._store.in_order()].tolist()
+        return ((prompt, False) for prompt in islice(cycle(dict.fromkeys(rows)), groups))
 
     def _count_uses(self, slots: np.ndarray) -> None:
         """One more of each."""

@@ -142,6 +142,9 @@ class BufferSection(Section):
     recent_fill: Literal["repeat", "older"] = "repeat"
     """What completes such a group where fewer than K completions of its prompt arrived: repeats of these, or
     older completions of the prompt."""
+    oldest_first: bool = False
+    """Whether a step takes the prompts that have waited longest, as a queue does, and not by most_on_policy:
+    so none grows stale while newer ones are learned from. Needs replay_limit."""
     capacity_per_prompt: int = Field(100, ge=1)
     """Trajectories kept per prompt; the oldest leave first."""
     capacity: int = Field(100_000, ge=1)
@@ -187,6 +190,15 @@ class BufferSection(Section):
             raise ValueError(
                 f"buffer.embedding_model={model} has no use without a limit: set buffer.similarity_limit, "
                 "for example to 0.4, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_queue_moves(self) -> BufferSection:
+        if self.oldest_first and self.replay_limit is None:
+            raise ValueError(
+                "buffer.oldest_first=true would learn from the same trajectories at every step: set "
+                "buffer.replay_limit=1, or leave it out"
             )
         return self
 

@@ -788,6 +788,23 @@ def test_no_trajectory_is_in_more_batches_than_the_limit_and_no_leftovers_stay()
     assert max(uses.values()) == limit and leftovers > 0
 
 
+def test_a_queue_serves_the_prompts_that_have_waited_longest() -> None:
+    """Prompts 0, 1, 2 … come two at a revision and leave one a step, in the order in which they came."""
+    config = BufferSection(capacity_per_prompt=4, oldest_first=True, replay_limit=1, most_on_policy=1)
+    real, served = ReplayBuffer(config, 0), []
+    for revision in range(6):
+        items = [
+            Item(4 * p + c, p, (c,), request=p) for p in (2 * revision, 2 * revision + 1) for c in range(2)
+        ]
+        real.merge(pack(items), revision)
+        assert real.unlearned == revision + 2
+        served += real.sample(revision, groups=1, group_size=2).prompt_id_B.tolist()
+        assert real.unlearned == revision + 1
+        assert real.evict_used_up(2) == 2
+    assert served == list(range(6))
+    assert real.sample(7, groups=8, group_size=2).prompt_id_B.tolist() == [6, 7, 8, 9, 10, 11, 6, 7]
+
+
 def test_of_more_completions_than_a_group_takes_the_rest_leaves_with_them() -> None:
     """S = 24, K = 20, once: after a step nothing of its prompts is left that would be a group of repeats."""
     real = filled(prompts_with(3, completions=24), replay_limit=1)

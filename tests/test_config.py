@@ -218,6 +218,7 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
             "buffer={near_duplicates: 0.25, similarity_limit: 0.4, embedding_model: org/m}",
             "buffer.near_duplicates=0.25 and buffer.similarity_limit=0.4 are two ways to tell near",
         ),
+        ("buffer.oldest_first=true", "at every step: set buffer.replay_limit=1, or leave it out"),
         ("buffer.similarity_limit=0.4", "needs embeddings: set buffer.embedding_model, for example"),
         ("buffer.embedding_model=org/m", "buffer.embedding_model=org/m has no use without a limit"),
         (
