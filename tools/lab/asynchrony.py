@@ -43,10 +43,16 @@ BETA = "train.beta={schedule: constant, start: 0.02}"
 SETTINGS = (*skill.SAMPLING, BETA, "buffer.deduplicate=false", "evaluate.test_prompts=1")
 """Of all arms; the test split is not looked at."""
 
-FRESH = ("exchange.sync_every=1", "buffer.most_on_policy=1", "buffer.replay_limit=1")
-"""Of the asynchronous arm: what it learns from is a few steps old, and each trajectory serves once.
+FRESH = (
+    "exchange.sync_every=1",
+    "exchange.max_staleness=1",
+    "buffer.replay_limit=1",
+    "buffer.oldest_first=true",
+)
+"""Of the asynchronous arm: it learns from each trajectory once, one step after its policy sampled it.
 
-With the paper's m = .95 and no limit each served seven times, and 640 steps led to no more than 18 %.
+Without a bound its data are two to four steps old, and it bears half the rate at best; with the paper's
+m = .95 and no limit each served seven times, and 640 steps led to no more than 18 %.
 """
 
 TRL_VENV = REPOSITORY / ".cache/trl-venv"
@@ -244,7 +250,7 @@ QUICK = Asynchrony(
     rates=(1.25e-4, 2.5e-4, 5e-4),
     steps=200,
     settings=("evaluate.every=20", "evaluate.validation_prompts=128"),
-    asynchronous=(*FRESH, "train.steps=360", "evaluate.every=40"),
+    asynchronous=(*FRESH, "train.steps=300", "evaluate.every=40"),
 )
 
 LONG = Asynchrony(
