@@ -69,7 +69,7 @@ exec {srun} "${options[@]}" "$@"
 def make(folder: Path, program: Path, srun: str, seen_inside: list[Path]) -> dict[str, str]:
     """Put everything in ``folder``; returns the environment in which jobs find it.
 
-    program: a script that only the image holds, as /opt/image/program.py. seen_inside: what images see besides.
+    program: a script that only the image holds, as /opt/image/program.py. seen_inside: what else it sees.
     """
     home = folder / "home"
     for name in ("bin", "image/bin", "scratch", "conda/etc/profile.d", "home"):

@@ -1,10 +1,8 @@
-"""The batch script of every shipped site, run on the cluster of the tests with stand-ins for what the site has.
+"""The batch script of every shipped site, run on the test cluster with stand-ins for what the site has.
 
 Only what the cluster cannot give is asked for otherwise: nodes, memory, GPUs, partition, plugin of MPI.
 """
 
-import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -19,7 +17,7 @@ from tba_hpc.launch.plan import Site, load_site, plan
 from tba_hpc.launch.sbatch import Job, batch_script
 from tba_hpc.run.directory import RunDir
 from tests.slurm import stand_ins
-from tests.slurm.test_submit import HELLO, REPOSITORY, _config, _finished, _log, _ranks
+from tests.slurm.test_submit import HELLO, REPOSITORY, _config, _finished, _ranks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slurm]
 
@@ -50,9 +48,8 @@ SHELL = {
 
 def _here(site: Site, image: Path) -> Site:
     """The site as the cluster of the tests can be it."""
-    keys = HERE | {
-        "setup": [*site.setup, "export SLURM_EXPORT_ENV=NONE"]
-    }  # as `sbatch --export=NONE` leaves it
+    as_after_export_none = "export SLURM_EXPORT_ENV=NONE"
+    keys = HERE | {"setup": [*site.setup, as_after_export_none]}
     keys["gpu_request"] = str(site.gpu_request).replace(":a100", "")
     keys |= {"memory": "1000"} if site.memory not in (None, "0") else {}
     keys |= {"memory_per_cpu": "300M"} if site.memory_per_cpu else {}
@@ -90,9 +87,6 @@ def test_the_script_of_every_site_runs(
     said = stand_ins.log(environment) if Path(folder, "log").exists() else []
     where = "inside" if site.container else "venv" if site.venv else None
     assert said.count(where) == (4 if where else 0), "claim, prepare and both ranks"
-    modules = [line for line in said if line.startswith("module ")]
-    assert [f"module load {' '.join(original.modules)}"] * bool(original.modules) == modules[
-        -1:
-    ] or site.setup
-    assert json.loads(run.summary.read_text())["finished"] and (run.path / "slurm/caches").exists()
-    assert "nowhere" in os.environ["SBATCH_PARTITION"] and "not set" not in _log(run)
+    loads = [line for line in original.setup if line.startswith("module ")]
+    loads += [f"module load {' '.join(original.modules)}"] if original.modules else []
+    assert [line for line in said if line.startswith("module ")] == loads
