@@ -198,9 +198,9 @@ def test_gpus_that_are_not_asked_for_are_a_remark() -> None:
 
 def test_variables_that_a_site_fills_in_should_be_known_here() -> None:
     site = Site(environment={"HF_HOME": "$SCRATCH/hf", "B": "$SLURM_JOB_ID"}, venv="$HOME/venv")
-    (absent,) = slurm_checks.check_filled_in(site, {"HOME": "/h"})
+    (absent,) = slurm_checks.check_variables(site, {"HOME": "/h"})
     _says(absent, "warning", "SCRATCH is not set here, but the site key environment.HF_HOME holds it")
-    assert slurm_checks.check_filled_in(site, {"HOME": "/h", "SCRATCH": ""}) == []
+    assert slurm_checks.check_variables(site, {"HOME": "/h", "SCRATCH": ""}) == []
 
 
 def test_one_allocation_goes_to_the_trainers_partition() -> None:

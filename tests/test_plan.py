@@ -290,9 +290,9 @@ def test_names_to_fill_in_are_known() -> None:
         venv="$HOME/${ENV}",
         environment={"A": "$X/$X/$Y", "B": "${Z:-none}/~", "C": "$(id) 5$"},
     )
-    assert site.filled_in == {"environment.A": ["X", "Y"], "venv": ["HOME", "ENV"]}
+    assert site.variables == {"environment.A": ["X", "Y"], "venv": ["HOME", "ENV"]}
     box = Container(image="$S/a.sif", binds=("$D:/data",))
-    assert Site(container=box).filled_in == {"container": ["S", "D"]}
+    assert Site(container=box).variables == {"container": ["S", "D"]}
 
 
 def test_every_site_key_is_documented() -> None:

@@ -71,6 +71,8 @@ def test_a_script_to_edit_by_hand_makes_the_run_of_its_config(
 ) -> None:
     """Up to the first command, where a stand-in for Python notes its words and refuses."""
     (tmp_path / "slurm").symlink_to(REPOSITORY / "slurm")
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").write_text(': "$CONDA_BACKUP"\n')  # as conda's, not for `set -u`
     (tmp_path / "python").write_text('#!/bin/sh\necho "$@" > words; exit 2\n')
     (tmp_path / "python").chmod(0o700)
     counts = {"SLURM_NTASKS_HET_GROUP_0": "1", "SLURM_NTASKS_HET_GROUP_1": "3"}

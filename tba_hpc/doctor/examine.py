@@ -139,7 +139,7 @@ def preflight(config: Config, split: Plan, site: Site) -> list[Finding]:
         *(slurm_checks.check_partition(partition, site) for partition in asked.used(site)),
         *slurm_checks.check_nodes(asked, site, split),
         *slurm_checks.check_gpu_request(site),
-        *slurm_checks.check_filled_in(site, os.environ),
+        *slurm_checks.check_variables(site, os.environ),
         *machine_checks.check_folder(folder, shared=split.nodes > 1),
     ]
     if site.container is None:  # inside it paths may be others

@@ -156,7 +156,7 @@ def check_gpu_request(site: Site) -> list[Finding]:
     return [warning("GPU request", found, "set exclusive: true, unless nodes are given whole anyway")]
 
 
-def check_filled_in(site: Site, environment: Mapping[str, str]) -> list[Finding]:
+def check_variables(site: Site, environment: Mapping[str, str]) -> list[Finding]:
     """Whether a job will know the variables that values of the site hold; the nodes may know others."""
     return [
         warning(
@@ -164,7 +164,7 @@ def check_filled_in(site: Site, environment: Mapping[str, str]) -> list[Finding]
             f"{name} is not set here, but the site key {key} holds it",
             "unless a line of setup, a module or the nodes set it, the job will refuse to start",
         )
-        for key, names in site.filled_in.items()
+        for key, names in site.variables.items()
         for name in names
         if name not in environment and not name.startswith("SLURM_")
     ]

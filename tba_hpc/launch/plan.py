@@ -22,11 +22,10 @@ from tba_hpc.wording import count
 
 Form = Literal["het", "homogeneous"]
 
-
 Runtime = Literal["apptainer", "singularity", "podman-hpc", "shifter", "pyxis", "plain"]
 
 COUNTED = re.compile(r"--(gres|gpus)\b|-G\b")
-"""A request that asks for a number of GPUs, for one where it says none."""
+"""A request of which Slurm takes the number for that of the GPUs: 1 where it says none."""
 
 NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 """``$NAME`` or ``${NAME}``; ``${NAME:-default}`` needs no variable."""
@@ -186,7 +185,7 @@ class Site(Section):
         return [f"searcher.{name}={value}" for name, value in theirs.items() if value != ours[name]]
 
     @property
-    def filled_in(self) -> dict[str, list[str]]:
+    def variables(self) -> dict[str, list[str]]:
         """Site keys whose values hold ``$NAME``, with the names; each must be set where the job starts."""
         values = {f"environment.{key}": value for key, value in self.environment.items()}
         values["venv"] = self.venv or ""

@@ -183,7 +183,7 @@ def _surroundings(job: Job, plan: Plan, site: Site) -> str:
 
 def _needs(key: str, site: Site) -> list[str]:
     """The line that refuses a job where a variable is not set that the value of a site key holds."""
-    names = site.filled_in.get(key)
+    names = site.variables.get(key)
     return [f"needs {key} {' '.join(names)}"] if names else []
 
 
