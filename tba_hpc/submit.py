@@ -17,7 +17,7 @@ from tba_hpc import shipped
 from tba_hpc.config import Config, load_config, require_files
 from tba_hpc.doctor import slurm_checks
 from tba_hpc.doctor.examine import job_environment, preflight
-from tba_hpc.doctor.findings import Finding
+from tba_hpc.doctor.findings import Finding, warning
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Plan, Site, load_site, plan
 from tba_hpc.launch.sbatch import RANK, TBA, Job, batch_script
@@ -82,6 +82,7 @@ def submit(order: Order, *, wait: bool, as_json: bool) -> bool:
         _tell(run, split, None, "", [], as_json)
         return True
     text, changes = _script(config, split, site), told(run, config)
+    warnings += _left_out(text)
     create_run(config)
     job = slurm.submit(run, text)
     again = _again(order, run)
@@ -124,6 +125,13 @@ def _check(config: Config, split: Plan, site: Site) -> list[Finding]:
     if problem := next((finding for finding in findings if finding.level == "problem"), None):
         raise slurm.SubmitError(problem.sentence)
     return [finding for finding in findings if finding.level == "warning"]
+
+
+def _left_out(script: str) -> list[Finding]:
+    """What this shell says of jobs, and what is not heeded since the script says otherwise."""
+    names = [name for name in slurm.foreign(script, os.environ) if name.startswith("SBATCH_")]
+    found = f"{', '.join(names)} of this shell would override the batch script, and so is not handed on"
+    return [warning("shell", found, "write into the site file what is to hold")] if names else []
 
 
 def _script(config: Config, split: Plan, site: Site) -> str:

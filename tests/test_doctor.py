@@ -159,6 +159,9 @@ def test_a_good_cluster_has_no_findings_but_good_ones() -> None:
         ("pmix_v4", "Open MPI v5.0.11", "ok", ("--mpi=pmix_v4",)),
         ("pmi2", "MPICH Version: 5.0.2", "ok", ("--mpi=pmi2",)),
         ("pmi2", "", "ok", ("--mpi=pmi2",)),
+        ("pspmix", "Open MPI v5.0.11", "problem", ("no --mpi=pspmix, only: cray_shasta, pmi2",)),
+        (None, "", "ok", ("left to the cluster (MpiDefault=none)",)),
+        (None, "Open MPI v5.0.11", "warning", ("MpiDefault=none is not for Open MPI", "set mpi: pmix")),
         ("pmi2", "Open MPI v5.0.11", "problem", ("would be alone", "set mpi: pmix")),
         ("pmix", "MPICH Version: 5.0.2", "problem", ("would be alone", "set mpi: pmi2")),
         ("pmix", "MPI VERSION : CRAY MPICH version 8.1.29", "problem", ("set mpi: cray_shasta",)),
@@ -171,9 +174,50 @@ def test_a_good_cluster_has_no_findings_but_good_ones() -> None:
     ],
 )
 def test_the_plugin_must_be_there_and_fit_the_library(
-    mpi: str, library: str, level: str, words: tuple[str, ...]
+    mpi: str | None, library: str, level: str, words: tuple[str, ...]
 ) -> None:
     _says(slurm_checks.check_mpi(ASKED, Site(mpi=mpi), library), level, *words)
+
+
+def test_pmix_has_other_names_at_other_sites() -> None:
+    facts = replace(ASKED, mpi=frozenset({"none", "pspmix"}))
+    _says(slurm_checks.check_mpi(facts, Site(mpi="pspmix"), "Open MPI v5.0.11"), "ok", "--mpi=pspmix")
+
+
+def test_gpus_that_are_not_asked_for_are_a_remark() -> None:
+    assert slurm_checks.check_gpu_request(Site()) == []
+    assert slurm_checks.check_gpu_request(Site(gpu_request=None, gpus_per_node=0)) == []
+    (shared,) = slurm_checks.check_gpu_request(Site(gpu_request=None))
+    _says(
+        shared, "warning", "gpu_request: null asks for no number of GPUs", "all 4 of each", "exclusive: true"
+    )
+    for site in (Site(gpu_request=None, exclusive=True), Site(gpu_request="--exclusive")):
+        (alone,) = slurm_checks.check_gpu_request(site)
+        _says(alone, "ok", "which it has alone")
+
+
+def test_variables_that_a_site_fills_in_should_be_known_here() -> None:
+    site = Site(environment={"HF_HOME": "$SCRATCH/hf", "B": "$SLURM_JOB_ID"}, venv="$HOME/venv")
+    (absent,) = slurm_checks.check_variables(site, {"HOME": "/h"})
+    _says(absent, "warning", "SCRATCH is not set here, but the site key environment.HF_HOME holds it")
+    assert slurm_checks.check_variables(site, {"HOME": "/h", "SCRATCH": ""}) == []
+
+
+def test_one_allocation_goes_to_the_trainers_partition() -> None:
+    site = Site.model_validate({"hetjob": False, "trainer": {"partition": "low"}})
+    assert [partition["PartitionName"] for partition in ASKED.used(site)] == ["low"]
+    split = plan(parse_config({"model": {"path": "none"}}), site, 7)
+    (finding,) = slurm_checks.check_nodes(ASKED, site, split)
+    _says(finding, "problem", "7 nodes are asked of partition low")
+
+
+def test_a_shells_own_options_do_not_override_the_script() -> None:
+    script = "#!/bin/bash\n#SBATCH --partition=gpu\n#SBATCH --time=10\n#SBATCH --no-kill\n"
+    harmless = {"SBATCH_ACCOUNT": "me", "SLURM_CONF": "/c", "SLURM_CONF_SERVER": "h", "PATH": "/bin"}
+    harmful = {"SBATCH_PARTITION": "x", "SBATCH_EXPORT": "NONE", "SBATCH_TIMELIMIT": "1", "SRUN_NTASKS": "1"}
+    harmful |= {"SLURM_MEM_PER_NODE": "1", "SLURM_JOB_ID": "7"}  # of an allocation that the shell is in
+    assert slurm.foreign(script, harmless | harmful) == list(harmful)
+    assert slurm.foreign(script + "#SBATCH --account=a\n", harmless) == ["SBATCH_ACCOUNT"]
 
 
 def test_old_slurm_and_a_scheduler_without_backfill_start_no_het_jobs() -> None:

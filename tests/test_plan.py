@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tba_hpc.config import Config, ConfigError, parse_config
-from tba_hpc.launch.plan import Site, load_site, plan, slurm_seconds
+from tba_hpc.launch.plan import ComponentSite, Container, Site, load_site, plan, slurm_seconds
 
 SITES = Path(__file__).parents[1] / "slurm" / "sites"
 
@@ -169,8 +169,20 @@ def test_shipped_sites_load(path: Path) -> None:
         ("trainer: {memry: 4G}", "unknown site key 'trainer.memry': did you mean 'trainer.memory'?"),
         ("zzz: 1", "unknown site key 'zzz': valid are partition, account"),
         ("gpus_per_node: many", "site key 'gpus_per_node' has the value 'many', but"),
-        ("mpi: openmpi", "site key 'mpi' has the value 'openmpi', but"),
+        ("mpi: pmix --foo", "site key 'mpi' has the value 'pmix --foo', but"),
         ("time: tomorrow", "site key 'time'"),
+        ("trainer: {gpu_request: --gpus-per-node=4}", "gpu_request=--gpus-per-node=4 never says how many"),
+        ("{memory: 4G, memory_per_cpu: 1G}", "memory=4G and memory_per_cpu=1G exclude each other: drop one"),
+        ("container: {runtime: pyxis}", "container.runtime=pyxis has nothing to start: set container.image"),
+        (
+            "container: {runtime: docker, image: a}",
+            "site key 'container.runtime' has the value 'docker', but",
+        ),
+        ("container: {runtime: plain, image: a}", "container.runtime=plain puts the words of container.arg"),
+        (
+            "container: {runtime: plain}",
+            "container.runtime=plain puts the words of container.arguments before",
+        ),
         ("gpu_request: --gres=gpu:4", "gpu_request=--gres=gpu:4 never says how many"),
         ("mpi: cray_shasta", "mpi: cray_shasta knows no het jobs: set hetjob: false"),
         ("{time: '10', signal_seconds: 600}", "signal_seconds=600 leaves nothing of time=10 to train in"),
@@ -211,7 +223,9 @@ def test_a_site_may_ask_for_a_signal_any_time_before_the_end(tmp_path: Path) -> 
 
 
 def test_a_missing_site_is_named_and_so_are_those_there_are(tmp_path: Path) -> None:
-    shipped = "a100x4-pmix, cray-homogeneous, generic"
+    shipped = (
+        "a100x4-pmix, cray-homogeneous, delftblue, generic, juwels-booster, lumi, perlmutter, pyxis-cloud"
+    )
     with pytest.raises(ConfigError, match=rf"cannot read the site .*none\.yaml: No such .*: {shipped}$"):
         load_site(tmp_path / "none.yaml")
 
@@ -231,6 +245,57 @@ def test_keys_take_the_place_of_those_in_the_file() -> None:
         load_site(SITES / "generic.yaml", time="tomorrow")
 
 
+@pytest.mark.parametrize("mpi", ["pspmix", "pmix_v5", "none", "openmpi", "pmi2", None])
+def test_a_site_may_name_any_plugin_of_mpi_or_none(mpi: str | None) -> None:
+    assert Site(mpi=mpi).mpi_option == ([f"--mpi={mpi}"] if mpi else [])
+
+
+def test_a_site_may_ask_for_no_memory_or_for_memory_by_core() -> None:
+    component = ComponentSite(memory="9G")
+    assert Site().memory_option(ComponentSite()) == ["--mem=0"]
+    assert Site(memory=None).memory_option(ComponentSite()) == []
+    assert Site(memory_per_cpu="2G").memory_option(ComponentSite()) == ["--mem-per-cpu=2G"]
+    assert Site(memory_per_cpu="2G").memory_option(component) == ["--mem=9G"]
+    assert Site(memory="1G").memory_option(ComponentSite(memory_per_cpu="3G")) == ["--mem-per-cpu=3G"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "gpus", "options"),
+    [
+        ("--gres=gpu:a100:{gpus}", 4, ["--gres=gpu:a100:4"]),
+        ("--exclusive", 4, ["--exclusive"]),  # whole nodes, whose GPUs Slurm does not know
+        (None, 4, []),
+        ("--gpus-per-node={gpus}", 0, []),
+    ],
+)
+def test_a_site_may_ask_for_no_gpus(request_: str | None, gpus: int, options: list[str]) -> None:
+    assert Site(gpu_request=request_, gpus_per_node=gpus).gpu_option(ComponentSite()) == options
+
+
+def test_settings_of_a_component_are_used_or_said_not_to_be() -> None:
+    site = Site.model_validate(
+        {"qos": "main", "trainer": {"constraint": "nvlink"}, "searcher": {"qos": "low", "memory": "0"}}
+    )
+    assert site.unused == ["searcher.qos=low"], "the memory is the site's"
+    said = "; asked for as the trainer's, without searcher.qos=low, which takes a het job"
+    assert plan(_config(), site, 2, homogeneous=True).why.endswith(said)
+    assert plan(_config(), site, 1).why.endswith(said)
+    assert said not in plan(_config(), site, 2).why
+    alike = Site.model_validate({"trainer": {"partition": "gpu"}, "searcher": {"partition": "gpu"}})
+    assert alike.unused == []
+
+
+def test_names_to_fill_in_are_known() -> None:
+    site = Site(
+        venv="$HOME/${ENV}",
+        environment={"A": "$X/$X/$Y", "B": "${Z:-none}/~", "C": "$(id) 5$"},
+    )
+    assert site.variables == {"environment.A": ["X", "Y"], "venv": ["HOME", "ENV"]}
+    box = Container(image="$S/a.sif", binds=("$D:/data",))
+    assert Site(container=box).variables == {"container": ["S", "D"]}
+
+
 def test_every_site_key_is_documented() -> None:
-    for name, field in Site.model_fields.items():
-        assert field.description, f"{name} has no line of documentation"
+    for model in (Site, ComponentSite, Container):
+        for name, field in model.model_fields.items():
+            assert field.description, f"{name} has no line of documentation"

@@ -1,5 +1,6 @@
 """The batch scripts: golden texts for every site and form, and the shell that they rely on."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -7,21 +8,17 @@ from typing import Any
 
 import pytest
 
+from tba_hpc import shipped
 from tba_hpc.config import ConfigError, parse_config
 from tba_hpc.launch.plan import Site, load_site, plan
 from tba_hpc.launch.sbatch import SUPERVISOR, Job, batch_script
 
 REPOSITORY = Path(__file__).parents[1]
 GOLDEN = Path(__file__).parent / "slurm" / "golden"
-SITES = ("generic", "a100x4-pmix", "cray-homogeneous")
+SITES = shipped.files("sites")
 FORMS = {"het": (8, False), "homogeneous": (8, True), "one-node": (1, False)}
 
-CASES = [
-    (site, form)
-    for site in SITES
-    for form in FORMS
-    if (site, form) != ("cray-homogeneous", "het")  # it has none
-]
+CASES = [(site, form) for site in SITES for form in FORMS if form != "het" or load_site(SITES[site]).hetjob]
 
 
 def _script(
@@ -34,18 +31,18 @@ def _script(
     return batch_script(job, plan(config, site, nodes, homogeneous=homogeneous), site)
 
 
-def _bash(program: str, **environment: str) -> str:
+def _bash(program: str, status: int = 0, **environment: str) -> str:
     done = subprocess.run(
         ["bash", "-c", program], capture_output=True, text=True, env={**os.environ, **environment}, timeout=30
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize(("site", "form"), CASES)
 def test_scripts_are_as_accepted(site: str, form: str) -> None:
     nodes, homogeneous = FORMS[form]
-    text = _script(load_site(REPOSITORY / f"slurm/sites/{site}.yaml"), nodes, homogeneous=homogeneous)
+    text = _script(load_site(SITES[site]), nodes, homogeneous=homogeneous)
     golden = GOLDEN / f"{site}.{form}.sbatch"
     if "ACCEPT_GOLDEN" in os.environ:
         golden.write_text(text)
@@ -74,6 +71,8 @@ def test_a_script_to_edit_by_hand_makes_the_run_of_its_config(
 ) -> None:
     """Up to the first command, where a stand-in for Python notes its words and refuses."""
     (tmp_path / "slurm").symlink_to(REPOSITORY / "slurm")
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").write_text(': "$CONDA_BACKUP"\n')  # as conda's, not for `set -u`
     (tmp_path / "python").write_text('#!/bin/sh\necho "$@" > words; exit 2\n')
     (tmp_path / "python").chmod(0o700)
     counts = {"SLURM_NTASKS_HET_GROUP_0": "1", "SLURM_NTASKS_HET_GROUP_1": "3"}
@@ -116,8 +115,9 @@ def test_hostile_names_stay_words() -> None:
     run = '/runs/it\'s; $(touch x) "here"'
     site = Site(environment={"GREETING": 'a "b" `c` $(d) $HOME'})
     script = _script(site, 2, run=run)
-    settings = script[script.index("set -u") : script.index("source ")]
-    assert _bash(settings + 'printf "%s|" "$RUN" "$GREETING"', HOME="/h") == f'{run}|a "b" `c` $(d) /h|'
+    settings = script[script.index("export RUN") : script.index("set -u")]
+    supervised = settings.replace("/shared/tba-hpc/tba_hpc/launch/job_supervisor.sh", str(SUPERVISOR))
+    assert _bash(supervised + 'printf "%s|" "$RUN" "$GREETING"', HOME="/h") == f'{run}|a "b" `c` $(d) /h|'
 
 
 @pytest.mark.parametrize(
@@ -142,13 +142,171 @@ def test_the_container_wraps_both_commands() -> None:
     script = _script(load_site(REPOSITORY / "slurm/sites/cray-homogeneous.yaml"), 8)
     wrapped = (
         "=(singularity exec --rocm --bind /scratch --bind /project --bind /var/spool/slurmd "
-        "/project/tba-hpc.sif"
+        '--bind "$RUN" /project/tba-hpc.sif'
     )
     assert f"TBA{wrapped} python -m tba_hpc)" in script
     assert f"RANK{wrapped} python -m mpi4py -m tba_hpc)" in script
 
 
+@pytest.mark.parametrize(
+    ("runtime", "keys", "words"),
+    [
+        ("apptainer", {}, 'apptainer exec --nv --bind /data --bind "$RUN" a.sif'),
+        (
+            "singularity",
+            {"arguments": ["--rocm"]},
+            'singularity exec --rocm --bind /data --bind "$RUN" a.sif',
+        ),
+        (
+            "podman-hpc",
+            {},
+            'podman-hpc run --rm --env-host --gpu --volume=/data:/data "--volume=$RUN:$RUN" a.sif',
+        ),
+        ("shifter", {"binds": ["/d:/e"]}, "shifter --module=gpu --volume=/d:/e --image=a.sif"),
+        ("plain", {"arguments": ["my", "in $X"], "binds": [], "image": None}, 'my "in $X"'),
+    ],
+)
+def test_each_runtime_is_a_way_to_start_programs(runtime: str, keys: dict[str, Any], words: str) -> None:
+    container = {"runtime": runtime, "image": "a.sif", "binds": ["/data"]} | keys
+    script = _script(Site.model_validate({"container": container}), 2)
+    assert f"\nTBA=({words} python -m tba_hpc)\n" in script
+    assert f"\nRANK=({words} python -m mpi4py -m tba_hpc)\n" in script
+    assert "\nCACHES_IN=/tmp\n" in script, "what TMPDIR names may not be there inside"
+
+
+def test_no_driver_is_asked_for_where_there_are_no_gpus() -> None:
+    script = _script(Site.model_validate({"gpus_per_node": 0, "container": {"image": "a.sif"}}), 2)
+    assert '\nTBA=(apptainer exec --bind "$RUN" a.sif python -m tba_hpc)\n' in script
+
+
+@pytest.mark.parametrize("homogeneous", [False, True])
+def test_pyxis_gets_every_program_inside_by_its_step(homogeneous: bool) -> None:
+    container = {"runtime": "pyxis", "image": "/a.sqsh", "binds": ["/data"], "arguments": ["--x"]}
+    script = _script(Site.model_validate({"container": container}), 2, homogeneous=homogeneous)
+    inside = '--container-image=/a.sqsh "--container-mounts=/data:/data,$RUN:$RUN" --x'
+    assert f'--nodelist="$SLURMD_NODENAME" {inside} python -m tba_hpc)\n' in script
+    assert "\nRANK=(python -m mpi4py -m tba_hpc)\n" in script
+    ranks = script[script.index("ranks() {") :]
+    assert ranks.count(inside) == (1 if homogeneous else 2), "each component has an image of its own"
+    assert "TBA=(srun --mpi=none " in script
+
+
+def test_memory_that_is_not_asked_for_is_asked_of_no_step() -> None:
+    script = _script(Site(memory=None), 2)
+    assert "--mem" not in script and "\nSTEP_MEMORY=\n" in script
+    assert "--mem=0" in _script(Site(memory_per_cpu="2G"), 2) and "STEP_MEMORY" not in _script(Site(), 2)
+
+
+def test_a_plugin_that_is_not_named_is_left_to_the_cluster() -> None:
+    assert "exec srun --kill-on-bad-exit=1" in _script(Site(mpi=None), 2)
+    assert "exec srun --mpi=pspmix --kill" in _script(Site(mpi="pspmix"), 2)
+
+
+def test_one_allocation_is_asked_for_as_the_trainers_nodes() -> None:
+    site = Site.model_validate({"trainer": {"partition": "h100", "memory": "1G"}, "searcher": {"qos": "low"}})
+    script = _script(site, 2, homogeneous=True)
+    assert "#SBATCH --partition=h100\n" in script and "#SBATCH --mem=1G\n" in script
+    assert "#SBATCH --qos" not in script and "without searcher.qos=low" in script.replace("\n# ", " ")
+
+
+def _surrounded(site: Site, tmp_path: Path, check: str, status: int = 0, **environment: str) -> str:
+    """What ``check`` prints where the ranks would start; the run is in ``tmp_path``."""
+    script = _script(site, 2, run=str(tmp_path / "run"))
+    script = script.replace("/shared/tba-hpc/tba_hpc/launch/job_supervisor.sh", str(SUPERVISOR))
+    (tmp_path / "run/slurm").mkdir(parents=True, exist_ok=True)
+    return _bash(script[: script.index("ranks()")] + check, status, SLURM_JOB_ID="7", **environment)
+
+
+BREAKS = '() {  : "$LMOD_SETTARG"; loaded="$loaded $*"; }'
+"""A ``module`` as some sites have it: under ``set -u`` it fails."""
+
+
+def test_set_up_modules_and_activation_are_not_under_set_u(tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin/activate").write_text('[ -n "$CONDA_BACKUP" ] || NAME="from $loaded"\n')
+    site = Site(setup=('loaded="setup$NOWHERE"',), modules=("CUDA", "it's"), venv="$VENV")
+    said = _surrounded(
+        site, tmp_path, 'echo "$NAME"; echo "${-//[!u]/}"', **{"BASH_FUNC_module%%": BREAKS}, VENV=str(venv)
+    )
+    assert said == "from setup load CUDA it's\nu\n", "and what follows is"
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        (
+            {"environment": {"HF_HOME": "$SCRATCH/hf"}},
+            "SCRATCH is not set on n1, but the site key environment.HF_HOME holds it: set it under setup",
+        ),
+        ({"venv": "$SCRATCH/venv"}, "SCRATCH is not set on n1, but the site key venv holds it: set it"),
+        (
+            {"container": {"image": "${SCRATCH}/a.sif"}},
+            "SCRATCH is not set on n1, but the site key container",
+        ),
+        ({"venv": "/no/such"}, "the site key venv leads to /no/such, which is no virtual environment on n1"),
+    ],
+)
+def test_what_cannot_be_filled_in_is_one_sentence(
+    keys: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    site = Site.model_validate({"setup": ["unset SCRATCH"], **keys})
+    said = _surrounded(site, tmp_path, "echo not refused", 2, SLURMD_NODENAME="n1")
+    assert sentence in said and len(said.splitlines()) == 1
+    event = json.loads((tmp_path / "run/events.jsonl").read_text())
+    assert event["event"] == "refused" and sentence in event["sentence"]
+
+
+def test_a_default_in_a_value_needs_no_variable(tmp_path: Path) -> None:
+    site = Site(environment={"LD_LIBRARY_PATH": "/my/lib:${LD_LIBRARY_PATH_OF_NOBODY:-}", "B": "$HOME/b"})
+    assert _surrounded(site, tmp_path, 'echo "$LD_LIBRARY_PATH $B"', HOME="/h") == "/my/lib: /h/b\n"
+
+
 # --- job_supervisor.sh ---
+
+
+CACHES = [
+    "VLLM_CACHE_ROOT",
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "FLASHINFER_WORKSPACE_BASE",
+    "TVM_FFI_CACHE_DIR",
+    "TORCH_EXTENSIONS_DIR",
+    "CUDA_CACHE_PATH",
+    "HF_MODULES_CACHE",
+    "MPLCONFIGDIR",
+]
+
+
+def _caches(run: Path, **environment: str) -> list[str]:
+    (run / "slurm").mkdir(parents=True, exist_ok=True)
+    show = f"source {SUPERVISOR}; place_caches; for name in {' '.join(CACHES)}; do echo ${{!name}}; done"
+    return _bash(f"unset {' '.join({*CACHES} - {*environment})}; {show}", RUN=str(run), **environment).split()
+
+
+def test_what_engines_compile_is_kept_on_the_node_under_a_name_of_the_run(tmp_path: Path) -> None:
+    local = tmp_path / "local"
+    local.mkdir()
+    first = _caches(tmp_path / "a", TMPDIR=str(local))
+    (place,) = {Path(path).parent for path in first}
+    assert [Path(path).name for path in first] == CACHES and place.parent == local
+    assert len(place.name) > 16, "nobody can make it before us"
+    assert _caches(tmp_path / "a", TMPDIR=str(local)) == first, "a requeued job finds it again"
+    assert not {*_caches(tmp_path / "b", TMPDIR=str(local))} & {*first}
+    assert (tmp_path / "a/slurm/caches").stat().st_mode & 0o077 == 0
+
+
+def test_caches_that_were_placed_stay_and_others_lie_where_one_can_write(tmp_path: Path) -> None:
+    mine = _caches(tmp_path, TRITON_CACHE_DIR="/my/triton", TMPDIR=str(tmp_path / "none"))
+    assert mine[1] == "/my/triton" and Path(mine[0]).parents[1] == Path("/tmp")
+    assert Path(_caches(tmp_path, CACHES_IN="/tmp", TMPDIR=str(tmp_path))[0]).parents[1] == Path("/tmp")
+
+
+def test_steps_get_the_environment_of_the_script_and_no_options_of_a_shell() -> None:
+    program = f"source {SUPERVISOR}; env | grep -E '^(SRUN_|SLURM_EXPORT)'; echo \"$STEP_MEMORY\""
+    environment = {"SLURM_EXPORT_ENV": "NONE", "SRUN_EXPORT_ENV": "NONE", "SRUN_CPUS_PER_TASK": "9"}
+    assert _bash(program, **environment) == "SLURM_EXPORT_ENV=ALL\n--mem=0\n"
+    assert _bash(program, STEP_MEMORY="") == "SLURM_EXPORT_ENV=ALL\n\n"
 
 
 @pytest.mark.parametrize(

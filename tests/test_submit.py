@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tba_hpc.run.directory import RunDir
-from tba_hpc.submit import Order, _again
+from tba_hpc.submit import Order, _again, _left_out
 
 GENERIC = Path(__file__).parents[1] / "slurm/sites/generic.yaml"
 
@@ -26,3 +26,13 @@ def test_what_submits_a_run_again_is_what_was_typed(
     order = Order(config=Path("mine.yaml"), site=Path("generic"), nodes=3, trainer_nodes=1, time="10")
     options = f"--config '{tmp_path}/a run' --site {GENERIC} --nodes 3 --trainer-nodes 1 --time 10"
     assert _again(order, RunDir(tmp_path / "a run")) == f"{command} {options}"
+
+
+def test_what_a_shell_says_of_jobs_is_said_to_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SBATCH_PARTITION", "SBATCH_ACCOUNT", "SRUN_NTASKS"):
+        monkeypatch.setenv(name, "x")
+    (finding,) = _left_out("#!/bin/bash\n#SBATCH --partition=gpu\n")
+    assert finding.level == "warning"
+    assert finding.sentence.startswith("SBATCH_PARTITION of this shell would override the batch script")
+    monkeypatch.delenv("SBATCH_PARTITION")
+    assert _left_out("#!/bin/bash\n#SBATCH --partition=gpu\n") == [], "the account is left open"

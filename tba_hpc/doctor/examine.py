@@ -101,7 +101,7 @@ def _launch(site: Site, root: Path, model: str | None, seconds: float) -> list[F
     """Start a trial, and, where its ranks were no world, another with the plugin that fits their MPI."""
     first = trial.attempt(site, root, model, seconds=seconds)
     finding, better = first.finding, first.better or slurm_checks.plugin_for(mpi_library(site)[0])
-    if finding.level == "problem" and better and not site.mpi.startswith(better):
+    if finding.level == "problem" and better and better not in (site.mpi or ""):
         other = site.model_copy(update={"mpi": better})
         second = trial.attempt(other, root, model, seconds=seconds)
         if second.finding.level == "ok":
@@ -138,6 +138,8 @@ def preflight(config: Config, split: Plan, site: Site) -> list[Finding]:
         slurm_checks.check_requeue(asked, site),
         *(slurm_checks.check_partition(partition, site) for partition in asked.used(site)),
         *slurm_checks.check_nodes(asked, site, split),
+        *slurm_checks.check_gpu_request(site),
+        *slurm_checks.check_variables(site, os.environ),
         *machine_checks.check_folder(folder, shared=split.nodes > 1),
     ]
     if site.container is None:  # inside it paths may be others
@@ -159,7 +161,7 @@ def job_environment(site: Site) -> dict[str, str]:
 
 def mpi_library(site: Site) -> tuple[str, list[Finding]]:
     """What the MPI library calls itself (empty where only the nodes know), and why it cannot be loaded."""
-    if site.container or site.modules:
+    if site.container or site.modules or site.setup:
         return "", []
     python = os.path.expandvars(f"{site.venv}/bin/python") if site.venv else sys.executable
     answer = ask(python, "-m", "mpi4py", "--mpi-lib-version", environment=job_environment(site))

@@ -59,7 +59,7 @@ class SlurmFacts:
 
     def used(self, site: Site) -> list[Mapping[str, str]]:
         """The partitions that a job on ``site`` would use; Slurm itself refuses those that there are not."""
-        roles = (site.trainer, site.searcher) if site.hetjob else (ComponentSite(),)
+        roles = (site.trainer, site.searcher) if site.hetjob else (site.trainer,)
         names = dict.fromkeys(role.partition or site.partition for role in roles)
         return [found for name in names if (found := self.partition(name))]
 
@@ -112,6 +112,8 @@ def check_mpi(facts: SlurmFacts, site: Site, library: str) -> Finding:
     """Whether the site's ``mpi`` is there, and fits the MPI library that ranks load (empty: not known)."""
     there = ", ".join(sorted(facts.mpi - {"none"})) or "none"
     fits = plugin_for(library)
+    if site.mpi is None:
+        return _check_default_mpi(facts, library, fits)
     if site.mpi not in facts.mpi:
         better = fits if fits in facts.mpi else "one of them"
         return problem(
@@ -119,13 +121,53 @@ def check_mpi(facts: SlurmFacts, site: Site, library: str) -> Finding:
             f"srun has no --mpi={site.mpi}, only: {there}",
             f"set mpi: {better} in the site file",
         )
-    if fits and not site.mpi.startswith(fits):
+    if fits and fits not in site.mpi:  # pmix_v5 and pspmix speak PMIx, too
         return problem(
             "MPI plugin",
             f"mpi: {site.mpi} is not for {library}, which mpi4py loads here: every rank would be alone",
             f"set mpi: {fits} in the site file" + ("" if fits in facts.mpi else f" (srun has: {there})"),
         )
     return ok("MPI plugin", f"srun has --mpi={site.mpi}" + (f", as {library} wants it" if library else ""))
+
+
+def _check_default_mpi(facts: SlurmFacts, library: str, fits: str) -> Finding:
+    """Whether the plugin that srun takes by itself fits the MPI library."""
+    default = facts.settings.get("MpiDefault", "none")
+    if fits and fits not in default:
+        return warning(
+            "MPI plugin",
+            f"the site names no mpi, and MpiDefault={default} is not for {library}, which mpi4py loads here",
+            f"set mpi: {fits} in the site file, unless SLURM_MPI_TYPE is set for all users",
+        )
+    return ok("MPI plugin", f"left to the cluster (MpiDefault={default})")
+
+
+def check_gpu_request(site: Site) -> list[Finding]:
+    """What to know where a job counts on GPUs without asking for a number of them."""
+    requests = [own.gpu_request or site.gpu_request or "" for own in (site.trainer, site.searcher)]
+    if not site.gpus_per_node or all("{gpus}" in request for request in requests):
+        return []
+    found = (
+        f"gpu_request: {site.gpu_request or 'null'} asks for no number of GPUs: a job counts on all "
+        f"{site.gpus_per_node} of each node (gpus_per_node)"
+    )
+    if site.exclusive or any("--exclusive" in option for option in (*site.sbatch_options, *requests)):
+        return [ok("GPU request", f"{found}, which it has alone")]
+    return [warning("GPU request", found, "set exclusive: true, unless nodes are given whole anyway")]
+
+
+def check_variables(site: Site, environment: Mapping[str, str]) -> list[Finding]:
+    """Whether a job will know the variables that values of the site hold; the nodes may know others."""
+    return [
+        warning(
+            "environment",
+            f"{name} is not set here, but the site key {key} holds it",
+            "unless a line of setup, a module or the nodes set it, the job will refuse to start",
+        )
+        for key, names in site.variables.items()
+        for name in names
+        if name not in environment and not name.startswith("SLURM_")
+    ]
 
 
 def plugin_for(library: str) -> str:
@@ -202,7 +244,7 @@ def check_partition(partition: Mapping[str, str], site: Site) -> Finding:
             f"set time: {longest} in the site file, or choose another partition",
         )
     most = partition.get("MaxMemPerNode", "UNLIMITED")
-    if most.isdigit() and mebibytes(site.memory) > int(most):
+    if most.isdigit() and mebibytes(site.memory or "0") > int(most):
         return problem(
             title,
             f"memory: {site.memory} is beyond MaxMemPerNode={most} (MiB) of partition {name}",
@@ -224,7 +266,7 @@ def check_nodes(facts: SlurmFacts, site: Site, plan: Plan) -> list[Finding]:
 def _shares(site: Site, plan: Plan) -> list[tuple[int, ComponentSite]]:
     """Nodes of each component of the job, and what the component says for itself."""
     if plan.form == "homogeneous":
-        return [(plan.nodes, ComponentSite())]
+        return [(plan.nodes, site.trainer)]
     return [(plan.trainer.nodes, site.trainer), (plan.searcher.nodes, site.searcher)]
 
 
@@ -293,6 +335,7 @@ def examine(facts: SlurmFacts, site: Site, library: str) -> list[Finding]:
         check_mpi(facts, site, library),
         check_het_jobs(facts, site),
         check_requeue(facts, site),
+        *check_gpu_request(site),
         *(check_partition(partition, site) for partition in partitions),
         *(check_preemption(facts, partition, site) for partition in partitions),
         tell_settings(facts),

@@ -78,7 +78,7 @@ def greet(run: RunDir, *, leader: bool) -> None:
 def prepare(site: Site, root: Path, model: str | None) -> tuple[Config, Plan, str]:
     """Config, nodes and batch script of a trial in ``root``, whose ranks look for ``model``."""
     tree: dict[str, dict[str, object]] = {
-        "run": {"name": f"doctor-{os.getpid()}-{site.mpi}", "root": str(root.absolute())},
+        "run": {"name": f"doctor-{os.getpid()}-{site.mpi or 'default'}", "root": str(root.absolute())},
         "model": {"path": model or NO_MODEL},
         "train": {"prompts_per_step": 1},
         "exchange": {"deadline_seconds": JOIN_SECONDS},
@@ -138,9 +138,9 @@ def _too_late(job: str, state: str, seconds: float) -> Finding:
 def _verdict(run: RunDir, site: Site, split: Plan, hosts: list[str]) -> Finding:
     """What the files of an ended trial say."""
     ranks, form = split.trainer.ranks + split.searcher.ranks, split.form
+    how = " ".join(["srun", *site.mpi_option])
     if run.finished and len(hosts) == NODES:
-        return ok(TITLE, f"srun --mpi={site.mpi} joined {ranks} ranks on {' and '.join(hosts)} ({form} job)")
-    how = f"srun --mpi={site.mpi}"
+        return ok(TITLE, f"{how} joined {ranks} ranks on {' and '.join(hosts)} ({form} job)")
     if alone := ALONE.search(note := first_note(run.attempt, "*") or ""):
         found = f"{how} started {ranks} ranks, each in a world of its own"
         return problem(TITLE, found, f"set mpi: {alone[1]} in the site file")

@@ -4,6 +4,7 @@
 #   TBA, RANK        commands (arrays): `tba`, and `tba` as a rank of MPI
 #   TRAINER_NODES, TRAINERS, SEARCHERS_PER_NODE, SEARCHERS      who works where
 #   REQUEUE, RELAUNCHES, SAVE_SECONDS                           what the site allows
+#   STEP_MEMORY, CACHES_IN                                      optional: see below
 #   ranks()          starts all ranks as one step, and waits for it
 # Everything here runs on the first node, outside any container: scontrol and srun must be found there.
 
@@ -16,6 +17,42 @@ export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}            # compute nodes seldom rea
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
 export HDF5_USE_FILE_LOCKING=${HDF5_USE_FILE_LOCKING:-FALSE}   # shards never change once visible; locks fail on some file systems
 export OMPI_MCA_btl=${OMPI_MCA_btl:-^ofi}              # Open MPI's one-sided way over libfabric: unused, and its start sleeps 1 s
+
+STEP_MEMORY=${STEP_MEMORY---mem=0}                     # so that a step waits for no other; empty: this site takes no --mem
+export SLURM_EXPORT_ENV=ALL                           # after `sbatch --export=NONE`, srun would leave all of this behind
+unset ${!SRUN_@}                                      # options of srun that came along from your shell
+
+needs() {            # needs KEY NAME…: refuse what a site key fills in where it is not set
+    local key=$1 name
+    shift
+    for name; do
+        [ -n "${!name+set}" ] && continue
+        refuse "$name is not set on $(here), but the site key $key holds it: set it under setup in the site file, or \
+write out what it stands for"
+    done
+}
+
+enter_venv() {       # enter_venv FOLDER: activate a virtual environment
+    [ -r "$1/bin/activate" ] || refuse "the site key venv leads to $1, which is no virtual environment on $(here): \
+put it on a file system that the nodes see"
+    source "$1/bin/activate"
+}
+
+here() { echo "${SLURMD_NODENAME:-$(hostname)}"; }
+
+place_caches() {     # what engines compile and keep, on the node itself: a home may be read-only there, and files go stale on NFS
+    # Its name is the run's: a requeued job finds it again. Nobody can guess it, for /tmp is everybody's, and what lies
+    # there is run as code. HF_HOME is left alone, since the models are there.
+    local place=${CACHES_IN:-${TMPDIR:-/tmp}} name keeper
+    [ -w "$place" ] || place=/tmp
+    [ -s "$RUN/slurm/caches" ] || mktemp -u tba-XXXXXXXXXXXXXXXX > "$RUN/slurm/caches"
+    read -r name < "$RUN/slurm/caches"
+    for keeper in VLLM_CACHE_ROOT TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR FLASHINFER_WORKSPACE_BASE TVM_FFI_CACHE_DIR \
+        TORCH_EXTENSIONS_DIR CUDA_CACHE_PATH HF_MODULES_CACHE MPLCONFIGDIR
+    do
+        export "$keeper=${!keeper:-$place/$name/$keeper}"
+    done
+}
 
 say() { echo "[$(date '+%F %T') job $SLURM_JOB_ID restart ${SLURM_RESTART_COUNT:-0}] $*"; }
 
@@ -152,7 +189,7 @@ probe() {            # probe "GROUP" HOST…: those that start a process, in ord
     [ -n "$1" ] && group=("--het-group=$1")
     shift
     for host; do
-        timeout 60 srun --overlap --mem=0 --mpi=none "${group[@]}" -N1 -n1 --nodelist="$host" \
+        timeout 60 srun --overlap $STEP_MEMORY --mpi=none "${group[@]}" -N1 -n1 --nodelist="$host" \
             bash -c '[ -r "$0/config.yaml" ] || exit 3' "$RUN" </dev/null >/dev/null 2>&1 &
         children+=($!)
     done
@@ -326,6 +363,7 @@ requeue() {
 run_to_the_end() {   # run_to_the_end PLACE: start the ranks, again and again, until the run is finished
     local tries=0 code watcher sentence
     claim_run
+    place_caches
     touch "$RUN/slurm/allocated"
     event allocated "\"nodes\": \"$(all_nodes)\""
     note_exclusions

@@ -6,6 +6,7 @@ Pure: it asks no Slurm and writes no file. ``sbatch.py`` turns a Plan into a bat
 from __future__ import annotations
 
 import math
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +22,45 @@ from tba_hpc.wording import count
 
 Form = Literal["het", "homogeneous"]
 
+Runtime = Literal["apptainer", "singularity", "podman-hpc", "shifter", "pyxis", "plain"]
+
+COUNTED = re.compile(r"--(gres|gpus)\b|-G\b")
+"""A request of which Slurm takes the number for that of the GPUs: 1 where it says none."""
+
+NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
+"""``$NAME`` or ``${NAME}``; ``${NAME:-default}`` needs no variable."""
+
 
 class Container(Section):
-    """The programs' surroundings where modules and a virtual environment are not enough."""
+    """How programs start where modules and a virtual environment are not enough.
 
-    image: str = Field(min_length=1)
-    """Path of the image, readable on every node."""
-    runtime: Literal["apptainer", "singularity"] = "apptainer"
-    """The command that runs it."""
+    All that a job runs of this project runs inside: its ranks, and what its batch script calls. ``scontrol``,
+    ``squeue`` and ``srun`` stay outside. ``$NAME`` is filled in on the first node.
+    """
+
+    runtime: Runtime = "apptainer"
+    """What starts a program inside: a command before it, options of srun (``pyxis``), or, with ``plain``, the
+    words of ``arguments``, whatever they are."""
+    image: str | None = Field(None, min_length=1)
+    """Path of the image, readable on every node, or its name where the runtime knows it by one. Not with
+    ``plain``."""
     binds: tuple[str, ...] = ()
-    """``SOURCE:TARGET`` folders to see inside; the run directory must be among them."""
-    arguments: tuple[str, ...] = ("--nv",)
-    """Further arguments of ``exec``; ``--nv`` brings the GPU driver in."""
+    """``SOURCE:TARGET`` folders to see inside: models and data. The run directory need not be named, except
+    with ``plain``, and with ``shifter``, which has the file systems that its administrators chose."""
+    arguments: tuple[str, ...] | None = None
+    """Further arguments of the runtime. None: what brings in the driver of NVIDIA's GPUs, where there are
+    any: ``--nv`` (on AMD's, write ``--rocm``), ``--gpu`` (podman-hpc), ``--module=gpu`` (shifter)."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Container:
+        if self.runtime == "plain" and (self.image or self.binds or not self.arguments):
+            raise ValueError(
+                "container.runtime=plain puts the words of container.arguments before each command and knows "
+                "nothing else: set arguments, and write image and binds among them"
+            )
+        if self.runtime != "plain" and not self.image:
+            raise ValueError(f"container.runtime={self.runtime} has nothing to start: set container.image")
+        return self
 
 
 class ComponentSite(Section):
@@ -46,6 +74,8 @@ class ComponentSite(Section):
     """Its node features."""
     memory: str | None = None
     """Its memory per node."""
+    memory_per_cpu: str | None = None
+    """Its memory per core."""
     gpu_request: str | None = None
     """Its way to ask for GPUs."""
 
@@ -65,13 +95,16 @@ class Site(Section):
     """GPUs that a node has and the job takes; 0: a CPU cluster."""
     ranks_per_node: int = Field(2, ge=1)
     """Ranks on a node of a CPU cluster; with GPUs it follows from them."""
-    gpu_request: str = "--gres=gpu:{gpus}"
+    gpu_request: str | None = "--gres=gpu:{gpus}"
     """How the cluster wants GPUs asked for; ``{gpus}`` is gpus_per_node. Such as ``--gres=gpu:a100:{gpus}``
-    or ``--gpus-per-node={gpus}``."""
+    or ``--gpus-per-node={gpus}``. None, or without a number: who has the node has its GPUs."""
     cpus_per_node: int = Field(8, ge=1)
     """CPU cores that the job takes of a node; shared out evenly among its ranks."""
-    memory: str = "0"
-    """Memory per node, as for ``sbatch --mem``; 0: all of it."""
+    memory: str | None = "0"
+    """Memory per node, as for ``sbatch --mem``; 0: all of it. None: what the cluster gives unasked, and no
+    step asks for any either."""
+    memory_per_cpu: str | None = None
+    """Memory per core in the place of ``memory``, as for ``sbatch --mem-per-cpu``."""
     exclusive: bool = False
     """Whether to ask for whole nodes."""
     time: str = Field("24:00:00", pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$")
@@ -82,8 +115,9 @@ class Site(Section):
     """Whether jobs may requeue here; if not, submit again to go on."""
     hetjob: bool = True
     """Whether the cluster runs heterogeneous jobs; if not, one allocation holds both roles."""
-    mpi: str = Field("pmix", pattern=r"^(pmix(_v\d)?|pmi2|cray_shasta)$")
-    """``srun --mpi=``: pmix for Open MPI, pmi2 for MPICH, cray_shasta for Cray MPICH."""
+    mpi: str | None = Field("pmix", pattern=r"^\w+$")
+    """``srun --mpi=``: pmix (at some sites pmix_v5, or pspmix) for Open MPI, pmi2 for MPICH, cray_shasta for
+    Cray MPICH. None: what the cluster has as its default."""
     srun_arguments: tuple[str, ...] = ()
     """Further arguments of the srun that starts the ranks."""
     sbatch_options: tuple[str, ...] = ()
@@ -91,20 +125,25 @@ class Site(Section):
     network_interface: str | None = None
     """Interface of the fast network, such as ib0 or hsn0: MPI's TCP, gloo and NCCL listen there alone. None:
     gloo and NCCL guess, and MPI's TCP takes every network that there is (a job of one node takes none)."""
+    setup: tuple[str, ...] = ()
+    """Lines of shell that run before all else on the first node, such as ``module use /my/modules``,
+    ``source /opt/conda/etc/profile.d/conda.sh``, or proxies; what they export, all ranks have."""
     modules: tuple[str, ...] = ()
     """Environment modules to load, in this order."""
     venv: str | None = None
     """Virtual environment to activate on the nodes, may hold ``$NAME``; none: the Python that submits."""
     container: Container | None = None
-    """Container that the ranks run in; none: the nodes' own system."""
+    """Container that programs run in; none: the nodes' own system."""
     environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = Field(
         default_factory=dict
     )
-    """Further environment variables of the job; ``$NAME`` in a value is filled in on the node."""
+    """Further environment variables of the job; ``$NAME`` in a value is filled in on the first node, which
+    must know it (``${NAME:-}`` where it may not). Also where engines keep what they compile, if not in /tmp:
+    VLLM_CACHE_ROOT and the others that ``place_caches`` in ``job_supervisor.sh`` names."""
     relaunches: int = Field(3, ge=0)
     """Failed starts in a row, nothing sealed in between, after which the job gives up."""
     trainer: ComponentSite = ComponentSite()
-    """What trainer nodes need otherwise (het form)."""
+    """What trainer nodes need otherwise. One allocation for both roles is asked for as they are."""
     searcher: ComponentSite = ComponentSite()
     """What searcher nodes need otherwise (het form)."""
 
@@ -117,6 +156,43 @@ class Site(Section):
     def python(self) -> list[str]:
         """The Python of the nodes: the one that submits, unless the site brings another."""
         return [sys.executable] if self.venv is None and self.container is None else ["python"]
+
+    @property
+    def mpi_option(self) -> list[str]:
+        """How srun is told the plugin, if it is."""
+        return [f"--mpi={self.mpi}"] if self.mpi else []
+
+    def memory_option(self, own: ComponentSite) -> list[str]:
+        """How a component asks for memory, if it does."""
+        for part in (own, self):
+            if part.memory_per_cpu:
+                return [f"--mem-per-cpu={part.memory_per_cpu}"]
+            if part.memory is not None:
+                return [f"--mem={part.memory}"]
+        return []
+
+    def gpu_option(self, own: ComponentSite) -> list[str]:
+        """How a component asks for GPUs, if it does."""
+        request = own.gpu_request or self.gpu_request
+        return [request.format(gpus=self.gpus_per_node)] if request and self.gpus_per_node else []
+
+    @property
+    def unused(self) -> list[str]:
+        """Settings of the searcher that one allocation cannot have, such as ``searcher.qos=low``."""
+        names = ComponentSite.model_fields
+        ours = {name: getattr(self.trainer, name) or getattr(self, name) for name in names}
+        theirs = self.searcher.model_dump(exclude_none=True)
+        return [f"searcher.{name}={value}" for name, value in theirs.items() if value != ours[name]]
+
+    @property
+    def variables(self) -> dict[str, list[str]]:
+        """Site keys whose values hold ``$NAME``, with the names; each must be set where the job starts."""
+        values = {f"environment.{key}": value for key, value in self.environment.items()}
+        values["venv"] = self.venv or ""
+        if box := self.container:
+            values["container"] = " ".join([box.image or "", *box.binds, *(box.arguments or ())])
+        names = {key: ["".join(found) for found in NAME.findall(value)] for key, value in values.items()}
+        return {key: list(dict.fromkeys(found)) for key, found in names.items() if found}
 
     @model_validator(mode="after")
     def _possible(self) -> Site:
@@ -131,9 +207,14 @@ class Site(Section):
             raise ValueError(
                 "container and venv exclude each other: activate nothing inside an image, drop venv"
             )
-        if self.gpus_per_node and "{gpus}" not in self.gpu_request:
+        for request in (self.gpu_request, self.trainer.gpu_request, self.searcher.gpu_request):
+            if self.gpus_per_node and request and "{gpus}" not in request and COUNTED.search(request):
+                raise ValueError(
+                    f"gpu_request={request} never says how many: write {{gpus}} where the number belongs"
+                )
+        if self.memory_per_cpu and self.memory is not None and "memory" in self.model_fields_set:
             raise ValueError(
-                f"gpu_request={self.gpu_request} never says how many: write {{gpus}} where the number belongs"
+                f"memory={self.memory} and memory_per_cpu={self.memory_per_cpu} exclude each other: drop one"
             )
         return self
 
@@ -233,12 +314,13 @@ def plan(
     form: Form = "het" if site.hetjob and not homogeneous else "homogeneous"
     how = "as asked" if chosen else "one node in four, as in the paper"
     why = f"{count(train, 'node')} to train ({how}) and {count(nodes - train, 'node')} to search"
+    unused = _unused(site) if form == "homogeneous" else ""
     return Plan(
         form=form,
         nodes=nodes,
         trainer=trainer,
         searcher=searcher,
-        why=why + _words(trainer, searcher, _idle(train * slots - ranks, site, why_idle)),
+        why=why + _words(trainer, searcher, _idle(train * slots - ranks, site, why_idle)) + unused,
     )
 
 
@@ -267,7 +349,7 @@ def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, slots:
         nodes=1,
         trainer=trainer,
         searcher=searcher,
-        why="one node for both roles" + _words(trainer, searcher, _idle(idle, site, why_idle)),
+        why=f"one node for both roles{_words(trainer, searcher, _idle(idle, site, why_idle))}{_unused(site)}",
     )
 
 
@@ -314,6 +396,13 @@ def _idle(places: int, site: Site, why: str) -> str:
     """How many places stay empty, and why; nothing where none does."""
     verb = "stays" if places == 1 else "stay"
     return f"; {count(places, _unit(site))} {verb} idle, {why}" if places else ""
+
+
+def _unused(site: Site) -> str:
+    """What the site says of searcher nodes that one allocation cannot have; nothing where it can have all."""
+    if not site.unused:
+        return ""
+    return f"; asked for as the trainer's, without {', '.join(site.unused)}, which takes a het job"
 
 
 def _unit(site: Site) -> str:

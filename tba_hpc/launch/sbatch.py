@@ -6,7 +6,6 @@ which it sources, brings the run to its end. Facts behind the options: ``slurm/R
 
 from __future__ import annotations
 
-import re
 import shlex
 import textwrap
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from tba_hpc.config import ConfigError
 from tba_hpc.launch import ONE_MACHINE
+from tba_hpc.launch.containers import TMP, filled_in, inside, step_options
 from tba_hpc.launch.plan import Component, ComponentSite, Plan, Site
 
 RANK = ("python", "-m", "mpi4py", "-m", "tba_hpc")
@@ -53,8 +53,9 @@ def batch_script(job: Job, plan: Plan, site: Site) -> str:
     parts = [
         _title(job, plan),
         _het_header(job, plan, site) if het else _homogeneous_header(job, plan, site),
+        *(["\n".join(site.setup) + "\n"] if site.setup else []),
         _settings(job, plan, site),
-        _environment(job, plan, site),
+        _surroundings(job, plan, site),
         _het_step(plan, site) if het else _homogeneous_step(plan, site),
         f"run_to_the_end {'place_components' if het else 'place_ranks'}\n",
     ]
@@ -89,7 +90,7 @@ def _homogeneous_header(job: Job, plan: Plan, site: Site) -> str:
     options = _options(
         Component(role="trainer", nodes=plan.nodes, ranks=0, ranks_per_node=most, cpus_per_rank=cpus),
         site,
-        ComponentSite(),
+        site.trainer,
     )
     text = _common(job, site) + "\n# One allocation for both roles.\n" + _directives(options)
     if plan.nodes > 1:
@@ -118,7 +119,6 @@ def _signal(site: Site) -> str:
 
 def _options(component: Component, site: Site, own: ComponentSite) -> list[str]:
     """Everything that each component of a het job must say for itself."""
-    gpus = own.gpu_request or site.gpu_request
     values = {
         "--partition": own.partition or site.partition,
         "--account": site.account,
@@ -127,11 +127,9 @@ def _options(component: Component, site: Site, own: ComponentSite) -> list[str]:
         "--nodes": component.nodes,
         "--ntasks-per-node": component.ranks_per_node,
         "--cpus-per-task": component.cpus_per_rank,
-        "--mem": own.memory or site.memory,
     }
     options = [f"{key}={value}" for key, value in values.items() if value is not None]
-    if site.gpus_per_node:
-        options.append(gpus.format(gpus=site.gpus_per_node))
+    options += [*site.memory_option(own), *site.gpu_option(own)]
     return [*options, *(["--exclusive"] if site.exclusive else []), *site.sbatch_options]
 
 
@@ -152,7 +150,6 @@ def _quoted(option: str) -> str:
 
 
 def _settings(job: Job, plan: Plan, site: Site) -> str:
-    rank, tba = (_contained(command, site) for command in (job.rank, job.tba))
     mains = {
         "NODES": plan.nodes,
         "TRAINER_NODES": plan.trainer.nodes,
@@ -163,50 +160,58 @@ def _settings(job: Job, plan: Plan, site: Site) -> str:
         "RELAUNCHES": site.relaunches,
         "SAVE_SECONDS": max(1, site.signal_seconds - SPARE_SECONDS),
     }
-    return (
-        "set -u\n"
-        f"export RUN={shlex.quote(str(job.run))}\n"
-        + "".join(f"{key}={value}\n" for key, value in mains.items())
-        + f"TBA=({shlex.join(tba)})\nRANK=({shlex.join(rank)})\n"
+    mains |= {} if _step_memory(site) else {"STEP_MEMORY": ""}
+    mains |= {"CACHES_IN": TMP} if site.container else {}
+    return f"export RUN={shlex.quote(str(job.run))}\n" + "".join(
+        f"{key}={value}\n" for key, value in mains.items()
     )
 
 
-def _contained(command: Sequence[str], site: Site) -> list[str]:
-    """The command inside the site's container, if it has one."""
-    if site.container is None:
-        return list(command)
-    box = site.container
-    binds = [part for bind in box.binds for part in ("--bind", bind)]
-    return [box.runtime, "exec", *box.arguments, *binds, box.image, *command]
-
-
-def _environment(job: Job, plan: Plan, site: Site) -> str:
+def _surroundings(job: Job, plan: Plan, site: Site) -> str:
+    """What programs find around them. Not under ``set -u``, which modules and activations break."""
     interface = site.network_interface
     names = {name: interface for name in INTERFACE_VARIABLES if interface}
     names |= ONE_MACHINE if plan.nodes == 1 else {}
-    lines = [f"module load {shlex.join(site.modules)}"] if site.modules else []
-    lines += [f"source {_expanded(site.venv + '/bin/activate')}"] if site.venv else []
-    lines += [f"export {key}={_expanded(value)}" for key, value in (names | site.environment).items()]
-    lines += [f"source {shlex.quote(str(job.supervisor))}"]
-    return "\n".join(lines) + "\n"
+    lines = [f"source {shlex.quote(str(job.supervisor))}"]
+    lines += [f"module load {shlex.join(site.modules)}"] if site.modules else []
+    lines += [*_needs("venv", site), f"enter_venv {filled_in(site.venv)}"] if site.venv else []
+    for key, value in (names | site.environment).items():
+        lines += [*_needs(f"environment.{key}", site), f"export {key}={filled_in(value)}"]
+    lines += [*_needs("container", site), f"TBA=({_tba(job, site)})", f"RANK=({inside(job.rank, site)})"]
+    return "\n".join([*lines, "set -u"]) + "\n"
 
 
-def _expanded(value: str) -> str:
-    """Shell word in which variables are filled in and nothing else happens."""
-    return '"' + re.sub(r'(["`\\])|\$(?=\()', r"\\\g<0>", value) + '"'
+def _needs(key: str, site: Site) -> list[str]:
+    """The line that refuses a job where a variable is not set that the value of a site key holds."""
+    names = site.variables.get(key)
+    return [f"needs {key} {' '.join(names)}"] if names else []
+
+
+def _tba(job: Job, site: Site) -> str:
+    """The command of the batch script itself: a step on its own node, where only steps get inside."""
+    options = step_options(site)
+    if not options:
+        return inside(job.tba, site)
+    step = f"srun --mpi=none --overlap{_step_memory(site)} --nodes=1 --ntasks=1 --ntasks-per-node=1"
+    return f'{step} --nodelist="$SLURMD_NODENAME"{options} {inside(job.tba, site)}'
+
+
+def _step_memory(site: Site) -> str:
+    # The step of a lost node keeps its share booked; the next must not wait for it.
+    return " --mem=0" if any(map(site.memory_option, (site.trainer, site.searcher))) else ""
 
 
 def _srun(site: Site) -> str:
-    # --overlap, --mem=0: the step of a lost node keeps its share booked; the next must not wait for it.
+    mpi = f" {shlex.join(site.mpi_option)}" if site.mpi else ""
     extra = f" {shlex.join(site.srun_arguments)}" if site.srun_arguments else ""
-    return f"srun --mpi={site.mpi} --kill-on-bad-exit=1 --overlap --mem=0{extra}"
+    return f"srun{mpi} --kill-on-bad-exit=1 --overlap{_step_memory(site)}{extra}"
 
 
 def _het_step(plan: Plan, site: Site) -> str:
     def group(number: int, component: Component, verb: str, ranks: str) -> str:
         return (
             f"--het-group={number} --nodes={component.nodes} --ntasks={ranks} "
-            f'--cpus-per-task={component.cpus_per_rank} "${{RANK[@]}}" {verb} "$RUN"'
+            f'--cpus-per-task={component.cpus_per_rank}{step_options(site)} "${{RANK[@]}}" {verb} "$RUN"'
         )
 
     return (
@@ -220,13 +225,14 @@ def _het_step(plan: Plan, site: Site) -> str:
 
 def _homogeneous_step(plan: Plan, site: Site) -> str:
     cpus = min(plan.trainer.cpus_per_rank, plan.searcher.cpus_per_rank)
+    container = f"       {step_options(site)} \\\n" if step_options(site) else ""
     choose = 'role=search; [ "$SLURM_PROCID" -lt "$0" ] && role=train; exec "$@" "$role" "$RUN"'
     return (
         "ranks() {   # one MPI world; a rank's number is its role, and its line of the host file its node\n"
         "    unset SLURM_NTASKS_PER_NODE\n"
         f"    SLURM_HOSTFILE=$RUN/slurm/hosts exec {_srun(site)} --distribution=arbitrary \\\n"
         f'        --nodes="$NODES_LEFT" --ntasks=$((TRAINERS + SEARCHERS)) --cpus-per-task={cpus} \\\n'
-        f"        bash -c '{choose}' \\\n"
+        f"{container}        bash -c '{choose}' \\\n"
         '        "$TRAINERS" "${RANK[@]}"\n'
         "}\n"
     )

