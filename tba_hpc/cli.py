@@ -53,6 +53,10 @@ Index = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the config and the commands; start nothing.")]
 VERBS: dict[str, Role] = {"train": "trainer", "search": "searcher"}
+WaitSeconds = Annotated[
+    float | None,
+    typer.Option("--wait", min=0, metavar="SECONDS", help="Return when it has ended; fail after so long."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -193,6 +197,46 @@ def status(
         print_status(run_dir, run_dir.config(), job_states, as_json=as_json, size_of=size_of_shard)
     else:
         follow(run_dir, run_dir.config(), job_states)
+
+
+@app.command()
+def logs(
+    run: RunPath,
+    rank: Annotated[
+        str | None, typer.Option(help="One log: trainer-0, searcher-3, mpiexec, or batch; default: all.")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what comes, over requeues, until the end.")
+    ] = False,
+    attempt: Annotated[int | None, typer.Option(help="Of this start of the ranks; default: newest.")] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="So many of the end of each.")] = 20,
+) -> None:
+    """Show what the ranks and the batch script of RUN have logged, each below the path of its log."""
+    from tba_hpc.report.logs import follow_logs, print_ends
+
+    (follow_logs if follow else print_ends)(RunDir.open(run), rank, attempt, lines=lines)
+
+
+@app.command()
+def stop(run: RunPath, wait: WaitSeconds = None) -> None:
+    """Ask RUN, here or as a Slurm job, to checkpoint at its next safe point and end."""
+    from tba_hpc.launch import stop as launched
+
+    run_dir = RunDir.open(run)
+    typer.echo(printable(launched.stop(run_dir)))
+    if wait is not None:
+        launched.await_end(run_dir, seconds=wait)
+
+
+@app.command()
+def cancel(run: RunPath, wait: WaitSeconds = None) -> None:
+    """End RUN at once, here or as a Slurm job, without another checkpoint; nothing sealed is lost."""
+    from tba_hpc.launch import stop as launched
+
+    run_dir = RunDir.open(run)
+    typer.echo(printable(launched.cancel(run_dir)))
+    if wait is not None:
+        launched.await_end(run_dir, seconds=wait)
 
 
 @app.command()
