@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from tba_hpc.config import Config, ConfigError, dump_config, load_config, require_files
+from tba_hpc.config import Config, ConfigError, dump_config, load_config
 from tba_hpc.doctor.slurm_checks import SlurmError
 from tba_hpc.launch import LaunchError, local
 from tba_hpc.ports import EngineError, ExchangeError
@@ -25,6 +25,7 @@ from tba_hpc.report.status import follow, print_status
 from tba_hpc.report.summary import Summary, summarise, write_summary
 from tba_hpc.report.tables import print_summary
 from tba_hpc.report.terminal import Terminal
+from tba_hpc.resources import require_files
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.changes import is_done, refuse_steps_behind, told
 from tba_hpc.run.checkpoints import StateError
@@ -95,11 +96,17 @@ def run(
 def submit(
     nodes: Annotated[int, typer.Option(help="Nodes in all.")],
     config: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
             help="A YAML config, the name of a shipped one, or a run directory to go on with. "
-            "Default: math_gsm8k."
+            "Default: math_gsm8k. Repeatable: a job each."
         ),
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="A run and a job for each run.seed, such as 0-4 or 0,2,7.")
+    ] = None,
+    after: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Start when the job of that run has ended.")
     ] = None,
     trainer_nodes: Annotated[int | None, typer.Option(help="Nodes that train; default: one in four.")] = None,
     site: Annotated[
@@ -119,22 +126,44 @@ def submit(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Submit a run to Slurm, or go on with one; the job brings the run to its end by itself."""
-    from tba_hpc import submit as slurm_job
+    from tba_hpc import order as ordered
 
-    order = slurm_job.Order(
-        config=config or slurm_job.default("configs", "math_gsm8k"),
-        site=site or slurm_job.default("sites", "generic"),
+    configs = config or [ordered.default("configs", "math_gsm8k")]
+    order = ordered.Order(
+        config=configs[0],
+        site=site or ordered.default("sites", "generic"),
         nodes=nodes,
         trainer_nodes=trainer_nodes,
         time=time,
         homogeneous=homogeneous,
         overrides=overrides or [],
         run_root=run_root,
+        after=after,
     )
+    orders = ordered.spread(order, configs, seeds)
     if dry_run:
-        typer.echo(slurm_job.script(order), nl=False)
-    elif not slurm_job.submit(order, wait=wait, as_json=as_json):
+        typer.echo("\n".join(ordered.script(one) for one in orders), nl=False)
+        return
+    from tba_hpc import submit as slurm_job  # submitit, which a dry run need not wait for
+
+    if not slurm_job.submit(orders, wait=wait, as_json=as_json):
         raise typer.Exit(1)
+
+
+@app.command()
+def fetch(
+    config: Annotated[Path, typer.Argument(help="As for tba run.")],
+    site: Annotated[
+        Path | None, typer.Option(help="The cluster whose jobs will need it: its HF_HOME.")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Bring the models and data that a config names into the Hugging Face cache, where jobs find them."""
+    from tba_hpc import fetch as hub
+    from tba_hpc.launch.plan import load_site
+
+    path, settings = _frozen(config, overrides or []) if config.is_dir() else (config, overrides or [])
+    hub.fetch(load_config(path, settings), load_site(site) if site else None)
 
 
 @app.command()
