@@ -1,4 +1,4 @@
-"""The command ``tba``: run, submit, the two roles, report, evaluate. It imports nothing heavy before it must.
+"""The command ``tba``: run, submit, the two roles, report, evaluate. It imports nothing slow before it must.
 
 An error that the user can mend is one sentence on stderr and exit status 2; the ranks leave theirs in
 the logs of the attempt, where ``tba run`` finds it.
@@ -13,18 +13,14 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tba_hpc.config import Config, ConfigError, dump_config, load_config
 from tba_hpc.doctor.slurm_checks import SlurmError
-from tba_hpc.launch import LaunchError, local
+from tba_hpc.launch import LaunchError
 from tba_hpc.ports import EngineError, ExchangeError
-from tba_hpc.report.status import follow, print_status
-from tba_hpc.report.summary import Summary, summarise, write_summary
-from tba_hpc.report.tables import print_summary
-from tba_hpc.report.terminal import Terminal
 from tba_hpc.resources import require_files
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.changes import is_done, refuse_steps_behind, told
@@ -37,6 +33,9 @@ from tba_hpc.run.owners import OwnedError, claim_for_job, owned, refuse_owned
 from tba_hpc.task_check import refuse_bad_task
 from tba_hpc.types import Role, Split
 from tba_hpc.wording import printable
+
+if TYPE_CHECKING:
+    from tba_hpc.report.summary import Summary
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -81,6 +80,8 @@ def run(
         refuse_bad_task(resolved)
     changes = [sentence] if not done and (sentence := told(run_dir, resolved)) else []
     if dry_run:
+        from tba_hpc.launch import local
+
         commands = [shlex.join(command) for command in local.commands(run_dir, resolved).values()]
         remarks = "".join(f"# {line}\n" for line in [*changes, *commands])
         typer.echo(dump_config(resolved) + remarks, nl=False)
@@ -89,7 +90,7 @@ def run(
         with owned(run_dir):
             typer.echo("".join(f"{sentence}\n" for sentence in changes), nl=False, err=as_json)
             _launch(create_run(resolved), resolved, quiet=as_json)
-    print_summary(run_dir, _results(run_dir, anew=False), as_json=as_json)
+    _show_results(run_dir, anew=False, as_json=as_json)
 
 
 @app.command()
@@ -218,6 +219,7 @@ def status(
 ) -> None:
     """Show how RUN stands, live; from any machine that sees its directory, over plain ssh."""
     from tba_hpc.launch.slurm import job_states
+    from tba_hpc.report.status import follow, print_status
 
     run_dir = RunDir.open(run)
     if once or as_json:
@@ -271,8 +273,7 @@ def cancel(run: RunPath, wait: WaitSeconds = None) -> None:
 @app.command()
 def report(run: RunPath, as_json: AsJson = False) -> None:
     """Write RUN/summary.json and RUN/report.html anew and print the summary of RUN."""
-    run_dir = RunDir.open(run)
-    print_summary(run_dir, _results(run_dir, anew=True), as_json=as_json)
+    _show_results(RunDir.open(run), anew=True, as_json=as_json)
 
 
 @app.command()
@@ -386,6 +387,12 @@ def _open(path: Path) -> RunDir:
     return RunDir.open(path)
 
 
+def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> None:
+    from tba_hpc.report.tables import print_summary
+
+    print_summary(run_dir, _results(run_dir, anew=anew), as_json=as_json)
+
+
 def _results(run_dir: RunDir, *, anew: bool) -> Summary:
     """Write the summary, and the report where it is missing or is to be made anew."""
     from tba_hpc.ending import size_of_shard
@@ -394,6 +401,8 @@ def _results(run_dir: RunDir, *, anew: bool) -> Summary:
         from tba_hpc.report.page import write_report  # matplotlib costs a second
 
         return write_report(run_dir, size_of_shard)
+    from tba_hpc.report.summary import summarise, write_summary
+
     summary = summarise(run_dir, run_dir.config(), size_of_shard)
     write_summary(run_dir, summary)
     return summary
@@ -401,6 +410,9 @@ def _results(run_dir: RunDir, *, anew: bool) -> Summary:
 
 def _launch(run_dir: RunDir, config: Config, *, quiet: bool) -> None:
     """Run all roles; exit with their status unless they finished or stopped on request."""
+    from tba_hpc.launch import local
+    from tba_hpc.report.terminal import Terminal
+
     code = local.launch(run_dir, config, console=Terminal(stderr=quiet))
     if code:
         raise typer.Exit(code)
