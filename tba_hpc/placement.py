@@ -37,12 +37,13 @@ class Placement:
 
     @classmethod
     def join(cls, config: Config, role: Role, index: int | None) -> Placement:
-        """Join the MPI world, or sit where ``index`` says (files). Raises ConfigError, ExchangeError."""
+        """Join the MPI world, or sit where ``index`` or else srun says (files).
+
+        Raises ConfigError, ExchangeError.
+        """
         gpus = config.generator.tensor_parallel if role == "searcher" else 1
         if config.exchange.transport == "files":
-            if index is None:
-                raise ConfigError("exchange.transport=files has no MPI to number the ranks: give --index")
-            return cls(index, index * gpus, gpus, None)
+            return cls._of_step(config, role, gpus) if index is None else cls(index, index * gpus, gpus, None)
         from tba_hpc.backends.mpi_world import MpiWorld  # importing it starts MPI
 
         world = MpiWorld.join(
@@ -54,6 +55,24 @@ class Placement:
         trainers = min(world.local_index, world.hosts[: world.trainers].count(world.hostname))
         first_gpu = trainers + (world.local_index - trainers) * config.generator.tensor_parallel
         return cls(world.index, first_gpu, gpus, world)
+
+    @classmethod
+    def _of_step(cls, config: Config, role: Role, gpus: int) -> Placement:
+        """As srun numbers the ranks of a step: over both roles, trainers first. Raises ConfigError."""
+        if "SLURM_PROCID" not in os.environ:
+            raise ConfigError(
+                "exchange.transport=files has no MPI to number the ranks: give --index, or start them by srun"
+            )
+        rank, local = (int(os.environ[name]) for name in ("SLURM_PROCID", "SLURM_LOCALID"))
+        trainers, searchers = config.launch.trainers, config.launch.searchers
+        index = rank if role == "trainer" else rank - trainers
+        if not 0 <= index < (trainers if role == "trainer" else searchers):
+            raise ConfigError(
+                f"rank {rank} of this Slurm step is no {role}: of a run with launch.trainers={trainers} and "
+                f"launch.searchers={searchers} the first {trainers} train; start {trainers + searchers} ranks"
+            )
+        beside = min(local, max(0, trainers - (rank - local)))  # trainers on this node, which come first
+        return cls(index, beside + (local - beside) * gpus, gpus, None)
 
     def choose_gpus(self) -> None:
         """Of the GPUs that all ranks of a node see, take this one's; a launcher may have chosen already."""

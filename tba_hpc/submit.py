@@ -1,4 +1,4 @@
-"""Submits a run to Slurm: trainer and searcher nodes in one job, which goes on by itself until it is done.
+"""Submits runs to Slurm: trainer and searcher nodes in one job, which goes on by itself until it is done.
 
 Submitting again with the same config goes on where the run stopped. Needs no torch: made for a login node.
 """
@@ -12,15 +12,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tba_hpc import shipped
-from tba_hpc.config import Config, load_config, require_files
+from tba_hpc.config import Config, ConfigError
 from tba_hpc.doctor import slurm_checks
-from tba_hpc.doctor.examine import job_environment, preflight
+from tba_hpc.doctor.examine import job_environment, login_python, preflight
 from tba_hpc.doctor.findings import Finding, warning
 from tba_hpc.launch import slurm
-from tba_hpc.launch.plan import Plan, Site, load_site, plan
-from tba_hpc.launch.sbatch import RANK, TBA, Job, batch_script
+from tba_hpc.launch.plan import Plan, Site
+from tba_hpc.order import Order, last_job, script_of
+from tba_hpc.resources import missing, missing_sentence, require_files
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.changes import is_done, refuse_steps_behind, told
 from tba_hpc.run.directory import RunDir
@@ -31,99 +33,94 @@ from tba_hpc.task_check import refuse_bad_task
 CHECK_SECONDS = 60.0
 """Longest look at the task: hours in the queue may follow."""
 
+NOT_SUBMITTED = "finished"
+"""In the column of jobs for a run of which nothing is left to do."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """A job as it is ordered.
+class Ready:
+    """An order that has passed all checks. after: id of the job that is to end first."""
 
-    config: a YAML file, the name of a shipped config, or a run directory. site: a file, or the name of a
-    shipped one. time, homogeneous, overrides, run_root: as the options of ``tba submit``.
-    """
+    order: Order
+    site: Site
+    config: Config
+    split: Plan
+    run: RunDir
+    warnings: Sequence[Finding]
+    after: str | None
 
-    config: Path
-    site: Path
-    nodes: int
-    trainer_nodes: int | None = None
-    time: str | None = None
-    homogeneous: bool = False
-    overrides: Sequence[str] = ()
-    run_root: Path | None = None
-
-
-def default(kind: shipped.Kind, name: str) -> Path:
-    """The shipped file that is taken where the user names none, who is told so on stderr."""
-    file = shipped.files(kind)[name]
-    print(f"no --{kind.removesuffix('s')} given, so this one: {file}", file=sys.stderr)
-    return file
+    @property
+    def script(self) -> str:
+        """Its batch script."""
+        return script_of(self.config, self.split, self.site, after=self.after)
 
 
-def script(order: Order) -> str:
-    """The batch script of an order; nothing is made or submitted. Raises ConfigError."""
-    site = _site(order)
-    config, split = _resolve(order, site)
-    return _script(config, split, site)
+def submit(orders: Sequence[Order], *, wait: bool, as_json: bool) -> bool:
+    """Submit orders, but for finished runs, and print what was done. All are checked before the first.
 
-
-def submit(order: Order, *, wait: bool, as_json: bool) -> bool:
-    """Submit an order, unless its run is finished, and print what was done.
-
-    wait: until the job has ended; the answer then is whether the run is finished. Raises ConfigError,
+    wait: until the jobs have ended; the answer then is whether all runs are finished. Raises ConfigError,
     StateError, DiskFullError, SubmitError or SlurmError with one sentence.
     """
-    site = _site(order)
-    config, split = _resolve(order, site)
     slurm.require_slurm()
-    warnings = _check(config, split, site)
+    found: dict[Path, list[Finding]] = {}
+    ready = [_check(order, found) for order in orders]
+    _refuse_twins(ready)
+    jobs: list[slurm.BatchJob | None] = []
+    done: list[dict[str, Any]] = []
+    try:
+        for one in ready:
+            jobs.append(None if is_done(one.run, one.config) else _submit(one))
+            done.append(_done(one, jobs[-1]))
+            if len(ready) > 1 and not as_json:
+                _tell_row(done)
+    finally:  # where Slurm refuses one of several, those before it are in the queue
+        if as_json and done:
+            print(json.dumps(done if len(ready) > 1 else done[0]))
+    if len(ready) == 1 and not as_json:
+        _tell(done[0])
+    if not wait:
+        return True
+    ended = [_ends_well(one.run, job) for one, job in zip(ready, jobs, strict=True)]
+    return all(ended)
+
+
+def _check(order: Order, found: dict[Path, list[Finding]]) -> Ready:
+    """found: warnings by config, of which several seeds need one look."""
+    site = order.load_site()
+    config, split = order.resolve(site)
+    if order.config not in found:
+        found[order.config] = _warnings(config, split, site, order)
     run = RunDir.check(config)
     refuse_steps_behind(run, config)
     slurm.refuse_active(run)
     refuse_owned(run)
-    if is_done(run, config):
-        _tell(run, split, None, "", [], as_json)
-        return True
-    text, changes = _script(config, split, site), told(run, config)
-    warnings += _left_out(text)
-    create_run(config)
-    job = slurm.submit(run, text)
-    again = _again(order, run)
-    log_event(run, "submitted", job=job.job_id, restarts=0, command=again)
-    warnings += slurm_checks.check_taken(slurm.job_fields(job.job_id), site)
-    print(changes, file=sys.stderr, end="\n" if changes else "")
-    _tell(run, split, job.job_id, again, warnings, as_json)
-    if not wait:
-        return True
-    job.wait()
-    if not run.finished:
-        print(f"job {job.job_id} ended as {job.state}: see {run.logs}/latest", file=sys.stderr)
-    return run.finished
+    after = _awaited(order.after) if order.after else None
+    return Ready(
+        order=order, site=site, config=config, split=split, run=run, warnings=found[order.config], after=after
+    )
 
 
-def _site(order: Order) -> Site:
-    return load_site(order.site, **({"time": order.time} if order.time else {}))
-
-
-def _resolve(order: Order, site: Site) -> tuple[Config, Plan]:
-    """The config of the run and its nodes; ranks follow from the nodes, and paths hold on all of them."""
-    path, run_root = order.config, order.run_root
-    if path.is_dir():
-        run_root, path = path.absolute().parent, RunDir.open(path).config_file
-    # One trainer fits every config: how many there will be is not known before the plan.
-    first = load_config(path, [*order.overrides, "launch.trainers=1"])
-    split = plan(first, site, order.nodes, order.trainer_nodes, homogeneous=order.homogeneous)
-    root = (run_root or Path(first.run.root)).absolute()
-    overrides = [*order.overrides, *split.overrides, f"run.root={json.dumps(str(root))}"]
-    return load_config(path, overrides), split
-
-
-def _check(config: Config, split: Plan, site: Site) -> list[Finding]:
+def _warnings(config: Config, split: Plan, site: Site, order: Order) -> list[Finding]:
     """What may go wrong. Raises ConfigError or SubmitError for what will, before hours in the queue."""
     if site.container is None:  # inside it paths may be others
         require_files(config)
-        python = os.path.expandvars(f"{site.venv}/bin/python") if site.venv else sys.executable
-        refuse_bad_task(config, python=python, environment=job_environment(site), seconds=CHECK_SECONDS)
     findings = preflight(config, split, site)
     if problem := next((finding for finding in findings if finding.level == "problem"), None):
         raise slurm.SubmitError(problem.sentence)
+    environment, fetch = job_environment(site), _fetch(order)
+    if lacking := missing(config, environment, of_custom_task=False):
+        sentence = missing_sentence(lacking, environment, fetch)
+        if site.container is None:
+            raise ConfigError(sentence)
+        findings.append(warning("models and data", sentence, ""))
+    if site.container is None:
+        refuse_bad_task(
+            config,
+            python=login_python(site),
+            environment=environment,
+            seconds=CHECK_SECONDS,
+            fetched_by=fetch,
+        )
     return [finding for finding in findings if finding.level == "warning"]
 
 
@@ -134,14 +131,45 @@ def _left_out(script: str) -> list[Finding]:
     return [warning("shell", found, "write into the site file what is to hold")] if names else []
 
 
-def _script(config: Config, split: Plan, site: Site) -> str:
-    job = Job(
-        name=f"tba-{config.run.name}",
-        run=config.run_dir.absolute(),
-        rank=[*site.python, *RANK[1:]],
-        tba=[*site.python, *TBA[1:]],
-    )
-    return batch_script(job, split, site)
+def _fetch(order: Order) -> str:
+    """What brings the models and data of an order to where its job looks."""
+    settings = [word for setting in order.overrides for word in ("--set", setting)]
+    return shlex.join(["tba", "fetch", str(order.config), "--site", str(order.site), *settings])
+
+
+def _refuse_twins(ready: Sequence[Ready]) -> None:
+    """Raise ConfigError where two orders are of one run."""
+    paths = [one.run.path for one in ready]
+    if twin := next((path for path in paths if paths.count(path) > 1), None):
+        raise ConfigError(f"two of these would be the run {twin}: give their configs another run.name")
+
+
+def _awaited(path: Path) -> str | None:
+    """The id of the run's job where it is queued or running; else there is nothing to wait for."""
+    last_job(path)
+    if job := slurm.active_job(RunDir.open(path)):
+        return job[0]
+    print(f"--after {path}: no job of that run is queued or running, so none is awaited", file=sys.stderr)
+    return None
+
+
+def _submit(ready: Ready) -> slurm.BatchJob:
+    text, changes = ready.script, told(ready.run, ready.config)
+    create_run(ready.config)
+    job = slurm.submit(ready.run, text)
+    log_event(ready.run, "submitted", job=job.job_id, restarts=0, command=_again(ready.order, ready.run))
+    print(changes, file=sys.stderr, end="\n" if changes else "")
+    return job
+
+
+def _ends_well(run: RunDir, job: slurm.BatchJob | None) -> bool:
+    """Wait for the end of a job; whether its run is finished."""
+    if job is None:
+        return True
+    job.wait()
+    if not run.finished:
+        print(f"job {job.job_id} ended as {job.state}: see {run.logs}/latest", file=sys.stderr)
+    return run.finished
 
 
 def _again(order: Order, run: RunDir) -> str:
@@ -162,27 +190,54 @@ def _typed() -> list[object]:
     return [sys.executable, program] if program.suffix else [program, "submit"]
 
 
-def _tell(
-    run: RunDir, split: Plan, job: str | None, again: str, warnings: list[Finding], as_json: bool
-) -> None:
-    """What was done, what to know about it, and the commands that come next."""
-    commands = {
-        "watch": shlex.join(["tba", "status", str(run.path)]),
-        "log": shlex.join(["tail", "-F", f"{run.path}/slurm/job-{job}.log"]),
+def _done(ready: Ready, job: slurm.BatchJob | None) -> dict[str, Any]:
+    """What was done, as JSON: job (None: the run is finished), run, commands, warnings, the split."""
+    taken = slurm_checks.check_taken(slurm.job_fields(job.job_id), ready.site) if job else []
+    warnings = [*ready.warnings, *_left_out(ready.script), *taken]
+    return {
+        "job": job.job_id if job else None,
+        "run": str(ready.run.path),
+        "commands": _commands(ready, job.job_id) if job else {},
+        "warnings": [finding.sentence for finding in warnings] if job else [],
+        **asdict(ready.split),
+    }
+
+
+def _commands(ready: Ready, job: str) -> dict[str, str]:
+    """What comes next."""
+    run = str(ready.run.path)
+    return {
+        "watch": shlex.join(["tba", "status", run]),
+        "log": shlex.join(["tba", "logs", run, "-f"]),
         "queue": f"squeue --job {job}",
         "cancel": f"scancel {job}",
-        "stop": f"scancel --batch --signal=USR1 {job}",
-        "resume": again,
+        "stop": shlex.join(["tba", "stop", run]),
+        "resume": _again(ready.order, ready.run),
     }
-    sentences = [warning.sentence for warning in warnings]
-    if as_json:
-        done = {"job": job, "run": str(run.path), "commands": commands if job else {}, "warnings": sentences}
-        print(json.dumps({**done, **asdict(split)}))
-    elif job is None:
-        print(f"finished already, nothing to submit: {run.summary}\nanother run: --set run.name=…")
-    else:
-        print(f"{split.why}\njob {job}, run directory {run.path}")
-        for name, command in commands.items():
-            print(f"  {name:7} {command}")
-        for sentence in sentences:
-            print(f"warning: {sentence}", file=sys.stderr)
+
+
+def _tell(done: dict[str, Any]) -> None:
+    """What was done, what to know about it, and the commands that come next."""
+    if done["job"] is None:
+        print(
+            f"finished already, nothing to submit: {done['run']}/summary.json\nanother run: --set run.name=…"
+        )
+        return
+    print(f"{done['why']}\njob {done['job']}, run directory {done['run']}")
+    for name, command in done["commands"].items():
+        print(f"  {name:7} {command}")
+    _tell_warnings(done)
+
+
+def _tell_row(done: Sequence[dict[str, Any]]) -> None:
+    """The last of several, as a row of the table: job and run. Its commands are those of any run."""
+    if len(done) == 1:
+        print("job       run")
+    print(f"{done[-1]['job'] or NOT_SUBMITTED:9} {done[-1]['run']}", flush=True)
+    if not any(done[-1]["warnings"] == before["warnings"] for before in done[:-1]):
+        _tell_warnings(done[-1])
+
+
+def _tell_warnings(done: dict[str, Any]) -> None:
+    for sentence in done["warnings"]:
+        print(f"warning: {sentence}", file=sys.stderr)

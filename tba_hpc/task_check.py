@@ -18,6 +18,7 @@ from tba_hpc.backends.file_tokenizer import FileTokenizer
 from tba_hpc.config import Config, ConfigError, dump_config, is_local, parse_config
 from tba_hpc.ports import Victim
 from tba_hpc.prompts import refuse_few_prompts, refuse_long_prompts
+from tba_hpc.resources import missing, missing_sentence
 from tba_hpc.run.notes import REFUSED
 from tba_hpc.tasks import load_task
 
@@ -31,14 +32,16 @@ def refuse_bad_task(
     python: str = sys.executable,
     environment: Mapping[str, str] | None = None,
     seconds: float = SECONDS,
+    fetched_by: str = "",
 ) -> None:
     """Raise ConfigError where the ranks would refuse the task, as far as can be told in ``seconds``.
 
-    environment: of the ranks; None: this process's.
+    environment: of the ranks; None: this process's. fetched_by: what brings models and data here; without,
+    nobody looks whether they are.
     """
     try:
         done = subprocess.run(
-            [python, "-m", "tba_hpc.task_check"],
+            [python, "-m", "tba_hpc.task_check", *([fetched_by] if fetched_by else [])],
             input=dump_config(config),
             env={**(environment or os.environ), "CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,
@@ -62,6 +65,12 @@ def check(config: Config) -> None:
     task = load_task(config.task, tokenizer, _serve)
     refuse_long_prompts(task, config)
     refuse_few_prompts(task, config)
+
+
+def _require_fetched(config: Config, remedy: str) -> None:
+    """Raise ConfigError where the ranks, offline, would find no model or data set of a name."""
+    if lacking := missing(config, os.environ):
+        raise ConfigError(missing_sentence(lacking, os.environ, remedy))
 
 
 def _require_folder(path: str) -> None:
@@ -95,7 +104,10 @@ def _serve(*_: object, **__: object) -> Victim:
 
 if __name__ == "__main__":
     try:
-        check(parse_config(yaml.safe_load(sys.stdin)))
+        asked = parse_config(yaml.safe_load(sys.stdin))
+        if sys.argv[1:]:
+            _require_fetched(asked, sys.argv[1])
+        check(asked)
     except ConfigError as error:
         print(" ".join(str(error).split()))
         sys.exit(REFUSED)

@@ -19,6 +19,8 @@ FinishReason = Literal["stop", "length"]
 Split = Literal["train", "validation", "test"]
 Role = Literal["trainer", "searcher"]
 
+ResourceKind = Literal["model", "data set", "file"]
+
 TRUNCATED = np.uint8(1)
 """Value of the record field ``truncated`` for a completion cut off by the token limit."""
 
@@ -44,6 +46,22 @@ RECORD = np.dtype(
 def make_uid(searcher: int, shard: int, row: int) -> int:
     """Identity of a trajectory: 20 bits of searcher, 24 of shard, 20 of row."""
     return searcher << 44 | shard << 20 | row
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """A model, data set or file that a config names under ``key``.
+
+    name: on the hub, or a path. subset: the configuration of a data set, None where it has one alone.
+    """
+
+    kind: ResourceKind
+    key: str
+    name: str
+    subset: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.name}{f' ({self.subset})' if self.subset else ''}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -94,7 +95,7 @@ def test_shipped_files_go_by_name() -> None:
     unknown = tba("submit", *options, "--config", "tldr_pythia")
     assert unknown.returncode == 2 and "shipped: math_gsm8k, math_qwen7b, " in unknown.stderr
     refused = tba("doctor", "--site", "generik")
-    assert refused.returncode == 2 and "shipped: a100x4-pmix, cray-homogeneous, generic\n" in refused.stderr
+    assert refused.returncode == 2 and "shipped: a100x4-pmix, cray-homogeneous, " in refused.stderr
 
 
 def test_the_script_submits_as_the_command_does_and_signs_its_sentences() -> None:
@@ -106,3 +107,40 @@ def test_the_script_submits_as_the_command_does_and_signs_its_sentences() -> Non
     assert script.returncode == 2 and script.stderr.startswith(
         "submit: cray-homogeneous: site key 'time' has"
     )
+
+
+# --- On a login node ---
+
+LOGIN_COMMANDS = {
+    "help": ("--help",),
+    "dry run": ("submit", "--nodes", 8, "--dry-run", "--config", "math_gsm8k", "--site", "generic"),
+    "logs": ("logs", "RUN"),
+    "stop": ("stop", "RUN"),
+    "cancel": ("cancel", "RUN"),
+    "status": ("status", "RUN", "--json"),
+}
+
+PROGRAM = """
+import sys
+from tba_hpc.cli import main
+sys.argv = ["tba", *sys.argv[1:]]
+try:
+    main()
+finally:
+    print("loaded:", *sorted({"torch", "transformers", "vllm", "deepspeed"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize("name", LOGIN_COMMANDS)
+def test_a_login_node_waits_for_no_torch(run: RunDir, name: str) -> None:
+    """By seconds of a processor, however busy this machine."""
+    (run.begin_attempt() / "trainer-0000.log").write_text("a line\n")
+    words = [run.path if word == "RUN" else word for word in LOGIN_COMMANDS[name]]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-c", PROGRAM, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done
+    assert done.stdout.endswith("\nloaded:\n"), done.stdout
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds < (1 if name == "dry run" else 2)

@@ -20,9 +20,9 @@ LAYERS = [
     {"metrics", "freshness"},
     {"merger", "step_log", "search_log"},
     {"trainer", "searcher", "scorer", "online_evaluation", "backends", "tasks", "launch", "report"},
-    {"ending", "placement"},
+    {"ending", "placement", "resources", "order"},
     {"runtime", "audit", "evaluate", "doctor", "task_check"},
-    {"submit"},
+    {"submit", "fetch"},
     {"cli"},
 ]
 """From the ground up; a name is a module or a package of tba_hpc."""
@@ -72,6 +72,9 @@ WITHOUT_TORCH = [
         "scorer",
         "task_contract",
         "task_check",
+        "order",
+        "resources",
+        "report.logs",
         "tasks.gsm8k",
         "backends.vllm_generator",
     ),
@@ -85,6 +88,8 @@ WITH_A_LITTLE = {
     "launch.slurm": "submitit",
     "doctor.examine": "submitit",
     "submit": "submitit",
+    "fetch": "submitit",
+    "launch.stop": "submitit",
     "audit": "h5py",
 }
 """What else a login node runs, and the one library of HEAVY that it needs."""

@@ -133,8 +133,9 @@ def _seen_from_nodes(findings: Sequence[Finding]) -> list[Finding]:
 def preflight(config: Config, split: Plan, site: Site) -> list[Finding]:
     """What is worth knowing before a job waits for hours in the queue. Raises SlurmError."""
     asked, folder = SlurmFacts.ask(), machine_checks.try_folder(Path(config.run.root))
-    findings = [
-        slurm_checks.check_mpi(asked, site, mpi_library(site)[0]),
+    ranks_meet = config.exchange.transport == "mpi"
+    return [
+        *([slurm_checks.check_mpi(asked, site, mpi_library(site)[0])] if ranks_meet else []),
         slurm_checks.check_requeue(asked, site),
         *(slurm_checks.check_partition(partition, site) for partition in asked.used(site)),
         *slurm_checks.check_nodes(asked, site, split),
@@ -142,18 +143,17 @@ def preflight(config: Config, split: Plan, site: Site) -> list[Finding]:
         *slurm_checks.check_variables(site, os.environ),
         *machine_checks.check_folder(folder, shared=split.nodes > 1),
     ]
-    if site.container is None:  # inside it paths may be others
-        environment = job_environment(site)
-        findings.append(
-            machine_checks.check_model(machine_checks.find_model(config.model.path, environment), environment)
-        )
-    return findings
 
 
 def job_environment(site: Site) -> dict[str, str]:
     """Environment of the ranks, as far as it is known here."""
     own = {name: os.path.expandvars(value) for name, value in site.environment.items()}
     return {"HF_HUB_OFFLINE": "1", **os.environ, **own}
+
+
+def login_python(site: Site) -> str:
+    """The Python that the ranks will use, or, where only a container has it, this one."""
+    return os.path.expandvars(f"{site.venv}/bin/python") if site.venv else sys.executable
 
 
 # --- MPI, as the Python of the ranks loads it ---

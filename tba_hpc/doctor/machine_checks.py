@@ -27,6 +27,7 @@ from tba_hpc.config import is_local
 from tba_hpc.doctor.commands import ask
 from tba_hpc.doctor.findings import Finding, ok, problem, warning
 from tba_hpc.launch.plan import Site
+from tba_hpc.resources import hub_cache
 from tba_hpc.run.files import publish
 
 SHARED = re.compile(
@@ -298,12 +299,6 @@ def find_model(name: str, environment: Mapping[str, str]) -> Model:
     return Model(
         name=name, place=str(place), nbytes=sum(file.stat().st_size for file in place.glob("*.safetensors"))
     )
-
-
-def hub_cache(environment: Mapping[str, str]) -> Path:
-    """Where the Hugging Face libraries keep what they loaded from the hub."""
-    home = environment.get("HF_HOME") or "~/.cache/huggingface"
-    return Path(os.path.expandvars(environment.get("HF_HUB_CACHE") or f"{home}/hub")).expanduser()
 
 
 # --- Rules ---

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tba_hpc.config import Config, ConfigError, load_config, parse_config, require_files
+from tba_hpc.config import Config, ConfigError, load_config, parse_config
+from tba_hpc.resources import require_files
 from tba_hpc.run.directory import RunDir
 
 

@@ -339,6 +339,13 @@ count_idle() {       # allocations in a row that sealed nothing, those left out 
 where the nodes would not do, other nodes or the form without het job (--homogeneous)"
 }
 
+for_good() {         # whether `tba stop` has named this job: it ends where it would go back to the queue
+    ls "$RUN/slurm" > /dev/null              # so that a client of NFS looks again
+    [ "$(cat "$RUN/slurm/stop" 2>/dev/null)" = "$SLURM_JOB_ID" ] || return
+    rm "$RUN/slurm/stop"
+    say "stopped for good, as asked: submit the same run again to go on"
+}
+
 requeue() {
     local state
     state=$(state_of "$SLURM_JOB_ID")
@@ -347,6 +354,7 @@ requeue() {
         choose_sides
         exit 0
     fi
+    for_good && exit 0
     if [ "$REQUEUE" = no ]; then
         say "stopped, and this site does not requeue: submit the same run again to go on"
         exit 0
@@ -369,6 +377,7 @@ run_to_the_end() {   # run_to_the_end PLACE: start the ranks, again and again, u
     note_exclusions
     drop_orphans
     if finished; then say "the run is finished already: $RUN/summary.json"; exit 0; fi
+    if for_good; then event stopped; exit 0; fi
     while [ "$STOP" = 0 ]; do
         "$1" || { ending || say "these nodes will not do: asking Slurm for others"; break; }
         "${TBA[@]}" prepare "$RUN" --set "launch.trainers=$TRAINERS" --set "launch.searchers=$SEARCHERS" || exit

@@ -35,10 +35,14 @@ SPARE_SECONDS = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A run as a job. run: its directory, absolute. supervisor: as SUPERVISOR. rank, tba: as RANK, TBA."""
+    """A run as a job. run: its directory, absolute. supervisor: as SUPERVISOR. rank, tba: as RANK, TBA.
+
+    after: id of the job that is to end first, None for none.
+    """
 
     name: str
     run: Path
+    after: str | None = None
     supervisor: Path = SUPERVISOR
     rank: Sequence[str] = RANK
     tba: Sequence[str] = TBA
@@ -109,6 +113,7 @@ def _common(job: Job, site: Site) -> str:
             f"--time={site.time}",
             "--requeue" if site.requeue else "--no-requeue",
             _signal(site),
+            *([f"--dependency=afterany:{job.after}"] if job.after else []),
         ]
     )
 

@@ -81,6 +81,11 @@ class Owner:
             since=time.time(),
         )
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it is a process that can be signalled from here."""
+        return bool(self.pid) and self.machine == _machine()
+
     def to_json(self) -> str:
         """JSON text with all fields."""
         return json.dumps(asdict(self))
@@ -106,6 +111,12 @@ def refuse_owned(run: RunDir) -> None:
     claim = _newest(run, LAUNCH)
     if not _is_free(run, claim, Owner.this(os.getpid())):
         raise OwnedError(_sentence(run, claim))
+
+
+def owner_at_work(run: RunDir) -> Owner | None:
+    """Who is at work on the run, None for nobody; nothing is left behind."""
+    claim = _newest(run, LAUNCH)
+    return None if _is_free(run, claim, Owner.this(os.getpid())) else claim.owner
 
 
 def claim_for_job(run: RunDir) -> None:

@@ -6,6 +6,8 @@ A task is a class with the methods of ports.Task and this constructor:
 
 where ``options`` stands for named, annotated keyword arguments; ``task.options`` of the config is
 checked against them. An argument ``serve`` gets a ports.Serve, by which a task has another model served.
+A classmethod ``resources(section)`` tells the models, hub data and files that a TaskSection names, as
+types.Resource: ``tba fetch`` brings them to a cluster, ``tba submit`` looks whether they are there.
 Task modules are imported when asked for: none costs another's libraries.
 """
 
@@ -22,7 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 from tba_hpc.config import ConfigError, TaskSection
 from tba_hpc.ports import Serve, Task, Tokenizer
 from tba_hpc.task_contract import checked_prompts, require_methods
-from tba_hpc.types import Split
+from tba_hpc.types import Resource, Split
 
 TASKS = {
     "arithmetic": "tba_hpc.tasks.arithmetic:Arithmetic",
@@ -73,6 +75,14 @@ def make_task(config: TaskSection, tokenizer: Tokenizer, serve: Serve | None = N
     task: Task = task_class(tokenizer, **given, **config.options)
     require_methods(task)
     return task
+
+
+def task_resources(config: TaskSection) -> list[Resource]:
+    """The models, hub data and files of a task, as far as it tells them. Raises ConfigError as make_task."""
+    task_class = _find(config.name)
+    _check_options(config.options, task_class, config.name)
+    told = getattr(task_class, "resources", None)
+    return list(told(config)) if told else []
 
 
 def _find(name: str) -> type:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from tba_hpc.config import ConfigError
-from tba_hpc.types import Split
+from tba_hpc.config import ConfigError, TaskSection
+from tba_hpc.types import Resource, ResourceKind, Split
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,25 @@ class HubData:
     name: str
     config: str | None
     split: str
+
+
+def hub_resources(task: TaskSection, data: Iterable[HubData]) -> list[Resource]:
+    """The data sets that a task reads from the hub, each once."""
+    key = f"task.name={task.name}, data"
+    return list(dict.fromkeys(Resource("data set", key, part.name, part.config) for part in data))
+
+
+def named_in_options(task: TaskSection, kind: ResourceKind, *options: str) -> list[Resource]:
+    """What those options name that are set."""
+    values = {f"task.options.{option}": task.options.get(option) for option in options}
+    return [Resource(kind, key, str(value)) for key, value in values.items() if value]
+
+
+def download(data: Resource) -> None:
+    """Bring a data set of the hub, all its splits, into the cache. Raises what the library raises."""
+    import datasets
+
+    datasets.load_dataset(data.name, data.subset)
 
 
 def usable_rows(

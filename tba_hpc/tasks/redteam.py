@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 from pydantic import Field
 
-from tba_hpc.config import ConfigError, Dtype, GeneratorSection, ModelSection
+from tba_hpc.config import ConfigError, Dtype, GeneratorSection, ModelSection, TaskSection
 from tba_hpc.ports import Serve, Tokenizer, Victim
-from tba_hpc.types import Completion, Group, Prompt, Split
+from tba_hpc.tasks.data import named_in_options
+from tba_hpc.types import Completion, Group, Prompt, Resource, Split
 
 if TYPE_CHECKING:  # these import torch, which who only asks for prompts need not wait for
     from tba_hpc.tasks.classifier import Classifier
@@ -115,6 +116,12 @@ class RedTeam:
         self._classifier_name, self._label, self._batch = classifier, label, classifier_batch
         self._guard_name, self._guard_batch = guard, guard_batch
         self._embedder_name = embedder
+
+    @classmethod
+    def resources(cls, task: TaskSection) -> list[Resource]:
+        """The victim, its judge, the embedder, and the file with the attack prompt."""
+        models = named_in_options(task, "model", "victim", "classifier", "guard", "embedder")
+        return [*models, *named_in_options(task, "file", "attack_prompt_file")]
 
     def prompts(self, split: Split) -> tuple[Prompt, ...]:
         """The attack prompt: once to train on, numbered copies of it to evaluate."""

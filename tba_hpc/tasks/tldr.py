@@ -17,9 +17,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from tba_hpc.config import TaskSection
 from tba_hpc.ports import Tokenizer
-from tba_hpc.tasks.data import HubData, Source, split_rows, usable_rows
-from tba_hpc.types import Completion, Prompt, Split
+from tba_hpc.tasks.data import (
+    HubData,
+    Source,
+    hub_resources,
+    named_in_options,
+    split_rows,
+    usable_rows,
+)
+from tba_hpc.types import Completion, Prompt, Resource, Split
 
 if TYPE_CHECKING:  # it imports torch, which who only asks for prompts need not wait for
     from tba_hpc.tasks.reward_model import RewardModel
@@ -84,6 +92,13 @@ class TLDR:
                 for i, (query, summary) in enumerate(self._posts(split))
             )
         return self._prompts[split]
+
+    @classmethod
+    def resources(cls, task: TaskSection) -> list[Resource]:
+        """Both reward models, and the hub's data in the place of files that are not given."""
+        files = {"train": task.train_file, "validation": task.train_file, "test": task.test_file}
+        data = [HUB[split] for split, file in files.items() if file is None]
+        return [*named_in_options(task, "model", "reward_model", "gold_model"), *hub_resources(task, data)]
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """The reward model's number for post and summary together."""

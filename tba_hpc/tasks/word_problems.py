@@ -16,12 +16,12 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from tba_hpc.config import ConfigError
+from tba_hpc.config import ConfigError, TaskSection
 from tba_hpc.ports import Tokenizer
-from tba_hpc.tasks.data import HubData, Source, split_rows, usable_rows
+from tba_hpc.tasks.data import HubData, Source, hub_resources, split_rows, usable_rows
 from tba_hpc.tasks.equivalence import Equivalence
 from tba_hpc.tasks.right_or_wrong import RightOrWrong
-from tba_hpc.types import Split
+from tba_hpc.types import Resource, Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,13 @@ class WordProblems(RightOrWrong):
         self._held_out = validation_problems
         self._read: dict[Source, list[Problem]] = {}
         self._equivalent = Equivalence()
+
+    @classmethod
+    def resources(cls, task: TaskSection) -> list[Resource]:
+        """The hub's data in the place of files that are not given."""
+        splits: list[Source] = ["train"] if task.train_file is None else []
+        splits += ["test"] if task.train_file is None and task.test_file is None else []
+        return hub_resources(task, [cls.HUB[split] for split in splits])
 
     @abstractmethod
     def parse(self, row: Mapping[str, object]) -> Problem | None:

@@ -129,10 +129,23 @@ def test_a_read_only_run_root_is_a_problem_and_starts_no_job(
 
 
 @pytest.fixture
-def submit(cluster: Cluster, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """``submit(option, …)``: tools/submit.py with a small config."""
+def submit(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """``submit(option, …)``: tools/submit.py with a small config, whose model is in the cache."""
     site = _write(tmp_path / "site.yaml", SITE)
-    tree = {"run": {"root": str(tmp_path / "runs")}, "model": {"path": "org/model"}}
+    tree = {
+        "run": {"root": str(tmp_path / "runs")},
+        "model": {"path": "org/model"},
+        "task": {"name": "arithmetic"},
+    }
+    snapshot = tmp_path / "cache/hub/models--org--model/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("abc")
+    for name in ("config.json", "model.safetensors"):
+        (snapshot / name).touch()
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     config = _write(tmp_path / "config.yaml", tree)
     command = [*SUBMIT, "--config", str(config), "--site", str(site), "--nodes", "3"]
 
@@ -153,6 +166,11 @@ def test_what_would_fail_is_refused_in_a_sentence(
         ("--nodes", "7"): "7 nodes are asked of partition main, but it has TotalNodes=6",
         ("--run-root", str(read_only)): f"cannot write to {read_only}: Read-only file system",
         ("--time", "2-00:00:00"): "time: 2-00:00:00 is beyond MaxTime=1-00:00:00 of partition main",
+        ("--set", "task.name=gsm8k"): (
+            f"not in {tmp_path}/cache (HF_HOME), where the job looks, while HF_HUB_OFFLINE=1 forbids to ask "
+            "the hub: task.name=gsm8k, data=openai/gsm8k (main); where there is a network, type: "
+            f"tba fetch {tmp_path}/config.yaml --site {tmp_path}/site.yaml --set task.name=gsm8k"
+        ),
     }
     cluster.run("scontrol", "update", "PartitionName=main", "MaxTime=1-0")
     try:
@@ -171,11 +189,10 @@ def test_what_may_fail_is_said_with_the_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SBATCH_NO_REQUEUE", "1")  # as a site's profile or plugin may
-    monkeypatch.setenv("HF_HOME", "/no/cache")
-    done = submit("--json")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    done = submit("--json", "--set", "model.path=org/another")  # its job may ask the hub for it
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     warnings = "\n".join(answer["warnings"])
     assert "Slurm took the job with Requeue=0" in warnings
-    assert "model.path=org/model is not in /no/cache/hub" in warnings
     assert cluster.jobs(int(answer["job"]))[0]["Requeue"] == "0"

@@ -454,7 +454,13 @@ def _submit(*arguments: str | Path, **environment: str) -> subprocess.CompletedP
 def files(tmp_path: Path) -> list[str]:
     """Options of submit.py for a small run on the test cluster."""
     config, site = tmp_path / "config.yaml", tmp_path / "site.yaml"
-    config.write_text("run: {name: small}\nmodel: {path: none}\ntrain: {prompts_per_step: 2}\n")
+    config.write_text(
+        f"run: {{name: small}}\nmodel: {{path: {tmp_path}/none}}\ntask: {{name: arithmetic}}\n"
+        "train: {prompts_per_step: 2}\n"
+    )
+    (tmp_path / "none").mkdir()
+    for name in ("config.json", "model.safetensors"):  # where ranks will find no model
+        (tmp_path / "none" / name).touch()
     site.write_text("{gpus_per_node: 2, cpus_per_node: 4, memory: '1000', time: '10', signal_seconds: 60}")
     return [
         "--config",
@@ -480,7 +486,7 @@ def test_submit_says_what_it_did_and_what_comes_next(
     assert done.returncode == 0, done.stderr
     assert "1 node to train (one node in four, as in the paper) and 2 nodes to search" in done.stdout
     assert f"run directory {tmp_path}/runs/small-seed0" in done.stdout
-    for command in ("tail -F ", "squeue --job ", "scancel ", "tools/submit.py"):
+    for command in ("tba logs ", "squeue --job ", "tba stop ", "scancel ", "tools/submit.py"):
         assert command in done.stdout
     (submitted,) = read_events(RunDir.open(tmp_path / "runs/small-seed0"))
     assert submitted["event"] == "submitted" and submitted["job"] in done.stdout
@@ -508,7 +514,7 @@ def test_submit_waits_and_returns_failure(cluster: Cluster, tmp_path: Path, file
     assert "ended as FAILED" in done.stderr
     run = RunDir.open(tmp_path / "runs/small-seed0")
     assert _events(run) == ["submitted", "allocated", "start", "refused"]
-    assert "no model can be loaded from model.path=none" in read_events(run)[-1]["sentence"]
+    assert f"no model can be loaded from model.path={tmp_path}/none" in read_events(run)[-1]["sentence"]
 
 
 def test_dry_run_prints_the_script_and_leaves_nothing(tmp_path: Path, files: list[str]) -> None:

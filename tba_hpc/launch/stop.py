@@ -1,0 +1,175 @@
+"""Asks a run to checkpoint and end, or ends it at once, wherever it is at work: ``tba stop``, ``tba cancel``.
+
+It must not know what the ranks do then. ``job_supervisor.sh`` reads the file that says "end, do not requeue".
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+
+from tba_hpc.launch import LaunchError
+from tba_hpc.launch.slurm import WATCH_SECONDS, job_states
+from tba_hpc.report.run_state import AT_WORK, UNKNOWN, WAITING
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import log_event, read_events
+from tba_hpc.run.files import write_atomic
+from tba_hpc.run.owners import Owner, owner_at_work
+
+ASK_SECONDS = 10.0
+"""Time that a launcher on this machine has to kill its ranks, before it is killed itself."""
+
+KILLED_SECONDS = 10.0
+"""Time within which a killed process is gone."""
+
+LOOK_SECONDS = 0.25
+"""Pause before the second look at who is at work; it grows to WATCH_SECONDS."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The run's job in Slurm while it is queued or has nodes. waiting: whether it has none."""
+
+    number: str
+    state: str
+    waiting: bool
+
+    def __str__(self) -> str:
+        return f"job {self.number} ({self.state.lower()})"
+
+
+def stop(run: RunDir) -> str:
+    """Ask the run to checkpoint at its next safe point and end; what was done, in a sentence.
+
+    Raises LaunchError where it is at work elsewhere, or cannot be reached.
+    """
+    match at_work(run):
+        case None:
+            return _nobody(run)
+        case Job() as job:
+            return _stop_job(run, job)
+        case owner:
+            _signal(owner, signal.SIGUSR1)
+            return f"{owner} is asked to checkpoint and end; to go on then: {_again(run)}"
+
+
+def cancel(run: RunDir) -> str:
+    """End the run at once; what was done, in a sentence. Raises LaunchError as ``stop``."""
+    match at_work(run):
+        case None:
+            return _nobody(run)
+        case Job() as job:
+            _scancel(job.number)
+            said = f"job {job.number} is cancelled"
+        case owner:
+            _end(run, owner)
+            said = f"{owner} is ended"
+    return f"{said}; nothing sealed is lost, and it goes on from its last checkpoint: {_again(run)}"
+
+
+def await_end(run: RunDir, *, seconds: float) -> None:
+    """Wait until nobody is at work on the run. Raises LaunchError, which says who, after ``seconds``."""
+    end, pause = time.monotonic() + seconds, LOOK_SECONDS
+    while who := at_work(run):
+        left = end - time.monotonic()
+        if left <= 0:
+            raise LaunchError(
+                f"{who} is at work on {run.path} after {seconds:g} s still: wait longer, or end "
+                f"it at once: {shlex.join(['tba', 'cancel', str(run.path)])}"
+            )
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, WATCH_SECONDS)
+
+
+def at_work(run: RunDir) -> Owner | Job | None:
+    """The process of this machine, or the Slurm job, that is at work on the run.
+
+    Raises LaunchError where it is a process elsewhere, or Slurm cannot be asked.
+    """
+    owner = owner_at_work(run)
+    if owner and owner.is_here:
+        return owner
+    if owner and owner.pid:
+        raise LaunchError(
+            f"{run.path} is at work elsewhere, in {owner}: log in to {owner.host} and type the same there"
+        )
+    components = job_states(run)
+    number, states = next((row["job"] for row in components), ""), {row["state"] for row in components}
+    if UNKNOWN in states and (owner or not run.finished):
+        raise LaunchError(
+            f"job {number} may be at work on {run.path}, and squeue does not answer here: log in to its "
+            "cluster and type the same there"
+        )
+    if not states & {*WAITING, *AT_WORK}:
+        return None
+    waiting = not states & AT_WORK
+    return Job(number, next(state for state in sorted(states) if waiting or state in AT_WORK), waiting)
+
+
+def _nobody(run: RunDir) -> str:
+    done = "it is finished" if run.finished else f"to go on with it: {_again(run)}"
+    return f"nobody is at work on {run.path}; {done}"
+
+
+def _stop_job(run: RunDir, job: Job) -> str:
+    # First the file: a job that starts meanwhile reads it, too.
+    write_atomic(run.path / "slurm/stop", f"{job.number}\n")
+    if job.waiting:
+        _scancel("--state=PENDING", job.number)
+        return f"job {job.number} was waiting in the queue, and is cancelled; to go on: {_again(run)}"
+    _scancel("--batch", "--signal=USR1", job.number)
+    return f"job {job.number} is asked to checkpoint and end, not to requeue; to go on then: {_again(run)}"
+
+
+def _scancel(*words: str) -> None:
+    """Raises LaunchError with Slurm's own words."""
+    done = subprocess.run(["scancel", *words], capture_output=True, text=True)
+    if done.returncode:
+        raise LaunchError(f"'{shlex.join(['scancel', *words])}' failed: {' '.join(done.stderr.split())}")
+
+
+def _signal(owner: Owner, number: signal.Signals) -> None:
+    """Raises LaunchError where that is not allowed; a process that has ended meanwhile needs none."""
+    try:
+        os.kill(owner.pid, number)
+    except ProcessLookupError:
+        return
+    except PermissionError:
+        raise LaunchError(f"{owner} is another user's: ask them, or be root") from None
+
+
+def _end(run: RunDir, owner: Owner) -> None:
+    """Have a launcher of this machine kill its ranks, as Ctrl-C twice does; or kill it, which ends them, too.
+
+    Raises LaunchError where it stays.
+    """
+    if _goes(run, owner, signal.SIGINT, ASK_SECONDS):
+        return
+    gone = _goes(run, owner, signal.SIGKILL, KILLED_SECONDS)
+    log_event(run, "aborted")
+    if not gone:
+        raise LaunchError(f"{owner} was killed, and {KILLED_SECONDS:g} s later is there still: look with ps")
+
+
+def _goes(run: RunDir, owner: Owner, number: signal.Signals, seconds: float) -> bool:
+    """Whether a process ends within ``seconds``, given a signal again and again."""
+    end = time.monotonic() + seconds
+    while owner_at_work(run) == owner:
+        if time.monotonic() > end:
+            return False
+        _signal(owner, number)
+        time.sleep(LOOK_SECONDS)
+    return True
+
+
+def _again(run: RunDir) -> str:
+    """What goes on with the run: as it was submitted, or here where that was the last that happened to it."""
+    events = read_events(run)
+    if not events or not events[-1]["job"]:
+        return shlex.join(["tba", "run", str(run.path)])
+    typed = [str(event["command"]) for event in events if event["event"] == "submitted"]
+    return typed[-1] if typed else shlex.join(["tba", "submit", "--config", str(run.path), "--nodes", "N"])

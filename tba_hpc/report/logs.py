@@ -1,0 +1,144 @@
+"""Shows what a run's ranks and batch scripts have logged: the end of each log, or all that comes.
+
+It only reads, so it may follow a run from anywhere. It must not know what a line means.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tba_hpc.config import ConfigError
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.notes import log_file, rank_name
+from tba_hpc.wording import printable
+
+LOOK_SECONDS = 0.5
+"""Pause between two looks at files that are followed."""
+
+MOST_BYTES = 1 << 22
+"""At most so much of the end of a log is read for its last lines."""
+
+BATCH = "batch"
+"""Name of the log of the batch script, where others are those of ranks."""
+
+RANK = re.compile(r"(trainer|searcher)-(\d+)")
+
+
+def log_files(run: RunDir, rank: str | None, attempt: int | None) -> list[Path]:
+    """The logs that are asked for and there, in order: the newest batch script's, then the ranks'.
+
+    rank: ``trainer-0``, ``searcher-3``, ``mpiexec`` or ``batch``; None: all. attempt: None for the newest,
+    to which alone the batch script's belongs. Raises ConfigError for a rank or an attempt that there is not.
+    """
+    scripts = sorted((run.path / "slurm").glob("job-*.log"), key=lambda path: path.stat().st_mtime_ns)[-1:]
+    if rank == BATCH:
+        return scripts
+    folder = run.logs / (f"attempt-{attempt:03d}" if attempt is not None else "latest")
+    if attempt is not None and not folder.is_dir():
+        kept = ", ".join(path.name.removeprefix("attempt-") for path in sorted(run.logs.glob("attempt-*")))
+        raise ConfigError(f"--attempt {attempt} has no logs in {run.logs}: kept are {kept or 'none'}")
+    folder = folder.resolve()
+    if rank is None:
+        return [*(scripts if attempt is None else []), *sorted(folder.glob("*.log"))]
+    file = log_file(folder, _name(rank))
+    return [file] if file.exists() else []
+
+
+def _name(rank: str) -> str:
+    """``trainer-0000`` of ``trainer-0``. Raises ConfigError."""
+    if match := RANK.fullmatch(rank):
+        return rank_name("trainer" if match[1] == "trainer" else "searcher", int(match[2]))
+    if rank == "mpiexec":
+        return rank
+    raise ConfigError(f"--rank {rank} is no rank: give trainer-0, searcher-3, mpiexec, or {BATCH}")
+
+
+def print_ends(run: RunDir, rank: str | None, attempt: int | None, *, lines: int) -> None:
+    """Print the last ``lines`` of each log, each below its path. Raises ConfigError where there is none."""
+    files = log_files(run, rank, attempt)
+    if not files:
+        what = f"log of {rank}" if rank else "log"
+        known = ", ".join(file.stem for file in log_files(run, None, attempt)) or "none"
+        raise ConfigError(f"{run.path} has no {what} yet; there are: {known}")
+    printer = Printer()
+    for file in files:
+        tail = Tail.near_end(file)
+        printer.show(file, _last([*tail.new_lines(), *tail.unfinished()], lines))
+
+
+def follow_logs(run: RunDir, rank: str | None, attempt: int | None, *, lines: int) -> None:
+    """Print the end of each log, and what comes then, in later attempts and jobs, too; until it is finished.
+
+    attempt: follow that one alone. Raises ConfigError.
+    """
+    printer, seen = Printer(), {}
+    for file in log_files(run, rank, attempt):
+        seen[file] = Tail.near_end(file)
+        printer.show(file, _last(seen[file].new_lines(), lines))
+    while True:
+        over = run.finished_file.exists()  # before the look, after which nothing is to come then
+        for file in log_files(run, rank, attempt):
+            printer.show(file, seen.setdefault(file, Tail(file)).new_lines())
+        if over:
+            return
+        time.sleep(LOOK_SECONDS)
+
+
+@dataclass
+class Tail:
+    """A log of which the first ``offset`` bytes are known."""
+
+    file: Path
+    offset: int = 0
+
+    @classmethod
+    def near_end(cls, file: Path) -> Tail:
+        """From MOST_BYTES before the end."""
+        return cls(file, max(0, file.stat().st_size - MOST_BYTES))
+
+    def new_lines(self) -> list[str]:
+        """The whole lines written since; one without its end comes next time, once it has one."""
+        if self.file.stat().st_size < self.offset:  # another one of the same name
+            self.offset = 0
+        data = self._rest()
+        whole = data[: data.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        return _lines(whole[:-1]) if whole else []
+
+    def unfinished(self) -> list[str]:
+        """The line whose end is not written yet, if there is one."""
+        rest = self._rest()
+        return _lines(rest) if rest else []
+
+    def _rest(self) -> bytes:
+        with self.file.open("rb") as file:
+            file.seek(self.offset)
+            return file.read()
+
+
+@dataclass
+class Printer:
+    """Prints lines of several files, and a heading wherever the file is another than before."""
+
+    file: Path | None = None
+
+    def show(self, file: Path, lines: Sequence[str]) -> None:
+        """Print lines of a file."""
+        if lines and file != self.file:
+            print(f"{'' if self.file is None else chr(10)}==> {printable(str(file))} <==", flush=True)
+            self.file = file
+        for line in lines:
+            print(printable(line), flush=True)
+
+
+def _last(lines: Sequence[str], count: int) -> Sequence[str]:
+    return lines[-count:] if count else []
+
+
+def _lines(data: bytes) -> list[str]:
+    """Of a line that a progress bar has written over, what a terminal would show."""
+    return [line.rstrip("\r").rpartition("\r")[2] for line in data.decode(errors="replace").split("\n")]

@@ -1,0 +1,168 @@
+"""What people type about a run that is a Slurm job: its end, its followers, its ranks without MPI."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from slurm_testbed.cluster import Cluster
+
+from tba_hpc.config import parse_config
+from tba_hpc.launch import LaunchError, slurm, stop
+from tba_hpc.launch.plan import plan
+from tba_hpc.launch.sbatch import Job, batch_script
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import log_event
+from tests.slurm.test_submit import (
+    HELLO,
+    SUBMIT,
+    _config,
+    _events,
+    _finished,
+    _log,
+    _ranks,
+    _run,
+    _site,
+    _working,
+)
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slurm]
+
+SEAT = """
+import json, os, sys
+from pathlib import Path
+from tba_hpc.placement import Placement
+from tba_hpc.run.directory import RunDir
+run = RunDir.open(Path(sys.argv[2]))
+role = {"train": "trainer", "search": "searcher"}[sys.argv[1]]
+seat = Placement.join(run.config(), role, None)
+text = json.dumps([role, seat.index, seat.first_gpu, os.uname().nodename])
+(run.path / f"seat-{role}-{seat.index}").write_text(text)
+(run.path / "summary.json").write_text('{"finished": true}')
+"""
+"""A rank that says where it sits."""
+
+
+def test_a_stopped_job_saves_and_ends_instead_of_going_back_to_the_queue(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    run, script = _run(tmp_path, _site(10_000))
+    job = slurm.submit(run, script)
+    log_event(run, "submitted", job=job.job_id, restarts=0, command="tba submit --config it")
+    _working(cluster, run, 1)
+    said = f"job {job.job_id} is asked to checkpoint and end, not to requeue; to go on then: "
+    assert stop.stop(run) == f"{said}tba submit --config it"
+    stop.await_end(run, seconds=60)
+    assert cluster.wait(int(job.job_id)) == "COMPLETED", _log(run)
+    assert "stopped for good, as asked" in _log(run) and "back to the queue" not in _log(run)
+    assert not json.loads(run.summary.read_text())["finished"], "the ranks have ended by themselves"
+    assert _events(run) == ["submitted", "allocated", "signal", "stopped"]
+    assert stop.stop(run) == f"nobody is at work on {run.path}; to go on with it: tba submit --config it"
+    # Another job of the run is not concerned.
+    _finished(cluster, run, slurm.submit(run, _run(tmp_path, _site(3))[1]))
+
+
+def test_a_waiting_job_is_stopped_at_once_and_never_trains(cluster: Cluster, tmp_path: Path) -> None:
+    run, script = _run(tmp_path, _site(3))
+    held = script.replace("#SBATCH --time", "#SBATCH --hold\n#SBATCH --time", 1)
+    job = slurm.submit(run, held)
+    with pytest.raises(LaunchError, match=rf"job {job.job_id} \(pending\) is at work on .* tba cancel"):
+        stop.await_end(run, seconds=0)
+    assert stop.stop(run).startswith(
+        f"job {job.job_id} was waiting in the queue, and is cancelled; to go on: "
+    )
+    assert cluster.wait(int(job.job_id)) == "CANCELLED"
+    # One that gets its nodes in the very moment reads that it is not wanted.
+    job = slurm.submit(run, held)
+    (run.path / "slurm/stop").write_text(f"{job.job_id}\n")
+    cluster.run("scontrol", "release", job.job_id)
+    assert cluster.wait(int(job.job_id)) == "COMPLETED"
+    assert _events(run) == ["allocated", "stopped"] and not (run.path / "starts").exists()
+
+
+def test_a_cancelled_job_ends_at_once(cluster: Cluster, tmp_path: Path) -> None:
+    run, script = _run(tmp_path, _site(10_000))
+    job = slurm.submit(run, script)
+    _working(cluster, run, 1)
+    said = stop.cancel(run)
+    assert said.startswith(f"job {job.job_id} is cancelled; nothing sealed is lost")
+    assert said.endswith(f"tba submit --config {run.path} --nodes N")
+    stop.await_end(run, seconds=60)
+    assert cluster.wait(int(job.job_id)) == "CANCELLED"
+    assert not run.summary.exists()
+
+
+def test_a_job_waits_for_another_through_its_requeues(cluster: Cluster, tmp_path: Path) -> None:
+    first, script = _run(tmp_path / "first", _site(20))
+    job = slurm.submit(first, script)
+    _working(cluster, first, 1)
+    second = RunDir.create(_config(tmp_path / "second"))
+    (second.path / "slurm").mkdir()
+    order = Job(name="second", run=second.path, after=job.job_id, rank=HELLO, tba=HELLO)
+    waiting = slurm.submit(second, batch_script(order, plan(second.config(), _site(3), 3), _site(3)))
+    cluster.run("scancel", "--batch", "--signal=USR1", job.job_id)
+    cluster.wait(int(job.job_id), "PENDING")
+    assert {part["Reason"] for part in cluster.jobs(int(waiting.job_id))} >= {"Dependency"}
+    _working(cluster, first, 2)
+    assert not _ranks(second, 1), "the first job was only back in the queue"
+    _finished(cluster, first, job)
+    _finished(cluster, second, waiting)
+
+
+@pytest.mark.parametrize("homogeneous", [False, True], ids=["het", "homogeneous"])
+def test_ranks_without_mpi_take_their_places_from_slurm(
+    cluster: Cluster, tmp_path: Path, homogeneous: bool
+) -> None:
+    program = tmp_path / "seat.py"
+    program.write_text(SEAT)
+    settings = ["exchange.transport=files", "launch.trainers=2", "launch.searchers=4"]
+    config = parse_config(_config(tmp_path).model_dump(), settings)
+    run = RunDir.create(config)
+    (run.path / "slurm").mkdir()
+    site = _site().model_copy(update={"mpi": "none"})
+    rank = (sys.executable, str(program))
+    order = Job(name="seats", run=run.path, rank=rank, tba=HELLO)
+    job = slurm.submit(run, batch_script(order, plan(config, site, 3, homogeneous=homogeneous), site))
+    assert cluster.wait(int(job.job_id)) == "COMPLETED", _log(run)
+    seats = [json.loads(file.read_text()) for file in sorted(run.path.glob("seat-*"))]
+    assert [(role, index, gpu) for role, index, gpu, _ in seats] == [
+        *(("searcher", 0, 0), ("searcher", 1, 1), ("searcher", 2, 0), ("searcher", 3, 1)),
+        *(("trainer", 0, 0), ("trainer", 1, 1)),
+    ]
+    hosts = [host for *_, host in seats]
+    assert hosts[0] == hosts[1] != hosts[2] == hosts[3] and hosts[4] == hosts[5] and len(set(hosts)) == 3
+
+
+def test_seeds_become_a_job_each_after_another_run(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.submit("#!/bin/bash\n#SBATCH -N6 --exclusive --output=/dev/null\nsleep 600\n")
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / name).touch()
+    (tmp_path / "it.yaml").write_text(
+        f"{{run: {{name: it}}, model: {{path: {tmp_path}/model}}, task: {{name: arithmetic}}}}"
+    )
+    (tmp_path / "site.yaml").write_text("{gpus_per_node: 1, cpus_per_node: 2, memory: '1000', time: '10'}")
+    words = ["--config", "it.yaml", "--site", "site.yaml", "--nodes", "2"]
+
+    def submit(*options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*SUBMIT, *words, *options], cwd=tmp_path, capture_output=True, text=True)
+
+    table = submit("--seeds", "0-1")
+    assert table.returncode == 0, table.stderr
+    head, *rows = table.stdout.splitlines()
+    assert head.split() == ["job", "run"]
+    assert [row.split()[1] for row in rows] == [f"{tmp_path}/runs/it-seed{seed}" for seed in (0, 1)]
+    jobs = [row.split()[0] for row in rows]
+    answers = json.loads(submit("--seeds", "2,3", "--after", "runs/it-seed1", "--json").stdout)
+    assert [answer["run"][-1] for answer in answers] == ["2", "3"]
+    for answer in answers:
+        assert cluster.jobs(int(answer["job"]))[0]["Dependency"].startswith(f"afterany:{jobs[1]}")
+    twice = submit("--seeds", "4", "--config", "it.yaml")
+    assert twice.returncode == 2 and f"two of these would be the run {tmp_path}/runs/it-seed4" in twice.stderr
+    assert not (tmp_path / "runs/it-seed4").exists()
+    cluster.run("scancel", jobs[1])
+    late = submit("--seeds", "4", "--after", "runs/it-seed1")
+    assert "no job of that run is queued or running" in late.stderr

@@ -1,0 +1,59 @@
+"""Orders: one for each seed and config, what is to end before them, and how their ranks are numbered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from recorded import new_run
+
+from tba_hpc.config import ConfigError
+from tba_hpc.order import Order, parse_seeds, script, spread
+
+ORDER = Order(config=Path("math_gsm8k"), site=Path("generic"), nodes=4, overrides=["train.steps=5"])
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"), [("0-4", [0, 1, 2, 3, 4]), ("7", [7]), ("0,2,7-9,2", [0, 2, 7, 8, 9])]
+)
+def test_seeds_are_spans_and_numbers(text: str, seeds: list[int]) -> None:
+    assert parse_seeds(text) == seeds
+
+
+@pytest.mark.parametrize("text", ["", "a", "4-0", "1,,2", "-1", "0..4"])
+def test_other_seeds_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"--seeds {text} are no seeds: give for example 0-4"):
+        parse_seeds(text)
+
+
+def test_each_config_runs_with_each_seed(tmp_path: Path) -> None:
+    orders = spread(ORDER, [Path("math_gsm8k"), Path("tldr_pythia410m")], "3,5")
+    runs = [order.resolve(order.load_site())[0] for order in orders]
+    assert [run.run_dir.name for run in runs] == [
+        *("math-gsm8k-seed3", "math-gsm8k-seed5"),
+        *("tldr-pythia410m-seed3", "tldr-pythia410m-seed5"),
+    ]
+    assert {run.train.steps for run in runs} == {5}
+    assert spread(ORDER, [ORDER.config], None) == [ORDER]
+    run = new_run(tmp_path)
+    with pytest.raises(ConfigError, match=f"--seeds makes new runs, but {run.path} is one already"):
+        spread(ORDER, [run.path], "0-1")
+
+
+def test_a_job_waits_for_that_of_another_run(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    order = Order(config=ORDER.config, site=ORDER.site, nodes=4, after=run.path)
+    with pytest.raises(ConfigError, match="that run was never submitted"):
+        script(order)
+    (run.path / "slurm").mkdir()
+    (run.path / "slurm/job").write_text("17\n")
+    text = script(order)
+    assert text.index("#SBATCH --dependency=afterany:17\n") < text.index("#SBATCH hetjob")
+    assert text.count("dependency") == 1
+
+
+def test_ranks_that_exchange_files_need_no_mpi() -> None:
+    files = Order(config=ORDER.config, site=ORDER.site, nodes=4, overrides=["exchange.transport=files"])
+    text, mpi = script(files), script(ORDER)
+    assert "srun --mpi=none " in text and "mpi4py" not in text
+    assert "srun --mpi=pmix " in mpi and "-m mpi4py -m tba_hpc" in mpi

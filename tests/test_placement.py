@@ -1,0 +1,60 @@
+"""Where ranks sit that no MPI numbers: by their index, or as srun numbers them in a step of both roles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tba_hpc.config import Config, ConfigError, parse_config
+from tba_hpc.placement import Placement
+
+
+def config_of(trainers: int, searchers: int, **generator: Any) -> Config:
+    return parse_config(
+        {
+            "model": {"path": "tiny"},
+            "exchange": {"transport": "files"},
+            "train": {"prompts_per_step": 4},
+            "generator": generator,
+            "launch": {"trainers": trainers, "searchers": searchers},
+        }
+    )
+
+
+def step(monkeypatch: pytest.MonkeyPatch, rank: int, local: int) -> None:
+    monkeypatch.setenv("SLURM_PROCID", str(rank))
+    monkeypatch.setenv("SLURM_LOCALID", str(local))
+
+
+@pytest.mark.parametrize(
+    ("role", "rank", "local", "index", "first_gpu"),
+    [
+        ("trainer", 0, 0, 0, 0),
+        ("trainer", 1, 1, 1, 1),
+        ("searcher", 2, 2, 0, 2),  # beside both trainers, whose GPUs come first
+        ("searcher", 3, 3, 1, 4),
+        ("searcher", 4, 0, 2, 0),  # on a node of its own
+        ("searcher", 5, 1, 3, 2),
+    ],
+)
+def test_the_ranks_of_a_step_are_trainers_first(
+    monkeypatch: pytest.MonkeyPatch, role: Any, rank: int, local: int, index: int, first_gpu: int
+) -> None:
+    step(monkeypatch, rank, local)
+    found = Placement.join(config_of(2, 4, tensor_parallel=2), role, None)
+    assert (found.index, found.first_gpu, found.mpi) == (index, first_gpu, None)
+
+
+def test_a_given_index_counts_more_and_none_at_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    step(monkeypatch, 5, 1)
+    assert Placement.join(config_of(1, 8), "searcher", 7).index == 7
+    for role, rank in (("trainer", 1), ("searcher", 0), ("searcher", 3)):
+        step(monkeypatch, rank, 0)
+        with pytest.raises(
+            ConfigError, match=rf"rank {rank} of this Slurm step is no {role}: .* start 3 ranks"
+        ):
+            Placement.join(config_of(1, 2), role, None)  # type: ignore[arg-type]
+    monkeypatch.delenv("SLURM_PROCID")
+    with pytest.raises(ConfigError, match="give --index, or start them by srun"):
+        Placement.join(config_of(1, 2), "searcher", None)

@@ -1,0 +1,154 @@
+"""What a config names, and where that is: in folders and caches as the Hugging Face libraries leave them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tba_hpc.config import Config, ConfigError, load_config, parse_config
+from tba_hpc.resources import missing, missing_sentence, place, require_files, resources
+from tba_hpc.types import Resource
+
+MINE = """
+from tba_hpc.types import Resource
+class Mine:
+    @classmethod
+    def resources(cls, task):
+        return [Resource("model", "task.options.judge", "org/judge")]
+"""
+
+
+def named(config: Config) -> list[str]:
+    return [f"{resource.kind}: {resource}" for resource in resources(config)]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            "math_gsm8k",
+            [
+                "model: model.path=realtreetune/rho-1b-sft-GSM8K",
+                "data set: task.name=gsm8k, data=openai/gsm8k (main)",
+            ],
+        ),
+        (
+            "math_qwen7b",
+            [
+                "model: model.path=Qwen/Qwen2.5-7B",
+                "data set: task.name=math, data=DigitalLearningGmbH/MATH-lighteval",
+                "data set: task.name=math, data=HuggingFaceH4/MATH-500",
+            ],
+        ),
+        (
+            "tldr_pythia410m",
+            [
+                "model: model.path=mnoukhov/pythia410m-sft-tldr",
+                "model: task.options.reward_model=mnoukhov/pythia410m-rm-tldr6.9b",
+                "model: task.options.gold_model=cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr",
+                "data set: task.name=tldr, data="
+                "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144",
+            ],
+        ),
+        (
+            "redteam_llama1b",
+            [
+                "model: model.path=meta-llama/Llama-3.2-1B",
+                "model: buffer.embedding_model=sentence-transformers/all-MiniLM-L6-v2",
+                "model: task.options.victim=meta-llama/Llama-3.2-1B-Instruct",
+                "model: task.options.guard=meta-llama/Llama-Guard-3-8B",
+                "model: task.options.embedder=sentence-transformers/all-MiniLM-L6-v2",
+                "file: task.options.attack_prompt_file=attack_prompt.txt",
+            ],
+        ),
+        ("quickstart", ["model: model.path=.cache/tiny-model-seed0"]),
+    ],
+)
+def test_everything_that_a_shipped_config_names_is_listed(config: str, expected: list[str]) -> None:
+    assert named(load_config(Path(config))) == expected
+
+
+def test_files_take_the_place_of_data_of_the_hub() -> None:
+    given = ["task.train_file=a.jsonl"]
+    assert named(load_config(Path("math_gsm8k"), given))[1:] == ["file: task.train_file=a.jsonl"]
+    posts = named(load_config(Path("tldr_pythia410m"), given))
+    assert posts[-1].startswith("data set: "), "its test split is of the hub still"
+    assert len(named(load_config(Path("tldr_pythia410m"), [*given, "task.test_file=b.jsonl"]))) == len(posts)
+
+
+def test_a_task_of_the_users_own_tells_what_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_resources.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = parse_config({"model": {"path": "org/m"}, "task": {"name": "mine_resources:Mine"}})
+    assert named(config) == ["model: model.path=org/m", "model: task.options.judge=org/judge"]
+    assert len(resources(config, of_custom_task=False)) == 1, "nobody's code is imported"
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> dict[str, str]:
+    """Variables of a cache with org/whole, org/partial (a weight is lacking) and org/bare (all are)."""
+    for name in ("whole", "partial", "bare"):
+        model = tmp_path / f"home/hub/models--org--{name}"
+        snapshot = model / "snapshots/abc"
+        snapshot.mkdir(parents=True)
+        (model / "refs").mkdir()
+        (model / "refs/main").write_text("abc")
+        (snapshot / "config.json").write_text("{}")
+        if name != "bare":
+            index = {"weight_map": {"x": "1.safetensors", "y": "2.safetensors"}}
+            (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+            (snapshot / "1.safetensors").touch()
+    (tmp_path / "home/hub/models--org--whole/snapshots/abc/2.safetensors").touch()
+    data = tmp_path / "home/datasets/HuggingFaceH4___math-500/default/0.0.0/abc"
+    data.mkdir(parents=True)
+    (data / "dataset_info.json").write_text("{}")
+    return {"HF_HOME": f"{tmp_path}/home", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("resource", "there"),
+    [
+        (Resource("model", "k", "org/whole"), True),
+        (Resource("model", "k", "org/partial"), False),
+        (Resource("model", "k", "org/bare"), False),
+        (Resource("model", "k", "org/none"), False),
+        (Resource("data set", "k", "HuggingFaceH4/MATH-500"), True),
+        (Resource("data set", "k", "HuggingFaceH4/MATH-500", "default"), True),
+        (Resource("data set", "k", "HuggingFaceH4/MATH-500", "other"), False),
+        (Resource("data set", "k", "openai/gsm8k", "main"), False),
+    ],
+)
+def test_what_is_whole_in_the_cache_is_found(cache: dict[str, str], resource: Resource, there: bool) -> None:
+    assert (place(resource, cache) is not None) == there
+    elsewhere = {
+        "HF_HUB_CACHE": f"{cache['HF_HOME']}/hub",
+        "HF_DATASETS_CACHE": f"{cache['HF_HOME']}/datasets",
+    }
+    assert (place(resource, elsewhere) is not None) == there
+
+
+def test_a_job_without_network_misses_what_is_not_in_its_cache(cache: dict[str, str], tmp_path: Path) -> None:
+    config = parse_config({"model": {"path": "org/partial"}, "task": {"name": "math"}})
+    lacking = missing(config, cache)
+    assert [resource.name for resource in lacking] == ["org/partial", "DigitalLearningGmbH/MATH-lighteval"]
+    said = missing_sentence(lacking, cache, "tba fetch it")
+    assert said.startswith(f"not in {tmp_path}/home (HF_HOME), where the job looks, ")
+    assert "model.path=org/partial, task.name=math, data=DigitalLearning" in said
+    assert said.endswith(" type: tba fetch it")
+    assert missing(config, {**cache, "HF_HUB_OFFLINE": "0"}) == [], "it may ask the hub"
+    assert missing(config, {**cache, "HF_HOME": "$NODES_ALONE_KNOW/cache"}) == []
+    folder = parse_config({"model": {"path": str(tmp_path)}, "task": {"name": "arithmetic"}})
+    assert missing(folder, cache) == []
+
+
+def test_local_files_must_exist_also_those_of_a_tasks_options(tmp_path: Path) -> None:
+    tree = {
+        "model": {"path": str(tmp_path)},
+        "task": {"name": "tldr", "options": {"reward_model": "./no/reward"}},
+    }
+    with pytest.raises(
+        ConfigError, match=r"^task.options.reward_model=./no/reward does not exist: check the"
+    ):
+        require_files(parse_config(tree))

@@ -1,0 +1,169 @@
+"""``tba stop`` and ``tba cancel`` of runs on this machine, with real launchers.
+
+Of Slurm jobs: slurm/test_commands.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from recorded import happen
+
+from tba_hpc.config import parse_config
+from tba_hpc.launch import LaunchError, stop
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import read_events
+from tba_hpc.run.owners import Owner
+from tests.test_local_launch import PLAYER, wait_until
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from tba_hpc.launch.local import launch
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.owners import owned
+run = RunDir.open(Path(sys.argv[1]))
+with owned(run):
+    sys.exit(launch(run, run.config(), program=[sys.executable, *sys.argv[2:]]))
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    tree = {
+        "run": {"root": str(tmp_path)},
+        "model": {"path": "tiny"},
+        "exchange": {"transport": "files"},
+        "launch": {"searchers": 2},
+    }
+    return RunDir.create(parse_config(tree))
+
+
+class Launched:
+    """A launcher of three ranks that behave as ``mode`` says; see PLAYER."""
+
+    def __init__(self, run: RunDir, mode: str, *, interruptible: bool = True) -> None:
+        player = run.path.parent / "player.py"
+        player.write_text(PLAYER)
+        heard = signal.SIG_DFL if interruptible else signal.SIG_IGN
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, str(run.path), str(player), mode],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, heard),
+        )
+        wait_until(lambda: len(list(run.path.glob("pid-*"))) == 3 and all(self.ranks(run)))
+        wait_until(lambda: (run.logs / "latest/at-work").exists())
+
+    @staticmethod
+    def ranks(run: RunDir) -> list[str]:
+        return [path.read_text() for path in run.path.glob("pid-*")]
+
+
+@pytest.fixture
+def launched(run: RunDir) -> Iterator[list[Launched]]:
+    """Those that a test has started; none outlives it."""
+    made: list[Launched] = []
+    yield made
+    for one in made:
+        one.process.kill()
+        one.process.wait()
+
+
+def events(run: RunDir) -> list[str]:
+    return [event["event"] for event in read_events(run)]
+
+
+def all_gone(pids: list[str]) -> bool:
+    """Whether none runs; a dead one may wait for whoever is to reap it."""
+    states = [Path(f"/proc/{pid}/stat") for pid in pids]
+    found = [state.read_text().rpartition(")")[2].split()[0] for state in states if state.exists()]
+    return set(found) <= {"Z", "X"}
+
+
+def test_nobody_at_work_is_said_with_what_goes_on(run: RunDir) -> None:
+    said = f"nobody is at work on {run.path}; to go on with it: tba run {run.path}"
+    assert stop.stop(run) == stop.cancel(run) == said
+    happen(run, time.time(), "submitted", job="7", command="tba submit --config it --nodes 3")
+    assert stop.stop(run).endswith("to go on with it: tba submit --config it --nodes 3")
+    run.mark_finished()
+    assert stop.stop(run) == f"nobody is at work on {run.path}; it is finished"
+    assert not list(run.owners.glob("*")), "a question leaves nothing behind"
+
+
+def test_stop_lets_a_run_here_checkpoint_and_end(run: RunDir, launched: list[Launched]) -> None:
+    launched.append(Launched(run, "wait"))
+    pid = launched[0].process.pid
+    said = stop.stop(run)
+    assert said.startswith(f"process {pid} on ") and said.endswith(f"to go on then: tba run {run.path}")
+    stop.await_end(run, seconds=30)
+    assert launched[0].process.wait(5) == 0
+    assert events(run) == ["start", "signal", "stopped"]
+    assert run.summary.exists(), "the trainer had the time to write"
+
+
+def test_a_deadline_names_who_has_not_ended(run: RunDir, launched: list[Launched]) -> None:
+    launched.append(Launched(run, "stubborn"))
+    stop.stop(run)
+    pid = launched[0].process.pid
+    with pytest.raises(
+        LaunchError, match=rf"process {pid} on .* after 0.3 s still: .*: tba cancel {run.path}"
+    ):
+        stop.await_end(run, seconds=0.3)
+
+
+def test_cancel_ends_a_run_here_at_once(run: RunDir, launched: list[Launched]) -> None:
+    launched.append(Launched(run, "wait"))
+    ranks = launched[0].ranks(run)
+    said = stop.cancel(run)
+    assert "nothing sealed is lost" in said and said.endswith(f"tba run {run.path}")
+    assert stop.at_work(run) is None and all_gone(ranks)
+    assert events(run)[-1] == "aborted"
+    assert not run.summary.exists(), "nobody had the time to write"
+
+
+def test_cancel_kills_a_launcher_that_does_not_listen(
+    run: RunDir, launched: list[Launched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop, "ASK_SECONDS", 0.5)
+    launched.append(Launched(run, "stubborn", interruptible=False))
+    ranks = launched[0].ranks(run)
+    stop.cancel(run)
+    assert launched[0].process.wait(5) == -signal.SIGKILL
+    wait_until(lambda: all_gone(ranks))
+    assert events(run) == ["start", "aborted"]
+
+
+def test_a_run_at_work_elsewhere_is_not_touched(run: RunDir) -> None:
+    run.owners.mkdir()
+    claim = run.owners / "launch.000001"
+    claim.write_text(Owner(host="node7", machine="another", pid=4711, began=1, since=time.time()).to_json())
+    for ask in (stop.stop, stop.cancel):
+        with pytest.raises(
+            LaunchError, match=r"process 4711 on node7, .*: log in to node7 and type the same"
+        ):
+            ask(run)
+
+
+def test_a_job_that_nobody_here_knows_of_is_said_so(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run.path / "slurm").mkdir()
+    (run.path / "slurm/job").write_text("7\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match=r"job 7 may be at work on .* squeue does not answer here"):
+        stop.stop(run)
+
+
+def test_the_commands_print_one_sentence(run: RunDir) -> None:
+    for verb in ("stop", "cancel"):
+        command = [sys.executable, "-m", "tba_hpc", verb, str(run.path), "--wait", "1"]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ})
+        assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("nobody is at work on ")
