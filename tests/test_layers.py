@@ -20,7 +20,7 @@ LAYERS = [
     {"metrics", "freshness"},
     {"merger", "step_log", "search_log"},
     {"trainer", "searcher", "scorer", "online_evaluation", "backends", "tasks", "launch", "report"},
-    {"ending", "placement"},
+    {"ending", "placement", "elastic"},
     {"runtime", "audit", "evaluate", "doctor", "task_check"},
     {"submit"},
     {"cli"},

@@ -42,6 +42,9 @@ LIBVER = ("earliest", "v110")
 REFUSED = ".refused"
 """Added to the name of a file that was set aside."""
 
+EVERYBODY = range(1 << 20)
+"""All numbers that a searcher may have: as many as there are in a uid."""
+
 _MAX_ROWS = 1 << 20  # bits of the row in a uid
 _MAGIC = b"tba-hpc "
 _START = re.compile(_MAGIC + rb"(\w+) schema=(\d+) bytes=(\d+) ")
@@ -317,13 +320,17 @@ class PendingShards:
 
     A searcher's indices have no gaps, but a client of a shared file system may see a file late, and a later
     one before it: what others follow is waited for ``patience`` seconds, and is passed over, with a warning,
-    only then. searchers: numbers below it are looked for even where the listing of their folders lags.
+    only then. searchers: these numbers, or those below it, are looked for even where the listing of their
+    folders lags. among: numbers of which none but these is read.
     A file that cannot be used is set aside, logged, and left out; several ranks may read at once.
     """
 
-    def __init__(self, run: RunDir, *, searchers: int = 0, patience: float = 0.0) -> None:
+    def __init__(
+        self, run: RunDir, *, searchers: int | range = 0, patience: float = 0.0, among: range = EVERYBODY
+    ) -> None:
         self._run = run
-        self._searchers = range(searchers)
+        self._searchers = searchers if isinstance(searchers, range) else range(searchers)
+        self._among = among
         self._patience = patience
         self._missed: dict[Path, float] = {}  # since when, on the monotonic clock
         self._given_up: set[Path] = set()
@@ -357,7 +364,7 @@ class PendingShards:
             if not passes(error):
                 raise
             listed = []
-        return sorted({*listed, *cursors, *self._searchers})
+        return sorted(number for number in {*listed, *cursors, *self._searchers} if number in self._among)
 
     def _read(self, searcher: int, index: int, *, beyond: bool = False) -> Iterator[Shard]:
         """One searcher's, as far as none is missed. beyond: look for more than is listed."""
