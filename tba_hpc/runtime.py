@@ -10,11 +10,10 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,7 +84,7 @@ from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
 from tba_hpc.tasks import load_task
 from tba_hpc.trainer import Trainer
-from tba_hpc.types import Publication, Ragged, Request, Role, Shard, Split, WeightLayout
+from tba_hpc.types import Publication, Ragged, Request, Role, Split, WeightLayout
 from tba_hpc.wording import printable
 
 if TYPE_CHECKING:
@@ -143,18 +142,16 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
     """Restore what the last checkpoint holds, train, and bring the run to its end."""
     folder, saved, completed, buffer = _restore(run, config)
     metrics = _metrics(run, config, "trainer", 0)
-    shards, elastic = _pending_shards(run, config), _elastic_shards(run, config)
     state = merge_pending(
         config,
-        # All of those who start with this trainer. The others go on: what is not seen yet comes in a round.
-        chain(shards.read_all(saved.cursors), elastic.read(saved.cursors)),
+        _pending_shards(run, config).read_all(saved.cursors),
         state=saved,
         buffer=buffer,
         completed=completed,
         metrics=metrics,
     )
     progress = Progress(completed, state.cursors)
-    exchange = _open_trainer(run, config, placement, learner.layout, shards, elastic, progress)
+    exchange = _open_trainer(run, config, placement, learner.layout, progress)
     note_at_work(run)
     if folder:  # only now, since the other trainer ranks follow once they are in the exchange
         if find_evaluation(run, "test", 0) is None:  # it was cut short; these are still the first weights
@@ -265,22 +262,27 @@ def _search_for_a_while(run: RunDir, config: Config) -> None:
         log.info("place %d of %s is ours", place.searcher, run.path)
         Placement.alone(config, place.searcher).choose_gpus()
         seed = _seed(config, place.searcher, run.attempt_number, place.lease)
-        parts = SearchParts.make(run, config, place.searcher, seed=seed)
-        with (
-            _led() as stop,
-            Visit(run, config, place.searcher, metrics=parts.metrics, told=lambda: stop.is_set) as visit,
-        ):
-            progress = _join(run, config, place.searcher, visit.exchange)
-            parts.searcher(
-                visit.exchange,
-                progress,
-                requests=visit.requests(parts.task, progress),
-                evaluator=_online_evaluator(run, config, parts.task),
-                report=visit.report(partial(_report, run, config)),
-                stop_asked=lambda: stop.is_set,
-            ).run()
-            log.info("leaving: %s", visit.why)
-        parts.generator.close()
+        _stay(SearchParts.make(run, config, place.searcher, seed=seed))
+
+
+def _stay(parts: SearchParts) -> None:
+    """Search in a place that is held, until told to go, or the run is finished."""
+    run, config, metrics = parts.run, parts.config, parts.metrics
+    with (
+        _led() as stop,
+        Visit(run, config, parts.index, metrics=metrics, told=lambda: stop.is_set) as visit,
+    ):
+        progress = _join(run, config, parts.index, visit.exchange)
+        parts.searcher(
+            visit.exchange,
+            progress,
+            requests=visit.requests(parts.task, progress),
+            evaluator=_online_evaluator(run, config, parts.task),
+            report=visit.report(partial(_report, run, config)),
+            stop_asked=lambda: stop.is_set,
+        ).run()
+        log.info("leaving: %s", visit.why)
+    parts.generator.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,24 +375,10 @@ def _report(run: RunDir, config: Config, searcher: int, searchers: int, part: Ev
     insist(lambda: write_evaluation(run, searcher, searchers, part), seconds=_disk_patience(config))
 
 
-def _pending_shards(run: RunDir, config: Config) -> PendingShards:
-    """Those of the searchers that a start has."""
-    return PendingShards(
-        run,
-        searchers=config.launch.searchers,
-        patience=config.exchange.deadline_seconds,
-        among=range(FIRST_ELASTIC),
-    )
-
-
-def _elastic_shards(run: RunDir, config: Config) -> PendingShards:
-    """Those of the searchers that come and go."""
-    return PendingShards(
-        run,
-        searchers=config.launch.elastic_searchers,
-        patience=config.exchange.deadline_seconds,
-        among=range(FIRST_ELASTIC, EVERYBODY.stop),
-    )
+def _pending_shards(run: RunDir, config: Config, among: range = EVERYBODY) -> PendingShards:
+    """Those of the searchers of such numbers."""
+    expected = [*range(config.launch.searchers), *config.launch.elastic_searchers]
+    return PendingShards(run, searchers=expected, patience=config.exchange.deadline_seconds, among=among)
 
 
 def _disk_patience(config: Config) -> float:
@@ -439,39 +427,36 @@ def _open_trainer(
     config: Config,
     placement: Placement,
     layout: WeightLayout,
-    shards: PendingShards,
-    elastic: PendingShards,
     progress: Progress,
 ) -> TrainerExchange:
     def evaluated(split: Split, step: int) -> bool:
         return find_evaluation(run, split, step) is not None
 
-    def all_shards(cursors: Mapping[int, int]) -> Iterator[Shard]:
-        return chain(shards.read(cursors), elastic.read(cursors))
-
-    def board(read_pending: Callable[[Mapping[int, int]], Iterable[Shard]]) -> FileTrainerExchange:
+    def board(among: range) -> FileTrainerExchange:
         return FileTrainerExchange(
             run.weights,
             layout,
-            read_pending=read_pending,
+            read_pending=_pending_shards(run, config, among).read,
             progress=progress,
             evaluated=evaluated,
             patience=_disk_patience(config),
         )
 
     if placement.mpi is None:
-        return board(all_shards)
+        return board(EVERYBODY)
     from tba_hpc.backends.mpi_exchange import MpiTrainerExchange
 
     world = MpiTrainerExchange.open(
         placement.mpi,
         layout,
         bucket_mb=config.exchange.bucket_mb,
-        read_pending=shards.read,
+        read_pending=_pending_shards(run, config, range(FIRST_ELASTIC)).read,
         progress=progress,
         evaluated=evaluated,
     )
-    return HybridTrainerExchange(world, board(elastic.read)) if config.launch.elastic else world
+    if not config.launch.elastic:
+        return world
+    return HybridTrainerExchange(world, board(range(FIRST_ELASTIC, EVERYBODY.stop)))
 
 
 def _open_follower(

@@ -154,7 +154,10 @@ class Sealed(NamedTuple):
 
 @dataclass
 class Merged:
-    """What the surviving history of a run has merged; cursors: per searcher, the shard that comes next."""
+    """What the surviving history of a run has merged; cursors: per searcher, the shard that comes next.
+
+    dropped: trajectories that came too late, or answered a request anew.
+    """
 
     revision: int = 0
     shards: int = 0
@@ -162,6 +165,7 @@ class Merged:
     tokens: int = 0
     duplicates: int = 0
     evicted: int = 0
+    dropped: int = 0
     cursors: dict[int, int] = field(default_factory=dict)
 
     def take(self, record: Record) -> None:
@@ -173,6 +177,7 @@ class Merged:
             self.trajectories += _whole(record, "trajectories")
             self.tokens += _whole(record, "tokens")
             self.duplicates += _whole(record, "duplicates")
+            self.dropped += _whole(record, "late") + _whole(record, "again")
             self.cursors[_whole(record, "searcher")] = _whole(record, "shard") + 1
 
     def copy(self) -> Merged:

@@ -28,6 +28,8 @@ from tba_hpc.report.summary import (
 from tba_hpc.report.worries import Worry, worries
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
+from tba_hpc.run.notes import rank_name
+from tba_hpc.run.owners import Owner, holders
 from tba_hpc.types import Split
 
 QUEUE_SECONDS = 10.0
@@ -111,6 +113,8 @@ class RunMonitor:
     attempts: list[Attempt] = field(default_factory=list)
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
     job: list[QueueEntry] = field(default_factory=list)
+    visitors: dict[int, Owner] = field(default_factory=dict)
+    """Searchers that come and go, as far as they are there."""
     _asked: float = -QUEUE_SECONDS
     _opened: float = field(default_factory=time.time)
     _tails: dict[Path, MetricsTail] = field(default_factory=dict)
@@ -151,7 +155,12 @@ class RunMonitor:
     def _ask_slurm(self) -> None:
         if time.monotonic() - self._asked >= QUEUE_SECONDS:
             self.job = self.queue(self.run)
+            self.visitors = self._find_visitors()
             self._asked = time.monotonic()  # after the answer, which may take its time
+
+    def _find_visitors(self) -> dict[int, Owner]:
+        names = {rank_name("searcher", number): number for number in self.config.launch.elastic_searchers}
+        return {names[name]: owner for name, owner in holders(self.run, names).items()} if names else {}
 
     @property
     def attempt(self) -> Attempt | None:

@@ -53,7 +53,7 @@ class Counts:
     attempts: starts of the trainer's loop. steps: of the surviving history; redone: those that resumes took
     back. shards, trajectories, tokens: acknowledged, which no accident takes back: merged by the surviving
     history, or sealed beyond it; tokens are of completions. duplicates, evicted: what the replay buffer did
-    with those merged.
+    with those merged; dropped: those of them that it did not get, as they came too late or once more.
     """
 
     attempts: int
@@ -64,6 +64,7 @@ class Counts:
     tokens: int
     duplicates: int
     evicted: int
+    dropped: int
 
     @classmethod
     def of(cls, trainer: TrainerDigest) -> Counts:
@@ -78,6 +79,7 @@ class Counts:
             tokens=merged.tokens,
             duplicates=merged.duplicates,
             evicted=merged.evicted,
+            dropped=merged.dropped,
         )
 
     def add_waiting(
@@ -210,7 +212,7 @@ class Summary:
     under the policy of step ``perplexity_reference``; None, too, without a reference model, and before where
     another policy was the reference then.
     train_seconds: wall time of the trainer's loop, over all attempts, waits and evaluations included.
-    steps, attempts, redone, shards, trajectories, tokens, duplicates, evicted: see ``Counts``.
+    steps, attempts, redone, shards, trajectories, tokens, duplicates, evicted, dropped: see ``Counts``.
     generated_tokens: by all searchers, for evaluations and by those that were killed, too.
     searcher_tokens_per_second: of all searchers together, while they ran.
     publish_stall_seconds, seal_share, staleness, propagation_seconds: means over the run.
@@ -236,6 +238,7 @@ class Summary:
     tokens: int
     duplicates: int
     evicted: int
+    dropped: int
     generated_tokens: int
     searcher_tokens_per_second: float | None
     trainer_wait_share: float | None
