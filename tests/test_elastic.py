@@ -166,6 +166,21 @@ def test_the_silent_make_room_and_others_of_the_same_job_do_not(
         assert place.searcher == FIRST_ELASTIC
 
 
+def test_their_signs_of_life_are_none_of_a_job_that_is_gone(run: RunDir, tmp_path: Path) -> None:
+    """Where squeue cannot be asked, its own ranks tell of it."""
+    run.owners.mkdir()
+    job = Owner(host="node7", machine="another", job="17")
+    (run.owners / "launch.000001").write_text(job.to_json())
+    os.utime(run.owners / "launch.000001", (0, 0))
+    rank = run.owners / "searcher-0000.000001"
+    rank.write_text(replace(job, pid=4711).to_json())
+    with leased_place(run, run.config()), pytest.raises(owners.OwnedError):
+        owners.refuse_owned(run)
+    os.utime(rank, (0, 0))
+    with leased_place(run, run.config()):
+        owners.refuse_owned(run)
+
+
 def test_who_is_there(run: RunDir) -> None:
     names = [f"searcher-{number}" for number in run.config().launch.elastic_searchers]
     with leased(run, names), leased(run, names):

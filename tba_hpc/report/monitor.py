@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tba_hpc.config import Config
+from tba_hpc.config import Config, is_elastic
 from tba_hpc.metrics import MetricsTail, Record, number
 from tba_hpc.report.attempts import Attempt, CumulativeCounter, Event, attempts, count_faults
 from tba_hpc.report.curves import History
@@ -94,8 +94,12 @@ class Progress:
 
     @property
     def newest(self) -> float:
-        """Time of the newest record, unix seconds; 0 where there is none."""
-        return max(series([self.latest, *self.searchers.values()], "time"), default=0.0)
+        """Time of the newest record, unix seconds; 0 where there is none.
+
+        Not of searchers that come and go: they live on when the run is gone.
+        """
+        own = [record for searcher, record in self.searchers.items() if not is_elastic(searcher)]
+        return max(series([self.latest, *own], "time"), default=0.0)
 
 
 @dataclass

@@ -327,8 +327,18 @@ def _is_of(run: RunDir, comment: str) -> bool:
 
 def _last_sign(run: RunDir, claim: Claim) -> float:
     """When an owner last gave a sign of life, a job by its ranks; by the file system's clock."""
-    files = run.owners.glob("[!.]*") if not claim.owner.pid else [claim.file]
-    return max((_sign_of(file) for file in files if file), default=0.0)
+    if claim.owner.pid:
+        return _sign_of(claim.file) if claim.file else 0.0
+    ranks = (file for file in run.owners.glob("[!.]*") if not _is_leased(file))
+    return max(map(_sign_of, ranks), default=0.0)
+
+
+def _is_leased(file: Path) -> bool:
+    """Whether it is a claim of one that comes and goes, which lives on without the run's job."""
+    try:
+        return Owner(**json.loads(file.read_text())).alike
+    except FileNotFoundError:
+        return False
 
 
 def _clock(run: RunDir) -> float:
