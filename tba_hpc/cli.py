@@ -204,10 +204,15 @@ def train(run: RunPath, index: Index = None) -> None:
 
 @app.command()
 def search(run: RunPath, index: Index = None) -> None:
-    """Be a searcher rank of RUN (started by mpiexec or srun)."""
+    """Search for RUN: as a rank, started by mpiexec or srun; or, typed by hand anywhere, for a while."""
     from tba_hpc import runtime
+    from tba_hpc.elastic import NO_PLACE, NoPlaceError
 
-    runtime.search(_open(run), index)
+    try:
+        runtime.search(_open(run), index)
+    except NoPlaceError as error:
+        print(f"tba: {printable(str(error))}", file=sys.stderr)
+        raise typer.Exit(NO_PLACE) from None
     gc.freeze()
 
 

@@ -164,6 +164,10 @@ class BufferSection(Section):
     """Optimizer steps that may learn from a trajectory; then it is evicted, and with it what is left of its
     prompt where that is less than a group. The trainer waits where fewer prompts than a step needs are left.
     None: no limit."""
+    max_age_steps: int | None = Field(None, ge=1)
+    """Most optimizer steps between the weights that sampled a trajectory and the step before which it is
+    merged; one that comes later is dropped, and counted. None: all are merged. (What exchange.max_staleness
+    bounds is the age in use.)"""
     near_duplicates: float | None = Field(None, gt=0, le=0.5)
     """Share of the tokens of two completions of a prompt: where fewer edits lead from one to the other, only
     the better one is kept. None: only equal ones count as duplicates."""
@@ -463,11 +467,48 @@ class MetricsSection(Section):
     """Also write TensorBoard event files under metrics/tensorboard."""
 
 
+FIRST_ELASTIC = 5000
+"""Number of the first searcher that comes and goes; below are those that a start has. Kept apart, because
+launch.searchers may change while one that came by itself goes on under its number."""
+
+
 class LaunchSection(Section):
     trainers: MayChange[int] = Field(1, ge=1)
     """Trainer ranks, one per GPU."""
-    searchers: MayChange[int] = Field(1, ge=1)
-    """Searcher ranks, one engine each."""
+    searchers: MayChange[int] = Field(1, ge=0, lt=FIRST_ELASTIC)
+    """Searcher ranks, one engine each, that start and end with the trainer; 0: only such as come and go."""
+    elastic: MayChange[int] = Field(0, ge=0, lt=FIRST_ELASTIC)
+    """Places for searchers that come and go while the run trains, each started by ``tba search RUN`` on any
+    machine that sees the run directory; 0: none. Prompts of a place that nobody has wait for who comes."""
+    elastic_patience_seconds: MayChange[float] = Field(3600.0, gt=0)
+    """Longest time that such a searcher waits for a trainer that is still in the queue, or back in it, s."""
+
+    @property
+    def places(self) -> int:
+        """Among how many searchers, there or not, the requests of a run are shared out."""
+        return self.searchers + self.elastic
+
+    def place_of(self, searcher: int) -> int:
+        """Place of a searcher among these: it asks the requests whose number leaves this rest."""
+        return searcher if searcher < FIRST_ELASTIC else self.searchers + searcher - FIRST_ELASTIC
+
+    @property
+    def elastic_searchers(self) -> range:
+        """Numbers of the searchers that come and go."""
+        return range(FIRST_ELASTIC, FIRST_ELASTIC + self.elastic)
+
+    @model_validator(mode="after")
+    def _somebody_searches(self) -> LaunchSection:
+        if not self.places:
+            raise ValueError(
+                "launch.searchers=0 with launch.elastic=0 leaves nobody to search: raise one of them"
+            )
+        return self
+
+
+def is_elastic(searcher: int) -> bool:
+    """Whether a searcher of this number comes and goes."""
+    return searcher >= FIRST_ELASTIC
 
 
 class Config(Section):
@@ -547,6 +588,16 @@ class Config(Section):
         if self.on_policy and "reward_temperature" not in self.buffer.model_fields_set:
             settled["reward_temperature"] = None
         object.__setattr__(self, "buffer", self.buffer.model_copy(update=settled))
+        return self
+
+    @model_validator(mode="after")
+    def _those_who_leave_owe_nothing(self) -> Config:
+        if self.launch.elastic and self.exchange.max_staleness is not None:
+            raise ValueError(
+                f"launch.elastic={self.launch.elastic} lets searchers leave that owe what "
+                f"exchange.max_staleness={self.exchange.max_staleness} waits for: leave out one of the two, "
+                "or bound the age of what comes by buffer.max_age_steps"
+            )
         return self
 
     @model_validator(mode="after")

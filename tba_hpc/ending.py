@@ -6,10 +6,11 @@ It must not know how the run was trained.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tba_hpc.config import Config
+from tba_hpc.config import Config, LaunchSection
 from tba_hpc.metrics import MetricsTail, number
 from tba_hpc.ports import ExchangeError, Learner, TrainerExchange
 from tba_hpc.report.digest import Sealed
@@ -86,7 +87,7 @@ def _evaluation_arrives(run: RunDir, config: Config, trainer: Trainer) -> bool:
     Raises ExchangeError where for a whole deadline none of those whose part is missing has done anything.
     """
     step, patience = config.train.steps, config.exchange.deadline_seconds
-    watch = Watch(run, config.launch.searchers, step)
+    watch = Watch(run, config.launch, step)
     while find_evaluation(run, "test", step) is None:
         if trainer.stopping:
             return False
@@ -95,7 +96,7 @@ def _evaluation_arrives(run: RunDir, config: Config, trainer: Trainer) -> bool:
         if watch.silence > patience:
             raise ExchangeError(
                 f"the last evaluation is incomplete, and {watch.missing_words} generated nothing for "
-                f"{patience:g} s: see the log in {run.attempt}; the model is in {run.export}, and the same "
+                f"{patience:g} s: {watch.remedy}; the model is in {run.export}, and the same "
                 "run, started again, evaluates only what is missing"
             )
         time.sleep(POLL_SECONDS)
@@ -106,11 +107,12 @@ def _evaluation_arrives(run: RunDir, config: Config, trainer: Trainer) -> bool:
 class Watch:
     """When a searcher whose part of the last evaluation is missing was last heard of.
 
-    News is a part that has come, or a record of tokens generated.
+    News is a part that has come, or a record of tokens generated. Where all searchers come and go, one of
+    them evaluates, whichever it is.
     """
 
     run: RunDir
-    searchers: int
+    launch: LaunchSection
     step: int
     missing: list[int] = field(default_factory=list)
     _tails: dict[int, MetricsTail] = field(default_factory=dict)
@@ -130,10 +132,15 @@ class Watch:
         return time.monotonic() - self._heard
 
     def _look(self) -> None:
-        before, self.missing = self.missing, missing_parts(self.run, "test", self.step, self.searchers)
-        at_work = [self._is_at_work(searcher) for searcher in self.missing]  # all, lest old news wait
+        parts = self.launch.searchers or 1
+        before, self.missing = self.missing, missing_parts(self.run, "test", self.step, parts)
+        at_work = [self._is_at_work(searcher) for searcher in self._who_may_be_missing]  # lest old news wait
         if self.missing != before or any(at_work):
             self.heard()
+
+    @property
+    def _who_may_be_missing(self) -> Sequence[int]:
+        return self.missing if self.launch.searchers else self.launch.elastic_searchers
 
     def _is_at_work(self, searcher: int) -> bool:
         """Whether a searcher has written of anything done since the last look."""
@@ -144,8 +151,17 @@ class Watch:
         return any(number(record, "search/tokens", 0.0) > 0 for record in records)
 
     @property
+    def remedy(self) -> str:
+        """What to look at, or to start."""
+        if self.launch.searchers:
+            return f"see the log in {self.run.attempt}"
+        return f"where no searcher is at work, add one: tba search {self.run.path}"
+
+    @property
     def missing_words(self) -> str:
         """Who they are."""
+        if not self.launch.searchers:
+            return "searchers that come and go"
         named = ", ".join(map(str, self.missing[:NAMED]))
         more = f" and {len(self.missing) - NAMED} more" if len(self.missing) > NAMED else ""
         return f"searcher{'' if len(self.missing) == 1 else 's'} {named}{more}"

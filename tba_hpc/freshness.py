@@ -79,6 +79,14 @@ class Freshness:
             stale |= np.abs(step - record["version_oldest"]) > bound
         return stale
 
+    def is_late(self, record: np.ndarray, step: int) -> np.ndarray:
+        """bool [N] of RECORD [N]: which trajectories come too late to be merged before ``step``."""
+        limit = self._config.buffer.max_age_steps
+        if limit is None:
+            return np.zeros(len(record), bool)
+        late: np.ndarray = np.abs(step - record["version_oldest"]) > limit
+        return late
+
     def filling(self, step: int) -> bool:
         """Whether the initial buffer of a run is what it waits for."""
         return step == 0 and self._config.exchange.max_staleness is None
@@ -146,14 +154,24 @@ class Freshness:
             return (
                 f"holds {len(self._buffer)} of {self._config.buffer.initial_completions} initial completions",
                 "see the searchers' logs, or lower buffer.initial_completions if the task has too few "
-                "distinct completions",
+                f"distinct completions{self._or_add_one}",
             )
         searchers = sorted(self._owed) if self._budget else range(self._config.launch.searchers)
         shortage = f"got no shard in the last {step - self._fed} steps"
         if self._missing_groups:
             wanted = self._config.train.prompts_per_step
             shortage = f"holds {self._groups} of the {wanted} groups that step {step} needs"
+        if self._config.launch.elastic:
+            return shortage, f"see the searchers' logs{self._or_add_one}"
         return shortage, f"see the logs of searchers {', '.join(map(str, searchers))}, which owe them"
+
+    @property
+    def _or_add_one(self) -> str:
+        """What to do where all searchers have gone."""
+        launch = self._config.launch
+        none = "" if launch.searchers else " (none belongs to the run itself)"
+        add = f"; where no searcher is at work{none}, add one: tba search {self._config.run_dir}"
+        return add if launch.elastic else ""
 
 
 class RolloutBudget:

@@ -1,27 +1,42 @@
 """Brings sealed shards into the replay buffer, each exactly once, and takes out what is stale or used up.
 
 It must not know how shards arrive, or what is learned from them. Every change leaves a line in the trainer's
-metrics, for shards are pruned: ``tba audit`` follows these lines.
+metrics, for shards are pruned: ``tba audit`` follows these lines. What comes too late stays out, and so does
+a group whose request was answered before: where searchers come and go, one that was frozen while another
+took its place may have asked for it, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 
 import numpy as np
 
 from tba_hpc.buffer import Merged, ReplayBuffer
-from tba_hpc.config import Config
+from tba_hpc.config import Config, is_elastic
 from tba_hpc.freshness import Freshness
 from tba_hpc.metrics import MetricsWriter, Value
 from tba_hpc.prompts import CompletedRequests
 from tba_hpc.run.checkpoints import TrainerState
-from tba_hpc.types import Shard
+from tba_hpc.types import Shard, Trajectories
 
 MERGED_AT_ONCE = 32
 """Pending shards in memory at a time: with the decoding of one after the other, that is little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sifted:
+    """What of a shard is merged, and how many of its trajectories stay out: too late, or answered again.
+
+    answered: the requests of the latter.
+    """
+
+    kept: Trajectories
+    late: int
+    again: int
+    answered: Sequence[int]
 
 
 class Merger:
@@ -33,11 +48,15 @@ class Merger:
         completed: CompletedRequests,
         freshness: Freshness,
         metrics: MetricsWriter,
+        *,
+        rivals: bool = False,
     ) -> None:
+        """rivals: whether two searchers may have asked for the same request."""
         self._buffer = buffer
         self._completed = completed
         self._freshness = freshness
         self._metrics = metrics
+        self._rivals = rivals
 
     def merge(self, state: TrainerState, shards: Sequence[Shard], *, sync: int) -> TrainerState:
         """Merge what was collected at once: one revision of the buffer. Shards merged before are left out.
@@ -48,10 +67,10 @@ class Merger:
         if not shards:
             return state
         revision = state.revision + 1
-        merged = self._buffer.merge_each([shard.trajectories for shard in shards], revision, sync=sync)
-        self._completed.add(np.concatenate([shard.trajectories.record["request_id"] for shard in shards]))
-        for shard, what in zip(shards, merged, strict=True):
-            self._log_merge(state.step, revision, shard, what)
+        sifted = [self._sift(state.step, shard) for shard in shards]
+        merged = self._buffer.merge_each([some.kept for some in sifted], revision, sync=sync)
+        for shard, some, what in zip(shards, sifted, merged, strict=True):
+            self._log_merge(state.step, revision, shard, some, what)
         return replace(
             state,
             revision=revision,
@@ -72,7 +91,18 @@ class Merger:
         self._metrics.log({"event": "evicted", "step": step, "revision": revision, "evicted": evicted})
         return replace(state, revision=revision, evicted=self._buffer.evicted)
 
-    def _log_merge(self, step: int, revision: int, shard: Shard, merged: Merged) -> None:
+    def _sift(self, step: int, shard: Shard) -> Sifted:
+        """Sort out what stays out of the buffer; the requests of the shard are completed from now on."""
+        record = shard.trajectories.record
+        again = np.zeros(len(record), bool)
+        if self._rivals or is_elastic(shard.searcher):
+            again = self._completed.among(record["request_id"])
+        late = self._freshness.is_late(record, step) & ~again
+        self._completed.add(record["request_id"])
+        kept, answered = shard.trajectories.where(~(late | again)), np.unique(record["request_id"][again])
+        return Sifted(kept, int(late.sum()), int(again.sum()), answered.tolist())
+
+    def _log_merge(self, step: int, revision: int, shard: Shard, sifted: Sifted, merged: Merged) -> None:
         self._metrics.log(
             {
                 "event": "merged",
@@ -84,6 +114,9 @@ class Merger:
                 "tokens": len(shard.trajectories.completions.values),
                 "request_ids": shard.trajectories.request_ids.tolist(),
                 **asdict(merged),
+                "late": sifted.late or None,
+                "again": sifted.again or None,
+                "answered": sifted.answered or None,
             }
         )
 
@@ -105,7 +138,7 @@ def merge_pending(
     metrics.log(state_event("resumed" if state != TrainerState() else "started", state, buffer))
     freshness = Freshness(config, buffer)
     freshness.update_reference(state.step)
-    merger = Merger(buffer, completed, freshness, metrics)
+    merger = Merger(buffer, completed, freshness, metrics, rivals=config.launch.elastic > 0)
     shards, version = iter(pending), state.step
     state = merger.evict_stale(state)
     while some := list(islice(shards, MERGED_AT_ONCE)):

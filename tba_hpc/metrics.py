@@ -65,6 +65,9 @@ trajectories, tokens            in it (count; tokens of completions)
 request_ids                     list of the requests that its groups answer, by their place in the run's
                                 prompt sequence
 added, duplicates, evicted      what the replay buffer did with them: buffer/… went up by this
+late                            of them, those dropped as older than buffer.max_age_steps (count), if any
+again, answered                 of them, those dropped because their request was answered by a shard before
+                                (count), if any; these requests
 event: evicted                  trajectories dropped as too stale, scored by an older reference, or learned
                                 from often enough (buffer.replay_limit), with ``step``, ``revision``,
                                 ``evicted``: buffer/evicted went up by this
@@ -96,7 +99,13 @@ search/rebuilds                 engines rebuilt after a failure, so far (count)
 search/rejected                 trajectories set aside, so far: the reward is not finite, or the task's code
                                 raised (count)
 event: started                  a record without the above, one per start of this rank, with
-searchers                       searcher ranks that share the prompts (count)
+searchers                       searchers, or places for them, that share the prompts (count)
+place                           this one's among them, where that is not its number
+event: joined                   one that comes and goes is at work, with ``place``, ``host``, and ``job`` (of
+                                Slurm, may be empty)
+event: moved                    the trainer has started again with another number of places: its ``place``
+                                now, among ``searchers``
+event: left                     it has gone, with ``place``, and ``why``: told, finished, no place
 event: sealed                   one per shard, with ``trajectories``, ``tokens``, ``shard`` (its index), and
 search/issued                   training requests taken from the sequence since this start (count)
 ==============================  ========================================================================

@@ -74,6 +74,12 @@ class Placement:
         beside = min(local, max(0, trainers - (rank - local)))  # trainers on this node, which come first
         return cls(index, beside + (local - beside) * gpus, gpus, None)
 
+    @classmethod
+    def alone(cls, config: Config, index: int) -> Placement:
+        """Of a searcher that comes by itself: its GPUs are the next ones after those of its step's ranks."""
+        gpus = config.generator.tensor_parallel
+        return cls(index, int(os.environ.get("SLURM_LOCALID", "0")) * gpus, gpus, None)
+
     def choose_gpus(self) -> None:
         """Of the GPUs that all ranks of a node see, take this one's; a launcher may have chosen already."""
         import torch

@@ -50,9 +50,24 @@ class CompletedRequests:
             self._done = grown
         np.bitwise_or.at(self._done, request_ids // 8, _bit(request_ids))
 
+    def add_one(self, request_id: int) -> None:
+        """Mark a request as completed."""
+        self.add(np.array([request_id]))
+
+    def unite(self, other: CompletedRequests) -> None:
+        """Mark what is completed there as completed here, too."""
+        self.add(np.flatnonzero(np.unpackbits(other.to_array())))
+
     def __contains__(self, request_id: int) -> bool:
         """Whether the group of a request is sealed."""
         return request_id < 8 * self._used and bool(self._done[request_id // 8] & (128 >> request_id % 8))
+
+    def among(self, request_ids: np.ndarray) -> np.ndarray:
+        """bool, of the shape of ``request_ids`` (int64): which of these groups are sealed."""
+        known = request_ids < 8 * self._used
+        found = np.zeros(request_ids.shape, bool)
+        found[known] = self._done[request_ids[known] // 8] & _bit(request_ids[known])
+        return found
 
 
 def _bit(request_ids: np.ndarray) -> np.ndarray:
@@ -106,13 +121,14 @@ class PromptOrder:
             self._permutation = random.permutation(self._n_prompts)
         return int(self._permutation[place])
 
-    def request_ids(self, searcher: int, searchers: int, completed: CompletedRequests) -> Iterator[int]:
-        """Requests of one of ``searchers``, ascending without end, leaving out what is completed.
+    def request_ids(self, place: int, places: int, completed: CompletedRequests) -> Iterator[int]:
+        """Requests of one of ``places``, ascending without end, leaving out what is completed.
 
-        Only this searcher ever issues requests ≡ ``searcher`` (mod ``searchers``), so that none is issued
-        twice in an attempt; a resume issues whatever was not sealed, by any number of searchers.
+        Only who has this place issues requests ≡ ``place`` (mod ``places``), so that none is issued twice in
+        an attempt; the next one who has it, and a resume by any number of searchers, issues whatever was not
+        sealed.
         """
-        mine = itertools.count(searcher, searchers)
+        mine = itertools.count(place, places)
         return (request_id for request_id in mine if request_id not in completed)
 
 
@@ -123,7 +139,8 @@ def training_requests(
     prompts = task.prompts("train")
     order = PromptOrder(config.run.seed, len(prompts))
     section = config.generator
-    for request_id in order.request_ids(searcher, config.launch.searchers, completed):
+    place = config.launch.place_of(searcher)
+    for request_id in order.request_ids(place, config.launch.places, completed):
         temperature = _temperature(config, request_id)
         sampling = Sampling(temperature, section.top_p, section.max_tokens, section.min_tokens)
         prompt = prompts[order.prompt_of(request_id)]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,19 +22,30 @@ import numpy as np
 from tba_hpc import schedules
 from tba_hpc.backends.behaviour_reference import BehaviourReference
 from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange, FileTrainerFollower
-from tba_hpc.backends.hdf5_shards import PendingShards, ShardError, ShardWriter, read_arrays, write_arrays
+from tba_hpc.backends.hdf5_shards import (
+    EVERYBODY,
+    PendingShards,
+    ShardError,
+    ShardWriter,
+    read_arrays,
+    write_arrays,
+)
+from tba_hpc.backends.hybrid_exchange import HybridTrainerExchange
 from tba_hpc.buffer import Embed, ReplayBuffer
-from tba_hpc.config import Config, ConfigError
+from tba_hpc.config import FIRST_ELASTIC, Config, ConfigError
+from tba_hpc.elastic import Visit, comes_by_itself, leased_place, leaving_at_once
 from tba_hpc.ending import end_run
 from tba_hpc.merger import merge_pending
-from tba_hpc.metrics import MetricsWriter
+from tba_hpc.metrics import MetricsWriter, Value
 from tba_hpc.online_evaluation import OnlineEvaluator
 from tba_hpc.placement import Placement, refuse_index
 from tba_hpc.ports import (
     EngineError,
     ExchangeError,
+    Generator,
     Learner,
     Reference,
+    SearcherExchange,
     Task,
     TrainerExchange,
 )
@@ -71,7 +84,8 @@ from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
 from tba_hpc.tasks import load_task
 from tba_hpc.trainer import Trainer
-from tba_hpc.types import Publication, Ragged, Role, Split, WeightLayout
+from tba_hpc.types import Publication, Ragged, Request, Role, Split, WeightLayout
+from tba_hpc.wording import printable
 
 if TYPE_CHECKING:
     from tba_hpc.backends.mpi_exchange import MpiSearcherExchange, MpiTrainerFollower
@@ -128,17 +142,16 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
     """Restore what the last checkpoint holds, train, and bring the run to its end."""
     folder, saved, completed, buffer = _restore(run, config)
     metrics = _metrics(run, config, "trainer", 0)
-    shards = _pending_shards(run, config)
     state = merge_pending(
         config,
-        shards.read_all(saved.cursors),
+        _pending_shards(run, config).read_all(saved.cursors),
         state=saved,
         buffer=buffer,
         completed=completed,
         metrics=metrics,
     )
     progress = Progress(completed, state.cursors)
-    exchange = _open_trainer(run, config, placement, learner.layout, shards, progress)
+    exchange = _open_trainer(run, config, placement, learner.layout, progress)
     note_at_work(run)
     if folder:  # only now, since the other trainer ranks follow once they are in the exchange
         if find_evaluation(run, "test", 0) is None:  # it was cut short; these are still the first weights
@@ -214,12 +227,82 @@ def make_embed(config: Config) -> Embed | None:
 
 
 def search(run: RunDir, index: int | None) -> None:
-    """Be searcher rank ``index`` (None: as MPI says) of ``run`` until the trainer ends it."""
+    """Be searcher rank ``index`` (None: as MPI says) of ``run`` until the trainer ends it.
+
+    Without index, MPI or launcher: one that comes and goes. Raises NoPlaceError where there is none for it.
+    """
+    config = run.config()
+    if comes_by_itself(config, index):
+        _search_for_a_while(run, config)
+        return
     with _placed(run, "searcher", index) as (config, placement):
+        parts = SearchParts.make(
+            run, config, placement.index, seed=_seed(config, placement.index, run.attempt_number)
+        )
+        with _led() as stop:
+            exchange = _open_searcher(run, config, placement)
+            progress = _join(run, config, placement.index, exchange)
+            parts.searcher(
+                exchange,
+                progress,
+                requests=training_requests(config, parts.task, placement.index, progress.completed),
+                evaluator=_online_evaluator(run, config, parts.task, placement.index),
+                report=partial(_report, run, config),
+                stop_asked=lambda: stop.is_set,
+            ).run()
+            parts.generator.close()
+
+
+def _search_for_a_while(run: RunDir, config: Config) -> None:
+    """Come, search until told to go or the run is finished, and go; whatever happens concerns nobody else."""
+    if run.finished:
+        log.info("%s is finished: there is nothing to search for", run.path)
+        return
+    with leaving_at_once(), leased_place(run, config) as place, _errors_told():
+        log.info("place %d of %s is ours", place.searcher, run.path)
+        Placement.alone(config, place.searcher).choose_gpus()
+        seed = _seed(config, place.searcher, run.attempt_number, place.lease)
+        _stay(SearchParts.make(run, config, place.searcher, seed=seed))
+
+
+def _stay(parts: SearchParts) -> None:
+    """Search in a place that is held, until told to go, or the run is finished."""
+    run, config, metrics = parts.run, parts.config, parts.metrics
+    with (
+        _led() as stop,
+        Visit(run, config, parts.index, metrics=metrics, told=lambda: stop.is_set) as visit,
+    ):
+        progress = _join(run, config, parts.index, visit.exchange)
+        parts.searcher(
+            visit.exchange,
+            progress,
+            requests=visit.requests(parts.task, progress),
+            evaluator=_online_evaluator(run, config, parts.task),
+            report=visit.report(partial(_report, run, config)),
+            stop_asked=lambda: stop.is_set,
+        ).run()
+        log.info("leaving: %s", visit.why)
+    parts.generator.close()
+
+
+@dataclass(frozen=True, slots=True)
+class SearchParts:
+    """What a searcher works with, whoever it hands its shards to."""
+
+    run: RunDir
+    config: Config
+    index: int
+    generator: Generator
+    task: Task
+    metrics: MetricsWriter
+    reference: Reference
+
+    @classmethod
+    def make(cls, run: RunDir, config: Config, index: int, *, seed: int) -> SearchParts:
+        """Load models and task. Raises ConfigError."""
         from tba_hpc.backends.vllm_generator import VllmGenerator
 
         # First of all, since its process builds the engine while this one imports torch.
-        seed = _seed(config, placement.index, run.attempt_number)
         generator = VllmGenerator(config.model, config.generator, seed=seed)
         from tba_hpc.backends.hf_model import load_tokenizer
         from tba_hpc.backends.vllm_victim import VllmVictim
@@ -227,33 +310,47 @@ def search(run: RunDir, index: int | None) -> None:
         task = load_task(config.task, load_tokenizer(config.model.path), partial(VllmVictim, seed=seed))
         refuse_long_prompts(task, config)
         refuse_few_prompts(task, config)
-        metrics = _metrics(run, config, "searcher", placement.index)
-        metrics.log({"event": "started", "searchers": config.launch.searchers})
-        reference = _load_reference(run, config)
-        with _led() as stop:
-            exchange = _open_searcher(run, config, placement)
-            progress = _join(run, config, placement.index, exchange)
-            searcher = Searcher(
-                generator=generator,
-                scorer=Scorer(
-                    task,
-                    reference,
-                    _shard_writer(run, config, placement.index, progress),
-                    seal_seconds=config.exchange.seal_seconds,
-                    max_rejected_groups=config.task.max_rejected_groups,
-                ),
-                requests=training_requests(config, task, placement.index, progress.completed),
-                evaluator=_online_evaluator(run, config, task, placement.index),
-                report=partial(_report, run, config),
-                exchange=exchange,
-                metrics=metrics,
-                stop_asked=lambda: stop.is_set,
-                sequences=(config.generator.prompts_in_flight + PROMPTS_AHEAD)
-                * config.generator.completions_per_prompt,
-                pending_shards=config.exchange.pending_shards,
-            )
-            searcher.run()
-            generator.close()
+        metrics = _metrics(run, config, "searcher", index)
+        metrics.log(started(config, index))
+        return cls(run, config, index, generator, task, metrics, _load_reference(run, config))
+
+    def searcher(
+        self,
+        exchange: SearcherExchange,
+        progress: Progress,
+        *,
+        requests: Iterator[Request],
+        evaluator: OnlineEvaluator,
+        report: Callable[[int, int, Evaluation], None],
+        stop_asked: Callable[[], bool],
+    ) -> Searcher:
+        """The loop, ready to run."""
+        section, run, config = self.config.generator, self.run, self.config
+        return Searcher(
+            generator=self.generator,
+            scorer=Scorer(
+                self.task,
+                self.reference,
+                _shard_writer(run, config, self.index, progress),
+                seal_seconds=config.exchange.seal_seconds,
+                max_rejected_groups=config.task.max_rejected_groups,
+            ),
+            requests=requests,
+            evaluator=evaluator,
+            report=report,
+            exchange=exchange,
+            metrics=self.metrics,
+            stop_asked=stop_asked,
+            sequences=(section.prompts_in_flight + PROMPTS_AHEAD) * section.completions_per_prompt,
+            pending_shards=config.exchange.pending_shards,
+        )
+
+
+def started(config: Config, searcher: int) -> dict[str, Value]:
+    """The event of a searcher's start: among how many the requests are shared out, and its place there."""
+    place = config.launch.place_of(searcher)
+    own = {"place": place} if place != searcher else {}
+    return {"event": "started", "searchers": config.launch.places, **own}
 
 
 def _join(
@@ -278,8 +375,10 @@ def _report(run: RunDir, config: Config, searcher: int, searchers: int, part: Ev
     insist(lambda: write_evaluation(run, searcher, searchers, part), seconds=_disk_patience(config))
 
 
-def _pending_shards(run: RunDir, config: Config) -> PendingShards:
-    return PendingShards(run, searchers=config.launch.searchers, patience=config.exchange.deadline_seconds)
+def _pending_shards(run: RunDir, config: Config, among: range = EVERYBODY) -> PendingShards:
+    """Those of the searchers of such numbers."""
+    expected = [*range(config.launch.searchers), *config.launch.elastic_searchers]
+    return PendingShards(run, searchers=expected, patience=config.exchange.deadline_seconds, among=among)
 
 
 def _disk_patience(config: Config) -> float:
@@ -328,31 +427,36 @@ def _open_trainer(
     config: Config,
     placement: Placement,
     layout: WeightLayout,
-    shards: PendingShards,
     progress: Progress,
 ) -> TrainerExchange:
     def evaluated(split: Split, step: int) -> bool:
         return find_evaluation(run, split, step) is not None
 
-    if placement.mpi is None:
+    def board(among: range) -> FileTrainerExchange:
         return FileTrainerExchange(
             run.weights,
             layout,
-            read_pending=shards.read,
+            read_pending=_pending_shards(run, config, among).read,
             progress=progress,
             evaluated=evaluated,
             patience=_disk_patience(config),
         )
+
+    if placement.mpi is None:
+        return board(EVERYBODY)
     from tba_hpc.backends.mpi_exchange import MpiTrainerExchange
 
-    return MpiTrainerExchange.open(
+    world = MpiTrainerExchange.open(
         placement.mpi,
         layout,
         bucket_mb=config.exchange.bucket_mb,
-        read_pending=shards.read,
+        read_pending=_pending_shards(run, config, range(FIRST_ELASTIC)).read,
         progress=progress,
         evaluated=evaluated,
     )
+    if not config.launch.elastic:
+        return world
+    return HybridTrainerExchange(world, board(range(FIRST_ELASTIC, EVERYBODY.stop)))
 
 
 def _open_follower(
@@ -423,11 +527,27 @@ def errors_reported(run: RunDir, role: Role, index: int) -> Iterator[None]:
         raise SystemExit(REFUSED if mendable else FAILED) from None
 
 
-def _online_evaluator(run: RunDir, config: Config, task: Task, searcher: int) -> OnlineEvaluator:
+@contextmanager
+def _errors_told() -> Iterator[None]:
+    """Tell an error by its sentence; no note is left, which would be one of the ranks at work."""
+    try:
+        yield
+    except (*REFUSALS, *FAILURES) as error:
+        mendable = isinstance(error, REFUSALS)
+        if not mendable:
+            log.exception("this searcher ends")
+        print(f"tba: {printable(str(error))}", file=sys.stderr)
+        raise SystemExit(REFUSED if mendable else FAILED) from None
+
+
+def _online_evaluator(
+    run: RunDir, config: Config, task: Task, searcher: int | None = None
+) -> OnlineEvaluator:
+    """searcher: the place among those that evaluate together; None: this one evaluates alone."""
     return OnlineEvaluator(
         task,
-        searcher=searcher,
-        searchers=config.launch.searchers,
+        searcher=searcher or 0,
+        searchers=1 if searcher is None else config.launch.searchers,
         max_tokens=config.generator.max_tokens,
         limits={
             "validation": config.evaluate.validation_prompts,
@@ -453,6 +573,6 @@ def _metrics(run: RunDir, config: Config, role: Role, index: int) -> MetricsWrit
     return MetricsWriter(path, tensorboard=events, digest=digest)
 
 
-def _seed(config: Config, searcher: int, attempt: int) -> int:
-    """The engine's seed: another one for each searcher and in each attempt."""
-    return int(np.random.SeedSequence([config.run.seed, searcher, attempt]).generate_state(1)[0] >> 1)
+def _seed(config: Config, searcher: int, *more: int) -> int:
+    """The engine's seed: another one for each searcher, and in each attempt, or of each holder of a place."""
+    return int(np.random.SeedSequence([config.run.seed, searcher, *more]).generate_state(1)[0] >> 1)

@@ -68,7 +68,8 @@ class Trainer:
         self._stop_asked = stop_asked
         self._job_end = time.monotonic() + job_end - time.time()  # whatever the clock is set to meanwhile
         self._freshness = Freshness(config, buffer)
-        self._merger = Merger(buffer, completed, self._freshness, metrics)
+        rivals = config.launch.elastic > 0
+        self._merger = Merger(buffer, completed, self._freshness, metrics, rivals=rivals)
         self._step_log = StepLog(config.train, buffer, metrics, version=state.step)
         self._last_arrival = 0.0  # of completions that were new, on the monotonic clock
         self._next_publish = state.step

@@ -213,6 +213,20 @@ class Trajectories:
         request_id_N = self.record["request_id"]
         return request_id_N[np.flatnonzero(np.diff(request_id_N, prepend=-1))]
 
+    def where(self, wanted_N: np.ndarray) -> Trajectories:
+        """Those that bool [N] marks, in order: a copy, or these themselves where they are all wanted."""
+        if wanted_N.all():
+            return self
+        rows = np.flatnonzero(wanted_N)
+        index_T, _ = spans(self.completions.offsets, rows)
+        return Trajectories(
+            self.record[rows],
+            self.prompts,
+            self.completions.take(rows),
+            self.logprobs[index_T],
+            self.ref_logprobs[index_T],
+        )
+
     def check(self) -> None:
         """Raise ValueError with one sentence where the arrays contradict each other."""
         tokens = len(self.completions.values)

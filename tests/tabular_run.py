@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
-from tba_hpc import runtime, schedules
+from tba_hpc import elastic, runtime, schedules
 from tba_hpc.backends import file_exchange
 from tba_hpc.backends.behaviour_reference import BehaviourReference
 from tba_hpc.backends.file_exchange import FileSearcherExchange
@@ -128,7 +128,7 @@ def _search(run: RunDir, config: Config, index: int) -> None:
     exchange = FileSearcherExchange(run.weights, index, deadline=config.exchange.deadline_seconds)
     progress = runtime._join(run, config, index, exchange)
     task, metrics = TabularTask(TABLE), runtime._metrics(run, config, "searcher", index)
-    metrics.log({"event": "started", "searchers": config.launch.searchers})
+    metrics.log(runtime.started(config, index))
     writer = runtime._shard_writer(run, config, index, progress)
     Searcher(
         generator=TabularGenerator(TABLE, seed=index),
@@ -142,6 +142,31 @@ def _search(run: RunDir, config: Config, index: int) -> None:
         sequences=24,
         pending_shards=config.exchange.pending_shards,
     ).run()
+
+
+def visit(run: RunDir) -> multiprocessing.context.ForkServerProcess:
+    """A process with a searcher that comes, and goes when told to or with the run."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tba_hpc.runtime", "tba_hpc.report.page"])
+    process = context.Process(target=_visit, args=(run.path,))
+    process.start()
+    return process
+
+
+def _visit(path: Path) -> None:
+    """As ``runtime`` has it, less the engine."""
+    run = RunDir.open(path)
+    config = run.config()
+    file_exchange.POLL_SECONDS = 0.01
+    elastic.SEAT_SECONDS = 0.05
+    digest.KEEP_SECONDS = 0.1
+    with elastic.leaving_at_once(), elastic.leased_place(run, config) as place:
+        metrics = runtime._metrics(run, config, "searcher", place.searcher)
+        metrics.log(runtime.started(config, place.searcher))
+        generator, task = TabularGenerator(TABLE, seed=place.searcher + place.lease), TabularTask(TABLE)
+        reference = _reference(run, config)
+        parts = runtime.SearchParts(run, config, place.searcher, generator, task, metrics, reference)
+        runtime._stay(parts)
 
 
 def _reference(run: RunDir, config: Config) -> Reference:

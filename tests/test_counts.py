@@ -19,7 +19,10 @@ from tba_hpc.report.status import figures
 from tba_hpc.report.summary import Counts, searcher_files, summarise
 from tba_hpc.run.directory import RunDir
 
-NAMES = ("attempts", "steps", "redone", "shards", "trajectories", "tokens", "duplicates", "evicted")
+NAMES = (
+    *("attempts", "steps", "redone", "shards", "trajectories", "tokens"),
+    *("duplicates", "evicted", "dropped"),
+)
 
 
 def of_audit(verdict: Audit) -> dict[str, int]:

@@ -20,7 +20,7 @@ LAYERS = [
     {"metrics", "freshness"},
     {"merger", "step_log", "search_log"},
     {"trainer", "searcher", "scorer", "online_evaluation", "backends", "tasks", "launch", "report"},
-    {"ending", "placement", "resources", "order"},
+    {"ending", "placement", "resources", "order", "elastic"},
     {"runtime", "audit", "evaluate", "doctor", "task_check"},
     {"submit", "fetch"},
     {"cli"},

@@ -50,6 +50,19 @@ def test_summary_of_an_empty_run_has_no_figures(run: RunDir) -> None:
     assert summary.pass_at_1_before is summary.pass_at_1_after is summary.gain is None
 
 
+def test_what_searchers_offered_is_counted_from_their_comings_to_their_last_words(run: RunDir) -> None:
+    """A minute of one, killed; 40 s of the next in its place; 100 s of another: 200 s for 1,000 tokens."""
+    for place, stays in ((0, ((100, 160), (500, 540))), (5000, ((100, 200),))):
+        for began, ended in stays:
+            come = {"time": float(began), "event": "started", "searchers": 2}
+            write(run.metrics_file("searcher", place), [come, search(float(ended), 700, 50.0)])
+    merge = {"event": "merged", "step": 0, "revision": 1, "searcher": 0, "shard": 0, "trajectories": 9}
+    write(run.metrics_file("trainer"), [{"time": 90.0, "event": "started", "step": 0}])
+    write(run.metrics_file("trainer"), [{**merge, "time": 150.0, "tokens": 1000, "late": 2, "again": 3}])
+    summary = summarise(run, run.config())
+    assert (summary.searcher_seconds, summary.goodput, summary.dropped) == (200.0, 5.0, 5)
+
+
 def test_an_evaluation_counts_once_all_parts_are_there(run: RunDir) -> None:
     part = Evaluation(split="test", step=0, correct=1, total=2, tokens=9, truncated=0)
     write_evaluation(run, 1, 2, part)

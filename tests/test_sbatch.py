@@ -56,7 +56,9 @@ SHIPPED = sorted((REPOSITORY / "slurm").glob("*.sbatch"))
 
 
 @pytest.mark.parametrize(
-    "path", [*sorted(GOLDEN.glob("*.sbatch")), *SHIPPED, SUPERVISOR], ids=lambda path: path.name
+    "path",
+    [*sorted(GOLDEN.glob("*.sbatch")), *SHIPPED, *sorted(SUPERVISOR.parent.glob("*.sh"))],
+    ids=lambda path: path.name,
 )
 def test_bash_can_read_it(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True)
@@ -392,3 +394,44 @@ def test_an_srun_that_outlives_its_step_is_ended(steps: str, ended: str) -> None
     kill "$srun" 2>/dev/null; rm "$file"
     """
     assert _bash(program) == f"{ended}\n"
+
+
+# --- elastic_supervisor.sh ---
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "finished", "ends"),
+    [
+        (True, 0, False, "requeued 7\n0\n"),
+        (True, 0, True, "0\n"),
+        (False, 0, True, "0\n"),
+        (False, 3, False, "0\n"),  # no place
+        (False, 1, False, "1\n"),
+        (False, 2, False, "2\n"),
+    ],
+)
+def test_a_job_that_searches_comes_back_until_the_run_is_finished(
+    asked: bool, code: int, finished: bool, ends: str, tmp_path: Path
+) -> None:
+    """Its searchers end with ``code``, before it was asked to stop or when it was."""
+    (tmp_path / "config.yaml").touch()
+    over = 'touch "$RUN/finished"' if finished else ":"
+    ask = "(sleep 0.3; kill -USR1 $me) &" if asked else ""
+    program = f"""
+    (
+        SLURM_JOB_ID=7 SLURM_NTASKS=1 REQUEUE=yes SAVE_SECONDS=60 TBA=(tba)
+        source {SUPERVISOR.with_name("elastic_supervisor.sh")}; say() {{ :; }}
+        squeue() {{ echo RUNNING; }}
+        scontrol() {{ echo "$1d" "$2"; }}
+        insist() {{ kill -USR1 "$1"; }}
+        srun() {{
+            local asked=0; trap 'asked=1' USR1
+            for i in $(seq 100); do [ $asked = {int(asked)} ] && break; sleep 0.05; done
+            {over}; exit {code}
+        }}
+        me=$BASHPID; {ask}
+        search_for_a_while
+    )
+    echo $?
+    """
+    assert _bash(program, RUN=str(tmp_path)) == ends

@@ -1,6 +1,6 @@
-"""Measures what a run costs at scale: resume, end, replay buffer, checkpoints.
+"""Measures what a run costs at scale: resume, end, replay buffer, checkpoints, searchers that come and go.
 
-    python tools/bench_scale.py [resume] [end] [buffer] [checkpoint] [--json]
+    python tools/bench_scale.py [resume] [end] [buffer] [checkpoint] [visitors] [--json]
 
 Without a name, all of them, about a quarter of an hour on two cores. Each is a module of ``tools/scale`` and
 has a process of its own, so that none pays for another's memory. What is extrapolated says so in its row.
@@ -31,6 +31,7 @@ class Bench(StrEnum):
     end = "end"
     buffer = "buffer"
     checkpoint = "checkpoint"
+    visitors = "visitors"
 
 
 def measured(bench: Bench) -> list[dict[str, str]]:

@@ -27,7 +27,8 @@ class Audit:
     attempts: starts of the trainer. steps: optimizer steps of the surviving history. redone: per resume, the
     steps that it took back. shards, trajectories, tokens: acknowledged; of the trajectories merged are in the
     newest checkpoint, pending on disk beyond it, and lost nowhere. duplicates, evicted: what the buffer did
-    with all that the surviving history merged. doubled: in it more than once.
+    with all that the surviving history merged; dropped: what of it stayed out by rule. doubled: in it more
+    than once.
     """
 
     finished: bool
@@ -39,6 +40,7 @@ class Audit:
     tokens: int
     duplicates: int
     evicted: int
+    dropped: int
     merged: int
     pending: int
     checks: tuple[Check, ...]
@@ -88,6 +90,7 @@ def audit(run: RunDir) -> Audit:
         tokens=sum(sealed.tokens for sealed in evidence.counts.values()),
         duplicates=sum(merge.duplicates for merge in evidence.history.merges),
         evicted=sum(merge.evicted for merge in evidence.history.merges) + evidence.history.dropped(),
+        dropped=sum(merge.left_out for merge in evidence.history.merges),
         merged=sum(merge.trajectories for merge in evidence.saved_merges),
         pending=sum(file.trajectories for file in evidence.waiting.values()),
         checks=every_check(evidence),

@@ -14,6 +14,7 @@ import numpy as np
 
 from tba_hpc.audit.evidence import Checkpoint, Evidence
 from tba_hpc.audit.history import Merge, Seals, ShardKey, whole
+from tba_hpc.config import is_elastic
 from tba_hpc.wording import count
 
 SHOWN = 5
@@ -143,10 +144,11 @@ def _contradictions(evidence: Evidence, merge: Merge) -> Iterator[Violation]:
         )
     if file and not file.fault and there != (merge.trajectories, merge.tokens, merge.request_ids):
         yield Violation(f"{_shard(merge.key)} lies on disk with other contents than were merged")
-    if merge.trajectories != merge.added + merge.duplicates:
+    if merge.trajectories != merge.added + merge.duplicates + merge.left_out:
+        left_out = f", and {merge.left_out} stayed out by rule" if merge.left_out else ""
         yield Violation(
             f"{_shard(merge.key)} brought {merge.trajectories} trajectories, but the buffer took "
-            f"{merge.added} as new and {merge.duplicates} as duplicates"
+            f"{merge.added} as new and {merge.duplicates} as duplicates{left_out}"
         )
 
 
@@ -157,7 +159,7 @@ def check_prompts(evidence: Evidence) -> Check:
     """Every request is in one shard; checkpoints and searchers agree."""
     merged = {merge.key: merge.request_ids for merge in evidence.saved_merges}
     sealed = {key: file.request_ids for key, file in evidence.waiting.items()} | merged
-    times = Counter(chain.from_iterable(sealed.values()))
+    times = _times_taken(evidence, sealed)
     intact = [checkpoint for checkpoint in evidence.checkpoints if not checkpoint.fault]
     violations = (
         *_sealed_twice(evidence, sealed, times),
@@ -167,6 +169,19 @@ def check_prompts(evidence: Evidence) -> Check:
     end = max(times, default=-1) + 1
     told = f"{len(times):,} of the first {end:,} sealed, {end - len(times):,} still open"
     return Check("no prompt skipped or doubled", told, violations)
+
+
+def _times_taken(evidence: Evidence, sealed: RequestIds) -> Counter[int]:
+    """How often each request was sealed, less the answers that a merge leaves out as there was one before.
+
+    What searchers that come and go have sealed beyond the checkpoint will be sifted so, too.
+    """
+    times = Counter(chain.from_iterable(sealed.values()))
+    times.subtract(chain.from_iterable(merge.answered for merge in evidence.saved_merges))
+    for key in sorted(evidence.waiting):
+        if is_elastic(key[0]):
+            times.subtract([request_id for request_id in sealed[key] if times[request_id] > 1])
+    return times
 
 
 def _sealed_twice(evidence: Evidence, sealed: RequestIds, times: Counter[int]) -> Iterator[Violation]:
@@ -207,7 +222,8 @@ def _passed_over(searcher: int, seals: Seals, sealed: RequestIds) -> Iterator[Vi
     """A searcher takes its open request_ids in order, so one that it passed was in flight, or rejected."""
     own = [request_id for index in seals.indices for request_id in sealed.get((searcher, index), ())]
     taken = set(chain.from_iterable(sealed.values()))
-    passed = [p for p in range(searcher, max(own, default=0), max(1, seals.searchers)) if p not in taken]
+    place = searcher if seals.place is None else seals.place
+    passed = [p for p in range(place, max(own, default=0), max(1, seals.searchers)) if p not in taken]
     unsealed = seals.issued - len(own)
     if seals.searchers and len(passed) > unsealed:
         yield Violation(
@@ -228,13 +244,18 @@ def check_buffer(evidence: Evidence) -> Check:
         f"{state.trajectories:,} = {state.added - state.evicted:,} stored + {state.duplicates:,} duplicates "
         f"+ {state.evicted:,} evicted"
     )
+    late = sum(merge.late for merge in evidence.saved_merges)
+    again = sum(merge.again for merge in evidence.saved_merges)
+    told += f" + {late:,} dropped as too late" if late else ""
+    told += f" + {again:,} of requests answered before" if again else ""
     return Check("trajectories used or evicted", told, tuple(violations))
 
 
 def _buffer_violations(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violation]:
     state, limits = checkpoint.state, evidence.config.buffer
     record, counters = checkpoint.buffer["record"], checkpoint.buffer["counters"].tolist()
-    expected = [state.trajectories, state.duplicates, state.evicted]
+    left_out = sum(merge.left_out for merge in evidence.history.until(state.revision))
+    expected = [state.trajectories - left_out, state.duplicates, state.evicted]
     if counters != expected:
         yield Violation(f"{checkpoint.name}: the buffer counts {counters}, state.json {expected}")
     should = state.added - state.evicted

@@ -18,7 +18,11 @@ ShardKey = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """A shard that the trainer merged; request_ids: places of its groups in the prompt sequence."""
+    """A shard that the trainer merged; request_ids: places of its groups in the prompt sequence.
+
+    late, again: trajectories that stayed out by rule, as they came too late, or their request had been
+    answered before; answered: these requests.
+    """
 
     key: ShardKey
     revision: int
@@ -28,14 +32,23 @@ class Merge:
     added: int
     duplicates: int
     evicted: int
+    late: int = 0
+    again: int = 0
+    answered: tuple[int, ...] = ()
+
+    @property
+    def left_out(self) -> int:
+        """Trajectories that stayed out of the buffer by rule."""
+        return self.late + self.again
 
     @classmethod
     def of(cls, record: Record) -> Merge:
         """From the event ``merged`` of the trainer's metrics."""
-        counts = ("revision", "trajectories", "tokens", "added", "duplicates", "evicted")
+        counts = ("revision", "trajectories", "tokens", "added", "duplicates", "evicted", "late", "again")
         return cls(
             key=(whole(record, "searcher"), whole(record, "shard")),
             request_ids=tuple(cast(list[int], record["request_ids"])),
+            answered=tuple(cast(list[int], record.get("answered", []))),
             **{name: whole(record, name) for name in counts},
         )
 
@@ -119,12 +132,14 @@ class Seals:
 
     trajectories: per index, the count of every seal under it (more than one: the file before had vanished).
     tokens: per index, of the last seal under it.
-    searchers, issued, indices: of its last start, how many searchers shared the prompts, how many prompts
-    it had taken by its last seal, and the shards sealed by then.
+    place, searchers, issued, indices: of its last start, its place among how many searchers that shared the
+    prompts (0: it cannot be told), how many prompts it had taken by its last seal, and the shards sealed by
+    then.
     """
 
     trajectories: dict[int, list[int]] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
+    place: int | None = None
     searchers: int = 0
     issued: int = 0
     indices: list[int] = field(default_factory=list)
@@ -136,6 +151,9 @@ class Seals:
         for record in records:
             if record.get("event") == "started":
                 seals.searchers, seals.issued, seals.indices = whole(record, "searchers"), 0, []
+                seals.place = whole(record, "place") if "place" in record else None
+            elif record.get("event") == "moved":
+                seals.searchers = 0
             elif record.get("event") == "sealed":
                 index = whole(record, "shard")
                 seals.trajectories.setdefault(index, []).append(whole(record, "trajectories"))

@@ -21,6 +21,7 @@ under mmap (Lustre, GPFS; not NFS).
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import time
@@ -50,6 +51,8 @@ from tba_hpc.run.files import (
     write_atomic,
 )
 from tba_hpc.types import Publication, Shard, Split, WeightLayout, WeightSlot, WeightUpdate
+
+log = logging.getLogger(__name__)
 
 KEEP = 2
 """Newest weights kept on disk, evaluated or not: a searcher may just be opening the one before the last."""
@@ -155,11 +158,24 @@ class FileTrainerExchange:
         """
         if not self._idle:
             return False
-        path, version = self._folder / INCOMING, publication.version
-        write(self._insist(lambda: _create_incoming(path, self._layout, version)))
-        name = f"step-{publication.version:06d}.safetensors"
-        self._round = self._worker.submit(self._sync, Entry(self._next_sequence, name, publication))
+        write(self._incoming(publication.version))
+        self._round = self._worker.submit(self._sync, self._entry(publication))
         return True
+
+    def pass_on(self, publication: Publication, weights: np.ndarray) -> bool:
+        """As ``publish``, of weights, uint8 [layout.nbytes], that are copied beside the loop, too.
+
+        They must stay as they are until ``idle``.
+        """
+        if not self._idle:
+            return False
+        self._round = self._worker.submit(self._copy_and_sync, publication, weights)
+        return True
+
+    @property
+    def idle(self) -> bool:
+        """Whether no round is under way. Raises what went wrong in the last one."""
+        return self._idle
 
     def gather(self) -> bool:
         """Look for new shards beside the loop; see ports.TrainerExchange."""
@@ -200,6 +216,18 @@ class FileTrainerExchange:
 
     def _insist(self, do: Callable[[], Result]) -> Result:
         return insist(do, seconds=self._patience)
+
+    def _incoming(self, version: int) -> np.ndarray:
+        """Where the next weights go, uint8 [layout.nbytes]. Raises DiskFullError."""
+        path = self._folder / INCOMING
+        return self._insist(lambda: _create_incoming(path, self._layout, version))
+
+    def _entry(self, publication: Publication) -> Entry:
+        return Entry(self._next_sequence, f"step-{publication.version:06d}.safetensors", publication)
+
+    def _copy_and_sync(self, publication: Publication, weights: np.ndarray) -> None:
+        np.copyto(self._incoming(publication.version), weights)
+        self._sync(self._entry(publication))
 
     def _announce(self) -> None:
         self._insist(lambda: self._manifest.write(self._folder))
@@ -459,8 +487,8 @@ class FileSearcherExchange:
             self._manifest, self._changed = manifest, now
         elif not self._ended and now - self._changed > self._patience:
             raise ExchangeError(
-                f"the trainer has not changed {self._folder / 'latest.json'} for {self._patience:g} s: it "
-                "has ended or hangs; see its log, and start the same run again"
+                f"the trainer has not changed {self._folder / 'latest.json'} for {self._patience:g} s: "
+                f"{self._remedy}"
             )
 
     def _read_manifest(self) -> Manifest | None:
@@ -471,11 +499,101 @@ class FileSearcherExchange:
             _refuse_lasting(error)
             return self._manifest
 
+    _remedy = "it has ended or hangs; see its log, and start the same run again"
+
     @property
     def _patience(self) -> float:
         """Seconds that the trainer may go without a change: to start, or between two rounds."""
         running = self._manifest is not None and not self._manifest.closed
         return self._deadline * (IDLE_DEADLINES if running else 1)
+
+
+class ElasticSearcherExchange(FileSearcherExchange):
+    """The end of a searcher that comes and goes: a stop is its own, and the trainer may be away for a while.
+
+    patience: for how long, s. told: whether this searcher is to leave. finished: whether the run is.
+    evaluates: whether it is this one that is to evaluate; all others take weights for others to evaluate.
+    """
+
+    _remedy = "start the run again, or raise launch.elastic_patience_seconds where its job waits in the queue"
+
+    def __init__(
+        self,
+        folder: Path,
+        searcher: int,
+        *,
+        patience: float,
+        told: Callable[[], bool],
+        finished: Callable[[], bool],
+        evaluates: Callable[[], bool],
+    ) -> None:
+        self._told = told
+        self._finished = finished
+        self._evaluates = evaluates
+        self._run_is_over = False
+        self._away = ""  # the attempt of which was said that its trainer has stopped
+        self._asked: dict[tuple[Split, int], tuple[int, str]] = {}  # to evaluate: by which entry and attempt
+        super().__init__(folder, searcher, deadline=patience)
+        if self._manifest is None:
+            log.info("no trainer has started on this run yet: waiting up to %g s for one", patience)
+
+    @property
+    def attempt(self) -> str:
+        """Which trainer process is at work; empty before the first."""
+        self._look()
+        return self._manifest.attempt if self._manifest else ""
+
+    def poll(self) -> WeightUpdate | None:
+        """The newest weights not seen before; those to be evaluated first where it is this one that does."""
+        update = super().poll()
+        if update is not None and self._manifest and (split := update.publication.evaluate):
+            self._asked[split, update.publication.version] = self._seen, self._manifest.attempt
+        return update
+
+    def still_wants(self, split: Split, version: int) -> bool:
+        """Whether the trainer that has asked this searcher for an evaluation is the one at work now.
+
+        Another one may make other weights of that version.
+        """
+        self._manifest = self._read_manifest()
+        _, attempt = self._asked[split, version]
+        return self._manifest is not None and self._manifest.attempt == attempt
+
+    def request_stop(self) -> None:
+        """Nothing: ``told`` says so already, and the run goes on."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether this searcher is to leave: told so, or the run is finished."""
+        self._look()
+        return self._ended
+
+    @property
+    def _ended(self) -> bool:
+        return self._told() or self._run_is_over
+
+    @property
+    def _patience(self) -> float:
+        return self._deadline
+
+    def _next_entry(self) -> Entry | None:
+        entries = self._manifest.entries if self._manifest else ()
+        taken = {sequence for sequence, _ in self._asked.values()}
+        to_evaluate = (e for e in entries if e.publication.evaluate and e.sequence not in taken)
+        if (entry := next(to_evaluate, None)) and self._evaluates():
+            return entry
+        if not entries or entries[-1].sequence <= self._seen:
+            return None
+        return replace(entries[-1], publication=replace(entries[-1].publication, evaluate=None))
+
+    def _read_manifest(self) -> Manifest | None:
+        manifest = super()._read_manifest()
+        closed = manifest is not None and manifest.closed
+        self._run_is_over = closed and self._finished()
+        if manifest and closed and not self._run_is_over and manifest.attempt != self._away:
+            self._away = manifest.attempt
+            log.info("the trainer has stopped before the end: waiting up to %g s for it", self._deadline)
+        return manifest
 
 
 def _refuse_lasting(error: OSError | ValueError) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from tba_hpc.config import is_elastic
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import AGAIN_SECONDS, fsync, insist, make_folder, passes, publish
 from tba_hpc.types import RECORD, TRUNCATED, Group, Ragged, Shard, Trajectories, make_uid
@@ -41,6 +42,9 @@ LIBVER = ("earliest", "v110")
 
 REFUSED = ".refused"
 """Added to the name of a file that was set aside."""
+
+EVERYBODY = range(1 << 20)
+"""All numbers that a searcher may have: as many as there are in a uid."""
 
 _MAX_ROWS = 1 << 20  # bits of the row in a uid
 _MAGIC = b"tba-hpc "
@@ -317,13 +321,22 @@ class PendingShards:
 
     A searcher's indices have no gaps, but a client of a shared file system may see a file late, and a later
     one before it: what others follow is waited for ``patience`` seconds, and is passed over, with a warning,
-    only then. searchers: numbers below it are looked for even where the listing of their folders lags.
+    only then. searchers: these numbers, or those below it, are looked for even where the listing of their
+    folders lags. among: no others are read.
     A file that cannot be used is set aside, logged, and left out; several ranks may read at once.
     """
 
-    def __init__(self, run: RunDir, *, searchers: int = 0, patience: float = 0.0) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        *,
+        searchers: int | Sequence[int] = 0,
+        patience: float = 0.0,
+        among: range = EVERYBODY,
+    ) -> None:
         self._run = run
-        self._searchers = range(searchers)
+        self._searchers = range(searchers) if isinstance(searchers, int) else searchers
+        self._among = among
         self._patience = patience
         self._missed: dict[Path, float] = {}  # since when, on the monotonic clock
         self._given_up: set[Path] = set()
@@ -336,8 +349,9 @@ class PendingShards:
     def read_all(self, cursors: Mapping[int, int], searchers: Iterable[int] | None = None) -> Iterator[Shard]:
         """All at or beyond the cursors, of the given searchers or of all: waits for those that are missed.
 
-        For the beginning of an attempt, when nobody seals: files are also looked for by name, beyond the last
-        one listed, and the listings are read until nothing new comes.
+        For the beginning of an attempt, when nobody seals but searchers that come and go: files are also
+        looked for by name, beyond the last one listed, and the listings are read until nothing new comes of
+        the others.
         """
         cursors, more = dict(cursors), True
         while more:
@@ -345,7 +359,7 @@ class PendingShards:
             for searcher in self._all_searchers(cursors) if searchers is None else searchers:
                 for shard in self._read(searcher, cursors.get(searcher, 0), beyond=True):
                     yield shard
-                    cursors[searcher], more = shard.index + 1, True
+                    cursors[searcher], more = shard.index + 1, more or not is_elastic(searcher)
             if self._missed:
                 time.sleep(AGAIN_SECONDS)
                 more = True
@@ -357,7 +371,7 @@ class PendingShards:
             if not passes(error):
                 raise
             listed = []
-        return sorted({*listed, *cursors, *self._searchers})
+        return sorted(number for number in {*listed, *cursors, *self._searchers} if number in self._among)
 
     def _read(self, searcher: int, index: int, *, beyond: bool = False) -> Iterator[Shard]:
         """One searcher's, as far as none is missed. beyond: look for more than is listed."""

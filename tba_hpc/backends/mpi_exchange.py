@@ -160,6 +160,17 @@ class MpiTrainerExchange:
         self._start(self._published)
         return True
 
+    def arrived(self) -> tuple[int, Publication, np.ndarray] | None:
+        """What was published last, once its round is over: its number, what it is about, the weights.
+
+        These, uint8 [layout.nbytes], lie whole in this node's memory until the second publish from then on.
+        None while a round is under way.
+        """
+        if not self._idle or self._published is None or self._published.publication is None:
+            return None
+        write = self._published.write
+        return write, self._published.publication, self._memory.slot(write)
+
     def gather(self) -> bool:
         """Start a round without weights; see ports.TrainerExchange."""
         if not self._idle:

@@ -87,8 +87,8 @@ def mpiexec_command(
     # UCX has no one-sided windows where it finds no network card, and says so on every rank.
     placement = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "--mca", "osc", "^ucx"]
     train = ["-n", str(trainers), *program, "train", str(run_dir)]
-    search = ["-n", str(searchers), *program, "search", str(run_dir)]
-    return [str(mpiexec), *placement, *train, ":", *search]
+    search = [":", "-n", str(searchers), *program, "search", str(run_dir)] if searchers else []
+    return [str(mpiexec), *placement, *train, *search]
 
 
 def rank_command(run_dir: Path, role: Role, index: int, *, program: Sequence[str]) -> list[str]:

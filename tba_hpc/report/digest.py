@@ -154,7 +154,10 @@ class Sealed(NamedTuple):
 
 @dataclass
 class Merged:
-    """What the surviving history of a run has merged; cursors: per searcher, the shard that comes next."""
+    """What the surviving history of a run has merged; cursors: per searcher, the shard that comes next.
+
+    dropped: trajectories that came too late, or answered a request anew.
+    """
 
     revision: int = 0
     shards: int = 0
@@ -162,6 +165,7 @@ class Merged:
     tokens: int = 0
     duplicates: int = 0
     evicted: int = 0
+    dropped: int = 0
     cursors: dict[int, int] = field(default_factory=dict)
 
     def take(self, record: Record) -> None:
@@ -173,6 +177,7 @@ class Merged:
             self.trajectories += _whole(record, "trajectories")
             self.tokens += _whole(record, "tokens")
             self.duplicates += _whole(record, "duplicates")
+            self.dropped += _whole(record, "late") + _whole(record, "again")
             self.cursors[_whole(record, "searcher")] = _whole(record, "shard") + 1
 
     def copy(self) -> Merged:
@@ -328,7 +333,8 @@ class TrainerDigest:
 class SearcherDigest:
     """A searcher's records.
 
-    tokens: generated, those lost with their searcher included. rates: tokens per second by
+    stays: seconds of its starts but the last, each to its last record; since, until: of that one, unix
+    seconds. tokens: generated, those lost with their searcher included. rates: tokens per second by
     unix second; at_work: the same while it generated. seals: its newest, by index. drawn: curves by version.
     last: the last record that is no event.
     """
@@ -344,10 +350,14 @@ class SearcherDigest:
     rebuilds: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("search/rebuilds"))
     seals: dict[int, Sealed] = field(default_factory=dict)
     last: Record = field(default_factory=dict)
+    stays: float = 0.0
+    since: float = 0.0
+    until: float = 0.0
 
     def take(self, record: Record) -> None:
         """One more record."""
         self.history.take_search(self.index, record)
+        self._take_time(record)
         self.rebuilds.take(record)
         take_seal(self.seals, record)
         if "event" in record:
@@ -359,6 +369,17 @@ class SearcherDigest:
             if (value := number(record, name)) is not None:
                 self.waits.setdefault(name, Spread()).take(value)
         self._take_fresh(record)
+
+    def _take_time(self, record: Record) -> None:
+        when = number(record, "time", self.until)
+        if record.get("event") == "started" or not self.since:
+            self.stays, self.since = self.seconds, when
+        self.until = when
+
+    @property
+    def seconds(self) -> float:
+        """For how long it was there, all its starts together: engines are loaded in part before that."""
+        return self.stays + self.until - self.since
 
     def _take_rate(self, record: Record) -> None:
         rate, when = number(record, "search/tokens_per_second"), number(record, "time")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tba_hpc.config import Config
+from tba_hpc.config import Config, is_elastic
 from tba_hpc.metrics import MetricsTail, Record, number
 from tba_hpc.report.attempts import Attempt, CumulativeCounter, Event, attempts, count_faults
 from tba_hpc.report.curves import History
@@ -28,6 +28,8 @@ from tba_hpc.report.summary import (
 from tba_hpc.report.worries import Worry, worries
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
+from tba_hpc.run.notes import rank_name
+from tba_hpc.run.owners import Owner, holders
 from tba_hpc.types import Split
 
 QUEUE_SECONDS = 10.0
@@ -92,8 +94,12 @@ class Progress:
 
     @property
     def newest(self) -> float:
-        """Time of the newest record, unix seconds; 0 where there is none."""
-        return max(series([self.latest, *self.searchers.values()], "time"), default=0.0)
+        """Time of the newest record, unix seconds; 0 where there is none.
+
+        Not of searchers that come and go: they live on when the run is gone.
+        """
+        own = [record for searcher, record in self.searchers.items() if not is_elastic(searcher)]
+        return max(series([self.latest, *own], "time"), default=0.0)
 
 
 @dataclass
@@ -111,6 +117,8 @@ class RunMonitor:
     attempts: list[Attempt] = field(default_factory=list)
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
     job: list[QueueEntry] = field(default_factory=list)
+    visitors: dict[int, Owner] = field(default_factory=dict)
+    """Searchers that come and go, as far as they are there."""
     _asked: float = -QUEUE_SECONDS
     _opened: float = field(default_factory=time.time)
     _tails: dict[Path, MetricsTail] = field(default_factory=dict)
@@ -151,7 +159,12 @@ class RunMonitor:
     def _ask_slurm(self) -> None:
         if time.monotonic() - self._asked >= QUEUE_SECONDS:
             self.job = self.queue(self.run)
+            self.visitors = self._find_visitors()
             self._asked = time.monotonic()  # after the answer, which may take its time
+
+    def _find_visitors(self) -> dict[int, Owner]:
+        names = {rank_name("searcher", number): number for number in self.config.launch.elastic_searchers}
+        return {names[name]: owner for name, owner in holders(self.run, names).items()} if names else {}
 
     @property
     def attempt(self) -> Attempt | None:

@@ -145,7 +145,9 @@ def tiles(summary: Summary) -> list[Tile]:
     prompts = f"greedy, {summary.test_prompts:,} held-out prompts" if summary.test_prompts else "not measured"
     steps = count(summary.steps, "step")
     attempts = "" if summary.attempts < 2 else f" in {summary.attempts} attempts"
-    rate = summary.searcher_tokens_per_second
+    rate, goodput = summary.searcher_tokens_per_second, summary.goodput
+    rates = [f"{rate:,.0f} per second"] if rate else []
+    rates += [f"{goodput:,.0f} acknowledged per searcher and second"] if goodput else []
     per_step = summary.trajectories / summary.steps if summary.steps else 0
     return [
         Tile(
@@ -157,9 +159,7 @@ def tiles(summary: Summary) -> list[Tile]:
         ),
         Tile("Training time", duration(summary.train_seconds), steps + attempts),
         Tile("Trajectories", f"{summary.trajectories:,}", f"{per_step:,.0f} per step"),
-        Tile(
-            "Tokens generated", _compact(summary.generated_tokens), f"{rate:,.0f} per second" if rate else ""
-        ),
+        Tile("Tokens generated", _compact(summary.generated_tokens), ", ".join(rates)),
         Tile("Staleness", _or_dash(summary.staleness, "{:.1f}"), "mean, in steps"),
     ]
 

@@ -107,6 +107,7 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
         "attempt": _attempt(attempt) if attempt and attempt.name else "",
         "job": _job(job[0]["job"], attempt) if job else "",
         **{_role(component): _component(component) for component in job},
+        "come and go": " · ".join(_visitor(visitor) for visitor in visitors(monitor)),
         "checkpoint": f"step {number(saved, 'step', 0):.0f}, {duration(age)} ago" if age is not None else "",
         "damaged": ", ".join(
             f"{damage['checkpoint']}: {damage['fault']}" for damage in monitor.progress.trainer.damaged
@@ -120,15 +121,40 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
     return {title: text for title, text in said.items() if text}
 
 
+def visitors(monitor: RunMonitor) -> list[dict[str, Any]]:
+    """Searchers that come and go, as far as they are there; since: unix s; job, of Slurm, may be empty."""
+    return [
+        {
+            "searcher": searcher,
+            "host": owner.host,
+            "job": owner.job,
+            "since": owner.since,
+            "tokens_per_second": number(
+                monitor.progress.searchers.get(searcher, {}), "search/tokens_per_second"
+            ),
+        }
+        for searcher, owner in sorted(monitor.visitors.items())
+    ]
+
+
+def _visitor(visitor: Mapping[str, Any]) -> str:
+    rate, job = visitor["tokens_per_second"], visitor["job"]
+    return (
+        f"{visitor['searcher']} on {visitor['host']}{f' (job {job})' if job else ''} for "
+        f"{duration(max(0.0, time.time() - visitor['since']))}{f', {rate:,.0f} tokens/s' if rate else ''}"
+    )
+
+
 def done(counts: Counts) -> dict[str, str]:
     """What the run has done, as ``tba audit`` counts it too."""
     if not counts.attempts:
         return {}
     redone = {"redone": count(counts.redone, "step")} if counts.redone else {}
+    dropped = f", {counts.dropped:,} dropped (too late, or asked twice)" if counts.dropped else ""
     return {
         "acknowledged": f"{count(counts.trajectories, 'trajectory')} in {count(counts.shards, 'shard')}, "
         f"{count(counts.tokens, 'token')}",
-        "merged": f"{count(counts.duplicates, 'duplicate')}, {counts.evicted:,} evicted",
+        "merged": f"{count(counts.duplicates, 'duplicate')}, {counts.evicted:,} evicted{dropped}",
         **redone,
     }
 
@@ -177,6 +203,7 @@ def figures(monitor: RunMonitor, size_of: SizeOf = unknown_size) -> dict[str, An
         "attempt": attempt.name if attempt else None,
         "restarts": attempt.restarts if attempt else None,
         "job": job_of(monitor),
+        "come_and_go": visitors(monitor),
         "step": monitor.progress.step,
         "steps": monitor.config.train.steps,
         "counts": asdict(monitor.counts(size_of)),

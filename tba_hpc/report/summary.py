@@ -53,7 +53,7 @@ class Counts:
     attempts: starts of the trainer's loop. steps: of the surviving history; redone: those that resumes took
     back. shards, trajectories, tokens: acknowledged, which no accident takes back: merged by the surviving
     history, or sealed beyond it; tokens are of completions. duplicates, evicted: what the replay buffer did
-    with those merged.
+    with those merged; dropped: those of them that it did not get, as they came too late or once more.
     """
 
     attempts: int
@@ -64,6 +64,7 @@ class Counts:
     tokens: int
     duplicates: int
     evicted: int
+    dropped: int
 
     @classmethod
     def of(cls, trainer: TrainerDigest) -> Counts:
@@ -78,6 +79,7 @@ class Counts:
             tokens=merged.tokens,
             duplicates=merged.duplicates,
             evicted=merged.evicted,
+            dropped=merged.dropped,
         )
 
     def add_waiting(
@@ -111,9 +113,11 @@ def _untold(run: RunDir, searcher: int, cursor: int, told: Mapping[int, Sealed])
 class SearcherData:
     """What is shown of a searcher alone.
 
-    tokens: generated. rates: tokens per second by unix second; rate: their mean while it generated.
+    seconds: for how long it was there. tokens: generated. rates: tokens per second by unix second; rate:
+    their mean while it generated.
     """
 
+    seconds: float
     tokens: int
     rates: Curve
     rate: float | None
@@ -124,7 +128,8 @@ class SearcherData:
     def of(cls, digest: SearcherDigest) -> SearcherData:
         """From its metrics."""
         rebuilds, rejected = digest.rebuilds.total, digest.history.rejected
-        return cls(digest.tokens, digest.rates, digest.at_work.mean, rebuilds, rejected)
+        rate = digest.at_work.mean
+        return cls(digest.seconds, digest.tokens, digest.rates, rate, rebuilds, rejected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +215,10 @@ class Summary:
     under the policy of step ``perplexity_reference``; None, too, without a reference model, and before where
     another policy was the reference then.
     train_seconds: wall time of the trainer's loop, over all attempts, waits and evaluations included.
-    steps, attempts, redone, shards, trajectories, tokens, duplicates, evicted: see ``Counts``.
+    steps, attempts, redone, shards, trajectories, tokens, duplicates, evicted, dropped: see ``Counts``.
     generated_tokens: by all searchers, for evaluations and by those that were killed, too.
     searcher_tokens_per_second: of all searchers together, while they ran.
+    searcher_seconds: for which searchers were there, added up; goodput: acknowledged tokens per such second.
     publish_stall_seconds, seal_share, staleness, propagation_seconds: means over the run.
     figures: what the metrics of these names were at last. skipped_steps, rejected: optimizer steps not taken,
     trajectories set aside. worries: sentences, the worst first.
@@ -236,8 +242,11 @@ class Summary:
     tokens: int
     duplicates: int
     evicted: int
+    dropped: int
     generated_tokens: int
     searcher_tokens_per_second: float | None
+    searcher_seconds: float
+    goodput: float | None
     trainer_wait_share: float | None
     publish_stall_seconds: float | None
     seal_share: float | None
@@ -280,6 +289,8 @@ def summary_of(data: RunData, config: Config) -> Summary:
         train_seconds=trainer.seconds,
         generated_tokens=sum(searcher.tokens for searcher in data.searchers.values()),
         searcher_tokens_per_second=_throughput(data),
+        searcher_seconds=(offered := sum(searcher.seconds for searcher in data.searchers.values())),
+        goodput=data.counts.tokens / offered if offered else None,
         trainer_wait_share=number(trainer.latest, "train/wait_share"),
         publish_stall_seconds=trainer.line("sync/publish_stall_seconds").mean,
         seal_share=data.waits["search/seal_share"].mean,

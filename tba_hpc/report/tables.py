@@ -53,10 +53,12 @@ def print_summary(
         "training time": duration(summary.train_seconds),
         "trajectories": summary.trajectories,
         "tokens": summary.tokens,
+        "tokens per searcher-second": summary.goodput,
         **_known(
             {
                 "skipped steps": summary.skipped_steps or None,
                 "rejected trajectories": summary.rejected or None,
+                "dropped trajectories": summary.dropped or None,
                 "worry": next(iter(summary.worries), None),
             }
         ),

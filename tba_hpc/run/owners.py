@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,7 +57,8 @@ class Owner:
     """machine: where process numbers mean the same. pid 0: a Slurm job owns, through whatever process.
 
     began: start of the process, in clock ticks since boot, for its number comes again. job, restarts: of
-    Slurm, may be empty. since: unix seconds. With neither process nor job it is nobody.
+    Slurm, may be empty. since: unix seconds. alike: the job may have others like it at work, on other nodes.
+    With neither process nor job it is nobody.
     """
 
     host: str = ""
@@ -67,9 +68,10 @@ class Owner:
     job: str = ""
     restarts: str = ""
     since: float = 0.0
+    alike: bool = False
 
     @classmethod
-    def this(cls, pid: int) -> Owner:
+    def this(cls, pid: int, *, alike: bool = False) -> Owner:
         """This process, or with ``pid`` 0 the Slurm job that it is part of."""
         return cls(
             host=socket.gethostname(),
@@ -79,6 +81,7 @@ class Owner:
             job=os.environ.get("SLURM_JOB_ID", ""),
             restarts=os.environ.get("SLURM_RESTART_COUNT", ""),
             since=time.time(),
+            alike=alike,
         )
 
     @property
@@ -132,9 +135,65 @@ def owned(run: RunDir, name: str = LAUNCH) -> Iterator[None]:
     A process that was frozen for so long that another took over ends as soon as it goes on, with FAILED.
     """
     os.umask(0o077)
-    mine = _claim(run, name, Owner.this(os.getpid()), wait=name != LAUNCH)
+    with _held(run, _claim(run, name, Owner.this(os.getpid()), wait=name != LAUNCH)):
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A name that this process owns for as long as it likes. number: of the claim, which comes only once."""
+
+    name: str
+    number: int
+
+
+@contextmanager
+def leased(run: RunDir, names: Iterable[str]) -> Iterator[Lease | None]:
+    """Own the first of these names that nobody has, while the block runs; None where all are taken.
+
+    Never waits for a holder: a name is free once that has left, is dead, or was silent for SILENT_SECONDS.
+    Sets the process's umask to 077. A frozen process ends as one that ``owned`` ends.
+    """
+    os.umask(0o077)
+    me = Owner.this(os.getpid(), alike=True)
+    mine = next((claim for name in names if (claim := _claim_if_free(run, name, me))), None)
+    if mine is None:
+        yield None
+        return
+    with _held(run, mine):
+        yield Lease(mine.stem, _number(mine))
+
+
+def _claim_if_free(run: RunDir, name: str, me: Owner) -> Path | None:
+    with suppress(OwnedError):
+        return _claim(run, name, me, wait=False)
+    return None
+
+
+def holders(run: RunDir, names: Iterable[str]) -> dict[str, Owner]:
+    """Who has these names, as far as a look without asking anybody tells: who gave a sign of life lately."""
+    claims = [_newest(run, name) for name in names]
+    return {claim.name: claim.owner for claim in claims if claim.owner.pid and _is_heard_of(claim)}
+
+
+def _is_heard_of(claim: Claim) -> bool:
+    """Clocks of hosts may differ by less than the time after which one is taken for dead."""
+    return claim.file is not None and time.time() - _sign_of(claim.file) < SILENT_SECONDS
+
+
+def _sign_of(file: Path) -> float:
+    """When an owner's file was touched last; 0 where it is gone."""
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+@contextmanager
+def _held(run: RunDir, mine: Path) -> Iterator[None]:
+    """Give signs of life under a claim while the block runs, then leave it as nobody's."""
     left = threading.Event()
-    threading.Thread(target=_beat, args=(run, name, mine, left), name="owner", daemon=True).start()
+    threading.Thread(target=_beat, args=(run, mine.stem, mine, left), name="owner", daemon=True).start()
     try:
         yield
     finally:
@@ -235,11 +294,12 @@ def _is_free(run: RunDir, claim: Claim, me: Owner) -> bool:
 
 
 def _is_beside(claim: Claim, me: Owner) -> bool:
-    """Whether the owner may be at work in the same job, on another node: two ``tba run``.
+    """Whether the owner may be at work in the same job, on another node: two ``tba run``, or two alike.
 
     A requeued job starts anew, and one job starts its ranks one step after the other.
     """
-    return bool(claim.name == LAUNCH and claim.owner.pid and claim.owner.restarts == me.restarts)
+    several = claim.name == LAUNCH or claim.owner.alike
+    return bool(several and claim.owner.pid and claim.owner.restarts == me.restarts)
 
 
 def _began(pid: int) -> int | None:
@@ -278,8 +338,18 @@ def _is_of(run: RunDir, comment: str) -> bool:
 
 def _last_sign(run: RunDir, claim: Claim) -> float:
     """When an owner last gave a sign of life, a job by its ranks; by the file system's clock."""
-    files = run.owners.glob("[!.]*") if not claim.owner.pid else [claim.file]
-    return max((file.stat().st_mtime for file in files if file and file.exists()), default=0.0)
+    if claim.owner.pid:
+        return _sign_of(claim.file) if claim.file else 0.0
+    ranks = (file for file in run.owners.glob("[!.]*") if not _is_leased(file))
+    return max(map(_sign_of, ranks), default=0.0)
+
+
+def _is_leased(file: Path) -> bool:
+    """Whether it is a claim of one that comes and goes, which lives on without the run's job."""
+    try:
+        return Owner(**json.loads(file.read_text())).alike
+    except FileNotFoundError:
+        return False
 
 
 def _clock(run: RunDir) -> float:

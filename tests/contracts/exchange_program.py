@@ -9,12 +9,19 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange, FileTrainerFollower
+from tba_hpc.backends.file_exchange import (
+    ElasticSearcherExchange,
+    FileSearcherExchange,
+    FileTrainerExchange,
+    FileTrainerFollower,
+)
 from tba_hpc.backends.hdf5_shards import PendingShards, write_shard
+from tba_hpc.backends.hybrid_exchange import HybridTrainerExchange
 from tba_hpc.ports import SearcherExchange, TrainerExchange
 from tba_hpc.prompts import Progress
 from tba_hpc.run.directory import RunDir
@@ -32,6 +39,9 @@ from tba_hpc.types import (
 
 SEARCHERS = 2
 TRAINERS = {"files": 1, "files-two-trainers": 2, "mpi": 1, "mpi-unthreaded": 1, "mpi-nodes-two-trainers": 2}
+BOTH = "both"
+"""Searcher 0 shares the trainer's MPI world, searcher 1 comes and goes over files."""
+
 PATIENCE = 60.0
 
 LAYOUT = WeightLayout.of(
@@ -359,6 +369,10 @@ SCENARIOS = {
 }
 
 
+BESIDE_A_WORLD = ("weights", "shards", "pending")
+"""Those of a trainer that has searchers of both kinds: who comes and goes evaluates nothing, stops nobody."""
+
+
 def follow(slot: Callable[[], np.ndarray], flags: Flags, trainers: int, rank: int) -> None:
     """A following trainer rank: write its part whenever the leader says so."""
     for write in range(1, 1_000_000):
@@ -370,24 +384,51 @@ def follow(slot: Callable[[], np.ndarray], flags: Flags, trainers: int, rank: in
         flags.set(f"written-{write}-{rank}")
 
 
+def make_run(folder: Path) -> RunDir:
+    """With the folder for weights."""
+    run = RunDir(folder / "run")
+    run.weights.mkdir(parents=True, exist_ok=True)
+    return run
+
+
+def seal(run: RunDir, shard: Shard) -> None:
+    """Make a shard durable."""
+    run.shard_folder(shard.searcher).mkdir(parents=True, exist_ok=True)
+    write_shard(run.shard_file(shard.searcher, shard.index), shard)
+
+
+def open_board(run: RunDir, shards: PendingShards) -> FileTrainerExchange:
+    """The trainer's end over files."""
+    return FileTrainerExchange(
+        run.weights,
+        LAYOUT,
+        read_pending=shards.read,
+        progress=Progress(),
+        evaluated=lambda split, version: False,
+    )
+
+
+def run_visitor(scenario: str, folder: Path) -> None:
+    """The part of searcher 1, of transport ``both``."""
+    run, flags = make_run(folder), Flags(folder)
+    exchange = ElasticSearcherExchange(
+        run.weights,
+        1,
+        patience=PATIENCE,
+        told=lambda: False,
+        finished=lambda: True,
+        evaluates=lambda: False,
+    )
+    flags.set("open-1")
+    SCENARIOS[scenario][1](SearcherSide(exchange, 1, flags, partial(seal, run)))
+
+
 def run_files(scenario: str, folder: Path, rank: int, trainers: int) -> None:
     """This process's part over the file system."""
-    run, flags = RunDir(folder / "run"), Flags(folder)
-    run.weights.mkdir(parents=True, exist_ok=True)
+    run, flags = make_run(folder), Flags(folder)
     lead, search = SCENARIOS[scenario]
-
-    def seal(shard: Shard) -> None:
-        run.shard_folder(shard.searcher).mkdir(parents=True, exist_ok=True)
-        write_shard(run.shard_file(shard.searcher, shard.index), shard)
-
     if rank == 0:
-        trainer = FileTrainerExchange(
-            run.weights,
-            LAYOUT,
-            read_pending=PendingShards(run, patience=PATIENCE).read,
-            progress=Progress(),
-            evaluated=lambda split, version: False,
-        )
+        trainer = open_board(run, PendingShards(run, patience=PATIENCE))
         for searcher_index in range(SEARCHERS):
             flags.wait(f"open-{searcher_index}")
         lead(TrainerSide(trainer, flags, trainers))
@@ -398,7 +439,7 @@ def run_files(scenario: str, folder: Path, rank: int, trainers: int) -> None:
     else:
         searcher = FileSearcherExchange(run.weights, rank - trainers, deadline=PATIENCE)
         flags.set(f"open-{rank - trainers}")
-        search(SearcherSide(searcher, rank - trainers, flags, seal))
+        search(SearcherSide(searcher, rank - trainers, flags, partial(seal, run)))
 
 
 def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
@@ -412,7 +453,7 @@ def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
     world = mpi_world.MpiWorld.join(
         "trainer" if rank < trainers else "searcher",
         trainers=trainers,
-        searchers=SEARCHERS,
+        searchers=1 if transport == BOTH else SEARCHERS,
         deadline=PATIENCE,
         threaded=False if "unthreaded" in transport else None,
         node_split=(lambda comm: comm.Split(comm.rank))
@@ -420,7 +461,7 @@ def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
         else mpi_world.split_by_memory,
     )
     if rank == 0:
-        trainer = mpi_exchange.MpiTrainerExchange.open(
+        trainer: TrainerExchange = mpi_exchange.MpiTrainerExchange.open(
             world,
             LAYOUT,
             bucket_mb=1,
@@ -428,6 +469,11 @@ def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
             progress=Progress(),
             evaluated=lambda split, version: True,
         )
+        if transport == BOTH:
+            run = make_run(folder)
+            board = open_board(run, PendingShards(run, patience=PATIENCE, among=range(1, 2)))
+            flags.wait("open-1")
+            trainer = HybridTrainerExchange(trainer, board)
         lead(TrainerSide(trainer, flags, trainers))
     elif rank < trainers:
         follower = mpi_exchange.MpiTrainerFollower.open(world)
@@ -443,14 +489,16 @@ def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
 def main() -> None:
     """Play one process of every scenario."""
     transport, folder, *number = sys.argv[1:]
-    for scenario in SCENARIOS:
+    for scenario in BESIDE_A_WORLD if transport == BOTH else SCENARIOS:
         place = Path(folder) / scenario
         place.mkdir(exist_ok=True)
-        if number:
-            rank = int(number[0])
-            run_files(scenario, place, rank, TRAINERS[transport])
+        rank = int(number[0]) if number else 0
+        if not number:
+            rank = run_mpi(scenario, place, transport, TRAINERS.get(transport, 1))
+        elif transport == BOTH:
+            run_visitor(scenario, place)
         else:
-            rank = run_mpi(scenario, place, transport, TRAINERS[transport])
+            run_files(scenario, place, rank, TRAINERS[transport])
         print(f"{scenario} holds at rank {rank}", flush=True)
 
 

@@ -287,6 +287,47 @@ def test_ranks_are_killed_and_their_number_changes(model: Path, tmp_path: Path) 
     assert json.loads(run.summary.read_text())["test_prompts"] == 64
 
 
+def test_searchers_come_and_go_while_a_run_trains(model: Path, tmp_path: Path) -> None:
+    """One of its own, in its MPI world; others over files: told to go, killed, and there at the end."""
+    settings = ("train.steps=120", "launch.elastic=2")
+    process = start(model, tmp_path, *settings)
+    wait_for(lambda: bool([*tmp_path.glob("*/logs/latest/trainer-0000.log")]), process)
+    run = RunDir.open(tmp_path / "quickstart-seed0")
+
+    def join() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [TBA, "search", run.path], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def said(searcher: int, event: str) -> bool:
+        records = read_metrics(run.metrics_file("searcher", searcher))
+        return any(record.get("event") == event for record in records)
+
+    first = join()  # before there is a trainer
+    wait_for(lambda: any(run.owners.glob("searcher-5000.*")), process)
+    second = join()
+    wait_for(lambda: any(run.owners.glob("searcher-5001.*")), process)
+    refused = join()
+    assert "all places of" in refused.communicate(timeout=START_SECONDS)[0] and refused.returncode == 3
+    wait_for(lambda: said(5000, "sealed") and said(5001, "sealed"), process)
+    first.send_signal(signal.SIGUSR1)
+    out, _ = first.communicate(timeout=60)
+    assert first.returncode == 0 and "leaving: told" in out and said(5000, "left"), out
+    second.kill()
+    second.communicate()
+    last = join()
+    code, out, err = finish(process)
+    assert code == 0, out + err
+    assert "finished" in last.communicate(timeout=60)[0] and last.returncode == 0
+    assert_whole(run, 120)
+    merged = [r["searcher"] for r in read_metrics(run.metrics_file("trainer")) if r.get("event") == "merged"]
+    assert {0, 5000, 5001} <= set(merged)
+    assert not [*run.logs.glob("*/refused-*"), *run.logs.glob("*/failed-*")]
+    again = join()
+    out, _ = again.communicate(timeout=60)
+    assert again.returncode == 0 and "is finished: there is nothing to search for" in out
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 24 MB."""

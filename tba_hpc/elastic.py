@@ -1,0 +1,212 @@
+"""A searcher that comes and goes: the place that it leases, what it asks and evaluates, how it leaves.
+
+It must not know how completions are generated or scored. Whoever holds a place asks for its requests; whoever
+holds it next asks for what is not completed. A trainer that starts again may share the requests out among
+another number of places: then the stream of requests begins anew, while engine and shards go on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Self
+
+from tba_hpc.backends.file_exchange import ElasticSearcherExchange
+from tba_hpc.config import Config, ConfigError, LaunchSection
+from tba_hpc.metrics import MetricsWriter
+from tba_hpc.ports import Task
+from tba_hpc.prompts import CompletedRequests, Progress, training_requests
+from tba_hpc.run.directory import ATTEMPT, RunDir
+from tba_hpc.run.evaluations import Evaluation
+from tba_hpc.run.notes import rank_name
+from tba_hpc.run.owners import leased
+from tba_hpc.run.signals import StopFlag
+from tba_hpc.types import Request
+
+NO_PLACE = 3
+"""Exit status of a searcher that found all places taken: there is nothing to do for it now."""
+
+EVALUATOR = "evaluator"
+"""What the one owns that evaluates, in a run without searchers of its own."""
+
+SEAT_SECONDS = 5.0
+"""Pause between two tries to be that one."""
+
+MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+"""Variables of a process that an MPI launcher has started."""
+
+
+class NoPlaceError(ValueError):
+    """All places are taken; the message is one sentence."""
+
+
+def comes_by_itself(config: Config, index: int | None) -> bool:
+    """Whether this searcher was started by nobody who counts ranks. ConfigError where none may come so."""
+    if index is not None or ATTEMPT in os.environ:
+        return False
+    if not config.launch.elastic and not any(name in os.environ for name in MPI_RANK):
+        raise ConfigError(
+            "launch.elastic=0 leaves no place for a searcher that comes by itself: stop the run, if it is at "
+            "work, and go on with --set launch.elastic=N, for as many as may come"
+        )
+    return config.launch.elastic > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a searcher holds: its number in the run, and that of its lease, which comes only once."""
+
+    searcher: int
+    lease: int
+
+
+@contextmanager
+def leased_place(run: RunDir, config: Config) -> Iterator[Place]:
+    """Hold the lowest free place while the block runs. Raises NoPlaceError."""
+    searchers = {rank_name("searcher", number): number for number in config.launch.elastic_searchers}
+    with leased(run, searchers) as lease:
+        if lease is None:
+            raise NoPlaceError(
+                f"all places of {run.path} for searchers that come and go are taken (launch.elastic="
+                f"{config.launch.elastic}): let one of them leave, or start the run with more"
+            )
+        yield Place(searchers[lease.name], lease.number)
+
+
+@contextmanager
+def leaving_at_once() -> Iterator[None]:
+    """While there is nothing to seal yet: a stop ends the process, after what it holds was given back."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(0)
+
+    before = {number: signal.signal(number, leave) for number in StopFlag.SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is leave:
+                signal.signal(number, handler)
+
+
+class EvaluatorSeat:
+    """Held by one searcher at a time, which evaluates for the run, until it leaves or dies."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._stay = ExitStack()
+        self._held = False
+        self._tried = -SEAT_SECONDS
+
+    def taken(self) -> bool:
+        """Whether this process holds it; tries to, now and then."""
+        if not self._held and time.monotonic() - self._tried >= SEAT_SECONDS:
+            self._tried = time.monotonic()
+            with ExitStack() as trial:
+                self._held = trial.enter_context(leased(self._run, [EVALUATOR])) is not None
+                self._stay = trial.pop_all()
+        return self._held
+
+    def leave(self) -> None:
+        """Give it back."""
+        self._stay.close()
+        self._held = False
+
+
+class Visit:
+    """A stay of searcher ``searcher`` at a run, which its metrics tell of. told: whether to leave."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        config: Config,
+        searcher: int,
+        *,
+        metrics: MetricsWriter,
+        told: Callable[[], bool],
+    ) -> None:
+        self._run = run
+        self._config = config
+        self._searcher = searcher
+        self._log = metrics.log
+        self._told = told
+        self._placeless = False  # the run was started again with fewer places
+        self._seat = EvaluatorSeat(run)
+        self.exchange = ElasticSearcherExchange(
+            run.weights,
+            searcher,
+            patience=config.launch.elastic_patience_seconds,
+            told=lambda: told() or self._placeless,
+            finished=lambda: run.finished,
+            evaluates=lambda: not self._launch.searchers and self._seat.taken(),
+        )
+
+    @property
+    def _launch(self) -> LaunchSection:
+        return self._config.launch
+
+    def requests(self, task: Task, progress: Progress) -> Iterator[Request]:
+        """The requests of the place, without end, less those completed by ``progress``.
+
+        progress: what the trainer and the shards of this place say. After another start of the trainer, with
+        other places, those that remain: what was issued here before, or is completed by then, is left out.
+        """
+        known = CompletedRequests.from_array(progress.completed.to_array())
+        attempt = self.exchange.attempt
+        stream = training_requests(self._config, task, self._searcher, known)
+        while True:
+            if self.exchange.attempt != attempt:
+                attempt = self.exchange.attempt
+                if self._shared_out_anew():
+                    known.unite(self.exchange.progress().completed)
+                    stream = training_requests(self._config, task, self._searcher, known)
+                    self._log({"event": "moved", "place": self._place, "searchers": self._launch.places})
+            if self._placeless:
+                return
+            request = next(stream)
+            known.add_one(request.id)
+            yield request
+
+    def _shared_out_anew(self) -> bool:
+        """Whether the run's config has other places than when this was last asked."""
+        before, now = self._launch, self._run.config().launch
+        self._config = self._config.model_copy(update={"launch": now})
+        self._placeless = self._searcher not in now.elastic_searchers
+        return (now.searchers, now.elastic) != (before.searchers, before.elastic) and not self._placeless
+
+    def report(self, write: Callable[[int, int, Evaluation], None]) -> Callable[[int, int, Evaluation], None]:
+        """``write`` of a whole evaluation, if the trainer that has asked for it is still at work."""
+
+        def report(place: int, places: int, whole: Evaluation) -> None:
+            if self.exchange.still_wants(whole.split, whole.step):
+                write(place, places, whole)
+
+        return report
+
+    @property
+    def _place(self) -> int:
+        return self._launch.place_of(self._searcher)
+
+    @property
+    def why(self) -> str:
+        """Why it leaves."""
+        if self._told():
+            return "told"
+        return "no place" if self._placeless else "finished"
+
+    def __enter__(self) -> Self:
+        job = os.environ.get("SLURM_JOB_ID", "")
+        self._log({"event": "joined", "host": socket.gethostname(), "job": job, "place": self._place})
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Give back what is held besides the place."""
+        self._seat.leave()
+        if kind is None:
+            self._log({"event": "left", "why": self.why, "place": self._place})

@@ -1,0 +1,40 @@
+# Sourced by a batch script of one node that searches for a run for a while, such as slurm/tba_search.sbatch: as many
+# searchers as the job has tasks; asked to stop they leave, and the job goes back to the queue unless the run is
+# finished. The run's own job knows nothing of it.
+# Before: RUN, TBA (array: the command `tba`), REQUEUE, SAVE_SECONDS.
+
+source "$(dirname "${BASH_SOURCE[0]}")/job_supervisor.sh"
+unset TBA_ATTEMPT    # its ranks are others
+
+event() { :; }       # these are the run's own
+
+search_for_a_while() {
+    local code
+    [ -r "$RUN/config.yaml" ] || { say "$(hostname) does not see $RUN: put it on a file system that all nodes share"; exit 2; }
+    if finished; then say "the run is finished: there is nothing to search for"; exit 0; fi
+    [ "$STOP" = 1 ] && back_to_the_queue
+    say "searching for $RUN with $SLURM_NTASKS searchers on $(hostname)"
+    # Each has its place, and its death is its own. Every one would meet the others' MPI, so there is none.
+    srun --mpi=none --kill-on-bad-exit=0 "${TBA[@]}" search "$RUN" &
+    STEP=$!
+    [ "$STOP" = 1 ] && pass_on
+    await "$STEP"
+    code=$?
+    kill $GUARD 2>/dev/null
+    STEP=''
+    if finished; then say "the run is finished"; exit 0; fi
+    [ "$STOP" = 1 ] && back_to_the_queue
+    [ "$code" = 3 ] && { say "no place is free: this job is not needed"; exit 0; }
+    exit "$code"
+}
+
+back_to_the_queue() {
+    local state
+    state=$(state_of "$SLURM_JOB_ID")
+    if [ "${state%% *}" != RUNNING ]; then say "Slurm is ending this job (${state:-gone})"; exit 0; fi
+    [ "$REQUEUE" = no ] && { say "stopped, and this site does not requeue"; exit 0; }
+    say "back to the queue"
+    trap '' TERM     # Slurm ends this shell now; only then can the job start again
+    scontrol requeue "$SLURM_JOB_ID" || { say "Slurm refused to requeue"; exit 1; }
+    exit 0
+}

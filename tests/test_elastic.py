@@ -1,0 +1,545 @@
+"""Searchers that come and go, part by part: places, requests over any history, exchange, what is merged."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_hdf5_shards import scored
+
+from tba_hpc.backends.file_exchange import (
+    ElasticSearcherExchange,
+    FileSearcherExchange,
+    FileTrainerExchange,
+)
+from tba_hpc.backends.hdf5_shards import PendingShards, ShardError, ShardWriter
+from tba_hpc.backends.hybrid_exchange import HybridTrainerExchange
+from tba_hpc.buffer import ReplayBuffer
+from tba_hpc.config import FIRST_ELASTIC, Config, ConfigError, parse_config
+from tba_hpc.elastic import NoPlaceError, comes_by_itself, leased_place
+from tba_hpc.ending import Watch
+from tba_hpc.freshness import Freshness
+from tba_hpc.merger import Merger
+from tba_hpc.metrics import MetricsWriter, read_metrics
+from tba_hpc.ports import ExchangeError
+from tba_hpc.prompts import CompletedRequests, Progress, PromptOrder
+from tba_hpc.run import owners
+from tba_hpc.run.checkpoints import TrainerState
+from tba_hpc.run.directory import ATTEMPT, RunDir
+from tba_hpc.run.owners import Owner, leased
+from tba_hpc.types import Group, Publication, Split, WeightLayout
+
+LAYOUT = WeightLayout.of([("a", (3, 5))], "F32")
+
+
+def config_of(root: Path = Path("runs"), **sections: dict[str, object]) -> Config:
+    """Places for two core searchers and three that come and go."""
+    tree: dict[str, dict[str, object]] = {
+        "run": {"root": str(root)},
+        "model": {"path": "tiny"},
+        "generator": {"completions_per_prompt": 2},
+        "train": {"completions_per_prompt": 2},
+        "launch": {"searchers": 2, "elastic": 3},
+    }
+    return parse_config(
+        {name: {**tree.get(name, {}), **sections.get(name, {})} for name in {**tree, **sections}}
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDir]:
+    before = os.umask(0o022)
+    yield RunDir.create(config_of(tmp_path))
+    os.umask(before)
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", ATTEMPT):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("tba_hpc.backends.file_exchange.POLL_SECONDS", 0.0)
+
+
+# --- What may be configured ---
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"launch": {"searchers": 0, "elastic": 0}}, r"searchers=0 with launch.elastic=0 leaves nobody"),
+        ({"exchange": {"max_staleness": 4}}, r"elastic=3 lets searchers leave that owe what .*max_age_steps"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(sections: dict[str, dict[str, object]], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        config_of(**sections)
+
+
+def test_who_comes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, closed = config_of(), config_of(launch={"elastic": 0})
+    assert comes_by_itself(config, None) and not comes_by_itself(config, 0)
+    with pytest.raises(ConfigError, match=r"launch.elastic=0 leaves no place .* --set launch.elastic=N"):
+        comes_by_itself(closed, None)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    assert not comes_by_itself(closed, None)
+    monkeypatch.setenv(ATTEMPT, "attempt-001")
+    assert not comes_by_itself(config, None)
+
+
+# --- Places ---
+
+TENANT = """
+import sys
+from pathlib import Path
+from tba_hpc.elastic import NoPlaceError, leased_place
+from tba_hpc.run.directory import RunDir
+run = RunDir(Path(sys.argv[1]))
+try:
+    with leased_place(run, run.config()) as place:
+        print(place.searcher, place.lease, flush=True)
+        sys.stdin.read()
+except NoPlaceError as error:
+    print(error, flush=True)
+"""
+
+
+def tenant(run: RunDir) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", TENANT, str(run.path)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_of_many_at_once_each_gets_a_place_of_its_own_and_the_dead_make_room(run: RunDir) -> None:
+    rivals = [tenant(run) for _ in range(6)]
+    answers = [said(rival) for rival in rivals]
+    placed = {answer: rival for answer, rival in zip(answers, rivals, strict=True) if answer[0].isdigit()}
+    assert sorted(answer.split()[0] for answer in placed) == ["5000", "5001", "5002"]
+    refused = [answer for answer in answers if answer not in placed]
+    assert len(refused) == 3 and all(f"all places of {run.path} for" in answer for answer in refused)
+
+    killed = next(answer for answer in placed if answer.startswith("5001"))
+    placed[killed].kill()
+    placed[killed].wait()
+    heir = tenant(run)
+    assert (again := said(heir)).startswith("5001 ") and again != killed, "a lease of its own"
+    for process in (*rivals, heir):
+        process.communicate()
+    with leased_place(run, run.config()) as first, leased_place(run, run.config()) as second:
+        assert (first.searcher, second.searcher) == (FIRST_ELASTIC, FIRST_ELASTIC + 1)
+
+
+def test_the_silent_make_room_and_others_of_the_same_job_do_not(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    there = Owner(host="node7", machine="another", pid=4711, began=1, job="17", alike=True)
+    run.owners.mkdir()
+    files = [run.owners / f"searcher-500{i}.000001" for i in range(3)]
+    for file in files:
+        file.write_text(there.to_json())
+    with pytest.raises(NoPlaceError), leased_place(run, run.config()):
+        pass
+    os.utime(files[2], (time.time() - owners.SILENT_SECONDS - 5,) * 2)
+    with leased_place(run, run.config()) as place:
+        assert place.searcher == FIRST_ELASTIC + 2
+    files[1].write_text(replace(there, restarts="0").to_json())
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # back from the queue: what it left is its own
+    with leased_place(run, run.config()) as place:
+        assert place.searcher == FIRST_ELASTIC
+
+
+def test_their_signs_of_life_are_none_of_a_job_that_is_gone(run: RunDir, tmp_path: Path) -> None:
+    """Where squeue cannot be asked, its own ranks tell of it."""
+    run.owners.mkdir()
+    job = Owner(host="node7", machine="another", job="17")
+    (run.owners / "launch.000001").write_text(job.to_json())
+    os.utime(run.owners / "launch.000001", (0, 0))
+    rank = run.owners / "searcher-0000.000001"
+    rank.write_text(replace(job, pid=4711).to_json())
+    with leased_place(run, run.config()), pytest.raises(owners.OwnedError):
+        owners.refuse_owned(run)
+    os.utime(rank, (0, 0))
+    with leased_place(run, run.config()):
+        owners.refuse_owned(run)
+
+
+def test_who_is_there(run: RunDir) -> None:
+    names = [f"searcher-{number}" for number in run.config().launch.elastic_searchers]
+    with leased(run, names), leased(run, names):
+        assert list(owners.holders(run, names)) == names[:2]
+    assert owners.holders(run, names) == {}
+
+
+# --- Requests over any history of comings and goings ---
+
+
+class Holder:
+    """A searcher in a place: issues in order, finishes in any, seals now and then; may be frozen."""
+
+    def __init__(self, run: RunDir, config: Config, searcher: int, completed: CompletedRequests) -> None:
+        self.searcher = searcher
+        self.open: list[int] = []
+        self.known = CompletedRequests.from_array(completed.to_array())
+        for shard in PendingShards(run).read_all({}, [searcher]):
+            self.known.add(shard.trajectories.record["request_id"])
+        self.writer = ShardWriter(run, searcher)
+        self.share(config)
+
+    def share(self, config: Config) -> None:
+        """Ask for the requests of the place, as the run now has it."""
+        launch = config.launch
+        place = launch.place_of(self.searcher)
+        self.stream = PromptOrder(0, 7).request_ids(place, launch.places, self.known)
+
+    def work(self, random: np.random.Generator) -> None:
+        """Issue some, finish some of those, seal what is finished; refused where another has sealed."""
+        issued = list(islice(self.stream, int(random.integers(0, 5))))
+        self.known.add(np.array(issued, np.int64))
+        self.open += issued
+        random.shuffle(self.open)
+        cut = int(random.integers(0, len(self.open) + 1))
+        for request_id in self.open[:cut]:
+            self.writer.append(*scored(request_id, request_id % 7, n=2))
+        self.open = self.open[cut:]
+        self.writer.seal()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_requests_are_answered_once_over_any_history(seed: int, tmp_path: Path) -> None:
+    """Comings, goings, kills, freezes, and starts of the trainer from a checkpoint with other places."""
+    random, config = np.random.default_rng(seed), config_of(tmp_path)
+    run = RunDir.create(config)
+    metrics = MetricsWriter(run.metrics_file("trainer"))
+    saved = state = TrainerState()
+    completed = saved_completed = CompletedRequests()
+    buffer = ReplayBuffer(config.buffer, 0)
+    holders: dict[int, Holder] = {}
+    frozen: list[Holder] = []
+    shards = PendingShards(run)
+    answered: Counter[int] = Counter()  # by the surviving history
+    saved_answered: Counter[int] = Counter()
+    for _ in range(60):
+        free = [s for s in config.launch.elastic_searchers if s not in holders]
+        match random.choice(
+            ["come", "go", "kill", "freeze", "thaw", "merge", "save", "start", "work", "work"]
+        ):
+            case "come" if free:
+                holders[free[0]] = Holder(run, config, free[0], completed)
+            case "go" | "kill" if holders:
+                del holders[int(random.choice(list(holders)))]
+            case "freeze" if holders:
+                frozen.append(holders.pop(int(random.choice(list(holders)))))
+            case "thaw" if frozen:
+                with suppress(ShardError):  # for as long as it takes to see that its place is another's
+                    frozen.pop().work(random)
+            case "merge":
+                before = len(read_metrics(run.metrics_file("trainer")))
+                merger = Merger(buffer, completed, Freshness(config, buffer), metrics, rivals=True)
+                found = list(shards.read(state.cursors))
+                state = merger.merge(state, found, sync=0)
+                for record in read_metrics(run.metrics_file("trainer"))[before:]:
+                    answered.update(set(record["request_ids"]) - set(record.get("answered", [])))
+            case "save":
+                saved, saved_answered = state, answered.copy()
+                saved_completed = CompletedRequests.from_array(completed.to_array())
+            case "start":
+                launch = {"searchers": int(random.integers(0, 4)), "elastic": int(random.integers(2, 5))}
+                config = config_of(tmp_path, launch=launch)
+                state, answered = saved, saved_answered.copy()
+                completed = CompletedRequests.from_array(saved_completed.to_array())
+                buffer = ReplayBuffer(config.buffer, 0)
+                holders = {s: h for s, h in holders.items() if s in config.launch.elastic_searchers}
+                for holder in holders.values():
+                    holder.known.unite(completed)
+                    holder.share(config)
+            case "work":
+                for searcher, holder in list(holders.items()):
+                    try:
+                        holder.work(random)
+                    except ShardError:  # one that had been frozen came first
+                        del holders[searcher]
+    merger = Merger(buffer, completed, Freshness(config, buffer), metrics, rivals=True)
+    before = len(read_metrics(run.metrics_file("trainer")))
+    state = merger.merge(state, list(shards.read(state.cursors)), sync=0)
+    for record in read_metrics(run.metrics_file("trainer"))[before:]:
+        answered.update(set(record["request_ids"]) - set(record.get("answered", [])))
+    assert set(answered.values()) <= {1}, "doubled"
+    assert set(answered) == {r for r in range(8 * len(completed.to_array())) if r in completed}, "lost"
+    rest = [
+        request_id
+        for place in range(config.launch.places)
+        for request_id in islice(PromptOrder(0, 7).request_ids(place, config.launch.places, completed), 300)
+    ]
+    assert set(range(300)) <= set(answered) | set(rest) and not set(answered) & set(rest), "skipped"
+
+
+# --- What is merged ---
+
+
+def of_version(version: int, request_id: int) -> tuple[Group, list[float], list[np.ndarray]]:
+    """A scored group of two that weights of that version have sampled, different ones."""
+    group, rewards, references = scored(request_id, request_id, n=2)
+    return replace(group, versions=np.full((2, 2), version, np.int32)), rewards, references
+
+
+def test_what_comes_too_late_or_again_stays_out_and_is_counted(tmp_path: Path) -> None:
+    config = config_of(tmp_path, buffer={"max_age_steps": 10})
+    run, buffer, completed = RunDir.create(config), ReplayBuffer(config.buffer, 0), CompletedRequests()
+    metrics = MetricsWriter(run.metrics_file("trainer"))
+    merger = Merger(buffer, completed, Freshness(config, buffer), metrics, rivals=True)
+    first, other = ShardWriter(run, 0), ShardWriter(run, FIRST_ELASTIC)
+    for writer, requests in ((first, (0, 2)), (other, (2, 4))):
+        for request_id in requests:
+            writer.append(*of_version(3, request_id))
+        writer.seal()
+    state = replace(TrainerState(), step=13)
+    state = merger.merge(state, list(PendingShards(run).read({})), sync=13)
+    assert (state.trajectories, state.added, len(buffer)) == (8, 6, 6)
+    first.append(*of_version(2, 6))
+    first.seal()
+    state = merger.merge(state, list(PendingShards(run).read(state.cursors)), sync=13)
+    assert (state.trajectories, state.added, len(buffer)) == (10, 6, 6)
+    assert all(request_id in completed for request_id in (0, 2, 4, 6))
+    told = [
+        [r.get(name) for name in ("late", "again", "answered")]
+        for r in read_metrics(run.metrics_file("trainer"))
+    ]
+    assert told == [[None, None, None], [None, 2, [2]], [2, None, None]]
+
+
+# --- The exchange ---
+
+
+def trainer(run: RunDir, **more: object) -> FileTrainerExchange:
+    arguments: dict[str, object] = {
+        "read_pending": PendingShards(run, patience=60).read,
+        "progress": Progress(),
+        "evaluated": lambda split, step: False,
+    }
+    return FileTrainerExchange(run.weights, LAYOUT, **{**arguments, **more})  # type: ignore[arg-type]
+
+
+def publish(exchange: FileTrainerExchange, version: int, evaluate: Split | None = None) -> None:
+    while not exchange.publish(
+        Publication(version=version, evaluate=evaluate), lambda out: out.fill(version)
+    ):
+        pass
+    while not exchange.gather():
+        pass
+
+
+def visitor(
+    run: RunDir, *, told: list[bool] | None = None, evaluates: bool = False, patience: float = 60.0
+) -> ElasticSearcherExchange:
+    return ElasticSearcherExchange(
+        run.weights,
+        FIRST_ELASTIC,
+        patience=patience,
+        told=lambda: bool(told),
+        finished=lambda: run.finished,
+        evaluates=lambda: evaluates,
+    )
+
+
+def test_a_stop_is_its_own(run: RunDir) -> None:
+    told: list[bool] = []
+    lead, guest = trainer(run), visitor(run, told=told)
+    publish(lead, 1)
+    assert (update := guest.poll()) and update.publication.version == 1 and not guest.closed
+    told.append(True)
+    guest.request_stop()
+    assert guest.closed
+    publish(lead, 2)
+    assert not lead.stop_requested and not [*run.weights.glob("stop-*")]
+    lead.close()
+
+
+def test_it_lives_through_an_absence_of_the_trainer_and_ends_with_the_run(
+    run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    lead, guest = trainer(run), visitor(run)
+    publish(lead, 4)
+    attempt = guest.attempt
+    lead.close()
+    assert not guest.closed and "the trainer has stopped before the end: waiting up to 60 s" in caplog.text
+    lead = trainer(run)
+    publish(lead, 2)  # from an older checkpoint
+    assert guest.attempt not in ("", attempt)
+    assert (update := guest.poll()) and update.publication.version == 2
+    run.mark_finished()
+    assert not guest.closed
+    lead.close()
+    assert guest.closed and visitor(run).closed
+
+
+def test_a_trainer_that_stays_away_is_an_error_that_says_what_to_do(run: RunDir) -> None:
+    guest = visitor(run, patience=0.05)
+    with pytest.raises(
+        ExchangeError, match=r"for 0\.05 s: start the run again, or raise launch\.elastic_pat"
+    ):
+        while not guest.closed:
+            pass
+
+
+def test_a_stop_ends_the_wait_to_be_told(run: RunDir) -> None:
+    told: list[bool] = []
+    guest = visitor(run, told=told)
+    waiting = threading.Thread(target=guest.progress)
+    waiting.start()
+    told.append(True)
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
+def test_only_who_evaluates_gets_what_is_to_be_evaluated(run: RunDir) -> None:
+    lead, other, judge = trainer(run), visitor(run), visitor(run, evaluates=True)
+    for version in range(5):
+        publish(lead, version, {1: "test", 3: "validation"}.get(version))
+
+    def taken(guest: FileSearcherExchange) -> list[tuple[int, Split | None]]:
+        updates = [guest.poll() for _ in range(4)]
+        return [(u.publication.version, u.publication.evaluate) for u in updates if u]
+
+    assert taken(other) == [(4, None)]
+    assert taken(judge) == [(1, "test"), (3, "validation"), (4, None)]
+    assert judge.still_wants("test", 1)
+    lead.close()
+    lead = trainer(run)
+    assert not judge.still_wants("test", 1), "another trainer may make other weights of that version"
+    lead.close()
+
+
+class Remembering(FileTrainerExchange):
+    """A world of its own, whose memory has two slots: here over files."""
+
+    def __init__(self, *arguments: object, **more: object) -> None:
+        super().__init__(*arguments, **more)  # type: ignore[arg-type]
+        self.slots = [np.zeros(LAYOUT.nbytes, np.uint8) for _ in range(2)]
+        self.writes = 0
+        self.last: Publication | None = None
+
+    def publish(self, publication: Publication, write) -> bool:  # type: ignore[no-untyped-def]
+        def into_slot(out: np.ndarray) -> None:
+            write(self.slots[self.writes % 2])
+            out[:] = self.slots[self.writes % 2]
+
+        if not super().publish(publication, into_slot):
+            return False
+        self.writes, self.last = self.writes + 1, publication
+        return True
+
+    def arrived(self) -> tuple[int, Publication, np.ndarray] | None:
+        if not self.idle or self.last is None:
+            return None
+        return self.writes - 1, self.last, self.slots[(self.writes - 1) % 2]
+
+
+def test_weights_of_a_world_reach_those_who_come_and_go_and_shards_come_from_both(
+    run: RunDir, tmp_path: Path
+) -> None:
+    def shards_of(numbers: range):  # type: ignore[no-untyped-def]
+        return PendingShards(run, among=numbers).read
+
+    inner = Remembering(
+        tmp_path / "world",
+        LAYOUT,
+        read_pending=shards_of(range(FIRST_ELASTIC)),
+        progress=Progress(),
+        evaluated=lambda split, step: True,
+    )
+    board = trainer(run, read_pending=shards_of(range(FIRST_ELASTIC, FIRST_ELASTIC + 3)))
+    lead, guest = HybridTrainerExchange(inner, board), visitor(run, evaluates=True)
+    core = FileSearcherExchange(tmp_path / "world", 0, deadline=60)
+    seen, written = [], []
+    for version in range(30):
+        write = lambda out, version=version: (written.append(version), out.fill(version))  # noqa: E731
+        while not lead.publish(
+            Publication(version=version, evaluate="test" if version == 7 else None), write
+        ):
+            pass
+        if update := guest.poll():
+            assert update.publication.evaluate is None
+            assert (update.data == update.publication.version).all(), "overwritten while it was copied"
+            seen.append(update.publication.version)
+    for searcher in (0, FIRST_ELASTIC):
+        writer = ShardWriter(run, searcher)
+        writer.append(*scored(searcher, 0, n=2))
+        writer.seal()
+    while not lead.gather():
+        pass
+    found = lead.collect()
+    while len(found) < 2:
+        lead.gather()
+        found += lead.collect()
+    assert written == list(range(30)) and seen == sorted(set(seen))
+    assert (last := guest.poll() or update) and last.publication.version == 29
+    assert core.poll() is not None and sorted(shard.searcher for shard in found) == [0, FIRST_ELASTIC]
+    assert lead.close() == [] and not lead.stop_requested
+    run.mark_finished()
+    assert guest.closed
+
+
+# --- The end ---
+
+
+def test_the_last_evaluation_of_a_run_without_searchers_says_whom_it_waits_for(tmp_path: Path) -> None:
+    config = config_of(tmp_path, launch={"searchers": 0})
+    run = RunDir.create(config)
+    watch = Watch(run, config.launch, 20)
+    assert watch.silence < 1 and watch.missing == [0]
+    assert watch.missing_words == "searchers that come and go"
+    assert watch.remedy == f"where no searcher is at work, add one: tba search {run.path}"
+    before = watch._heard
+    MetricsWriter(run.metrics_file("searcher", FIRST_ELASTIC + 2)).log({"search/tokens": 7})
+    watch._looked = -60.0
+    assert watch.silence < 1 and watch._heard > before
+
+
+def test_a_wait_without_searchers_says_how_to_add_one(tmp_path: Path) -> None:
+    config = config_of(tmp_path, launch={"searchers": 0})
+    freshness = Freshness(config, ReplayBuffer(config.buffer, 0))
+    with pytest.raises(
+        ExchangeError, match=r"for 5 s: .*\(none belongs .* add one: tba search \S+run-seed0$"
+    ):
+        freshness.exclude_unresponsive(0, 5.0)
+
+
+STARTING = """
+import sys, time
+from pathlib import Path
+from tba_hpc.elastic import leased_place, leaving_at_once
+from tba_hpc.run.directory import RunDir
+run = RunDir(Path(sys.argv[1]))
+with leaving_at_once(), leased_place(run, run.config()):
+    print("starting", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_stop_before_the_work_begins_gives_the_place_back(run: RunDir) -> None:
+    command = [sys.executable, "-c", STARTING, str(run.path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert said(process) == "starting"
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(30) == 0
+    (file,) = run.owners.iterdir()
+    assert Owner(**json.loads(file.read_text())) == Owner()

@@ -1,0 +1,165 @@
+"""Whole runs on the tabular policy whose searchers come and go, in processes that are told to, or killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tabular_run
+
+from tba_hpc import runtime
+from tba_hpc.audit import audit
+from tba_hpc.config import FIRST_ELASTIC
+from tba_hpc.metrics import Record, read_metrics, step_records
+from tba_hpc.run.directory import ATTEMPT, RunDir
+from tba_hpc.run.evaluations import find_evaluation
+
+PATIENCE = 60.0
+
+
+def make_run(
+    root: Path, *, steps: int, elastic: int, searchers: int, **sections: dict[str, object]
+) -> RunDir:
+    launch = {"searchers": searchers, "elastic": elastic, "elastic_patience_seconds": PATIENCE}
+    train = {"steps": steps}
+    return RunDir.create(tabular_run.make_config(root, train=train, launch=launch, **sections))
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, f"in vain: {what}"
+        time.sleep(0.02)
+
+
+def ended(*processes: ForkServerProcess) -> list[int | None]:
+    """Exit statuses of processes that end by themselves."""
+    for process in processes:
+        process.join(PATIENCE)
+    return [process.exitcode for process in processes]
+
+
+def steps_of(run: RunDir) -> int:
+    return len(step_records(read_metrics(run.metrics_file("trainer"))))
+
+
+def events_of(run: RunDir, searcher: int) -> list[Record]:
+    return [record for record in read_metrics(run.metrics_file("searcher", searcher)) if "event" in record]
+
+
+def merged(run: RunDir) -> Counter[int]:
+    """Shards that the trainer merged, by searcher, over all its attempts."""
+    records = read_metrics(run.metrics_file("trainer"))
+    return Counter(int(record["searcher"]) for record in records if record.get("event") == "merged")
+
+
+def assert_clean(run: RunDir) -> None:
+    verdict = audit(run)
+    assert verdict.finished and verdict.clean, verdict.problems
+    assert verdict.lost == verdict.doubled == 0
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_run_that_some_join_and_leave_while_others_are_killed(seed: int, tmp_path: Path) -> None:
+    """Twice the trainer is killed and starts again, with another number of searchers of its own."""
+    random = np.random.default_rng(seed)
+    run = make_run(tmp_path, steps=160, elastic=3, searchers=1)
+    trainer = tabular_run.start(run, searchers=1, sent=signal.SIGKILL, nth=30)
+    starts = [(2, signal.SIGKILL, 40), (1, None, 0)]
+    there: list[ForkServerProcess] = []
+    told: list[ForkServerProcess] = []
+    while not run.finished:
+        there = [process for process in there if process.is_alive()]
+        if trainer.exitcode is not None and starts:
+            assert trainer.exitcode == -signal.SIGKILL
+            searchers, sent, nth = starts.pop(0)
+            trainer = tabular_run.start(run, searchers=searchers, sent=sent, nth=nth)
+        match random.choice(["come", "go", "kill"], p=[0.5, 0.3, 0.2]):
+            case "come" if len(there) < 3:
+                there.append(tabular_run.visit(run))
+            case "go" if there:
+                told.append(there.pop(int(random.integers(len(there)))))
+                os.kill(told[-1].pid, signal.SIGUSR1)  # type: ignore[arg-type]
+            case "kill" if there:
+                there.pop(int(random.integers(len(there)))).kill()
+        time.sleep(float(random.uniform(0.05, 0.3)))
+    assert ended(trainer) == [0]
+    assert set(ended(*told)) <= {0, -signal.SIGUSR1}, "one that was told before it listened just ends"
+    assert set(ended(*there)) <= {0}, "they leave with the run"
+    assert_clean(run)
+    assert sum(number for searcher, number in merged(run).items() if searcher >= FIRST_ELASTIC) > 0
+
+
+def test_a_run_of_searchers_that_come_and_go_alone(tmp_path: Path) -> None:
+    """It waits for the first, evaluates by one of them, goes on when that one is killed, and ends."""
+    run = make_run(tmp_path, steps=120, elastic=2, searchers=0)
+    trainer = tabular_run.start(run, searchers=0)
+    time.sleep(1)
+    assert trainer.is_alive() and steps_of(run) == 0
+    first = tabular_run.visit(run)
+    until(lambda: find_evaluation(run, "test", 0), "the first evaluation")
+    second = tabular_run.visit(run)
+    until(lambda: steps_of(run) > 10, "some steps")
+    first.kill()
+    assert ended(trainer, second) == [0, 0]
+    assert_clean(run)
+    summary = json.loads(run.summary.read_text())
+    assert summary["finished"] and summary["pass_at_1_after"] is not None
+    whole = find_evaluation(run, "test", 120)
+    assert whole is not None and whole.total == summary["test_prompts"]
+    (last,) = [
+        events_of(run, s)[-1] for s in (FIRST_ELASTIC, FIRST_ELASTIC + 1) if "why" in events_of(run, s)[-1]
+    ]
+    assert (last["event"], last["why"]) == ("left", "finished")
+
+
+def test_a_trainer_that_comes_back_finds_them_waiting(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=60, elastic=2, searchers=0)
+    early = tabular_run.visit(run)  # before the first trainer
+    trainer = tabular_run.start(run, searchers=0, sent=signal.SIGTERM, nth=20)
+    assert ended(trainer) == [0] and not run.finished
+    assert early.is_alive() and len(events_of(run, FIRST_ELASTIC)) > 1
+    trainer = tabular_run.start(run, searchers=1)
+    assert ended(trainer, early) == [0, 0]
+    assert_clean(run)
+    kinds = [event["event"] for event in events_of(run, FIRST_ELASTIC) if event["event"] != "sealed"]
+    assert kinds == ["started", "joined", "moved", "left"]
+
+
+def test_what_comes_too_late_is_dropped_and_the_audit_knows(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=80, elastic=1, searchers=1, buffer={"max_age_steps": 1})
+    guest, trainer = tabular_run.visit(run), tabular_run.start(run, searchers=1)
+    assert ended(trainer, guest) == [0, 0]
+    assert_clean(run)
+    verdict = audit(run)
+    late = [record for record in read_metrics(run.metrics_file("trainer")) if record.get("late")]
+    assert verdict.dropped == sum(int(record["late"]) for record in late) > 0
+    assert json.loads(run.summary.read_text())["dropped"] == verdict.dropped
+
+
+def test_a_run_that_is_over_and_a_place_that_is_gone_need_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ATTEMPT, raising=False)
+    run = make_run(tmp_path, steps=40, elastic=2, searchers=0)
+    guests = [tabular_run.visit(run) for _ in range(2)]
+    assert ended(tabular_run.start(run, searchers=0, sent=signal.SIGTERM, nth=10)) == [0]
+    until(lambda: all(len(events_of(run, FIRST_ELASTIC + i)) > 1 for i in range(2)), "both to join")
+    run.adapt(["launch.elastic=1"])
+    assert ended(tabular_run.start(run, searchers=0), *guests) == [0, 0, 0]
+    assert sorted(str(events_of(run, FIRST_ELASTIC + i)[-1]["why"]) for i in range(2)) == [
+        "finished",
+        "no place",
+    ]
+    assert_clean(run)
+    before = sorted(run.owners.iterdir())
+    runtime.search(run, None)  # another one, after the end
+    assert sorted(run.owners.iterdir()) == before
