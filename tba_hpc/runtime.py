@@ -20,7 +20,14 @@ import numpy as np
 from tba_hpc import schedules
 from tba_hpc.backends.behaviour_reference import BehaviourReference
 from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange, FileTrainerFollower
-from tba_hpc.backends.hdf5_shards import PendingShards, ShardError, ShardWriter, read_arrays, write_arrays
+from tba_hpc.backends.hdf5_shards import (
+    PendingShards,
+    ShardError,
+    ShardWriter,
+    is_shard,
+    read_arrays,
+    write_arrays,
+)
 from tba_hpc.buffer import Embed, ReplayBuffer
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.ending import end_run
@@ -145,7 +152,11 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
             _publish_first(exchange, config, learner)
         learner.load(folder)
     checkpoints = Checkpoints(
-        run, config.checkpoint.keep, write_arrays, beside=config.checkpoint.snapshot is not None
+        run,
+        config.checkpoint.keep,
+        write_arrays,
+        beside=config.checkpoint.snapshot is not None,
+        is_shard=is_shard,
     )
     with StopFlag() as stop:
         trainer = Trainer(

@@ -108,6 +108,7 @@ class Trainer:
         """Publish the weights to begin with."""
         self._update_reference()
         self._freshness.begin(self._state.step, self._completed)
+        self._checkpoints.pruner.merged(self._state.cursors)
         self.publish(evaluate="test" if self._state.step == 0 else None)
 
     @property
@@ -180,6 +181,8 @@ class Trainer:
         """Returns how many completions were new."""
         before = self._state.added
         self._state = self._merger.merge(self._state, shards, sync=self._step_log.version)
+        if shards:
+            self._checkpoints.pruner.merged(self._state.cursors)
         added = self._state.added - before
         self._state = self._merger.evict_stale(self._state)
         return added

@@ -23,7 +23,7 @@ from tba_hpc.run.beside import at_once, beside
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import fsync, make_durable, remove, write_atomic
 from tba_hpc.run.inventory import COMPLETE, damage, inventory, with_checksum
-from tba_hpc.run.pruning import ShardPruner
+from tba_hpc.run.pruning import IsWhole, ShardPruner
 
 log = logging.getLogger(__name__)
 
@@ -92,17 +92,19 @@ Arrays = Mapping[str, np.ndarray]
 class Checkpoints:
     """Complete checkpoints of a run, the newest ``keep`` of them. write_arrays: makes a durable file.
 
-    beside: whether the caller goes on once all is copied, while a thread writes the copies.
+    beside: whether the caller goes on once all is copied, while a thread writes the copies. is_shard: as
+    ``ShardPruner``'s is_whole.
     """
 
     run: RunDir
     keep: int
     write_arrays: Callable[[Path, Arrays], None]
     beside: bool = False
+    is_shard: IsWhole | None = None
     pruner: ShardPruner = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pruner", ShardPruner(self.run))
+        object.__setattr__(self, "pruner", ShardPruner(self.run, self.is_shard))
 
     def save(
         self,
