@@ -7,7 +7,7 @@ metrics, for shards are pruned: ``tba audit`` follows these lines.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -50,8 +50,12 @@ class Merger:
         revision = state.revision + 1
         merged = self._buffer.merge_each([shard.trajectories for shard in shards], revision, sync=sync)
         self._completed.add(np.concatenate([shard.trajectories.record["request_id"] for shard in shards]))
-        for shard, what in zip(shards, merged, strict=True):
-            self._log_merge(state.step, revision, shard, what)
+        self._metrics.log(
+            *(
+                _merge_event(state.step, revision, shard, what)
+                for shard, what in zip(shards, merged, strict=True)
+            )
+        )
         return replace(
             state,
             revision=revision,
@@ -71,21 +75,6 @@ class Merger:
         step, revision = state.step, state.revision + 1
         self._metrics.log({"event": "evicted", "step": step, "revision": revision, "evicted": evicted})
         return replace(state, revision=revision, evicted=self._buffer.evicted)
-
-    def _log_merge(self, step: int, revision: int, shard: Shard, merged: Merged) -> None:
-        self._metrics.log(
-            {
-                "event": "merged",
-                "step": step,
-                "revision": revision,
-                "searcher": shard.searcher,
-                "shard": shard.index,
-                "trajectories": len(shard.trajectories),
-                "tokens": len(shard.trajectories.completions.values),
-                "request_ids": shard.trajectories.request_ids.tolist(),
-                **asdict(merged),
-            }
-        )
 
 
 def merge_pending(
@@ -111,6 +100,22 @@ def merge_pending(
     while some := list(islice(shards, MERGED_AT_ONCE)):
         state = merger.merge(state, some, sync=version)
     return merger.evict_stale(state)
+
+
+def _merge_event(step: int, revision: int, shard: Shard, merged: Merged) -> dict[str, Value]:
+    return {
+        "event": "merged",
+        "step": step,
+        "revision": revision,
+        "searcher": shard.searcher,
+        "shard": shard.index,
+        "trajectories": len(shard.trajectories),
+        "tokens": len(shard.trajectories.completions.values),
+        "request_ids": shard.trajectories.request_ids.tolist(),
+        "added": merged.added,
+        "duplicates": merged.duplicates,
+        "evicted": merged.evicted,
+    }
 
 
 def state_event(event: str, state: TrainerState, buffer: ReplayBuffer) -> dict[str, Value]:

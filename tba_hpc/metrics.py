@@ -113,7 +113,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 
@@ -146,6 +146,9 @@ SPREAD_LINES = 512
 STARTED = b'"event": "started"'
 """In the line of a rank's start; the one before it holds what the attempt before had counted."""
 
+
+PLAIN = frozenset({float, int, str, bool, type(None)})
+"""Types that JSON gives back as they are."""
 
 MOST_UNWRITTEN = 64 << 20
 """Bytes of records that may wait for room on a full disk."""
@@ -189,25 +192,27 @@ class MetricsWriter:
         self._scalars = _event_files(tensorboard) if tensorboard else None
         self._count = 0
 
-    def log(self, record: Mapping[str, Value]) -> None:
-        """Write one record with ``time`` added; values of None are left out, numpy values made plain.
+    def log(self, *records: Mapping[str, Value]) -> None:
+        """Write records with ``time`` added; values of None are left out, numpy values made plain.
 
         Raises DiskFullError where MOST_UNWRITTEN bytes wait for room.
         """
-        known = {name: value for name, value in record.items() if value is not None}
+        now = time.time()
+        known = [_plain({"time": now, **record}) for record in records]
         with self._writing:
-            self._append({"time": time.time(), **known})
+            self._append(known)
             self._write()
         if self._digest and self._digest.due and not self._unwritten:
             self._keep(self._digest)
         if self._scalars:
-            self._to_tensorboard(self._scalars, known)
+            for record in known:
+                self._to_tensorboard(self._scalars, record)
 
-    def _append(self, record: Mapping[str, Value]) -> None:
-        line = json.dumps(record, default=lambda value: value.tolist())
-        self._unwritten += line.encode() + b"\n"
+    def _append(self, records: Sequence[Record]) -> None:
+        self._unwritten += "".join(json.dumps(record) + "\n" for record in records).encode()
         if self._digest:
-            self._digest.take(json.loads(line))  # as those see it who read the file
+            for record in records:
+                self._digest.take(record)
 
     def _write(self) -> None:
         """Write what there is room for; a disk that fills up takes a part of a line."""
@@ -221,7 +226,7 @@ class MetricsWriter:
             return
         if self._full_since is not None:
             seconds, self._full_since = time.time() - self._full_since, None
-            self._append({"time": time.time(), "event": "full", "seconds": seconds})
+            self._append([{"time": time.time(), "event": "full", "seconds": seconds}])
             self._write()
 
     def _wait_for_room(self, error: OSError) -> None:
@@ -241,7 +246,7 @@ class MetricsWriter:
         os.fsync(self._file.fileno())  # first: a digest must not be of lines that a crash takes
         digest.keep(self._file.tell())
 
-    def _to_tensorboard(self, sink: SummaryWriter, record: Mapping[str, Value]) -> None:
+    def _to_tensorboard(self, sink: SummaryWriter, record: Record) -> None:
         step = int(number(record, "step", self._count))
         self._count += 1
         for name in record:
@@ -267,6 +272,24 @@ class MetricsWriter:
         self._file.close()
         if self._scalars:
             self._scalars.close()
+
+
+def _plain(record: Mapping[str, Value]) -> Record:
+    """A record as those see it who read its line."""
+    return {
+        name: value if type(value) in PLAIN else _plain_value(value)
+        for name, value in record.items()
+        if value is not None
+    }
+
+
+def _plain_value(value: Any) -> Any:
+    """Of numpy's scalars and arrays, sequences, and subclasses of plain values."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [item if type(item) in PLAIN else _plain_value(item) for item in value]
+    return value
 
 
 def _torn(path: Path) -> bool:

@@ -228,7 +228,7 @@ def without_digests(searchers: int, hours: float) -> list[Row]:
 
 
 def files_of_a_day(searchers: int, interval: float = 1000.0, keep: int = 2) -> list[Row]:
-    """Shards stay until the oldest checkpoint kept covers them: of that time a tenth is played, bundles too."""
+    """Shards stay until the oldest checkpoint kept covers them: a tenth of that time is played."""
     shards = int(searchers * SHARDS_PER_SECOND * interval * (keep + 1))
     files, each = bundled_files(searchers, rounds=shards // searchers // 10)
     live = LOOSE + 10 * (files - LOOSE)
