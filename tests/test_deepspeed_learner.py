@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import resource
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 import tabular_run
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from killer import Killer, in_a_process
 from learner_worker import (
     BETA,
@@ -29,12 +32,14 @@ from learner_worker import (
     make_batch,
     make_config,
     run,
+    shared_window,
     start,
 )
 from safetensors.torch import load_file
 from tiny_models import make_random_model
 
-from tba_hpc.backends.deepspeed_learner import Command, DeepSpeedLearner, _replacing
+from tba_hpc.backends import deepspeed_learner
+from tba_hpc.backends.deepspeed_learner import Command, DeepSpeedLearner, _buckets, _replacing
 from tba_hpc.backends.hdf5_shards import write_arrays
 from tba_hpc.backends.hf_model import load_policy, load_tokenizer
 from tba_hpc.backends.trainer_group import Message, TrainerGroup
@@ -50,7 +55,7 @@ from tba_hpc.run.checkpoints import (
 )
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.inventory import damage, inventory, with_checksum
-from tba_hpc.types import TrajectoryBatch
+from tba_hpc.types import TrajectoryBatch, WeightLayout
 
 pytestmark = pytest.mark.engine
 
@@ -347,6 +352,69 @@ def test_a_checkpoint_written_beside_training_is_of_its_moment(
     restored = run(tmp_path / "restored", config, [("load", str(checkpoint)), *REST])
     assert restored.metrics == whole.metrics[2:]
     assert (restored.folder / "weights").read_bytes() == (whole.folder / "weights").read_bytes()
+
+
+def test_of_each_bucket_every_rank_copies_about_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed_learner, "BUCKET_BYTES", 40_000)
+    random = np.random.default_rng(0)
+    sizes = [50_000, *random.integers(1, 9_000, 300).tolist()]
+    layout = WeightLayout.of([(f"weight-{i}", (size // 4,)) for i, size in enumerate(sizes)], "F32")
+    for ranks in (1, 2, 3, 7):
+        parts = layout.parts(ranks)
+        buckets = list(_buckets(parts))
+        assert sorted(slot.start for bucket in buckets for slot in bucket) == [s.start for s in layout.slots]
+        for bucket in buckets:
+            assert len(bucket) == 1 or sum(slot.end - slot.start for slot in bucket) <= 40_000
+        for bucket in buckets[
+            len(buckets) // 4 : -len(buckets) // 4
+        ]:  # the largest one shifts the first ones
+            shares = [sum(s.end - s.start for s in bucket if s in part) for part in parts]
+            assert max(shares) - min(shares) <= 2 * 9_000
+
+
+def test_publishing_holds_a_bucket_of_parameters_at_a_time(runs: Runs, tmp_path: Path) -> None:
+    """Under ZeRO-3; and the weights are those of the run that gathers all at once, to the bit."""
+    (tmp_path / "store").mkdir()
+    config = ZERO_3.config(runs.model(ZERO_3.tied))
+    processes = [start(_write_by_buckets, tmp_path, rank, config) for rank in range(2)]
+    assert join(processes) == [0, 0], (tmp_path / "log-0").read_text() + (tmp_path / "log-1").read_text()
+    whole = runs.whole(ZERO_3)
+    assert (tmp_path / "window").read_bytes() == (whole.folder / "weights").read_bytes()
+    largest = max(slot.end - slot.start for slot in whole.layout.slots)
+    for rank in range(2):
+        peaks = json.loads((tmp_path / f"peaks-{rank}").read_text())
+        assert len(peaks) > 3 and max(peaks) <= max(SMALL_BUCKET, largest) < whole.layout.nbytes / 2
+        assert sum(peaks) == whole.layout.nbytes
+
+
+SMALL_BUCKET = 30_000
+
+
+def _write_by_buckets(folder: Path, rank: int, config: Config) -> None:
+    """The steps of ``WHOLE``, and a publish; notes the bytes that are whole at a time."""
+    log_to(folder / f"log-{rank}")
+    torch.set_num_threads(1)
+    learner = DeepSpeedLearner.create(config, rank=rank, ranks=2, store=folder / "store", deadline=60)
+    deepspeed_learner.BUCKET_BYTES = SMALL_BUCKET
+    gathered, peaks = deepspeed_learner.GatheredParameters, list[int]()
+
+    @contextmanager
+    def noting(parameters: list[torch.nn.Parameter], *, enabled: bool) -> Iterator[None]:
+        with gathered(parameters, enabled=enabled):
+            there = (p for p in learner._parameters.values() if p.ds_status == ZeroParamStatus.AVAILABLE)
+            peaks.append(sum(p.numel() * p.element_size() for p in there))
+            yield
+
+    deepspeed_learner.GatheredParameters = noting
+    if rank == 0:
+        (folder / "window").write_bytes(bytes(learner.layout.nbytes))
+        for seed in STEPS:
+            learner.step(make_batch(seed), learning_rate=LEARNING_RATE, beta=BETA)
+        learner.write_weights(shared_window(folder / "window", learner.layout))
+        learner.close()
+    else:
+        learner.follow(lambda: shared_window(folder / "window", learner.layout))
+    (folder / f"peaks-{rank}").write_text(json.dumps(peaks))
 
 
 @pytest.mark.parametrize("full", [0, 1])

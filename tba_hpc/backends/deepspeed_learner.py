@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -271,10 +272,11 @@ class DeepSpeedLearner:
     def _copy(self, slots: Sequence[WeightSlot], out: np.ndarray) -> None:
         """Copy the tensors of ``slots`` to their places in ``out``: one memcpy each.
 
-        Under ZeRO-3 every rank must come here, for all make each bucket of parameters whole together.
+        Under ZeRO-3 every rank must come here, for all make each bucket of parameters whole together; of a
+        bucket each has about as much to copy, so that none waits for another's memcpy.
         """
         wanted = {slot.name for slot in slots}
-        for bucket in _buckets(self.layout):
+        for bucket in _buckets(self.layout.parts(self._group.ranks)):
             parameters = [self._parameters[slot.name] for slot in bucket]
             sharded = self._config.train.zero_stage == 3
             with GatheredParameters(parameters, enabled=sharded), torch.no_grad():
@@ -416,14 +418,18 @@ def _folder(message: Message) -> Path:
     return Path(os.fsdecode(message.payload))
 
 
-def _buckets(layout: WeightLayout) -> Iterator[list[WeightSlot]]:
-    """All slots in order, in runs of at most BUCKET_BYTES (or of one larger tensor)."""
+def _buckets(parts: Sequence[Sequence[WeightSlot]]) -> Iterator[list[WeightSlot]]:
+    """The slots of all ranks' parts in turn, in runs of at most BUCKET_BYTES (or of one larger tensor)."""
+    ahead = [(slot.start - part[0].start, slot) for part in parts for slot in part]
     bucket: list[WeightSlot] = []
-    for slot in layout.slots:
-        if bucket and slot.end - bucket[0].start > BUCKET_BYTES:
+    size = 0
+    for _, slot in sorted(ahead, key=itemgetter(0)):
+        nbytes = slot.end - slot.start
+        if bucket and size + nbytes > BUCKET_BYTES:
             yield bucket
-            bucket = []
+            bucket, size = [], 0
         bucket.append(slot)
+        size += nbytes
     yield bucket
 
 
