@@ -52,6 +52,8 @@ event                           a record without the above: started, resumed, fi
                                 policy became the reference), snapshot (what a checkpoint is to hold was
                                 copied, and is written beside training), checkpoint (it is complete: its
                                 ``step``), stopped, finished; with ``step``, ``buffer/size``, ``revision``
+event: postponed                a checkpoint of ``step`` was not written for want of room, with ``fault``
+                                (words); training goes on, and the next is tried in its turn
 event: full                     the disk had no room for some records before this one, which follow them now;
 seconds                         for how long (s); in the searchers' files, too
 revision                        of the buffer: how often its content changed so far, by a merge of what

@@ -47,13 +47,13 @@ from tba_hpc.config import Config, LossNormaliser
 from tba_hpc.ports import ExchangeError
 from tba_hpc.run.checkpoints import (
     Checkpoints,
-    StateError,
     TrainerState,
     checkpoint_folders,
     damaged_checkpoints,
     read_state,
 )
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.files import DiskFullError
 from tba_hpc.run.inventory import damage, inventory, with_checksum
 from tba_hpc.types import TrajectoryBatch, WeightLayout
 
@@ -311,7 +311,7 @@ def test_a_full_disk_ends_a_save_with_one_sentence(runs: Runs, tmp_path: Path) -
     (tmp_path / "store").mkdir()
     process = start(_save_beyond_a_limit, tmp_path, ONE_RANK.config(runs.model(False)))
     assert join([process]) == [1]
-    assert f"StateError: cannot write the checkpoint {tmp_path}" in (tmp_path / "log-0").read_text()
+    assert f"DiskFullError: cannot write the checkpoint {tmp_path}" in (tmp_path / "log-0").read_text()
 
 
 def _save_beyond_a_limit(folder: Path, config: Config) -> None:
@@ -418,25 +418,41 @@ def _write_by_buckets(folder: Path, rank: int, config: Config) -> None:
 
 
 @pytest.mark.parametrize("full", [0, 1])
-def test_a_disk_that_is_full_for_one_rank_is_told_by_the_leader(
-    runs: Runs, tmp_path: Path, full: int
+@pytest.mark.parametrize("snapshot", ["memory", "folder", None])
+def test_a_disk_that_is_full_for_one_rank_is_told_by_the_leader_and_the_next_save_has_room(
+    runs: Runs, tmp_path: Path, full: int, snapshot: str | None
 ) -> None:
-    (tmp_path / "store").mkdir()
-    config = ZERO_2.config(runs.model(False))
+    for name in ("store", "first", "second", "folder"):
+        (tmp_path / name).mkdir()
+    place = str(tmp_path / "folder") if snapshot == "folder" else snapshot
+    config = ZERO_2.config(runs.model(False), snapshot=place)
     processes = [start(_save_with_one_full, tmp_path, rank, config, full) for rank in range(2)]
-    assert join(processes) == [0, 0]
-    assert (tmp_path / "told").read_text().startswith(f"cannot write the checkpoint {tmp_path}")
+    assert join(processes) == [0, 0], (tmp_path / "log-0").read_text() + (tmp_path / "log-1").read_text()
+    assert (tmp_path / "told").read_text().startswith(f"cannot write the checkpoint {tmp_path / 'first'}")
+    written = {path.name for path in (tmp_path / "second").rglob("*") if path.is_file()}
+    assert {"ranks.json", "zero_to_fp32.py"} < written and sum(name.endswith(".pt") for name in written) == 3
 
 
 def _save_with_one_full(folder: Path, rank: int, config: Config, full: int) -> None:
     log_to(folder / f"log-{rank}")
     learner = DeepSpeedLearner.create(config, rank=rank, ranks=2, store=folder / "store", deadline=60)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    write_files = learner._write_files
+
+    def write_then_make_room(*arguments: object) -> str:
+        try:
+            return write_files(*arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    learner._write_files = write_then_make_room
     if rank == full:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     if rank == 0:
-        with pytest.raises(StateError) as caught:
-            learner.save(folder)()
+        with pytest.raises(DiskFullError) as caught:
+            learner.save(folder / "first")()
         (folder / "told").write_text(str(caught.value))
+        learner.save(folder / "second")()
         learner.close()
     else:
         learner.follow(lambda: np.empty(0, np.uint8))

@@ -210,7 +210,8 @@ class TrainerDigest:
     """The trainer's records.
 
     phase: the last event of PHASES, or ``training``; ending: the last of those but ``filling`` and
-    ``waiting``. latest: the newest value of every figure. step: the last one done. redone: steps taken back
+    ``waiting``. postponed: the newest checkpoint for which there was no room, if none was complete since.
+    latest: the newest value of every figure. step: the last one done. redone: steps taken back
     by all resumes. saved: what was merged by the newest checkpoints, by revision. drawn: curves by step.
     told: rows of the history, the newest of them; forgotten: rows before.
     """
@@ -222,6 +223,7 @@ class TrainerDigest:
     phase: str = ""
     latest: Record = field(default_factory=dict)
     checkpoint: Record = field(default_factory=dict)
+    postponed: Record = field(default_factory=dict)
     damaged: list[Record] = field(default_factory=list)
     damages: int = 0
     lost: int = 0
@@ -268,8 +270,10 @@ class TrainerDigest:
         if event in ("snapshot", "checkpoint"):
             self._save(_whole(record, "revision"))
         if event == "checkpoint":
-            self.checkpoint = record
+            self.checkpoint, self.postponed = record, {}
             record = {**record, "step": max(self.step, _whole(record, "step"))}  # training has gone on
+        elif event == "postponed":
+            self.postponed = record
         elif event == "damaged":
             self.damaged = [*self.damaged, record][-DAMAGED:]
             self.damages += 1

@@ -108,6 +108,7 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
         "job": _job(job[0]["job"], attempt) if job else "",
         **{_role(component): _component(component) for component in job},
         "checkpoint": f"step {number(saved, 'step', 0):.0f}, {duration(age)} ago" if age is not None else "",
+        "postponed": _postponed(monitor.progress.trainer.postponed),
         "damaged": ", ".join(
             f"{damage['checkpoint']}: {damage['fault']}" for damage in monitor.progress.trainer.damaged
         ),
@@ -118,6 +119,11 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
         "next": now.command,
     }
     return {title: text for title, text in said.items() if text}
+
+
+def _postponed(record: Record) -> str:
+    """The checkpoint that there was no room for, if none came after it."""
+    return f"the checkpoint of step {number(record, 'step', 0):.0f}: {record['fault']}" if record else ""
 
 
 def done(counts: Counts) -> dict[str, str]:
