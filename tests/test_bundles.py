@@ -19,8 +19,10 @@ import tabular_run
 from killer import Killer, in_a_process
 from test_hdf5_shards import assert_equal, scored, sealed
 
+from tba_hpc import metrics
 from tba_hpc.audit import audit
 from tba_hpc.backends.hdf5_shards import PendingShards, ShardWriter, is_shard
+from tba_hpc.report.summary import summarise
 from tba_hpc.run import pruning
 from tba_hpc.run.bundles import BundleError, Bundles, contents, pack
 from tba_hpc.run.checkpoints import checkpoint_folders
@@ -311,7 +313,8 @@ def test_of_what_is_before_the_cursors_nothing_is_kept(run: RunDir, few: None) -
 
 
 def live(path: Path, sent: signal.Signals | None, nth: int) -> None:
-    pruning.LOOSE, pruning.BUNDLED = 3, 2
+    """A start as of a run that is a thousand times larger: bundles, and metrics of many parts."""
+    pruning.LOOSE, pruning.BUNDLED, metrics.PART_BYTES = 3, 2, 4000
     tabular_run._live(path, sent, nth)
 
 
@@ -341,6 +344,8 @@ def test_a_run_that_bundles_is_killed_and_loses_nothing_nor_with_a_damaged_check
             data[-5] ^= 1
             (newest / "buffer.h5").write_bytes(data)
     assert verdict.finished and min(bundled[:2]) > 0
+    assert len(list(run.metrics.glob("trainer.jsonl.*.gz"))) > 3
+    assert summarise(run, run.config()).trajectories == verdict.trajectories
     assert not list(run.shards.glob("*/*.refused"))
 
 

@@ -51,7 +51,7 @@ class Taken:
     def take(self, record: metrics.Record) -> None:
         self.records.append(record)
 
-    def keep(self, end: int) -> None:
+    def keep(self, part: int, end: int) -> None:
         pass
 
 

@@ -147,7 +147,7 @@ def lay_down(path: Path, digest: TrainerDigest | SearcherDigest, tail: list[Reco
         file.write(b"\n" + text)
     kept: KeptDigest[TrainerDigest] | KeptDigest[SearcherDigest] = KeptDigest.__new__(KeptDigest)
     kept._metrics, kept._digest = path, digest  # not to fold the hole
-    kept.keep(hole + 1)
+    kept.keep(0, hole + 1)
 
 
 WAYS = {
@@ -164,7 +164,6 @@ PROGRAM = """
 import resource, sys, time
 from pathlib import Path
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.pruning import BUNDLED, LOOSE, ShardPruner
 run = RunDir.open(Path(sys.argv[1]))
 began = time.monotonic()
 {way}
