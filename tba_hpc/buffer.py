@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from hashlib import blake2b
 from itertools import accumulate, cycle, groupby, islice, pairwise
 from operator import itemgetter
 
@@ -20,9 +19,9 @@ from rapidfuzz.process import cdist
 
 from tba_hpc.config import BufferSection
 from tba_hpc.store import Column, Store, StoreSnapshot
-from tba_hpc.types import Ragged, Trajectories, TrajectoryBatch, spans
+from tba_hpc.types import RECORD, Ragged, Trajectories, TrajectoryBatch, spans
 
-Key = bytes | int
+Key = int
 """What tells the live completions of a prompt apart."""
 
 _REPLAY = int.from_bytes(b"replay")  # keeps this stream apart from others of the same seed
@@ -97,8 +96,8 @@ class ReplayBuffer:
         self._replay_ratio = 0.0
         self._prompts = _Prompts()
         self._store = self._new_store()
-        # Per prompt with live trajectories: key to slot, oldest first. Plain dicts of bytes and numbers: the
-        # garbage collector does not look into them.
+        # Per prompt with live trajectories: key to slot, oldest first. Plain dicts of numbers: the garbage
+        # collector does not look into them.
         self._slots_of: dict[int, dict[Key, int]] = {}
         self._used_up: set[int] = set()  # slots, of which some may have left
         self._everyone = _Draw()
@@ -197,11 +196,15 @@ class ReplayBuffer:
         self._revision, self._sync = revision, sync
         prompts = [prompt for part in found for prompt in self._prompts.intern(part)]
         slots = self._store_all(found, prompts, revision, sync)
-        keys, ends = self._keys(found), list(accumulate(map(len, parts), initial=0))
-        merged = [
-            self._take_in(slots[start:end], prompts[start:end], keys[start:end])
-            for start, end in pairwise(ends)
-        ]
+        keys = self._keys(found)
+        new = self._all_new(slots, prompts, keys)
+        if new is not None:
+            merged = self._take_in_new(new, [len(part) for part in parts])
+        else:
+            merged = [
+                self._take_in(slots[start:end], prompts[start:end], keys[start:end])
+                for start, end in pairwise(accumulate(map(len, parts), initial=0))
+            ]
         self._store.settle()
         return merged
 
@@ -209,7 +212,7 @@ class ReplayBuffer:
         self, parts: Sequence[Trajectories], prompts: list[int], revision: int, sync: int
     ) -> list[int]:
         """Bring the arrays of all parts in; returns their slots."""
-        record = np.concatenate([part.record for part in parts])
+        record = np.concatenate([part.record for part in parts], dtype=RECORD)  # else it compares all fields
         record["prompt_row"] = prompts
         # Now, since of a request's equal or evicted completions there will be no trace.
         value: float | np.ndarray = 0.0
@@ -232,6 +235,47 @@ class ReplayBuffer:
             value=value,
             embeddings=embeddings,
         ).tolist()
+
+    def _all_new(
+        self, slots: list[int], prompts: list[int], keys: Sequence[Key]
+    ) -> dict[int, dict[Key, int]] | None:
+        """Keys and slots by prompt, where none is a duplicate and no prompt becomes too full, as most often.
+
+        None where the order of coming and leaving must be looked at.
+        """
+        if self._config.near_duplicates is not None or self._config.similarity_limit is not None:
+            return None
+        new: dict[int, dict[Key, int]] = {}
+        for slot, prompt, key in zip(slots, prompts, keys, strict=True):
+            group = new.get(prompt)
+            if group is None:
+                group = new[prompt] = {}
+            group[key] = slot
+        if sum(map(len, new.values())) < len(slots):
+            return None
+        for prompt, group in new.items():
+            live = self._slots_of.get(prompt, {})
+            if len(live) + len(group) > self._config.capacity_per_prompt or not live.keys().isdisjoint(group):
+                return None
+        return new
+
+    def _take_in_new(self, new: dict[int, dict[Key, int]], sizes: Sequence[int]) -> list[Merged]:
+        """Enter what several shards of these sizes brought: for each leave as many as it has no room for.
+
+        Whether the oldest leave in between or at the end is one, as none is replaced.
+        """
+        room = self._config.capacity - len(self)
+        excess = [max(0, end - max(start, room)) for start, end in pairwise(accumulate(sizes, initial=0))]
+        for prompt, group in new.items():
+            if (live := self._slots_of.get(prompt)) is None:
+                self._slots_of[prompt] = group
+            else:
+                live.update(group)
+            self._everyone.add(prompt)
+            self._recent.add(prompt)
+        self._merged += sum(sizes)
+        self._evict_oldest(())
+        return [Merged(size, 0, evicted) for size, evicted in zip(sizes, excess, strict=True)]
 
     def _take_in(self, slots: list[int], prompts: list[int], keys: Sequence[Key]) -> Merged:
         """Enter what one shard brought, less duplicates; then the oldest leave."""
@@ -358,10 +402,9 @@ class ReplayBuffer:
     def _pop_oldest(self, prompt: int, count: int) -> list[int]:
         """Take the oldest of a prompt out, as many as ``count``; returns their slots."""
         group = self._slots_of[prompt]
-        slots = [group.pop(key) for key in list(islice(group, count))]
-        if not group:
-            del self._slots_of[prompt]
-        return slots
+        if count == len(group):
+            return list(self._slots_of.pop(prompt).values())
+        return [group.pop(key) for key in list(islice(group, count))]
 
     def evict_where(self, unwanted: Callable[[np.ndarray], np.ndarray]) -> int:
         """Evict the live trajectories whose RECORD [N] is ``unwanted``, bool [N]; returns how many."""
@@ -612,11 +655,14 @@ def _joined(arrays: list[np.ndarray]) -> np.ndarray:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _fingerprints(completions: Ragged) -> list[bytes]:
-    """16 bytes per completion that are equal where its tokens are, and (2⁻¹²⁸) only there."""
+def _fingerprints(completions: Ragged) -> list[int]:
+    """A number per completion that is equal where its tokens are, and (2⁻⁶⁴) only there; of this process.
+
+    Python's own hash of bytes, which nobody can aim at: a quarter of the time of a cryptographic one.
+    """
     data = completions.values.astype("<i4", copy=False).tobytes()
     ends = (completions.offsets * 4).tolist()
-    return [blake2b(data[start:end], digest_size=16).digest() for start, end in pairwise(ends)]
+    return [hash(data[start:end]) for start, end in pairwise(ends)]
 
 
 class _Draw:

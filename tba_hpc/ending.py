@@ -146,7 +146,7 @@ class Watch:
         """Whether a searcher has written of anything done since the last look."""
         if searcher not in self._tails:
             path = self.run.metrics_file("searcher", searcher)
-            self._tails[searcher] = MetricsTail(path, start=path.stat().st_size if path.exists() else 0)
+            self._tails[searcher] = MetricsTail.from_now(path)
         records = self._tails[searcher].new()
         return any(number(record, "search/tokens", 0.0) > 0 for record in records)
 

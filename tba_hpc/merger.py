@@ -9,7 +9,7 @@ took its place may have asked for it, too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -69,8 +69,12 @@ class Merger:
         revision = state.revision + 1
         sifted = [self._sift(state.step, shard) for shard in shards]
         merged = self._buffer.merge_each([some.kept for some in sifted], revision, sync=sync)
-        for shard, some, what in zip(shards, sifted, merged, strict=True):
-            self._log_merge(state.step, revision, shard, some, what)
+        self._metrics.log(
+            *(
+                _merge_event(state.step, revision, shard, some, what)
+                for shard, some, what in zip(shards, sifted, merged, strict=True)
+            )
+        )
         return replace(
             state,
             revision=revision,
@@ -99,25 +103,9 @@ class Merger:
             again = self._completed.among(record["request_id"])
         late = self._freshness.is_late(record, step) & ~again
         self._completed.add(record["request_id"])
-        kept, answered = shard.trajectories.where(~(late | again)), np.unique(record["request_id"][again])
-        return Sifted(kept, int(late.sum()), int(again.sum()), answered.tolist())
-
-    def _log_merge(self, step: int, revision: int, shard: Shard, sifted: Sifted, merged: Merged) -> None:
-        self._metrics.log(
-            {
-                "event": "merged",
-                "step": step,
-                "revision": revision,
-                "searcher": shard.searcher,
-                "shard": shard.index,
-                "trajectories": len(shard.trajectories),
-                "tokens": len(shard.trajectories.completions.values),
-                "request_ids": shard.trajectories.request_ids.tolist(),
-                **asdict(merged),
-                "late": sifted.late or None,
-                "again": sifted.again or None,
-                "answered": sifted.answered or None,
-            }
+        kept = shard.trajectories.where(~(late | again)) if (late | again).any() else shard.trajectories
+        return Sifted(
+            kept, int(late.sum()), int(again.sum()), np.unique(record["request_id"][again]).tolist()
         )
 
 
@@ -144,6 +132,25 @@ def merge_pending(
     while some := list(islice(shards, MERGED_AT_ONCE)):
         state = merger.merge(state, some, sync=version)
     return merger.evict_stale(state)
+
+
+def _merge_event(step: int, revision: int, shard: Shard, sifted: Sifted, merged: Merged) -> dict[str, Value]:
+    return {
+        "event": "merged",
+        "step": step,
+        "revision": revision,
+        "searcher": shard.searcher,
+        "shard": shard.index,
+        "trajectories": len(shard.trajectories),
+        "tokens": len(shard.trajectories.completions.values),
+        "request_ids": shard.trajectories.request_ids.tolist(),
+        "added": merged.added,
+        "duplicates": merged.duplicates,
+        "evicted": merged.evicted,
+        "late": sifted.late or None,
+        "again": sifted.again or None,
+        "answered": sifted.answered or None,
+    }
 
 
 def state_event(event: str, state: TrainerState, buffer: ReplayBuffer) -> dict[str, Value]:

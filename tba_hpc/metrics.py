@@ -6,7 +6,7 @@ Loops measure, this module writes and reads; nothing here knows what a number me
 ==============================  ========================================================================
 name                            meaning (unit)
 ==============================  ========================================================================
-RUN/metrics/trainer.jsonl       one record per optimizer step
+RUN/metrics/trainer.jsonl       one record per optimizer step; long ones go on: ``.000000.gz`` comes first
 step                            optimizer steps done, this one included
 train/loss                      objective's loss over the batch
 train/grad_norm                 global gradient norm before clipping
@@ -52,6 +52,8 @@ event                           a record without the above: started, resumed, fi
                                 policy became the reference), snapshot (what a checkpoint is to hold was
                                 copied, and is written beside training), checkpoint (it is complete: its
                                 ``step``), stopped, finished; with ``step``, ``buffer/size``, ``revision``
+event: postponed                a checkpoint of ``step`` was not written for want of room, with ``fault``
+                                (words); training goes on, and the next is tried in its turn
 event: full                     the disk had no room for some records before this one, which follow them now;
 seconds                         for how long (s); in the searchers' files, too
 revision                        of the buffer: how often its content changed so far, by a merge of what
@@ -120,13 +122,17 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, overload
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, overload
 
 import numpy as np
 
+from tba_hpc.run.beside import beside
 from tba_hpc.run.files import FULL_DISK, DiskFullError, parse_json_lines
+from tba_hpc.run.parts import compress_parts, finish_part, finished_part, finished_parts, open_part
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
@@ -156,8 +162,14 @@ STARTED = b'"event": "started"'
 """In the line of a rank's start; the one before it holds what the attempt before had counted."""
 
 
+PLAIN = frozenset({float, int, str, bool, type(None)})
+"""Types that JSON gives back as they are."""
+
 MOST_UNWRITTEN = 64 << 20
 """Bytes of records that may wait for room on a full disk."""
+
+PART_BYTES = 256 << 20
+"""A metrics file of so many bytes is finished, and the next one begun."""
 
 CHUNK = 4 << 20
 """Bytes of a metrics file that are parsed at once."""
@@ -173,8 +185,8 @@ class Digest(Protocol):
     def due(self) -> bool:
         """Whether it is time to keep what was taken."""
 
-    def keep(self, end: int) -> None:
-        """Keep what was taken: the first ``end`` bytes of the file, which are durable."""
+    def keep(self, part: int, end: int) -> None:
+        """Keep what was taken: the first ``end`` bytes of a part and all parts before, which are durable."""
 
 
 class MetricsWriter:
@@ -183,12 +195,16 @@ class MetricsWriter:
     On a full disk records wait in memory, and what they say is logged as a warning and, once there is room,
     as the event ``full``. tensorboard: folder for TensorBoard event files with the same scalars and
     histograms, if wanted. digest: of this file; it has taken what is there already. ``sync`` may be called in
-    another thread.
+    another thread. A file of PART_BYTES is finished, and compressed beside the caller; see ``run.parts``.
     """
 
     def __init__(self, path: Path, *, tensorboard: Path | None = None, digest: Digest | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
+        self._part = finished_parts(path)
+        self._compressing: Future[None] | None = None
+        if any(finished_part(path, number).exists() for number in range(self._part)):
+            self._compress()
         self._file = path.open("ab", buffering=0)
         # Else the first record would be lost with a torn one.
         self._unwritten = b"\n" if _torn(path) else b""
@@ -198,25 +214,29 @@ class MetricsWriter:
         self._scalars = _event_files(tensorboard) if tensorboard else None
         self._count = 0
 
-    def log(self, record: Mapping[str, Value]) -> None:
-        """Write one record with ``time`` added; values of None are left out, numpy values made plain.
+    def log(self, *records: Mapping[str, Value]) -> None:
+        """Write records with ``time`` added; values of None are left out, numpy values made plain.
 
         Raises DiskFullError where MOST_UNWRITTEN bytes wait for room.
         """
-        known = {name: value for name, value in record.items() if value is not None}
+        now = time.time()
+        known = [_plain({"time": now, **record}) for record in records]
         with self._writing:
-            self._append({"time": time.time(), **known})
+            self._append(known)
             self._write()
+            if self._file.tell() >= PART_BYTES and not self._unwritten:
+                self._begin_part()
         if self._digest and self._digest.due and not self._unwritten:
             self._keep(self._digest)
         if self._scalars:
-            self._to_tensorboard(self._scalars, known)
+            for record in known:
+                self._to_tensorboard(self._scalars, record)
 
-    def _append(self, record: Mapping[str, Value]) -> None:
-        line = json.dumps(record, default=lambda value: value.tolist())
-        self._unwritten += line.encode() + b"\n"
+    def _append(self, records: Sequence[Record]) -> None:
+        self._unwritten += "".join(json.dumps(record) + "\n" for record in records).encode()
         if self._digest:
-            self._digest.take(json.loads(line))  # as those see it who read the file
+            for record in records:
+                self._digest.take(record)
 
     def _write(self) -> None:
         """Write what there is room for; a disk that fills up takes a part of a line."""
@@ -230,8 +250,23 @@ class MetricsWriter:
             return
         if self._full_since is not None:
             seconds, self._full_since = time.time() - self._full_since, None
-            self._append({"time": time.time(), "event": "full", "seconds": seconds})
+            self._append([{"time": time.time(), "event": "full", "seconds": seconds}])
             self._write()
+
+    def _begin_part(self) -> None:
+        """Finish the file and go on in a new one."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+        finish_part(self._path, self._part)
+        self._part += 1
+        self._file = self._path.open("ab", buffering=0)
+        if self._digest:
+            self._keep(self._digest)  # lest a reader look for its place in what is compressed
+        self._compress()
+
+    def _compress(self) -> None:
+        """Have finished parts compressed, after those that are being compressed."""
+        self._compressing = beside(partial(_compress_after, self._compressing, self._path))
 
     def _wait_for_room(self, error: OSError) -> None:
         if self._full_since is None:
@@ -248,9 +283,9 @@ class MetricsWriter:
 
     def _keep(self, digest: Digest) -> None:
         os.fsync(self._file.fileno())  # first: a digest must not be of lines that a crash takes
-        digest.keep(self._file.tell())
+        digest.keep(self._part, self._file.tell())
 
-    def _to_tensorboard(self, sink: SummaryWriter, record: Mapping[str, Value]) -> None:
+    def _to_tensorboard(self, sink: SummaryWriter, record: Record) -> None:
         step = int(number(record, "step", self._count))
         self._count += 1
         for name in record:
@@ -266,7 +301,11 @@ class MetricsWriter:
             self._write()
             if self._unwritten:
                 raise self._no_room()
-        os.fsync(self._file.fileno())
+            file = os.dup(self._file.fileno())  # it may be finished meanwhile
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
 
     def close(self) -> None:
         """Release the files."""
@@ -276,6 +315,30 @@ class MetricsWriter:
         self._file.close()
         if self._scalars:
             self._scalars.close()
+
+
+def _compress_after(before: Future[None] | None, path: Path) -> None:
+    if before:
+        wait([before])
+    compress_parts(path)
+
+
+def _plain(record: Mapping[str, Value]) -> Record:
+    """A record as those see it who read its line."""
+    return {
+        name: value if type(value) in PLAIN else _plain_value(value)
+        for name, value in record.items()
+        if value is not None
+    }
+
+
+def _plain_value(value: Any) -> Any:
+    """Of numpy's scalars and arrays, sequences, and subclasses of plain values."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [item if type(item) in PLAIN else _plain_value(item) for item in value]
+    return value
 
 
 def _torn(path: Path) -> bool:
@@ -311,14 +374,22 @@ def _add_histogram(sink: SummaryWriter, name: str, counts: np.ndarray, step: int
 
 
 class MetricsTail:
-    """Reads what was added to a metrics file since the last look; a file not yet there is empty.
+    """Reads what was added to a metrics file since the last look, all its parts; one not yet there is empty.
 
-    start: where to begin, bytes; a line begins there.
+    part, start: where to begin, start in bytes; a line begins there.
     """
 
-    def __init__(self, path: Path, *, start: int = 0) -> None:
+    def __init__(self, path: Path, *, part: int = 0, start: int = 0) -> None:
         self._path = path
+        self._part = part
         self._offset = start
+        self._finished: BinaryIO | None = None  # a part that is being read, as seeking in it takes long
+
+    @classmethod
+    def from_now(cls, path: Path) -> MetricsTail:
+        """Of what comes from now on."""
+        part = finished_parts(path)
+        return cls(path, part=part, start=path.stat().st_size if path.exists() else 0)
 
     def records(self) -> Iterator[Record]:
         """Records completed since the last look, in order, CHUNK by CHUNK, however many there are."""
@@ -333,20 +404,47 @@ class MetricsTail:
         """
         if dull is None:
             return list(self.records())
-        return parse_json_lines(b"\n".join(_sample(self._whole_lines(-1).splitlines(), dull)))
+        found: list[Record] = []
+        while whole := self._whole_lines(-1):
+            found += parse_json_lines(b"\n".join(_sample(whole.splitlines(), dull)))
+        return found
 
     def _whole_lines(self, most: int) -> bytes:
-        """The next ``most`` bytes (-1: all), less a line that is not whole; of a longer line, all of it."""
-        if not self._path.exists():
-            return b""
-        with self._path.open("rb") as file:  # NFS shows what is new to those who open, not to a stat
-            file.seek(self._offset)
-            data = file.read(most)
-            if most > 0 and b"\n" not in data:
-                data += file.readline()
-        whole, end, _ = data.rpartition(b"\n")
-        self._offset += len(whole) + len(end)
-        return whole + end
+        """The next ``most`` bytes (-1: all) of a part, less half a line; of a longer line, all."""
+        while opened := self._open():
+            file, finished = opened
+            whole, end, _ = _read(file, most).rpartition(b"\n")
+            self._offset += len(whole) + len(end)
+            if not finished:
+                file.close()
+            if end or not finished:
+                return whole + end
+            file.close()
+            self._finished, self._part, self._offset = None, self._part + 1, 0
+        return b""
+
+    def _open(self) -> tuple[BinaryIO, bool] | None:
+        """The part to be read, where to go on, and whether it is finished."""
+        if self._finished is None:
+            opened = open_part(
+                self._path, self._part
+            )  # NFS shows what is new to those who open, not to a stat
+            if opened is None or not opened[1]:
+                return opened and (_at(opened[0], self._offset), False)
+            self._finished = opened[0]
+        return _at(self._finished, self._offset), True
+
+
+def _at(file: BinaryIO, offset: int) -> BinaryIO:
+    file.seek(offset)
+    return file
+
+
+def _read(file: BinaryIO, most: int) -> bytes:
+    data = file.read(most)
+    if most > 0 and b"\n" not in data:
+        data += file.readline()
+    return data
 
 
 def _sample(lines: list[bytes], dull: bytes) -> list[bytes]:

@@ -212,7 +212,8 @@ class Learner(Protocol):
         That is called once, before the next ``save``, in any thread, and beside training unless
         checkpoint.snapshot says otherwise. It writes into ``folder``, which exists, and is back when all
         ranks have: with the lines of the inventory of files that are summed up by then. Raises StateError
-        where they cannot be written.
+        where they cannot be written, and DiskFullError where that is for want of room, after which ``save``
+        may be called again.
         """
 
     def load(self, folder: Path) -> None:

@@ -27,6 +27,7 @@ from tba_hpc.backends.hdf5_shards import (
     PendingShards,
     ShardError,
     ShardWriter,
+    is_shard,
     read_arrays,
     write_arrays,
 )
@@ -158,7 +159,11 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
             _publish_first(exchange, config, learner)
         learner.load(folder)
     checkpoints = Checkpoints(
-        run, config.checkpoint.keep, write_arrays, beside=config.checkpoint.snapshot is not None
+        run,
+        config.checkpoint.keep,
+        write_arrays,
+        beside=config.checkpoint.snapshot is not None,
+        is_shard=is_shard,
     )
     with StopFlag() as stop:
         trainer = Trainer(

@@ -489,8 +489,9 @@ class Store:
 
     def _bury(self, segment_N: np.ndarray, length_N: np.ndarray) -> None:
         """Count what has died where, and drop the segments in which nothing lives."""
-        np.subtract.at(self._live_in[0], segment_N, 1)
-        np.subtract.at(self._live_in[1], segment_N, length_N)
+        segments = self._live_in.shape[1]
+        self._live_in[0] -= np.bincount(segment_N, minlength=segments)
+        self._live_in[1] -= np.bincount(segment_N, length_N, segments).astype(np.int64)  # exact up to 2⁵³
         self._live_rows -= len(length_N)
         self._live_tokens -= int(length_N.sum())
         for number in set(segment_N.tolist()):

@@ -22,7 +22,15 @@ from tba_hpc.merger import Merger, state_event
 from tba_hpc.metrics import MetricsWriter, Value
 from tba_hpc.ports import Learner, TrainerExchange
 from tba_hpc.prompts import CompletedRequests
-from tba_hpc.run.checkpoints import BUFFER_FILE, PROMPTS_FILE, Arrays, Checkpoints, TrainerState
+from tba_hpc.run.checkpoints import (
+    BUFFER_FILE,
+    PROMPTS_FILE,
+    Arrays,
+    Checkpoints,
+    TrainerState,
+    latest_checkpoint,
+)
+from tba_hpc.run.files import AGAIN_SECONDS, DiskFullError
 from tba_hpc.step_log import StepLog
 from tba_hpc.types import Shard, Split, TrajectoryBatch
 
@@ -30,6 +38,9 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.02
 """Pause between two looks at the exchange while the trainer has nothing else to do."""
+
+ROOM_SHARE = 0.5
+"""Of the exchange's deadline: how long the last checkpoint waits for room, lest others give up first."""
 
 MARGIN_SECONDS = 30.0
 """Kept free before the end of the job, beside a step and a save: to leave, and to go back to the queue."""
@@ -77,6 +88,8 @@ class Trainer:
         self._next_checkpoint = _next_multiple(config.checkpoint.every, state.step)
         self._under_way: Future[TrainerState] | None = None  # a checkpoint that is being written
         self._to_log: dict[str, Value] = {}  # its event
+        self._no_room: DiskFullError | None = None  # for the last one
+        self._ending = False
 
     def run(self) -> bool:
         """Train to the last step; True when it was reached, False when stopped before. All is saved then.
@@ -99,16 +112,14 @@ class Trainer:
             learned = self._step(batch)
             self._log_step(batch, learned)
             self._checkpoint_if_due()
-        self._await_checkpoint()
-        if self._state != self._saved:
-            self._checkpoint()
-            self._await_checkpoint()
+        self._save_last()
         return self._finished
 
     def _begin(self) -> None:
         """Publish the weights to begin with."""
         self._update_reference()
         self._freshness.begin(self._state.step, self._completed)
+        self._checkpoints.pruner.merged(self._state.cursors)
         self.publish(evaluate="test" if self._state.step == 0 else None)
 
     @property
@@ -181,6 +192,8 @@ class Trainer:
         """Returns how many completions were new."""
         before = self._state.added
         self._state = self._merger.merge(self._state, shards, sync=self._step_log.version)
+        if shards:
+            self._checkpoints.pruner.merged(self._state.cursors)
         added = self._state.added - before
         self._state = self._merger.evict_stale(self._state)
         return added
@@ -268,12 +281,47 @@ class Trainer:
         self._note_checkpoint()
 
     def _note_checkpoint(self) -> None:
-        """Tell of the checkpoint under way once it is complete. Raises what kept it from that."""
-        if self._under_way and self._under_way.done():
-            self._saved = self._under_way.result()
+        """Tell of the checkpoint under way once it is complete. Raises what kept it from that.
+
+        But for a full disk where there is one to fall back upon: the next is tried in its turn.
+        """
+        if not self._under_way or not self._under_way.done():
+            return
+        under_way, self._under_way = self._under_way, None
+        try:
+            self._saved = under_way.result()
+        except DiskFullError as error:
+            self._postpone(error)
+        else:
             self._state = replace(self._state, save_seconds=self._saved.save_seconds)
-            self._under_way = None
             self._metrics.log(self._to_log)
+
+    def _postpone(self, error: DiskFullError) -> None:
+        """Go on without the checkpoint that there was no room for."""
+        if not self._ending and latest_checkpoint(self._checkpoints.run) is None:
+            raise error
+        self._no_room = error
+        fault = str(error).partition(";")[0]
+        log.warning("%s: training goes on, and the next checkpoint is tried in its turn", fault)
+        self._metrics.log({**self._to_log, "event": "postponed", "fault": fault})
+
+    def _save_last(self) -> None:
+        """Save the state that is left; a full disk is waited for, as no other turn will come.
+
+        Raises DiskFullError where it stays full.
+        """
+        patience = ROOM_SHARE * self._config.exchange.deadline_seconds
+        give_up = min(time.monotonic() + patience, self._job_end - self._state.save_seconds)
+        self._ending = True
+        self._await_checkpoint()
+        while self._state != self._saved:
+            self._no_room = None
+            self._checkpoint()
+            self._await_checkpoint()
+            if self._no_room and time.monotonic() >= give_up:
+                raise self._no_room
+            if self._no_room:
+                time.sleep(AGAIN_SECONDS)
 
     def _await_checkpoint(self) -> None:
         """Wait for the checkpoint under way. Raises TimeoutError past the deadline."""

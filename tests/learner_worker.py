@@ -170,7 +170,7 @@ def _work(folder: Path, config: Config, plan: Plan, rank: int) -> None:
     if rank == 0:
         _lead(learner, folder, plan)
     else:
-        learner.follow(lambda: _window(folder / "window", learner.layout))
+        learner.follow(lambda: shared_window(folder / "window", learner.layout))
     (folder / f"peak-{rank}").write_text(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10))
 
 
@@ -187,7 +187,7 @@ def _lead(learner: DeepSpeedLearner, folder: Path, plan: Plan) -> None:
                 step = learner.step(spoilt(float(value)), learning_rate=LEARNING_RATE, beta=BETA)
                 metrics.append(dict(step))
             case "write":
-                learner.write_weights(_window(folder / "window", learner.layout))
+                learner.write_weights(shared_window(folder / "window", learner.layout))
                 (folder / str(value)).write_bytes((folder / "window").read_bytes())
             case "save":
                 (folder / str(value)).mkdir()
@@ -205,6 +205,6 @@ def _lead(learner: DeepSpeedLearner, folder: Path, plan: Plan) -> None:
     learner.close()
 
 
-def _window(path: Path, layout: WeightLayout) -> np.ndarray:
+def shared_window(path: Path, layout: WeightLayout) -> np.ndarray:
     """The shared buffer that all ranks write weights into."""
     return np.memmap(path, np.uint8, "r+", shape=(layout.nbytes,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -214,6 +215,34 @@ def test_what_a_thread_cannot_write_is_told_as_ever(run: RunDir) -> None:
     check_whole(run, 9)
 
 
+@pytest.mark.parametrize("nth", range(9))
+def test_a_disk_that_is_full_at_any_moment_of_a_save_leaves_no_half_of_it(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    """From the mark beside it and its folder to the deletion of the one before."""
+    save(run, 3, beside=True)
+    left, makers = [nth], {"touch": Path.touch, "mkdir": Path.mkdir}
+    fsync = os.fsync
+
+    def full() -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for name, make in makers.items():
+        monkeypatch.setattr(Path, name, lambda path, *a, make=make, **k: (full(), make(path, *a, **k))[1])
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (full(), fsync(descriptor))[1])
+    saved = Checkpoints(run, 2, write_arrays, beside=True).save(
+        TrainerState(step=6), learner_at(6), {BUFFER_FILE: lambda: arrays(6)[BUFFER_FILE]}
+    )
+    with pytest.raises(DiskFullError, match=r"No space left on device; free space or raise the quota"):
+        saved.result(60)
+    monkeypatch.undo()
+    check_whole(run, 3)
+    save(run, 9, beside=True)
+    check_whole(run, 9)
+
+
 # --- The trainer's loop ---
 
 
@@ -241,11 +270,16 @@ def make_loops(root: Path, *, steps: int = 40, deadline: float = 20) -> tuple[Tr
 
 
 def make_trainer(
-    root: Path, write: Callable[[Path, Arrays], None], *, stop: Callable[[RunDir], bool], **settings: float
+    root: Path,
+    write: Callable[[Path, Arrays], None],
+    *,
+    stop: Callable[[RunDir], bool],
+    beside: bool = True,
+    **settings: float,
 ) -> tuple[Trainer, RunDir]:
     parts, exchange = make_loops(root, **settings)
     trainer = parts.build(exchange, lambda: stop(parts.run))
-    trainer._checkpoints = Checkpoints(parts.run, parts.config.checkpoint.keep, write, beside=True)
+    trainer._checkpoints = Checkpoints(parts.run, parts.config.checkpoint.keep, write, beside=beside)
     return trainer, parts.run
 
 
@@ -307,20 +341,72 @@ def test_a_checkpoint_that_is_never_written_does_not_keep_a_stopped_run(tmp_path
     held.let.set()
 
 
-def test_a_disk_that_fills_up_beside_training_ends_the_run_and_leaves_the_checkpoint_before(
-    tmp_path: Path,
-) -> None:
-    def fills_up(path: Path, arrays: Arrays) -> None:
-        if "step-000005" not in str(path):
-            raise DiskFullError(f"cannot write {path}")
+class Disk:
+    """Writes arrays while it has room: by default for the checkpoint of step 5 alone."""
+
+    def __init__(self) -> None:
+        self.full_for: Callable[[int], bool] = lambda step: step > 5
+        self.turned_away = 0
+
+    def __call__(self, path: Path, arrays: Arrays) -> None:
+        if self.full_for(int(path.parent.name.removeprefix("step-").partition(".")[0])):
+            self.turned_away += 1
+            raise DiskFullError(f"cannot write {path} (7 bytes): No space left on device; free space")
         write_arrays(path, arrays)
 
-    trainer, run = make_trainer(tmp_path, fills_up, stop=lambda run: False)
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_checkpoints_that_a_full_disk_has_no_room_for_are_postponed_and_training_goes_on(
+    tmp_path: Path, beside: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = Disk()
+    disk.full_for = lambda step: 5 < step < 25
+    trainer, run = make_trainer(tmp_path, disk, stop=lambda run: False, beside=beside)
+    assert trainer.run() and steps_of(run, None)[-1] == 40
+    saved, postponed = steps_of(run, "checkpoint"), steps_of(run, "postponed")
+    assert saved[0] == 5 and saved[-1] == 40 and all(step == 5 or step >= 25 for step in saved)
+    assert len(postponed) == disk.turned_away > 0 and all(5 < step < 25 for step in postponed)
+    if not beside:
+        assert (saved, postponed) == ([5, 25, 30, 35, 40], [10, 15, 20])
+    found = checkpoint_folders(run, complete=True)
+    assert {read_state(folder).step for folder in found} == set(saved) and damaged_checkpoints(run) == {}
+    assert {path.name for path in run.checkpoints.iterdir()} == {folder.name for folder in found}
+    record = next(r for r in read_metrics(run.metrics_file("trainer")) if r.get("event") == "postponed")
+    assert str(record["fault"]).endswith("buffer.h5 (7 bytes): No space left on device")
+    assert "No space left on device: training goes on, and the next checkpoint is tried" in caplog.text
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_without_a_checkpoint_to_fall_back_upon_a_full_disk_ends_the_run(
+    tmp_path: Path, beside: bool
+) -> None:
+    disk = Disk()
+    disk.full_for = lambda step: True
+    trainer, run = make_trainer(tmp_path, disk, stop=lambda run: False, beside=beside)
     with pytest.raises(DiskFullError, match=r"cannot write .*buffer\.h5"):
         trainer.run()
-    assert steps_of(run, "checkpoint") == [5] and steps_of(run, None)[-1] >= 10
-    (folder,) = checkpoint_folders(run, complete=True)
-    assert read_state(folder).step == 5 and damaged_checkpoints(run) == {}
+    assert steps_of(run, None)[-1] < 40 and list(run.checkpoints.iterdir()) == []
+
+
+@pytest.mark.parametrize("steps", [40, 7])
+@pytest.mark.parametrize("comes", [True, False])
+def test_the_last_checkpoint_waits_for_room_for_half_a_deadline(
+    tmp_path: Path, steps: int, comes: bool
+) -> None:
+    """At the end of a run, or where it is asked to stop."""
+    disk = Disk()
+    stop = (lambda run: steps_of(run, None)[-1:] == [7]) if steps == 7 else (lambda run: False)
+    disk.full_for = lambda step: step > 5 and not (comes and step == steps and disk.turned_away > 9)
+    trainer, run = make_trainer(tmp_path, disk, stop=stop, deadline=20 if comes else 2)
+    began = time.monotonic()
+    if comes:
+        assert trainer.run() == (steps == 40)
+        assert steps_of(run, "checkpoint") == [5, steps]
+    else:
+        with pytest.raises(DiskFullError, match=r"cannot write .*buffer\.h5"):
+            trainer.run()
+        assert time.monotonic() - began >= 1 and steps_of(run, "checkpoint") == [5]
+    assert disk.turned_away == len(steps_of(run, "postponed")) and damaged_checkpoints(run) == {}
 
 
 def test_while_one_is_under_way_time_is_kept_for_two(tmp_path: Path) -> None:

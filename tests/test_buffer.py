@@ -384,12 +384,19 @@ def test_any_history_equals_the_naive_model(
         assert_equal_states(snapshot.arrays(), state)
 
 
-def test_shards_merged_at_once_or_one_by_one_leave_the_same() -> None:
+@pytest.mark.parametrize("distinct", [False, True])
+@pytest.mark.parametrize("per_prompt, capacity", [(9, 80), (80, 80), (500, 3)])
+def test_shards_merged_at_once_or_one_by_one_leave_the_same(
+    distinct: bool, per_prompt: int, capacity: int
+) -> None:
     """In more than are brought in together; the state to the last byte, and what each of them did."""
-    rng = np.random.default_rng(0)
-    shards = [pack(random_items(rng, 7, 10 * i, prompts=12)) for i in range(3 * buffer_module.MERGED_AT_ONCE)]
-    one, other = (new_buffer(capacity_per_prompt=9, capacity=80) for _ in range(2))
+    rng, shards = np.random.default_rng(0), []
+    for i in range(3 * buffer_module.MERGED_AT_ONCE):
+        items = random_items(rng, 7, 10 * i, prompts=12)
+        shards.append(pack([replace(item, tokens=(item.uid,)) if distinct else item for item in items]))
+    one, other = (new_buffer(capacity_per_prompt=per_prompt, capacity=capacity) for _ in range(2))
     assert one.merge_each(shards, 1, sync=0) == [other.merge(shard, 1, sync=0) for shard in shards]
+    assert (one.duplicates == 0) == distinct
     assert_equal_states(one.state(), other.state())
     assert one.merge_each([], 2) == []
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import resource
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 import tabular_run
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from killer import Killer, in_a_process
 from learner_worker import (
     BETA,
@@ -29,12 +32,14 @@ from learner_worker import (
     make_batch,
     make_config,
     run,
+    shared_window,
     start,
 )
 from safetensors.torch import load_file
 from tiny_models import make_random_model
 
-from tba_hpc.backends.deepspeed_learner import Command, DeepSpeedLearner, _replacing
+from tba_hpc.backends import deepspeed_learner
+from tba_hpc.backends.deepspeed_learner import Command, DeepSpeedLearner, _buckets, _replacing
 from tba_hpc.backends.hdf5_shards import write_arrays
 from tba_hpc.backends.hf_model import load_policy, load_tokenizer
 from tba_hpc.backends.trainer_group import Message, TrainerGroup
@@ -42,15 +47,15 @@ from tba_hpc.config import Config, LossNormaliser
 from tba_hpc.ports import ExchangeError
 from tba_hpc.run.checkpoints import (
     Checkpoints,
-    StateError,
     TrainerState,
     checkpoint_folders,
     damaged_checkpoints,
     read_state,
 )
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.files import DiskFullError
 from tba_hpc.run.inventory import damage, inventory, with_checksum
-from tba_hpc.types import TrajectoryBatch
+from tba_hpc.types import TrajectoryBatch, WeightLayout
 
 pytestmark = pytest.mark.engine
 
@@ -306,7 +311,7 @@ def test_a_full_disk_ends_a_save_with_one_sentence(runs: Runs, tmp_path: Path) -
     (tmp_path / "store").mkdir()
     process = start(_save_beyond_a_limit, tmp_path, ONE_RANK.config(runs.model(False)))
     assert join([process]) == [1]
-    assert f"StateError: cannot write the checkpoint {tmp_path}" in (tmp_path / "log-0").read_text()
+    assert f"DiskFullError: cannot write the checkpoint {tmp_path}" in (tmp_path / "log-0").read_text()
 
 
 def _save_beyond_a_limit(folder: Path, config: Config) -> None:
@@ -349,26 +354,105 @@ def test_a_checkpoint_written_beside_training_is_of_its_moment(
     assert (restored.folder / "weights").read_bytes() == (whole.folder / "weights").read_bytes()
 
 
-@pytest.mark.parametrize("full", [0, 1])
-def test_a_disk_that_is_full_for_one_rank_is_told_by_the_leader(
-    runs: Runs, tmp_path: Path, full: int
-) -> None:
+def test_of_each_bucket_every_rank_copies_about_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed_learner, "BUCKET_BYTES", 40_000)
+    random = np.random.default_rng(0)
+    sizes = [50_000, *random.integers(1, 9_000, 300).tolist()]
+    layout = WeightLayout.of([(f"weight-{i}", (size // 4,)) for i, size in enumerate(sizes)], "F32")
+    for ranks in (1, 2, 3, 7):
+        parts = layout.parts(ranks)
+        buckets = list(_buckets(parts))
+        assert sorted(slot.start for bucket in buckets for slot in bucket) == [s.start for s in layout.slots]
+        for bucket in buckets:
+            assert len(bucket) == 1 or sum(slot.end - slot.start for slot in bucket) <= 40_000
+        for bucket in buckets[
+            len(buckets) // 4 : -len(buckets) // 4
+        ]:  # the largest one shifts the first ones
+            shares = [sum(s.end - s.start for s in bucket if s in part) for part in parts]
+            assert max(shares) - min(shares) <= 2 * 9_000
+
+
+def test_publishing_holds_a_bucket_of_parameters_at_a_time(runs: Runs, tmp_path: Path) -> None:
+    """Under ZeRO-3; and the weights are those of the run that gathers all at once, to the bit."""
     (tmp_path / "store").mkdir()
-    config = ZERO_2.config(runs.model(False))
+    config = ZERO_3.config(runs.model(ZERO_3.tied))
+    processes = [start(_write_by_buckets, tmp_path, rank, config) for rank in range(2)]
+    assert join(processes) == [0, 0], (tmp_path / "log-0").read_text() + (tmp_path / "log-1").read_text()
+    whole = runs.whole(ZERO_3)
+    assert (tmp_path / "window").read_bytes() == (whole.folder / "weights").read_bytes()
+    largest = max(slot.end - slot.start for slot in whole.layout.slots)
+    for rank in range(2):
+        peaks = json.loads((tmp_path / f"peaks-{rank}").read_text())
+        assert len(peaks) > 3 and max(peaks) <= max(SMALL_BUCKET, largest) < whole.layout.nbytes / 2
+        assert sum(peaks) == whole.layout.nbytes
+
+
+SMALL_BUCKET = 30_000
+
+
+def _write_by_buckets(folder: Path, rank: int, config: Config) -> None:
+    """The steps of ``WHOLE``, and a publish; notes the bytes that are whole at a time."""
+    log_to(folder / f"log-{rank}")
+    torch.set_num_threads(1)
+    learner = DeepSpeedLearner.create(config, rank=rank, ranks=2, store=folder / "store", deadline=60)
+    deepspeed_learner.BUCKET_BYTES = SMALL_BUCKET
+    gathered, peaks = deepspeed_learner.GatheredParameters, list[int]()
+
+    @contextmanager
+    def noting(parameters: list[torch.nn.Parameter], *, enabled: bool) -> Iterator[None]:
+        with gathered(parameters, enabled=enabled):
+            there = (p for p in learner._parameters.values() if p.ds_status == ZeroParamStatus.AVAILABLE)
+            peaks.append(sum(p.numel() * p.element_size() for p in there))
+            yield
+
+    deepspeed_learner.GatheredParameters = noting
+    if rank == 0:
+        (folder / "window").write_bytes(bytes(learner.layout.nbytes))
+        for seed in STEPS:
+            learner.step(make_batch(seed), learning_rate=LEARNING_RATE, beta=BETA)
+        learner.write_weights(shared_window(folder / "window", learner.layout))
+        learner.close()
+    else:
+        learner.follow(lambda: shared_window(folder / "window", learner.layout))
+    (folder / f"peaks-{rank}").write_text(json.dumps(peaks))
+
+
+@pytest.mark.parametrize("full", [0, 1])
+@pytest.mark.parametrize("snapshot", ["memory", "folder", None])
+def test_a_disk_that_is_full_for_one_rank_is_told_by_the_leader_and_the_next_save_has_room(
+    runs: Runs, tmp_path: Path, full: int, snapshot: str | None
+) -> None:
+    for name in ("store", "first", "second", "folder"):
+        (tmp_path / name).mkdir()
+    place = str(tmp_path / "folder") if snapshot == "folder" else snapshot
+    config = ZERO_2.config(runs.model(False), snapshot=place)
     processes = [start(_save_with_one_full, tmp_path, rank, config, full) for rank in range(2)]
-    assert join(processes) == [0, 0]
-    assert (tmp_path / "told").read_text().startswith(f"cannot write the checkpoint {tmp_path}")
+    assert join(processes) == [0, 0], (tmp_path / "log-0").read_text() + (tmp_path / "log-1").read_text()
+    assert (tmp_path / "told").read_text().startswith(f"cannot write the checkpoint {tmp_path / 'first'}")
+    written = {path.name for path in (tmp_path / "second").rglob("*") if path.is_file()}
+    assert {"ranks.json", "zero_to_fp32.py"} < written and sum(name.endswith(".pt") for name in written) == 3
 
 
 def _save_with_one_full(folder: Path, rank: int, config: Config, full: int) -> None:
     log_to(folder / f"log-{rank}")
     learner = DeepSpeedLearner.create(config, rank=rank, ranks=2, store=folder / "store", deadline=60)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    write_files = learner._write_files
+
+    def write_then_make_room(*arguments: object) -> str:
+        try:
+            return write_files(*arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    learner._write_files = write_then_make_room
     if rank == full:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     if rank == 0:
-        with pytest.raises(StateError) as caught:
-            learner.save(folder)()
+        with pytest.raises(DiskFullError) as caught:
+            learner.save(folder / "first")()
         (folder / "told").write_text(str(caught.value))
+        learner.save(folder / "second")()
         learner.close()
     else:
         learner.follow(lambda: np.empty(0, np.uint8))

@@ -41,6 +41,37 @@ def test_records_are_read_back_in_order_with_their_time(tmp_path: Path) -> None:
     assert path.read_text().count("\n") == 2
 
 
+class Taken:
+    """A digest that only remembers."""
+
+    def __init__(self) -> None:
+        self.records: list[metrics.Record] = []
+        self.due = False
+
+    def take(self, record: metrics.Record) -> None:
+        self.records.append(record)
+
+    def keep(self, part: int, end: int) -> None:
+        pass
+
+
+def test_a_digest_takes_what_a_reader_of_the_file_sees(tmp_path: Path) -> None:
+    """To the type: what it sums up is compared with what others fold from the lines."""
+    taken, path = Taken(), tmp_path / "m.jsonl"
+    writer = MetricsWriter(path, digest=taken)
+    writer.log({"step": np.int64(3), "train/loss": np.float64(0.1), "train/beta": np.float32(0.1)})
+    writer.log(
+        {"event": "merged", "request_ids": [np.int64(7), 8], "ok": True, "text": "β"},
+        {"staleness/histogram": (1, 2.5), "empty": np.array([]), "no": None, "far": float("inf")},
+    )
+    read = read_metrics(path)
+    assert len(read) == 3 and taken.records == read
+    for there, here in zip(read, taken.records, strict=True):
+        assert [type(value) for value in here.values()] == [type(value) for value in there.values()]
+    assert [type(value) for value in taken.records[1]["request_ids"]] == [int, int]
+    assert read[1]["time"] == read[2]["time"]
+
+
 def test_a_missing_file_has_no_records(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "none.jsonl") == []
 

@@ -6,9 +6,9 @@ The quickstart trains as a heterogeneous job on ``--nodes`` of six nodes. Engine
 engines hang, nodes crash (and boot again later), the job is preempted and asked to stop, checkpoints, shards
 and metrics are damaged, a shard is hidden for a while, the disk is full for a while, a second launcher and a
 second searcher try to join: one fault after the other, each when the run has recovered from the last and gone
-on for a few optimizer steps, some already while the ranks start. Then the run must come to its end by itself,
-and ``tba audit`` must find every trajectory once, but those of damaged shards, which it must name. Where it
-does not, the exit status is 1 and the ends of the logs are shown.
+on for a few optimizer steps, some already while the ranks start. Then the run, shortened to a few more steps,
+must come to its end by itself, and ``tba audit`` must find every trajectory once, but those of damaged
+shards, which it must name. Where it does not, the exit status is 1 and the ends of the logs are shown.
 
 A tool of a source checkout: cluster and faults are ``slurm_testbed``'s. Needs root and Slurm's daemons.
 """
@@ -75,14 +75,18 @@ SETTINGS = (
 STEPS_BETWEEN = 4
 """Optimizer steps, at most, from a recovery to the next fault."""
 
+STEPS_AFTER = 3
+"""Optimizer steps from the last recovery to the end."""
+
 STEPS_STRUCK = 4
 """Optimizer steps until a fault has struck and the recovery from it was seen, those redone left out."""
 
 STEPS_WITHOUT = 3
 """Optimizer steps without an engine, which is built again; then the trainer is held until it is back."""
 
-SPARE_STEPS = 16
-"""Optimizer steps beyond those: on a fast machine some pass between two looks at the run."""
+SPARE_STEPS = 64
+"""Optimizer steps beyond those: on a fast machine some pass between two looks at the run. What is not needed
+is taken off in the end."""
 
 START_UP_SHARE = 0.2
 """Of the faults that could strike while the ranks start, because the one before has ended them."""
@@ -319,6 +323,10 @@ class History:
         """When events of that name happened, later than ``after``."""
         return [e["time"] for e in self.events if e["event"] == event and e["time"] > after]
 
+    def stopped(self, *, after: float) -> bool:
+        """Whether a trainer has stopped, as asked to, later than ``after``."""
+        return any(r.get("event") == "stopped" and _time(r) > after for r in self.trainer)
+
     def resumes(self, *, after: float = 0.0) -> list[float]:
         """When a trainer took over."""
         events = ("started", "resumed")
@@ -396,11 +404,19 @@ class Storm:
             self._strike(fault)
             print(f"step {self.history.step}, fault {len(self.strikes)}: {self.strikes[-1]}", file=sys.stderr)
         self._await_recovery()
+        self._shorten()
         while not self.run.finished:
             self._await_step(self.history.step + 1)
         self.cluster.until(
             lambda: self._leader in ENDED, "the job to end", DEADLINE, seen=lambda: self._leader
         )
+
+    def _shorten(self) -> None:
+        """Have the run end soon: it stops as asked to, and when it comes back its config has fewer steps."""
+        asked = time.time()
+        faults.ask_to_stop(self.cluster, self.job)
+        self.wait_for(lambda: self.history.stopped(after=asked), "the run to stop, to be shortened")
+        self.run.adapt([f"train.steps={self.history.step + STEPS_AFTER}"])
 
     @property
     def _leader(self) -> str:

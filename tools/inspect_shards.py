@@ -2,6 +2,7 @@
 
     python tools/inspect_shards.py RUN                                    a line per shard
     python tools/inspect_shards.py RUN/shards/searcher-0003/000017.h5     one shard and its first trajectories
+    python tools/inspect_shards.py RUN/shards/bundles/000002.bundle       a line for each shard in it
 
 Takes ``--json``. Exit code 1 where a file is broken.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -18,11 +20,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
-from tba_hpc.backends.hdf5_shards import REFUSED, ShardError, read_shard
-from tba_hpc.run.directory import RunDir
+from tba_hpc.backends.hdf5_shards import ShardError, parse_shard, read_shard
+from tba_hpc.run.bundles import BundleError, Place, contents
+from tba_hpc.run.directory import REFUSED, RunDir
 from tba_hpc.types import Shard
 
 Row = dict[str, str | int | float | None]
+
+BUNDLE = ".bundle"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +45,19 @@ class Line:
 
 
 def main(
-    path: Annotated[Path, typer.Argument(help="A run directory or one shard.")],
+    path: Annotated[Path, typer.Argument(help="A run directory, a bundle of shards, or one shard.")],
     rows: Annotated[int, typer.Option(min=0, help="Trajectories shown of one shard.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Counts, mean reward, weight versions and checksum state of shards."""
     if not path.exists():
         raise typer.BadParameter(f"{path} does not exist: give a run directory or a shard")
-    files = _files(path) if path.is_dir() else [path]
-    if not files:
+    is_shard = path.is_file() and path.suffix != BUNDLE
+    lines = [_line(path.name, path)] if is_shard else _lines(path)
+    if not lines:
         raise typer.BadParameter(f"{path} holds no shards: give the run directory, the one with config.yaml")
-    lines = [_line(file, base=RunDir(path).shards if path.is_dir() else path.parent) for file in files]
     whole = all(line.broken is None for line in lines)
-    head = _head(read_shard(path), rows) if path.is_file() and whole else []
+    head = _head(read_shard(path), rows) if is_shard and whole else []
     if as_json:
         print(json.dumps({"shards": [asdict(line) for line in lines], "head": head}))
     else:
@@ -72,15 +77,30 @@ def _report(lines: list[Line], head: list[Row], path: Path) -> None:
             print(f"{line.file} {line.broken}")
 
 
-def _files(path: Path) -> list[Path]:
+def _lines(path: Path) -> list[Line]:
+    """Of all shards of a run directory, or of a bundle."""
+    if path.is_file():
+        return _bundled(path, path.name)
     run = RunDir(path)
-    return [*run.shard_files().values(), *run.shard_files(".h5" + REFUSED).values()]
+    files = [*run.shard_files().values(), *run.shard_files(".h5" + REFUSED).values()]
+    lines = [_line(str(file.relative_to(run.shards)), file) for file in files]
+    bundles = [_bundled(file, str(file.relative_to(run.shards))) for file in run.bundle_files().values()]
+    return [*lines, *chain.from_iterable(bundles)]
 
 
-def _line(path: Path, base: Path) -> Line:
-    name = str(path.relative_to(base))
+def _bundled(bundle: Path, name: str) -> list[Line]:
     try:
-        trajectories = read_shard(path).trajectories
+        places = contents(bundle)
+    except BundleError as error:
+        return [Line(name, str(error).removeprefix(f"{bundle} "))]
+    return [_line(f"{name}: {searcher}, {index}", place) for (searcher, index), place in places.items()]
+
+
+def _line(name: str, file: Path | Place) -> Line:
+    path = file.bundle if isinstance(file, Place) else file
+    try:
+        data = file.read() if isinstance(file, Place) else file.read_bytes()
+        trajectories = parse_shard(path, data).trajectories
     except ShardError as error:
         return Line(name, str(error).removeprefix(f"{path} "))
     record = trajectories.record

@@ -69,6 +69,7 @@ def check_files(evidence: Evidence) -> Check:
     """Every file under the name of a shard is that shard, every byte of it."""
     faults = {key: file.fault for key, file in sorted(evidence.files.items()) if file.fault}
     violations = [Violation(f"the file of {_shard(key)} {fault}") for key, fault in faults.items()]
+    violations += [Violation(f"neither table of the bundle {name} is whole") for name in evidence.broken]
     told = f"{count(len(evidence.files), 'file')}, every checksum verified"
     return Check("shard files are whole", told, tuple(violations))
 

@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from tba_hpc.audit.history import History, Merge, Seals, ShardKey
-from tba_hpc.backends.hdf5_shards import REFUSED, ShardError, read_arrays, read_shard
+from tba_hpc.backends.hdf5_shards import ShardError, parse_shard, read_arrays
 from tba_hpc.config import Config
 from tba_hpc.metrics import MetricsTail, Record
 from tba_hpc.report.digest import Sealed
 from tba_hpc.report.summary import index_of, searcher_files
+from tba_hpc.run.bundles import BundleError, Place, contents
 from tba_hpc.run.checkpoints import (
     BUFFER_FILE,
     PROMPTS_FILE,
@@ -27,7 +28,7 @@ from tba_hpc.run.checkpoints import (
     checkpoint_folders,
     read_state,
 )
-from tba_hpc.run.directory import RunDir
+from tba_hpc.run.directory import REFUSED, RunDir
 from tba_hpc.run.evaluations import evaluations_on_disk
 from tba_hpc.run.inventory import damage
 from tba_hpc.types import Shard, make_uid
@@ -35,7 +36,7 @@ from tba_hpc.types import Shard, make_uid
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """A file under the name of a shard. fault: why it is not that shard, else empty.
+    """A file under the name of a shard, or in a bundle. fault: why it is not that shard, else empty.
 
     foreign: it is whole, but of another shard: nobody sealed it under this name.
     """
@@ -47,10 +48,12 @@ class ShardFile:
     request_ids: tuple[int, ...] = ()
 
     @classmethod
-    def read(cls, path: Path, key: ShardKey) -> ShardFile:
+    def read(cls, file: Path | Place, key: ShardKey) -> ShardFile:
         """Verify a file. Raises FileNotFoundError."""
+        path = file.bundle if isinstance(file, Place) else file
+        data = file.read() if isinstance(file, Place) else file.read_bytes()
         try:
-            shard = read_shard(path)
+            shard = parse_shard(path, data)
         except ShardError as error:
             return cls(fault=str(error).removeprefix(f"{path} "))
         fault = _mistaken(shard, key)
@@ -99,8 +102,9 @@ class Evidence:
     """All that a run directory tells.
 
     counts: of every shard that anything told of by the time the disk was looked at, 0 where nobody says how
-    many. files, refused: by shard, the visible files and those set aside. evaluations: steps
-    of those on disk. leftovers: files of killed writers.
+    many. files, refused: by shard, the visible files, bundled ones too, and those set aside. broken:
+    bundles of which nothing can be found any more. evaluations: steps of those on disk. leftovers: files of
+    killed writers.
     """
 
     run: RunDir
@@ -111,6 +115,7 @@ class Evidence:
     counts: dict[ShardKey, Sealed]
     files: dict[ShardKey, ShardFile]
     refused: dict[ShardKey, ShardFile]
+    broken: list[str]
     checkpoints: list[Checkpoint]
     evaluations: list[int]
     leftovers: list[str]
@@ -119,15 +124,20 @@ class Evidence:
     def read(cls, run: RunDir) -> Evidence:
         """Read a run at any moment.
 
-        What metrics tell of is on disk by then, so the shards are read after them. What has left the disk
-        since is in a checkpoint, so these come next. What they count is in the metrics, which are read on.
+        What metrics tell of is on disk by then, so the shards are read after them. What has left their
+        folders since is in a bundle, and what has left these is in a checkpoint, so they come next. What
+        checkpoints count is in the metrics, which are read on.
         """
         finished, tail = run.finished, MetricsTail(run.metrics_file("trainer"))
         records = tail.new()
         seals = {index_of(path): Seals.of(MetricsTail(path).records()) for path in searcher_files(run)}
         told = _told(records, seals)
         files = _shard_files(run.shard_files())
+        bundled, broken = _bundled(run)
         refused = _shard_files(run.shard_files(".h5" + REFUSED))
+        for key, file in _shard_files(bundled).items():
+            if (key not in files or files[key].fault) and not (file.fault and key in refused):
+                files[key] = file
         checkpoints = _checkpoints(run)
         evaluations = [step for _, step in evaluations_on_disk(run).values()]
         history = History.of(records + tail.new())
@@ -140,6 +150,7 @@ class Evidence:
             counts=_counts(told, files, refused),
             files=files,
             refused=refused,
+            broken=broken,
             checkpoints=checkpoints,
             evaluations=sorted(evaluations),
             leftovers=_leftovers(run),
@@ -199,7 +210,21 @@ def _counts(
     return {key: sealed for key, sealed in sorted((passed | known).items()) if key not in foreign}
 
 
-def _shard_files(paths: dict[ShardKey, Path]) -> dict[ShardKey, ShardFile]:
+def _bundled(run: RunDir) -> tuple[dict[ShardKey, Place], list[str]]:
+    """Where the shards of all bundles lie, and the bundles that do not tell."""
+    places: dict[ShardKey, Place] = {}
+    broken = []
+    for path in run.bundle_files().values():
+        try:
+            places |= contents(path)
+        except BundleError:
+            broken.append(path.name)
+        except FileNotFoundError:  # pruned
+            continue
+    return places, broken
+
+
+def _shard_files(paths: Mapping[ShardKey, Path | Place]) -> dict[ShardKey, ShardFile]:
     """What lies under the names; files that were pruned meanwhile are left out."""
     found = {}
     for key, path in paths.items():

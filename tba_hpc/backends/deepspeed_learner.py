@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -50,7 +51,7 @@ from tba_hpc.config import Config
 from tba_hpc.objectives import Groups, ObjectiveOutput, figures, make_objective
 from tba_hpc.run.beside import at_once, beside
 from tba_hpc.run.checkpoints import StateError
-from tba_hpc.run.files import fsync, make_durable, write_atomic
+from tba_hpc.run.files import DiskFullError, fsync, is_for_room, make_durable, write_atomic
 from tba_hpc.run.inventory import SummedFile
 from tba_hpc.skipped_steps import SkippedSteps
 from tba_hpc.types import PaddedBatch, TrajectoryBatch, WeightLayout, WeightSlot
@@ -116,6 +117,8 @@ class DeepSpeedLearner:
             temperature=config.model.policy_temperature,
         )
         self._engine = _make_engine(config, logprobs.train())
+        self._copy_scripts = self._engine._copy_recovery_script  # small files that are written then and there
+        self._engine._copy_recovery_script = lambda path: None
         gpu, where = group.device.type == "cuda", config.checkpoint.snapshot
         self._snapshot = Snapshot(where, local_ranks=group.local_ranks, gpu=gpu)
         self._engine.checkpoint_engine = _CopyingEngine(self._snapshot)
@@ -162,8 +165,10 @@ class DeepSpeedLearner:
         """Copy weights and optimizer; returns what writes them into an existing folder that all ranks see.
 
         That may be called in another thread, once, before the next ``save``, and before the next step where
-        checkpoint.snapshot is null. It is back when all ranks have written, durably.
+        checkpoint.snapshot is null. It is back when all ranks have written, durably. Raises DiskFullError
+        where the disk has no room for it, on whichever rank.
         """
+        (folder / TAG).mkdir()  # by all ranks together it would be too late to find no room
         self._tell(Command.SAVE, folder)
         with self._group.together():
             return self._save(folder)
@@ -271,10 +276,11 @@ class DeepSpeedLearner:
     def _copy(self, slots: Sequence[WeightSlot], out: np.ndarray) -> None:
         """Copy the tensors of ``slots`` to their places in ``out``: one memcpy each.
 
-        Under ZeRO-3 every rank must come here, for all make each bucket of parameters whole together.
+        Under ZeRO-3 every rank must come here, for all make each bucket of parameters whole together; of a
+        bucket each has about as much to copy, so that none waits for another's memcpy.
         """
         wanted = {slot.name for slot in slots}
-        for bucket in _buckets(self.layout):
+        for bucket in _buckets(self.layout.parts(self._group.ranks)):
             parameters = [self._parameters[slot.name] for slot in bucket]
             sharded = self._config.train.zero_stage == 3
             with GatheredParameters(parameters, enabled=sharded), torch.no_grad():
@@ -295,19 +301,22 @@ class DeepSpeedLearner:
 
     def _write_files(self, folder: Path, files: Sequence[Callable[[], SummedFile]]) -> str:
         """Write this rank's files, which only its own node can flush, and hear of the others'."""
-        lines, fault = "", ""
+        lines, fault, full = "", "", False
         try:
             with _unwritable(folder):
                 with ThreadPoolExecutor(len(files)) as pool:  # one is summed up while another is flushed
                     lines = "".join(pool.map(lambda write: write().line(folder), files))
                 if self._group.leads:
+                    self._copy_scripts(str(folder))
                     write_atomic(folder / RANKS_FILE, json.dumps(self._group.ranks))
-        except StateError as error:
-            fault = str(error)
-        reports = [json.loads(report) for report in self._group.gather(json.dumps([lines, fault]))]
-        if faults := [fault for _, fault in reports if fault]:
-            raise StateError(faults[0])
-        return "".join(lines for lines, _ in reports)
+        except (StateError, DiskFullError) as error:
+            fault, full = str(error), isinstance(error, DiskFullError)
+        reports = [json.loads(report) for report in self._group.gather(json.dumps([lines, fault, full]))]
+        faults = [(bool(full), fault) for _, fault, full in reports if fault]
+        if faults:
+            full, fault = min(faults)  # what another try does not mend is told first
+            raise (DiskFullError if full else StateError)(fault)
+        return "".join(lines for lines, *_ in reports)
 
     def _load(self, folder: Path) -> None:
         if json.loads((folder / RANKS_FILE).read_text()) == self._group.ranks:
@@ -371,11 +380,11 @@ def _unwritable(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch's writer raises either
-        if is_lost_peer(error):
+        if is_lost_peer(error) or isinstance(error, DiskFullError):
             raise
-        raise StateError(
-            f"cannot write the checkpoint {folder} ({error}): free space or raise the quota, then start "
-            "the same run again; it goes on from the checkpoint before"
+        raise (DiskFullError if is_for_room(error) else StateError)(
+            f"cannot write the checkpoint {folder} ({error}); free space or raise the quota, then start "
+            "the same run again: it goes on from the checkpoint before"
         ) from error
 
 
@@ -416,14 +425,18 @@ def _folder(message: Message) -> Path:
     return Path(os.fsdecode(message.payload))
 
 
-def _buckets(layout: WeightLayout) -> Iterator[list[WeightSlot]]:
-    """All slots in order, in runs of at most BUCKET_BYTES (or of one larger tensor)."""
+def _buckets(parts: Sequence[Sequence[WeightSlot]]) -> Iterator[list[WeightSlot]]:
+    """The slots of all ranks' parts in turn, in runs of at most BUCKET_BYTES (or of one larger tensor)."""
+    ahead = [(slot.start - part[0].start, slot) for part in parts for slot in part]
     bucket: list[WeightSlot] = []
-    for slot in layout.slots:
-        if bucket and slot.end - bucket[0].start > BUCKET_BYTES:
+    size = 0
+    for _, slot in sorted(ahead, key=itemgetter(0)):
+        nbytes = slot.end - slot.start
+        if bucket and size + nbytes > BUCKET_BYTES:
             yield bucket
-            bucket = []
+            bucket, size = [], 0
         bucket.append(slot)
+        size += nbytes
     yield bucket
 
 

@@ -11,6 +11,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils import _pytree as pytree
 
 from tba_hpc.config import ConfigError
+from tba_hpc.run.beside import at_once
 from tba_hpc.run.inventory import SummedFile
 from tba_hpc.run.memory import free_memory
 
@@ -66,15 +68,14 @@ class Snapshot:
         if self._where is None:
             write = partial(_write_file, Path(path), save)
         elif self._where != "memory":
-            # It has no name, so that a kill leaves nothing; it is closed once it is written.
-            copy = tempfile.TemporaryFile(dir=self._where)  # noqa: SIM115
-            save(copy)
-            write = partial(_write_file, Path(path), partial(_copy_file, copy))
+            # What goes wrong is told when it is written: here the other ranks would wait for this one.
+            copy = at_once(partial(_copied, self._where, save))
+            write = partial(_write_copy, Path(path), copy)
         elif self._has_room(Path(path).name, state):
             staged = self._stager.stage(state)
             write = partial(_write_file, Path(path), partial(torch.save, staged))
         else:
-            write = partial(_same, _write_file(Path(path), save))
+            write = at_once(partial(_write_file, Path(path), save)).result
         self._files.append(write)
 
     def take(self) -> list[Callable[[], SummedFile]]:
@@ -108,11 +109,19 @@ def _write_file(path: Path, save: Callable[[SummedFile], object]) -> SummedFile:
     return file
 
 
+def _copied(folder: str, save: Callable[[IO[bytes]], object]) -> IO[bytes]:
+    """A file without a name, so that a kill leaves nothing."""
+    copy = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+    save(copy)
+    return copy
+
+
+def _write_copy(path: Path, copy: Future[IO[bytes]]) -> SummedFile:
+    """Write what was copied; the copy is gone then."""
+    return _write_file(path, partial(_copy_file, copy.result()))
+
+
 def _copy_file(copy: IO[bytes], file: SummedFile) -> None:
     with copy:
         copy.seek(0)
         shutil.copyfileobj(copy, file, COPY_BYTES)
-
-
-def _same(written: SummedFile) -> SummedFile:
-    return written

@@ -24,6 +24,7 @@ from tba_hpc.metrics import MetricsTail, Record, number
 from tba_hpc.report.attempts import STARTS, CumulativeCounter
 from tba_hpc.report.curves import Curve, History, Spans
 from tba_hpc.run.files import DiskFullError, write_atomic
+from tba_hpc.run.parts import is_finished, open_part
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +216,8 @@ class TrainerDigest:
     """The trainer's records.
 
     phase: the last event of PHASES, or ``training``; ending: the last of those but ``filling`` and
-    ``waiting``. latest: the newest value of every figure. step: the last one done. redone: steps taken back
+    ``waiting``. postponed: the newest checkpoint for which there was no room, if none was complete since.
+    latest: the newest value of every figure. step: the last one done. redone: steps taken back
     by all resumes. saved: what was merged by the newest checkpoints, by revision. drawn: curves by step.
     told: rows of the history, the newest of them; forgotten: rows before.
     """
@@ -227,6 +229,7 @@ class TrainerDigest:
     phase: str = ""
     latest: Record = field(default_factory=dict)
     checkpoint: Record = field(default_factory=dict)
+    postponed: Record = field(default_factory=dict)
     damaged: list[Record] = field(default_factory=list)
     damages: int = 0
     lost: int = 0
@@ -273,8 +276,10 @@ class TrainerDigest:
         if event in ("snapshot", "checkpoint"):
             self._save(_whole(record, "revision"))
         if event == "checkpoint":
-            self.checkpoint = record
+            self.checkpoint, self.postponed = record, {}
             record = {**record, "step": max(self.step, _whole(record, "step"))}  # training has gone on
+        elif event == "postponed":
+            self.postponed = record
         elif event == "damaged":
             self.damaged = [*self.damaged, record][-DAMAGED:]
             self.damages += 1
@@ -420,7 +425,7 @@ D = TypeVar("D", TrainerDigest, SearcherDigest)
 
 
 def digest_file(metrics: Path) -> Path:
-    """Where the digest of a metrics file is kept: a line with FORMAT and its length, and the digest."""
+    """Where the digest of a metrics file is kept: a line with FORMAT and where it ends, and the digest."""
     return metrics.with_suffix(".digest.json")
 
 
@@ -440,13 +445,23 @@ def kept_digest(metrics: Path, digest: D) -> tuple[D, MetricsTail]:
     try:
         head, _, body = digest_file(metrics).read_bytes().partition(b"\n")
         kept: D = _adapter(type(digest).__name__).validate_json(body)
-        end = json.loads(head)[f"format {FORMAT}"]
-        with metrics.open("rb") as file:
-            file.seek(end - 1)
-            fits = file.read(1) == b"\n"
+        place = json.loads(head)
+        part, end = place.get("part", 0), place[f"format {FORMAT}"]
+        fits = _is_line_end(metrics, part, end)
     except (OSError, ValueError, LookupError):
         fits = False
-    return (kept, MetricsTail(metrics, start=end)) if fits else (digest, MetricsTail(metrics))
+    return (kept, MetricsTail(metrics, part=part, start=end)) if fits else (digest, MetricsTail(metrics))
+
+
+def _is_line_end(metrics: Path, part: int, end: int) -> bool:
+    """Whether the lines of a file can end there."""
+    if end == 0:
+        return part == 0 or is_finished(metrics, part - 1)
+    if not (opened := open_part(metrics, part)):
+        return False
+    with opened[0] as file:
+        file.seek(end - 1)
+        return file.read(1) == b"\n"
 
 
 @functools.cache
@@ -475,11 +490,12 @@ class KeptDigest(Generic[D]):
         """Whether ``keep`` was called long ago."""
         return time.monotonic() >= self._next
 
-    def keep(self, end: int) -> None:
-        """Write the digest of the first ``end`` bytes, which are durable; a full disk keeps the old one."""
+    def keep(self, part: int, end: int) -> None:
+        """Write the digest of all up to ``end`` in a part, which is durable; a full disk keeps the old."""
         self._next = time.monotonic() + KEEP_SECONDS
         body = _adapter(type(self._digest).__name__).dump_json(self._digest).decode()
+        place = {f"format {FORMAT}": end, "part": part}
         try:
-            write_atomic(digest_file(self._metrics), json.dumps({f"format {FORMAT}": end}) + "\n" + body)
+            write_atomic(digest_file(self._metrics), json.dumps(place) + "\n" + body)
         except DiskFullError as error:
             log.warning("%s; what the digest sums up is in the metrics", error)

@@ -109,6 +109,7 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
         **{_role(component): _component(component) for component in job},
         "come and go": " · ".join(_visitor(visitor) for visitor in visitors(monitor)),
         "checkpoint": f"step {number(saved, 'step', 0):.0f}, {duration(age)} ago" if age is not None else "",
+        "postponed": _postponed(monitor.progress.trainer.postponed),
         "damaged": ", ".join(
             f"{damage['checkpoint']}: {damage['fault']}" for damage in monitor.progress.trainer.damaged
         ),
@@ -143,6 +144,11 @@ def _visitor(visitor: Mapping[str, Any]) -> str:
         f"{visitor['searcher']} on {visitor['host']}{f' (job {job})' if job else ''} for "
         f"{duration(max(0.0, time.time() - visitor['since']))}{f', {rate:,.0f} tokens/s' if rate else ''}"
     )
+
+
+def _postponed(record: Record) -> str:
+    """The checkpoint that there was no room for, if none came after it."""
+    return f"the checkpoint of step {number(record, 'step', 0):.0f}: {record['fault']}" if record else ""
 
 
 def done(counts: Counts) -> dict[str, str]:

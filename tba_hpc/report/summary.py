@@ -32,7 +32,7 @@ from tba_hpc.report.worries import worries
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation, evaluations_on_disk, find_evaluation
 from tba_hpc.run.events import read_events
-from tba_hpc.run.files import write_atomic
+from tba_hpc.run.files import listing, write_atomic
 
 MANY_SEARCHERS = 4
 """Above this number the searchers are shown together: their rates by the mean, their curves as a band."""
@@ -190,7 +190,12 @@ class RunData:
 
 def searcher_files(run: RunDir) -> list[Path]:
     """Metrics files of the searchers, by index."""
-    return sorted(run.metrics.glob("searcher-*.jsonl"))
+    names = listing(run.metrics) if run.metrics.is_dir() else []
+    # Parts of it, too: while one is finished there is no file of the name for a moment, or after a kill.
+    found = {
+        name.partition(".jsonl")[0] for name in names if name.startswith("searcher-") and ".jsonl" in name
+    }
+    return [run.metrics / f"{stem}.jsonl" for stem in sorted(found)]
 
 
 def index_of(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""Work that a thread does beside its caller, or that is done at once: either leaves a future.
+"""Work that a thread does beside its caller, or that is done at once: either leaves a future, which raises.
 
 It must not know what the work is.
 """
@@ -21,7 +21,10 @@ def beside(task: Callable[[], T]) -> Future[T]:
 
 
 def at_once(task: Callable[[], T]) -> Future[T]:
-    """Do it now; what it raises is raised here."""
+    """Do it now; whoever asks for the result is told what it raised."""
     done: Future[T] = Future()
-    done.set_result(task())
+    try:
+        done.set_result(task())
+    except Exception as error:
+        done.set_exception(error)
     return done

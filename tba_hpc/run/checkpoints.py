@@ -13,17 +13,20 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
 from tba_hpc.ports import Learner
 from tba_hpc.run.beside import at_once, beside
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.files import fsync, make_durable, remove, write_atomic
+from tba_hpc.run.files import DiskFullError, fsync, is_for_room, make_durable, remove, write_atomic
 from tba_hpc.run.inventory import COMPLETE, damage, inventory, with_checksum
-from tba_hpc.run.pruning import ShardPruner
+from tba_hpc.run.pruning import IsWhole, ShardPruner
 
 log = logging.getLogger(__name__)
 
@@ -92,17 +95,19 @@ Arrays = Mapping[str, np.ndarray]
 class Checkpoints:
     """Complete checkpoints of a run, the newest ``keep`` of them. write_arrays: makes a durable file.
 
-    beside: whether the caller goes on once all is copied, while a thread writes the copies.
+    beside: whether the caller goes on once all is copied, while a thread writes the copies. is_shard: as
+    ``ShardPruner``'s is_whole.
     """
 
     run: RunDir
     keep: int
     write_arrays: Callable[[Path, Arrays], None]
     beside: bool = False
+    is_shard: IsWhole | None = None
     pruner: ShardPruner = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pruner", ShardPruner(self.run))
+        object.__setattr__(self, "pruner", ShardPruner(self.run, self.is_shard))
 
     def save(
         self,
@@ -117,10 +122,13 @@ class Checkpoints:
         One at a time. files: the files of arrays, and what makes these; it may be called in another thread.
         records: makes durable what must be on disk before the checkpoint counts it. Of the future, which is
         done on return unless ``beside``: the state that the checkpoint holds once it is complete; raises
-        DiskFullError, StateError, ExchangeError.
+        DiskFullError, StateError, ExchangeError. What a full disk had no room for leaves nothing there.
         """
         began = time.monotonic()
-        folder = begin_checkpoint(self.run, state.step)
+        try:
+            folder = begin_checkpoint(self.run, state.step)
+        except OSError as error:
+            return at_once(partial(_raise, _told(error, self.run.checkpoints)))
         write = learner.save(folder)
 
         def complete() -> TrainerState:
@@ -136,11 +144,40 @@ class Checkpoints:
             prune_references(self.run)
             return saved
 
-        return beside(complete) if self.beside else at_once(complete)
+        whole = partial(_or_nothing, folder, complete)
+        return beside(whole) if self.beside else at_once(whole)
 
     def export_reference(self, step: int, learner: Learner) -> None:
         """Write the policy of ``step`` as the next reference."""
         learner.export(self.run.reference(step))
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
+def _or_nothing(folder: Path, complete: Callable[[], TrainerState]) -> TrainerState:
+    """``complete()``; where there is no room for it, half a checkpoint must not take what there is.
+
+    Raises DiskFullError then.
+    """
+    try:
+        return complete()
+    except OSError as error:
+        if is_for_room(error) and not (folder / COMPLETE).exists():
+            with suppress(OSError):
+                remove(folder)
+        raise _told(error, folder) from error
+
+
+def _told(error: OSError, folder: Path) -> OSError:
+    """An error of a checkpoint; for want of room, as a sentence."""
+    if isinstance(error, DiskFullError) or not is_for_room(error):
+        return error
+    return DiskFullError(
+        f"cannot write the checkpoint {folder} ({error.strerror}); free space or raise the quota, then start "
+        "the same run again: it goes on from the checkpoint before"
+    )
 
 
 def begin_checkpoint(run: RunDir, step: int) -> Path:

@@ -42,6 +42,9 @@ HISTORY = 20
 NAMED = 3
 """Most keys that a refusal names, with their values."""
 
+REFUSED = ".refused"
+"""Added to the name of a shard or a bundle of them that was set aside."""
+
 KEPT_ATTEMPTS = 16
 """Attempts before the newest whose logs are kept: a file a rank each, of however many starts."""
 
@@ -325,6 +328,21 @@ class RunDir:
     def shard_indices(self, searcher: int, suffix: str = ".h5") -> list[int]:
         """Indices of a searcher's visible shards, ascending; none where it has no folder."""
         return _numbers(self.shard_folder(searcher), "", suffix, digits=6)
+
+    @property
+    def bundles(self) -> Path:
+        """Merged shards, the files of many in one; there only where there were many."""
+        return self.shards / "bundles"
+
+    def bundle_file(self, number: int) -> Path:
+        """Path of one bundle."""
+        return self.bundles / f"{number:06d}.bundle"
+
+    def bundle_files(self) -> dict[int, Path]:
+        """All visible bundles by number, ascending."""
+        return {
+            number: self.bundle_file(number) for number in _numbers(self.bundles, "", ".bundle", digits=6)
+        }
 
     def begin_attempt(self) -> Path:
         """A new folder ``logs/attempt-001`` …, which ``logs/latest`` names from now on.

@@ -44,6 +44,15 @@ class DiskFullError(OSError, ValueError):
     """No space for a file; nothing of it is visible, and nothing sealed before is lost."""
 
 
+def is_for_room(error: BaseException | None) -> bool:
+    """Whether something failed since there is no room: by its own word, or that of what it came of."""
+    while error is not None:
+        if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL_DISK):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def publish(path: Path, data: bytes | memoryview, *, replace: bool = True) -> None:
     """Make ``data`` visible as ``path``, whole and durable, or not at all.
 

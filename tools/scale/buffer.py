@@ -20,9 +20,15 @@ from scale import Row, row
 from tba_hpc.backends.hdf5_shards import write_arrays
 from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import BufferSection, Config, parse_config
+from tba_hpc.freshness import Freshness
+from tba_hpc.merger import Merger
+from tba_hpc.metrics import MetricsWriter
+from tba_hpc.prompts import CompletedRequests
+from tba_hpc.report.digest import KeptDigest, TrainerDigest
+from tba_hpc.run.checkpoints import TrainerState
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.pruning import ShardPruner
-from tba_hpc.types import RECORD, Ragged, Trajectories, offsets_of
+from tba_hpc.types import RECORD, Ragged, Shard, Trajectories, offsets_of
 
 CAPACITY = 1_000_000
 SMALL = 20_000
@@ -96,6 +102,39 @@ class Filled:
         ]
 
 
+def of_merger(capacity: int) -> list[Row]:
+    """The same with the records of all merges, their digest, and the requests completed."""
+    config = config_of("none")
+    buffer = ReplayBuffer(BufferSection(capacity=capacity), seed=0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trainer.jsonl"
+        metrics = MetricsWriter(path, digest=KeptDigest(path, TrainerDigest()))
+        merger = Merger(buffer, CompletedRequests(), Freshness(config, buffer), metrics)
+        state, large, small = TrainerState(), shards(LARGE), shards(GROUP * GROUPS, seed=1)
+        for index in range(capacity // LARGE + 1):
+            state = merger.merge(state, [Shard(0, index, next(large))], sync=state.revision)
+        found = []
+        for index in range(SHARDS // TOGETHER):
+            parts = [Shard(searcher, capacity + index, next(small)) for searcher in range(TOGETHER)]
+            began = time.perf_counter()
+            state = merger.merge(state, parts, sync=state.revision)
+            found.append((time.perf_counter() - began) / TOGETHER)
+    each = statistics.median(found)
+    what = f"{capacity:,} trajectories, records and digest too"
+    return [
+        row(f"of each of {TOGETHER} in a sync, {what}", 1e3 * each, "ms", "-"),
+        *(
+            row(
+                f"share of the loop, {searchers:,} searchers, .5 shards/s each",
+                50 * searchers * each,
+                "%",
+                "2",
+            )
+            for searchers in (256, 1024)
+        ),
+    ]
+
+
 def milliseconds(values: list[float]) -> float:
     """Their median, in ms."""
     return round(1e3 * statistics.median(values), 4)
@@ -118,6 +157,7 @@ def of_capacity(capacity: int) -> list[Row]:
     if capacity == CAPACITY:
         turning = filled.turn_over()
         pause = max(filled.filling + turning)
+        found += of_merger(capacity)
         found.append(row("longest merge of 1,024, filled and turned over", round(1e3 * pause, 1), "ms", "50"))
         found += of_saving(filled)
         gone = seconds(lambda: filled.buffer.evict_where(lambda record: record["uid"] % 5 < 3))
