@@ -284,7 +284,9 @@ def report(run: RunPath, as_json: AsJson = False) -> None:
 @app.command()
 def doctor(
     site: Annotated[Path | None, typer.Option(help="The cluster, as for tba submit.")] = None,
-    config: Annotated[Path | None, typer.Option(help="Look for the model of this config, too.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Look for the models and data of this config, too.")
+    ] = None,
     run_root: Annotated[Path | None, typer.Option(help="Folder for run directories.")] = None,
     launch: Annotated[bool, typer.Option("--launch", help="Start a short job on two nodes, too.")] = False,
     wait: Annotated[float, typer.Option(help="Longest wait for that job, seconds.")] = 600.0,
@@ -296,13 +298,16 @@ def doctor(
 
     if launch and site is None:
         raise ConfigError("--launch starts a job: name the cluster with --site")
-    settings = load_config(config) if config else None
+    settings, cluster = load_config(config) if config else None, load_site(site) if site else None
     findings = doctor.examine(
-        load_site(site) if site else None,
+        cluster,
         run_root or Path(settings.run.root if settings else "runs"),
         settings.model.path if settings else None,
         seconds=wait if launch else None,
     )
+    if settings:
+        fetch = ["tba", "fetch", str(config), *(["--site", str(site)] if site else [])]
+        findings += doctor.check_resources(settings, cluster, shlex.join(fetch))
     doctor.print_findings(findings, as_json=as_json)
     raise typer.Exit(int(any(finding.level == "problem" for finding in findings)))
 

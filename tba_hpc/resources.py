@@ -63,12 +63,12 @@ def missing(config: Config, environment: Mapping[str, str], *, of_custom_task: b
     return [one for one in wanted if not is_here(one) and place(one, environment) is None]
 
 
-def missing_sentence(lacking: Iterable[Resource], environment: Mapping[str, str], remedy: str) -> str:
-    """What the user is told of them. remedy: what fetches them."""
-    names = ", ".join(map(str, lacking))
+def missing_sentence(lacking: Iterable[Resource], environment: Mapping[str, str]) -> str:
+    """What is said of what is ``missing``, without the remedy."""
+    names = " and ".join(map(str, lacking))
     return (
-        f"not in {hub_home(environment)} (HF_HOME), where the job looks, while HF_HUB_OFFLINE=1 forbids to "
-        f"ask the hub: {names}; where there is a network, type: {remedy}"
+        f"nothing whole of {names} is in {hub_home(environment)} (HF_HOME), where ranks look, and "
+        "HF_HUB_OFFLINE=1 forbids them to ask the hub"
     )
 
 

@@ -17,12 +17,12 @@ from typing import Any
 from tba_hpc import shipped
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.doctor import slurm_checks
-from tba_hpc.doctor.examine import job_environment, login_python, preflight
-from tba_hpc.doctor.findings import Finding, warning
+from tba_hpc.doctor.examine import check_resources, job_environment, login_python, preflight
+from tba_hpc.doctor.findings import Finding
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Plan, Site
 from tba_hpc.order import Order, last_job, script_of
-from tba_hpc.resources import missing, missing_sentence, require_files
+from tba_hpc.resources import require_files
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.changes import is_done, refuse_steps_behind, told
 from tba_hpc.run.directory import RunDir
@@ -104,20 +104,15 @@ def _warnings(config: Config, split: Plan, site: Site, order: Order) -> list[Fin
     """What may go wrong. Raises ConfigError or SubmitError for what will, before hours in the queue."""
     if site.container is None:  # inside it paths may be others
         require_files(config)
-    findings = preflight(config, split, site)
+    fetch = _fetch(order)
+    findings = [*preflight(config, split, site), *check_resources(config, site, fetch)]
     if problem := next((finding for finding in findings if finding.level == "problem"), None):
         raise slurm.SubmitError(problem.sentence)
-    environment, fetch = job_environment(site), _fetch(order)
-    if lacking := missing(config, environment, of_custom_task=False):
-        sentence = missing_sentence(lacking, environment, fetch)
-        if site.container is None:
-            raise ConfigError(sentence)
-        findings.append(warning("models and data", sentence, ""))
     if site.container is None:
         refuse_bad_task(
             config,
             python=login_python(site),
-            environment=environment,
+            environment=job_environment(site),
             seconds=CHECK_SECONDS,
             fetched_by=fetch,
         )

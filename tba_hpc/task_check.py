@@ -70,7 +70,9 @@ def check(config: Config) -> None:
 def _require_fetched(config: Config, remedy: str) -> None:
     """Raise ConfigError where the ranks, offline, would find no model or data set of a name."""
     if lacking := missing(config, os.environ):
-        raise ConfigError(missing_sentence(lacking, os.environ, remedy))
+        raise ConfigError(
+            f"{missing_sentence(lacking, os.environ)}: where there is a network, type '{remedy}'"
+        )
 
 
 def _require_folder(path: str) -> None:

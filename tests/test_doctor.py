@@ -12,11 +12,12 @@ import pytest
 
 from tba_hpc.config import parse_config
 from tba_hpc.doctor import machine_checks, slurm_checks
+from tba_hpc.doctor.examine import check_resources
 from tba_hpc.doctor.findings import Finding
 from tba_hpc.doctor.machine_checks import Folder, Gpus, Interface, Model, SharedMemory
 from tba_hpc.doctor.slurm_checks import SlurmFacts
 from tba_hpc.launch import slurm
-from tba_hpc.launch.plan import Site, plan
+from tba_hpc.launch.plan import Container, Site, plan
 
 TBA = str(Path(sys.executable).parent / "tba")
 
@@ -485,3 +486,14 @@ def test_a_laptop_is_told_what_it_has(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "sbatch, srun, scontrol, squeue, scancel not on PATH" in done.stdout
     assert "problems: 1, warnings: 0" in done.stdout
+
+
+def test_models_and_data_that_jobs_would_not_find_are_a_problem(tmp_path: Path) -> None:
+    site = Site(environment={"HF_HOME": str(tmp_path)})
+    config = parse_config({"model": {"path": "org/m"}, "task": {"name": "arithmetic"}})
+    (finding,) = check_resources(config, site, "tba fetch it")
+    _says(finding, "problem", f"model.path=org/m is in {tmp_path} (HF_HOME)", "type 'tba fetch it'")
+    boxed = site.model_copy(update={"container": Container(image="it.sif")})
+    assert [finding.level for finding in check_resources(config, boxed, "")] == ["warning"]
+    online = site.model_copy(update={"environment": {"HF_HUB_OFFLINE": "0"}})
+    assert check_resources(config, online, "") == []

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from tba_hpc.config import parse_config
-from tba_hpc.resources import missing
+from tba_hpc.resources import missing, place
+from tba_hpc.types import Resource
 from tests.hub import hub
 
 WEIGHTS = b"weights"
@@ -123,6 +124,8 @@ def test_data_come_as_a_job_without_network_reads_them(
     assert missing(config, offline) == []
     program = (
         "from tba_hpc.tasks.data import HubData, usable_rows\n"
+        "from huggingface_hub import snapshot_download\n"
+        "print(snapshot_download('org/policy', local_files_only=True, ignore_patterns='*'))\n"  # as vLLM asks
         "for split in ('train', 'test'):\n"
         "    data = HubData('openai/gsm8k', 'main', split)\n"
         "    print(usable_rows(None, data, split, parse=lambda row: row['answer'], wanted='')[-1])"
@@ -134,7 +137,8 @@ def test_data_come_as_a_job_without_network_reads_them(
         timeout=240,
         env={**os.environ, **offline},
     )
-    assert read.stdout == "#### 9\n#### 9\n", read.stderr
+    snapshot = place(Resource("model", "model.path", "org/policy"), offline)
+    assert read.stdout == f"{snapshot}\n#### 9\n#### 9\n", read.stderr
 
 
 def test_a_place_that_only_the_nodes_know_is_refused(tmp_path: Path) -> None:

@@ -133,10 +133,10 @@ def test_a_job_without_network_misses_what_is_not_in_its_cache(cache: dict[str, 
     config = parse_config({"model": {"path": "org/partial"}, "task": {"name": "math"}})
     lacking = missing(config, cache)
     assert [resource.name for resource in lacking] == ["org/partial", "DigitalLearningGmbH/MATH-lighteval"]
-    said = missing_sentence(lacking, cache, "tba fetch it")
-    assert said.startswith(f"not in {tmp_path}/home (HF_HOME), where the job looks, ")
-    assert "model.path=org/partial, task.name=math, data=DigitalLearning" in said
-    assert said.endswith(" type: tba fetch it")
+    assert missing_sentence(lacking, cache) == (
+        "nothing whole of model.path=org/partial and task.name=math, data=DigitalLearningGmbH/MATH-lighteval "
+        f"is in {tmp_path}/home (HF_HOME), where ranks look, and HF_HUB_OFFLINE=1 forbids them to ask the hub"
+    )
     assert missing(config, {**cache, "HF_HUB_OFFLINE": "0"}) == [], "it may ask the hub"
     assert missing(config, {**cache, "HF_HOME": "$NODES_ALONE_KNOW/cache"}) == []
     folder = parse_config({"model": {"path": str(tmp_path)}, "task": {"name": "arithmetic"}})

@@ -21,12 +21,13 @@ from rich.table import Table
 from tba_hpc.config import Config
 from tba_hpc.doctor import machine_checks, slurm_checks, trial
 from tba_hpc.doctor.commands import ask
-from tba_hpc.doctor.findings import Finding, ok, problem
+from tba_hpc.doctor.findings import Finding, Level, ok, problem
 from tba_hpc.doctor.machine_checks import Machine
 from tba_hpc.doctor.slurm_checks import SlurmError, SlurmFacts
 from tba_hpc.launch import LaunchError, local, slurm
 from tba_hpc.launch.plan import Plan, Site
 from tba_hpc.report.terminal import Terminal
+from tba_hpc.resources import missing, missing_sentence
 
 COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel")
 """What batch scripts and tools call."""
@@ -143,6 +144,20 @@ def preflight(config: Config, split: Plan, site: Site) -> list[Finding]:
         *slurm_checks.check_variables(site, os.environ),
         *machine_checks.check_folder(folder, shared=split.nodes > 1),
     ]
+
+
+def check_resources(config: Config, site: Site | None, fetched_by: str) -> list[Finding]:
+    """Whether jobs of ``site``, or runs here, will find the models and data that a config names.
+
+    fetched_by: the command that brings them. A place inside a container may be another: that is a warning.
+    """
+    environment = job_environment(site) if site else os.environ
+    lacking = missing(config, environment, of_custom_task=False)
+    if not lacking:
+        return []
+    level: Level = "warning" if site and site.container else "problem"
+    found = missing_sentence(lacking, environment)
+    return [Finding("models and data", level, found, f"where there is a network, type '{fetched_by}'")]
 
 
 def job_environment(site: Site) -> dict[str, str]:

@@ -167,9 +167,9 @@ def test_what_would_fail_is_refused_in_a_sentence(
         ("--run-root", str(read_only)): f"cannot write to {read_only}: Read-only file system",
         ("--time", "2-00:00:00"): "time: 2-00:00:00 is beyond MaxTime=1-00:00:00 of partition main",
         ("--set", "task.name=gsm8k"): (
-            f"not in {tmp_path}/cache (HF_HOME), where the job looks, while HF_HUB_OFFLINE=1 forbids to ask "
-            "the hub: task.name=gsm8k, data=openai/gsm8k (main); where there is a network, type: "
-            f"tba fetch {tmp_path}/config.yaml --site {tmp_path}/site.yaml --set task.name=gsm8k"
+            f"nothing whole of task.name=gsm8k, data=openai/gsm8k (main) is in {tmp_path}/cache (HF_HOME), "
+            "where ranks look, and HF_HUB_OFFLINE=1 forbids them to ask the hub: where there is a network, "
+            f"type 'tba fetch {tmp_path}/config.yaml --site {tmp_path}/site.yaml --set task.name=gsm8k'"
         ),
     }
     cluster.run("scontrol", "update", "PartitionName=main", "MaxTime=1-0")
