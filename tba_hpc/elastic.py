@@ -136,6 +136,7 @@ class Visit:
         self._searcher = searcher
         self._log = metrics.log
         self._told = told
+        self._attempt = ""  # of the trainer, as of which the config was read
         self._placeless = False  # the run was started again with fewer places
         self._seat = EvaluatorSeat(run)
         self.exchange = ElasticSearcherExchange(
@@ -144,41 +145,44 @@ class Visit:
             patience=config.launch.elastic_patience_seconds,
             told=lambda: told() or self._placeless,
             finished=lambda: run.finished,
-            evaluates=lambda: not self._launch.searchers and self._seat.taken(),
+            evaluates=lambda: not self._launch().searchers and self._seat.taken(),
         )
 
-    @property
     def _launch(self) -> LaunchSection:
+        """How the trainer at work now was started."""
+        if (attempt := self.exchange.attempt) != self._attempt:
+            self._attempt = attempt
+            self._config = self._config.model_copy(update={"launch": self._run.config().launch})
+            self._placeless = self._searcher not in self._config.launch.elastic_searchers
         return self._config.launch
 
     def requests(self, task: Task, progress: Progress) -> Iterator[Request]:
         """The requests of the place, without end, less those completed by ``progress``.
 
-        progress: what the trainer and the shards of this place say. After another start of the trainer, with
-        other places, those that remain: what was issued here before, or is completed by then, is left out.
+        progress: what the trainer and the shards of this place say. Where a start of the trainer has shared
+        out the requests among other places, those that remain: what was issued here before, or is completed
+        by then, is left out.
         """
         known = CompletedRequests.from_array(progress.completed.to_array())
-        attempt = self.exchange.attempt
-        stream = training_requests(self._config, task, self._searcher, known)
+        stream, places = self._requests(task, known), _places(self._config.launch)
+        issued = False
         while True:
-            if self.exchange.attempt != attempt:
-                attempt = self.exchange.attempt
-                if self._shared_out_anew():
-                    known.unite(self.exchange.progress().completed)
-                    stream = training_requests(self._config, task, self._searcher, known)
-                    self._log({"event": "moved", "place": self._place, "searchers": self._launch.places})
+            now = _places(self._launch())
             if self._placeless:
                 return
+            if now != places:
+                places = now
+                if issued:
+                    known.unite(self.exchange.progress().completed)
+                stream = self._requests(task, known)
+                self._log({"event": "moved", "place": self._place, "searchers": self._config.launch.places})
             request = next(stream)
             known.add_one(request.id)
+            issued = True
             yield request
 
-    def _shared_out_anew(self) -> bool:
-        """Whether the run's config has other places than when this was last asked."""
-        before, now = self._launch, self._run.config().launch
-        self._config = self._config.model_copy(update={"launch": now})
-        self._placeless = self._searcher not in now.elastic_searchers
-        return (now.searchers, now.elastic) != (before.searchers, before.elastic) and not self._placeless
+    def _requests(self, task: Task, known: CompletedRequests) -> Iterator[Request]:
+        return training_requests(self._config, task, self._searcher, known)
 
     def report(self, write: Callable[[int, int, Evaluation], None]) -> Callable[[int, int, Evaluation], None]:
         """``write`` of a whole evaluation, if the trainer that has asked for it is still at work."""
@@ -191,7 +195,7 @@ class Visit:
 
     @property
     def _place(self) -> int:
-        return self._launch.place_of(self._searcher)
+        return self._config.launch.place_of(self._searcher)
 
     @property
     def why(self) -> str:
@@ -210,3 +214,8 @@ class Visit:
         self._seat.leave()
         if kind is None:
             self._log({"event": "left", "why": self.why, "place": self._place})
+
+
+def _places(launch: LaunchSection) -> tuple[int, int]:
+    """What decides which requests are those of a place."""
+    return launch.searchers, launch.elastic

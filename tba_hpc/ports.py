@@ -269,7 +269,7 @@ class SearcherExchange(Protocol):
         """The newest weights not seen before, if any. They stay valid until the next call."""
 
     def request_stop(self) -> None:
-        """Ask the trainer to stop the run at its next safe point."""
+        """Ask the trainer to stop the run at its next safe point; or nothing, where only this one leaves."""
 
     @property
     def pending(self) -> int:

@@ -266,7 +266,7 @@ def _search_for_a_while(run: RunDir, config: Config) -> None:
     with leaving_at_once(), leased_place(run, config) as place, _errors_told():
         log.info("place %d of %s is ours", place.searcher, run.path)
         Placement.alone(config, place.searcher).choose_gpus()
-        seed = _seed(config, place.searcher, run.attempt_number, place.lease)
+        seed = _seed(config, place.searcher, place.lease)  # there may have been no attempt yet
         _stay(SearchParts.make(run, config, place.searcher, seed=seed))
 
 
