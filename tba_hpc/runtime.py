@@ -58,6 +58,7 @@ from tba_hpc.prompts import (
     training_requests,
 )
 from tba_hpc.report.digest import KeptDigest, SearcherDigest, TrainerDigest
+from tba_hpc.run.beside import beside
 from tba_hpc.run.checkpoints import (
     BUFFER_FILE,
     PROMPTS_FILE,
@@ -119,8 +120,8 @@ def train(run: RunDir, index: int | None) -> None:
     ConfigError, ExchangeError and the like with one sentence.
     """
     with _placed(run, "trainer", index) as (config, placement):
-        if placement.index == 0:
-            verify_checkpoints(run, config)
+        # While libraries and model are loaded: summing up files leaves the interpreter to others.
+        verified = beside(partial(verify_checkpoints, run, config)) if placement.index == 0 else None
         from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
 
         learner = DeepSpeedLearner.create(
@@ -130,7 +131,8 @@ def train(run: RunDir, index: int | None) -> None:
             store=_rendezvous(run),
             deadline=config.exchange.deadline_seconds,
         )
-        if placement.index == 0:
+        if verified:
+            verified.result()
             _lead(run, config, placement, learner)
         else:
             with _led():
