@@ -18,9 +18,10 @@ from tba_hpc.config import Config, load_config, require_files
 from tba_hpc.doctor import slurm_checks
 from tba_hpc.doctor.examine import job_environment, preflight
 from tba_hpc.doctor.findings import Finding
-from tba_hpc.launch import slurm
-from tba_hpc.launch.plan import Plan, Site, load_site, plan
-from tba_hpc.launch.sbatch import RANK, TBA, Job, batch_script
+from tba_hpc.launch import slurm, snapshot
+from tba_hpc.launch.plan import Plan, Site, load_site, plan, refuse_rank_overrides
+from tba_hpc.launch.sbatch import RANK, SUPERVISOR, TBA, Job, batch_script
+from tba_hpc.launch.sides import choose_sides
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.changes import is_done, refuse_steps_behind, told
 from tba_hpc.run.directory import RunDir
@@ -68,7 +69,7 @@ def submit(order: Order, *, wait: bool, as_json: bool) -> bool:
     """Submit an order, unless its run is finished, and print what was done.
 
     wait: until the job has ended; the answer then is whether the run is finished. Raises ConfigError,
-    StateError, DiskFullError, SubmitError or SlurmError with one sentence.
+    StateError, DiskFullError, LaunchError or SlurmError with one sentence.
     """
     site = _site(order)
     config, split = _resolve(order, site)
@@ -81,8 +82,10 @@ def submit(order: Order, *, wait: bool, as_json: bool) -> bool:
     if is_done(run, config):
         _tell(run, split, None, "", [], as_json)
         return True
-    text, changes = _script(config, split, site), told(run, config)
+    split = choose_sides(split, site)
+    text, changes = _script(config, split, site, code=snapshot.place(run.path)), told(run, config)
     create_run(config)
+    snapshot.take(run.path)
     job = slurm.submit(run, text)
     again = _again(order, run)
     log_event(run, "submitted", job=job.job_id, restarts=0, command=again)
@@ -106,6 +109,7 @@ def _resolve(order: Order, site: Site) -> tuple[Config, Plan]:
     path, run_root = order.config, order.run_root
     if path.is_dir():
         run_root, path = path.absolute().parent, RunDir.open(path).config_file
+    refuse_rank_overrides(order.overrides)
     # One trainer fits every config: how many there will be is not known before the plan.
     first = load_config(path, [*order.overrides, "launch.trainers=1"])
     split = plan(first, site, order.nodes, order.trainer_nodes, homogeneous=order.homogeneous)
@@ -126,10 +130,13 @@ def _check(config: Config, split: Plan, site: Site) -> list[Finding]:
     return [finding for finding in findings if finding.level == "warning"]
 
 
-def _script(config: Config, split: Plan, site: Site) -> str:
+def _script(config: Config, split: Plan, site: Site, *, code: Path | None = None) -> str:
+    """code: a snapshot of the package, once there is a run directory; a container brings code of its own."""
     job = Job(
         name=f"tba-{config.run.name}",
         run=config.run_dir.absolute(),
+        supervisor=code / SUPERVISOR.relative_to(snapshot.PACKAGE.parent) if code else SUPERVISOR,
+        code=None if site.container else code,
         rank=[*site.python, *RANK[1:]],
         tba=[*site.python, *TBA[1:]],
     )
@@ -166,7 +173,7 @@ def _tell(
         "stop": f"scancel --batch --signal=USR1 {job}",
         "resume": again,
     }
-    sentences = [warning.sentence for warning in warnings]
+    sentences = [*split.remarks, *(warning.sentence for warning in warnings)]
     if as_json:
         done = {"job": job, "run": str(run.path), "commands": commands if job else {}, "warnings": sentences}
         print(json.dumps({**done, **asdict(split)}))

@@ -135,6 +135,7 @@ def preflight(config: Config, split: Plan, site: Site) -> list[Finding]:
     asked, folder = SlurmFacts.ask(), machine_checks.try_folder(Path(config.run.root))
     findings = [
         slurm_checks.check_mpi(asked, site, mpi_library(site)[0]),
+        *([slurm_checks.check_het_jobs(asked, site)] if split.form == "het" else []),
         slurm_checks.check_requeue(asked, site),
         *(slurm_checks.check_partition(partition, site) for partition in asked.used(site)),
         *slurm_checks.check_nodes(asked, site, split),
