@@ -306,7 +306,7 @@ def test_a_homogeneous_job_does_without_a_node_that_does_not_answer(tmp_path: Pa
     ("sealed", "said", "status"),
     [
         (True, "this site does not requeue: submit the same run again to go on", 0),
-        (False, "nothing was sealed, since no answer came from node3, and this site does not requeue", 2),
+        (False, "nothing was sealed (no answer came from node3), and this site does not requeue", 2),
     ],
 )
 def test_a_job_that_may_not_requeue_succeeds_only_with_work_done(

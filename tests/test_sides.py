@@ -223,6 +223,8 @@ def _sides(nodes: int, **site: Any) -> tuple[str, str, str]:
         (2, {"gpu_request": "--gres=gpu:a100:{gpus}", "searcher": {"partition": "small"}}, SMALL_FIRST),
         (2, {"constraint": "nvlink", "partition": "large"}, ("trainer", "b2", "b1")),
         (2, {"sbatch_options": ["--reservation=course"]}, ("trainer", "c1", "b[1-2]")),
+        (2, {"partition": "no-such"}, ("trainer", "", "")),  # Slurm's own words say more
+        (6, {"partition": "large"}, ("trainer", "", "")),
         (2, {"sbatch_options": ["--nodelist=b1"]}, ("trainer", "", "")),  # the user's own choice
         (2, {"hetjob": False}, ("trainer", "", "")),
     ],
@@ -234,11 +236,12 @@ def test_sides_follow_from_what_slurm_says(
 
 
 def test_sides_that_cannot_be_are_refused_before_the_queue() -> None:
-    keys = {"trainer": {"constraint": "nvlink", "partition": "both"}, "searcher": {"partition": "large"}}
+    """b2 lies between b1 and the other four."""
+    keys = {"trainer": {"partition": "both"}, "searcher": {"partition": "large"}}
     with pytest.raises(ConfigError) as refused:
-        choose_sides(*_plan(6, **keys), _slurm)
+        choose_sides(*_plan(5, **keys), _slurm)
     assert str(refused.value) == (
-        "1 trainer node of partition both and 5 searcher nodes of partition large cannot be chosen so that "
+        "1 trainer node of partition both and 4 searcher nodes of partition large cannot be chosen so that "
         "the names of one role all come before those of the other, as one MPI world over a het job needs:"
         " ask for fewer --nodes, or for one partition and --homogeneous"
     )

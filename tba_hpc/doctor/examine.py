@@ -28,7 +28,7 @@ from tba_hpc.launch import LaunchError, local, slurm
 from tba_hpc.launch.plan import Plan, Site
 from tba_hpc.report.terminal import Terminal
 
-COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel")
+COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
 """What batch scripts and tools call."""
 
 SLURM = "Slurm"

@@ -315,8 +315,8 @@ requeue() {
         exit 0
     fi
     if [ "$REQUEUE" = no ]; then
-        progress allocated || refuse "nothing was sealed, since ${WHY:-the job was asked to stop too soon}, and this \
-site does not requeue: submit the same run again"
+        progress allocated || refuse "nothing was sealed (${WHY:-the job was asked to stop too soon}), and this site \
+does not requeue: submit the same run again"
         say "stopped, and this site does not requeue: submit the same run again to go on"
         exit 0
     fi
@@ -337,7 +337,7 @@ run_to_the_end() {   # run_to_the_end PLACE: start the ranks, again and again, u
     drop_orphans
     if finished; then say "the run is finished already: $RUN/summary.json"; exit 0; fi
     while [ "$STOP" = 0 ]; do
-        "$1" || { ending || say "these nodes will not do, since ${WHY:-they were refused}"; break; }
+        "$1" || { ending || say "these nodes will not do: ${WHY:=nobody says why}"; break; }
         WHY=''
         "${TBA[@]}" prepare "$RUN" --set "launch.trainers=$TRAINERS" --set "launch.searchers=$SEARCHERS" || exit
         TBA_ATTEMPT=$(basename "$(readlink -f "$RUN/logs/latest")")   # other nodes may hold the link before

@@ -272,14 +272,19 @@ def _request_of(job: Mapping[str, str]) -> Request:
 
 
 def find_cut(requests: tuple[Request, Request], ask: Ask, *, firsts: Sequence[int] = (0, 1)) -> Cut | None:
-    """The best cut through the nodes as they are now. Raises LaunchError."""
+    """The best cut through the nodes as they are now; None where none would do. Raises LaunchError.
+
+    Where nodes are lacking however they lie, nothing is left out: Slurm itself refuses that, or knows better.
+    """
     nodes, default = _nodes(ask("sinfo", "--noheader", "--Node", "--all", f"--format={LAYOUT}|%P"))
     asked = [replace(one, partitions=one.partitions or frozenset({default})) for one in requests]
     fit = [_fit(nodes, request, ask) for request in asked]
-    order = _in_order(frozenset().union(*fit), ask)
+    order, needed = _in_order(frozenset().union(*fit), ask), (requests[0].nodes, requests[1].nodes)
+    if len(order) < sum(needed) or any(len(fit[role]) < needed[role] for role in (0, 1)):
+        return Cut(firsts[0], ((), ()))
     return cut(
         order,
-        (requests[0].nodes, requests[1].nodes),
+        needed,
         (fit[0], fit[1]),
         up=frozenset(node.name for node in nodes if node.up),
         idle=frozenset(node.name for node in nodes if node.idle),
