@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -178,6 +179,23 @@ def create(
     typer.echo(create_run(resolved).path)
 
 
+@app.command("snapshot", hidden=True)
+def take_snapshot(run: RunPath) -> None:
+    """Copy this package for the Slurm job of this process, which has the same copy at each of its starts."""
+    from tba_hpc.launch import snapshot
+
+    typer.echo(snapshot.take(RunDir.open(run).path, os.environ.get("SLURM_JOB_ID", "")))
+
+
+@app.command(hidden=True)
+def sides(job: str) -> None:
+    """Print, by component, the nodes that a het Slurm job must not get so that its ranks make one world."""
+    from tba_hpc.launch.sides import sides_of_job
+
+    for number, nodes in sides_of_job(job).items():
+        typer.echo(f"{number} {nodes}")
+
+
 @app.command(hidden=True)
 def claim(run: RunPath) -> None:
     """Make the Slurm job of this process the owner of RUN, unless another one is at work on it."""
@@ -325,7 +343,7 @@ def greet(verb: str, run: RunPath) -> None:
             role,
             trainers=config.launch.trainers,
             searchers=config.launch.searchers,
-            deadline=config.exchange.deadline_seconds,
+            deadline=config.launch.start_deadline_seconds,
         )
     except (ConfigError, ExchangeError) as error:
         write_note(run_dir, role, 0, str(error), "refused")

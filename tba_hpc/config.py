@@ -418,7 +418,7 @@ class ExchangeSection(Section):
     bucket_mb: MayChange[int] = Field(64, ge=1, le=1024)
     """Size of one broadcast message, MiB (MPI counts end at 2 GiB)."""
     deadline_seconds: MayChange[float] = Field(600.0, gt=0)
-    """Longest wait for another rank, s; then the run ends naming who is missing. A searcher gives the
+    """Longest wait for another rank at work, s; then the run ends naming who is missing. A searcher gives the
     trainer six of them between two syncs."""
 
     @model_validator(mode="after")
@@ -482,6 +482,9 @@ class LaunchSection(Section):
     machine that sees the run directory; 0: none. Prompts of a place that nobody has wait for who comes."""
     elastic_patience_seconds: MayChange[float] = Field(3600.0, gt=0)
     """Longest time that such a searcher waits for a trainer that is still in the queue, or back in it, s."""
+    start_deadline_seconds: MayChange[float] = Field(600.0, gt=0)
+    """Longest wait for a rank that starts, s: for its imports, until it has joined the others, then for its
+    model, and for an engine's first completions; exchange.deadline_seconds is for ranks at work."""
 
     @property
     def places(self) -> int:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from tba_hpc import shipped
 from tba_hpc.config import Config, ConfigError, load_config
-from tba_hpc.launch.plan import Plan, Site, load_site, plan
-from tba_hpc.launch.sbatch import RANK, TBA, Job, batch_script
+from tba_hpc.launch import snapshot
+from tba_hpc.launch.plan import Plan, Site, load_site, plan, refuse_rank_overrides
+from tba_hpc.launch.sbatch import RANK, SUPERVISOR, TBA, Job, batch_script
 from tba_hpc.run.directory import RunDir
 
 
@@ -49,6 +50,7 @@ class Order:
         path, run_root = self.config, self.run_root
         if path.is_dir():
             run_root, path = path.absolute().parent, RunDir.open(path).config_file
+        refuse_rank_overrides(self.overrides)
         # One trainer fits every config: how many there will be is not known before the plan.
         first = load_config(path, [*self.overrides, "launch.trainers=1"])
         split = plan(first, site, self.nodes, self.trainer_nodes, homogeneous=self.homogeneous)
@@ -92,8 +94,12 @@ def script(order: Order) -> str:
     return script_of(*order.resolve(site), site, after=order.after and last_job(order.after))
 
 
-def script_of(config: Config, split: Plan, site: Site, *, after: str | None) -> str:
-    """The batch script of a run. after: id of the job that is to end first. Raises ConfigError."""
+def script_of(config: Config, split: Plan, site: Site, *, after: str | None, code: Path | None = None) -> str:
+    """The batch script of a run. Raises ConfigError.
+
+    after: id of the job that is to end first. code: a snapshot of the package, once there is a run directory;
+    a container brings code of its own.
+    """
     rank = RANK
     if (
         config.exchange.transport == "files"
@@ -103,6 +109,8 @@ def script_of(config: Config, split: Plan, site: Site, *, after: str | None) -> 
         name=f"tba-{config.run.name}",
         run=config.run_dir.absolute(),
         after=after,
+        supervisor=code / SUPERVISOR.relative_to(snapshot.PACKAGE.parent) if code else SUPERVISOR,
+        code=None if site.container else code,
         rank=[*site.python, *rank[1:]],
         tba=[*site.python, *TBA[1:]],
     )

@@ -130,6 +130,7 @@ def train(run: RunDir, index: int | None) -> None:
             ranks=config.launch.trainers,
             store=_rendezvous(run),
             deadline=config.exchange.deadline_seconds,
+            start_deadline=config.launch.start_deadline_seconds,
         )
         if verified:
             verified.result()
@@ -483,7 +484,12 @@ def _open_searcher(
         from tba_hpc.backends.mpi_exchange import MpiSearcherExchange
 
         return MpiSearcherExchange.open(placement.mpi)
-    return FileSearcherExchange(run.weights, placement.index, deadline=config.exchange.deadline_seconds)
+    return FileSearcherExchange(
+        run.weights,
+        placement.index,
+        deadline=config.exchange.deadline_seconds,
+        start_deadline=config.launch.start_deadline_seconds,
+    )
 
 
 @contextmanager

@@ -18,9 +18,10 @@ from tba_hpc import shipped
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.doctor import slurm_checks
 from tba_hpc.doctor.examine import check_resources, job_environment, login_python, preflight
-from tba_hpc.doctor.findings import Finding
-from tba_hpc.launch import slurm
+from tba_hpc.doctor.findings import Finding, warning
+from tba_hpc.launch import slurm, snapshot
 from tba_hpc.launch.plan import Plan, Site
+from tba_hpc.launch.sides import choose_sides
 from tba_hpc.order import Order, last_job, script_of
 from tba_hpc.resources import require_files
 from tba_hpc.run.changes import create as create_run
@@ -52,14 +53,15 @@ class Ready:
     @property
     def script(self) -> str:
         """Its batch script."""
-        return script_of(self.config, self.split, self.site, after=self.after)
+        code = snapshot.place(self.run.path)
+        return script_of(self.config, self.split, self.site, after=self.after, code=code)
 
 
 def submit(orders: Sequence[Order], *, wait: bool, as_json: bool) -> bool:
     """Submit orders, but for finished runs, and print what was done. All are checked before the first.
 
     wait: until the jobs have ended; the answer then is whether all runs are finished. Raises ConfigError,
-    StateError, DiskFullError, SubmitError or SlurmError with one sentence.
+    StateError, DiskFullError, LaunchError or SlurmError with one sentence.
     """
     slurm.require_slurm()
     found: dict[Path, list[Finding]] = {}
@@ -95,6 +97,7 @@ def _check(order: Order, found: dict[Path, list[Finding]]) -> Ready:
     slurm.refuse_active(run)
     refuse_owned(run)
     after = _awaited(order.after) if order.after else None
+    split = split if is_done(run, config) else choose_sides(split, site)
     return Ready(
         order=order, site=site, config=config, split=split, run=run, warnings=found[order.config], after=after
     )
@@ -151,6 +154,7 @@ def _awaited(path: Path) -> str | None:
 def _submit(ready: Ready) -> slurm.BatchJob:
     text, changes = ready.script, told(ready.run, ready.config)
     create_run(ready.config)
+    snapshot.take(ready.run.path)
     job = slurm.submit(ready.run, text)
     log_event(ready.run, "submitted", job=job.job_id, restarts=0, command=_again(ready.order, ready.run))
     print(changes, file=sys.stderr, end="\n" if changes else "")
@@ -193,7 +197,7 @@ def _done(ready: Ready, job: slurm.BatchJob | None) -> dict[str, Any]:
         "job": job.job_id if job else None,
         "run": str(ready.run.path),
         "commands": _commands(ready, job.job_id) if job else {},
-        "warnings": [finding.sentence for finding in warnings] if job else [],
+        "warnings": [*ready.split.remarks, *(finding.sentence for finding in warnings)] if job else [],
         **asdict(ready.split),
     }
 

@@ -203,7 +203,7 @@ class Trainer:
 
         Raises ExchangeError where a whole deadline has passed without news, and nobody is left to wait for.
         """
-        patience, waiting_since = self._config.exchange.deadline_seconds, time.monotonic()
+        waiting_since = time.monotonic()
         if self._freshness.starved(self._state.step):
             log.info("step %d waits for data: no shard has come for too many steps", self._state.step)
             self.log_event("waiting")
@@ -214,12 +214,19 @@ class Trainer:
                 self._exchange.gather()
             self._collect()
             self._note_checkpoint()
+            patience = self._patience
             if time.monotonic() - max(waiting_since, self._last_arrival) > patience:
                 self._freshness.exclude_unresponsive(self._state.step, patience)
                 waiting_since = time.monotonic()
             time.sleep(POLL_SECONDS)
         self._step_log.late += self._publish_is_due
         return not self.stopping
+
+    @property
+    def _patience(self) -> float:
+        """Seconds to wait for shards: before the first, engines may still be starting."""
+        at_work, start = self._config.exchange.deadline_seconds, self._config.launch.start_deadline_seconds
+        return at_work if self._last_arrival else max(at_work, start)
 
     def poll(self) -> bool:
         """Keep the exchange going while nothing is left to learn; whether a searcher was lost."""

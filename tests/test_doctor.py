@@ -227,6 +227,8 @@ def test_old_slurm_and_a_scheduler_without_backfill_start_no_het_jobs() -> None:
     _says(slurm_checks.check_version(old, Site(hetjob=False)), "ok")
     _says(slurm_checks.check_het_jobs(builtin, Site()), "problem", "sched/builtin", "hetjob: false")
     _says(slurm_checks.check_het_jobs(builtin, Site(hetjob=False)), "ok")
+    apart = _asked(SchedulerParameters="bf_interval=30,disable_hetjob_steps")
+    _says(slurm_checks.check_het_jobs(apart, Site()), "problem", "disable_hetjob_steps", "hetjob: false")
 
 
 def test_requeue_is_asked_of_the_cluster_and_of_the_job_that_it_took() -> None:

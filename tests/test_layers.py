@@ -59,6 +59,8 @@ WITHOUT_TORCH = [
         "doctor.machine_checks",
         "launch.plan",
         "launch.sbatch",
+        "launch.sides",
+        "launch.snapshot",
         "report.attempts",
         "report.curves",
         "report.page",

@@ -766,10 +766,12 @@ def test_what_an_earlier_attempt_has_evaluated_is_not_evaluated_again(tmp_path: 
 
 
 def test_a_buffer_that_nothing_fills_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
-    config = make_config(tmp_path, exchange={"deadline_seconds": 0.3})
+    config = make_config(tmp_path, exchange={"deadline_seconds": 0.1}, launch={"start_deadline_seconds": 0.3})
+    began = time.monotonic()
     parts = TrainerParts(config, RunDir.create(config))
     with pytest.raises(ExchangeError, match="holds 0 of 15 initial completions and no new one has arrived"):
         parts.build(parts.file_exchange()).run()
+    assert time.monotonic() - began > 0.3, "the searchers had the time for a start"
 
 
 class BrokenReward(TabularTask):

@@ -6,8 +6,16 @@ from typing import Any
 
 import pytest
 
-from tba_hpc.config import Config, ConfigError, parse_config
-from tba_hpc.launch.plan import ComponentSite, Container, Site, load_site, plan, slurm_seconds
+from tba_hpc.config import Config, ConfigError, load_config, parse_config
+from tba_hpc.launch.plan import (
+    ComponentSite,
+    Container,
+    Site,
+    load_site,
+    plan,
+    refuse_rank_overrides,
+    slurm_seconds,
+)
 
 SITES = Path(__file__).parents[1] / "slurm" / "sites"
 
@@ -65,12 +73,13 @@ def test_the_split_is_told_in_words() -> None:
     )
     assert "as asked" in plan(_config(8), Site(), 8, 2).why
     assert plan(_config(7), Site(), 8).why.endswith(
-        "1 GPU stays idle, since the trainer ranks must divide train.prompts_per_step=7"
+        "1 GPU stays idle, since the trainer ranks must divide train.prompts_per_step=7: "
+        "--set train.prompts_per_step=8 has work for all"
     )
     assert plan(_config(8), Site(), 1).why == "one node for both roles: 1 trainer rank, 3 searchers"
     assert plan(_config(8, 2), Site(), 1).why == (
         "one node for both roles: 1 trainer rank, 1 searcher; "
-        "1 GPU stays idle, since an engine takes 2 (generator.tensor_parallel)"
+        "1 GPU stays idle, since an engine takes 2: generator.tensor_parallel=1 leaves none idle"
     )
 
 
@@ -100,6 +109,25 @@ def test_the_cores_of_a_node_are_shared_out_among_its_ranks(
         trainer,
         searcher,
     ]
+
+
+def test_idle_gpus_are_remarked_with_what_would_fill_them() -> None:
+    """The shipped math config has 7 prompts a step: on 4 GPUs one rank, on 8 seven."""
+    config = load_config(SITES.parents[1] / "configs" / "math_gsm8k.yaml")
+    why = "idle, since the trainer ranks must divide train.prompts_per_step=7: "
+    eight = "--set train.prompts_per_step=8 has work for all"
+    assert plan(config, Site(), 2).remarks == (f"3 GPUs stay {why}{eight}",)
+    assert plan(config, Site(), 3).remarks == (f"3 GPUs stay {why}{eight}, --trainer-nodes 2 leaves 1 idle",)
+    assert plan(config, Site(), 3, 2).remarks == (f"1 GPU stays {why}{eight}",)
+    assert plan(config, Site(), 1).remarks == () == plan(_config(8), Site(), 2).remarks
+
+
+def test_numbers_of_ranks_are_not_for_slurm() -> None:
+    refuse_rank_overrides(["train.steps=3", "launch.start_deadline_seconds=900"])
+    with pytest.raises(
+        ConfigError, match=r"--set launch.trainers=3 has no effect under Slurm.* --nodes and "
+    ):
+        refuse_rank_overrides(["train.steps=3", "launch.trainers=3"])
 
 
 def test_the_form_is_het_where_the_site_has_it_and_there_are_nodes_to_part() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -372,28 +373,122 @@ def test_awaiting_survives_signals_and_returns_the_childs_status() -> None:
     assert _bash(program) == "7 1\n"
 
 
+WATCHED = """
+say() { :; }; SLURM_JOB_ID=1 SECONDS=0
+mkdir -p "$RUN/owners" "$RUN/slurm"; cd "$RUN"
+now=0  # time goes by in the fakes alone
+sleep() { now=$((now + $1)) SECONDS=$now; command sleep 0.01; rank; [ $now -lt 600 ]; }
+squeue() { echo $now >> asked; echo 1.batch; step; true; }
+command sleep 60 & srun=$!
+watch_step "$srun"
+echo $now; kill "$srun" 2>/dev/null; true
+"""
+
+
 @pytest.mark.parametrize(
-    ("steps", "ended"),
-    [("1.3 none none", "yes"), ("none", "yes"), ("1.3", "no"), ("1.3 none 1.3 none 1.3", "no")],
-    ids=["its-step-ended", "it-never-had-one", "its-step-runs", "a-glitch"],
+    ("rank", "step", "seconds"),
+    [
+        ("touch owners/trainer", "echo 1.3", 600),
+        (":", "echo 1.3", 600),
+        ("touch owners/trainer", ":", 600),
+        ("[ $now -gt 200 ] || touch owners/trainer", ":", 230),
+        ("[ $now -gt 200 ] || touch owners/trainer", "[ $now -gt 300 ] || echo 1.3", 350),
+        (":", ":", 150),
+        (":", "[ $now -gt 300 ] || echo 1.3", 390),
+    ],
+    ids=[
+        "ranks-at-work",
+        "silent-ranks",
+        "a-glitch",
+        "its-step-ended",
+        "its-silent-step-ended",
+        "it-never-had-one",
+        "its-silent-step-ended-late",
+    ],
 )
-def test_an_srun_that_outlives_its_step_is_ended(steps: str, ended: str) -> None:
-    """The step as squeue shows it, look by look; after the last look it stays as it is, for 20 looks."""
+def test_an_srun_that_outlives_its_step_is_ended(tmp_path: Path, rank: str, step: str, seconds: int) -> None:
+    """rank, step: what leaves a sign of life, and what squeue shows. At most a question in two minutes."""
+    program = f"source {SUPERVISOR}; rank() {{ {rank}; }}; step() {{ {step}; }}; {WATCHED}"
+    assert int(_bash(program, RUN=str(tmp_path))) == seconds
+    asked = tmp_path / "asked"
+    times = [int(time) for time in asked.read_text().split()] if asked.exists() else []
+    assert all(later - before >= 120 for before, later in pairwise(times))
+    assert bool(times) != (rank == "touch owners/trainer"), (
+        "ranks that give signs of life are not asked after"
+    )
+
+
+FAKES = """
+say() { :; }; event() { :; }; ending() { false; }; refuse() { echo "refused: $1"; exit 2; }
+allocated() { case ${1:-} in 0) echo node2 ;; 1) seq -f node%g 3 4 ;; *) seq -f node%g 2 4 ;; esac; }
+lines() { tr , '\\n' <<< "$1"; }
+scontrol() { if [ $2 = hostnames ]; then lines "$3"; else lines "$3" | sort | paste -sd,; fi; }
+timeout() { shift 3; "$@"; }
+"""
+
+
+@pytest.mark.parametrize(
+    ("answers", "placed"),
+    [
+        ("node2 node3 node4", "yes 2"),
+        ("node2 node4", "no answer came from node3 4"),
+        ("node2 !node3 node4", "refused: node3 does not see"),
+        ("", "no answer came from node2 node3 node4 4"),
+    ],
+)
+def test_one_step_of_a_component_tells_which_nodes_answer(tmp_path: Path, answers: str, placed: str) -> None:
+    """srun says who answers, whom it was not asked for left out; two steps a look, and at most two looks."""
     program = f"""
-    source {SUPERVISOR}; say() {{ :; }}; SLURM_JOB_ID=1
-    looks=({steps}); file=$(mktemp); echo 0 > "$file"
-    sleep() {{ command sleep 0.01; [ "$(cat "$file")" -lt 20 ]; }}
-    squeue() {{
-        local look; read -r look < "$file"; echo $((look + 1)) > "$file"
-        [ "$look" -lt ${{#looks[@]}} ] || look=$((${{#looks[@]}} - 1))
-        echo 1.batch; [ "${{looks[look]}}" = none ] || echo "${{looks[look]}}"
-    }}
-    command sleep 60 & srun=$!
-    watch_step "$srun"
-    command sleep 0.1; kill -0 "$srun" 2>/dev/null && echo no || echo yes
-    kill "$srun" 2>/dev/null; rm "$file"
+    source {SUPERVISOR}; {FAKES}
+    srun() {{ echo x >> "$RUN/sruns"; printf "%s\n" {answers}; }}
+    if place_components; then echo "yes $(wc -l < "$RUN/sruns")"; else echo "$WHY $(wc -l < "$RUN/sruns")"; fi
     """
-    assert _bash(program) == f"{ended}\n"
+    done = subprocess.run(
+        ["bash", "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "RUN": str(tmp_path), "SLURM_JOB_ID": "1"},
+    )
+    assert done.stdout.strip().startswith(placed), done.stderr
+
+
+def test_a_homogeneous_job_does_without_a_node_that_does_not_answer(tmp_path: Path) -> None:
+    (tmp_path / "slurm").mkdir()
+    program = f"""
+    source {SUPERVISOR}; {FAKES} NODES=3 TRAINER_NODES=1 TRAINERS=1 SEARCHERS_PER_NODE=2
+    srun() {{ echo x >> "$RUN/sruns"; printf "%s\n" node2 node4; }}
+    place_ranks && echo $NODES_LEFT $SEARCHERS $(wc -l < "$RUN/sruns") $(cat "$RUN/slurm/hosts")
+    """
+    assert _bash(program, RUN=str(tmp_path), SLURM_JOB_ID="1") == "2 2 1 node2 node4 node4\n"
+
+
+@pytest.mark.parametrize(
+    ("sealed", "said", "status"),
+    [
+        (True, "this site does not requeue: submit the same run again to go on", 0),
+        (False, "nothing was sealed (no answer came from node3), and this site does not requeue", 2),
+    ],
+)
+def test_a_job_that_may_not_requeue_succeeds_only_with_work_done(
+    tmp_path: Path, sealed: bool, said: str, status: int
+) -> None:
+    for folder in ("slurm", "shards", "checkpoints"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "slurm/allocated").touch()
+    os.utime(tmp_path / "slurm/allocated", (1, 1))
+    if sealed:
+        (tmp_path / "shards/000000.h5").touch()
+    program = f"""
+    source {SUPERVISOR}; REQUEUE=no WHY="no answer came from node3"; state_of() {{ echo RUNNING; }}
+    requeue
+    """
+    done = subprocess.run(
+        ["bash", "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "RUN": str(tmp_path), "SLURM_JOB_ID": "1"},
+    )
+    assert (done.returncode, said in done.stdout) == (status, True), done.stdout + done.stderr
 
 
 # --- elastic_supervisor.sh ---

@@ -127,15 +127,26 @@ class DeepSpeedLearner:
 
     @classmethod
     def create(
-        cls, config: Config, *, rank: int, ranks: int, store: Path, deadline: float
+        cls,
+        config: Config,
+        *,
+        rank: int,
+        ranks: int,
+        store: Path,
+        deadline: float,
+        start_deadline: float | None = None,
     ) -> DeepSpeedLearner:
         """Join the group of trainer ranks and load the policy; every trainer rank calls it.
 
         ``store``: an existing, private folder on a file system that all ranks share, new for this attempt.
-        ``deadline``: longest wait for another rank, s. Raises ConfigError for a model that cannot be
-        trained, ExchangeError naming the ranks that did not come.
+        ``deadline``: longest wait for another rank, s; ``start_deadline``: for one to come here (default: the
+        same). Raises ConfigError for a model that cannot be trained, ExchangeError naming the ranks that did
+        not come.
         """
-        return cls(config, TrainerGroup.join(store, rank=rank, ranks=ranks, deadline=deadline))
+        group = TrainerGroup.join(
+            store, rank=rank, ranks=ranks, deadline=deadline, start_deadline=start_deadline
+        )
+        return cls(config, group)
 
     # --- The port: called on the leader ---
 

@@ -355,12 +355,19 @@ class FileTrainerFollower:
 
 
 class FileSearcherExchange:
-    """A searcher's end. folder: the trainer's, which need not exist yet. deadline: for it to start, s."""
+    """A searcher's end. folder: the trainer's, which need not exist yet.
 
-    def __init__(self, folder: Path, searcher: int, *, deadline: float) -> None:
+    start_deadline: for it to start, s; deadline: a sixth of what it has between two rounds (and to start, by
+    default).
+    """
+
+    def __init__(
+        self, folder: Path, searcher: int, *, deadline: float, start_deadline: float | None = None
+    ) -> None:
         self._folder = folder
         self._searcher = searcher
         self._deadline = deadline
+        self._start_deadline = start_deadline or deadline
         self._manifest: Manifest | None = None
         self._manifest = self._read_manifest()
         self._over = self._manifest.attempt if self._manifest and self._manifest.closed else ""
@@ -505,7 +512,7 @@ class FileSearcherExchange:
     def _patience(self) -> float:
         """Seconds that the trainer may go without a change: to start, or between two rounds."""
         running = self._manifest is not None and not self._manifest.closed
-        return self._deadline * (IDLE_DEADLINES if running else 1)
+        return self._deadline * IDLE_DEADLINES if running else self._start_deadline
 
 
 class ElasticSearcherExchange(FileSearcherExchange):

@@ -39,6 +39,7 @@ from mpi4py import MPI
 from tba_hpc.backends.background import Waiting, run
 from tba_hpc.config import ConfigError
 from tba_hpc.ports import ExchangeError
+from tba_hpc.run.directory import SEARCHERS_FIRST
 from tba_hpc.types import Role, WeightLayout
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ def split_by_memory(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 @dataclass
 class MpiWorld:
-    """The ranks of a run: trainers first, then searchers. Made by ``join``.
+    """The ranks of a run: trainers first, then searchers, however MPI numbers them. Made by ``join``.
 
     A rank keeps its number; ``comm`` holds those that live, in this order.
     """
@@ -100,12 +101,17 @@ class MpiWorld:
     trainers: int
     searchers: int
     deadline: float
+    """Longest wait for another rank, s."""
     threaded: bool
     node_split: Callable[[MPI.Intracomm], MPI.Intracomm]
     living: tuple[int, ...]
     """World ranks, ascending."""
     hosts: tuple[str, ...] = ()
     """Host name of every world rank."""
+    offset: int = 0
+    """Where ``comm`` has world rank 0."""
+    work_deadline: float | None = None
+    """The deadline once all ranks are set up, s; none: the same."""
 
     @classmethod
     def join(
@@ -115,28 +121,34 @@ class MpiWorld:
         trainers: int,
         searchers: int,
         deadline: float,
+        work_deadline: float | None = None,
         threaded: bool | None = None,
         node_split: Callable[[MPI.Intracomm], MPI.Intracomm] = split_by_memory,
     ) -> MpiWorld:
         """Check that this is one world with the roles as configured; call it before slow imports.
 
-        deadline: longest wait for another rank, s. threaded: whether rounds run beside the main thread
-        (default: where MPI allows it). node_split: which ranks share memory.
+        deadline: longest wait for another rank, s; work_deadline: once all are set up (default: the same).
+        threaded: whether rounds run beside the main thread (default: where MPI allows it). node_split: which
+        ranks share memory. The environment tells where MPI numbers searchers first.
         Raises ConfigError saying what is wrong with the world, ExchangeError naming who has not joined.
         """
         comm = MPI.COMM_WORLD
         _check_size(comm.size, trainers, searchers)
-        _check_role(comm.rank, role, trainers)
+        offset = searchers if os.environ.get(SEARCHERS_FIRST) == "1" else 0
+        rank = (comm.rank - offset) % comm.size
+        _check_role(rank, role, trainers)
         if threaded is None:
             threaded = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
         if not threaded:
             log.info("weights and shards travel in the main thread, at the round boundary")
         everybody = tuple(range(comm.size))
-        world = cls(comm, comm.rank, trainers, searchers, deadline, threaded, node_split, everybody)
+        world = cls(comm, rank, trainers, searchers, deadline, threaded, node_split, everybody)
+        world = replace(world, offset=offset, work_deadline=work_deadline)
         with world.whole():
             hosts = world._meet()
-            # Dup is collective, hence not before everybody is known to be there.
-            return replace(world, comm=comm.Dup(), hosts=hosts)
+            # Both are collective, hence not before everybody is known to be there.
+            comm = cast(MPI.Intracomm, comm.Split(key=rank)) if offset else comm.Dup()
+            return replace(world, comm=comm, hosts=hosts, offset=0)
 
     @property
     def role(self) -> Role:
@@ -241,7 +253,7 @@ class MpiWorld:
 
     def _place(self, rank: int) -> int:
         """Where ``comm`` has a world rank."""
-        return bisect_left(self.living, rank)
+        return (bisect_left(self.living, rank) + self.offset) % len(self.living)
 
     def check(self) -> None:
         """Raise MpiError where a death has ended what is under way; for a wait that has no request."""
@@ -258,12 +270,12 @@ class MpiWorld:
         with self.whole():
             hellos = [self.receive(np.empty(1, np.int64), rank, Tag.CONNECT) for rank in self.peers]
             what = "joined the world, but did not get ready (loading model and engine)"
-            run(self.wait_for(hellos, what, "see its log, or raise exchange.deadline_seconds"))
+            run(self.wait_for(hellos, what, "see its log, or raise launch.start_deadline_seconds"))
             text = np.frombuffer(layout.to_json().encode(), np.uint8)
             more = np.frombuffer(told, np.uint8)
             for message in (np.array([len(text), bucket_mb << 20, len(more)]), text, more):
                 run(self.send_all(message, Tag.CONNECT, "did not take the layout of the weights"))
-            return NodeMemory(self, layout, bucket_mb << 20)
+            return self._at_work(layout, bucket_mb << 20)
 
     def connect(self) -> tuple[NodeMemory, bytes]:
         """Tell the leader that this rank is set up; receive the layout of the weights, and what is told."""
@@ -274,7 +286,13 @@ class MpiWorld:
             told = self._layout_message(np.empty(int(sizes[2]), np.uint8))
             run(self.wait_for([hello], "did not take the greeting"))
             layout = WeightLayout.from_json(text.tobytes().decode())
-            return NodeMemory(self, layout, int(sizes[1])), told.tobytes()
+            return self._at_work(layout, int(sizes[1])), told.tobytes()
+
+    def _at_work(self, layout: WeightLayout, bucket_bytes: int) -> NodeMemory:
+        """All ranks are set up: from here on another deadline holds."""
+        memory = NodeMemory(self, layout, bucket_bytes)
+        self.deadline = self.work_deadline or self.deadline
+        return memory
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -291,7 +309,10 @@ class MpiWorld:
         """Host names of all ranks."""
         table = np.zeros(self.comm.size, HOSTNAME)
         table[self.rank] = socket.gethostname()
-        not_there = "it did not start, or not as configured; see the launcher's output"
+        not_there = (
+            "it did not start, or not as configured; see the launcher's output, and where it only was slow, "
+            "raise launch.start_deadline_seconds"
+        )
         if self.rank == LEADER:
             hellos = [self.receive(table[rank : rank + 1], rank, Tag.JOIN) for rank in self.peers]
             run(self.wait_for(hellos, "did not join the world", not_there))

@@ -65,13 +65,16 @@ class TrainerGroup:
         self._texts = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline))
 
     @classmethod
-    def join(cls, store: Path, *, rank: int, ranks: int, deadline: float) -> TrainerGroup:
+    def join(
+        cls, store: Path, *, rank: int, ranks: int, deadline: float, start_deadline: float | None = None
+    ) -> TrainerGroup:
         """Meet the other ranks in ``store``: an existing, private, shared folder, empty before this attempt.
 
-        ``deadline``: longest wait for another rank, here and in any collective, s. Sets the variables by
-        which libraries learn their place (RANK, LOCAL_RANK …). Raises ExchangeError naming who is missing.
+        ``start_deadline``: longest wait for another rank here, s; ``deadline``: in any collective, and by
+        default here. Sets the variables by which libraries learn their place (RANK, LOCAL_RANK …). Raises
+        ExchangeError naming who is missing.
         """
-        hosts = _meet(store, rank, ranks, deadline)
+        hosts = _meet(store, rank, ranks, start_deadline or deadline)
         local_rank, local_ranks = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
         if len(set(hosts)) == 1:
             os.environ |= ON_ONE_MACHINE
@@ -204,7 +207,7 @@ def _meet(store: Path, rank: int, ranks: int, deadline: float) -> list[str]:
             raise ExchangeError(
                 f"trainer rank {rank} waited {deadline:.0f} s for trainer ranks {missing} of {ranks} in "
                 f"{store}: they have not started, or do not see that folder; see their logs, or raise "
-                "exchange.deadline_seconds"
+                "launch.start_deadline_seconds"
             )
         time.sleep(pause)
         pause = min(2 * pause, LAST_PAUSE)

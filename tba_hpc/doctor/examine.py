@@ -29,7 +29,7 @@ from tba_hpc.launch.plan import Plan, Site
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.resources import missing, missing_sentence
 
-COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel")
+COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
 """What batch scripts and tools call."""
 
 SLURM = "Slurm"
@@ -137,6 +137,7 @@ def preflight(config: Config, split: Plan, site: Site) -> list[Finding]:
     ranks_meet = config.exchange.transport == "mpi"
     return [
         *([slurm_checks.check_mpi(asked, site, mpi_library(site)[0])] if ranks_meet else []),
+        *([slurm_checks.check_het_jobs(asked, site)] if split.form == "het" else []),
         slurm_checks.check_requeue(asked, site),
         *(slurm_checks.check_partition(partition, site) for partition in asked.used(site)),
         *slurm_checks.check_nodes(asked, site, split),

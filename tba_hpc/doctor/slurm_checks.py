@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tba_hpc.doctor.commands import ask
 from tba_hpc.doctor.findings import Finding, ok, problem, warning
 from tba_hpc.launch.plan import ComponentSite, Plan, Site, slurm_seconds
-from tba_hpc.launch.scontrol import fields
+from tba_hpc.launch.scontrol import fields, mebibytes
 
 OLDEST = (20, 2)
 """First version of Slurm that knows ``--het-group``."""
@@ -22,9 +22,6 @@ CRED_EXPIRE = 120
 
 BACKFILL_SECONDS = 30
 """Seconds between two looks of the backfill scheduler, where the cluster does not say."""
-
-MEBIBYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
-"""Size of the units of ``--mem``."""
 
 
 class SlurmError(RuntimeError):
@@ -187,6 +184,12 @@ def check_het_jobs(facts: SlurmFacts, site: Site) -> Finding:
             f"SchedulerType={scheduler}, and only sched/backfill starts them",
             "set hetjob: false in the site file",
         )
+    if switch := re.search(r"disable_het(?:ero|job)_steps", facts.settings.get("SchedulerParameters", "")):
+        return problem(
+            "het jobs",
+            f"SchedulerParameters has {switch[0]}, so that no srun spans two components",
+            "set hetjob: false in the site file",
+        )
     pause = facts.number("SchedulerParameters", "bf_interval", BACKFILL_SECONDS)
     return ok("het jobs", f"started by backfill, which looks every {pause} s")
 
@@ -319,12 +322,6 @@ def _check_grace(facts: SlurmFacts, title: str, mode: str, grace: int, site: Sit
             "they take that too once they are up; ask the administrators for the parameter",
         )
     return ok(title, f"PreemptMode={mode}, {grace} s of grace for a checkpoint")
-
-
-def mebibytes(memory: str) -> float:
-    """Size of ``480G`` or ``3000`` as for ``sbatch --mem``, in MiB."""
-    match = re.fullmatch(r"(\d+)([KMGT]?)B?", memory.upper())
-    return int(match[1]) * MEBIBYTES[match[2] or "M"] if match else 0
 
 
 def examine(facts: SlurmFacts, site: Site, library: str) -> list[Finding]:

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from tba_hpc.doctor.machine_checks import Machine, look
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Plan, Site, plan
 from tba_hpc.launch.sbatch import RANK, TBA, Job, batch_script
+from tba_hpc.launch.sides import choose_sides
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
 from tba_hpc.run.files import write_atomic
@@ -75,16 +76,25 @@ def greet(run: RunDir, *, leader: bool) -> None:
         run.mark_finished()
 
 
-def prepare(site: Site, root: Path, model: str | None) -> tuple[Config, Plan, str]:
-    """Config, nodes and batch script of a trial in ``root``, whose ranks look for ``model``."""
+def prepare(
+    site: Site, root: Path, model: str | None, *, lay_out: Callable[[Plan, Site], Plan] | None = None
+) -> tuple[Config, Plan, str]:
+    """Config, nodes and batch script of a trial in ``root``, whose ranks look for ``model``.
+
+    lay_out: chooses the sides of its components.
+    """
     tree: dict[str, dict[str, object]] = {
         "run": {"name": f"doctor-{os.getpid()}-{site.mpi or 'default'}", "root": str(root.absolute())},
         "model": {"path": model or NO_MODEL},
         "train": {"prompts_per_step": 1},
-        "exchange": {"deadline_seconds": JOIN_SECONDS},
     }
     split = plan(parse_config(tree), site, NODES)
-    tree["launch"] = {"trainers": split.trainer.ranks, "searchers": split.searcher.ranks}
+    split = lay_out(split, site) if lay_out else split
+    tree["launch"] = {
+        "trainers": split.trainer.ranks,
+        "searchers": split.searcher.ranks,
+        "start_deadline_seconds": JOIN_SECONDS,
+    }
     config = parse_config(tree)
     job = Job(
         name="tba-doctor",
@@ -97,7 +107,7 @@ def prepare(site: Site, root: Path, model: str | None) -> tuple[Config, Plan, st
 
 def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> Trial:
     """Submit a trial, and wait ``seconds`` for its end. Raises ConfigError for a read-only ``root``."""
-    config, split, script = prepare(site.model_copy(update=SHORT), root, model)
+    config, split, script = prepare(site.model_copy(update=SHORT), root, model, lay_out=choose_sides)
     run = RunDir.create(config)
     try:
         job = slurm.submit(run, script)

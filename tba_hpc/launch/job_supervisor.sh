@@ -110,16 +110,26 @@ await() {            # exit status of a child: a signal interrupts `wait`, not t
     wait "$1"
 }
 
+QUIET_SECONDS=30     # silence of all ranks after which Slurm is asked whether they are there: three signs of life left out
+ASK_SECONDS=120      # shortest time between two such questions
+
 watch_step() {       # watch_step SRUN: end an srun that outlives its step
     # In a het step under PMIx, srun has one thread per component, and in some versions of Slurm (22.05 among them)
-    # both may wait for the same thread at the end: it then hangs, long after the last rank has ended.
-    local seen=0 gone=0 pause=1 steps
-    while sleep "$pause" && kill -0 "$1" 2>/dev/null; do
-        [ $pause -lt 8 ] && pause=$((pause * 2))
+    # both may wait for the same thread at the end: it then hangs, long after the last rank has ended. Ranks at work
+    # touch their files in RUN/owners; only where none of them does Slurm is asked.
+    local mark=$RUN/slurm/heard since=$SECONDS asked=$((SECONDS - ASK_SECONDS)) seen=0 missed=0 steps
+    touch "$mark"
+    while sleep 5 && kill -0 "$1" 2>/dev/null; do
+        if [ -n "$(find "$RUN/owners" -newer "$mark" -print -quit 2>/dev/null)" ]; then
+            touch "$mark"
+            since=$SECONDS seen=1 missed=0
+        fi
+        [ $((SECONDS - since)) -ge $QUIET_SECONDS ] && [ $((SECONDS - asked)) -ge $ASK_SECONDS ] || continue
+        asked=$SECONDS
         steps=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null) || continue
-        if grep -qE '\.[0-9]+$' <<< "$steps"; then seen=1 gone=0; continue; fi
-        gone=$((gone + 1 + 3 * seen))        # one not seen yet may still wait for its nodes
-        [ $gone -lt 8 ] && continue
+        if grep -qE '\.[0-9]+$' <<< "$steps"; then seen=1 missed=0; continue; fi
+        missed=$((missed + 1))
+        [ $((missed + seen)) -ge 2 ] || continue     # one not seen yet may still wait for its nodes
         event hung
         say "srun hangs although its step has ended: ending it"
         kill -KILL "$1"
@@ -184,24 +194,31 @@ allocated() {        # allocated [GROUP]: host names, as Slurm has them now
         'NF == 2 && (g == "+" || index($1, g)) {print $2}')"
 }
 
+PROBE_SECONDS=60     # longest wait for the nodes to start a process
+
 probe() {            # probe "GROUP" HOST…: those that start a process, in order; with a "!" where RUN is not seen
-    local host child group=() children=()
+    # One step over all of them; a node that is lost leaves the words of the others.
+    local host group=() answers
     [ -n "$1" ] && group=("--het-group=$1")
     shift
-    for host; do
-        timeout 60 srun --overlap $STEP_MEMORY --mpi=none "${group[@]}" -N1 -n1 --nodelist="$host" \
-            bash -c '[ -r "$0/config.yaml" ] || exit 3' "$RUN" </dev/null >/dev/null 2>&1 &
-        children+=($!)
-    done
-    for host; do
-        child=${children[0]} children=("${children[@]:1}")
-        await "$child"
-        case $? in
-            0) echo "$host" ;;
-            3) echo "!$host" ;;
-            *) ending || { event unreachable "\"nodes\": \"$host\""; say "$host does not answer" >&2; } ;;
-        esac
-    done
+    [ $# -gt 0 ] || return 0
+    answers=$(timeout -k 5 "$PROBE_SECONDS" srun --overlap $STEP_MEMORY --mpi=none "${group[@]}" \
+        --nodes=$# --ntasks=$# --ntasks-per-node=1 --nodelist="$(joined "$@")" \
+        bash -c '[ -r "$0/config.yaml" ] || blind=!; echo "${blind:-}$SLURMD_NODENAME"' "$RUN" </dev/null 2>/dev/null)
+    for host; do grep -xF -e "$host" -e "!$host" <<< "$answers"; done
+}
+
+left_out() {         # left_out HOST… -- HOST…: those of the first that are not among the second
+    local first=()
+    while [ "$1" != -- ]; do first+=("$1"); shift; done
+    shift
+    [ ${#first[@]} = 0 ] || printf '%s\n' "${first[@]}" | grep -vxF "$(printf '%s\n' "${@#!}")"
+}
+
+unreachable() {      # unreachable HOST…: nodes that did not answer, unless that is since Slurm ends the job
+    local host
+    [ $# = 0 ] || ending && return
+    for host; do event unreachable "\"nodes\": \"$host\""; say "$host does not answer"; done
 }
 
 refuse() {           # refuse SENTENCE: end the job for good with what only the user can mend; another start will not
@@ -218,75 +235,63 @@ refuse_blind() {
     done
 }
 
+WHY=''               # why these nodes will not do
+ASKED_SIDES=''       # "GROUP NODES" lines: what each component must not get, so that the next nodes lie as they should
+
 place_components() { # het form: every node is needed, since Slurm requeues the whole job when one is lost
-    local group hosts fit all=() trainers
-    for group in 0 1; do
-        mapfile -t hosts < <(allocated "$group")
-        mapfile -t fit < <(probe "$group" "${hosts[@]}")
+    local first second all fit missing sorted look
+    mapfile -t first < <(allocated 0)
+    mapfile -t second < <(allocated 1)
+    all=("${first[@]}" "${second[@]}")
+    WHY="Slurm names no nodes of one component"
+    [ ${#first[@]} -gt 0 ] && [ ${#second[@]} -gt 0 ] || return 1
+    for look in 1 2; do                      # another place in the queue would cost more than a second look
+        mapfile -t fit < <(probe 0 "${first[@]}" & probe 1 "${second[@]}"; wait)
         refuse_blind "${fit[@]}"
-        [ ${#hosts[@]} -gt 0 ] && [ ${#fit[@]} = ${#hosts[@]} ] || return 1
-        all+=("${hosts[@]}")
-        trainers=${trainers:-${#hosts[@]}}
+        mapfile -t missing < <(left_out "${all[@]}" -- "${fit[@]}")
+        [ ${#missing[@]} = 0 ] || ending && break
+        [ $look = 2 ] || say "no answer yet from ${missing[*]}: asking once more"
     done
+    unreachable "${missing[@]}"
+    WHY="no answer came from ${missing[*]}"
+    [ ${#missing[@]} = 0 ] || return 1
     # A component 0 that was restarted alone may share a node with component 1; srun cannot start a step on that.
+    WHY="its components share a node"
     [ -z "$(printf '%s\n' "${all[@]}" | sort | uniq -d)" ] || return 1
-    mapfile -t fit < <(scontrol show hostnames "$(scontrol show hostlistsorted "$(joined "${all[@]}")")")
-    if [ "${all[*]}" = "${fit[*]}" ]; then rm -f "$RUN"/slurm/leave-*; return; fi
+    mapfile -t sorted < <(scontrol show hostnames "$(scontrol show hostlistsorted "$(joined "${all[@]}")")")
+    [ "${all[*]}" = "${sorted[*]}" ] && return
     # PMIx takes the nodes of a het step in Slurm's own order, srun in that of the components (22.05 to 26.05 at
-    # least): where they differ, the first collective hangs.
-    say "these nodes are not in Slurm's own order, trainers' nodes first: ${all[*]}"
-    mapfile -t hosts < <(printf '%s\n' "${all[@]:0:trainers}" | grep -vxF "$(printf '%s\n' "${fit[@]:0:trainers}")")
-    leave 0 "${hosts[@]}"
-    leave 1 "${fit[@]:0:trainers}"
+    # least): where they differ, the first collective hangs. `tba submit` sees to it before; a job by hand cannot.
+    WHY="its nodes are not in Slurm's own order, component 0 first: ${all[*]}"
+    ASKED_SIDES=$("${TBA[@]}" sides "$SLURM_JOB_ID" 2>&1) || refuse "$WHY; $ASKED_SIDES"
     return 1
 }
 
 joined() { (IFS=,; echo "$*"); }
 
-NEW_SIDES=0          # whether the job will be tried with other nodes than ever before
-
-leave() {            # leave GROUP HOST…: what that component should not get until they lie the right way round
-    local file=$RUN/slurm/leave-$1 before
-    shift
-    before=$(cat "$file" 2>/dev/null)
-    printf '%s\n' $before "$@" | sort -u > "$file.tmp" && mv "$file.tmp" "$file"
-    [ "$(cat "$file")" = "$before" ] || NEW_SIDES=1
-}
-
-excluded() {         # excluded GROUP: what that component does not get
-    scontrol show job "$SLURM_JOB_ID+$1" | sed -n 's/.*ExcNodeList=\([^( ]*\).*/\1/p'
-}
-
-note_exclusions() {  # those that the user asked for: `choose_sides` adds to them for a while
-    local group
-    [ "${SLURM_RESTART_COUNT:-0}" = 0 ] || return 0
-    rm -f "$RUN"/slurm/leave-*
-    for ((group = 0; group < ${SLURM_HET_SIZE:-0}; group++)); do excluded "$group" > "$RUN/slurm/exclude-$group"; done
-}
-
-choose_sides() {     # once the job is pending again, for Slurm changes no other. It puts a component where the smallest
-    # gap is left; only asked again, it does the same again. What had to be left before is free again: kept for good,
-    # such lists would grow until nodes are lacking.
+choose_sides() {     # once the job is pending again, for Slurm changes no other
     local group nodes
-    for ((group = 0; group < ${SLURM_HET_SIZE:-0}; group++)); do
-        nodes=$(grep -hs . "$RUN/slurm/exclude-$group" "$RUN/slurm/leave-$group" | paste -sd,)
-        [ "$nodes" = "$(excluded "$group")" ] && continue
+    while read -r group nodes; do
+        [[ $group =~ ^[0-9]+$ ]] || continue
         scontrol update "JobId=$SLURM_JOB_ID+$group" "ExcNodeList=$nodes" 2>/dev/null \
             || say "component $group may come to lie on the same nodes again"
-    done
+    done <<< "$ASKED_SIDES"
 }
 
 place_ranks() {      # homogeneous form: the first nodes train, and any number of others searches
-    local hosts fit searching
+    local hosts fit missing searching
     mapfile -t hosts < <(allocated)
     mapfile -t fit < <(probe '' "${hosts[@]}")
     refuse_blind "${fit[@]}"
+    mapfile -t missing < <(left_out "${hosts[@]}" -- "${fit[@]}")
+    unreachable "${missing[@]}"
     if [ "$NODES" = 1 ]; then
         searching=("${fit[@]}")
     else
         searching=("${fit[@]:$TRAINER_NODES}")
         SEARCHERS=$((${#searching[@]} * SEARCHERS_PER_NODE))
     fi
+    WHY="no node is left to search"
     [ ${#searching[@]} -gt 0 ] || return 1
     NODES_LEFT=${#fit[@]}
     { spread "$TRAINERS" "${fit[@]:0:$TRAINER_NODES}"; spread "$SEARCHERS" "${searching[@]}"; } > "$RUN/slurm/hosts"
@@ -351,15 +356,16 @@ requeue() {
     state=$(state_of "$SLURM_JOB_ID")
     if [ "${state%% *}" != RUNNING ]; then   # a cancelled job that requeues itself would run again
         say "Slurm is ending this job (${state:-gone}); nothing more to do here"
-        choose_sides
         exit 0
     fi
     for_good && exit 0
     if [ "$REQUEUE" = no ]; then
+        progress allocated || refuse "nothing was sealed (${WHY:-the job was asked to stop too soon}), and this site \
+does not requeue: submit the same run again"
         say "stopped, and this site does not requeue: submit the same run again to go on"
         exit 0
     fi
-    [ "$NEW_SIDES" = 1 ] || count_idle
+    [ -n "$ASKED_SIDES" ] || count_idle
     event requeue
     say "back to the queue"
     trap '' TERM                             # Slurm ends this shell now; only then can the job start again
@@ -374,12 +380,12 @@ run_to_the_end() {   # run_to_the_end PLACE: start the ranks, again and again, u
     place_caches
     touch "$RUN/slurm/allocated"
     event allocated "\"nodes\": \"$(all_nodes)\""
-    note_exclusions
     drop_orphans
     if finished; then say "the run is finished already: $RUN/summary.json"; exit 0; fi
     if for_good; then event stopped; exit 0; fi
     while [ "$STOP" = 0 ]; do
-        "$1" || { ending || say "these nodes will not do: asking Slurm for others"; break; }
+        "$1" || { ending || say "these nodes will not do: ${WHY:=nobody says why}"; break; }
+        WHY=''
         "${TBA[@]}" prepare "$RUN" --set "launch.trainers=$TRAINERS" --set "launch.searchers=$SEARCHERS" || exit
         TBA_ATTEMPT=$(basename "$(readlink -f "$RUN/logs/latest")")   # other nodes may hold the link before
         export TBA_ATTEMPT

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -255,29 +256,57 @@ def slurm_seconds(time: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """One role's share of the job. ranks_per_node: the most that a node holds; cpus_per_rank: cores."""
+    """One role's share of the job.
+
+    ranks_per_node: the most that a node holds; cpus_per_rank: cores. exclude: the nodes that it must not get,
+    as for ``sbatch --exclude``, for they are left to the other component (``sides.py``).
+    """
 
     role: Role
     nodes: int
     ranks: int
     ranks_per_node: int
     cpus_per_rank: int
+    exclude: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Nodes and ranks of a job, and in ``why`` the split in words."""
+    """Nodes and ranks of a job, and in ``why`` the split in words.
+
+    first: whose nodes come first by name, in the het form (``sides.py``). remarks: what the user should know
+    of it, a sentence each.
+    """
 
     form: Form
     nodes: int
     trainer: Component
     searcher: Component
     why: str
+    first: Role = "trainer"
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def components(self) -> tuple[Component, Component]:
+        """Of a het job, in its order."""
+        both = (self.trainer, self.searcher)
+        return both if self.first == "trainer" else both[::-1]
 
     @property
     def overrides(self) -> list[str]:
         """What the run's config must say about it."""
         return [f"launch.trainers={self.trainer.ranks}", f"launch.searchers={self.searcher.ranks}"]
+
+
+def refuse_rank_overrides(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for numbers of ranks: under Slurm they follow from the nodes."""
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if key in ("launch.trainers", "launch.searchers"):
+            raise ConfigError(
+                f"--set {override} has no effect under Slurm, where the ranks follow from the nodes: use "
+                "--nodes and --trainer-nodes; how many ranks a node has, the site file says"
+            )
 
 
 def plan(
@@ -310,7 +339,7 @@ def plan(
     searcher = _component(
         "searcher", site, nodes - train, (nodes - train) * (slots // engine), slots // engine
     )
-    why_idle = f"since the trainer ranks must divide train.prompts_per_step={config.train.prompts_per_step}"
+    idle = _idle(train * slots - ranks, site, _why_idle(config, nodes, train, slots))
     form: Form = "het" if site.hetjob and not homogeneous else "homogeneous"
     how = "as asked" if chosen else "one node in four, as in the paper"
     why = f"{count(train, 'node')} to train ({how}) and {count(nodes - train, 'node')} to search"
@@ -320,8 +349,25 @@ def plan(
         nodes=nodes,
         trainer=trainer,
         searcher=searcher,
-        why=why + _words(trainer, searcher, _idle(train * slots - ranks, site, why_idle)) + unused,
+        why=why + _words(trainer, searcher) + (f"; {idle}" if idle else "") + unused,
+        remarks=(idle,) if idle else (),
     )
+
+
+def _why_idle(config: Config, nodes: int, train: int, slots: int) -> str:
+    """Why places of trainer nodes stay empty, and what would fill them."""
+    prompts, places = config.train.prompts_per_step, train * slots
+    remedy = f"--set train.prompts_per_step={-(-prompts // places) * places} has work for all"
+
+    def left(train: int) -> int:
+        return train * slots - _divisor(config, train * slots)
+
+    # A node that would have no rank at all is refused.
+    others = [other for other in range(1, nodes) if _divisor(config, other * slots) >= other]
+    best = min(others, key=lambda other: (left(other), abs(other - train)))
+    if left(best) < left(train):
+        remedy += f", --trainer-nodes {best} leaves {left(best) or 'none'} idle"
+    return f"since the trainer ranks must divide train.prompts_per_step={prompts}: {remedy}"
 
 
 def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, slots: int, engine: int) -> Plan:
@@ -340,16 +386,18 @@ def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, slots:
     most = ranks + searchers
     trainer = _component("trainer", site, 1, ranks, most)
     searcher = _component("searcher", site, 1, searchers, most)
-    idle, why_idle = (
-        slots - ranks - searchers * engine,
-        f"since an engine takes {engine} (generator.tensor_parallel)",
-    )
+    why_idle = f"since an engine takes {engine}: generator.tensor_parallel=1 leaves none idle"
+    idle = _idle(slots - ranks - searchers * engine, site, why_idle)
     return Plan(
         form="homogeneous",
         nodes=1,
         trainer=trainer,
         searcher=searcher,
-        why=f"one node for both roles{_words(trainer, searcher, _idle(idle, site, why_idle))}{_unused(site)}",
+        why="one node for both roles"
+        + _words(trainer, searcher)
+        + (f"; {idle}" if idle else "")
+        + _unused(site),
+        remarks=(idle,) if idle else (),
     )
 
 
@@ -387,15 +435,15 @@ def _component(role: Role, site: Site, nodes: int, ranks: int, ranks_per_node: i
     return Component(role=role, nodes=nodes, ranks=ranks, ranks_per_node=per_node, cpus_per_rank=cpus)
 
 
-def _words(trainer: Component, searcher: Component, idle: str) -> str:
-    """The ranks of a split, and what stays idle."""
-    return f": {count(trainer.ranks, 'trainer rank')}, {count(searcher.ranks, 'searcher')}{idle}"
+def _words(trainer: Component, searcher: Component) -> str:
+    """The ranks of a split."""
+    return f": {count(trainer.ranks, 'trainer rank')}, {count(searcher.ranks, 'searcher')}"
 
 
 def _idle(places: int, site: Site, why: str) -> str:
     """How many places stay empty, and why; nothing where none does."""
     verb = "stays" if places == 1 else "stay"
-    return f"; {count(places, _unit(site))} {verb} idle, {why}" if places else ""
+    return f"{count(places, _unit(site))} {verb} idle, {why}" if places else ""
 
 
 def _unused(site: Site) -> str:

@@ -16,6 +16,8 @@ from tba_hpc.config import ConfigError
 from tba_hpc.launch import ONE_MACHINE
 from tba_hpc.launch.containers import TMP, filled_in, inside, step_options
 from tba_hpc.launch.plan import Component, ComponentSite, Plan, Site
+from tba_hpc.run.directory import SEARCHERS_FIRST
+from tba_hpc.types import Role
 
 RANK = ("python", "-m", "mpi4py", "-m", "tba_hpc")
 """A rank: under mpi4py an uncaught error on one rank ends the world instead of hanging it."""
@@ -29,6 +31,9 @@ INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMPI_MCA_btl
 SUPERVISOR = Path(__file__).with_name("job_supervisor.sh")
 """The shell library that batch scripts source; every node must see it."""
 
+VERBS: dict[Role, tuple[str, str]] = {"trainer": ("train", "$TRAINERS"), "searcher": ("search", "$SEARCHERS")}
+"""What the ranks of a role are started as, and the variable with their number."""
+
 SPARE_SECONDS = 30
 """Kept back of the time between signal and end, for the requeue itself."""
 
@@ -37,13 +42,15 @@ SPARE_SECONDS = 30
 class Job:
     """A run as a job. run: its directory, absolute. supervisor: as SUPERVISOR. rank, tba: as RANK, TBA.
 
-    after: id of the job that is to end first, None for none.
+    after: id of the job that is to end first, None for none. code: the folder whose ``tba_hpc`` the job uses
+    (``snapshot.py``); none: that of its Python.
     """
 
     name: str
     run: Path
     after: str | None = None
     supervisor: Path = SUPERVISOR
+    code: Path | None = None
     rank: Sequence[str] = RANK
     tba: Sequence[str] = TBA
 
@@ -76,13 +83,13 @@ def _title(job: Job, plan: Plan) -> str:
 
 
 def _het_header(job: Job, plan: Plan, site: Site) -> str:
-    first = _options(plan.trainer, site, site.trainer)
-    second = _options(plan.searcher, site, site.searcher)
+    one, other = plan.components
+    first, second = (_options(part, site, getattr(site, part.role)) for part in plan.components)
     return (
         _common(job, site)
-        + "\n# Component 0, the trainers. Its first node runs this script.\n"
+        + f"\n# Component 0, the {one.role}s. Its first node runs this script.\n"
         + _directives(first)
-        + "\n# Component 1, the searchers. It inherits name, time and requeue; all else is said again.\n"
+        + f"\n# Component 1, the {other.role}s. It inherits name, time and requeue; all else is said again.\n"
         + "#SBATCH hetjob\n"
         + _directives([*second, _signal(site)])
     )
@@ -134,8 +141,10 @@ def _options(component: Component, site: Site, own: ComponentSite) -> list[str]:
         "--cpus-per-task": component.cpus_per_rank,
     }
     options = [f"{key}={value}" for key, value in values.items() if value is not None]
-    options += [*site.memory_option(own), *site.gpu_option(own)]
-    return [*options, *(["--exclusive"] if site.exclusive else []), *site.sbatch_options]
+    options += [*site.memory_option(own), *site.gpu_option(own), *(["--exclusive"] if site.exclusive else [])]
+    # Last, since sbatch takes the last of several: it holds what the site excludes, too.
+    leave = [f"--exclude={component.exclude}"] if component.exclude else []
+    return [*options, *site.sbatch_options, *leave]
 
 
 def _directives(options: Sequence[str]) -> str:
@@ -182,6 +191,9 @@ def _surroundings(job: Job, plan: Plan, site: Site) -> str:
     lines += [*_needs("venv", site), f"enter_venv {filled_in(site.venv)}"] if site.venv else []
     for key, value in (names | site.environment).items():
         lines += [*_needs(f"environment.{key}", site), f"export {key}={filled_in(value)}"]
+    if job.code:  # before the folder that the job was submitted in, where an edited clone may be
+        path = f'{shlex.quote(str(job.code))}"${{PYTHONPATH:+:$PYTHONPATH}}:$PWD"'
+        lines += [f"export PYTHONSAFEPATH=1 PYTHONPATH={path}"]
     lines += [*_needs("container", site), f"TBA=({_tba(job, site)})", f"RANK=({inside(job.rank, site)})"]
     return "\n".join([*lines, "set -u"]) + "\n"
 
@@ -213,17 +225,21 @@ def _srun(site: Site) -> str:
 
 
 def _het_step(plan: Plan, site: Site) -> str:
-    def group(number: int, component: Component, verb: str, ranks: str) -> str:
+    def group(number: int, component: Component) -> str:
+        verb, ranks = VERBS[component.role]
         return (
             f"--het-group={number} --nodes={component.nodes} --ntasks={ranks} "
             f'--cpus-per-task={component.cpus_per_rank}{step_options(site)} "${{RANK[@]}}" {verb} "$RUN"'
         )
 
+    one, other = plan.components
+    first = "" if one.role == "trainer" else f"    export {SEARCHERS_FIRST}=1\n"
     return (
-        "ranks() {   # one MPI world over both components: the trainers are ranks 0 and up\n"
+        f"ranks() {{   # one MPI world over both components: the {one.role}s are ranks 0 and up\n"
+        f"{first}"
         f"    exec {_srun(site)} \\\n"
-        f"        {group(0, plan.trainer, 'train', '$TRAINERS')} : \\\n"
-        f"        {group(1, plan.searcher, 'search', '$SEARCHERS')}\n"
+        f"        {group(0, one)} : \\\n"
+        f"        {group(1, other)}\n"
         "}\n"
     )
 

@@ -33,6 +33,9 @@ FORMAT = 2
 ATTEMPT = "TBA_ATTEMPT"
 """Variable of the environment that tells a rank the name of its attempt."""
 
+SEARCHERS_FIRST = "TBA_SEARCHERS_FIRST"
+"""Variable of the environment that tells a rank, by "1", that MPI numbers searchers before trainers."""
+
 OF_A_START = ("launch.", "run.root")
 """Config keys that belong to a start rather than to the run: how many ranks there are, and the place."""
 

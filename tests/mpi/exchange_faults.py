@@ -19,9 +19,13 @@ from tba_hpc.backends.mpi_world import MpiWorld
 from tba_hpc.config import ConfigError
 from tba_hpc.ports import ExchangeError
 from tba_hpc.prompts import Progress
+from tba_hpc.run.directory import SEARCHERS_FIRST
 from tba_hpc.types import Publication, WeightLayout
 
-RANK = MPI.COMM_WORLD.rank
+SEARCHERS = 2
+FIRST = SEARCHERS if os.environ.get(SEARCHERS_FIRST) == "1" else 0
+RANK = (MPI.COMM_WORLD.rank - FIRST) % MPI.COMM_WORLD.size
+"""As the world numbers it, the trainer before the searchers."""
 DEADLINE = 2.0
 LAYOUT = WeightLayout.of([("weight", (1000,))], "F32")
 
@@ -193,7 +197,7 @@ def describes_itself() -> None:
     world = join()
     print(
         f"[{world.rank} {world.role} {world.index}/{world.size} local {world.local_index} "
-        f"{len(set(world.hosts))} host {world.threaded}]",
+        f"{len(set(world.hosts))} host {world.threaded} MPI {MPI.COMM_WORLD.rank}]",
         flush=True,
     )
 

@@ -16,7 +16,9 @@ ENVIRONMENT = {
     "OMPI_MCA_btl": "^ofi",  # its start sleeps for a second
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PYTHONPATH": str(Path(__file__).parents[1]),
+    "PYTHONPATH": os.pathsep.join(
+        filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
+    ),
 }
 
 

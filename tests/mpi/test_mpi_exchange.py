@@ -12,16 +12,18 @@ from contracts.exchange_program import same_shard, shard_of
 
 from mpi.launch import ENVIRONMENT, Outcome, run_world
 from tba_hpc.backends.shard_packing import pack_shard, unpack_shard
+from tba_hpc.run import directory
 
+SEARCHERS_FIRST = {directory.SEARCHERS_FIRST: "1"}
 FAULTS = Path(__file__).with_name("exchange_faults.py")
 
 pytestmark = pytest.mark.mpi
 
 
-def world(case: str, ranks: int = 3) -> tuple[Outcome, float]:
+def world(case: str, ranks: int = 3, **environment: str) -> tuple[Outcome, float]:
     """Outcome of a case and the seconds that it took."""
     began = time.monotonic()
-    outcome = run_world(ranks, [FAULTS, case])
+    outcome = run_world(ranks, [FAULTS, case], environment=environment)
     return outcome, time.monotonic() - began
 
 
@@ -92,22 +94,40 @@ def test_a_long_evaluation_is_no_fault() -> None:
     assert seconds > 8, "two evaluations of two deadlines each"
 
 
-def test_many_buckets_between_nodes() -> None:
-    outcome, _ = world("large_weights")
+@pytest.mark.parametrize("environment", [{}, SEARCHERS_FIRST], ids=["trainer-first", "searchers-first"])
+def test_many_buckets_between_nodes(environment: dict[str, str]) -> None:
+    outcome, _ = world("large_weights", **environment)
     assert outcome.code == 0, outcome.output
     for searcher in range(2):
         assert f"searcher {searcher} has version 2" in outcome.output
 
 
-def test_every_rank_knows_its_place() -> None:
-    outcome, _ = world("describes_itself")
+@pytest.mark.parametrize(
+    ("environment", "numbers"),
+    [({}, (0, 1, 2)), (SEARCHERS_FIRST, (2, 0, 1))],
+    ids=["trainer-first", "searchers-first"],
+)
+def test_every_rank_knows_its_place(environment: dict[str, str], numbers: tuple[int, ...]) -> None:
+    """Its number is that of its role, whatever MPI's is."""
+    outcome, _ = world("describes_itself", **environment)
     assert outcome.code == 0, outcome.output
-    for line in (
-        "[0 trainer 0/1 local 0 1 host True]",
-        "[1 searcher 0/2 local 1 1 host True]",
-        "[2 searcher 1/2 local 2 1 host True]",
+    for line, number in zip(
+        (
+            "[0 trainer 0/1 local 0 1 host True",
+            "[1 searcher 0/2 local 1 1 host True",
+            "[2 searcher 1/2 local 2 1 host True",
+        ),
+        numbers,
+        strict=True,
     ):
-        assert line in outcome.output
+        assert f"{line} MPI {number}]" in outcome.output
+
+
+def test_who_does_not_join_has_the_name_of_its_role_where_searchers_come_first() -> None:
+    outcome, _ = world("never_joins", **SEARCHERS_FIRST)
+    assert re.search(
+        r"refused: searcher 1 \(world rank 2\) did not join the world within 2 s", outcome.output
+    )
 
 
 def test_a_shard_survives_packing() -> None:

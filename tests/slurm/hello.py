@@ -73,6 +73,12 @@ if __name__ == "__main__":
     verb, place = sys.argv[1], Path(sys.argv[2])
     if verb == "create":
         print(os.environ["HELLO_RUN"])
+    elif verb == "sides":
+        from tba_hpc.launch.sides import sides_of_job
+
+        print(*(f"{number} {nodes}" for number, nodes in sides_of_job(str(place)).items()), sep="\n")
+    elif verb == "snapshot":
+        print(Path(__file__).parents[2])
     elif verb == "claim":
         from tba_hpc.run.directory import RunDir
         from tba_hpc.run.owners import claim_for_job
@@ -81,4 +87,10 @@ if __name__ == "__main__":
     elif verb == "prepare":
         prepare(place, sys.argv[3:])
     else:
-        work(verb, place)
+        from tba_hpc.run.directory import RunDir
+        from tba_hpc.run.owners import owned
+
+        with owned(
+            RunDir.open(place), f"{verb}-{os.environ['SLURM_PROCID']}"
+        ):  # signs of life, as ranks give
+            work(verb, place)

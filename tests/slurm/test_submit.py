@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ import pytest
 from slurm_testbed.cluster import Cluster
 
 from tba_hpc.config import Config, parse_config
+from tba_hpc.doctor import trial
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Site, plan
 from tba_hpc.launch.sbatch import Job, batch_script
+from tba_hpc.launch.sides import choose_sides
 from tba_hpc.run.directory import FORMAT, RunDir
 from tba_hpc.run.events import read_events
 
@@ -52,14 +55,21 @@ def _site(steps: int = 3, **keys: Any) -> Site:
 
 
 def _run(
-    root: Path, site: Site, nodes: int = 3, *, homogeneous: bool = False, program: tuple[str, ...] = HELLO
+    root: Path,
+    site: Site,
+    nodes: int = 3,
+    *,
+    homogeneous: bool = False,
+    sides: bool = False,
+    program: tuple[str, ...] = HELLO,
 ) -> tuple[RunDir, str]:
-    """A run directory and its batch script."""
+    """A run directory and its batch script; sides: after a look at the nodes, as ``tba submit`` has it."""
     config = _config(root)
     run = RunDir.create(config)
     (run.path / "slurm").mkdir(exist_ok=True)
     job = Job(name="tba-hello", run=run.path, rank=program, tba=HELLO)
-    return run, batch_script(job, plan(config, site, nodes, homogeneous=homogeneous), site)
+    split = plan(config, site, nodes, homogeneous=homogeneous)
+    return run, batch_script(job, choose_sides(split, site) if sides else split, site)
 
 
 def _ranks(run: RunDir, start: int) -> list[dict[str, Any]]:
@@ -364,30 +374,95 @@ def test_a_lost_searcher_node_requeues_a_het_job(cluster: Cluster, tmp_path: Pat
     job.cancel()
 
 
-def test_components_that_lie_the_wrong_way_round_change_sides(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_by_hand_that_lies_the_wrong_way_round_changes_sides_once(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     """The smallest gap, in which Slurm puts component 0, is node5; component 1 comes before it."""
-    others = [
-        cluster.submit(f"#!/bin/bash\n#SBATCH -w{node} --exclusive\nsleep 600\n")
-        for node in ("node4", "node6")
-    ]
-    for other in others:
-        cluster.wait(other, "RUNNING")
-    run, script = _run(tmp_path, _site(600, partition="low"))
-    job = slurm.submit(run, script.replace("#SBATCH --time", "#SBATCH --exclude=node6\n#SBATCH --time", 1))
+    others = _only_node5_between(cluster)
+    run, script = _run(tmp_path, _site(600, partition="low", sbatch_options=["--exclude=node6"]))
+    job = slurm.submit(run, script)
     _working(cluster, run, 1)
-    assert "not in Slurm's own order, trainers' nodes first: node5 node1 node2" in _log(run)
-    assert [rank["host"] for rank in _ranks(run, 1)][::2] == ["node1", "node2", "node3"]
+    assert "not in Slurm's own order, component 0 first: node5 node1 node2" in _log(run)
+    hosts = [rank["host"] for rank in _ranks(run, 1)][::2]
+    assert hosts == sorted(hosts)
     assert _events(run) == ["allocated", "requeue", "allocated"]
-    assert _excluded(cluster, job) == ["node6,node5", "node6,node1"]
+    sides = _excluded(cluster, job)
+    assert set(sides[0].split(",")) & set(sides[1].split(",")) == {"node6"}, "what the user asked for"
     for other in others:
         cluster.run("scancel", str(other))
     # Without grace the script hears of a preemption only when Slurm has ended the job.
     cluster.run("scontrol", "update", "PartitionName=low", "GraceTime=0")
     cluster.submit(BLANK + "sleep 3\n", "-phigh", "-N6", "--exclusive")
     _working(cluster, run, 2)
-    assert _excluded(cluster, job) == ["node6", "node6"], "only what the user asked for is left"
+    assert _excluded(cluster, job) == sides, "what was right once stays"
     job.cancel()
     cluster.run("scontrol", "update", "PartitionName=low", "GraceTime=30")
+
+
+def test_a_submitted_job_lies_the_right_way_round_at_once(cluster: Cluster, tmp_path: Path) -> None:
+    _only_node5_between(cluster)
+    run, script = _run(tmp_path, _site(3, sbatch_options=["--exclude=node6"]), sides=True)
+    _finished(cluster, run, slurm.submit(run, script))
+    assert _events(run) == ["allocated", "finished"], _log(run)
+    hosts = [rank["host"] for rank in _ranks(run, 1)]
+    assert hosts == sorted(hosts)
+
+
+@pytest.fixture
+def partitions(cluster: Cluster) -> Iterator[dict[str, set[str]]]:
+    """Nodes of two partitions, those of one before those of the other."""
+    nodes = {"early": {"node1", "node2"}, "late": {"node4", "node5"}}
+    for name, names in nodes.items():
+        cluster.run("scontrol", "create", f"PartitionName={name}", f"Nodes={','.join(sorted(names))}")
+    yield nodes
+    cluster.clear()
+    for name in nodes:
+        cluster.run("scontrol", "delete", f"PartitionName={name}")
+
+
+@pytest.mark.parametrize(("trainers", "searchers"), [("early", "late"), ("late", "early")])
+def test_partitions_in_either_order_make_one_world_at_once(
+    cluster: Cluster, tmp_path: Path, partitions: dict[str, set[str]], trainers: str, searchers: str
+) -> None:
+    site = _site(trainer={"partition": trainers}, searcher={"partition": searchers})
+    run, script = _run(tmp_path, site, sides=True)
+    _finished(cluster, run, slurm.submit(run, script))
+    assert _events(run) == ["allocated", "finished"], _log(run)
+    ranks = _ranks(run, 1)
+    assert [rank["size"] for rank in ranks] == [6] * 6
+    for role, partition in (("train", trainers), ("search", searchers)):
+        assert {rank["host"] for rank in ranks if rank["role"] == role} <= partitions[partition]
+    roles = [rank["role"] for rank in ranks]
+    assert roles == sorted(roles, reverse=trainers == "early"), "component 0 has MPI's first ranks"
+
+
+def test_searchers_that_come_first_join_the_real_world(
+    cluster: Cluster, tmp_path: Path, partitions: dict[str, set[str]]
+) -> None:
+    """The ranks of ``tba doctor --launch``, which join as those of every run do."""
+    site = _site(1, trainer={"partition": "late"}, searcher={"partition": "early"})
+    found = trial.attempt(site, tmp_path, None, seconds=90)
+    assert found.finding.level == "ok", found.finding.sentence
+    assert {machine.host for machine in found.machines} & partitions["late"]
+
+
+def test_a_job_that_may_not_requeue_and_did_nothing_has_failed(cluster: Cluster, tmp_path: Path) -> None:
+    run, script = _run(tmp_path, _site(requeue=False), 2)
+    job = slurm.submit(run, script.replace("run_to_the_end place_components", "run_to_the_end false"))
+    assert cluster.wait(int(job.job_id)) == "FAILED"
+    assert "nothing was sealed (nobody says why), and this site does not requeue" in _log(run)
+    assert _events(run) == ["allocated", "refused"]
+
+
+def _only_node5_between(cluster: Cluster) -> list[int]:
+    """Occupy nodes so that the smallest gap that Slurm finds is node5; the jobs that do."""
+    others = [
+        cluster.submit(f"#!/bin/bash\n#SBATCH -w{node} --exclusive\nsleep 600\n")
+        for node in ("node4", "node6")
+    ]
+    for other in others:
+        cluster.wait(other, "RUNNING")
+    return others
 
 
 def _excluded(cluster: Cluster, job: slurm.BatchJob) -> list[str]:
@@ -515,6 +590,11 @@ def test_submit_waits_and_returns_failure(cluster: Cluster, tmp_path: Path, file
     run = RunDir.open(tmp_path / "runs/small-seed0")
     assert _events(run) == ["submitted", "allocated", "start", "refused"]
     assert f"no model can be loaded from model.path={tmp_path}/none" in read_events(run)[-1]["sentence"]
+    (code,) = (run.path / "code").iterdir()
+    said = [log.read_text(errors="replace") for log in (run.logs / "latest").glob("*.*")]
+    assert any(f'File "{code}/tba_hpc/' in text for text in said), (
+        "the ranks did not use their copy of the code"
+    )
 
 
 def test_dry_run_prints_the_script_and_leaves_nothing(tmp_path: Path, files: list[str]) -> None:

@@ -20,7 +20,7 @@ import psutil
 
 from slurm_testbed.cluster import Cluster
 from tba_hpc.launch.sbatch import RANK
-from tba_hpc.run.directory import RunDir
+from tba_hpc.run.directory import SEARCHERS_FIRST, RunDir
 from tba_hpc.types import Role
 
 ENGINE = "tba_hpc.backends.engine_process"
@@ -57,11 +57,17 @@ def _rank(node: str, pid: int, run: RunDir) -> RankProcess | None:
         command = process.cmdline()
         if command[1:-2] != list(RANK[1:]) or command[-1] != str(run.path):
             return None
-        role, number = ROLES[command[-2]], int(process.environ()["SLURM_PROCID"])
+        role, environment = ROLES[command[-2]], process.environ()
+        number, searchers_first = int(environment["SLURM_PROCID"]), environment.get(SEARCHERS_FIRST) == "1"
         engine = next((child.pid for child in process.children() if ENGINE in child.cmdline()), None)
     except (psutil.Error, KeyError):
         return None
-    index = number - run.config().launch.trainers * (role == "searcher")
+    launch = run.config().launch
+    index = number
+    if role == "searcher" and not searchers_first:
+        index -= launch.trainers
+    if role == "trainer" and searchers_first:
+        index -= launch.searchers
     return RankProcess(node=node, role=role, index=index, pid=pid, engine=engine)
 
 

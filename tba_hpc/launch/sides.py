@@ -1,0 +1,351 @@
+"""Which nodes each component of a het job may have, so that whatever Slurm chooses makes one MPI world.
+
+srun and PMIx number the nodes of a het step alike only where those of component 0 all come before those of
+component 1 in Slurm's own order of names (``slurm/README.md``). So the nodes are cut in two by name before a
+job is submitted, and each component is told to leave those beyond the cut; whose come first is free. It must
+not know what the components do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from tba_hpc.config import ConfigError
+from tba_hpc.launch import LaunchError
+from tba_hpc.launch.plan import Component, ComponentSite, Plan, Site
+from tba_hpc.launch.scontrol import fields, mebibytes
+from tba_hpc.wording import count
+
+Ask = Callable[..., str]
+"""Runs a command of Slurm and returns what it prints. Raises LaunchError."""
+
+SECONDS = 30.0
+"""Time that a command of Slurm has to answer."""
+
+LAYOUT = "%N|%R|%t|%c|%m|%f|%G"
+"""What sinfo says of a node in a partition: name, partition, state, cores, MiB, features, GPUs."""
+
+GONE = re.compile(r"down|drain|drng|fail|err|unk|inval|\*$")
+"""States of nodes that no job gets soon."""
+
+CHOOSES_NODES = re.compile(r"^(-w|--nodelist|-F|--nodefile|-C|--constraint|--contiguous)\b")
+"""Options of sbatch by which users choose nodes themselves."""
+
+DIGITS = "0123456789"
+
+EXCLUDES = re.compile(r"^(?:-x\s*|--exclude[=\s]\s*)(\S+)")
+RESERVES = re.compile(r"^--reservation[=\s]\s*(\S+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a component asks of its nodes. partitions: empty for the default one; gpus: (type or "", number).
+
+    memory: MiB; constraint: as for sbatch; reservation: its name, or empty; exclude: as Slurm writes a list.
+    """
+
+    nodes: int
+    partitions: frozenset[str] = frozenset()
+    constraint: str = ""
+    gpus: tuple[str, int] = ("", 0)
+    cpus: int = 0
+    memory: float = 0
+    reservation: str = ""
+    exclude: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node as sinfo has it in one partition. up: whether a job may have it soon; idle: at once."""
+
+    name: str
+    partition: str
+    up: bool
+    idle: bool
+    cpus: int
+    memory: int
+    features: frozenset[str]
+    gpus: Mapping[str, int]
+    """By type."""
+
+    def serves(self, request: Request) -> bool:
+        """Whether it has what a component asks for, as far as that can be told."""
+        kind, number = request.gpus
+        gpus = self.gpus.get(kind, 0) if kind else sum(self.gpus.values())
+        return (
+            self.partition in request.partitions
+            and self.cpus >= request.cpus
+            and self.memory >= request.memory
+            and gpus >= number
+            and _has(self.features, request.constraint)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """first: which of two requests has the nodes before the cut, as component 0. leave: for each request, the
+    nodes beyond its side, which it must not get, in Slurm's order."""
+
+    first: int
+    leave: tuple[tuple[str, ...], tuple[str, ...]]
+
+
+# --- The rule ---
+
+
+def cut(
+    order: Sequence[str],
+    needed: tuple[int, int],
+    fit: tuple[frozenset[str], frozenset[str]],
+    *,
+    up: frozenset[str],
+    idle: frozenset[str],
+    firsts: Sequence[int] = (0, 1),
+) -> Cut | None:
+    """The best place to cut nodes that are in Slurm's ``order``, or None where no place leaves enough.
+
+    needed: nodes of each of two requests; fit: those that it could have. Best is where both could start at
+    once on idle nodes, then where both sides have the most nodes to spare, as a multiple of those needed,
+    at last where fewest are left out.
+    firsts: which request may come first, the preferred one before the other.
+    """
+    best: tuple[float, ...] = ()
+    found = None
+    for first in firsts:
+        roles = (first, 1 - first)
+        kinds = (idle, up, frozenset(order))
+        # Of each kind: how many nodes each side has, over all places.
+        sides = [_sides(order, *(fit[role] & kind for role in roles)) for kind in kinds]
+        for place in range(len(order) + 1):
+            before, after = sides[-1][place]
+            if before < needed[roles[0]] or after < needed[roles[1]]:
+                continue
+            spare = [
+                min(here / needed[role] for here, role in zip(side[place], roles, strict=True))
+                for side in sides
+            ]
+            score = (float(spare[0] >= 1), *spare[1:], before + after)
+            if score > best:
+                best, found = score, (first, place)
+    if found is None:
+        return None
+    first, place = found
+    beyond = (order[place:], order[:place])
+    leave = [tuple(node for node in beyond[role != first] if node in fit[role]) for role in (0, 1)]
+    return Cut(first, (leave[0], leave[1]))
+
+
+def _sides(order: Sequence[str], first: frozenset[str], second: frozenset[str]) -> list[tuple[int, int]]:
+    """For each place of a cut: nodes of the first before it, nodes of the second after it."""
+    before = accumulate((node in first for node in order), initial=0)
+    total = sum(node in second for node in order)
+    gone = accumulate((node in second for node in order), initial=0)
+    return [(here, total - there) for here, there in zip(before, gone, strict=True)]
+
+
+def compact(names: Sequence[str]) -> str:
+    """Names in Slurm's order as it writes them: ``node[1-3],login1``."""
+    runs: list[tuple[str, str, str]] = []  # stem, first and last number as written
+    for name in names:
+        stem = name.rstrip(DIGITS)
+        number = name.removeprefix(stem)
+        if runs and runs[-1][0] == stem and _follows(runs[-1][2], number):
+            runs[-1] = (stem, runs[-1][1], number)
+        else:
+            runs.append((stem, number, number))
+    return ",".join(stem + (first if first == last else f"[{first}-{last}]") for stem, first, last in runs)
+
+
+def _follows(number: str, other: str) -> bool:
+    return bool(number) and other == f"{int(number) + 1:0{len(number)}d}" and len(other) == len(number)
+
+
+def _has(features: frozenset[str], constraint: str) -> bool:
+    """Whether a node has the features of a constraint of names that & and | join; of others nobody knows."""
+    if not re.fullmatch(r"[\w.:-]+([&,|][\w.:-]+)*", constraint):
+        return True
+    return any(set(re.split("[&,]", choice)) <= features for choice in constraint.split("|"))
+
+
+# --- A plan ---
+
+
+def choose_sides(plan: Plan, site: Site, ask: Ask | None = None) -> Plan:
+    """The plan, and of a het job which component has which side of the nodes.
+
+    Nodes that the site's sbatch_options choose are left as chosen. Raises ConfigError where the nodes that
+    the components could have lie so that no choice would do, LaunchError where Slurm does not answer.
+    """
+    if plan.form != "het" or any(map(CHOOSES_NODES.match, site.sbatch_options)):
+        return plan
+    ask = ask or run
+    requests = (_request(plan.trainer, site, site.trainer), _request(plan.searcher, site, site.searcher))
+    found = find_cut(requests, ask)
+    if found is None:
+        names = [own.partition or site.partition or "default" for own in (site.trainer, site.searcher)]
+        raise ConfigError(
+            f"{count(plan.trainer.nodes, 'trainer node')} of partition {names[0]} and "
+            f"{count(plan.searcher.nodes, 'searcher node')} of partition {names[1]} cannot be chosen so that "
+            "the names of one role all come before those of the other, as one MPI world over a het job needs:"
+            " ask for fewer --nodes, or for one partition and --homogeneous"
+        )
+    leave = [_with(request.exclude, names) for request, names in zip(requests, found.leave, strict=True)]
+    return replace(
+        plan,
+        trainer=replace(plan.trainer, exclude=leave[0]),
+        searcher=replace(plan.searcher, exclude=leave[1]),
+        first="searcher" if found.first else "trainer",
+    )
+
+
+def _with(exclude: str, names: Sequence[str]) -> str:
+    """The user's own list of nodes to exclude, and more; empty where there are no more."""
+    return ",".join(filter(None, (exclude, compact(names)))) if names else ""
+
+
+def _request(component: Component, site: Site, own: ComponentSite) -> Request:
+    partition = own.partition or site.partition
+    gpus = own.gpu_request or site.gpu_request or ""
+    kind = re.search(r"(?:gpu:|gpus-per-node=|gpus=)([A-Za-z]\w*):", gpus)
+    return Request(
+        nodes=component.nodes,
+        partitions=frozenset(partition.split(",") if partition else ()),
+        constraint=own.constraint or site.constraint or "",
+        gpus=(kind[1] if kind else "", site.gpus_per_node if gpus else 0),
+        cpus=component.ranks_per_node * component.cpus_per_rank,
+        memory=mebibytes(own.memory or site.memory or "0"),
+        reservation=_option(RESERVES, site.sbatch_options),
+        exclude=_option(EXCLUDES, site.sbatch_options),
+    )
+
+
+def _option(pattern: re.Pattern[str], options: Sequence[str]) -> str:
+    """The value of an option, the last where it comes twice, as sbatch has it."""
+    return next((match[1] for option in reversed(options) if (match := pattern.match(option))), "")
+
+
+# --- A job ---
+
+
+def sides_of_job(job: str, ask: Ask | None = None) -> dict[int, str]:
+    """By component of a het job: the nodes that it must not get, those included that it does not get now.
+
+    For a job that was submitted without a look at the nodes, whose component 0 stays what it is. Raises
+    ConfigError where no choice would do, LaunchError where Slurm does not answer.
+    """
+    ask = ask or run
+    lines = ask("scontrol", "--oneliner", "show", "job", job).splitlines()
+    found = sorted((fields(line) for line in lines if line), key=lambda one: int(one["HetJobOffset"]))
+    requests = (_request_of(found[0]), _request_of(found[1]))
+    chosen = find_cut(requests, ask, firsts=(0,))
+    if chosen is None or any(one.get("ReqNodeList", "(null)") != "(null)" for one in found):
+        raise ConfigError(
+            "the nodes that its components may have cannot be chosen so that those of component 0 come first "
+            "by name: change the places of its two components, or leave that to 'tba submit'"
+        )
+    leave = [_with(request.exclude, names) for request, names in zip(requests, chosen.leave, strict=True)]
+    return {number: nodes for number, nodes in enumerate(leave) if nodes}
+
+
+def _request_of(job: Mapping[str, str]) -> Request:
+    """What a component asks for, as ``scontrol show job`` has it."""
+    known = {key: value for key, value in job.items() if value not in ("", "(null)")}
+    gpus = re.search(r"gpu:(?:([A-Za-z]\w*):)?(\d+)", known.get("TresPerNode", ""))
+    return Request(
+        nodes=int(job["NumNodes"].partition("-")[0]),
+        partitions=frozenset(job["Partition"].split(",")),
+        constraint=known.get("Features", ""),
+        gpus=(gpus[1] or "", int(gpus[2])) if gpus else ("", 0),
+        cpus=int(known.get("MinCPUsNode", "0")),
+        memory=mebibytes(known.get("MinMemoryNode", "0")),
+        reservation=known.get("Reservation", ""),
+        exclude=known.get("ExcNodeList", ""),
+    )
+
+
+# --- Slurm ---
+
+
+def find_cut(requests: tuple[Request, Request], ask: Ask, *, firsts: Sequence[int] = (0, 1)) -> Cut | None:
+    """The best cut through the nodes as they are now; None where none would do. Raises LaunchError.
+
+    Where nodes are lacking however they lie, nothing is left out: Slurm itself refuses that, or knows better.
+    """
+    nodes, default = _nodes(ask("sinfo", "--noheader", "--Node", "--all", f"--format={LAYOUT}|%P"))
+    asked = [replace(one, partitions=one.partitions or frozenset({default})) for one in requests]
+    fit = [_fit(nodes, request, ask) for request in asked]
+    order, needed = _in_order(frozenset().union(*fit), ask), (requests[0].nodes, requests[1].nodes)
+    if len(order) < sum(needed) or any(len(fit[role]) < needed[role] for role in (0, 1)):
+        return Cut(firsts[0], ((), ()))
+    return cut(
+        order,
+        needed,
+        (fit[0], fit[1]),
+        up=frozenset(node.name for node in nodes if node.up),
+        idle=frozenset(node.name for node in nodes if node.idle),
+        firsts=firsts,
+    )
+
+
+def _fit(nodes: Sequence[Node], request: Request, ask: Ask) -> frozenset[str]:
+    """Names of the nodes that a component could have."""
+    names = frozenset(node.name for node in nodes if node.serves(request))
+    if request.reservation:
+        shown = fields(ask("scontrol", "--oneliner", "show", "reservation", request.reservation))
+        names &= frozenset(_expanded(shown.get("Nodes", ""), ask))
+    return names - frozenset(_expanded(request.exclude, ask) if request.exclude else ())
+
+
+def _in_order(names: frozenset[str], ask: Ask) -> list[str]:
+    """Slurm's own order of names."""
+    if not names:
+        return []
+    listed = compact(sorted(names, key=lambda name: (len(name), name)))
+    return _expanded(ask("scontrol", "show", "hostlistsorted", listed).strip(), ask)
+
+
+def _expanded(listed: str, ask: Ask) -> list[str]:
+    """Names of a list as Slurm writes it."""
+    return ask("scontrol", "show", "hostnames", listed).split()
+
+
+def _nodes(text: str) -> tuple[list[Node], str]:
+    """What sinfo says in LAYOUT, and the name of the default partition, or ""."""
+    rows = [line.rsplit("|", 7) for line in text.splitlines() if line.count("|") >= 7]
+    default = next((row[1] for row in rows if row[7].endswith("*")), "")
+    return [_node(row) for row in rows], default
+
+
+def _node(row: Sequence[str]) -> Node:
+    name, partition, state, cpus, memory, features, gres, _ = row
+    gpus: dict[str, int] = {}
+    for kind, number in re.findall(r"gpu:(?:([A-Za-z][^:,()]*):)?(\d+)", gres):
+        gpus[kind] = gpus.get(kind, 0) + int(number)
+    return Node(
+        name=name,
+        partition=partition,
+        up=not GONE.search(state),
+        idle=state.rstrip("~#!%$@^-+") == "idle",
+        cpus=int(cpus.rstrip("+")),
+        memory=int(memory.rstrip("+")),
+        features=frozenset(features.split(",")),
+        gpus=gpus,
+    )
+
+
+def run(*command: str) -> str:
+    """What a command of Slurm prints. Raises LaunchError."""
+    # The user's own formats would change what is printed.
+    plain = {key: value for key, value in os.environ.items() if not key.startswith("SINFO_")}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=plain)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{command[0]} does not answer ({error}): is this a node of the cluster?") from None
+    if done.returncode:
+        raise LaunchError(f"'{' '.join(command[:3])}' failed: {' '.join(done.stderr.split())}")
+    return done.stdout

@@ -1,0 +1,77 @@
+"""A copy of this package beside a run, for its job: what is edited or installed later changes no running job.
+
+It must not know what uses the copy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
+
+KEPT = 3
+"""Copies of a run that stay: jobs of it follow one another, so that only the newest is in use."""
+
+LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc")
+
+
+def place(run: Path) -> Path:
+    """The folder that ``take`` would return: its name is a digest of all files of the package."""
+    return run / "code" / _digest(PACKAGE)
+
+
+def take(run: Path, job: str = "") -> Path:
+    """Copy the package, unless it is there already; the folder to put on ``PYTHONPATH``.
+
+    job: id of a Slurm job that gets the same copy at each of its starts; "" where its script names the copy.
+    """
+    note = run / "code" / f"job-{job}"
+    if job and note.exists() and (run / "code" / note.read_text()).is_dir():
+        return run / "code" / note.read_text()
+    folder = place(run)
+    if not folder.is_dir() or _digest(folder / PACKAGE.name) != folder.name:
+        _copy(folder)
+    os.utime(folder)
+    if job:
+        note.write_text(folder.name)
+    _forget(folder.parent)
+    return folder
+
+
+def _copy(folder: Path) -> None:
+    """Make a copy visible at once, whole; of two at the same time one wins."""
+    part = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(folder, ignore_errors=True)  # half a copy, of a machine that went down
+    shutil.copytree(PACKAGE, part / PACKAGE.name, ignore=LEFT_OUT)
+    try:
+        part.rename(folder)
+    except OSError:
+        shutil.rmtree(part)
+        if not folder.is_dir():
+            raise
+
+
+def _forget(folder: Path) -> None:
+    """Leave only the newest copies, and the notes that name them."""
+    copies = sorted(filter(Path.is_dir, folder.glob("[!.]*")), key=lambda copy: copy.stat().st_mtime)
+    for old in copies[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+    names = {copy.name for copy in copies[-KEPT:]}
+    for note in folder.glob("job-*"):
+        if note.read_text() not in names:
+            note.unlink(missing_ok=True)
+
+
+def _digest(package: Path) -> str:
+    """Of the names and contents of a package's files, those below links included; "" where there are none."""
+    known = hashlib.sha256()
+    for parent, folders, files in os.walk(package, followlinks=True):
+        folders[:] = sorted(name for name in folders if name not in LEFT_OUT(parent, folders))
+        for name in sorted(set(files) - LEFT_OUT(parent, files)):
+            path = Path(parent, name)
+            data = path.read_bytes()
+            known.update(f"{path.relative_to(package)} {len(data)}\n".encode() + data)
+    return known.hexdigest()[:16]
