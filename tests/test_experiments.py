@@ -137,6 +137,18 @@ def test_table_and_plot_are_made_again_from_the_json_alone(tmp_path: Path) -> No
     assert "[[0, 1.5], [40, 2.0]]" in source.read_text()
 
 
+def test_an_arm_has_one_look_in_all_panels_and_a_line_in_the_legend() -> None:
+    """The second panel lacks the first arm, and has one of its own."""
+    panels = [
+        results.Panel("s", "y", [results.Series(arm, [[(0, 1.0), (1, 2.0)]]) for arm in arms])
+        for arms in ("abc", "bcd")
+    ]
+    first, second = results.draw(panels).axes
+    colours = [{line.get_label(): line.get_color() for line in ax.get_lines()} for ax in (first, second)]
+    assert colours[0]["b"] == colours[1]["b"] and colours[0]["a"] != colours[1]["d"]
+    assert [text.get_text() for text in second.get_legend().get_texts()] == list("abcd")
+
+
 def test_the_mean_of_curves_that_were_evaluated_at_different_steps() -> None:
     x_X, y_CX = results.Series("a", [[(0, 0.0), (10, 1.0)], [(0, 1.0), (5, 3.0), (10, 3.0)]]).band
     assert x_X.tolist() == [0, 5, 10]

@@ -20,6 +20,7 @@ import psutil
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter
 
 from tba_hpc.report import plots
@@ -189,14 +190,14 @@ def _cell(value: Any) -> Cell:
 
 
 def draw(panels: Sequence[Panel]) -> Figure:
-    """All panels from left to right; the last one names the arms."""
+    """All panels from left to right, an arm in one look in all of them; the last one names the arms."""
+    looks = looks_of(panels)
     figure = Figure(figsize=(7.5, 3.4), layout="constrained")
     one_scale = len({panel.y for panel in panels}) == 1
     axes = figure.subplots(1, len(panels), sharey=one_scale, squeeze=False)[0]
     for ax, panel in zip(axes, panels, strict=True):
-        for index, series in enumerate(panel.series):
-            look = {"color": COLORS[index % len(COLORS)], "linestyle": LINES[index // len(COLORS)]}
-            _draw_series(ax, series, look, banded=panel.banded)
+        for series in panel.series:
+            _draw_series(ax, series, looks[series.label], banded=panel.banded)
         if panel.level is not None:
             ax.axhline(panel.level, color="#6b7280", linewidth=1, linestyle=(0, (4, 3)))
         ax.set_title(panel.title, fontsize=9)
@@ -206,9 +207,19 @@ def draw(panels: Sequence[Panel]) -> Figure:
             ax.xaxis.set_minor_formatter(NullFormatter())
         if not one_scale or ax is axes[0]:
             ax.set_ylabel(panel.y)
-    if len(panels[-1].series) > 1:
-        axes[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    if len(looks) > 1:
+        lines = [Line2D([], [], label=label, **look) for label, look in looks.items()]
+        axes[-1].legend(handles=lines, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
+
+
+def looks_of(panels: Sequence[Panel]) -> dict[str, dict[str, Any]]:
+    """Colour and line of every arm, in the order in which they first come."""
+    arms = dict.fromkeys(series.label for panel in panels for series in panel.series)
+    return {
+        arm: {"color": COLORS[index % len(COLORS)], "linestyle": LINES[index // len(COLORS)]}
+        for index, arm in enumerate(arms)
+    }
 
 
 def _draw_series(ax: Axes, series: Series, look: Mapping[str, Any], *, banded: bool) -> None:
