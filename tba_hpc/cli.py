@@ -284,7 +284,7 @@ def stop(run: RunPath, wait: WaitSeconds = None) -> None:
 
 @app.command()
 def cancel(run: RunPath, wait: WaitSeconds = None) -> None:
-    """End RUN at once, here or as a Slurm job, without another checkpoint; nothing sealed is lost."""
+    """End RUN at once, here or as a Slurm job, without waiting for a checkpoint; nothing sealed is lost."""
     from tba_hpc.launch import stop as launched
 
     run_dir = RunDir.open(run)

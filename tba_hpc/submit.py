@@ -96,10 +96,16 @@ def _check(order: Order, found: dict[Path, list[Finding]]) -> Ready:
     refuse_steps_behind(run, config)
     slurm.refuse_active(run)
     refuse_owned(run)
-    after = _awaited(order.after) if order.after else None
+    after, remarks = _awaited(order.after) if order.after else (None, [])
     split = split if is_done(run, config) else choose_sides(split, site)
     return Ready(
-        order=order, site=site, config=config, split=split, run=run, warnings=found[order.config], after=after
+        order=order,
+        site=site,
+        config=config,
+        split=split,
+        run=run,
+        warnings=[*found[order.config], *remarks],
+        after=after,
     )
 
 
@@ -142,13 +148,13 @@ def _refuse_twins(ready: Sequence[Ready]) -> None:
         raise ConfigError(f"two of these would be the run {twin}: give their configs another run.name")
 
 
-def _awaited(path: Path) -> str | None:
-    """The id of the run's job where it is queued or running; else there is nothing to wait for."""
+def _awaited(path: Path) -> tuple[str | None, list[Finding]]:
+    """The id of the run's job where it is queued or running; else None, and that nothing is waited for."""
     last_job(path)
     if job := slurm.active_job(RunDir.open(path)):
-        return job[0]
-    print(f"--after {path}: no job of that run is queued or running, so none is awaited", file=sys.stderr)
-    return None
+        return job[0], []
+    found = f"--after {path}: no job of that run is queued or running, so none is awaited"
+    return None, [warning("after", found, "submit that run first where this one is to follow it")]
 
 
 def _submit(ready: Ready) -> slurm.BatchJob:
