@@ -113,10 +113,24 @@ def submit(
     dry_run: Annotated[bool, typer.Option(help="Print the batch script; submit nothing.")] = False,
     wait: Annotated[bool, typer.Option(help="Return when the job has ended, with its success.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    elastic: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Lend the nodes, each a job that comes and goes, to RUN, as it trains or will.",
+        ),
+    ] = None,
+    partition: Annotated[str | None, typer.Option(help="Of lent nodes; default: the site's.")] = None,
 ) -> None:
     """Submit a run to Slurm, or go on with one; the job brings the run to its end by itself."""
     from tba_hpc import submit as slurm_job
 
+    if elastic:
+        lent_on = site or slurm_job.default("sites", "generic")
+        slurm_job.lend(
+            elastic, lent_on, nodes, partition=partition, time=time, dry_run=dry_run, as_json=as_json
+        )
+        return
     order = slurm_job.Order(
         config=config or slurm_job.default("configs", "math_gsm8k"),
         site=site or slurm_job.default("sites", "generic"),

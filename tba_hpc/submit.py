@@ -14,19 +14,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tba_hpc import shipped
-from tba_hpc.config import Config, load_config, require_files
+from tba_hpc.config import Config, ConfigError, load_config, require_files
 from tba_hpc.doctor import slurm_checks
 from tba_hpc.doctor.examine import job_environment, preflight
 from tba_hpc.doctor.findings import Finding
 from tba_hpc.launch import slurm
-from tba_hpc.launch.plan import Plan, Site, load_site, plan
-from tba_hpc.launch.sbatch import RANK, TBA, Job, batch_script
+from tba_hpc.launch.plan import Plan, Site, load_site, plan, searchers_of_a_node
+from tba_hpc.launch.sbatch import RANK, TBA, VISITORS_SUPERVISOR, Job, batch_script, visitors_script
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.changes import is_done, refuse_steps_behind, told
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
 from tba_hpc.run.owners import refuse_owned
 from tba_hpc.task_check import refuse_bad_task
+from tba_hpc.wording import count
 
 CHECK_SECONDS = 60.0
 """Longest look at the task: hours in the queue may follow."""
@@ -178,3 +179,70 @@ def _tell(
             print(f"  {name:7} {command}")
         for sentence in sentences:
             print(f"warning: {sentence}", file=sys.stderr)
+
+
+# --- Nodes lent to a run ---
+
+
+def lend(
+    path: Path,
+    site_file: Path,
+    nodes: int,
+    *,
+    partition: str | None = None,
+    time: str | None = None,
+    dry_run: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Submit up to ``nodes`` one-node jobs whose searchers come and go, for the run in ``path``.
+
+    Raises ConfigError, SubmitError with one sentence.
+    """
+    run = RunDir.open(path)
+    config, site = run.config(), _searchers_site(site_file, partition, time)
+    if nodes < 1:
+        raise ConfigError(f"--nodes {nodes} lends nothing: ask for at least 1")
+    searcher = searchers_of_a_node(config, site)
+    wanted, places = nodes * searcher.ranks, config.launch.elastic
+    if wanted > places:
+        raise ConfigError(
+            f"--nodes {nodes} with {count(searcher.ranks, 'searcher')} each is more than the run's places for "
+            f"such as come and go, launch.elastic={places}: ask for fewer, or start it with more"
+        )
+    job = Job(
+        name=f"tba-search-{config.run.name}",
+        run=run.path,
+        supervisor=VISITORS_SUPERVISOR,
+        rank=[*site.python, *RANK[1:]],
+        tba=[*site.python, *TBA[1:]],
+    )
+    text = visitors_script(job, nodes, searcher, site)
+    if dry_run:
+        print(text, end="")
+        return
+    slurm.require_slurm()
+    if run.finished:
+        print(f"finished already, nothing to search for: {run.summary}")
+        return
+    number = slurm.submit_visitors(run, text)
+    commands = {
+        "watch": shlex.join(["tba", "status", str(run.path)]),
+        "logs": shlex.join(["tail", "-F", f"{run.path}/slurm/searchers-{number}_0.log"]),
+        "cancel": f"scancel {number}",
+    }
+    if as_json:
+        print(json.dumps({"job": number, "run": str(run.path), "commands": commands}))
+        return
+    print(
+        f"job {number}: up to {count(nodes, 'node')}, {count(searcher.ranks, 'searcher')} each, for {run.path}"
+    )
+    for name, command in commands.items():
+        print(f"  {name:7} {command}")
+
+
+def _searchers_site(site_file: Path, partition: str | None, time: str | None) -> Site:
+    site = load_site(site_file, **({"time": time} if time else {}))
+    if partition is None:
+        return site
+    own = site.searcher.model_copy(update={"partition": partition})
+    return site.model_copy(update={"searcher": own})

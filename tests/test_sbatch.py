@@ -10,6 +10,8 @@ import pytest
 from tba_hpc.config import ConfigError, parse_config
 from tba_hpc.launch.plan import Site, load_site, plan
 from tba_hpc.launch.sbatch import SUPERVISOR, Job, batch_script
+from tba_hpc.run.directory import RunDir
+from tba_hpc.submit import lend
 
 REPOSITORY = Path(__file__).parents[1]
 GOLDEN = Path(__file__).parent / "slurm" / "golden"
@@ -236,6 +238,31 @@ def test_an_srun_that_outlives_its_step_is_ended(steps: str, ended: str) -> None
     kill "$srun" 2>/dev/null; rm "$file"
     """
     assert _bash(program) == f"{ended}\n"
+
+
+# --- Nodes lent to a run ---
+
+
+def test_nodes_are_lent_by_an_array_of_jobs_with_as_many_searchers_as_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = {"model": {"path": "none"}, "run": {"root": str(tmp_path)}, "launch": {"elastic": 8}}
+    before = os.umask(0o022)
+    run = RunDir.create(parse_config(tree))
+    os.umask(before)
+    site = REPOSITORY / "slurm/sites/generic.yaml"
+    with pytest.raises(ConfigError, match=r"--nodes 3 with 4 searchers each is more .*launch\.elastic=8"):
+        lend(run.path, site, 3)
+    lend(run.path, site, 2, partition="preemptible", time="1:00:00", dry_run=True)
+    text = capsys.readouterr().out
+    directives = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
+    wanted = ("--array=0-1", "--partition=preemptible", "--nodes=1", "--ntasks-per-node=4", "--time=1:00:00")
+    assert {*wanted, "--gres=gpu:4", "--requeue", "--open-mode=append", "--signal=B:USR1@300"} <= {
+        *directives
+    }
+    assert text.endswith("\nsearch_for_a_while\n") and "elastic_supervisor.sh" in text
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    assert not (run.path / "slurm").exists()
 
 
 # --- elastic_supervisor.sh ---

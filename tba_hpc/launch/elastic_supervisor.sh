@@ -9,13 +9,13 @@ unset TBA_ATTEMPT    # its ranks are others
 event() { :; }       # these are the run's own
 
 search_for_a_while() {
-    local code
+    local code searchers=${SLURM_NTASKS:-${SLURM_NTASKS_PER_NODE:-1}}
     [ -r "$RUN/config.yaml" ] || { say "$(hostname) does not see $RUN: put it on a file system that all nodes share"; exit 2; }
     if finished; then say "the run is finished: there is nothing to search for"; exit 0; fi
     [ "$STOP" = 1 ] && back_to_the_queue
-    say "searching for $RUN with $SLURM_NTASKS searchers on $(hostname)"
-    # Each has its place, and its death is its own. Every one would meet the others' MPI, so there is none.
-    srun --mpi=none --kill-on-bad-exit=0 "${TBA[@]}" search "$RUN" &
+    say "searching for $RUN on $(hostname); searchers: $searchers"
+    # Each has a place of its own, and its death is its own, so there is no MPI between them.
+    srun --mpi=none --ntasks="$searchers" --kill-on-bad-exit=0 "${TBA[@]}" search "$RUN" &
     STEP=$!
     [ "$STOP" = 1 ] && pass_on
     await "$STEP"

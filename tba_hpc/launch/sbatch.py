@@ -29,6 +29,9 @@ INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMPI_MCA_btl
 SUPERVISOR = Path(__file__).with_name("job_supervisor.sh")
 """The shell library that batch scripts source; every node must see it."""
 
+VISITORS_SUPERVISOR = Path(__file__).with_name("elastic_supervisor.sh")
+"""The one of jobs whose searchers come and go."""
+
 SPARE_SECONDS = 30
 """Kept back of the time between signal and end, for the requeue itself."""
 
@@ -230,3 +233,31 @@ def _homogeneous_step(plan: Plan, site: Site) -> str:
         '        "$TRAINERS" "${RANK[@]}"\n'
         "}\n"
     )
+
+
+def visitors_script(job: Job, nodes: int, searcher: Component, site: Site) -> str:
+    """Text of the sbatch file of an array of ``nodes`` one-node jobs, whose searchers come and go.
+
+    job: its supervisor is VISITORS_SUPERVISOR. searcher: those of one node. Raises ConfigError as
+    ``batch_script`` does.
+    """
+    nobody = Component(role="trainer", nodes=1, ranks=0, ranks_per_node=0, cpus_per_rank=0)
+    plan = Plan(form="homogeneous", nodes=1, trainer=nobody, searcher=searcher, why="")
+    header = [
+        f"--job-name={job.name}",
+        f"--output={job.run}/slurm/searchers-%A_%a.log",
+        "--open-mode=append",
+        f"--array=0-{nodes - 1}",
+        f"--time={site.time}",
+        "--requeue" if site.requeue else "--no-requeue",
+        _signal(site),
+        *_options(searcher, site, site.searcher),
+    ]
+    parts = [
+        "#!/bin/bash\n# Lends nodes to a run: each job searches for it, and comes back until it is finished.\n",
+        _directives(header),
+        _settings(job, plan, site),
+        _environment(job, plan, site),
+        "search_for_a_while\n",
+    ]
+    return "\n".join(parts)
