@@ -117,7 +117,7 @@ def submit(
         Path | None,
         typer.Option(
             metavar="RUN",
-            help="Lend the nodes, each a job that comes and goes, to RUN, as it trains or will.",
+            help="Lend these nodes to RUN, whose searchers there come and go: a job each.",
         ),
     ] = None,
     partition: Annotated[str | None, typer.Option(help="Of lent nodes; default: the site's.")] = None,

@@ -206,8 +206,8 @@ def lend(
     wanted, places = nodes * searcher.ranks, config.launch.elastic
     if wanted > places:
         raise ConfigError(
-            f"--nodes {nodes} with {count(searcher.ranks, 'searcher')} each is more than the run's places for "
-            f"such as come and go, launch.elastic={places}: ask for fewer, or start it with more"
+            f"--nodes {nodes} with {count(searcher.ranks, 'searcher')} each is more than the run has places "
+            f"for such as come and go, launch.elastic={places}: ask for fewer, or start it with more"
         )
     job = Job(
         name=f"tba-search-{config.run.name}",
@@ -233,9 +233,7 @@ def lend(
     if as_json:
         print(json.dumps({"job": number, "run": str(run.path), "commands": commands}))
         return
-    print(
-        f"job {number}: up to {count(nodes, 'node')}, {count(searcher.ranks, 'searcher')} each, for {run.path}"
-    )
+    print(f"job {number}: up to {count(nodes, 'node')}, {count(searcher.ranks, 'searcher')} on each")
     for name, command in commands.items():
         print(f"  {name:7} {command}")
 
