@@ -254,7 +254,7 @@ def visitors_script(job: Job, nodes: int, searcher: Component, site: Site) -> st
         *_options(searcher, site, site.searcher),
     ]
     parts = [
-        "#!/bin/bash\n# Lends nodes to a run: each job searches for it and comes back until it is finished.\n",
+        "#!/bin/bash\n# Nodes lent to a run: they search for it, and come back until it is finished.\n",
         _directives(header),
         _settings(job, plan, site),
         _environment(job, plan, site),
