@@ -126,10 +126,24 @@ def submit(
     dry_run: Annotated[bool, typer.Option(help="Print the batch script; submit nothing.")] = False,
     wait: Annotated[bool, typer.Option(help="Return when the job has ended, with its success.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    elastic: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Lend these nodes to RUN, whose searchers there come and go: a job each.",
+        ),
+    ] = None,
+    partition: Annotated[str | None, typer.Option(help="Of lent nodes; default: the site's.")] = None,
 ) -> None:
     """Submit a run to Slurm, or go on with one; the job brings the run to its end by itself."""
     from tba_hpc import order as ordered
 
+    if elastic:
+        from tba_hpc.lend import lend
+
+        lent_on = site or ordered.default("sites", "generic")
+        lend(elastic, lent_on, nodes, partition=partition, time=time, dry_run=dry_run, as_json=as_json)
+        return
     configs = config or [ordered.default("configs", "math_gsm8k")]
     order = ordered.Order(
         config=configs[0],

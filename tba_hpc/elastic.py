@@ -25,7 +25,7 @@ from tba_hpc.prompts import CompletedRequests, Progress, training_requests
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.run.notes import rank_name
-from tba_hpc.run.owners import leased
+from tba_hpc.run.owners import is_any_held, leased
 from tba_hpc.run.signals import StopFlag
 from tba_hpc.types import Request
 
@@ -37,6 +37,9 @@ EVALUATOR = "evaluator"
 
 SEAT_SECONDS = 5.0
 """Pause between two tries to be that one."""
+
+LOOK_SECONDS = 5.0
+"""Pause between two looks of the trainer whether anybody is there: an engine takes longer to be built."""
 
 MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 """Variables of a process that an MPI launcher has started."""
@@ -77,6 +80,23 @@ def leased_place(run: RunDir, config: Config) -> Iterator[Place]:
                 f"{config.launch.elastic}): let one of them leave, or start the run with more"
             )
         yield Place(searchers[lease.name], lease.number)
+
+
+class Attendance:
+    """Whether anybody holds a place; looks every LOOK_SECONDS."""
+
+    def __init__(self, run: RunDir, config: Config) -> None:
+        self._run = run
+        self._names = [rank_name("searcher", number) for number in config.launch.elastic_searchers]
+        self._looked = -LOOK_SECONDS
+        self._anybody = False
+
+    def __call__(self) -> bool:
+        """As of the last look."""
+        if time.monotonic() - self._looked >= LOOK_SECONDS:
+            self._looked = time.monotonic()
+            self._anybody = is_any_held(self._run, self._names)
+        return self._anybody
 
 
 @contextmanager
@@ -136,6 +156,7 @@ class Visit:
         self._searcher = searcher
         self._log = metrics.log
         self._told = told
+        self._places_told = _places(config.launch)  # by the searcher's "started"
         self._attempt = ""  # of the trainer, as of which the config was read
         self._placeless = False  # the run was started again with fewer places
         self._seat = EvaluatorSeat(run)
@@ -164,7 +185,7 @@ class Visit:
         by then, is left out.
         """
         known = CompletedRequests.from_array(progress.completed.to_array())
-        stream, places = self._requests(task, known), _places(self._config.launch)
+        stream, places = self._requests(task, known), self._places_told
         issued = False
         while True:
             now = _places(self._launch())

@@ -34,7 +34,7 @@ from tba_hpc.backends.hdf5_shards import (
 from tba_hpc.backends.hybrid_exchange import HybridTrainerExchange
 from tba_hpc.buffer import Embed, ReplayBuffer
 from tba_hpc.config import FIRST_ELASTIC, Config, ConfigError
-from tba_hpc.elastic import Visit, comes_by_itself, leased_place, leaving_at_once
+from tba_hpc.elastic import Attendance, Visit, comes_by_itself, leased_place, leaving_at_once
 from tba_hpc.ending import end_run
 from tba_hpc.merger import merge_pending
 from tba_hpc.metrics import MetricsWriter, Value
@@ -464,7 +464,8 @@ def _open_trainer(
     )
     if not config.launch.elastic:
         return world
-    return HybridTrainerExchange(world, board(range(FIRST_ELASTIC, EVERYBODY.stop)))
+    elastic = board(range(FIRST_ELASTIC, EVERYBODY.stop))
+    return HybridTrainerExchange(world, elastic, visited=Attendance(run, config))
 
 
 def _open_follower(

@@ -30,13 +30,16 @@ from tba_hpc.backends.hdf5_shards import PendingShards, ShardError, ShardWriter
 from tba_hpc.backends.hybrid_exchange import HybridTrainerExchange
 from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import FIRST_ELASTIC, Config, ConfigError, parse_config
-from tba_hpc.elastic import NoPlaceError, comes_by_itself, leased_place
+from tba_hpc.elastic import Attendance, NoPlaceError, comes_by_itself, leased_place
 from tba_hpc.ending import Watch
 from tba_hpc.freshness import Freshness
 from tba_hpc.merger import Merger
 from tba_hpc.metrics import MetricsWriter, read_metrics
 from tba_hpc.ports import ExchangeError
 from tba_hpc.prompts import CompletedRequests, Progress, PromptOrder
+from tba_hpc.report.monitor import RunMonitor
+from tba_hpc.report.run_state import run_state
+from tba_hpc.report.status import facts, figures
 from tba_hpc.run import owners
 from tba_hpc.run.checkpoints import TrainerState
 from tba_hpc.run.directory import ATTEMPT, RunDir
@@ -105,7 +108,7 @@ def test_who_comes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 TENANT = """
 import sys
 from pathlib import Path
-from tba_hpc.elastic import NoPlaceError, leased_place
+from tba_hpc.elastic import Attendance, NoPlaceError, leased_place
 from tba_hpc.run.directory import RunDir
 run = RunDir(Path(sys.argv[1]))
 try:
@@ -185,7 +188,26 @@ def test_who_is_there(run: RunDir) -> None:
     names = [f"searcher-{number}" for number in run.config().launch.elastic_searchers]
     with leased(run, names), leased(run, names):
         assert list(owners.holders(run, names)) == names[:2]
+        assert Attendance(run, run.config())()
     assert owners.holders(run, names) == {}
+    assert not Attendance(run, run.config())()
+
+
+def test_status_tells_who_is_there_and_with_what_rate(run: RunDir) -> None:
+    log = MetricsWriter(run.metrics_file("searcher", FIRST_ELASTIC)).log
+    monitor = RunMonitor(run, run.config())
+    with leased_place(run, run.config()):
+        log({"search/tokens_per_second": 1234.4})
+        monitor.update()
+        told = facts(monitor, run_state(monitor))["come and go"]
+        (visitor,) = figures(monitor)["come_and_go"]
+    host = os.uname().nodename
+    assert told.startswith(f"5000 on {host} for 0:0") and told.endswith(", 1,234 tokens/s")
+    assert (visitor["searcher"], visitor["host"], visitor["job"]) == (FIRST_ELASTIC, host, "")
+    assert monitor.progress.newest == 0, "it says nothing of whether the run itself is alive"
+    monitor = RunMonitor(run, run.config())
+    monitor.update()
+    assert "come and go" not in facts(monitor, run_state(monitor))
 
 
 # --- Requests over any history of comings and goings ---
@@ -467,10 +489,17 @@ def test_weights_of_a_world_reach_those_who_come_and_go_and_shards_come_from_bot
         evaluated=lambda split, step: True,
     )
     board = trainer(run, read_pending=shards_of(range(FIRST_ELASTIC, FIRST_ELASTIC + 3)))
-    lead, guest = HybridTrainerExchange(inner, board), visitor(run, evaluates=True)
+    there: list[bool] = []
+    lead = HybridTrainerExchange(inner, board, visited=lambda: bool(there))
+    assert lead.publish(Publication(version=0), lambda out: out.fill(0))
+    while not lead.gather():
+        pass
+    assert not [*run.weights.glob("*.safetensors")], "nobody would read them"
+    there.append(True)
+    guest = visitor(run, evaluates=True)
     core = FileSearcherExchange(tmp_path / "world", 0, deadline=60)
     seen, written = [], []
-    for version in range(30):
+    for version in range(1, 30):
         write = lambda out, version=version: (written.append(version), out.fill(version))  # noqa: E731
         while not lead.publish(
             Publication(version=version, evaluate="test" if version == 7 else None), write
@@ -490,7 +519,7 @@ def test_weights_of_a_world_reach_those_who_come_and_go_and_shards_come_from_bot
     while len(found) < 2:
         lead.gather()
         found += lead.collect()
-    assert written == list(range(30)) and seen == sorted(set(seen))
+    assert written == list(range(1, 30)) and seen == sorted(set(seen))
     assert (last := guest.poll() or update) and last.publication.version == 29
     assert core.poll() is not None and sorted(shard.searcher for shard in found) == [0, FIRST_ELASTIC]
     assert lead.close() == [] and not lead.stop_requested

@@ -13,6 +13,8 @@ from tba_hpc import shipped
 from tba_hpc.config import ConfigError, parse_config
 from tba_hpc.launch.plan import Site, load_site, plan
 from tba_hpc.launch.sbatch import SUPERVISOR, Job, batch_script
+from tba_hpc.run.directory import RunDir
+from tba_hpc.lend import lend
 
 REPOSITORY = Path(__file__).parents[1]
 GOLDEN = Path(__file__).parent / "slurm" / "golden"
@@ -491,6 +493,31 @@ def test_a_job_that_may_not_requeue_succeeds_only_with_work_done(
     assert (done.returncode, said in done.stdout) == (status, True), done.stdout + done.stderr
 
 
+# --- Nodes lent to a run ---
+
+
+def test_nodes_are_lent_by_an_array_of_jobs_with_as_many_searchers_as_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = {"model": {"path": "none"}, "run": {"root": str(tmp_path)}, "launch": {"elastic": 8}}
+    before = os.umask(0o022)
+    run = RunDir.create(parse_config(tree))
+    os.umask(before)
+    site = REPOSITORY / "slurm/sites/generic.yaml"
+    with pytest.raises(ConfigError, match=r"--nodes 3 with 4 searchers each is more .*launch\.elastic=8"):
+        lend(run.path, site, 3)
+    lend(run.path, site, 2, partition="preemptible", time="1:00:00", dry_run=True)
+    text = capsys.readouterr().out
+    directives = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
+    wanted = ("--array=0-1", "--partition=preemptible", "--nodes=1", "--ntasks-per-node=4", "--time=1:00:00")
+    assert {*wanted, "--gres=gpu:4", "--requeue", "--open-mode=append", "--signal=B:USR1@300"} <= {
+        *directives
+    }
+    assert text.endswith("\nsearch_for_a_while\n") and "elastic_supervisor.sh" in text
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    assert not (run.path / "slurm").exists()
+
+
 # --- elastic_supervisor.sh ---
 
 
@@ -510,16 +537,17 @@ def test_a_job_that_searches_comes_back_until_the_run_is_finished(
 ) -> None:
     """Its searchers end with ``code``, before it was asked to stop or when it was."""
     (tmp_path / "config.yaml").touch()
+    (tmp_path / "slurm").mkdir()
     over = 'touch "$RUN/finished"' if finished else ":"
     ask = "(sleep 0.3; kill -USR1 $me) &" if asked else ""
     program = f"""
     (
-        SLURM_JOB_ID=7 SLURM_NTASKS=1 REQUEUE=yes SAVE_SECONDS=60 TBA=(tba)
+        SLURM_JOB_ID=7 SLURM_NTASKS=1 REQUEUE=yes SAVE_SECONDS=60
         source {SUPERVISOR.with_name("elastic_supervisor.sh")}; say() {{ :; }}
         squeue() {{ echo RUNNING; }}
         scontrol() {{ echo "$1d" "$2"; }}
         insist() {{ kill -USR1 "$1"; }}
-        srun() {{
+        ranks() {{
             local asked=0; trap 'asked=1' USR1
             for i in $(seq 100); do [ $asked = {int(asked)} ] && break; sleep 0.05; done
             {over}; exit {code}

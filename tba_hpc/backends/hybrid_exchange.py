@@ -31,12 +31,14 @@ class World(TrainerExchange, Protocol):
 class HybridTrainerExchange:
     """Both ends as one. Those of the world evaluate; so whoever comes and goes is not asked to.
 
-    board: it finds no shards but those of searchers that come and go.
+    board: it finds no shards but those of searchers that come and go. visited: whether any of these is there;
+    where none is, nothing is copied.
     """
 
-    def __init__(self, world: World, board: FileTrainerExchange) -> None:
+    def __init__(self, world: World, board: FileTrainerExchange, *, visited: Callable[[], bool]) -> None:
         self._world = world
         self._board = board
+        self._visited = visited
         self._publishes = 0  # to the world
         self._passed_on = -1  # which of them the board has, or copies
         self._copying = False
@@ -54,7 +56,7 @@ class HybridTrainerExchange:
         """Look for shards on both sides; False where a round was under way on either."""
         self._pass_on()
         started = [side.gather() for side in (self._world, self._board)]
-        return all(started) and self._passed_on == self._publishes - 1
+        return all(started) and (self._passed_on == self._publishes - 1 or not self._visited())
 
     def collect(self) -> list[Shard]:
         """Shards of both sides."""
@@ -83,7 +85,7 @@ class HybridTrainerExchange:
             return
         self._copying = False
         found = self._world.arrived()
-        if found is None or found[0] == self._passed_on:
+        if found is None or found[0] == self._passed_on or not self._visited():
             return
         number, publication, weights = found
         self._copying = self._board.pass_on(replace(publication, evaluate=None), weights)

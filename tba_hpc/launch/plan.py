@@ -455,3 +455,9 @@ def _unused(site: Site) -> str:
 
 def _unit(site: Site) -> str:
     return "GPU" if site.gpus_per_node else "rank"
+
+
+def searchers_of_a_node(config: Config, site: Site) -> Component:
+    """As many searchers as a node has room for. Raises ConfigError."""
+    slots, engine = _slots(config, site)
+    return _component("searcher", site, 1, slots // engine, slots // engine)

@@ -34,6 +34,9 @@ SUPERVISOR = Path(__file__).with_name("job_supervisor.sh")
 VERBS: dict[Role, tuple[str, str]] = {"trainer": ("train", "$TRAINERS"), "searcher": ("search", "$SEARCHERS")}
 """What the ranks of a role are started as, and the variable with their number."""
 
+VISITORS_SUPERVISOR = Path(__file__).with_name("elastic_supervisor.sh")
+"""The one of jobs whose searchers come and go."""
+
 SPARE_SECONDS = 30
 """Kept back of the time between signal and end, for the requeue itself."""
 
@@ -64,13 +67,17 @@ def batch_script(job: Job, plan: Plan, site: Site) -> str:
     parts = [
         _title(job, plan),
         _het_header(job, plan, site) if het else _homogeneous_header(job, plan, site),
-        *(["\n".join(site.setup) + "\n"] if site.setup else []),
+        *_setup(site),
         _settings(job, plan, site),
         _surroundings(job, plan, site),
         _het_step(plan, site) if het else _homogeneous_step(plan, site),
         f"run_to_the_end {'place_components' if het else 'place_ranks'}\n",
     ]
     return "\n".join(parts)
+
+
+def _setup(site: Site) -> list[str]:
+    return ["\n".join(site.setup) + "\n"] if site.setup else []
 
 
 def _title(job: Job, plan: Plan) -> str:
@@ -255,5 +262,45 @@ def _homogeneous_step(plan: Plan, site: Site) -> str:
         f'        --nodes="$NODES_LEFT" --ntasks=$((TRAINERS + SEARCHERS)) --cpus-per-task={cpus} \\\n'
         f"{container}        bash -c '{choose}' \\\n"
         '        "$TRAINERS" "${RANK[@]}"\n'
+        "}\n"
+    )
+
+
+def visitors_script(job: Job, nodes: int, searcher: Component, site: Site) -> str:
+    """Text of the sbatch file of an array of ``nodes`` one-node jobs, whose searchers come and go.
+
+    job: its supervisor is VISITORS_SUPERVISOR. searcher: those of one node. Raises ConfigError as
+    ``batch_script`` does.
+    """
+    nobody = Component(role="trainer", nodes=1, ranks=0, ranks_per_node=0, cpus_per_rank=0)
+    plan = Plan(form="homogeneous", nodes=1, trainer=nobody, searcher=searcher, why="")
+    header = [
+        f"--job-name={job.name}",
+        f"--output={job.run}/slurm/searchers-%A_%a.log",
+        "--open-mode=append",
+        f"--array=0-{nodes - 1}",
+        f"--time={site.time}",
+        "--requeue" if site.requeue else "--no-requeue",
+        _signal(site),
+        *_options(searcher, site, site.searcher),
+    ]
+    parts = [
+        "#!/bin/bash\n# Nodes lent to a run: they search for it, and come back until it is finished.\n",
+        _directives(header),
+        *_setup(site),
+        _settings(job, plan, site),
+        _surroundings(job, plan, site),
+        _visitors_step(job, site),
+        "search_for_a_while\n",
+    ]
+    return "\n".join(parts)
+
+
+def _visitors_step(job: Job, site: Site) -> str:
+    # Each has its place, and its death is its own. Every one would meet the others' MPI, so there is none.
+    srun = f'srun --mpi=none --ntasks="$1" --kill-on-bad-exit=0{step_options(site)}'
+    return (
+        "ranks() {   # so many searchers, each for itself\n"
+        f'    exec {srun} {inside(job.tba, site)} search "$RUN"\n'
         "}\n"
     )

@@ -226,6 +226,13 @@ def submit(run: RunDir, script: str) -> BatchJob:
     return submitted
 
 
+def submit_visitors(run: RunDir, script: str) -> str:
+    """Submit jobs whose searchers come and go, beside the run's own; their id. Raises SubmitError."""
+    folder = run.path / "slurm"
+    folder.mkdir(exist_ok=True)
+    return str(HetSlurmExecutor(folder).submit_script(script).job_id)
+
+
 def refuse_active(run: RunDir) -> None:
     """Raise SubmitError where a job of the run is queued or running."""
     if job := active_job(run):

@@ -171,14 +171,25 @@ def _claim_if_free(run: RunDir, name: str, me: Owner) -> Path | None:
 
 
 def holders(run: RunDir, names: Iterable[str]) -> dict[str, Owner]:
-    """Who has these names, as far as a look without asking anybody tells: who gave a sign of life lately."""
-    claims = [_newest(run, name) for name in names]
-    return {claim.name: claim.owner for claim in claims if claim.owner.pid and _is_heard_of(claim)}
+    """Who of these has given a sign of life lately, by this host's clock; nothing is written."""
+    return {claim.name: claim.owner for claim in _claims(run, names) if _is_heard_of(claim, time.time())}
 
 
-def _is_heard_of(claim: Claim) -> bool:
-    """Clocks of hosts may differ by less than the time after which one is taken for dead."""
-    return claim.file is not None and time.time() - _sign_of(claim.file) < SILENT_SECONDS
+def is_any_held(run: RunDir, names: Iterable[str]) -> bool:
+    """Whether anybody who has one of these names has given a sign of life lately, by the files' clock."""
+    claims = _claims(run, names)
+    now = _clock(run) if claims else 0.0
+    return any(_is_heard_of(claim, now) for claim in claims)
+
+
+def _claims(run: RunDir, names: Iterable[str]) -> list[Claim]:
+    """Those of processes that have not left."""
+    there = {file.stem for file in run.owners.glob("*.*")} if run.owners.is_dir() else set()
+    return [claim for name in names if name in there and (claim := _newest(run, name)).owner.pid]
+
+
+def _is_heard_of(claim: Claim, now: float) -> bool:
+    return claim.file is not None and now - _sign_of(claim.file) < SILENT_SECONDS
 
 
 def _sign_of(file: Path) -> float:

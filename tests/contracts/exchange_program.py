@@ -473,7 +473,7 @@ def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
             run = make_run(folder)
             board = open_board(run, PendingShards(run, patience=PATIENCE, among=range(1, 2)))
             flags.wait("open-1")
-            trainer = HybridTrainerExchange(trainer, board)
+            trainer = HybridTrainerExchange(trainer, board, visited=lambda: True)
         lead(TrainerSide(trainer, flags, trainers))
     elif rank < trainers:
         follower = mpi_exchange.MpiTrainerFollower.open(world)

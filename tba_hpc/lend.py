@@ -1,0 +1,81 @@
+"""Nodes lent to a run: an array of one-node Slurm jobs, whose searchers come and go.
+
+The run's own job knows nothing of them.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+from tba_hpc.config import ConfigError
+from tba_hpc.launch import slurm, snapshot
+from tba_hpc.launch.plan import Site, load_site, searchers_of_a_node
+from tba_hpc.launch.sbatch import TBA, VISITORS_SUPERVISOR, Job, visitors_script
+from tba_hpc.run.directory import RunDir
+from tba_hpc.wording import count
+
+
+def lend(
+    path: Path,
+    site_file: Path,
+    nodes: int,
+    *,
+    partition: str | None = None,
+    time: str | None = None,
+    dry_run: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Submit up to ``nodes`` one-node jobs whose searchers come and go, for the run in ``path``.
+
+    Raises ConfigError, SubmitError with one sentence.
+    """
+    run = RunDir.open(path)
+    config, site = run.config(), _searchers_site(site_file, partition, time)
+    if nodes < 1:
+        raise ConfigError(f"--nodes {nodes} lends nothing: ask for at least 1")
+    searcher = searchers_of_a_node(config, site)
+    wanted, places = nodes * searcher.ranks, config.launch.elastic
+    if wanted > places:
+        raise ConfigError(
+            f"--nodes {nodes} with {count(searcher.ranks, 'searcher')} each is more than the run has places "
+            f"for such as come and go, launch.elastic={places}: ask for fewer, or start it with more"
+        )
+    code = snapshot.place(run.path)
+    job = Job(
+        name=f"tba-search-{config.run.name}",
+        run=run.path,
+        supervisor=code / VISITORS_SUPERVISOR.relative_to(snapshot.PACKAGE.parent),
+        code=None if site.container else code,
+        tba=[*site.python, *TBA[1:]],
+    )
+    text = visitors_script(job, nodes, searcher, site)
+    if dry_run:
+        print(text, end="")
+        return
+    slurm.require_slurm()
+    if run.finished:
+        print(f"finished already, nothing to search for: {run.summary}")
+        return
+    snapshot.take(run.path)
+    number = slurm.submit_visitors(run, text)
+    commands = {
+        "watch": shlex.join(["tba", "status", str(run.path)]),
+        "logs": shlex.join(["tail", "-F", f"{run.path}/slurm/searchers-{number}_0.log"]),
+        "cancel": f"scancel {number}",
+    }
+    if as_json:
+        print(json.dumps({"job": number, "run": str(run.path), "commands": commands}))
+        return
+    print(f"job {number}: up to {count(nodes, 'node')}, {count(searcher.ranks, 'searcher')} on each")
+    for name, command in commands.items():
+        print(f"  {name:7} {command}")
+
+
+def _searchers_site(site_file: Path, partition: str | None, time: str | None) -> Site:
+    site = load_site(site_file, **({"time": time} if time else {}))
+    if partition is None:
+        return site
+    own = site.searcher.model_copy(update={"partition": partition})
+    return site.model_copy(update={"searcher": own})
