@@ -29,6 +29,13 @@ LONGEST_FIRST = (
 )
 """Files in the order in which they start: in the end no worker waits long for another."""
 
+ONE_AFTER_THE_OTHER = (
+    "tests/slurm/test_cluster.py",
+    "tests/slurm/test_doctor.py",
+    "tests/slurm/test_status.py",
+)
+"""Short files that share a cluster, which takes longer to bring up than some of them run."""
+
 EACH_BY_ITSELF = "tests/system/test_run.py"
 """Long tests that share nothing; those of any other file share what its fixtures have made."""
 
@@ -47,6 +54,8 @@ class Scheduling(LoadScopeScheduling):
     """A worker gets a file, or a single test where each goes by itself, in the order of collection."""
 
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith(ONE_AFTER_THE_OTHER):
+            return ONE_AFTER_THE_OTHER[0]
         return nodeid if nodeid.startswith(EACH_BY_ITSELF) else nodeid.split("::")[0]
 
 

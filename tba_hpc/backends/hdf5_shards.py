@@ -379,6 +379,7 @@ class PendingShards:
             if self._missed:
                 time.sleep(AGAIN_SECONDS)
                 more = True
+        self._bundles = Bundles(self._run)  # what was found in them is merged now
 
     def _all_searchers(self, cursors: Mapping[int, int]) -> list[int]:
         try:
