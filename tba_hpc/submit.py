@@ -30,7 +30,6 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
 from tba_hpc.run.owners import refuse_owned
 from tba_hpc.task_check import refuse_bad_task
-from tba_hpc.wording import count
 
 CHECK_SECONDS = 60.0
 """Longest look at the task: hours in the queue may follow."""

@@ -13,8 +13,8 @@ from tba_hpc import shipped
 from tba_hpc.config import ConfigError, parse_config
 from tba_hpc.launch.plan import Site, load_site, plan
 from tba_hpc.launch.sbatch import SUPERVISOR, Job, batch_script
-from tba_hpc.run.directory import RunDir
 from tba_hpc.lend import lend
+from tba_hpc.run.directory import RunDir
 
 REPOSITORY = Path(__file__).parents[1]
 GOLDEN = Path(__file__).parent / "slurm" / "golden"
