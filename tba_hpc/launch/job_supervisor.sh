@@ -306,7 +306,10 @@ spread() {           # spread RANKS HOST…: the host of each rank, in blocks as
 
 # --- To the end ---
 
+look_again() { ls "$1" >/dev/null 2>&1; }     # the leader may be on another node: a client of NFS keeps what it saw
+
 finished() {         # whether nothing is left to do; runs of earlier versions say so in their summary alone
+    look_again "$RUN"
     [ -e "$RUN/finished" ] || grep -qs '"finished": true' "$RUN/summary.json"
 }
 
@@ -318,6 +321,7 @@ refusal() {          # the sentence of the rank that first met something that on
 
 unheard() {          # unheard CODE: whether the request to stop ended the ranks before they listened to it: USR1 some
     # of them, srun the others, with any status but that of `insist`. The leader says when all have come together.
+    look_again "$RUN/logs/latest/"
     [ "$STOP" = 1 ] && [ "$1" != $((128 + $(kill -l KILL))) ] && ! refusal >/dev/null \
         && [ ! -e "$RUN/logs/latest/at-work" ]
 }
@@ -365,7 +369,7 @@ does not requeue: submit the same run again"
         say "stopped, and this site does not requeue: submit the same run again to go on"
         exit 0
     fi
-    [ -n "$ASKED_SIDES" ] || count_idle
+    count_idle
     event requeue
     say "back to the queue"
     trap '' TERM                             # Slurm ends this shell now; only then can the job start again
