@@ -84,6 +84,9 @@ class Site(Section):
     """Whether the cluster runs heterogeneous jobs; if not, one allocation holds both roles."""
     mpi: str = Field("pmix", pattern=r"^(pmix(_v\d)?|pmi2|cray_shasta)$")
     """``srun --mpi=``: pmix for Open MPI, pmi2 for MPICH, cray_shasta for Cray MPICH."""
+    mpi_library: str = Field("wheel", pattern=r"^(wheel|site|[/$].+)$")
+    """The MPI that ranks load: ``wheel``, the Open MPI that pip installed beside mpi4py; ``site``, the libmpi
+    that the nodes find by themselves, such as that of ``modules``; or the path of one, may hold ``$NAME``."""
     srun_arguments: tuple[str, ...] = ()
     """Further arguments of the srun that starts the ranks."""
     sbatch_options: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tba_hpc.config import ConfigError
-from tba_hpc.launch import ONE_MACHINE
+from tba_hpc.launch import mpi_library
 from tba_hpc.launch.plan import Component, ComponentSite, Plan, Site
 
 RANK = ("python", "-m", "mpi4py", "-m", "tba_hpc")
@@ -183,7 +183,8 @@ def _contained(command: Sequence[str], site: Site) -> list[str]:
 def _environment(job: Job, plan: Plan, site: Site) -> str:
     interface = site.network_interface
     names = {name: interface for name in INTERFACE_VARIABLES if interface}
-    names |= ONE_MACHINE if plan.nodes == 1 else {}
+    names |= mpi_library.variables(site.mpi_library)
+    names |= mpi_library.one_machine(names | site.environment) if plan.nodes == 1 else {}
     lines = [f"module load {shlex.join(site.modules)}"] if site.modules else []
     lines += [f"source {_expanded(site.venv + '/bin/activate')}"] if site.venv else []
     lines += [f"export {key}={_expanded(value)}" for key, value in (names | site.environment).items()]
