@@ -345,25 +345,16 @@ def doctor(
 
 
 @app.command(hidden=True)
-def greet(verb: str, run: RunPath) -> None:
-    """Be a rank of the job that ``tba doctor --launch`` starts: join the world, note what the node has."""
-    from tba_hpc.backends.mpi_world import MpiWorld  # importing it starts MPI
-    from tba_hpc.doctor import trial
+def greet(verb: str, run: RunPath, gpus: bool = False) -> None:
+    """Be a rank of the job that ``tba doctor --launch`` starts."""
+    from tba_hpc.doctor import rank  # importing it starts MPI
 
-    run_dir = _open(run)
-    role, config = VERBS[verb], run_dir.config()
+    run_dir, role = _open(run), VERBS[verb]
     try:
-        world = MpiWorld.join(
-            role,
-            trainers=config.launch.trainers,
-            searchers=config.launch.searchers,
-            deadline=config.launch.start_deadline_seconds,
-        )
+        rank.greet(run_dir, role, gpus=gpus)
     except (ConfigError, ExchangeError) as error:
         write_note(run_dir, role, 0, str(error), "refused")
         raise typer.Exit(REFUSED) from None
-    if world.local_index == 0:
-        trial.greet(run_dir, leader=world.rank == 0)
 
 
 @app.command()

@@ -17,3 +17,8 @@ def count(number: int, thing: str) -> str:
     """``1 shard``, ``2 shards``, ``3,000 trajectories``."""
     plural = f"{thing[:-1]}ies" if thing.endswith("y") else f"{thing}s"
     return f"{number:,} {thing if number == 1 else plural}"
+
+
+def first_words(text: str) -> str:
+    """A long text's first line as far as its first comma, with single blanks."""
+    return " ".join(text.partition("\n")[0].partition(",")[0].split())

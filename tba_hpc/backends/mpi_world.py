@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import socket
 import time
@@ -41,6 +42,7 @@ from tba_hpc.config import ConfigError
 from tba_hpc.ports import ExchangeError
 from tba_hpc.run.directory import SEARCHERS_FIRST
 from tba_hpc.types import Role, WeightLayout
+from tba_hpc.wording import first_words
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +52,20 @@ MpiError = MPI.Exception
 Pending = tuple[int, MPI.Request]
 """A request, and the world rank that it depends on."""
 
-SURVIVES = os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"  # noqa: SIM112
-"""Whether mpiexec was asked to leave a world alone when a process of it dies."""
+
+def library_version() -> str:
+    """What the MPI library calls itself: ``Open MPI v5.0.11``."""
+    return first_words(MPI.Get_library_version())
+
+
+def _survives() -> bool:
+    release = re.match(r"Open MPI v(\d+)", library_version())
+    asked = os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"  # noqa: SIM112
+    return asked and release is not None and int(release[1]) >= 5
+
+
+SURVIVES = _survives()
+"""Whether mpiexec was asked to leave a world alone when a process of it dies, and the library can go on."""
 
 LEADER = 0
 """World rank that starts every round."""
@@ -77,6 +91,7 @@ class Tag(IntEnum):
     ARRIVED = 6
     STATUS = 7
     REGROUP = 8
+    PING = 9
 
 
 _HANGS = "its process or its node hangs; see its log"
@@ -533,7 +548,7 @@ def _buckets(layout: WeightLayout, roots: list[int], bucket_bytes: int) -> list[
 def _check_size(size: int, trainers: int, searchers: int) -> None:
     expected = trainers + searchers
     if size == 1 != expected:
-        library = MPI.Get_library_version().split(",")[0].strip()
+        library = library_version()
         flavour = "pmix" if library.startswith("Open MPI") else "pmi2"
         raise ConfigError(
             f"this process is alone in its MPI world, {expected} ranks were expected: the launcher and this "

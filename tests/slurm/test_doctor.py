@@ -1,6 +1,7 @@
 """The doctor and the checks before a submission on a real cluster: a good set-up, and broken ones."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -60,9 +61,14 @@ def test_a_good_set_up_is_one_world(cluster: Cluster, tmp_path: Path, doctor: Do
     assert world == {
         "name": "one MPI world",
         "level": "ok",
-        "found": "srun --mpi=pmix joined 3 ranks on node1 and node2 (het job)",
+        "found": "srun --mpi=pmix joined 4 ranks on node1 and node2 (het job)",
         "remedy": "",
     }
+    rate = r"[\d.]+ GB/s"
+    between = rf"node1 to node2 by tcp: {rate}, \d+ µs for 8 bytes; weights to all nodes {rate}"
+    assert re.fullmatch(between, findings["MPI between nodes"]["found"])
+    assert re.fullmatch(r"Open MPI v5[\d.]+, .*/lib/libmpi\.so\.40", findings["MPI library"]["found"])
+    assert re.fullmatch(r"the library's client 5\S+ met server 4\S+", findings["PMIx"]["found"])
     assert findings["GPUs"]["found"].startswith("node1, node2: ")
     assert findings["file system"]["level"] == "ok", "whatever it is, both nodes have seen it"
     assert findings["partition main"]["found"] == "6 nodes, jobs up to UNLIMITED"
@@ -79,8 +85,47 @@ def test_the_wrong_plugin_is_named_and_the_right_one_is_tried(cluster: Cluster, 
     assert "mpi: pmi2 is not for Open MPI" in findings["MPI plugin"]["found"]
     world = findings["one MPI world"]
     assert world["level"] == "problem"
-    assert world["found"] == "srun --mpi=pmi2 started 3 ranks, each in a world of its own"
-    assert world["remedy"].startswith("set mpi: pmix in the site file: srun --mpi=pmix joined 3 ranks")
+    assert world["found"] == "srun --mpi=pmi2 started 4 ranks, each in a world of its own"
+    assert world["remedy"].startswith("set mpi: pmix in the site file: srun --mpi=pmix joined 4 ranks")
+    assert findings["MPI between nodes"]["level"] == "ok", "of the second trial"
+
+
+DEBIAN = Path("/usr/lib/x86_64-linux-gnu")
+
+
+@pytest.mark.parametrize(
+    ("file", "package", "version", "keys"),
+    [
+        ("libmpi.so.40", "openmpi-bin", "Open MPI v4.", {"mpi_library": f"{DEBIAN}/libmpi.so.40"}),
+        ("libmpich.so.12", "mpich", "MPICH Version: 4.", {"mpi": "pmi2", "mpi_library": "site"}),
+    ],
+)
+def test_the_sites_own_library_makes_the_world(
+    file: str,
+    package: str,
+    version: str,
+    keys: dict[str, object],
+    cluster: Cluster,
+    doctor: Doctor,
+    tmp_path: Path,
+) -> None:
+    if not (DEBIAN / file).exists():
+        pytest.skip(f"{DEBIAN / file} is missing: apt-get install {package}")
+    (tmp_path / "libmpi.so.12").symlink_to(DEBIAN / "libmpich.so.12")
+    environment = {"LD_LIBRARY_PATH": str(tmp_path)} if package == "mpich" else {}
+    status, findings = doctor(cluster, "--launch", environment=environment, **keys)
+    assert findings["MPI library"]["found"].startswith(version)
+    assert (status, findings["one MPI world"]["level"]) == (0, "ok"), findings["one MPI world"]
+    assert findings["MPI between nodes"]["level"] == "ok"
+
+
+def test_a_store_of_pmix_that_fails_is_replaced(cluster: Cluster, doctor: Doctor) -> None:
+    status, findings = doctor(cluster, "--launch", environment={"PMIX_MCA_gds": "none_such"})
+    world = findings["one MPI world"]
+    assert (status, world["level"]) == (1, "problem")
+    assert world["remedy"].startswith(
+        "set PMIX_MCA_gds: hash under environment in the site file: srun --mpi=pmix"
+    )
 
 
 def test_a_job_that_finds_no_scontrol_says_so(cluster: Cluster, tmp_path: Path, doctor: Doctor) -> None:

@@ -1,0 +1,79 @@
+"""One world of any MPI library: ``site_library_program.py FOLDER``, a trainer and two searchers on two nodes.
+
+Weights go out between the (emulated) nodes, shards come in, and the doctor measures. The leader leaves what
+it has loaded and measured in FOLDER/facts.json.
+"""
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from contracts.exchange_program import LAYOUT, Flags, SearcherSide, TrainerSide, same_shard, shard_of
+from mpi4py import MPI
+
+from tba_hpc.backends.mpi_exchange import MpiSearcherExchange, MpiTrainerExchange
+from tba_hpc.backends.mpi_world import SURVIVES, MpiWorld, library_version
+from tba_hpc.doctor.loaded import describe
+from tba_hpc.doctor.rank import measure
+from tba_hpc.prompts import Progress
+from tba_hpc.types import Shard
+
+HOSTS = ("node1", "node2", "node2")
+VERSIONS = 5
+
+
+def train(world: MpiWorld, folder: Path) -> None:
+    """Versions out, for each of them a shard of each searcher in."""
+    exchange = MpiTrainerExchange.open(
+        world,
+        LAYOUT,
+        bucket_mb=1,
+        read_pending=lambda cursors: [],
+        progress=Progress(),
+        evaluated=lambda split, step: True,
+    )
+    side = TrainerSide(exchange, Flags(folder), trainers=1)
+    shards: list[Shard] = []
+    for version in range(VERSIONS):
+        side.publish(version, "test")  # which no newer version may replace
+        shards += side.collect(2)
+    assert side.close() == []
+    assert all(same_shard(shard, shard_of(shard.searcher, shard.index)) for shard in shards)
+    assert sorted((shard.index, shard.searcher) for shard in shards) == [
+        (index, searcher) for index in range(VERSIONS) for searcher in range(2)
+    ]
+
+
+def search(world: MpiWorld, folder: Path) -> None:
+    """Take every version, to the bit, and answer it with a shard."""
+    side = SearcherSide(MpiSearcherExchange.open(world), world.index, Flags(folder), lambda shard: None)
+    for version in range(VERSIONS):
+        assert side.take().publication.version == version
+        side.offer(version)
+    side.wait_for_end()
+
+
+def main() -> None:
+    """Play one rank."""
+    folder, comm = Path(sys.argv[1]), MPI.COMM_WORLD
+    world = MpiWorld.join(
+        "searcher" if comm.rank else "trainer",
+        trainers=1,
+        searchers=2,
+        deadline=30.0,
+        node_split=lambda comm: comm.Split(HOSTS.index(HOSTS[comm.rank])),
+    )
+    world = replace(world, hosts=HOSTS)
+    fabric = measure(world, bucket_mb=16)
+    if comm.rank:
+        search(world, folder)
+        return
+    train(world, folder)
+    assert fabric is not None
+    facts = {"library": asdict(describe(library_version())), "fabric": asdict(fabric), "survives": SURVIVES}
+    (folder / "facts.json").write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()
