@@ -284,7 +284,7 @@ CACHES = [
 
 
 def _caches(run: Path, **environment: str) -> list[str]:
-    (run / "slurm").mkdir(parents=True, exist_ok=True)
+    run.mkdir(exist_ok=True)
     show = f"source {SUPERVISOR}; place_caches; for name in {' '.join(CACHES)}; do echo ${{!name}}; done"
     return _bash(f"unset {' '.join({*CACHES} - {*environment})}; {show}", RUN=str(run), **environment).split()
 

@@ -45,6 +45,7 @@ place_caches() {     # what engines compile and keep, on the node itself: a home
     # there is run as code. HF_HOME is left alone, since the models are there.
     local place=${CACHES_IN:-${TMPDIR:-/tmp}} name keeper
     [ -w "$place" ] || place=/tmp
+    mkdir -p "$RUN/slurm"
     [ -s "$RUN/slurm/caches" ] || mktemp -u tba-XXXXXXXXXXXXXXXX > "$RUN/slurm/caches"
     read -r name < "$RUN/slurm/caches"
     for keeper in VLLM_CACHE_ROOT TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR FLASHINFER_WORKSPACE_BASE TVM_FFI_CACHE_DIR \

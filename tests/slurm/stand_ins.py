@@ -89,6 +89,7 @@ def make(folder: Path, program: Path, srun: str, seen_inside: list[Path]) -> dic
     return functions | {
         "STAND_INS": str(folder),
         "SEEN_INSIDE": inside,
+        "USER": "me",
         "HOME": str(home),
         "SCRATCH": str(folder / "scratch"),
     }

@@ -67,7 +67,7 @@ def test_the_script_of_every_site_runs(
 ) -> None:
     folder = tmp_path / "stand-ins"
     folder.mkdir()
-    seen = [Path(sys.prefix), Path(sys.base_prefix), REPOSITORY, cluster.root]
+    seen = [REPOSITORY, cluster.root, *(Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix))]
     srun = str(shutil.which("srun", path=cluster.environment["PATH"]))
     environment = stand_ins.make(folder, Path(HELLO[1]), srun, seen)
     path = f"{folder}/bin:{cluster.environment['PATH']}"
