@@ -486,7 +486,7 @@ def test_a_laptop_is_told_what_it_has(tmp_path: Path) -> None:
     command += ["--site", str(tmp_path / "site.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
     assert done.returncode == 1
-    assert "sbatch, srun, scontrol, squeue, scancel not on PATH" in done.stdout
+    assert "sbatch, srun, scontrol, squeue, scancel, sinfo not on PATH" in done.stdout
     assert "problems: 1, warnings: 0" in done.stdout
 
 
