@@ -89,12 +89,12 @@ def parse_seeds(text: str) -> list[int]:
 def script(order: Order) -> str:
     """The batch script of an order; nothing is made or submitted. Raises ConfigError."""
     site = order.load_site()
-    return script_of(*order.resolve(site), site, after=order.after and last_job(order.after))
+    return script_of(*order.resolve(site), site, after=last_job(order.after) if order.after else None)
 
 
 def script_of(config: Config, split: Plan, site: Site, *, after: str | None) -> str:
     """The batch script of a run. after: id of the job that is to end first. Raises ConfigError."""
-    rank = RANK
+    rank: Sequence[str] = RANK
     if (
         config.exchange.transport == "files"
     ):  # Slurm alone numbers the ranks, and nothing loads an MPI library
