@@ -94,7 +94,7 @@ def script(order: Order) -> str:
 
 def script_of(config: Config, split: Plan, site: Site, *, after: str | None) -> str:
     """The batch script of a run. after: id of the job that is to end first. Raises ConfigError."""
-    rank: Sequence[str] = RANK
+    rank = RANK
     if (
         config.exchange.transport == "files"
     ):  # Slurm alone numbers the ranks, and nothing loads an MPI library
