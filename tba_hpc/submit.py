@@ -17,7 +17,7 @@ from tba_hpc import shipped
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.doctor import slurm_checks
 from tba_hpc.doctor.examine import check_resources, job_environment, login_python, preflight
-from tba_hpc.doctor.findings import Finding
+from tba_hpc.doctor.findings import Finding, warning
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Plan, Site
 from tba_hpc.order import Order, last_job, script_of
@@ -93,9 +93,15 @@ def _check(order: Order, found: dict[Path, list[Finding]]) -> Ready:
     refuse_steps_behind(run, config)
     slurm.refuse_active(run)
     refuse_owned(run)
-    after = _awaited(order.after) if order.after else None
+    after, remarks = _awaited(order.after) if order.after else (None, [])
     return Ready(
-        order=order, site=site, config=config, split=split, run=run, warnings=found[order.config], after=after
+        order=order,
+        site=site,
+        config=config,
+        split=split,
+        run=run,
+        warnings=[*found[order.config], *remarks],
+        after=after,
     )
 
 
@@ -131,13 +137,13 @@ def _refuse_twins(ready: Sequence[Ready]) -> None:
         raise ConfigError(f"two of these would be the run {twin}: give their configs another run.name")
 
 
-def _awaited(path: Path) -> str | None:
-    """The id of the run's job where it is queued or running; else there is nothing to wait for."""
+def _awaited(path: Path) -> tuple[str | None, list[Finding]]:
+    """The id of the run's job where it is queued or running; else None, and that nothing is waited for."""
     last_job(path)
     if job := slurm.active_job(RunDir.open(path)):
-        return job[0]
-    print(f"--after {path}: no job of that run is queued or running, so none is awaited", file=sys.stderr)
-    return None
+        return job[0], []
+    found = f"--after {path}: no job of that run is queued or running, so none is awaited"
+    return None, [warning("after", found, "submit that run first where this one is to follow it")]
 
 
 def _submit(ready: Ready) -> slurm.BatchJob:
