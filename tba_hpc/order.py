@@ -91,7 +91,7 @@ def parse_seeds(text: str) -> list[int]:
 def script(order: Order) -> str:
     """The batch script of an order; nothing is made or submitted. Raises ConfigError."""
     site = order.load_site()
-    return script_of(*order.resolve(site), site, after=order.after and last_job(order.after))
+    return script_of(*order.resolve(site), site, after=last_job(order.after) if order.after else None)
 
 
 def script_of(config: Config, split: Plan, site: Site, *, after: str | None, code: Path | None = None) -> str:

@@ -19,10 +19,10 @@ from tba_hpc.launch.plan import Component, ComponentSite, Plan, Site
 from tba_hpc.run.directory import SEARCHERS_FIRST
 from tba_hpc.types import Role
 
-RANK = ("python", "-m", "mpi4py", "-m", "tba_hpc")
+RANK: Sequence[str] = ("python", "-m", "mpi4py", "-m", "tba_hpc")
 """A rank: under mpi4py an uncaught error on one rank ends the world instead of hanging it."""
 
-TBA = ("python", "-m", "tba_hpc")
+TBA: Sequence[str] = ("python", "-m", "tba_hpc")
 """The command ``tba`` where there is no MPI."""
 
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include")
