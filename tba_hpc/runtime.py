@@ -366,6 +366,8 @@ def _join(
 ) -> Progress:
     """How far the run is, as the trainer says; and what it has not seen yet of this searcher's own shards."""
     progress = exchange.progress()
+    if exchange.closed:  # perhaps before it was told; what it would look for may be merged and gone
+        return progress
     first = progress.cursors.get(index, 0)
     for shard in _pending_shards(run, config).read_all({index: first}, [index]):
         progress.completed.add(shard.trajectories.record["request_id"])

@@ -50,7 +50,9 @@ def make_config(root: Path, **sections: dict[str, object]) -> Config:
         "checkpoint": {"every": EVERY, "snapshot": None},  # complete at once: counts are exact
         "evaluate": {"every": 10, "validation_prompts": 4},
     }
-    return parse_config({name: {**values, **sections.get(name, {})} for name, values in tree.items()})
+    return parse_config(
+        {name: {**tree.get(name, {}), **sections.get(name, {})} for name in {**tree, **sections}}
+    )
 
 
 class MarkedLearner(TabularLearner):
