@@ -30,8 +30,8 @@ left ranks without their peers' data (openpmix issues 3204, 3339, 3839). ``hash`
 HASH = {"PMIX_MCA_gds": "hash"}
 """Environment in which PMIx shares no memory."""
 
-PMIX_TROUBLE = re.compile(r"PMIX[ _]?ERR|pmix_init|PMIx_Init|selected pml")
-"""What the log of ranks says that PMIx has failed."""
+PMIX_TROUBLE = re.compile(r"PMIX ERROR|selected pml|An error occurred in MPI_Init")
+"""What ranks under PMIx say that could not start, or not read what their peers told PMIx."""
 
 SLOW = 3e9
 """Bytes/s between nodes below which MPI or NCCL has not found the fabric: InfiniBand of 2008 moves 4e9."""

@@ -52,7 +52,9 @@ TITLE = "one MPI world"
 ALONE = re.compile(r"alone in its MPI world.*--mpi=(\w+)")
 """The sentence of a rank that was started without the others, and the plugin it asks for."""
 
-TROUBLE = re.compile(r"error: .*|\S+: command not found|\S+ does not (?:see|answer).*|PMIX ERROR.*")
+TROUBLE = re.compile(
+    r"error: .*|\S+: command not found|\S+ does not (?:see|answer).*|PMIX ERROR.*|An error .*MPI_Init.*"
+)
 """What in the log of a job says what went wrong."""
 
 WORLD = "world.json"
@@ -148,7 +150,7 @@ def _read(run: RunDir, site: Site, split: Plan, late: Finding | None, job: Mappi
     better: dict[str, object] = {}
     if alone := ALONE.search(note):
         better = {"mpi": alone[1]}
-    elif PMIX_TROUBLE.search(log) and not run.finished:
+    elif site.mpi.startswith("pmix") and PMIX_TROUBLE.search(log) and not run.finished:
         better = {"environment": site.environment | HASH}
     world = run.attempt / WORLD
     return Trial(
