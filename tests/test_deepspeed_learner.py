@@ -398,11 +398,15 @@ def _write_by_buckets(folder: Path, rank: int, config: Config) -> None:
     deepspeed_learner.BUCKET_BYTES = SMALL_BUCKET
     gathered, peaks = deepspeed_learner.GatheredParameters, list[int]()
 
+    def whole() -> set[int]:
+        return {id(p) for p in learner._parameters.values() if p.ds_status == ZeroParamStatus.AVAILABLE}
+
     @contextmanager
     def noting(parameters: list[torch.nn.Parameter], *, enabled: bool) -> Iterator[None]:
+        before = whole()  # small ones stay as the last step has left them
         with gathered(parameters, enabled=enabled):
-            there = (p for p in learner._parameters.values() if p.ds_status == ZeroParamStatus.AVAILABLE)
-            peaks.append(sum(p.numel() * p.element_size() for p in there))
+            assert whole() <= before | {id(p) for p in parameters}
+            peaks.append(sum(p.numel() * p.element_size() for p in parameters))
             yield
 
     deepspeed_learner.GatheredParameters = noting

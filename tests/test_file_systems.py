@@ -31,7 +31,7 @@ from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExch
 from tba_hpc.backends.hdf5_shards import PendingShards, ShardWriter, read_shard
 from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.merger import MERGED_AT_ONCE, merge_pending
-from tba_hpc.metrics import MetricsWriter
+from tba_hpc.metrics import MetricsWriter, read_metrics
 from tba_hpc.prompts import CompletedRequests, Progress
 from tba_hpc.run import files
 from tba_hpc.run.checkpoints import TrainerState
@@ -466,6 +466,36 @@ def test_a_run_on_a_moody_file_system_loses_nothing_and_nobody(seed: int, tmp_pa
     verdict = audit(run)
     assert verdict.finished and verdict.clean, verdict.problems
     assert not list(run.shards.glob("*/*.refused"))
+
+
+def live_without_room(path: Path) -> None:
+    """A start on a disk that has no room for two of the checkpoints."""
+    full = ("step-000016", "step-000024")
+
+    def synced(flushed: Path) -> None:
+        if flushed.parent.name in full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    Moods(synced=synced).install(setattr)
+    tabular_run._live(path, None, 0)
+
+
+def test_a_run_goes_on_without_the_checkpoints_that_a_disk_has_no_room_for(tmp_path: Path) -> None:
+    run = RunDir.create(tabular_run.make_config(tmp_path, launch={"searchers": 2}))
+    run.begin_attempt()
+    process = multiprocessing.get_context("forkserver").Process(target=live_without_room, args=(run.path,))
+    process.start()
+    process.join(80)
+    assert process.exitcode == 0
+    records = read_metrics(run.metrics_file("trainer"))
+    saved, postponed = (
+        [record["step"] for record in records if record.get("event") == event]
+        for event in ("checkpoint", "postponed")
+    )
+    assert (saved, postponed) == ([8, 32, 40], [16, 24])
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-000032", "step-000040"]
+    verdict = audit(run)
+    assert verdict.finished and verdict.clean, verdict.problems
 
 
 def test_a_searcher_reads_no_shards_but_its_own(tmp_path: Path, moods: Moods) -> None:
