@@ -60,7 +60,7 @@ def test_a_good_set_up_is_one_world(cluster: Cluster, tmp_path: Path, doctor: Do
     assert world == {
         "name": "one MPI world",
         "level": "ok",
-        "found": "srun --mpi=pmix joined 3 ranks on node1 and node2 (het job)",
+        "found": "srun --mpi=pmix joined 3 ranks on node1 and node4 (het job)",
         "remedy": "",
     }
     assert findings["GPUs"]["found"].startswith("node1, node2: ")
