@@ -61,15 +61,15 @@ def test_a_good_set_up_is_one_world(cluster: Cluster, tmp_path: Path, doctor: Do
     assert world == {
         "name": "one MPI world",
         "level": "ok",
-        "found": "srun --mpi=pmix joined 4 ranks on node1 and node2 (het job)",
+        "found": "srun --mpi=pmix joined 4 ranks on node1 and node4 (het job)",
         "remedy": "",
     }
     rate = r"[\d.]+ GB/s"
-    between = rf"node1 to node2 by tcp: {rate}, \d+ µs for 8 bytes; weights to all nodes {rate}"
+    between = rf"node1 to node4 by tcp: {rate}, \d+ µs for 8 bytes; weights to all nodes {rate}"
     assert re.fullmatch(between, findings["MPI between nodes"]["found"])
     assert re.fullmatch(r"Open MPI v5[\d.]+, .*/lib/libmpi\.so\.40", findings["MPI library"]["found"])
     assert re.fullmatch(r"the library's client 5\S+ met server 4\S+", findings["PMIx"]["found"])
-    assert findings["GPUs"]["found"].startswith("node1, node2: ")
+    assert findings["GPUs"]["found"].startswith("node1, node4: ")
     assert findings["file system"]["level"] == "ok", "whatever it is, both nodes have seen it"
     assert findings["partition main"]["found"] == "6 nodes, jobs up to UNLIMITED"
     assert "30 s (GraceTime)" in findings["preemption in low"]["found"]
