@@ -1,7 +1,7 @@
 """The trainer's end where some searchers share its MPI world and others come and go over files.
 
 It must not know how either travels. Weights go to the MPI world first; once they lie whole in the memory of
-the leader's node, from however many trainer ranks, they are copied from there to the files, beside the loop.
+the leader's node, from however many trainer ranks, the next call copies them to the files, beside the loop.
 So those who come and go may get weights a moment later, and cost the others nothing.
 """
 
