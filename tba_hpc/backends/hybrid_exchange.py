@@ -1,7 +1,7 @@
 """The trainer's end where some searchers share its MPI world and others come and go over files.
 
 It must not know how either travels. Weights go to the MPI world first; once they lie whole in the memory of
-the leader's node, from however many trainer ranks, they are copied from there to the files, beside the loop.
+the leader's node, from however many trainer ranks, the next call copies them to the files, beside the loop.
 So those who come and go may get weights a moment later, and cost the others nothing.
 """
 
@@ -42,6 +42,7 @@ class HybridTrainerExchange:
         self._publishes = 0  # to the world
         self._passed_on = -1  # which of them the board has, or copies
         self._copying = False
+        self._closed = False
 
     def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
         """Publish to the world, from which the weights go on; see ports.TrainerExchange."""
@@ -74,6 +75,7 @@ class HybridTrainerExchange:
 
     def close(self) -> list[Shard]:
         """End the run on both sides; those who come and go look by themselves whether it is finished."""
+        self._closed = True
         return self._world.close() + self._board.close()
 
     def _pass_on(self) -> None:
@@ -81,7 +83,7 @@ class HybridTrainerExchange:
 
         Where the disk is slower than the trainer, some are left out.
         """
-        if not self._board.idle:
+        if self._closed or not self._board.idle:
             return
         self._copying = False
         found = self._world.arrived()

@@ -369,8 +369,9 @@ SCENARIOS = {
 }
 
 
-BESIDE_A_WORLD = ("weights", "shards", "pending")
-"""Those of a trainer that has searchers of both kinds: who comes and goes evaluates nothing, stops nobody."""
+BESIDE_A_WORLD = ("weights", "shards")
+"""Those of a trainer with searchers of both kinds: who comes and goes evaluates nothing, stops nobody, and
+gets weights once the trainer calls again after their round, which it does not in ``pending``."""
 
 
 def follow(slot: Callable[[], np.ndarray], flags: Flags, trainers: int, rank: int) -> None:
