@@ -97,7 +97,7 @@ def check_library(library: Library, site: Site) -> Finding:
 def cannot_load(said: str, site: Site) -> Finding:
     """What to do where mpi4py says that it cannot load a library."""
     found = f"mpi4py cannot load one (mpi_library: {site.mpi_library}): {said}"
-    if "libmpi.so.12" in said and site.mpi_library != WHEEL:
+    if "libmpi.so.12" in said:
         remedy = (
             "it wants an MPICH by this name: on a Cray load cray-mpich-abi; elsewhere link the library as "
             "libmpi.so.12 into a folder of yours, and name that in LD_LIBRARY_PATH under environment"

@@ -1,11 +1,13 @@
 """MPI libraries of a site in the place of the wheel's: Debian's Open MPI 4 and MPICH."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from test_local_launch import Launched
 
 from mpi.launch import ENVIRONMENT, OPTIONS, WHEEL, Mpi, run_processes, run_world
 from tba_hpc.doctor.loaded import LOOK, Library
@@ -50,7 +52,8 @@ def test_every_library_carries_weights_and_shards(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     mpi = WHEEL if name == "wheel" else request.getfixturevalue(name)
-    outcome = run_world(3, [PROGRAM, tmp_path], mpi=mpi, environment=local.SURVIVE_DEATHS)
+    environment = local.mpi_environment(tmp_path, mpi.environment)  # as on a laptop
+    outcome = run_world(3, [PROGRAM, tmp_path], mpi=mpi, environment=environment)
     assert outcome.code == 0, outcome.output
     facts = json.loads((tmp_path / "facts.json").read_text())
     version, own = CASES[name]
@@ -96,6 +99,19 @@ def test_a_laptop_uses_the_mpiexec_of_the_library_that_it_names(
     local.refuse_other_mpiexec(WHEEL.mpiexec)
     with pytest.raises(local.LaunchError, match=r"mpich is not Open MPI's .*unset MPI4PY_LIBMPI"):
         local.refuse_other_mpiexec(mpich.mpiexec)
+
+
+def test_a_run_on_this_machine_ends_well_under_open_mpi_4(
+    open_mpi_4: Mpi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "mpiexec").symlink_to(open_mpi_4.mpiexec)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    for name, value in open_mpi_4.environment.items():
+        monkeypatch.setenv(name, value)
+    launched = Launched(tmp_path, "finish", "mpi")
+    code, _, err = launched.end()
+    assert (code, err, len(launched.hits())) == (0, "", 3)
 
 
 def test_sums_over_ranks_are_measured(tmp_path: Path) -> None:
