@@ -325,9 +325,10 @@ def _compress_after(before: Future[None] | None, path: Path) -> None:
 
 def _plain(record: Mapping[str, Value]) -> Record:
     """A record as those see it who read its line."""
+    values: Mapping[str, Any] = record
     return {
         name: value if type(value) in PLAIN else _plain_value(value)
-        for name, value in record.items()
+        for name, value in values.items()
         if value is not None
     }
 

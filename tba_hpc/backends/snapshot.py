@@ -65,6 +65,7 @@ class Snapshot:
     def add(self, state: dict[str, Any], path: str) -> None:
         """Copy what ``torch.save`` is to write to ``path``."""
         save = partial(torch.save, state)
+        write: Callable[[], SummedFile]
         if self._where is None:
             write = partial(_write_file, Path(path), save)
         elif self._where != "memory":

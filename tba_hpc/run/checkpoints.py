@@ -167,6 +167,7 @@ def _or_nothing(folder: Path, complete: Callable[[], TrainerState]) -> TrainerSt
         if is_for_room(error) and not (folder / COMPLETE).exists():
             with suppress(OSError):
                 remove(folder)
+                _unfinished(folder).unlink(missing_ok=True)
         raise _told(error, folder) from error
 
 
