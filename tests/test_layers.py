@@ -21,7 +21,7 @@ LAYERS = [
     {"merger", "step_log", "search_log"},
     {"trainer", "searcher", "scorer", "online_evaluation", "backends", "tasks", "launch", "report"},
     {"ending", "placement"},
-    {"runtime", "audit", "evaluate", "doctor", "task_check"},
+    {"runtime", "audit", "evaluate", "doctor", "task_check", "planner"},
     {"submit"},
     {"cli"},
 ]
@@ -59,6 +59,7 @@ WITHOUT_TORCH = [
         "doctor.machine_checks",
         "launch.plan",
         "launch.sbatch",
+        "planner",
         "report.attempts",
         "report.curves",
         "report.page",

@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerBase as TransformersTokenizer
 from transformers.utils import logging as transformers_logging
 
 from tba_hpc.backends.file_tokenizer import NO_END
-from tba_hpc.backends.packed_groups import pack, sequences_per_row
+from tba_hpc.backends.packed_groups import pack
+from tba_hpc.batch import sequences_per_row
 from tba_hpc.config import ConfigError, Dtype
 from tba_hpc.types import WeightSlot
 
