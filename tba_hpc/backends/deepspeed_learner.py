@@ -114,6 +114,7 @@ class DeepSpeedLearner:
             self._policy,
             chunk_tokens=config.train.logprob_chunk_tokens,
             temperature=config.model.policy_temperature,
+            fp32_head=config.model.fp32_head,
         )
         self._engine = _make_engine(config, logprobs.train())
         gpu, where = group.device.type == "cuda", config.checkpoint.snapshot

@@ -66,7 +66,7 @@ class Need:
 def activation_bytes(shape: Shape, weight_bytes: int) -> float:
     """What a layer keeps of a token for the backward pass, without checkpointing; transformers, SDPA.
 
-    RMSNorm keeps float32 copies; LayerNorm keeps its input. GPT-2's own GELU keeps every step of its formula.
+    RMSNorm keeps float32 copies; LayerNorm keeps its input; GPT-2's GELU keeps steps of its formula.
     """
     heads = 3 * shape.query + 2 * shape.key_value
     if shape.gated:
@@ -74,7 +74,7 @@ def activation_bytes(shape: Shape, weight_bytes: int) -> float:
         mlp = 4 * shape.inner * shape.experts_per_token
     else:
         norms = 5 * weight_bytes * shape.hidden
-        mlp = (9 if shape.kind == "gpt2" else 2) * shape.inner
+        mlp = (4.5 if shape.kind == "gpt2" else 2) * shape.inner
     return norms + weight_bytes * (heads + mlp)
 
 
