@@ -35,6 +35,20 @@ def split(batch: TrajectoryBatch, ranks: int) -> list[TrajectoryBatch]:
     return [take_groups(batch, groups) for groups in balance(batch, ranks)]
 
 
+def sequences_per_row(group_size: int, *, prompt: float, completion: float, width: int) -> int:
+    """How many of a group's sequences to put into one row: the divisor of its size that costs least.
+
+    prompt, completion: mean tokens; width: the model's hidden size D. A token costs a transformer layer about
+    24·D² operations in its linear maps and 4·D for every token of its row in attention, visible or not.
+    """
+
+    def operations(sequences: int) -> float:
+        row = prompt + sequences * completion
+        return row * (6 * width + row) / sequences
+
+    return min((s for s in range(1, group_size + 1) if group_size % s == 0), key=operations)
+
+
 def with_reference_power(batch: TrajectoryBatch, power: float) -> TrajectoryBatch:
     """The same batch with the reference π_ref^power, which need not add up to 1: log Ẑ absorbs its sum."""
     return replace(batch, ref_logprobs=batch.ref_logprobs * np.float32(power))

@@ -357,6 +357,34 @@ def greet(verb: str, run: RunPath, gpus: bool = False) -> None:
         raise typer.Exit(REFUSED) from None
 
 
+@app.command("plan")
+def plan_run(
+    config: Annotated[Path, typer.Argument(help="A YAML config, or the name of a shipped one.")],
+    site: Annotated[Path | None, typer.Option(help="The cluster, as for tba submit.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Kind of GPU, such as a100-40 or h100-80.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of this machine; default: enough.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes in all, as for tba submit.")] = None,
+    prompt_tokens: Annotated[float | None, typer.Option(min=1, help="Mean length of a prompt.")] = None,
+    completion_tokens: Annotated[float | None, typer.Option(min=1, help="Mean of a completion.")] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Reckon whether a run fits on GPUs, how fast it is and what it costs; exit 1 where it does not fit."""
+    from tba_hpc import planner
+
+    fits = planner.plan_run(
+        load_config(config, overrides),
+        site=site,
+        gpu=gpu,
+        gpus=gpus,
+        nodes=nodes,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        as_json=as_json,
+    )
+    raise typer.Exit(int(not fits))
+
+
 @app.command()
 def audit(run: RunPath, as_json: AsJson = False) -> None:
     """Prove from the files of RUN that nothing was lost, doubled or skipped; exit 1 where something was."""

@@ -70,6 +70,10 @@ class ModelSection(Section):
     objective (rloo, proximal_rloo, grpo, dr_grpo) and oapl, which need samples of the very policy that they
     train."""
 
+    fp32_head: bool = True
+    """Whether bfloat16 logits are taken in float32, in learner, reference and engine alike, instead of being
+    rounded once more: what both say of a token then differs less. float32 weights have no other logits."""
+
     @property
     def policy_temperature(self) -> float:
         """T: ``logprob_temperature``, 1 where none is given."""
@@ -112,13 +116,18 @@ class GeneratorSection(Section):
     prompts_in_flight: MayChange[int] = Field(8, ge=1)
     """Prompts that a searcher's engine works on at once."""
     kv_cache_mb: MayChange[int | None] = Field(None, ge=1)
-    """Memory for the engine's KV cache, MiB; none: what gpu_memory_utilization leaves."""
+    """Memory for the engine's KV cache on each of its GPUs, MiB; none: what gpu_memory_utilization leaves, as
+    measured while the engine is built, and so wrong where other ranks of the same GPU start meanwhile."""
     gpu_memory_utilization: MayChange[float] = Field(0.85, gt=0, le=1)
-    """Share of a GPU's memory that the engine may take; the reference policy needs room beside it."""
+    """Share of a GPU's memory that the engine may take; the reference policy needs room beside it. That much
+    must be free when the engine starts, also where kv_cache_mb says what it takes."""
     tensor_parallel: MayChange[int] = Field(1, ge=1)
     """GPUs per engine; it must divide the model's attention heads."""
     deadline_seconds: MayChange[float] = Field(300.0, gt=0)
-    """Longest silence of an engine, at work or while it is built, s; then it is killed and built anew."""
+    """Longest silence of an engine at work, s; then it is killed and built anew."""
+    start_seconds: MayChange[float] = Field(1800.0, gt=0)
+    """Longest time for building an engine, s: its imports, the weights from the disk, compilation; then it is
+    killed and built anew. A large model on a slow file system takes minutes."""
 
     @model_validator(mode="after")
     def _ranges_are_in_order(self) -> GeneratorSection:

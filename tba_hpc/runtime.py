@@ -406,6 +406,7 @@ def _load_reference(run: RunDir, config: Config) -> Reference:
         load_policy(config.model.path, config.model.dtype),
         chunk_tokens=config.train.logprob_chunk_tokens,
         temperature=config.model.policy_temperature,
+        fp32_head=config.model.fp32_head,
         policy_of=lambda step: load_policy(str(run.reference(step)), config.model.dtype),
     )
 

@@ -93,7 +93,9 @@ def test_shipped_files_go_by_name() -> None:
         == by_path.stdout
     )
     unknown = tba("submit", *options, "--config", "tldr_pythia")
-    assert unknown.returncode == 2 and "shipped: math_gsm8k, math_qwen7b, " in unknown.stderr
+    assert (
+        unknown.returncode == 2 and "shipped: math_gsm8k, math_gsm8k_one_gpu, math_qwen7b, " in unknown.stderr
+    )
     refused = tba("doctor", "--site", "generik")
     assert refused.returncode == 2 and "shipped: a100x4-pmix, cray-homogeneous, " in refused.stderr
 

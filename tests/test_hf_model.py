@@ -169,6 +169,28 @@ def test_bfloat16_takes_the_softmax_in_float32() -> None:
     torch.testing.assert_close(chunked[:, 1:].double(), exact, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("chunk_tokens", [3, 1000])
+def test_a_float32_head_does_not_round_the_logits(chunk_tokens: int) -> None:
+    """Of bfloat16 weights and hidden states, with a bias: the float64 values; gradients are as without it."""
+    draw = torch.Generator().manual_seed(0)
+    layer = torch.nn.Linear(64, 300)
+    layer.load_state_dict({"weight": torch.randn(300, 64, generator=draw), "bias": torch.ones(300)})
+    layer = layer.bfloat16()
+    hidden = torch.randn(200, 64, generator=draw).bfloat16()
+    token = torch.randint(300, (200,), generator=draw)
+    logits = copy.deepcopy(layer).double()(hidden.double()) / 0.7
+    exact = logits.log_softmax(1)[torch.arange(200), token].detach()
+
+    def error(fp32: bool) -> tuple[float, torch.Tensor]:
+        found = LogprobHead(layer, chunk_tokens, 0.7, fp32=fp32)(hidden, token)
+        (gradient,) = torch.autograd.grad(found.sum(), layer.weight)
+        return (found.double() - exact).abs().max().item(), gradient.double()
+
+    (rounded, expected), (unrounded, gradient) = error(False), error(True)
+    assert unrounded < 1e-4 < 0.01 < rounded
+    assert (gradient - expected).norm() < 0.02 * expected.norm()
+
+
 def test_the_output_layers_gradient_in_chunks_is_as_exact_as_at_once() -> None:
     """In bfloat16, against float64: what chunks add up to is rounded once, not once per chunk."""
     draw = torch.Generator().manual_seed(0)

@@ -113,6 +113,17 @@ def test_the_reference_stays_frozen(model: PreTrainedModel) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_it_takes_no_gpu_memory_before_it_is_asked(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that is being built beside it would take that for its own. This torch has no CUDA."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    reference = HfReference(model, chunk_tokens=64, policy_of=lambda _: model)
+    reference.load(3)
+    with pytest.raises(AssertionError, match="not compiled with CUDA"):
+        reference.logprobs(_group([5]))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_reset_reference_is_the_exported_policy(tied: bool, tmp_path: Path) -> None:
     """Bit by bit that of a reference which begins with it, in the memory of the one before."""

@@ -21,7 +21,7 @@ LAYERS = [
     {"merger", "step_log", "search_log"},
     {"trainer", "searcher", "scorer", "online_evaluation", "backends", "tasks", "launch", "report"},
     {"ending", "placement", "resources", "order", "elastic"},
-    {"runtime", "audit", "evaluate", "doctor", "task_check"},
+    {"runtime", "audit", "evaluate", "doctor", "planner", "task_check"},
     {"submit", "lend", "fetch"},
     {"cli"},
 ]
@@ -64,6 +64,7 @@ WITHOUT_TORCH = [
         "launch.sbatch",
         "launch.sides",
         "launch.snapshot",
+        "planner",
         "report.attempts",
         "report.curves",
         "report.page",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tba_hpc.backends.packed_groups import pack, sequences_per_row
+from tba_hpc.backends.packed_groups import pack
+from tba_hpc.batch import sequences_per_row
 
 TOKENS = torch.tensor([[7, 8, 1, 2, 0], [7, 8, 3, 0, 0], [9, 4, 5, 6, 2], [9, 1, 0, 0, 0]])
 PROMPT_LENGTH = torch.tensor([2, 2, 1, 1])

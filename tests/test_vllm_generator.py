@@ -12,14 +12,15 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tiny_models import make_random_model, make_tokenizer
+from tiny_models import FAMILIES, make_family_model, make_random_model, make_tokenizer
 from transformers import PreTrainedModel
 
 from tba_hpc.backends.hf_model import load_policy
 from tba_hpc.backends.hf_reference import HfReference
-from tba_hpc.backends.vllm_generator import VllmGenerator
-from tba_hpc.config import ConfigError, GeneratorSection, ModelSection
+from tba_hpc.backends.vllm_generator import KEYS, VllmGenerator, remedy
+from tba_hpc.config import ConfigError, Dtype, GeneratorSection, ModelSection
 from tba_hpc.ports import EngineError
+from tba_hpc.tasks.redteam import VICTIM_KEYS
 from tba_hpc.types import Group, Prompt, Publication, Request, Sampling, WeightLayout, WeightUpdate
 
 pytestmark = pytest.mark.engine
@@ -64,11 +65,21 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def _generator(
-    folder: Path, *, context: int = CONTEXT, policy_temperature: float = 1.0, **options: object
+    folder: Path,
+    *,
+    context: int = CONTEXT,
+    policy_temperature: float = 1.0,
+    dtype: Dtype = "float32",
+    fp32_head: bool = True,
+    **options: object,
 ) -> VllmGenerator:
     """options: of the section."""
     model = ModelSection(
-        path=str(folder), dtype="float32", context_length=context, logprob_temperature=policy_temperature
+        path=str(folder),
+        dtype=dtype,
+        context_length=context,
+        logprob_temperature=policy_temperature,
+        fp32_head=fp32_head,
     )
     section = GeneratorSection(
         completions_per_prompt=4, prompts_in_flight=SEQUENCES // 4, kv_cache_mb=16, **options
@@ -423,7 +434,7 @@ def test_an_engine_that_fails_is_rebuilt_and_loses_nothing(served: Served) -> No
     groups, rebuilds = _begin(generator, 100), generator.rebuilds
     for number in failures:
         failed = generator._engine
-        failed._deadline = 1.0
+        failed._start_seconds = failed._deadline_seconds = 1.0
         os.kill(failed.pid, number)
         while generator._engine is failed:
             groups += generator.step()
@@ -444,6 +455,122 @@ def test_it_gives_up_where_no_engine_survives(tmp_path: Path) -> None:
             assert generator.step() == []
     assert generator.rebuilds == 3
     generator.close()
+
+
+def test_building_has_a_limit_of_its_own(served: Served, tmp_path: Path) -> None:
+    """An engine is silent while it is built, for longer than one at work may be; that, too, has an end."""
+    generator = _generator(served.folder, deadline_seconds=0.5)
+    while not generator._engine.ready:
+        assert generator.step() == []
+    assert generator.rebuilds == 0
+    generator.close()
+    generator = _generator(served.folder, start_seconds=0.2)
+    late = r"died 4 times .*\(the last one was not built within generator.start_seconds=0.2\)"
+    with pytest.raises(EngineError, match=late):
+        while True:
+            assert generator.step() == []
+    generator.close()
+
+
+def test_an_engines_process_cannot_start_cuda_by_asking_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it could not fork its workers, which vLLM's variable rules out besides; whatever the user set."""
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
+    generator = _generator(tmp_path)
+    environment = Path(f"/proc/{generator._engine.pid}/environ").read_text().split("\0")
+    assert {"PYTORCH_NVML_BASED_CUDA_CHECK=1", "VLLM_WORKER_MULTIPROC_METHOD=spawn"} <= set(environment)
+    assert not any(line.startswith("OMPI_") for line in environment)
+    generator.close()
+
+
+@pytest.mark.parametrize("keys", [KEYS, VICTIM_KEYS], ids=["policy", "victim"])
+def test_a_remedy_names_the_key_that_helps(keys: Sequence[str]) -> None:
+    """By what vLLM 0.32 says: of memory that is not free, of a KV cache that is too small, of all else."""
+    share, cache = next(k for k in keys if "gpu_memory" in k), next(k for k in keys if "kv_cache" in k)
+    taken = "Free memory on device cuda:0 (20/80 GiB) on startup is less than desired GPU memory utilization"
+    assert remedy(taken, keys) == f"lower {share}, or let fewer ranks share a GPU"
+    for small in (
+        "No available memory for the cache blocks",
+        "To serve at least one request with the model's max seq len (640), (0.08 GiB KV cache is needed",
+    ):
+        assert remedy(small, keys).startswith(f"raise {cache} or, where it is not set, {share}, or lower ")
+    assert share in remedy("Total number of attention heads must be divisible", keys)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_models_of_other_families_follow_their_training(kind: str, tmp_path: Path) -> None:
+    """Fused projections, biases, experts, a transposed table: all of it is replaced, and nothing else."""
+    first, other = (make_family_model(tmp_path / name, kind, seed=seed) for seed, name in enumerate("ab"))
+    generator = _generator(first)
+    _assert_logprobs_of(load_policy(str(first), "float32"), _generate(generator, *map(_request, range(4))))
+    model = load_policy(str(other), "float32")
+    generator.load(_update(model, 1))
+    groups = _generate(generator, *map(_request, range(4)))
+    assert all((group.versions == 1).all() for group in groups)
+    _assert_logprobs_of(model, groups)
+    _close(generator)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost", "told"),
+    [
+        ("qwen2", "model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.down_proj.weight"),
+        ("qwen2", "model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.qkv_proj"),
+        ("qwen3_moe", "model.layers.1.mlp.experts.down_proj", "model.layers.1.mlp.experts"),
+    ],
+)
+def test_weights_that_lack_a_tensor_are_refused(kind: str, lost: str, told: str, tmp_path: Path) -> None:
+    """One on its own, a part of one that vLLM fuses, and one of experts: vLLM itself only logs the first."""
+    folder = make_family_model(tmp_path, kind)
+    generator, whole = _generator(folder), load_policy(str(folder), "float32")
+    parent, _, name = lost.rpartition(".")
+    delattr(whole.get_submodule(parent), name)
+    generator.load(_update(whole, 1))
+    with pytest.raises(ConfigError, match=f"vLLM cannot follow .*took no new value, .*{told}") as refused:
+        while True:
+            assert generator.step() == []
+    assert "\n" not in str(refused.value) and generator.version == 0
+    generator.close()
+
+
+def test_logits_in_float32_are_not_rounded(tmp_path: Path) -> None:
+    """Of bfloat16 weights, by engine and reference alike, also after an update.
+
+    The model's layers add nothing, so that its hidden states are the same wherever they are computed, and the
+    float64 log-probabilities can be told.
+    """
+    folder = make_random_model(tmp_path / "model", tied=False, seed=1, context=CONTEXT, dtype=torch.bfloat16)
+    model = load_policy(str(folder), "bfloat16")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(8)
+        for layer in model.base_model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    found = {fp32_head: _errors(folder, model, fp32_head) for fp32_head in (True, False)}
+    assert max(found[True]) < 1e-4 and min(found[False]) > 1e-3
+
+
+def _errors(folder: Path, model: PreTrainedModel, fp32_head: bool) -> tuple[float, float]:
+    """Of the log-probabilities of engine and reference: the largest difference to those in float64."""
+    generator = _generator(folder, dtype="bfloat16", fp32_head=fp32_head)
+    generator.load(_update(model, 1, "BF16"))
+    groups = _generate(generator, *map(_request, range(4)))
+    _close(generator)
+    reference = HfReference(model, chunk_tokens=64, fp32_head=fp32_head)
+    engines, references = 0.0, 0.0
+    for group in groups:
+        for completion, row in zip(group.completions, reference.logprobs(group), strict=True):
+            before = np.concatenate([group.request.prompt.tokens[-1:], completion.tokens[:-1]])
+            with torch.no_grad():
+                hidden = model.base_model(input_ids=torch.from_numpy(before.astype(np.int64))[None])[0][0]
+                logits = hidden.double() @ model.get_output_embeddings().weight.double().T
+            places = torch.from_numpy(completion.tokens.astype(np.int64))[:, None]
+            exact = logits.log_softmax(1).gather(1, places)[:, 0].numpy()
+            engines = max(engines, float(np.abs(completion.logprobs - exact).max()))
+            references = max(references, float(np.abs(row - exact).max()))
+    return engines, references
 
 
 ABANDONED = """

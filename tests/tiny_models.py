@@ -7,7 +7,13 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 EOS = "<eos>"
 SPECIAL = [EOS, "<pad>", "<unk>"]
@@ -69,4 +75,39 @@ def make_random_model(
     )
     LlamaForCausalLM(config).to(dtype=dtype).save_pretrained(folder)
     make_tokenizer(vocab, eos=eos).save_pretrained(folder)
+    return folder
+
+
+FAMILIES: dict[str, dict[str, object]] = {
+    "qwen2": {"num_key_value_heads": 1},
+    "qwen3": {"num_key_value_heads": 1, "head_dim": HEAD_SIZE},
+    "qwen3_moe": {
+        **{"num_key_value_heads": 1, "head_dim": HEAD_SIZE, "norm_topk_prob": True},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    },
+    "gpt_neox": {"rotary_pct": 0.5},
+    "gpt2": {
+        "n_positions": 256,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 2,
+        "resid_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+}
+"""Models unlike Llama, by their type, with what else their config says."""
+
+
+def make_family_model(folder: Path, kind: str, *, seed: int = 0, vocab: int = 130) -> Path:
+    """As make_random_model, of another family; the vocabulary is not a multiple of what engines pad it to."""
+    torch.manual_seed(seed)
+    size = {} if kind == "gpt2" else {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    wide = {} if kind == "gpt2" else {"intermediate_size": 128, "max_position_embeddings": 256}
+    ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
+    config = AutoConfig.for_model(
+        kind, vocab_size=vocab, initializer_range=0.15, **size, **wide, **ends, **FAMILIES[kind]
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    make_tokenizer(vocab).save_pretrained(folder)
     return folder

@@ -1,6 +1,6 @@
 """Measures the learner, the reference policy and an engine's load of weights against the machine itself.
 
-    python tools/bench_gpu.py [--device cuda|cpu] [--zero-stage 2] [--json]
+    python tools/bench_gpu.py [--device cuda|cpu] [--zero-stage 2] [--out bench_gpu.json]
 
 Needs an NVIDIA GPU with 40 GB, and nobody has run it on one yet: its figures are to come. ``--device cpu``
 takes a tiny model through the same code, to see that it runs.
@@ -11,23 +11,27 @@ divided by the machine's best, measured in the same run: of one large bfloat16 m
 FLOP, or of one plain copy of as many bytes. Counted as FLOP is what the mathematics needs: 2 per weight and
 token forward, twice that backward, causal attention, the output layer at completion tokens; what is computed
 again is not. Memory is divided by 18 bytes a parameter: weights, float32 gradients and master weights, AdamW.
+Every row is printed and saved as soon as it is measured, so that what fails later loses none.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import resource
+import string
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
@@ -35,7 +39,7 @@ from tba_hpc.backends.hf_model import load_policy
 from tba_hpc.backends.hf_reference import HfReference
 from tba_hpc.backends.vllm_generator import VllmGenerator
 from tba_hpc.config import Config, parse_config
-from tba_hpc.report.tables import Cell, print_rows
+from tba_hpc.run.files import write_atomic
 from tba_hpc.types import (
     Completion,
     Group,
@@ -57,7 +61,10 @@ WIDTH = 4
 STATE_BYTES = 18
 """Of a parameter in training."""
 
-Row = dict[str, Cell]
+BLOCK_TOKENS = 128
+"""Multiple of the tokens of any block in which an engine keeps its attention cache."""
+
+Row = dict[str, str | float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +81,13 @@ class Shape:
     completion: int
     matmul: int
     """Rows and columns of the matrices by whose product the machine is measured."""
+
+    @property
+    def kv_cache_mb(self) -> int:
+        """Of the attention cache of a group in bfloat16; every head has keys and values of its own."""
+        blocks = math.ceil((self.prompt + self.completion) / BLOCK_TOKENS)
+        token_bytes = 2 * 2 * self.layers * self.hidden
+        return math.ceil(self.group_size * blocks * BLOCK_TOKENS * token_bytes / (1 << 20))
 
     def forward_flops(self, rows: int, length: int, *, after: int = 0, scored: int) -> float:
         """Of ``rows`` sequences of ``length`` new tokens ``after`` others; ``scored``: tokens with logits."""
@@ -106,47 +120,48 @@ def main() -> None:
     elif not torch.cuda.is_available():
         sys.exit("bench_gpu: needs an NVIDIA GPU, and torch sees none here; --device cpu only tries the code")
     shape = SHAPES[options.device]
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
         config = make_config(make_model(Path(scratch) / "model", shape), shape, options.zero_stage)
-        rows = measure(config, shape, Path(scratch), torch.device(options.device))
-    print_rows(rows, as_json=options.json)
+        for row in measure(config, shape, Path(scratch), torch.device(options.device)):
+            rows.append(row)
+            print(line_of(row), flush=True)
+            write_atomic(options.out, json.dumps(rows, indent=2))
 
 
-def measure(config: Config, shape: Shape, scratch: Path, device: torch.device) -> list[Row]:
+def measure(config: Config, shape: Shape, scratch: Path, device: torch.device) -> Iterator[Row]:
     """All figures; learner, reference and engine follow each other, so that each has the GPU to itself."""
     rate = matmul_rate(shape.matmul, device)
-    rows, layout, weights = measure_learner(config, shape, scratch / "store", device, rate)
+    yield _row("matrix product, TFLOP/s", 1e-12, rate, rate)
+    layout, weights = yield from measure_learner(config, shape, scratch / "store", device, rate)
     torch.cuda.empty_cache()
-    rows.append(measure_reference(config, shape, rate))
+    yield measure_reference(config, shape, rate)
     torch.cuda.empty_cache()
     _, copy = copy_seconds(weights, device)
-    rows.append(_row("weights loaded by an engine, ms", 1e3, load_seconds(config, layout, weights), copy))
-    return rows
+    yield _row("weights loaded by an engine, ms", 1e3, load_seconds(config, layout, weights), copy)
 
 
 def measure_learner(
     config: Config, shape: Shape, store: Path, device: torch.device, rate: float
-) -> tuple[list[Row], WeightLayout, np.ndarray]:
-    """Figures of one trainer rank; its weights, uint8 [layout.nbytes], and their layout."""
+) -> Generator[Row, None, tuple[WeightLayout, np.ndarray]]:
+    """Figures of one trainer rank; returns the layout of its weights, and these, uint8 [layout.nbytes]."""
     store.mkdir()
     learner = DeepSpeedLearner.create(config, rank=0, ranks=1, store=store, deadline=600)
     layout, weights, batch = learner.layout, np.zeros(learner.layout.nbytes, np.uint8), make_batch(shape)
     step = best(lambda: learner.step(batch, learning_rate=1e-6, beta=0.1))
-    peak = peak_bytes(device)
+    yield _row("optimizer step, ms", 1e3, step, 3 * batch_flops(shape) / rate)
+    yield _row("peak memory, GB", 1e-9, peak_bytes(device), STATE_BYTES * layout.nbytes / 2)
     copied, (copy, _) = best(lambda: learner.write_weights(weights)), copy_seconds(weights, device)
+    yield _row("weights copied out, ms", 1e3, copied, copy)
     learner.close()
-    rows = [
-        _row("optimizer step, ms", 1e3, step, 3 * batch_flops(shape) / rate),
-        _row("peak memory, GB", 1e-9, peak, STATE_BYTES * layout.nbytes / 2),
-        _row("weights copied out, ms", 1e3, copied, copy),
-    ]
-    return rows, layout, weights
+    return layout, weights
 
 
 def measure_reference(config: Config, shape: Shape, rate: float) -> Row:
     """The reference policy on one group."""
     chunk = config.train.logprob_chunk_tokens
-    reference = HfReference(load_policy(config.model.path, config.model.dtype), chunk_tokens=chunk)
+    policy = load_policy(config.model.path, config.model.dtype)
+    reference = HfReference(policy, chunk_tokens=chunk, fp32_head=config.model.fp32_head)
     group = make_group(shape)
     seconds = best(lambda: reference.logprobs(group))
     return _row("reference log-probabilities of a group, ms", 1e3, seconds, group_flops(shape) / rate)
@@ -215,7 +230,7 @@ def group_flops(shape: Shape) -> float:
 
 
 def make_model(folder: Path, shape: Shape) -> Path:
-    """A Llama model with random weights, and a tokenizer that knows one word."""
+    """A Llama model with random weights, and a tokenizer of one token per printable character."""
     torch.manual_seed(0)
     heads = shape.hidden // shape.head_size
     config = LlamaConfig(
@@ -230,8 +245,13 @@ def make_model(folder: Path, shape: Shape) -> Path:
         eos_token_id=0,
     )
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(folder)
+    known = ["<eos>", "<unk>", *string.printable]
+    known += [f"<{token}>" for token in range(len(known), shape.vocabulary)]
+    words = {word: token for token, word in enumerate(known)}
+    characters = Tokenizer(models.BPE(words, [], unk_token="<unk>"))
+    characters.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<eos>", unk_token="<unk>")
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -245,7 +265,11 @@ def make_config(model: Path, shape: Shape, zero_stage: int) -> Config:
                 "completions_per_prompt": shape.group_size,
                 "zero_stage": zero_stage,
             },
-            "generator": {"max_tokens": shape.completion, "kv_cache_mb": 64, "gpu_memory_utilization": 0.5},
+            "generator": {
+                "max_tokens": shape.completion,
+                "kv_cache_mb": shape.kv_cache_mb,
+                "gpu_memory_utilization": 0.5,
+            },
             "launch": {"trainers": 1},
         }
     )
@@ -280,7 +304,14 @@ def make_group(shape: Shape) -> Group:
     return Group(request, tuple(completions), np.zeros((shape.group_size, 2), np.int32))
 
 
-# --- The table ---
+# --- The rows ---
+
+
+def line_of(row: Row) -> str:
+    """A row, in text."""
+    what, *numbers = row.values()
+    measured, at_best, ratio = (f"{number:,.4g}" for number in numbers)
+    return f"{what:45}{measured:>12}   at best {at_best:>12}   ratio {ratio}"
 
 
 def _row(what: str, unit: float, measured: float, at_best: float) -> Row:
@@ -291,7 +322,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=list(SHAPES), default="cuda", help="cpu only tries the code")
     parser.add_argument("--zero-stage", type=int, default=2, choices=(1, 2, 3))
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--out", type=Path, default=Path("bench_gpu.json"), help="file of the rows")
     return parser.parse_args()
 
 

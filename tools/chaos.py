@@ -70,6 +70,7 @@ SETTINGS = (
     "evaluate.test_prompts=64",
     "exchange.deadline_seconds=60",
     "generator.deadline_seconds=40",
+    "generator.start_seconds=40",
 )
 
 STEPS_BETWEEN = 4

@@ -115,6 +115,7 @@ class DeepSpeedLearner:
             self._policy,
             chunk_tokens=config.train.logprob_chunk_tokens,
             temperature=config.model.policy_temperature,
+            fp32_head=config.model.fp32_head,
         )
         self._engine = _make_engine(config, logprobs.train())
         self._copy_scripts = self._engine._copy_recovery_script  # small files that are written then and there

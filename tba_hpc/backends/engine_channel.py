@@ -29,7 +29,8 @@ READ_BYTES = 1 << 20
 class EngineSettings(msgspec.Struct):
     """The engine wanted; it stands on the command line of its process.
 
-    logprob_temperature: T of the policy, softmax(logits/T). stop: texts that end a completion.
+    logprob_temperature: T of the policy, softmax(logits/T). fp32_head: logits are float32, also of bfloat16
+    weights. stop: texts that end a completion.
     """
 
     model: str
@@ -40,6 +41,7 @@ class EngineSettings(msgspec.Struct):
     gpu_memory_utilization: float
     tensor_parallel: int
     logprob_temperature: float
+    fp32_head: bool
     stop: tuple[str, ...]
     seed: int
 
@@ -88,6 +90,12 @@ class Loaded(Message):
     seconds: float
 
 
+class Misfit(Message):
+    """From the engine: the weights given last left some of its own as they were, as the reason says."""
+
+    reason: str
+
+
 class Finished(Message):
     """All completions of a request, K of them with T tokens in all, as flat arrays.
 
@@ -116,7 +124,7 @@ class Progress(Message):
 
 
 Command = Submit | Load
-Answer = Ready | Refused | Died | Loaded | Progress
+Answer = Ready | Refused | Died | Loaded | Misfit | Progress
 
 COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

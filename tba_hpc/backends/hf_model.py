@@ -8,7 +8,7 @@ Shape letters: N sequences, L padded length, T completion tokens in all, D hidde
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerBase as TransformersTokenizer
 from transformers.utils import logging as transformers_logging
 
 from tba_hpc.backends.file_tokenizer import NO_END
-from tba_hpc.backends.packed_groups import pack, sequences_per_row
+from tba_hpc.backends.packed_groups import pack
+from tba_hpc.batch import sequences_per_row
 from tba_hpc.config import ConfigError, Dtype
 from tba_hpc.types import WeightSlot
 
@@ -147,17 +148,25 @@ class PolicyLogprobs(nn.Module):
     Equal to ``log_softmax(model(tokens).logits / temperature)`` gathered at the next tokens, but only
     completion positions pass the output layer, ``chunk_tokens`` at a time, and their logits are computed
     again in the backward pass instead of being kept; and completions of one prompt share its computation,
-    where the model allows it. log-sum-exp is taken in float32 whatever the model's dtype.
+    where the model allows it. log-sum-exp is taken in float32 whatever the model's dtype; with ``fp32_head``
+    the logits are, too, instead of being rounded to that dtype first.
 
     Models that change the logits after the output layer (soft caps, scales) are refused with a ConfigError:
     nothing here could know how.
     """
 
-    def __init__(self, model: PreTrainedModel, *, chunk_tokens: int, temperature: float = 1.0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        chunk_tokens: int,
+        temperature: float = 1.0,
+        fp32_head: bool = False,
+    ) -> None:
         super().__init__()
         _require_plain_logits(model)
         self.model = model
-        self.head = LogprobHead(model.get_output_embeddings(), chunk_tokens, temperature)
+        self.head = LogprobHead(model.get_output_embeddings(), chunk_tokens, temperature, fp32=fp32_head)
         self._packs = _takes_any_mask(model)
 
     def forward(
@@ -194,23 +203,27 @@ class PolicyLogprobs(nn.Module):
 class LogprobHead(nn.Module):
     """The output layer of a model as a function from hidden states to log-probabilities of given tokens.
 
-    The policy is softmax(logits / temperature), and so the float32 logits are divided.
+    The policy is softmax(logits / temperature), and so the float32 logits are divided. fp32: they have never
+    been anything else, whatever the type of weights and hidden states, which the gradient's products keep.
     A module of its own, owning the (shared) parameters, so that ZeRO-3 gathers them around it, once for
     all chunks.
     """
 
-    def __init__(self, output_layer: nn.Module, chunk_tokens: int, temperature: float = 1.0) -> None:
+    def __init__(
+        self, output_layer: nn.Module, chunk_tokens: int, temperature: float = 1.0, *, fp32: bool = False
+    ) -> None:
         super().__init__()
         assert isinstance(output_layer, nn.Linear)
         self.weight = output_layer.weight
         self.bias = output_layer.bias
         self._chunk_tokens = chunk_tokens
         self._temperature = temperature
+        self._fp32 = fp32
 
     def forward(self, hidden_TD: Tensor, token_T: Tensor) -> Tensor:
         """float32 [T]."""
         logprob_T: Tensor = _ChunkedLogprob.apply(
-            hidden_TD, self.weight, self.bias, token_T, self._chunk_tokens, self._temperature
+            hidden_TD, self.weight, self.bias, token_T, self._chunk_tokens, self._temperature, self._fp32
         )
         return logprob_T
 
@@ -227,15 +240,17 @@ class _ChunkedLogprob(torch.autograd.Function):
         token_T: Tensor,
         chunk_tokens: int,
         temperature: float,
+        fp32: bool,
     ) -> Tensor:
         logprob_T = torch.empty(len(token_T), device=hidden_TD.device)
         normalizer_T = torch.empty_like(logprob_T)
+        logits_of = _output_layer(weight_VD, bias_V, temperature, fp32)
         for rows in _chunks(len(token_T), chunk_tokens):
-            logits = _logits(hidden_TD[rows], weight_VD, bias_V, temperature)
+            logits = logits_of(hidden_TD[rows])
             normalizer_T[rows] = logits.logsumexp(1)
             logprob_T[rows] = logits.gather(1, token_T[rows, None])[:, 0] - normalizer_T[rows]
         ctx.save_for_backward(hidden_TD, weight_VD, bias_V, token_T, normalizer_T)
-        ctx.chunk_tokens, ctx.temperature = chunk_tokens, temperature
+        ctx.chunk_tokens, ctx.temperature, ctx.fp32 = chunk_tokens, temperature, fp32
         return logprob_T
 
     @staticmethod
@@ -246,8 +261,9 @@ class _ChunkedLogprob(torch.autograd.Function):
         total = partial(torch.zeros_like, dtype=torch.float32)  # in bfloat16 each chunk would round the sum
         weight_grad = total(weight_VD) if ctx.needs_input_grad[1] else None
         bias_grad = total(bias_V) if ctx.needs_input_grad[2] else None
+        logits_of = _output_layer(weight_VD, bias_V, ctx.temperature, ctx.fp32)
         for rows in _chunks(len(token_T), ctx.chunk_tokens):
-            logits = _logits(hidden_TD[rows], weight_VD, bias_V, ctx.temperature)
+            logits = logits_of(hidden_TD[rows])
             slope_T1 = grad_T[rows, None] / ctx.temperature
             logits.sub_(normalizer_T[rows, None]).exp_().mul_(-slope_T1)
             logits.scatter_add_(1, token_T[rows, None], slope_T1)
@@ -257,13 +273,30 @@ class _ChunkedLogprob(torch.autograd.Function):
                 _add_product(weight_grad, logits_grad.T, hidden_TD[rows])
             if bias_grad is not None:
                 bias_grad += logits_grad.sum(0, dtype=torch.float32)
-        return hidden_grad, weight_grad, bias_grad, None, None, None
+        return hidden_grad, weight_grad, bias_grad, None, None, None, None
 
 
-def _logits(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
-    """float32 [T, V], divided by the temperature."""
-    logits = functional.linear(hidden_TD, weight_VD, bias_V).float()
-    return logits if temperature == 1 else logits.div_(temperature)
+def _output_layer(
+    weight_VD: Tensor, bias_V: Tensor | None, temperature: float, fp32: bool
+) -> Callable[[Tensor], Tensor]:
+    """From hidden states [T, D] to float32 logits [T, V], divided by the temperature.
+
+    fp32: not rounded before to the type of the two factors. A GPU adds up in float32 anyway; elsewhere, where
+    no product has another type than its factors, they are made float32, the weights once for all chunks.
+    """
+    exact = fp32 and weight_VD.dtype != torch.float32
+    if exact and not weight_VD.is_cuda:
+        weight_VD, bias_V = weight_VD.float(), None if bias_V is None else bias_V.float()
+
+    def logits_of(hidden_TD: Tensor) -> Tensor:
+        if exact and hidden_TD.is_cuda:
+            logits = torch.mm(hidden_TD, weight_VD.T, out_dtype=torch.float32)
+            logits = logits if bias_V is None else logits.add_(bias_V)
+        else:
+            logits = functional.linear(hidden_TD.to(weight_VD.dtype), weight_VD, bias_V).float()
+        return logits if temperature == 1 else logits.div_(temperature)
+
+    return logits_of
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -24,7 +24,10 @@ class HfReference:
 
     ``chunk_tokens`` bounds the tokens whose logits are held at once. The policy is softmax(logits /
     ``temperature``). It may be called from any one thread, also while an engine runs in another.
-    ``policy_of``: loads the policy of a step, where it is to be reset.
+    ``policy_of``: loads the policy of a step, where it is to be reset. ``fp32_head``: see PolicyLogprobs.
+
+    The model stays in host memory until log-probabilities are first asked for, when the engine beside it has
+    generated something: an engine that is being built takes all that disappears from its GPU for its own.
     """
 
     def __init__(
@@ -33,14 +36,15 @@ class HfReference:
         *,
         chunk_tokens: int,
         temperature: float = 1.0,
+        fp32_head: bool = False,
         policy_of: Callable[[int], PreTrainedModel] | None = None,
     ) -> None:
         self.step = 0
         self._policy_of = policy_of
         self._model = model.eval().requires_grad_(False)
-        if torch.cuda.is_available():
-            self._model.cuda()
-        self._head = PolicyLogprobs(self._model, chunk_tokens=chunk_tokens, temperature=temperature).head
+        self._head = PolicyLogprobs(
+            self._model, chunk_tokens=chunk_tokens, temperature=temperature, fp32_head=fp32_head
+        ).head
 
     def load(self, step: int) -> None:
         """Become the policy of ``step``: its weights are copied into the old ones' memory."""
@@ -59,6 +63,7 @@ class HfReference:
 
     @contextmanager
     def _holding(self, weights: WeightUpdate) -> Iterator[None]:
+        self._settle()
         self._change_places(weights)
         try:
             yield
@@ -74,17 +79,25 @@ class HfReference:
             ours.copy_(theirs)
             theirs.copy_(before)
 
-    @torch.inference_mode()
     def logprobs(self, group: Group) -> list[np.ndarray]:
         """Per completion, float32 [T]: log π_ref of each token given all before it.
 
         Equal completions are computed once: a policy that has learned much repeats itself.
         """
+        self._settle()
         distinct = {c.tokens.tobytes(): c.tokens for c in group.completions}
         rows = self._distinct_logprobs(group.request.prompt.tokens, distinct.values())
         of_tokens = dict(zip(distinct, rows, strict=True))
         return [of_tokens[completion.tokens.tobytes()] for completion in group.completions]
 
+    def _settle(self) -> None:
+        """Move to the GPU, where there is one and this has not been done; never in inference mode, whose
+        tensors cannot be changed outside it.
+        """
+        if torch.cuda.is_available() and self._model.device.type == "cpu":
+            self._model.cuda()
+
+    @torch.inference_mode()
     def _distinct_logprobs(self, prompt: np.ndarray, completions: Iterable[np.ndarray]) -> list[np.ndarray]:
         rows = [torch.from_numpy(tokens.astype(np.int64)) for tokens in completions]
         lengths = [len(row) for row in rows]

@@ -69,17 +69,3 @@ def pack(tokens_NL: Tensor, prompt_length_N: Tensor, length_N: Tensor, sequences
         row_T=row_T,
         before_T=before_BM[row_T, place_T],
     )
-
-
-def sequences_per_row(group_size: int, *, prompt: float, completion: float, width: int) -> int:
-    """How many of a group's sequences to put into one row: the divisor of its size that costs least.
-
-    prompt, completion: mean tokens; width: the model's hidden size D. A token costs a transformer layer about
-    24·D² operations in its linear maps and 4·D for every token of its row in attention, visible or not.
-    """
-
-    def operations(sequences: int) -> float:
-        row = prompt + sequences * completion
-        return row * (6 * width + row) / sequences
-
-    return min((s for s in range(1, group_size + 1) if group_size % s == 0), key=operations)

@@ -13,7 +13,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, cast
@@ -32,6 +33,7 @@ from tba_hpc.backends.engine_channel import (
     Finished,
     Load,
     Loaded,
+    Misfit,
     Progress,
     Ready,
     Refused,
@@ -71,6 +73,9 @@ YIELDS = 5
 
 HIGHEST_TEMPERATURE = 2.0
 """That vLLM takes when its parameters are made, though its samplers know no limit."""
+
+NAMED = 3
+"""Parameters named, at most, of those that a load of weights has missed."""
 
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 
@@ -132,6 +137,7 @@ def build(settings: EngineSettings) -> LLM:
         gpu_memory_utilization=settings.gpu_memory_utilization,
         kv_cache_memory_bytes=cache_mb and cache_mb << 20,
         tensor_parallel_size=settings.tensor_parallel,
+        hf_overrides={"head_dtype": "float32"} if settings.fp32_head else None,
         worker_extension_cls=f"{WeightLoader.__module__}.{WeightLoader.__name__}",
         enforce_eager=not on_gpu,
         use_tqdm_on_load=False,
@@ -190,7 +196,10 @@ class Engine:
 
     def _load(self, command: Load) -> None:
         start = time.monotonic()
-        self._llm.collective_rpc("load_shared_weights", args=(command.path, command.layout))
+        missed = self._llm.collective_rpc("load_shared_weights", args=(command.path, command.layout))
+        if names := list(dict.fromkeys(chain.from_iterable(missed))):
+            self._channel.send(Misfit(_told(names)))
+            return
         # A cache of the old weights would give log-probabilities of neither policy.
         self._llm.reset_prefix_cache(reset_running_requests=True)
         self._llm.llm_engine.set_weight_version(str(command.version))
@@ -217,12 +226,18 @@ class WeightLoader:
     A worker may be a process of its own (tensor parallelism), so only plain values reach it.
     """
 
-    def load_shared_weights(self, path: str, layout: str) -> None:
-        """Replace all weights in place by those at ``path``; see engine_channel.SharedWeights."""
+    def load_shared_weights(self, path: str, layout: str) -> list[str]:
+        """Replace all weights in place by those at ``path``; see engine_channel.SharedWeights.
+
+        Returns the names of parameters that were not replaced, or not as a whole: of those vLLM only logs.
+        """
         logging.getLogger(RELOAD_LOGGER).addFilter(_is_not_about_rotary_embeddings)
         tensors = _tensors(WeightLayout.from_json(layout), map_weights(path))
-        self.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
+        with _missed(self.get_model()) as missed:  # type: ignore[attr-defined]
+            self.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
         _repack_output_layers(self.get_model())  # type: ignore[attr-defined]
+        _repack_experts(self.get_model())  # type: ignore[attr-defined]
+        return missed
 
     def divide_logits(self, temperature: float) -> bool:
         """Divide the model's logits from now on, also those of weights to come; whether it has the layer."""
@@ -233,6 +248,51 @@ class WeightLoader:
         for layer in layers:
             layer.register_forward_hook(partial(_divided, temperature))
         return len(layers) > 0
+
+
+@contextmanager
+def _missed(model: torch.nn.Module) -> Iterator[list[str]]:
+    """Parameters of vLLM's model that a reload inside the block misses; filled once that is over.
+
+    vLLM defers what it loads, layer by layer, and counts: a layer that is short of numbers when all weights
+    have been offered would keep the old ones, or get whatever the memory held before.
+    """
+    missed: list[str] = []
+    load, wanted = model.load_weights, {name for name, _ in model.named_parameters()}
+
+    def load_and_compare(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
+        loaded: set[str] | None = load(weights)
+        missed.extend(sorted(wanted - loaded) if loaded is not None else [])
+        missed.extend(name for name, layer in model.named_modules() if _is_filled_in_part(layer))
+        return loaded
+
+    model.load_weights = load_and_compare
+    try:
+        yield missed
+    finally:
+        del model.load_weights
+
+
+def _is_filled_in_part(layer: torch.nn.Module) -> bool:
+    """Whether a layer that is being reloaded has got some of its numbers, but not all, padding aside."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+    from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+    info = get_layerwise_info(layer)
+    own = [tensor for name, tensor in layer.named_parameters(recurse=False) if name not in SKIP_LOAD_TENSORS]
+    wanted = sum(map(get_tensor_load_numel, own))
+    if isinstance(layer, VocabParallelEmbedding):  # it has rows that no checkpoint fills
+        rows, real = layer.num_embeddings_per_partition, layer.shard_indices.num_org_elements
+        wanted = wanted // rows * real
+    return 0 < info.load_numel < wanted  # it counts anew once a layer is complete
+
+
+def _told(names: list[str]) -> str:
+    """What a load has missed, in a few words."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"took no new value, or not all of it, for {', '.join(names[:NAMED])}{more}"
 
 
 def _divided(
@@ -334,6 +394,20 @@ def _repack_output_layers(model: torch.nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead):
             layer.quant_method.process_weights_after_loading(layer)
+
+
+def _repack_experts(model: torch.nn.Module) -> None:
+    """Pack the weights of experts for the CPU kernels.
+
+    vLLM 0.32 packs them when they are loaded for the first time alone, and writes later ones, not packed,
+    into the packed ones' memory.
+    """
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.platforms import current_platform
+
+    for layer in model.modules():
+        if isinstance(layer, RoutedExperts) and current_platform.is_cpu():
+            layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def first_sentence(error: Exception) -> str:

@@ -30,6 +30,7 @@ from tba_hpc.backends.engine_channel import (
     Finished,
     Load,
     Loaded,
+    Misfit,
     Progress,
     Ready,
     Refused,
@@ -63,8 +64,20 @@ WORKERS_SECONDS = 15.0
 KILL_SECONDS = 30.0
 """Time that the kernel has to end a killed process."""
 
-KEYS = ("model.path", "model.context_length", "generator.kv_cache_mb", "generator.tensor_parallel")
+KEYS = (
+    "model.path",
+    "model.context_length",
+    "generator.kv_cache_mb",
+    "generator.gpu_memory_utilization",
+    "generator.tensor_parallel",
+)
 """Keys of the config that may be at fault where vLLM refuses the policy."""
+
+BEFORE_TORCH = {
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to ask whether there is a GPU must not start CUDA, ...
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # for a process that has started it cannot fork its workers
+}
+"""Environment of an engine's process; torch and vLLM read it when they are imported, or soon after."""
 
 IGNORE_SIGNALS = ("sh", "-c", 'trap "" INT TERM USR1; exec "$@"', "sh")
 """Starts a command that ignores the signals by which a run is stopped: Slurm sends them to every process."""
@@ -130,9 +143,10 @@ class VllmGenerator:
     def step(self) -> list[Group]:
         """The groups finished since the last call; waits a moment where the engine has said nothing since.
 
-        An engine that died, or was silent for ``generator.deadline_seconds``, is replaced, and its requests
-        start again. Raises EngineError after REBUILDS_WITHOUT_RESULT replacements that finished nothing,
-        and ConfigError where vLLM refuses the first one.
+        An engine that died, was silent for ``generator.deadline_seconds``, or not built within
+        ``generator.start_seconds``, is replaced, and its requests start again. Raises EngineError after
+        REBUILDS_WITHOUT_RESULT replacements that finished nothing, and ConfigError where vLLM refuses the
+        first one, or its model does not take all of the weights that it is given.
         """
         self._listen()
         groups, self._finished = self._finished, []
@@ -175,10 +189,14 @@ class VllmGenerator:
                 self._was_ready = True
                 self._catch_up()
             case Refused() if not self._was_ready:
-                path, *others, last = self._keys
                 raise ConfigError(
-                    f"vLLM cannot serve {path}={self._model.path} with this configuration: {answer.reason}; "
-                    f"check {', '.join(others)} and {last}"
+                    f"vLLM cannot serve {self._keys[0]}={self._model.path} with this configuration: "
+                    f"{answer.reason}; {remedy(answer.reason, self._keys)}"
+                )
+            case Misfit():
+                raise ConfigError(
+                    f"vLLM cannot follow the training of {self._keys[0]}={self._model.path}: its model of it "
+                    f"{answer.reason}; train a model that this version of vLLM updates as a whole"
                 )
 
     def _catch_up(self) -> None:
@@ -204,7 +222,7 @@ class VllmGenerator:
         if self._rebuilds_in_a_row == REBUILDS_WITHOUT_RESULT:
             raise EngineError(
                 f"the vLLM engine died {REBUILDS_WITHOUT_RESULT + 1} times without finishing a completion "
-                f"(the last one {failure}): see this searcher's log"
+                f"(the last one {failure}): {_advice(failure, self._keys)}see this searcher's log"
             )
         log.warning("building another one")
         self._rebuilds_in_a_row += 1
@@ -215,7 +233,10 @@ class VllmGenerator:
 
     def _start(self) -> EngineProcess:
         settings = engine_settings(self._model, self._generator, seed=self._seed + self.rebuilds)
-        return EngineProcess(settings, deadline=self._generator.deadline_seconds)
+        section = self._generator
+        return EngineProcess(
+            settings, start_seconds=section.start_seconds, deadline_seconds=section.deadline_seconds
+        )
 
     def _check_length(self, request: Request) -> None:
         prompt, completion = len(request.prompt.tokens), request.sampling.max_tokens
@@ -225,6 +246,30 @@ class VllmGenerator:
                 f"together more than model.context_length={self._model.context_length}: raise that or "
                 "lower generator.max_tokens"
             )
+
+
+def remedy(reason: str, keys: Sequence[str]) -> str:
+    """What to do about vLLM's refusal, in keys of the config; it names its own arguments, if any."""
+    share, cache, length = (_key(part, keys) for part in ("gpu_memory", "kv_cache_mb", "context_length"))
+    if "desired GPU memory utilization" in reason:
+        return f"lower {share}, or let fewer ranks share a GPU"
+    if "cache" in reason and ("No available memory" in reason or "is needed" in reason):
+        return f"raise {cache} or, where it is not set, {share}, or lower {length}"
+    _, *others, last = keys
+    return f"check {', '.join(others)} and {last}"
+
+
+def _advice(failure: str, keys: Sequence[str]) -> str:
+    """What to do about an engine that dies again and again, where its last word tells; ends in a space."""
+    if "out of memory" not in failure:
+        return ""
+    share, cache = _key("gpu_memory", keys), _key("kv_cache_mb", keys)
+    return f"lower {share} and {cache}, or let fewer ranks share a GPU; "
+
+
+def _key(part: str, keys: Sequence[str]) -> str:
+    """The key whose name has ``part`` in it."""
+    return next(key for key in keys if part in key)
 
 
 def engine_settings(model: ModelSection, generator: GeneratorSection, *, seed: int) -> EngineSettings:
@@ -238,6 +283,7 @@ def engine_settings(model: ModelSection, generator: GeneratorSection, *, seed: i
         gpu_memory_utilization=generator.gpu_memory_utilization,
         tensor_parallel=generator.tensor_parallel,
         logprob_temperature=model.policy_temperature,
+        fp32_head=model.fp32_head and model.dtype != "float32",
         stop=generator.stop,
         seed=seed,
     )
@@ -247,10 +293,10 @@ class EngineProcess:
     """A process with an engine in it, leader of a session of its own; it writes to this process's log.
 
     A signal to the rank's process group does not reach it: it ends when it is killed, or the rank is gone.
-    ``deadline``: longest silence, s.
+    start_seconds: longest time until it is ready. deadline_seconds: longest silence from then on.
     """
 
-    def __init__(self, settings: EngineSettings, *, deadline: float) -> None:
+    def __init__(self, settings: EngineSettings, *, start_seconds: float, deadline_seconds: float) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             arguments = [msgspec.json.encode(settings).decode(), str(os.getpid()), str(theirs.fileno())]
@@ -258,11 +304,12 @@ class EngineProcess:
                 [*IGNORE_SIGNALS, sys.executable, "-m", ENGINE, *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={name: text for name, text in os.environ.items() if not name.startswith(MPI_VARIABLES)},
+                env=_environment(),
                 start_new_session=True,
             )
         self._channel = Channel(ours, ANSWERS)
-        self._deadline = deadline
+        self._start_seconds = start_seconds
+        self._deadline_seconds = deadline_seconds
         self._silence = 0.0
         self._looked = time.monotonic()
         self._last_word = ""
@@ -292,8 +339,10 @@ class EngineProcess:
             return f"failed: {self._last_word}"
         if self._channel.closed:
             return self._exit()
-        if self._silence > self._deadline:
-            return f"was silent for more than generator.deadline_seconds={self._deadline:g}"
+        if not self.ready and self._silence > self._start_seconds:
+            return f"was not built within generator.start_seconds={self._start_seconds:g}"
+        if self.ready and self._silence > self._deadline_seconds:
+            return f"was silent for more than generator.deadline_seconds={self._deadline_seconds:g}"
         return None
 
     def end(self) -> None:
@@ -324,6 +373,12 @@ class EngineProcess:
                 os.killpg(self.pid, 0)
                 time.sleep(0.02)
             os.killpg(self.pid, signal.SIGKILL)
+
+
+def _environment() -> dict[str, str]:
+    """Of an engine's process: this one's, without what would make an MPI rank of it."""
+    inherited = {name: text for name, text in os.environ.items() if not name.startswith(MPI_VARIABLES)}
+    return inherited | BEFORE_TORCH
 
 
 def _group(request: Request, finished: Finished) -> Group:

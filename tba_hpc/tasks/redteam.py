@@ -102,7 +102,7 @@ class RedTeam:
         self._serve = serve
         self._template, self._chat = victim_template, victim_chat
         self._victim_model = ModelSection(
-            path=victim, dtype=victim_dtype, context_length=victim_context_length
+            path=victim, dtype=victim_dtype, context_length=victim_context_length, fp32_head=False
         )
         self._victim_generator = GeneratorSection(
             completions_per_prompt=answers,

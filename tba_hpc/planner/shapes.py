@@ -1,0 +1,269 @@
+"""Shapes of models, from their config.json: how many weights, where, and how many a token passes.
+
+It must not know what is done with them. It reads local folders and the Hugging Face cache, asks no network
+and loads no library of models; for those that shipped configs name it has the numbers itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tba_hpc.config import ConfigError
+
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Of a weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A decoder, or an encoder of texts.
+
+    query, key_value: width of all heads together. inner: hidden width of an MLP, of one expert where there
+    are several. matrices: weights of a layer's linear maps, all experts together; active: those that a token
+    passes. others: a layer's norms and biases. table: embeddings, of positions too. head: weights of the
+    output layer, 0 where it is tied to the embedding or there is none. vocabulary: 0 where no logits are
+    computed. disk_bytes: of a weight in its files. gated: whether the MLP has a gate.
+    """
+
+    kind: str
+    layers: int
+    hidden: int
+    query: int
+    key_value: int
+    inner: int
+    experts_per_token: int
+    matrices: int
+    active: int
+    others: int
+    table: int
+    head: int
+    vocabulary: int
+    disk_bytes: int
+    gated: bool
+
+    @property
+    def parameters(self) -> int:
+        """All weights."""
+        return self.layers * (self.matrices + self.others) + self.table + self.head + self._last_norm
+
+    @property
+    def _last_norm(self) -> int:
+        return {"rms": 1, "layer": 2, "none": 0}[NORMS.get(self.kind, "rms")] * self.hidden
+
+    def forward_flops(self, tokens: float, *, attended: float, scored: float) -> float:
+        """Of ``tokens`` that look at ``attended`` others each on average, ``scored`` of them with logits."""
+        linear = 2 * self.layers * self.active * tokens
+        attention = 4 * self.layers * self.query * attended * tokens
+        return linear + attention + 2 * self.hidden * self.vocabulary * scored
+
+    def kv_bytes(self, weight_bytes: int) -> int:
+        """Of the attention cache, per token."""
+        return 2 * self.layers * self.key_value * weight_bytes
+
+    def without_head(self) -> Shape:
+        """The same as a classifier or an embedder: no logits over the vocabulary."""
+        return replace(self, head=0, vocabulary=0)
+
+
+NORMS = {"gpt_neox": "layer", "gpt2": "layer", "bert": "none", "roberta": "none"}
+"""What normalises the last hidden states; all others by root mean square."""
+
+TIED = {"gpt2", "bert", "roberta"}
+"""Whose output layer is the embedding where config.json does not say."""
+
+
+def load_shape(path: str, key: str = "model.path") -> Shape:
+    """The shape of a folder or hub name; ``key``: the config key of it, for errors. Raises ConfigError."""
+    fields = _fields(path)
+    if fields is None:
+        raise ConfigError(
+            f"{key}={path} has no config.json here, nor in the Hugging Face cache: give a model's folder, or "
+            f"run `hf download {path} config.json` where there is a network"
+        )
+    try:
+        return shape_of(fields)
+    except KeyError as error:
+        raise ConfigError(
+            f"the config.json of {key}={path} does not say {error}: the planner knows decoders such as "
+            "Llama, Qwen, GPT-NeoX and GPT-2"
+        ) from None
+
+
+def _fields(path: str) -> Mapping[str, Any] | None:
+    """What config.json says of a model; None where it is not to be found."""
+    for file in (Path(path).expanduser() / "config.json", *_cached(path)):
+        if file.is_file():
+            fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            return fields
+    return KNOWN.get(path)
+
+
+def _cached(name: str) -> list[Path]:
+    """The files of a hub name in the cache of huggingface_hub, the newest snapshot first."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    found = hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json")
+    return sorted(found, key=lambda file: file.stat().st_mtime, reverse=True)
+
+
+def shape_of(fields: Mapping[str, Any]) -> Shape:
+    """From the fields of a config.json. KeyError names one that is missing."""
+    fields = {**fields, **fields.get("text_config", {})}
+    if fields["model_type"] == "gpt2":
+        return _gpt2(fields)
+    if fields["model_type"] in ("gpt_neox", "bert", "roberta"):
+        return _with_biases(fields)
+    return _gated(fields)
+
+
+def _gated(fields: Mapping[str, Any]) -> Shape:
+    """Llama and its kin: RMSNorm, grouped queries, a gated MLP, perhaps of experts."""
+    kind, hidden, heads = fields["model_type"], fields["hidden_size"], fields["num_attention_heads"]
+    size = fields.get("head_dim") or hidden // heads
+    query, key_value = heads * size, (fields.get("num_key_value_heads") or heads) * size
+    experts = fields.get("num_experts") or fields.get("num_local_experts") or 0
+    inner = fields.get("moe_intermediate_size") if experts else None
+    inner = inner or fields["intermediate_size"]
+    attention, expert = 2 * hidden * (query + key_value), 3 * hidden * inner
+    each = fields["num_experts_per_tok"] if experts else 1
+    biases = query + 2 * key_value if kind == "qwen2" or fields.get("attention_bias") else 0
+    biases += hidden if fields.get("attention_bias") else 0
+    return Shape(
+        kind=kind,
+        layers=fields["num_hidden_layers"],
+        hidden=hidden,
+        query=query,
+        key_value=key_value,
+        inner=inner,
+        experts_per_token=each,
+        matrices=attention + max(experts, 1) * expert + experts * hidden,
+        active=attention + each * expert + experts * hidden,
+        others=2 * hidden + biases + (2 * size if kind.startswith("qwen3") else 0),
+        table=fields["vocab_size"] * hidden,
+        head=0 if _tied(fields) else fields["vocab_size"] * hidden,
+        vocabulary=fields["vocab_size"],
+        disk_bytes=_disk_bytes(fields),
+        gated=True,
+    )
+
+
+def _with_biases(fields: Mapping[str, Any]) -> Shape:
+    """GPT-NeoX (Pythia); BERT and RoBERTa, whose tables are of positions and types, too, and have a norm."""
+    hidden, inner, words = fields["hidden_size"], fields["intermediate_size"], fields["vocab_size"]
+    table, matrices = words * hidden, 4 * hidden**2 + 2 * hidden * inner
+    if fields["model_type"] != "gpt_neox":
+        table += (fields["max_position_embeddings"] + fields.get("type_vocab_size", 2) + 2) * hidden
+    return Shape(
+        kind=fields["model_type"],
+        layers=fields["num_hidden_layers"],
+        hidden=hidden,
+        query=hidden,
+        key_value=hidden,
+        inner=inner,
+        experts_per_token=1,
+        matrices=matrices,
+        active=matrices,
+        others=9 * hidden + inner,
+        table=table,
+        head=0 if _tied(fields) else words * hidden,
+        vocabulary=words,
+        disk_bytes=_disk_bytes(fields),
+        gated=False,
+    )
+
+
+def _gpt2(fields: Mapping[str, Any]) -> Shape:
+    hidden = fields["n_embd"]
+    like = {
+        "model_type": "gpt2",
+        "hidden_size": hidden,
+        "num_hidden_layers": fields["n_layer"],
+        "intermediate_size": fields.get("n_inner") or 4 * hidden,
+    }
+    shape = _with_biases({**fields, **like, "max_position_embeddings": 0})
+    return replace(shape, table=(fields["vocab_size"] + fields["n_positions"]) * hidden)
+
+
+def _tied(fields: Mapping[str, Any]) -> bool:
+    return bool(fields.get("tie_word_embeddings", fields["model_type"] in TIED))
+
+
+def _disk_bytes(fields: Mapping[str, Any]) -> int:
+    return BYTES[fields.get("dtype") or fields.get("torch_dtype") or "float32"]
+
+
+def _llama(hidden: int, layers: int, heads: int, groups: int, inner: int, words: int, **more: Any) -> dict:
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "intermediate_size": inner,
+        "vocab_size": words,
+        "dtype": "bfloat16",
+        **more,
+    }
+
+
+def _pythia(hidden: int, layers: int, heads: int, words: int) -> dict:
+    return {
+        "model_type": "gpt_neox",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden,
+        "vocab_size": words,
+    }
+
+
+_GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+}
+_LLAMA_1B = _llama(2048, 16, 32, 8, 8192, 128256, head_dim=64, tie_word_embeddings=True)
+_ROBERTA = {
+    "model_type": "roberta",
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "vocab_size": 50265,
+    "max_position_embeddings": 514,
+    "type_vocab_size": 1,
+}
+
+KNOWN: dict[str, dict[str, Any]] = {
+    ".cache/tiny-model-seed0": _llama(96, 2, 3, 3, 192, 349, dtype="float32"),
+    "realtreetune/rho-1b-sft-GSM8K": _llama(2048, 22, 32, 4, 5632, 32000),
+    "Qwen/Qwen2.5-7B": _llama(3584, 28, 28, 4, 18944, 152064, model_type="qwen2"),
+    "meta-llama/Llama-3.2-1B": _LLAMA_1B,
+    "meta-llama/Llama-3.2-1B-Instruct": _LLAMA_1B,
+    "meta-llama/Llama-Guard-3-8B": _llama(4096, 32, 32, 8, 14336, 128256),
+    "openai-community/gpt2": _GPT2,
+    "vicgalle/gpt2-alpaca": _GPT2,
+    "facebook/roberta-hate-speech-dynabench-r4-target": _ROBERTA,
+    "sentence-transformers/all-MiniLM-L6-v2": {
+        **_ROBERTA,
+        **{"model_type": "bert", "hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536},
+        **{"vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2},
+    },
+    "mnoukhov/pythia410m-sft-tldr": _pythia(1024, 24, 16, 50304),
+    "mnoukhov/pythia1b-sft-tldr": _pythia(2048, 16, 8, 50304),
+    "mnoukhov/pythia2.8b-sft-tldr": _pythia(2560, 32, 32, 50304),
+    "mnoukhov/pythia410m-rm-tldr6.9b": _pythia(1024, 24, 16, 50304),
+    "mnoukhov/pythia1b-rm-tldr6.9b": _pythia(2048, 16, 8, 50304),
+    "mnoukhov/pythia2.8b-rm-tldr6.9b": _pythia(2560, 32, 32, 50304),
+    "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr": _pythia(4096, 32, 32, 50432),
+}
+"""Of the models that shipped configs name what of config.json counts, for machines without them. Where the
+type of the weights in their files is not known, they are taken as float32."""

@@ -1,0 +1,112 @@
+"""What a config asks of its ranks: models, lengths, and how many sequences are where at once.
+
+It must not know on what hardware.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tba_hpc.batch import sequences_per_row
+from tba_hpc.config import Config
+from tba_hpc.planner.shapes import BYTES, Shape, load_shape
+
+TOKENS = {
+    "arithmetic": (20, 27),
+    "gsm8k": (110, 200),
+    "math": (150, 600),
+    "tldr": (350, 50),
+    "redteam": (60, 15),
+}
+"""Mean tokens of prompt and completion, by task: measured for arithmetic, assumed for the others."""
+
+READERS = ("reward_model", "gold_model", "classifier", "guard", "embedder")
+"""Options of tasks that name a model which reads whole texts on the searcher's GPU, once there are any."""
+
+READER_BATCH = {"guard": 16, "classifier": 64}
+"""Texts that such a model reads at once, where the task's ``batch`` does not say; 32 for others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One run. prompt, completion: mean tokens; longest: most tokens of a completion.
+
+    readers: by their option. victim: of the red-teaming task, with the names of its options. embedder: of the
+    trainer's buffer.
+    """
+
+    config: Config
+    policy: Shape
+    readers: dict[str, Shape]
+    victim: Shape | None
+    embedder: Shape | None
+    prompt: float
+    completion: float
+    longest: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a weight of the policy."""
+        return BYTES[self.config.model.dtype]
+
+    @property
+    def policy_bytes(self) -> float:
+        """Of the policy's weights, as they are trained, published and served."""
+        return self.weight_bytes * self.policy.parameters
+
+    @property
+    def group(self) -> int:
+        """K: trajectories of a group that is trained on."""
+        return self.config.train.completions_per_prompt
+
+    @property
+    def groups_per_rank(self) -> float:
+        """Of an optimizer step."""
+        return self.config.train.prompts_per_step / self.config.launch.trainers
+
+    @property
+    def per_row(self) -> int:
+        """Sequences of a group that the learner puts into one row after their prompt."""
+        return sequences_per_row(
+            self.group, prompt=self.prompt, completion=self.completion, width=self.policy.hidden
+        )
+
+    def row(self, completion: float) -> float:
+        """Tokens of such a row where completions have so many."""
+        return self.prompt + self.per_row * completion
+
+    @property
+    def sequences(self) -> int:
+        """That an engine works on at once."""
+        generator = self.config.generator
+        return generator.prompts_in_flight * generator.completions_per_prompt
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether searchers hold a model of the reference."""
+        return self.config.train.reference != "behaviour"
+
+
+def workload_of(
+    config: Config, *, prompt_tokens: float | None = None, completion_tokens: float | None = None
+) -> Workload:
+    """What ``config`` asks for. Lengths: None, the task's. Raises ConfigError where a model is unknown."""
+    generator, options = config.generator, config.task.options
+    room = config.model.context_length - generator.max_tokens
+    prompt, completion = TOKENS.get(config.task.name, (room / 4, generator.max_tokens / 2))
+    readers = {
+        option: load_shape(str(options[option]), f"task.options.{option}").without_head()
+        for option in READERS
+        if options.get(option)
+    }
+    victim, embedder = options.get("victim"), config.buffer.embedding_model
+    return Workload(
+        config=config,
+        policy=load_shape(config.model.path),
+        readers=readers,
+        victim=load_shape(str(victim), "task.options.victim") if victim else None,
+        embedder=load_shape(embedder, "buffer.embedding_model").without_head() if embedder else None,
+        prompt=min(prompt_tokens or prompt, room),
+        completion=min(completion_tokens or completion, generator.max_tokens),
+        longest=generator.max_tokens,
+    )

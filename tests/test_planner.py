@@ -1,0 +1,258 @@
+"""The planner against counts of weights, against what others have measured, and on every shipped config."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tba_hpc import shipped
+from tba_hpc.config import Config, ConfigError, load_config, parse_config
+from tba_hpc.planner import hardware
+from tba_hpc.planner.estimate import Estimate, estimate, suggestions
+from tba_hpc.planner.hardware import GIB, GPUS, find_gpu
+from tba_hpc.planner.seconds import decode_seconds, total
+from tba_hpc.planner.shapes import KNOWN, load_shape, shape_of
+
+LLAMA_8B = {**KNOWN["meta-llama/Llama-Guard-3-8B"]}
+
+PUBLISHED = {
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-Guard-3-8B": 8_030_261_248,
+    "mnoukhov/pythia2.8b-sft-tldr": 2_775_208_960,
+    "mnoukhov/pythia410m-sft-tldr": 405_334_016,
+    "openai-community/gpt2": 124_439_808,
+    "realtreetune/rho-1b-sft-GSM8K": 1_100_048_384,
+}
+"""Weights, as model cards of these architectures give them."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_weights_are_those_of_the_model_cards(name: str) -> None:
+    assert shape_of(KNOWN[name]).parameters == PUBLISHED[name]
+
+
+def test_the_attention_cache_of_a_token() -> None:
+    """Llama-3.1-8B: 2 · 32 layers · 8 heads · 128 · 2 B = 128 KiB; Qwen2.5-7B: 56 KiB."""
+    assert shape_of(LLAMA_8B).kv_bytes(2) == 128 << 10
+    assert shape_of(KNOWN["Qwen/Qwen2.5-7B"]).kv_bytes(2) == 56 << 10
+
+
+def test_shapes_come_from_a_folder_or_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    snapshot = tmp_path / "hub/models--org--small/snapshots/0123"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(KNOWN["mnoukhov/pythia410m-sft-tldr"]))
+    assert load_shape("org/small") == load_shape(str(snapshot)) == load_shape("mnoukhov/pythia410m-sft-tldr")
+    with pytest.raises(
+        ConfigError, match=r"model.path=org/none has no config.json here.*`hf download org/none"
+    ):
+        load_shape("org/none")
+    (snapshot / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
+    with pytest.raises(ConfigError, match="does not say 'num_attention_heads'"):
+        load_shape("org/small")
+
+
+# --- Against what others have measured ---
+
+
+@pytest.mark.parametrize(("gpu", "milliseconds"), [("h100-80", 6.48), ("a100-40", 13.3)])
+def test_one_sequence_is_generated_as_fast_as_others_have_seen(gpu: str, milliseconds: float) -> None:
+    """Llama-3.1-8B in bfloat16 by vLLM: time per token; sources in the lab book."""
+    found = decode_seconds(shape_of(LLAMA_8B), find_gpu(gpu), batch=1, length=1000, weight_bytes=2)
+    assert found * 1e3 == pytest.approx(milliseconds, rel=0.15)
+
+
+def test_a_step_of_8b_takes_about_as_long_as_others_have_seen() -> None:
+    """NeMo RL 0.4, GRPO one step off-policy, Llama-3.1-8B on 16 H100: 74.6 s for 2,048 × 1,129 tokens.
+
+    Half of the GPUs train there; the step also holds log-probabilities of policy and reference.
+    """
+    config = parse_config(
+        {
+            "model": {"path": "meta-llama/Llama-Guard-3-8B", "context_length": 4096},
+            "generator": {"max_tokens": 3000, "completions_per_prompt": 32},
+            "train": {"prompts_per_step": 64, "completions_per_prompt": 32, "zero_stage": 3},
+            "buffer": {"capacity_per_prompt": 100},
+            "launch": {"trainers": 8, "searchers": 8},
+        }
+    )
+    found = estimate(config, GPUS["h100-80"], gpus=8, spread=True, prompt_tokens=129, completion_tokens=1000)
+    assert 0.4 * 74.6 < total(list(found.step)) < 74.6
+    assert found.searchers_needed < 8  # and their generation kept up
+
+
+# --- Shipped configs ---
+
+
+def _named_hardware(config: Path) -> tuple[int, str]:
+    """Of the header: ``# Hardware: 4 a100-80.``"""
+    line = re.search(r"^# Hardware: (\d+) ([a-z0-9]+-\d+)", config.read_text(), re.MULTILINE)
+    assert line, f"the header of {config} names no hardware"
+    return int(line[1]), line[2]
+
+
+@pytest.mark.parametrize("name", shipped.files("configs"))
+def test_a_shipped_config_fits_the_hardware_that_its_header_names(name: str) -> None:
+    path = shipped.files("configs")[name]
+    gpus, gpu = _named_hardware(path)
+    config = load_config(path)
+    found = estimate(config, find_gpu(gpu), gpus=gpus)
+    assert found.problems == ()
+    assert gpus in (1, config.launch.trainers + config.launch.searchers)
+    assert all(device.bytes < find_gpu(gpu).bytes for device in found.devices)
+
+
+def test_three_searchers_of_a_gpu_each_do_not_fit_on_one() -> None:
+    found = estimate(load_config(Path("math_gsm8k")), GPUS["h200-141"], gpus=1)
+    (problem,) = found.problems
+    assert problem.startswith("h200-141 with trainer + 3 × searcher would need ")
+
+
+# --- What fits, and what is said where it does not ---
+
+
+def _qwen(**launch: int) -> Config:
+    return load_config(Path("math_qwen7b"), [f"launch.{key}={value}" for key, value in launch.items()])
+
+
+def _trainer_items(found: Estimate) -> dict[str, float]:
+    (trainer,) = (need for device in found.devices for need in device.needs if need.who == "trainer")
+    return {item.name: item.bytes for item in trainer.items}
+
+
+def test_eighteen_bytes_a_weight_in_training() -> None:
+    items = _trainer_items(estimate(_qwen(trainers=1, searchers=1), GPUS["h200-141"]))
+    kept = sum(items[name] for name in ("weights", "float32 masters", "AdamW", "gradients"))
+    assert kept == 18 * PUBLISHED["Qwen/Qwen2.5-7B"]
+
+
+def test_zero_shares_out_what_its_stage_says() -> None:
+    def kept(stage: int) -> list[float]:
+        config = load_config(Path("math_qwen7b"), [f"train.zero_stage={stage}"])
+        items = _trainer_items(estimate(config, GPUS["h200-141"]))
+        return [items[name] / PUBLISHED["Qwen/Qwen2.5-7B"] for name in ("weights", "gradients", "AdamW")]
+
+    assert [kept(stage) for stage in (1, 2, 3)] == [[2, 4, 2], [2, 1, 2], [0.5, 1, 2]]
+
+
+def test_7b_needs_several_gpus_to_train() -> None:
+    """And every suggestion, followed, fits."""
+    config, gpu = _qwen(trainers=1, searchers=1), GPUS["h100-80"]
+    found = estimate(config, gpu)
+    (problem,) = found.problems
+    assert re.match(
+        r"h100-80 with trainer would need 1[5-9]\d\.\d GiB, and 76\.7 of its 79\.1 GiB can be", problem
+    )
+    changes = suggestions(config, found, spread=False)
+    assert changes and all(any(c.startswith("launch.trainers=") for c in one) for one in changes)
+    for one in changes:
+        changed = parse_config(config.model_dump(mode="json", exclude_unset=True), one)
+        assert estimate(changed, gpu).problems == ()
+
+
+def test_a_cache_that_does_not_hold_one_sequence_is_refused() -> None:
+    """vLLM does: 3,072 tokens of 56 KiB are 168 MiB."""
+
+    def problems(cache: int) -> tuple[str, ...]:
+        config = load_config(Path("math_qwen7b"), [f"generator.kv_cache_mb={cache}"])
+        return estimate(config, GPUS["h100-80"]).problems
+
+    assert problems(168) == ()
+    (problem,) = problems(167)
+    assert problem.endswith("does not hold one sequence of 3,072 tokens (0.16 GiB), which vLLM asks for")
+
+
+def test_a_shared_gpu_wants_a_cache_of_a_given_size() -> None:
+    path, gpu = Path("math_gsm8k_one_gpu"), GPUS["a100-80"]
+    assert estimate(load_config(path), gpu, gpus=1).problems == ()
+    (problem,) = estimate(load_config(path, ["generator.kv_cache_mb=null"]), gpu, gpus=1).problems
+    assert problem.endswith("set generator.kv_cache_mb")
+    (problem,) = estimate(load_config(path, ["generator.gpu_memory_utilization=0.85"]), gpu, gpus=1).problems
+    assert "vLLM wants generator.gpu_memory_utilization of it, 67.2 GiB, free" in problem
+
+
+def test_tensor_parallelism_splits_the_engine_and_leaves_the_reference_whole() -> None:
+    found = estimate(
+        load_config(Path("math_qwen7b"), ["generator.tensor_parallel=2", "launch.searchers=2"]),
+        GPUS["h100-80"],
+    )
+    first, second = (device for device in found.devices if "searcher" in device.name)
+    assert (first.count, second.count) == (2, 2)
+    items = [{item.name: item.bytes for item in device.needs[0].items} for device in (first, second)]
+    whole = 2 * PUBLISHED["Qwen/Qwen2.5-7B"]
+    assert [one["engine: weights"] for one in items] == [whole / 2, whole / 2]
+    assert items[0]["reference"] == whole and "reference" not in items[1]
+
+
+def test_more_searchers_shorten_what_waits_for_them() -> None:
+    """A run that uses everything once waits; twice the searchers bring its groups in half the time."""
+
+    def of(searchers: int) -> Estimate:
+        changes = ["buffer.replay_limit=1", f"launch.searchers={searchers}"]
+        config = load_config(Path("redteam_llama1b"), changes)
+        return estimate(config, GPUS["a100-80"])
+
+    one, two = of(2), of(4)
+    assert one.hours == pytest.approx(2 * two.hours) and one.bottleneck.startswith(
+        "the searchers: 2 searchers can"
+    )
+    assert one.searchers_needed == pytest.approx(two.searchers_needed)
+
+
+# --- The command ---
+
+
+def tba_plan(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tba_hpc", "plan", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_the_command_tells_all_and_its_status() -> None:
+    done = tba_plan("math_gsm8k", "--gpu", "a100-40", "--json")
+    values = json.loads(done.stdout)
+    assert done.returncode == 0 and values["fits"] and values["parameters"] == 1_100_048_384
+    assert {device["holds"]: device["count"] for device in values["gpus"]} == {"trainer": 1, "searcher": 3}
+    named = tba_plan("math_qwen7b", "--set", "launch.trainers=1")
+    assert named.returncode == 1 and "does not fit: h100-80 with trainer" in named.stdout
+    assert "would fit with --set " in named.stdout and "bottleneck: " in named.stdout
+
+
+def test_a_site_says_how_many_gpus_a_node_has_and_which() -> None:
+    values = json.loads(tba_plan("math_qwen7b", "--site", "a100x4-pmix", "--nodes", 4, "--json").stdout)
+    assert (values["gpu"], values["gpus_per_node"], values["nodes"]) == ("a100-80", 4, 4)
+    assert [device["count"] for device in values["gpus"]] == [4, 12]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--gpu", "h100"), "--gpu h100 is not known: valid are a100-40, a100-80, h100-80"),
+        (("--nodes", 2), "--nodes 2 says nothing without a cluster: name it with --site"),
+        (("--gpus", 2, "--site", "generic"), "--gpus 2 contradicts --site"),
+        (("--set", "model.path=org/unknown"), "model.path=org/unknown has no config.json here"),
+    ],
+)
+def test_bad_input_is_one_sentence(words: tuple[object, ...], sentence: str) -> None:
+    done = tba_plan("math_gsm8k", *words)
+    assert done.returncode == 2 and sentence in done.stderr and done.stderr.count("\n") == 1, done
+
+
+def test_it_is_at_hand_at_once() -> None:
+    """Of CPU time, since others use the machine, too; the goal is one second on a laptop."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert tba_plan("math_gsm8k").returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
+
+
+def test_shares_of_data_sheets_are_shares() -> None:
+    shares = (hardware.SCORING_SHARE, hardware.PREFILL_SHARE, hardware.DECODE_SHARE, hardware.BANDWIDTH_SHARE)
+    assert all(0 < share < 1 for share in (*shares, *hardware.TRAINING_SHARE.values()))
+    assert all(10 * GIB < gpu.bytes < 200 * GIB for gpu in GPUS.values())
