@@ -79,6 +79,11 @@ class Freshness:
             stale |= np.abs(step - record["version_oldest"]) > bound
         return stale
 
+    @property
+    def has_late(self) -> bool:
+        """Whether anything can come too late."""
+        return self._config.buffer.max_age_steps is not None
+
     def is_late(self, record: np.ndarray, step: int) -> np.ndarray:
         """bool [N] of RECORD [N]: which trajectories come too late to be merged before ``step``."""
         limit = self._config.buffer.max_age_steps

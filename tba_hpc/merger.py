@@ -67,7 +67,7 @@ class Merger:
         if not shards:
             return state
         revision = state.revision + 1
-        sifted = [self._sift(state.step, shard) for shard in shards]
+        sifted = self._sift_all(state.step, shards)
         merged = self._buffer.merge_each([some.kept for some in sifted], revision, sync=sync)
         self._metrics.log(
             *(
@@ -94,6 +94,14 @@ class Merger:
         step, revision = state.step, state.revision + 1
         self._metrics.log({"event": "evicted", "step": step, "revision": revision, "evicted": evicted})
         return replace(state, revision=revision, evicted=self._buffer.evicted)
+
+    def _sift_all(self, step: int, shards: Sequence[Shard]) -> list[Sifted]:
+        """As ``_sift`` of each; at once where nothing can stay out, as in most runs."""
+        sorts_out = self._rivals or self._freshness.has_late or any(is_elastic(s.searcher) for s in shards)
+        if sorts_out:
+            return [self._sift(step, shard) for shard in shards]
+        self._completed.add(np.concatenate([shard.trajectories.record["request_id"] for shard in shards]))
+        return [Sifted(shard.trajectories, 0, 0, ()) for shard in shards]
 
     def _sift(self, step: int, shard: Shard) -> Sifted:
         """Sort out what stays out of the buffer; the requests of the shard are completed from now on."""

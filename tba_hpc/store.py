@@ -11,9 +11,11 @@ what is left of them to the newest, a few at a time.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +26,9 @@ SEGMENT_TOKENS = 1 << 18
 
 SEGMENT_ROWS = 1 << 12
 """Trajectories of a segment, at most."""
+
+SPARE_SEGMENTS = 8
+"""Segments whose memory is kept for the next ones, at most: 3 MB each."""
 
 SMALLEST_TOKENS, SMALLEST_ROWS = 1 << 10, 1 << 6
 """Of the first segments; later ones are as large as all that lives, up to the above."""
@@ -161,6 +166,38 @@ class _Queue:
         self._place_of = _grown(self._place_of, slots)
 
 
+class Memory(NamedTuple):
+    """What a segment is written to."""
+
+    slots: np.ndarray
+    columns: dict[str, np.ndarray]
+    offsets: np.ndarray
+    texts: np.ndarray
+
+    @classmethod
+    def of(cls, rows: int, tokens: int, like: dict[str, np.ndarray], spare: list[Memory]) -> Memory:
+        """A spare one that is as large, or new memory, which takes the system longer than filling it takes."""
+        if spare and spare[-1].is_for(rows, tokens, like):
+            return spare.pop()
+        return cls(
+            np.empty(rows, np.int32),
+            {name: np.empty((rows, *a.shape[1:]), a.dtype) for name, a in like.items()},
+            np.zeros(rows + 1, np.int64),
+            np.empty((3, tokens), np.int32),
+        )
+
+    def is_for(self, rows: int, tokens: int, like: dict[str, np.ndarray]) -> bool:
+        """Whether it has this size and these columns."""
+        shapes = {name: (array.dtype, *array.shape[1:]) for name, array in self.columns.items()}
+        same = shapes == {name: (array.dtype, *array.shape[1:]) for name, array in like.items()}
+        return same and len(self.slots) == rows and self.texts.shape[1] == tokens
+
+    def keep(self, spare: list[Memory]) -> None:
+        """Nobody knows its segment any more."""
+        if len(spare) < SPARE_SEGMENTS:
+            spare.append(self)
+
+
 class Segment:
     """Trajectories as they came; only what is beyond ``rows`` is ever written.
 
@@ -169,12 +206,9 @@ class Segment:
     log-probabilities and the reference's, the last two float32 bit by bit.
     """
 
-    def __init__(self, rows: int, tokens: int, like: dict[str, np.ndarray]) -> None:
+    def __init__(self, memory: Memory) -> None:
         self.rows = 0
-        self.slots = np.empty(rows, np.int32)
-        self.columns = {name: np.empty((rows, *a.shape[1:]), a.dtype) for name, a in like.items()}
-        self.offsets = np.zeros(rows + 1, np.int64)
-        self.texts = np.empty((3, tokens), np.int32)
+        self.slots, self.columns, self.offsets, self.texts = memory
 
     @property
     def tokens(self) -> int:
@@ -213,7 +247,7 @@ COLUMNS = {
 }
 """Those of every segment, without rows."""
 
-DROPPED = Segment(0, 0, {})
+DROPPED = Segment(Memory.of(0, 0, {}, []))
 """In place of a segment in which nothing lives any more."""
 
 
@@ -298,6 +332,7 @@ class Store:
         self._left: list[int] = []  # since ``settle``
         self._segments: list[Segment] = []
         self._free_segments: list[int] = []
+        self._spare: list[Memory] = []
         self._live_in = np.zeros((2, 1), np.int64)  # rows and tokens that live, by segment
         self._newest: int | None = None
         self._live_rows = self._live_tokens = self._stored_rows = self._stored_tokens = 0
@@ -473,7 +508,9 @@ class Store:
                 return self._newest, segment, count
         rows = min(max(self._live_rows, SMALLEST_ROWS), SEGMENT_ROWS)
         tokens = min(max(self._live_tokens, SMALLEST_TOKENS), SEGMENT_TOKENS)
-        segment = Segment(rows, max(tokens, int(offsets[1] - offsets[0])), columns)
+        memory = Memory.of(rows, max(tokens, int(offsets[1] - offsets[0])), columns, self._spare)
+        segment = Segment(memory)
+        weakref.finalize(segment, memory.keep, self._spare).atexit = False  # snapshots may know it for longer
         self._newest = self._number(segment)
         return self._newest, segment, segment.room_for(offsets)
 

@@ -211,7 +211,9 @@ class Trajectories:
     def request_ids(self) -> np.ndarray:
         """int64 [groups]: the requests that these are completions of, in the order of the records."""
         request_id_N = self.record["request_id"]
-        return request_id_N[np.flatnonzero(np.diff(request_id_N, prepend=-1))]
+        first_N = np.ones(len(request_id_N), np.bool_)
+        np.not_equal(request_id_N[1:], request_id_N[:-1], out=first_N[1:])
+        return request_id_N[first_N]
 
     def where(self, wanted_N: np.ndarray) -> Trajectories:
         """Those that bool [N] marks, in order: a copy, or these themselves where they are all wanted."""
