@@ -63,7 +63,7 @@ def test_a_good_set_up_is_one_world(cluster: Cluster, tmp_path: Path, doctor: Do
         "found": "srun --mpi=pmix joined 3 ranks on node1 and node4 (het job)",
         "remedy": "",
     }
-    assert findings["GPUs"]["found"].startswith("node1, node2: ")
+    assert findings["GPUs"]["found"].startswith("node1, node4: ")
     assert findings["file system"]["level"] == "ok", "whatever it is, both nodes have seen it"
     assert findings["partition main"]["found"] == "6 nodes, jobs up to UNLIMITED"
     assert "30 s (GraceTime)" in findings["preemption in low"]["found"]
