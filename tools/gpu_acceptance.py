@@ -259,7 +259,7 @@ def shared(book: Book, scratch: Path, tiny: bool) -> None:
     shape = SHAPES[kind(tiny)]
     make_model(scratch / "model", shape)
     sizes = {"cache": 16, "length": 40} if tiny else {"cache": 8192, "length": 256}
-    changes = (
+    changes: tuple[str, ...] = (
         "task.name=arithmetic",
         f"model.path={scratch / 'model'}",
         f"model.context_length={sizes['length'] + 100}",

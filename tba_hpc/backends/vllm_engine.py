@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
@@ -258,7 +258,8 @@ def _missed(model: torch.nn.Module) -> Iterator[list[str]]:
     have been offered would keep the old ones, or get whatever the memory held before.
     """
     missed: list[str] = []
-    load, wanted = model.load_weights, {name for name, _ in model.named_parameters()}
+    load: Any = model.load_weights
+    wanted = {name for name, _ in model.named_parameters()}
 
     def load_and_compare(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
         loaded: set[str] | None = load(weights)
@@ -266,7 +267,7 @@ def _missed(model: torch.nn.Module) -> Iterator[list[str]]:
         missed.extend(name for name, layer in model.named_modules() if _is_filled_in_part(layer))
         return loaded
 
-    model.load_weights = load_and_compare
+    model.load_weights = load_and_compare  # type: ignore[assignment]
     try:
         yield missed
     finally:
@@ -407,7 +408,9 @@ def _repack_experts(model: torch.nn.Module) -> None:
 
     for layer in model.modules():
         if isinstance(layer, RoutedExperts) and current_platform.is_cpu():
-            layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+            kernel = layer.quant_method.moe_kernel
+            assert kernel is not None, "vLLM makes it when it loads the first weights"
+            kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def first_sentence(error: Exception) -> str:

@@ -150,7 +150,7 @@ def _read(run: RunDir, site: Site, split: Plan, late: Finding | None, job: Mappi
     better: dict[str, object] = {}
     if alone := ALONE.search(note):
         better = {"mpi": alone[1]}
-    elif site.mpi.startswith("pmix") and PMIX_TROUBLE.search(log) and not run.finished:
+    elif site.mpi and site.mpi.startswith("pmix") and PMIX_TROUBLE.search(log) and not run.finished:
         better = {"environment": site.environment | HASH}
     world = run.attempt / WORLD
     return Trial(

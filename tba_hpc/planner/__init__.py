@@ -68,6 +68,6 @@ def _spread(config: Config, site: Site | None) -> bool:
 
 def _gpu_of(site: Site | None) -> Gpu:
     """The largest kind that the site's way to ask for GPUs names; DEFAULT_GPU where it names none."""
-    words = re.findall(r"[a-z]+[0-9]+[a-z]*", site.gpu_request.lower()) if site else []
+    words = re.findall(r"[a-z]+[0-9]+[a-z]*", (site.gpu_request or "").lower()) if site else []
     named = [gpu for gpu in GPUS.values() if any(gpu.name.startswith(f"{word}-") for word in words)]
     return max(named, key=lambda gpu: gpu.memory, default=GPUS[DEFAULT_GPU])

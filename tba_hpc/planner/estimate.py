@@ -9,6 +9,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.planner import seconds
@@ -211,7 +212,7 @@ def _course(
     *,
     gpus: int,
     shared: bool,
-) -> dict[str, float | str]:
+) -> dict[str, Any]:
     """What comes of these times over a whole run; shared: trainer and searchers compute on the same GPU."""
     config = work.config
     every, groups = config.exchange.sync_every, config.train.prompts_per_step

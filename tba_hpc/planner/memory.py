@@ -71,7 +71,7 @@ def activation_bytes(shape: Shape, weight_bytes: int) -> float:
     heads = 3 * shape.query + 2 * shape.key_value
     if shape.gated:
         norms = 2 * (4 + 2 * weight_bytes) * shape.hidden
-        mlp = 4 * shape.inner * shape.experts_per_token
+        mlp: float = 4 * shape.inner * shape.experts_per_token
     else:
         norms = 5 * weight_bytes * shape.hidden
         mlp = (4.5 if shape.kind == "gpt2" else 2) * shape.inner

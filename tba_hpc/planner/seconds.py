@@ -127,12 +127,13 @@ def decode_seconds(
     shape: Shape, gpu: Gpu, *, batch: float, length: float, weight_bytes: int, ranks: int = 1
 ) -> float:
     """Of one token for each of ``batch`` sequences of so many tokens, over ``ranks`` GPUs."""
-    dtype = "float32" if weight_bytes == BYTES["float32"] else "bfloat16"
     active = min(shape.parameters, shape.layers * shape.matrices + shape.head + shape.table)
     read = weight_bytes * active + batch * length * shape.kv_bytes(weight_bytes)
     memory = read / ranks / (hardware.BANDWIDTH_SHARE * gpu.bandwidth * 1e9)
     flops = shape.forward_flops(batch, attended=length, scored=batch) / ranks
-    compute = flops / (hardware.DECODE_SHARE * gpu.flops(dtype))
+    compute = flops / (
+        hardware.DECODE_SHARE * gpu.flops("float32" if weight_bytes == BYTES["float32"] else "bfloat16")
+    )
     return max(memory, compute) + hardware.DECODE_STEP_SECONDS + batch * hardware.DECODE_SEQUENCE_SECONDS
 
 
