@@ -176,7 +176,7 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, tokens: int, like: dict[str, np.ndarray], spare: list[Memory]) -> Memory:
-        """A spare one that is as large, or new memory, which takes the system longer than filling it takes."""
+        """A spare one that is as large, or new memory, which costs the system more than filling it does."""
         if spare and spare[-1].is_for(rows, tokens, like):
             return spare.pop()
         return cls(
