@@ -40,6 +40,9 @@ SITE = {
     "time": "20",
     "signal_seconds": 60,
 }
+OF_A_RUN = [setting for setting in SETTINGS if not setting.startswith("launch.")]
+"""How many ranks there are follows from the nodes here."""
+
 START_SECONDS = 240
 """Longest wait for engines on a busy machine."""
 
@@ -53,7 +56,7 @@ def submit(cluster: Cluster, model: Path, root: Path, *options: str, nodes: int 
     command = [
         *(sys.executable, "tools/submit.py", "--config", str(QUICKSTART), "--nodes", str(nodes), "--json"),
         *("--site", f"{root}/site.yaml", "--run-root", str(root), *options),
-        *(word for setting in [f"model.path={model}", *SETTINGS] for word in ("--set", setting)),
+        *(word for setting in [f"model.path={model}", *OF_A_RUN] for word in ("--set", setting)),
     ]
     done = subprocess.run(command, cwd=REPOSITORY, env=cluster.environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
