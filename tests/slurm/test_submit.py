@@ -441,7 +441,7 @@ def test_searchers_that_come_first_join_the_real_world(
 ) -> None:
     """The ranks of ``tba doctor --launch``, which join as those of every run do."""
     site = _site(1, trainer={"partition": "late"}, searcher={"partition": "early"})
-    found = trial.attempt(site, tmp_path, None, seconds=90)
+    found = trial.attempt(site, tmp_path, None, seconds=240)
     assert found.finding.level == "ok", found.finding.sentence
     assert {machine.host for machine in found.machines} & partitions["late"]
 
