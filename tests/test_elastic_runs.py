@@ -67,14 +67,13 @@ def assert_clean(run: RunDir) -> None:
     assert verdict.lost == verdict.doubled == 0
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_run_that_some_join_and_leave_while_others_are_killed(seed: int, tmp_path: Path) -> None:
+def test_a_run_that_some_join_and_leave_while_others_are_killed(tmp_path: Path) -> None:
     """Twice the trainer is killed and starts again, with another number of searchers of its own."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     exchange = {"max_steps_without_data": 4}  # so that it waits where nobody is there
-    run = make_run(tmp_path, steps=100, elastic=3, searchers=0, exchange=exchange)
-    trainer = tabular_run.start(run, searchers=0, sent=signal.SIGKILL, nth=20)
-    starts = [(1, signal.SIGKILL, 30), (0, None, 0)]
+    run = make_run(tmp_path, steps=60, elastic=3, searchers=0, exchange=exchange)
+    trainer = tabular_run.start(run, searchers=0, sent=signal.SIGKILL, nth=15)
+    starts = [(1, signal.SIGKILL, 20), (0, None, 0)]
     there: list[ForkServerProcess] = []
     told: list[ForkServerProcess] = []
     while not run.finished:
@@ -83,6 +82,7 @@ def test_a_run_that_some_join_and_leave_while_others_are_killed(seed: int, tmp_p
             assert trainer.exitcode == -signal.SIGKILL
             searchers, sent, nth = starts.pop(0)
             trainer = tabular_run.start(run, searchers=searchers, sent=sent, nth=nth)
+        before = merged(run).total()
         match random.choice(["come", "go", "kill"], p=[0.5, 0.3, 0.2]):
             case "come" if len(there) < 3:
                 there.append(tabular_run.visit(run))
@@ -91,7 +91,11 @@ def test_a_run_that_some_join_and_leave_while_others_are_killed(seed: int, tmp_p
                 os.kill(told[-1].pid, signal.SIGUSR1)  # type: ignore[arg-type]
             case "kill" if there:
                 there.pop(int(random.integers(len(there)))).kill()
-        time.sleep(float(random.uniform(0.05, 0.3)))
+        if there:  # else a busy machine kills them all before they have begun
+            until(
+                lambda: run.finished or trainer.exitcode is not None or merged(run).total() > before,  # noqa: B023
+                "a shard of those who are there",
+            )
     assert ended(trainer) == [0]
     assert set(ended(*told)) <= {0, -signal.SIGUSR1}, "one that was told before it listened just ends"
     assert set(ended(*there)) <= {0}, "they leave with the run"
