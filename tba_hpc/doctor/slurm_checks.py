@@ -217,8 +217,7 @@ def check_taken(job: Mapping[str, str], site: Site) -> list[Finding]:
         warning(
             "requeue",
             "Slurm took the job with Requeue=0 although it asks to be requeued, so its first stop ends it",
-            "unset SBATCH_NO_REQUEUE if it is set; where the site forbids it, set requeue: false in the site "
-            "file, and submit again after each stop",
+            "where the site forbids it, set requeue: false in the site file, and submit again after each stop",
         )
     ]
 

@@ -233,11 +233,11 @@ def test_what_may_fail_is_said_with_the_job(
     submit: Callable[..., subprocess.CompletedProcess[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("SBATCH_NO_REQUEUE", "1")  # as a site's profile or plugin may
+    monkeypatch.setenv("SBATCH_NO_REQUEUE", "1")  # as a profile may
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     done = submit("--json", "--set", "model.path=org/another")  # its job may ask the hub for it
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     warnings = "\n".join(answer["warnings"])
-    assert "Slurm took the job with Requeue=0" in warnings
-    assert cluster.jobs(int(answer["job"]))[0]["Requeue"] == "0"
+    assert "SBATCH_NO_REQUEUE of this shell would override the batch script" in warnings
+    assert cluster.jobs(int(answer["job"]))[0]["Requeue"] == "1", "as the script asks"
