@@ -217,7 +217,7 @@ def check_taken(job: Mapping[str, str], site: Site) -> list[Finding]:
         warning(
             "requeue",
             "Slurm took the job with Requeue=0 although it asks to be requeued, so its first stop ends it",
-            "where the site forbids it, set requeue: false in the site file, and submit again after each stop",
+            "set requeue: false in the site file where the site forbids it; then submit again after a stop",
         )
     ]
 
