@@ -376,7 +376,7 @@ def test_awaiting_survives_signals_and_returns_the_childs_status() -> None:
 
 
 WATCHED = """
-say() { :; }; SLURM_JOB_ID=1 SECONDS=0
+say() { :; }; SLURM_JOB_ID=1; unset SECONDS; SECONDS=0  # bash counts it no more
 mkdir -p "$RUN/owners" "$RUN/slurm"; cd "$RUN"
 now=0  # time goes by in the fakes alone
 sleep() { now=$((now + $1)) SECONDS=$now; command sleep 0.01; rank; [ $now -lt 600 ]; }

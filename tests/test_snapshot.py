@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tba_hpc import submit
 from tba_hpc.config import parse_config
 from tba_hpc.launch import snapshot
 from tba_hpc.launch.plan import Container, Site, plan
 from tba_hpc.launch.sbatch import Job, batch_script
+from tba_hpc.order import script_of
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -99,6 +99,6 @@ def test_an_image_brings_code_of_its_own(tmp_path: Path) -> None:
     """Only what runs outside is of the copy: the shell library."""
     site = Site(container=Container(image="/x.sif"))
     config = parse_config({"model": {"path": "none"}, "train": {"prompts_per_step": 2}})
-    script = submit._script(config, plan(config, site, 2), site, code=tmp_path)
+    script = script_of(config, plan(config, site, 2), site, after=None, code=tmp_path)
     assert "PYTHONPATH" not in script
     assert f"source {tmp_path}/tba_hpc/launch/job_supervisor.sh\n" in script

@@ -240,7 +240,7 @@ def make_model(folder: Path, shape: Shape) -> Path:
         num_hidden_layers=shape.layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,
-        max_position_embeddings=2 * (shape.prompt + shape.completion),
+        max_position_embeddings=max(256, 2 * (shape.prompt + shape.completion)),  # 256: for whole runs
         tie_word_embeddings=True,
         eos_token_id=0,
     )

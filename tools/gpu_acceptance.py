@@ -217,7 +217,7 @@ def reload(book: Book, scratch: Path, tiny: bool) -> None:
     layout = WeightLayout.of([(name, tuple(tensor.shape)) for name, tensor in tensors.items()], "BF16")
     data = np.concatenate([tensor.flatten().view(torch.uint8).numpy() for tensor in tensors.values()])
     book.note("weights", len(data) / 1e9, "GB")
-    _, copy = copy_seconds(data, device())
+    _, copy = copy_seconds(data.copy(), device())  # which it overwrites
     book.note("one copy to the device", copy, "s")
     with engine_of(config) as generator:
         wait_until_built(generator)
