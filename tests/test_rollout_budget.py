@@ -31,7 +31,7 @@ def bounded(root: Path, *, searchers: int = 1, deadline: float = 20, **train: ob
         train={"steps": STEPS, **train},
         exchange={"sync_every": 1, "max_staleness": 0, "deadline_seconds": deadline},
         evaluate={"every": STEPS},
-        launch={"searchers": searchers},
+        launch={"searchers": searchers, "start_deadline_seconds": deadline},
     )
 
 
