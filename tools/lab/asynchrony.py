@@ -37,10 +37,7 @@ TUNED_AS = {TWICE: SYNCHRONOUS}
 
 TUNING_SEED = 100
 
-BETA = "train.beta={schedule: constant, start: 0.02}"
-"""On-policy, 160 steps lead to 89 % with it; to 35 % with the quickstart's .1."""
-
-SETTINGS = (*skill.SAMPLING, BETA, "buffer.deduplicate=false", "evaluate.test_prompts=1")
+SETTINGS = (*skill.SAMPLING, skill.BETA, "buffer.deduplicate=false", "evaluate.test_prompts=1")
 """Of all arms; the test split is not looked at."""
 
 FRESH = (

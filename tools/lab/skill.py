@@ -15,7 +15,7 @@ COUNTING = Model(
     "misreading-counting-model", ("--worked", "--counted", "--misread=0.6", "--steps=1600"), seed=100
 )
 
-RATE = 2.5e-4
+RATE = 1.25e-4
 
 
 def constant(rate: float) -> str:
@@ -31,5 +31,18 @@ SAMPLING = (
 )
 """Training begins with a step's completions, which are as many as it learns from."""
 
-UNTUNED = (*EVALUATED, *SAMPLING, constant(RATE), "evaluate.every=25", "launch.searchers=1")
-"""Of experiments that compare at one rate: RATE, which the synchronous arm learns at."""
+BETA = "train.beta={schedule: constant, start: 0.02}"
+"""On-policy, 160 steps lead to 89 % with it; to 35 % with the quickstart's .1."""
+
+ONCE = (
+    *SAMPLING,
+    BETA,
+    "buffer.deduplicate=false",
+    "buffer.most_on_policy=1",
+    "buffer.replay_limit=1",
+    "buffer.oldest_first=true",
+)
+"""Each trajectory is learned from once: the buffer is a queue, and speed decides nothing but the clock."""
+
+UNTUNED = (*EVALUATED, *SAMPLING, BETA, constant(RATE), "evaluate.every=25", "launch.searchers=1")
+"""Of experiments that compare at one rate: RATE, which one step off-policy bears best."""

@@ -15,8 +15,8 @@ from lab.curves import Curve, last_part, sag, swing
 from lab.lockstep import Setup, SparseTable
 from lab.results import Panel, Result, Row, Series, Spread
 from lab.runs import Options, Study, log
-from lab.scores import Scores
-from tba_hpc.config import Beta, LearningRate, TrainSection
+from lab.scores import NOTES, Scored, panel, row
+from tba_hpc.config import Beta, Config, LearningRate, TrainSection
 from tba_hpc.tasks.tabular import total_variation
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -32,6 +32,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 
 WHOLE_RUNS = ("TB", "TBA′", "OAPL", "Dr. GRPO", "RLOO")
 WHOLE_RUN_LAGS = (1, 10, 50)
+WHOLE_RUN_RATES = (1.25e-4, 2.5e-4)
+EVALUATIONS_OF_RUNS = ("evaluate.every=20", "evaluate.validation_prompts=128", "evaluate.test_prompts=256")
 
 LAGS = (1, 10, 50)
 RATES, TUNING_SEED = (0.1, 0.2, 0.4), 100
@@ -151,20 +153,78 @@ def _final(curve: Curve) -> float:
 
 EXACT = Exact()
 
-ARITHMETIC = Scores(
-    "Which objectives bear stale data? Whole runs on arithmetic",
-    Study(
-        {
-            f"{name}, k = {lag}": (
-                *(f"train.{key}={value}" for key, value in OBJECTIVES[name].items()),
+
+class WholeRuns:
+    """Runs of the product, every objective at its best rate; each trajectory is learned from once."""
+
+    question = "Which objectives bear stale data? Whole runs on arithmetic"
+
+    def study(self, name: str, rate: float) -> Study:
+        """One objective at one rate, an arm for each lag."""
+        objective = [f"train.{key}={value}" for key, value in OBJECTIVES[name].items()]
+        arms = {
+            _arm(name, lag): (
+                *objective,
+                skill.constant(rate),
                 f"exchange.sync_every={lag}",
+                f"exchange.max_staleness={2 * lag - 1}",
             )
             for lag in WHOLE_RUN_LAGS
+        }
+        return Study(arms, (*skill.ONCE, "launch.searchers=1", *EVALUATIONS_OF_RUNS), 200, skill.MODEL)
+
+    def arms(self, options: Options) -> dict[str, Config]:
+        """The config of every arm's first run, at every rate."""
+        return {
+            f"{arm}, rate {rate:g}": study.config(arm, options.seeds[0], options)
             for name in WHOLE_RUNS
-        },
-        (*skill.UNTUNED, "buffer.most_on_policy=1"),
-        steps=300,
-        model=skill.MODEL,
-    ),
-    panels={f"k = {lag}": [f"{name}, k = {lag}" for name in WHOLE_RUNS] for lag in WHOLE_RUN_LAGS},
-)
+            for rate in WHOLE_RUN_RATES
+            for study in [self.study(name, rate)]
+            for arm in study.arms
+        }
+
+    def measure(self, options: Options) -> Result:
+        """Tuning at the middle lag, then all; seeds outermost, so that a machine's moods meet all alike."""
+        self.study("TB", WHOLE_RUN_RATES[0]).require_curves(options)
+        tuned = {
+            name: {rate: self._tune(name, rate, options) for rate in WHOLE_RUN_RATES} for name in WHOLE_RUNS
+        }
+        best = {name: max(scores, key=scores.__getitem__) for name, scores in tuned.items()}
+        found: dict[str, dict[int, Scored]] = {}
+        for seed in options.seeds:
+            for name, rate in best.items():
+                study = self.study(name, rate)
+                for arm in study.arms:
+                    found.setdefault(arm, {})[seed] = Scored.read(study.run(arm, seed, options))
+        rows = [{**row(arm, found[arm]), "rate": best[name]} for name, arm in self._pairs() if arm in found]
+        panels = [
+            panel({name: found[_arm(name, lag)] for name in WHOLE_RUNS}, f"k = {lag}")
+            for lag in WHOLE_RUN_LAGS
+        ]
+        return Result(rows, panels, (*NOTES, *self._notes(tuned)))
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        return [(name, _arm(name, lag)) for name in WHOLE_RUNS for lag in WHOLE_RUN_LAGS]
+
+    def _tune(self, name: str, rate: float, options: Options) -> float:
+        """Final validation pass@1 at the middle lag with the seed for it, %."""
+        run = self.study(name, rate).run(_arm(name, WHOLE_RUN_LAGS[1]), TUNING_SEED, options)
+        return 100 * float(np.mean(last_part(Scored.read(run).curve)))
+
+    def _notes(self, tuned: Mapping[str, Mapping[float, float]]) -> tuple[str, ...]:
+        scores = "; ".join(
+            f"{name} {', '.join(f'{score:.0f}' for score in each.values())}" for name, each in tuned.items()
+        )
+        return (
+            "Lag k: weights go out every k steps, and no trajectory is learned from when its weights are 2k "
+            "steps old; each is learned from once, the oldest first.",
+            f"Rates, by the last third of validation at k = {WHOLE_RUN_LAGS[1]} with seed {TUNING_SEED}, "
+            f"in % at {', '.join(f'{rate:g}' for rate in WHOLE_RUN_RATES)}: {scores}.",
+        )
+
+
+def _arm(name: str, lag: int) -> str:
+    return f"{name}, k = {lag}"
+
+
+ARITHMETIC = WholeRuns()
