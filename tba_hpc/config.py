@@ -440,6 +440,11 @@ class ExchangeSection(Section):
             )
         return self
 
+    @property
+    def disk_patience_seconds(self) -> float:
+        """How long a full disk is waited for: half the deadline, so that nobody else gives up first."""
+        return self.deadline_seconds / 2
+
 
 class CheckpointSection(Section):
     every: MayChange[int] = Field(100, ge=1)

@@ -44,19 +44,17 @@ class Merger:
 
     def __init__(
         self,
+        config: Config,
         buffer: ReplayBuffer,
         completed: CompletedRequests,
         freshness: Freshness,
         metrics: MetricsWriter,
-        *,
-        rivals: bool = False,
     ) -> None:
-        """rivals: whether two searchers may have asked for the same request."""
         self._buffer = buffer
         self._completed = completed
         self._freshness = freshness
         self._metrics = metrics
-        self._rivals = rivals
+        self._rivals = config.launch.elastic > 0  # two searchers may have asked for the same request
 
     def merge(self, state: TrainerState, shards: Sequence[Shard], *, sync: int) -> TrainerState:
         """Merge what was collected at once: one revision of the buffer. Shards merged before are left out.
@@ -134,7 +132,7 @@ def merge_pending(
     metrics.log(state_event("resumed" if state != TrainerState() else "started", state, buffer))
     freshness = Freshness(config, buffer)
     freshness.update_reference(state.step)
-    merger = Merger(buffer, completed, freshness, metrics, rivals=config.launch.elastic > 0)
+    merger = Merger(config, buffer, completed, freshness, metrics)
     shards, version = iter(pending), state.step
     state = merger.evict_stale(state)
     while some := list(islice(shards, MERGED_AT_ONCE)):

@@ -427,9 +427,8 @@ class MetricsTail:
     def _open(self) -> tuple[BinaryIO, bool] | None:
         """The part to be read, where to go on, and whether it is finished."""
         if self._finished is None:
-            opened = open_part(
-                self._path, self._part
-            )  # NFS shows what is new to those who open, not to a stat
+            # NFS shows what is new to those who open, not to a stat.
+            opened = open_part(self._path, self._part)
             if opened is None or not opened[1]:
                 return opened and (_at(opened[0], self._offset), False)
             self._finished = opened[0]

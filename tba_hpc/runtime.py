@@ -100,9 +100,6 @@ PROMPTS_AHEAD = 2
 EMBEDDED_AT_ONCE = 64
 """Completions per forward pass of the model that tells near duplicates apart."""
 
-PATIENCE_SHARE = 0.5
-"""Of the exchange's deadline: how long a full disk is waited for, so that nobody else gives up first."""
-
 PRUNING_SECONDS = 10.0
 """Longest wait for shards that are still to be deleted when all else is done."""
 
@@ -376,23 +373,20 @@ def _join(
 
 
 def _shard_writer(run: RunDir, config: Config, index: int, progress: Progress) -> ShardWriter:
-    first, patience = progress.cursors.get(index, 0), _disk_patience(config)
+    first, patience = progress.cursors.get(index, 0), config.exchange.disk_patience_seconds
     return ShardWriter(run, index, first_index=first, patience=patience)
 
 
 def _report(run: RunDir, config: Config, searcher: int, searchers: int, part: Evaluation) -> None:
     """Publish a part of an evaluation, as soon as there is room on the disk."""
-    insist(lambda: write_evaluation(run, searcher, searchers, part), seconds=_disk_patience(config))
+    patience = config.exchange.disk_patience_seconds
+    insist(lambda: write_evaluation(run, searcher, searchers, part), seconds=patience)
 
 
 def _pending_shards(run: RunDir, config: Config, among: range = EVERYBODY) -> PendingShards:
     """Those of the searchers of such numbers."""
     expected = [*range(config.launch.searchers), *config.launch.elastic_searchers]
     return PendingShards(run, searchers=expected, patience=config.exchange.deadline_seconds, among=among)
-
-
-def _disk_patience(config: Config) -> float:
-    return PATIENCE_SHARE * config.exchange.deadline_seconds
 
 
 def _load_reference(run: RunDir, config: Config) -> Reference:
@@ -450,7 +444,7 @@ def _open_trainer(
             read_pending=_pending_shards(run, config, among).read,
             progress=progress,
             evaluated=evaluated,
-            patience=_disk_patience(config),
+            patience=config.exchange.disk_patience_seconds,
         )
 
     if placement.mpi is None:

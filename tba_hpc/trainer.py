@@ -28,7 +28,6 @@ from tba_hpc.run.checkpoints import (
     Arrays,
     Checkpoints,
     TrainerState,
-    latest_checkpoint,
 )
 from tba_hpc.run.files import AGAIN_SECONDS, DiskFullError
 from tba_hpc.step_log import StepLog
@@ -38,9 +37,6 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.02
 """Pause between two looks at the exchange while the trainer has nothing else to do."""
-
-ROOM_SHARE = 0.5
-"""Of the exchange's deadline: how long the last checkpoint waits for room, lest others give up first."""
 
 MARGIN_SECONDS = 30.0
 """Kept free before the end of the job, beside a step and a save: to leave, and to go back to the queue."""
@@ -79,8 +75,7 @@ class Trainer:
         self._stop_asked = stop_asked
         self._job_end = time.monotonic() + job_end - time.time()  # whatever the clock is set to meanwhile
         self._freshness = Freshness(config, buffer)
-        rivals = config.launch.elastic > 0
-        self._merger = Merger(buffer, completed, self._freshness, metrics, rivals=rivals)
+        self._merger = Merger(config, buffer, completed, self._freshness, metrics)
         self._step_log = StepLog(config.train, buffer, metrics, version=state.step)
         self._last_arrival = 0.0  # of completions that were new, on the monotonic clock
         self._next_publish = state.step
@@ -89,7 +84,6 @@ class Trainer:
         self._under_way: Future[TrainerState] | None = None  # a checkpoint that is being written
         self._to_log: dict[str, Value] = {}  # its event
         self._no_room: DiskFullError | None = None  # for the last one
-        self._ending = False
 
     def run(self) -> bool:
         """Train to the last step; True when it was reached, False when stopped before. All is saved then.
@@ -290,7 +284,7 @@ class Trainer:
     def _note_checkpoint(self) -> None:
         """Tell of the checkpoint under way once it is complete. Raises what kept it from that.
 
-        But for a full disk where there is one to fall back upon: the next is tried in its turn.
+        But for a full disk: the next is tried in its turn.
         """
         if not self._under_way or not self._under_way.done():
             return
@@ -304,9 +298,7 @@ class Trainer:
             self._metrics.log(self._to_log)
 
     def _postpone(self, error: DiskFullError) -> None:
-        """Go on without the checkpoint that there was no room for."""
-        if not self._ending and latest_checkpoint(self._checkpoints.run) is None:
-            raise error
+        """Go on without the checkpoint that there was no room for: to end would lose what it would hold."""
         self._no_room = error
         fault = str(error).partition(";")[0]
         log.warning("%s: training goes on, and the next checkpoint is tried in its turn", fault)
@@ -317,9 +309,8 @@ class Trainer:
 
         Raises DiskFullError where it stays full.
         """
-        patience = ROOM_SHARE * self._config.exchange.deadline_seconds
+        patience = self._config.exchange.disk_patience_seconds
         give_up = min(time.monotonic() + patience, self._job_end - self._state.save_seconds)
-        self._ending = True
         self._await_checkpoint()
         while self._state != self._saved:
             self._no_room = None

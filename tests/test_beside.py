@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 
@@ -355,19 +355,23 @@ class Disk:
         write_arrays(path, arrays)
 
 
+def settled(trainer: Trainer) -> bool:
+    """Holds the loop, which a disk may not keep up with, until no checkpoint is under way; never stops it."""
+    if trainer._under_way:
+        assert wait([trainer._under_way], 60).done
+    return False
+
+
 @pytest.mark.parametrize("beside", [True, False])
 def test_checkpoints_that_a_full_disk_has_no_room_for_are_postponed_and_training_goes_on(
     tmp_path: Path, beside: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk = Disk()
     disk.full_for = lambda step: 5 < step < 25
-    trainer, run = make_trainer(tmp_path, disk, stop=lambda run: False, beside=beside)
+    trainer, run = make_trainer(tmp_path, disk, stop=lambda run: settled(trainer), beside=beside)
     assert trainer.run() and steps_of(run, None)[-1] == 40
     saved, postponed = steps_of(run, "checkpoint"), steps_of(run, "postponed")
-    assert saved[0] == 5 and saved[-1] == 40 and all(step == 5 or step >= 25 for step in saved)
-    assert len(postponed) == disk.turned_away > 0 and all(5 < step < 25 for step in postponed)
-    if not beside:
-        assert (saved, postponed) == ([5, 25, 30, 35, 40], [10, 15, 20])
+    assert (saved, postponed) == ([5, 25, 30, 35, 40], [10, 15, 20]) and disk.turned_away == 3
     found = checkpoint_folders(run, complete=True)
     assert {read_state(folder).step for folder in found} == set(saved) and damaged_checkpoints(run) == {}
     assert {path.name for path in run.checkpoints.iterdir()} == {folder.name for folder in found}
@@ -377,15 +381,15 @@ def test_checkpoints_that_a_full_disk_has_no_room_for_are_postponed_and_training
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_without_a_checkpoint_to_fall_back_upon_a_full_disk_ends_the_run(
+def test_the_first_checkpoint_too_is_postponed_and_without_any_the_run_ends_in_a_sentence(
     tmp_path: Path, beside: bool
 ) -> None:
     disk = Disk()
     disk.full_for = lambda step: True
-    trainer, run = make_trainer(tmp_path, disk, stop=lambda run: False, beside=beside)
+    trainer, run = make_trainer(tmp_path, disk, stop=lambda run: False, beside=beside, deadline=2)
     with pytest.raises(DiskFullError, match=r"cannot write .*buffer\.h5"):
         trainer.run()
-    assert steps_of(run, None)[-1] < 40 and list(run.checkpoints.iterdir()) == []
+    assert steps_of(run, None)[-1] == 40 and list(run.checkpoints.iterdir()) == []
 
 
 @pytest.mark.parametrize("steps", [40, 7])

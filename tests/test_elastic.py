@@ -274,7 +274,7 @@ def test_requests_are_answered_once_over_any_history(seed: int, tmp_path: Path) 
                     frozen.pop().work(random)
             case "merge":
                 before = len(read_metrics(run.metrics_file("trainer")))
-                merger = Merger(buffer, completed, Freshness(config, buffer), metrics, rivals=True)
+                merger = Merger(config, buffer, completed, Freshness(config, buffer), metrics)
                 found = list(shards.read(state.cursors))
                 state = merger.merge(state, found, sync=0)
                 for record in read_metrics(run.metrics_file("trainer"))[before:]:
@@ -298,7 +298,7 @@ def test_requests_are_answered_once_over_any_history(seed: int, tmp_path: Path) 
                         holder.work(random)
                     except ShardError:  # one that had been frozen came first
                         del holders[searcher]
-    merger = Merger(buffer, completed, Freshness(config, buffer), metrics, rivals=True)
+    merger = Merger(config, buffer, completed, Freshness(config, buffer), metrics)
     before = len(read_metrics(run.metrics_file("trainer")))
     state = merger.merge(state, list(shards.read(state.cursors)), sync=0)
     for record in read_metrics(run.metrics_file("trainer"))[before:]:
@@ -326,7 +326,7 @@ def test_what_comes_too_late_or_again_stays_out_and_is_counted(tmp_path: Path) -
     config = config_of(tmp_path, buffer={"max_age_steps": 10})
     run, buffer, completed = RunDir.create(config), ReplayBuffer(config.buffer, 0), CompletedRequests()
     metrics = MetricsWriter(run.metrics_file("trainer"))
-    merger = Merger(buffer, completed, Freshness(config, buffer), metrics, rivals=True)
+    merger = Merger(config, buffer, completed, Freshness(config, buffer), metrics)
     first, other = ShardWriter(run, 0), ShardWriter(run, FIRST_ELASTIC)
     for writer, requests in ((first, (0, 2)), (other, (2, 4))):
         for request_id in requests:

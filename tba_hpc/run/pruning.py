@@ -51,12 +51,10 @@ class ShardPruner:
         self._merged: Mapping[int, int] = {}
         self._ends: dict[int, int] = {}  # per searcher: the shards before are known
         self._loose: dict[Key, None] = {}  # may be bundled, oldest first
-        self._left: dict[
-            Key, None
-        ] = {}  # may not: it has a copy in a bundle, is not whole, or not to be seen
-        self._bundles: dict[Path, dict[int, int]] | None = (
-            None  # per searcher: the index after its last there
-        )
+        # May not: those that have a copy in a bundle, are not whole, or not to be seen.
+        self._left: dict[Key, None] = {}
+        # Per searcher: the index after its last there.
+        self._bundles: dict[Path, dict[int, int]] | None = None
         self._number = 0
         self._not_before = 0.0
         self._asked: SimpleQueue[Callable[[], None]] = SimpleQueue()

@@ -32,7 +32,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 
 WHOLE_RUNS = ("TB", "TBA′", "OAPL", "Dr. GRPO", "RLOO")
 WHOLE_RUN_LAGS = (1, 10, 50)
-WHOLE_RUN_RATES = (1.25e-4, 2.5e-4)
+WHOLE_RUN_RATES = (6.25e-5, 1.25e-4, 2.5e-4)
 EVALUATIONS_OF_RUNS = ("evaluate.every=20", "evaluate.validation_prompts=128", "evaluate.test_prompts=256")
 
 LAGS = (1, 10, 50)
@@ -171,7 +171,7 @@ class WholeRuns:
             )
             for lag in WHOLE_RUN_LAGS
         }
-        return Study(arms, (*skill.ONCE, "launch.searchers=1", *EVALUATIONS_OF_RUNS), 200, skill.MODEL)
+        return Study(arms, (*skill.ONCE, "launch.searchers=1", *EVALUATIONS_OF_RUNS), 300, skill.MODEL)
 
     def arms(self, options: Options) -> dict[str, Config]:
         """The config of every arm's first run, at every rate."""

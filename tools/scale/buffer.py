@@ -109,7 +109,7 @@ def of_merger(capacity: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trainer.jsonl"
         metrics = MetricsWriter(path, digest=KeptDigest(path, TrainerDigest()))
-        merger = Merger(buffer, CompletedRequests(), Freshness(config, buffer), metrics)
+        merger = Merger(config, buffer, CompletedRequests(), Freshness(config, buffer), metrics)
         state, large, small = TrainerState(), shards(LARGE), shards(GROUP * GROUPS, seed=1)
         for index in range(capacity // LARGE + 1):
             state = merger.merge(state, [Shard(0, index, next(large))], sync=state.revision)
