@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,12 @@ def test_what_engines_compile_is_kept_on_the_node_under_a_name_of_the_run(tmp_pa
     assert (tmp_path / "a/slurm/caches").stat().st_mode & 0o077 == 0
 
 
+def test_jobs_that_place_their_caches_at_once_agree(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        placed = list(pool.map(lambda _: tuple(_caches(tmp_path, TMPDIR=str(tmp_path))), range(24)))
+    assert len({*placed}) == 1 and [path.name for path in (tmp_path / "slurm").iterdir()] == ["caches"]
+
+
 def test_caches_that_were_placed_stay_and_others_lie_where_one_can_write(tmp_path: Path) -> None:
     mine = _caches(tmp_path, TRITON_CACHE_DIR="/my/triton", TMPDIR=str(tmp_path / "none"))
     assert mine[1] == "/my/triton" and Path(mine[0]).parents[1] == Path("/tmp")
@@ -349,6 +356,9 @@ def test_progress_is_a_shard_or_a_checkpoint_sealed_since_the_start(tmp_path: Pa
     assert _bash(check, RUN=str(tmp_path)) == "no\n"
     (tmp_path / "checkpoints/step-000002/state.json").touch()
     assert _bash(check, RUN=str(tmp_path)) == "no\n", "a checkpoint without COMPLETE is none"
+    (tmp_path / "shards/searcher-5000").mkdir()
+    (tmp_path / "shards/searcher-5000/000000.h5").touch()
+    assert _bash(check, RUN=str(tmp_path)) == "no\n", "searchers of other jobs work on"
     (tmp_path / "checkpoints/step-000002/COMPLETE").touch()
     assert _bash(check, RUN=str(tmp_path)) == "yes\n"
 
@@ -394,6 +404,7 @@ echo $now; kill "$srun" 2>/dev/null; true
         (":", "echo 1.3", 600),
         ("touch owners/trainer", ":", 600),
         ("[ $now -gt 200 ] || touch owners/trainer", ":", 230),
+        ("touch owners/searcher-5000.000001; [ $now -gt 200 ] || touch owners/trainer", ":", 230),
         ("[ $now -gt 200 ] || touch owners/trainer", "[ $now -gt 300 ] || echo 1.3", 350),
         (":", ":", 150),
         (":", "[ $now -gt 300 ] || echo 1.3", 390),
@@ -403,6 +414,7 @@ echo $now; kill "$srun" 2>/dev/null; true
         "silent-ranks",
         "a-glitch",
         "its-step-ended",
+        "its-step-ended-others-search-on",
         "its-silent-step-ended",
         "it-never-had-one",
         "its-silent-step-ended-late",

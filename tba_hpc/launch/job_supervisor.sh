@@ -43,11 +43,15 @@ here() { echo "${SLURMD_NODENAME:-$(hostname)}"; }
 place_caches() {     # what engines compile and keep, on the node itself: a home may be read-only there, and files go stale on NFS
     # Its name is the run's: a requeued job finds it again. Nobody can guess it, for /tmp is everybody's, and what lies
     # there is run as code. HF_HOME is left alone, since the models are there.
-    local place=${CACHES_IN:-${TMPDIR:-/tmp}} name keeper
+    local place=${CACHES_IN:-${TMPDIR:-/tmp}} name draft keeper
     [ -w "$place" ] || place=/tmp
     mkdir -p "$RUN/slurm"
-    [ -s "$RUN/slurm/caches" ] || mktemp -u tba-XXXXXXXXXXXXXXXX > "$RUN/slurm/caches"
-    read -r name < "$RUN/slurm/caches"
+    name=$(mktemp -u tba-XXXXXXXXXXXXXXXX)
+    if [ ! -s "$RUN/slurm/caches" ]; then    # of several jobs that get here at once the first names it
+        draft=$(mktemp "$RUN/slurm/caches.XXXXXXXX") && echo "$name" > "$draft" && ln "$draft" "$RUN/slurm/caches"
+        rm -f "$draft"
+    fi 2>/dev/null
+    [ -s "$RUN/slurm/caches" ] && read -r name < "$RUN/slurm/caches"
     for keeper in VLLM_CACHE_ROOT TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR FLASHINFER_WORKSPACE_BASE TVM_FFI_CACHE_DIR \
         TORCH_EXTENSIONS_DIR CUDA_CACHE_PATH HF_MODULES_CACHE MPLCONFIGDIR
     do
@@ -117,11 +121,11 @@ ASK_SECONDS=120      # shortest time between two such questions
 watch_step() {       # watch_step SRUN: end an srun that outlives its step
     # In a het step under PMIx, srun has one thread per component, and in some versions of Slurm (22.05 among them)
     # both may wait for the same thread at the end: it then hangs, long after the last rank has ended. Ranks at work
-    # touch their files in RUN/owners; only where none of them does Slurm is asked.
+    # touch their files in RUN/owners; only where no trainer does Slurm is asked. Searchers of other jobs live on.
     local mark=$RUN/slurm/heard since=$SECONDS asked=$((SECONDS - ASK_SECONDS)) seen=0 missed=0 steps
     touch "$mark"
     while sleep 5 && kill -0 "$1" 2>/dev/null; do
-        if [ -n "$(find "$RUN/owners" -newer "$mark" -print -quit 2>/dev/null)" ]; then
+        if [ -n "$(find "$RUN/owners" -name 'trainer*' -newer "$mark" -print -quit 2>/dev/null)" ]; then
             touch "$mark"
             since=$SECONDS seen=1 missed=0
         fi
@@ -327,9 +331,10 @@ unheard() {          # unheard CODE: whether the request to stop ended the ranks
         && [ ! -e "$RUN/logs/latest/at-work" ]
 }
 
-progress() {         # progress SINCE: whether anything was sealed after that file: a shard or a checkpoint
-    [ -n "$(find "$RUN/shards" "$RUN/checkpoints" \( -name '*.h5' -o -name COMPLETE \) -newer "$RUN/slurm/$1" \
-        -print -quit 2>/dev/null)" ]
+progress() {         # progress SINCE: whether this job has sealed anything after that file: a shard or a checkpoint
+    # Searchers that come and go (from 5000 on) seal whatever becomes of this job.
+    [ -n "$(find "$RUN/shards" "$RUN/checkpoints" -path "$RUN/shards/searcher-[5-9][0-9][0-9][0-9]" -prune -o \
+        \( -name '*.h5' -o -name COMPLETE \) -newer "$RUN/slurm/$1" -print -quit 2>/dev/null)" ]
 }
 
 at_the_end() {       # whether the wall time of this allocation is nearly over

@@ -140,5 +140,6 @@ def _last(lines: Sequence[str], count: int) -> Sequence[str]:
 
 
 def _lines(data: bytes) -> list[str]:
-    """Of a line that a progress bar has written over, what a terminal would show."""
-    return [line.rstrip("\r").rpartition("\r")[2] for line in data.decode(errors="replace").split("\n")]
+    """What a terminal would show: of a line that a progress bar wrote over its end; no NUL of mpiexec's."""
+    text = data.replace(b"\0", b"").decode(errors="replace")
+    return [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
