@@ -1,7 +1,7 @@
 """The batch script of a plan, as text: pure, so that golden files can hold it.
 
 What a script does is in two places: the text made here says who works where; ``job_supervisor.sh``,
-which it sources, brings the run to its end. Facts behind the options: ``slurm/README.md``.
+which it sources, brings the run to its end. Facts behind the options: ``docs/slurm.md``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which nodes each component of a het job may have, so that whatever Slurm chooses makes one MPI world.
 
 srun and PMIx number the nodes of a het step alike only where those of component 0 all come before those of
-component 1 in Slurm's own order of names (``slurm/README.md``). So the nodes are cut in two by name before a
+component 1 in Slurm's own order of names (``docs/slurm.md``). So the nodes are cut in two by name before a
 job is submitted, and each component is told to leave those beyond the cut; whose come first is free. It must
 not know what the components do.
 """

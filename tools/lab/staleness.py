@@ -32,7 +32,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 
 WHOLE_RUNS = ("TB", "TBA′", "OAPL", "Dr. GRPO", "RLOO")
 WHOLE_RUN_LAGS = (1, 10, 50)
-WHOLE_RUN_RATES = (6.25e-5, 1.25e-4, 2.5e-4)
+WHOLE_RUN_RATES = (6.25e-5, 1.25e-4)
 EVALUATIONS_OF_RUNS = ("evaluate.every=20", "evaluate.validation_prompts=128", "evaluate.test_prompts=256")
 
 LAGS = (1, 10, 50)
@@ -163,7 +163,7 @@ class WholeRuns:
         """One objective at one rate, an arm for each lag."""
         objective = [f"train.{key}={value}" for key, value in OBJECTIVES[name].items()]
         arms = {
-            _arm(name, lag): (
+            _run(name, lag, rate): (
                 *objective,
                 skill.constant(rate),
                 f"exchange.sync_every={lag}",
@@ -176,7 +176,7 @@ class WholeRuns:
     def arms(self, options: Options) -> dict[str, Config]:
         """The config of every arm's first run, at every rate."""
         return {
-            f"{arm}, rate {rate:g}": study.config(arm, options.seeds[0], options)
+            arm: study.config(arm, options.seeds[0], options)
             for name in WHOLE_RUNS
             for rate in WHOLE_RUN_RATES
             for study in [self.study(name, rate)]
@@ -193,22 +193,24 @@ class WholeRuns:
         found: dict[str, dict[int, Scored]] = {}
         for seed in options.seeds:
             for name, rate in best.items():
-                study = self.study(name, rate)
-                for arm in study.arms:
-                    found.setdefault(arm, {})[seed] = Scored.read(study.run(arm, seed, options))
-        rows = [{**row(arm, found[arm]), "rate": best[name]} for name, arm in self._pairs() if arm in found]
+                for lag in WHOLE_RUN_LAGS:
+                    run = self.study(name, rate).run(_run(name, lag, rate), seed, options)
+                    found.setdefault(_arm(name, lag), {})[seed] = Scored.read(run)
+        rows = [
+            {**row(arm, found[arm]), "rate": best[name]}
+            for name in WHOLE_RUNS
+            for arm in [_arm(name, lag) for lag in WHOLE_RUN_LAGS]
+        ]
         panels = [
             panel({name: found[_arm(name, lag)] for name in WHOLE_RUNS}, f"k = {lag}")
             for lag in WHOLE_RUN_LAGS
         ]
         return Result(rows, panels, (*NOTES, *self._notes(tuned)))
 
-    def _pairs(self) -> list[tuple[str, str]]:
-        return [(name, _arm(name, lag)) for name in WHOLE_RUNS for lag in WHOLE_RUN_LAGS]
-
     def _tune(self, name: str, rate: float, options: Options) -> float:
         """Final validation pass@1 at the middle lag with the seed for it, %."""
-        run = self.study(name, rate).run(_arm(name, WHOLE_RUN_LAGS[1]), TUNING_SEED, options)
+        arm = _run(name, WHOLE_RUN_LAGS[1], rate)
+        run = self.study(name, rate).run(arm, TUNING_SEED, options)
         return 100 * float(np.mean(last_part(Scored.read(run).curve)))
 
     def _notes(self, tuned: Mapping[str, Mapping[float, float]]) -> tuple[str, ...]:
@@ -225,6 +227,10 @@ class WholeRuns:
 
 def _arm(name: str, lag: int) -> str:
     return f"{name}, k = {lag}"
+
+
+def _run(name: str, lag: int, rate: float) -> str:
+    return f"{_arm(name, lag)}, rate {rate:g}"
 
 
 ARITHMETIC = WholeRuns()

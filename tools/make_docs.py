@@ -1,0 +1,154 @@
+"""Writes the pages of docs/ that are made from the code: every key, metric and command.
+
+    python tools/make_docs.py            # writes docs/config.md, docs/metrics.md, docs/commands.md
+    python tools/make_docs.py --check    # exit status 1, naming the pages that are not what the code says
+
+The other pages are written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import types
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import click
+import typer.main
+import yaml
+from pydantic.fields import FieldInfo
+from typer.cli import get_docs_for_click
+
+from tba_hpc import metrics
+from tba_hpc.cli import app
+from tba_hpc.config import Config, Section, may_change
+from tba_hpc.launch.plan import Site
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+HEAD = "<!-- Made by tools/make_docs.py from the code: change it there. -->\n\n"
+
+
+def config_page() -> str:
+    """Every key of a config and of a site file."""
+    parts = [
+        "# Every key",
+        "A config is a YAML file of these sections; `--set section.key=value` overrides one key, and "
+        "`tba run CONFIG --dry-run` prints them all, resolved. A key with ↻ may change when a run goes on.",
+        *(text for name, field in Config.model_fields.items() for text in _section(name, _model(field))),
+        "## Site files",
+        "What `--site` names, one for each cluster: see [Slurm](slurm.md).",
+        _table(Site, prefix=""),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(name: str, model: type[Section]) -> Iterator[str]:
+    yield f"## {name}"
+    yield _table(model, prefix=f"{name}.")
+    for key, field in model.model_fields.items():
+        if inner := _sections_in(field):
+            yield f"### {name}.{key}"
+            yield _table(inner[0], prefix=f"{name}.{key}.")
+
+
+def _table(model: type[Section], prefix: str) -> str:
+    rows = ["| key | default | what it is |", "|---|---|---|"]
+    for key, field in model.model_fields.items():
+        mark = " ↻" if prefix and may_change(f"{prefix}{key}") else ""
+        rows.append(f"| `{key}`{mark} | {_default(field)} | {_meaning(field)} |")
+    return "\n".join(rows)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    if _sections_in(field):
+        return "below"
+    if field.default_factory is not None:
+        if field.default_factory_takes_validated_data:
+            return "follows from others"
+        return f"`{_text(field.get_default(call_default_factory=True))}`"
+    return f"`{_text(field.default)}`"
+
+
+def _text(value: object) -> str:
+    plain = list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(plain, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()
+
+
+def _meaning(field: FieldInfo) -> str:
+    words = " ".join((field.description or "").split()).replace("``", "`").replace("|", "\\|")
+    choices = [f"`{_text(value)}`" for value in _choices(field.annotation)]
+    return words + (f" One of {', '.join(choices)}." if choices else "")
+
+
+def _choices(annotation: Any) -> list[object]:
+    """The values that a Literal allows."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [value for part in get_args(annotation) for value in _choices(part)]
+    return []
+
+
+def _model(field: FieldInfo) -> type[Section]:
+    (model,) = _sections_in(field)
+    return model
+
+
+def _sections_in(field: FieldInfo) -> list[type[Section]]:
+    """The section that a field holds, if it holds one."""
+    parts = get_args(field.annotation) or (field.annotation,)
+    return [part for part in parts if isinstance(part, type) and issubclass(part, Section)]
+
+
+def metrics_page() -> str:
+    """The table of names that metrics.py holds."""
+    head, _, table = typing.cast(str, metrics.__doc__).partition("\n\n")
+    return f"# Every metric\n\n{head.replace('``', '`')}\n\n```text\n{table.strip()}\n```\n"
+
+
+def commands_page() -> str:
+    """What each command's --help says."""
+    command = typer.main.get_command(app)
+    text = get_docs_for_click(obj=command, ctx=click.Context(command, info_name="tba"), name="tba")
+    return text.replace("# `tba`", "# Every command", 1)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "config.md": config_page,
+    "metrics.md": metrics_page,
+    "commands.md": commands_page,
+}
+
+
+def outdated(folder: Path = DOCS) -> list[str]:
+    """Pages that are not what the code says."""
+    texts = {name: HEAD + make() for name, make in PAGES.items()}
+    return [
+        name
+        for name, text in texts.items()
+        if not (folder / name).exists() or (folder / name).read_text() != text
+    ]
+
+
+def main() -> int:
+    """The command line; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    if parser.parse_args().check:
+        wrong = outdated()
+        print(*(f"docs/{name} is not what the code says: run tools/make_docs.py" for name in wrong), sep="\n")
+        return bool(wrong)
+    for name, make in PAGES.items():
+        (DOCS / name).write_text(HEAD + make())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
