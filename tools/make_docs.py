@@ -49,7 +49,7 @@ def _section(name: str, model: type[Section]) -> Iterator[str]:
     yield f"## {name}"
     yield _table(model, prefix=f"{name}.")
     for key, field in model.model_fields.items():
-        if inner := _sections_in(field):
+        if inner := sections_in(field):
             yield f"### {name}.{key}"
             yield _table(inner[0], prefix=f"{name}.{key}.")
 
@@ -65,7 +65,7 @@ def _table(model: type[Section], prefix: str) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    if _sections_in(field):
+    if sections_in(field):
         return "below"
     if field.default_factory is not None:
         if field.default_factory_takes_validated_data:
@@ -95,11 +95,11 @@ def _choices(annotation: Any) -> list[object]:
 
 
 def _model(field: FieldInfo) -> type[Section]:
-    (model,) = _sections_in(field)
+    (model,) = sections_in(field)
     return model
 
 
-def _sections_in(field: FieldInfo) -> list[type[Section]]:
+def sections_in(field: FieldInfo) -> list[type[Section]]:
     """The section that a field holds, if it holds one."""
     parts = get_args(field.annotation) or (field.annotation,)
     return [part for part in parts if isinstance(part, type) and issubclass(part, Section)]

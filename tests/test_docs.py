@@ -1,0 +1,127 @@
+"""The documents: what is made from the code is as the code is, and what they name is there."""
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import make_docs
+import pytest
+import typer
+import typer.main
+from typer.core import TyperGroup
+
+from tba_hpc.cli import app
+from tba_hpc.config import Config, Section
+from tba_hpc.launch.plan import Site
+
+REPOSITORY = Path(__file__).parents[1]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+WRITTEN = [page for page in PAGES if page.name not in make_docs.PAGES]
+BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```|^((?:    .+\n)+)", re.M | re.S)
+
+
+def test_pages_made_from_the_code_are_as_it_is() -> None:
+    assert make_docs.outdated() == []
+
+
+def test_a_page_that_is_not_as_the_code_says_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.md").write_text("# Every key\n")
+    assert make_docs.outdated(tmp_path) == ["config.md", "metrics.md", "commands.md"]
+
+
+def test_every_key_has_its_meaning() -> None:
+    rows = re.findall(r"^\| `(\w+)`.*\| (.*) \|$", make_docs.config_page(), re.M)
+    assert len(rows) > 120 and [key for key, meaning in rows if not meaning] == []
+
+
+# --- Commands ---
+
+
+def _commands() -> list[tuple[str, str]]:
+    """(page, command) of all lines in code blocks that call tba or a tool of ours."""
+    found = []
+    for page in WRITTEN:
+        for fenced, indented in BLOCK.findall(page.read_text()):
+            for line in (fenced or indented).splitlines():
+                text = line.strip().removeprefix("$ ").partition(" #")[0].strip()
+                if re.match(r"(\.venv/bin/)?(tba |python tools/|\.venv/bin/python tools/)", text):
+                    found.append((page.name, text))
+    return found
+
+
+@pytest.mark.parametrize(("page", "command"), _commands())
+def test_commands_of_the_documents_are_understood(page: str, command: str) -> None:
+    words = [word for word in shlex.split(command) if word not in ("…", "...")]
+    if words[0].endswith("python"):
+        text = (REPOSITORY / words[1]).read_text()
+        if words[1] == "tools/submit.py":
+            words = ["tba", "submit", *words[2:]]
+        else:
+            options = [word.partition("=")[0] for word in words[2:] if word.startswith("--")]
+            assert all(option in text for option in options if option != "--help")
+            return
+    program = typer.main.get_command(app)
+    assert isinstance(program, TyperGroup) and words[1] in program.commands, f"{page}: {command}"
+    try:
+        program.commands[words[1]].make_context(words[1], words[2:]).close()
+    except typer.BadParameter as error:
+        assert type(error) is not typer.BadParameter, f"{page}: {command}: {error}"
+
+
+# --- Names ---
+
+
+def _keys(section: type[Section], prefix: str = "") -> set[str]:
+    found = set()
+    for key, field in section.model_fields.items():
+        found.add(f"{prefix}{key}")
+        for inner in make_docs.sections_in(field):
+            found |= _keys(inner, f"{prefix}{key}.")
+    return found
+
+
+def test_keys_that_the_documents_name_are_there() -> None:
+    keys = _keys(Config)
+    sections = {key for key in keys if "." not in key}
+    for page in WRITTEN:
+        for named in re.findall(r"`([a-z_]+\.[a-z_.]+?)(?:=[^`]*|: [^`]*)?`", page.read_text()):
+            if named.partition(".")[0] in sections and not re.search(
+                r"\.(py|md|yaml|json|html|jsonl|h5)$", named
+            ):
+                assert named in keys, f"{page.name} names {named}"
+
+
+def test_the_papers_index_names_functions_that_are_there() -> None:
+    page = (REPOSITORY / "docs/paper.md").read_text()
+    named = re.findall(r"`((?:tba_hpc|tools)/[a-z_/]+\.py)` `(\w+)`", page)
+    assert len(named) >= 15
+    for path, name in named:
+        tree = ast.parse((REPOSITORY / path).read_text())
+        assert name in {getattr(node, "name", "") for node in tree.body}, f"{path} has no {name}"
+    for path in re.findall(r"`((?:tests|configs)/[\w./]+)`", page):
+        assert (REPOSITORY / path).exists(), path
+
+
+def test_site_keys_that_the_slurm_page_names_are_there() -> None:
+    page = (REPOSITORY / "docs/slurm.md").read_text()
+    for named in re.findall(r"site key `(\w+)`", page):
+        assert named in Site.model_fields
+
+
+# --- The site ---
+
+
+def test_the_site_is_built_without_a_warning_and_without_anything_from_elsewhere(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--config-file", str(REPOSITORY / "tools/mkdocs.yml")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    pages = sorted(tmp_path.glob("*.html"))
+    assert {page.stem for page in PAGES[1:]} <= {page.stem for page in pages}
+    for page in pages:
+        text = page.read_text()
+        assert not re.findall(r"<(?:script|img|link)[^>]+(?:src|href)=\"?https?://[^\">]+", text), page
