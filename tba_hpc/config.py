@@ -128,6 +128,11 @@ class GeneratorSection(Section):
     start_seconds: MayChange[float] = Field(1800.0, gt=0)
     """Longest time for building an engine, s: its imports, the weights from the disk, compilation; then it is
     killed and built anew. A large model on a slow file system takes minutes."""
+    keep_kv: MayChange[bool] = False
+    """Whether completions in flight keep their attention cache when weights change, instead of having it
+    computed again: faster, but what follows in them is then sampled by the new weights over the keys and
+    values of older ones. Versions and log-probabilities are those of that sampling. Completions that begin
+    later never meet an older cache."""
 
     @model_validator(mode="after")
     def _ranges_are_in_order(self) -> GeneratorSection:

@@ -30,7 +30,7 @@ class EngineSettings(msgspec.Struct):
     """The engine wanted; it stands on the command line of its process.
 
     logprob_temperature: T of the policy, softmax(logits/T). fp32_head: logits are float32, also of bfloat16
-    weights. stop: texts that end a completion.
+    weights. stop: texts that end a completion. keep_kv: as generator.keep_kv.
     """
 
     model: str
@@ -43,6 +43,7 @@ class EngineSettings(msgspec.Struct):
     logprob_temperature: float
     fp32_head: bool
     stop: tuple[str, ...]
+    keep_kv: bool
     seed: int
 
 
