@@ -477,6 +477,34 @@ def test_an_impossible_engine_is_refused(tmp_path: Path) -> None:
     generator.close()
 
 
+def test_arguments_reach_vllm(tmp_path: Path) -> None:
+    """Such as the one to start from weights of its own invention; what comes later replaces them."""
+    folder = make_random_model(tmp_path, tied=False, context=CONTEXT)
+    generator = _generator(folder, engine={"load_format": "dummy", "max_num_batched_tokens": 64})
+    model, requests = load_policy(str(folder), "float32"), [_request(i) for i in range(4)]
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        _assert_logprobs_of(model, _generate(generator, *requests))
+    generator.load(_update(model, 1))
+    _assert_logprobs_of(model, _generate(generator, *requests))
+    _close(generator)
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [({"qantization": "fp8"}, "unexpected keyword argument 'qantization'"), ({"quantization": "fp9"}, "fp9")],
+)
+def test_arguments_that_vllm_does_not_take_are_refused(
+    argument: dict[str, str], reason: str, tmp_path: Path
+) -> None:
+    folder = make_random_model(tmp_path, tied=False, context=CONTEXT)
+    generator = _generator(folder, engine=argument)
+    with pytest.raises(ConfigError, match=f"vLLM cannot serve .*{reason}.*and generator.engine$") as refused:
+        while True:
+            assert generator.step() == []
+    assert "\n" not in str(refused.value)
+    generator.close()
+
+
 def test_an_updated_engine_equals_a_fresh_one(served: Served) -> None:
     """Bit for bit: nothing of other weights is left."""
     served.load(served.other, version=12)

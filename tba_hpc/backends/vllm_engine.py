@@ -101,7 +101,9 @@ def build_or_refuse(channel: Channel[Command], settings: EngineSettings) -> LLM:
     prepare_environment()
     try:
         llm = build(settings)
-    except ValueError as error:
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if not (isinstance(error, ValueError) or settings.arguments):
+            raise  # our own mistake
         traceback.print_exc()
         channel.send(Refused(first_sentence(error)))
         sys.exit(1)
@@ -141,9 +143,9 @@ def build(settings: EngineSettings) -> LLM:
         tensor_parallel_size=settings.tensor_parallel,
         hf_overrides={"head_dtype": "float32"} if settings.fp32_head else None,
         worker_extension_cls=f"{WeightLoader.__module__}.{WeightLoader.__name__}",
-        enforce_eager=not on_gpu,
         use_tqdm_on_load=False,
         seed=settings.seed,
+        **({"enforce_eager": not on_gpu} | settings.arguments),
     )
     llm.llm_engine.set_weight_version("0")
     if settings.logprob_temperature != 1:

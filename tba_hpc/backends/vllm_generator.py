@@ -103,7 +103,7 @@ class VllmGenerator:
     ) -> None:
         """keys: of the config, that of the path first, then those to look at where vLLM refuses."""
         self._model = model
-        self._keys = keys
+        self._keys = (*keys, "generator.engine") if generator.engine else keys
         self._generator = generator
         self._seed = seed
         self._weights = SharedWeights()
@@ -287,6 +287,7 @@ def engine_settings(model: ModelSection, generator: GeneratorSection, *, seed: i
         fp32_head=model.fp32_head and model.dtype != "float32",
         stop=generator.stop,
         keep_kv=generator.keep_kv,
+        arguments=generator.engine,
         seed=seed,
     )
 
