@@ -463,6 +463,11 @@ class ExchangeSection(Section):
     """Back-pressure: unmerged shards at which a searcher pauses."""
     bucket_mb: MayChange[int] = Field(64, ge=1, le=1024)
     """Size of one broadcast message, MiB (MPI counts end at 2 GiB)."""
+    delta: MayChange[Literal["auto", "always", "never"]] = "auto"
+    """Whether weights travel as what has changed since the last ones, exact to the bit, where that is less.
+    Not within a node, where they lie once in shared memory. auto: bfloat16, between nodes where it was the
+    quicker way of late, and over files, where it takes memory for two more copies at the trainer, which must
+    be one rank, and one per searcher. always: whatever it costs. never: all of them each time."""
     deadline_seconds: MayChange[float] = Field(600.0, gt=0)
     """Longest wait for another rank at work, s; then the run ends naming who is missing. A searcher gives the
     trainer six of them between two syncs."""
@@ -646,6 +651,16 @@ class Config(Section):
                 f"launch.elastic={self.launch.elastic} lets searchers leave that owe what "
                 f"exchange.max_staleness={self.exchange.max_staleness} waits for: leave out one of the two, "
                 "or bound the age of what comes by buffer.max_age_steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_rank_remembers_what_it_published(self) -> Config:
+        exchange, ranks = self.exchange, self.launch.trainers
+        if exchange.delta == "always" and exchange.transport == "files" and ranks > 1:
+            raise ValueError(
+                "exchange.delta=always with exchange.transport=files needs one trainer rank, which knows all "
+                f"that was published, not launch.trainers={ranks}: leave it out, or use the transport mpi"
             )
         return self
 
