@@ -22,7 +22,7 @@ from tba_hpc.config import Config, ConfigError, dump_config, load_config
 from tba_hpc.doctor.slurm_checks import SlurmError
 from tba_hpc.launch import LaunchError
 from tba_hpc.ports import EngineError, ExchangeError
-from tba_hpc.resources import require_files
+from tba_hpc.resources import refuse_unknown_engine_arguments, require_files
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.changes import is_done, refuse_steps_behind, told
 from tba_hpc.run.checkpoints import StateError
@@ -428,6 +428,7 @@ def _resolve(path: Path, overrides: list[str]) -> Config:
         path, overrides = _frozen(path, overrides)
     config = load_config(path, overrides)
     require_files(config)
+    refuse_unknown_engine_arguments(config)
     return config
 
 

@@ -30,6 +30,25 @@ OF_OWN_SAMPLES: tuple[ObjectiveName, ...] = (*POLICY_GRADIENTS, "oapl")
 """Objectives that take log-probabilities and samples to be of one policy: those, and V̂ of OAPL."""
 
 
+OWN_ENGINE_ARGUMENTS = {
+    "model": "set model.path",
+    "tokenizer": "it is that of model.path, so leave it out",
+    "revision": "put the revision that you want into a folder, and name that in model.path",
+    "hf_overrides": "change config.json in the folder of model.path, which the learner reads as well",
+    "dtype": "set model.dtype",
+    "max_model_len": "set model.context_length",
+    "max_num_seqs": "set generator.prompts_in_flight",
+    "gpu_memory_utilization": "set generator.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "set generator.kv_cache_mb",
+    "tensor_parallel_size": "set generator.tensor_parallel",
+    "pipeline_parallel_size": "set generator.tensor_parallel, by which an engine gets its GPUs",
+    "data_parallel_size": "set launch.searchers",
+    "seed": "set run.seed",
+    "logprobs_mode": "what is learned from are the policy's own log-probabilities, so leave it out",
+    "worker_extension_cls": "weights reach the engine's workers by it, so leave it out",
+}
+"""vLLM's arguments that are not to be passed on in generator.engine, and what to do instead, or why."""
+
 T = TypeVar("T")
 
 _MAY_CHANGE = "may change"
@@ -128,6 +147,24 @@ class GeneratorSection(Section):
     start_seconds: MayChange[float] = Field(1800.0, gt=0)
     """Longest time for building an engine, s: its imports, the weights from the disk, compilation; then it is
     killed and built anew. A large model on a slow file system takes minutes."""
+    keep_kv: MayChange[bool] = False
+    """Whether completions in flight keep their attention cache when weights change, instead of having it
+    computed again: faster, but what follows in them is then sampled by the new weights over the keys and
+    values of older ones. Versions and log-probabilities are those of that sampling. Completions that begin
+    later never meet an older cache."""
+    engine: MayChange[dict[str, Any]] = Field(default_factory=dict)
+    """Arguments of vLLM's engine (EngineArgs), passed on as they are, such as ``quantization: fp8`` or
+    ``max_num_batched_tokens: 16384``; none that another key sets. ``tba plan`` does not know them."""
+
+    @field_validator("engine")
+    @classmethod
+    def _engine_arguments_are_free(cls, engine: dict[str, Any]) -> dict[str, Any]:
+        if ours := [name for name in engine if name in OWN_ENGINE_ARGUMENTS]:
+            raise ValueError(
+                f"generator.engine.{ours[0]}={value_text(engine[ours[0]])} cannot be passed on to vLLM: "
+                f"{OWN_ENGINE_ARGUMENTS[ours[0]]}"
+            )
+        return engine
 
     @model_validator(mode="after")
     def _ranges_are_in_order(self) -> GeneratorSection:
@@ -426,6 +463,11 @@ class ExchangeSection(Section):
     """Back-pressure: unmerged shards at which a searcher pauses."""
     bucket_mb: MayChange[int] = Field(64, ge=1, le=1024)
     """Size of one broadcast message, MiB (MPI counts end at 2 GiB)."""
+    delta: MayChange[Literal["auto", "always", "never"]] = "auto"
+    """Whether weights travel as what has changed since the last ones, exact to the bit, where that is less.
+    Not within a node, where they lie once in shared memory. auto: bfloat16, between nodes where it was the
+    quicker way of late, and over files, where it takes memory for two more copies at the trainer, which must
+    be one rank, and one per searcher. always: whatever it costs. never: all of them each time."""
     deadline_seconds: MayChange[float] = Field(600.0, gt=0)
     """Longest wait for another rank at work, s; then the run ends naming who is missing. A searcher gives the
     trainer six of them between two syncs."""
@@ -618,6 +660,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _one_rank_remembers_what_it_published(self) -> Config:
+        exchange, ranks = self.exchange, self.launch.trainers
+        if exchange.delta == "always" and exchange.transport == "files" and ranks > 1:
+            raise ValueError(
+                "exchange.delta=always with exchange.transport=files needs one trainer rank, which knows all "
+                f"that was published, not launch.trainers={ranks}: leave it out, or use the transport mpi"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _near_duplicates_are_found(self) -> Config:
         for key in ("near_duplicates", "similarity_limit"):
             if (value := getattr(self.buffer, key)) is not None and not self.buffer.deduplicate:
@@ -728,14 +780,14 @@ def differing_keys(old: Config, new: Config) -> list[str]:
 
 
 def may_change(key: str) -> bool:
-    """Whether a resume may give a dotted key another value; see ``MayChange``."""
-    *sections, leaf = key.split(".")
+    """Whether a resume may give a dotted key another value; see ``MayChange``. It holds for all below."""
     model: type[BaseModel] | None = Config
-    for name in sections:
+    for name in key.split("."):
         field = model.model_fields.get(name) if model else None
+        if field is not None and _MAY_CHANGE in field.metadata:
+            return True
         model = _section(field.annotation) if field else None
-    field = model.model_fields.get(leaf) if model else None
-    return field is not None and _MAY_CHANGE in field.metadata
+    return False
 
 
 def value_text(value: object) -> str:

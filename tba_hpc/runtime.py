@@ -445,6 +445,7 @@ def _open_trainer(
             progress=progress,
             evaluated=evaluated,
             patience=config.exchange.disk_patience_seconds,
+            delta=_may_send_delta(config, layout),
         )
 
     if placement.mpi is None:
@@ -455,6 +456,7 @@ def _open_trainer(
         placement.mpi,
         layout,
         bucket_mb=config.exchange.bucket_mb,
+        delta=config.exchange.delta,
         read_pending=_pending_shards(run, config, range(FIRST_ELASTIC)).read,
         progress=progress,
         evaluated=evaluated,
@@ -463,6 +465,13 @@ def _open_trainer(
         return world
     elastic = board(range(FIRST_ELASTIC, EVERYBODY.stop))
     return HybridTrainerExchange(world, elastic, visited=Attendance(run, config))
+
+
+def _may_send_delta(config: Config, layout: WeightLayout) -> bool:
+    """Whether files may hold what has changed; of float32 weights all but everything has."""
+    alone = config.launch.trainers == 1 or config.exchange.transport == "mpi"
+    worth = config.exchange.delta == "always" or all(slot.dtype != "F32" for slot in layout.slots)
+    return alone and worth and config.exchange.delta != "never"
 
 
 def _open_follower(

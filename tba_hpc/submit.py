@@ -23,7 +23,7 @@ from tba_hpc.launch import slurm, snapshot
 from tba_hpc.launch.plan import Plan, Site
 from tba_hpc.launch.sides import choose_sides
 from tba_hpc.order import Order, last_job, script_of
-from tba_hpc.resources import require_files
+from tba_hpc.resources import refuse_unknown_engine_arguments, require_files
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.changes import is_done, refuse_steps_behind, told
 from tba_hpc.run.directory import RunDir
@@ -113,6 +113,7 @@ def _warnings(config: Config, split: Plan, site: Site, order: Order) -> list[Fin
     """What may go wrong. Raises ConfigError or SubmitError for what will, before hours in the queue."""
     if site.container is None:  # inside it paths may be others
         require_files(config)
+        refuse_unknown_engine_arguments(config)
     fetch = _fetch(order)
     findings = [*preflight(config, split, site), *check_resources(config, site, fetch)]
     if problem := next((finding for finding in findings if finding.level == "problem"), None):

@@ -45,6 +45,8 @@ from tba_hpc.types import Sampling, WeightLayout, WeightSlot
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
     from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core_client import InprocClient
 
 BEAT_SECONDS = 0.02
 """Time between two messages to the rank while nothing is finished; the rank refills by them."""
@@ -99,7 +101,9 @@ def build_or_refuse(channel: Channel[Command], settings: EngineSettings) -> LLM:
     prepare_environment()
     try:
         llm = build(settings)
-    except ValueError as error:
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if not (isinstance(error, ValueError) or settings.arguments):
+            raise  # our own mistake
         traceback.print_exc()
         channel.send(Refused(first_sentence(error)))
         sys.exit(1)
@@ -139,9 +143,9 @@ def build(settings: EngineSettings) -> LLM:
         tensor_parallel_size=settings.tensor_parallel,
         hf_overrides={"head_dtype": "float32"} if settings.fp32_head else None,
         worker_extension_cls=f"{WeightLoader.__module__}.{WeightLoader.__name__}",
-        enforce_eager=not on_gpu,
         use_tqdm_on_load=False,
         seed=settings.seed,
+        **({"enforce_eager": not on_gpu} | settings.arguments),
     )
     llm.llm_engine.set_weight_version("0")
     if settings.logprob_temperature != 1:
@@ -164,6 +168,7 @@ class Engine:
         self._channel = channel
         self._llm = llm
         self._settings = settings
+        self._loads = 0  # of weights, so far
         self._busy = 0.0  # seconds inside the step that the rank has not been told of
         self._open = 0  # completions that have not ended, so far as the rank knows
         self._told = time.monotonic()
@@ -171,25 +176,31 @@ class Engine:
     def serve(self) -> None:
         """Until the rank hangs up. Commands take effect between two steps, in their order."""
         while not self._channel.closed:
+            finished: list[Finished] = []
             for command in self._channel.receive(0 if self._decoding else BEAT_SECONDS):
-                self._obey(command)
-            self._tell(self._step() if self._decoding else [])
+                finished += self._obey(command)
+            self._tell(finished + (self._step() if self._decoding else []))
 
     @property
     def _decoding(self) -> bool:
         return bool(self._llm.llm_engine.has_unfinished_requests())
 
-    def _obey(self, command: Command) -> None:
+    def _obey(self, command: Command) -> list[Finished]:
+        """Returns what was finished on the way."""
+        finished: list[Finished] = []
         match command:
             case Submit():
                 self._submit(command)
             case Load():
+                finished = self._complete_steps() if self._settings.keep_kv else []
                 self._load(command)
+        return finished
 
     def _submit(self, command: Submit) -> None:
         from vllm.inputs import tokens_input
 
-        prompt = tokens_input(np.frombuffer(command.prompt, np.int32).tolist())
+        tokens = np.frombuffer(command.prompt, np.int32).tolist()
+        prompt = tokens_input(tokens, cache_salt=self._salt)
         params = sampling_params(command.sampling, command.n, self._settings)
         self._llm.llm_engine.add_request(str(command.request), prompt, params)
         self._open += command.n
@@ -201,9 +212,49 @@ class Engine:
             self._channel.send(Misfit(_told(names)))
             return
         # A cache of the old weights would give log-probabilities of neither policy.
-        self._llm.reset_prefix_cache(reset_running_requests=True)
+        if self._settings.keep_kv:
+            self._loads += 1
+            self._salt_anew()
+        else:
+            self._llm.reset_prefix_cache(reset_running_requests=True)
         self._llm.llm_engine.set_weight_version(str(command.version))
         self._channel.send(Loaded(command.version, time.monotonic() - start))
+
+    @property
+    def _salt(self) -> str | None:
+        """What the hashes of cached prefixes are made with, so that none is found from other weights.
+
+        None where the cache is emptied instead: as long as any request keeps its blocks, vLLM does not.
+        """
+        return str(self._loads) if self._settings.keep_kv else None
+
+    def _salt_anew(self) -> None:
+        """Let requests that wait with nothing computed, new or preempted, begin as new ones do."""
+        for request in self._core.scheduler.requests.values():
+            if request.num_computed_tokens == 0:
+                request.cache_salt = self._salt
+                request.block_hashes.clear()
+                request.update_block_hashes()
+
+    def _complete_steps(self) -> list[Finished]:
+        """Take what the old weights have sampled, or are about to, where the scheduler runs ahead.
+
+        vLLM labels tokens by the version at the time when they are taken. On a CPU it never runs ahead.
+        """
+        from vllm.v1.core.sched.interface import PauseState
+
+        core = self._core
+        finished: list[Finished] = []
+        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        while core.batch_queue and any(step.num_scheduled_tokens for _, step, _ in core.batch_queue):
+            finished += self._step()
+        core.scheduler.set_pause_state(PauseState.UNPAUSED)
+        return finished
+
+    @property
+    def _core(self) -> EngineCore:
+        """vLLM's own loop, which is in this process."""
+        return cast("InprocClient", self._llm.llm_engine.engine_core).engine_core
 
     def _step(self) -> list[Finished]:
         start = time.monotonic()
