@@ -79,6 +79,7 @@ from tba_hpc.run.evaluations import (
     write_evaluation,
 )
 from tba_hpc.run.files import DiskFullError, insist
+from tba_hpc.run.keeping import ShardKeeper
 from tba_hpc.run.notes import FAILED, REFUSED, note_at_work, rank_name, redirect_output, write_note
 from tba_hpc.run.owners import owned
 from tba_hpc.run.signals import StopFlag
@@ -167,6 +168,7 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
         write_arrays,
         beside=config.checkpoint.snapshot is not None,
         is_shard=is_shard,
+        keeper=_shard_keeper(run, config),
     )
     with StopFlag() as stop:
         trainer = Trainer(
@@ -185,6 +187,12 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
         finished = trainer.run()
         end_run(run, config, finished=finished, trainer=trainer, learner=learner, exchange=exchange)
     checkpoints.pruner.finish(PRUNING_SECONDS)
+
+
+def _shard_keeper(run: RunDir, config: Config) -> ShardKeeper | None:
+    """What keeps merged shards, where any are to be kept."""
+    share, most_mb = config.exchange.keep_shards, config.exchange.keep_shards_mb
+    return ShardKeeper(run, share, None if most_mb is None else most_mb << 20) if share else None
 
 
 def verify_checkpoints(run: RunDir, config: Config) -> None:
