@@ -475,6 +475,8 @@ class EvaluateSection(Section):
     """Prompts of the validation split used for these; 0: none."""
     test_prompts: MayChange[int | None] = Field(None, ge=1)
     """Held-out prompts evaluated before the first and after the last step; none: all."""
+    kept_answers: MayChange[int] = Field(4, ge=0)
+    """Prompts of each of these splits whose answers are kept as text, at every evaluation, for the report."""
 
 
 class MetricsSection(Section):

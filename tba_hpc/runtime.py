@@ -262,7 +262,7 @@ def search(run: RunDir, index: int | None) -> None:
                 exchange,
                 progress,
                 requests=training_requests(config, parts.task, placement.index, progress.completed),
-                evaluator=_online_evaluator(run, config, parts.task, placement.index),
+                evaluator=_online_evaluator(run, config, parts.task, placement.index, decode=parts.decode),
                 report=partial(_report, run, config),
                 stop_asked=lambda: stop.is_set,
             ).run()
@@ -293,7 +293,7 @@ def _stay(parts: SearchParts) -> None:
             visit.exchange,
             progress,
             requests=visit.requests(parts.task, progress),
-            evaluator=_online_evaluator(run, config, parts.task),
+            evaluator=_online_evaluator(run, config, parts.task, decode=parts.decode),
             report=visit.report(partial(_report, run, config)),
             stop_asked=lambda: stop.is_set,
         ).run()
@@ -312,6 +312,7 @@ class SearchParts:
     task: Task
     metrics: MetricsWriter
     reference: Reference
+    decode: Callable[[np.ndarray], str] | None = None
 
     @classmethod
     def make(cls, run: RunDir, config: Config, index: int, *, seed: int) -> SearchParts:
@@ -328,7 +329,8 @@ class SearchParts:
         refuse_few_prompts(task, config)
         metrics = _metrics(run, config, "searcher", index)
         metrics.log(started(config, index))
-        return cls(run, config, index, generator, task, metrics, _load_reference(run, config))
+        decode = load_tokenizer(config.model.path).decode  # the task's own is in use in another thread
+        return cls(run, config, index, generator, task, metrics, _load_reference(run, config), decode)
 
     def searcher(
         self,
@@ -566,7 +568,12 @@ def _errors_told() -> Iterator[None]:
 
 
 def _online_evaluator(
-    run: RunDir, config: Config, task: Task, searcher: int | None = None
+    run: RunDir,
+    config: Config,
+    task: Task,
+    searcher: int | None = None,
+    *,
+    decode: Callable[[np.ndarray], str] | None = None,
 ) -> OnlineEvaluator:
     """searcher: the place among those that evaluate together; None: this one evaluates alone."""
     return OnlineEvaluator(
@@ -579,6 +586,8 @@ def _online_evaluator(
             "test": config.evaluate.test_prompts,
         },
         done=partial(read_part, run),
+        decode=decode,
+        kept=config.evaluate.kept_answers,
     )
 
 
