@@ -21,7 +21,7 @@ LAYERS = [
     {"merger", "step_log", "search_log"},
     {"trainer", "searcher", "scorer", "online_evaluation", "backends", "tasks", "launch", "report"},
     {"ending", "placement", "resources", "order", "elastic"},
-    {"runtime", "audit", "evaluate", "doctor", "planner", "task_check"},
+    {"runtime", "audit", "evaluate", "samples", "doctor", "planner", "task_check"},
     {"submit", "lend", "fetch"},
     {"cli"},
 ]
@@ -97,6 +97,7 @@ WITH_A_LITTLE = {
     "fetch": "submitit",
     "launch.stop": "submitit",
     "audit": "h5py",
+    "samples": "h5py",
 }
 """What else a login node runs, and the one library of HEAVY that it needs."""
 
