@@ -423,6 +423,48 @@ def evaluate(
 
 
 @app.command()
+def ask(
+    what: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="As for tba evaluate.")],
+    question: Annotated[str, typer.Argument(help="What to ask, put as the run's task puts its problems.")],
+    config: Annotated[Path | None, typer.Option(help="Of a MODEL: the config with its task.")] = None,
+    overrides: Overrides = None,
+    samples: Annotated[int, typer.Option(min=1, help="So many answers.")] = 1,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0: greedy. Default: that, or for several as trained.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer; default: as trained.")
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--plain", help="In the model's chat template; default: as the task."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put a question to the model of RUN, or to any MODEL, with transformers: no engine is started."""
+    from tba_hpc import ask as asking
+
+    _import_from_here()
+    asked = asking.ask(
+        what,
+        question,
+        config=config,
+        overrides=overrides or [],
+        samples=samples,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        chat=chat,
+    )
+    asking.print_answers(asked, as_json=as_json)
+
+
+def _import_from_here() -> None:
+    """Find a task's module where ``tba run`` does: its ranks have the working directory in their path."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+
+
+@app.command()
 def samples(
     run: RunPath,
     by: Annotated[
