@@ -14,7 +14,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -420,6 +420,93 @@ def evaluate(
     target = find_target(what, config=config, task=task, overrides=overrides or [], reference=reference)
     result = measure(target, split=split, samples=samples, temperature=temperature, limit=limit)
     print_result(result, as_json=as_json)
+
+
+@app.command()
+def ask(
+    what: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="As for tba evaluate.")],
+    question: Annotated[str, typer.Argument(help="What to ask, put as the run's task puts its problems.")],
+    config: Annotated[Path | None, typer.Option(help="Of a MODEL: the config with its task.")] = None,
+    overrides: Overrides = None,
+    samples: Annotated[int, typer.Option(min=1, help="So many answers.")] = 1,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0: greedy. Default: that, or for several as trained.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer; default: as trained.")
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--plain", help="In the model's chat template; default: as the task."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put a question to the model of RUN, or to any MODEL, with transformers: no engine is started."""
+    from tba_hpc import ask as asking
+
+    _import_from_here()
+    asked = asking.ask(
+        what,
+        question,
+        config=config,
+        overrides=overrides or [],
+        samples=samples,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        chat=chat,
+    )
+    asking.print_answers(asked, as_json=as_json)
+
+
+def _import_from_here() -> None:
+    """Find a task's module where ``tba run`` does: its ranks have the working directory in their path."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+
+
+@app.command()
+def samples(
+    run: RunPath,
+    by: Annotated[
+        Literal["newest", "oldest", "best", "worst", "changed"],
+        typer.Option(help="Weights' age, reward, or mean log π/π_ref of a token."),
+    ] = "newest",
+    prompt: Annotated[int | None, typer.Option(help="Answers to the prompt of this id.")] = None,
+    steps: Annotated[
+        str | None, typer.Option(metavar="A-B", help="Sampled by the weights of these optimizer steps.")
+    ] = None,
+    text: Annotated[str, typer.Option(help="Where question or answer have it, in either case.")] = "",
+    limit: Annotated[int, typer.Option(min=0, help="So many, equal ones once; 0: all.")] = 10,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with coloured tokens there instead.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read what the model of RUN has said: prompts, completions, rewards, and what became of them."""
+    from tba_hpc import samples as trajectories
+
+    run_dir = RunDir.open(run)
+    query = trajectories.Query(order=by, limit=limit or None, prompt=prompt, versions=_span(steps), text=text)
+    decode = trajectories.run_tokenizer(run_dir).decode
+    selection = trajectories.select(run_dir, query, decode)
+    if html:
+        trajectories.write_page(html, run_dir, selection, decode)
+        typer.echo(html, err=as_json)
+    if as_json or not html:
+        trajectories.print_samples(selection, as_json=as_json)
+
+
+def _span(text: str | None) -> tuple[int, int] | None:
+    """``3-8``, or ``3`` alone, as both ends."""
+    if text is None:
+        return None
+    first, dash, last = text.partition("-")
+    last = last if dash else first
+    if not (first.isdecimal() and last.isdecimal()):
+        raise ConfigError(
+            f"--steps {text} is no span of steps: write for example --steps 0-20, or --steps 20"
+        )
+    return int(first), int(last)
 
 
 def _resolve(path: Path, overrides: list[str]) -> Config:

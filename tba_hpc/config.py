@@ -471,6 +471,12 @@ class ExchangeSection(Section):
     deadline_seconds: MayChange[float] = Field(600.0, gt=0)
     """Longest wait for another rank at work, s; then the run ends naming who is missing. A searcher gives the
     trainer six of them between two syncs."""
+    keep_shards: MayChange[float] = Field(0.0, ge=0, le=1)
+    """Share of the merged shards that are kept in RUN/kept, evenly over the run, when no resume needs them
+    any more: what was trained on can be read then, by ``tba samples``. 1: all; 0: they are deleted."""
+    keep_shards_mb: MayChange[int | None] = Field(1024, ge=1)
+    """Most room that these take, MiB: beyond it every second of them goes, so that what stays is spread over
+    the whole run. None: no bound."""
 
     @model_validator(mode="after")
     def _data_come_at_syncs(self) -> ExchangeSection:
@@ -516,6 +522,8 @@ class EvaluateSection(Section):
     """Prompts of the validation split used for these; 0: none."""
     test_prompts: MayChange[int | None] = Field(None, ge=1)
     """Held-out prompts evaluated before the first and after the last step; none: all."""
+    kept_answers: MayChange[int] = Field(4, ge=0)
+    """Prompts of each of these splits whose answers are kept as text, at every evaluation, for the report."""
 
 
 class MetricsSection(Section):

@@ -79,6 +79,7 @@ from tba_hpc.run.evaluations import (
     write_evaluation,
 )
 from tba_hpc.run.files import DiskFullError, insist
+from tba_hpc.run.keeping import ShardKeeper
 from tba_hpc.run.notes import FAILED, REFUSED, note_at_work, rank_name, redirect_output, write_note
 from tba_hpc.run.owners import owned
 from tba_hpc.run.signals import StopFlag
@@ -164,6 +165,7 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
         write_arrays,
         beside=config.checkpoint.snapshot is not None,
         is_shard=is_shard,
+        keeper=_shard_keeper(run, config),
     )
     with StopFlag() as stop:
         trainer = Trainer(
@@ -182,6 +184,12 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
         finished = trainer.run()
         end_run(run, config, finished=finished, trainer=trainer, learner=learner, exchange=exchange)
     checkpoints.pruner.finish(PRUNING_SECONDS)
+
+
+def _shard_keeper(run: RunDir, config: Config) -> ShardKeeper | None:
+    """What keeps merged shards, where any are to be kept."""
+    share, most_mb = config.exchange.keep_shards, config.exchange.keep_shards_mb
+    return ShardKeeper(run, share, None if most_mb is None else most_mb << 20) if share else None
 
 
 def verify_checkpoints(run: RunDir, config: Config) -> None:
@@ -251,7 +259,7 @@ def search(run: RunDir, index: int | None) -> None:
                 exchange,
                 progress,
                 requests=training_requests(config, parts.task, placement.index, progress.completed),
-                evaluator=_online_evaluator(run, config, parts.task, placement.index),
+                evaluator=_online_evaluator(run, config, parts.task, placement.index, decode=parts.decode),
                 report=partial(_report, run, config),
                 stop_asked=lambda: stop.is_set,
             ).run()
@@ -282,7 +290,7 @@ def _stay(parts: SearchParts) -> None:
             visit.exchange,
             progress,
             requests=visit.requests(parts.task, progress),
-            evaluator=_online_evaluator(run, config, parts.task),
+            evaluator=_online_evaluator(run, config, parts.task, decode=parts.decode),
             report=visit.report(partial(_report, run, config)),
             stop_asked=lambda: stop.is_set,
         ).run()
@@ -301,6 +309,7 @@ class SearchParts:
     task: Task
     metrics: MetricsWriter
     reference: Reference
+    decode: Callable[[np.ndarray], str] | None = None
 
     @classmethod
     def make(cls, run: RunDir, config: Config, index: int, *, seed: int) -> SearchParts:
@@ -317,7 +326,8 @@ class SearchParts:
         refuse_few_prompts(task, config)
         metrics = _metrics(run, config, "searcher", index)
         metrics.log(started(config, index))
-        return cls(run, config, index, generator, task, metrics, _load_reference(run, config))
+        decode = load_tokenizer(config.model.path).decode  # the task's own is in use in another thread
+        return cls(run, config, index, generator, task, metrics, _load_reference(run, config), decode)
 
     def searcher(
         self,
@@ -561,7 +571,12 @@ def _errors_told() -> Iterator[None]:
 
 
 def _online_evaluator(
-    run: RunDir, config: Config, task: Task, searcher: int | None = None
+    run: RunDir,
+    config: Config,
+    task: Task,
+    searcher: int | None = None,
+    *,
+    decode: Callable[[np.ndarray], str] | None = None,
 ) -> OnlineEvaluator:
     """searcher: the place among those that evaluate together; None: this one evaluates alone."""
     return OnlineEvaluator(
@@ -574,6 +589,8 @@ def _online_evaluator(
             "test": config.evaluate.test_prompts,
         },
         done=partial(read_part, run),
+        decode=decode,
+        kept=config.evaluate.kept_answers,
     )
 
 
