@@ -32,6 +32,7 @@ TASKS = {
     "gsm8k": "tba_hpc.tasks.gsm8k:GSM8K",
     "jsonl": "tba_hpc.tasks.jsonl:Jsonl",
     "math": "tba_hpc.tasks.math:Math",
+    "reasoning_gym": "tba_hpc.tasks.reasoning_gym:ReasoningGym",
     "redteam": "tba_hpc.tasks.redteam:RedTeam",
     "tldr": "tba_hpc.tasks.tldr:TLDR",
 }
