@@ -23,6 +23,7 @@ from tba_hpc.doctor.slurm_checks import SlurmError
 from tba_hpc.launch import LaunchError
 from tba_hpc.ports import EngineError, ExchangeError
 from tba_hpc.resources import refuse_unknown_engine_arguments, require_files
+from tba_hpc.run import modules
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.changes import is_done, refuse_steps_behind, told
 from tba_hpc.run.checkpoints import StateError
@@ -78,7 +79,7 @@ def run(
     done = is_done(run_dir, resolved)
     if not done:
         refuse_owned(run_dir)
-        refuse_bad_task(resolved)
+        refuse_bad_task(resolved, beside=modules.folder_of(config))
     changes = [sentence] if not done and (sentence := told(run_dir, resolved)) else []
     if dry_run:
         from tba_hpc.launch import local
@@ -90,7 +91,8 @@ def run(
     if not done:
         with owned(run_dir):
             typer.echo("".join(f"{sentence}\n" for sentence in changes), nl=False, err=as_json)
-            _launch(create_run(resolved), resolved, quiet=as_json)
+            modules.keep(create_run(resolved), resolved, modules.folder_of(config))
+            _launch(run_dir, resolved, quiet=as_json)
     _show_results(run_dir, anew=False, as_json=as_json)
 
 
@@ -190,7 +192,9 @@ def create(
     """Make the run directory of a config, or check that it holds the same run, and print its path."""
     resolved = _resolve(config, overrides or [])
     refuse_owned(RunDir.check(resolved))  # whose config it would change
-    typer.echo(create_run(resolved).path)
+    made = create_run(resolved)
+    modules.keep(made, resolved, modules.folder_of(config))
+    typer.echo(made.path)
 
 
 @app.command("snapshot", hidden=True)

@@ -12,12 +12,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from tba_hpc import shipped
 
 Dtype = Literal["float32", "bfloat16"]
-Scalar = bool | int | float | str
 ObjectiveName = Literal[
     "trajectory_balance", "tba_prime", "oapl", "rloo", "proximal_rloo", "grpo", "dr_grpo", "online_dpo"
 ]
@@ -99,18 +106,119 @@ class ModelSection(Section):
         return self.logprob_temperature or 1.0
 
 
+class RewardSection(Section):
+    """One of the rewards of a task: a function of yours, a judge behind a URL, or a program."""
+
+    function: str | None = None
+    """``module:function`` of your own: tba_hpc.tasks.rewards says what it is given. Beside the config, in the
+    folder of the command, or installed."""
+    url: MayChange[str | None] = None
+    """Of a judge: it gets a JSON POST for each completion. With ``model``, an OpenAI-style chat endpoint in
+    full, such as http://host:8000/v1/chat/completions."""
+    program: tuple[str, ...] | None = Field(None, min_length=1)
+    """Words of a command, run once for each completion without a shell; ``python`` is the run's interpreter,
+    and a file is looked for where functions are. Time and memory are confined, no more (docs/own-task.md)."""
+    weight: float = 1.0
+    """What its number is multiplied by in the sum of all rewards."""
+    model: str | None = None
+    """Name of the judge's model; with it the judge is asked by chat, and the last number it writes counts."""
+    prompt: str | None = None
+    """What such a judge is asked: a text with {completion}, and {field} for fields of the row."""
+    key_variable: str | None = Field(None, pattern=r"^[A-Za-z_]\w*$")
+    """Environment variable of the searchers that holds the judge's key; the key itself is written nowhere."""
+    seconds: MayChange[float] = Field(30.0, gt=0)
+    """Longest wait for one answer of a judge, or run of a program, s."""
+    retries: MayChange[int] = Field(3, ge=0)
+    """Times that a judge is asked again which is busy, away or silent (count)."""
+    concurrency: MayChange[int] = Field(8, ge=1)
+    """Judge's answers waited for, or programs run, at once by a searcher (count)."""
+    memory_mb: int = Field(1024, ge=16)
+    """Address space of each process of a program, MiB."""
+    when_killed: float | None = None
+    """Reward where a program ran past ``seconds`` or was killed; none: the completion is set aside."""
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> RewardSection:
+        of_kind = {
+            "function": (),
+            "url": ("model", "prompt", "key_variable", "seconds", "retries", "concurrency"),
+            "program": ("seconds", "concurrency", "memory_mb", "when_killed"),
+        }
+        kinds = [kind for kind in of_kind if getattr(self, kind) is not None]
+        if len(kinds) != 1:
+            found = f"names {' and '.join(kinds)}" if kinds else "names nothing that gives it"
+            raise ValueError(f"a reward of task.reward {found}: set one of function, url and program")
+        known = {"function", "url", "program", "weight", *of_kind[kinds[0]]}
+        if ignored := sorted(
+            key for key in self.model_fields_set - known if getattr(self, key) != _default(self, key)
+        ):
+            raise ValueError(
+                f"{ignored[0]}={getattr(self, ignored[0])} of a reward by {kinds[0]} would be ignored: leave "
+                "it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _names_are_whole(self) -> RewardSection:
+        if self.function is not None and not all(self.function.partition(":")):
+            raise ValueError(
+                f"{self.function!r} of task.reward is no function: write it as module:function, such as "
+                "my_rewards:short"
+            )
+        if self.url is not None:
+            scheme, _, rest = self.url.partition("://")
+            if scheme not in ("http", "https") or not rest:
+                raise ValueError(
+                    f"{self.url!r} of task.reward is no address: begin it with http:// or https://"
+                )
+            if "@" in rest.partition("/")[0]:
+                raise ValueError(
+                    "a user and password in the url of task.reward would be written into the run's files: "
+                    "set key_variable to the name of an environment variable that holds the key"
+                )
+        if (self.model is None) != (self.prompt is None) or "{completion}" not in (
+            self.prompt or "{completion}"
+        ):
+            raise ValueError(
+                "a judge that is asked by chat needs model and prompt of task.reward, and the prompt a place "
+                "for the answer: write {completion} there"
+            )
+        return self
+
+
+def _default(section: Section, key: str) -> Any:
+    return type(section).model_fields[key].default
+
+
 class TaskSection(Section):
     name: str = "gsm8k"
-    """A task of tba_hpc.tasks, or ``module:Class`` of your own."""
+    """A task of tba_hpc.tasks, or ``module:Class`` of your own, beside the config, in the folder of the
+    command, or installed."""
+    reward: dict[str, RewardSection] = Field(default_factory=dict)
+    """What answers are worth, for a task that takes it from you (jsonl): ``module:function``, or several
+    rewards by name, which are added up by their weights."""
     train_file: str | None = None
     """Local JSONL with the training problems; none: the task's own source (hub or generator)."""
     test_file: str | None = None
     """Local JSONL with the held-out problems; none: the task's own source, or a slice of train_file."""
-    options: dict[str, Scalar] = Field(default_factory=dict)
+    options: dict[str, JsonValue] = Field(default_factory=dict)
     """Keyword arguments of the task's own."""
     max_rejected_groups: MayChange[int] = Field(10, ge=1)
     """Groups in a row without a usable reward, as the task's code raised or gave no finite number, at which a
     searcher ends; and answers in a row that it could not judge."""
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _by_name(cls, reward: object) -> object:
+        """``module:function`` is short for one reward; so it is for one of several."""
+        if isinstance(reward, str):
+            return {"reward": {"function": reward}}
+        if isinstance(reward, dict):
+            return {
+                name: {"function": value} if isinstance(value, str) else value
+                for name, value in reward.items()
+            }
+        return reward
 
 
 class GeneratorSection(Section):
@@ -794,7 +902,10 @@ def may_change(key: str) -> bool:
         field = model.model_fields.get(name) if model else None
         if field is not None and _MAY_CHANGE in field.metadata:
             return True
-        model = _section(field.annotation) if field else None
+        if field is not None:
+            model = _section(field.annotation)
+        elif model is not RewardSection:  # of which there are several by name
+            model = None
     return False
 
 
@@ -849,6 +960,8 @@ def explain(error: ValidationError, model: type[BaseModel], noun: str = "config"
 def _nearest(names: list[str], model: type[BaseModel]) -> str:
     """The valid name that is closest to the last of ``names``, which lead to it from ``model``."""
     for name in names[:-1]:
+        if name not in model.model_fields:  # of one among several
+            continue
         section = _section(model.model_fields[name].annotation)
         if section is None:
             return ""

@@ -58,6 +58,7 @@ from tba_hpc.prompts import (
     training_requests,
 )
 from tba_hpc.report.digest import KeptDigest, SearcherDigest, TrainerDigest
+from tba_hpc.run import modules
 from tba_hpc.run.beside import beside
 from tba_hpc.run.checkpoints import (
     BUFFER_FILE,
@@ -316,6 +317,7 @@ class SearchParts:
         """Load models and task. Raises ConfigError."""
         from tba_hpc.backends.vllm_generator import VllmGenerator
 
+        modules.use(run.modules)
         # First of all, since its process builds the engine while this one imports torch.
         generator = VllmGenerator(config.model, config.generator, seed=seed)
         from tba_hpc.backends.hf_model import load_tokenizer

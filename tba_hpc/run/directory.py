@@ -225,6 +225,11 @@ class RunDir:
         return self.path / "history"
 
     @property
+    def modules(self) -> Path:
+        """Code of the user's that the config names, if it has any."""
+        return self.path / "modules"
+
+    @property
     def shards(self) -> Path:
         """Sealed trajectories, a folder per searcher."""
         return self.path / "shards"
