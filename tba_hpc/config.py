@@ -83,6 +83,20 @@ class RunSection(Section):
     """Seed of everything random: prompt order, sampling, replay."""
 
 
+class LoraSection(Section):
+    """LoRA: the policy's weights stay as they are; what is trained, published and checkpointed is an adapter,
+    s·B·A beside the weight W of a linear layer, s = alpha/rank. It has no dropout: log-probabilities must be
+    those of the policy that samples."""
+
+    rank: int = Field(16, ge=1)
+    """r: rows of A, columns of B."""
+    alpha: float = Field(32.0, gt=0)
+    """Its scale times the rank."""
+    targets: tuple[Annotated[str, Field(min_length=1)], ...] | None = Field(None, min_length=1)
+    """Names of the linear layers that get one, or ends of their paths, such as q_proj or self_attn.q_proj.
+    None: all but the output layer."""
+
+
 class ModelSection(Section):
     path: str = Field(min_length=1)
     """Folder or hub name of the policy to start from; it is also the reference."""
@@ -99,6 +113,8 @@ class ModelSection(Section):
     fp32_head: bool = True
     """Whether bfloat16 logits are taken in float32, in learner, reference and engine alike, instead of being
     rounded once more: what both say of a token then differs less. float32 weights have no other logits."""
+    lora: LoraSection | None = None
+    """LoRA, with its rank, alpha and targets; {} takes their defaults. None: all weights are trained."""
 
     @property
     def policy_temperature(self) -> float:

@@ -405,8 +405,12 @@ def _load_reference(run: RunDir, config: Config) -> Reference:
     """The reference that a run begins with; a resume gets the one in force with its first weights."""
     if config.train.reference == "behaviour":
         return BehaviourReference()
+    from tba_hpc.backends.adapter import FOLDER, Adapter
     from tba_hpc.backends.hf_model import load_policy
     from tba_hpc.backends.hf_reference import HfReference
+
+    def adapter_of(step: int) -> Adapter:
+        return Adapter.load(run.reference(step) / FOLDER)
 
     return HfReference(
         load_policy(config.model.path, config.model.dtype),
@@ -414,6 +418,7 @@ def _load_reference(run: RunDir, config: Config) -> Reference:
         temperature=config.model.policy_temperature,
         fp32_head=config.model.fp32_head,
         policy_of=lambda step: load_policy(str(run.reference(step)), config.model.dtype),
+        adapter_of=adapter_of if config.model.lora else None,
     )
 
 

@@ -94,7 +94,7 @@ class Loaded(Message):
 
 
 class Misfit(Message):
-    """From the engine: the weights given last left some of its own as they were, as the reason says."""
+    """From the engine: the weights given last are not, or not all, for its model; why, and what to do."""
 
     reason: str
 

@@ -56,7 +56,7 @@ from tba_hpc.run.files import (
     publish,
     write_atomic,
 )
-from tba_hpc.types import Publication, Shard, Split, WeightLayout, WeightSlot, WeightUpdate
+from tba_hpc.types import LoraWeights, Publication, Shard, Split, WeightLayout, WeightSlot, WeightUpdate
 
 log = logging.getLogger(__name__)
 
@@ -747,6 +747,7 @@ def _refuse_lasting(error: OSError | ValueError) -> None:
 def read_weights(path: Path) -> tuple[WeightLayout, np.ndarray]:
     """Layout and mapped bytes, uint8 [layout.nbytes], of a safetensors file, verified by its library."""
     with safe_open(path, framework="numpy") as file:
+        lora = json.loads((file.metadata() or {}).get("lora", "null"))
         slots, start = [], 0
         for name in file.offset_keys():
             tensor = file.get_slice(name)
@@ -754,7 +755,7 @@ def read_weights(path: Path) -> tuple[WeightLayout, np.ndarray]:
             end = start + int(np.prod(shape, dtype=np.int64)) * _WIDTH[dtype]
             slots.append(WeightSlot(name, dtype, shape, start, end))
             start = end
-    layout = WeightLayout(tuple(slots))
+    layout = WeightLayout(tuple(slots), lora and LoraWeights(**lora))
     return layout, _map_data(path, layout.nbytes, "r")
 
 
@@ -790,6 +791,9 @@ def _safetensors_header(layout: WeightLayout, version: int) -> bytes:
         slot.name: {"dtype": slot.dtype, "shape": slot.shape, "data_offsets": (slot.start, slot.end)}
         for slot in layout.slots
     }
-    text = json.dumps({"__metadata__": {"format": "pt", "version": str(version)}, **tensors}).encode()
+    metadata = {"format": "pt", "version": str(version)}
+    if layout.lora:
+        metadata["lora"] = json.dumps(asdict(layout.lora))
+    text = json.dumps({"__metadata__": metadata, **tensors}).encode()
     text = text.ljust(-(-(len(text) + 8) // 64) * 64 - 8)
     return len(text).to_bytes(8, "little") + text

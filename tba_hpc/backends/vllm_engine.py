@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
+from tba_hpc.backends.adapter import Adapter, identity, layers_of
 from tba_hpc.backends.engine_channel import (
     COMMANDS,
     Channel,
@@ -207,6 +208,11 @@ class Engine:
 
     def _load(self, command: Load) -> None:
         start = time.monotonic()
+        if WeightLayout.from_json(command.layout).lora:
+            unlike = self._llm.collective_rpc("unlike_the_base", args=(command.layout,))
+            if reason := next(filter(None, unlike), ""):
+                self._channel.send(Misfit(reason))
+                return
         missed = self._llm.collective_rpc("load_shared_weights", args=(command.path, command.layout))
         if names := list(dict.fromkeys(chain.from_iterable(missed))):
             self._channel.send(Misfit(_told(names)))
@@ -277,13 +283,42 @@ class WeightLoader:
     A worker may be a process of its own (tensor parallelism), so only plain values reach it.
     """
 
+    lora_base: dict[str, torch.Tensor] | None = None
+    """The weights of the model's files, in the engine's type, where adapters come instead of weights."""
+
+    def unlike_the_base(self, layout: str) -> str:
+        """Why an adapter of this layout is none for the model's own weights; empty where it is.
+
+        These are read once. They stay in their files' pages of memory, which workers and searchers of a node
+        share, where they need no other type.
+        """
+        if self.lora_base is not None:
+            return ""
+        given, base = WeightLayout.from_json(layout), _weights_of_files(self)
+        wanted = [f"{name}.weight" for name in layers_of(given)]
+        if lacking := [name for name in wanted if name not in base]:
+            return f"has no {_named(lacking)} in its files; save it by save_pretrained and start from that"
+        if given.lora is None or identity({name: base[name] for name in wanted}) != given.lora.base:
+            return (
+                "has other weights than the trainer's, which are adapted there; give all nodes the same model"
+            )
+        self.lora_base = base
+        return ""
+
     def load_shared_weights(self, path: str, layout: str) -> list[str]:
         """Replace all weights in place by those at ``path``; see engine_channel.SharedWeights.
+
+        An adapter is merged into the model's own weights, W + s·B·A, which then are all replaced, too.
 
         Returns the names of parameters that were not replaced, or not as a whole: of those vLLM only logs.
         """
         logging.getLogger(RELOAD_LOGGER).addFilter(_is_not_about_rotary_embeddings)
-        tensors = _tensors(WeightLayout.from_json(layout), map_weights(path))
+        given = WeightLayout.from_json(layout)
+        tensors = _tensors(given, map_weights(path))
+        if given.lora:
+            assert self.lora_base is not None, "an adapter's base is looked at before it is loaded"
+            device = next(self.get_model().parameters()).device  # type: ignore[attr-defined]
+            tensors = _merged(Adapter.of(tensors, given.lora.scale), self.lora_base, device)
         with _missed(self.get_model()) as missed:  # type: ignore[attr-defined]
             self.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
         _repack_output_layers(self.get_model())  # type: ignore[attr-defined]
@@ -341,10 +376,35 @@ def _is_filled_in_part(layer: torch.nn.Module) -> bool:
     return 0 < info.load_numel < wanted  # it counts anew once a layer is complete
 
 
+def _weights_of_files(worker: Any) -> dict[str, torch.Tensor]:
+    """What vLLM built the worker's model from, by the names in its files, in the model's type."""
+    from vllm.model_executor.model_loader import get_model_loader
+
+    loader: Any = get_model_loader(worker.vllm_config.load_config)
+    config = worker.vllm_config.model_config
+    weights = loader.get_all_weights(config, worker.get_model())
+    return {name: weight.to(config.dtype) for name, weight in weights}
+
+
+def _merged(
+    adapter: Adapter, base: dict[str, torch.Tensor], device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All weights of the base, those of the adapter's layers merged with it, on the device."""
+    for name, weight in base.items():
+        yield name, adapter.merged(name, weight.to(device)) if adapter.changes(name) else weight
+
+
 def _told(names: list[str]) -> str:
-    """What a load has missed, in a few words."""
+    """What a load has missed, in a few words, and what to do."""
+    return (
+        f"took no new value, or not all of it, for {_named(names)}; train a model that this version of vLLM "
+        "updates as a whole"
+    )
+
+
+def _named(names: list[str]) -> str:
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"took no new value, or not all of it, for {', '.join(names[:NAMED])}{more}"
+    return f"{', '.join(names[:NAMED])}{more}"
 
 
 def _divided(

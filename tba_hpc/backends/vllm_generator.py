@@ -197,7 +197,7 @@ class VllmGenerator:
             case Misfit():
                 raise ConfigError(
                     f"vLLM cannot follow the training of {self._keys[0]}={self._model.path}: its model of it "
-                    f"{answer.reason}; train a model that this version of vLLM updates as a whole"
+                    f"{answer.reason}"
                 )
 
     def _catch_up(self) -> None:
