@@ -14,7 +14,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -22,7 +22,8 @@ from tba_hpc.config import Config, ConfigError, dump_config, load_config
 from tba_hpc.doctor.slurm_checks import SlurmError
 from tba_hpc.launch import LaunchError
 from tba_hpc.ports import EngineError, ExchangeError
-from tba_hpc.resources import require_files
+from tba_hpc.resources import refuse_unknown_engine_arguments, require_files
+from tba_hpc.run import modules
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.changes import is_done, refuse_steps_behind, told
 from tba_hpc.run.checkpoints import StateError
@@ -78,7 +79,7 @@ def run(
     done = is_done(run_dir, resolved)
     if not done:
         refuse_owned(run_dir)
-        refuse_bad_task(resolved)
+        refuse_bad_task(resolved, beside=modules.folder_of(config))
     changes = [sentence] if not done and (sentence := told(run_dir, resolved)) else []
     if dry_run:
         from tba_hpc.launch import local
@@ -90,7 +91,8 @@ def run(
     if not done:
         with owned(run_dir):
             typer.echo("".join(f"{sentence}\n" for sentence in changes), nl=False, err=as_json)
-            _launch(create_run(resolved), resolved, quiet=as_json)
+            modules.keep(create_run(resolved), resolved, modules.folder_of(config))
+            _launch(run_dir, resolved, quiet=as_json)
     _show_results(run_dir, anew=False, as_json=as_json)
 
 
@@ -190,7 +192,9 @@ def create(
     """Make the run directory of a config, or check that it holds the same run, and print its path."""
     resolved = _resolve(config, overrides or [])
     refuse_owned(RunDir.check(resolved))  # whose config it would change
-    typer.echo(create_run(resolved).path)
+    made = create_run(resolved)
+    modules.keep(made, resolved, modules.folder_of(config))
+    typer.echo(made.path)
 
 
 @app.command("snapshot", hidden=True)
@@ -422,12 +426,100 @@ def evaluate(
     print_result(result, as_json=as_json)
 
 
+@app.command()
+def ask(
+    what: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="As for tba evaluate.")],
+    question: Annotated[str, typer.Argument(help="What to ask, put as the run's task puts its problems.")],
+    config: Annotated[Path | None, typer.Option(help="Of a MODEL: the config with its task.")] = None,
+    overrides: Overrides = None,
+    samples: Annotated[int, typer.Option(min=1, help="So many answers.")] = 1,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0: greedy. Default: that, or for several as trained.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer; default: as trained.")
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--plain", help="In the model's chat template; default: as the task."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put a question to the model of RUN, or to any MODEL, with transformers: no engine is started."""
+    from tba_hpc import ask as asking
+
+    _import_from_here()
+    asked = asking.ask(
+        what,
+        question,
+        config=config,
+        overrides=overrides or [],
+        samples=samples,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        chat=chat,
+    )
+    asking.print_answers(asked, as_json=as_json)
+
+
+def _import_from_here() -> None:
+    """Find a task's module where ``tba run`` does: its ranks have the working directory in their path."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+
+
+@app.command()
+def samples(
+    run: RunPath,
+    by: Annotated[
+        Literal["newest", "oldest", "best", "worst", "changed"],
+        typer.Option(help="Weights' age, reward, or mean log π/π_ref of a token."),
+    ] = "newest",
+    prompt: Annotated[int | None, typer.Option(help="Answers to the prompt of this id.")] = None,
+    steps: Annotated[
+        str | None, typer.Option(metavar="A-B", help="Sampled by the weights of these optimizer steps.")
+    ] = None,
+    text: Annotated[str, typer.Option(help="Where question or answer have it, in either case.")] = "",
+    limit: Annotated[int, typer.Option(min=0, help="So many, equal ones once; 0: all.")] = 10,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with coloured tokens there instead.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read what the model of RUN has said: prompts, completions, rewards, and what became of them."""
+    from tba_hpc import samples as trajectories
+
+    run_dir = RunDir.open(run)
+    query = trajectories.Query(order=by, limit=limit or None, prompt=prompt, versions=_span(steps), text=text)
+    decode = trajectories.run_tokenizer(run_dir).decode
+    selection = trajectories.select(run_dir, query, decode)
+    if html:
+        trajectories.write_page(html, run_dir, selection, decode)
+        typer.echo(html, err=as_json)
+    if as_json or not html:
+        trajectories.print_samples(selection, as_json=as_json)
+
+
+def _span(text: str | None) -> tuple[int, int] | None:
+    """``3-8``, or ``3`` alone, as both ends."""
+    if text is None:
+        return None
+    first, dash, last = text.partition("-")
+    last = last if dash else first
+    if not (first.isdecimal() and last.isdecimal()):
+        raise ConfigError(
+            f"--steps {text} is no span of steps: write for example --steps 0-20, or --steps 20"
+        )
+    return int(first), int(last)
+
+
 def _resolve(path: Path, overrides: list[str]) -> Config:
     """The config of a file, or the frozen one of a run directory; local files it names must exist."""
     if path.is_dir():
         path, overrides = _frozen(path, overrides)
     config = load_config(path, overrides)
     require_files(config)
+    refuse_unknown_engine_arguments(config)
     return config
 
 

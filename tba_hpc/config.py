@@ -12,12 +12,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from tba_hpc import shipped
 
 Dtype = Literal["float32", "bfloat16"]
-Scalar = bool | int | float | str
 ObjectiveName = Literal[
     "trajectory_balance", "tba_prime", "oapl", "rloo", "proximal_rloo", "grpo", "dr_grpo", "online_dpo"
 ]
@@ -29,6 +36,25 @@ POLICY_GRADIENTS: tuple[ObjectiveName, ...] = ("rloo", "proximal_rloo", "grpo", 
 OF_OWN_SAMPLES: tuple[ObjectiveName, ...] = (*POLICY_GRADIENTS, "oapl")
 """Objectives that take log-probabilities and samples to be of one policy: those, and V̂ of OAPL."""
 
+
+OWN_ENGINE_ARGUMENTS = {
+    "model": "set model.path",
+    "tokenizer": "it is that of model.path, so leave it out",
+    "revision": "put the revision that you want into a folder, and name that in model.path",
+    "hf_overrides": "change config.json in the folder of model.path, which the learner reads as well",
+    "dtype": "set model.dtype",
+    "max_model_len": "set model.context_length",
+    "max_num_seqs": "set generator.prompts_in_flight",
+    "gpu_memory_utilization": "set generator.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "set generator.kv_cache_mb",
+    "tensor_parallel_size": "set generator.tensor_parallel",
+    "pipeline_parallel_size": "set generator.tensor_parallel, by which an engine gets its GPUs",
+    "data_parallel_size": "set launch.searchers",
+    "seed": "set run.seed",
+    "logprobs_mode": "what is learned from are the policy's own log-probabilities, so leave it out",
+    "worker_extension_cls": "weights reach the engine's workers by it, so leave it out",
+}
+"""vLLM's arguments that are not to be passed on in generator.engine, and what to do instead, or why."""
 
 T = TypeVar("T")
 
@@ -57,6 +83,20 @@ class RunSection(Section):
     """Seed of everything random: prompt order, sampling, replay."""
 
 
+class LoraSection(Section):
+    """LoRA: the policy's weights stay as they are; what is trained, published and checkpointed is an adapter,
+    s·B·A beside the weight W of a linear layer, s = alpha/rank. It has no dropout: log-probabilities must be
+    those of the policy that samples."""
+
+    rank: int = Field(16, ge=1)
+    """r: rows of A, columns of B."""
+    alpha: float = Field(32.0, gt=0)
+    """Its scale times the rank."""
+    targets: tuple[Annotated[str, Field(min_length=1)], ...] | None = Field(None, min_length=1)
+    """Names of the linear layers that get one, or ends of their paths, such as q_proj or self_attn.q_proj.
+    None: all but the output layer."""
+
+
 class ModelSection(Section):
     path: str = Field(min_length=1)
     """Folder or hub name of the policy to start from; it is also the reference."""
@@ -73,6 +113,8 @@ class ModelSection(Section):
     fp32_head: bool = True
     """Whether bfloat16 logits are taken in float32, in learner, reference and engine alike, instead of being
     rounded once more: what both say of a token then differs less. float32 weights have no other logits."""
+    lora: LoraSection | None = None
+    """LoRA, with its rank, alpha and targets; {} takes their defaults. None: all weights are trained."""
 
     @property
     def policy_temperature(self) -> float:
@@ -80,18 +122,119 @@ class ModelSection(Section):
         return self.logprob_temperature or 1.0
 
 
+class RewardSection(Section):
+    """One of the rewards of a task: a function of yours, a judge behind a URL, or a program."""
+
+    function: str | None = None
+    """``module:function`` of your own: tba_hpc.tasks.rewards says what it is given. Beside the config, in the
+    folder of the command, or installed."""
+    url: MayChange[str | None] = None
+    """Of a judge: it gets a JSON POST for each completion. With ``model``, an OpenAI-style chat endpoint in
+    full, such as http://host:8000/v1/chat/completions."""
+    program: tuple[str, ...] | None = Field(None, min_length=1)
+    """Words of a command, run once for each completion without a shell; ``python`` is the run's interpreter,
+    and a file is looked for where functions are. Time and memory are confined, no more (docs/own-task.md)."""
+    weight: float = 1.0
+    """What its number is multiplied by in the sum of all rewards."""
+    model: str | None = None
+    """Name of the judge's model; with it the judge is asked by chat, and the last number it writes counts."""
+    prompt: str | None = None
+    """What such a judge is asked: a text with {completion}, and {field} for fields of the row."""
+    key_variable: str | None = Field(None, pattern=r"^[A-Za-z_]\w*$")
+    """Environment variable of the searchers that holds the judge's key; the key itself is written nowhere."""
+    seconds: MayChange[float] = Field(30.0, gt=0)
+    """Longest wait for one answer of a judge, or run of a program, s."""
+    retries: MayChange[int] = Field(3, ge=0)
+    """Times that a judge is asked again which is busy, away or silent (count)."""
+    concurrency: MayChange[int] = Field(8, ge=1)
+    """Judge's answers waited for, or programs run, at once by a searcher (count)."""
+    memory_mb: int = Field(1024, ge=16)
+    """Address space of each process of a program, MiB."""
+    when_killed: float | None = None
+    """Reward where a program ran past ``seconds`` or was killed; none: the completion is set aside."""
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> RewardSection:
+        of_kind = {
+            "function": (),
+            "url": ("model", "prompt", "key_variable", "seconds", "retries", "concurrency"),
+            "program": ("seconds", "concurrency", "memory_mb", "when_killed"),
+        }
+        kinds = [kind for kind in of_kind if getattr(self, kind) is not None]
+        if len(kinds) != 1:
+            found = f"names {' and '.join(kinds)}" if kinds else "names nothing that gives it"
+            raise ValueError(f"a reward of task.reward {found}: set one of function, url and program")
+        known = {"function", "url", "program", "weight", *of_kind[kinds[0]]}
+        if ignored := sorted(
+            key for key in self.model_fields_set - known if getattr(self, key) != _default(self, key)
+        ):
+            raise ValueError(
+                f"{ignored[0]}={getattr(self, ignored[0])} of a reward by {kinds[0]} would be ignored: leave "
+                "it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _names_are_whole(self) -> RewardSection:
+        if self.function is not None and not all(self.function.partition(":")):
+            raise ValueError(
+                f"{self.function!r} of task.reward is no function: write it as module:function, such as "
+                "my_rewards:short"
+            )
+        if self.url is not None:
+            scheme, _, rest = self.url.partition("://")
+            if scheme not in ("http", "https") or not rest:
+                raise ValueError(
+                    f"{self.url!r} of task.reward is no address: begin it with http:// or https://"
+                )
+            if "@" in rest.partition("/")[0]:
+                raise ValueError(
+                    "a user and password in the url of task.reward would be written into the run's files: "
+                    "set key_variable to the name of an environment variable that holds the key"
+                )
+        if (self.model is None) != (self.prompt is None) or "{completion}" not in (
+            self.prompt or "{completion}"
+        ):
+            raise ValueError(
+                "a judge that is asked by chat needs model and prompt of task.reward, and the prompt a place "
+                "for the answer: write {completion} there"
+            )
+        return self
+
+
+def _default(section: Section, key: str) -> Any:
+    return type(section).model_fields[key].default
+
+
 class TaskSection(Section):
     name: str = "gsm8k"
-    """A task of tba_hpc.tasks, or ``module:Class`` of your own."""
+    """A task of tba_hpc.tasks, or ``module:Class`` of your own, beside the config, in the folder of the
+    command, or installed."""
+    reward: dict[str, RewardSection] = Field(default_factory=dict)
+    """What answers are worth, for a task that takes it from you (jsonl): ``module:function``, or several
+    rewards by name, which are added up by their weights."""
     train_file: str | None = None
     """Local JSONL with the training problems; none: the task's own source (hub or generator)."""
     test_file: str | None = None
     """Local JSONL with the held-out problems; none: the task's own source, or a slice of train_file."""
-    options: dict[str, Scalar] = Field(default_factory=dict)
+    options: dict[str, JsonValue] = Field(default_factory=dict)
     """Keyword arguments of the task's own."""
     max_rejected_groups: MayChange[int] = Field(10, ge=1)
     """Groups in a row without a usable reward, as the task's code raised or gave no finite number, at which a
     searcher ends; and answers in a row that it could not judge."""
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _by_name(cls, reward: object) -> object:
+        """``module:function`` is short for one reward; so it is for one of several."""
+        if isinstance(reward, str):
+            return {"reward": {"function": reward}}
+        if isinstance(reward, dict):
+            return {
+                name: {"function": value} if isinstance(value, str) else value
+                for name, value in reward.items()
+            }
+        return reward
 
 
 class GeneratorSection(Section):
@@ -128,6 +271,24 @@ class GeneratorSection(Section):
     start_seconds: MayChange[float] = Field(1800.0, gt=0)
     """Longest time for building an engine, s: its imports, the weights from the disk, compilation; then it is
     killed and built anew. A large model on a slow file system takes minutes."""
+    keep_kv: MayChange[bool] = False
+    """Whether completions in flight keep their attention cache when weights change, instead of having it
+    computed again: faster, but what follows in them is then sampled by the new weights over the keys and
+    values of older ones. Versions and log-probabilities are those of that sampling. Completions that begin
+    later never meet an older cache."""
+    engine: MayChange[dict[str, Any]] = Field(default_factory=dict)
+    """Arguments of vLLM's engine (EngineArgs), passed on as they are, such as ``quantization: fp8`` or
+    ``max_num_batched_tokens: 16384``; none that another key sets. ``tba plan`` does not know them."""
+
+    @field_validator("engine")
+    @classmethod
+    def _engine_arguments_are_free(cls, engine: dict[str, Any]) -> dict[str, Any]:
+        if ours := [name for name in engine if name in OWN_ENGINE_ARGUMENTS]:
+            raise ValueError(
+                f"generator.engine.{ours[0]}={value_text(engine[ours[0]])} cannot be passed on to vLLM: "
+                f"{OWN_ENGINE_ARGUMENTS[ours[0]]}"
+            )
+        return engine
 
     @model_validator(mode="after")
     def _ranges_are_in_order(self) -> GeneratorSection:
@@ -426,9 +587,20 @@ class ExchangeSection(Section):
     """Back-pressure: unmerged shards at which a searcher pauses."""
     bucket_mb: MayChange[int] = Field(64, ge=1, le=1024)
     """Size of one broadcast message, MiB (MPI counts end at 2 GiB)."""
+    delta: MayChange[Literal["auto", "always", "never"]] = "auto"
+    """Whether weights travel as what has changed since the last ones, exact to the bit, where that is less.
+    Not within a node, where they lie once in shared memory. auto: bfloat16, between nodes where it was the
+    quicker way of late, and over files, where it takes memory for two more copies at the trainer, which must
+    be one rank, and one per searcher. always: whatever it costs. never: all of them each time."""
     deadline_seconds: MayChange[float] = Field(600.0, gt=0)
     """Longest wait for another rank at work, s; then the run ends naming who is missing. A searcher gives the
     trainer six of them between two syncs."""
+    keep_shards: MayChange[float] = Field(0.0, ge=0, le=1)
+    """Share of the merged shards that are kept in RUN/kept, evenly over the run, when no resume needs them
+    any more: what was trained on can be read then, by ``tba samples``. 1: all; 0: they are deleted."""
+    keep_shards_mb: MayChange[int | None] = Field(1024, ge=1)
+    """Most room that these take, MiB: beyond it every second of them goes, so that what stays is spread over
+    the whole run. None: no bound."""
 
     @model_validator(mode="after")
     def _data_come_at_syncs(self) -> ExchangeSection:
@@ -474,6 +646,8 @@ class EvaluateSection(Section):
     """Prompts of the validation split used for these; 0: none."""
     test_prompts: MayChange[int | None] = Field(None, ge=1)
     """Held-out prompts evaluated before the first and after the last step; none: all."""
+    kept_answers: MayChange[int] = Field(4, ge=0)
+    """Prompts of each of these splits whose answers are kept as text, at every evaluation, for the report."""
 
 
 class MetricsSection(Section):
@@ -618,6 +792,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _one_rank_remembers_what_it_published(self) -> Config:
+        exchange, ranks = self.exchange, self.launch.trainers
+        if exchange.delta == "always" and exchange.transport == "files" and ranks > 1:
+            raise ValueError(
+                "exchange.delta=always with exchange.transport=files needs one trainer rank, which knows all "
+                f"that was published, not launch.trainers={ranks}: leave it out, or use the transport mpi"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _near_duplicates_are_found(self) -> Config:
         for key in ("near_duplicates", "similarity_limit"):
             if (value := getattr(self.buffer, key)) is not None and not self.buffer.deduplicate:
@@ -728,14 +912,17 @@ def differing_keys(old: Config, new: Config) -> list[str]:
 
 
 def may_change(key: str) -> bool:
-    """Whether a resume may give a dotted key another value; see ``MayChange``."""
-    *sections, leaf = key.split(".")
+    """Whether a resume may give a dotted key another value; see ``MayChange``. It holds for all below."""
     model: type[BaseModel] | None = Config
-    for name in sections:
+    for name in key.split("."):
         field = model.model_fields.get(name) if model else None
-        model = _section(field.annotation) if field else None
-    field = model.model_fields.get(leaf) if model else None
-    return field is not None and _MAY_CHANGE in field.metadata
+        if field is not None and _MAY_CHANGE in field.metadata:
+            return True
+        if field is not None:
+            model = _section(field.annotation)
+        elif model is not RewardSection:  # of which there are several by name
+            model = None
+    return False
 
 
 def value_text(value: object) -> str:
@@ -789,6 +976,8 @@ def explain(error: ValidationError, model: type[BaseModel], noun: str = "config"
 def _nearest(names: list[str], model: type[BaseModel]) -> str:
     """The valid name that is closest to the last of ``names``, which lead to it from ``model``."""
     for name in names[:-1]:
+        if name not in model.model_fields:  # of one among several
+            continue
         section = _section(model.model_fields[name].annotation)
         if section is None:
             return ""

@@ -79,6 +79,7 @@ search/tokens_per_second        the same per second of wall time (tokens/s)
 search/trajectories             training completions scored and appended (count)
 search/groups                   training requests answered (count)
 search/reward                   mean reward of these completions
+search/reward/NAME              the same of one of several rewards, before its weight (task.reward)
 search/truncated_share          of these, cut off by the token limit (share)
 search/kl                       mean over these of log π_behaviour − log π_ref (nats per completion): an
                                 estimate of KL(π‖π_ref) where sampling is at the log-probabilities'

@@ -8,12 +8,17 @@ judges them. Newer weights must not be loaded while it is ``busy``; judging may 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from tba_hpc.ports import Task, evaluation_temperature, score_name
-from tba_hpc.run.evaluations import Evaluation
+from tba_hpc.run.evaluations import Answer, Evaluation
 from tba_hpc.types import Completion, Group, Request, Sampling, Split
+
+LONGEST_TEXT = 2000
+"""Characters of a question or an answer that are kept."""
 
 
 class Part(NamedTuple):
@@ -37,6 +42,7 @@ class OnlineEvaluator:
 
     limits: prompts used per split (None: all). max_tokens: longest completion. done: gives the part that an
     earlier attempt has finished, of a searcher's place among so many, a split and the weights of a step.
+    decode: tokens to text, None where no answers are kept. kept: of the prompts with smaller ids they are.
     """
 
     def __init__(
@@ -48,12 +54,16 @@ class OnlineEvaluator:
         max_tokens: int,
         limits: Mapping[Split, int | None],
         done: Callable[[int, int, Split, int], Evaluation | None] = lambda *_: None,
+        decode: Callable[[np.ndarray], str] | None = None,
+        kept: int = 0,
     ) -> None:
         self._task = task
         self._all = (searcher, searchers)
         self._sampling = Sampling(evaluation_temperature(task), top_p=1.0, max_tokens=max_tokens)
         self._limits = limits
         self._done = done
+        self._decode = decode
+        self._kept = kept
         self._queue: list[Request] = []
         self._unanswered = 0
         self._shares: dict[tuple[Split, int], Share] = {}
@@ -107,9 +117,20 @@ class OnlineEvaluator:
         if share is None or prompt not in share.missing:
             return None
         one = self._evaluation(split, step, int(correct), ref_logprob, *answer.completions)
+        one = replace(one, answers=self._in_words(answer, correct))
         share.part = share.part._replace(evaluation=share.part.evaluation + one)
         share.missing.remove(prompt)
         return None if share.missing else self._shares.pop((split, step)).part
+
+    def _in_words(self, answer: Group, correct: bool) -> tuple[Answer, ...]:
+        """What is kept of it."""
+        prompt, (completion,) = answer.request.prompt, answer.completions
+        if self._decode is None or prompt.id >= self._kept:
+            return ()
+        question, text = (
+            self._decode(tokens)[:LONGEST_TEXT] for tokens in (prompt.tokens, completion.tokens)
+        )
+        return (Answer(prompt.id, question, text, correct),)
 
     def _evaluation(
         self, split: Split, step: int, correct: int, ref_logprob: float | None, *completions: Completion

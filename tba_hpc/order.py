@@ -17,6 +17,7 @@ from tba_hpc.config import Config, ConfigError, load_config
 from tba_hpc.launch import snapshot
 from tba_hpc.launch.plan import Plan, Site, load_site, plan, refuse_rank_overrides
 from tba_hpc.launch.sbatch import RANK, SUPERVISOR, TBA, Job, batch_script
+from tba_hpc.run import modules
 from tba_hpc.run.directory import RunDir
 
 
@@ -37,6 +38,11 @@ class Order:
     overrides: Sequence[str] = ()
     run_root: Path | None = None
     after: Path | None = None
+
+    @property
+    def beside(self) -> Path:
+        """The folder where modules lie that the config names."""
+        return modules.folder_of(self.config)
 
     def load_site(self) -> Site:
         """The site, with what the order says otherwise. Raises ConfigError."""

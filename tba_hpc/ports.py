@@ -57,7 +57,7 @@ class Task(Protocol):
     """A set of prompts and the rewards of completions.
 
     Optional besides: class attributes ``score_name`` and ``evaluation_temperature``, see the functions of
-    these names; a method, see ``Summarising``.
+    these names; methods, see ``Summarising``, ``Asking`` and ``Itemising``.
     """
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
@@ -82,6 +82,22 @@ class Summarising(Protocol):
 
     def summary(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """Name → figure, over all completions of ``groups``."""
+
+
+@runtime_checkable
+class Asking(Protocol):
+    """What a task may offer besides, for ``tba ask``: how it puts a question that is none of its own."""
+
+    def encode_question(self, text: str) -> np.ndarray:
+        """Tokens int32 [T] of the whole prompt."""
+
+
+@runtime_checkable
+class Itemising(Protocol):
+    """What a task may offer besides, whose reward is a sum: what it is a sum of, for the metrics."""
+
+    def reward_parts(self) -> Mapping[str, Sequence[float]]:
+        """Name → a number for each completion of the last call of ``rewards``; called right after it."""
 
 
 def score_name(task: Task) -> str:

@@ -5,9 +5,12 @@ It must not load any of them, nor ask the hub: a login node looks at names and f
 
 from __future__ import annotations
 
+import ast
+import difflib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from tba_hpc.config import Config, ConfigError, is_local
@@ -103,6 +106,32 @@ def require_files(config: Config) -> None:
     for resource in resources(config, of_custom_task=False):
         if is_local(resource.name) and not Path(resource.name).exists():
             raise ConfigError(f"{resource} does not exist: check the path, seen from {Path.cwd()}")
+
+
+def refuse_unknown_engine_arguments(config: Config) -> None:
+    """Raise ConfigError where generator.engine names none of vLLM's arguments, as far as that is known here.
+
+    Where vLLM is not installed, its engines find out.
+    """
+    known = _engine_arguments() if config.generator.engine else []
+    for name in config.generator.engine:
+        if known and name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            remedy = f"did you mean {close[0]!r}?" if close else "see EngineArgs in its documentation"
+            raise ConfigError(f"generator.engine.{name} is no argument of the vLLM installed here: {remedy}")
+
+
+def _engine_arguments() -> list[str]:
+    """Names of the fields of vLLM's EngineArgs: its source is read, since importing it takes seconds."""
+    vllm = find_spec("vllm")
+    if vllm is None or vllm.origin is None:
+        return []
+    source = ast.parse((Path(vllm.origin).parent / "engine/arg_utils.py").read_text())
+    bodies = (
+        node.body for node in source.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
+    )
+    fields = (line.target for line in next(bodies, []) if isinstance(line, ast.AnnAssign))
+    return [field.id for field in fields if isinstance(field, ast.Name)]
 
 
 def _snapshot(name: str, environment: Mapping[str, str]) -> Path | None:

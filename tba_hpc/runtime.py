@@ -58,6 +58,7 @@ from tba_hpc.prompts import (
     training_requests,
 )
 from tba_hpc.report.digest import KeptDigest, SearcherDigest, TrainerDigest
+from tba_hpc.run import modules
 from tba_hpc.run.beside import beside
 from tba_hpc.run.checkpoints import (
     BUFFER_FILE,
@@ -79,6 +80,7 @@ from tba_hpc.run.evaluations import (
     write_evaluation,
 )
 from tba_hpc.run.files import DiskFullError, insist
+from tba_hpc.run.keeping import ShardKeeper
 from tba_hpc.run.notes import FAILED, REFUSED, note_at_work, rank_name, redirect_output, write_note
 from tba_hpc.run.owners import owned
 from tba_hpc.run.signals import StopFlag
@@ -164,6 +166,7 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
         write_arrays,
         beside=config.checkpoint.snapshot is not None,
         is_shard=is_shard,
+        keeper=_shard_keeper(run, config),
     )
     with StopFlag() as stop:
         trainer = Trainer(
@@ -182,6 +185,12 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
         finished = trainer.run()
         end_run(run, config, finished=finished, trainer=trainer, learner=learner, exchange=exchange)
     checkpoints.pruner.finish(PRUNING_SECONDS)
+
+
+def _shard_keeper(run: RunDir, config: Config) -> ShardKeeper | None:
+    """What keeps merged shards, where any are to be kept."""
+    share, most_mb = config.exchange.keep_shards, config.exchange.keep_shards_mb
+    return ShardKeeper(run, share, None if most_mb is None else most_mb << 20) if share else None
 
 
 def verify_checkpoints(run: RunDir, config: Config) -> None:
@@ -251,7 +260,7 @@ def search(run: RunDir, index: int | None) -> None:
                 exchange,
                 progress,
                 requests=training_requests(config, parts.task, placement.index, progress.completed),
-                evaluator=_online_evaluator(run, config, parts.task, placement.index),
+                evaluator=_online_evaluator(run, config, parts.task, placement.index, decode=parts.decode),
                 report=partial(_report, run, config),
                 stop_asked=lambda: stop.is_set,
             ).run()
@@ -282,7 +291,7 @@ def _stay(parts: SearchParts) -> None:
             visit.exchange,
             progress,
             requests=visit.requests(parts.task, progress),
-            evaluator=_online_evaluator(run, config, parts.task),
+            evaluator=_online_evaluator(run, config, parts.task, decode=parts.decode),
             report=visit.report(partial(_report, run, config)),
             stop_asked=lambda: stop.is_set,
         ).run()
@@ -301,12 +310,14 @@ class SearchParts:
     task: Task
     metrics: MetricsWriter
     reference: Reference
+    decode: Callable[[np.ndarray], str] | None = None
 
     @classmethod
     def make(cls, run: RunDir, config: Config, index: int, *, seed: int) -> SearchParts:
         """Load models and task. Raises ConfigError."""
         from tba_hpc.backends.vllm_generator import VllmGenerator
 
+        modules.use(run.modules)
         # First of all, since its process builds the engine while this one imports torch.
         generator = VllmGenerator(config.model, config.generator, seed=seed)
         from tba_hpc.backends.hf_model import load_tokenizer
@@ -317,7 +328,8 @@ class SearchParts:
         refuse_few_prompts(task, config)
         metrics = _metrics(run, config, "searcher", index)
         metrics.log(started(config, index))
-        return cls(run, config, index, generator, task, metrics, _load_reference(run, config))
+        decode = load_tokenizer(config.model.path).decode  # the task's own is in use in another thread
+        return cls(run, config, index, generator, task, metrics, _load_reference(run, config), decode)
 
     def searcher(
         self,
@@ -393,8 +405,12 @@ def _load_reference(run: RunDir, config: Config) -> Reference:
     """The reference that a run begins with; a resume gets the one in force with its first weights."""
     if config.train.reference == "behaviour":
         return BehaviourReference()
+    from tba_hpc.backends.adapter import FOLDER, Adapter
     from tba_hpc.backends.hf_model import load_policy
     from tba_hpc.backends.hf_reference import HfReference
+
+    def adapter_of(step: int) -> Adapter:
+        return Adapter.load(run.reference(step) / FOLDER)
 
     return HfReference(
         load_policy(config.model.path, config.model.dtype),
@@ -402,6 +418,7 @@ def _load_reference(run: RunDir, config: Config) -> Reference:
         temperature=config.model.policy_temperature,
         fp32_head=config.model.fp32_head,
         policy_of=lambda step: load_policy(str(run.reference(step)), config.model.dtype),
+        adapter_of=adapter_of if config.model.lora else None,
     )
 
 
@@ -445,6 +462,7 @@ def _open_trainer(
             progress=progress,
             evaluated=evaluated,
             patience=config.exchange.disk_patience_seconds,
+            delta=_may_send_delta(config, layout),
         )
 
     if placement.mpi is None:
@@ -455,6 +473,7 @@ def _open_trainer(
         placement.mpi,
         layout,
         bucket_mb=config.exchange.bucket_mb,
+        delta=config.exchange.delta,
         read_pending=_pending_shards(run, config, range(FIRST_ELASTIC)).read,
         progress=progress,
         evaluated=evaluated,
@@ -463,6 +482,13 @@ def _open_trainer(
         return world
     elastic = board(range(FIRST_ELASTIC, EVERYBODY.stop))
     return HybridTrainerExchange(world, elastic, visited=Attendance(run, config))
+
+
+def _may_send_delta(config: Config, layout: WeightLayout) -> bool:
+    """Whether files may hold what has changed; of float32 weights all but everything has."""
+    alone = config.launch.trainers == 1 or config.exchange.transport == "mpi"
+    worth = config.exchange.delta == "always" or all(slot.dtype != "F32" for slot in layout.slots)
+    return alone and worth and config.exchange.delta != "never"
 
 
 def _open_follower(
@@ -552,7 +578,12 @@ def _errors_told() -> Iterator[None]:
 
 
 def _online_evaluator(
-    run: RunDir, config: Config, task: Task, searcher: int | None = None
+    run: RunDir,
+    config: Config,
+    task: Task,
+    searcher: int | None = None,
+    *,
+    decode: Callable[[np.ndarray], str] | None = None,
 ) -> OnlineEvaluator:
     """searcher: the place among those that evaluate together; None: this one evaluates alone."""
     return OnlineEvaluator(
@@ -565,6 +596,8 @@ def _online_evaluator(
             "test": config.evaluate.test_prompts,
         },
         done=partial(read_part, run),
+        decode=decode,
+        kept=config.evaluate.kept_answers,
     )
 
 

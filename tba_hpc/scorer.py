@@ -13,14 +13,14 @@ import textwrap
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from tba_hpc.config import ConfigError, TaskSection
-from tba_hpc.ports import EngineError, Reference, ShardSink, Task
+from tba_hpc.ports import EngineError, Itemising, Reference, ShardSink, Task
 from tba_hpc.search_log import Sums
 from tba_hpc.task_contract import checked_correct, checked_rewards, class_name
 from tba_hpc.types import BEHAVIOUR, Group, Shard, WeightUpdate
@@ -236,15 +236,22 @@ class Scorer:
         kept = [row for row, reward in enumerate(rewards) if math.isfinite(reward)]
         if len(kept) < len(rewards):
             group = Group(group.request, tuple(group.completions[row] for row in kept), group.versions[kept])
-        sums = self._store(group, [rewards[row] for row in kept]) if kept else Sums()
+        parts = (
+            {name: [values[row] for row in kept] for name, values in self._parts().items()} if kept else {}
+        )
+        sums = self._store(group, [rewards[row] for row in kept], parts) if kept else Sums()
         sealed = self._seal() if self._shards.age >= self._seal_seconds else NOTHING
         return replace(sealed, sums=sums, rejected=len(rewards) - len(kept))
 
-    def _store(self, group: Group, rewards: list[float]) -> Sums:
+    def _parts(self) -> Mapping[str, Sequence[float]]:
+        """What the last rewards are sums of, where the task tells."""
+        return self._task.reward_parts() if isinstance(self._task, Itemising) else {}
+
+    def _store(self, group: Group, rewards: list[float], parts: Mapping[str, Sequence[float]]) -> Sums:
         """Append a group to the open shard."""
         ref_logprobs, step = self._reference.logprobs(group), self._reference.step
         self._shards.append(group, rewards, ref_logprobs, reference=step)
-        return Sums.of(group, rewards, None if step == BEHAVIOUR else ref_logprobs)
+        return Sums.of(group, rewards, None if step == BEHAVIOUR else ref_logprobs, parts)
 
     def _rewards(self, group: Group) -> list[float]:
         """One for each completion; NaN for all where the task's code raises."""

@@ -5,7 +5,7 @@ It must not know what scored them; ``metrics`` says what each name means.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -18,6 +18,13 @@ def _no_rewards() -> np.ndarray:
     return np.zeros(len(REWARD_EDGES) + 1, np.int64)
 
 
+class Parts(dict[str, float]):
+    """Sums by name; ``+`` adds up name by name."""
+
+    def __add__(self, other: Parts) -> Parts:
+        return Parts({name: self.get(name, 0.0) + other.get(name, 0.0) for name in {**self, **other}})
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
     """Over fresh groups whose completions have a reward; ``+`` adds up, ``figures`` are what is logged.
@@ -26,7 +33,7 @@ class Sums:
     log π_behaviour of all tokens, nats. compared, kl: completions with a reference of their own, and
     log π_behaviour − log π_ref of them, nats. histogram: int64, completions per bin of REWARD_EDGES.
     checked, gap: tokens whose log-probability was computed by two programs under the same weights, and the
-    sum of the absolute differences, nats.
+    sum of the absolute differences, nats. parts: of the rewards by name, where they are sums of several.
     """
 
     groups: int = 0
@@ -41,12 +48,20 @@ class Sums:
     histogram: np.ndarray = field(default_factory=_no_rewards)
     checked: int = 0
     gap: float = 0.0
+    parts: Parts = field(default_factory=Parts)
 
     @classmethod
     def of(
-        cls, group: Group, rewards: Sequence[float], ref_logprobs: Sequence[np.ndarray] | None = None
+        cls,
+        group: Group,
+        rewards: Sequence[float],
+        ref_logprobs: Sequence[np.ndarray] | None = None,
+        parts: Mapping[str, Sequence[float]] | None = None,
     ) -> Sums:
-        """Of one group, at least one completion; ref_logprobs: float32 [T] of each, None without a model."""
+        """Of one group, at least one completion; ref_logprobs: float32 [T] of each, None without a model.
+
+        parts: what each reward is a sum of, by name.
+        """
         reward_K = np.asarray(rewards, np.float64)
         logprob = _total([completion.logprobs for completion in group.completions])
         return cls(
@@ -60,6 +75,7 @@ class Sums:
             compared=0 if ref_logprobs is None else len(rewards),
             kl=0.0 if ref_logprobs is None else logprob - _total(ref_logprobs),
             histogram=np.bincount(np.digitize(reward_K, REWARD_EDGES), minlength=len(REWARD_EDGES) + 1),
+            parts=Parts({name: float(sum(values)) for name, values in (parts or {}).items()}),
         )
 
     @classmethod
@@ -86,6 +102,7 @@ class Sums:
             "search/length": _mean(self.tokens, self.completions),
             "search/reward_histogram": self.histogram.tolist() if self.completions else None,
             "search/engine_gap": _mean(self.gap, self.checked),
+            **{f"search/reward/{name}": _mean(value, self.completions) for name, value in self.parts.items()},
         }
 
 

@@ -23,7 +23,8 @@ from tba_hpc.launch import slurm, snapshot
 from tba_hpc.launch.plan import Plan, Site
 from tba_hpc.launch.sides import choose_sides
 from tba_hpc.order import Order, last_job, script_of
-from tba_hpc.resources import require_files
+from tba_hpc.resources import refuse_unknown_engine_arguments, require_files
+from tba_hpc.run import modules
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.changes import is_done, refuse_steps_behind, told
 from tba_hpc.run.directory import RunDir
@@ -113,6 +114,7 @@ def _warnings(config: Config, split: Plan, site: Site, order: Order) -> list[Fin
     """What may go wrong. Raises ConfigError or SubmitError for what will, before hours in the queue."""
     if site.container is None:  # inside it paths may be others
         require_files(config)
+        refuse_unknown_engine_arguments(config)
     fetch = _fetch(order)
     findings = [*preflight(config, split, site), *check_resources(config, site, fetch)]
     if problem := next((finding for finding in findings if finding.level == "problem"), None):
@@ -124,6 +126,7 @@ def _warnings(config: Config, split: Plan, site: Site, order: Order) -> list[Fin
             environment=job_environment(site),
             seconds=CHECK_SECONDS,
             fetched_by=fetch,
+            beside=order.beside,
         )
     return [finding for finding in findings if finding.level == "warning"]
 
@@ -159,7 +162,7 @@ def _awaited(path: Path) -> tuple[str | None, list[Finding]]:
 
 def _submit(ready: Ready) -> slurm.BatchJob:
     text, changes = ready.script, told(ready.run, ready.config)
-    create_run(ready.config)
+    modules.keep(create_run(ready.config), ready.config, ready.order.beside)
     snapshot.take(ready.run.path)
     job = slurm.submit(ready.run, text)
     log_event(ready.run, "submitted", job=job.job_id, restarts=0, command=_again(ready.order, ready.run))

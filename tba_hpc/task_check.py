@@ -33,17 +33,21 @@ def refuse_bad_task(
     environment: Mapping[str, str] | None = None,
     seconds: float = SECONDS,
     fetched_by: str = "",
+    beside: Path | None = None,
 ) -> None:
     """Raise ConfigError where the ranks would refuse the task, as far as can be told in ``seconds``.
 
     environment: of the ranks; None: this process's. fetched_by: what brings models and data here; without,
-    nobody looks whether they are.
+    nobody looks whether they are. beside: the folder of the config, whose modules it may name.
     """
+    around = {**(environment or os.environ), "CUDA_VISIBLE_DEVICES": ""}
+    if beside:
+        around["PYTHONPATH"] = f"{beside.absolute()}:{around.get('PYTHONPATH', '')}".rstrip(":")
     try:
         done = subprocess.run(
             [python, "-m", "tba_hpc.task_check", *([fetched_by] if fetched_by else [])],
             input=dump_config(config),
-            env={**(environment or os.environ), "CUDA_VISIBLE_DEVICES": ""},
+            env=around,
             capture_output=True,
             text=True,
             timeout=seconds,

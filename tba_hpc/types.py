@@ -339,18 +339,35 @@ class WeightSlot:
     end: int
 
 
+@dataclass(frozen=True, slots=True)
+class LoraWeights:
+    """What makes weights a LoRA adapter: ``scale`` times B·A is added to the weights of its layers.
+
+    base: the identity (``backends.adapter.identity``) of these, before.
+    """
+
+    base: str
+    scale: float
+
+
 @dataclass(frozen=True)
 class WeightLayout:
-    """Order, names, dtypes and byte ranges of a policy's tensors under their Hugging Face names."""
+    """Order, names, dtypes and byte ranges of a policy's tensors under their Hugging Face names.
+
+    lora: None where they are all of the policy's weights, else they are an adapter's alone.
+    """
 
     slots: tuple[WeightSlot, ...]
+    lora: LoraWeights | None = None
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nbytes", self.slots[-1].end if self.slots else 0)
 
     @classmethod
-    def of(cls, tensors: Iterable[tuple[str, tuple[int, ...]]], dtype: str) -> WeightLayout:
+    def of(
+        cls, tensors: Iterable[tuple[str, tuple[int, ...]]], dtype: str, lora: LoraWeights | None = None
+    ) -> WeightLayout:
         """Lay tensors of (name, shape) end to end in one dtype (F32, BF16, F16)."""
         width = {"F32": 4, "BF16": 2, "F16": 2}[dtype]
         slots, start = [], 0
@@ -358,7 +375,7 @@ class WeightLayout:
             end = start + width * int(np.prod(shape, dtype=np.int64))
             slots.append(WeightSlot(name, dtype, tuple(shape), start, end))
             start = end
-        return cls(tuple(slots))
+        return cls(tuple(slots), lora)
 
     def parts(self, ranks: int) -> list[tuple[WeightSlot, ...]]:
         """Contiguous runs of whole tensors, one per trainer rank, of about equal bytes."""
@@ -370,12 +387,16 @@ class WeightLayout:
 
     def to_json(self) -> str:
         """JSON text that from_json reads."""
-        return json.dumps([[s.name, s.dtype, s.shape, s.start, s.end] for s in self.slots])
+        slots = [[s.name, s.dtype, s.shape, s.start, s.end] for s in self.slots]
+        return json.dumps([slots, self.lora and [self.lora.base, self.lora.scale]])
 
     @classmethod
     def from_json(cls, text: str) -> WeightLayout:
         """Inverse of to_json."""
-        return cls(tuple(WeightSlot(n, d, tuple(s), a, b) for n, d, s, a, b in json.loads(text)))
+        slots, lora = json.loads(text)
+        return cls(
+            tuple(WeightSlot(n, d, tuple(s), a, b) for n, d, s, a, b in slots), lora and LoraWeights(*lora)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ import yaml
 
 from tba_hpc.config import (
     OF_OWN_SAMPLES,
+    OWN_ENGINE_ARGUMENTS,
     ConfigError,
     differences,
     differing_keys,
@@ -375,6 +376,26 @@ def test_steps_without_data_are_five_syncs_unless_chosen(
     config = parse_config({"model": {"path": "a"}, "exchange": exchange})
     assert config.exchange.max_steps_without_data == steps
     assert parse_config(yaml.safe_load(dump_config(config))) == config
+
+
+@pytest.mark.parametrize("name", OWN_ENGINE_ARGUMENTS)
+def test_an_engine_argument_that_a_key_sets_is_refused_by_name(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^generator\.engine\.{name}=7 cannot be passed on to vLLM: "
+    ) as error:
+        parse_config({"model": {"path": "a"}}, [f"generator.engine.{name}=7"])
+    assert "\n" not in str(error.value)
+
+
+def test_engine_arguments_are_kept_as_they_are_and_may_change(tmp_path: Path) -> None:
+    arguments = {"quantization": "fp8", "compilation_config": {"level": 2, "cudagraph_capture_sizes": [1, 8]}}
+    config = parse_config({"model": {"path": "a"}, "generator": {"engine": arguments}})
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml").generator.engine == arguments
+    others = parse_config({"model": {"path": "a"}, "generator": {"engine": {"quantization": "fp8"}}})
+    keys = differing_keys(others, config)
+    assert keys and all(may_change(key) for key in keys)
+    assert not may_change("task.options.victim")
 
 
 def test_missing_model_and_missing_file(tmp_path: Path) -> None:

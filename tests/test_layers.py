@@ -21,8 +21,8 @@ LAYERS = [
     {"merger", "step_log", "search_log"},
     {"trainer", "searcher", "scorer", "online_evaluation", "backends", "tasks", "launch", "report"},
     {"ending", "placement", "resources", "order", "elastic"},
-    {"runtime", "audit", "evaluate", "doctor", "planner", "task_check"},
-    {"submit", "lend", "fetch"},
+    {"runtime", "audit", "evaluate", "samples", "doctor", "planner", "task_check"},
+    {"submit", "lend", "fetch", "ask", "compare"},
     {"cli"},
 ]
 """From the ground up; a name is a module or a package of tba_hpc."""
@@ -33,7 +33,7 @@ SIBLINGS_THAT_MEET = {
     ("launch", "report"),  # the local launcher shows the live display
 }
 
-HEAVY = {"vllm", "deepspeed", "mpi4py", "h5py", "submitit"}
+HEAVY = {"vllm", "deepspeed", "mpi4py", "h5py", "submitit", "peft"}
 
 WITHOUT_TORCH = [
     *(
@@ -80,6 +80,7 @@ WITHOUT_TORCH = [
         "task_check",
         "order",
         "resources",
+        "ask",
         "report.logs",
         "tasks.gsm8k",
         "backends.vllm_generator",
@@ -97,6 +98,7 @@ WITH_A_LITTLE = {
     "fetch": "submitit",
     "launch.stop": "submitit",
     "audit": "h5py",
+    "samples": "h5py",
 }
 """What else a login node runs, and the one library of HEAVY that it needs."""
 

@@ -27,12 +27,12 @@ from tba_hpc.config import Config, parse_config
 from tba_hpc.ending import publish_last
 from tba_hpc.merger import merge_pending
 from tba_hpc.metrics import REWARD_EDGES, MetricsWriter, read_metrics, step_records
-from tba_hpc.online_evaluation import OnlineEvaluator
+from tba_hpc.online_evaluation import LONGEST_TEXT, OnlineEvaluator
 from tba_hpc.ports import ExchangeError, Generator, SearcherExchange, TrainerExchange
 from tba_hpc.prompts import CompletedRequests, Progress, training_requests
 from tba_hpc.run.checkpoints import Checkpoints, TrainerState, latest_checkpoint, read_state
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.evaluations import Evaluation, read_evaluation, read_part, write_evaluation
+from tba_hpc.run.evaluations import Evaluation, find_evaluation, read_evaluation, read_part, write_evaluation
 from tba_hpc.scorer import ANSWERS_AT_ONCE, Judged, Scorer
 from tba_hpc.searcher import Searcher
 from tba_hpc.tasks.tabular import (
@@ -760,6 +760,31 @@ def test_what_an_earlier_attempt_has_evaluated_is_not_evaluated_again(tmp_path: 
     for split, step, share in (("test", 11, None), ("test", 12, (0, 1))):
         assert evaluator.start(split, step, share) is None and evaluator.busy
         evaluator.abandon()
+
+
+def test_a_few_answers_are_kept_in_words_until_the_evaluation_is_whole(tmp_path: Path) -> None:
+    run, task = RunDir.create(make_config(tmp_path)), TabularTask(TABLE)
+    prompts = task.prompts("test")
+    for place in range(2):
+        evaluator = OnlineEvaluator(
+            task,
+            searcher=place,
+            searchers=2,
+            max_tokens=3,
+            limits={"test": None},
+            decode=lambda tokens: "-".join(map(str, tokens)) * 2999,
+            kept=3,
+        )
+        assert evaluator.start("test", 8) is None
+        for answer in answers("test", 8, prompts[place::2]):
+            part = evaluator.count(answer, answer.request.prompt.id == 1, None)
+        assert part and len(part.evaluation.answers) == len(range(place, 3, 2))
+        write_evaluation(run, place, 2, part.evaluation)
+    whole = find_evaluation(run, "test", 8)
+    assert whole and [(a.prompt, a.correct) for a in whole.answers] == [(0, False), (1, True), (2, False)]
+    for kept in whole.answers:
+        question = "-".join(map(str, prompts[kept.prompt].tokens)) * 2999
+        assert kept.question == question[:LONGEST_TEXT] and len(kept.text) == LONGEST_TEXT
 
 
 # --- What goes wrong ---

@@ -17,7 +17,7 @@ from tba_hpc.report import page, plots
 from tba_hpc.report.summary import RunData, summarise, write_summary
 from tba_hpc.report.tables import duration, print_rows, print_summary
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.evaluations import Evaluation, write_evaluation
+from tba_hpc.run.evaluations import Answer, Evaluation, write_evaluation
 
 
 @pytest.fixture
@@ -84,6 +84,35 @@ def test_tables_are_json_on_request(run: RunDir, capsys: pytest.CaptureFixture[s
     assert re.search(r"pass@1 after +85.0 %", text) and re.search(r"searcher 0 +2,000", text)
 
 
+def test_answers_before_and_after_stand_beside_their_question(run: RunDir) -> None:
+    resumed_run(run)
+    said = {(0, 0): "<b>41</b>", (0, 10): "42", (7, 0): "only before", (3, 10): "only after"}
+    for step_ in (0, 10):
+        (run.evaluations / f"test-step-{step_:06d}.json").unlink()
+        kept = [
+            Answer(p, f"What is {p}?", text, p == 0 and at > 0)
+            for (p, at), text in said.items()
+            if at == step_
+        ]
+        part = Evaluation(
+            split="test", step=step_, correct=1, total=2, tokens=9, truncated=0, answers=tuple(kept)
+        )
+        write_evaluation(run, 0, 1, part)
+    found = page.answers(RunData.read(run).test())
+    assert found and (found.before_step, found.after_step) == (0, 10)
+    ((question, pair),) = [(row.question, row.answers) for row in found.rows]
+    assert question == "What is 0?" and [a.text for a in pair] == ["<b>41</b>", "42"]
+    text = page.render(RunData.read(run), run.config())
+    assert "&lt;b&gt;41&lt;/b&gt;" in text and "<b>41</b>" not in text
+    assert text.index("✗ wrong") < text.index("✓ right") and "only before" not in text
+
+
+def test_evaluations_without_answers_leave_that_section_out(run: RunDir) -> None:
+    resumed_run(run)
+    assert page.answers(RunData.read(run).test()) is None
+    assert "What it says" not in page.render(RunData.read(run), run.config())
+
+
 def test_duration() -> None:
     assert [duration(s) for s in (0, 59.6, 125, 3725)] == ["0:00", "1:00", "2:05", "1:02:05"]
 
@@ -135,7 +164,7 @@ def test_plots_take_the_colours_of_the_page(run: RunDir) -> None:
         assert plot.svg.startswith("<svg") and plot.svg.rstrip().endswith("</svg>")
         assert not re.search(r"#0[0-9a-f]0[0-9a-f]0[0-9a-f]", plot.svg), "a stand-in colour was left"
     known = {match for plot in drawn for match in re.findall(r"var\(--(\w+)\)", plot.svg)}
-    defined = set(re.findall(r"--(\w+):", page.TEMPLATE.read_text()))
+    defined = set(re.findall(r"--(\w+):", (page.TEMPLATES / "style.css.j2").read_text()))
     assert known <= defined and {"ink", "muted", "grid", "blue", "orange"} <= known
 
 

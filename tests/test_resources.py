@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from tba_hpc.config import Config, ConfigError, load_config, parse_config
-from tba_hpc.resources import missing, missing_sentence, place, require_files, resources
+from tba_hpc.resources import (
+    missing,
+    missing_sentence,
+    place,
+    refuse_unknown_engine_arguments,
+    require_files,
+    resources,
+)
 from tba_hpc.types import Resource
 
 MINE = """
@@ -152,3 +159,14 @@ def test_local_files_must_exist_also_those_of_a_tasks_options(tmp_path: Path) ->
         ConfigError, match=r"^task.options.reward_model=./no/reward does not exist: check the"
     ):
         require_files(parse_config(tree))
+
+
+def test_an_argument_that_vllm_does_not_know_is_refused_before_an_engine_starts() -> None:
+    def config(name: str) -> Config:
+        return parse_config({"model": {"path": "a"}, "generator": {"engine": {name: 64}}})
+
+    refuse_unknown_engine_arguments(config("max_num_batched_tokens"))
+    with pytest.raises(
+        ConfigError, match=r"engine.max_batched_tokens is no .*did you mean 'max_num_batched_tokens'\?$"
+    ):
+        refuse_unknown_engine_arguments(config("max_batched_tokens"))

@@ -21,7 +21,16 @@ from tba_hpc.backends.vllm_generator import KEYS, VllmGenerator, remedy
 from tba_hpc.config import ConfigError, Dtype, GeneratorSection, ModelSection
 from tba_hpc.ports import EngineError
 from tba_hpc.tasks.redteam import VICTIM_KEYS
-from tba_hpc.types import Group, Prompt, Publication, Request, Sampling, WeightLayout, WeightUpdate
+from tba_hpc.types import (
+    Completion,
+    Group,
+    Prompt,
+    Publication,
+    Request,
+    Sampling,
+    WeightLayout,
+    WeightUpdate,
+)
 
 pytestmark = pytest.mark.engine
 torch.set_num_threads(1)  # as in a searcher's rank
@@ -36,11 +45,11 @@ GREEDY = Sampling(temperature=0.0, top_p=1.0, max_tokens=20)
 class Served:
     """One engine, the folder it started from, another to load, and its greedy answers when it was new."""
 
-    def __init__(self, folder: Path, *, tied: bool, **options: object) -> None:
+    def __init__(self, folder: Path, *, tied: bool, context: int = CONTEXT, **options: object) -> None:
         self.tied = tied
-        self.folder = make_random_model(folder / "first", tied=tied, seed=1, context=CONTEXT)
-        self.other = make_random_model(folder / "other", tied=tied, seed=2, context=CONTEXT)
-        self.generator = _generator(self.folder, **options)
+        self.folder = make_random_model(folder / "first", tied=tied, seed=1, context=context)
+        self.other = make_random_model(folder / "other", tied=tied, seed=2, context=context)
+        self.generator = _generator(self.folder, context=context, **options)
         while not self.generator._engine.ready:
             assert self.generator.step() == []
         self.fresh = _at_once(self.generator, GREEDILY)
@@ -196,7 +205,7 @@ def test_bfloat16_weights_arrive_exactly(served: Served) -> None:
 def test_requests_in_flight_go_on_under_the_new_weights(served: Served) -> None:
     """What was sampled before the update keeps the old policy's log-probabilities and version."""
     old = served.load(served.folder, version=5)
-    groups = _begin(served.generator, 100)
+    groups = _begin(served.generator, *map(_request, range(100)))
     new = served.load(served.other, version=6)
     groups += _drain(served.generator)
     seen = set()
@@ -215,6 +224,81 @@ def _switch(logprobs: np.ndarray, under_old: np.ndarray, under_new: np.ndarray) 
     first_new = len(logprobs) - int(np.logical_and.accumulate(is_new[::-1]).sum())
     assert is_old[:first_new].all()
     return [first_new == 0, first_new < len(logprobs)]
+
+
+@pytest.fixture(scope="module")
+def keeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """An engine that keeps its attention cache at an update, with room for prompts of several blocks."""
+    served = Served(tmp_path_factory.mktemp("keeping"), tied=False, context=4 * CACHE_BLOCK, keep_kv=True)
+    yield served
+    _close(served.generator)
+
+
+CACHE_BLOCK = 128
+"""Tokens of a block of vLLM's cache on a CPU: only whole blocks are found again."""
+
+
+def _alike(count: int, *, first: int = 0) -> list[Request]:
+    """Requests of three prompts, in turn, of two whole blocks and a part of one."""
+    prompts = [_request(i, length=2 * CACHE_BLOCK + 30).prompt for i in range(3)]
+    return [Request(prompts[i % 3], i, 4, SAMPLED) for i in range(first, first + count)]
+
+
+def test_a_kept_cache_goes_on_and_nobody_else_meets_it(keeping: Served) -> None:
+    """What is sampled before an update is the old policy's; after it, of the new weights over the old cache.
+
+    Requests that have waited, and later ones, share prompts with those in flight, and are the new policy's.
+    """
+    old, generator = keeping.load(keeping.folder, version=5), keeping.generator
+    groups = _begin(generator, *_alike(12))
+    new = keeping.load(keeping.other, version=6)
+    groups += _drain(generator) + _generate(generator, *_alike(6, first=100))
+    of_old, of_both = HfReference(old, chunk_tokens=1024), 0
+    for group in groups:
+        for completion, span, expected in zip(
+            group.completions, group.versions.tolist(), of_old.logprobs(group), strict=True
+        ):
+            if span == [5, 6]:
+                of_both += 1
+                assert _switched(old, new, group.request.prompt.tokens, completion, expected)
+            elif span == [5, 5]:
+                np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)
+    begun_after = [group for group in groups if (group.versions == 6).all()]
+    assert of_both and {group.request.id for group in begun_after} >= {11, *range(100, 106)}
+    _assert_logprobs_of(new, begun_after)
+
+
+def _switched(
+    old: PreTrainedModel,
+    new: PreTrainedModel,
+    prompt: np.ndarray,
+    completion: Completion,
+    of_old: np.ndarray,
+) -> bool:
+    """Whether, from some token on, log-probabilities are the new model's over the old one's cache.
+
+    The last token that the old one has sampled is the first that the new one reads.
+    """
+    tokens = torch.from_numpy(completion.tokens.astype(np.int64))
+    whole = torch.cat([torch.from_numpy(prompt.astype(np.int64)), tokens])[None]
+    for switch in range(1, len(tokens)):
+        read = len(prompt) + switch - 1
+        with torch.no_grad():
+            cache = old(input_ids=whole[:, :read], use_cache=True).past_key_values
+            logits = new(input_ids=whole[:, read:-1], past_key_values=cache).logits[0]
+        of_new = logits.log_softmax(1).gather(1, tokens[switch:, None])[:, 0].numpy()
+        expected = np.concatenate([of_old[:switch], of_new])
+        if np.allclose(completion.logprobs, expected, atol=1e-5, rtol=0):
+            return True
+    return False
+
+
+def test_an_engine_that_keeps_its_cache_equals_a_fresh_one(keeping: Served) -> None:
+    """Bit for bit, to whoever comes after an update."""
+    keeping.load(keeping.other, version=7)
+    _generate(keeping.generator, *GREEDILY, *_alike(3))
+    keeping.load(keeping.folder, version=8)
+    _assert_same(_at_once(keeping.generator, GREEDILY), keeping.fresh)
 
 
 def test_greedy_beside_sampled(served: Served) -> None:
@@ -393,6 +477,34 @@ def test_an_impossible_engine_is_refused(tmp_path: Path) -> None:
     generator.close()
 
 
+def test_arguments_reach_vllm(tmp_path: Path) -> None:
+    """Such as the one to start from weights of its own invention; what comes later replaces them."""
+    folder = make_random_model(tmp_path, tied=False, context=CONTEXT)
+    generator = _generator(folder, engine={"load_format": "dummy", "max_num_batched_tokens": 64})
+    model, requests = load_policy(str(folder), "float32"), [_request(i) for i in range(4)]
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        _assert_logprobs_of(model, _generate(generator, *requests))
+    generator.load(_update(model, 1))
+    _assert_logprobs_of(model, _generate(generator, *requests))
+    _close(generator)
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [({"qantization": "fp8"}, "unexpected keyword argument 'qantization'"), ({"quantization": "fp9"}, "fp9")],
+)
+def test_arguments_that_vllm_does_not_take_are_refused(
+    argument: dict[str, str], reason: str, tmp_path: Path
+) -> None:
+    folder = make_random_model(tmp_path, tied=False, context=CONTEXT)
+    generator = _generator(folder, engine=argument)
+    with pytest.raises(ConfigError, match=f"vLLM cannot serve .*{reason}.*and generator.engine$") as refused:
+        while True:
+            assert generator.step() == []
+    assert "\n" not in str(refused.value)
+    generator.close()
+
+
 def test_an_updated_engine_equals_a_fresh_one(served: Served) -> None:
     """Bit for bit: nothing of other weights is left."""
     served.load(served.other, version=12)
@@ -417,10 +529,10 @@ def _assert_same(groups: list[Group], others: list[Group]) -> None:
             np.testing.assert_array_equal(a.logprobs, b.logprobs)
 
 
-def _begin(generator: VllmGenerator, count: int) -> list[Group]:
-    """Submit so many requests; back when the first is finished, while others are decoded and wait."""
-    for request_id in range(count):
-        generator.submit(_request(request_id))
+def _begin(generator: VllmGenerator, *requests: Request) -> list[Group]:
+    """Submit requests; back when the first is finished, while others are decoded and wait."""
+    for request in requests:
+        generator.submit(request)
     groups: list[Group] = []
     while not groups:
         groups += generator.step()
@@ -431,7 +543,7 @@ def test_an_engine_that_fails_is_rebuilt_and_loses_nothing(served: Served) -> No
     """It dies at work, and the next one hangs while it is built; with untied weights the other way round."""
     failures = (signal.SIGKILL, signal.SIGSTOP) if served.tied else (signal.SIGSTOP, signal.SIGKILL)
     model, generator = served.load(served.other, version=14), served.generator
-    groups, rebuilds = _begin(generator, 100), generator.rebuilds
+    groups, rebuilds = _begin(generator, *map(_request, range(100))), generator.rebuilds
     for number in failures:
         failed = generator._engine
         failed._start_seconds = failed._deadline_seconds = 1.0

@@ -2,8 +2,9 @@
 
     python tools/bench_exchange.py weights    publish stall and propagation of the weights
     python tools/bench_exchange.py merge      trajectories/s from offered shards to a sampled buffer
+    python tools/bench_exchange.py delta      what has changed ÷ whole weights: bytes, stall, propagation
 
-Both take ``--json`` and start mpiexec themselves. Believe the ratios, not the seconds: each ratio comes
+All take ``--json`` and start mpiexec themselves. Believe the ratios, not the seconds: each ratio comes
 from one run. "nodes" makes every rank a node of its own, so that the weights take the way between nodes;
 on one machine that way runs at the speed of memory, and the copies before and after it weigh as much as
 it does, which no network lets them.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -21,7 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import numpy as np
 import typer
@@ -29,6 +31,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange
 from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import BufferSection
 from tba_hpc.launch.local import child_environment, find_mpiexec
@@ -50,6 +53,7 @@ PROMPTS, COMPLETIONS, TOKENS = 16, 16, 100
 
 SIZES = [10.0, 100.0, 1000.0]
 RANKS = [1, 4, 16, 64]
+Travel = Literal["auto", "always", "never"]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -83,6 +87,26 @@ class Weights:
     of_bcast_shared: float
     busy_gb_per_s: float
     of_idle: float
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Medians over rounds, of publishes that send what has changed over those that send all, but for stall.
+
+    changed: share of the words, anywhere. bytes: sent or written, over the weights'. stall: publish over one
+    memcpy, both with what has changed. visible: until the last searcher's poll returns the weights;
+    propagation: until it has a copy of its own. visible_ms, whole_visible_ms: of both, for the scale.
+    """
+
+    way: str
+    megabytes: float
+    changed: float
+    bytes: float
+    stall: float
+    visible: float
+    propagation: float
+    visible_ms: float
+    whole_visible_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +146,43 @@ def merge(
     show([Merge(**run_world(1 + n, ["merge-rank", str(max(1, shards // n))])) for n in searchers], as_json)
 
 
-def show(rows: list[Weights] | list[Merge], as_json: bool) -> None:
+@app.command()
+def delta(
+    megabytes: Annotated[float, typer.Option("--mb", help="Size of the weights, MB.")] = 1000.0,
+    changed: Annotated[
+        float, typer.Option(help="Share of the words that change from one to the next.")
+    ] = 0.01,
+    searchers: Annotated[int, typer.Option(min=1)] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds of either kind.")] = 5,
+    folder: Annotated[Path, typer.Option(help="Where weights lie as files.")] = Path(),
+    as_json: Json = False,
+) -> None:
+    """Changes against whole weights, between emulated nodes and over files."""
+    arguments = [str(megabytes), str(changed), str(rounds)]
+    rows = []
+    for way in ("nodes", "files"):
+        found = {
+            mode: run_world(1 + searchers, ["delta-rank", way, mode, *arguments, str(folder)])
+            for mode in ("never", "always")
+        }
+        whole, new = found["never"], found["always"]
+        rows.append(
+            Delta(
+                way=way,
+                megabytes=megabytes,
+                changed=changed,
+                bytes=new["bytes"],
+                stall=new["publish"] / new["memcpy"],
+                visible=new["visible"] / whole["visible"],
+                propagation=new["copied"] / whole["copied"],
+                visible_ms=new["visible"] * 1e3,
+                whole_visible_ms=whole["visible"] * 1e3,
+            )
+        )
+    show(rows, as_json)
+
+
+def show(rows: list[Weights] | list[Delta] | list[Merge], as_json: bool) -> None:
     """Print the rows."""
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
@@ -208,7 +268,7 @@ def weights_rank(memory: str, megabytes: float, rounds: int, result: Path) -> No
     result.write_text(json.dumps(asdict(row)))
 
 
-def open_trainer(world: MpiWorld, layout: WeightLayout) -> MpiTrainerExchange:
+def open_trainer(world: MpiWorld, layout: WeightLayout, delta: Travel = "never") -> MpiTrainerExchange:
     """The trainer's end, without a disk."""
     from tba_hpc.backends.mpi_exchange import MpiTrainerExchange
 
@@ -216,6 +276,7 @@ def open_trainer(world: MpiWorld, layout: WeightLayout) -> MpiTrainerExchange:
         world,
         layout,
         bucket_mb=BUCKET_MB,
+        delta=delta,
         read_pending=lambda cursors: (),
         progress=Progress(),
         evaluated=lambda split, version: True,
@@ -227,6 +288,108 @@ def open_searcher(world: MpiWorld) -> MpiSearcherExchange:
     from tba_hpc.backends.mpi_exchange import MpiSearcherExchange
 
     return MpiSearcherExchange.open(world)
+
+
+@app.command(hidden=True)
+def delta_rank(
+    way: str, mode: Travel, megabytes: float, changed: float, rounds: int, folder: Path, result: Path
+) -> None:
+    """One rank of the delta benchmark; over files MPI only starts it."""
+    layout = WeightLayout.of([("weights", (int(megabytes * 1e6) // 2,))], "BF16")
+    world, place = join("nodes"), folder / "bench-delta"
+    clock = np.zeros((2 + rounds, 3))
+    if world.role == "trainer":
+        shutil.rmtree(place, ignore_errors=True)
+        world.comm.Barrier()
+        share = publish_changes(world, layout, way, mode, changed, place, clock)
+    else:
+        world.comm.Barrier()
+        take_changes(world, layout, way, place, clock)
+    table = np.empty((world.comm.size, *clock.shape))
+    world.comm.Gather(clock, table, 0)
+    if world.role == "searcher":
+        return
+    shutil.rmtree(place, ignore_errors=True)
+    called, returned, memcpy = table[
+        0, 2:
+    ].T  # the first two rounds have nothing to compare with, or to patch
+    visible, copied, _ = table[1:, 2:].max(axis=0).T
+    times = {
+        "memcpy": memcpy,
+        "publish": returned - called,
+        "visible": visible - called,
+        "copied": copied - called,
+    }
+    row = {name: statistics.median(values.tolist()) for name, values in times.items()}
+    result.write_text(json.dumps({**row, "bytes": share}))
+
+
+def publish_changes(
+    world: MpiWorld,
+    layout: WeightLayout,
+    way: str,
+    mode: Travel,
+    changed: float,
+    place: Path,
+    clock: np.ndarray,
+) -> float:
+    """Fill the trainer's clock, s; returns the bytes of a publish over those of the weights (median)."""
+    rng = np.random.default_rng(0)
+    source = rng.integers(0, 1 << 62, layout.nbytes // 8, np.int64).view(np.uint8)
+    copy, words, shares = np.zeros_like(source), source.view(np.uint16), []
+    exchange = (
+        open_trainer(world, layout, mode)
+        if way == "nodes"
+        else FileTrainerExchange(
+            place,
+            layout,
+            read_pending=lambda cursors: (),
+            progress=Progress(),
+            evaluated=lambda split, version: True,
+            delta=mode == "always",
+        )
+    )
+    for version in range(len(clock)):
+        words[rng.integers(0, len(words), int(changed * len(words)))] ^= 1
+        time.sleep(0.3)
+        start = time.monotonic()
+        np.copyto(copy, source)
+        clock[version, 2] = time.monotonic() - start
+        before = exchange._memory.travelled if way == "nodes" else 0
+        clock[version, 0] = time.monotonic()
+        assert exchange.publish(Publication(version=version), lambda out: np.copyto(out, source))
+        clock[version, 1] = time.monotonic()
+        while not exchange.gather():
+            time.sleep(0.002)
+        while not (place / f"taken-{version}").exists() and way == "files":
+            time.sleep(0.01)
+        sent = exchange._memory.travelled - before if way == "nodes" else newest_size(place)
+        shares.append(sent / layout.nbytes)
+    exchange.close()
+    return statistics.median(shares[2:])
+
+
+def newest_size(place: Path) -> int:
+    """Bytes of the weights written last, or of what has changed in them."""
+    return max(place.glob("step-*"), key=lambda path: path.name).stat().st_size
+
+
+def take_changes(world: MpiWorld, layout: WeightLayout, way: str, place: Path, clock: np.ndarray) -> None:
+    """Fill a searcher's clock, s: weights polled, weights copied."""
+    private = np.zeros(layout.nbytes, np.uint8)
+    exchange = (
+        open_searcher(world)
+        if way == "nodes"
+        else FileSearcherExchange(place, world.index, deadline=DEADLINE)
+    )
+    while not exchange.closed:
+        if update := exchange.poll():
+            clock[update.publication.version, 0] = time.monotonic()
+            np.copyto(private, update.data)
+            clock[update.publication.version, 1] = time.monotonic()
+            if way == "files":
+                (place / f"taken-{update.publication.version}").touch()
+        time.sleep(0.0005)
 
 
 def publish_weights(world: MpiWorld, layout: WeightLayout, source: np.ndarray, rounds: int) -> np.ndarray:

@@ -113,7 +113,7 @@ class Bench:
         tokenizer = load_tokenizer(config.model.path)
         self._task = load_task(config.task, tokenizer, partial(VllmVictim, seed=1))
         policy = load_policy(config.model.path, config.model.dtype)
-        self._update = _own_weights(policy.state_dict())
+        self._update = own_weights(policy.state_dict())
         self._reference = HfReference(policy, chunk_tokens=config.train.logprob_chunk_tokens)
         self._metrics = self._run.metrics_file("searcher")
         self.generator = VllmGenerator(config.model, config.generator, seed=0)
@@ -260,7 +260,7 @@ def summarize(rates: dict[str, list[float]]) -> list[dict[str, str | int | float
     return rows
 
 
-def _own_weights(state: Mapping[str, torch.Tensor]) -> WeightUpdate:
+def own_weights(state: Mapping[str, torch.Tensor]) -> WeightUpdate:
     """The model's own weights, as a trainer would publish them."""
     layout = WeightLayout.of([(name, tuple(tensor.shape)) for name, tensor in state.items()], "F32")
     data = np.concatenate(

@@ -55,7 +55,7 @@ def main(
     is_shard = path.is_file() and path.suffix != BUNDLE
     lines = [_line(path.name, path)] if is_shard else _lines(path)
     if not lines:
-        raise typer.BadParameter(f"{path} holds no shards: give the run directory, the one with config.yaml")
+        raise typer.BadParameter(_no_shards(path))
     whole = all(line.broken is None for line in lines)
     head = _head(read_shard(path), rows) if is_shard and whole else []
     if as_json:
@@ -63,6 +63,16 @@ def main(
     else:
         _report(lines, head, path)
     raise typer.Exit(int(not whole))
+
+
+def _no_shards(path: Path) -> str:
+    """Why there is nothing to show, and what helps."""
+    if not RunDir(path).config_file.is_file():
+        return f"{path} holds no shards: give the run directory, the one with config.yaml"
+    return (
+        f"{path} has no shard any more: merged ones are deleted once a checkpoint holds them; keep those of "
+        "the next run with --set exchange.keep_shards=1"
+    )
 
 
 def _report(lines: list[Line], head: list[Row], path: Path) -> None:
@@ -85,7 +95,8 @@ def _lines(path: Path) -> list[Line]:
     files = [*run.shard_files().values(), *run.shard_files(".h5" + REFUSED).values()]
     lines = [_line(str(file.relative_to(run.shards)), file) for file in files]
     bundles = [_bundled(file, str(file.relative_to(run.shards))) for file in run.bundle_files().values()]
-    return [*lines, *chain.from_iterable(bundles)]
+    kept = [_bundled(file, str(file.relative_to(run.path))) for file in run.kept_files().values()]
+    return [*lines, *chain.from_iterable([*bundles, *kept])]
 
 
 def _bundled(bundle: Path, name: str) -> list[Line]:

@@ -23,7 +23,7 @@ from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import numpy as np
@@ -36,6 +36,7 @@ from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils.tensor_fragment import fragment_address
 from safetensors import numpy as wire
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from tba_hpc import batch as batches
 from tba_hpc.backends.hf_model import (
@@ -54,7 +55,10 @@ from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.files import DiskFullError, fsync, is_for_room, make_durable, write_atomic
 from tba_hpc.run.inventory import SummedFile
 from tba_hpc.skipped_steps import SkippedSteps
-from tba_hpc.types import PaddedBatch, TrajectoryBatch, WeightLayout, WeightSlot
+from tba_hpc.types import LoraWeights, PaddedBatch, TrajectoryBatch, WeightLayout, WeightSlot
+
+if TYPE_CHECKING:
+    from tba_hpc.backends.lora import Lora
 
 SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16"}
 
@@ -94,7 +98,8 @@ class Command(IntEnum):
 class DeepSpeedLearner:
     """A policy and its AdamW state, shared by the trainer ranks.
 
-    Weights are float32, or bfloat16 with float32 master weights and float32 gradient accumulation.
+    Weights are float32, or bfloat16 with float32 master weights and float32 gradient accumulation. With LoRA
+    those of an adapter alone are trained, published and checkpointed.
     Every method of the port is called on the leader (rank 0) alone, while the other ranks are inside
     ``follow``; all ranks then act together.
     """
@@ -106,9 +111,13 @@ class DeepSpeedLearner:
         self._tokenizer = load_tokenizer(config.model.path)
         self._policy = load_policy(config.model.path, config.model.dtype)
         require_one_vocabulary(self._tokenizer, self._policy, config.model.path)
+        self._lora = _adapt(self._policy, config)
         self._parameters = dict(self._policy.named_parameters())  # tied ones once, as save_pretrained does
-        shapes = [(name, tuple(parameter.shape)) for name, parameter in self._parameters.items()]
-        self.layout = WeightLayout.of(shapes, SAFETENSORS_NAME[config.model.dtype])
+        self.layout = self._whole = _layout(self._parameters, config)
+        if self._lora:
+            self._parameters = self._lora.adapter | self._lora.base
+            self.layout = _layout(self._lora.adapter, config, self._lora.weights)
+            self._whole = _layout(self._parameters, config)
         if config.train.gradient_checkpointing:
             self._policy.gradient_checkpointing_enable({"use_reentrant": False})
         logprobs = PolicyLogprobs(
@@ -186,13 +195,21 @@ class DeepSpeedLearner:
             return self._save(folder)
 
     def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote; exactly for the same number of ranks, else to rounding."""
+        """Restore what ``save`` wrote; exactly for the same number of ranks, else to rounding.
+
+        Raises StateError where that is an adapter for another model.
+        """
+        if self._lora:
+            self._lora.require_base(folder)
         self._tell(Command.LOAD, folder)
         with self._group.together():
             self._load(folder)
 
     def export(self, folder: Path) -> None:
-        """Write a folder that ``from_pretrained`` and ``vllm serve`` load; it appears whole, by rename."""
+        """Write a folder that ``from_pretrained`` and ``vllm serve`` load; it appears whole, by rename.
+
+        With LoRA the adapter is merged into it, and lies in a folder of its own, ``adapter.FOLDER``, besides.
+        """
         self._tell(Command.EXPORT, folder)
         with self._group.together():
             self._export(folder)
@@ -282,17 +299,17 @@ class DeepSpeedLearner:
         return torch.from_numpy(array).to(self._group.device)
 
     def _write(self, out: np.ndarray) -> None:
-        self._copy(self.layout.parts(self._group.ranks)[self._group.rank], out)
+        self._copy(self.layout, self.layout.parts(self._group.ranks)[self._group.rank], out)
         self._group.barrier()
 
-    def _copy(self, slots: Sequence[WeightSlot], out: np.ndarray) -> None:
-        """Copy the tensors of ``slots`` to their places in ``out``: one memcpy each.
+    def _copy(self, layout: WeightLayout, slots: Sequence[WeightSlot], out: np.ndarray) -> None:
+        """Copy the tensors of ``slots``, of a layout, to their places in ``out``: one memcpy each.
 
         Under ZeRO-3 every rank must come here, for all make each bucket of parameters whole together; of a
         bucket each has about as much to copy, so that none waits for another's memcpy.
         """
         wanted = {slot.name for slot in slots}
-        for bucket in _buckets(self.layout.parts(self._group.ranks)):
+        for bucket in _buckets(layout.parts(self._group.ranks)):
             parameters = [self._parameters[slot.name] for slot in bucket]
             sharded = self._config.train.zero_stage == 3
             with GatheredParameters(parameters, enabled=sharded), torch.no_grad():
@@ -308,7 +325,8 @@ class DeepSpeedLearner:
 
     def _save(self, folder: Path) -> Callable[[], str]:
         with _unwritable(folder):
-            self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+            frozen = {"exclude_frozen_parameters": self._lora is not None}
+            self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False, **frozen)
         return partial(self._write_files, folder, self._snapshot.take())
 
     def _write_files(self, folder: Path, files: Sequence[Callable[[], SummedFile]]) -> str:
@@ -321,6 +339,8 @@ class DeepSpeedLearner:
                 if self._group.leads:
                     self._copy_scripts(str(folder))
                     write_atomic(folder / RANKS_FILE, json.dumps(self._group.ranks))
+                    if self._lora:
+                        self._lora.note_base(folder)
         except (StateError, DiskFullError) as error:
             fault, full = str(error), isinstance(error, DiskFullError)
         reports = [json.loads(report) for report in self._group.gather(json.dumps([lines, fault, full]))]
@@ -352,19 +372,25 @@ class DeepSpeedLearner:
 
     def _restore(self, folder: Path) -> None:
         with only_data(folder):
-            loaded, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
+            # With LoRA it lacks the base, whose identity has been looked at.
+            loaded, _ = self._engine.load_checkpoint(
+                str(folder), tag=TAG, load_module_strict=self._lora is None
+            )
         if loaded is None:
             raise StateError(f"{folder} holds no checkpoint of DeepSpeed: resume from another one")
         self._skipped.total = self._engine.skipped_steps
 
     def _export(self, folder: Path) -> None:
-        slots = self.layout.slots if self._group.leads else ()
-        whole = np.empty(self.layout.nbytes if self._group.leads else 0, np.uint8)
-        self._copy(slots, whole)
+        slots = self._whole.slots if self._group.leads else ()
+        whole = np.empty(self._whole.nbytes if self._group.leads else 0, np.uint8)
+        self._copy(self._whole, slots, whole)
         if self._group.leads:
             with _replacing(folder) as temporary:
                 tensors = {slot.name: tensor_in(whole, slot) for slot in slots}
-                self._policy.save_pretrained(temporary, state_dict=tensors)
+                if self._lora:
+                    self._lora.save(tensors, temporary)
+                else:
+                    self._policy.save_pretrained(temporary, state_dict=tensors)
                 self._tokenizer.save(temporary)
         self._group.barrier()
 
@@ -400,6 +426,26 @@ def _unwritable(folder: Path) -> Iterator[None]:
         ) from error
 
 
+def _adapt(policy: PreTrainedModel, config: Config) -> Lora | None:
+    """The adapter that is to be trained, where there is one; the policy has it then. Raises ConfigError."""
+    if config.model.lora is None:
+        return None
+    from tba_hpc.backends.lora import Lora  # whose library takes a while
+
+    return Lora(policy, config.model.lora, path=config.model.path, seed=config.run.seed)
+
+
+def _layout(
+    parameters: Mapping[str, torch.nn.Parameter], config: Config, lora: LoraWeights | None = None
+) -> WeightLayout:
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
+    return WeightLayout.of(shapes, SAFETENSORS_NAME[config.model.dtype], lora)
+
+
+def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def _make_engine(config: Config, model: PolicyLogprobs) -> deepspeed.DeepSpeedEngine:
     """DeepSpeed's engine around ``model`` and torch's AdamW (its own would need a compiler)."""
     deepspeed_logger.setLevel(logging.WARNING)
@@ -408,7 +454,7 @@ def _make_engine(config: Config, model: PolicyLogprobs) -> deepspeed.DeepSpeedEn
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else ZeRO loads a compiler, for an optimizer not used
     train = config.train
     optimizer = torch.optim.AdamW(
-        model.parameters(), train.learning_rate.peak, train.adam_betas, weight_decay=train.weight_decay
+        _trained(model), train.learning_rate.peak, train.adam_betas, weight_decay=train.weight_decay
     )
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_settings(config, model))
     return engine
@@ -416,7 +462,7 @@ def _make_engine(config: Config, model: PolicyLogprobs) -> deepspeed.DeepSpeedEn
 
 def _settings(config: Config, model: PolicyLogprobs) -> dict[str, object]:
     """DeepSpeed's own configuration. ``step`` alone ends an accumulation, whatever the micro-batches."""
-    bucket = min(BUCKET_ELEMENTS, sum(parameter.numel() for parameter in model.parameters()))
+    bucket = min(BUCKET_ELEMENTS, sum(parameter.numel() for parameter in _trained(model)))
     return {
         "train_micro_batch_size_per_gpu": 1,  # required, and unused: batches do not come from DeepSpeed
         "managed_gradient_accumulation": False,

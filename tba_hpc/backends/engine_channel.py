@@ -11,7 +11,7 @@ import os
 import select
 import socket
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,7 +30,8 @@ class EngineSettings(msgspec.Struct):
     """The engine wanted; it stands on the command line of its process.
 
     logprob_temperature: T of the policy, softmax(logits/T). fp32_head: logits are float32, also of bfloat16
-    weights. stop: texts that end a completion.
+    weights. stop: texts that end a completion. keep_kv: as generator.keep_kv.
+    arguments: of vLLM's, besides.
     """
 
     model: str
@@ -43,6 +44,8 @@ class EngineSettings(msgspec.Struct):
     logprob_temperature: float
     fp32_head: bool
     stop: tuple[str, ...]
+    keep_kv: bool
+    arguments: dict[str, Any]
     seed: int
 
 
@@ -91,7 +94,7 @@ class Loaded(Message):
 
 
 class Misfit(Message):
-    """From the engine: the weights given last left some of its own as they were, as the reason says."""
+    """From the engine: the weights given last are not, or not all, for its model; why, and what to do."""
 
     reason: str
 

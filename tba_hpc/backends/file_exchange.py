@@ -8,6 +8,10 @@ the trainer alone; a searcher only ever reads it, so the death of one costs noth
 Weights to be evaluated stay in the list, and on disk, until their evaluation is complete: a searcher
 takes those first, oldest first, and otherwise the newest.
 
+Others may lie there as what has changed since the publication before: a chain of such files begins with whole
+weights, and stays as long as its end. A searcher goes along it from what it has, or from the beginning; where
+a file is not what the list says, it asks for the newest whole.
+
 A searcher that joins leaves a note, and the trainer answers it in its next round: how far the run is by then
 lies in a file that the list names. So the answer is never that of a trainer that is gone.
 
@@ -33,10 +37,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
+from zlib import crc32
 
 import numpy as np
 from safetensors import safe_open
 
+from tba_hpc.backends.weight_changes import apply_changes, find_changes
 from tba_hpc.ports import IDLE_DEADLINES, ExchangeError
 from tba_hpc.prompts import CompletedRequests, Progress
 from tba_hpc.run.files import (
@@ -50,7 +56,7 @@ from tba_hpc.run.files import (
     publish,
     write_atomic,
 )
-from tba_hpc.types import Publication, Shard, Split, WeightLayout, WeightSlot, WeightUpdate
+from tba_hpc.types import LoraWeights, Publication, Shard, Split, WeightLayout, WeightSlot, WeightUpdate
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +69,15 @@ POLL_SECONDS = 0.1
 Where it changes seldom, up to ten times as long: a fiftieth of the time since it did.
 """
 
-STOP, JOIN, HELD, PROGRESS = "stop-", "join-", "held-", "progress-"
+STOP, JOIN, HELD, PROGRESS, WHOLE = "stop-", "join-", "held-", "progress-", "whole-"
 """Beginnings of the names of notes to the trainer, of weights that a searcher reads, and of answers."""
+
+WEIGHTS, CHANGES = ".safetensors", ".changes"
+"""Ends of the names of whole weights, and of what has changed."""
+
+LONGEST_CHAIN, HEAVIEST_CHAIN = 32, 0.5
+"""Most files of changes in a row, and most of their bytes, as a share of the weights': a searcher that joins
+reads them all."""
 
 Result = TypeVar("Result")
 
@@ -74,11 +87,16 @@ INCOMING = "incoming.tmp"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One published set of weights. ``sequence`` goes up by one per publish, over all attempts of a run."""
+    """One published set of weights. ``sequence`` goes up by one per publish, over all attempts of a run.
+
+    changes: whether ``file`` holds what has changed since the sequence before; checksum: CRC-32 of it then.
+    """
 
     sequence: int
     file: str
     publication: Publication
+    changes: bool = False
+    checksum: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +125,7 @@ class Manifest:
             pairs = values.get(by_searcher, {}).items()
             values[by_searcher] = {int(searcher): value for searcher, value in pairs}
         values["entries"] = tuple(
-            Entry(entry["sequence"], entry["file"], Publication(**entry["publication"]))
+            Entry(**{**entry, "publication": Publication(**entry["publication"])})
             for entry in values["entries"]
         )
         return cls(**values)
@@ -116,13 +134,20 @@ class Manifest:
         """Replace the manifest of a run."""
         write_atomic(folder / "latest.json", json.dumps(asdict(self)))
 
+    def chain(self, sequence: int) -> tuple[Entry, ...]:
+        """The entries that make the weights of a sequence: whole ones, and all changes from there on."""
+        until = [entry for entry in self.entries if entry.sequence <= sequence]
+        whole = max((i for i, entry in enumerate(until) if not entry.changes), default=0)
+        return tuple(until[whole:])
+
 
 class FileTrainerExchange:
     """The leader's end.
 
     folder: where weights go. read_pending: all readable shards at or beyond the cursors, in order.
     progress: how far the run is. evaluated: whether the evaluation of a split with the weights of a version
-    is complete. patience: how long a full disk is waited for, s.
+    is complete. delta: whether weights may lie there as what has changed; no other trainer rank
+    writes then. patience: how long a full disk is waited for, s.
     """
 
     def __init__(
@@ -133,6 +158,7 @@ class FileTrainerExchange:
         read_pending: Callable[[Mapping[int, int]], Iterable[Shard]],
         progress: Progress,
         evaluated: Callable[[Split, int], bool],
+        delta: bool = False,
         patience: float = 0.0,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,6 +167,7 @@ class FileTrainerExchange:
         self._read_pending = read_pending
         self._evaluated = evaluated
         self._patience = patience
+        self._history = History(layout.nbytes) if delta else None
         self._remove_leftovers()
         self._completed = CompletedRequests.from_array(progress.completed.to_array())  # of the cursors below
         self._manifest = self._first_manifest(progress.cursors)
@@ -158,8 +185,12 @@ class FileTrainerExchange:
         """
         if not self._idle:
             return False
-        write(self._incoming(publication.version))
-        self._round = self._worker.submit(self._sync, self._entry(publication))
+        if self._history:
+            write(self._history.incoming)
+            self._round = self._worker.submit(self._write_and_sync, publication, self._history.incoming)
+        else:
+            write(self._incoming(publication.version))
+            self._round = self._worker.submit(self._sync, self._entry(publication))
         return True
 
     def pass_on(self, publication: Publication, weights: np.ndarray) -> bool:
@@ -169,7 +200,7 @@ class FileTrainerExchange:
         """
         if not self._idle:
             return False
-        self._round = self._worker.submit(self._copy_and_sync, publication, weights)
+        self._round = self._worker.submit(self._write_and_sync, publication, weights)
         return True
 
     @property
@@ -223,11 +254,21 @@ class FileTrainerExchange:
         return self._insist(lambda: _create_incoming(path, self._layout, version))
 
     def _entry(self, publication: Publication) -> Entry:
-        return Entry(self._next_sequence, f"step-{publication.version:06d}.safetensors", publication)
+        return Entry(self._next_sequence, f"step-{publication.version:06d}{WEIGHTS}", publication)
 
-    def _copy_and_sync(self, publication: Publication, weights: np.ndarray) -> None:
-        np.copyto(self._incoming(publication.version), weights)
-        self._sync(self._entry(publication))
+    def _write_and_sync(self, publication: Publication, weights: np.ndarray) -> None:
+        """Write weights, or what of them has changed, and make that visible."""
+        changes = self._history.changes(weights) if self._history and may_lie_apart(publication) else None
+        entry = self._entry(publication)
+        if changes is None:
+            np.copyto(self._incoming(publication.version), weights)
+        else:
+            name = f"step-{publication.version:06d}-{entry.sequence}{CHANGES}"
+            self._insist(lambda: publish(self._folder / name, changes.data))
+            entry = replace(entry, file=name, changes=True, checksum=crc32(changes))
+        if self._history:
+            self._history.keep(weights, changes)
+        self._sync(entry)
 
     def _announce(self) -> None:
         self._insist(lambda: self._manifest.write(self._folder))
@@ -238,7 +279,7 @@ class FileTrainerExchange:
         Notes of searchers that join stay: they may have come before their trainer.
         """
         for name in listing(self._folder):
-            if name.startswith((STOP, HELD, PROGRESS)) or (name.endswith(".tmp") and name != INCOMING):
+            if name.startswith((STOP, HELD, PROGRESS, WHOLE)) or (name.endswith(".tmp") and name != INCOMING):
                 (self._folder / name).unlink(missing_ok=True)
 
     @property
@@ -253,7 +294,7 @@ class FileTrainerExchange:
         before = self._insist(lambda: Manifest.read(self._folder))
         kept = [
             replace(entry, publication=_of_an_attempt_before(entry.publication))
-            for entry in (before.entries[-1:] if before else ())
+            for entry in (before.chain(before.entries[-1].sequence) if before and before.entries else ())
         ]
         manifest = Manifest(uuid.uuid4().hex, False, dict(cursors), tuple(kept))
         self._insist(lambda: manifest.write(self._folder))
@@ -263,15 +304,27 @@ class FileTrainerExchange:
         """One round: make the incoming weights visible, find new shards, tell the searchers."""
         before = self._manifest
         if new is not None:
-            self._make_durable(self._folder / INCOMING, self._folder / new.file)
+            if not new.changes:
+                self._make_durable(self._folder / INCOMING, self._folder / new.file)
             self._manifest = replace(before, entries=(*self._still_needed(), new))
         self._find_shards()
         notes = self._notes()
         self._answer(notes)
+        if any(note.startswith(WHOLE) for note in notes):
+            self._give_whole()
         if self._manifest != before:
             self._announce()
             self._remove_superseded(notes)
         self._stop_requested |= any(note.startswith(STOP) for note in notes)
+
+    def _give_whole(self) -> None:
+        """Put the newest weights in place of their changes, for a searcher that cannot read these."""
+        newest, weights = self._manifest.entries[-1], self._history and self._history.last
+        if newest.changes and weights is not None:
+            whole = replace(self._entry(newest.publication), sequence=newest.sequence)
+            np.copyto(self._incoming(newest.publication.version), weights)
+            self._make_durable(self._folder / INCOMING, self._folder / whole.file)
+            self._manifest = replace(self._manifest, entries=(*self._manifest.entries[:-1], whole))
 
     def _make_durable(self, incoming: Path, path: Path) -> None:
         self._insist(lambda: fsync(incoming))
@@ -281,7 +334,7 @@ class FileTrainerExchange:
     def _notes(self) -> list[str]:
         """Names of what searchers have left; what cannot be seen now will be in another round."""
         try:
-            return [name for name in listing(self._folder) if name.startswith((STOP, JOIN))]
+            return [name for name in listing(self._folder) if name.startswith((STOP, JOIN, WHOLE))]
         except OSError as error:
             if not passes(error):
                 raise
@@ -299,7 +352,9 @@ class FileTrainerExchange:
 
     def _still_needed(self) -> list[Entry]:
         entries = self._manifest.entries
-        return [entry for entry in entries if entry in entries[-(KEEP - 1) :] or self._to_evaluate(entry)]
+        wanted = [entry for entry in entries if entry in entries[-(KEEP - 1) :] or self._to_evaluate(entry)]
+        needed = {link for entry in wanted for link in self._manifest.chain(entry.sequence)}
+        return [entry for entry in entries if entry in needed]
 
     def _to_evaluate(self, entry: Entry) -> bool:
         """Whether the evaluation that an entry is for is not complete yet."""
@@ -319,11 +374,54 @@ class FileTrainerExchange:
         needed = {self._manifest.progress, *(entry.file for entry in self._manifest.entries)}
         joined = self._manifest.joined.items()
         answered = {note for note in notes if note.startswith(JOIN) and _joining(note) in joined}
+        answered |= {note for note in notes if note.startswith(WHOLE)}
         with suppress(OSError):  # the next change tries again
             for name in listing(self._folder):
-                ours = name.startswith(PROGRESS) or name.endswith(".safetensors")
+                ours = name.startswith(PROGRESS) or name.endswith((WEIGHTS, CHANGES))
                 if name in answered or (ours and name not in needed):
                     (self._folder / name).unlink(missing_ok=True)
+
+
+class History:
+    """What a trainer remembers of weights, so that the next can be given as what has changed.
+
+    incoming: memory for the next, uint8 [nbytes].
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.incoming, self._last = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+        self._known = False  # whether these are what was published last
+        self._sizes: list[int] = []  # of the changes since whole weights
+
+    def changes(self, weights: np.ndarray) -> np.ndarray | None:
+        """What makes the last weights these, None where these had better be given whole."""
+        if not self._known or len(self._sizes) == LONGEST_CHAIN:
+            return None
+        changes = find_changes(weights, self._last)
+        if changes is None or sum(self._sizes) + len(changes) > HEAVIEST_CHAIN * len(weights):
+            return None
+        return changes
+
+    @property
+    def last(self) -> np.ndarray | None:
+        """The weights published last, uint8 [nbytes]; None where that was by another process."""
+        return self._last if self._known else None
+
+    def keep(self, weights: np.ndarray, changes: np.ndarray | None) -> None:
+        """Remember what has been written, whole or as changes."""
+        self._sizes = [] if changes is None else [*self._sizes, len(changes)]
+        if weights is self.incoming:
+            self.incoming, self._last = self._last, self.incoming
+        elif changes is None:
+            np.copyto(self._last, weights)
+        else:
+            apply_changes(changes, self._last)
+        self._known = True
+
+
+def may_lie_apart(publication: Publication) -> bool:
+    """Whether weights may lie in files as changes of others: not those that are kept or waited for."""
+    return publication.evaluate is None and not publication.final
 
 
 def _joining(note: str) -> tuple[int, str]:
@@ -374,6 +472,9 @@ class FileSearcherExchange:
         self._looked = self._changed = time.monotonic()
         self._seen = -1  # sequence of the publication taken last
         self._held: Path | None = None
+        self._own = np.empty(0, np.uint8)  # a copy of weights, where changes of them are to be read
+        self._own_sequence = -1
+        self._refused = -1  # sequence of the weights that could not be put together
         self._offered: list[int] = []
 
     def progress(self) -> Progress:
@@ -419,12 +520,39 @@ class FileSearcherExchange:
         if entry is None:
             return None
         try:
-            layout, data = read_weights(self._hold(entry))
+            layout, data = self._patched(entry) if entry.changes else read_weights(self._hold(entry))
         except OSError as error:  # superseded between two looks, or not to be seen yet
             _refuse_lasting(error)
             return None
+        except DamagedError as error:
+            if self._refused != entry.sequence:
+                log.warning("%s: asking for whole weights instead", error)
+            self._refused = entry.sequence
+            self._leave_note(WHOLE)
+            return None
         self._seen = entry.sequence
         return WeightUpdate(entry.publication, layout, data)
+
+    def _patched(self, entry: Entry) -> tuple[WeightLayout, np.ndarray]:
+        """Weights that lie there as changes, put together. Raises DamagedError, OSError."""
+        assert self._manifest is not None
+        whole, *links = self._manifest.chain(entry.sequence)
+        layout, data = read_weights(self._hold(whole))
+        if self._own_sequence not in [whole.sequence, *(link.sequence for link in links)]:
+            self._own, self._own_sequence = np.array(data), whole.sequence
+        for link in links:
+            if link.sequence > self._own_sequence:
+                apply_changes(self._read_changes(link), self._own)
+                self._own_sequence = link.sequence
+        own = self._own.view()
+        own.flags.writeable = False
+        return layout, own
+
+    def _read_changes(self, link: Entry) -> np.ndarray:
+        changes = np.fromfile(self._folder / link.file, np.uint8)
+        if crc32(changes) != link.checksum:
+            raise DamagedError(f"{self._folder / link.file} is not what was written")
+        return changes
 
     def _hold(self, entry: Entry) -> Path:
         """Another name for weights until the next call: on NFS a mapped file that a host removes is lost."""
@@ -449,9 +577,12 @@ class FileSearcherExchange:
 
     def request_stop(self) -> None:
         """Leave a note that the trainer finds in its next round; call it again until it is heard."""
+        self._leave_note(STOP)
+
+    def _leave_note(self, kind: str) -> None:
         try:
             if self._folder.exists():
-                (self._folder / f"{STOP}searcher-{self._searcher:04d}").touch()
+                (self._folder / f"{kind}searcher-{self._searcher:04d}").touch()
         except OSError as error:
             _refuse_lasting(error)
 
@@ -603,6 +734,10 @@ class ElasticSearcherExchange(FileSearcherExchange):
         return manifest
 
 
+class DamagedError(ValueError):
+    """Changes of weights are not those that the list names."""
+
+
 def _refuse_lasting(error: OSError | ValueError) -> None:
     """Raise an error that another look would meet again; half a file, or none, is one not visible yet."""
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and not passes(error):
@@ -612,6 +747,7 @@ def _refuse_lasting(error: OSError | ValueError) -> None:
 def read_weights(path: Path) -> tuple[WeightLayout, np.ndarray]:
     """Layout and mapped bytes, uint8 [layout.nbytes], of a safetensors file, verified by its library."""
     with safe_open(path, framework="numpy") as file:
+        lora = json.loads((file.metadata() or {}).get("lora", "null"))
         slots, start = [], 0
         for name in file.offset_keys():
             tensor = file.get_slice(name)
@@ -619,7 +755,7 @@ def read_weights(path: Path) -> tuple[WeightLayout, np.ndarray]:
             end = start + int(np.prod(shape, dtype=np.int64)) * _WIDTH[dtype]
             slots.append(WeightSlot(name, dtype, shape, start, end))
             start = end
-    layout = WeightLayout(tuple(slots))
+    layout = WeightLayout(tuple(slots), lora and LoraWeights(**lora))
     return layout, _map_data(path, layout.nbytes, "r")
 
 
@@ -655,6 +791,9 @@ def _safetensors_header(layout: WeightLayout, version: int) -> bytes:
         slot.name: {"dtype": slot.dtype, "shape": slot.shape, "data_offsets": (slot.start, slot.end)}
         for slot in layout.slots
     }
-    text = json.dumps({"__metadata__": {"format": "pt", "version": str(version)}, **tensors}).encode()
+    metadata = {"format": "pt", "version": str(version)}
+    if layout.lora:
+        metadata["lora"] = json.dumps(asdict(layout.lora))
+    text = json.dumps({"__metadata__": metadata, **tensors}).encode()
     text = text.ljust(-(-(len(text) + 8) // 64) * 64 - 8)
     return len(text).to_bytes(8, "little") + text

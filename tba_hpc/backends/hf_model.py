@@ -70,6 +70,11 @@ class HfTokenizer:
         whole = self._tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
         return np.asarray(self._tokenizer.encode(whole, add_special_tokens=False), np.int32)
 
+    @property
+    def has_chat(self) -> bool:
+        """Whether it has a chat template."""
+        return self._tokenizer.chat_template is not None
+
     def decode(self, tokens: np.ndarray) -> str:
         """Text of ``tokens``, special tokens left out."""
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))

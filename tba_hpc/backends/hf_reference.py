@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tba_hpc.backends.adapter import Adaptable, Adapter
 from tba_hpc.backends.hf_model import PolicyLogprobs, tensor_in
 from tba_hpc.types import Group, WeightUpdate
 
@@ -24,7 +25,8 @@ class HfReference:
 
     ``chunk_tokens`` bounds the tokens whose logits are held at once. The policy is softmax(logits /
     ``temperature``). It may be called from any one thread, also while an engine runs in another.
-    ``policy_of``: loads the policy of a step, where it is to be reset. ``fp32_head``: see PolicyLogprobs.
+    ``policy_of``: loads the policy of a step, where it is to be reset; ``adapter_of``: its adapter alone,
+    where the policy is ``model`` with one. ``fp32_head``: see PolicyLogprobs.
 
     The model stays in host memory until log-probabilities are first asked for, when the engine beside it has
     generated something: an engine that is being built takes all that disappears from its GPU for its own.
@@ -38,28 +40,46 @@ class HfReference:
         temperature: float = 1.0,
         fp32_head: bool = False,
         policy_of: Callable[[int], PreTrainedModel] | None = None,
+        adapter_of: Callable[[int], Adapter] | None = None,
     ) -> None:
         self.step = 0
         self._policy_of = policy_of
+        self._adapter_of = adapter_of
         self._model = model.eval().requires_grad_(False)
+        self._adaptable = Adaptable(self._model)
         self._head = PolicyLogprobs(
             self._model, chunk_tokens=chunk_tokens, temperature=temperature, fp32_head=fp32_head
         ).head
 
     def load(self, step: int) -> None:
         """Become the policy of ``step``: its weights are copied into the old ones' memory."""
-        assert self._policy_of is not None, "a frozen reference is never reset"
-        self._model.load_state_dict(self._policy_of(step).state_dict())
+        if self._adapter_of is not None:
+            self._adaptable.put_on(self._adapter_of(step))
+        else:
+            assert self._policy_of is not None, "a frozen reference is never reset"
+            self._model.load_state_dict(self._policy_of(step).state_dict())
         self.step = step
 
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
         """As ``logprobs``, of every group, under other weights of the same architecture and dtype.
 
         They change places with the reference's own for that time, tensor by tensor: so no more memory is
-        needed, and the reference is bit by bit what it was.
+        needed, and the reference is bit by bit what it was. An adapter needs no change of places: it is put
+        beside the weights that it was made for, and computes as the learner's does.
         """
-        with self._holding(weights):
+        with self._wearing(weights) if weights.layout.lora else self._holding(weights):
             return [self.logprobs(group) for group in groups]
+
+    @contextmanager
+    def _wearing(self, weights: WeightUpdate) -> Iterator[None]:
+        before, lora = self._adaptable.adapter, weights.layout.lora
+        assert lora
+        tensors = ((slot.name, tensor_in(weights.data, slot)) for slot in weights.layout.slots)
+        self._adaptable.put_on(Adapter.of(tensors, lora.scale))
+        try:
+            yield
+        finally:
+            self._adaptable.put_on(before)
 
     @contextmanager
     def _holding(self, weights: WeightUpdate) -> Iterator[None]:

@@ -9,7 +9,8 @@ A round, started by the leader (trainer 0), runs on a communication thread at ev
     header (command, version, …)     ──►
                                      ◄──     ready (how many shards, how large, stop asked)
                                      ◄──     the shards, one flat message each
-    weights: buckets broadcast between the nodes, each from the node of the trainer rank that owns it
+    weights: buckets broadcast between the nodes, each from the node of the trainer rank that owns it,
+             whole or as what has changed in it
                                      ◄──     confirmed
 
 Why the two slots of a node's memory are enough. Round n writes slot n mod 2, which last held round
@@ -39,7 +40,16 @@ from enum import IntEnum
 import numpy as np
 
 from tba_hpc.backends.background import IDLE_PAUSE, Background, Waiting
-from tba_hpc.backends.mpi_world import LEADER, LONGEST_PAUSE, MpiError, MpiWorld, NodeMemory, Pending, Tag
+from tba_hpc.backends.mpi_world import (
+    LEADER,
+    LONGEST_PAUSE,
+    MpiError,
+    MpiWorld,
+    NodeMemory,
+    Pending,
+    Tag,
+    Travel,
+)
 from tba_hpc.backends.shard_packing import pack_shard, unpack_shard
 from tba_hpc.config import ConfigError
 from tba_hpc.ports import IDLE_DEADLINES
@@ -135,15 +145,16 @@ class MpiTrainerExchange:
         layout: WeightLayout,
         *,
         bucket_mb: int,
+        delta: Travel = "never",
         read_pending: Callable[[Mapping[int, int]], Iterable[Shard]],
         progress: Progress,
         evaluated: Callable[[Split, int], bool],
     ) -> MpiTrainerExchange:
         """Connect to ranks that are all set up, and tell them ``progress``.
 
-        Raises ExchangeError naming who is not set up.
+        delta: as exchange.delta. Raises ExchangeError naming who is not set up.
         """
-        memory = world.connect_peers(layout, bucket_mb=bucket_mb, told=progress.to_bytes())
+        memory = world.connect_peers(layout, bucket_mb=bucket_mb, delta=delta, told=progress.to_bytes())
         return cls(world, memory, read_pending=read_pending, progress=progress, evaluated=evaluated)
 
     def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:

@@ -32,12 +32,13 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import zip_longest
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast, get_args
 
 import numpy as np
 from mpi4py import MPI
 
 from tba_hpc.backends.background import Waiting, run
+from tba_hpc.backends.weight_changes import Worth, apply_changes, find_changes
 from tba_hpc.config import ConfigError
 from tba_hpc.ports import ExchangeError
 from tba_hpc.run.directory import SEARCHERS_FIRST
@@ -75,6 +76,14 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
 
 BUCKETS_IN_FLIGHT = 4
 """Broadcasts under way at once."""
+
+Travel = Literal["auto", "always", "never"]
+"""Values of exchange.delta."""
+
+TRAVELS: tuple[Travel, ...] = get_args(Travel)
+
+WHOLE = -1
+"""In place of the size of a bucket's changes, where it travels whole."""
 
 PAGE = 4096
 HOSTNAME = np.dtype("S256")
@@ -276,10 +285,12 @@ class MpiWorld:
 
     # --- Coming together ---
 
-    def connect_peers(self, layout: WeightLayout, *, bucket_mb: int, told: bytes) -> NodeMemory:
+    def connect_peers(
+        self, layout: WeightLayout, *, bucket_mb: int, told: bytes, delta: Travel = "never"
+    ) -> NodeMemory:
         """As the leader, wait until every rank is set up. Raises ExchangeError naming who is not.
 
-        told: what else every rank learns then.
+        told: what else every rank learns then. delta: as exchange.delta.
         """
         assert self.rank == LEADER, "all others call connect"
         with self.whole():
@@ -288,24 +299,25 @@ class MpiWorld:
             run(self.wait_for(hellos, what, "see its log, or raise launch.start_deadline_seconds"))
             text = np.frombuffer(layout.to_json().encode(), np.uint8)
             more = np.frombuffer(told, np.uint8)
-            for message in (np.array([len(text), bucket_mb << 20, len(more)]), text, more):
+            mode = TRAVELS.index(delta)
+            for message in (np.array([len(text), bucket_mb << 20, len(more), mode]), text, more):
                 run(self.send_all(message, Tag.CONNECT, "did not take the layout of the weights"))
-            return self._at_work(layout, bucket_mb << 20)
+            return self._at_work(layout, bucket_mb << 20, delta)
 
     def connect(self) -> tuple[NodeMemory, bytes]:
         """Tell the leader that this rank is set up; receive the layout of the weights, and what is told."""
         with self.whole():
             hello = self.send(np.array([self.rank]), LEADER, Tag.CONNECT)
-            sizes = self._layout_message(np.empty(3, np.int64))
+            sizes = self._layout_message(np.empty(4, np.int64))
             text = self._layout_message(np.empty(int(sizes[0]), np.uint8))
             told = self._layout_message(np.empty(int(sizes[2]), np.uint8))
             run(self.wait_for([hello], "did not take the greeting"))
             layout = WeightLayout.from_json(text.tobytes().decode())
-            return self._at_work(layout, int(sizes[1])), told.tobytes()
+            return self._at_work(layout, int(sizes[1]), TRAVELS[int(sizes[3])]), told.tobytes()
 
-    def _at_work(self, layout: WeightLayout, bucket_bytes: int) -> NodeMemory:
+    def _at_work(self, layout: WeightLayout, bucket_bytes: int, delta: Travel) -> NodeMemory:
         """All ranks are set up: from here on another deadline holds."""
-        memory = NodeMemory(self, layout, bucket_bytes)
+        memory = NodeMemory(self, layout, bucket_bytes, delta)
         self.deadline = self.work_deadline or self.deadline
         return memory
 
@@ -419,12 +431,23 @@ class NodeMemory:
 
     Making one, or rebuilding it, is collective over the world. The lowest world rank of a node that lives
     is its node leader.
+
+    Between nodes a bucket travels whole or as what has changed in it since the write before, as the node it
+    comes from decides and tells. Its other slot holds that write. A node that receives has the write before
+    that in the slot to be written: the last changes make it the last write, and these the new one.
     """
 
-    def __init__(self, world: MpiWorld, layout: WeightLayout, bucket_bytes: int) -> None:
+    def __init__(
+        self, world: MpiWorld, layout: WeightLayout, bucket_bytes: int, delta: Travel = "never"
+    ) -> None:
         self.layout = layout
         self._world = world
         self._bucket_bytes = bucket_bytes
+        # Without a thread of its own, to look for changes would hold up the steps.
+        self._travel: Travel = "never" if delta == "auto" and not world.threaded else delta
+        self._worth = Worth()
+        self.travelled = 0
+        """Bytes between nodes so far, of weights or of what has changed in them, each counted once."""
         # Errors, for the sake of their frames: what those send or receive may still be read or written.
         self._failed_requests: list[MpiError] = []
         self._connect(world.node_split(world.comm))
@@ -439,7 +462,7 @@ class NodeMemory:
     def spread(self, write: int) -> Waiting:
         """Bring the weights from the trainers that wrote them into this node's slot."""
         if self._node.rank == 0:
-            yield from self._broadcast(self.slot(write))
+            yield from self._broadcast(write)
             yield from self._announce()
         else:
             arrived = self._node.Irecv(np.empty(0, np.uint8), 0, Tag.ARRIVED)
@@ -476,6 +499,8 @@ class NodeMemory:
         self.nodes = len(nodes)
         roots = np.searchsorted(nodes, leaders[: self._world.trainers]).tolist()
         self._buckets = _buckets(self.layout, roots, self._bucket_bytes) if self.nodes > 1 else []
+        self._last_write = -2  # the last write that all of these have
+        self._last: list[np.ndarray | None] = [None] * len(self._buckets)  # its changes
 
     def _node_leaders(self) -> np.ndarray:
         """int64 [living]: the world rank that leads each rank's node."""
@@ -508,14 +533,53 @@ class NodeMemory:
             else:
                 slot[::PAGE].max(initial=0)
 
-    def _broadcast(self, slot: np.ndarray) -> Waiting:
+    def _broadcast(self, write: int) -> Waiting:
         """Between node leaders, bucket by bucket; nothing to do on a world of one node."""
+        if not self._buckets:
+            return
+        began, slot = time.monotonic(), self.slot(write)
+        changes = self._own_changes(write)
+        sizes = np.array([WHOLE if change is None else len(change) for change in changes])
+        sent = (sizes != WHOLE).any()
+        if self._travel != "never":
+            tell = self._nodes.Iallreduce(MPI.IN_PLACE, sizes, MPI.MAX)
+            yield from self._finish_broadcast([(self._world.rank, tell)])
         under_way: deque[Pending] = deque()
-        for start, end, root in self._buckets:
+        for i, (start, end, root) in enumerate(self._buckets):
             if len(under_way) == BUCKETS_IN_FLIGHT:
                 yield from self._finish_broadcast([under_way.popleft()])
-            under_way.append((self._world.rank, self._nodes.Ibcast(slot[start:end], root)))
+            if changes[i] is None and sizes[i] != WHOLE:
+                changes[i] = np.empty(sizes[i], np.uint8)
+            message = slot[start:end] if changes[i] is None else changes[i]
+            under_way.append((self._world.rank, self._nodes.Ibcast(message, root)))
+            self.travelled += len(message)
         yield from self._finish_broadcast(under_way)
+        self._worth.note(time.monotonic() - began, changes=bool(sent))
+        self._bring_up_to_date(write, changes)
+
+    def _own_changes(self, write: int) -> list[np.ndarray | None]:
+        """Per bucket, what has changed in it since the write before: of those that come from this node."""
+        known = self._travel != "never" and self._last_write == write - 1
+        if not known or not (self._travel == "always" or self._worth.likely):
+            return [None] * len(self._buckets)
+        new, old = self.slot(write), self.slot(write - 1)
+        return [
+            find_changes(new[start:end], old[start:end]) if root == self._nodes.rank else None
+            for start, end, root in self._buckets
+        ]
+
+    def _bring_up_to_date(self, write: int, changes: list[np.ndarray | None]) -> None:
+        """Apply what has come from other nodes. Raises ValueError where it cannot be of these weights."""
+        slot, before = self.slot(write), self.slot(write - 1)
+        for (start, end, root), last, change in zip(self._buckets, self._last, changes, strict=True):
+            if change is None or root == self._nodes.rank:
+                continue
+            if last is None:  # the write before came whole
+                np.copyto(slot[start:end], before[start:end])
+            else:
+                apply_changes(last, slot[start:end])
+            apply_changes(change, slot[start:end])
+        self._last, self._last_write = changes, write
 
     def _finish_broadcast(self, buckets: Sequence[Pending]) -> Waiting:
         # MPI moves data only while we look, so look often.

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
+from tba_hpc.backends.adapter import Adapter, identity, layers_of
 from tba_hpc.backends.engine_channel import (
     COMMANDS,
     Channel,
@@ -45,6 +46,8 @@ from tba_hpc.types import Sampling, WeightLayout, WeightSlot
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
     from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core_client import InprocClient
 
 BEAT_SECONDS = 0.02
 """Time between two messages to the rank while nothing is finished; the rank refills by them."""
@@ -99,7 +102,9 @@ def build_or_refuse(channel: Channel[Command], settings: EngineSettings) -> LLM:
     prepare_environment()
     try:
         llm = build(settings)
-    except ValueError as error:
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if not (isinstance(error, ValueError) or settings.arguments):
+            raise  # our own mistake
         traceback.print_exc()
         channel.send(Refused(first_sentence(error)))
         sys.exit(1)
@@ -139,9 +144,9 @@ def build(settings: EngineSettings) -> LLM:
         tensor_parallel_size=settings.tensor_parallel,
         hf_overrides={"head_dtype": "float32"} if settings.fp32_head else None,
         worker_extension_cls=f"{WeightLoader.__module__}.{WeightLoader.__name__}",
-        enforce_eager=not on_gpu,
         use_tqdm_on_load=False,
         seed=settings.seed,
+        **({"enforce_eager": not on_gpu} | settings.arguments),
     )
     llm.llm_engine.set_weight_version("0")
     if settings.logprob_temperature != 1:
@@ -164,6 +169,7 @@ class Engine:
         self._channel = channel
         self._llm = llm
         self._settings = settings
+        self._loads = 0  # of weights, so far
         self._busy = 0.0  # seconds inside the step that the rank has not been told of
         self._open = 0  # completions that have not ended, so far as the rank knows
         self._told = time.monotonic()
@@ -171,39 +177,90 @@ class Engine:
     def serve(self) -> None:
         """Until the rank hangs up. Commands take effect between two steps, in their order."""
         while not self._channel.closed:
+            finished: list[Finished] = []
             for command in self._channel.receive(0 if self._decoding else BEAT_SECONDS):
-                self._obey(command)
-            self._tell(self._step() if self._decoding else [])
+                finished += self._obey(command)
+            self._tell(finished + (self._step() if self._decoding else []))
 
     @property
     def _decoding(self) -> bool:
         return bool(self._llm.llm_engine.has_unfinished_requests())
 
-    def _obey(self, command: Command) -> None:
+    def _obey(self, command: Command) -> list[Finished]:
+        """Returns what was finished on the way."""
+        finished: list[Finished] = []
         match command:
             case Submit():
                 self._submit(command)
             case Load():
+                finished = self._complete_steps() if self._settings.keep_kv else []
                 self._load(command)
+        return finished
 
     def _submit(self, command: Submit) -> None:
         from vllm.inputs import tokens_input
 
-        prompt = tokens_input(np.frombuffer(command.prompt, np.int32).tolist())
+        tokens = np.frombuffer(command.prompt, np.int32).tolist()
+        prompt = tokens_input(tokens, cache_salt=self._salt)
         params = sampling_params(command.sampling, command.n, self._settings)
         self._llm.llm_engine.add_request(str(command.request), prompt, params)
         self._open += command.n
 
     def _load(self, command: Load) -> None:
         start = time.monotonic()
+        if WeightLayout.from_json(command.layout).lora:
+            unlike = self._llm.collective_rpc("unlike_the_base", args=(command.layout,))
+            if reason := next(filter(None, unlike), ""):
+                self._channel.send(Misfit(reason))
+                return
         missed = self._llm.collective_rpc("load_shared_weights", args=(command.path, command.layout))
         if names := list(dict.fromkeys(chain.from_iterable(missed))):
             self._channel.send(Misfit(_told(names)))
             return
         # A cache of the old weights would give log-probabilities of neither policy.
-        self._llm.reset_prefix_cache(reset_running_requests=True)
+        if self._settings.keep_kv:
+            self._loads += 1
+            self._salt_anew()
+        else:
+            self._llm.reset_prefix_cache(reset_running_requests=True)
         self._llm.llm_engine.set_weight_version(str(command.version))
         self._channel.send(Loaded(command.version, time.monotonic() - start))
+
+    @property
+    def _salt(self) -> str | None:
+        """What the hashes of cached prefixes are made with, so that none is found from other weights.
+
+        None where the cache is emptied instead: as long as any request keeps its blocks, vLLM does not.
+        """
+        return str(self._loads) if self._settings.keep_kv else None
+
+    def _salt_anew(self) -> None:
+        """Let requests that wait with nothing computed, new or preempted, begin as new ones do."""
+        for request in self._core.scheduler.requests.values():
+            if request.num_computed_tokens == 0:
+                request.cache_salt = self._salt
+                request.block_hashes.clear()
+                request.update_block_hashes()
+
+    def _complete_steps(self) -> list[Finished]:
+        """Take what the old weights have sampled, or are about to, where the scheduler runs ahead.
+
+        vLLM labels tokens by the version at the time when they are taken. On a CPU it never runs ahead.
+        """
+        from vllm.v1.core.sched.interface import PauseState
+
+        core = self._core
+        finished: list[Finished] = []
+        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        while core.batch_queue and any(step.num_scheduled_tokens for _, step, _ in core.batch_queue):
+            finished += self._step()
+        core.scheduler.set_pause_state(PauseState.UNPAUSED)
+        return finished
+
+    @property
+    def _core(self) -> EngineCore:
+        """vLLM's own loop, which is in this process."""
+        return cast("InprocClient", self._llm.llm_engine.engine_core).engine_core
 
     def _step(self) -> list[Finished]:
         start = time.monotonic()
@@ -226,13 +283,42 @@ class WeightLoader:
     A worker may be a process of its own (tensor parallelism), so only plain values reach it.
     """
 
+    lora_base: dict[str, torch.Tensor] | None = None
+    """The weights of the model's files, in the engine's type, where adapters come instead of weights."""
+
+    def unlike_the_base(self, layout: str) -> str:
+        """Why an adapter of this layout is none for the model's own weights; empty where it is.
+
+        These are read once. They stay in their files' pages of memory, which workers and searchers of a node
+        share, where they need no other type.
+        """
+        if self.lora_base is not None:
+            return ""
+        given, base = WeightLayout.from_json(layout), _weights_of_files(self)
+        wanted = [f"{name}.weight" for name in layers_of(given)]
+        if lacking := [name for name in wanted if name not in base]:
+            return f"has no {_named(lacking)} in its files; save it by save_pretrained and start from that"
+        if given.lora is None or identity({name: base[name] for name in wanted}) != given.lora.base:
+            return (
+                "has other weights than the trainer's, which are adapted there; give all nodes the same model"
+            )
+        self.lora_base = base
+        return ""
+
     def load_shared_weights(self, path: str, layout: str) -> list[str]:
         """Replace all weights in place by those at ``path``; see engine_channel.SharedWeights.
+
+        An adapter is merged into the model's own weights, W + s·B·A, which then are all replaced, too.
 
         Returns the names of parameters that were not replaced, or not as a whole: of those vLLM only logs.
         """
         logging.getLogger(RELOAD_LOGGER).addFilter(_is_not_about_rotary_embeddings)
-        tensors = _tensors(WeightLayout.from_json(layout), map_weights(path))
+        given = WeightLayout.from_json(layout)
+        tensors = _tensors(given, map_weights(path))
+        if given.lora:
+            assert self.lora_base is not None, "an adapter's base is looked at before it is loaded"
+            device = next(self.get_model().parameters()).device  # type: ignore[attr-defined]
+            tensors = _merged(Adapter.of(tensors, given.lora.scale), self.lora_base, device)
         with _missed(self.get_model()) as missed:  # type: ignore[attr-defined]
             self.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
         _repack_output_layers(self.get_model())  # type: ignore[attr-defined]
@@ -290,10 +376,35 @@ def _is_filled_in_part(layer: torch.nn.Module) -> bool:
     return 0 < info.load_numel < wanted  # it counts anew once a layer is complete
 
 
+def _weights_of_files(worker: Any) -> dict[str, torch.Tensor]:
+    """What vLLM built the worker's model from, by the names in its files, in the model's type."""
+    from vllm.model_executor.model_loader import get_model_loader
+
+    loader: Any = get_model_loader(worker.vllm_config.load_config)
+    config = worker.vllm_config.model_config
+    weights = loader.get_all_weights(config, worker.get_model())
+    return {name: weight.to(config.dtype) for name, weight in weights}
+
+
+def _merged(
+    adapter: Adapter, base: dict[str, torch.Tensor], device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All weights of the base, those of the adapter's layers merged with it, on the device."""
+    for name, weight in base.items():
+        yield name, adapter.merged(name, weight.to(device)) if adapter.changes(name) else weight
+
+
 def _told(names: list[str]) -> str:
-    """What a load has missed, in a few words."""
+    """What a load has missed, in a few words, and what to do."""
+    return (
+        f"took no new value, or not all of it, for {_named(names)}; train a model that this version of vLLM "
+        "updates as a whole"
+    )
+
+
+def _named(names: list[str]) -> str:
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"took no new value, or not all of it, for {', '.join(names[:NAMED])}{more}"
+    return f"{', '.join(names[:NAMED])}{more}"
 
 
 def _divided(

@@ -103,7 +103,7 @@ class VllmGenerator:
     ) -> None:
         """keys: of the config, that of the path first, then those to look at where vLLM refuses."""
         self._model = model
-        self._keys = keys
+        self._keys = (*keys, "generator.engine") if generator.engine else keys
         self._generator = generator
         self._seed = seed
         self._weights = SharedWeights()
@@ -156,7 +156,8 @@ class VllmGenerator:
         """Replace the weights in place, as soon as the engine's current step is over.
 
         Requests in flight go on under the new weights. What they have sampled keeps its log-probabilities
-        and version; their attention cache is recomputed. Waits while ``loading``.
+        and version; their attention cache is recomputed unless ``generator.keep_kv``. Waits while
+        ``loading``.
         """
         while self.loading:
             self._listen()
@@ -196,7 +197,7 @@ class VllmGenerator:
             case Misfit():
                 raise ConfigError(
                     f"vLLM cannot follow the training of {self._keys[0]}={self._model.path}: its model of it "
-                    f"{answer.reason}; train a model that this version of vLLM updates as a whole"
+                    f"{answer.reason}"
                 )
 
     def _catch_up(self) -> None:
@@ -285,6 +286,8 @@ def engine_settings(model: ModelSection, generator: GeneratorSection, *, seed: i
         logprob_temperature=model.policy_temperature,
         fp32_head=model.fp32_head and model.dtype != "float32",
         stop=generator.stop,
+        keep_kv=generator.keep_kv,
+        arguments=generator.engine,
         seed=seed,
     )
 

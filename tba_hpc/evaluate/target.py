@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tba_hpc.config import Config, ConfigError, load_config, parse_config
 from tba_hpc.resources import require_files
+from tba_hpc.run import modules
 from tba_hpc.run.directory import RunDir
 
 
@@ -30,10 +31,12 @@ def find_target(
     default the model's own. Raises ConfigError with one sentence: no such run or model, a run without a
     model, a model without a task.
     """
+    modules.use(Path.cwd())  # as ranks do, which are started as modules
     if (Path(name) / "config.yaml").is_file():
         settings, model = _run(name, overrides, named=config or task), str(RunDir(Path(name)).export)
     elif config:
         settings, model = load_config(config, overrides), name
+        modules.use(modules.folder_of(config))
     elif task:
         settings = parse_config({"model": {"path": name}, "task": {"name": task}}, overrides)
         return _in_its_own_dtype(_checked(settings, name, reference))
@@ -54,6 +57,7 @@ def _run(name: str, overrides: list[str], *, named: Path | str | None) -> Config
             f"{name} has no model yet, {run.export} is written when the run is finished: go on with "
             f"'tba run {name}'"
         )
+    modules.use(run.modules)
     return load_config(run.config_file, overrides)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from tba_hpc.config import Config, dump_config
 from tba_hpc.metrics import number
@@ -23,10 +23,11 @@ from tba_hpc.report.plots import WAIT_GOAL, plots, run_minutes
 from tba_hpc.report.summary import RunData, SizeOf, Summary, summary_of, unknown_size, write_summary
 from tba_hpc.report.tables import NOTHING, duration, percent
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.evaluations import Answer, Evaluation
 from tba_hpc.run.files import write_atomic
 from tba_hpc.wording import count
 
-TEMPLATE = Path(__file__).with_name("page.html.j2")
+TEMPLATES = Path(__file__).parent
 
 SEAL_GOAL = 0.01
 """Largest share of its time that a searcher should spend sealing shards."""
@@ -51,6 +52,23 @@ class Tile:
     note: str
     then: str = ""
     gain: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswersRow:
+    """A question, and its answers before and, where that is known, after."""
+
+    question: str
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The same questions answered at one step, and at a later one if there is any."""
+
+    before_step: int
+    after_step: int | None
+    rows: tuple[AnswersRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +121,7 @@ def write_report(run: RunDir, size_of: SizeOf = unknown_size) -> Summary:
 def render(data: RunData, config: Config) -> str:
     """The page as HTML text."""
     summary = summary_of(data, config)
-    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(
-        TEMPLATE.read_text(encoding="utf-8")
-    )
-    return template.render(
+    return template("page.html.j2").render(
         title=f"{config.run.name}, seed {config.run.seed}",
         state=_state(data, summary, config),
         finished=summary.finished,
@@ -114,13 +129,27 @@ def render(data: RunData, config: Config) -> str:
         tiles=tiles(summary),
         worries=summary.worries if data.trainer.step or data.searchers else None,
         plots=plots(data, config.train) if data.trainer.step else [],
+        answers=answers(data.test()),
         promises=promises(data),
         attempts=attempt_rows(data),
         faults=fault_words(faults(data)),
         events=events(data),
         config=dump_config(config),
-        footer=f"tba-hpc · written {_utc(time.time())} UTC",
+        footer=footer(),
     )
+
+
+def template(name: str) -> Template:
+    """A template of this folder; what it is given is text, never HTML."""
+    loader = FileSystemLoader(TEMPLATES)
+    return Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, loader=loader
+    ).get_template(name)
+
+
+def footer() -> str:
+    """Who wrote a page, and when."""
+    return f"tba-hpc · written {_utc(time.time())} UTC"
 
 
 def _state(data: RunData, summary: Summary, config: Config) -> str:
@@ -162,6 +191,22 @@ def tiles(summary: Summary) -> list[Tile]:
         Tile("Tokens generated", _compact(summary.generated_tokens), ", ".join(rates)),
         Tile("Staleness", _or_dash(summary.staleness, "{:.1f}"), "mean, in steps"),
     ]
+
+
+def answers(evaluations: Sequence[Evaluation]) -> Answers | None:
+    """What the first and the last evaluation keep of the same prompts; None where that is nothing."""
+    told = [evaluation for evaluation in evaluations if evaluation.answers]
+    if not told:
+        return None
+    ends = (told[0], told[-1]) if len(told) > 1 else (told[0],)
+    by_prompt = [{answer.prompt: answer for answer in evaluation.answers} for evaluation in ends]
+    both = [prompt for prompt in by_prompt[0] if prompt in by_prompt[-1]]
+    rows = [tuple(known[prompt] for known in by_prompt) for prompt in both]
+    return Answers(
+        before_step=ends[0].step,
+        after_step=ends[1].step if len(ends) > 1 else None,
+        rows=tuple(AnswersRow(row[0].question, row) for row in rows),
+    )
 
 
 def _compact(value: int) -> str:

@@ -6,6 +6,7 @@ It must not know what a run is doing.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
@@ -63,6 +64,7 @@ def print_summary(
             }
         ),
         **{name: str(path) for name, path in places.items() if path.exists()},
+        **({"ask it": f'tba ask {shlex.quote(str(run.path))} "…"'} if run.export.exists() else {}),
     }
     print_values(values, console=console)
 

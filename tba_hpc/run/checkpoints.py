@@ -26,6 +26,7 @@ from tba_hpc.run.beside import at_once, beside
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import DiskFullError, fsync, is_for_room, make_durable, remove, write_atomic
 from tba_hpc.run.inventory import COMPLETE, damage, inventory, with_checksum
+from tba_hpc.run.keeping import ShardKeeper
 from tba_hpc.run.pruning import IsWhole, ShardPruner
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class Checkpoints:
     """Complete checkpoints of a run, the newest ``keep`` of them. write_arrays: makes a durable file.
 
     beside: whether the caller goes on once all is copied, while a thread writes the copies. is_shard: as
-    ``ShardPruner``'s is_whole.
+    ``ShardPruner``'s is_whole; keeper: as its keeper.
     """
 
     run: RunDir
@@ -104,10 +105,11 @@ class Checkpoints:
     write_arrays: Callable[[Path, Arrays], None]
     beside: bool = False
     is_shard: IsWhole | None = None
+    keeper: ShardKeeper | None = None
     pruner: ShardPruner = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pruner", ShardPruner(self.run, self.is_shard))
+        object.__setattr__(self, "pruner", ShardPruner(self.run, self.is_shard, self.keeper))
 
     def save(
         self,

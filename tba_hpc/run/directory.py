@@ -225,6 +225,11 @@ class RunDir:
         return self.path / "history"
 
     @property
+    def modules(self) -> Path:
+        """Code of the user's that the config names, if it has any."""
+        return self.path / "modules"
+
+    @property
     def shards(self) -> Path:
         """Sealed trajectories, a folder per searcher."""
         return self.path / "shards"
@@ -343,9 +348,16 @@ class RunDir:
 
     def bundle_files(self) -> dict[int, Path]:
         """All visible bundles by number, ascending."""
-        return {
-            number: self.bundle_file(number) for number in _numbers(self.bundles, "", ".bundle", digits=6)
-        }
+        return _bundles(self.bundles)
+
+    @property
+    def kept(self) -> Path:
+        """Shards that no resume needs and ``exchange.keep_shards`` keeps, in bundles; see ``run.keeping``."""
+        return self.path / "kept"
+
+    def kept_files(self) -> dict[int, Path]:
+        """All visible bundles of these by number, ascending."""
+        return _bundles(self.kept)
 
     def begin_attempt(self) -> Path:
         """A new folder ``logs/attempt-001`` …, which ``logs/latest`` names from now on.
@@ -376,6 +388,11 @@ class RunDir:
     def attempt_number(self) -> int:
         """1 for the first attempt."""
         return int(self.attempt.name.removeprefix("attempt-"))
+
+
+def _bundles(folder: Path) -> dict[int, Path]:
+    """The bundles in a folder by number, ascending."""
+    return {number: folder / f"{number:06d}.bundle" for number in _numbers(folder, "", ".bundle", digits=6)}
 
 
 def _numbers(folder: Path, prefix: str, suffix: str, *, digits: int) -> list[int]:

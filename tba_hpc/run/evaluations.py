@@ -22,12 +22,22 @@ from tba_hpc.run.files import remove, write_atomic
 from tba_hpc.types import Split
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer to an evaluation prompt in words, and whether it is correct. prompt: its id."""
+
+    prompt: int
+    question: str
+    text: str
+    correct: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """Greedy answers to a split under the weights of ``step``: one searcher's part, or all of it.
 
     ref_logprob: log π_ref of all their tokens together, nats; None without a reference model. score_name:
-    what the task calls the share of correct answers.
+    what the task calls the share of correct answers. answers: a few of them, by prompt.
     """
 
     split: Split
@@ -38,10 +48,12 @@ class Evaluation:
     truncated: int
     ref_logprob: float | None = None
     score_name: str = PASS_AT_1
+    answers: tuple[Answer, ...] = ()
 
     def __add__(self, other: Evaluation) -> Evaluation:
         """Both together, of the same split and step."""
         known = self.ref_logprob is not None and other.ref_logprob is not None
+        answers = {answer.prompt: answer for answer in (*self.answers, *other.answers)}
         return replace(
             self,
             correct=self.correct + other.correct,
@@ -49,6 +61,7 @@ class Evaluation:
             tokens=self.tokens + other.tokens,
             truncated=self.truncated + other.truncated,
             ref_logprob=(self.ref_logprob or 0) + (other.ref_logprob or 0) if known else None,
+            answers=tuple(answers[prompt] for prompt in sorted(answers)),
         )
 
     @property
@@ -151,9 +164,11 @@ def _sum_of_parts(folder: Path, searchers: int) -> Evaluation | None:
 
 def _read(path: Path) -> Evaluation | None:
     try:
-        return Evaluation(**json.loads(path.read_text()))
+        values = json.loads(path.read_text())
     except FileNotFoundError:
         return None
+    answers = tuple(Answer(**answer) for answer in values.pop("answers", ()))
+    return Evaluation(**values, answers=answers)
 
 
 def _part_names(folder: Path) -> set[str]:

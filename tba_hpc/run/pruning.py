@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from tba_hpc.run.bundles import BundleError, Key, contents, pack
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import make_folder, publish
+from tba_hpc.run.keeping import ShardKeeper, kept_contents
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +43,15 @@ class ShardPruner:
 
     A process that ends does not wait for it. What a kill or an error leaves goes with the next call, or that
     of the next start: only that lists what is there, since 100,000 names take seconds of the interpreter.
-    is_whole: None for a run without bundles.
+    is_whole: None for a run without bundles. keeper: gets what is to be deleted, and may want some of it.
     """
 
-    def __init__(self, run: RunDir, is_whole: IsWhole | None = None) -> None:
+    def __init__(
+        self, run: RunDir, is_whole: IsWhole | None = None, keeper: ShardKeeper | None = None
+    ) -> None:
         self._run = run
         self._is_whole = is_whole
+        self._keeper = keeper
         self._merged: Mapping[int, int] = {}
         self._ends: dict[int, int] = {}  # per searcher: the shards before are known
         self._loose: dict[Key, None] = {}  # may be bundled, oldest first
@@ -173,7 +177,9 @@ class ShardPruner:
     def _delete(self, cursors: Mapping[int, int]) -> None:
         self._learn(cursors)
         known = [*self._left, *self._loose]
-        errors = self._unlink(key for key in known if key[1] < cursors.get(key[0], 0))
+        merged = [key for key in known if key[1] < cursors.get(key[0], 0)]
+        self._keep_some(merged)
+        errors = self._unlink(merged)
         errors += self._unlink_bundles(cursors)
         if errors:
             log.warning(
@@ -183,12 +189,32 @@ class ShardPruner:
                 errors[0],
             )
 
+    def _keep_some(self, merged: Iterable[Key]) -> None:
+        """Keep those of these files that are wanted."""
+        if self._keeper is None:
+            return
+        files: dict[Key, bytes] = {}
+        for key in filter(self._keeper.wants, merged):
+            if data := _read(self._run.shard_file(*key)):
+                files[key] = data
+            if sum(map(len, files.values())) >= BUNDLE_BYTES:
+                self._keeper.keep(files)
+                files = {}
+        self._keeper.keep(files)
+
+    def _keep_some_of(self, bundle: Path) -> None:
+        """The same of a bundle."""
+        if self._keeper is not None:
+            places = kept_contents(bundle)
+            self._keeper.keep({key: place.read() for key, place in places.items() if self._keeper.wants(key)})
+
     def _unlink_bundles(self, cursors: Mapping[int, int]) -> list[OSError]:
         """Delete the bundles of which nothing is needed."""
         assert self._bundles is not None
         errors = []
         for path, ends in list(self._bundles.items()):
             if all(end <= cursors.get(searcher, 0) for searcher, end in ends.items()):
+                self._keep_some_of(path)
                 if error := _unlink(path):
                     errors.append(error)
                 else:

@@ -5,7 +5,8 @@ A task is a class with the methods of ports.Task and this constructor:
     def __init__(self, tokenizer, *, train_file=None, test_file=None, **options)
 
 where ``options`` stands for named, annotated keyword arguments; ``task.options`` of the config is
-checked against them. An argument ``serve`` gets a ports.Serve, by which a task has another model served.
+checked against them. An argument ``serve`` gets a ports.Serve, by which a task has another model served, and
+an argument ``reward`` what task.reward names, as config.RewardSection by name.
 A classmethod ``resources(section)`` tells the models, hub data and files that a TaskSection names, as
 types.Resource: ``tba fetch`` brings them to a cluster, ``tba submit`` looks whether they are there.
 Task modules are imported when asked for: none costs another's libraries.
@@ -29,12 +30,14 @@ from tba_hpc.types import Resource, Split
 TASKS = {
     "arithmetic": "tba_hpc.tasks.arithmetic:Arithmetic",
     "gsm8k": "tba_hpc.tasks.gsm8k:GSM8K",
+    "jsonl": "tba_hpc.tasks.jsonl:Jsonl",
     "math": "tba_hpc.tasks.math:Math",
+    "reasoning_gym": "tba_hpc.tasks.reasoning_gym:ReasoningGym",
     "redteam": "tba_hpc.tasks.redteam:RedTeam",
     "tldr": "tba_hpc.tasks.tldr:TLDR",
 }
 
-CONTRACT = frozenset(("tokenizer", "train_file", "test_file", "serve"))
+CONTRACT = frozenset(("tokenizer", "train_file", "test_file", "serve", "reward"))
 """Arguments of every task's constructor; the others are its options."""
 
 HELD_OUT: tuple[Split, ...] = ("validation", "test")
@@ -71,6 +74,13 @@ def make_task(config: TaskSection, tokenizer: Tokenizer, serve: Serve | None = N
         if serve is None:
             raise ConfigError(f"the task {config.name} has a model of its own served, which is not done here")
         given["serve"] = serve
+    if "reward" in inspect.signature(task_class).parameters:
+        given["reward"] = config.reward
+    elif config.reward:
+        raise ConfigError(
+            f"task.reward would be ignored by the task {config.name}, which has its own: leave it out, or "
+            "set task.name=jsonl"
+        )
     _check_constructor(config.name, task_class, tokenizer, **given, **config.options)
     task: Task = task_class(tokenizer, **given, **config.options)
     require_methods(task)

@@ -187,6 +187,10 @@ class Arithmetic(RightOrWrong):
         problems = draw_problems(split, self._sizes[split], self._seed)
         return [(problem.question, problem.target) for problem in problems]
 
+    def encode_question(self, text: str) -> np.ndarray:
+        """With the line end of the problems."""
+        return self._encode(f"{text.strip()}\n")
+
     def accepts(self, text: str, target: str) -> bool:
         """By the number after the marker."""
         return is_correct(text, target)

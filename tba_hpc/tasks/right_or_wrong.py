@@ -9,6 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from tba_hpc.ports import Tokenizer
 from tba_hpc.types import Completion, Prompt, Split
 
@@ -38,6 +40,10 @@ class RightOrWrong(ABC):
                 for i, (text, target) in enumerate(self.questions(split))
             )
         return self._prompts[split]
+
+    def encode_question(self, text: str) -> np.ndarray:
+        """A question of somebody else's as this task would put it; see ports.Asking."""
+        return self._encode(text)
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """1 or 0 each."""

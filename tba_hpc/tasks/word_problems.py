@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+import numpy as np
 from pydantic import Field
 
 from tba_hpc.config import ConfigError, TaskSection
@@ -82,10 +83,14 @@ class WordProblems(RightOrWrong):
 
     def questions(self, split: Split) -> list[tuple[str, str]]:
         """Of all problems, each put into the template."""
-        return [
-            (self._template.replace("{question}", problem.question), problem.target)
-            for problem in self._problems(split)
-        ]
+        return [(self._filled(problem.question), problem.target) for problem in self._problems(split)]
+
+    def encode_question(self, text: str) -> np.ndarray:
+        """In the template, too."""
+        return self._encode(self._filled(text))
+
+    def _filled(self, question: str) -> str:
+        return self._template.replace("{question}", question)
 
     @property
     def _test_is_own(self) -> bool:

@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from tba_hpc.backends.file_exchange import (
+    CHANGES,
+    WEIGHTS,
     ElasticSearcherExchange,
     FileSearcherExchange,
     FileTrainerExchange,
@@ -38,7 +40,15 @@ from tba_hpc.types import (
 )
 
 SEARCHERS = 2
-TRAINERS = {"files": 1, "files-two-trainers": 2, "mpi": 1, "mpi-unthreaded": 1, "mpi-nodes-two-trainers": 2}
+TRAINERS = {
+    "files": 1,
+    "files-delta": 1,
+    "files-two-trainers": 2,
+    "mpi": 1,
+    "mpi-unthreaded": 1,
+    "mpi-nodes-two-trainers": 2,
+    "mpi-nodes-delta-two-trainers": 2,
+}
 BOTH = "both"
 """Searcher 0 shares the trainer's MPI world, searcher 1 comes and goes over files."""
 
@@ -50,8 +60,14 @@ LAYOUT = WeightLayout.of(
 
 
 def weights_of(version: int) -> np.ndarray:
-    """uint8 [LAYOUT.nbytes]: random bytes, NaN patterns of bf16 included."""
-    return np.random.default_rng([1, version]).integers(0, 256, LAYOUT.nbytes, np.uint8)
+    """uint8 [LAYOUT.nbytes]: random bytes, NaN patterns of bf16 included.
+
+    From one version to the next few of them change, but from the sixth to the seventh, and so on, all.
+    """
+    weights = np.random.default_rng([1, version // 7]).integers(0, 256, LAYOUT.nbytes, np.uint8)
+    rng = np.random.default_rng([3, version])
+    weights[rng.integers(0, LAYOUT.nbytes, LAYOUT.nbytes // 100)] ^= 1
+    return weights
 
 
 def shard_of(searcher: int, index: int) -> Shard:
@@ -398,7 +414,7 @@ def seal(run: RunDir, shard: Shard) -> None:
     write_shard(run.shard_file(shard.searcher, shard.index), shard)
 
 
-def open_board(run: RunDir, shards: PendingShards) -> FileTrainerExchange:
+def open_board(run: RunDir, shards: PendingShards, *, delta: bool) -> FileTrainerExchange:
     """The trainer's end over files."""
     return FileTrainerExchange(
         run.weights,
@@ -406,6 +422,7 @@ def open_board(run: RunDir, shards: PendingShards) -> FileTrainerExchange:
         read_pending=shards.read,
         progress=Progress(),
         evaluated=lambda split, version: False,
+        delta=delta,
     )
 
 
@@ -424,15 +441,18 @@ def run_visitor(scenario: str, folder: Path) -> None:
     SCENARIOS[scenario][1](SearcherSide(exchange, 1, flags, partial(seal, run)))
 
 
-def run_files(scenario: str, folder: Path, rank: int, trainers: int) -> None:
+def run_files(scenario: str, folder: Path, rank: int, trainers: int, *, delta: bool) -> None:
     """This process's part over the file system."""
     run, flags = make_run(folder), Flags(folder)
     lead, search = SCENARIOS[scenario]
     if rank == 0:
-        trainer = open_board(run, PendingShards(run, patience=PATIENCE))
+        trainer = open_board(run, PendingShards(run, patience=PATIENCE), delta=delta)
         for searcher_index in range(SEARCHERS):
             flags.wait(f"open-{searcher_index}")
         lead(TrainerSide(trainer, flags, trainers))
+        if scenario == "weights":
+            ends = {path.suffix for path in run.weights.glob("step-*")}
+            assert ends == ({CHANGES, WEIGHTS} if delta else {WEIGHTS}), ends
     elif rank < trainers:
         follower = FileTrainerFollower(run.weights, LAYOUT)
         follow(follower.slot, flags, trainers, rank)
@@ -466,16 +486,20 @@ def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
             world,
             LAYOUT,
             bucket_mb=1,
+            delta="always" if "delta" in transport else "never",
             read_pending=lambda cursors: [],
             progress=Progress(),
             evaluated=lambda split, version: True,
         )
         if transport == BOTH:
             run = make_run(folder)
-            board = open_board(run, PendingShards(run, patience=PATIENCE, among=range(1, 2)))
+            board = open_board(run, PendingShards(run, patience=PATIENCE, among=range(1, 2)), delta=True)
             flags.wait("open-1")
             trainer = HybridTrainerExchange(trainer, board, visited=lambda: True)
         lead(TrainerSide(trainer, flags, trainers))
+        if scenario == "weights" and "delta" in transport:
+            assert isinstance(trainer, mpi_exchange.MpiTrainerExchange)
+            assert LAYOUT.nbytes < trainer._memory.travelled < 1.5 * LAYOUT.nbytes, "four times in all"
     elif rank < trainers:
         follower = mpi_exchange.MpiTrainerFollower.open(world)
         follow(follower.slot, flags, trainers, rank)
@@ -499,7 +523,7 @@ def main() -> None:
         elif transport == BOTH:
             run_visitor(scenario, place)
         else:
-            run_files(scenario, place, rank, TRAINERS[transport])
+            run_files(scenario, place, rank, TRAINERS[transport], delta="delta" in transport)
         print(f"{scenario} holds at rank {rank}", flush=True)
 
 

@@ -4,6 +4,7 @@ import json
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange, read_weights
+from tba_hpc.backends.file_exchange import (
+    LONGEST_CHAIN,
+    FileSearcherExchange,
+    FileTrainerExchange,
+    read_weights,
+)
 from tba_hpc.ports import ExchangeError
 from tba_hpc.prompts import Progress
 from tba_hpc.types import Publication, Split, WeightLayout
@@ -187,3 +193,156 @@ def test_what_an_attempt_allowed_ends_with_it(tmp_path: Path) -> None:
     update = searcher(tmp_path).poll()
     assert update is not None
     assert update.publication == Publication(version=8, reference=0, budget_end=0)
+
+
+# --- Weights as what has changed ---
+
+LARGER = WeightLayout.of([("a", (700, 64)), ("b", (33,))], "BF16")
+
+
+def teller(folder: Path) -> FileTrainerExchange:
+    """A leader that writes what has changed; no evaluation is ever complete."""
+    return FileTrainerExchange(
+        folder,
+        LARGER,
+        read_pending=lambda cursors: [],
+        progress=Progress(),
+        evaluated=lambda split, version: False,
+        delta=True,
+    )
+
+
+def weights_of(version: int, share: float = 0.01) -> np.ndarray:
+    """uint8 [LARGER.nbytes]: of all versions alike, but for a share of the bytes."""
+    rng = np.random.default_rng(version)
+    weights = np.random.default_rng(99).integers(0, 256, LARGER.nbytes, np.uint8)
+    weights[rng.random(LARGER.nbytes) < share] ^= 1 + version
+    return weights
+
+
+def tell(exchange: FileTrainerExchange, publication: Publication, share: float = 0.01) -> None:
+    """Publish the weights of a version; back when they are on disk."""
+    weights = weights_of(publication.version, share)
+    assert exchange.publish(publication, lambda out: np.copyto(out, weights))
+    rest(exchange)
+
+
+def rest(exchange: FileTrainerExchange) -> None:
+    """Wait until no round is under way."""
+    while not exchange.idle:
+        time.sleep(0.001)
+
+
+def gather(exchange: FileTrainerExchange) -> None:
+    """One whole round without weights."""
+    assert exchange.gather()
+    rest(exchange)
+
+
+def assert_takes(reader: FileSearcherExchange, version: int, share: float = 0.01) -> None:
+    update = reader.poll()
+    assert update is not None and update.publication.version == version and update.layout == LARGER
+    assert np.array_equal(update.data, weights_of(version, share)) and not update.data.flags.writeable
+
+
+def files(folder: Path) -> list[str]:
+    """Of weights, w, and of changes, c, each with its version."""
+    return sorted(
+        f"{path.suffix[1].replace('s', 'w')}{int(path.name[5:11])}" for path in folder.glob("step-*")
+    )
+
+
+def test_every_searcher_gets_the_whole_weights_whatever_it_has_missed(tmp_path: Path) -> None:
+    """One that takes all, one that skips versions, one that comes late; and their files are few and small."""
+    exchange, diligent, idle = teller(tmp_path), searcher(tmp_path), searcher(tmp_path)
+    for version in range(8):
+        tell(exchange, Publication(version=version))
+        assert_takes(diligent, version)
+        if version in (2, 5, 7):
+            assert_takes(idle, version)
+    assert files(tmp_path) == [*(f"c{version}" for version in range(1, 8)), "w0"]
+    assert_takes(searcher(tmp_path), 7)
+    assert max(path.stat().st_size for path in tmp_path.glob("*.changes")) < 0.1 * LARGER.nbytes
+    exchange.close()
+
+
+def test_weights_lie_there_whole_where_they_are_evaluated_or_have_changed_too_much(tmp_path: Path) -> None:
+    exchange, reader = teller(tmp_path), searcher(tmp_path)
+    tell(exchange, Publication(version=0))
+    tell(exchange, Publication(version=1))
+    tell(exchange, Publication(version=2, evaluate="validation"))
+    assert files(tmp_path) == ["c1", "w0", "w2"], "the end of a chain may just be read"
+    tell(exchange, Publication(version=3))
+    assert files(tmp_path) == ["c3", "w2"]
+    tell(exchange, Publication(version=4), share=0.9)
+    tell(exchange, Publication(version=5, final=True))
+    assert files(tmp_path) == ["w2", "w4", "w5"]
+    assert_takes(reader, 2)
+    assert_takes(reader, 5)
+    exchange.close()
+
+
+@pytest.mark.parametrize(("share", "length"), [(0.001, LONGEST_CHAIN), (0.03, 2)])
+def test_a_chain_has_an_end(tmp_path: Path, share: float, length: int) -> None:
+    """After so many changes, or where they have come to half of the weights: who comes must read them all."""
+    exchange, reader = teller(tmp_path), searcher(tmp_path)
+    for version in range(length + 1):
+        tell(exchange, Publication(version=version), share)
+        assert_takes(reader, version, share)
+    assert len(files(tmp_path)) == length + 1 and files(tmp_path)[-1] == "w0"
+    tell(exchange, Publication(version=length + 1), share)
+    tell(exchange, Publication(version=length + 2), share)
+    assert files(tmp_path) == [f"c{length + 2}", f"w{length + 1}"]
+    assert_takes(reader, length + 2, share)
+    exchange.close()
+
+
+def test_a_resumed_trainer_goes_on_with_whole_weights(tmp_path: Path) -> None:
+    """From an older step; who comes before finds the last weights of the attempt before."""
+    first, reader = teller(tmp_path), searcher(tmp_path)
+    for version in range(5):
+        tell(first, Publication(version=version))
+    assert_takes(reader, 4)
+    second = teller(tmp_path)
+    assert_takes(searcher(tmp_path), 4)
+    for version in (3, 4, 5):
+        tell(second, Publication(version=version), share=0.02)
+        assert_takes(reader, version, share=0.02)
+    assert files(tmp_path) == ["c4", "c5", "w3"]
+    second.close()
+
+
+@pytest.mark.parametrize("damage", ["a bit", "cut short"])
+def test_damaged_changes_are_refused_and_whole_weights_come_instead(tmp_path: Path, damage: str) -> None:
+    exchange, reader, healthy = teller(tmp_path), searcher(tmp_path), searcher(tmp_path)
+    tell(exchange, Publication(version=0))
+    tell(exchange, Publication(version=1))
+    assert_takes(healthy, 1)
+    (path,) = tmp_path.glob("*.changes")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data if damage == "a bit" else data[:-3])
+    assert reader.poll() is None and reader.poll() is None
+    gather(exchange)
+    assert_takes(reader, 1)
+    assert files(tmp_path) == ["w0", "w1"]
+    tell(exchange, Publication(version=2))
+    assert_takes(reader, 2)
+    assert_takes(healthy, 2)
+    exchange.close()
+
+
+def test_a_new_trainer_cannot_mend_what_it_has_not_written(tmp_path: Path) -> None:
+    """It has nothing to give in place of damaged changes before it publishes."""
+    first = teller(tmp_path)
+    tell(first, Publication(version=0))
+    tell(first, Publication(version=1))
+    (path,) = tmp_path.glob("*.changes")
+    path.write_bytes(b"")
+    second, reader = teller(tmp_path), searcher(tmp_path)
+    assert reader.poll() is None
+    gather(second)
+    assert reader.poll() is None
+    tell(second, Publication(version=2))
+    assert_takes(reader, 2)
+    second.close()

@@ -79,6 +79,7 @@ def train(world: MpiWorld, run: RunDir, deaths: list[str]) -> None:
         world,
         LAYOUT,
         bucket_mb=1,
+        delta="always",
         read_pending=PendingShards(run).read,
         progress=Progress(),
         evaluated=lambda split, version: evaluated(run.path, version),

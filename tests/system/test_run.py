@@ -232,6 +232,26 @@ def test_over_files_with_two_trainer_ranks(model: Path, tmp_path: Path) -> None:
     assert_whole(run_to_end(model, tmp_path, *settings))
 
 
+def test_over_files_that_hold_what_has_changed(model: Path, tmp_path: Path) -> None:
+    """bfloat16 at a small rate; the engine dies amid changes, and the next gets the weights that are due."""
+    settings = ("exchange.transport=files", "exchange.delta=always", "model.dtype=bfloat16", "train.steps=40")
+    process = start(model, tmp_path, *settings, "train.learning_rate.peak=1e-6", "evaluate.every=30")
+    run = RunDir(tmp_path / "quickstart-seed0")
+    wait_for(lambda: any(run.weights.glob("*.changes")) and steps_done(tmp_path) > 4, process)
+    (engine,) = [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if "tba_hpc.backends.engine_process" in child.cmdline() and child.cmdline()[0] == sys.executable
+    ]
+    engine.kill()
+    code, out, err = finish(process)
+    assert code == 0, out + err
+    assert_whole(run, steps=40)
+    records = read_metrics(run.metrics_file("searcher", 0))
+    assert max(record.get("search/rebuilds", 0) for record in records) == 1
+    assert max(record.get("search/version", 0) for record in records) == 40
+
+
 def test_started_twice_and_again_after_a_kill(model: Path, tmp_path: Path) -> None:
     """The second is refused while the first goes on; what a SIGKILL leaves refuses nobody."""
     settings = ("train.steps=40", "exchange.transport=files")

@@ -1,0 +1,121 @@
+"""What has changed in a flat buffer of weights since another one, exact to the bit and in few bytes.
+
+It must not know whose weights these are, nor how changes travel. A change is a word of 16 bits, whatever the
+dtype: in bfloat16 a number, of which an optimizer step at 1e-6 alters one in a hundred; in float32 half of
+one, and nearly every lower half changes. As one uint8 array, of B blocks of 256 words and n changed ones:
+
+    counts   uint16 [B]   changed words of each block
+    values   uint16 [n]   their new bits
+    offsets  uint8 [n]    where each lies in its block
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+WORD, BLOCK = 2, 256
+"""Bytes of a word; words of a block, whose places a uint8 can name."""
+
+PIECE = 1 << 18
+"""Words that are compared at once: they stay in the cache."""
+
+BYTES_PER_CHANGE, BYTES_PER_BLOCK = 3, 2
+
+SAMPLES, SAMPLE = 64, 4096
+"""Places at which so many words are looked at, before all are."""
+
+MOST = 0.25
+"""Of the bytes of the weights: beyond that changes are not worth their making."""
+
+THREADS = min(4, len(os.sched_getaffinity(0)))
+"""That look for changes together; numpy lets go of Python's lock meanwhile."""
+
+
+AGAIN = 32
+"""After so many times the slower way is tried once more."""
+
+
+class Worth:
+    """Whether it was quicker of late to look for changes and send those than to send all."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[bool, float] = {}  # that changes, or all, took last
+        self._noted = 0
+
+    @property
+    def likely(self) -> bool:
+        """All are sent first, then changes, then whatever took less."""
+        changes, whole = self._seconds.get(True, 0.0), self._seconds.get(False, 0.0)
+        return whole > 0 and (changes < whole) != (self._noted % AGAIN == 0)
+
+    def note(self, seconds: float, *, changes: bool) -> None:
+        """What a publish has taken, with changes or with all."""
+        self._seconds[changes] = seconds
+        self._noted += 1
+
+
+def find_changes(new: np.ndarray, old: np.ndarray) -> np.ndarray | None:
+    """uint8: the changes that make ``new`` of ``old``, both uint8 [nbytes]; None where they are too many.
+
+    That is judged by a sample first, so that it costs next to nothing to find that all has changed.
+    """
+    new, old = new.view(np.uint16), old.view(np.uint16)
+    most = MOST * WORD * len(new)
+    if _estimate(new, old) > most:
+        return None
+    with ThreadPoolExecutor(THREADS) as pool:
+        pieces = [slice(start, start + PIECE) for start in range(0, len(new), PIECE)]
+        found = list(pool.map(lambda piece: _in_piece(new[piece], old[piece]), pieces))
+    parts = [part.view(np.uint8) for kind in zip(*found, strict=True) for part in kind]
+    return np.concatenate(parts) if sum(map(len, parts)) <= most else None
+
+
+def apply_changes(changes: np.ndarray, out: np.ndarray) -> None:
+    """Change ``out``, uint8 [nbytes]. Raises ValueError, with nothing changed, where they cannot be of it."""
+    words = out.view(np.uint16)
+    blocks = _blocks(len(words))
+    counts, rest = changes[: BYTES_PER_BLOCK * blocks], len(changes) - BYTES_PER_BLOCK * blocks
+    total = int(counts.view(np.uint16).sum(dtype=np.int64)) if rest >= 0 else -1
+    if rest != BYTES_PER_CHANGE * total:
+        raise ValueError("changes of other weights, or damaged ones")
+    counts = counts.view(np.uint16)
+    values = changes[BYTES_PER_BLOCK * blocks :][: WORD * total].view(np.uint16)
+    offsets = changes[len(changes) - total :]
+    at, per_piece = 0, PIECE // BLOCK
+    for first in range(0, blocks, per_piece):
+        count = counts[first : first + per_piece]
+        end = at + int(count.sum(dtype=np.int64))
+        index = np.repeat(np.arange(len(count)) * BLOCK, count) + offsets[at:end]
+        words[first * BLOCK :][index] = values[at:end]
+        at = end
+
+
+def _estimate(new: np.ndarray, old: np.ndarray) -> float:
+    """About how many bytes the changes would take."""
+    starts = np.linspace(0, max(0, len(new) - SAMPLE), SAMPLES).astype(np.int64)
+    share = np.mean([np.mean(new[at : at + SAMPLE] != old[at : at + SAMPLE]) for at in starts])
+    return BYTES_PER_BLOCK * _blocks(len(new)) + BYTES_PER_CHANGE * float(share) * len(new)
+
+
+def _in_piece(new: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Counts, values and offsets of a piece."""
+    index = _changed(new, old)
+    counts = np.bincount(index // BLOCK, minlength=_blocks(len(new))).astype(np.uint16)
+    return counts, new[index], (index % BLOCK).astype(np.uint8)
+
+
+def _changed(new: np.ndarray, old: np.ndarray) -> np.ndarray:
+    """int64: which words differ. First four at a time, of which few do."""
+    whole = len(new) // 4 * 4
+    new_4, old_4 = new[:whole].view(np.uint64), old[:whole].view(np.uint64)
+    places = np.flatnonzero(new_4 != old_4)
+    within = np.flatnonzero((new_4[places] ^ old_4[places]).view(np.uint16))
+    rest = np.flatnonzero(new[whole:] != old[whole:])
+    return np.concatenate([4 * places[within // 4] + within % 4, whole + rest])
+
+
+def _blocks(words: int) -> int:
+    return -(-words // BLOCK)

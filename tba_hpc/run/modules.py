@@ -1,0 +1,108 @@
+"""Code of the user's that a config names: it lies beside the config, and a run keeps a copy.
+
+So every rank finds the same code, on whatever machine and in whatever container it runs, and what is edited
+later changes no running job. It must not know what the code is for.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tba_hpc import shipped
+from tba_hpc.config import Config
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.files import remove
+
+LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
+
+
+def folder_of(config: Path) -> Path:
+    """The folder where code lies that a config names: its own, or of a run what that keeps."""
+    return RunDir(config).modules if config.is_dir() else shipped.find(config, "configs").parent
+
+
+def use(folder: Path) -> None:
+    """Have modules and files of a folder found before all others of their names."""
+    if folder.is_dir() and str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def find_file(name: str) -> Path | None:
+    """A file of a relative path, where modules are looked for."""
+    places = (Path(folder or ".") / name for folder in sys.path)
+    return next((place.absolute() for place in places if place.is_file()), None)
+
+
+def keep(run: RunDir, config: Config, beside: Path) -> None:
+    """Copy what ``config`` names of a folder, and what that imports of it, into the run.
+
+    In place of what was kept before; where the folder has nothing of it, that stays.
+    """
+    found = sorted(set(_named(config, beside)))
+    if not found or beside.resolve() == run.modules.resolve():
+        return
+    part = run.modules.with_name(f".{run.modules.name}.{os.getpid()}.tmp")
+    shutil.rmtree(part, ignore_errors=True)
+    for path in found:
+        target = part / path.relative_to(beside)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            shutil.copytree(path, target, ignore=LEFT_OUT)
+        else:
+            shutil.copyfile(path, target)
+    if run.modules.exists():
+        remove(run.modules)
+    part.rename(run.modules)
+
+
+def _named(config: Config, folder: Path) -> Iterator[Path]:
+    task = config.task
+    names = [task.name, *(reward.function for reward in task.reward.values() if reward.function)]
+    yield from _modules({name.partition(".")[0].partition(":")[0] for name in names if ":" in name}, folder)
+    for word in (word for reward in task.reward.values() for word in reward.program or ()):
+        path = folder / word
+        if not Path(word).is_absolute() and ".." not in Path(word).parts and path.is_file():
+            yield path
+            if path.suffix == ".py":
+                yield from _modules(_imports(path), folder)
+
+
+def _modules(names: Iterable[str], folder: Path) -> list[Path]:
+    """Modules and packages of a folder by these names, and what they import of it, on and on."""
+    found: dict[str, Path] = {}
+    new = set(names)
+    while new:
+        there = {name: path for name in new if (path := _module(folder, name))}
+        found |= there
+        new = {name for path in there.values() for name in _imports(path)} - found.keys()
+    return list(found.values())
+
+
+def _module(folder: Path, name: str) -> Path | None:
+    if name in sys.stdlib_module_names:
+        return None
+    file, package = folder / f"{name}.py", folder / name
+    if file.is_file():
+        return file
+    return package if (package / "__init__.py").is_file() else None
+
+
+def _imports(path: Path) -> set[str]:
+    """First names of all that a module, or a package's modules, import; none of what is no Python."""
+    names: set[str] = set()
+    for file in [path] if path.is_file() else path.rglob("*.py"):
+        try:
+            nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        except (SyntaxError, ValueError):  # who imports it will say so
+            continue
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.add(node.module.partition(".")[0])
+    return names

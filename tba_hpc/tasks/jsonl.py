@@ -1,0 +1,136 @@
+"""Prompts from a JSONL file, and rewards of the user's own: a function, a judge, a program, or several.
+
+A row is a JSON object; its fields fill the template of the prompt, and rewards may look at them:
+
+    {"prompt": "What is 2 + 3?", "answer": "5"}
+
+Validation is the end of train_file and never trained on; so is test, before it, where there is no test_file.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+from pydantic import Field
+
+from tba_hpc.config import ConfigError, RewardSection
+from tba_hpc.ports import Tokenizer
+from tba_hpc.tasks.data import HubData, Source, split_rows, usable_rows
+from tba_hpc.tasks.judge import filled_in
+from tba_hpc.tasks.rewards import Fields, Function, make_rewards
+from tba_hpc.tasks.rows import Rows
+from tba_hpc.types import Completion, Prompt, Split
+
+NOWHERE = HubData("", None, "")
+"""There is no data set in the place of a file."""
+
+
+class Jsonl(Rows[Fields]):
+    """Reward: the sum of the named rewards by their weights; 0 for a completion that was cut off."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        reward: Mapping[str, RewardSection],
+        train_file: str | None = None,
+        test_file: str | None = None,
+        template: str = "{prompt}",
+        target: str = "answer",
+        chat: bool = False,
+        correct_from: float = 1.0,
+        judge_truncated: bool = False,
+        validation_prompts: Annotated[int, Field(ge=1)] = 64,
+    ) -> None:
+        """The options of the config. Raises ConfigError.
+
+        template: the prompt, with {field} for fields of the row. target: the field with the right answer, if
+        there is one; it is shown, no more. chat: as a user's message in the model's chat template.
+        correct_from: the reward from which on an answer counts as correct in evaluations. judge_truncated:
+        whether rewards see completions that the token limit cut off, too; else these are worth 0.
+        validation_prompts: rows of a held-out part of train_file.
+        """
+        super().__init__(tokenizer, chat=chat)
+        if not reward:
+            raise ConfigError(
+                "the task jsonl has no reward: set task.reward=module:function, of a module beside the config"
+            )
+        if train_file is None:
+            raise ConfigError("the task jsonl has no prompts: set task.train_file to a JSONL file")
+        self._files: dict[Source, str | None] = {"train": train_file, "test": test_file}
+        self._weights = {name: section.weight for name, section in reward.items()}
+        self._rewards = make_rewards(reward)
+        self._template, self._target = template, target
+        self._correct_from = correct_from
+        self._judge_truncated = judge_truncated
+        self._held_out = validation_prompts
+        self._read: dict[Source, list[Fields]] = {}
+        self._parts: dict[str, list[float]] = {}
+
+    def questions(self, split: Split) -> list[tuple[str, str, Fields]]:
+        """The template of each row, filled in."""
+        return [
+            (filled_in(self._template, row), str(row.get(self._target, "")), row)
+            for row in self._rows_of(split)
+        ]
+
+    def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
+        """The sum of all rewards, each by its weight; what each gave is kept for ``reward_parts``."""
+        return self._judge([prompt] * len(completions), completions)
+
+    def reward_parts(self) -> Mapping[str, Sequence[float]]:
+        """By name, what each of several rewards gave the completions of the last call; before weights."""
+        return self._parts if len(self._parts) > 1 else {}
+
+    def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
+        """Whether each reward is at least ``correct_from``."""
+        return [reward >= self._correct_from for reward in self._judge(prompts, completions)]
+
+    def _judge(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
+        whole = [self._judge_truncated or completion.finish_reason == "stop" for completion in completions]
+        answers = [
+            (self.row(prompt), self.text(completion))
+            for prompt, completion, judged in zip(prompts, completions, whole, strict=True)
+            if judged
+        ]
+        self._parts = {}
+        for name, reward in self._rewards.items():
+            found = iter(reward(answers) if answers else [])
+            self._parts[name] = [next(found) if judged else 0.0 for judged in whole]
+        return [
+            math.fsum(weight * self._parts[name][i] for name, weight in self._weights.items())
+            for i in range(len(completions))
+        ]
+
+    def _rows_of(self, split: Split) -> Sequence[Fields]:
+        own_test = self._files["test"] is not None
+        if split == "test" and own_test:
+            return self._source("test")
+        held_out: tuple[Split, ...] = ("validation",) if own_test else ("validation", "test")
+        key = "task.options.validation_prompts"
+        return split_rows(self._source("train"), held_out, size=self._held_out, key=key)[split]
+
+    def _source(self, source: Source) -> list[Fields]:
+        if source not in self._read:
+            needed = set(re.findall(r"\{(\w+)\}", self._template))
+            wanted = f"a JSON object with the fields of task.options.template: {', '.join(sorted(needed))}"
+            rows = usable_rows(
+                self._files[source],
+                NOWHERE,
+                source,
+                parse=lambda row: row if all(row.get(name) not in (None, "") for name in needed) else None,
+                wanted=wanted,
+            )
+            self._require(rows, source)
+            self._read[source] = rows
+        return self._read[source]
+
+    def _require(self, rows: Sequence[Fields], source: Source) -> None:
+        """Raise ConfigError where a function takes a field that a row lacks."""
+        for reward in self._rewards.values():
+            for number, row in enumerate(rows, start=1):
+                if isinstance(reward, Function):
+                    reward.require(row, f"row {number} of task.{source}_file={self._files[source]}")

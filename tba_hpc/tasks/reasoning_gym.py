@@ -1,0 +1,257 @@
+"""Problems made by the generators of reasoning-gym (github.com/open-thought/reasoning-gym), exactly scored.
+
+A generator is named with its own options, a level of difficulty where it has levels, and a weight where there
+are several. The only module that imports the library. Problems are a function of the task's seed and their
+place in the split, in every process; none is in two splits.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from io import StringIO
+from types import ModuleType
+from typing import Annotated, Any, Literal, get_args
+
+import numpy as np
+from pydantic import Field, JsonValue
+
+from tba_hpc.config import ConfigError
+from tba_hpc.ports import Tokenizer
+from tba_hpc.tasks.judge import filled_in
+from tba_hpc.tasks.rows import Rows
+from tba_hpc.types import Completion, Prompt, Split
+
+Size = Annotated[int, Field(ge=1)]
+
+TEMPLATES = {
+    "tags": "{question}\n\nThink first. Then write the answer alone between <answer> and </answer>.\n",
+    "whole": "{question}\n",
+}
+"""What is asked where no template is given, by where the answer stands."""
+
+TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+SAYS_NOTHING = "I do not know"
+"""An answer for which graders give what every answer gets."""
+
+BY_HASH = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"})
+"""Generators of 0.1.25 that draw from sets of texts, whose order hangs on PYTHONHASHSEED."""
+
+TRIES = 20
+"""Problems that are looked at for one that no other split has, on average over a split."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A problem: as its generator made it, with ``question`` and ``answer``, and who grades it."""
+
+    generator: Any
+    entry: Mapping[str, Any]
+
+
+class ReasoningGym(Rows[Item]):
+    """Reward 1 for a completion that ended by itself with the right answer, else 0, or partial credit."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        train_file: str | None = None,
+        test_file: str | None = None,
+        generators: str | dict[str, dict[str, JsonValue]],
+        answer: Literal["tags", "whole"] = "tags",
+        template: str | None = None,
+        chat: bool = False,
+        partial_credit: bool = False,
+        train_problems: Size = 2000,
+        validation_problems: Size = 128,
+        test_problems: Size = 256,
+        seed: Annotated[int, Field(ge=0)] = 0,
+    ) -> None:
+        """The options of the config. Raises ConfigError.
+
+        generators: the name of one; or several by name, each with its own options, ``level`` (0, 1, …: all
+        that makes it hard, so far as it has levels) and ``weight`` (of its share of the problems, 1).
+        answer: what is graded: the last text between <answer> and </answer>, or the whole completion.
+        template: with {question}. chat: as a user's message in the model's chat template. partial_credit:
+        whether a part of an answer is worth a part of the reward, where the generator's grader means it: not
+        for a right answer among other words, nor what it gives to every answer. seed: draws other problems.
+        """
+        super().__init__(tokenizer, chat=chat)
+        if train_file or test_file:
+            raise ConfigError(
+                f"task.train_file and task.test_file ({train_file or test_file}) have no use in the task "
+                "reasoning_gym, which makes its problems: leave them out"
+            )
+        self._generators = {generators: {}} if isinstance(generators, str) else generators
+        self._answer = answer
+        self._template = TEMPLATES[answer] if template is None else template
+        if "{question}" not in self._template:
+            raise ConfigError(
+                f"task.options.template={template!r} has no place for the problem: write {{question}} there"
+            )
+        self._partial_credit = partial_credit
+        self._sizes: dict[Split, int] = {
+            "train": train_problems,
+            "validation": validation_problems,
+            "test": test_problems,
+        }
+        self._seed = seed
+        self._weights = [_weight(name, options) for name, options in self._generators.items()]
+        self._configs = {name: _config(name, options) for name, options in self._generators.items()}
+        self._drawn: dict[Split, list[Item]] = {}
+
+    def questions(self, split: Split) -> Iterator[tuple[str, str, Item]]:
+        """Of the problems drawn for a split."""
+        for item in self._items(split):
+            question = filled_in(self._template, {"question": item.entry["question"]})
+            yield question, str(item.entry["answer"] or ""), item
+
+    def rewards(self, prompt: Prompt, completions: list[Completion]) -> list[float]:
+        """The score of each."""
+        return [self._score(prompt, completion) for completion in completions]
+
+    def correct(self, prompts: list[Prompt], completions: list[Completion]) -> list[bool]:
+        """Whether each has the right answer."""
+        return [self._score(*answer) == 1 for answer in zip(prompts, completions, strict=True)]
+
+    def _score(self, prompt: Prompt, completion: Completion) -> float:
+        answer = self._answer_of(completion)
+        return 0.0 if answer is None else score(self.row(prompt), answer, partial=self._partial_credit)
+
+    def _answer_of(self, completion: Completion) -> str | None:
+        if completion.finish_reason != "stop":
+            return None
+        text = self.text(completion)
+        if self._answer == "whole":
+            return text.strip()
+        tagged = TAGGED.findall(text)
+        return tagged[-1].strip() if tagged else None
+
+    def _items(self, split: Split) -> list[Item]:
+        """The problems of a split, less those of the splits before it in this order."""
+        order: tuple[Split, ...] = ("test", "validation", "train")
+        if split not in self._drawn:
+            taken = {
+                item.entry["question"] for other in order[: order.index(split)] for item in self._items(other)
+            }
+            self._drawn[split] = self._draw(split, taken)
+        return self._drawn[split]
+
+    def _draw(self, split: Split, taken: set[str]) -> list[Item]:
+        size = self._sizes[split]
+        number = get_args(Split).index(split)
+        share = np.array(self._weights) / sum(self._weights)
+        names = list(self._configs)
+        chosen_N = np.random.default_rng([self._seed, number]).choice(len(names), size, p=share)
+        streams = [self._stream(name, number, taken, size) for name in names]
+        return [next(streams[chosen]) for chosen in chosen_N]
+
+    def _stream(self, name: str, number: int, taken: set[str], size: int) -> Iterator[Item]:
+        """Problems of a generator for the split of this number. Raises ConfigError where they run out."""
+        source = np.random.SeedSequence([self._seed, number, zlib.crc32(name.encode())])
+        seed = int(source.generate_state(1)[0] >> 1)  # some generators take 32 bits, and add the place to it
+        generator = _make(name, self._configs[name], seed=seed, size=TRIES * size)
+        for place in range(TRIES * size):
+            with redirect_stdout(StringIO()):  # some print
+                entry = generator[place]
+            if entry["question"] not in taken:
+                yield Item(generator, entry)
+        raise ConfigError(
+            f"task.options.generators.{name} makes too few different problems: lower the sizes of the "
+            "splits, or give it a larger range"
+        )
+
+
+def score(item: Item, answer: str, *, partial: bool) -> float:
+    """What an answer is worth, 0 … 1: by the generator's grader, less what it does not mean.
+
+    Where the grader takes even an answer that says nothing for right, only the very text of the answer is.
+    """
+    found, floor = _grade(item, answer), _grade(item, SAYS_NOTHING)
+    oracle = item.entry["answer"]
+    if floor >= 1:
+        return float(answer == oracle)
+    if found >= 1:
+        return 1.0
+    wrapped = isinstance(oracle, str) and oracle in answer
+    return found if partial and found > floor and not wrapped else 0.0
+
+
+def _grade(item: Item, answer: str) -> float:
+    try:
+        with redirect_stdout(StringIO()):
+            return float(item.generator.score_answer(answer=answer, entry=item.entry))
+    except Exception:  # graders read an answer as what it should be, and raise where it is none
+        return 0.0
+
+
+def _weight(name: str, options: Mapping[str, object]) -> float:
+    weight = options.get("weight", 1)
+    if not isinstance(weight, int | float) or weight <= 0:
+        raise ConfigError(f"task.options.generators.{name}.weight={weight!r} is no weight: give one above 0")
+    return float(weight)
+
+
+def _config(name: str, options: Mapping[str, Any]) -> Any:
+    """The library's configuration of a generator, but for seed and size. Raises ConfigError."""
+    key, factory = f"task.options.generators.{name}", _library("factory")
+    if name not in factory.DATASETS or name == "composite":
+        close = get_close_matches(name, factory.DATASETS, n=1)
+        told = (
+            f": did you mean {close[0]!r}?" if close else f", which has {', '.join(sorted(factory.DATASETS))}"
+        )
+        raise ConfigError(f"{key} is no generator of reasoning-gym{told}")
+    if name in BY_HASH and os.environ.get("PYTHONHASHSEED", "random") == "random":
+        raise ConfigError(
+            f"{key} draws other problems in every process: export PYTHONHASHSEED=0 where the run is started, "
+            "or leave it out"
+        )
+    made = _at_level(key, name, options["level"]) if "level" in options else factory.DATASETS[name][1]()
+    own = {option: value for option, value in options.items() if option not in ("level", "weight")}
+    known = [field.name for field in fields(made) if field.name not in ("seed", "size")]
+    for option in own:
+        if option not in known:
+            close = get_close_matches(option, known, n=1)
+            told = f": did you mean {close[0]!r}?" if close else f": it has {', '.join(known)}"
+            raise ConfigError(f"{key} has no option {option!r}{told}")
+    try:
+        made = replace(made, **own)
+        made.validate()
+    except (AssertionError, ValueError, TypeError) as error:
+        raise ConfigError(f"{key}: {error}; correct its options") from None
+    return made
+
+
+def _at_level(key: str, name: str, level: object) -> Any:
+    """What the library's curriculum says of a level; of what has fewer levels, the highest."""
+    factory = _library("factory")
+    if not factory.has_curriculum(name):
+        raise ConfigError(f"{key} has no levels: leave out level, and set its own options")
+    curriculum = factory.create_curriculum(name)
+    most = max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1
+    if not isinstance(level, int) or not 0 <= level <= most:
+        raise ConfigError(f"{key}.level={level!r} is none of its levels: give 0 … {most}")
+    for attribute in curriculum.attributes.values():
+        curriculum.set_attr_level(attribute.name, min(level, len(attribute.levels) - 1))
+    return curriculum.generate_configuration()
+
+
+def _make(name: str, config: Any, *, seed: int, size: int) -> Any:
+    return _library("factory").DATASETS[name][0](config=replace(config, seed=seed, size=size))
+
+
+def _library(module: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"reasoning_gym.{module}")
+    except ImportError:
+        raise ConfigError(
+            "task.name=reasoning_gym needs the package of that name: pip install 'reasoning-gym==0.1.25'"
+        ) from None

@@ -1,0 +1,123 @@
+"""Rewards that a config names: a function of the user's, a judge behind a URL, or a program.
+
+It must not know what a row means. A reward takes answers, each a row and the text of a completion of its
+prompt, and gives a number for each, NaN for one that is to be set aside. What it raises costs the group.
+
+A function is called by the names of its arguments. The first is ``completion``, a text, and it gives a
+number; or ``completions``, the texts of several completions of one prompt, and it gives a list of as many.
+All others get the row's fields of their names; one with a default may be missing there; ``**fields`` gets all
+fields that no other argument takes.
+
+    def short(completion, limit=20):
+        return -max(0, len(completion.split()) - limit)
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from itertools import groupby
+
+from tba_hpc.config import ConfigError, RewardSection
+from tba_hpc.tasks.judge import Judge
+from tba_hpc.tasks.program import Program
+
+Fields = Mapping[str, object]
+"""A row of JSONL."""
+
+Answer = tuple[Fields, str]
+"""A row, and the text of a completion of its prompt."""
+
+Reward = Callable[[Sequence[Answer]], list[float]]
+"""A number for each of some answers."""
+
+
+def make_rewards(sections: Mapping[str, RewardSection]) -> dict[str, Reward]:
+    """By name. Raises ConfigError where one cannot be had."""
+    return {name: _make(f"task.reward.{name}", section) for name, section in sections.items()}
+
+
+def _make(key: str, section: RewardSection) -> Reward:
+    if section.function is not None:
+        return Function(f"{key}={section.function}", section.function)
+    return Judge(key, section) if section.url is not None else Program(key, section)
+
+
+class Function:
+    """A reward by a function of the user's. Raises ConfigError where there is none, or not of this kind."""
+
+    def __init__(self, key: str, name: str) -> None:
+        """key: what it is called in errors."""
+        self._key = key
+        self._call = _import(key, name)
+        try:
+            parameters = list(inspect.signature(self._call).parameters.values())
+        except ValueError:
+            parameters = []
+        first = parameters[0].name if parameters else ""
+        if first not in ("completion", "completions"):
+            raise ConfigError(
+                f"{key} takes {first or 'nothing'} first: call its first argument completion, for one text, "
+                "or completions, for a list of them"
+            )
+        self._together = first == "completions"
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._named = {p.name: p.default is p.empty for p in parameters[1:] if p.kind in _BY_NAME}
+        self._first = first
+
+    def require(self, fields: Fields, line: str) -> None:
+        """Raise ConfigError where a row lacks what the function needs; line: which row it is."""
+        for name, needed in self._named.items():
+            if needed and name not in fields:
+                close = get_close_matches(name, fields, n=1)
+                meant = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(fields)}"
+                raise ConfigError(f"{self._key} takes {name!r}, which {line} lacks: {meant}")
+
+    def __call__(self, answers: Sequence[Answer]) -> list[float]:
+        """Raises what the function raises, and TypeError where it gives anything but numbers."""
+        if self._together:
+            return [
+                reward
+                for _, group in groupby(answers, lambda answer: id(answer[0]))
+                for reward in self._rewards(list(group))
+            ]
+        return [self._number(self._call(text, **self._fields(row))) for row, text in answers]
+
+    def _rewards(self, answers: Sequence[Answer]) -> list[float]:
+        """Of answers to one prompt."""
+        given = list(self._call([text for _, text in answers], **self._fields(answers[0][0])))
+        if len(given) != len(answers):
+            raise TypeError(f"{self._key} gave {len(given)} numbers for {len(answers)} completions")
+        return [self._number(reward) for reward in given]
+
+    def _number(self, reward: object) -> float:
+        if isinstance(reward, str) or reward is None:
+            raise TypeError(f"{self._key} gave {reward!r}, which is no number")
+        return float(reward)  # type: ignore[arg-type]
+
+    def _fields(self, row: Fields) -> Fields:
+        return {
+            name: value
+            for name, value in row.items()
+            if name != self._first and (self._takes_all or name in self._named)
+        }
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _import(key: str, name: str) -> Callable[..., object]:
+    module_name, _, function = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"{key} cannot be imported ({error}): put the module beside the config") from None
+    found = getattr(module, function, None)
+    if not callable(found):
+        close = get_close_matches(function, [one for one in vars(module) if callable(vars(module)[one])], n=1)
+        raise ConfigError(
+            f"{key}: no function {function!r} there{f': did you mean {close[0]!r}?' * len(close)}"
+        )
+    return found  # type: ignore[no-any-return]

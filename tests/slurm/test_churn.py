@@ -1,0 +1,30 @@
+"""Nodes lent to a run come and go while it trains; ``tools/churn.py`` goes on for as long as one likes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from slurm_testbed.cluster import missing
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.slurm,
+    pytest.mark.system,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(missing() is not None, reason=f"no Slurm cluster for tests: {missing()}"),
+]
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_nodes_lent_as_an_array_of_jobs_come_and_go_and_nothing_is_lost(model: Path) -> None:
+    command = [sys.executable, "tools/churn.py", "--counts", "1", "0", "2", "--minutes", "1", "--json"]
+    done = subprocess.run(
+        [*command, "--model", str(model)], cwd=REPOSITORY, capture_output=True, text=True, timeout=850
+    )
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout)
+    assert (row["problems"], row["lost"], row["doubled"]) == (0, 0, 0)
+    assert row["changes"] >= 4 and row["starts of lent jobs"] >= 2
+    assert row["joined"] >= 1 and row["shards of theirs"] >= 1

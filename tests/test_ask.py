@@ -1,0 +1,149 @@
+"""``tba ask``: the answers are those of the model, and the question is put as its task does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import make_random_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from tba_hpc import cli
+from tba_hpc.ask import Asked, ask
+from tba_hpc.backends.hf_answers import HfAnswers
+from tba_hpc.backends.hf_model import load_tokenizer
+from tba_hpc.config import ConfigError, parse_config
+from tba_hpc.run.directory import RunDir
+from tba_hpc.tasks import make_task
+from tba_hpc.types import Sampling
+
+QUESTION = "Ida has 3 eggs. Ida finds 4. How many eggs?"
+OWN = """
+from tba_hpc.tasks.gsm8k import GSM8K
+
+class Own(GSM8K):
+    TEMPLATE = "Q: {question} A:"
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights; its answers are nonsense, and its own."""
+    path = tmp_path_factory.mktemp("models") / "m"
+    make_random_model(path, tied=True)
+    return path
+
+
+def finished_run(root: Path, model: Path, **sections: dict[str, object]) -> RunDir:
+    """A run that has exported this model."""
+    tree = {
+        "run": {"root": str(root)},
+        "model": {"path": str(model), "dtype": "float32", "context_length": 96},
+        "task": {"name": "arithmetic"},
+        "generator": {"max_tokens": 12, "completions_per_prompt": 24},
+        **sections,
+    }
+    run = RunDir.create(parse_config(tree))
+    run.export.symlink_to(model)
+    return run
+
+
+def greedy(model: Path, prompt: str, length: int) -> str:
+    """Token by token, by nothing but the model's logits."""
+    tokenizer, policy = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    tokens = tokenizer.encode(prompt)
+    begin = len(tokens)
+    with torch.inference_mode():
+        while len(tokens) < begin + length and tokens[-1] != tokenizer.eos_token_id:
+            tokens.append(int(policy(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return str(tokenizer.decode(tokens[begin:], skip_special_tokens=True))
+
+
+def test_the_answer_is_the_models_to_the_question_as_the_task_puts_it(tmp_path: Path, model: Path) -> None:
+    run = finished_run(tmp_path, model)
+    asked = ask(str(run.path), f"  {QUESTION} ")
+    assert asked.prompt == f"{QUESTION}\n" and asked.temperature == 0 and asked.dtype == "float32"
+    (reply,) = asked.replies
+    assert reply.text == greedy(model, f"{QUESTION}\n", 12) and reply.tokens <= 12
+    assert (asked.max_tokens, reply.truncated) == (12, reply.tokens == 12)
+
+
+def test_a_problem_of_the_task_is_put_as_the_task_puts_it(tmp_path: Path, model: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": QUESTION, "answer": "#### 7"}) * 1 + "\n")
+    config = {"name": "gsm8k", "train_file": str(rows), "test_file": str(rows)}
+    section = parse_config({"model": {"path": "m"}, "task": config}).task
+    task = make_task(section, load_tokenizer(str(model)))
+    (prompt,) = task.prompts("test")
+    np.testing.assert_array_equal(task.encode_question(QUESTION), prompt.tokens)  # type: ignore[attr-defined]
+
+
+def test_several_answers_are_drawn_alike_from_the_same_seed(tmp_path: Path, model: Path) -> None:
+    run = finished_run(tmp_path, model, run={"root": str(tmp_path), "seed": 3})
+
+    def replies(**options: object) -> list[str]:
+        return [reply.text for reply in ask(str(run.path), QUESTION, samples=4, **options).replies]  # type: ignore[arg-type]
+
+    drawn = replies()
+    assert len(set(drawn)) > 1 and drawn == replies()
+    with pytest.raises(ConfigError, match="would be the same answer"):
+        replies(temperature=0.0)
+
+
+def test_samples_follow_the_softmax_of_the_logits_over_the_temperature(model: Path) -> None:
+    """First tokens of 4,000 answers against the probabilities, whatever settings the model was saved with."""
+    answers, temperature = HfAnswers(str(model), "float32"), 0.7
+    answers._model.generation_config.top_k = 2
+    answers._model.generation_config.repetition_penalty = 5.0
+    tokens = answers.tokenizer.encode("12")
+    with torch.inference_mode():
+        logits = answers._model(torch.tensor(tokens)[None].long()).logits[0, -1]
+        expected = (logits / temperature).softmax(-1).numpy()
+    drawn = answers.answer(tokens, Sampling(temperature, 1.0, 1), samples=4000, seed=0)
+    counts = np.bincount([int(one.tokens[0]) for one in drawn], minlength=len(expected))
+    deviation = (counts - 4000 * expected) / np.sqrt(4000 * expected * (1 - expected))
+    assert np.abs(deviation).max() < 4.5
+
+
+def test_a_stop_text_ends_an_answer(model: Path) -> None:
+    answers = HfAnswers(str(model), "float32")
+    tokens = answers.tokenizer.encode("12")
+    (whole,) = answers.answer(tokens, Sampling(0.0, 1.0, 12), seed=0)
+    stop = answers.tokenizer.decode(whole.tokens[2:4])
+    (cut,) = answers.answer(tokens, Sampling(0.0, 1.0, 12), stop=[stop], seed=0)
+    text = answers.tokenizer.decode(cut.tokens)
+    assert text.endswith(stop) and cut.finish_reason == "stop" and len(cut.tokens) < len(whole.tokens)
+
+
+def test_any_model_is_asked_plainly_or_in_its_template(model: Path) -> None:
+    asked: Asked = ask(str(model), "12", max_tokens=2)
+    assert asked.prompt == "12" and asked.max_tokens == 2
+    with pytest.raises(ConfigError, match="no chat template"):
+        ask(str(model), "12", chat=True)
+    with pytest.raises(ConfigError, match="has no config to change"):
+        ask(str(model), "12", overrides=["run.seed=1"])
+
+
+def test_a_question_without_room_for_an_answer_is_refused(tmp_path: Path, model: Path) -> None:
+    run = finished_run(tmp_path, model)
+    assert ask(str(run.path), "7" * 90).max_tokens == 5
+    with pytest.raises(ConfigError, match="ask a shorter one"):
+        ask(str(run.path), "7" * 96)
+
+
+def test_the_command_finds_a_task_of_the_working_directory(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "owntask.py").write_text(OWN)
+    run = finished_run(tmp_path, model, task={"name": "owntask:Own", "options": {"chat": False}})
+    monkeypatch.chdir(tmp_path)
+    words = ["ask", str(run.path), "1+1?", "--samples", "2", "--temperature", "0.5", "--json"]
+    done = CliRunner().invoke(cli.app, words, catch_exceptions=False)
+    asked = json.loads(done.stdout)
+    assert asked["prompt"] == "Q: 1+1? A:" and len(asked["replies"]) == 2
+    shown = CliRunner().invoke(cli.app, ["ask", str(run.path), "1+1?", "--plain"], catch_exceptions=False)
+    assert shown.stdout.startswith("1+1?") and "by transformers on the CPU" in " ".join(shown.stdout.split())

@@ -1,0 +1,453 @@
+"""LoRA: gradients by hand, the learner against plain torch, checkpoints, exports, engines, and bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from learner_worker import LEARNING_RATE, Plan, Run, make_batch, run
+from peft import PeftModel
+from safetensors.torch import load_file
+from test_deepspeed_learner import Case, trajectory_balance_loss
+from test_vllm_generator import CONTEXT, _close, _generate, _generator, _request
+from tiny_models import make_family_model, make_random_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tba_hpc.backends.adapter import FOLDER, Adaptable, Adapter, identity, layers_of
+from tba_hpc.backends.file_exchange import _create_incoming, read_weights
+from tba_hpc.backends.hf_model import load_policy
+from tba_hpc.backends.hf_reference import HfReference
+from tba_hpc.backends.lora import Lora
+from tba_hpc.backends.vllm_generator import VllmGenerator
+from tba_hpc.config import Config, ConfigError, LoraSection, parse_config
+from tba_hpc.types import Completion, Group, LoraWeights, Publication, WeightLayout, WeightUpdate
+
+pytestmark = pytest.mark.engine
+
+ATTENTION = LoraSection(rank=4, alpha=12.0, targets=("q_proj", "self_attn.v_proj"))
+EVERYWHERE = LoraSection(rank=4, alpha=12.0)
+SCALE = 3.0
+STEPS = (1, 2, 3, 4)
+
+
+def lora_of(policy: PreTrainedModel, section: LoraSection = EVERYWHERE, *, seed: int = 0) -> Lora:
+    return Lora(policy, section, path="org/model", seed=seed)
+
+
+def random_adapter(lora: Lora, *, seed: int) -> dict[str, Tensor]:
+    """Values of an adapter's tensors, B too, large enough to matter."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(parameter.shape, generator=generator).mul_(0.1).to(parameter.dtype)
+        for name, parameter in lora.adapter.items()
+    }
+
+
+def take(lora: Lora, values: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in lora.adapter.items():
+            parameter.copy_(values[name])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_model(tmp_path_factory.mktemp("lora") / "model", tied=True)
+
+
+# --- What an adapter computes ---
+
+
+def test_its_gradients_are_those_by_the_chain_rule(folder: Path) -> None:
+    """Of W' = W + s·B·A: ∂L/∂B = s·∂L/∂W'·Aᵀ and ∂L/∂A = s·Bᵀ·∂L/∂W', which a model without peft gives."""
+    case, batch = Case(1, 2), make_batch(1)
+    policy = load_policy(str(folder), "float32")
+    lora = lora_of(policy)
+    values = random_adapter(lora, seed=1)
+    take(lora, values)
+    trajectory_balance_loss(policy, batch, case).backward()
+
+    whole, adapter = load_policy(str(folder), "float32"), Adapter.of(values.items(), SCALE)
+    with torch.no_grad():
+        for name, weight in whole.named_parameters():
+            if adapter.changes(name):
+                down, up = adapter.layers[name.removesuffix(".weight")]
+                weight += SCALE * up @ down
+    trajectory_balance_loss(whole, batch, case).backward()
+    for name, (down, up) in adapter.layers.items():
+        slope = whole.get_submodule(name).weight.grad
+        for part, expected in (("A", SCALE * up.T @ slope), ("B", SCALE * slope @ down.T)):
+            found = lora.adapter[f"{name}.lora_{part}.weight"].grad
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+    assert all(parameter.grad is None for parameter in lora.base.values())
+
+
+def test_it_begins_as_nothing_and_depends_on_the_seed_alone(folder: Path) -> None:
+    plain = load_policy(str(folder), "float32")
+    made = [lora_of(load_policy(str(folder), "float32"), seed=seed) for seed in (3, 3, 4)]
+    tokens = torch.arange(3, 30)[None]
+    assert torch.equal(made[0]._policy(tokens).logits, plain(tokens).logits)
+    same, other = (
+        [torch.equal(value, one.adapter[name]) for name, value in made[0].adapter.items()] for one in made[1:]
+    )
+    assert all(same) and not all(other)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_beside_the_weights_it_computes_as_peft_does(folder: Path, dtype: str) -> None:
+    """Bit by bit; taken off, the model is what it was. Merged it differs by rounding."""
+    policy, plain = load_policy(str(folder), dtype), load_policy(str(folder), dtype)
+    lora, tokens = lora_of(policy, ATTENTION), torch.arange(3, 30)[None]
+    values = random_adapter(lora, seed=2)
+    take(lora, values)
+    before, expected = plain(tokens).logits, policy(tokens).logits
+    adaptable, adapter = Adaptable(plain), Adapter.of(values.items(), lora.weights.scale)
+    adaptable.put_on(adapter)
+    assert torch.equal(plain(tokens).logits, expected) and not torch.equal(expected, before)
+    adaptable.put_on(None)
+    assert torch.equal(plain(tokens).logits, before)
+    with torch.no_grad():
+        for name, weight in plain.named_parameters():
+            if adapter.changes(name):
+                weight.copy_(adapter.merged(name, weight))
+    tolerance = 1e-4 if dtype == "float32" else 0.3
+    torch.testing.assert_close(plain(tokens).logits, expected, atol=tolerance, rtol=0)
+
+
+def test_targets_are_ends_of_paths_and_never_the_output_layer(tmp_path: Path) -> None:
+    untied = make_random_model(tmp_path / "untied", tied=False, layers=1)
+    attention = lora_of(load_policy(str(untied), "float32"), ATTENTION)
+    names = [f"model.layers.0.self_attn.{kind}_proj" for kind in "qv"]
+    assert sorted({name.rpartition(".lora_")[0] for name in attention.adapter}) == names
+    everywhere = lora_of(load_policy(str(untied), "float32"))
+    assert len(everywhere.adapter) == 2 * 7 and not any("lm_head" in name for name in everywhere.adapter)
+    sentence = (
+        r"model.lora.targets: lm_head names no linear layer of model.path=org/model, and the output layer "
+        r"gets none: it has q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj$"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        lora_of(load_policy(str(untied), "float32"), LoraSection(targets=("q_proj", "lm_head")))
+
+
+def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
+    policy = load_policy(str(make_family_model(tmp_path, "gpt2")), "float32")
+    with pytest.raises(
+        ConfigError, match=r"model.lora has nothing to adapt in model.path=org/model, a GPT2LM"
+    ):
+        lora_of(policy)
+
+
+@pytest.mark.parametrize(
+    ("lora", "sentence"),
+    [
+        ({"rank": 0}, "'model.lora.rank' has the value 0, but input should be greater than or equal to 1"),
+        ({"rank": -4}, "'model.lora.rank' has the value -4, but"),
+        ({"alpha": 0}, "'model.lora.alpha' has the value 0, but"),
+        ({"targets": []}, "'model.lora.targets' has the value"),
+        ({"rnak": 4}, "unknown config key 'model.lora.rnak': did you mean 'model.lora.rank'?"),
+    ],
+)
+def test_settings_that_make_no_adapter_are_refused(lora: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_config({"model": {"path": "m", "lora": lora}})
+    assert sentence in str(refused.value)
+
+
+def test_an_identity_is_of_every_bit(folder: Path) -> None:
+    weights = {name: p.detach() for name, p in load_policy(str(folder), "bfloat16").named_parameters()}
+    weights["odd"] = torch.arange(5, dtype=torch.bfloat16)[1:]
+    first = identity(weights)
+    assert first == identity({name: weight.clone() for name, weight in reversed(weights.items())})
+    for name in ("odd", "model.layers.1.mlp.up_proj.weight"):
+        changed = weights[name].clone()
+        changed.view(torch.int16).flatten()[-1] ^= 1
+        assert identity(weights | {name: changed}) != first
+
+
+def test_a_layout_says_whether_it_is_of_an_adapter() -> None:
+    plain = WeightLayout.of([("q.weight", (2, 3))], "BF16")
+    lora = WeightLayout.of([("q.lora_A.weight", (1, 3))], "BF16", LoraWeights("abc", 2.5))
+    assert [WeightLayout.from_json(layout.to_json()) for layout in (plain, lora)] == [plain, lora]
+    assert layers_of(lora) == ["q"] and layers_of(plain) == []
+
+
+def test_it_says_so_over_files_too(tmp_path: Path) -> None:
+    layout = WeightLayout.of([("q.lora_A.weight", (1, 3))], "BF16", LoraWeights("abc", 0.1))
+    _create_incoming(tmp_path / "weights", layout, 3)[:] = 7
+    found, data = read_weights(tmp_path / "weights")
+    assert found == layout and data.tolist() == [7] * 6
+
+
+# --- The learner ---
+
+
+def adapted(case: Case, model: Path, section: LoraSection = EVERYWHERE, **options: int) -> Config:
+    config = case.config(model, **options)
+    return config.model_copy(update={"model": config.model.model_copy(update={"lora": section})})
+
+
+WHOLE: Plan = [
+    ("step", 1),
+    ("step", 2),
+    ("save", "checkpoint"),
+    ("step", 3),
+    ("step", 4),
+    ("write", "weights"),
+]
+REST: Plan = [("step", 3), ("step", 4), ("write", "weights")]
+
+ZERO_1, ZERO_2 = Case(2, 1), Case(2, 2, groups_per_micro_batch=3)
+ZERO_3 = Case(2, 3, gradient_checkpointing=True)
+BF16 = [Case(2, 2, dtype="bfloat16"), Case(1, 3, dtype="bfloat16")]
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Run]:
+    """Whole runs of a case, each made once."""
+    torch.set_num_threads(1)
+    runs = tmp_path_factory.mktemp("learner")
+    return cache(lambda case: run(runs / str(case), adapted(case, folder), WHOLE))
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Losses, the adapter before and after: an ordinary AdamW loop, without peft and DeepSpeed."""
+    case, model = ZERO_2, load_policy(str(folder), "float32").requires_grad_(False)
+    train = adapted(case, folder).train
+    start = lora_of(load_policy(str(folder), "float32"), seed=0).adapter
+    tensors = {name: value.detach().clone().requires_grad_() for name, value in start.items()}
+    Adaptable(model).put_on(Adapter.of(tensors.items(), SCALE))
+    optimizer = torch.optim.AdamW(
+        tensors.values(), LEARNING_RATE, train.adam_betas, weight_decay=train.weight_decay
+    )
+    losses = []
+    for seed in STEPS:
+        optimizer.zero_grad()
+        loss = trajectory_balance_loss(model, make_batch(seed), case)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(tensors.values(), 5.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, start, {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("case", [ZERO_1, ZERO_2, ZERO_3], ids=str)
+def test_the_learner_equals_a_plain_loop(
+    case: Case,
+    whole: Callable[[Case], Run],
+    plain: tuple[list[float], dict[str, Tensor], dict[str, Tensor]],
+) -> None:
+    """Over two ranks; what it publishes is the adapter."""
+    losses, before, after = plain
+    done = whole(case)
+    np.testing.assert_allclose(done.losses(), losses, rtol=1e-5)
+    found = done.weights("weights")
+    assert found.keys() == after.keys() and done.layout.lora and done.layout.lora.scale == SCALE
+    for name, value in after.items():
+        error, moved = (found[name] - value).norm(), (value - before[name]).norm()
+        assert error < 1e-2 * moved, name
+
+
+@pytest.mark.parametrize("case", [ZERO_1, ZERO_2, ZERO_3, *BF16], ids=str)
+def test_a_restored_adapter_goes_on_bit_for_bit(
+    case: Case, whole: Callable[[Case], Run], folder: Path, tmp_path: Path
+) -> None:
+    done = whole(case)
+    load = ("load", str(done.folder / "checkpoint"))
+    restored = run(tmp_path / "run", adapted(case, folder), [load, *REST])
+    assert restored.metrics == done.metrics[2:]
+    assert (restored.folder / "weights").read_bytes() == (done.folder / "weights").read_bytes()
+
+
+@pytest.mark.parametrize(("case", "ranks"), [(ZERO_2, 1), (ZERO_3, 1)], ids=str)
+def test_a_checkpoint_loads_with_another_number_of_ranks(
+    case: Case, ranks: int, whole: Callable[[Case], Run], folder: Path, tmp_path: Path
+) -> None:
+    done = whole(case)
+    load = ("load", str(done.folder / "checkpoint"))
+    restored = run(tmp_path / "run", adapted(case, folder, ranks=ranks), [load, *REST])
+    np.testing.assert_allclose(restored.losses(), done.losses()[2:], rtol=1e-5)
+    expected = done.weights("weights")
+    for name, value in restored.weights("weights").items():
+        torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-5)
+
+
+def test_a_checkpoint_for_another_base_is_refused(whole: Callable[[Case], Run], tmp_path: Path) -> None:
+    """One of the same shape, whose embedding alone differs: by a bit."""
+    case, checkpoint = BF16[1], whole(BF16[1]).folder / "checkpoint"
+    other = make_random_model(tmp_path / "other", tied=True)
+    model = load_policy(str(other), "float32")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5, 5] *= 1.01
+    model.save_pretrained(other)
+    sentence = (
+        f"StateError: {checkpoint} holds an adapter for other weights than those of model.path={other}: "
+    )
+    with pytest.raises(AssertionError, match=sentence):
+        run(tmp_path / "run", adapted(case, other), [("load", str(checkpoint))])
+
+
+def test_published_weights_and_checkpoints_are_of_the_adapters_size(
+    whole: Callable[[Case], Run], folder: Path, tmp_path: Path
+) -> None:
+    """A checkpoint has its weights, their masters and AdamW's two moments: 14 bytes each in bfloat16."""
+    case, done = BF16[1], whole(BF16[1])
+    full = run(tmp_path / "full", case.config(folder), [("save", "checkpoint")])
+    policy = load_policy(str(folder), "bfloat16")
+    adapter = sum(parameter.numel() for parameter in lora_of(policy).adapter.values())
+    assert done.layout.nbytes == 2 * adapter
+    sizes = [
+        sum(file.stat().st_size for file in one.folder.joinpath("checkpoint").rglob("*") if file.is_file())
+        for one in (done, full)
+    ]
+    print(f"published {done.layout.nbytes / full.layout.nbytes:.4f}, checkpoint {sizes[0] / sizes[1]:.4f}")
+    per_tensor = 2000  # what DeepSpeed says of each
+    assert 14 * adapter < sizes[0] < 14 * adapter + per_tensor * len(done.layout.slots)
+
+
+@pytest.mark.parametrize("case", [ZERO_2, ZERO_3], ids=str)
+def test_an_export_holds_the_policy_merged_and_the_adapter(
+    case: Case, whole: Callable[[Case], Run], folder: Path, tmp_path: Path
+) -> None:
+    """Both load by the libraries' own means, to the logits of the base with the adapter beside it."""
+    load = ("load", str(whole(case).folder / "checkpoint"))
+    done = run(tmp_path / "run", adapted(case, folder), [load, *REST, ("export", "export")])
+    model, tokens = load_policy(str(folder), "float32"), torch.arange(3, 60)[None]
+    before = model(tokens).logits
+    Adaptable(model).put_on(Adapter.of(done.weights("weights").items(), SCALE))
+    expected = model(tokens).logits
+    merged = AutoModelForCausalLM.from_pretrained(done.folder / "export", dtype=torch.float32)
+    torch.testing.assert_close(merged(tokens).logits, expected, atol=1e-4, rtol=0)
+    assert (
+        load_file(done.folder / "export/model.safetensors").keys() == dict(merged.named_parameters()).keys()
+    )
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    worn = PeftModel.from_pretrained(base, done.folder / "export" / FOLDER)
+    assert torch.equal(worn(tokens).logits, expected) and not torch.equal(expected, before)
+    again = Adapter.load(done.folder / "export" / FOLDER)
+    assert again.scale == SCALE and again.layers.keys() == set(layers_of(done.layout))
+
+
+# --- The reference ---
+
+
+def update_of(values: dict[str, Tensor], lora: Lora, version: int) -> WeightUpdate:
+    dtype = {torch.float32: "F32", torch.bfloat16: "BF16"}[next(iter(values.values())).dtype]
+    layout = WeightLayout.of([(n, tuple(v.shape)) for n, v in values.items()], dtype, lora.weights)
+    data = np.concatenate([value.flatten().view(torch.uint8).numpy() for value in values.values()])
+    return WeightUpdate(Publication(version=version), layout, data)
+
+
+def test_a_reference_scores_under_an_adapter_and_is_itself_again(folder: Path, tmp_path: Path) -> None:
+    """The frozen one, the base; and one that was reset to an adapter, whose files a reset leaves."""
+    policy = load_policy(str(folder), "float32")
+    lora, texts = lora_of(policy), _groups()
+    first, second = (random_adapter(lora, seed=seed) for seed in (1, 2))
+    scored = {}
+    for name, values in (("first", first), ("second", second)):
+        take(lora, values)
+        scored[name] = _flat(HfReference(policy, chunk_tokens=64), texts)
+        policy.requires_grad_(False)
+    lora.save(first | {name: p.detach() for name, p in lora.base.items()}, tmp_path)
+
+    reference = HfReference(
+        load_policy(str(folder), "float32"),
+        chunk_tokens=64,
+        adapter_of=lambda step: Adapter.load(tmp_path / {5: FOLDER}[step]),
+    )
+    before = _flat(reference, texts)
+    under = partial(reference.logprobs_under, update_of(second, lora, 1), texts)
+    np.testing.assert_array_equal(
+        np.concatenate([row for group in under() for row in group]), scored["second"]
+    )
+    np.testing.assert_array_equal(_flat(reference, texts), before)
+    reference.load(5)
+    np.testing.assert_array_equal(_flat(reference, texts), scored["first"])
+    np.testing.assert_array_equal(
+        np.concatenate([row for group in under() for row in group]), scored["second"]
+    )
+    np.testing.assert_array_equal(_flat(reference, texts), scored["first"])
+    assert reference.step == 5 and np.abs(scored["first"] - before).max() > 0.01
+
+
+def _groups() -> list[Group]:
+    random = np.random.default_rng(0)
+    completions = [random.integers(3, 90, length).astype(np.int32) for length in (5, 30, 1)]
+    return [
+        Group(
+            _request(number, n=3),
+            tuple(Completion(row, np.zeros(len(row), np.float32), "length") for row in completions),
+            np.zeros((3, 2), np.int32),
+        )
+        for number in range(2)
+    ]
+
+
+def _flat(reference: HfReference, groups: list[Group]) -> np.ndarray:
+    return np.concatenate([row for group in groups for row in reference.logprobs(group)])
+
+
+# --- The engine ---
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    [
+        (1, "llama"),
+        pytest.param(2, "llama", marks=pytest.mark.system),
+        *((1, "qwen3_moe"), (1, "gpt_neox")),
+    ],
+)
+def test_an_engine_merges_the_adapter(ranks: int, kind: str, tmp_path: Path) -> None:
+    """Its log-probabilities are the learner's; a second adapter replaces the first and is not added to it."""
+    model = (
+        make_random_model(tmp_path, tied=True, context=CONTEXT)
+        if kind == "llama"
+        else make_family_model(tmp_path, kind)
+    )
+    section = EVERYWHERE if kind != "llama" else ATTENTION
+    policy = load_policy(str(model), "float32")
+    lora = lora_of(policy, section)
+    generator = _generator(model, tensor_parallel=ranks)
+    for version in (1, 2):
+        values = random_adapter(lora, seed=version)
+        take(lora, values)
+        update = update_of(values, lora, version)
+        generator.load(update)
+        update.data[:] = 255
+        groups = _generate(generator, *map(_request, range(4)))
+        assert all((group.versions == version).all() for group in groups)
+        reference = HfReference(policy, chunk_tokens=64)
+        for group in groups:
+            for completion, expected in zip(group.completions, reference.logprobs(group), strict=True):
+                np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)
+    _close(generator)
+
+
+def test_an_adapter_for_another_base_is_refused_by_the_engine(folder: Path) -> None:
+    """Nor one for layers that its model does not have; its weights stay as they are."""
+    lora = lora_of(load_policy(str(folder), "float32"))
+    update = update_of(random_adapter(lora, seed=1), lora, 1)
+    generator = _generator(folder)
+    other = replace(update, layout=replace(update.layout, lora=LoraWeights("0" * 64, SCALE)))
+    assert "its model of it has other weights than the trainer's" in _refusal(generator, other)
+    slots = tuple(replace(s, name=s.name.replace("layers.1.", "layers.9.")) for s in update.layout.slots)
+    absent = replace(update, layout=replace(update.layout, slots=slots))
+    assert "has no model.layers.9.self_attn.q_proj.weight, " in _refusal(generator, absent)
+    assert generator.version == 0
+    generator.close()
+
+
+def _refusal(generator: VllmGenerator, update: WeightUpdate) -> str:
+    generator._loading = False  # after a refusal a run ends; a test goes on
+    generator.load(update)
+    with pytest.raises(ConfigError) as refused:
+        while True:
+            generator.step()
+    assert "\n" not in str(refused.value)
+    return str(refused.value)

@@ -1,0 +1,387 @@
+"""Rewards of the user's own: functions, judges on a server of this machine, programs; each example is run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from byte_tokenizer import ByteTokenizer, completion
+
+from tba_hpc.config import ConfigError, RewardSection, TaskSection, load_config, may_change, parse_config
+from tba_hpc.run import modules
+from tba_hpc.run.directory import RunDir
+from tba_hpc.search_log import Sums
+from tba_hpc.tasks import load_task
+from tba_hpc.tasks.jsonl import Jsonl
+from tba_hpc.tasks.judge import Judge, JudgeError
+from tba_hpc.tasks.program import Program, ProgramError
+from tba_hpc.types import Group, Request, Sampling
+
+EXAMPLES = Path(__file__).parents[1] / "docs/examples/rewards"
+ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "size": i} for i in range(6)]
+OWN = """
+def size(completion, size): return size + len(completion)
+def ranked(completions, **row): return [i + row["size"] / 10 for i in range(len(completions))]
+def odd(completion, answr): return 0
+def other(text): return 0
+def texts(completion): return "1"
+def few(completions): return [1.0]
+"""
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the path, with a module and a file of rows."""
+    (tmp_path / "own_rewards.py").write_text(OWN)
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("own_rewards", None)
+    return tmp_path
+
+
+def make(folder: Path, reward: Any, **options: Any) -> Jsonl:
+    options = {"validation_prompts": 1, **options}
+    section = TaskSection(name="jsonl", train_file=str(folder / "rows.jsonl"), reward=reward, options=options)
+    task = load_task(section, ByteTokenizer())
+    assert isinstance(task, Jsonl)
+    return task
+
+
+# --- Functions ---
+
+
+def test_a_function_gets_the_text_and_the_fields_that_it_names(own: Path) -> None:
+    task = make(own, "own_rewards:size")
+    prompts = task.prompts("train")
+    assert [bytes(p.tokens.tolist()).decode() for p in prompts] == ["0+0=", "1+1=", "2+2=", "3+3="]
+    assert [p.target for p in prompts] == ["0", "2", "4", "6"]
+    answers = [completion("abc"), completion(""), completion("ab", "length")]
+    assert task.rewards(prompts[2], answers) == [5.0, 2.0, 0.0]
+    assert make(own, "own_rewards:size", judge_truncated=True).prompts("test")[0].target == "8"
+    (last,) = task.prompts("validation")
+    assert task.correct([last, prompts[0]], answers[:2]) == [True, False]
+    assert task.reward_parts() == {}
+
+
+def test_several_are_added_up_by_their_weights_and_told_by_name(own: Path) -> None:
+    reward = {"long": "own_rewards:size", "rank": {"function": "own_rewards:ranked", "weight": -2.0}}
+    task = make(own, reward, template="Q: {prompt} {nothing}{prompt}".replace("{nothing}", ""))
+    prompt = task.prompts("train")[3]
+    answers = [completion("a"), completion("bb"), completion("c", "length")]
+    assert task.rewards(prompt, answers) == pytest.approx([4 - 0.6, 5 - 2.6, 0])
+    assert task.reward_parts() == {"long": [4, 5, 0], "rank": pytest.approx([0.3, 1.3, 0])}
+    group = Group(Request(prompt, 0, 3, Sampling(1, 1, 9)), tuple(answers), None)  # type: ignore[arg-type]
+    both = Sums.of(group, [1, 2, 3], parts=task.reward_parts()) + Sums.of(group, [0, 0, 0])
+    assert both.figures()["search/reward/long"] == 9 / 6
+    assert both.figures()["search/reward/rank"] == pytest.approx(1.6 / 6)
+
+
+@pytest.mark.parametrize(
+    ("reward", "sentence"),
+    [
+        ("own_rewards:sise", "no function 'sise' there: did you mean 'size'"),
+        ("nomodule:size", "cannot be imported (No module named 'nomodule'): put the module beside"),
+        ("own_rewards:other", "takes text first: call its first argument completion"),
+        ("own_rewards:odd", "takes 'answr', which row 1 of task.train_file="),
+        ({}, "the task jsonl has no reward: set task.reward=module:function"),
+    ],
+)
+def test_a_bad_function_is_refused_before_anything_runs(own: Path, reward: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        make(own, reward)
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["texts", "few"])
+def test_what_is_no_number_for_each_costs_the_group(own: Path, name: str) -> None:
+    task = make(own, f"own_rewards:{name}")
+    with pytest.raises(TypeError, match=r"no number|1 numbers for 2 completions"):
+        task.rewards(task.prompts("train")[0], [completion("a"), completion("b")])
+
+
+CONFIG_FAULTS: list[tuple[Any, str]] = [
+    ("nocolon", "'nocolon' of task.reward is no function: write it as module:function"),
+    ({"a": {}}, "names nothing that gives it: set one of function, url and program"),
+    ({"a": {"function": "m:f", "url": "http://x/y"}}, "names function and url: set one of"),
+    ({"a": {"function": "m:f", "seconds": 3}}, "seconds=3.0 of a reward by function would be ignored"),
+    ({"a": {"url": "http://me:secret@host/v1"}}, "would be written into the run's files: set key_variable"),
+    ({"a": {"url": "file:///etc/passwd"}}, "is no address: begin it with http"),
+    ({"a": {"url": "http://x", "model": "m", "prompt": "hm"}}, "write {completion} there"),
+    ({"a": {"functoin": "m:f"}}, "unknown config key 'task.reward.a.functoin': did you mean"),
+]
+
+
+@pytest.mark.parametrize(("reward", "sentence"), CONFIG_FAULTS)
+def test_a_reward_that_makes_no_sense_is_refused(reward: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config({"model": {"path": "m"}, "task": {"name": "jsonl", "reward": reward}})
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_place_of_a_judge_may_change_on_a_resume_and_what_it_is_asked_may_not() -> None:
+    assert may_change("task.reward.judge.url") and not may_change("task.reward.judge.prompt")
+    with pytest.raises(ConfigError, match=r"task\.reward would be ignored by the task gsm8k"):
+        load_task(TaskSection(name="gsm8k", reward="m:f"), ByteTokenizer())  # type: ignore[arg-type]
+
+
+# --- Judges ---
+
+
+class Server(ThreadingHTTPServer):
+    """A judge of this machine: ``answer`` makes status and body of each request; ``busiest``: at once."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answer = answer
+        self.asked: list[tuple[dict[str, str], Any]] = []
+        self.now = self.busiest = 0
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        """Of its only page."""
+        return f"http://127.0.0.1:{self.server_port}/v1/chat/completions"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        """Answer as the server is told to."""
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.asked.append((dict(self.headers), body))
+            number = len(self.server.asked)
+            self.server.now += 1
+            self.server.busiest = max(self.server.busiest, self.server.now)
+        status, said = self.server.answer(number, body)
+        with self.server.lock:
+            self.server.now -= 1
+        self.send_response(status)
+        if status in (301, 307):
+            self.send_header("Location", "/elsewhere")
+        self.end_headers()
+        self.wfile.write(json.dumps(said).encode())
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def serving(answer: Any) -> Iterator[Server]:
+    with Server(answer) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def chat(text: str) -> dict[str, Any]:
+    return {"choices": [{"message": {"content": text}}]}
+
+
+def test_a_chat_model_is_asked_by_the_template_and_its_last_number_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("A_KEY", "s3cret")
+    said = {"right": "On a scale of 10: 7.5.", "wrong": "-2", "odd": "no idea"}
+    with serving(lambda n, body: (200, chat(said[body["messages"][0]["content"].split("|")[1]]))) as server:
+        section = RewardSection(
+            url=server.url, model="m", prompt="{answer}{nothing}|{completion}", key_variable="A_KEY"
+        )
+        answers = [({"answer": "{completion}"}, word) for word in said]
+        assert Judge("r", section)(answers) == pytest.approx([7.5, -2.0, math.nan], nan_ok=True)
+    contents = {body["messages"][0]["content"] for _, body in server.asked}
+    assert contents == {f"{{completion}}{{nothing}}|{word}" for word in said}
+    assert all(headers["Authorization"] == "Bearer s3cret" for headers, _ in server.asked)
+    assert all((body["model"], body["temperature"]) == ("m", 0) for _, body in server.asked)
+
+
+def test_a_plain_judge_gets_the_row_and_answers_with_a_number(own: Path) -> None:
+    with serving(lambda n, body: (200, {"reward": body["size"]} if n % 2 else body["size"])) as server:
+        task = make(own, {"judge": {"url": server.url}})
+        assert task.rewards(task.prompts("train")[3], [completion("a"), completion("b")]) == [3, 3]
+    assert {json.dumps(body, sort_keys=True) for _, body in server.asked} == {
+        json.dumps({**ROWS[3], "completion": text}, sort_keys=True) for text in "ab"
+    }
+
+
+def test_a_busy_judge_is_asked_again_a_refusing_one_is_not_and_no_error_tells_the_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("A_KEY", "s3cret")
+    pauses: list[float] = []
+
+    def judge(server: Server, **more: Any) -> Judge:
+        section = RewardSection(url=server.url, key_variable="A_KEY", retries=2, **more)
+        return Judge("r", section, pause=pauses.append)
+
+    with serving(lambda n, body: (503, 0) if n < 3 else (200, 4)) as server:
+        assert judge(server)([({}, "a")]) == [4.0]
+        assert (len(server.asked), pauses) == (3, [0.5, 1.0])
+    for status, times in ((503, 3), (401, 1), (307, 1), (301, 1)):
+        with serving(lambda n, body, status=status: (status, 0)) as server:
+            with pytest.raises(JudgeError, match=rf"status {status}; asked {times} times") as error:
+                judge(server)([({}, "a")])
+            assert len(server.asked) == times and "s3cret" not in repr(error.value)
+    odd = serving(lambda n, body: (200, {"score": 1}))
+    with odd as server, pytest.raises(JudgeError, match="which holds no reward"):
+        judge(server)([({}, "a")])
+    with pytest.raises(JudgeError, match="refused; asked 3 times"):
+        judge(server)([({}, "a")])  # it has gone
+
+
+def test_a_silent_judge_is_left_after_its_time(own: Path) -> None:
+    told = threading.Event()
+    with serving(lambda n, body: (told.wait(60), (200, 1))[1]) as server:
+        judge = Judge("r", RewardSection(url=server.url, seconds=0.2, retries=0))
+        with pytest.raises(JudgeError, match="timed out"):
+            judge([({}, "a")])
+        told.set()
+
+
+def test_a_judge_is_asked_so_many_at_once(own: Path) -> None:
+    """All three are inside before any is answered; a fourth never is."""
+    barrier = threading.Barrier(3, timeout=60)
+    with serving(lambda n, body: (barrier.wait(), (200, n))[1]) as server:
+        Judge("r", RewardSection(url=server.url, concurrency=3))([({}, "a")] * 6)
+        assert server.busiest == 3
+
+
+def test_a_judge_without_its_key_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"r\.key_variable=NO_SUCH_KEY is not set in the environment"):
+        Judge("r", RewardSection(url="http://x/y", key_variable="NO_SUCH_KEY"))
+
+
+# --- Programs ---
+
+
+def program(folder: Path, text: str, **more: Any) -> Program:
+    (folder / "p.py").write_text("import json, os, sys, time\nrow = json.load(sys.stdin)\n" + text)
+    return Program("r", RewardSection(program=["python", "p.py", "3"], **more))  # type: ignore[arg-type]
+
+
+def test_a_program_gets_row_and_words_and_nothing_of_our_environment(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "s3cret")
+    text = "print('hm'); assert 'JUDGE_KEY' not in os.environ and os.listdir() == []\n"
+    text += "print(row['size'] + len(row['completion']) + float(sys.argv[1]))"
+    answers: list[Any] = [({"size": 1}, "ab; $(touch x)\n"), ({"size": 2}, "")]
+    assert program(own, text)(answers) == [1 + 15 + 3, 2 + 3]
+
+
+def test_what_runs_too_long_or_dies_is_killed_with_all_it_started(own: Path) -> None:
+    pid = own / "pid"
+    text = "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\n"
+    text += f"open({str(pid)!r}, 'w').write(str(child.pid)); os.kill(os.getpid(), 9)"
+    assert program(own, text, when_killed=-1.0)([({}, "a")]) == [-1.0]
+    deadline = time.monotonic() + 60
+    while _lives(int(pid.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    answers = program(own, "time.sleep(600)", seconds=0.2)([({}, "a")])
+    assert answers == pytest.approx([math.nan], nan_ok=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_memory_and_files_are_bounded_and_failures_are_told(own: Path) -> None:
+    with pytest.raises(ProgramError, match="status 1 and no reward: MemoryError"):
+        program(own, "bytearray(300 << 20); print(1)", memory_mb=200)([({}, "a")])
+    assert program(own, "bytearray(100 << 20); print(1)", memory_mb=400)([({}, "a")]) == [1.0]
+    with pytest.raises(ProgramError, match="File too large"):
+        program(own, "open('x', 'wb').write(bytes(17 << 20)); print(1)")([({}, "a")])
+    with pytest.raises(ProgramError, match="its last line was 'four'"):
+        program(own, "print('four')")([({}, "a")])
+    missing = RewardSection(program=("no-such-program",))
+    with pytest.raises(ProgramError, match="cannot start no-such-program: No such file"):
+        Program("r", missing)([({}, "a")])
+    with pytest.raises(ConfigError, match=r"there is no file nothing\.py beside the config"):
+        Program("r", RewardSection(program=("python", "nothing.py")))
+
+
+# --- Code beside the config ---
+
+
+def test_a_run_keeps_what_its_config_names_and_what_that_imports(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    (here / "deep" / "sub").mkdir(parents=True)
+    (here / "mine.py").write_text(
+        "import random, helper\nfrom deep.sub import x\ndef f(completion): return 0"
+    )
+    for name in ("helper", "random", "unused", "late"):
+        (here / f"{name}.py").write_text("import late" if name == "helper" else "")
+    (here / "deep/__init__.py").write_text("")
+    (here / "deep/sub/x.py").write_text("from late import *")
+    (here / "check.py").write_text("")
+    config = {"run": {"root": str(tmp_path)}, "model": {"path": "m"}}
+    rewards = {"a": "mine:f", "b": {"program": ["python", "check.py", "/etc/passwd", "../../x"]}}
+    resolved = parse_config({**config, "task": {"name": "jsonl", "reward": rewards}})
+    run = RunDir.create(resolved)
+    modules.keep(run, resolved, here)
+
+    def kept() -> set[str]:
+        return {str(path.relative_to(run.modules)) for path in run.modules.rglob("*") if path.is_file()}
+
+    assert kept() == {"mine.py", "helper.py", "late.py", "check.py", "deep/__init__.py", "deep/sub/x.py"}
+    (here / "helper.py").unlink()
+    modules.keep(run, resolved, here)
+    assert "helper.py" not in kept()
+    before = kept()
+    modules.keep(run, resolved, tmp_path / "elsewhere")  # nothing there is named: a resume from anywhere
+    modules.keep(run, resolved, modules.folder_of(run.path))
+    assert kept() == before and modules.folder_of(here / "c.yaml") == here
+
+
+# --- The examples ---
+
+
+@pytest.mark.parametrize("name", ["function", "several", "judge", "program"])
+def test_each_example_gives_the_rewards_that_it_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a right answer that is too long, a wrong one, and one without a number."""
+    monkeypatch.chdir(EXAMPLES.parents[2])
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setenv("JUDGE_KEY", "k")
+    config = load_config(EXAMPLES / f"{name}.yaml")
+
+    def judge(number: int, body: dict[str, Any]) -> tuple[int, Any]:
+        asked = body["messages"][0]["content"]
+        right = asked.split("problem is ")[1].split(".")[0]
+        return 200, chat(f"{10 * asked.rstrip().endswith(f'#### {right}')}")
+
+    expected = {
+        "function": [1, 0, 0],
+        "several": [1 - 0.1 * 20 / 80, 0, 0],
+        "judge": [1, 0, 0],
+        "program": [1, 0.1, 0],
+    }
+    with serving(judge) as server:
+        section = config.task
+        if name == "judge":
+            rewards = {"judge": section.reward["judge"].model_copy(update={"url": server.url})}
+            section = section.model_copy(update={"reward": rewards})
+        task = load_task(section, ByteTokenizer())
+        prompt = task.prompts("train")[5]
+        end = f"#### {prompt.target}"
+        texts = ["x" * (80 - len(end)) + end, "#### 77777", "no"]
+        rewards_K = task.rewards(prompt, [completion(text) for text in texts])
+    assert list(rewards_K) == pytest.approx(expected[name])
+    assert [len(task.prompts(split)) for split in ("train", "validation", "test")] == [192, 32, 32]
+    assert os.environ["JUDGE_KEY"] not in config.model_dump_json().replace("JUDGE_KEY", "").split('"')
