@@ -387,6 +387,14 @@ def test_an_engine_argument_that_a_key_sets_is_refused_by_name(name: str) -> Non
     assert "\n" not in str(error.value)
 
 
+def test_what_has_changed_is_known_to_one_rank_where_weights_are_files() -> None:
+    settings = ["exchange={delta: always, transport: files}", "train.prompts_per_step=8"]
+    parse_config({"model": {"path": "a"}}, settings)
+    parse_config({"model": {"path": "a"}}, ["exchange.delta=always", "launch.trainers=2"])
+    with pytest.raises(ConfigError, match=r"^exchange.delta=always with .*not launch.trainers=2: leave it"):
+        parse_config({"model": {"path": "a"}}, [*settings, "launch.trainers=2"])
+
+
 def test_engine_arguments_are_kept_as_they_are_and_may_change(tmp_path: Path) -> None:
     arguments = {"quantization": "fp8", "compilation_config": {"level": 2, "cudagraph_capture_sizes": [1, 8]}}
     config = parse_config({"model": {"path": "a"}, "generator": {"engine": arguments}})
