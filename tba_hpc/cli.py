@@ -412,13 +412,15 @@ def evaluate(
     temperature: Annotated[float | None, typer.Option(min=1e-3, help="Of these; none: as trained.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Use so many prompts; none: all.")] = None,
     reference: Annotated[str | None, typer.Option(help="Measure perplexity under this model.")] = None,
+    show: Annotated[int, typer.Option(min=0, help="Print the answers to the first N prompts, too.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Say how good a model is at a task, with confidence intervals, and how far from the reference."""
     from tba_hpc.evaluate import find_target, measure, print_result
 
+    _import_from_here()
     target = find_target(what, config=config, task=task, overrides=overrides or [], reference=reference)
-    result = measure(target, split=split, samples=samples, temperature=temperature, limit=limit)
+    result = measure(target, split=split, samples=samples, temperature=temperature, limit=limit, show=show)
     print_result(result, as_json=as_json)
 
 
