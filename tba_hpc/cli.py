@@ -466,6 +466,23 @@ def _import_from_here() -> None:
         sys.path.insert(0, "")
 
 
+@app.command("compare")
+def compare_runs(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN …", help="Run directories.")],
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page there, too, with their curves.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what differs in the configs of some runs, and what they came to, with 95 % intervals."""
+    from tba_hpc import compare
+
+    compared = compare.compare(runs)
+    if html:
+        compare.write_comparison(html, compared)
+    compare.print_comparison(compared, as_json=as_json)
+
+
 @app.command()
 def samples(
     run: RunPath,
