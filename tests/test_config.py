@@ -137,6 +137,7 @@ RED_TEAMING = {
 PUBLISHED: dict[str, dict[str, object]] = {
     "math_gsm8k": GSM8K,
     "math_gsm8k_one_gpu": GSM8K,
+    "math_gsm8k_one_gpu_lora": GSM8K | {"train.learning_rate.peak": 1e-4},  # LoRA is not in print
     "math_qwen7b": TBA_PRIME,
     "math_qwen7b_dr_grpo": MATH | {"train.objective": "dr_grpo"},
     "redteam_gpt2": RED_TEAMING

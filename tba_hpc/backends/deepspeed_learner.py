@@ -126,6 +126,8 @@ class DeepSpeedLearner:
             temperature=config.model.policy_temperature,
             fp32_head=config.model.fp32_head,
         )
+        if self._lora:
+            logprobs.register_state_dict_post_hook(_leave_out_the_base)
         self._engine = _make_engine(config, logprobs.train())
         self._copy_scripts = self._engine._copy_recovery_script  # small files that are written then and there
         self._engine._copy_recovery_script = lambda path: None
@@ -440,6 +442,13 @@ def _layout(
 ) -> WeightLayout:
     shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
     return WeightLayout.of(shapes, SAFETENSORS_NAME[config.model.dtype], lora)
+
+
+def _leave_out_the_base(model: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """A hook on what goes into checkpoints; DeepSpeed leaves weights in that have a second name."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            state.pop(prefix + name, None)
 
 
 def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -85,13 +85,15 @@ def trainer_need(work: Workload) -> Need:
 
 def _trainer_items(work: Workload) -> Iterator[Item]:
     config, shape = work.config, work.policy
-    weights, ranks, stage = shape.parameters, config.launch.trainers, config.train.zero_stage
+    weights, ranks, stage = work.trained, config.launch.trainers, config.train.zero_stage
     shared = f" ÷ {ranks}" if ranks > 1 else ""
     yield Item(
         "weights",
         work.policy_bytes / (ranks if stage == 3 else 1),
-        f"{work.weight_bytes} B × {_count(weights)}{shared if stage == 3 else ''}",
+        f"{work.weight_bytes} B × {_count(shape.parameters)}{shared if stage == 3 else ''}",
     )
+    if work.adapter:
+        yield Item("adapter", work.published_bytes, f"{work.weight_bytes} B × {_count(weights)}")
     yield Item("float32 masters", 4 * weights / ranks, f"4 B × {_count(weights)}{shared}")
     yield Item("AdamW", 8 * weights / ranks, f"8 B × {_count(weights)}{shared}")
     of_gradients = 1 if stage == 1 else ranks
@@ -103,7 +105,7 @@ def _trainer_items(work: Workload) -> Iterator[Item]:
     bucket = min(BUCKET, weights)
     yield Item("reduction", work.weight_bytes * bucket, f"{work.weight_bytes} B × {_count(bucket)}")
     if stage == 3 and ranks > 1:
-        live = min(weights, LIVE)
+        live = min(shape.parameters, LIVE)
         yield Item("gathered weights", work.weight_bytes * live, f"{work.weight_bytes} B × {_count(live)}")
     backward, step = list(_backward_items(work)), 8 * weights / ranks
     if sum(item.bytes for item in backward) >= step:
@@ -139,9 +141,10 @@ def _backward_items(work: Workload) -> Iterator[Item]:
     )
     chunk = min(train.logprob_chunk_tokens, scored)
     logits = chunk * shape.vocabulary * (8 + size)
-    head = (4 + size) * shape.vocabulary * shape.hidden
     yield Item("logits", logits, f"{chunk:,.0f} tokens × {shape.vocabulary:,} × {8 + size} B")
-    yield Item("output layer's gradient", head, f"{4 + size} B × {shape.vocabulary:,} × {shape.hidden}")
+    if not work.adapter:
+        head = (4 + size) * shape.vocabulary * shape.hidden
+        yield Item("output layer's gradient", head, f"{4 + size} B × {shape.vocabulary:,} × {shape.hidden}")
 
 
 def searcher_need(work: Workload, gpu: Gpu, place: int = 0) -> Need:
