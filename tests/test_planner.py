@@ -202,6 +202,25 @@ def test_7b_needs_several_gpus_to_train() -> None:
         assert estimate(changed, gpu).problems == ()
 
 
+def test_activations_follow_a_budget_of_tokens_and_not_the_size_of_groups() -> None:
+    """And a group that is split is computed once more: 5 forward passes' worth instead of 4."""
+
+    def planned(*changes: str) -> tuple[float, float, str]:
+        by_tokens = ["generator.completions_per_prompt=64", "train.tokens_per_micro_batch=8192"]
+        by_tokens += ["buffer.capacity_per_prompt=64", "launch.trainers=32", *changes]
+        found = estimate(load_config(Path("math_qwen7b"), by_tokens), GPUS["h200-141"])
+        items = _trainer_items(found)
+        return items["activations"], items["hidden states"], found.step[0].formula
+
+    few, many = (planned(f"train.completions_per_prompt={size}") for size in (16, 64))
+    assert few[:2] == pytest.approx(many[:2])
+    half = planned("train.completions_per_prompt=64", "train.tokens_per_micro_batch=4096")
+    assert half[0] == pytest.approx(many[0] / 2)
+    assert many[2].startswith("5 × ")
+    roomy = planned("train.completions_per_prompt=16", "train.tokens_per_micro_batch=65536")
+    assert roomy[2].startswith("4 × ")
+
+
 def test_a_cache_that_does_not_hold_one_sequence_is_refused() -> None:
     """vLLM does: 3,072 tokens of 56 KiB are 168 MiB."""
 

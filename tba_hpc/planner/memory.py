@@ -120,10 +120,12 @@ def _trainer_items(work: Workload) -> Iterator[Item]:
 def _backward_items(work: Workload) -> Iterator[Item]:
     """Activations of a micro-batch, and the output layer's gradient."""
     train, shape, size = work.config.train, work.policy, work.weight_bytes
-    groups = min(train.groups_per_micro_batch, work.groups_per_rank)
-    rows, row = groups * work.group / work.per_row, work.row(work.longest)
+    rows, row = work.rows_at_once(work.longest), work.row(work.longest)
     tokens, layer = rows * row, activation_bytes(shape, size)
     of_tokens = f"{_count(tokens)} tokens of {rows:.0f} × {row:,.0f}"
+    if (budget := train.tokens_per_micro_batch) is not None:  # shorter rows fill it
+        tokens = min(budget, work.groups_per_rank * work.group / work.per_row * row)
+        of_tokens = f"{_count(tokens)} tokens (train.tokens_per_micro_batch)"
     if train.gradient_checkpointing:
         kept = size * shape.hidden * shape.layers + 1.5 * layer
         formula = (
@@ -135,7 +137,7 @@ def _backward_items(work: Workload) -> Iterator[Item]:
     yield Item("activations", tokens * kept, formula)
     if work.per_row > 1:
         yield Item("masks", rows * row**2 * (1 + size), f"{rows:.0f} × {row:,.0f}² × {1 + size} B")
-    scored = groups * work.group * work.longest
+    scored = tokens * work.per_row * work.longest / row
     yield Item(
         "hidden states", 3 * size * shape.hidden * scored, f"3 × {size} B × {shape.hidden} × {scored:,.0f}"
     )

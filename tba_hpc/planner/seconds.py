@@ -35,7 +35,7 @@ def step_spans(work: Workload, gpu: Gpu, gpus_per_node: int) -> Iterator[Span]:
     row = work.row(work.completion)
     rows = work.groups_per_rank * work.group / work.per_row
     scored = work.groups_per_rank * work.group * work.completion
-    passes = 4 if train.gradient_checkpointing else 3
+    passes = (4 if train.gradient_checkpointing else 3) + work.splits(work.completion)
     passes -= work.adapter > 0  # weights that stay have no gradients
     flops = passes * shape.forward_flops(rows * row, attended=row, scored=scored)
     share = hardware.TRAINING_SHARE[dtype]
@@ -44,7 +44,7 @@ def step_spans(work: Workload, gpu: Gpu, gpus_per_node: int) -> Iterator[Span]:
         flops / (share * gpu.flops(dtype)),
         f"{passes} × {flops / passes / 1e12:,.3g} TFLOP ÷ ({share:g} × {gpu.flops(dtype) / 1e12:g} TFLOP/s)",
     )
-    micro = math.ceil(work.groups_per_rank / train.groups_per_micro_batch)
+    micro = math.ceil(rows / work.rows_at_once(work.completion))
     yield Span(
         "launches",
         micro * shape.layers * hardware.LAYER_SECONDS,

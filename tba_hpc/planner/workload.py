@@ -78,9 +78,24 @@ class Workload:
     @property
     def per_row(self) -> int:
         """Sequences of a group that the learner puts into one row after their prompt."""
+        budget = self.config.train.tokens_per_micro_batch
+        most = None if budget is None else max(1, int((budget - self.prompt) // self.longest))
         return sequences_per_row(
-            self.group, prompt=self.prompt, completion=self.completion, width=self.policy.hidden
+            self.group, prompt=self.prompt, completion=self.completion, width=self.policy.hidden, most=most
         )
+
+    def rows_at_once(self, completion: float) -> float:
+        """Rows of a micro-batch where completions have so many tokens."""
+        train, of_group = self.config.train, self.group / self.per_row
+        if train.tokens_per_micro_batch is None:
+            return min(train.groups_per_micro_batch, self.groups_per_rank) * of_group
+        fitting = train.tokens_per_micro_batch // self.row(completion)
+        whole = fitting if fitting < of_group else fitting // of_group * of_group
+        return max(1.0, min(whole, self.groups_per_rank * of_group))
+
+    def splits(self, completion: float) -> bool:
+        """Whether groups with completions of so many tokens are larger than a micro-batch."""
+        return self.rows_at_once(completion) * self.per_row < self.group
 
     def row(self, completion: float) -> float:
         """Tokens of such a row where completions have so many."""
