@@ -35,18 +35,21 @@ def split(batch: TrajectoryBatch, ranks: int) -> list[TrajectoryBatch]:
     return [take_groups(batch, groups) for groups in balance(batch, ranks)]
 
 
-def sequences_per_row(group_size: int, *, prompt: float, completion: float, width: int) -> int:
+def sequences_per_row(
+    group_size: int, *, prompt: float, completion: float, width: int, most: int | None = None
+) -> int:
     """How many of a group's sequences to put into one row: the divisor of its size that costs least.
 
     prompt, completion: mean tokens; width: the model's hidden size D. A token costs a transformer layer about
     24·D² operations in its linear maps and 4·D for every token of its row in attention, visible or not.
+    most: how many there may be, at least 1; None: all.
     """
 
     def operations(sequences: int) -> float:
         row = prompt + sequences * completion
         return row * (6 * width + row) / sequences
 
-    return min((s for s in range(1, group_size + 1) if group_size % s == 0), key=operations)
+    return min((s for s in range(1, (most or group_size) + 1) if group_size % s == 0), key=operations)
 
 
 def with_reference_power(batch: TrajectoryBatch, power: float) -> TrajectoryBatch:
@@ -81,7 +84,7 @@ def micro_batches(batch: TrajectoryBatch, groups_per_micro_batch: int) -> Iterat
     """
     order = np.argsort(-_tokens_of_groups(batch), kind="stable")
     for start in range(0, batch.groups, groups_per_micro_batch):
-        yield _pad(take_groups(batch, order[start : start + groups_per_micro_batch]))
+        yield pad(take_groups(batch, order[start : start + groups_per_micro_batch]))
 
 
 def staleness(batch: TrajectoryBatch, version: int) -> np.ndarray:
@@ -126,19 +129,20 @@ def from_arrays(arrays: Mapping[str, np.ndarray]) -> TrajectoryBatch:
     )
 
 
-def _tokens_of_groups(batch: TrajectoryBatch) -> np.ndarray:
-    """int64 [B]: tokens of a group's completions, and of its prompt once, as the learner computes them."""
-    completions_B = batch.completion_length_N.reshape(-1, batch.group_size).sum(1)
-    return completions_B + batch.prompt_length_N[:: batch.group_size]
-
-
-def _pad(batch: TrajectoryBatch) -> PaddedBatch:
-    length_N = batch.sequences.lengths
+def rectangle(sequences: Ragged) -> np.ndarray:
+    """int64 [N, L]: the sequences, padded on the right with 0 to the longest."""
+    length_N = sequences.lengths
     tokens_NL = np.zeros((len(length_N), int(length_N.max())), np.int64)
+    tokens_NL[np.arange(tokens_NL.shape[1]) < length_N[:, None]] = sequences.values
+    return tokens_NL
+
+
+def pad(batch: TrajectoryBatch) -> PaddedBatch:
+    """All of a batch as rectangles."""
+    length_N = batch.sequences.lengths
+    tokens_NL = rectangle(batch.sequences)
     position_L = np.arange(tokens_NL.shape[1])
-    sequence_NL = position_L < length_N[:, None]
-    completion_NL = sequence_NL & (position_L >= batch.prompt_length_N[:, None])
-    tokens_NL[sequence_NL] = batch.sequences.values
+    completion_NL = (position_L < length_N[:, None]) & (position_L >= batch.prompt_length_N[:, None])
     return PaddedBatch(
         group_size=batch.group_size,
         tokens_NL=tokens_NL,
@@ -151,6 +155,12 @@ def _pad(batch: TrajectoryBatch) -> PaddedBatch:
         on_policy_N=batch.on_policy_N,
         prompt_id_B=batch.prompt_id_B,
     )
+
+
+def _tokens_of_groups(batch: TrajectoryBatch) -> np.ndarray:
+    """int64 [B]: tokens of a group's completions, and of its prompt once, as the learner computes them."""
+    completions_B = batch.completion_length_N.reshape(-1, batch.group_size).sum(1)
+    return completions_B + batch.prompt_length_N[:: batch.group_size]
 
 
 def _spread(value_T: np.ndarray, mask_NL: np.ndarray) -> np.ndarray:

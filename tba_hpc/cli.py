@@ -416,13 +416,15 @@ def evaluate(
     temperature: Annotated[float | None, typer.Option(min=1e-3, help="Of these; none: as trained.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Use so many prompts; none: all.")] = None,
     reference: Annotated[str | None, typer.Option(help="Measure perplexity under this model.")] = None,
+    show: Annotated[int, typer.Option(min=0, help="Print the answers to the first N prompts, too.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Say how good a model is at a task, with confidence intervals, and how far from the reference."""
     from tba_hpc.evaluate import find_target, measure, print_result
 
+    _import_from_here()
     target = find_target(what, config=config, task=task, overrides=overrides or [], reference=reference)
-    result = measure(target, split=split, samples=samples, temperature=temperature, limit=limit)
+    result = measure(target, split=split, samples=samples, temperature=temperature, limit=limit, show=show)
     print_result(result, as_json=as_json)
 
 
@@ -466,6 +468,23 @@ def _import_from_here() -> None:
     """Find a task's module where ``tba run`` does: its ranks have the working directory in their path."""
     if "" not in sys.path:
         sys.path.insert(0, "")
+
+
+@app.command("compare")
+def compare_runs(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN …", help="Run directories.")],
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page there, too, with their curves.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what differs in the configs of some runs, and what they came to, with 95 % intervals."""
+    from tba_hpc import compare
+
+    compared = compare.compare(runs)
+    if html:
+        compare.write_comparison(html, compared)
+    compare.print_comparison(compared, as_json=as_json)
 
 
 @app.command()

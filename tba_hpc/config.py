@@ -454,8 +454,8 @@ class TrainSection(Section):
     """Proximal RLOO, GRPO, Dr. GRPO: how far π_θ/π_behaviour may leave 1 before its gradient stops."""
     second_moment_limit: float | None = Field(None, gt=0)
     """GRPO, Dr. GRPO: instead of clipping, mask the tokens furthest beyond 1 until the mean of
-    (log π_θ/π_behaviour)² over the others beyond it, in a micro-batch, is at most this, nats² (M2PO, where it
-    is .04). None: clip."""
+    (log π_θ/π_behaviour)² over the others beyond it, in a micro-batch (in a group, where those are filled by
+    tokens), is at most this, nats² (M2PO, where it is .04). None: clip."""
     baseline_shift: float = 0.0
     """RLOO, proximal RLOO, Dr. GRPO: δ added to the baseline of the advantages, in units of the reward. Below
     0 successes pull more than failures push, as stale data asks for (AsymRE)."""
@@ -475,6 +475,11 @@ class TrainSection(Section):
     """K: trajectories per group."""
     groups_per_micro_batch: int = Field(1, ge=1)
     """Groups per forward and backward pass on a rank; memory against speed."""
+    tokens_per_micro_batch: MayChange[int | None] = Field(None, ge=1)
+    """Most tokens of such a pass, in place of groups_per_micro_batch: prompts, completions, padding, as they
+    are computed, a prompt once for the completions that share its row. Groups that have more are split, and
+    computed once more, without gradient, for what their completions share; so memory does not depend on
+    completions_per_prompt. At least model.context_length. None: by groups."""
     logprob_chunk_tokens: MayChange[int] = Field(256, ge=1)
     """Tokens whose logits are held at once: memory is this times the vocabulary."""
     learning_rate: LearningRate = LearningRate()
@@ -826,6 +831,16 @@ class Config(Section):
                 f"{self.train.prompts_per_step} groups of {self.generator.completions_per_prompt} that a "
                 "step needs with max_staleness, replay_limit or a reference that is reset: raise it to at "
                 f"least {needed}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_sequence_fits_into_a_micro_batch(self) -> Config:
+        budget, longest = self.train.tokens_per_micro_batch, self.model.context_length
+        if budget is not None and budget < longest:
+            raise ValueError(
+                f"train.tokens_per_micro_batch={budget} is below model.context_length={longest}, which one "
+                "sequence may have: raise the first to at least that, or lower the second"
             )
         return self
 

@@ -35,6 +35,7 @@ def make_config(
     dtype: str = "float32",
     temperature: float = 1.0,
     snapshot: str | None = "memory",
+    context_length: int = 1024,
     **train: object,
 ) -> Config:
     """A config whose micro-batches, chunks and clip all matter to the result."""
@@ -48,7 +49,13 @@ def make_config(
     }
     return parse_config(
         {
-            "model": {"path": str(model), "dtype": dtype, "logprob_temperature": temperature},
+            "model": {
+                "path": str(model),
+                "dtype": dtype,
+                "logprob_temperature": temperature,
+                "context_length": context_length,
+            },
+            "generator": {"max_tokens": context_length // 2},
             "train": settings | train,
             "checkpoint": {"snapshot": snapshot},
             "launch": {"trainers": ranks},

@@ -94,7 +94,8 @@ def test_shipped_files_go_by_name() -> None:
     )
     unknown = tba("submit", *options, "--config", "tldr_pythia")
     assert (
-        unknown.returncode == 2 and "shipped: math_gsm8k, math_gsm8k_one_gpu, math_qwen7b, " in unknown.stderr
+        unknown.returncode == 2
+        and "shipped: math_gsm8k, math_gsm8k_one_gpu, math_gsm8k_one_gpu_lora, " in unknown.stderr
     )
     refused = tba("doctor", "--site", "generik")
     assert refused.returncode == 2 and "shipped: a100x4-pmix, cray-homogeneous, " in refused.stderr

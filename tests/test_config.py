@@ -137,6 +137,7 @@ RED_TEAMING = {
 PUBLISHED: dict[str, dict[str, object]] = {
     "math_gsm8k": GSM8K,
     "math_gsm8k_one_gpu": GSM8K,
+    "math_gsm8k_one_gpu_lora": GSM8K | {"train.learning_rate.peak": 1e-4},  # LoRA is not in print
     "math_qwen7b": TBA_PRIME,
     "math_qwen7b_dr_grpo": MATH | {"train.objective": "dr_grpo"},
     "redteam_gpt2": RED_TEAMING
@@ -385,6 +386,14 @@ def test_an_engine_argument_that_a_key_sets_is_refused_by_name(name: str) -> Non
     ) as error:
         parse_config({"model": {"path": "a"}}, [f"generator.engine.{name}=7"])
     assert "\n" not in str(error.value)
+
+
+def test_what_has_changed_is_known_to_one_rank_where_weights_are_files() -> None:
+    settings = ["exchange={delta: always, transport: files}", "train.prompts_per_step=8"]
+    parse_config({"model": {"path": "a"}}, settings)
+    parse_config({"model": {"path": "a"}}, ["exchange.delta=always", "launch.trainers=2"])
+    with pytest.raises(ConfigError, match=r"^exchange.delta=always with .*not launch.trainers=2: leave it"):
+        parse_config({"model": {"path": "a"}}, [*settings, "launch.trainers=2"])
 
 
 def test_engine_arguments_are_kept_as_they_are_and_may_change(tmp_path: Path) -> None:

@@ -10,19 +10,22 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 import tabular_run
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import safe_get_full_optimizer_state
 from killer import Killer, in_a_process
 from learner_worker import (
     BETA,
     GROUP_SIZE,
+    GROUPS,
     LEARNING_RATE,
     SPOILT_PROMPT,
     Plan,
@@ -43,7 +46,8 @@ from tba_hpc.backends.deepspeed_learner import Command, DeepSpeedLearner, _bucke
 from tba_hpc.backends.hdf5_shards import write_arrays
 from tba_hpc.backends.hf_model import load_policy, load_tokenizer
 from tba_hpc.backends.trainer_group import Message, TrainerGroup
-from tba_hpc.config import Config, LossNormaliser
+from tba_hpc.config import Config, LossNormaliser, ObjectiveName
+from tba_hpc.objectives import make_objective
 from tba_hpc.ports import ExchangeError
 from tba_hpc.run.checkpoints import (
     Checkpoints,
@@ -72,13 +76,19 @@ REST: Plan = [("step", 3), ("step", 4), ("write", "weights")]
 
 
 def sequence_logprobs(model: torch.nn.Module, batch: TrajectoryBatch, temperature: float) -> torch.Tensor:
-    """The definition, a row at a time: sum of log-softmax of all logits/T at the completion tokens."""
-    sums = []
+    """Sums over the completions' tokens, [B, K]."""
+    sums = [logprobs.sum() for logprobs in token_logprobs(model, batch, temperature)]
+    return torch.stack(sums).view(-1, GROUP_SIZE)
+
+
+def token_logprobs(
+    model: torch.nn.Module, batch: TrajectoryBatch, temperature: float = 1.0
+) -> Iterator[torch.Tensor]:
+    """The definition, a row at a time: log-softmax of all logits/T at the completion tokens."""
     for row, prompt_length in enumerate(batch.prompt_length_N):
         tokens = torch.from_numpy(batch.sequences.row(row).astype(np.int64))
         logprobs = (model(input_ids=tokens[None]).logits[0] / temperature).log_softmax(-1)
-        sums.append(logprobs[:-1].gather(1, tokens[1:, None])[prompt_length - 1 :].sum())
-    return torch.stack(sums).view(-1, GROUP_SIZE)
+        yield logprobs[:-1].gather(1, tokens[1:, None])[prompt_length - 1 :, 0]
 
 
 def trajectory_balance_loss(model: torch.nn.Module, batch: TrajectoryBatch, case: Case) -> torch.Tensor:
@@ -159,6 +169,7 @@ class Case:
     tied: bool = False
     dtype: str = "float32"
     groups_per_micro_batch: int = 1
+    tokens_per_micro_batch: int | None = None
     gradient_checkpointing: bool = False
     gradient_clip: float | None = 5.0
     loss_normaliser: LossNormaliser = "sum"
@@ -166,13 +177,19 @@ class Case:
 
     def config(self, model: Path, *, ranks: int | None = None, snapshot: str | None = "memory") -> Config:
         settings = {key: value for key, value in asdict(self).items() if key not in ("ranks", "tied")}
-        return make_config(model, ranks=ranks or self.ranks, snapshot=snapshot, **settings)
+        return make_config(
+            model, ranks=ranks or self.ranks, snapshot=snapshot, context_length=LONGEST, **settings
+        )
 
     def __str__(self) -> str:
         tied, clip = "tied" if self.tied else "untied", "" if self.gradient_clip else "-unclipped"
+        by = f"-by-{self.tokens_per_micro_batch}" if self.tokens_per_micro_batch else ""
         heat = "" if self.temperature == 1 else f"-at-{self.temperature}"
-        return f"zero{self.zero_stage}-{self.dtype}-{self.ranks}-ranks-{tied}{clip}{heat}"
+        return f"zero{self.zero_stage}-{self.dtype}-{self.ranks}-ranks-{tied}{clip}{heat}{by}"
 
+
+LONGEST = 32
+"""Tokens that a sequence of a batch has at most."""
 
 ONE_RANK = Case(1, 2, groups_per_micro_batch=3)
 ZERO_1 = Case(2, 1, tied=True)
@@ -180,6 +197,7 @@ ZERO_2 = Case(2, 2)
 ZERO_3 = Case(2, 3, tied=True, gradient_checkpointing=True)
 UNCLIPPED = Case(2, 2, gradient_clip=None, loss_normaliser="batch_tokens")
 TEMPERED = Case(2, 3, temperature=0.7)
+BY_TOKENS = [Case(1, 2, tokens_per_micro_batch=LONGEST), Case(2, 3, tied=True, tokens_per_micro_batch=48)]
 BF16 = [Case(2, 2, dtype="bfloat16"), Case(1, 1, dtype="bfloat16"), Case(1, 3, dtype="bfloat16")]
 
 
@@ -209,7 +227,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(folder, model, plain, whole)
 
 
-@pytest.mark.parametrize("case", [ONE_RANK, ZERO_1, ZERO_2, ZERO_3, UNCLIPPED, TEMPERED], ids=str)
+@pytest.mark.parametrize("case", [ONE_RANK, ZERO_1, ZERO_2, ZERO_3, UNCLIPPED, TEMPERED, *BY_TOKENS], ids=str)
 def test_learner_equals_a_plain_adamw_loop(runs: Runs, case: Case) -> None:
     runs.plain(case).check(runs.whole(case))
 
@@ -221,7 +239,7 @@ def test_a_restored_run_continues_bit_for_bit(runs: Runs, case: Case) -> None:
     assert (restored.folder / "weights").read_bytes() == (whole.folder / "weights").read_bytes()
 
 
-@pytest.mark.parametrize("case", [ZERO_1, ZERO_2, ZERO_3, BF16[0]], ids=str)
+@pytest.mark.parametrize("case", [ZERO_1, ZERO_2, ZERO_3, BF16[0], BY_TOKENS[1]], ids=str)
 def test_a_loss_that_is_not_finite_changes_nothing_on_any_rank(runs: Runs, case: Case) -> None:
     """Neither weights nor optimizer, bit by bit: NaN, and a reward whose square alone overflows."""
     plan: Plan = [("step", 1), ("step", 2), ("write", "before"), ("spoilt", "nan"), ("write", "after")]
@@ -578,3 +596,102 @@ def _die_or_hear(folder: Path, rank: int) -> None:
         os._exit(9)
     assert group.hear() == Message(3, (0.25, -1.5), b"payload")
     group.hear()
+
+
+# --- Micro-batches by tokens ---
+
+OBJECTIVES: list[dict[str, object]] = [
+    *({"objective": name} for name in get_args(ObjectiveName)),
+    {"objective": "trajectory_balance", "ratio_cap": 1.2, "gap_clip": 0.8, "loss_normaliser": "batch_tokens"},
+    {"objective": "grpo", "second_moment_limit": 0.04},
+]
+
+BUDGETS = (LONGEST, 48, 10_000)
+"""Every group is split; some are; none is, and all are one micro-batch."""
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 2), (2, 1), (2, 2), (2, 3)])
+def test_a_split_group_has_the_gradient_of_a_whole_one(tmp_path: Path, ranks: int, stage: int) -> None:
+    """And loss and metrics, for every objective; Adam's first moment with β₁ = 0 is the gradient.
+
+    Weights as large as a model's usually are: with larger ones rounding is told apart from nothing else.
+    """
+    (tmp_path / "store").mkdir()
+    model = make_random_model(tmp_path / "model", tied=False, spread=0.15)
+    config = Case(ranks, stage, gradient_clip=None).config(model)
+    train = config.train.model_copy(update={"adam_betas": (0.0, 0.99), "weight_decay": 0.0})
+    config = config.model_copy(update={"train": train})
+    with torch.no_grad():
+        rows = token_logprobs(load_policy(str(model), "float32"), make_batch(7))
+        own_T = torch.cat(list(rows)).numpy()
+    np.save(tmp_path / "behaviour", own_T + np.random.default_rng(0).normal(0, 2, len(own_T)))
+    processes = [start(_gradients, tmp_path, rank, config) for rank in range(ranks)]
+    assert join(processes) == [0] * ranks, "".join(log.read_text() for log in tmp_path.glob("log-*"))
+    found = [json.loads(line) for line in (tmp_path / "metrics").read_text().splitlines()]
+    for number, (objective, (whole, *split)) in enumerate(zip(OBJECTIVES, found, strict=True)):
+        gradients = [np.load(tmp_path / f"{number}-{budget}.npy") for budget in (None, *BUDGETS)]
+        assert np.linalg.norm(gradients[0]) > 1e-3, objective
+        for gradient, metrics in zip(gradients[1:], split, strict=True):
+            assert np.linalg.norm(gradient - gradients[0]) < 1e-6 * np.linalg.norm(gradients[0]), objective
+            assert metrics == pytest.approx(whole, rel=1e-5, abs=1e-7), objective
+
+
+def _gradients(folder: Path, rank: int, config: Config) -> None:
+    """Be a rank: a step at a learning rate of 0 for every objective and budget; note what rank 0 sees."""
+    log_to(folder / f"log-{rank}")
+    torch.set_num_threads(1)
+    ranks = config.launch.trainers
+    learner = DeepSpeedLearner.create(config, rank=rank, ranks=ranks, store=folder / "store", deadline=60)
+    value_N = np.random.default_rng(0).random(GROUPS * GROUP_SIZE, np.float32)
+    behaviour = np.load(folder / "behaviour.npy").astype(np.float32)
+    batch = replace(make_batch(7), logprobs=behaviour, value_N=value_N)
+    for number, objective in enumerate(OBJECTIVES):
+        found = []
+        for budget in (None, *BUDGETS):
+            train = config.train.model_copy(update={**objective, "tokens_per_micro_batch": budget})
+            learner._config = config.model_copy(update={"train": train})
+            learner._objective = make_objective(train, max_tokens=24)
+            found.append(learner._step(batch, 0.0, BETA))
+            gradient = [safe_get_full_optimizer_state(p, "exp_avg") for p in learner._parameters.values()]
+            if rank == 0:
+                np.save(
+                    folder / f"{number}-{budget}", torch.cat([part.flatten() for part in gradient]).numpy()
+                )
+        if rank == 0:
+            with (folder / "metrics").open("a") as file:
+                file.write(json.dumps(found) + "\n")
+    learner._close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_engine_computes_no_more_tokens_than_the_budget(runs: Runs, tmp_path: Path, ranks: int) -> None:
+    """Rows times the longest, as the model itself gets them; twice where groups are split, else once."""
+    (tmp_path / "store").mkdir()
+    for budget in BUDGETS:
+        config = Case(ranks, 3, tokens_per_micro_batch=budget).config(runs.model(False))
+        folder = tmp_path / str(budget)
+        (folder / "store").mkdir(parents=True)
+        assert join([start(_note_tokens, folder, rank, config) for rank in range(ranks)]) == [0] * ranks
+        shapes = [json.loads((folder / f"shapes-{rank}").read_text()) for rank in range(ranks)]
+        assert len({len(of_rank) for of_rank in shapes}) == 1
+        assert all(rows * width <= budget for of_rank in shapes for rows, width, _ in of_rank)
+        without = [[shape for *shape, gradient in of_rank if not gradient] for of_rank in shapes]
+        with_gradient = [[shape for *shape, gradient in of_rank if gradient] for of_rank in shapes]
+        assert all(without) == (budget < 10_000)
+        for first, second in zip(without, with_gradient, strict=True):
+            assert first == second[: len(first)] and (budget > LONGEST or len(first) == len(second))
+
+
+def _note_tokens(folder: Path, rank: int, config: Config) -> None:
+    log_to(folder / f"log-{rank}")
+    torch.set_num_threads(1)
+    ranks, shapes = config.launch.trainers, []
+    learner = DeepSpeedLearner.create(config, rank=rank, ranks=ranks, store=folder / "store", deadline=60)
+
+    def note(module: torch.nn.Module, arguments: object, keywords: dict[str, torch.Tensor]) -> None:
+        shapes.append((*keywords["input_ids"].shape, torch.is_grad_enabled()))
+
+    learner._policy.base_model.register_forward_pre_hook(note, with_kwargs=True)
+    learner._step(make_batch(1), LEARNING_RATE, BETA)
+    (folder / f"shapes-{rank}").write_text(json.dumps(shapes))
+    learner._close()

@@ -17,7 +17,9 @@ from byte_tokenizer import ByteTokenizer, completion
 from recorded import new_run
 from tiny_models import make_random_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from typer.testing import CliRunner
 
+from tba_hpc import cli
 from tba_hpc.backends.behaviour_reference import BehaviourReference
 from tba_hpc.backends.hf_model import load_tokenizer
 from tba_hpc.config import ConfigError, GeneratorSection
@@ -110,9 +112,11 @@ def test_figures_are_those_of_transformers(model: Path, capsys: pytest.CaptureFi
     settings = ["model.context_length=128", "generator.max_tokens=40"]
     settings += ["generator.kv_cache_mb=16", "generator.temperature=1.0"]
     target = find_target(str(model), config=None, task="arithmetic", overrides=settings, reference=str(model))
-    result = measure(target, split="validation", samples=4, temperature=0.9, limit=24)
+    result = measure(target, split="validation", samples=4, temperature=0.9, limit=24, show=3)
     print_result(result, as_json=True)
-    found = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert "starting an engine for 120 answers to 24 prompts" in err and "judging the answers" in err
 
     task = Arithmetic(load_tokenizer(str(model)))
     prompts = task.prompts("validation")[:24]
@@ -122,6 +126,13 @@ def test_figures_are_those_of_transformers(model: Path, capsys: pytest.CaptureFi
     assert (found["score_name"], found["prompts"], found["task"]) == ("pass@1", 24, "arithmetic")
     assert found["dtype"] == "float32"  # as the model is stored
     assert found["single"]["scores"]["pass@1"]["value"] == right / 24
+    shown = [(answer["prompt"], answer["text"]) for answer in found["answers"]]
+    decode = load_tokenizer(str(model)).decode
+    assert shown == [(i, decode(answers[i].tokens)) for i in range(3)]
+    assert [a["correct"] for a in found["answers"]] == list(task.correct(prompts[:3], answers[:3]))
+    print_result(result)
+    verdict = "right" if found["answers"][0]["correct"] else "wrong"
+    assert f"prompt 0: {verdict}" in capsys.readouterr().out
     assert found["single"]["tokens"] == sum(len(answer.tokens) for answer in answers) / 24
     assert found["single"]["truncated_share"] == sum(a.finish_reason == "length" for a in answers) / 24
     perplexity = math.exp(-np.concatenate(logprobs).mean())
@@ -199,6 +210,20 @@ def test_bad_input_gets_one_sentence(words: list[str], sentence: str, tmp_path: 
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
     with pytest.raises(ConfigError, match=sentence):
         raise ConfigError(done.stderr)
+
+
+def test_a_task_of_the_working_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``tba run`` finds it. Told before any engine is started: its split is empty."""
+    (tmp_path / "herebefore.py").write_text(
+        "from tba_hpc.tasks.arithmetic import Arithmetic\n\nclass Own(Arithmetic):\n"
+        "    def questions(self, split):\n        return []\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    model = make_random_model(tmp_path / "model", tied=True)
+    words = ["evaluate", str(model), "--task", "herebefore:Own"]
+    refused = CliRunner().invoke(cli.app, words)
+    assert isinstance(refused.exception, ConfigError)
+    assert "the task herebefore:Own has no prompt in its test split" in str(refused.exception)
 
 
 def test_an_empty_split_and_another_vocabulary_get_one_sentence(tmp_path: Path) -> None:

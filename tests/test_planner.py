@@ -109,6 +109,14 @@ def test_a_shipped_config_fits_the_hardware_that_its_header_names(name: str) -> 
     assert all(device.bytes < find_gpu(gpu).bytes for device in found.devices)
 
 
+@pytest.mark.parametrize("gpu", ["rtx4090-24", "a100-40", "a100-80"])
+def test_lora_of_a_1b_fits_one_gpu_of_any_size(gpu: str) -> None:
+    """All weights of it, with the same engine, fit the largest alone."""
+    assert estimate(load_config(Path("math_gsm8k_one_gpu_lora")), GPUS[gpu], gpus=1).problems == ()
+    all_weights = load_config(Path("math_gsm8k_one_gpu_lora"), ["model.lora=null"])
+    assert (estimate(all_weights, GPUS[gpu], gpus=1).problems == ()) == (gpu == "a100-80")
+
+
 def test_three_searchers_of_a_gpu_each_do_not_fit_on_one() -> None:
     found = estimate(load_config(Path("math_gsm8k")), GPUS["h200-141"], gpus=1)
     (problem,) = found.problems
@@ -133,6 +141,43 @@ def test_eighteen_bytes_a_weight_in_training() -> None:
     assert kept == 18 * PUBLISHED["Qwen/Qwen2.5-7B"]
 
 
+def test_an_adapter_alone_has_gradients_and_an_optimizer_and_travels() -> None:
+    """Rank 8 in q and v of Qwen2.5-7B: 28 layers · 8 · (3,584 + 3,584 + 3,584 + 512)."""
+    adapter = 28 * 8 * (2 * 3584 + 3584 + 512)
+    lora = ["model.lora={rank: 8, targets: [q_proj, v_proj]}", "launch.trainers=1", "launch.searchers=1"]
+    found = estimate(load_config(Path("math_qwen7b"), lora), GPUS["h100-80"])
+    full = estimate(_qwen(trainers=1, searchers=1), GPUS["h100-80"])
+    items = _trainer_items(found)
+    assert found.problems == () and full.problems
+    assert items["weights"] == 2 * PUBLISHED["Qwen/Qwen2.5-7B"]
+    kept = [items[name] for name in ("adapter", "float32 masters", "AdamW", "gradients")]
+    assert kept == [2 * adapter, 4 * adapter, 8 * adapter, 4 * adapter]
+    assert "output layer's gradient" not in items
+    share = adapter / PUBLISHED["Qwen/Qwen2.5-7B"]
+    for spans in ("publication", "checkpoint"):
+        ratio = getattr(found, spans)[0].seconds / getattr(full, spans)[0].seconds
+        assert ratio == pytest.approx(share)
+    assert total(list(found.step)) < total(list(full.step))
+
+
+@pytest.mark.parametrize(
+    ("model", "lora", "sentence"),
+    [
+        (
+            "Qwen/Qwen2.5-7B",
+            "{targets: [q_proj, lm_head]}",
+            "targets=lm_head names no linear layer of model.path=",
+        ),
+        ("openai-community/gpt2", "{}", "model.path=openai-community/gpt2 that LoRA can adapt: it has none"),
+    ],
+)
+def test_an_adapter_of_nothing_is_refused(model: str, lora: str, sentence: str) -> None:
+    config = load_config(Path("math_qwen7b"), [f"model.path={model}", f"model.lora={lora}"])
+    with pytest.raises(ConfigError) as refused:
+        estimate(config, GPUS["h100-80"])
+    assert sentence in str(refused.value)
+
+
 def test_zero_shares_out_what_its_stage_says() -> None:
     def kept(stage: int) -> list[float]:
         config = load_config(Path("math_qwen7b"), [f"train.zero_stage={stage}"])
@@ -155,6 +200,25 @@ def test_7b_needs_several_gpus_to_train() -> None:
     for one in changes:
         changed = parse_config(config.model_dump(mode="json", exclude_unset=True), one)
         assert estimate(changed, gpu).problems == ()
+
+
+def test_activations_follow_a_budget_of_tokens_and_not_the_size_of_groups() -> None:
+    """And a group that is split is computed once more: 5 forward passes' worth instead of 4."""
+
+    def planned(*changes: str) -> tuple[float, float, str]:
+        by_tokens = ["generator.completions_per_prompt=64", "train.tokens_per_micro_batch=8192"]
+        by_tokens += ["buffer.capacity_per_prompt=64", "launch.trainers=32", *changes]
+        found = estimate(load_config(Path("math_qwen7b"), by_tokens), GPUS["h200-141"])
+        items = _trainer_items(found)
+        return items["activations"], items["hidden states"], found.step[0].formula
+
+    few, many = (planned(f"train.completions_per_prompt={size}") for size in (16, 64))
+    assert few[:2] == pytest.approx(many[:2])
+    half = planned("train.completions_per_prompt=64", "train.tokens_per_micro_batch=4096")
+    assert half[0] == pytest.approx(many[0] / 2)
+    assert many[2].startswith("5 × ")
+    roomy = planned("train.completions_per_prompt=16", "train.tokens_per_micro_batch=65536")
+    assert roomy[2].startswith("4 × ")
 
 
 def test_a_cache_that_does_not_hold_one_sequence_is_refused() -> None:

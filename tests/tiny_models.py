@@ -52,11 +52,12 @@ def make_random_model(
     dtype: torch.dtype = torch.float32,
     context: int = 256,
     eos: bool = True,
+    spread: float = 1.0,
 ) -> Path:
     """Write a Hugging Face folder with random weights and return it; the same arguments, the same weights.
 
     ``tied`` shares the embedding with the output layer; ``hidden`` is a multiple of 32.
-    The weights are large enough that the distributions are far from uniform.
+    The weights are large enough that the distributions are far from uniform; ``spread`` times as large.
     """
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -68,7 +69,7 @@ def make_random_model(
         num_key_value_heads=hidden // HEAD_SIZE,
         max_position_embeddings=context,
         tie_word_embeddings=tied,
-        initializer_range=0.1 if tied else 0.15,
+        initializer_range=spread * (0.1 if tied else 0.15),
         bos_token_id=None,
         eos_token_id=0 if eos else None,
         pad_token_id=1,

@@ -3,6 +3,7 @@
     python tools/bench_exchange.py weights    publish stall and propagation of the weights
     python tools/bench_exchange.py merge      trajectories/s from offered shards to a sampled buffer
     python tools/bench_exchange.py delta      what has changed ÷ whole weights: bytes, stall, propagation
+    python tools/bench_exchange.py changed    how much AdamW changes of bfloat16 weights, from sync to sync
 
 All take ``--json`` and start mpiexec themselves. Believe the ratios, not the seconds: each ratio comes
 from one run. "nodes" makes every rank a node of its own, so that the weights take the way between nodes;
@@ -32,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange
+from tba_hpc.backends.weight_changes import find_changes
 from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import BufferSection
 from tba_hpc.launch.local import child_environment, find_mpiexec
@@ -182,7 +184,64 @@ def delta(
     show(rows, as_json)
 
 
-def show(rows: list[Weights] | list[Delta] | list[Merge], as_json: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """What has changed from sync to sync: bytes over the weights', first and (median) in the last five."""
+
+    parameters: int
+    learning_rate: float
+    sync_every: int
+    first: float
+    later: float
+
+
+@app.command()
+def changed(
+    width: Annotated[int, typer.Option(help="Of a random Llama of eight layers.")] = 512,
+    rate: Annotated[list[float], typer.Option(help="Learning rates.")] = [1e-6, 1e-5],  # noqa: B006
+    every: Annotated[int, typer.Option(help="Steps between two syncs.")] = 2,
+    syncs: Annotated[int, typer.Option(min=2)] = 15,
+    as_json: Json = False,
+) -> None:
+    """Bytes of the changes, for gradients of random tokens on float32 masters."""
+    show([changes_by_training(width, one, every, syncs) for one in rate], as_json)
+
+
+def changes_by_training(width: int, rate: float, every: int, syncs: int) -> Changed:
+    """Train a random model on random tokens; each step has others."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=16_384,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+    )
+    model = LlamaForCausalLM(shape)
+    optimizer = torch.optim.AdamW(model.parameters(), rate, (0.9, 0.99), weight_decay=0)
+
+    def published() -> np.ndarray:
+        tensors = [tensor.detach().bfloat16().flatten() for tensor in model.parameters()]
+        return torch.cat(tensors).view(torch.uint8).numpy()
+
+    shares, before = [], published()
+    for _ in range(syncs):
+        for _ in range(every):
+            tokens = torch.randint(shape.vocab_size, (4, 64))
+            optimizer.zero_grad()
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+        now = published()
+        found = find_changes(now, before)
+        shares.append(1.0 if found is None else len(found) / len(now))
+        before = now
+    return Changed(len(before) // 2, rate, every, shares[0], statistics.median(shares[-5:]))
+
+
+def show(rows: list[Weights] | list[Delta] | list[Changed] | list[Merge], as_json: bool) -> None:
     """Print the rows."""
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
@@ -337,10 +396,12 @@ def publish_changes(
     rng = np.random.default_rng(0)
     source = rng.integers(0, 1 << 62, layout.nbytes // 8, np.int64).view(np.uint8)
     copy, words, shares = np.zeros_like(source), source.view(np.uint16), []
-    exchange = (
-        open_trainer(world, layout, mode)
-        if way == "nodes"
-        else FileTrainerExchange(
+    exchange: MpiTrainerExchange | FileTrainerExchange
+    if way == "nodes":
+        exchange = open_trainer(world, layout, mode)
+        memory = exchange._memory
+    else:
+        exchange = FileTrainerExchange(
             place,
             layout,
             read_pending=lambda cursors: (),
@@ -348,14 +409,13 @@ def publish_changes(
             evaluated=lambda split, version: True,
             delta=mode == "always",
         )
-    )
     for version in range(len(clock)):
         words[rng.integers(0, len(words), int(changed * len(words)))] ^= 1
         time.sleep(0.3)
         start = time.monotonic()
         np.copyto(copy, source)
         clock[version, 2] = time.monotonic() - start
-        before = exchange._memory.travelled if way == "nodes" else 0
+        before = memory.travelled if way == "nodes" else 0
         clock[version, 0] = time.monotonic()
         assert exchange.publish(Publication(version=version), lambda out: np.copyto(out, source))
         clock[version, 1] = time.monotonic()
@@ -363,7 +423,7 @@ def publish_changes(
             time.sleep(0.002)
         while not (place / f"taken-{version}").exists() and way == "files":
             time.sleep(0.01)
-        sent = exchange._memory.travelled - before if way == "nodes" else newest_size(place)
+        sent = memory.travelled - before if way == "nodes" else newest_size(place)
         shares.append(sent / layout.nbytes)
     exchange.close()
     return statistics.median(shares[2:])

@@ -14,7 +14,7 @@ A figure is printed and saved to OUT/STAGE.json the moment it is known. Stages, 
     learner       optimizer steps: model FLOP utilisation, and peak memory against ``tba plan``
     reload        weights loaded by a running engine, against plain copies; log-probabilities after it
     quickstart    the quickstart's run, from a config to a report
-    shared        a short run with trainer and engine on one GPU, each within its share
+    shared        a short run with LoRA, trainer and engine on one GPU, each within its share
     bench         tools/bench_gpu.py
 """
 
@@ -56,6 +56,7 @@ from tba_hpc.backends.hf_model import load_policy
 from tba_hpc.backends.hf_reference import HfReference
 from tba_hpc.backends.vllm_generator import BEFORE_TORCH, VllmGenerator
 from tba_hpc.config import Config, load_config
+from tba_hpc.metrics import read_metrics
 from tba_hpc.planner.estimate import estimate
 from tba_hpc.planner.hardware import GPUS
 from tba_hpc.planner.memory import CONTEXT, trainer_need
@@ -77,7 +78,7 @@ FORK = (
 )
 """Fails where a process that has asked for GPUs, in an engine's environment, can fork none that uses them."""
 
-ONE_GPU = "configs/math_gsm8k_one_gpu.yaml"
+ONE_GPU = "configs/math_gsm8k_one_gpu_lora.yaml"
 
 RUN_FIGURES = ("steps", "trajectories", "train_seconds")
 
@@ -255,10 +256,10 @@ def quickstart(book: Book, scratch: Path, tiny: bool) -> None:
 
 
 def shared(book: Book, scratch: Path, tiny: bool) -> None:
-    """Trainer and engine on one GPU, as configs/math_gsm8k_one_gpu.yaml has it, on generated problems."""
+    """Trainer of an adapter and engine on one GPU, as ONE_GPU has it, on generated problems."""
     shape = SHAPES[kind(tiny)]
     make_model(scratch / "model", shape)
-    sizes = {"cache": 16, "length": 40} if tiny else {"cache": 8192, "length": 256}
+    sizes = {"cache": 16, "length": 40} if tiny else {"cache": 3072, "length": 256}
     changes: tuple[str, ...] = (
         "task.name=arithmetic",
         f"model.path={scratch / 'model'}",
@@ -284,6 +285,15 @@ def shared(book: Book, scratch: Path, tiny: bool) -> None:
         book.note("most memory of the GPU in use at once", peak[0], "MiB")
     planned = estimate(load_config(ROOT / ONE_GPU, list(changes)), GPUS["a100-80"], gpus=1)
     book.note("memory by the planner", planned.devices[0].bytes / (1 << 20), "MiB")
+    book.note("published ÷ all weights", planned.work.published_bytes / planned.work.policy_bytes)
+    book.note("log-probability, engine less learner: mean", engine_gap(scratch), "nats")
+
+
+def engine_gap(scratch: Path) -> float:
+    """Of the last evaluation of the run below ``scratch``, whose weights the engine has merged."""
+    (records,) = (scratch / "runs").glob("*/metrics/searcher-0000.jsonl")
+    found = [record["search/engine_gap"] for record in read_metrics(records) if "search/engine_gap" in record]
+    return float(str(found[-1]))
 
 
 def bench(book: Book, scratch: Path, tiny: bool) -> None:

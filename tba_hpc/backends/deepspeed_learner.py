@@ -39,6 +39,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tba_hpc import batch as batches
+from tba_hpc import token_budget
 from tba_hpc.backends.hf_model import (
     PolicyLogprobs,
     load_policy,
@@ -55,6 +56,7 @@ from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.files import DiskFullError, fsync, is_for_room, make_durable, write_atomic
 from tba_hpc.run.inventory import SummedFile
 from tba_hpc.skipped_steps import SkippedSteps
+from tba_hpc.token_budget import MicroBatch, Part
 from tba_hpc.types import LoraWeights, PaddedBatch, TrajectoryBatch, WeightLayout, WeightSlot
 
 if TYPE_CHECKING:
@@ -120,13 +122,15 @@ class DeepSpeedLearner:
             self._whole = _layout(self._parameters, config)
         if config.train.gradient_checkpointing:
             self._policy.gradient_checkpointing_enable({"use_reentrant": False})
-        logprobs = PolicyLogprobs(
+        self._logprobs = PolicyLogprobs(
             self._policy,
             chunk_tokens=config.train.logprob_chunk_tokens,
             temperature=config.model.policy_temperature,
             fp32_head=config.model.fp32_head,
         )
-        self._engine = _make_engine(config, logprobs.train())
+        if self._lora:
+            self._logprobs.register_state_dict_post_hook(_leave_out_the_base)
+        self._engine = _make_engine(config, self._logprobs.train())
         self._copy_scripts = self._engine._copy_recovery_script  # small files that are written then and there
         self._engine._copy_recovery_script = lambda path: None
         gpu, where = group.device.type == "cuda", config.checkpoint.snapshot
@@ -251,14 +255,13 @@ class DeepSpeedLearner:
     # --- All ranks together ---
 
     def _step(self, batch: TrajectoryBatch, learning_rate: float, beta: float) -> dict[str, float]:
-        mine = batches.split(batch, self._group.ranks)[self._group.rank]
         sums: dict[str, Tensor] = {}
         losses: list[tuple[np.ndarray, Tensor]] = []
-        for micro in batches.micro_batches(mine, self._config.train.groups_per_micro_batch):
-            output, share = self._backward(micro, batch, beta), len(micro.reward_N) / len(batch.reward_N)
+        for groups, output in self._backward(batch, beta):
+            share = len(groups.reward_N) / len(batch.reward_N)
             for name, part in {"loss": output.loss.detach(), **output.metrics}.items():
                 sums[name] = sums.get(name, 0.0) + share * part.double()
-            losses.append((micro.prompt_id_B, output.loss_BK.detach().mean(1)))
+            losses.append((groups.prompt_id_B, output.loss_BK.detach().mean(1)))
         for parameters in self._engine.optimizer.param_groups:
             parameters["lr"] = learning_rate
         self._engine.step()
@@ -274,20 +277,94 @@ class DeepSpeedLearner:
             "skipped_steps": float(self._skipped.total),
         }
 
-    def _backward(self, micro: PaddedBatch, batch: TrajectoryBatch, beta: float) -> ObjectiveOutput:
-        """Add the gradient of whole groups of the batch.
+    def _backward(self, batch: TrajectoryBatch, beta: float) -> Iterator[tuple[PaddedBatch, ObjectiveOutput]]:
+        """Add the gradient of this rank's groups, and tell of each what the objective said."""
+        budget = self._config.train.tokens_per_micro_batch
+        if budget is not None:
+            per_row = self._per_row(batch, budget)
+            place = {"rank": self._group.rank, "ranks": self._group.ranks}
+            for part in token_budget.parts(batch, **place, budget=budget, per_row=per_row):
+                yield from self._backward_part(part, per_row, batch, beta)
+            return
+        mine = batches.split(batch, self._group.ranks)[self._group.rank]
+        for micro in batches.micro_batches(mine, self._config.train.groups_per_micro_batch):
+            inputs = (micro.tokens_NL, micro.prompt_length_N, micro.length_N)
+            policy_NL = self._engine(*map(self._tensor, inputs), micro.group_size)
+            output = self._objective_of(policy_NL, micro, batch, beta)
+            self._engine.backward(self._weighed(output, micro, batch), scale_wrt_gas=False)
+            yield micro, output
+
+    def _objective_of(
+        self, policy_NL: Tensor, groups: PaddedBatch, batch: TrajectoryBatch, beta: float
+    ) -> ObjectiveOutput:
+        mean_tokens = float(batch.completion_length_N.mean())
+        return self._objective(Groups.of(policy_NL, groups, batch_tokens=mean_tokens), beta)
+
+    def _weighed(self, output: ObjectiveOutput, groups: PaddedBatch, batch: TrajectoryBatch) -> Tensor:
+        """The loss of some groups as the part that it is of the batch's.
 
         DeepSpeed takes the mean of the ranks' gradients: times their number, that is the sum. It skips the
         step, on all ranks, where the norm is not finite; so a loss that is not makes the gradient NaN.
         """
-        scale = self._group.ranks * len(micro.reward_N) / len(batch.reward_N)
-        inputs = (micro.tokens_NL, micro.prompt_length_N, micro.length_N)
-        policy_NL = self._engine(*map(self._tensor, inputs), micro.group_size)
-        groups = Groups.of(policy_NL, micro, batch_tokens=float(batch.completion_length_N.mean()))
-        output = self._objective(groups, beta)
-        finite = output.loss.detach().isfinite()
-        self._engine.backward(output.loss * torch.where(finite, scale, math.nan), scale_wrt_gas=False)
-        return output
+        scale = self._group.ranks * len(groups.reward_N) / len(batch.reward_N)
+        return output.loss * torch.where(output.loss.detach().isfinite(), scale, math.nan)
+
+    # --- Micro-batches by tokens ---
+
+    def _per_row(self, batch: TrajectoryBatch, budget: int) -> int:
+        """How many sequences of a group share a row: one number for the whole batch, on all ranks."""
+        prompt, completion = float(batch.prompt_length_N.mean()), float(batch.completion_length_N.mean())
+        most = token_budget.most_per_row(batch, budget)
+        return self._logprobs.sequences_per_row(
+            batch.group_size, prompt=prompt, completion=completion, most=most
+        )
+
+    def _backward_part(
+        self, part: Part, per_row: int, batch: TrajectoryBatch, beta: float
+    ) -> Iterator[tuple[PaddedBatch, ObjectiveOutput]]:
+        """Add the gradient of whole groups, of which no micro-batch need hold all.
+
+        A loss sees the policy through the log-probabilities alone: dL/dθ = Σ_t dL/dlog π_t · dlog π_t/dθ. So
+        they are computed first, without gradient, then the slopes dL/dlog π_t of whole groups, then one
+        micro-batch after the other again, with gradient. Where there is only one, once is enough.
+        """
+        alone = len(part.sequences) == 1
+        with torch.set_grad_enabled(alone):
+            computed_T = torch.cat([self._logprobs_of(micro, per_row) for micro in part.micro_batches()])
+        order_T = np.argsort(np.concatenate([micro.place_T for micro in part.micro_batches()]))
+        policy_T = computed_T[self._tensor(order_T)]
+        if not alone:
+            policy_T.requires_grad_()
+        found = list(self._objective_by_group(policy_T, part, batch, beta))
+        loss = torch.stack([self._weighed(output, group, batch) for group, output in found]).sum()
+        if alone:
+            self._engine.backward(loss, scale_wrt_gas=False)
+        else:
+            (slope_T,) = torch.autograd.grad(loss, policy_T)
+            for micro in part.micro_batches():
+                along = self._logprobs_of(micro, per_row) @ slope_T[self._tensor(micro.place_T)]
+                self._engine.backward(along, scale_wrt_gas=False)
+        yield from found
+
+    def _logprobs_of(self, micro: MicroBatch, per_row: int) -> Tensor:
+        """float32 [T]: of the micro-batch's completions, sequence after sequence."""
+        arrays = (micro.tokens_NL, micro.prompt_length_N, micro.length_N)
+        tokens_NL, prompt_length_N, length_N = map(self._tensor, arrays)
+        policy_NL = self._engine(tokens_NL, prompt_length_N, length_N, per_row, per_row)
+        place_L = torch.arange(policy_NL.shape[1], device=policy_NL.device)
+        return policy_NL[(place_L >= prompt_length_N[:, None]) & (place_L < length_N[:, None])]
+
+    def _objective_by_group(
+        self, policy_T: Tensor, part: Part, batch: TrajectoryBatch, beta: float
+    ) -> Iterator[tuple[PaddedBatch, ObjectiveOutput]]:
+        """Each group by itself, so that no budget changes what a loss looks at."""
+        tokens_B = part.batch.completion_length_N.reshape(part.batch.groups, -1).sum(1)
+        for group, logprob_T in enumerate(policy_T.split(tokens_B.tolist())):
+            rows = batches.pad(batches.take_groups(part.batch, np.array([group])))
+            mask_NL = self._tensor(rows.completion_mask_NL)
+            nothing_NL = torch.zeros(mask_NL.shape, device=mask_NL.device)
+            policy_NL = nothing_NL.masked_scatter(mask_NL, logprob_T)
+            yield rows, self._objective_of(policy_NL, rows, batch, beta)
 
     def _not_finite(self, batch: TrajectoryBatch, losses: Iterable[tuple[np.ndarray, Tensor]]) -> list[int]:
         """The prompts of the batch whose group has a loss that is not finite, on whichever rank."""
@@ -440,6 +517,13 @@ def _layout(
 ) -> WeightLayout:
     shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
     return WeightLayout.of(shapes, SAFETENSORS_NAME[config.model.dtype], lora)
+
+
+def _leave_out_the_base(model: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """A hook on what goes into checkpoints; DeepSpeed leaves weights in that have a second name."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            state.pop(prefix + name, None)
 
 
 def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:

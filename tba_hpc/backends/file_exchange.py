@@ -265,7 +265,7 @@ class FileTrainerExchange:
         else:
             name = f"step-{publication.version:06d}-{entry.sequence}{CHANGES}"
             self._insist(lambda: publish(self._folder / name, changes.data))
-            entry = replace(entry, file=name, changes=True, checksum=crc32(changes))
+            entry = replace(entry, file=name, changes=True, checksum=crc32(changes.data))
         if self._history:
             self._history.keep(weights, changes)
         self._sync(entry)
@@ -319,7 +319,7 @@ class FileTrainerExchange:
 
     def _give_whole(self) -> None:
         """Put the newest weights in place of their changes, for a searcher that cannot read these."""
-        newest, weights = self._manifest.entries[-1], self._history and self._history.last
+        newest, weights = self._manifest.entries[-1], self._history.last if self._history else None
         if newest.changes and weights is not None:
             whole = replace(self._entry(newest.publication), sequence=newest.sequence)
             np.copyto(self._incoming(newest.publication.version), weights)
@@ -550,7 +550,7 @@ class FileSearcherExchange:
 
     def _read_changes(self, link: Entry) -> np.ndarray:
         changes = np.fromfile(self._folder / link.file, np.uint8)
-        if crc32(changes) != link.checksum:
+        if crc32(changes.data) != link.checksum:
             raise DamagedError(f"{self._folder / link.file} is not what was written")
         return changes
 

@@ -175,17 +175,23 @@ class PolicyLogprobs(nn.Module):
         self._packs = _takes_any_mask(model)
 
     def forward(
-        self, tokens_NL: Tensor, prompt_length_N: Tensor, length_N: Tensor, group_size: int = 1
+        self,
+        tokens_NL: Tensor,
+        prompt_length_N: Tensor,
+        length_N: Tensor,
+        group_size: int = 1,
+        per_row: int | None = None,
     ) -> Tensor:
         """float32 [N, L]: log π(token | all before it) at completion tokens, 0 elsewhere.
 
         tokens_NL: int64, padded on the right with any token. prompt_length_N (at least 1) and length_N:
         int64, tokens of the prompt, and of prompt and completion together. group_size: K rows after each
-        other have one prompt.
+        other have one prompt. per_row: how many of them are computed in one, a divisor of K that
+        ``sequences_per_row`` gave; None: what it gives.
         """
         position_L = torch.arange(tokens_NL.shape[1], device=tokens_NL.device)
         completion_NL = (position_L >= prompt_length_N[:, None]) & (position_L < length_N[:, None])
-        together = self._sequences_per_row(prompt_length_N, length_N, group_size)
+        together = per_row or self._sequences_per_row(prompt_length_N, length_N, group_size)
         rows = pack(tokens_NL, prompt_length_N, length_N, together)
         apart: dict[str, Tensor] = {}  # alone in its row a sequence needs neither: nothing looks right
         if together > 1:
@@ -197,12 +203,20 @@ class PolicyLogprobs(nn.Module):
         nothing_NL = torch.zeros(tokens_NL.shape, device=tokens_NL.device)
         return nothing_NL.masked_scatter(completion_NL, logprob_T)
 
+    def sequences_per_row(
+        self, group_size: int, *, prompt: float, completion: float, most: int | None = None
+    ) -> int:
+        """As ``batch.sequences_per_row`` for this model; 1 where its layers cannot keep them apart."""
+        if not self._packs:
+            return 1
+        width = self.model.config.hidden_size
+        return sequences_per_row(group_size, prompt=prompt, completion=completion, width=width, most=most)
+
     def _sequences_per_row(self, prompt_length_N: Tensor, length_N: Tensor, group_size: int) -> int:
-        if group_size == 1 or not self._packs:
+        if group_size == 1:
             return 1
         prompt, whole = float(prompt_length_N.double().mean()), float(length_N.double().mean())
-        width = self.model.config.hidden_size
-        return sequences_per_row(group_size, prompt=prompt, completion=whole - prompt, width=width)
+        return self.sequences_per_row(group_size, prompt=prompt, completion=whole - prompt)
 
 
 class LogprobHead(nn.Module):

@@ -548,9 +548,10 @@ class NodeMemory:
         for i, (start, end, root) in enumerate(self._buckets):
             if len(under_way) == BUCKETS_IN_FLIGHT:
                 yield from self._finish_broadcast([under_way.popleft()])
-            if changes[i] is None and sizes[i] != WHOLE:
+            if sizes[i] != WHOLE and root != self._nodes.rank:
                 changes[i] = np.empty(sizes[i], np.uint8)
-            message = slot[start:end] if changes[i] is None else changes[i]
+            change = changes[i]
+            message = slot[start:end] if change is None else change
             under_way.append((self._world.rank, self._nodes.Ibcast(message, root)))
             self.travelled += len(message)
         yield from self._finish_broadcast(under_way)

@@ -46,6 +46,7 @@ from tba_hpc.types import Sampling, WeightLayout, WeightSlot
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
     from vllm.outputs import CompletionOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.core_client import InprocClient
 
@@ -236,7 +237,7 @@ class Engine:
 
     def _salt_anew(self) -> None:
         """Let requests that wait with nothing computed, new or preempted, begin as new ones do."""
-        for request in self._core.scheduler.requests.values():
+        for request in cast("Scheduler", self._core.scheduler).requests.values():
             if request.num_computed_tokens == 0:
                 request.cache_salt = self._salt
                 request.block_hashes.clear()

@@ -38,6 +38,14 @@ def wilson(successes: int, trials: int) -> Estimate:
     return Estimate(share, max(0.0, centre - half), min(1.0, centre + half))
 
 
+def difference(one: Estimate, other: Estimate) -> Estimate:
+    """``one − other`` of shares of unpaired trials, from Wilson intervals (Newcombe 1998, method 10)."""
+    gap = one.value - other.value
+    below = math.hypot(one.value - one.low, other.high - other.value)
+    above = math.hypot(one.high - one.value, other.value - other.low)
+    return Estimate(gap, gap - below, gap + above)
+
+
 def pass_at_k(correct: int, samples: int, k: int) -> float:
     """Unbiased estimate of the chance that one of k samples is correct (Chen et al. 2021, eq. 1).
 

@@ -15,6 +15,7 @@ from functools import partial
 
 import numpy as np
 from rich.progress import Progress
+from rich.text import Text
 
 from tba_hpc.backends.vllm_generator import VllmGenerator
 from tba_hpc.config import Config, ConfigError, GeneratorSection
@@ -22,6 +23,7 @@ from tba_hpc.evaluate.estimates import Estimate, passes, wilson
 from tba_hpc.evaluate.target import Target
 from tba_hpc.ports import Generator, Reference, Summarising, Task, evaluation_temperature, score_name
 from tba_hpc.report.terminal import Terminal
+from tba_hpc.run.evaluations import Answer
 from tba_hpc.task_contract import checked_correct, checked_prompts
 from tba_hpc.tasks import make_task
 from tba_hpc.types import Group, Prompt, Request, Sampling, Split
@@ -62,7 +64,7 @@ class Result:
     """What an evaluation came to.
 
     dtype: in which model and reference computed. single: one completion per prompt, as in the evaluations of
-    a run. sampled: several; None where none were asked for.
+    a run. sampled: several; None where none were asked for. answers: the first of the single ones.
     """
 
     model: str
@@ -74,6 +76,7 @@ class Result:
     score_name: str
     single: Decoding
     sampled: Decoding | None
+    answers: tuple[Answer, ...] = ()
 
 
 def measure(
@@ -83,12 +86,14 @@ def measure(
     samples: int = 0,
     temperature: float | None = None,
     limit: int | None = None,
+    show: int = 0,
 ) -> Result:
     """Evaluate as a run does, and by several completions per prompt where they are asked for.
 
     As a run does: one completion per prompt, greedily unless the task has an evaluation_temperature.
     samples: completions per prompt of the second kind, 0 for none. temperature: theirs, None takes the
-    config's. limit: prompts used, None for all.
+    config's. limit: prompts used, None for all. show: answers to the first prompts that the result holds.
+    What takes long is told on stderr.
     Raises ConfigError with one sentence (no such model, an empty split, prompts too long), EngineError where
     the engine keeps dying.
     """
@@ -100,14 +105,18 @@ def measure(
 
     config, section = target.config, target.config.generator
     serve = partial(VllmVictim, seed=config.run.seed)
-    task = make_task(config.task, load_tokenizer(config.model.path), serve)
+    tokenizer = load_tokenizer(config.model.path)
+    task = make_task(config.task, tokenizer, serve)
     prompts = _prompts(task, config.task.name, split, limit)
     _require_same_vocabulary(target)
     single, sampled = samplings(task, section, temperature)
     wanted = [(prompt, 1, single) for prompt in prompts]
     wanted += [(prompt, samples, sampled) for prompt in prompts if samples]
+    _tell(f"starting an engine for {sum(n for _, n, _ in wanted):,} answers to {len(prompts):,} prompts")
     groups = _generate(config, [Request(p, i, n, how, split) for i, (p, n, how) in enumerate(wanted)])
+    _tell("judging the answers" + (", and their perplexity under the reference" if target.reference else ""))
     reference = _load_reference(config, target.reference) if target.reference else None
+    right_P1 = judge(task, groups[: len(prompts)])
     return Result(
         model=config.model.path,
         dtype=config.model.dtype,
@@ -116,9 +125,23 @@ def measure(
         split=split,
         prompts=len(prompts),
         score_name=score_name(task),
-        single=assess(task, reference, groups[: len(prompts)], partial(share, score_name(task))),
+        single=assess(task, reference, groups[: len(prompts)], partial(share, score_name(task)), right_P1),
         sampled=assess(task, reference, groups[len(prompts) :], passes_at_k) if samples else None,
+        answers=tuple(
+            Answer(
+                group.request.prompt.id,
+                tokenizer.decode(group.request.prompt.tokens),
+                tokenizer.decode(group.completions[0].tokens),
+                bool(right),
+            )
+            for group, right in zip(groups[:show], right_P1[:show, 0], strict=False)
+        ),
     )
+
+
+def _tell(what: str) -> None:
+    """What is done now; a bar shows how far, where stderr is a terminal."""
+    Terminal(stderr=True).print(Text(f"{what} …", style="dim"))
 
 
 def samplings(
@@ -173,11 +196,14 @@ def assess(
     reference: Reference | None,
     groups: Sequence[Group],
     scores_of: Callable[[np.ndarray], Scores],
+    correct_PN: np.ndarray | None = None,
 ) -> Decoding:
-    """All figures of one way of decoding. scores_of: takes what is correct, bool [P prompts, N of each]."""
+    """All figures of one way of decoding.
+
+    scores_of: takes what is correct, bool [P prompts, N of each]. correct_PN: that, where it is known.
+    """
     first, completions = groups[0].request, [c for group in groups for c in group.completions]
-    prompts = [group.request.prompt for group in groups for _ in group.completions]
-    correct_PN = np.reshape(checked_correct(task, prompts, completions), (len(groups), first.n))
+    correct_PN = judge(task, groups) if correct_PN is None else correct_PN
     return Decoding(
         temperature=first.sampling.temperature,
         samples=first.n,
@@ -187,6 +213,14 @@ def assess(
         perplexity=_perplexity(reference, groups) if reference else None,
         summary=dict(task.summary(groups)) if isinstance(task, Summarising) else {},
     )
+
+
+def judge(task: Task, groups: Sequence[Group]) -> np.ndarray:
+    """bool [P prompts, N of each]: what is correct."""
+    completions = [completion for group in groups for completion in group.completions]
+    prompts = [group.request.prompt for group in groups for _ in group.completions]
+    correct = checked_correct(task, prompts, completions)
+    return np.reshape(np.array(correct, bool), (len(groups), groups[0].request.n))
 
 
 def share(name: str, correct_P1: np.ndarray) -> Scores:
@@ -202,7 +236,9 @@ def passes_at_k(correct_PN: np.ndarray) -> Scores:
 
 def _perplexity(reference: Reference, groups: Sequence[Group]) -> float:
     """exp(−Σ log π_ref ÷ tokens) of all completions."""
-    logprobs = [row for group in groups for row in reference.logprobs(group)]
+    with Progress(console=Terminal(stderr=True), transient=True) as progress:
+        seen = progress.track(groups, description="perplexity")
+        logprobs = [row for group in seen for row in reference.logprobs(group)]
     return math.exp(-np.concatenate(logprobs).mean(dtype=np.float64))
 
 

@@ -85,13 +85,15 @@ def trainer_need(work: Workload) -> Need:
 
 def _trainer_items(work: Workload) -> Iterator[Item]:
     config, shape = work.config, work.policy
-    weights, ranks, stage = shape.parameters, config.launch.trainers, config.train.zero_stage
+    weights, ranks, stage = work.trained, config.launch.trainers, config.train.zero_stage
     shared = f" ÷ {ranks}" if ranks > 1 else ""
     yield Item(
         "weights",
         work.policy_bytes / (ranks if stage == 3 else 1),
-        f"{work.weight_bytes} B × {_count(weights)}{shared if stage == 3 else ''}",
+        f"{work.weight_bytes} B × {_count(shape.parameters)}{shared if stage == 3 else ''}",
     )
+    if work.adapter:
+        yield Item("adapter", work.published_bytes, f"{work.weight_bytes} B × {_count(weights)}")
     yield Item("float32 masters", 4 * weights / ranks, f"4 B × {_count(weights)}{shared}")
     yield Item("AdamW", 8 * weights / ranks, f"8 B × {_count(weights)}{shared}")
     of_gradients = 1 if stage == 1 else ranks
@@ -103,7 +105,7 @@ def _trainer_items(work: Workload) -> Iterator[Item]:
     bucket = min(BUCKET, weights)
     yield Item("reduction", work.weight_bytes * bucket, f"{work.weight_bytes} B × {_count(bucket)}")
     if stage == 3 and ranks > 1:
-        live = min(weights, LIVE)
+        live = min(shape.parameters, LIVE)
         yield Item("gathered weights", work.weight_bytes * live, f"{work.weight_bytes} B × {_count(live)}")
     backward, step = list(_backward_items(work)), 8 * weights / ranks
     if sum(item.bytes for item in backward) >= step:
@@ -118,10 +120,12 @@ def _trainer_items(work: Workload) -> Iterator[Item]:
 def _backward_items(work: Workload) -> Iterator[Item]:
     """Activations of a micro-batch, and the output layer's gradient."""
     train, shape, size = work.config.train, work.policy, work.weight_bytes
-    groups = min(train.groups_per_micro_batch, work.groups_per_rank)
-    rows, row = groups * work.group / work.per_row, work.row(work.longest)
+    rows, row = work.rows_at_once(work.longest), work.row(work.longest)
     tokens, layer = rows * row, activation_bytes(shape, size)
     of_tokens = f"{_count(tokens)} tokens of {rows:.0f} × {row:,.0f}"
+    if (budget := train.tokens_per_micro_batch) is not None:  # shorter rows fill it
+        tokens = min(budget, work.groups_per_rank * work.group / work.per_row * row)
+        of_tokens = f"{_count(tokens)} tokens (train.tokens_per_micro_batch)"
     if train.gradient_checkpointing:
         kept = size * shape.hidden * shape.layers + 1.5 * layer
         formula = (
@@ -133,15 +137,16 @@ def _backward_items(work: Workload) -> Iterator[Item]:
     yield Item("activations", tokens * kept, formula)
     if work.per_row > 1:
         yield Item("masks", rows * row**2 * (1 + size), f"{rows:.0f} × {row:,.0f}² × {1 + size} B")
-    scored = groups * work.group * work.longest
+    scored = tokens * work.per_row * work.longest / row
     yield Item(
         "hidden states", 3 * size * shape.hidden * scored, f"3 × {size} B × {shape.hidden} × {scored:,.0f}"
     )
     chunk = min(train.logprob_chunk_tokens, scored)
     logits = chunk * shape.vocabulary * (8 + size)
-    head = (4 + size) * shape.vocabulary * shape.hidden
     yield Item("logits", logits, f"{chunk:,.0f} tokens × {shape.vocabulary:,} × {8 + size} B")
-    yield Item("output layer's gradient", head, f"{4 + size} B × {shape.vocabulary:,} × {shape.hidden}")
+    if not work.adapter:
+        head = (4 + size) * shape.vocabulary * shape.hidden
+        yield Item("output layer's gradient", head, f"{4 + size} B × {shape.vocabulary:,} × {shape.hidden}")
 
 
 def searcher_need(work: Workload, gpu: Gpu, place: int = 0) -> Need:

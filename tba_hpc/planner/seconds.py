@@ -35,7 +35,8 @@ def step_spans(work: Workload, gpu: Gpu, gpus_per_node: int) -> Iterator[Span]:
     row = work.row(work.completion)
     rows = work.groups_per_rank * work.group / work.per_row
     scored = work.groups_per_rank * work.group * work.completion
-    passes = 4 if train.gradient_checkpointing else 3
+    passes = (4 if train.gradient_checkpointing else 3) + work.splits(work.completion)
+    passes -= work.adapter > 0  # weights that stay have no gradients
     flops = passes * shape.forward_flops(rows * row, attended=row, scored=scored)
     share = hardware.TRAINING_SHARE[dtype]
     yield Span(
@@ -43,21 +44,22 @@ def step_spans(work: Workload, gpu: Gpu, gpus_per_node: int) -> Iterator[Span]:
         flops / (share * gpu.flops(dtype)),
         f"{passes} × {flops / passes / 1e12:,.3g} TFLOP ÷ ({share:g} × {gpu.flops(dtype) / 1e12:g} TFLOP/s)",
     )
-    micro = math.ceil(work.groups_per_rank / train.groups_per_micro_batch)
+    micro = math.ceil(rows / work.rows_at_once(work.completion))
     yield Span(
         "launches",
         micro * shape.layers * hardware.LAYER_SECONDS,
         f"{micro} micro-batches × {shape.layers} layers × {hardware.LAYER_SECONDS * 1e3:g} ms",
     )
-    owned = shape.parameters / ranks
+    owned = work.trained / ranks
     rate = hardware.BANDWIDTH_SHARE * gpu.bandwidth
     yield Span("optimizer", 48 * owned / (rate * 1e9), f"48 B × {owned / 1e9:.3g} G ÷ {rate:,.0f} GB/s")
     if ranks > 1:
         times = (passes if train.zero_stage == 3 else 1) * (micro if train.zero_stage > 1 else 1)
         times += train.zero_stage != 3  # the new weights
+        each = work.policy_bytes if train.zero_stage == 3 else work.published_bytes
         link = hardware.LINK_SHARE * gpu.link if ranks <= gpus_per_node else hardware.NODE_LINK / hardware.GB
-        moved = times * work.policy_bytes * (ranks - 1) / ranks
-        formula = f"{times} × {work.policy_bytes / 1e9:.3g} GB × {ranks - 1}/{ranks} ÷ {link:,.0f} GB/s"
+        moved = times * each * (ranks - 1) / ranks
+        formula = f"{times} × {each / 1e9:.3g} GB × {ranks - 1}/{ranks} ÷ {link:,.0f} GB/s"
         yield Span("between trainers", moved / (link * 1e9), formula)
 
 
@@ -139,7 +141,7 @@ def decode_seconds(
 
 def publish_spans(work: Workload, nodes: int) -> Iterator[Span]:
     """Of a publication: what the trainer stands still for, then a searcher, then its engine."""
-    size = work.policy_bytes
+    size, whole = work.published_bytes, work.policy_bytes
     parts, ranks = work.config.launch.trainers, work.config.generator.tensor_parallel
     text = f"{size / 1e9:.3g} GB"
     yield Span(
@@ -152,8 +154,9 @@ def publish_spans(work: Workload, nodes: int) -> Iterator[Span]:
     yield Span("private copy", size / hardware.MEMORY_COPY, f"{text} ÷ {hardware.MEMORY_COPY / 1e9:g} GB/s")
     yield Span(
         "engine's stall",
-        size / ranks / hardware.HOST_COPY,
-        f"{text} ÷ {ranks} ÷ {hardware.HOST_COPY / 1e9:g} GB/s, to the GPU",
+        whole / ranks / hardware.HOST_COPY,
+        f"{whole / 1e9:.3g} GB ÷ {ranks} ÷ {hardware.HOST_COPY / 1e9:g} GB/s, to the GPU"
+        f"{', merged with the adapter' if work.adapter else ''}",
     )
 
 
@@ -169,7 +172,7 @@ def recompute_span(work: Workload, gpu: Gpu, engine_kv: float) -> Span:
 def checkpoint_spans(work: Workload, gpus_per_node: int) -> Iterator[Span]:
     """Of a checkpoint: the copy that the trainer waits for, and the writing beside training."""
     ranks = work.config.launch.trainers
-    size = (12 + work.weight_bytes) * work.policy.parameters
+    size = (12 + work.weight_bytes) * work.trained
     text = f"{size / 1e9:.3g} GB"
     yield Span(
         "copy", size / ranks / hardware.HOST_COPY, f"{text} ÷ {ranks} ÷ {hardware.HOST_COPY / 1e9:g} GB/s"

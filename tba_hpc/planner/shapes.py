@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tba_hpc.config import ConfigError
+from tba_hpc.config import ConfigError, LoraSection
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Of a weight."""
@@ -65,9 +65,42 @@ class Shape:
         """Of the attention cache, per token."""
         return 2 * self.layers * self.key_value * weight_bytes
 
+    @property
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of a layer's, by name, that torch has as such: no experts, nor GPT-2's."""
+        hidden, inner = self.hidden, self.inner
+        if self.kind == "gpt2":
+            return {}
+        if not self.gated:
+            fused = {"query_key_value": (hidden, 3 * hidden), "dense": (hidden, hidden)}
+            return {**fused, "dense_h_to_4h": (hidden, inner), "dense_4h_to_h": (inner, hidden)}
+        attention = {
+            "q_proj": (hidden, self.query),
+            "k_proj": (hidden, self.key_value),
+            "v_proj": (hidden, self.key_value),
+            "o_proj": (self.query, hidden),
+        }
+        if self.active != self.matrices:
+            return attention
+        mlp = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+        return attention | mlp
+
     def without_head(self) -> Shape:
         """The same as a classifier or an embedder: no logits over the vocabulary."""
         return replace(self, head=0, vocabulary=0)
+
+
+def adapter_weights(shape: Shape, lora: LoraSection, path: str) -> int:
+    """Weights of an adapter of LoRA. Raises ConfigError where a target names no layer that can have one."""
+    layers = shape.linear_layers
+    wanted = [target.rpartition(".")[2] for target in lora.targets or layers]
+    if not layers or set(wanted) - layers.keys():
+        unknown = f"targets={next(name for name in wanted if name not in layers)}" if layers else "rank"
+        raise ConfigError(
+            f"model.lora.{unknown} names no linear layer of model.path={path} that LoRA can adapt: it has "
+            f"{', '.join(layers) or 'none'}"
+        )
+    return shape.layers * lora.rank * sum(sum(layers[name]) for name in set(wanted))
 
 
 NORMS = {"gpt_neox": "layer", "gpt2": "layer", "bert": "none", "roberta": "none"}

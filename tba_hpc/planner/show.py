@@ -43,7 +43,8 @@ def print_estimate(
 def _head(estimate: Estimate) -> Iterator[str]:
     work, config = estimate.work, estimate.work.config
     yield (
-        f"{config.model.path}: {work.policy.parameters / 1e9:.4g} G weights in {config.model.dtype}; "
+        f"{config.model.path}: {work.policy.parameters / 1e9:.4g} G weights in {config.model.dtype}"
+        f"{f' and {work.adapter / 1e6:.4g} M of an adapter, which is trained' if work.adapter else ''}; "
         f"{count(config.launch.trainers, 'trainer')}, {count(config.launch.searchers, 'searcher')} on "
         f"{count(estimate.nodes, 'node')} with {estimate.gpus} {estimate.gpu.name}"
     )
@@ -110,6 +111,8 @@ def as_values(estimate: Estimate, suggestions: Sequence[Sequence[str]]) -> dict[
         "gpus_per_node": estimate.gpus,
         "nodes": estimate.nodes,
         "parameters": estimate.work.policy.parameters,
+        "trained": estimate.work.trained,
+        "published_bytes": estimate.work.published_bytes,
         "prompt_tokens": estimate.work.prompt,
         "completion_tokens": estimate.work.completion,
         "gpus": [

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tba_hpc.batch import sequences_per_row
 from tba_hpc.config import Config
-from tba_hpc.planner.shapes import BYTES, Shape, load_shape
+from tba_hpc.planner.shapes import BYTES, Shape, adapter_weights, load_shape
 
 TOKENS = {
     "arithmetic": (20, 27),
@@ -31,12 +31,13 @@ READER_BATCH = {"guard": 16, "classifier": 64}
 class Workload:
     """One run. prompt, completion: mean tokens; longest: most tokens of a completion.
 
-    readers: by their option. victim: of the red-teaming task, with the names of its options. embedder: of the
-    trainer's buffer.
+    adapter: weights of LoRA's, 0 where all are trained. readers: by their option. victim: of the red-teaming
+    task, with the names of its options. embedder: of the trainer's buffer.
     """
 
     config: Config
     policy: Shape
+    adapter: int
     readers: dict[str, Shape]
     victim: Shape | None
     embedder: Shape | None
@@ -51,8 +52,18 @@ class Workload:
 
     @property
     def policy_bytes(self) -> float:
-        """Of the policy's weights, as they are trained, published and served."""
+        """Of all of the policy's weights, as they compute and are served."""
         return self.weight_bytes * self.policy.parameters
+
+    @property
+    def trained(self) -> int:
+        """Weights that have gradients and an optimizer, and are published."""
+        return self.adapter or self.policy.parameters
+
+    @property
+    def published_bytes(self) -> float:
+        """Of the weights that travel."""
+        return self.weight_bytes * self.trained
 
     @property
     def group(self) -> int:
@@ -67,9 +78,24 @@ class Workload:
     @property
     def per_row(self) -> int:
         """Sequences of a group that the learner puts into one row after their prompt."""
+        budget = self.config.train.tokens_per_micro_batch
+        most = None if budget is None else max(1, int((budget - self.prompt) // self.longest))
         return sequences_per_row(
-            self.group, prompt=self.prompt, completion=self.completion, width=self.policy.hidden
+            self.group, prompt=self.prompt, completion=self.completion, width=self.policy.hidden, most=most
         )
+
+    def rows_at_once(self, completion: float) -> float:
+        """Rows of a micro-batch where completions have so many tokens."""
+        train, of_group = self.config.train, self.group / self.per_row
+        if train.tokens_per_micro_batch is None:
+            return min(train.groups_per_micro_batch, self.groups_per_rank) * of_group
+        fitting = train.tokens_per_micro_batch // self.row(completion)
+        whole = fitting if fitting < of_group else fitting // of_group * of_group
+        return max(1.0, min(whole, self.groups_per_rank * of_group))
+
+    def splits(self, completion: float) -> bool:
+        """Whether groups with completions of so many tokens are larger than a micro-batch."""
+        return self.rows_at_once(completion) * self.per_row < self.group
 
     def row(self, completion: float) -> float:
         """Tokens of such a row where completions have so many."""
@@ -100,9 +126,11 @@ def workload_of(
         if options.get(option)
     }
     victim, embedder = options.get("victim"), config.buffer.embedding_model
+    policy, lora = load_shape(config.model.path), config.model.lora
     return Workload(
         config=config,
-        policy=load_shape(config.model.path),
+        policy=policy,
+        adapter=adapter_weights(policy, lora, config.model.path) if lora else 0,
         readers=readers,
         victim=load_shape(str(victim), "task.options.victim") if victim else None,
         embedder=load_shape(embedder, "buffer.embedding_model").without_head() if embedder else None,

@@ -506,3 +506,87 @@ def _schedules(ax: Axes, data: RunData) -> bool:
     _steps_axis(ax, data)
     _legend(ax)
     return len(x) > 0
+
+
+# --- Runs laid over each other ---
+
+
+@dataclass(frozen=True, slots=True)
+class RunLine:
+    """How the curves of a run look: colour for matplotlib and the page's variable, dashes for both."""
+
+    color: str
+    variable: str
+    dashes: Any
+    css: str
+
+
+def run_line(index: int) -> RunLine:
+    """Of the run of that place among others: four colours, then the same dashed, then dotted."""
+    color = (BLUE, ORANGE, GREEN, ROSE)[index % 4]
+    dashes: tuple[tuple[Any, str], ...] = (("-", "solid"), ((0, (4, 2)), "dashed"), ((0, (1, 2)), "dotted"))
+    return RunLine(color, VARIABLES[color], *dashes[index // 4 % 3])
+
+
+def overlays(runs: Sequence[RunData]) -> list[Plot]:
+    """The curves of some runs laid over each other, by step; those that at least one run has."""
+    score = score_name_of(evaluation for data in runs for evaluation in data.evaluations)
+    drawn = [
+        _plot(score, "validation, and held-out before and after", lambda ax: _scores(ax, runs)),
+        *(
+            _plot(title, note, lambda ax, name=name: _over(ax, runs, name, _by_version))  # type: ignore[misc]
+            for title, note, name in (
+                ("Reward", "mean per fresh completion", "search/reward"),
+                ("KL", "fresh samples to the reference, nats per completion", "search/kl"),
+                ("Entropy", "of fresh samples, nats per token", "search/entropy"),
+                ("Length", "tokens per fresh completion", "search/length"),
+            )
+        ),
+        *(
+            _plot(title, note, lambda ax, name=name: _over(ax, runs, name, _by_step))  # type: ignore[misc]
+            for title, note, name in (
+                ("Loss", "of the objective: not to be compared between objectives", "train/loss"),
+                ("Gradient norm", "before clipping", "train/grad_norm"),
+                ("Effective sample size", "share of a batch", "train/ess"),
+                ("Staleness", "optimizer steps, mean of a batch", "staleness/mean"),
+                ("Replay ratio", "steps that learned from a trajectory of the batch", "train/replay_ratio"),
+            )
+        ),
+    ]
+    return [plot for plot in drawn if plot]
+
+
+def _over(
+    ax: Axes,
+    runs: Sequence[RunData],
+    name: str,
+    columns: Callable[[RunData, str], tuple[np.ndarray, np.ndarray]],
+) -> bool:
+    """A figure of each run, smoothed."""
+    drawn = 0
+    for index, data in enumerate(runs):
+        (x, y), line = columns(data, name), run_line(index)
+        marker = "o" if len(x) == 1 else None
+        ax.plot(x, _smooth(y), color=line.color, linestyle=line.dashes, marker=marker, markersize=4)
+        drawn += len(x)
+    _steps_axis(ax, max(runs, key=lambda data: data.trainer.step))
+    return drawn > 0
+
+
+def _scores(ax: Axes, runs: Sequence[RunData]) -> bool:
+    for index, data in enumerate(runs):
+        line, test = run_line(index), data.test()
+        validation = [evaluation for evaluation in data.evaluations if evaluation.split == "validation"]
+        for found, style, size in ((validation, line.dashes, 3), (test, "none", 7)):
+            ax.plot(
+                [evaluation.step for evaluation in found],
+                [evaluation.score for evaluation in found],
+                color=line.color,
+                linestyle=style,
+                marker="o" if found is validation else "D",
+                markersize=size,
+            )
+    ax.set_ylim(0, 1.03)
+    _percent_axis(ax)
+    _steps_axis(ax, max(runs, key=lambda data: data.trainer.step))
+    return any(data.evaluations for data in runs)

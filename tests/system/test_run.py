@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba_hpc.audit import audit
@@ -233,7 +234,7 @@ def test_over_files_with_two_trainer_ranks(model: Path, tmp_path: Path) -> None:
 
 
 def test_over_files_that_hold_what_has_changed(model: Path, tmp_path: Path) -> None:
-    """bfloat16 at a small rate; the engine dies amid changes, and the next gets the weights that are due."""
+    """bfloat16 at a small rate; the engine dies amid changes, and the next one gets the weights due."""
     settings = ("exchange.transport=files", "exchange.delta=always", "model.dtype=bfloat16", "train.steps=40")
     process = start(model, tmp_path, *settings, "train.learning_rate.peak=1e-6", "evaluate.every=30")
     run = RunDir(tmp_path / "quickstart-seed0")
@@ -241,7 +242,7 @@ def test_over_files_that_hold_what_has_changed(model: Path, tmp_path: Path) -> N
     (engine,) = [
         child
         for child in psutil.Process(process.pid).children(recursive=True)
-        if "tba_hpc.backends.engine_process" in child.cmdline() and child.cmdline()[0] == sys.executable
+        if "tba_hpc.backends.engine_process" in child.cmdline()
     ]
     engine.kill()
     code, out, err = finish(process)
@@ -250,6 +251,32 @@ def test_over_files_that_hold_what_has_changed(model: Path, tmp_path: Path) -> N
     records = read_metrics(run.metrics_file("searcher", 0))
     assert max(record.get("search/rebuilds", 0) for record in records) == 1
     assert max(record.get("search/version", 0) for record in records) == 40
+
+
+def test_an_adapter_is_trained_killed_and_goes_on_upon_its_base_alone(model: Path, tmp_path: Path) -> None:
+    """LoRA all through, over files; that engines have the adapter is what the evaluations' gaps say."""
+    base = Path(shutil.copytree(model, tmp_path / "model"))
+    settings = ("model.lora={rank: 4}", "train.learning_rate.peak=5.0e-4", "exchange.transport=files")
+    process = start(base, tmp_path, *settings)
+    wait_for(lambda: steps_done(tmp_path) >= 6, process)
+    process.kill()
+    process.communicate()
+    run = run_to_end(base, tmp_path, *settings)
+    assert_whole(run)
+    assert "resumed" in trainer_events(tmp_path)
+
+    records = read_metrics(run.metrics_file("searcher", 0))
+    gaps = [float(str(record["search/engine_gap"])) for record in records if "search/engine_gap" in record]
+    assert gaps and max(gaps) < 1e-5
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, run.export))
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in after if "_proj" in name}
+    assert (run.export / "adapter" / "adapter_model.safetensors").is_file()
+
+    another = {name: 1.01 * tensor for name, tensor in before.items()}
+    save_file(another, base / "model.safetensors", {"format": "pt"})
+    code, out, err = finish(start(base, tmp_path, *settings, "train.steps=20"))
+    assert code == 2 and "holds an adapter for other weights than those of model.path=" in err, out + err
 
 
 def test_started_twice_and_again_after_a_kill(model: Path, tmp_path: Path) -> None:

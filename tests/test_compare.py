@@ -1,0 +1,109 @@
+"""``tba compare``: known runs beside one another; intervals against published ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from recorded import evaluate, new_run, resumed_run, search, step, write
+from typer.testing import CliRunner
+
+from tba_hpc import cli
+from tba_hpc.compare import compare, config_rows, print_comparison, values, write_comparison
+from tba_hpc.config import ConfigError
+from tba_hpc.evaluate.estimates import difference, wilson
+from tba_hpc.report.plots import overlays, run_line
+from tba_hpc.run.directory import RunDir
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[RunDir]:
+    """One that was resumed and finished, one with another objective and rate under way."""
+    first = new_run(tmp_path / "<a>")
+    resumed_run(first)
+    second = new_run(tmp_path / "b", objective="rloo", learning_rate={"peak": 1e-4})
+    write(second.metrics_file("trainer"), [{"time": 1.0, "event": "started", "step": 0}])
+    write(second.metrics_file("trainer"), [step(s, 10.0 * s, loss=1.0) for s in range(1, 4)])
+    write(second.metrics_file("searcher", 0), [search(5.0, 10, 100)])
+    evaluate(second, "test", 0, (20, 21))
+    return [first, second]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "low", "high"),
+    [
+        ((56, 70), (48, 80), 0.0524, 0.3339),
+        ((9, 10), (3, 10), 0.1705, 0.8090),
+        ((10, 10), (0, 10), 0.6075, 1.0),
+    ],
+)
+def test_differences_against_published_intervals(
+    one: tuple[int, int], other: tuple[int, int], low: float, high: float
+) -> None:
+    """Newcombe 1998 (Statistics in Medicine 17, 873-890), table II, method 10."""
+    found = difference(wilson(*one), wilson(*other))
+    assert found.value == pytest.approx(one[0] / one[1] - other[0] / other[1])
+    assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_only_what_differs_is_told_but_names_and_places(runs: list[RunDir]) -> None:
+    rows = {row.pop("key"): list(row.values()) for row in config_rows(compare([run.path for run in runs]))}
+    assert rows["train.objective"] == ["trajectory_balance", "rloo"]
+    assert rows["train.learning_rate.peak"][1] == "0.0001"
+    assert not {"run.name", "run.root", "train.steps", "model.path"} & rows.keys()
+
+
+def test_a_key_that_one_of_three_changes_has_the_value_of_each(tmp_path: Path) -> None:
+    made = [
+        new_run(tmp_path / name, **train)
+        for name, train in (("a", {}), ("b", {"weight_decay": 0.5}), ("c", {"zero_stage": 1}))
+    ]
+    rows = {row["key"]: list(row.values())[1:] for row in config_rows(compare([run.path for run in made]))}
+    assert rows == {"train.weight_decay": ["0.0", "0.5", "0.0"], "train.zero_stage": ["2", "2", "1"]}
+
+
+def test_scores_have_intervals_and_the_difference_to_the_first(runs: list[RunDir]) -> None:
+    evaluate(runs[1], "test", 3, (25, 25))
+    first, second = compare([run.path for run in runs])
+    assert first.before == second.before == wilson(41, 100) and first.gain is None
+    assert second.after == wilson(50, 100)
+    assert second.gain == difference(wilson(50, 100), wilson(85, 100))
+    found = values([first, second])
+    assert found["runs"][second.name]["gain"]["value"] == pytest.approx(-0.35)
+
+
+def test_a_run_that_has_no_last_evaluation_has_none(
+    runs: list[RunDir], capsys: pytest.CaptureFixture[str]
+) -> None:
+    compared = compare([run.path for run in runs])
+    assert compared[1].after is compared[1].gain is None
+    print_comparison(compared)
+    text = capsys.readouterr().out
+    assert re.search(r"optimizer steps +10, unfinished +3, unfinished", text)
+
+
+def test_curves_lie_over_each_other_in_the_colours_of_the_page(runs: list[RunDir]) -> None:
+    plots = overlays([run.data for run in compare([run.path for run in runs])])
+    assert {"pass@1", "Reward", "Loss", "Staleness"} == {plot.title for plot in plots}
+    loss = next(plot.svg for plot in plots if plot.title == "Loss")
+    assert "var(--blue)" in loss and "var(--orange)" in loss
+    assert len({(run_line(i).variable, run_line(i).css) for i in range(12)}) == 12
+
+
+def test_the_page_escapes_names_and_fetches_nothing(runs: list[RunDir], tmp_path: Path) -> None:
+    path = tmp_path / "compare.html"
+    write_comparison(path, compare([run.path for run in runs]))
+    text = path.read_text()
+    assert "&lt;a&gt;" in text and "<a>" not in text and "rloo" in text
+    assert not re.search(r"<script|<link|src=|http-equiv", text)
+    with pytest.raises(ConfigError, match="choose another place with --html"):
+        write_comparison(tmp_path / "no" / "x.html", compare([run.path for run in runs]))
+
+
+def test_the_command_answers_in_json_and_wants_two_runs(runs: list[RunDir]) -> None:
+    done = CliRunner().invoke(cli.app, ["compare", *(str(run.path) for run in runs), "--json"])
+    assert len(json.loads(done.stdout)["runs"]) == 2
+    refused = CliRunner().invoke(cli.app, ["compare", str(runs[0].path), str(runs[0].path)])
+    assert isinstance(refused.exception, ConfigError) and "nothing to compare" in str(refused.exception)
