@@ -86,7 +86,7 @@ def test_tables_are_json_on_request(run: RunDir, capsys: pytest.CaptureFixture[s
 
 def test_answers_before_and_after_stand_beside_their_question(run: RunDir) -> None:
     resumed_run(run)
-    said = {(0, 0): "<b>41</b>", (0, 10): "42", (7, 0): "only before", (3, 10): "only after"}
+    said = {(0, 0): "<b>41</b>\u202e", (0, 10): "42", (7, 0): "only before", (3, 10): "only after"}
     for step_ in (0, 10):
         (run.evaluations / f"test-step-{step_:06d}.json").unlink()
         kept = [
@@ -101,9 +101,9 @@ def test_answers_before_and_after_stand_beside_their_question(run: RunDir) -> No
     found = page.answers(RunData.read(run).test())
     assert found and (found.before_step, found.after_step) == (0, 10)
     ((question, pair),) = [(row.question, row.answers) for row in found.rows]
-    assert question == "What is 0?" and [a.text for a in pair] == ["<b>41</b>", "42"]
+    assert question == "What is 0?" and [a.text for a in pair] == ["<b>41</b>\u202e", "42"]
     text = page.render(RunData.read(run), run.config())
-    assert "&lt;b&gt;41&lt;/b&gt;" in text and "<b>41</b>" not in text
+    assert r"&lt;b&gt;41&lt;/b&gt;\u202e" in text and "\u202e" not in text and "<b>41</b>" not in text
     assert text.index("✗ wrong") < text.index("✓ right") and "only before" not in text
 
 

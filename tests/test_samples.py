@@ -24,6 +24,7 @@ from tba_hpc import cli
 from tba_hpc.audit import audit
 from tba_hpc.backends.hdf5_shards import ShardWriter, read_arrays
 from tba_hpc.config import ConfigError, parse_config
+from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import RunDir
 from tba_hpc.samples import Query, print_samples, run_tokenizer, select, write_page
@@ -215,6 +216,15 @@ def test_control_characters_of_a_model_are_seen_and_not_obeyed(run: RunDir) -> N
     assert "1 of 5 that match, of 5 trajectories still on disk; no checkpoint tells what was used" in text
 
 
+def test_nor_are_they_in_a_pager(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    print_samples(
+        select(run, Query(order="worst", limit=1), BYTES.decode),
+        console=Terminal(force_terminal=True, width=99),
+    )
+    out = capsys.readouterr().out
+    assert r"no\x1b[31mne" in out and "\x1b[31m" not in out
+
+
 def test_a_run_without_trajectories_says_how_to_keep_them(tmp_path: Path) -> None:
     assert "--set exchange.keep_shards=1" in shown(new_run(tmp_path), Query())
 
@@ -245,6 +255,8 @@ def test_the_page_colours_each_token_and_escapes_what_it_is_told(run: RunDir, tm
     selection = select(run, Query(order="changed", limit=1), BYTES.decode)
     write_page(path, run, selection, BYTES.decode)
     text = path.read_text()
+    write_page(path, run, select(run, Query(order="worst", limit=1), BYTES.decode), BYTES.decode)
+    assert "\x1b" not in path.read_text() and r'">\x1b</span>' in path.read_text()
     assert "&lt;eggs&gt;" in text and "<eggs>" not in text
     page = Page(text)
     note = "log π -0.50, reference -1.25: +0.75"

@@ -25,7 +25,7 @@ from tba_hpc.report.tables import NOTHING, duration, percent
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer, Evaluation
 from tba_hpc.run.files import write_atomic
-from tba_hpc.wording import count
+from tba_hpc.wording import count, printable
 
 TEMPLATES = Path(__file__).parent
 
@@ -130,6 +130,7 @@ def render(data: RunData, config: Config) -> str:
         worries=summary.worries if data.trainer.step or data.searchers else None,
         plots=plots(data, config.train) if data.trainer.step else [],
         answers=answers(data.test()),
+        printable=printable,
         promises=promises(data),
         attempts=attempt_rows(data),
         faults=fault_words(faults(data)),

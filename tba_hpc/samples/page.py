@@ -18,6 +18,7 @@ from tba_hpc.samples.select import Sample, Selection
 from tba_hpc.samples.show import facts, summary
 from tba_hpc.samples.texts import Decode, pieces
 from tba_hpc.types import BEHAVIOUR
+from tba_hpc.wording import printable
 
 EDGES = (0.1, 0.5, 1.5, 4.0)
 """Nats of |log π_behaviour − log π_ref| from which a token has the next stronger colour."""
@@ -65,7 +66,8 @@ def write_page(path: Path, run: RunDir, selection: Selection, decode: Decode) ->
 
 def _card(sample: Sample, decode: Decode) -> Card:
     reward, _, others = facts(sample).partition(" · ")
-    return Card(reward, others, sample.prompt.strip("\n"), list(_tokens(sample, decode)), sample.truncated)
+    prompt = printable(sample.prompt.strip("\n"))
+    return Card(reward, others, prompt, list(_tokens(sample, decode)), sample.truncated)
 
 
 def _tokens(sample: Sample, decode: Decode) -> Iterator[Token]:
@@ -75,7 +77,7 @@ def _tokens(sample: Sample, decode: Decode) -> Iterator[Token]:
         note = f"log π {logprob:.2f}"
         if has_reference:
             note += f", reference {ref_logprob:.2f}: {logprob - ref_logprob:+.2f}"
-        yield Token(text or END, shade(logprob - ref_logprob) if has_reference else "", note)
+        yield Token(printable(text) or END, shade(logprob - ref_logprob) if has_reference else "", note)
 
 
 def shade(log_ratio: float) -> str:
