@@ -93,7 +93,9 @@ class Adaptable:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.adapter = [], adapter
-        for name, pair in adapter.layers.items() if adapter else ():
+        if adapter is None:
+            return
+        for name, pair in adapter.layers.items():
             added = _Added(*pair, adapter.scale)
             self._hooks.append(self._model.get_submodule(name).register_forward_hook(added))
 

@@ -81,7 +81,7 @@ class Lora:
             folder / FOLDER / "adapter_model.safetensors",
             {"format": "pt"},
         )
-        self._config.save_pretrained(folder / FOLDER)
+        self._config.save_pretrained(str(folder / FOLDER))
 
     def note_base(self, checkpoint: Path) -> None:
         """Write into a checkpoint of the adapter what it is for."""
