@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tba_hpc.backends.weight_changes import BLOCK, MOST, PIECE, apply_changes, find_changes
+from tba_hpc.backends.weight_changes import AGAIN, BLOCK, MOST, PIECE, Worth, apply_changes, find_changes
 
 
 def changed(rng: np.random.Generator, old: np.ndarray, share: float) -> np.ndarray:
@@ -89,3 +89,15 @@ def test_bfloat16_weights_change_little_at_a_small_learning_rate() -> None:
             shares.append(len(changes) / len(published))
         before = published
     assert max(shares) < 0.1 and max(shares[5:]) <= 0.05
+
+
+def test_the_quicker_way_is_taken_and_the_other_tried_again_now_and_then() -> None:
+    """All at first, then changes once; which of them was quicker may turn."""
+    worth, taken = Worth(), []
+    for publish in range(6 * AGAIN):
+        taken.append(worth.likely)
+        slow_network = publish > 2 * AGAIN
+        worth.note((1.0 if slow_network else 3.0) if taken[-1] else 2.0, changes=taken[-1])
+    assert taken[:3] == [False, True, False]
+    assert sum(taken[: 2 * AGAIN]) == 2, "tried and found slow"
+    assert sum(taken[3 * AGAIN :]) == 3 * AGAIN - 2, "tried, found quick, and the other way tried twice"
