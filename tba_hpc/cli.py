@@ -252,6 +252,25 @@ def search(run: RunPath, index: Index = None) -> None:
     gc.freeze()
 
 
+@app.command("replay")
+def replay_run(
+    run: RunPath,
+    overrides: Overrides = None,
+    delay: Annotated[int, typer.Option(min=0, help="Let shards come so many steps later.")] = 0,
+    at_once: Annotated[bool, typer.Option("--at-once", help="Let all come before the first step.")] = False,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Replay what is left where some are gone.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train anew on the shards that RUN has recorded, without engines: --set train.objective=oapl."""
+    from tba_hpc.replay import replay
+
+    logging.basicConfig(level=logging.WARNING, format="tba: %(message)s")
+    made, _ = replay(run, overrides or [], delay=delay, at_once=at_once, partial=partial)
+    _show_results(made, anew=True, as_json=as_json)
+
+
 @app.command()
 def status(
     run: RunPath,

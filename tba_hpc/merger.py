@@ -69,7 +69,7 @@ class Merger:
         merged = self._buffer.merge_each([some.kept for some in sifted], revision, sync=sync)
         self._metrics.log(
             *(
-                _merge_event(state.step, revision, shard, some, what)
+                _merge_event(state.step, revision, sync, shard, some, what)
                 for shard, some, what in zip(shards, sifted, merged, strict=True)
             )
         )
@@ -140,11 +140,14 @@ def merge_pending(
     return merger.evict_stale(state)
 
 
-def _merge_event(step: int, revision: int, shard: Shard, sifted: Sifted, merged: Merged) -> dict[str, Value]:
+def _merge_event(
+    step: int, revision: int, sync: int, shard: Shard, sifted: Sifted, merged: Merged
+) -> dict[str, Value]:
     return {
         "event": "merged",
         "step": step,
         "revision": revision,
+        "sync": sync,
         "searcher": shard.searcher,
         "shard": shard.index,
         "trajectories": len(shard.trajectories),

@@ -62,6 +62,7 @@ event: lost                     a searcher died and the run goes on, with ``step
 event: damaged                  a checkpoint of ``step`` was set aside, and the one before is used, with
 checkpoint, fault               its name, and what is wrong with it (words)
 event: merged                   one per shard, with ``step``, ``revision``, and
+sync                            weights published last by then (optimizer steps)
 searcher, shard                 whose shard it was, and its index
 trajectories, tokens            in it (count; tokens of completions)
 request_ids                     list of the requests that its groups answer, by their place in the run's

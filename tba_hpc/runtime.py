@@ -32,6 +32,7 @@ from tba_hpc.backends.hdf5_shards import (
     write_arrays,
 )
 from tba_hpc.backends.hybrid_exchange import HybridTrainerExchange
+from tba_hpc.backends.replay_exchange import Recording, ReplayExchange
 from tba_hpc.buffer import Embed, ReplayBuffer
 from tba_hpc.config import FIRST_ELASTIC, Config, ConfigError
 from tba_hpc.elastic import Attendance, Visit, comes_by_itself, leased_place, leaving_at_once
@@ -60,6 +61,7 @@ from tba_hpc.prompts import (
 from tba_hpc.report.digest import KeptDigest, SearcherDigest, TrainerDigest
 from tba_hpc.run import modules
 from tba_hpc.run.beside import beside
+from tba_hpc.run.bundles import Key
 from tba_hpc.run.checkpoints import (
     BUFFER_FILE,
     PROMPTS_FILE,
@@ -88,7 +90,7 @@ from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
 from tba_hpc.tasks import load_task
 from tba_hpc.trainer import Trainer
-from tba_hpc.types import Publication, Ragged, Request, Role, Split, WeightLayout
+from tba_hpc.types import Publication, Ragged, Request, Role, Shard, Split, WeightLayout
 from tba_hpc.wording import printable
 
 if TYPE_CHECKING:
@@ -191,6 +193,61 @@ def _shard_keeper(run: RunDir, config: Config) -> ShardKeeper | None:
     """What keeps merged shards, where any are to be kept."""
     share, most_mb = config.exchange.keep_shards, config.exchange.keep_shards_mb
     return ShardKeeper(run, share, None if most_mb is None else most_mb << 20) if share else None
+
+
+def replay(
+    run: RunDir,
+    config: Config,
+    recording: Recording,
+    read: Callable[[Key], Shard],
+    learner: Learner | None = None,
+) -> bool:
+    """Train in this process on recorded shards, from the newest checkpoint on; whether to the last step.
+
+    learner: one of its own; None: DeepSpeed's, of one rank. Where the shards are used up before, the model is
+    exported as it is.
+    """
+    verify_checkpoints(run, config)
+    learner = learner or _learner_alone(run, config)
+    folder, saved, completed, buffer = _restore(run, config)
+    metrics = _metrics(run, config, "trainer", 0)
+    state = merge_pending(config, (), state=saved, buffer=buffer, completed=completed, metrics=metrics)
+    if folder:
+        learner.load(folder)
+    exchange = ReplayExchange(recording, read, state.cursors)
+    with StopFlag() as stop:
+        trainer = Trainer(
+            config,
+            learner=learner,
+            exchange=exchange,
+            buffer=buffer,
+            completed=completed,
+            state=state,
+            saved=saved,
+            checkpoints=Checkpoints(run, config.checkpoint.keep, write_arrays, is_shard=is_shard),
+            metrics=metrics,
+            stop_asked=lambda: stop.is_set,
+        )
+        exchange.step = lambda: trainer.step
+        finished = trainer.run()
+        if exchange.stop_requested:
+            log.warning("the recorded shards are used up: the replay ends at step %d", trainer.step)
+        trainer.log_event("finished" if finished else "stopped")
+        if not stop.is_set:
+            learner.export(run.export)
+    learner.close()
+    metrics.close()
+    if finished:
+        run.mark_finished()
+    return finished
+
+
+def _learner_alone(run: RunDir, config: Config) -> Learner:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as ranks have it: sums of several threads are others
+    from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
+
+    deadline = config.exchange.deadline_seconds
+    return DeepSpeedLearner.create(config, rank=0, ranks=1, store=_rendezvous(run), deadline=deadline)
 
 
 def verify_checkpoints(run: RunDir, config: Config) -> None:

@@ -121,6 +121,11 @@ class Trainer:
         return self._state.step >= self._config.train.steps
 
     @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self._state.step
+
+    @property
     def stopping(self) -> bool:
         """Whether a stop was asked for, or the job's time is nearly over."""
         return self._stop_asked() or self._exchange.stop_requested or self._is_late

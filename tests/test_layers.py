@@ -22,7 +22,7 @@ LAYERS = [
     {"trainer", "searcher", "scorer", "online_evaluation", "backends", "tasks", "launch", "report"},
     {"ending", "placement", "resources", "order", "elastic"},
     {"runtime", "audit", "evaluate", "samples", "doctor", "planner", "task_check"},
-    {"submit", "lend", "fetch", "ask", "compare", "frames"},
+    {"submit", "lend", "fetch", "ask", "compare", "frames", "replay"},
     {"cli"},
 ]
 """From the ground up; a name is a module or a package of tba_hpc."""

@@ -1,0 +1,207 @@
+"""A run's recorded shards, trained on again: bit by bit the same by the same config, and by others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_loops import (
+    TABLE,
+    ReplayExchange,
+    TrainerParts,
+    _losses,
+    _losses_reach,
+    _sealed,
+    make_config,
+    make_searcher,
+)
+
+from tba_hpc import runtime
+from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange
+from tba_hpc.backends.replay_exchange import Recording
+from tba_hpc.config import Config, ConfigError, parse_config
+from tba_hpc.metrics import read_metrics, step_records
+from tba_hpc.replay import read_recorded, replay_config
+from tba_hpc.run.bundles import pack
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.files import make_folder, publish
+from tba_hpc.tasks.tabular import TabularLearner
+from tba_hpc.types import Shard
+
+
+def keep(run: RunDir) -> None:
+    """What is there now, as exchange.keep_shards keeps it."""
+    files = {key: path.read_bytes() for key, path in run.shard_files().items()}
+    make_folder(run.path / "kept")
+    publish(run.path / "kept" / f"{len(list((run.path / 'kept').iterdir())):06d}.bundle", pack(files))
+
+
+class Keeping(FileTrainerExchange):
+    """Keeps what it collects."""
+
+    run: RunDir
+
+    def collect(self) -> list[Shard]:
+        """As ever."""
+        if shards := super().collect():
+            keep(self.run)
+        return shards
+
+
+def record(root: Path, **sections: dict[str, object]) -> tuple[RunDir, TabularLearner]:
+    """A run with a searcher beside the trainer, as fast as both are."""
+    config = make_config(root, **sections)
+    run = RunDir.create(config)
+    parts = TrainerParts(config, run)
+    thread = threading.Thread(
+        target=make_searcher(config, run, FileSearcherExchange(run.weights, 0, deadline=20)).run
+    )
+    thread.start()
+    Keeping.run = run
+    exchange = parts.file_exchange(Keeping)
+    assert parts.build(exchange).run()
+    exchange.close()
+    thread.join(20)
+    return run, parts.learner
+
+
+def again(
+    source: RunDir,
+    *overrides: str,
+    change: Callable[[Recording], Recording] = lambda recording: recording,
+    partial: bool = False,
+) -> tuple[RunDir, TabularLearner, bool]:
+    """A replay on the tabular learner."""
+    recorded = source.config()
+    config = replay_config(source, recorded, Recording.of(source).steps, overrides)
+    recording, read = read_recorded(source, recorded, config, partial=partial)
+    run = RunDir.create(config)
+    run.begin_attempt()
+    learner = TabularLearner(TABLE, config.train)
+    return run, learner, runtime.replay(run, config, change(recording), read, learner)
+
+
+def steps_of(run: RunDir) -> list[dict[str, Any]]:
+    return step_records(read_metrics(run.metrics_file("trainer")))  # type: ignore[return-value]
+
+
+def first(run: RunDir, name: str) -> float:
+    return float(steps_of(run)[0][name])
+
+
+SYNCHRONOUS: dict[str, dict[str, object]] = {"exchange": {"max_staleness": 0, "sync_every": 1}}
+
+
+@pytest.mark.parametrize("sections", [{}, SYNCHRONOUS], ids=["asynchronous", "synchronous"])
+def test_by_the_same_config_every_loss_is_the_same_bit_by_bit(
+    sections: dict[str, dict[str, object]], tmp_path: Path
+) -> None:
+    """Whenever shards came: between publishes, during waits; the policy at the end is the same, too."""
+    falling: dict[str, object] = {"learning_rate": {"schedule": "linear", "peak": 0.05}}
+    source, learner = record(tmp_path, train=falling, **sections)
+    run, replayed, finished = again(source)
+    assert finished and run.finished and run.path != source.path
+    assert _losses(run) == _losses(source) and len(_losses(run)) == 12
+    part, _, _ = again(source, "train.steps=5", "run.name=part")
+    assert _losses(part) == _losses(source)[:5]
+    np.testing.assert_array_equal(replayed.policy_logits, learner.policy_logits)
+
+
+def test_a_run_that_was_resumed_is_replayed_as_what_survived(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run = RunDir.create(config)
+    parts = TrainerParts(config, run)
+    shards, reached = _sealed(config, run, 10), [False]
+    keep(run)
+    stopped = parts.build(ReplayExchange(shards, 0), stop_asked=lambda: _losses_reach(run, 6, reached))
+    assert not stopped.run()
+    second = TrainerParts(config, run)
+    assert second.build(ReplayExchange(shards, 3)).run()
+    made, learner, _ = again(run)
+    assert _losses(made) == _losses(run)
+    np.testing.assert_array_equal(learner.policy_logits, second.learner.policy_logits)
+
+
+def test_a_replay_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    source, _ = record(tmp_path)
+    _, _, finished = again(source, "train.steps=6")
+    assert finished
+    run, learner, finished = again(source, "train.steps=12")
+    whole, other, _ = again(source, "run.name=whole")
+    assert finished and _losses(run) == _losses(whole)
+    np.testing.assert_array_equal(learner.policy_logits, other.policy_logits)
+
+
+def test_another_objective_learns_from_the_same_first_batch(tmp_path: Path) -> None:
+    """OAPL's reference is what sampled: at the first step that is the policy itself, so its KL is 0."""
+    source, _ = record(tmp_path)
+    for objective in ("oapl", "grpo", "tba_prime"):
+        run, _, finished = again(source, f"train.objective={objective}", f"run.name={objective}")
+        assert finished and first(run, "train/reward") == first(source, "train/reward")
+        assert first(run, "train/loss") != first(source, "train/loss")
+    assert RunDir(tmp_path / "oapl-seed0").config().train.reference == "behaviour"
+    assert first(RunDir(tmp_path / "oapl-seed0"), "train/log_ratio") == pytest.approx(0, abs=1e-6)
+
+
+def test_shards_come_later_or_all_at_once(tmp_path: Path) -> None:
+    source, _ = record(tmp_path)
+    late, _, finished = again(source, "run.name=late", change=lambda recording: recording.delayed(4))
+    recording, moved = Recording.of(source), Recording.of(late)
+    assert finished
+    came = {key: one.step for one in moved.arrivals for key in one.shards}
+    before = {key: one.step for one in recording.arrivals for key in one.shards}
+    assert came and all(came[key] in (0, before[key] + 4) for key in came)  # 0: what was waited for
+    assert any(came.values())
+    once, _, _ = again(source, "run.name=once", change=lambda recording: recording.at_once())
+    (only,) = Recording.of(once).arrivals
+    assert only.step == 0 and set(only.shards) == set(before)
+
+
+def test_where_the_shards_end_the_replay_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source, _ = record(tmp_path, **SYNCHRONOUS)
+    run, _, finished = again(source, "train.steps=30")
+    assert not finished and "used up: the replay ends at step 12" in caplog.text
+    assert len(_losses(run)) == 12 and (run.export / "model.safetensors").exists() and not run.finished
+
+
+REFUSED = {
+    "generator.temperature=0.5": "is not how the shards of .* were made, with 1.0: leave it out",
+    "task.name=math": "task.name=math is not how",
+    "model.logprob_temperature=2": "model.logprob_temperature=2",
+    "train.reference=frozen": "did not record, with train.reference=behaviour",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_what_was_recorded_stays(override: str, tmp_path: Path) -> None:
+    config = make_config(tmp_path, train={"reference": "behaviour"})
+    source = RunDir.create(config)
+    with pytest.raises(ConfigError, match=REFUSED[override]):
+        again(source, override)
+
+
+def test_shards_that_are_gone_are_told_and_what_is_left_is_replayed_if_asked(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    source = RunDir.create(config)
+    shards = _sealed(config, source, 8)
+    keep(source)
+    assert TrainerParts(config, source).build(ReplayExchange(shards, 0)).run()
+    (source.path / "kept/000000.bundle").unlink()
+    for path in source.shard_files().values():
+        path.unlink(missing_ok=True)  # as the pruner does
+    with pytest.raises(ConfigError, match=r"6 of the 6 shards .* are gone, .* exchange.keep_shards=1$"):
+        again(source, partial=True)
+    files = {(0, index): b"" for index in range(2)}
+    publish(source.path / "kept/000000.bundle", pack(files))
+    with pytest.raises(ConfigError, match=r"4 of the 6 shards .*, or replay what is left with --partial"):
+        again(source)
+    read = read_recorded(source, config, _replay_of(source), partial=True)[0]
+    assert [one.shards for one in read.arrivals] == [((0, 0),), ((0, 1),)]
+
+
+def _replay_of(source: RunDir) -> Config:
+    return parse_config(source.config().model_dump(mode="json"), ["run.name=x"])
