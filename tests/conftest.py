@@ -23,6 +23,7 @@ LONGEST_FIRST = (
     "tests/test_vllm_generator.py",
     "tests/test_tiny_model.py",
     "tests/test_deepspeed_learner.py",
+    "tests/test_lora.py",
     "tests/mpi",
     "tests/test_local_launch.py",
     "tests/test_references.py",
