@@ -56,6 +56,27 @@ OWN_ENGINE_ARGUMENTS = {
 }
 """vLLM's arguments that are not to be passed on in generator.engine, and what to do instead, or why."""
 
+OWN_DEEPSPEED_SETTINGS = {
+    "train_batch_size": "train.prompts_per_step and train.completions_per_prompt",
+    "train_micro_batch_size_per_gpu": "train.groups_per_micro_batch or train.tokens_per_micro_batch",
+    "gradient_accumulation_steps": "train.groups_per_micro_batch or train.tokens_per_micro_batch",
+    "managed_gradient_accumulation": "the learner, whose micro-batches differ in number",
+    "gradient_clipping": "train.gradient_clip",
+    "optimizer": "train.adam_betas, train.weight_decay and train.learning_rate",
+    "scheduler": "train.learning_rate",
+    "zero_allow_untested_optimizer": "the learner, whose AdamW is torch's",
+    "zero_force_ds_cpu_optimizer": "the learner, whose AdamW is torch's",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+    "amp": "model.dtype",
+    "torch_autocast": "model.dtype",
+    "data_types": "the learner, which adds gradients up in float32",
+    "checkpoint": "the learner, which writes checkpoints by itself",
+    "zero_optimization.stage": "train.zero_stage",
+}
+"""Settings of DeepSpeed, or sections of them, that are not the user's, and what decides them."""
+
+
 T = TypeVar("T")
 
 _MAY_CHANGE = "may change"
@@ -500,11 +521,30 @@ class TrainSection(Section):
     """What DeepSpeed shards over the trainer ranks: 1 optimizer, 2 and gradients, 3 and weights."""
     gradient_checkpointing: MayChange[bool] = False
     """Recompute activations in the backward pass: memory against speed."""
+    deepspeed: MayChange[dict[str, Any]] = Field(default_factory=dict)
+    """Settings of DeepSpeed under its own names, merged into those that the learner gives it; what another
+    key decides is refused. {zero_optimization: {offload_optimizer: {device: cpu}}} keeps AdamW and the
+    float32 master weights in host memory."""
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether DeepSpeed keeps AdamW's state and the master weights elsewhere than on the GPU."""
+        offload = (self.deepspeed.get("zero_optimization") or {}).get("offload_optimizer") or {}
+        return offload.get("device", "none") != "none"
 
     @property
     def normaliser(self) -> LossNormaliser:
         """``loss_normaliser``, or the objective's own."""
         return self.loss_normaliser or ("completion_tokens" if self.objective == "grpo" else "sum")
+
+    @field_validator("deepspeed")
+    @classmethod
+    def _not_ours(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        for key in _flat(settings):
+            for name, owner in OWN_DEEPSPEED_SETTINGS.items():
+                if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}."):
+                    raise ValueError(f"train.deepspeed.{key} is decided by {owner}: leave it out")
+        return settings
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> TrainSection:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tba_hpc.backends import deepspeed_learner
 from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
 from tba_hpc.config import Config, parse_config
 from tba_hpc.run.beside import beside
@@ -129,11 +130,14 @@ class Run:
         return int((self.folder / f"peak-{rank}").read_text())
 
 
-def run(folder: Path, config: Config, plan: Plan) -> Run:
-    """Take the actions of ``plan`` on ``config.launch.trainers`` ranks; fails with their logs."""
+def run(folder: Path, config: Config, plan: Plan, *, fused: bool = False) -> Run:
+    """Take the actions of ``plan`` on ``config.launch.trainers`` ranks; fails with their logs.
+
+    fused: with the AdamW that a GPU would have.
+    """
     (folder / "store").mkdir(parents=True)
     ranks = config.launch.trainers
-    processes = [start(_work, folder, config, plan, rank) for rank in range(ranks)]
+    processes = [start(_work, folder, config, plan, rank, fused) for rank in range(ranks)]
     codes = join(processes)
     logs = "\n".join((folder / f"log-{rank}").read_text()[-3000:] for rank in range(ranks))
     assert codes == [0] * ranks, f"exit codes {codes}\n{logs}"
@@ -166,8 +170,10 @@ def log_to(path: Path) -> None:
     os.dup2(log, 2)
 
 
-def _work(folder: Path, config: Config, plan: Plan, rank: int) -> None:
+def _work(folder: Path, config: Config, plan: Plan, rank: int, fused: bool) -> None:
     log_to(folder / f"log-{rank}")
+    if fused:
+        deepspeed_learner.is_fused = lambda device: True
     os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = "7"  # as under mpiexec: not this group's numbering
     torch.set_num_threads(1)
     ranks = config.launch.trainers

@@ -8,6 +8,7 @@ import yaml
 
 from tba_hpc.config import (
     OF_OWN_SAMPLES,
+    OWN_DEEPSPEED_SETTINGS,
     OWN_ENGINE_ARGUMENTS,
     ConfigError,
     differences,
@@ -442,3 +443,24 @@ def test_differing_keys_are_named() -> None:
     old = parse_config({"model": {"path": "a"}})
     new = parse_config({"model": {"path": "a"}, "train": {"steps": 5, "learning_rate": {"peak": 1.0}}})
     assert differing_keys(old, new) == ["train.steps", "train.learning_rate.peak"]
+
+
+# --- DeepSpeed's own settings ---
+
+
+def test_settings_of_deepspeed_are_kept_as_they_are() -> None:
+    key = "train.deepspeed.zero_optimization.offload_optimizer.device"
+    config = parse_config({"model": {"path": "m"}}, [f"{key}=cpu"])
+    assert config.train.deepspeed == {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    assert parse_config(yaml.safe_load(dump_config(config))) == config
+    plain = parse_config({"model": {"path": "m"}})
+    assert differing_keys(plain, config) == [key] and may_change(key)
+    assert not may_change("train.zero_stage") and not may_change("train.adam_betas.first")
+
+
+@pytest.mark.parametrize(
+    "key", [*OWN_DEEPSPEED_SETTINGS, "bf16.enabled", "optimizer.params.lr", "zero_optimization"]
+)
+def test_a_setting_of_deepspeed_that_is_not_the_users_is_refused_by_name(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^train.deepspeed.{key} is decided by .*: leave it out$"):
+        parse_config({"model": {"path": "m"}}, [f"train.deepspeed.{key}=3"])

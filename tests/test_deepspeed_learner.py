@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import get_args
 
+import deepspeed
 import numpy as np
 import pytest
 import tabular_run
@@ -38,15 +39,15 @@ from learner_worker import (
     shared_window,
     start,
 )
-from safetensors.torch import load_file
-from tiny_models import make_random_model
+from safetensors.torch import load_file, save_file
+from tiny_models import FAMILIES, make_family_model, make_random_model
 
 from tba_hpc.backends import deepspeed_learner
 from tba_hpc.backends.deepspeed_learner import Command, DeepSpeedLearner, _buckets, _replacing
 from tba_hpc.backends.hdf5_shards import write_arrays
 from tba_hpc.backends.hf_model import load_policy, load_tokenizer
 from tba_hpc.backends.trainer_group import Message, TrainerGroup
-from tba_hpc.config import Config, LossNormaliser, ObjectiveName
+from tba_hpc.config import Config, LossNormaliser, ObjectiveName, parse_config
 from tba_hpc.objectives import make_objective
 from tba_hpc.ports import ExchangeError
 from tba_hpc.run.checkpoints import (
@@ -174,19 +175,26 @@ class Case:
     gradient_clip: float | None = 5.0
     loss_normaliser: LossNormaliser = "sum"
     temperature: float = 1.0
+    offload: bool = False
 
     def config(self, model: Path, *, ranks: int | None = None, snapshot: str | None = "memory") -> Config:
-        settings = {key: value for key, value in asdict(self).items() if key not in ("ranks", "tied")}
+        settings = {
+            key: value for key, value in asdict(self).items() if key not in ("ranks", "tied", "offload")
+        }
+        settings["deepspeed"] = OFFLOADED if self.offload else {}
         return make_config(
             model, ranks=ranks or self.ranks, snapshot=snapshot, context_length=LONGEST, **settings
         )
 
     def __str__(self) -> str:
         tied, clip = "tied" if self.tied else "untied", "" if self.gradient_clip else "-unclipped"
+        host = "-offloaded" if self.offload else ""
         by = f"-by-{self.tokens_per_micro_batch}" if self.tokens_per_micro_batch else ""
         heat = "" if self.temperature == 1 else f"-at-{self.temperature}"
-        return f"zero{self.zero_stage}-{self.dtype}-{self.ranks}-ranks-{tied}{clip}{heat}{by}"
+        return f"zero{self.zero_stage}-{self.dtype}-{self.ranks}-ranks-{tied}{clip}{heat}{by}{host}"
 
+
+OFFLOADED = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 
 LONGEST = 32
 """Tokens that a sequence of a batch has at most."""
@@ -198,6 +206,7 @@ ZERO_3 = Case(2, 3, tied=True, gradient_checkpointing=True)
 UNCLIPPED = Case(2, 2, gradient_clip=None, loss_normaliser="batch_tokens")
 TEMPERED = Case(2, 3, temperature=0.7)
 BY_TOKENS = [Case(1, 2, tokens_per_micro_batch=LONGEST), Case(2, 3, tied=True, tokens_per_micro_batch=48)]
+HOST = [Case(2, 2, offload=True), Case(2, 3, tied=True, offload=True)]
 BF16 = [Case(2, 2, dtype="bfloat16"), Case(1, 1, dtype="bfloat16"), Case(1, 3, dtype="bfloat16")]
 
 
@@ -227,12 +236,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(folder, model, plain, whole)
 
 
-@pytest.mark.parametrize("case", [ONE_RANK, ZERO_1, ZERO_2, ZERO_3, UNCLIPPED, TEMPERED, *BY_TOKENS], ids=str)
+@pytest.mark.parametrize(
+    "case", [ONE_RANK, ZERO_1, ZERO_2, ZERO_3, UNCLIPPED, TEMPERED, *BY_TOKENS, *HOST], ids=str
+)
 def test_learner_equals_a_plain_adamw_loop(runs: Runs, case: Case) -> None:
     runs.plain(case).check(runs.whole(case))
 
 
-@pytest.mark.parametrize("case", [ZERO_1, ZERO_2, ZERO_3, *BF16], ids=str)
+@pytest.mark.parametrize("case", [ZERO_1, ZERO_2, ZERO_3, *BF16, *HOST], ids=str)
 def test_a_restored_run_continues_bit_for_bit(runs: Runs, case: Case) -> None:
     whole, restored = runs.whole(case), runs.restored(case)
     assert restored.metrics == whole.metrics[2:]
@@ -695,3 +706,89 @@ def _note_tokens(folder: Path, rank: int, config: Config) -> None:
     learner._step(make_batch(1), LEARNING_RATE, BETA)
     (folder / f"shapes-{rank}").write_text(json.dumps(shapes))
     learner._close()
+
+
+# --- DeepSpeed's own settings ---
+
+
+@pytest.mark.parametrize("case", [ZERO_2, ZERO_3], ids=str)
+def test_the_adamw_of_a_gpu_takes_the_same_steps_and_resumes(runs: Runs, tmp_path: Path, case: Case) -> None:
+    """In two ranks bit for bit, and in one; torch has the same kernel for CPUs."""
+    config = case.config(runs.model(case.tied))
+    whole = run(tmp_path / "whole", config, WHOLE, fused=True)
+    runs.plain(case).check(whole)
+    rest: Plan = [("load", str(whole.folder / "checkpoint")), *REST]
+    again = run(tmp_path / "again", config, rest, fused=True)
+    assert (again.folder / "weights").read_bytes() == (whole.folder / "weights").read_bytes()
+    alone = run(tmp_path / "alone", case.config(runs.model(case.tied), ranks=1), rest, fused=True)
+    for name, weight in alone.weights("weights").items():
+        torch.testing.assert_close(weight, whole.weights("weights")[name], atol=1e-5, rtol=1e-5)
+
+
+def test_an_optimizer_goes_to_the_host_and_to_fewer_ranks_on_a_resume(runs: Runs, tmp_path: Path) -> None:
+    """Written by two ranks without offload; read by two, and by one, with it."""
+    rest: Plan = [("load", str(runs.whole(ZERO_2).folder / "checkpoint")), *REST]
+    for ranks in (2, 1):
+        config = HOST[0].config(runs.model(False), ranks=ranks)
+        found = run(tmp_path / f"{ranks}-ranks", config, rest).weights("weights")
+        for name, weight in runs.whole(ZERO_2).weights("weights").items():
+            torch.testing.assert_close(found[name], weight, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_is_shared_out_while_it_is_loaded(runs: Runs, tmp_path: Path) -> None:
+    """Never more than a module of it is whole on a rank; put together it is the model as loaded whole."""
+    (tmp_path / "store").mkdir()
+    folders = [runs.model(False), *(make_family_model(tmp_path / kind, kind) for kind in FAMILIES)]
+    configs = [ZERO_3.config(folder) for folder in folders] + [BF16[2].config(runs.model(True))]
+    processes = [start(_load_in_parts, tmp_path, rank, configs) for rank in range(2)]
+    assert join(processes) == [0, 0], (tmp_path / "log-0").read_text() + (tmp_path / "log-1").read_text()
+    for number, config in enumerate(configs):
+        policy = load_policy(config.model.path, config.model.dtype)
+        plain = {name: weight.detach() for name, weight in policy.named_parameters()}
+        modules = [list(module.parameters(recurse=False)) for module in policy.modules()]
+        largest = max(sum(weight.numel() for weight in weights) for weights in modules)
+        for rank in range(2):
+            kept, peaks = json.loads((tmp_path / f"kept-{number}-{rank}").read_text())
+            assert max(peaks) <= largest and len(peaks) > 10
+            assert kept == {name: math.ceil(weight.numel() / 2) for name, weight in plain.items()}
+            found = load_file(tmp_path / f"whole-{number}-{rank}")
+            assert found.keys() == plain.keys()
+            assert all(torch.equal(found[name], plain[name]) for name in plain), config.model.path
+
+
+def _load_in_parts(folder: Path, rank: int, configs: list[Config]) -> None:
+    log_to(folder / f"log-{rank}")
+    group = TrainerGroup.join(folder / "store", rank=rank, ranks=2, deadline=60)
+    gathered = deepspeed.zero.GatheredParameters
+    for number, config in enumerate(configs):
+        peaks: list[int] = []
+
+        def noting(parameters: list[torch.nn.Parameter], **options: object) -> object:
+            peaks.append(sum(parameter.ds_numel for parameter in parameters))  # noqa: B023
+            return gathered(parameters, **options)
+
+        deepspeed.zero.GatheredParameters = noting
+        weights = dict(deepspeed_learner._load_policy(config).named_parameters())
+        assert all(weight.numel() == 0 for weight in weights.values())
+        kept = {name: weight.ds_tensor.numel() for name, weight in weights.items()}
+        (folder / f"kept-{number}-{rank}").write_text(json.dumps([kept, peaks]))
+        with gathered(list(weights.values())):
+            whole = {name: weight.detach().clone() for name, weight in weights.items()}
+        save_file(whole, folder / f"whole-{number}-{rank}")
+    group.leave()
+
+
+def test_a_setting_that_deepspeed_does_not_know_is_one_sentence(runs: Runs, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    config = parse_config(
+        ONE_RANK.config(runs.model(False)).model_dump(mode="json"),
+        ["train.deepspeed.zero_optimization.offload_everything=true"],
+    )
+    assert join([start(_fail, tmp_path, config)]) == [1]
+    told = (tmp_path / "log-0").read_text()
+    assert "ConfigError: DeepSpeed refuses offload_everything=True of train.deepspeed (Extra inputs" in told
+
+
+def _fail(folder: Path, config: Config) -> None:
+    log_to(folder / "log-0")
+    DeepSpeedLearner.create(config, rank=0, ranks=1, store=folder / "store", deadline=60)

@@ -202,6 +202,16 @@ def test_7b_needs_several_gpus_to_train() -> None:
         assert estimate(changed, gpu).problems == ()
 
 
+def test_an_optimizer_in_host_memory_takes_none_of_the_gpu() -> None:
+    """12 of the 18 bytes a weight, and what AdamW works with."""
+    offload = "train.deepspeed.zero_optimization.offload_optimizer.device=cpu"
+    config = load_config(Path("math_qwen7b"), ["launch.trainers=1", "launch.searchers=1", offload])
+    items = _trainer_items(estimate(config, GPUS["h200-141"]))
+    weights = PUBLISHED["Qwen/Qwen2.5-7B"]
+    assert items.keys().isdisjoint({"AdamW", "float32 masters", "in the optimizer"})
+    assert items["weights"] + items["gradients"] == 6 * weights and "activations" in items
+
+
 def test_activations_follow_a_budget_of_tokens_and_not_the_size_of_groups() -> None:
     """And a group that is split is computed once more: 5 forward passes' worth instead of 4."""
 

@@ -34,12 +34,19 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils.tensor_fragment import fragment_address
+from pydantic import ValidationError
 from safetensors import numpy as wire
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from tba_hpc import batch as batches
 from tba_hpc import token_budget
+from tba_hpc.backends.deepspeed_settings import (
+    BUCKET_ELEMENTS,
+    deepspeed_settings,
+    is_fused,
+    use_tensor_cores,
+)
 from tba_hpc.backends.hf_model import (
     PolicyLogprobs,
     load_policy,
@@ -49,7 +56,7 @@ from tba_hpc.backends.hf_model import (
 )
 from tba_hpc.backends.snapshot import Snapshot
 from tba_hpc.backends.trainer_group import Message, TrainerGroup, is_lost_peer
-from tba_hpc.config import Config
+from tba_hpc.config import Config, ConfigError
 from tba_hpc.objectives import Groups, ObjectiveOutput, figures, make_objective
 from tba_hpc.run.beside import at_once, beside
 from tba_hpc.run.checkpoints import StateError
@@ -75,9 +82,6 @@ ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 PLAIN_DATA = [LossScaler, ZeroStageEnum, fragment_address]
 """What DeepSpeed's files hold beside tensors and numbers; all else in a pickle is refused, not executed."""
-
-BUCKET_ELEMENTS = 128 << 20
-"""Most parameters in one reduction of gradients: memory against messages."""
 
 BUCKET_BYTES = 256 << 20
 """Most weights that ZeRO-3 makes whole at once to copy them out: memory against messages."""
@@ -111,7 +115,8 @@ class DeepSpeedLearner:
         self._group = group
         self._objective = make_objective(config.train, max_tokens=config.generator.max_tokens)
         self._tokenizer = load_tokenizer(config.model.path)
-        self._policy = load_policy(config.model.path, config.model.dtype)
+        use_tensor_cores(group.device)
+        self._policy = _load_policy(config)
         require_one_vocabulary(self._tokenizer, self._policy, config.model.path)
         self._lora = _adapt(self._policy, config)
         self._parameters = dict(self._policy.named_parameters())  # tied ones once, as save_pretrained does
@@ -130,7 +135,7 @@ class DeepSpeedLearner:
         )
         if self._lora:
             self._logprobs.register_state_dict_post_hook(_leave_out_the_base)
-        self._engine = _make_engine(config, self._logprobs.train())
+        self._engine = _make_engine(config, self._logprobs.train(), group.device)
         self._copy_scripts = self._engine._copy_recovery_script  # small files that are written then and there
         self._engine._copy_recovery_script = lambda path: None
         gpu, where = group.device.type == "cuda", config.checkpoint.snapshot
@@ -515,7 +520,7 @@ def _adapt(policy: PreTrainedModel, config: Config) -> Lora | None:
 def _layout(
     parameters: Mapping[str, torch.nn.Parameter], config: Config, lora: LoraWeights | None = None
 ) -> WeightLayout:
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
+    shapes = [(name, tuple(_unsharded(parameter).shape)) for name, parameter in parameters.items()]
     return WeightLayout.of(shapes, SAFETENSORS_NAME[config.model.dtype], lora)
 
 
@@ -530,37 +535,48 @@ def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _make_engine(config: Config, model: PolicyLogprobs) -> deepspeed.DeepSpeedEngine:
-    """DeepSpeed's engine around ``model`` and torch's AdamW (its own would need a compiler)."""
+def _load_policy(config: Config) -> PreTrainedModel:
+    """The policy; under ZeRO-3 in parts from the start, so that no rank ever holds all of it.
+
+    Raises ConfigError where there is none, or where DeepSpeed does not know a setting of train.deepspeed.
+    """
     deepspeed_logger.setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles one, for minutes
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else ZeRO loads a compiler, for an optimizer not used
+    settings = deepspeed_settings(config, BUCKET_ELEMENTS)
+    try:
+        deepspeed.DeepSpeedConfig(settings)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"]))
+        raise ConfigError(
+            f"DeepSpeed refuses {key}={problem['input']!r} of train.deepspeed ({problem['msg']}): mend it, "
+            "or leave it out"
+        ) from None
+    # An adapter is told apart by its base, of which a rank must see all.
+    in_parts = settings if config.train.zero_stage == 3 and config.model.lora is None else None
+    return load_policy(config.model.path, config.model.dtype, in_parts=in_parts)
+
+
+def _unsharded(parameter: torch.nn.Parameter) -> Tensor:
+    """Nothing but shape and number of elements: of ZeRO-3's parameters no rank has more than a part."""
+    return torch.empty(getattr(parameter, "ds_shape", parameter.shape), device="meta")
+
+
+def _make_engine(config: Config, model: PolicyLogprobs, device: torch.device) -> deepspeed.DeepSpeedEngine:
+    """DeepSpeed's engine around ``model`` and torch's AdamW (its own would need a compiler)."""
     train = config.train
     optimizer = torch.optim.AdamW(
-        _trained(model), train.learning_rate.peak, train.adam_betas, weight_decay=train.weight_decay
+        _trained(model),
+        train.learning_rate.peak,
+        train.adam_betas,
+        weight_decay=train.weight_decay,
+        fused=is_fused(device),
     )
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_settings(config, model))
+    settings = deepspeed_settings(config, sum(_unsharded(parameter).numel() for parameter in _trained(model)))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     return engine
-
-
-def _settings(config: Config, model: PolicyLogprobs) -> dict[str, object]:
-    """DeepSpeed's own configuration. ``step`` alone ends an accumulation, whatever the micro-batches."""
-    bucket = min(BUCKET_ELEMENTS, sum(parameter.numel() for parameter in _trained(model)))
-    return {
-        "train_micro_batch_size_per_gpu": 1,  # required, and unused: batches do not come from DeepSpeed
-        "managed_gradient_accumulation": False,
-        "gradient_clipping": config.train.gradient_clip or 0.0,  # 0: no limit
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": config.model.dtype == "bfloat16"},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_optimization": {
-            "stage": config.train.zero_stage,
-            "reduce_bucket_size": bucket,
-            "allgather_bucket_size": bucket,
-            "overlap_comm": False,
-        },
-    }
 
 
 def _folder(message: Message) -> Path:

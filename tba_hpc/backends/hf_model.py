@@ -8,7 +8,8 @@ Shape letters: N sequences, L padded length, T completion tokens in all, D hidde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as TransformersTokenizer
+from transformers.integrations import deepspeed as zero
 from transformers.utils import logging as transformers_logging
 
 from tba_hpc.backends.file_tokenizer import NO_END
@@ -95,17 +97,41 @@ def load_tokenizer(path: str, key: str = "model.path") -> HfTokenizer:
     return HfTokenizer(tokenizer, tokenizer.eos_token_id)
 
 
-def load_policy(path: str, dtype: Dtype) -> PreTrainedModel:
+def load_policy(path: str, dtype: Dtype, in_parts: Mapping[str, Any] | None = None) -> PreTrainedModel:
     """Causal language model of a folder or hub name, on the CPU, in ``dtype``, without dropout.
 
-    Dropout is off because log-probabilities must be those of the policy that samples.
+    Dropout is off because log-probabilities must be those of the policy that samples. in_parts: settings of
+    DeepSpeed; then every rank calls this, and parameters are shared out by ZeRO-3 as they are made and read,
+    on the device where they are trained.
     Raises ConfigError where there is no such model.
     """
     config = _from_pretrained(AutoConfig, path)
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
-    return _from_pretrained(AutoModelForCausalLM, path, config=config, dtype=TORCH_DTYPE[dtype])
+    with nullcontext() if in_parts is None else _shared_out(in_parts):
+        return _from_pretrained(AutoModelForCausalLM, path, config=config, dtype=TORCH_DTYPE[dtype])
+
+
+class _Zero3:
+    """What transformers asks whether, and how, to share a model out while it is loaded."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.config = settings
+
+    def is_zero3(self) -> bool:
+        return True
+
+
+@contextmanager
+def _shared_out(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Have transformers share out what it loads; it keeps a weak reference to who says so."""
+    said_by = _Zero3(settings)
+    zero.set_hf_deepspeed_config(said_by)
+    try:
+        yield
+    finally:
+        zero.unset_hf_deepspeed_config()
 
 
 def tensor_in(buffer: np.ndarray, slot: WeightSlot) -> Tensor:

@@ -23,7 +23,7 @@ ENGINE_RUNTIME = 1.5 * GIB
 """CUDA, graphs and workspaces of an engine."""
 
 BUCKET = 128 << 20
-"""Most weights in a reduction of gradients (deepspeed_learner.BUCKET_ELEMENTS)."""
+"""Most weights in a reduction of gradients (deepspeed_settings.BUCKET_ELEMENTS)."""
 
 LIVE = 10**9
 """Most weights that ZeRO-3 keeps whole at once (DeepSpeed's default)."""
@@ -94,8 +94,9 @@ def _trainer_items(work: Workload) -> Iterator[Item]:
     )
     if work.adapter:
         yield Item("adapter", work.published_bytes, f"{work.weight_bytes} B × {_count(weights)}")
-    yield Item("float32 masters", 4 * weights / ranks, f"4 B × {_count(weights)}{shared}")
-    yield Item("AdamW", 8 * weights / ranks, f"8 B × {_count(weights)}{shared}")
+    if not config.train.offloads_optimizer:
+        yield Item("float32 masters", 4 * weights / ranks, f"4 B × {_count(weights)}{shared}")
+        yield Item("AdamW", 8 * weights / ranks, f"8 B × {_count(weights)}{shared}")
     of_gradients = 1 if stage == 1 else ranks
     yield Item(
         "gradients",
@@ -107,7 +108,8 @@ def _trainer_items(work: Workload) -> Iterator[Item]:
     if stage == 3 and ranks > 1:
         live = min(shape.parameters, LIVE)
         yield Item("gathered weights", work.weight_bytes * live, f"{work.weight_bytes} B × {_count(live)}")
-    backward, step = list(_backward_items(work)), 8 * weights / ranks
+    backward = list(_backward_items(work))
+    step = 0.0 if config.train.offloads_optimizer else 8 * weights / ranks
     if sum(item.bytes for item in backward) >= step:
         yield from backward
     else:
