@@ -20,7 +20,7 @@ LAYERS = [
     {"metrics", "freshness"},
     {"merger", "step_log", "search_log"},
     {"trainer", "searcher", "scorer", "online_evaluation", "backends", "tasks", "launch", "report"},
-    {"ending", "placement", "resources", "order", "elastic"},
+    {"ending", "placement", "resources", "order", "elastic", "track"},
     {"runtime", "audit", "evaluate", "doctor", "planner", "task_check"},
     {"submit", "lend", "fetch", "replay"},
     {"cli"},
@@ -33,7 +33,7 @@ SIBLINGS_THAT_MEET = {
     ("launch", "report"),  # the local launcher shows the live display
 }
 
-HEAVY = {"vllm", "deepspeed", "mpi4py", "h5py", "submitit"}
+HEAVY = {"wandb", "vllm", "deepspeed", "mpi4py", "h5py", "submitit"}
 
 WITHOUT_TORCH = [
     *(
@@ -84,7 +84,11 @@ WITHOUT_TORCH = [
         "tasks.gsm8k",
         "backends.vllm_generator",
     ),
+    "track.beside",
+    "track.follow",
     "tasks.arithmetic",
+    "tasks.jsonl",
+    "tasks.reasoning_gym",
     "tasks.math",
     "tasks.redteam",
     "tasks.tldr",
