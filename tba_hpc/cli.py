@@ -33,6 +33,7 @@ from tba_hpc.run.files import DiskFullError
 from tba_hpc.run.notes import REFUSED, write_note
 from tba_hpc.run.owners import OwnedError, claim_for_job, owned, refuse_owned
 from tba_hpc.task_check import refuse_bad_task
+from tba_hpc.track.follow import require_trackers
 from tba_hpc.types import Role, Split
 from tba_hpc.wording import printable
 
@@ -74,6 +75,7 @@ def run(
 ) -> None:
     """Train on this machine, from the start or from where the run stopped."""
     resolved = _resolve(config, overrides or [])
+    require_trackers(resolved)
     run_dir = RunDir.check(resolved)
     refuse_steps_behind(run_dir, resolved)
     done = is_done(run_dir, resolved)
@@ -269,6 +271,24 @@ def replay_run(
     logging.basicConfig(level=logging.WARNING, format="tba: %(message)s")
     made, _ = replay(run, overrides or [], delay=delay, at_once=at_once, partial=partial)
     _show_results(made, anew=True, as_json=as_json)
+
+
+@app.command()
+def track(
+    run: RunPath,
+    overrides: Overrides = None,
+    go_on: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what comes, until RUN is finished.")
+    ] = False,
+    until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
+) -> None:
+    """Tell W&B or TensorBoard what RUN has written: --set track.wandb.project=NAME."""
+    from tba_hpc.track import beside, follow
+
+    run_dir = RunDir.open(run)
+    config = load_config(run_dir.config_file, overrides)
+    goes_on = beside.until_eof if until_eof else follow.until_interrupted if go_on else lambda _: False
+    follow.follow(run_dir, config, goes_on=goes_on)
 
 
 @app.command()

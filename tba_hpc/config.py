@@ -700,6 +700,35 @@ class MetricsSection(Section):
     """Also write TensorBoard event files under metrics/tensorboard."""
 
 
+class WandbSection(Section):
+    project: MayChange[str] = Field(min_length=1)
+    """Project in Weights & Biases."""
+    entity: MayChange[str | None] = None
+    """User or team; none: the default of the key, which WANDB_API_KEY or ``wandb login`` gives."""
+    group: MayChange[str | None] = None
+    """Group of runs there, such as an experiment's."""
+    mode: MayChange[Literal["online", "offline"]] = "online"
+    """online: to the server, as it goes. offline: to RUN/track/wandb, for ``wandb sync`` where there is a
+    network."""
+
+
+class TrackSection(Section):
+    """Who is told of the run as it goes, by a process beside the leading trainer; see also ``tba track``."""
+
+    wandb: MayChange[WandbSection | None] = None
+    """A run in Weights & Biases, one however often it is resumed; none: it is not told."""
+    tensorboard: MayChange[bool] = False
+    """Write steps, searchers' means and scores of evaluations to RUN/track/tensorboard."""
+    every_seconds: MayChange[float] = Field(10.0, gt=0)
+    """Pause between two looks at what the run has written, s."""
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The trackers that are asked for."""
+        asked = {"wandb": self.wandb is not None, "tensorboard": self.tensorboard}
+        return tuple(name for name, wanted in asked.items() if wanted)
+
+
 FIRST_ELASTIC = 5000
 """Number of the first searcher that comes and goes; below are those that a start has. Kept apart, because
 launch.searchers may change while one that came by itself goes on under its number."""
@@ -760,6 +789,7 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     evaluate: EvaluateSection = EvaluateSection()
     metrics: MetricsSection = MetricsSection()
+    track: TrackSection = TrackSection()
     launch: LaunchSection = LaunchSection()
 
     @property

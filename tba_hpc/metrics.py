@@ -394,6 +394,11 @@ class MetricsTail:
         part = finished_parts(path)
         return cls(path, part=part, start=path.stat().st_size if path.exists() else 0)
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Part and start of what comes next, for another tail to begin there."""
+        return self._part, self._offset
+
     def records(self) -> Iterator[Record]:
         """Records completed since the last look, in order, CHUNK by CHUNK, however many there are."""
         while whole := self._whole_lines(CHUNK):

@@ -22,6 +22,7 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import write_atomic
 from tba_hpc.run.owners import owned
 from tba_hpc.schedules import laid_out_for
+from tba_hpc.track.beside import tracked
 
 RECORDED = ("task.", "generator.", "model.logprob_temperature")
 """Keys of what the shards are; they stay."""
@@ -58,7 +59,8 @@ def replay(
         create_run(config)
         write_atomic(run.path / NOTE, note)
         run.begin_attempt()
-        runtime.replay(run, config, recording, read)
+        with tracked(run, config):
+            runtime.replay(run, config, recording, read)
     return run, config
 
 

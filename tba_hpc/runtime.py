@@ -89,6 +89,7 @@ from tba_hpc.run.signals import StopFlag
 from tba_hpc.scorer import Scorer
 from tba_hpc.searcher import Searcher
 from tba_hpc.tasks import load_task
+from tba_hpc.track.beside import tracked
 from tba_hpc.trainer import Trainer
 from tba_hpc.types import Publication, Ragged, Request, Role, Shard, Split, WeightLayout
 from tba_hpc.wording import printable
@@ -135,7 +136,8 @@ def train(run: RunDir, index: int | None) -> None:
         )
         if verified:
             verified.result()
-            _lead(run, config, placement, learner)
+            with tracked(run, config):
+                _lead(run, config, placement, learner)
         else:
             with _led():
                 follower = _open_follower(run, placement, learner.layout)

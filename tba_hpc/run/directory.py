@@ -230,6 +230,11 @@ class RunDir:
         return self.path / "modules"
 
     @property
+    def track(self) -> Path:
+        """What trackers keep of the run, and how far they know it."""
+        return self.path / "track"
+
+    @property
     def shards(self) -> Path:
         """Sealed trajectories, a folder per searcher."""
         return self.path / "shards"

@@ -1,0 +1,206 @@
+"""What trackers are told of a run, read back from the files that they keep."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded import evaluate, new_run, resumed_run, search, step, write
+from tensorboardX.proto.event_pb2 import Event
+
+from tba_hpc.config import Config, ConfigError, load_config
+from tba_hpc.run.directory import RunDir
+from tba_hpc.track.beside import tracked
+from tba_hpc.track.follow import follow
+from tba_hpc.track.news import News, Point
+
+BLOCK = 32768
+
+
+def config_of(run: RunDir, *overrides: str) -> Config:
+    return load_config(run.config_file, list(overrides))
+
+
+def finish(run: RunDir) -> None:
+    run.mark_finished()
+
+
+# --- News ---
+
+
+def test_each_record_is_told_once_however_often_one_begins_to_read(tmp_path: Path) -> None:
+    run, state, told = new_run(tmp_path), dict[str, Any](), list[Point]()
+    for number in range(1, 5):
+        write(run.metrics_file("trainer"), [step(number, 1000.0 + number, loss=float(number))])
+        write(run.metrics_file("searcher", number % 2), [search(1.0, 10, 100, version=2, reward=number)])
+        if number == 3:
+            evaluate(run, "validation", 2, (30, 31))
+        news = News(run, json.loads(json.dumps(state)))
+        told += news.look()
+        state = news.state()
+        assert news.look() == []
+    losses = {p.step: p.figures["train/loss"] for p in told if "train/loss" in p.figures}
+    assert losses == {1: 1, 2: 2, 3: 3, 4: 4}
+    assert [p.figures["search/reward"] for p in told if "search/reward" in p.figures] == [1, 2, 3, 4]
+    (score,) = [p for p in told if "validation/pass@1" in p.figures]
+    assert (score.step, score.figures["validation/pass@1"]) == (2, 0.61)
+
+
+def test_searchers_are_told_as_their_mean_by_version_and_a_resume_takes_back(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    resumed_run(run)
+    write(run.metrics_file("searcher", 0), [search(4666.0, 1, 1000, version=4)])
+    points = News(run, {}).look()
+    again = [i for i, point in enumerate(points) if point.again]
+    assert len(again) == 1 and points[again[0]].step == 4
+    rates = {p.step: p.figures["search/tokens_per_second"] for p in points if "search/tokens" in p.figures}
+    assert rates == {0: (1000 + 3000 + 500 + 0) / 4, 4: 1000}
+
+
+# --- TensorBoard ---
+
+
+def events(folder: Path) -> Iterator[Event]:
+    """Of all files, in the order of their names; framing: length, its checksum, data, its checksum."""
+    for path in sorted(folder.glob("events.*")):
+        data = path.read_bytes()
+        while data:
+            (size,) = struct.unpack("<Q", data[:8])
+            event = Event()
+            event.ParseFromString(data[12 : 12 + size])
+            yield event
+            data = data[16 + size :]
+
+
+def test_tensorboard_gets_steps_and_scores_and_purges_what_a_resume_took_back(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    resumed_run(run)
+    follow(run, config_of(run, "track.tensorboard=true"))
+    losses: dict[int, float] = {}
+    scores = {}
+    for event in events(run.track / "tensorboard"):
+        if event.HasField("session_log"):  # what TensorBoard does on a start
+            losses = {at: loss for at, loss in losses.items() if at < event.step}
+        for value in event.summary.value:
+            if value.tag == "train/loss":
+                assert event.step not in losses
+                losses[event.step] = value.simple_value
+            if value.tag == "test/pass_1":  # as the library spells it
+                scores[event.step] = value.simple_value
+    assert losses == {1: 100, 2: 100, 3: 100, 4: 100, **{s: s for s in range(5, 11)}}
+    assert scores == {0: pytest.approx(0.41), 10: pytest.approx(0.85)}
+
+
+# --- Weights & Biases ---
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """Of an offline file: a header, then blocks of records, each of a checksum, a length and a kind."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data = path.read_bytes()
+    assert data[:4] == b":W&B"
+    place, whole = 7, b""
+    while place + 7 <= len(data):
+        if BLOCK - place % BLOCK < 7:
+            place += BLOCK - place % BLOCK
+            continue
+        _, size, kind = struct.unpack("<IHB", data[place : place + 7])
+        whole += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # whole, or the last piece
+            record = Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+
+def history(run: RunDir) -> list[dict[str, Any]]:
+    """What all starts have logged."""
+    rows = []
+    for path in sorted(run.track.glob("wandb/offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime_ns):
+        for record in wandb_records(path):
+            if record.HasField("history"):
+                items = record.history.item
+                rows.append({i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items})
+    return rows
+
+
+OFFLINE = ("track.wandb={project: p, mode: offline}",)
+
+
+def test_wandb_gets_each_figure_once_in_one_run_over_two_starts(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="pip install 'wandb==0.31.0'")
+    run = new_run(tmp_path)
+    write(run.metrics_file("trainer"), [step(s, 1000.0, loss=float(s)) for s in (1, 2)])
+    follow(run, config_of(run, *OFFLINE))
+    write(run.metrics_file("trainer"), [step(s, 1000.0, loss=float(s)) for s in (3, 4)])
+    evaluate(run, "test", 4, (40, 45))
+    follow(run, config_of(run, *OFFLINE))
+    rows = history(run)
+    losses = [(row["optimizer_step"], row["train/loss"]) for row in rows if "train/loss" in row]
+    assert losses == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+    assert [row["test/pass@1"] for row in rows if "test/pass@1" in row] == [0.85]
+    assert [row["_step"] for row in rows] == list(range(5))
+    folders = [path.name for path in run.track.glob("wandb/offline-run-*")]
+    assert len({name.rpartition("-")[2] for name in folders}) == 1
+    assert {path.stat().st_mode & 0o77 for path in run.track.rglob("*") if path.is_file()} == {0}
+
+
+def test_nothing_of_the_environment_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="pip install 'wandb==0.31.0'")
+    monkeypatch.setenv("JUDGE_KEY", "s3cret-of-mine")
+    run = new_run(tmp_path)
+    follow(run, config_of(run, *OFFLINE))
+    told = b"".join(path.read_bytes() for path in run.track.rglob("*") if path.is_file())
+    assert b"s3cret-of-mine" not in told and b"models/<tiny>" in told.replace(b"\\u003c", b"<").replace(
+        b"\\u003e", b">"
+    )
+
+
+# --- Beside a run ---
+
+
+def test_beside_a_trainer_all_is_told_by_its_end(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.begin_attempt()
+    run.adapt(["track.tensorboard=true", "track.every_seconds=0.05"])
+    with tracked(run, run.config()):
+        for number in range(1, 4):
+            write(run.metrics_file("trainer"), [step(number, 1.0, loss=float(number))])
+    found = [v.simple_value for e in events(run.track / "tensorboard") for v in e.summary.value]
+    assert [value for value in found if value] and (run.attempt / "tracker.log").read_bytes() == b""
+    assert json.loads((run.track / "tensorboard.json").read_text())["places"]["trainer"][1] > 0
+
+
+def test_a_tracker_that_fails_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = new_run(tmp_path)
+    run.begin_attempt()
+    run.adapt(["track.tensorboard=true"])
+    (run.path / "track").write_text("in the way")
+    with tracked(run, run.config()):
+        pass
+    assert len(caplog.records) == 1 and "tracker.log, then tba track" in caplog.text
+    with tracked(run, config_of(run, "track.tensorboard=false")):
+        pass
+    assert len(caplog.records) == 1
+
+
+def test_one_process_at_a_time_and_none_without_a_tracker(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    with pytest.raises(ConfigError, match=r"names no tracker: add --set track\.tensorboard=true, or"):
+        follow(run, run.config())
+
+
+def test_nothing_is_imported_until_it_is_used(tmp_path: Path) -> None:
+    program = (
+        "import sys, tba_hpc.cli, tba_hpc.track.beside; print({'wandb', 'tensorboardX'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
