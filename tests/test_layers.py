@@ -33,7 +33,7 @@ SIBLINGS_THAT_MEET = {
     ("launch", "report"),  # the local launcher shows the live display
 }
 
-HEAVY = {"vllm", "deepspeed", "mpi4py", "h5py", "submitit", "peft"}
+HEAVY = {"vllm", "deepspeed", "mpi4py", "h5py", "submitit", "peft", "wandb"}
 
 WITHOUT_TORCH = [
     *(

@@ -60,6 +60,17 @@ def make(folder: Path, reward: Any, **options: Any) -> Jsonl:
 # --- Functions ---
 
 
+@pytest.mark.parametrize(
+    ("template", "put"),
+    [("{prompt}", "7+7="), ("Solve {prompt} now", "Solve 7+7= now"), ("{prompt} ({size})", "7+7=")],
+)
+def test_a_question_of_somebody_else_goes_into_a_template_with_one_place(
+    own: Path, template: str, put: str
+) -> None:
+    task = make(own, "own_rewards:size", template=template)
+    assert bytes(task.encode_question("7+7=").tolist()).decode() == put
+
+
 def test_a_function_gets_the_text_and_the_fields_that_it_names(own: Path) -> None:
     task = make(own, "own_rewards:size")
     prompts = task.prompts("train")

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
+import numpy as np
 from pydantic import Field
 
 from tba_hpc.config import ConfigError, RewardSection
@@ -76,6 +77,12 @@ class Jsonl(Rows[Fields]):
             (filled_in(self._template, row), str(row.get(self._target, "")), row)
             for row in self._rows_of(split)
         ]
+
+    def encode_question(self, text: str) -> np.ndarray:
+        """In the template, where that has room for one text alone."""
+        fields = set(re.findall(r"\{(\w+)\}", self._template))
+        whole = filled_in(self._template, dict.fromkeys(fields, text)) if len(fields) == 1 else text
+        return self._encode(whole)
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """The sum of all rewards, each by its weight; what each gave is kept for ``reward_parts``."""

@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from tba_hpc.ports import Tokenizer
 from tba_hpc.types import Completion, Prompt, Split
 
@@ -38,6 +40,10 @@ class Rows(ABC, Generic[Row]):
                 self._rows[found[-1]] = row
             self._prompts[split] = tuple(found)
         return self._prompts[split]
+
+    def encode_question(self, text: str) -> np.ndarray:
+        """A question of somebody else's as this task would put it; see ports.Asking."""
+        return self._encode(text)
 
     def row(self, prompt: Prompt) -> Row:
         """The row of one of ``prompts``."""
