@@ -12,15 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    JsonValue,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from tba_hpc import shipped
 
@@ -238,7 +230,7 @@ class TaskSection(Section):
     """Local JSONL with the training problems; none: the task's own source (hub or generator)."""
     test_file: str | None = None
     """Local JSONL with the held-out problems; none: the task's own source, or a slice of train_file."""
-    options: dict[str, JsonValue] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the task's own."""
     max_rejected_groups: MayChange[int] = Field(10, ge=1)
     """Groups in a row without a usable reward, as the task's code raised or gave no finite number, at which a

@@ -19,6 +19,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import groupby
+from typing import Any
 
 from tba_hpc.config import ConfigError, RewardSection
 from tba_hpc.tasks.judge import Judge
@@ -108,7 +109,7 @@ class Function:
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def _import(key: str, name: str) -> Callable[..., object]:
+def _import(key: str, name: str) -> Callable[..., Any]:
     module_name, _, function = name.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -120,4 +121,4 @@ def _import(key: str, name: str) -> Callable[..., object]:
         raise ConfigError(
             f"{key}: no function {function!r} there{f': did you mean {close[0]!r}?' * len(close)}"
         )
-    return found  # type: ignore[no-any-return]
+    return found
