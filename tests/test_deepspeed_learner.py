@@ -678,33 +678,37 @@ def _gradients(folder: Path, rank: int, config: Config) -> None:
 def test_the_engine_computes_no_more_tokens_than_the_budget(runs: Runs, tmp_path: Path, ranks: int) -> None:
     """Rows times the longest, as the model itself gets them; twice where groups are split, else once."""
     (tmp_path / "store").mkdir()
-    for budget in BUDGETS:
-        config = Case(ranks, 3, tokens_per_micro_batch=budget).config(runs.model(False))
-        folder = tmp_path / str(budget)
-        (folder / "store").mkdir(parents=True)
-        assert join([start(_note_tokens, folder, rank, config) for rank in range(ranks)]) == [0] * ranks
-        shapes = [json.loads((folder / f"shapes-{rank}").read_text()) for rank in range(ranks)]
+    config = Case(ranks, 3).config(runs.model(False))
+    assert join([start(_note_tokens, tmp_path, rank, config) for rank in range(ranks)]) == [0] * ranks
+    noted = [json.loads((tmp_path / f"shapes-{rank}").read_text()) for rank in range(ranks)]
+    for budget, shapes in zip(BUDGETS, zip(*noted, strict=True), strict=True):
         assert len({len(of_rank) for of_rank in shapes}) == 1
-        assert all(rows * width <= budget for of_rank in shapes for rows, width, _ in of_rank)
-        without = [[shape for *shape, gradient in of_rank if not gradient] for of_rank in shapes]
-        with_gradient = [[shape for *shape, gradient in of_rank if gradient] for of_rank in shapes]
-        assert all(without) == (budget < 10_000)
-        for first, second in zip(without, with_gradient, strict=True):
-            assert first == second[: len(first)] and (budget > LONGEST or len(first) == len(second))
+        for of_rank in shapes:
+            assert all(rows * width <= budget for rows, width, _ in of_rank)
+            first = [shape for *shape, gradient in of_rank if not gradient]
+            second = [shape for *shape, gradient in of_rank if gradient]
+            assert bool(first) == (budget < 10_000) and first == second[: len(first)]
+            assert budget > LONGEST or len(first) == len(second)
 
 
 def _note_tokens(folder: Path, rank: int, config: Config) -> None:
+    """Be a rank: a step for each budget; note rows and tokens of every pass, and whether with gradient."""
     log_to(folder / f"log-{rank}")
     torch.set_num_threads(1)
-    ranks, shapes = config.launch.trainers, []
+    ranks, noted = config.launch.trainers, list[list[tuple[int, int, bool]]]()
     learner = DeepSpeedLearner.create(config, rank=rank, ranks=ranks, store=folder / "store", deadline=60)
 
     def note(module: torch.nn.Module, arguments: object, keywords: dict[str, torch.Tensor]) -> None:
-        shapes.append((*keywords["input_ids"].shape, torch.is_grad_enabled()))
+        rows, width = keywords["input_ids"].shape
+        noted[-1].append((rows, width, torch.is_grad_enabled()))
 
     learner._policy.base_model.register_forward_pre_hook(note, with_kwargs=True)
-    learner._step(make_batch(1), LEARNING_RATE, BETA)
-    (folder / f"shapes-{rank}").write_text(json.dumps(shapes))
+    for budget in BUDGETS:
+        noted.append([])
+        train = config.train.model_copy(update={"tokens_per_micro_batch": budget})
+        learner._config = config.model_copy(update={"train": train})
+        learner._step(make_batch(1), LEARNING_RATE, BETA)
+    (folder / f"shapes-{rank}").write_text(json.dumps(noted))
     learner._close()
 
 
@@ -754,6 +758,9 @@ def test_a_model_is_shared_out_while_it_is_loaded(runs: Runs, tmp_path: Path) ->
             found = load_file(tmp_path / f"whole-{number}-{rank}")
             assert found.keys() == plain.keys()
             assert all(torch.equal(found[name], plain[name]) for name in plain), config.model.path
+            buffers = load_file(tmp_path / f"buffers-{number}-{rank}")
+            for name, buffer in policy.named_buffers():  # bfloat16 would not equal the float32 of frequencies
+                assert torch.equal(buffers[name], buffer) and buffers[name].dtype == buffer.dtype, name
 
 
 def _load_in_parts(folder: Path, rank: int, configs: list[Config]) -> None:
@@ -768,7 +775,10 @@ def _load_in_parts(folder: Path, rank: int, configs: list[Config]) -> None:
             return gathered(parameters, **options)
 
         deepspeed.zero.GatheredParameters = noting
-        weights = dict(deepspeed_learner._load_policy(config).named_parameters())
+        policy = deepspeed_learner._load_policy(config)
+        buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
+        save_file(buffers, folder / f"buffers-{number}-{rank}")
+        weights = dict(policy.named_parameters())
         assert all(weight.numel() == 0 for weight in weights.values())
         kept = {name: weight.ds_tensor.numel() for name, weight in weights.items()}
         (folder / f"kept-{number}-{rank}").write_text(json.dumps([kept, peaks]))

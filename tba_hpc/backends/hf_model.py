@@ -9,7 +9,7 @@ Shape letters: N sequences, L padded length, T completion tokens in all, D hidde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -109,8 +109,13 @@ def load_policy(path: str, dtype: Dtype, in_parts: Mapping[str, Any] | None = No
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
-    with nullcontext() if in_parts is None else _shared_out(in_parts):
-        return _from_pretrained(AutoModelForCausalLM, path, config=config, dtype=TORCH_DTYPE[dtype])
+    load = partial(_from_pretrained, AutoModelForCausalLM, path, config=config, dtype=TORCH_DTYPE[dtype])
+    if in_parts is None:
+        return load()
+    with _shared_out(in_parts):
+        policy = load()
+    _compute_buffers_again(policy, dtype)
+    return policy
 
 
 class _Zero3:
@@ -132,6 +137,36 @@ def _shared_out(settings: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         zero.unset_hf_deepspeed_config()
+
+
+def _compute_buffers_again(policy: PreTrainedModel, dtype: Dtype) -> None:
+    """Give a model the buffers that it has when it is not shared out, such as the frequencies of positions.
+
+    ZeRO-3 makes every tensor of a model in the type of its weights: frequencies in bfloat16, up to .4 % off.
+    Those that come with the weights are left as they were read.
+    """
+    with _without_weights():
+        exact = AutoModelForCausalLM.from_config(policy.config, dtype=TORCH_DTYPE[dtype])
+    read = policy.state_dict().keys()
+    for name, buffer in exact.named_buffers():
+        if name not in read:
+            ours = policy.get_buffer(name)
+            ours.data = buffer.to(ours.device)
+
+
+@contextmanager
+def _without_weights() -> Iterator[None]:
+    """Have modules forget their parameters' values as soon as they are made."""
+    register = nn.Module.register_parameter
+
+    def forget(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, None if parameter is None else nn.Parameter(parameter.to("meta")))
+
+    nn.Module.register_parameter = forget  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def tensor_in(buffer: np.ndarray, slot: WeightSlot) -> Tensor:
