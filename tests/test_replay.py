@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -205,3 +207,16 @@ def test_shards_that_are_gone_are_told_and_what_is_left_is_replayed_if_asked(tmp
 
 def _replay_of(source: RunDir) -> Config:
     return parse_config(source.config().model_dump(mode="json"), ["run.name=x"])
+
+
+def test_the_command_says_in_a_sentence_what_is_gone(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    source = RunDir.create(config)
+    shards = _sealed(config, source, 8)
+    assert TrainerParts(config, source).build(ReplayExchange(shards, 0)).run()
+    for path in source.shard_files().values():
+        path.unlink(missing_ok=True)
+    command = [str(Path(sys.executable).parent / "tba"), "replay", str(source.path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.startswith("tba: 6 of the 6 shards that ")
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "loops-replay-seed0").exists()
