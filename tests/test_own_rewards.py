@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 from byte_tokenizer import ByteTokenizer, completion
+from tiny_models import make_random_model
 
 from tba_hpc.config import ConfigError, RewardSection, TaskSection, load_config, may_change, parse_config
 from tba_hpc.run import modules
@@ -157,6 +159,9 @@ class Server(ThreadingHTTPServer):
         self.asked: list[tuple[dict[str, str], Any]] = []
         self.now = self.busiest = 0
         self.lock = threading.Lock()
+
+    def handle_error(self, *_: object) -> None:
+        """Who asked has given up."""
 
     @property
     def url(self) -> str:
@@ -396,3 +401,37 @@ def test_each_example_gives_the_rewards_that_it_says(name: str, monkeypatch: pyt
     assert list(rewards_K) == pytest.approx(expected[name])
     assert [len(task.prompts(split)) for split in ("train", "validation", "test")] == [192, 32, 32]
     assert os.environ["JUDGE_KEY"] not in config.model_dump_json().replace("JUDGE_KEY", "").split('"')
+
+
+def test_a_module_beside_the_config_is_found_from_any_folder_and_kept(tmp_path: Path) -> None:
+    """A misspelt function of it is refused; without one the run keeps its code, also for a resume."""
+    make_random_model(tmp_path / "m", tied=True)
+    here = tmp_path / "deep"
+    here.mkdir()
+    (here / "beside.py").write_text("def f(completion): return 0.0")
+    (here / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    config = {
+        "run": {"root": str(tmp_path / "runs")},
+        "model": {"path": str(tmp_path / "m"), "context_length": 128},
+        "generator": {"max_tokens": 40},
+        "task": {
+            "name": "jsonl",
+            "train_file": str(here / "rows.jsonl"),
+            "reward": "beside:f",
+            "options": {"validation_prompts": 1},
+        },
+    }
+    (here / "config.yaml").write_text(json.dumps(config))
+    tba = str(Path(sys.executable).parent / "tba")
+
+    def do(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([tba, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+    bad = do("run", "deep/config.yaml", "--dry-run", "--set", "task.reward=beside:g")
+    assert bad.returncode == 2 and "no function 'g' there" in bad.stderr, bad
+    assert do("run", "deep/config.yaml", "--dry-run").returncode == 0
+    run = Path(do("create", "deep/config.yaml").stdout.strip())
+    assert (run / "modules/beside.py").read_text() == (here / "beside.py").read_text()
+    (here / "beside.py").unlink()
+    again = do("run", str(run), "--dry-run")
+    assert again.returncode == 0, again

@@ -204,3 +204,14 @@ def test_nothing_is_imported_until_it_is_used(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_the_command_tells_a_run_that_names_no_tracker(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    resumed_run(run)
+    command = [str(Path(sys.executable).parent / "tba"), "track", str(run.path)]
+    asked = [*command, "--set", "track.tensorboard=true"]
+    assert subprocess.run(asked, capture_output=True, text=True, timeout=120).returncode == 0
+    assert len([e for e in events(run.track / "tensorboard") if e.summary.value]) > 20
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "names no tracker" in done.stderr

@@ -118,7 +118,6 @@ def _import(key: str, name: str) -> Callable[..., Any]:
     found = getattr(module, function, None)
     if not callable(found):
         close = get_close_matches(function, [one for one in vars(module) if callable(vars(module)[one])], n=1)
-        raise ConfigError(
-            f"{key}: no function {function!r} there{f': did you mean {close[0]!r}?' * len(close)}"
-        )
+        meant = f"did you mean {close[0]!r}?" if close else "check the name"
+        raise ConfigError(f"{key}: no function {function!r} there: {meant}")
     return found
