@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,18 @@ from tba_hpc.replay import read_recorded, replay_config
 from tba_hpc.run.bundles import pack
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import make_folder, publish
+from tba_hpc.run.signals import StopFlag
 from tba_hpc.tasks.tabular import TabularLearner
 from tba_hpc.types import Shard
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """A replay ignores signals in the end; this process goes on, and others come from it."""
+    before = {number: signal.getsignal(number) for number in StopFlag.SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def keep(run: RunDir) -> None:
