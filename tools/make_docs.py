@@ -66,7 +66,7 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     if sections_in(field):
-        return "below"
+        return "below" if field.default is not None else "`null`; below"
     if field.default_factory is not None:
         if field.default_factory_takes_validated_data:
             return "follows from others"
