@@ -55,6 +55,13 @@ def test_problems_are_the_same_in_every_process_and_others_for_another_seed() ->
     assert first == again and not set(first) & set(other)
 
 
+def test_a_question_of_somebody_else_is_put_as_the_problems_are() -> None:
+    task = make(generators="chain_sum")
+    (prompt, *_) = task.prompts("test")
+    question = task.row(prompt).entry["question"]
+    assert task.encode_question(question).tolist() == prompt.tokens.tolist()
+
+
 def test_no_problem_is_in_two_splits_however_few_there_are() -> None:
     """Sums of two digits, of which there are 190: 100 · 2, less those that are written twice."""
     small = {"chain_sum": {"max_terms": 2, "max_digits": 1}}

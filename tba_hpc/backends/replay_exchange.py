@@ -15,8 +15,9 @@ import numpy as np
 
 from tba_hpc.backends.hdf5_shards import parse_shard
 from tba_hpc.metrics import MetricsTail, Record, number
-from tba_hpc.run.bundles import Key, Place, contents
+from tba_hpc.run.bundles import Key
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.keeping import sealed_files
 from tba_hpc.types import BEHAVIOUR, Publication, Shard
 
 
@@ -99,10 +100,7 @@ class RecordedShards:
 
     def __init__(self, run: RunDir, *, behaviour: bool = False) -> None:
         self._behaviour = behaviour
-        self.places: dict[Key, Path | Place] = dict(run.shard_files())
-        for bundle in sorted([*run.bundles.glob("*.bundle"), *(run.path / "kept").glob("*.bundle")]):
-            for key, place in contents(bundle).items():
-                self.places.setdefault(key, place)
+        self.places = sealed_files(run)
 
     def __call__(self, key: Key) -> Shard:
         """Raises ShardError where it is damaged, OSError where it cannot be read."""

@@ -111,8 +111,14 @@ class ReasoningGym(Rows[Item]):
     def questions(self, split: Split) -> Iterator[tuple[str, str, Item]]:
         """Of the problems drawn for a split."""
         for item in self._items(split):
-            question = filled_in(self._template, {"question": item.entry["question"]})
-            yield question, str(item.entry["answer"] or ""), item
+            yield self._filled(item.entry["question"]), str(item.entry["answer"] or ""), item
+
+    def encode_question(self, text: str) -> np.ndarray:
+        """In the template, too."""
+        return self._encode(self._filled(text))
+
+    def _filled(self, question: str) -> str:
+        return filled_in(self._template, {"question": question})
 
     def rewards(self, prompt: Prompt, completions: list[Completion]) -> list[float]:
         """The score of each."""
