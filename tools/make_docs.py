@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-import click
+import typer
 import typer.main
 import yaml
 from pydantic.fields import FieldInfo
@@ -114,7 +114,7 @@ def metrics_page() -> str:
 def commands_page() -> str:
     """What each command's --help says."""
     command = typer.main.get_command(app)
-    text = get_docs_for_click(obj=command, ctx=click.Context(command, info_name="tba"), name="tba")
+    text = get_docs_for_click(obj=command, ctx=typer.Context(command, info_name="tba"), name="tba")
     return text.replace("# `tba`", "# Every command", 1)
 
 

@@ -69,8 +69,8 @@ def _curve(
         label=f"{after['total']} held-out problems",
     )
     for step, score in held_out:
-        place = {"xytext": (9, -4), "textcoords": "offset points", "color": INK}
-        axes.annotate(f"{score:.1f} %", (step, score), **place)
+        text = f"{score:.1f} %"
+        axes.annotate(text, (step, score), xytext=(9, -4), textcoords="offset points", color=INK)
     axes.set(xlabel="optimizer steps", ylabel="pass@1, %", ylim=(40, 104), xlim=(-3, after["step"] * 1.15))
     axes.legend(loc="lower right", frameon=False)
 
