@@ -182,7 +182,8 @@ class Churn:
         """The whole of it."""
         records = list(itertools.chain.from_iterable(self._lent_records()))
         firsts = [first for _, first in self.joins() if first is not None]
-        waits = [number(record, "train/wait_share", 0.0) for record in step_records(self.history.trainer)]
+        steps = step_records(self.history.trainer)
+        waits = [number(r, "train/wait_share", 0.0) for r in steps if "train/wait_share" in r]
         events = [str(record.get("event")) for record in records]
         return {
             "changes": len(self._lent),
@@ -236,6 +237,7 @@ def begin(cluster: Cluster, root: Path, options: argparse.Namespace) -> Churn:
         *(word for setting in settings for word in ("--set", setting)),
     )
     run, job = RunDir.open(Path(json.loads(own)["run"])), int(json.loads(own)["job"])
+    cluster.wait(job, "RUNNING", seconds=DEADLINE)  # before anybody holds the nodes that it chose
     lent = cluster.run(
         *(*submit, "--elastic", run.path, "--nodes", str(nodes), "--site", root / "lent.yaml", "--json")
     )
