@@ -127,6 +127,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, overload
 
@@ -187,8 +188,11 @@ class Digest(Protocol):
     def due(self) -> bool:
         """Whether it is time to keep what was taken."""
 
-    def keep(self, part: int, end: int) -> None:
-        """Keep what was taken: the first ``end`` bytes of a part and all parts before, which are durable."""
+    def keep(self, part: int, file: FileIO) -> None:
+        """Keep what was taken: a part, which is open in ``file`` and is made durable, and all before it.
+
+        A disk without room for that keeps what was kept before.
+        """
 
 
 class MetricsWriter:
@@ -229,7 +233,7 @@ class MetricsWriter:
             if self._file.tell() >= PART_BYTES and not self._unwritten:
                 self._begin_part()
         if self._digest and self._digest.due and not self._unwritten:
-            self._keep(self._digest)
+            self._digest.keep(self._part, self._file)
         if self._scalars:
             for record in known:
                 self._to_tensorboard(self._scalars, record)
@@ -256,14 +260,21 @@ class MetricsWriter:
             self._write()
 
     def _begin_part(self) -> None:
-        """Finish the file and go on in a new one."""
-        os.fsync(self._file.fileno())
+        """Finish the file and go on in a new one, unless the disk says only now that it is full."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise
+            log.warning("%s: %s; it grows until there is room for another", self._path, error.strerror)
+            return
         self._file.close()
         finish_part(self._path, self._part)
         self._part += 1
         self._file = self._path.open("ab", buffering=0)
         if self._digest:
-            self._keep(self._digest)  # lest a reader look for its place in what is compressed
+            # Lest a reader look for its place in what is compressed.
+            self._digest.keep(self._part, self._file)
         self._compress()
 
     def _compress(self) -> None:
@@ -282,10 +293,6 @@ class MetricsWriter:
             f"cannot write {self._path} ({len(self._unwritten)} bytes wait): no space is left; free space or "
             "raise the quota, then start the same run again: nothing sealed before is lost"
         )
-
-    def _keep(self, digest: Digest) -> None:
-        os.fsync(self._file.fileno())  # first: a digest must not be of lines that a crash takes
-        digest.keep(self._part, self._file.tell())
 
     def _to_tensorboard(self, sink: SummaryWriter, record: Record) -> None:
         step = int(number(record, "step", self._count))
@@ -313,7 +320,7 @@ class MetricsWriter:
         """Release the files."""
         self._write()
         if self._digest and not self._unwritten:
-            self._keep(self._digest)
+            self._digest.keep(self._part, self._file)
         self._file.close()
         if self._scalars:
             self._scalars.close()

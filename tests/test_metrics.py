@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import resource
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +54,7 @@ class Taken:
     def take(self, record: metrics.Record) -> None:
         self.records.append(record)
 
-    def keep(self, part: int, end: int) -> None:
+    def keep(self, part: int, file: FileIO) -> None:
         pass
 
 
@@ -139,6 +142,32 @@ def test_a_digest_waits_for_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
     writer.log({"step": 3})
     found, tail = digest.kept_digest(path, digest.TrainerDigest())
     assert found.step == 3 and tail.new() == []
+
+
+def test_a_disk_found_full_only_by_making_durable_ends_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, where a write is taken and only fsync says that there was no room for it."""
+    monkeypatch.setattr(digest, "KEEP_SECONDS", 0.0)
+    monkeypatch.setattr(metrics, "PART_BYTES", 150)
+    path, fsync = tmp_path / "m.jsonl", os.fsync
+    writer = MetricsWriter(path, digest=digest.KeptDigest(path, digest.TrainerDigest()))
+    writer.log({"step": 1})
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    for step in (2, 3, 4, 5):
+        writer.log({"step": step})
+    assert path.stat().st_size > 150 and digest.read_digest(path, digest.TrainerDigest())[0].step == 5
+    assert digest.kept_digest(path, digest.TrainerDigest())[0].step == 1
+    monkeypatch.setattr(os, "fsync", fsync)
+    for step in (6, 7):
+        writer.log({"step": step})
+    assert path.stat().st_size < 150  # another part
+    assert [number(record, "step", 0) for record in read_metrics(path)] == [1, 2, 3, 4, 5, 6, 7]
+    assert digest.kept_digest(path, digest.TrainerDigest())[0].step == 7
 
 
 def test_a_tail_gives_each_record_once_and_no_half_ones(tmp_path: Path) -> None:

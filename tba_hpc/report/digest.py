@@ -12,9 +12,11 @@ import itertools
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -23,7 +25,7 @@ from pydantic import TypeAdapter
 from tba_hpc.metrics import MetricsTail, Record, number
 from tba_hpc.report.attempts import STARTS, CumulativeCounter
 from tba_hpc.report.curves import Curve, History, Spans
-from tba_hpc.run.files import DiskFullError, write_atomic
+from tba_hpc.run.files import is_for_room, write_atomic
 from tba_hpc.run.parts import is_finished, open_part
 
 log = logging.getLogger(__name__)
@@ -490,12 +492,15 @@ class KeptDigest(Generic[D]):
         """Whether ``keep`` was called long ago."""
         return time.monotonic() >= self._next
 
-    def keep(self, part: int, end: int) -> None:
-        """Write the digest of all up to ``end`` in a part, which is durable; a full disk keeps the old."""
+    def keep(self, part: int, file: FileIO) -> None:
+        """Write the digest of all that is in a part, once that is durable; a full disk keeps the old."""
         self._next = time.monotonic() + KEEP_SECONDS
         body = _adapter(type(self._digest).__name__).dump_json(self._digest).decode()
-        place = {f"format {FORMAT}": end, "part": part}
+        place = {f"format {FORMAT}": file.tell(), "part": part}
         try:
+            os.fsync(file.fileno())  # first: a digest must not be of lines that a crash takes
             write_atomic(digest_file(self._metrics), json.dumps(place) + "\n" + body)
-        except DiskFullError as error:
-            log.warning("%s; what the digest sums up is in the metrics", error)
+        except OSError as error:
+            if not is_for_room(error):
+                raise
+            log.warning("%s: %s; what it sums up is in the metrics", digest_file(self._metrics), error)
