@@ -200,6 +200,18 @@ def test_a_resume_looks_for_more_than_is_listed(run: RunDir, moods: Moods) -> No
     assert found == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO])
+def test_a_server_that_was_away_makes_no_shard_missed_that_was_never_sealed(
+    run: RunDir, moods: Moods, error: int
+) -> None:
+    """The first look beyond the last one fails, the second finds that there is none; nothing to wait for."""
+    sealed(run, searcher=0, groups=1)
+    moods.opened = raises(error, "000001.h5", times=1)
+    began = time.monotonic()
+    assert indices(PendingShards(run, patience=1.0).read_all({}, [0])) == [0]
+    assert time.monotonic() - began < 1.0
+
+
 def test_an_index_that_is_not_listed_is_not_used_again(run: RunDir, moods: Moods) -> None:
     for _ in range(3):
         sealed(run, searcher=0, groups=1)

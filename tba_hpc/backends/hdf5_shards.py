@@ -399,8 +399,10 @@ class PendingShards:
             if shard is not None:
                 yield shard
             elif error is not None:
-                is_last = index >= end and isinstance(error, FileNotFoundError)
-                if is_last or not self._gives_up(path, error):
+                if index >= end and isinstance(error, FileNotFoundError):
+                    self._missed.pop(path, None)  # its server may have been away at an earlier look
+                    return
+                if not self._gives_up(path, error):
                     return
             index += 1
 
