@@ -33,6 +33,9 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 WHOLE_RUNS = ("TB", "TBA′", "OAPL", "Dr. GRPO", "RLOO")
 WHOLE_RUN_LAGS = (1, 10, 50)
 WHOLE_RUN_RATES = (6.25e-5, 1.25e-4)
+OAPL_BETA = "train.beta={schedule: constant, start: 0.5}"
+"""Best of .02, .1 and .5 in 120 steps. It says how far a policy may be from what sampled, not from π_ref."""
+
 EVALUATIONS_OF_RUNS = ("evaluate.every=20", "evaluate.validation_prompts=128", "evaluate.test_prompts=256")
 
 LAGS = (1, 10, 50)
@@ -165,6 +168,7 @@ class WholeRuns:
         arms = {
             _run(name, lag, rate): (
                 *objective,
+                *([OAPL_BETA] if name == "OAPL" else []),
                 skill.constant(rate),
                 f"exchange.sync_every={lag}",
                 f"exchange.max_staleness={2 * lag - 1}",
