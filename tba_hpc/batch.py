@@ -60,7 +60,7 @@ def with_reference_power(batch: TrajectoryBatch, power: float) -> TrajectoryBatc
 def take_groups(batch: TrajectoryBatch, groups: np.ndarray) -> TrajectoryBatch:
     """The given groups, whole, in the given order."""
     size = batch.group_size
-    rows = (groups[:, None] * size + np.arange(size)).ravel()
+    rows = rows_of(groups, size)
     tokens, _ = spans(offsets_of(batch.completion_length_N), rows)
     return TrajectoryBatch(
         group_size=size,
@@ -74,6 +74,11 @@ def take_groups(batch: TrajectoryBatch, groups: np.ndarray) -> TrajectoryBatch:
         ref_logprobs=batch.ref_logprobs[tokens],
         prompt_id_B=batch.prompt_id_B[groups],
     )
+
+
+def rows_of(groups: np.ndarray, size: int) -> np.ndarray:
+    """int64: the rows of the given groups, of ``size`` rows each, in the given order."""
+    return (groups[:, None] * size + np.arange(size)).ravel()
 
 
 def micro_batches(batch: TrajectoryBatch, groups_per_micro_batch: int) -> Iterator[PaddedBatch]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, cycle, groupby, islice, pairwise
 from operator import itemgetter
@@ -17,9 +17,10 @@ import numpy as np
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cdist
 
+from tba_hpc.batch import rows_of, take_groups
 from tba_hpc.config import BufferSection
 from tba_hpc.store import Column, Store, StoreSnapshot
-from tba_hpc.types import RECORD, Ragged, Trajectories, TrajectoryBatch, spans
+from tba_hpc.types import RECORD, Ragged, Trajectories, TrajectoryBatch, offsets_of, spans
 
 Key = int
 """What tells the live completions of a prompt apart."""
@@ -37,6 +38,9 @@ MERGED_AT_ONCE = 64
 
 Embed = Callable[[Ragged], np.ndarray]
 """Embeddings of completions (int32 tokens), float32 [N, D], rows of length 1."""
+
+ReferenceLogprobs = Callable[[TrajectoryBatch], np.ndarray]
+"""log π_ref of all completion tokens of a batch, float32 [T], rows in order."""
 
 NearAmong = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """Which of some slots [M] and others [O] are near each other, bool [M, O]."""
@@ -448,7 +452,9 @@ class ReplayBuffer:
 
     # --- Sampling ---
 
-    def sample(self, step: int, *, groups: int, group_size: int) -> TrajectoryBatch:
+    def sample(
+        self, step: int, *, groups: int, group_size: int, reference: ReferenceLogprobs | None = None
+    ) -> TrajectoryBatch:
         """B = ``groups`` groups of K = ``group_size`` trajectories, by MOP (TBA, §3).
 
         With probability ``most_on_policy`` a group's prompt is drawn among those with trajectories of the
@@ -468,13 +474,32 @@ class ReplayBuffer:
 
         Randomness depends on (seed, step) alone. The cost depends on B, K and the trajectories of the
         drawn prompts, not on how much is stored.
+
+        ``reference``: computes log-probabilities; it is given the groups in which some are not known yet.
+        They are kept, so that it is asked for those of a trajectory once.
         """
         assert self._slots_of, "the buffer is filled before it is sampled"
         rng = np.random.default_rng([self._seed, _REPLAY, step])
         drawn = self._queued(groups) if self._config.oldest_first else self._drawn(rng, groups)
         slots = np.concatenate([self._choose(rng, prompt, group_size, recent=new) for prompt, new in drawn])
         self._count_uses(np.unique(slots))
-        return self._batch(slots, group_size, step)
+        batch = self._batch(slots, group_size, step)
+        return batch if reference is None else self._refer(slots, batch, reference)
+
+    def _refer(
+        self, slots: np.ndarray, batch: TrajectoryBatch, reference: ReferenceLogprobs
+    ) -> TrajectoryBatch:
+        """The batch with what it lacks of the reference's log-probabilities; the store has it then, too."""
+        offsets = offsets_of(batch.completion_length_N)
+        unknown_N = np.diff(np.cumsum([0, *np.isnan(batch.ref_logprobs)])[offsets]) > 0
+        groups = np.flatnonzero(unknown_N.reshape(batch.groups, -1).any(1))
+        if not len(groups):
+            return batch
+        ref_logprobs = batch.ref_logprobs.copy()
+        rows, unknown = rows_of(groups, batch.group_size), np.flatnonzero(unknown_N)
+        ref_logprobs[spans(offsets, rows)[0]] = reference(take_groups(batch, groups))
+        self._store.refer(slots[unknown], ref_logprobs[spans(offsets, unknown)[0]])
+        return replace(batch, ref_logprobs=ref_logprobs)
 
     def _drawn(self, rng: np.random.Generator, groups: int) -> Iterator[tuple[int, bool]]:
         """Prompts by MOP, and whether a group is of the most recent sync; lazily, as ``rng`` is shared."""

@@ -460,6 +460,11 @@ class TrainSection(Section):
     policy itself, anew every reference_every steps."""
     reference_every: int | None = Field(None, ge=1)
     """ρ: optimizer steps between two resets of the reference (reset only)."""
+    reference_scored_by: Literal["searcher", "trainer"] = "searcher"
+    """Who computes log π_ref. searcher: of everything, as it is generated. trainer: of what it samples, once;
+    searchers hold no second model then, and tell no KL of fresh samples. Each trainer rank's copy stays in
+    host memory, and visits the GPU when it is asked; with model.lora it is the policy with its adapter off,
+    unless it is reset."""
     value_beta: float | None = Field(None, gt=0)
     """OAPL: β₁ of V̂ = β₁·log mean exp(r/β₁) over all completions of a request, in units of the reward.
     None: beta.start, with which the target is π_lag·exp(r/β)/Z."""
@@ -519,6 +524,16 @@ class TrainSection(Section):
     float32 master weights in host memory."""
 
     @property
+    def searcher_has_reference(self) -> bool:
+        """Whether searchers hold a model of the reference."""
+        return self.reference != "behaviour" and self.reference_scored_by == "searcher"
+
+    @property
+    def trainer_has_reference(self) -> bool:
+        """Whether the trainer computes what the reference says."""
+        return self.reference != "behaviour" and self.reference_scored_by == "trainer"
+
+    @property
     def offloads_optimizer(self) -> bool:
         """Whether DeepSpeed keeps AdamW's state and the master weights elsewhere than on the GPU."""
         offload = (self.deepspeed.get("zero_optimization") or {}).get("offload_optimizer") or {}
@@ -570,6 +585,15 @@ class TrainSection(Section):
                 )
         object.__setattr__(self, "reference", "behaviour")
         object.__setattr__(self, "value_beta", self.value_beta or self.beta.start)
+        return self
+
+    @model_validator(mode="after")
+    def _reference_has_a_model(self) -> TrainSection:
+        if self.reference == "behaviour" and self.reference_scored_by == "trainer":
+            raise ValueError(
+                "train.reference_scored_by=trainer would be ignored where the reference is what sampled "
+                f"(train.reference=behaviour, train.objective={self.objective}): leave it out"
+            )
         return self
 
     @model_validator(mode="after")

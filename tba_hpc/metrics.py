@@ -34,6 +34,7 @@ train/reference_power           p = 1/(γ·T): power of the reference in the tar
 train/tokens                    completion tokens in the batch (count)
 time/step_seconds               one whole iteration of the trainer loop (s)
 time/learn_seconds              of which inside ``learner.step`` (s)
+time/reference_seconds          of which for the reference, where the trainer computes it (s)
 train/wait_share                wall time outside forward, backward and optimizer, since warm-up (share)
 sync/version                    weights last published (optimizer steps)
 sync/publish_stall_seconds      time that the loop stood still in this step's publish, if it had one (s)

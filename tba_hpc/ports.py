@@ -175,6 +175,8 @@ class Reference(Protocol):
 
     step: int
     """Which policy it is: that of an optimizer step (0: the initial one), or BEHAVIOUR."""
+    has_model: bool
+    """Whether it computes anything: else what it says is what sampled, or NaN for the trainer to replace."""
 
     def logprobs(self, group: Group) -> list[np.ndarray]:
         """Per completion, float32 [T]: log-probability of each token at model.logprob_temperature."""
@@ -217,6 +219,12 @@ class Learner(Protocol):
         """One optimizer step on whole groups; returns metrics of the step (loss, gradient norm, KL …).
 
         Where loss or gradient norm is not finite, none is taken and ``skipped_steps`` counts it; see there.
+        """
+
+    def reference_logprobs(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
+        """float32 [T]: log π_ref of the completions' tokens, rows in order, under the reference of ``step``.
+
+        Where the trainer is to compute them: the initial policy (0), or one that it has exported.
         """
 
     def write_weights(self, out: np.ndarray) -> None:

@@ -30,6 +30,9 @@ RECORDED = ("task.", "generator.", "model.logprob_temperature")
 OF_ONE_OBJECTIVE = ("reference", "value_beta")
 """Of train: what a rule has decided for the recorded objective, and decides anew for another."""
 
+OF_THE_REFERENCE = ("reference", "reference_every", "reference_scored_by")
+"""Of train: what the recorded log-probabilities depend on."""
+
 NOTE = "replay.json"
 """Of which run a replay is, and in which order."""
 
@@ -82,6 +85,8 @@ def replay_config(source: RunDir, recorded: Config, steps: int, overrides: Seque
         leaves = OF_ONE_OBJECTIVE if config_of["train.objective"] == "oapl" else ("value_beta",)
         for key in leaves:
             train.pop(key, None)
+    if "behaviour" in config_of.values() or config_of.get("train.objective") == "oapl":
+        train.pop("reference_scored_by", None)  # nobody then
     config = parse_config(tree, [*ours, *overrides])
     for key, (was, now) in differences(recorded, config).items():
         if key.startswith(RECORDED):
@@ -97,11 +102,12 @@ def read_recorded(
 ) -> tuple[Recording, RecordedShards]:
     """What a run has recorded, as a replay by ``config`` needs it. Raises ConfigError where it is gone."""
     before, now = recorded.train, config.train
-    same = before.reference == now.reference and before.reference_every == now.reference_every
+    same = all(getattr(before, key) == getattr(now, key) for key in OF_THE_REFERENCE)
     if now.reference != "behaviour" and not same:
         raise ConfigError(
             f"train.reference={now.reference} needs log-probabilities that {source.path} did not record, "
-            f"with train.reference={before.reference}: leave it out, or set it to behaviour"
+            f"with train.reference={before.reference} and train.reference_scored_by="
+            f"{before.reference_scored_by}: leave both out, or set the first to behaviour"
         )
     recording = Recording.of(source)
     if config.exchange.sync_every != recorded.exchange.sync_every:

@@ -21,6 +21,7 @@ import numpy as np
 
 from tba_hpc import schedules
 from tba_hpc.backends.behaviour_reference import BehaviourReference
+from tba_hpc.backends.deferred_reference import DeferredReference
 from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange, FileTrainerFollower
 from tba_hpc.backends.hdf5_shards import (
     EVERYBODY,
@@ -131,6 +132,7 @@ def train(run: RunDir, index: int | None) -> None:
             rank=placement.index,
             ranks=config.launch.trainers,
             store=_rendezvous(run),
+            references=run.reference,
             deadline=config.exchange.deadline_seconds,
             start_deadline=config.launch.start_deadline_seconds,
         )
@@ -249,7 +251,9 @@ def _learner_alone(run: RunDir, config: Config) -> Learner:
     from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
 
     deadline = config.exchange.deadline_seconds
-    return DeepSpeedLearner.create(config, rank=0, ranks=1, store=_rendezvous(run), deadline=deadline)
+    return DeepSpeedLearner.create(
+        config, rank=0, ranks=1, store=_rendezvous(run), references=run.reference, deadline=deadline
+    )
 
 
 def verify_checkpoints(run: RunDir, config: Config) -> None:
@@ -464,21 +468,11 @@ def _load_reference(run: RunDir, config: Config) -> Reference:
     """The reference that a run begins with; a resume gets the one in force with its first weights."""
     if config.train.reference == "behaviour":
         return BehaviourReference()
-    from tba_hpc.backends.adapter import FOLDER, Adapter
-    from tba_hpc.backends.hf_model import load_policy
-    from tba_hpc.backends.hf_reference import HfReference
+    if config.train.trainer_has_reference:
+        return DeferredReference()
+    from tba_hpc.backends.hf_reference import load_reference
 
-    def adapter_of(step: int) -> Adapter:
-        return Adapter.load(run.reference(step) / FOLDER)
-
-    return HfReference(
-        load_policy(config.model.path, config.model.dtype),
-        chunk_tokens=config.train.logprob_chunk_tokens,
-        temperature=config.model.policy_temperature,
-        fp32_head=config.model.fp32_head,
-        policy_of=lambda step: load_policy(str(run.reference(step)), config.model.dtype),
-        adapter_of=adapter_of if config.model.lora else None,
-    )
+    return load_reference(config, run.reference)
 
 
 def require_reference(run: RunDir, config: Config, step: int) -> None:

@@ -23,7 +23,7 @@ from tba_hpc.config import ConfigError, TaskSection
 from tba_hpc.ports import EngineError, Itemising, Reference, ShardSink, Task
 from tba_hpc.search_log import Sums
 from tba_hpc.task_contract import checked_correct, checked_rewards, class_name
-from tba_hpc.types import BEHAVIOUR, Group, Shard, WeightUpdate
+from tba_hpc.types import Group, Shard, WeightUpdate
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class Scorer:
 
         Keeps a copy of the weights until then; nothing where there is no model to put them into.
         """
-        if self._wanted != BEHAVIOUR:
+        if self._reference.has_model:
             kept = replace(update, data=update.data.copy())
             self._check = EngineCheck(kept, min(answers, ANSWERS_AT_ONCE))
 
@@ -251,7 +251,7 @@ class Scorer:
         """Append a group to the open shard."""
         ref_logprobs, step = self._reference.logprobs(group), self._reference.step
         self._shards.append(group, rewards, ref_logprobs, reference=step)
-        return Sums.of(group, rewards, None if step == BEHAVIOUR else ref_logprobs, parts)
+        return Sums.of(group, rewards, ref_logprobs if self._reference.has_model else None, parts)
 
     def _rewards(self, group: Group) -> list[float]:
         """One for each completion; NaN for all where the task's code raises."""
@@ -296,7 +296,7 @@ class Scorer:
         return correct
 
     def _ref_logprob(self, answer: Group) -> float | None:
-        if self._reference.step == BEHAVIOUR:
+        if not self._reference.has_model:
             return None
         (logprob_T,) = self._reference.logprobs(answer)
         return float(logprob_T.sum(dtype=np.float64))

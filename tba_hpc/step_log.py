@@ -25,7 +25,8 @@ STALENESS_BINS = 64
 
 
 class StepLog:
-    """Writes the records. ``clock`` adds up ``wait`` (for data), ``publish``, ``learn`` and ``checkpoint``.
+    """Writes the records. ``clock`` adds up ``wait`` (for data), ``publish``, ``reference``, ``learn`` and
+    ``checkpoint``.
 
     version: weights published last, optimizer steps. publishes, late: publishes so far, and those put off.
     longest_step: seconds, waits and checkpoints left out.
@@ -54,6 +55,7 @@ class StepLog:
         What is not finite in ``learned``, as in a step that was skipped, is left out.
         """
         wall, spent = self.clock.wall, self.clock.reset()
+        learning = spent["learn"] + spent.get("reference", 0.0)
         own = wall - spent.get("wait", 0.0) - spent.get("checkpoint", 0.0)
         self.longest_step = max(self.longest_step, own)
         lag, reward_BK = staleness(batch, step), batch.reward_N.reshape(-1, batch.group_size)
@@ -68,9 +70,10 @@ class StepLog:
                 "train/learning_rate": schedules.learning_rate(self._train, step),
                 "train/beta": schedules.beta(self._train, step),
                 "train/reference_power": schedules.reference_power(self._train, step),
-                "train/wait_share": self._wait.add(wall, spent["learn"]),
+                "train/wait_share": self._wait.add(wall, learning),
                 "time/step_seconds": wall,
                 "time/learn_seconds": spent["learn"],
+                "time/reference_seconds": spent.get("reference"),
                 "sync/version": self.version,
                 "sync/publish_stall_seconds": spent.get("publish"),
                 "sync/late": self.late,
@@ -89,7 +92,7 @@ class StepLog:
 
 
 class WaitShare:
-    """Share of wall time outside the optimizer step, counted from the end of the warm-up."""
+    """Share of wall time outside the learner, counted from the end of the warm-up."""
 
     def __init__(self) -> None:
         self._steps = 0

@@ -199,7 +199,7 @@ class Memory(NamedTuple):
 
 
 class Segment:
-    """Trajectories as they came; only what is beyond ``rows`` is ever written.
+    """Trajectories as they came; only what is beyond ``rows`` is ever written, and NaN of the reference.
 
     slots: int32, where each was when it came here. columns: by name, a row each: record, revision, sync,
     value and, where there are any, embeddings. offsets: as of a Ragged. texts: int32 [3, T]: tokens,
@@ -580,6 +580,17 @@ class Store:
         pieces = [segments[s].texts[:, start:end] for s, start, end in where]
         tokens, logprobs, ref_logprobs = np.concatenate(pieces or [np.empty((3, 0), np.int32)], 1)
         return Ragged(tokens, offsets_of(length_N)), logprobs.view("f4"), ref_logprobs.view("f4")
+
+    def refer(self, slots: np.ndarray, ref_logprobs: np.ndarray) -> None:
+        """Keep the reference's log-probabilities of the completions of ``slots``, which had none.
+
+        A snapshot may have them or not: whoever reads it asks for those that it lacks.
+        """
+        start_N, length_N = self._columns["start"][slots], self._columns["length"][slots]
+        rows = np.split(ref_logprobs.view(np.int32), np.cumsum(length_N)[:-1])
+        where = zip(self._columns["segment"][slots].tolist(), start_N.tolist(), rows, strict=True)
+        for segment, start, row in where:
+            self._segments[segment].texts[2, start : start + len(row)] = row
 
     def lengths(self, slots: np.ndarray) -> np.ndarray:
         """int64: tokens of each completion."""

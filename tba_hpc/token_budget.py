@@ -36,10 +36,12 @@ class MicroBatch:
 class Part:
     """Whole groups, and the micro-batches in which they are computed.
 
-    sequences: of each micro-batch, int64, which of ``batch`` it holds; together all, once.
+    groups: int64, which they are of those of all ranks. sequences: of each micro-batch, int64, which of
+    ``batch`` it holds; together all, once.
     """
 
     batch: TrajectoryBatch
+    groups: np.ndarray
     sequences: tuple[np.ndarray, ...]
 
     def micro_batches(self) -> Iterator[MicroBatch]:
@@ -81,7 +83,7 @@ def parts(batch: TrajectoryBatch, *, rank: int, ranks: int, budget: int, per_row
     into none whole, if there are any, and on ranks with fewer of them other groups; each further part is one
     micro-batch of whole groups. Long rows come first, and meet rows of like length.
     """
-    shares = [_Share.of(take_groups(batch, groups), per_row) for groups in balance(batch, ranks)]
+    shares = [_Share.of(batch, groups, per_row) for groups in balance(batch, ranks)]
     split = max(int((share.tokens_B > budget).sum()) for share in shares)
     rows = _alike([_filled(share.row_tokens(split), budget) for share in shares])[rank]
     groups = _alike([_filled(share.tokens_B[split:], budget) for share in shares])[rank]
@@ -95,21 +97,23 @@ def parts(batch: TrajectoryBatch, *, rank: int, ranks: int, budget: int, per_row
 class _Share:
     """A rank's groups, those of most tokens first.
 
-    sequence_BRS: which sequences share a row, long ones first. tokens_BR: of such a row. tokens_B: of a group
-    whose rows are padded to its longest.
+    number_B: which they are of the whole batch's. sequence_BRS: which sequences share a row, long ones first.
+    tokens_BR: of such a row. tokens_B: of a group whose rows are padded to its longest.
     """
 
     batch: TrajectoryBatch
+    number_B: np.ndarray
     sequence_BRS: np.ndarray
     tokens_BR: np.ndarray
     tokens_B: np.ndarray
 
     @classmethod
-    def of(cls, batch: TrajectoryBatch, per_row: int) -> _Share:
-        tokens_B, _, _ = _rows(batch, per_row)
-        batch = take_groups(batch, np.argsort(-tokens_B, kind="stable"))
-        tokens_B, tokens_BR, sequence_BRS = _rows(batch, per_row)
-        return cls(batch, sequence_BRS, tokens_BR, tokens_B)
+    def of(cls, batch: TrajectoryBatch, groups: np.ndarray, per_row: int) -> _Share:
+        tokens_B, _, _ = _rows(take_groups(batch, groups), per_row)
+        groups = groups[np.argsort(-tokens_B, kind="stable")]
+        mine = take_groups(batch, groups)
+        tokens_B, tokens_BR, sequence_BRS = _rows(mine, per_row)
+        return cls(mine, groups, sequence_BRS, tokens_BR, tokens_B)
 
     def row_tokens(self, groups: int) -> np.ndarray:
         """Of the first groups' rows, in falling order."""
@@ -120,13 +124,16 @@ class _Share:
         order = np.argsort(-self.tokens_BR[:groups].ravel(), kind="stable")
         sequence_RS = self.sequence_BRS[:groups].reshape(len(order), -1)[order]
         return Part(
-            take_groups(self.batch, np.arange(groups)), tuple(sequence_RS[some].ravel() for some in chosen)
+            take_groups(self.batch, np.arange(groups)),
+            self.number_B[:groups],
+            tuple(sequence_RS[some].ravel() for some in chosen),
         )
 
     def groups(self, chosen: np.ndarray) -> Part:
         """Consecutive groups in one micro-batch."""
         first = chosen[0] * self.batch.group_size
-        return Part(take_groups(self.batch, chosen), (self.sequence_BRS[chosen].ravel() - first,))
+        sequences = (self.sequence_BRS[chosen].ravel() - first,)
+        return Part(take_groups(self.batch, chosen), self.number_B[chosen], sequences)
 
 
 def _rows(batch: TrajectoryBatch, per_row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -13,6 +13,8 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from tba_hpc import schedules
 from tba_hpc.batch import with_reference_power
 from tba_hpc.buffer import ReplayBuffer
@@ -246,8 +248,16 @@ class Trainer:
     def _sample(self) -> TrajectoryBatch:
         train = self._config.train
         return self._buffer.sample(
-            self._state.step, groups=train.prompts_per_step, group_size=train.completions_per_prompt
+            self._state.step,
+            groups=train.prompts_per_step,
+            group_size=train.completions_per_prompt,
+            reference=self._reference_logprobs if train.trainer_has_reference else None,
         )
+
+    def _reference_logprobs(self, batch: TrajectoryBatch) -> np.ndarray:
+        """Of what no step has learned from yet, under the reference in force, which all of it is for."""
+        with self._step_log.clock("reference"):
+            return self._learner.reference_logprobs(batch, self._freshness.reference)
 
     def _step(self, batch: TrajectoryBatch) -> Mapping[str, float]:
         """One optimizer step on the batch; the state moves on by one step."""

@@ -195,7 +195,7 @@ class Trajectories:
     record: RECORD [N]. prompts: Ragged int32 [P rows], each distinct prompt once.
     completions: Ragged int32 [N rows]. logprobs, ref_logprobs: float32 [T], aligned with
     ``completions.values``, of the sampling policy and of the reference that the record names, both at
-    model.logprob_temperature.
+    model.logprob_temperature. ref_logprobs are NaN until the trainer has computed them, where it is to.
     """
 
     record: np.ndarray

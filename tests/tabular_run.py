@@ -17,6 +17,7 @@ import safetensors.numpy
 from tba_hpc import elastic, runtime, schedules
 from tba_hpc.backends import file_exchange
 from tba_hpc.backends.behaviour_reference import BehaviourReference
+from tba_hpc.backends.deferred_reference import DeferredReference
 from tba_hpc.backends.file_exchange import FileSearcherExchange
 from tba_hpc.config import Config, parse_config
 from tba_hpc.ports import Reference
@@ -63,7 +64,7 @@ class MarkedLearner(TabularLearner):
     """
 
     def __init__(self, run: RunDir, sent: signal.Signals | None, nth: int) -> None:
-        super().__init__(TABLE)
+        super().__init__(TABLE, folder_of=run.reference)
         self._run = run
         self._sent = sent
         self._left = nth
@@ -174,4 +175,6 @@ def _visit(path: Path) -> None:
 def _reference(run: RunDir, config: Config) -> Reference:
     if config.train.reference == "behaviour":
         return BehaviourReference()
+    if config.train.trainer_has_reference:
+        return DeferredReference()
     return TabularReference(TABLE, run.reference)

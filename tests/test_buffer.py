@@ -1116,3 +1116,48 @@ def test_the_cost_of_a_sample_does_not_depend_on_how_much_is_stored() -> None:
     (few_lines, few_bytes), (many_lines, many_bytes) = costs
     assert many_lines < 1.2 * few_lines
     assert many_bytes < 1.5 * few_bytes
+
+
+# --- A reference that the trainer computes ---
+
+
+def open_items(items: Sequence[Item]) -> Trajectories:
+    """As ``pack``, the reference's log-probabilities to be computed yet."""
+    packed = pack(items)
+    return replace(packed, ref_logprobs=np.full_like(packed.ref_logprobs, np.nan))
+
+
+def test_the_reference_is_asked_once_for_each_trajectory_and_kept() -> None:
+    """Over draws, repeats in a batch, later merges and a restore; ``groups_of`` knows what it must be."""
+    items = [replace(item, reward=float(item.uid % 3)) for item in prompts_with(6, completions=5)]
+    made, asked = new_buffer(capacity_per_prompt=8, capacity=40), list[int]()
+
+    def reference(batch: TrajectoryBatch) -> np.ndarray:
+        """Twice the behaviour's, as ``pack`` has it; notes of which it was not known."""
+        unknown_T = np.isnan(batch.ref_logprobs)
+        row_T = np.repeat(np.arange(len(batch.version_N)), batch.completion_length_N)
+        asked.extend(np.unique(batch.version_N[row_T[unknown_T]]).tolist())
+        assert np.isnan(batch.ref_logprobs).reshape(-1).any()
+        return 2 * batch.logprobs
+
+    made.merge(open_items(items), 0)
+    for step in range(12):
+        groups_of(made.sample(step, groups=3, group_size=4, reference=reference))
+    made.merge(open_items(prompts_with(6, completions=5, first_prompt=6)), 1)
+    for step in range(12, 24):
+        groups_of(made.sample(step, groups=3, group_size=8, reference=reference))
+    again = new_buffer(capacity_per_prompt=8, capacity=40)
+    again.restore(made.state())
+    for step in range(24, 30):
+        before = len(asked)
+        groups_of(made.sample(step, groups=3, group_size=8, reference=reference))
+        del asked[before:]  # the other one has to ask for the same
+        groups_of(again.sample(step, groups=3, group_size=8, reference=reference))
+    assert len(asked) == len(set(asked)) > 30
+
+
+def test_without_a_reference_to_ask_nothing_is_looked_for() -> None:
+    """What is not known stays so, and reaches the loss: a step on it would be skipped and counted."""
+    made = new_buffer()
+    made.merge(open_items(prompts_with(2, completions=3)), 0)
+    assert np.isnan(made.sample(0, groups=2, group_size=3).ref_logprobs).all()

@@ -178,6 +178,27 @@ def test_an_adapter_of_nothing_is_refused(model: str, lora: str, sentence: str) 
     assert sentence in str(refused.value)
 
 
+def test_a_reference_moves_from_the_searchers_to_the_trainer_or_costs_nothing() -> None:
+    """Its weights visit the trainer's GPU while no activations are there; an adapter is only switched off."""
+    weights = 2 * PUBLISHED["Qwen/Qwen2.5-7B"]
+
+    def needs(*changes: str) -> tuple[float, dict[str, float], list[str]]:
+        found = estimate(load_config(Path("math_qwen7b"), list(changes)), GPUS["h200-141"])
+        (searcher,) = {n for d in found.devices for n in d.needs if n.who == "searcher"}
+        return searcher.bytes, _trainer_items(found), [span.name for span in found.step]
+
+    by_trainer = "train.reference_scored_by=trainer"
+    here, trainer, spans = needs()
+    there, with_model, with_spans = needs(by_trainer)
+    assert here - there > weights and "reference" not in spans and "reference" in with_spans
+    assert "activations" in trainer and "activations" in with_model  # of this config they take more
+    short = needs(by_trainer, "train.tokens_per_micro_batch=3072", "train.gradient_checkpointing=true")[1]
+    assert short["reference, which visits"] == weights and "activations" not in short
+    frozen = ("train.reference=frozen", "train.reference_every=null")
+    free = needs(by_trainer, "model.lora={rank: 8}", *frozen)
+    assert "reference, which visits" not in free[1] and "reference" in free[2] and free[0] < here - weights
+
+
 def test_zero_shares_out_what_its_stage_says() -> None:
     def kept(stage: int) -> list[float]:
         config = load_config(Path("math_qwen7b"), [f"train.zero_stage={stage}"])

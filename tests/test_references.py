@@ -13,10 +13,10 @@ import pytest
 import tabular_run
 
 from tba_hpc.audit import audit
-from tba_hpc.backends.hdf5_shards import read_shard
+from tba_hpc.backends.hdf5_shards import read_arrays, read_shard
 from tba_hpc.config import Config
 from tba_hpc.metrics import read_metrics, step_records
-from tba_hpc.run.checkpoints import StateError, checkpoint_folders
+from tba_hpc.run.checkpoints import BUFFER_FILE, StateError, checkpoint_folders
 from tba_hpc.run.directory import RunDir
 from tba_hpc.runtime import require_reference
 from tba_hpc.types import BEHAVIOUR
@@ -144,3 +144,24 @@ def test_behaviour_is_its_own_reference_bit_by_bit(tmp_path: Path) -> None:
         assert (shard.record["reference"] == BEHAVIOUR).all()
         np.testing.assert_array_equal(shard.ref_logprobs, shard.logprobs)
     assert list(run.references.iterdir()) == []
+
+
+@pytest.mark.parametrize("train", [{"reference": "frozen"}, {"reference": "reset", "reference_every": 3}])
+def test_what_the_trainer_scores_is_scored_once_and_outlives_a_kill(
+    train: dict[str, object], tmp_path: Path
+) -> None:
+    """Shards leave it open; batches have it to the bit; a checkpoint keeps what was computed."""
+    _, run = make(tmp_path, train={**train, "reference_scored_by": "trainer"}, exchange={"sync_every": 2})
+    go(run, searchers=2, sent=SIGKILL, nth=9)
+    go(run, searchers=1)
+    for path in run.shard_files().values():
+        assert np.isnan(read_shard(path).trajectories.ref_logprobs).all()
+    records = step_records(read_metrics(run.metrics_file("trainer")))
+    assert len(records) == 14 and all("time/learn_seconds" in record for record in records)
+    assert "time/reference_seconds" in records[0]
+    assert not any("search/kl" in record for record in read_metrics(run.metrics_file("searcher", 0)))
+    kept = read_arrays(checkpoint_folders(run, complete=True)[-1] / BUFFER_FILE)["ref_logprobs"]
+    known = np.isfinite(kept)
+    assert known.any()
+    if train["reference"] == "frozen":
+        assert known.mean() > 0.5, "a buffer this small is sampled through"

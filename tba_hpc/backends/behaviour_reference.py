@@ -16,6 +16,7 @@ class BehaviourReference:
     """A Reference port without weights: π_ref is whatever sampled, a first-order average of the policy."""
 
     step = BEHAVIOUR
+    has_model = False
 
     def logprobs(self, group: Group) -> list[np.ndarray]:
         """Per completion, float32 [T]: as sampled, bit for bit."""

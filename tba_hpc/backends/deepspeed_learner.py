@@ -36,7 +36,7 @@ from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils.tensor_fragment import fragment_address
 from pydantic import ValidationError
 from safetensors import numpy as wire
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tba_hpc import batch as batches
@@ -56,6 +56,7 @@ from tba_hpc.backends.hf_model import (
 )
 from tba_hpc.backends.snapshot import Snapshot
 from tba_hpc.backends.trainer_group import Message, TrainerGroup, is_lost_peer
+from tba_hpc.backends.trainer_reference import TrainerReference
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.objectives import Groups, ObjectiveOutput, figures, make_objective
 from tba_hpc.run.beside import at_once, beside
@@ -64,7 +65,15 @@ from tba_hpc.run.files import DiskFullError, fsync, is_for_room, make_durable, w
 from tba_hpc.run.inventory import SummedFile
 from tba_hpc.skipped_steps import SkippedSteps
 from tba_hpc.token_budget import MicroBatch, Part
-from tba_hpc.types import LoraWeights, PaddedBatch, TrajectoryBatch, WeightLayout, WeightSlot
+from tba_hpc.types import (
+    LoraWeights,
+    PaddedBatch,
+    TrajectoryBatch,
+    WeightLayout,
+    WeightSlot,
+    offsets_of,
+    spans,
+)
 
 if TYPE_CHECKING:
     from tba_hpc.backends.lora import Lora
@@ -99,6 +108,7 @@ class Command(IntEnum):
     LOAD = 3
     EXPORT = 4
     CLOSE = 5
+    REFER = 6
 
 
 class DeepSpeedLearner:
@@ -110,7 +120,9 @@ class DeepSpeedLearner:
     ``follow``; all ranks then act together.
     """
 
-    def __init__(self, config: Config, group: TrainerGroup) -> None:
+    def __init__(
+        self, config: Config, group: TrainerGroup, references: Callable[[int], Path] | None = None
+    ) -> None:
         self._config = config
         self._group = group
         self._objective = make_objective(config.train, max_tokens=config.generator.max_tokens)
@@ -143,6 +155,15 @@ class DeepSpeedLearner:
         self._engine.checkpoint_engine = _CopyingEngine(self._snapshot)
         self._written: Future[str] = at_once(str)  # what a follower writes
         self._skipped = SkippedSteps()
+        self._reference = self._make_reference(references)
+
+    def _make_reference(self, references: Callable[[int], Path] | None) -> TrainerReference | None:
+        """None where no model is needed: nothing is asked for, or an adapter can be switched off."""
+        train = self._config.train
+        if not train.trainer_has_reference or (self._lora and train.reference == "frozen"):
+            return None
+        assert references, "the trainer is to compute the reference"
+        return TrainerReference(self._config, references, self._group.device)
 
     @classmethod
     def create(
@@ -154,18 +175,20 @@ class DeepSpeedLearner:
         store: Path,
         deadline: float,
         start_deadline: float | None = None,
+        references: Callable[[int], Path] | None = None,
     ) -> DeepSpeedLearner:
         """Join the group of trainer ranks and load the policy; every trainer rank calls it.
 
         ``store``: an existing, private folder on a file system that all ranks share, new for this attempt.
         ``deadline``: longest wait for another rank, s; ``start_deadline``: for one to come here (default: the
-        same). Raises ConfigError for a model that cannot be trained, ExchangeError naming the ranks that did
-        not come.
+        same). ``references``: where policies that become the reference are exported, for a trainer that
+        computes it. Raises ConfigError for a model that cannot be trained, ExchangeError naming the ranks
+        that did not come.
         """
         group = TrainerGroup.join(
             store, rank=rank, ranks=ranks, deadline=deadline, start_deadline=start_deadline
         )
-        return cls(config, group)
+        return cls(config, group, references)
 
     # --- The port: called on the leader ---
 
@@ -181,6 +204,18 @@ class DeepSpeedLearner:
         self._group.tell(Message(Command.STEP, (learning_rate, beta), wire.save(batches.to_arrays(batch))))
         with self._group.together():
             return self._step(batch, learning_rate, beta)
+
+    def reference_logprobs(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
+        """float32 [T]: log π_ref of the completions' tokens, under the reference of ``step``; see the port.
+
+        Every rank computes some of the groups, which need not divide evenly. Equal to what a searcher
+        computes but for rounding.
+        """
+        again = -batch.groups % self._group.ranks  # some groups, so that all ranks have as many
+        even = batches.take_groups(batch, np.resize(np.arange(batch.groups), batch.groups + again))
+        self._group.tell(Message(Command.REFER, (step, 0.0), wire.save(batches.to_arrays(even))))
+        with self._group.together():
+            return self._refer(even, step)[: len(batch.ref_logprobs)]
 
     def write_weights(self, out: np.ndarray) -> None:
         """Copy the current weights into ``out``, uint8 [layout.nbytes]: here this rank's part of them.
@@ -248,6 +283,8 @@ class DeepSpeedLearner:
         match Command(message.command):
             case Command.STEP:
                 self._step(batches.from_arrays(wire.load(message.payload)), *message.numbers)
+            case Command.REFER:
+                self._refer(batches.from_arrays(wire.load(message.payload)), int(message.numbers[0]))
             case Command.WRITE:
                 self._write(slot())
             case Command.SAVE:
@@ -335,7 +372,8 @@ class DeepSpeedLearner:
         """
         alone = len(part.sequences) == 1
         with torch.set_grad_enabled(alone):
-            computed_T = torch.cat([self._logprobs_of(micro, per_row) for micro in part.micro_batches()])
+            logprobs = [self._logprobs_of(self._engine, micro, per_row) for micro in part.micro_batches()]
+            computed_T = torch.cat(logprobs)
         order_T = np.argsort(np.concatenate([micro.place_T for micro in part.micro_batches()]))
         policy_T = computed_T[self._tensor(order_T)]
         if not alone:
@@ -347,15 +385,16 @@ class DeepSpeedLearner:
         else:
             (slope_T,) = torch.autograd.grad(loss, policy_T)
             for micro in part.micro_batches():
-                along = self._logprobs_of(micro, per_row) @ slope_T[self._tensor(micro.place_T)]
+                logprob_T = self._logprobs_of(self._engine, micro, per_row)
+                along = logprob_T @ slope_T[self._tensor(micro.place_T)]
                 self._engine.backward(along, scale_wrt_gas=False)
         yield from found
 
-    def _logprobs_of(self, micro: MicroBatch, per_row: int) -> Tensor:
-        """float32 [T]: of the micro-batch's completions, sequence after sequence."""
+    def _logprobs_of(self, policy: nn.Module, micro: MicroBatch, per_row: int) -> Tensor:
+        """float32 [T]: of the micro-batch's completions, sequence after sequence, by a PolicyLogprobs."""
         arrays = (micro.tokens_NL, micro.prompt_length_N, micro.length_N)
         tokens_NL, prompt_length_N, length_N = map(self._tensor, arrays)
-        policy_NL = self._engine(tokens_NL, prompt_length_N, length_N, per_row, per_row)
+        policy_NL = policy(tokens_NL, prompt_length_N, length_N, per_row, per_row)
         place_L = torch.arange(policy_NL.shape[1], device=policy_NL.device)
         return policy_NL[(place_L >= prompt_length_N[:, None]) & (place_L < length_N[:, None])]
 
@@ -376,6 +415,36 @@ class DeepSpeedLearner:
         mine = [prompt_id_B[~loss_B.isfinite().cpu().numpy()] for prompt_id_B, loss_B in losses]
         flags = np.isin(batch.prompt_id_B, np.concatenate(mine)).astype(np.float64)
         return batch.prompt_id_B[self._group.total(flags) > 0].tolist()
+
+    # --- The reference ---
+
+    @torch.no_grad()
+    def _refer(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
+        """float32 [T]: each rank computes its groups, and the sum over all puts them together."""
+        longest = int((batch.prompt_length_N + batch.completion_length_N).max())
+        budget = self._config.train.tokens_per_micro_batch or batch.group_size * longest
+        per_row = self._per_row(batch, budget)
+        place = {"rank": self._group.rank, "ranks": self._group.ranks}
+        offsets = offsets_of(batch.completion_length_N)
+        logprob_T = np.zeros(offsets[-1])
+        with self._reference_of(step) as reference:
+            for part in token_budget.parts(batch, **place, budget=budget, per_row=per_row):
+                place_T, _ = spans(offsets, batches.rows_of(part.groups, batch.group_size))
+                for micro in part.micro_batches():
+                    found = self._logprobs_of(reference, micro, per_row)
+                    logprob_T[place_T[micro.place_T]] = found.cpu().numpy()
+        return self._group.total(logprob_T).astype(np.float32)
+
+    @contextmanager
+    def _reference_of(self, step: int) -> Iterator[nn.Module]:
+        """A model of its own, or the policy without its adapter."""
+        if self._reference:
+            with self._reference.at(step) as reference:
+                yield reference
+            return
+        assert self._lora and step == 0
+        with self._lora.off():
+            yield self._engine
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._group.device)

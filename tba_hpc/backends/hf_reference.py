@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tba_hpc.backends.adapter import Adaptable, Adapter
-from tba_hpc.backends.hf_model import PolicyLogprobs, tensor_in
+from tba_hpc.backends.adapter import FOLDER, Adaptable, Adapter
+from tba_hpc.backends.hf_model import PolicyLogprobs, load_policy, tensor_in
+from tba_hpc.config import Config
 from tba_hpc.types import Group, WeightUpdate
 
 
@@ -32,6 +34,8 @@ class HfReference:
     generated something: an engine that is being built takes all that disappears from its GPU for its own.
     """
 
+    has_model = True
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -45,10 +49,10 @@ class HfReference:
         self.step = 0
         self._policy_of = policy_of
         self._adapter_of = adapter_of
-        self._model = model.eval().requires_grad_(False)
-        self._adaptable = Adaptable(self._model)
+        self.model = model.eval().requires_grad_(False)
+        self._adaptable = Adaptable(self.model)
         self._head = PolicyLogprobs(
-            self._model, chunk_tokens=chunk_tokens, temperature=temperature, fp32_head=fp32_head
+            self.model, chunk_tokens=chunk_tokens, temperature=temperature, fp32_head=fp32_head
         ).head
 
     def load(self, step: int) -> None:
@@ -57,7 +61,7 @@ class HfReference:
             self._adaptable.put_on(self._adapter_of(step))
         else:
             assert self._policy_of is not None, "a frozen reference is never reset"
-            self._model.load_state_dict(self._policy_of(step).state_dict())
+            self.model.load_state_dict(self._policy_of(step).state_dict())
         self.step = step
 
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
@@ -92,7 +96,7 @@ class HfReference:
 
     @torch.no_grad()
     def _change_places(self, weights: WeightUpdate) -> None:
-        parameters = dict(self._model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         for slot in weights.layout.slots:
             ours, theirs = parameters[slot.name], tensor_in(weights.data, slot)
             before = ours.clone()
@@ -114,8 +118,8 @@ class HfReference:
         """Move to the GPU, where there is one and this has not been done; never in inference mode, whose
         tensors cannot be changed outside it.
         """
-        if torch.cuda.is_available() and self._model.device.type == "cpu":
-            self._model.cuda()
+        if torch.cuda.is_available() and self.model.device.type == "cpu":
+            self.model.cuda()
 
     @torch.inference_mode()
     def _distinct_logprobs(self, prompt: np.ndarray, completions: Iterable[np.ndarray]) -> list[np.ndarray]:
@@ -123,7 +127,7 @@ class HfReference:
         lengths = [len(row) for row in rows]
         tokens_KL = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         real_KL = torch.arange(tokens_KL.shape[1]) < torch.tensor(lengths)[:, None]
-        tokens_KL, real_KL = tokens_KL.to(self._model.device), real_KL.to(self._model.device)
+        tokens_KL, real_KL = tokens_KL.to(self.model.device), real_KL.to(self.model.device)
         hidden_KLD = self._hidden(torch.from_numpy(prompt.astype(np.int64)), tokens_KL)
         logprobs = self._head(hidden_KLD[real_KL], tokens_KL[real_KL]).cpu().numpy()
         return np.split(logprobs, np.cumsum(lengths)[:-1])
@@ -134,11 +138,27 @@ class HfReference:
         The prompt is computed once and its attention cache shared by all completions. They are padded on
         the right, where causal attention never looks, so no mask is needed.
         """
-        decoder, count = self._model.base_model, len(tokens_KL)
-        start = decoder(input_ids=prompt_P[None].to(self._model.device), use_cache=True)
+        decoder, count = self.model.base_model, len(tokens_KL)
+        start = decoder(input_ids=prompt_P[None].to(self.model.device), use_cache=True)
         first_K1D = start.last_hidden_state[:, -1:].expand(count, -1, -1)
         if tokens_KL.shape[1] == 1:
             return first_K1D
         start.past_key_values.batch_repeat_interleave(count)
         rest = decoder(input_ids=tokens_KL[:, :-1], past_key_values=start.past_key_values, use_cache=True)
         return torch.cat([first_K1D, rest.last_hidden_state], dim=1)
+
+
+def load_reference(config: Config, folder_of: Callable[[int], Path]) -> HfReference:
+    """The reference that a run begins with. ``folder_of``: where the policy of a step is exported to."""
+
+    def adapter_of(step: int) -> Adapter:
+        return Adapter.load(folder_of(step) / FOLDER)
+
+    return HfReference(
+        load_policy(config.model.path, config.model.dtype),
+        chunk_tokens=config.train.logprob_chunk_tokens,
+        temperature=config.model.policy_temperature,
+        fp32_head=config.model.fp32_head,
+        policy_of=lambda step: load_policy(str(folder_of(step)), config.model.dtype),
+        adapter_of=adapter_of if config.model.lora else None,
+    )

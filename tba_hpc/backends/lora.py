@@ -6,11 +6,13 @@ No other module imports peft, which a run without LoRA does not load.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -62,6 +64,18 @@ class Lora:
             name.replace(".default.", "."): parameter for name, parameter in trained.items()
         }
         assert len(self.adapter) == 2 * len(layers), "peft takes the same layers for the targets"
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The policy computes as it did before it had an adapter."""
+        layers = [layer for layer in self._policy.modules() if isinstance(layer, BaseTunerLayer)]
+        for layer in layers:
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
 
     def save(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
         """Write what ``from_pretrained`` loads, with the adapter merged into it, and the adapter by itself.

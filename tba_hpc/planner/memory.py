@@ -108,15 +108,36 @@ def _trainer_items(work: Workload) -> Iterator[Item]:
     if stage == 3 and ranks > 1:
         live = min(shape.parameters, LIVE)
         yield Item("gathered weights", work.weight_bytes * live, f"{work.weight_bytes} B × {_count(live)}")
-    backward = list(_backward_items(work))
     step = 0.0 if config.train.offloads_optimizer else 8 * weights / ranks
-    if sum(item.bytes for item in backward) >= step:
-        yield from backward
-    else:
-        yield Item("in the optimizer", step, f"8 B × {_count(weights)}{shared}, more than the backward pass")
+    peaks = [
+        list(_backward_items(work)),
+        [Item("in the optimizer", step, f"8 B × {_count(weights)}{shared}, more than the backward pass")],
+        list(_visiting_items(work)),
+    ]
+    yield from max(peaks, key=lambda items: sum(item.bytes for item in items))
     if work.embedder:
         yield Item("embedder of the buffer", _reader_bytes(work.embedder), _reader_formula(work.embedder))
     yield Item("CUDA", CONTEXT + (NCCL if ranks > 1 else 0), "assumed")
+
+
+def _visiting_items(work: Workload) -> Iterator[Item]:
+    """The reference that a trainer computes, while it is on the GPU; nothing is kept for a backward pass."""
+    if work.trainer_reference != "model":
+        return
+    parameters = work.policy.parameters
+    formula = f"{work.weight_bytes} B × {_count(parameters)}, more than the backward pass"
+    yield Item("reference, which visits", work.policy_bytes, formula)
+    tokens = work.config.train.tokens_per_micro_batch or work.group * (work.prompt + work.longest)
+    yield Item("reference: a group", *_scoring(work, tokens, cached=False))
+
+
+def _scoring(work: Workload, tokens: float, *, cached: bool) -> tuple[float, str]:
+    """Bytes that the policy's architecture needs to read so many tokens, and how they were reckoned."""
+    shape, size = work.policy, work.weight_bytes
+    each = size * (4 * shape.hidden + 3 * shape.inner * shape.experts_per_token)
+    each += shape.kv_bytes(size) if cached else 0
+    logits = 8 * work.config.train.logprob_chunk_tokens * shape.vocabulary
+    return tokens * each + logits, f"{_count(tokens)} tokens × {each / 1024:,.0f} KiB + logits"
 
 
 def _backward_items(work: Workload) -> Iterator[Item]:
@@ -219,16 +240,8 @@ def _beside_items(work: Workload, gpu: Gpu) -> Iterator[Item]:
     shape, size = work.policy, work.weight_bytes
     if work.has_reference:
         yield Item("reference", work.policy_bytes, f"{size} B × {_count(shape.parameters)}")
-        completions = work.config.generator.completions_per_prompt
-        tokens = completions * (work.prompt + work.longest)
-        cache = shape.kv_bytes(size) * tokens
-        working = tokens * size * (4 * shape.hidden + 3 * shape.inner * shape.experts_per_token)
-        logits = 8 * work.config.train.logprob_chunk_tokens * shape.vocabulary
-        yield Item(
-            "reference: a group",
-            cache + working + logits,
-            f"{_count(tokens)} tokens × {(shape.kv_bytes(size) + working / tokens) / 1024:,.0f} KiB + logits",
-        )
+        tokens = work.config.generator.completions_per_prompt * (work.prompt + work.longest)
+        yield Item("reference: a group", *_scoring(work, tokens, cached=True))
     for option, reader in work.readers.items():
         yield Item(
             f"task.options.{option}", _reader_bytes(reader, _batch(work, option)), _reader_formula(reader)

@@ -6,6 +6,7 @@ It must not know on what hardware.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tba_hpc.batch import sequences_per_row
 from tba_hpc.config import Config
@@ -108,9 +109,17 @@ class Workload:
         return generator.prompts_in_flight * generator.completions_per_prompt
 
     @property
+    def trainer_reference(self) -> Literal["no", "model", "adapter off"]:
+        """What a trainer rank computes the reference with, if it does."""
+        train = self.config.train
+        if not train.trainer_has_reference:
+            return "no"
+        return "adapter off" if self.adapter and train.reference == "frozen" else "model"
+
+    @property
     def has_reference(self) -> bool:
         """Whether searchers hold a model of the reference."""
-        return self.config.train.reference != "behaviour"
+        return self.config.train.searcher_has_reference
 
 
 def workload_of(

@@ -5,6 +5,7 @@ It must not know how they were found. The page has no script and fetches nothing
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -71,7 +72,8 @@ def _card(sample: Sample, decode: Decode) -> Card:
 
 
 def _tokens(sample: Sample, decode: Decode) -> Iterator[Token]:
-    has_reference = sample.reference != BEHAVIOUR
+    known = not any(map(math.isnan, sample.ref_logprobs.tolist()))
+    has_reference = known and sample.reference != BEHAVIOUR
     columns = (pieces(decode, sample.tokens), sample.logprobs.tolist(), sample.ref_logprobs.tolist())
     for text, logprob, ref_logprob in zip(*columns, strict=True):
         note = f"log π {logprob:.2f}"

@@ -199,13 +199,19 @@ def _question(trajectories: Trajectories, row: int, decode: Decode) -> str:
 
 
 def _log_ratios(trajectories: Trajectories) -> list[float | None]:
-    """Mean over the tokens of each completion; None where the reference is what sampled."""
+    """Mean over the tokens of each completion; None where the reference is what sampled, or unknown yet."""
     difference_T = trajectories.logprobs.astype(np.float64) - trajectories.ref_logprobs
-    sums = np.concatenate([[0.0], np.cumsum(difference_T)])
     offsets, length_N = trajectories.completions.offsets, trajectories.completions.lengths
-    mean_N = (sums[offsets[1:]] - sums[offsets[:-1]]) / np.maximum(length_N, 1)
-    other_N = trajectories.record["reference"] != BEHAVIOUR
+    unknown_N = _sums(np.isnan(difference_T), offsets) > 0
+    mean_N = _sums(np.nan_to_num(difference_T), offsets) / np.maximum(length_N, 1)
+    other_N = (trajectories.record["reference"] != BEHAVIOUR) & ~unknown_N
     return [float(mean) if other else None for mean, other in zip(mean_N, other_N, strict=True)]
+
+
+def _sums(value_T: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """float64 [N]: of each row."""
+    sums = np.concatenate([[0.0], np.cumsum(value_T)])
+    return sums[offsets[1:]] - sums[offsets[:-1]]
 
 
 def _ranks(trajectories: Trajectories, order: Order) -> list[Rank]:

@@ -208,6 +208,8 @@ class TabularTask:
 class TabularReference:
     """The table's reference policy, or what a learner has exported to ``folder_of`` a step."""
 
+    has_model = True
+
     def __init__(self, table: Table, folder_of: Callable[[int], Path] | None = None) -> None:
         self.step = 0
         self._table = table
@@ -228,6 +230,10 @@ class TabularReference:
         """Per group and completion, float32 [T], under other logits."""
         logits_PSV = weights.data.view(np.float32).reshape(self._table.shape)
         return [self._logprobs(logits_PSV, group) for group in groups]
+
+    def of_tokens(self, prompt: int, completion: np.ndarray) -> np.ndarray:
+        """float32 [T], of one completion."""
+        return self._table.token_logprobs(self._logits_PSV, prompt, completion).astype(np.float32)
 
     def _logprobs(self, logits_PSV: np.ndarray, group: Group) -> list[np.ndarray]:
         table, prompt = self._table, group.request.prompt.id
@@ -344,13 +350,15 @@ def _draw(rng: np.random.Generator, logprob_NV: np.ndarray, temperature: float) 
 class TabularLearner:
     """A table of logits, the reference's at first, trained by AdamW on one rank.
 
-    train: the objective and the optimizer's settings.
+    train: the objective and the optimizer's settings. folder_of: where the policy of a step is exported,
+    for a trainer that computes a reference that is reset.
     """
 
     def __init__(
         self,
         table: Table,
         train: TrainSection = DEFAULTS,
+        folder_of: Callable[[int], Path] | None = None,
     ) -> None:
         self.layout = WeightLayout.of([("logits", table.shape)], "F32")
         self._table = table
@@ -358,6 +366,7 @@ class TabularLearner:
         self._logits = torch.nn.Parameter(torch.from_numpy(table.ref_logits_PSV.copy()))
         self._optimizer = torch.optim.AdamW([self._logits], betas=train.adam_betas, weight_decay=0.0)
         self._skipped = SkippedSteps()
+        self._reference = TabularReference(table, folder_of)
 
     @property
     def policy_logits(self) -> np.ndarray:
@@ -389,6 +398,19 @@ class TabularLearner:
         metrics = {"loss": output.loss.detach(), "grad_norm": norm, **output.metrics}
         counts = {"tokens": batch.completion_length_N.sum(), "skipped_steps": self._skipped.total}
         return figures({name: float(value) for name, value in {**metrics, **counts}.items()})
+
+    def reference_logprobs(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
+        """float32 [T]: by the policy of ``step``, that of 0 being the table's reference."""
+        if step != self._reference.step:
+            self._reference.load(step)
+        prompt_N = np.repeat(batch.prompt_id_B, batch.group_size).tolist()
+        rows = zip(prompt_N, batch.prompt_length_N.tolist(), range(len(prompt_N)), strict=True)
+        return np.concatenate(
+            [
+                self._reference.of_tokens(prompt, batch.sequences.row(row)[start:])
+                for prompt, start, row in rows
+            ]
+        )
 
     def write_weights(self, out: np.ndarray) -> None:
         """Copy the logits into ``out``, uint8 [layout.nbytes]."""
