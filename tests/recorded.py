@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tba_hpc.config import parse_config
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.evaluations import Evaluation, write_evaluation
+from tba_hpc.run.evaluations import Answer, Evaluation, write_evaluation
 from tba_hpc.run.events import log_event
 
 STEPS = 10
@@ -62,6 +62,7 @@ def evaluate(
     total: int = 50,
     *,
     ref_logprob: float | None = None,
+    answers: tuple[Answer, ...] = (),
 ) -> None:
     """Both searchers' parts of an evaluation; with ``ref_logprob`` each, of a task that is won or lost."""
     name = "pass@1" if ref_logprob is None else "win rate"
@@ -75,6 +76,7 @@ def evaluate(
             truncated=0,
             ref_logprob=ref_logprob,
             score_name=name,
+            answers=answers[searcher::2],
         )
         write_evaluation(run, searcher, 2, part)
 

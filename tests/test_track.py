@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from tba_hpc.config import Config, ConfigError, load_config
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.evaluations import Answer
 from tba_hpc.track.beside import tracked
 from tba_hpc.track.follow import follow
 from tba_hpc.track.news import News, Point
@@ -97,6 +100,26 @@ def test_tensorboard_gets_steps_and_scores_and_purges_what_a_resume_took_back(tm
     assert scores == {0: pytest.approx(0.41), 10: pytest.approx(0.85)}
 
 
+ANSWERS = (Answer(0, "2 + 2?", "4", True), Answer(1, "a|b\n<script>", "![x](//evil)\x1b", False))
+
+
+def test_tensorboard_shows_answers_as_they_are_and_obeys_none(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    evaluate(run, "test", 4, (40, 45), answers=ANSWERS)
+    follow(run, config_of(run, "track.tensorboard=true"))
+    (text,) = (
+        value.tensor.string_val[0].decode()
+        for event in events(run.track / "tensorboard")
+        for value in event.summary.value
+        if value.tag.startswith("test/answers")
+    )
+    head, rule, first, second = text.splitlines()
+    assert head == "| prompt | question | answer | correct |" and set(rule) == set("| -")
+    assert first.replace("&#43;", "+").replace("&#63;", "?") == "| 0 | 2 + 2? | 4 | True |"
+    assert re.fullmatch(r"\| 1 \| a&#124;b<br>&#60;script&#62; \| [\w&#;]* \| False \|", second)
+    assert html.unescape(second) == r"| 1 | a|b<br><script> | ![x](//evil)\x1b | False |"
+
+
 # --- Weights & Biases ---
 
 
@@ -150,6 +173,20 @@ def test_wandb_gets_each_figure_once_in_one_run_over_two_starts(tmp_path: Path) 
     assert [row["_step"] for row in rows] == list(range(5))
     folders = [path.name for path in run.track.glob("wandb/offline-run-*")]
     assert len(folders) == 2 and len({name.split("-")[3] for name in folders}) == 1  # …-ID, or …-ID-1
+    assert {path.stat().st_mode & 0o77 for path in run.track.rglob("*") if path.is_file()} == {0}
+
+
+def test_wandb_gets_answers_as_a_table(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="pip install 'wandb==0.31.0'")
+    run = new_run(tmp_path)
+    evaluate(run, "test", 4, (40, 45), answers=ANSWERS)
+    follow(run, config_of(run, *OFFLINE))
+    (row,) = (row for row in history(run) if "test/pass@1" in row)
+    assert row["optimizer_step"] == 4
+    (file,) = run.track.glob("wandb/offline-run-*/files/media/table/test/*.json")
+    table = json.loads(file.read_text())
+    assert table["columns"] == ["prompt", "question", "answer", "correct"]
+    assert table["data"] == [[a.prompt, a.question, a.text, a.correct] for a in ANSWERS]
     assert {path.stat().st_mode & 0o77 for path in run.track.rglob("*") if path.is_file()} == {0}
 
 

@@ -6,13 +6,13 @@ It must not know who is told.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tba_hpc.metrics import MetricsTail, Record, number
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.evaluations import evaluations_on_disk, find_evaluation
+from tba_hpc.run.evaluations import Answer, evaluations_on_disk, find_evaluation
 
 TRAINER = "trainer"
 
@@ -21,11 +21,13 @@ TRAINER = "trainer"
 class Point:
     """Figures by name at an optimizer step. time: unix seconds, None where nobody knows.
 
-    again: whether training goes on from this step, and what was told of later ones is taken back.
+    answers: some of an evaluation's, by the name of its split. again: whether training goes on from this
+    step, and what was told of later ones is taken back.
     """
 
     step: int
     figures: Mapping[str, float] = field(default_factory=dict)
+    answers: Mapping[str, Sequence[Answer]] = field(default_factory=dict)
     time: float | None = None
     again: bool = False
 
@@ -69,7 +71,7 @@ class News:
         for record in records:
             step, event = int(number(record, "step", 0)), record.get("event")
             if event is None:
-                yield Point(step, _scalars(record), number(record, "time"))
+                yield Point(step, _scalars(record), time=number(record, "time"))
             elif event == "resumed":
                 yield Point(step, again=True)
             if event != "full":
@@ -84,7 +86,8 @@ class News:
                 continue
             self._evaluated.add(name)
             figures = {f"{split}/{found.score_name}": found.score, f"{split}/perplexity": found.perplexity}
-            points.append(Point(step, {key: value for key, value in figures.items() if value is not None}))
+            known = {key: value for key, value in figures.items() if value is not None}
+            points.append(Point(step, known, {split: found.answers} if found.answers else {}))
         return points
 
 

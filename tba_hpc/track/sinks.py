@@ -5,14 +5,17 @@ It must not know where figures come from. A library is imported when its sink is
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tba_hpc.config import Config, ConfigError, WandbSection
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.evaluations import Answer
 from tba_hpc.run.files import make_folder
 from tba_hpc.track.news import Point
+from tba_hpc.wording import printable
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
@@ -36,6 +39,14 @@ class Sink(Protocol):
         """Finish."""
 
 
+ANSWER = ("prompt", "question", "answer", "correct")
+"""Columns of a table of answers."""
+
+
+MARKUP = re.compile(r"[^\w\s]")
+"""What may mean something in Markdown or HTML."""
+
+
 class TensorBoardSink:
     """Event files in RUN/track/tensorboard; what a resume takes back is purged."""
 
@@ -54,13 +65,15 @@ class TensorBoardSink:
         return SummaryWriter(str(self._folder), purge_step=purge, filename_suffix=f".{self._sessions}")
 
     def tell(self, points: Iterable[Point]) -> None:
-        """Write scalars."""
+        """Write scalars, and answers as text."""
         for point in points:
             if point.again:
                 self._writer.close()
                 self._writer = self._open(point.step + 1)
             for name, value in point.figures.items():
                 self._writer.add_scalar(name, value, point.step, walltime=point.time)
+            for split, answers in point.answers.items():
+                self._writer.add_text(f"{split}/answers", _markdown(answers), point.step, point.time)
         self._writer.flush()
 
     def state(self) -> dict[str, Any]:
@@ -75,8 +88,8 @@ class TensorBoardSink:
 class WandbSink:
     """One run of W&B, whatever number of starts: they have the same id. Offline, each start has a folder.
 
-    No code, console, machine data or environment is told: the config and the figures are all. Raises
-    ConfigError without the library.
+    No code, console, machine data or environment is told: the config, the figures and some answers are all.
+    Raises ConfigError without the library.
     """
 
     name = "wandb"
@@ -119,10 +132,13 @@ class WandbSink:
         self._run.define_metric("*", step_metric=STEP)
 
     def tell(self, points: Iterable[Point]) -> None:
-        """Log figures; after a resume those of the steps done again come once more, at the same place."""
+        """Log figures, and answers as tables; after a resume those of the steps done again come once more, at
+        the same place.
+        """
         for point in points:
-            if point.figures:
-                self._run.log({**point.figures, STEP: point.step}, step=self._count)
+            tables = {f"{split}/answers": _table(answers) for split, answers in point.answers.items()}
+            if point.figures or tables:
+                self._run.log({**point.figures, **tables, STEP: point.step}, step=self._count)
                 self._count += 1
 
     def state(self) -> dict[str, Any]:
@@ -132,3 +148,25 @@ class WandbSink:
     def close(self) -> None:
         """Finish the run, as far as this process is concerned."""
         self._run.finish()
+
+
+def _rows(answers: Sequence[Answer]) -> list[list[Any]]:
+    return [[answer.prompt, answer.question, answer.text, answer.correct] for answer in answers]
+
+
+def _table(answers: Sequence[Answer]) -> Any:
+    import wandb
+
+    return wandb.Table(columns=list(ANSWER), data=_rows(answers))
+
+
+def _markdown(answers: Sequence[Answer]) -> str:
+    """A table. What a model wrote is shown as it is: it is no markup, ends no cell and fetches no picture."""
+    rows = [[*ANSWER], ["---"] * len(ANSWER), *([_cell(value) for value in row] for row in _rows(answers))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _cell(value: object) -> str:
+    if not isinstance(value, str):
+        return str(value)
+    return MARKUP.sub(lambda found: f"&#{ord(found[0])};", printable(value)).replace("\n", "<br>")
