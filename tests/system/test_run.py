@@ -279,6 +279,19 @@ def test_an_adapter_is_trained_killed_and_goes_on_upon_its_base_alone(model: Pat
     assert code == 2 and "holds an adapter for other weights than those of model.path=" in err, out + err
 
 
+def test_the_trainer_scores_the_reference_and_searchers_hold_none(model: Path, tmp_path: Path) -> None:
+    """At step 1 policy and reference are the same weights, so that the log-ratio is 0."""
+    run = run_to_end(model, tmp_path, "train.reference_scored_by=trainer", "exchange.sync_every=1")
+    assert_whole(run)
+    steps = step_records(read_metrics(run.metrics_file("trainer")))
+    first, last = steps[0], steps[-1]
+    assert float(str(first["time/reference_seconds"])) > 0
+    assert abs(float(str(first["train/log_ratio"]))) < 1e-5 < abs(float(str(last["train/log_ratio"])))
+    assert all(float(str(record["train/skipped_steps"])) == 0 for record in steps)
+    searched = read_metrics(run.metrics_file("searcher", 0))
+    assert not any({"search/kl", "search/engine_gap"} & record.keys() for record in searched)
+
+
 def test_started_twice_and_again_after_a_kill(model: Path, tmp_path: Path) -> None:
     """The second is refused while the first goes on; what a SIGKILL leaves refuses nobody."""
     settings = ("train.steps=40", "exchange.transport=files")
