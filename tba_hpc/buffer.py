@@ -491,7 +491,8 @@ class ReplayBuffer:
     ) -> TrajectoryBatch:
         """The batch with what it lacks of the reference's log-probabilities; the store has it then, too."""
         offsets = offsets_of(batch.completion_length_N)
-        unknown_N = np.diff(np.cumsum([0, *np.isnan(batch.ref_logprobs)])[offsets]) > 0
+        unknown_T = np.flatnonzero(np.isnan(batch.ref_logprobs))
+        unknown_N = np.diff(np.searchsorted(unknown_T, offsets)) > 0
         groups = np.flatnonzero(unknown_N.reshape(batch.groups, -1).any(1))
         if not len(groups):
             return batch
