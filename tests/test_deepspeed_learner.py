@@ -43,7 +43,13 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, make_family_model, make_random_model
 
 from tba_hpc.backends import deepspeed_learner
-from tba_hpc.backends.deepspeed_learner import Command, DeepSpeedLearner, _buckets, _replacing
+from tba_hpc.backends.deepspeed_learner import (
+    Command,
+    DeepSpeedLearner,
+    _buckets,
+    _replacing,
+    _require_known,
+)
 from tba_hpc.backends.hdf5_shards import write_arrays
 from tba_hpc.backends.hf_model import load_policy, load_tokenizer
 from tba_hpc.backends.trainer_group import Message, TrainerGroup
@@ -788,15 +794,45 @@ def _load_in_parts(folder: Path, rank: int, configs: list[Config]) -> None:
     group.leave()
 
 
-def test_a_setting_that_deepspeed_does_not_know_is_one_sentence(runs: Runs, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            "zero_optimization.offload_everything=true",
+            "refuses offload_everything=True of train.deepspeed (Extra",
+        ),
+        ("wall_clock_breakdow=true", "train.deepspeed.wall_clock_breakdow=True is nothing that DeepSpeed 0."),
+        ("nebula={}", "DeepSpeed refuses train.deepspeed: Nebula checkpointing has been removed"),
+    ],
+)
+def test_a_setting_that_deepspeed_does_not_know_is_one_sentence(
+    runs: Runs, tmp_path: Path, given: str, sentence: str
+) -> None:
     (tmp_path / "store").mkdir()
-    config = parse_config(
-        ONE_RANK.config(runs.model(False)).model_dump(mode="json"),
-        ["train.deepspeed.zero_optimization.offload_everything=true"],
-    )
+    tree = ONE_RANK.config(runs.model(False)).model_dump(mode="json")
+    config = parse_config(tree, [f"train.deepspeed.{given}"])
     assert join([start(_fail, tmp_path, config)]) == [1]
     told = (tmp_path / "log-0").read_text()
-    assert "ConfigError: DeepSpeed refuses offload_everything=True of train.deepspeed (Extra inputs" in told
+    assert f"ConfigError: {sentence}" in told or f"ConfigError: DeepSpeed {sentence}" in told
+
+
+def test_a_setting_that_deepspeed_knows_is_not_refused() -> None:
+    """All that its documentation has beside what is ours, as far as a plain value will do."""
+    known = {
+        "prescale_gradients": True,
+        "gradient_predivide_factor": 2.0,
+        "communication_data_type": "fp32",
+        "wall_clock_breakdown": True,
+        "dump_state": True,
+        "flops_profiler": {"enabled": True},
+        "comms_logger": {"enabled": True},
+        "activation_checkpointing": {},
+        "data_types": {},
+        "aio": {},
+        "tensorboard": {"enabled": False},
+        "torch_autocast": {},
+    }
+    _require_known({"train_micro_batch_size_per_gpu": 1, **known}, known)
 
 
 def _fail(folder: Path, config: Config) -> None:

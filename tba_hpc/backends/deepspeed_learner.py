@@ -29,6 +29,7 @@ import deepspeed
 import numpy as np
 import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
@@ -614,8 +615,40 @@ def _load_policy(config: Config) -> PreTrainedModel:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles one, for minutes
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else ZeRO loads a compiler, for an optimizer not used
     settings = deepspeed_settings(config, BUCKET_ELEMENTS)
+    _require_known(settings, config.train.deepspeed)
+    # An adapter is told apart by its base, of which a rank must see all.
+    in_parts = settings if config.train.zero_stage == 3 and config.model.lora is None else None
+    return load_policy(config.model.path, config.model.dtype, in_parts=in_parts)
+
+
+class _Noting(dict[str, Any]):
+    """Settings that note which of them are looked at."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        self.looked_at: set[object] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.looked_at.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.looked_at.add(key)
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.looked_at.add(key)
+        return super().__getitem__(key)
+
+
+def _require_known(settings: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise ConfigError where DeepSpeed refuses a setting, or never looks at one that a user has given.
+
+    It checks the names inside its sections, and passes over unknown ones beside these in silence.
+    """
+    noting = _Noting(settings)
     try:
-        deepspeed.DeepSpeedConfig(settings)
+        deepspeed.DeepSpeedConfig(noting)
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(map(str, problem["loc"]))
@@ -623,9 +656,13 @@ def _load_policy(config: Config) -> PreTrainedModel:
             f"DeepSpeed refuses {key}={problem['input']!r} of train.deepspeed ({problem['msg']}): mend it, "
             "or leave it out"
         ) from None
-    # An adapter is told apart by its base, of which a rank must see all.
-    in_parts = settings if config.train.zero_stage == 3 and config.model.lora is None else None
-    return load_policy(config.model.path, config.model.dtype, in_parts=in_parts)
+    except DeepSpeedConfigError as error:
+        raise ConfigError(f"DeepSpeed refuses train.deepspeed: {error}") from None
+    for key in given.keys() - noting.looked_at:
+        raise ConfigError(
+            f"train.deepspeed.{key}={given[key]!r} is nothing that DeepSpeed {deepspeed.__version__} looks "
+            "at: mend the name, or leave it out"
+        )
 
 
 def _unsharded(parameter: torch.nn.Parameter) -> Tensor:
