@@ -799,7 +799,7 @@ def _load_in_parts(folder: Path, rank: int, configs: list[Config]) -> None:
     [
         (
             "zero_optimization.offload_everything=true",
-            "refuses offload_everything=True of train.deepspeed (Extra",
+            "DeepSpeed refuses offload_everything=True of train.deepspeed",
         ),
         ("wall_clock_breakdow=true", "train.deepspeed.wall_clock_breakdow=True is nothing that DeepSpeed 0."),
         ("nebula={}", "DeepSpeed refuses train.deepspeed: Nebula checkpointing has been removed"),
@@ -813,7 +813,7 @@ def test_a_setting_that_deepspeed_does_not_know_is_one_sentence(
     config = parse_config(tree, [f"train.deepspeed.{given}"])
     assert join([start(_fail, tmp_path, config)]) == [1]
     told = (tmp_path / "log-0").read_text()
-    assert f"ConfigError: {sentence}" in told or f"ConfigError: DeepSpeed {sentence}" in told
+    assert f"ConfigError: {sentence}" in told
 
 
 def test_a_setting_that_deepspeed_knows_is_not_refused() -> None:
