@@ -267,6 +267,17 @@ def test_the_page_colours_each_token_and_escapes_what_it_is_told(run: RunDir, tm
         write_page(tmp_path / "no" / "page.html", run, selection, BYTES.decode)
 
 
+def test_where_the_trainer_scores_the_reference_nothing_is_coloured(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    seal(run, 0, (0, "four", 1.0, 0, np.nan), (1, "five", 0.0, 2, np.nan))
+    selection = select(run, Query(order="changed"), BYTES.decode)
+    assert [sample.log_ratio for sample in selection.samples] == [None, None]
+    write_page(tmp_path / "page.html", run, selection, BYTES.decode)
+    text = (tmp_path / "page.html").read_text()
+    assert "nan" not in text.lower() and "Each token by" not in text
+    assert {shade for _, shade, _ in Page(text).tokens} == {""}
+
+
 def test_shades_grow_with_the_ratio() -> None:
     assert [shade(x) for x in (0.05, -0.05, 0.1, -0.6, 2, -9)] == ["", "", "up1", "down2", "up3", "down4"]
 

@@ -5,7 +5,6 @@ It must not know how they were found. The page has no script and fetches nothing
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from tba_hpc.run.files import write_atomic
 from tba_hpc.samples.select import Sample, Selection
 from tba_hpc.samples.show import facts, summary
 from tba_hpc.samples.texts import Decode, pieces
-from tba_hpc.types import BEHAVIOUR
 from tba_hpc.wording import printable
 
 EDGES = (0.1, 0.5, 1.5, 4.0)
@@ -53,7 +51,7 @@ def write_page(path: Path, run: RunDir, selection: Selection, decode: Decode) ->
     text = template("samples.html.j2").render(
         title=f"What {run.path.name} says",
         subtitle=summary(selection),
-        legend=list(_legend()),
+        legend=list(_legend()) if any(s.log_ratio is not None for s in selection.samples) else [],
         cards=[_card(sample, decode) for sample in selection.samples],
         footer=footer(),
     )
@@ -72,8 +70,7 @@ def _card(sample: Sample, decode: Decode) -> Card:
 
 
 def _tokens(sample: Sample, decode: Decode) -> Iterator[Token]:
-    known = not any(map(math.isnan, sample.ref_logprobs.tolist()))
-    has_reference = known and sample.reference != BEHAVIOUR
+    has_reference = sample.log_ratio is not None
     columns = (pieces(decode, sample.tokens), sample.logprobs.tolist(), sample.ref_logprobs.tolist())
     for text, logprob, ref_logprob in zip(*columns, strict=True):
         note = f"log π {logprob:.2f}"

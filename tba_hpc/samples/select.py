@@ -49,8 +49,8 @@ class Sample:
     """A trajectory, what is known of it, and its arrays, which JSON leaves out.
 
     shard: its searcher, its index, and the row in it. log_ratio: mean over its tokens of log π_behaviour −
-    log π_ref, nats, None where the sampling weights are the reference. staleness: optimizer steps between the
-    weights that sampled its first token and its merge; None before that.
+    log π_ref, nats, None where the sampling weights are the reference, or the trainer scores it. staleness:
+    optimizer steps between the weights that sampled its first token and its merge; None before that.
     """
 
     uid: int
