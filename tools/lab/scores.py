@@ -13,8 +13,8 @@ from tba_hpc.report.summary import RunData, summary_of
 from tba_hpc.run.directory import RunDir
 
 NOTES = (
-    "Before, after: greedy pass@1 on 512 held-out problems. Swing: standard deviation of validation pass@1 "
-    "over the last third of a run; sag: its largest fall from a peak; both in points, on 256 problems.",
+    "Before, after: greedy pass@1 on the test problems. Swing: standard deviation of pass@1 on the "
+    "validation problems over the last third of a run; sag: its largest fall from a peak; both in points.",
     "Staleness: steps between the weights that sampled and those that train, mean over a run's batches.",
 )
 

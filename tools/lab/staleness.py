@@ -223,7 +223,8 @@ class WholeRuns:
         )
         return (
             "Lag k: weights go out every k steps, and no trajectory is learned from when its weights are 2k "
-            "steps old; each is learned from once, the oldest first.",
+            "steps old; each is learned from once, the oldest first. β = .02, OAPL's .5. 256 test problems, "
+            "128 for validation.",
             f"Rates, by the last third of validation at k = {WHOLE_RUN_LAGS[1]} with seed {TUNING_SEED}, "
             f"in % at {', '.join(f'{rate:g}' for rate in WHOLE_RUN_RATES)}: {scores}.",
         )
