@@ -133,14 +133,14 @@ def test_a_reset_reference_is_the_exported_policy(tied: bool, tmp_path: Path) ->
         chunk_tokens=64,
         policy_of=lambda step: load_policy(str({50: new}[step]), "float32"),
     )
-    group, memory = _group([5, 30, 1]), reset._model.get_output_embeddings().weight.data_ptr()
+    group, memory = _group([5, 30, 1]), reset.model.get_output_embeddings().weight.data_ptr()
     before = reset.logprobs(group)
     reset.load(50)
     after, expected = (
         reference.logprobs(group)
         for reference in (reset, HfReference(load_policy(str(new), "float32"), chunk_tokens=64))
     )
-    assert reset.step == 50 and reset._model.get_output_embeddings().weight.data_ptr() == memory
+    assert reset.step == 50 and reset.model.get_output_embeddings().weight.data_ptr() == memory
     np.testing.assert_array_equal(np.concatenate(after), np.concatenate(expected))
     assert np.abs(np.concatenate(after) - np.concatenate(before)).max() > 0.01
 

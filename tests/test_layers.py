@@ -15,8 +15,8 @@ PACKAGE = Path(__file__).parents[1] / "tba_hpc"
 LAYERS = [
     {"shipped"},
     {"types", "config", "orphans", "wording"},
-    {"objectives", "schedules", "ports", "store"},
-    {"run", "prompts", "task_contract", "skipped_steps", "buffer", "batch"},
+    {"objectives", "schedules", "ports", "store", "batch"},
+    {"run", "prompts", "task_contract", "skipped_steps", "buffer"},
     {"metrics", "freshness", "token_budget"},
     {"merger", "step_log", "search_log"},
     {"trainer", "searcher", "scorer", "online_evaluation", "backends", "tasks", "launch", "report"},
