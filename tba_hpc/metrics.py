@@ -125,7 +125,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from io import FileIO
@@ -279,8 +279,8 @@ class MetricsWriter:
         self._compress()
 
     def _compress(self) -> None:
-        """Have finished parts compressed, after those that are being compressed."""
-        self._compressing = beside(partial(_compress_after, self._compressing, self._path))
+        """Have finished parts compressed beside the caller."""
+        self._compressing = beside(partial(compress_parts, self._path))
 
     def _wait_for_room(self, error: OSError) -> None:
         if self._full_since is None:
@@ -325,12 +325,6 @@ class MetricsWriter:
         self._file.close()
         if self._scalars:
             self._scalars.close()
-
-
-def _compress_after(before: Future[None] | None, path: Path) -> None:
-    if before:
-        wait([before])
-    compress_parts(path)
 
 
 def _plain(record: Mapping[str, Value]) -> Record:

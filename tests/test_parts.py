@@ -7,8 +7,12 @@ import gzip
 import json
 import os
 import random
+import shutil
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from killer import Killer, in_a_process
@@ -79,6 +83,30 @@ def test_who_follows_a_file_gets_each_record_once(tmp_path: Path, seed: int) -> 
             writer.close()
     for tail, found in zip(tails, seen, strict=True):
         assert steps(found + tail.new()) == list(range(step)) and tail.new() == []
+
+
+def test_two_that_compress_a_part_leave_it_whole_at_every_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a writer begins anew while the one before still compresses; readers never see a stump."""
+    path, copy = tmp_path / "m.jsonl", shutil.copyfileobj
+    path.with_name("m.jsonl.000000").write_text("".join(f'{{"step": {step}}}\n' for step in range(2000)))
+    path.write_text('{"step": 2000}\n')
+
+    def slowly(lines: BinaryIO, packed: BinaryIO, size: int) -> None:
+        copy(lines, packed, size)
+        time.sleep(random.random() / 20)
+
+    monkeypatch.setattr(shutil, "copyfileobj", slowly)
+    with ThreadPoolExecutor(6) as pool:
+        waiting = []
+        for _ in range(6):
+            waiting.append(pool.submit(compress_parts, path))
+            time.sleep(0.004)
+        while not all(one.done() for one in waiting):
+            assert steps(read_metrics(path)) == list(range(2001))
+    assert [found.name for found in sorted(tmp_path.iterdir())] == ["m.jsonl", "m.jsonl.000000.gz"]
+    assert steps(read_metrics(path)) == list(range(2001))
 
 
 def test_a_digest_goes_on_over_parts(tmp_path: Path) -> None:

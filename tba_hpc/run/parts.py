@@ -10,12 +10,16 @@ import gzip
 import logging
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from tba_hpc.run.files import fsync
 
 log = logging.getLogger(__name__)
+
+COMPRESSING = threading.Lock()
+"""Held by the thread that compresses: two at one part would write to one temporary file."""
 
 LEVEL = 3
 """Of gzip: lines of metrics become a seventh of their size or less."""
@@ -71,20 +75,28 @@ def finish_part(path: Path, number: int) -> None:
 
 
 def compress_parts(path: Path) -> None:
-    """Compress the finished parts that are not; what the disk has no room for stays as it is."""
-    for number in range(finished_parts(path)):
-        if not (part := finished_part(path, number)).exists():
-            continue
-        temporary = path.with_name(f".{part.name}.gz.tmp")
-        try:
-            with part.open("rb") as lines, temporary.open("wb") as file:
-                with gzip.GzipFile("", "wb", LEVEL, file, mtime=0) as packed:
-                    shutil.copyfileobj(lines, packed, 1 << 20)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(_compressed(path, number))
-            fsync(path.parent)
-            part.unlink()
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            log.warning("%s is not compressed: %s", part, error)
+    """Compress the finished parts that are not; what the disk has no room for stays as it is.
+
+    Threads of this process take turns; no other process writes the files of a rank while one does.
+    """
+    with COMPRESSING:
+        for number in range(finished_parts(path)):
+            if finished_part(path, number).exists():
+                _compress(path, number)
+
+
+def _compress(path: Path, number: int) -> None:
+    part = finished_part(path, number)
+    temporary = path.with_name(f".{part.name}.gz.tmp")
+    try:
+        with part.open("rb") as lines, temporary.open("wb") as file:
+            with gzip.GzipFile("", "wb", LEVEL, file, mtime=0) as packed:
+                shutil.copyfileobj(lines, packed, 1 << 20)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(_compressed(path, number))
+        fsync(path.parent)
+        part.unlink()
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        log.warning("%s is not compressed: %s", part, error)
