@@ -88,9 +88,9 @@ if __name__ == "__main__":
         prepare(place, sys.argv[3:])
     else:
         from tba_hpc.run.directory import RunDir
+        from tba_hpc.run.notes import rank_name
         from tba_hpc.run.owners import owned
 
-        with owned(
-            RunDir.open(place), f"{verb}-{os.environ['SLURM_PROCID']}"
-        ):  # signs of life, as ranks give
+        name = rank_name("trainer" if verb == "train" else "searcher", int(os.environ["SLURM_PROCID"]))
+        with owned(RunDir.open(place), name):  # signs of life, by which the job sees an srun that hangs
             work(verb, place)

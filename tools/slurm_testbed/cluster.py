@@ -114,15 +114,23 @@ class Cluster:
         """State of a job: of its leader, or ``A+B`` where the components differ."""
         return "+".join(dict.fromkeys(component["JobState"] for component in self.jobs(job)))
 
-    def wait(self, job: int, *states: str, seconds: float = 60) -> str:
-        """Wait until the job is in one of ``states`` (default: ended); returns it."""
+    def wait(self, job: int, *states: str, seconds: float = 120) -> str:
+        """Wait until the job is in one of ``states`` (default: ended); returns it.
+
+        Where srun hangs after its step, the job's own supervisor needs 40 s to see it.
+        """
         wanted = set(states) or ENDED
         return self.until(
             lambda: state if (state := self.state(job)) in wanted else "",
             f"job {job} to be {' or '.join(sorted(wanted))}",
             seconds,
-            seen=lambda: self.state(job),
+            seen=lambda: f"{self.state(job)}\n{self.log(job)}",
         )
+
+    def log(self, job: int) -> str:
+        """What the job's batch script has printed so far."""
+        file = Path(self.jobs(job)[0].get("StdOut", os.devnull))
+        return file.read_text() if file.exists() else ""
 
     def until(
         self,
