@@ -6,11 +6,25 @@ It must not know how a batch was sampled or what is learned from it. Imports no 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tba_hpc.types import PaddedBatch, Ragged, TrajectoryBatch, offsets_of, spans
+
+GATHERED = 300
+"""What gathering costs a token of a sequence, in tokens that it could have looked at instead."""
+
+PADDED = 1.4
+"""Tokens of sequences that are padded to others of like length, of those that they have."""
+
+CAUSAL = 0.6
+"""What attention costs that skips what comes later, of one that looks at everything."""
+
+MASKED_PRICE = {False: 1.0, True: 4.0}
+"""What an operation of attention costs under a mask, of one without: whether that is flash attention, which
+GPUs have for bfloat16. The price there is assumed; none has been measured.
+"""
 
 
 def balance(batch: TrajectoryBatch, ranks: int) -> list[np.ndarray]:
@@ -35,19 +49,48 @@ def split(batch: TrajectoryBatch, ranks: int) -> list[TrajectoryBatch]:
     return [take_groups(batch, groups) for groups in balance(batch, ranks)]
 
 
-def sequences_per_row(
-    group_size: int, *, prompt: float, completion: float, width: int, most: int | None = None
-) -> int:
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Of some sequences: mean tokens of prompt and completion, and of both in the longest.
+
+    masked_price: see MASKED_PRICE.
+    """
+
+    prompt: float
+    completion: float
+    longest: float
+    masked_price: float
+
+    @classmethod
+    def of(cls, prompt_N: np.ndarray, whole_N: np.ndarray, *, flash: bool) -> Lengths:
+        """prompt_N, whole_N: int [N], tokens of the prompts, and with their completions; see MASKED_PRICE."""
+        prompt, whole = float(prompt_N.mean()), float(whole_N.mean())
+        return cls(prompt, whole - prompt, float(whole_N.max()), MASKED_PRICE[flash])
+
+    def masked(self, sequences: int, width: int) -> float:
+        """What a row of so many costs in which every token meets every other, visible or not.
+
+        It is padded to a row with the longest of all. Alone in it a sequence needs no mask. In 4·width
+        operations of a layer, as below: linear maps cost a token about 24·width².
+        """
+        row = self.longest + (sequences - 1) * self.completion
+        return row * (6 * width + (CAUSAL if sequences == 1 else self.masked_price) * row)
+
+    def by_sequence(self, sequences: int, width: int) -> float:
+        """The same where they share their prompt, nothing is padded, and attention gathers each of them."""
+        row, padded = self.prompt + sequences * self.completion, PADDED * (self.prompt + self.completion)
+        return row * 6 * width + sequences * padded * (CAUSAL * padded + GATHERED)
+
+
+def sequences_per_row(group_size: int, *, lengths: Lengths, width: int, most: int | None = None) -> int:
     """How many of a group's sequences to put into one row: the divisor of its size that costs least.
 
-    prompt, completion: mean tokens; width: the model's hidden size D. A token costs a transformer layer about
-    24·D² operations in its linear maps and 4·D for every token of its row in attention, visible or not.
-    most: how many there may be, at least 1; None: all.
+    width: the model's hidden size. most: how many there may be, at least 1; None: all. The factors of
+    ``Lengths`` fit what two CPU cores took.
     """
 
     def operations(sequences: int) -> float:
-        row = prompt + sequences * completion
-        return row * (6 * width + row) / sequences
+        return min(lengths.masked(sequences, width), lengths.by_sequence(sequences, width)) / sequences
 
     return min((s for s in range(1, (most or group_size) + 1) if group_size % s == 0), key=operations)
 

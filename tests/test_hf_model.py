@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import make_random_model, make_tokenizer
+from tiny_models import FAMILIES, make_family_model, make_random_model, make_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     FalconConfig,
@@ -24,6 +24,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from tba_hpc import batch
+from tba_hpc.backends import sequence_attention
 from tba_hpc.backends.hf_model import (
     HfTokenizer,
     LogprobHead,
@@ -62,7 +64,7 @@ def make_model(kind: str) -> PreTrainedModel:
     elif kind == "neox":
         model = GPTNeoXForCausalLM(GPTNeoXConfig(**size, **wide))
     else:
-        model = Qwen2ForCausalLM(Qwen2Config(**size, **wide, num_key_value_heads=2))
+        model = Qwen2ForCausalLM(Qwen2Config(**size, **wide, num_key_value_heads=1))
     return model.eval()
 
 
@@ -98,32 +100,66 @@ def test_chunked_values_and_gradients_equal_the_plain_softmax(
         assert (parameter.grad - expected[name]).abs().max() / scale < 1e-5, name
 
 
+GROUPS = (
+    TOKENS[[0, 1, 2, 3, 0, 1]].where(
+        torch.arange(12) >= PROMPTS[[2, 2, 2, 1, 1, 1], None], TOKENS[[0, 0, 0, 3, 3, 3]]
+    ),
+    PROMPTS[[2, 2, 2, 1, 1, 1]],
+    torch.arange(7, 13),
+)
+"""Two groups of three sequences each: 5 + 2 + 3 + 4 tokens, and 1 + 9 + 10 + 11."""
+
+MASKED, BY_SEQUENCE = (1e-9, 300), (1e9, 0)
+"""Prices of a mask and of gathering at which everybody, and nobody, takes the former."""
+
+
+@pytest.fixture(params=[MASKED, BY_SEQUENCE], ids=["masked", "by-sequence"])
+def price(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
+    chosen: tuple[float, float] = request.param
+    monkeypatch.setattr(batch, "MASKED_PRICE", {False: chosen[0]})
+    monkeypatch.setattr(batch, "GATHERED", chosen[1])
+    return chosen
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "neox", "qwen2", "mistral", "falcon"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_completions_share_their_prompt_and_nothing_else(kind: str, checkpointing: bool) -> None:
-    """Two groups of three: values and gradients are those of every sequence alone in its row."""
-    model, prompt_length, length = make_model(kind), PROMPTS[[2, 2, 2, 1, 1, 1]], torch.arange(7, 13)
+def test_completions_share_their_prompt_and_nothing_else(
+    kind: str, checkpointing: bool, price: tuple[float, float]
+) -> None:
+    """Values and gradients are those of every sequence alone in its row."""
+    model = make_model(kind)
     if checkpointing:
         model.train().gradient_checkpointing_enable({"use_reentrant": False})
-    tokens = TOKENS[[0, 1, 2, 3, 0, 1]]
-    tokens = tokens.where(torch.arange(12) >= prompt_length[:, None], tokens[[0, 0, 0, 3, 3, 3]])
     logprobs = PolicyLogprobs(model, chunk_tokens=1000, temperature=0.7)
-    weight = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(2))
+    weight = torch.randn(GROUPS[0].shape, generator=torch.Generator().manual_seed(2))
 
     def values_and_gradients(group_size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        values = logprobs(tokens, prompt_length, length, group_size)
+        values = logprobs(*GROUPS, group_size)
         return values, list(torch.autograd.grad((values * weight).sum(), list(model.parameters())))
 
-    widths: list[int] = []
+    shapes: list[tuple[int, ...]] = []
     model.base_model.register_forward_pre_hook(
-        lambda _, __, inputs: widths.append(inputs["input_ids"].shape[1]), with_kwargs=True
+        lambda _, __, inputs: shapes.append(tuple(inputs["input_ids"].shape)), with_kwargs=True
     )
     together, gradients = values_and_gradients(3)
     alone, expected = values_and_gradients(1)
-    assert widths == [12 if kind in ("mistral", "falcon") else 1 + 9 + 10 + 11, 12]
+    if kind in ("mistral", "falcon"):
+        assert shapes == [(6, 12), (6, 12)]
+    else:
+        assert shapes == [(1, 14 + 31) if price is BY_SEQUENCE else (2, 31), (6, 12)]
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
     for gradient, of_alone in zip(gradients, expected, strict=True):
         assert (gradient - of_alone).abs().max() < 1e-5 * of_alone.abs().max().clamp(min=1e-3)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_prompts_are_shared_in_models_of_every_family(
+    kind: str, price: tuple[float, float], tmp_path: Path
+) -> None:
+    model = load_policy(str(make_family_model(tmp_path, kind)), "float32")
+    logprobs = PolicyLogprobs(model, chunk_tokens=1000)
+    torch.testing.assert_close(logprobs(*GROUPS, 3), logprobs(*GROUPS), atol=1e-5, rtol=1e-5)
+    assert sequence_attention.NAME not in model.config.to_json_string(), "it would be exported"
 
 
 def test_output_bias_and_its_gradient() -> None:

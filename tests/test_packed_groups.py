@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tba_hpc.backends.packed_groups import pack
-from tba_hpc.batch import sequences_per_row
+from tba_hpc.backends.packed_groups import pack, share_prompts
+from tba_hpc.batch import MASKED_PRICE, Lengths, sequences_per_row
 
 TOKENS = torch.tensor([[7, 8, 1, 2, 0], [7, 8, 3, 0, 0], [9, 4, 5, 6, 2], [9, 1, 0, 0, 0]])
 PROMPT_LENGTH = torch.tensor([2, 2, 1, 1])
@@ -38,15 +38,68 @@ def test_one_sequence_per_row_is_the_batch_itself_with_a_causal_mask() -> None:
         assert torch.equal(visible[within[row]], torch.ones(5, 5).tril().bool()[within[row]])
 
 
+def test_two_groups_without_rows_by_hand() -> None:
+    """Of 4, 3, 5 and 2 tokens, the last is padded by itself: it has less than half of 5."""
+    shared = share_prompts(TOKENS, PROMPT_LENGTH, LENGTH, 2)
+    assert shared.tokens_R.tolist() == [7, 8, 1, 2, 3, 9, 4, 5, 6, 2, 1]
+    assert shared.position_R.tolist() == [0, 1, 2, 3, 2, 0, 1, 2, 3, 4, 1]
+    assert [places.tolist() for places in shared.places] == [
+        [[5, 6, 7, 8, 9], [0, 1, 2, 3, 0], [0, 1, 4, 0, 0]],
+        [[5, 10]],
+    ]
+    assert shared.before_T.tolist() == [1, 2, 1, 5, 6, 7, 8, 5]
+    value_RF = torch.arange(22.0).view(11, 2)
+    gathered = shared.gather(value_RF)
+    assert all(torch.equal(found, value_RF[at]) for found, at in zip(gathered, shared.places, strict=True))
+    assert torch.equal(shared.scatter(gathered), value_RF)
+
+
+def test_gradients_of_what_is_gathered_are_those_of_numbers() -> None:
+    shared = share_prompts(TOKENS, PROMPT_LENGTH, LENGTH, 2)
+    value_RF = torch.randn(11, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(shared.gather, (value_RF,))
+    assert torch.autograd.gradcheck(lambda value: shared.scatter(shared.gather(value)), (value_RF,))
+
+
+def test_gradients_of_a_shared_prompt_are_added_up_before_they_are_rounded() -> None:
+    """In bfloat16 256 + 1 is 256: added to each other one by one, 600 ones would stay there."""
+    many = torch.ones(600, dtype=torch.int64)
+    shared = share_prompts(torch.zeros(600, 2, dtype=torch.int64), many, 2 * many, 600)
+    value_RF = torch.zeros(601, 1, dtype=torch.bfloat16, requires_grad=True)
+    (gathered_NLF,) = shared.gather(value_RF)
+    gathered_NLF.sum().backward()
+    assert value_RF.grad is not None and value_RF.grad.flatten().tolist() == [600, *([1] * 600)]
+
+
+def test_no_sequence_is_padded_to_twice_its_length() -> None:
+    length_N = torch.randint(1, 500, (64,), generator=torch.Generator().manual_seed(0))
+    tokens_NL = torch.zeros(64, 500, dtype=torch.int64)
+    shared = share_prompts(tokens_NL, torch.ones_like(length_N), length_N.clamp(min=2), 1)
+    assert sum(places.numel() for places in shared.places) < 2 * int(length_N.clamp(min=2).sum())
+    assert len(shared.places) <= 9
+
+
 @pytest.mark.parametrize(
-    ("prompt", "completion", "width", "together"),
+    ("prompt", "completion", "longest", "width", "flash", "together", "gathers"),
     [
-        (27, 20, 96, 8),  # the quickstart
-        (500, 50, 1024, 16),  # long prompts, short answers: all
-        (100, 700, 1024, 1),  # the reverse: attention over all others would cost more than the prompt
+        (27, 20, 60, 96, False, 8, False),
+        (400, 45, 600, 1024, False, 16, False),  # long prompts, short answers: attention is little
+        (150, 500, 2100, 1024, False, 16, True),  # the reverse: a mask would cost more than it saves
+        (110, 200, 700, 1536, True, 16, True),
+        (100, 700, 750, 32, False, 1, False),  # attention is everything, and a prompt little
     ],
+    ids=["quickstart", "TL;DR", "MATH", "GSM8K on a GPU", "tiny"],
 )
 def test_rows_hold_as_many_sequences_as_pays(
-    prompt: float, completion: float, width: int, together: int
+    prompt: float,
+    completion: float,
+    longest: float,
+    width: int,
+    flash: bool,
+    together: int,
+    gathers: bool,
 ) -> None:
-    assert sequences_per_row(16, prompt=prompt, completion=completion, width=width) == together
+    lengths = Lengths(prompt, completion, longest, MASKED_PRICE[flash])
+    found = sequences_per_row(16, lengths=lengths, width=width)
+    assert found == together
+    assert (lengths.by_sequence(found, width) < lengths.masked(found, width)) == gathers

@@ -356,10 +356,9 @@ class DeepSpeedLearner:
 
     def _per_row(self, batch: TrajectoryBatch, budget: int) -> int:
         """How many sequences of a group share a row: one number for the whole batch, on all ranks."""
-        prompt, completion = float(batch.prompt_length_N.mean()), float(batch.completion_length_N.mean())
         most = token_budget.most_per_row(batch, budget)
         return self._logprobs.sequences_per_row(
-            batch.group_size, prompt=prompt, completion=completion, most=most
+            batch.group_size, batch.prompt_length_N, batch.sequences.lengths, most=most
         )
 
     def _backward_part(

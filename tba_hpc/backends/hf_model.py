@@ -24,9 +24,10 @@ from transformers import PreTrainedTokenizerBase as TransformersTokenizer
 from transformers.integrations import deepspeed as zero
 from transformers.utils import logging as transformers_logging
 
+from tba_hpc.backends import sequence_attention
 from tba_hpc.backends.file_tokenizer import NO_END
-from tba_hpc.backends.packed_groups import pack
-from tba_hpc.batch import sequences_per_row
+from tba_hpc.backends.packed_groups import PackedGroups, SharedPrompts, pack, share_prompts
+from tba_hpc.batch import Lengths, sequences_per_row
 from tba_hpc.config import ConfigError, Dtype
 from tba_hpc.types import WeightSlot
 
@@ -234,6 +235,8 @@ class PolicyLogprobs(nn.Module):
         self.model = model
         self.head = LogprobHead(model.get_output_embeddings(), chunk_tokens, temperature, fp32=fp32_head)
         self._packs = _takes_any_mask(model)
+        if self._packs:
+            model.set_attn_implementation(sequence_attention.NAME)
 
     def forward(
         self,
@@ -252,32 +255,65 @@ class PolicyLogprobs(nn.Module):
         """
         position_L = torch.arange(tokens_NL.shape[1], device=tokens_NL.device)
         completion_NL = (position_L >= prompt_length_N[:, None]) & (position_L < length_N[:, None])
-        together = per_row or self._sequences_per_row(prompt_length_N, length_N, group_size)
-        rows = pack(tokens_NL, prompt_length_N, length_N, together)
-        apart: dict[str, Tensor] = {}  # alone in its row a sequence needs neither: nothing looks right
-        if together > 1:
-            apart = {"position_ids": rows.position_BM, "attention_mask": rows.visible_BMM[:, None]}
-        hidden_BMD = self.model.base_model(
-            input_ids=rows.tokens_BM, use_cache=False, **apart
-        ).last_hidden_state
-        logprob_T = self.head(hidden_BMD[rows.row_T, rows.before_T], tokens_NL[completion_NL])
+        hidden_TD = self._hidden(tokens_NL, prompt_length_N, length_N, group_size, per_row)
+        logprob_T = self.head(hidden_TD, tokens_NL[completion_NL])
         nothing_NL = torch.zeros(tokens_NL.shape, device=tokens_NL.device)
         return nothing_NL.masked_scatter(completion_NL, logprob_T)
 
+    def _hidden(
+        self,
+        tokens_NL: Tensor,
+        prompt_length_N: Tensor,
+        length_N: Tensor,
+        group_size: int,
+        per_row: int | None,
+    ) -> Tensor:
+        """[T, D]: the hidden states from which the completions' tokens are predicted."""
+        groups = (tokens_NL, prompt_length_N, length_N)
+        if group_size == 1 or not self._packs:
+            return self._read_rows(pack(*groups, 1))
+        lengths = self._lengths(prompt_length_N.cpu().numpy(), length_N.cpu().numpy())
+        together = per_row or sequences_per_row(group_size, lengths=lengths, width=self._width)
+        if lengths.by_sequence(together, self._width) < lengths.masked(together, self._width):
+            return self._read_shared(share_prompts(*groups, together))
+        rows = pack(*groups, together)
+        # Alone in its row a sequence needs neither: nothing looks right.
+        apart = {"position_ids": rows.position_BM, "attention_mask": rows.visible_BMM[:, None]}
+        return self._read_rows(rows, **apart if together > 1 else {})
+
+    def _read_rows(self, rows: PackedGroups, **apart: Tensor) -> Tensor:
+        found = self.model.base_model(input_ids=rows.tokens_BM, use_cache=False, **apart)
+        hidden_BMD: Tensor = found.last_hidden_state
+        return hidden_BMD[rows.row_T, rows.before_T]
+
+    def _read_shared(self, shared: SharedPrompts) -> Tensor:
+        found = self.model.base_model(
+            input_ids=shared.tokens_R[None],
+            position_ids=shared.position_R[None],
+            attention_mask=sequence_attention.NO_MASK,
+            use_cache=False,
+            shared=shared,
+        )
+        hidden_1RD: Tensor = found.last_hidden_state
+        return hidden_1RD[0, shared.before_T]
+
     def sequences_per_row(
-        self, group_size: int, *, prompt: float, completion: float, most: int | None = None
+        self, group_size: int, prompt_length_N: np.ndarray, length_N: np.ndarray, *, most: int | None = None
     ) -> int:
         """As ``batch.sequences_per_row`` for this model; 1 where its layers cannot keep them apart."""
         if not self._packs:
             return 1
-        width = self.model.config.hidden_size
-        return sequences_per_row(group_size, prompt=prompt, completion=completion, width=width, most=most)
+        lengths = self._lengths(prompt_length_N, length_N)
+        return sequences_per_row(group_size, lengths=lengths, width=self._width, most=most)
 
-    def _sequences_per_row(self, prompt_length_N: Tensor, length_N: Tensor, group_size: int) -> int:
-        if group_size == 1:
-            return 1
-        prompt, whole = float(prompt_length_N.double().mean()), float(length_N.double().mean())
-        return self.sequences_per_row(group_size, prompt=prompt, completion=whole - prompt)
+    def _lengths(self, prompt_length_N: np.ndarray, length_N: np.ndarray) -> Lengths:
+        weight = self.head.weight
+        flash = weight.is_cuda and weight.dtype == torch.bfloat16
+        return Lengths.of(prompt_length_N, length_N, flash=flash)
+
+    @property
+    def _width(self) -> int:
+        return int(self.model.config.hidden_size)
 
 
 class LogprobHead(nn.Module):
@@ -401,7 +437,7 @@ def _takes_any_mask(model: PreTrainedModel) -> bool:
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
     return (
-        config._attn_implementation == "sdpa"
+        config._attn_implementation in ("sdpa", sequence_attention.NAME)
         and set(kinds) == {"full_attention"}
         and not model._is_stateful
         and not getattr(config, "alibi", False)

@@ -158,7 +158,9 @@ def _backward_items(work: Workload) -> Iterator[Item]:
         kept = layer * (shape.layers + 0.5)
         formula = f"{of_tokens} × {shape.layers} layers × {layer / 1024:,.0f} KiB"
     yield Item("activations", tokens * kept, formula)
-    if work.per_row > 1:
+    if work.by_sequence:
+        yield _gathered(work, tokens, row)
+    elif work.per_row > 1:
         yield Item("masks", rows * row**2 * (1 + size), f"{rows:.0f} × {row:,.0f}² × {1 + size} B")
     scored = tokens * work.per_row * work.longest / row
     yield Item(
@@ -170,6 +172,16 @@ def _backward_items(work: Workload) -> Iterator[Item]:
     if not work.adapter:
         head = (4 + size) * shape.vocabulary * shape.hidden
         yield Item("output layer's gradient", head, f"{4 + size} B × {shape.vocabulary:,} × {shape.hidden}")
+
+
+def _gathered(work: Workload, tokens: float, row: float) -> Item:
+    """What attention keeps of prompts that each sequence reads; of all other tokens a layer's item has it."""
+    train, shape = work.config.train, work.policy
+    again = tokens / row * (work.per_row - 1) * work.prompt
+    each = 2 * work.weight_bytes * (shape.query + shape.key_value)
+    layers = 1 if train.gradient_checkpointing else shape.layers
+    formula = f"{_count(again)} tokens of prompts read again × {layers} layers × {each / 1024:,.0f} KiB"
+    return Item("attention, gathered", again * each * layers, formula)
 
 
 def searcher_need(work: Workload, gpu: Gpu, place: int = 0) -> Need:

@@ -37,7 +37,7 @@ def step_spans(work: Workload, gpu: Gpu, gpus_per_node: int) -> Iterator[Span]:
     scored = work.groups_per_rank * work.group * work.completion
     passes = (4 if train.gradient_checkpointing else 3) + work.splits(work.completion)
     passes -= work.adapter > 0  # weights that stay have no gradients
-    flops = passes * shape.forward_flops(rows * row, attended=row, scored=scored)
+    flops = passes * shape.forward_flops(rows * row, attended=work.attended, scored=scored)
     share = hardware.TRAINING_SHARE[dtype]
     yield Span(
         "forward and backward",
@@ -52,7 +52,7 @@ def step_spans(work: Workload, gpu: Gpu, gpus_per_node: int) -> Iterator[Span]:
     )
     if work.trainer_reference != "no":
         moved = work.policy_bytes if work.trainer_reference == "model" else 0.0
-        flops = shape.forward_flops(rows * row, attended=row, scored=scored)
+        flops = shape.forward_flops(rows * row, attended=work.attended, scored=scored)
         rate = share * gpu.flops(dtype)
         formula = f"{moved / 1e9:.3g} GB from the host, {flops / 1e12:,.3g} TFLOP, where all data are new"
         yield Span("reference", moved / hardware.HOST_COPY + flops / rate, formula)

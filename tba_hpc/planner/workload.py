@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tba_hpc.batch import sequences_per_row
+from tba_hpc.batch import CAUSAL, GATHERED, MASKED_PRICE, PADDED, Lengths, sequences_per_row
 from tba_hpc.config import Config
 from tba_hpc.planner.shapes import BYTES, Shape, adapter_weights, load_shape
 
@@ -81,9 +81,31 @@ class Workload:
         """Sequences of a group that the learner puts into one row after their prompt."""
         budget = self.config.train.tokens_per_micro_batch
         most = None if budget is None else max(1, int((budget - self.prompt) // self.longest))
-        return sequences_per_row(
-            self.group, prompt=self.prompt, completion=self.completion, width=self.policy.hidden, most=most
-        )
+        return sequences_per_row(self.group, lengths=self._lengths, width=self.policy.hidden, most=most)
+
+    @property
+    def by_sequence(self) -> bool:
+        """Whether the learner's attention gathers each sequence, instead of masking what is in a row."""
+        costs = self._lengths, self.per_row, self.policy.hidden
+        return self.per_row > 1 and Lengths.by_sequence(*costs) < Lengths.masked(*costs)
+
+    @property
+    def _lengths(self) -> Lengths:
+        return Lengths(self.prompt, self.completion, self.prompt + self.longest, self._masked_price)
+
+    @property
+    def _masked_price(self) -> float:
+        return MASKED_PRICE[self.config.model.dtype == "bfloat16"]
+
+    @property
+    def attended(self) -> float:
+        """Tokens that a token of a row costs attention as much as looking at."""
+        if self.per_row == 1:
+            return CAUSAL * (self.prompt + self.completion)
+        if not self.by_sequence:
+            return self._masked_price * self.row(self.completion)
+        padded = PADDED * (self.prompt + self.completion)
+        return self.per_row * padded * (CAUSAL * padded + GATHERED) / self.row(self.completion)
 
     def rows_at_once(self, completion: float) -> float:
         """Rows of a micro-batch where completions have so many tokens."""
