@@ -522,6 +522,27 @@ def test_an_updated_engine_equals_a_fresh_one(served: Served) -> None:
     _assert_same(_at_once(served.generator, GREEDILY), served.fresh)
 
 
+def test_a_quantized_engine_follows_its_training(tmp_path: Path) -> None:
+    """Weights that arrive are quantized as those on the disk are: it equals an engine built from them."""
+    first, other = (make_random_model(tmp_path / str(seed), tied=False, seed=seed) for seed in (1, 2))
+    engine = {"quantization": "fp8_per_channel"}
+    trained, fresh = (_generator(folder, dtype="bfloat16", engine=engine) for folder in (first, other))
+    _at_once(trained, GREEDILY)
+    policy = load_policy(str(other), "bfloat16")
+    trained.load(_update(policy, version=1, dtype="BF16"))
+    groups = _at_once(trained, GREEDILY)
+    _assert_same(groups, _at_once(fresh, GREEDILY))
+    reference = HfReference(policy.float(), chunk_tokens=64)
+    gaps = [
+        completion.logprobs - row
+        for group in groups
+        for completion, row in zip(group.completions, reference.logprobs(group), strict=True)
+    ]
+    assert 0.05 < np.concatenate(gaps).std() < 0.5, "three bits of mantissa; bfloat16 has a gap of .013 here"
+    for generator in (trained, fresh):
+        _close(generator)
+
+
 def _at_once(generator: VllmGenerator, requests: list[Request]) -> list[Group]:
     """As _generate, but the engine sees all requests before its first step: the same batches each time."""
     engine = psutil.Process(generator._engine.pid)
