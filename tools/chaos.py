@@ -59,7 +59,7 @@ SITE = {
 }
 
 CHECKPOINT_EVERY = 5
-"""Optimizer steps between checkpoints: the most that a fault may cost."""
+"""Optimizer steps between checkpoints: what a fault may cost, and those taken while one is being written."""
 
 SETTINGS = (
     "run.name=chaos",
@@ -332,6 +332,19 @@ class History:
         """When a trainer took over."""
         events = ("started", "resumed")
         return [_time(r) for r in self.trainer if r.get("event") in events and _time(r) > after]
+
+    def resumes_behind(self) -> int:
+        """How often a trainer took over from an older checkpoint than the newest whole one."""
+        whole, behind = {0}, 0
+        for record in self.trainer:
+            event, step = record.get("event"), int(number(record, "step", 0))
+            if event == "checkpoint":
+                whole.add(step)
+            elif event == "damaged":
+                whole.discard(step)
+            elif event == "resumed":
+                behind += step < max(whole)
+        return behind
 
     def first_step(self, *, after: float) -> float | None:
         """When a trainer that took over later than ``after`` had taken its first step."""
@@ -628,6 +641,7 @@ def run_row(storm: Storm, found: Audit) -> Row:
         "optimizer steps": found.steps,
         "steps redone": found.steps_redone,
         "most at once": max(found.redone, default=0),
+        "resumes from an older checkpoint than the newest whole one": history.resumes_behind(),
         "steps between checkpoints": CHECKPOINT_EVERY,
         "relaunch to first step, s": _median(relaunch),
         "relaunch to first step, at most, s": max(relaunch, default=None),

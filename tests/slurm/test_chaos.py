@@ -33,4 +33,5 @@ def test_a_run_survives_a_storm_of_every_kind_of_fault(model: Path) -> None:
     run = json.loads(done.stdout)["run"]
     assert run["trajectories"] > 0 and run["lost"] == run["doubled"] == run["problems"] == 0
     assert run["in damaged shards"] > 0
-    assert run["most at once"] <= 2 * run["steps between checkpoints"]  # where the newest one is damaged
+    # How many steps that costs depends on how long the disk takes for a checkpoint, beside training.
+    assert run["resumes from an older checkpoint than the newest whole one"] == 0
