@@ -70,7 +70,7 @@ SETTINGS = (
     "evaluate.test_prompts=64",
     "exchange.deadline_seconds=60",
     "generator.deadline_seconds=40",
-    "generator.start_seconds=40",
+    "generator.start_seconds=120",  # on two cores that do other work, too, 40 were once too few
 )
 
 STEPS_BETWEEN = 4
