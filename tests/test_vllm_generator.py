@@ -523,7 +523,10 @@ def test_an_updated_engine_equals_a_fresh_one(served: Served) -> None:
 
 
 def test_a_quantized_engine_follows_its_training(tmp_path: Path) -> None:
-    """Weights that arrive are quantized as those on the disk are: it equals an engine built from them."""
+    """Weights that arrive are quantized as those on the disk are: it equals an engine built from them.
+
+    But for rounding: the products of fp8 depend on what is computed in one step.
+    """
     first, other = (make_random_model(tmp_path / str(seed), tied=False, seed=seed) for seed in (1, 2))
     engine = {"quantization": "fp8_per_channel"}
     trained, fresh = (_generator(folder, dtype="bfloat16", engine=engine) for folder in (first, other))
@@ -531,7 +534,10 @@ def test_a_quantized_engine_follows_its_training(tmp_path: Path) -> None:
     policy = load_policy(str(other), "bfloat16")
     trained.load(_update(policy, version=1, dtype="BF16"))
     groups = _at_once(trained, GREEDILY)
-    _assert_same(groups, _at_once(fresh, GREEDILY))
+    for group, anew in zip(groups, _at_once(fresh, GREEDILY), strict=True):
+        (completion,), (of_fresh,) = group.completions, anew.completions
+        assert completion.tokens.tolist() == of_fresh.tokens.tolist()
+        np.testing.assert_allclose(completion.logprobs, of_fresh.logprobs, atol=1e-5)
     reference = HfReference(policy.float(), chunk_tokens=64)
     gaps = [
         completion.logprobs - row

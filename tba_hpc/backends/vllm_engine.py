@@ -346,9 +346,11 @@ def _missed(model: torch.nn.Module) -> Iterator[list[str]]:
     """
     missed: list[str] = []
     load: Any = model.load_weights
+    served = {name for name, _ in model.named_parameters()}
 
     def load_and_compare(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
-        wanted = {name for name, _ in model.named_parameters()}  # by now without what quantization adds
+        # By now without the scales that quantization adds, but with both names of tied weights.
+        wanted = served & {name for name, _ in model.named_parameters()}
         loaded: set[str] | None = load(weights)
         missed.extend(sorted(wanted - loaded) if loaded is not None else [])
         missed.extend(name for name, layer in model.named_modules() if _is_filled_in_part(layer))
