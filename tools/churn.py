@@ -147,28 +147,19 @@ class Churn:
         ends = [*(when for when, _ in self._lent[1:]), self.run.finished_file.stat().st_mtime]
         return sum(nodes * (end - when) for (when, nodes), end in zip(self._lent, ends, strict=True))
 
-    def working_seconds(self) -> float:
-        """Of all lent searchers, from joining to the last that they told."""
-        seconds = 0.0
-        for records in self._lent_records():
-            times = [_time(record) for record in records]
-            starts = [i for i, record in enumerate(records) if record.get("event") == "joined"]
-            ends = [*(start - 1 for start in starts[1:]), len(records) - 1]
-            seconds += sum(times[end] - times[start] for start, end in zip(starts, ends, strict=True))
-        return seconds
-
     def joins(self) -> list[tuple[float, float | None]]:
-        """Of each start of a lent job: seconds until its searcher joined, and to its first shard, if any."""
+        """Of each time that a searcher joined: seconds since its job had its node, and to its first shard."""
         found: list[tuple[float, float | None]] = []
-        for began, job in self._starts():
-            for records in self._lent_records():
-                mine = [r for r in records if r.get("event") == "joined" and str(r.get("job")) == job]
-                joined = next((_time(r) for r in mine if _time(r) >= began), None)
-                if joined is not None and joined - began < DEADLINE:
+        starts = self._starts()
+        for records in self._lent_records():
+            for record in records:
+                joined, job = _time(record), str(record.get("job"))
+                own = [when for when, of_job in starts if of_job == job and when <= joined]
+                if record.get("event") == "joined" and own:
+                    began = max(own)
                     sealed = (_time(r) for r in records if r.get("event") == "sealed")
                     first = next((when for when in sealed if when > joined), None)
                     found.append((joined - began, None if first is None else first - began))
-                    break
         return found
 
     def _starts(self) -> list[tuple[float, str]]:
@@ -206,8 +197,6 @@ class Churn:
             "job start to joined, median s": _median([joined for joined, _ in self.joins()]),
             "job start to first shard, median s": _median(firsts),
             "job start to first shard, at most, s": max(firsts, default=None),
-            "node-seconds lent": self.node_seconds(),
-            "of which a searcher was at work, %": 100 * self.working_seconds() / self.node_seconds(),
             "tokens of theirs per node-second lent": sum(
                 number(record, "tokens", 0.0) for record in self._sealed()
             )
