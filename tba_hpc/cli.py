@@ -12,7 +12,7 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -24,6 +24,7 @@ from tba_hpc.launch import LaunchError
 from tba_hpc.ports import EngineError, ExchangeError
 from tba_hpc.resources import refuse_unknown_engine_arguments, require_files
 from tba_hpc.run import modules
+from tba_hpc.run.caches import keep_caches_private
 from tba_hpc.run.changes import create as create_run
 from tba_hpc.run.changes import is_done, refuse_steps_behind, told
 from tba_hpc.run.checkpoints import StateError
@@ -56,6 +57,7 @@ Index = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the config and the commands; start nothing.")]
 VERBS: dict[str, Role] = {"train": "trainer", "search": "searcher"}
+AGAIN = "train once more with --set run.name=…, or go on to more steps with --set train.steps=…"
 WaitSeconds = Annotated[
     float | None,
     typer.Option("--wait", min=0, metavar="SECONDS", help="Return when it has ended; fail after so long."),
@@ -90,7 +92,9 @@ def run(
         remarks = "".join(f"# {line}\n" for line in [*changes, *commands])
         typer.echo(dump_config(resolved) + remarks, nl=False)
         return
-    if not done:
+    if done:
+        typer.echo(f"{run_dir.path} is finished, so this is its summary; {AGAIN}", err=True)
+    else:
         with owned(run_dir):
             typer.echo("".join(f"{sentence}\n" for sentence in changes), nl=False, err=as_json)
             modules.keep(create_run(resolved), resolved, modules.folder_of(config))
@@ -145,9 +149,17 @@ def submit(
     if elastic:
         from tba_hpc.lend import lend
 
+        own = {
+            **{"--config": config, "--seeds": seeds, "--after": after, "--trainer-nodes": trainer_nodes},
+            **{"--homogeneous": homogeneous, "--set": overrides, "--run-root": run_root, "--wait": wait},
+        }
+        _refuse_idle(own, "changes nothing of nodes that are lent with --elastic: leave it out")
         lent_on = site or ordered.default("sites", "generic")
         lend(elastic, lent_on, nodes, partition=partition, time=time, dry_run=dry_run, as_json=as_json)
         return
+    _refuse_idle(
+        {"--partition": partition}, "is of lent nodes, --elastic RUN: a run's own are the site file's"
+    )
     configs = config or [ordered.default("configs", "math_gsm8k")]
     order = ordered.Order(
         config=configs[0],
@@ -168,6 +180,12 @@ def submit(
 
     if not slurm_job.submit(orders, wait=wait, as_json=as_json):
         raise typer.Exit(1)
+
+
+def _refuse_idle(options: Mapping[str, object], why: str) -> None:
+    """Raise ConfigError where one of these options was given, which would change nothing."""
+    if given := next((option for option, value in options.items() if value), None):
+        raise ConfigError(f"{given} {why}")
 
 
 @app.command()
@@ -234,6 +252,7 @@ def prepare(run: RunPath, overrides: Overrides = None) -> None:
 @app.command()
 def train(run: RunPath, index: Index = None) -> None:
     """Be a trainer rank of RUN (started by mpiexec or srun)."""
+    keep_caches_private(os.environ)
     from tba_hpc import runtime
 
     runtime.train(_open(run), index)
@@ -243,6 +262,7 @@ def train(run: RunPath, index: Index = None) -> None:
 @app.command()
 def search(run: RunPath, index: Index = None) -> None:
     """Search for RUN: as a rank, started by mpiexec or srun; or, typed by hand anywhere, for a while."""
+    keep_caches_private(os.environ)
     from tba_hpc import runtime
     from tba_hpc.elastic import NO_PLACE, NoPlaceError
 
@@ -405,7 +425,10 @@ def plan_run(
     config: Annotated[Path, typer.Argument(help="A YAML config, or the name of a shipped one.")],
     site: Annotated[Path | None, typer.Option(help="The cluster, as for tba submit.")] = None,
     gpu: Annotated[str | None, typer.Option(help="Kind of GPU, such as a100-40 or h100-80.")] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of this machine; default: enough.")] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="GPUs of this machine; default: one for each trainer and engine."),
+    ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Nodes in all, as for tba submit.")] = None,
     prompt_tokens: Annotated[float | None, typer.Option(min=1, help="Mean length of a prompt.")] = None,
     completion_tokens: Annotated[float | None, typer.Option(min=1, help="Mean of a completion.")] = None,

@@ -283,7 +283,8 @@ class GeneratorSection(Section):
     """Longest silence of an engine at work, s; then it is killed and built anew."""
     start_seconds: MayChange[float] = Field(1800.0, gt=0)
     """Longest time for building an engine, s: its imports, the weights from the disk, compilation; then it is
-    killed and built anew. A large model on a slow file system takes minutes."""
+    killed and built anew. A large model on a slow file system takes minutes. The trainer waits as long for
+    the first completions, or longer (launch.start_deadline_seconds, exchange.deadline_seconds)."""
     keep_kv: MayChange[bool] = False
     """Whether completions in flight keep their attention cache when weights change, instead of having it
     computed again: faster, but what follows in them is then sampled by the new weights over the keys and
@@ -338,7 +339,8 @@ class BufferSection(Section):
     uniform_mix: float = Field(0.1, ge=0, le=1)
     """Share of uniform probability mixed into that softmax."""
     initial_completions: int = Field(500, ge=1)
-    """Completions in the buffer before the first optimizer step (without max_staleness)."""
+    """Completions in the buffer before the first optimizer step (without max_staleness): no more than all
+    training prompts have room for, by capacity_per_prompt."""
     deduplicate: bool | None = None
     """Whether equal completions of a prompt are stored once, the newest, or each, so that groups are as the
     policy sampled. None: once, but each where exchange.max_staleness=0 makes a policy-gradient objective
@@ -484,7 +486,7 @@ class TrainSection(Section):
     steps: MayChange[int] = Field(1000, ge=1)
     """Optimizer steps in all. A run may go on to more of them, also once it is finished, or end earlier, but
     not before the step that it has reached. A learning rate that has a shape (linear, cosine,
-    warmup_stable_decay) is laid out anew for them then; nothing else depends on their number."""
+    warmup_stable_decay) is laid out anew for them then; and after the last one no reference is reset."""
     horizon: MayChange[int | None] = Field(None, ge=1)
     """Optimizer steps that the learning rate is laid out for; a run may end before. None: steps."""
     prompts_per_step: int = Field(8, ge=1)
@@ -639,7 +641,7 @@ class ExchangeSection(Section):
     max_staleness: int | None = Field(None, ge=0)
     """Most optimizer steps between the weights that sampled a trajectory and those that learn from it: the
     trainer waits for fresh ones, and searchers for newer weights. 0: synchronous, on-policy; none: TBA."""
-    max_steps_without_data: int | None = Field(default_factory=_a_few_syncs, ge=1)
+    max_steps_without_data: MayChange[int | None] = Field(default_factory=_a_few_syncs, ge=1)
     """Most optimizer steps on the replay buffer alone while no shard comes, counted from the last one, or
     from a resume; then the trainer waits for one. Left out: five syncs, but at least 50; none: no limit."""
     seal_seconds: MayChange[float] = Field(2.0, gt=0)
@@ -684,7 +686,7 @@ class CheckpointSection(Section):
     """Optimizer steps between checkpoints."""
     keep: MayChange[int] = Field(2, ge=1)
     """Complete checkpoints kept."""
-    snapshot: str | None = "memory"
+    snapshot: MayChange[str | None] = "memory"
     """Where trainer ranks copy their state to, so that training goes on while the copy is written: "memory",
     which takes as many bytes as the checkpoint has (where twice as many are not free, training waits for
     the disk); or a folder on a disk of each node; null: nowhere, training waits until all is written."""
@@ -762,7 +764,7 @@ class LaunchSection(Section):
     """Longest time that such a searcher waits for a trainer that is still in the queue, or back in it, s."""
     start_deadline_seconds: MayChange[float] = Field(600.0, gt=0)
     """Longest wait for a rank that starts, s: for its imports, until it has joined the others, then for its
-    model, and for an engine's first completions; exchange.deadline_seconds is for ranks at work."""
+    model; generator.start_seconds is for engines, exchange.deadline_seconds for ranks at work."""
 
     @property
     def places(self) -> int:

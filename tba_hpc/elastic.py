@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Self
 
@@ -24,8 +25,9 @@ from tba_hpc.ports import Task
 from tba_hpc.prompts import CompletedRequests, Progress, training_requests
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.evaluations import Evaluation
+from tba_hpc.run.files import unless_away
 from tba_hpc.run.notes import rank_name
-from tba_hpc.run.owners import is_any_held, leased
+from tba_hpc.run.owners import Owner, is_any_held, leased
 from tba_hpc.run.signals import StopFlag
 from tba_hpc.types import Request
 
@@ -92,10 +94,11 @@ class Attendance:
         self._anybody = False
 
     def __call__(self) -> bool:
-        """As of the last look."""
+        """As of the last look, or of the one before where the file system was away."""
         if time.monotonic() - self._looked >= LOOK_SECONDS:
             self._looked = time.monotonic()
-            self._anybody = is_any_held(self._run, self._names)
+            look = partial(is_any_held, self._run, self._names)
+            self._anybody = unless_away(look, otherwise=self._anybody)
         return self._anybody
 
 
@@ -120,6 +123,7 @@ class EvaluatorSeat:
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
+        self._me = Owner.this(os.getpid(), alike=True)
         self._stay = ExitStack()
         self._held = False
         self._tried = -SEAT_SECONDS
@@ -128,10 +132,14 @@ class EvaluatorSeat:
         """Whether this process holds it; tries to, now and then."""
         if not self._held and time.monotonic() - self._tried >= SEAT_SECONDS:
             self._tried = time.monotonic()
-            with ExitStack() as trial:
-                self._held = trial.enter_context(leased(self._run, [EVALUATOR])) is not None
-                self._stay = trial.pop_all()
+            self._held = unless_away(self._take, otherwise=False)
         return self._held
+
+    def _take(self) -> bool:
+        with ExitStack() as trial:
+            lease = trial.enter_context(leased(self._run, [EVALUATOR], me=self._me))
+            self._stay = trial.pop_all()
+        return lease is not None
 
     def leave(self) -> None:
         """Give it back."""

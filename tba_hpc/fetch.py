@@ -39,6 +39,11 @@ def fetch(config: Config, site: Site | None) -> None:
     """
     environment = _environment(site)
     python = login_python(site) if site else sys.executable
+    if not os.access(python, os.X_OK):
+        raise ConfigError(
+            f"{python} cannot be started here: the site key venv must lead to the environment of the jobs on "
+            "this machine, too; or leave --site out and set HF_HOME as it is on the nodes"
+        )
     print(f"into {hub_home(environment)}", flush=True)
     done = subprocess.run(
         [python, "-m", "tba_hpc.fetch"], input=dump_config(config), env=environment, text=True

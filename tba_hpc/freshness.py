@@ -139,7 +139,8 @@ class Freshness:
     def exclude_dead(self, searcher: int, host: str) -> None:
         """Expect nothing more of a searcher. Raises ExchangeError where no other is left."""
         if self._budget:
-            self._budget.exclude({searcher}, f"no searcher is left: the last, {searcher} on {host}, died")
+            why = f"no searcher is left: the last, {searcher} on {host}, died"
+            self._budget.exclude({searcher}, why, dead=True)
 
     def exclude_unresponsive(self, step: int, patience: float) -> None:
         """After ``patience`` seconds without news let others issue what is owed: over files a death shows so.
@@ -158,8 +159,7 @@ class Freshness:
         if self.filling(step):
             return (
                 f"holds {len(self._buffer)} of {self._config.buffer.initial_completions} initial completions",
-                "see the searchers' logs, or lower buffer.initial_completions if the task has too few "
-                f"distinct completions{self._or_add_one}",
+                f"see the searchers' logs, or {self._remedy_at_first}{self._or_add_one}",
             )
         searchers = sorted(self._owed) if self._budget else range(self._config.launch.searchers)
         shortage = f"got no shard in the last {step - self._fed} steps"
@@ -169,6 +169,16 @@ class Freshness:
         if self._config.launch.elastic:
             return shortage, f"see the searchers' logs{self._or_add_one}"
         return shortage, f"see the logs of searchers {', '.join(map(str, searchers))}, which owe them"
+
+    @property
+    def _remedy_at_first(self) -> str:
+        """What may help where the initial buffer does not fill."""
+        if not len(self._buffer):
+            return "raise generator.start_seconds if an engine takes longer to be built"
+        return (
+            "start another run (run.name) with a lower buffer.initial_completions if the task has too few "
+            "distinct completions"
+        )
 
     @property
     def _or_add_one(self) -> str:
@@ -198,7 +208,7 @@ class RolloutBudget:
         self._requests_per_step = config.train.prompts_per_step
         self._last_step = config.train.steps
         self._searchers = config.launch.searchers
-        self._excluded: set[int] = set()
+        self._dead, self._silent = set[int](), set[int]()
         self._completed = CompletedRequests.from_array(completed.to_array())
         self._granted = Counter[int]()
         self._arrived = Counter[int]()
@@ -214,26 +224,37 @@ class RolloutBudget:
 
     def _grant(self, requests: int) -> None:
         """Let the searchers that are there issue so many more."""
+        excluded = self._excluded
         while requests > 0:
             if self.end not in self._completed:
                 searcher = self.end % self._searchers
                 self._granted[searcher] += 1
-                requests -= searcher not in self._excluded
+                requests -= searcher not in excluded
             self.end += 1
 
     def arrive(self, request_ids: np.ndarray) -> None:
-        """Requests are completed; one from beyond ``end`` in the place of another that was set aside."""
-        self._arrived.update((request_ids % self._searchers).tolist())
+        """Requests are completed; one from beyond ``end`` in the place of another that was set aside.
+
+        Whoever was silent is back; what the dead have sealed may still come.
+        """
+        searchers = (request_ids % self._searchers).tolist()
+        self._arrived.update(searchers)
+        self._silent.difference_update(searchers)
 
     def owed(self) -> Counter[int]:
         """Requests that may have been issued and are not completed, by searcher, less the excluded ones."""
-        owed = self._granted - self._arrived
-        return Counter(
-            {searcher: count for searcher, count in owed.items() if searcher not in self._excluded}
-        )
+        owed, excluded = self._granted - self._arrived, self._excluded
+        return Counter({searcher: count for searcher, count in owed.items() if searcher not in excluded})
 
-    def exclude(self, searchers: set[int], why: str) -> None:
-        """Expect nothing more of these. Raises ExchangeError(``why``) where no other searcher is left."""
-        self._excluded |= searchers
+    def exclude(self, searchers: set[int], why: str, *, dead: bool = False) -> None:
+        """Expect nothing more of these, or only until they deliver where they are silent and not ``dead``.
+
+        Raises ExchangeError(``why``) where no other searcher is left.
+        """
+        (self._dead if dead else self._silent).update(searchers)
         if len(self._excluded) == self._searchers:
             raise ExchangeError(why)
+
+    @property
+    def _excluded(self) -> set[int]:
+        return self._dead | self._silent

@@ -40,7 +40,9 @@ def lend(
     if wanted > places:
         raise ConfigError(
             f"--nodes {nodes} with {count(searcher.ranks, 'searcher')} each is more than the run has places "
-            f"for such as come and go, launch.elastic={places}: ask for fewer, or start it with more"
+            f"for such as come and go, launch.elastic={places}: "
+            + (f"ask for --nodes {places // searcher.ranks}, or " if places >= searcher.ranks else "")
+            + f"stop the run and go on with --set launch.elastic={wanted}"
         )
     code = snapshot.place(run.path)
     job = Job(
@@ -58,7 +60,7 @@ def lend(
     if run.finished:
         print(f"finished already, nothing to search for: {run.summary}")
         return
-    snapshot.take(run.path)
+    snapshot.take(run.path, forget=False)
     number = slurm.submit_visitors(run, text)
     commands = {
         "watch": shlex.join(["tba", "status", str(run.path)]),

@@ -65,7 +65,7 @@ class Merger:
         if not shards:
             return state
         revision = state.revision + 1
-        sifted = self._sift_all(state.step, shards)
+        sifted = self._sift_all(state, shards)
         merged = self._buffer.merge_each([some.kept for some in sifted], revision, sync=sync)
         self._metrics.log(
             *(
@@ -93,11 +93,12 @@ class Merger:
         self._metrics.log({"event": "evicted", "step": step, "revision": revision, "evicted": evicted})
         return replace(state, revision=revision, evicted=self._buffer.evicted)
 
-    def _sift_all(self, step: int, shards: Sequence[Shard]) -> list[Sifted]:
+    def _sift_all(self, state: TrainerState, shards: Sequence[Shard]) -> list[Sifted]:
         """As ``_sift`` of each; at once where nothing can stay out, as in most runs."""
-        sorts_out = self._rivals or self._freshness.has_late or any(is_elastic(s.searcher) for s in shards)
-        if sorts_out:
-            return [self._sift(step, shard) for shard in shards]
+        searchers = (*state.cursors, *(shard.searcher for shard in shards))
+        self._rivals = self._rivals or any(map(is_elastic, searchers))  # from a time with places for them
+        if self._rivals or self._freshness.has_late:
+            return [self._sift(state.step, shard) for shard in shards]
         self._completed.add(np.concatenate([shard.trajectories.record["request_id"] for shard in shards]))
         return [Sifted(shard.trajectories, 0, 0, ()) for shard in shards]
 
@@ -105,7 +106,7 @@ class Merger:
         """Sort out what stays out of the buffer; the requests of the shard are completed from now on."""
         record = shard.trajectories.record
         again = np.zeros(len(record), bool)
-        if self._rivals or is_elastic(shard.searcher):
+        if self._rivals:
             again = self._completed.among(record["request_id"])
         late = self._freshness.is_late(record, step) & ~again
         self._completed.add(record["request_id"])

@@ -124,11 +124,10 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, overload
 
@@ -170,7 +169,7 @@ PLAIN = frozenset({float, int, str, bool, type(None)})
 """Types that JSON gives back as they are."""
 
 MOST_UNWRITTEN = 64 << 20
-"""Bytes of records that may wait for room on a full disk."""
+"""Bytes of records that may wait for room on a full disk, and as many to become durable."""
 
 PART_BYTES = 256 << 20
 """A metrics file of so many bytes is finished, and the next one begun."""
@@ -189,8 +188,8 @@ class Digest(Protocol):
     def due(self) -> bool:
         """Whether it is time to keep what was taken."""
 
-    def keep(self, part: int, file: FileIO) -> None:
-        """Keep what was taken: a part, which is open in ``file`` and is made durable, and all before it.
+    def keep(self, part: int, make_durable: Callable[[], int]) -> None:
+        """Keep what was taken: a part, as far as ``make_durable`` says that it is, and all before it.
 
         A disk without room for that keeps what was kept before.
         """
@@ -199,8 +198,9 @@ class Digest(Protocol):
 class MetricsWriter:
     """Appends records to ``path``, a line each, readable by others at once.
 
-    On a full disk records wait in memory, and what they say is logged as a warning and, once there is room,
-    as the event ``full``. tensorboard: folder for TensorBoard event files with the same scalars and
+    On a full disk records wait in memory, which is logged as a warning and, once there is room, as the event
+    ``full``. What is written stays there, too, until it is durable: a disk that has lost it tells that once,
+    and it is written again. tensorboard: folder for TensorBoard event files with the same scalars and
     histograms, if wanted. digest: of this file; it has taken what is there already. ``sync`` may be called in
     another thread. A file of PART_BYTES is finished, and compressed beside the caller; see ``run.parts``.
     """
@@ -215,7 +215,10 @@ class MetricsWriter:
         self._file = path.open("ab", buffering=0)
         # Else the first record would be lost with a torn one.
         self._unwritten = b"\n" if _torn(path) else b""
+        self._undurable = bytearray()  # the end of the file
+        self._lost = 0  # bytes at the end of the file that are to be written again
         self._writing = threading.Lock()
+        self._flushing = threading.RLock()  # is taken before the other
         self._full_since: float | None = None
         self._digest = digest
         self._scalars = _event_files(tensorboard) if tensorboard else None
@@ -231,10 +234,12 @@ class MetricsWriter:
         with self._writing:
             self._append(known)
             self._write()
-            if self._file.tell() >= PART_BYTES and not self._unwritten:
-                self._begin_part()
+        if self._file.tell() >= PART_BYTES and not self._unwritten:
+            self._begin_part()
+        if len(self._undurable) > MOST_UNWRITTEN:
+            self._make_durable()
         if self._digest and self._digest.due and not self._unwritten:
-            self._digest.keep(self._part, self._file)
+            self._digest.keep(self._part, self._make_durable)
         if self._scalars:
             for record in known:
                 self._to_tensorboard(self._scalars, record)
@@ -248,8 +253,13 @@ class MetricsWriter:
     def _write(self) -> None:
         """Write what there is room for; a disk that fills up takes a part of a line."""
         try:
+            if self._lost:
+                self._file.seek(self._file.truncate(self._file.tell() - self._lost))
+                self._lost = 0
             while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+                written = self._file.write(self._unwritten)
+                self._undurable += self._unwritten[:written]
+                self._unwritten = self._unwritten[written:]
         except OSError as error:
             if error.errno not in FULL_DISK:
                 raise
@@ -262,20 +272,20 @@ class MetricsWriter:
 
     def _begin_part(self) -> None:
         """Finish the file and go on in a new one, unless the disk says only now that it is full."""
-        try:
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            if error.errno not in FULL_DISK:
-                raise
-            log.warning("%s: %s; it grows until there is room for another", self._path, error.strerror)
-            return
-        self._file.close()
-        finish_part(self._path, self._part)
-        self._part += 1
-        self._file = self._path.open("ab", buffering=0)
+        with self._flushing:
+            try:
+                self._make_durable()
+            except DiskFullError as error:
+                fault = str(error).partition(";")[0]
+                log.warning("%s; it grows until there is room for another", fault)
+                return
+            self._file.close()
+            finish_part(self._path, self._part)
+            self._part += 1
+            self._file = self._path.open("ab", buffering=0)
         if self._digest:
             # Lest a reader look for its place in what is compressed.
-            self._digest.keep(self._part, self._file)
+            self._digest.keep(self._part, self._make_durable)
         self._compress()
 
     def _compress(self) -> None:
@@ -307,21 +317,39 @@ class MetricsWriter:
 
     def sync(self) -> None:
         """Make all records durable. Raises DiskFullError."""
+        self._make_durable()
+
+    def _make_durable(self) -> int:
+        """Make all records durable, and return where they end in the file. Raises DiskFullError."""
+        with self._flushing:
+            with self._writing:
+                self._write()
+                if self._unwritten:
+                    raise self._no_room()
+                end, flushed = self._file.tell(), len(self._undurable)
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                self._write_again_later()
+                if error.errno not in FULL_DISK:
+                    raise
+                raise self._no_room() from None
+            with self._writing:
+                del self._undurable[:flushed]
+            return end
+
+    def _write_again_later(self) -> None:
+        """What could not be made durable may be lost, though nobody is told of it again."""
         with self._writing:
-            self._write()
-            if self._unwritten:
-                raise self._no_room()
-            file = os.dup(self._file.fileno())  # it may be finished meanwhile
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)
+            self._lost = len(self._undurable)
+            self._unwritten = bytes(self._undurable) + self._unwritten
+            self._undurable.clear()
 
     def close(self) -> None:
         """Release the files."""
         self._write()
         if self._digest and not self._unwritten:
-            self._digest.keep(self._part, self._file)
+            self._digest.keep(self._part, self._make_durable)
         self._file.close()
         if self._scalars:
             self._scalars.close()

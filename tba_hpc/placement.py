@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tba_hpc.config import Config, ConfigError
+from tba_hpc.run.directory import SEARCHERS_FIRST
 from tba_hpc.types import Role
 
 if TYPE_CHECKING:
@@ -43,7 +44,10 @@ class Placement:
         """
         gpus = config.generator.tensor_parallel if role == "searcher" else 1
         if config.exchange.transport == "files":
-            return cls._of_step(config, role, gpus) if index is None else cls(index, index * gpus, gpus, None)
+            if index is None:
+                return cls._of_step(config, role, gpus)
+            trainers = 0 if role == "trainer" else config.launch.trainers  # on one machine they come first
+            return cls(index, trainers + index * gpus, gpus, None)
         from tba_hpc.backends.mpi_world import MpiWorld  # importing it starts MPI
 
         world = MpiWorld.join(
@@ -59,19 +63,27 @@ class Placement:
 
     @classmethod
     def _of_step(cls, config: Config, role: Role, gpus: int) -> Placement:
-        """As srun numbers the ranks of a step: over both roles, trainers first. Raises ConfigError."""
+        """As srun numbers the ranks of a step, over both roles. Raises ConfigError.
+
+        Trainers come first, unless the environment says that searchers do.
+        """
         if "SLURM_PROCID" not in os.environ:
             raise ConfigError(
                 "exchange.transport=files has no MPI to number the ranks: give --index, or start them by srun"
             )
         rank, local = (int(os.environ[name]) for name in ("SLURM_PROCID", "SLURM_LOCALID"))
         trainers, searchers = config.launch.trainers, config.launch.searchers
-        index = rank if role == "trainer" else rank - trainers
+        apart = os.environ.get(SEARCHERS_FIRST) == "1"  # components of a job, which share no node
+        first = {"trainer": searchers if apart else 0, "searcher": 0 if apart else trainers}
+        index = rank - first[role]
         if not 0 <= index < (trainers if role == "trainer" else searchers):
             raise ConfigError(
                 f"rank {rank} of this Slurm step is no {role}: of a run with launch.trainers={trainers} and "
-                f"launch.searchers={searchers} the first {trainers} train; start {trainers + searchers} ranks"
+                f"launch.searchers={searchers} the {'last' if apart else 'first'} {trainers} train; start "
+                f"{trainers + searchers} ranks"
             )
+        if apart:
+            return cls(index, local * gpus, gpus, None)
         beside = min(local, max(0, trainers - (rank - local)))  # trainers on this node, which come first
         return cls(index, beside + (local - beside) * gpus, gpus, None)
 
@@ -82,10 +94,20 @@ class Placement:
         return cls(index, int(os.environ.get("SLURM_LOCALID", "0")) * gpus, gpus, None)
 
     def choose_gpus(self) -> None:
-        """Of the GPUs that all ranks of a node see, take this one's; a launcher may have chosen already."""
+        """Of the GPUs that all ranks of a node see, take this one's; a launcher may have chosen already.
+
+        Raises ConfigError where it comes too late for that.
+        """
         import torch
 
         if (count := torch.cuda.device_count()) > self.gpus:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
             mine = [visible[(self.first_gpu + number) % count] for number in range(self.gpus)]
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+            # CUDA reads that once; an MPI that knows GPUs may have started it before. Then the first is ours.
+            if self.first_gpu % count and torch._C._cuda_getDeviceCount() != self.gpus:
+                raise ConfigError(
+                    f"this rank was to compute on GPU {','.join(mine)} alone, but all {count} were opened "
+                    "before (by an MPI library that knows GPUs, or for want of NVML): have the launcher give "
+                    f"each rank its own, with --gpus-per-task={self.gpus} in the site key srun_arguments"
+                )

@@ -15,6 +15,7 @@ import numpy as np
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.ports import Task
 from tba_hpc.types import Request, Sampling
+from tba_hpc.wording import count
 
 _PROMPT_ORDER = int.from_bytes(b"prompt order")  # keeps this stream apart from others of the same seed
 _TEMPERATURE = int.from_bytes(b"warm")
@@ -170,8 +171,16 @@ def refuse_long_prompts(task: Task, config: Config) -> None:
 
 
 def refuse_few_prompts(task: Task, config: Config) -> None:
-    """Raise ConfigError where a step that must have groups of different prompts never could."""
-    prompts, wanted = len(task.prompts("train")), config.train.prompts_per_step
+    """Raise ConfigError where the prompts are too few for the initial buffer, or for a step's groups."""
+    prompts, wanted, buffer = len(task.prompts("train")), config.train.prompts_per_step, config.buffer
+    room = prompts * buffer.capacity_per_prompt
+    if config.exchange.max_staleness is None and room < buffer.initial_completions:
+        raise ConfigError(
+            f"buffer.initial_completions={buffer.initial_completions} can never be reached with "
+            f"{count(prompts, 'training prompt')} and "
+            f"buffer.capacity_per_prompt={buffer.capacity_per_prompt}: lower the first to at most {room}, or "
+            "raise the last"
+        )
     if config.selective and prompts < wanted:
         raise ConfigError(
             f"train.prompts_per_step={wanted} is more than the {prompts} training prompts, and with "

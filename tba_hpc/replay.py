@@ -7,11 +7,9 @@ temperature at which log-probabilities were taken.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from tba_hpc import runtime
 from tba_hpc.backends.replay_exchange import RecordedShards, Recording
@@ -26,9 +24,6 @@ from tba_hpc.track.beside import tracked
 
 RECORDED = ("task.", "generator.", "model.logprob_temperature")
 """Keys of what the shards are; they stay."""
-
-OF_ONE_OBJECTIVE = ("reference", "value_beta")
-"""Of train: what a rule has decided for the recorded objective, and decides anew for another."""
 
 OF_THE_REFERENCE = ("reference", "reference_every", "reference_scored_by")
 """Of train: what the recorded log-probabilities depend on."""
@@ -70,10 +65,9 @@ def replay(
 def replay_config(source: RunDir, recorded: Config, steps: int, overrides: Sequence[str]) -> Config:
     """The config of a replay: one trainer; as many steps as were taken, unless others are given.
 
-    The learning rate is laid out as it was.
+    The learning rate is laid out as it was; however long no shard comes, no step waits, unless that is given.
     """
-    tree: dict[str, Any] = yaml.safe_load(source.config_file.read_text())
-    train = tree["train"]
+    tree = recorded.model_dump(mode="json")
     name = f"{recorded.run.name}-replay"
     ours = [f"run.name={name}", f"run.root={json.dumps(str(source.path.parent))}", "launch.trainers=1"]
     config_of = {key: value for key, _, value in (override.partition("=") for override in overrides)}
@@ -81,12 +75,8 @@ def replay_config(source: RunDir, recorded: Config, steps: int, overrides: Seque
     if config_of.get("train.steps", "0").isdecimal():  # else it is refused below
         horizon = max(horizon, int(config_of.get("train.steps", "0")))
     ours += [f"train.steps={max(1, steps)}", f"train.horizon={horizon}"]
-    if config_of.get("train.objective", train["objective"]) != train["objective"]:
-        leaves = OF_ONE_OBJECTIVE if config_of["train.objective"] == "oapl" else ("value_beta",)
-        for key in leaves:
-            train.pop(key, None)
-    if "behaviour" in config_of.values() or config_of.get("train.objective") == "oapl":
-        train.pop("reference_scored_by", None)  # nobody then
+    ours += ["exchange.max_steps_without_data=null"]  # there is nobody to wait for
+    _leave_out_what_follows(tree["train"], config_of)
     config = parse_config(tree, [*ours, *overrides])
     for key, (was, now) in differences(recorded, config).items():
         if key.startswith(RECORDED):
@@ -95,6 +85,21 @@ def replay_config(source: RunDir, recorded: Config, steps: int, overrides: Seque
                 f"{value_text(was)}: leave it out"
             )
     return config
+
+
+def _leave_out_what_follows(train: dict[str, Any], given: Mapping[str, str]) -> None:
+    """Take out of the recorded section what followed from its other keys, and will from those ``given``."""
+    objective = given.get("train.objective", train["objective"])
+    reference = given.get("train.reference", train["reference"])
+    if objective == "oapl":
+        reference = "behaviour"
+        del train["reference"]
+    if objective != "oapl" or train["value_beta"] == train["beta"]["start"]:
+        del train["value_beta"]
+    if reference == "behaviour":
+        del train["reference_scored_by"]  # nobody then
+    if reference != "reset":
+        del train["reference_every"]
 
 
 def read_recorded(

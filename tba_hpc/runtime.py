@@ -515,6 +515,7 @@ def _open_trainer(
             progress=progress,
             evaluated=evaluated,
             patience=config.exchange.disk_patience_seconds,
+            several=config.launch.trainers > 1 and placement.mpi is None,
             delta=_may_send_delta(config, layout),
         )
 

@@ -81,8 +81,9 @@ def ramp(config: Ramp, step: int) -> float:
 def reference(config: TrainSection, step: int) -> int:
     """Which policy is the reference in ``step``: that of an optimizer step (0: the initial one) or BEHAVIOUR.
 
-    Where it is reset (TBA′), step ρ is the first to learn against the policy that ρ steps have made.
+    Where it is reset (TBA′), step ρ is the first to learn against the policy that ρ steps have made. After
+    the last step it stays as it is: nothing more is learned, and the last evaluation is under it.
     """
     if config.reference_every is not None:
-        return step // config.reference_every * config.reference_every
+        return min(step, config.steps - 1) // config.reference_every * config.reference_every
     return BEHAVIOUR if config.reference == "behaviour" else 0

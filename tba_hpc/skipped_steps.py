@@ -40,6 +40,6 @@ class SkippedSteps:
         if self._in_a_row == MOST_IN_A_ROW:
             raise ConfigError(
                 f"{MOST_IN_A_ROW} optimizer steps in a row were skipped, in the last {cause} was not finite: "
-                "start from the last checkpoint with a lower train.learning_rate.peak or a bound on "
-                "exchange.max_staleness, and look at the rewards of such groups"
+                "look at the rewards of such groups, or start another run (run.name) with a lower "
+                "train.learning_rate.peak or a bound on exchange.max_staleness"
             )

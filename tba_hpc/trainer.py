@@ -152,15 +152,16 @@ class Trainer:
         return started
 
     def _publish_if_due(self) -> bool:
-        """Every k steps; one that finds the round before under way is put off. Whether one was due."""
+        """Every k steps; one that finds the round before under way is put off. Whether one has begun."""
         step = self._state.step
         if not self._publish_is_due:
             return False
         self._collect()  # what the round before has brought belongs to its sync
         evaluate: Split | None = "validation" if step >= self._next_evaluation else None
-        if self.publish(evaluate=evaluate) and evaluate:
+        started = self.publish(evaluate=evaluate)
+        if started and evaluate:
             self._next_evaluation = _next_multiple(self._config.evaluate.every, step)
-        return True
+        return started
 
     @property
     def _publish_is_due(self) -> bool:
@@ -190,14 +191,18 @@ class Trainer:
                 self.log_event("filling")
 
     def _merge(self, shards: Sequence[Shard]) -> int:
-        """Returns how many completions were new."""
-        before = self._state.added
+        """Returns how many completions were new; while the buffer first fills, how many it has more.
+
+        Some may only push out others of their prompt, for ever where the rest of the prompts has no more.
+        """
+        before, held = self._state.added, len(self._buffer)
         self._state = self._merger.merge(self._state, shards, sync=self._step_log.version)
         if shards:
             self._checkpoints.pruner.merged(self._state.cursors)
-        added = self._state.added - before
+        filling = self._freshness.filling(self._state.step)
+        more = len(self._buffer) - held if filling else self._state.added - before
         self._state = self._merger.evict_stale(self._state)
-        return added
+        return more
 
     def _wait_for_groups(self) -> bool:
         """Wait until the buffer has what the next step needs; False where the run is to stop instead.
@@ -225,9 +230,11 @@ class Trainer:
 
     @property
     def _patience(self) -> float:
-        """Seconds to wait for shards: before the first, engines may still be starting."""
-        at_work, start = self._config.exchange.deadline_seconds, self._config.launch.start_deadline_seconds
-        return at_work if self._last_arrival else max(at_work, start)
+        """Seconds to wait for shards: before the first, ranks and engines may still be starting."""
+        config, at_work = self._config, self._config.exchange.deadline_seconds
+        if self._last_arrival:
+            return at_work
+        return max(at_work, config.launch.start_deadline_seconds, config.generator.start_seconds)
 
     def poll(self) -> bool:
         """Keep the exchange going while nothing is left to learn; whether a searcher was lost."""

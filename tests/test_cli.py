@@ -66,6 +66,7 @@ def test_a_finished_run_says_so_and_is_not_started_again(run: RunDir, tmp_path: 
     assert run.finished
     again = tba("run", run.path, "--json")
     assert again.returncode == 0 and json.loads(again.stdout)["steps"] == 0
+    assert f"{run.path} is finished" in again.stderr and "--set run.name=" in again.stderr
     assert not list(run.logs.iterdir())
 
 
@@ -110,6 +111,19 @@ def test_the_script_submits_as_the_command_does_and_signs_its_sentences() -> Non
     assert script.returncode == 2 and script.stderr.startswith(
         "submit: cray-homogeneous: site key 'time' has"
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--partition", "h100", "--dry-run"), "--partition is of lent nodes"),
+        (("--elastic", "RUN", "--wait"), "--wait changes nothing of nodes that are lent"),
+        (("--elastic", "RUN", "--set", "train.steps=9"), "--set changes nothing of nodes that are lent"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(options: tuple[str, ...], said: str) -> None:
+    done = tba("submit", "--nodes", 8, *options)
+    assert done.returncode == 2 and said in done.stderr
 
 
 # --- On a login node ---

@@ -1,5 +1,7 @@
 """The configuration: round trip, overrides, and one clear sentence for every kind of bad input."""
 
+import ast
+import re
 from functools import reduce
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from tba_hpc.config import (
     OF_OWN_SAMPLES,
     OWN_DEEPSPEED_SETTINGS,
     OWN_ENGINE_ARGUMENTS,
+    Config,
     ConfigError,
     differences,
     differing_keys,
@@ -421,6 +424,7 @@ def test_what_a_resume_may_change_is_said_beside_each_key() -> None:
     assert keys == {"model.path", "task.options.size"} and not any(map(may_change, keys))
     may = {"train.steps", "train.horizon", "checkpoint.keep", "evaluate.test_prompts", "metrics.tensorboard"}
     may |= {"exchange.deadline_seconds", "generator.deadline_seconds", "launch.searchers", "run.root"}
+    may |= {"checkpoint.snapshot"}
     assert all(map(may_change, may))
     never = {
         "run.seed",
@@ -432,6 +436,21 @@ def test_what_a_resume_may_change_is_said_beside_each_key() -> None:
         "",
     }
     assert not any(map(may_change, never))
+
+
+AT_WORK = ("trainer", "freshness", "merger", "ending", "searcher", "scorer", "skipped_steps")
+
+
+@pytest.mark.parametrize("module", [*AT_WORK, "backends/snapshot", "backends/mpi_world"])
+def test_an_error_of_a_run_at_work_asks_for_no_change_that_a_resume_refuses(module: str) -> None:
+    """What it is raised or made with names such a key only beside run.name, for another run."""
+    tree = ast.parse((Path(__file__).parents[1] / "tba_hpc" / f"{module}.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise | ast.Return):
+            words = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+            sentence = " ".join(word for word in words if isinstance(word, str))
+            keys = re.findall(rf"\b(?:{'|'.join(Config.model_fields)})\.[a-z_.]*[a-z]", sentence)
+            assert "run.name" in keys or all(map(may_change, keys)), sentence
 
 
 @pytest.mark.parametrize("value", [0.1, 5e-05, None, True, "a: b", [0.5, 2.0], "x" * 200])

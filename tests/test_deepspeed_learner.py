@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import deepspeed
 import numpy as np
@@ -47,8 +47,10 @@ from tba_hpc.backends.deepspeed_learner import (
     Command,
     DeepSpeedLearner,
     _buckets,
+    _own_steps,
     _replacing,
     _require_known,
+    _without_a_compiler,
 )
 from tba_hpc.backends.hdf5_shards import write_arrays
 from tba_hpc.backends.hf_model import load_policy, load_tokenizer
@@ -182,12 +184,14 @@ class Case:
     loss_normaliser: LossNormaliser = "sum"
     temperature: float = 1.0
     offload: bool = False
+    sub_group_size: int | None = None
 
     def config(self, model: Path, *, ranks: int | None = None, snapshot: str | None = "memory") -> Config:
-        settings = {
-            key: value for key, value in asdict(self).items() if key not in ("ranks", "tied", "offload")
-        }
-        settings["deepspeed"] = OFFLOADED if self.offload else {}
+        others = ("ranks", "tied", "offload", "sub_group_size")
+        settings = {key: value for key, value in asdict(self).items() if key not in others}
+        zero = OFFLOADED if self.offload else {}
+        zero |= {"sub_group_size": self.sub_group_size} if self.sub_group_size else {}
+        settings["deepspeed"] = {"zero_optimization": zero} if zero else {}
         return make_config(
             model, ranks=ranks or self.ranks, snapshot=snapshot, context_length=LONGEST, **settings
         )
@@ -195,12 +199,13 @@ class Case:
     def __str__(self) -> str:
         tied, clip = "tied" if self.tied else "untied", "" if self.gradient_clip else "-unclipped"
         host = "-offloaded" if self.offload else ""
+        host += f"-in-{self.sub_group_size}" if self.sub_group_size else ""
         by = f"-by-{self.tokens_per_micro_batch}" if self.tokens_per_micro_batch else ""
         heat = "" if self.temperature == 1 else f"-at-{self.temperature}"
         return f"zero{self.zero_stage}-{self.dtype}-{self.ranks}-ranks-{tied}{clip}{heat}{by}{host}"
 
 
-OFFLOADED = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+OFFLOADED: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 
 LONGEST = 32
 """Tokens that a sequence of a batch has at most."""
@@ -213,6 +218,9 @@ UNCLIPPED = Case(2, 2, gradient_clip=None, loss_normaliser="batch_tokens")
 TEMPERED = Case(2, 3, temperature=0.7)
 BY_TOKENS = [Case(1, 2, tokens_per_micro_batch=LONGEST), Case(2, 3, tied=True, tokens_per_micro_batch=48)]
 HOST = [Case(2, 2, offload=True), Case(2, 3, tied=True, offload=True)]
+SUB_GROUPS = Case(2, 3, sub_group_size=1000)
+"""ZeRO-3 makes several of a model whose part on a rank has more than 1e9 weights, each with its own step."""
+
 BF16 = [Case(2, 2, dtype="bfloat16"), Case(1, 1, dtype="bfloat16"), Case(1, 3, dtype="bfloat16")]
 
 
@@ -243,7 +251,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize(
-    "case", [ONE_RANK, ZERO_1, ZERO_2, ZERO_3, UNCLIPPED, TEMPERED, *BY_TOKENS, *HOST], ids=str
+    "case",
+    [ONE_RANK, ZERO_1, ZERO_2, ZERO_3, UNCLIPPED, TEMPERED, SUB_GROUPS, *BY_TOKENS, *HOST],
+    ids=str,
 )
 def test_learner_equals_a_plain_adamw_loop(runs: Runs, case: Case) -> None:
     runs.plain(case).check(runs.whole(case))
@@ -271,7 +281,9 @@ def test_a_loss_that_is_not_finite_changes_nothing_on_any_rank(runs: Runs, case:
         assert told.count(f"the loss of the groups of prompts {SPOILT_PROMPT} is not finite") == 2
 
 
-@pytest.mark.parametrize(("case", "ranks"), [(ZERO_2, 1), (ZERO_3, 1), (ONE_RANK, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "ranks"), [(ZERO_2, 1), (ZERO_3, 1), (ONE_RANK, 2), (SUB_GROUPS, 1), (HOST[1], 1)], ids=str
+)
 def test_a_checkpoint_loads_with_another_number_of_ranks(runs: Runs, case: Case, ranks: int) -> None:
     restored = runs.restored(case, ranks=ranks)
     np.testing.assert_allclose(restored.losses(), runs.plain(case).losses[2:], rtol=1e-5)
@@ -280,6 +292,30 @@ def test_a_checkpoint_loads_with_another_number_of_ranks(runs: Runs, case: Case,
         torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=1e-5)
     leftovers = [path.name for path in runs.whole(case).folder.iterdir() if "universal" in path.name]
     assert leftovers == []
+
+
+def test_each_parameter_has_a_step_of_its_own_where_it_lies() -> None:
+    """As a fused AdamW on a GPU wants it, for which ``meta`` stands in here."""
+    here, there = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2, device="meta"))
+    optimizer = torch.optim.AdamW([here, there])
+    shared = torch.tensor(7, dtype=torch.int64)
+    optimizer.state = {here: {"step": shared}, there: {"step": shared}}
+    _own_steps(optimizer)
+    first, second = optimizer.state[here]["step"], optimizer.state[there]["step"]
+    assert (first.dtype, first.device.type, second.device.type) == (torch.float32, "cpu", "meta")
+    first += 1
+    assert (int(first), int(shared)) == (8, 7)
+
+
+def test_a_compiler_is_kept_away_for_as_long_as_a_learner_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    with _without_a_compiler():
+        assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in os.environ
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    with _without_a_compiler():
+        assert os.environ["TORCHDYNAMO_DISABLE"] == "0"
+    assert os.environ["TORCHDYNAMO_DISABLE"] == "0"
 
 
 class Payload:

@@ -317,6 +317,10 @@ def test_preemption_must_leave_time_for_a_checkpoint(
         ("Invalid account or account/partition combination specified", "account"),
         ("Invalid partition name specified", "partition"),
         ("Invalid qos specification", "qos"),
+        (
+            "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+            "qos or time, ask for fewer --nodes, or wait for your other jobs",
+        ),
     ],
 )
 def test_a_refusal_names_the_site_key(message: str, key: str) -> None:
@@ -435,7 +439,7 @@ def test_a_model_is_found_in_its_folder_or_in_the_cache_of_the_hub(tmp_path: Pat
     assert machine_checks.find_model(str(snapshot), {}).nbytes == 1000
     _says(machine_checks.check_model(cached, offline), "ok", str(snapshot))
     absent = machine_checks.find_model("org/large", offline)
-    _says(machine_checks.check_model(absent, offline), "warning", "HF_HUB_OFFLINE=1", "hf download org/large")
+    _says(machine_checks.check_model(absent, offline), "warning", "HF_HUB_OFFLINE=1", "tba fetch CONFIG")
     _says(machine_checks.check_model(absent, {}), "ok", "loaded from the hub")
     _says(
         machine_checks.check_model(Model(name="/no/model"), offline),

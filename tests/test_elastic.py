@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -29,8 +30,8 @@ from tba_hpc.backends.file_exchange import (
 from tba_hpc.backends.hdf5_shards import PendingShards, ShardError, ShardWriter
 from tba_hpc.backends.hybrid_exchange import HybridTrainerExchange
 from tba_hpc.buffer import ReplayBuffer
-from tba_hpc.config import FIRST_ELASTIC, Config, ConfigError, parse_config
-from tba_hpc.elastic import Attendance, NoPlaceError, comes_by_itself, leased_place
+from tba_hpc.config import FIRST_ELASTIC, Config, ConfigError, is_elastic, parse_config
+from tba_hpc.elastic import Attendance, EvaluatorSeat, NoPlaceError, comes_by_itself, leased_place
 from tba_hpc.ending import Watch
 from tba_hpc.freshness import Freshness
 from tba_hpc.merger import Merger
@@ -184,11 +185,41 @@ def test_their_signs_of_life_are_none_of_a_job_that_is_gone(run: RunDir, tmp_pat
         owners.refuse_owned(run)
 
 
-def test_who_is_there(run: RunDir) -> None:
+def no_room(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("nth", range(2))
+def test_who_is_to_evaluate_waits_for_room(run: RunDir, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
+    """Whether or not its claim had its name already when the disk was full: that is its own."""
+    monkeypatch.setattr("tba_hpc.elastic.SEAT_SECONDS", 0.0)
+    seat, other, left, fsync = EvaluatorSeat(run), EvaluatorSeat(run), [nth], os.fsync
+
+    def full_once(descriptor: int) -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            no_room()
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full_once)
+    assert not seat.taken()
+    assert seat.taken() and not other.taken()
+    seat.leave()
+    assert other.taken()
+    other.leave()
+
+
+def test_who_is_there(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"searcher-{number}" for number in run.config().launch.elastic_searchers]
     with leased(run, names), leased(run, names):
         assert list(owners.holders(run, names)) == names[:2]
         assert Attendance(run, run.config())()
+        there = Attendance(run, run.config())
+        assert there()
+        with monkeypatch.context() as patch:
+            patch.setattr("tba_hpc.elastic.LOOK_SECONDS", 0.0)
+            patch.setattr(Path, "touch", no_room)
+            assert there(), "as before, while the disk is full"
     assert owners.holders(run, names) == {}
     assert not Attendance(run, run.config())()
 
@@ -244,14 +275,14 @@ class Holder:
         self.writer.seal()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(12), 73])  # there one is at work still that has lost its place
 def test_requests_are_answered_once_over_any_history(seed: int, tmp_path: Path) -> None:
     """Comings, goings, kills, freezes, and starts of the trainer from a checkpoint with other places."""
     random, config = np.random.default_rng(seed), config_of(tmp_path)
     run = RunDir.create(config)
     metrics = MetricsWriter(run.metrics_file("trainer"))
     saved = state = TrainerState()
-    completed = saved_completed = CompletedRequests()
+    completed, saved_completed = CompletedRequests(), CompletedRequests()
     buffer = ReplayBuffer(config.buffer, 0)
     holders: dict[int, Holder] = {}
     frozen: list[Holder] = []
@@ -259,16 +290,19 @@ def test_requests_are_answered_once_over_any_history(seed: int, tmp_path: Path) 
     answered: Counter[int] = Counter()  # by the surviving history
     saved_answered: Counter[int] = Counter()
     for _ in range(60):
-        free = [s for s in config.launch.elastic_searchers if s not in holders]
+        numbers = [*range(config.launch.searchers), *config.launch.elastic_searchers]
+        free = [number for number in numbers if number not in holders]
+        visitors = [number for number in holders if is_elastic(number)]
         match random.choice(
             ["come", "go", "kill", "freeze", "thaw", "merge", "save", "start", "work", "work"]
         ):
             case "come" if free:
-                holders[free[0]] = Holder(run, config, free[0], completed)
+                searcher = int(random.choice(free))
+                holders[searcher] = Holder(run, config, searcher, completed)
             case "go" | "kill" if holders:
                 del holders[int(random.choice(list(holders)))]
-            case "freeze" if holders:
-                frozen.append(holders.pop(int(random.choice(list(holders)))))
+            case "freeze" if visitors:
+                frozen.append(holders.pop(int(random.choice(visitors))))
             case "thaw" if frozen:
                 with suppress(ShardError):  # for as long as it takes to see that its place is another's
                     frozen.pop().work(random)
@@ -283,12 +317,15 @@ def test_requests_are_answered_once_over_any_history(seed: int, tmp_path: Path) 
                 saved, saved_answered = state, answered.copy()
                 saved_completed = CompletedRequests.from_array(completed.to_array())
             case "start":
-                launch = {"searchers": int(random.integers(0, 4)), "elastic": int(random.integers(2, 5))}
+                elastic = int(random.choice([0, 2, 3, 4]))
+                launch = {"searchers": int(random.integers(elastic == 0, 4)), "elastic": elastic}
                 config = config_of(tmp_path, launch=launch)
                 state, answered = saved, saved_answered.copy()
                 completed = CompletedRequests.from_array(saved_completed.to_array())
                 buffer = ReplayBuffer(config.buffer, 0)
-                holders = {s: h for s, h in holders.items() if s in config.launch.elastic_searchers}
+                placed = set(visitors) & set(config.launch.elastic_searchers)
+                frozen += [holders[number] for number in set(visitors) - placed]  # still at work
+                holders = {number: holders[number] for number in visitors if number in placed}
                 for holder in holders.values():
                     holder.known.unite(completed)
                     holder.share(config)
@@ -345,6 +382,24 @@ def test_what_comes_too_late_or_again_stays_out_and_is_counted(tmp_path: Path) -
         for r in read_metrics(run.metrics_file("trainer"))
     ]
     assert told == [[None, None, None], [None, 2, [2]], [2, None, None]]
+
+
+def test_a_request_is_answered_once_where_a_start_has_left_no_place_for_one_still_at_work(
+    tmp_path: Path,
+) -> None:
+    """Its last shard is merged; a searcher that asked for the same comes after, and after another start."""
+    config = config_of(tmp_path, launch={"elastic": 0})
+    run, buffer, completed = RunDir.create(config), ReplayBuffer(config.buffer, 0), CompletedRequests()
+    metrics, state = MetricsWriter(run.metrics_file("trainer")), TrainerState()
+    for searcher, requests in ((FIRST_ELASTIC, [6]), (0, [6, 8])):
+        writer = ShardWriter(run, searcher)
+        for request_id in requests:
+            writer.append(*of_version(0, request_id))
+        writer.seal()
+        merger = Merger(config, buffer, completed, Freshness(config, buffer), metrics)
+        state = merger.merge(state, list(PendingShards(run).read(state.cursors)), sync=0)
+    told = [record.get("answered") for record in read_metrics(run.metrics_file("trainer"))]
+    assert told == [None, [6]] and len(buffer) == 4
 
 
 # --- The exchange ---

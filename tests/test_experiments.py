@@ -12,10 +12,11 @@ import experiments
 import numpy as np
 import pytest
 import torch
-from lab import asynchrony, curves, lockstep, results, sparse
+from lab import asynchrony, curves, lockstep, pace, results, sparse
 from lab.curves import Course
 from lab.group_size import relative_variance
 from lab.lockstep import Setup, SparseTable
+from lab.pace import Paced
 from lab.results import Result, Spread
 from lab.runs import Options
 
@@ -40,6 +41,15 @@ def test_swing_and_sag() -> None:
     assert curves.last_part(curve) == [0.7, 0.9]
     assert curves.swing(curve) == pytest.approx(0.1)
     assert curves.sag(curve) == pytest.approx(0.3)
+
+
+def test_pace_by_hand() -> None:
+    """Steps 2 to 6 in 10 s, and 5 to 10 in 5."""
+    slow, fast = Paced([(1.0, 2), (7.0, 3), (11.0, 6)], 1.0, 40.0), Paced([(0.0, 5), (5.0, 10)], 0.0, None)
+    assert slow.seconds == 2.5 and fast.seconds == 1.0
+    first, second = pace.result({"slow": [slow, slow], "fast": [fast, slow]}).rows
+    assert str(first["÷ the first"]) == "1 ± 0" and str(first["tokens/s"]) == "40 ± 0"
+    assert second["÷ the first"] == Spread([0.4, 1.0]) and second["tokens/s"] == Spread([None, 40.0])
 
 
 def test_spread_counts_the_seeds_that_reached_something() -> None:
@@ -172,7 +182,7 @@ def test_every_arm_of_every_experiment_can_be_configured(name: str, tmp_path: Pa
     assert len(experiments.EXPERIMENTS[name].arms(Options(tmp_path))) >= 3
 
 
-@pytest.mark.parametrize("name", ["asynchrony_long", "staleness_arithmetic"])
+@pytest.mark.parametrize("name", ["asynchrony", "staleness_arithmetic"])
 def test_too_few_steps_for_a_curve_are_refused_before_anything_runs(name: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--steps 4 ends before the first evaluation, at step"):
         experiments.EXPERIMENTS[name].measure(Options(tmp_path, steps=4))

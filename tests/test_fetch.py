@@ -147,3 +147,11 @@ def test_a_place_that_only_the_nodes_know_is_refused(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert "HF_HOME=$NOT_HERE/cache of the site file holds a variable that is not set here" in done.stderr
+
+
+def test_an_environment_that_is_not_on_this_machine_is_named(tmp_path: Path) -> None:
+    (tmp_path / "site.yaml").write_text("venv: /none")
+    command = [sys.executable, "-m", "tba_hpc", "fetch", "math_gsm8k", "--site", f"{tmp_path}/site.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "/none/bin/python cannot be started here: the site key venv must lead" in done.stderr

@@ -9,6 +9,7 @@ import errno
 import io
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -36,6 +37,7 @@ from tba_hpc.prompts import CompletedRequests, Progress
 from tba_hpc.run import files
 from tba_hpc.run.checkpoints import TrainerState
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.evaluations import Evaluation, discard_evaluations, find_evaluation, write_evaluation
 from tba_hpc.run.files import make_folder
 from tba_hpc.trainer import MARGIN_SECONDS
 from tba_hpc.types import Publication, Shard, WeightLayout
@@ -171,6 +173,25 @@ def test_a_shard_that_stays_away_is_named_and_passed_over_in_the_end(
     assert f"{run.shard_file(0, 1)} could not be read for 0.1 s (No such file" in warning
 
 
+def test_several_that_stay_away_cost_no_more_time_than_one(run: RunDir) -> None:
+    """But one that is seen again, and then away for a moment, is waited for anew."""
+    for _ in range(6):
+        sealed(run, searcher=0, groups=1)
+    for index in (1, 2, 4):
+        run.shard_file(0, index).unlink()
+    began = time.monotonic()
+    assert indices(PendingShards(run, patience=0.4).read_all({})) == [0, 3, 5]
+    assert 0.4 <= time.monotonic() - began < 0.8
+    back = run.shard_file(0, 5).read_bytes()
+    shards, path = PendingShards(run, patience=0.3), run.shard_file(0, 4)
+    assert indices(shards.read({0: 1})) == []  # 4 is missed now
+    path.write_bytes(back)
+    assert indices(shards.read({0: 1})) == []  # and is there
+    path.unlink()
+    time.sleep(0.3)
+    assert indices(shards.read({0: 1})) == [3]
+
+
 def test_an_index_that_was_set_aside_is_no_gap(run: RunDir, moods: Moods) -> None:
     for _ in range(3):
         sealed(run, searcher=0, groups=1)
@@ -282,7 +303,7 @@ def test_a_resume_holds_a_few_shards_at_a_time(tmp_path: Path) -> None:
 # --- The exchange over files ---
 
 
-def trainer(run: RunDir, progress: Progress | None = None) -> FileTrainerExchange:
+def trainer(run: RunDir, progress: Progress | None = None, **more: bool) -> FileTrainerExchange:
     return FileTrainerExchange(
         run.weights,
         LAYOUT,
@@ -290,6 +311,7 @@ def trainer(run: RunDir, progress: Progress | None = None) -> FileTrainerExchang
         progress=progress or Progress(),
         evaluated=lambda split, step: True,
         patience=60,
+        **more,
     )
 
 
@@ -391,6 +413,75 @@ def test_a_board_and_weights_wait_for_room(run: RunDir, moods: Moods) -> None:
     exchange.close()
     update = FileSearcherExchange(run.weights, 0, deadline=60).poll()
     assert update is not None and update.publication.version == 1
+
+
+def loses(name: str, times: int) -> Callable[[Path], None]:
+    """A rule: the first few flushes of such a file fail, and it has a hole then, which no later one tells."""
+    fails = raises(errno.EIO, name, times)
+
+    def rule(path: Path) -> None:
+        try:
+            fails(path)
+        except OSError:
+            os.truncate(path, (size := path.stat().st_size) - 32)
+            os.truncate(path, size)
+            raise
+
+    return rule
+
+
+@pytest.mark.parametrize("way", ["from memory", "as changes", "passed on"])
+def test_weights_that_a_disk_has_lost_are_written_again(run: RunDir, moods: Moods, way: str) -> None:
+    exchange = trainer(run, delta=way == "as changes")
+    moods.synced = loses("incoming.tmp", times=2)
+    if way == "passed on":
+        exchange.pass_on(Publication(version=3), np.full(LAYOUT.nbytes, 3, np.uint8))
+    else:
+        exchange.publish(Publication(version=3), lambda out: out.fill(3))
+    exchange.close()
+    update = FileSearcherExchange(run.weights, 0, deadline=60).poll()
+    assert update is not None and (update.data == 3).all()
+
+
+def test_what_several_ranks_have_written_and_a_disk_has_lost_ends_the_attempt(
+    run: RunDir, moods: Moods
+) -> None:
+    exchange = trainer(run, several=True)
+    moods.synced = loses("incoming.tmp", times=1)
+    exchange.publish(Publication(version=3), lambda out: out.fill(3))
+    with pytest.raises(OSError, match="Input/output error"):
+        exchange.close()
+    assert FileSearcherExchange(run.weights, 0, deadline=60).poll() is None
+
+
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO])
+@pytest.mark.parametrize("at", ["the folder", "a part", "the whole"])
+def test_an_evaluation_that_cannot_be_seen_for_a_moment_is_waited_for(
+    tmp_path: Path, moods: Moods, monkeypatch: pytest.MonkeyPatch, at: str, error: int
+) -> None:
+    run, listdir = RunDir.create(tabular_run.make_config(tmp_path)), os.listdir
+    part = Evaluation(split="validation", step=8, correct=1, total=4, tokens=9, truncated=0)
+    write_evaluation(run, 0, 2, part)
+    (kept,) = run.evaluations.glob("*/*")
+    shutil.copy(kept, kept.with_name("searcher-0001-of-0002.json"))
+    if at == "the whole":
+        write_evaluation(run, 1, 2, part)
+    looks = {"the folder": ("-000008", 1), "a part": ("-0002.json", 1), "the whole": ("-000008.json", 2)}
+    rule = raises(error, *looks[at])
+    moods.opened = rule if at != "the folder" else moods.opened
+    monkeypatch.setattr(os, "listdir", lambda path: (at == "the folder" and rule(path), listdir(path))[1])
+    assert find_evaluation(run, "validation", 8) is None
+    assert find_evaluation(run, "validation", 8) == part + part
+
+
+def test_an_evaluation_that_cannot_be_seen_for_a_moment_is_not_deleted(tmp_path: Path, moods: Moods) -> None:
+    run = RunDir.create(tabular_run.make_config(tmp_path))
+    part = Evaluation(split="validation", step=8, correct=1, total=4, tokens=9, truncated=0)
+    write_evaluation(run, 0, 1, part)
+    moods.opened = raises(errno.ESTALE, "-000008.json", times=2)
+    discard_evaluations(run, after=20)
+    moods.opened = lambda path: None
+    assert find_evaluation(run, "validation", 8) == part
 
 
 # --- Links and clocks ---

@@ -90,6 +90,21 @@ def test_what_is_completed_or_owed_by_the_excluded_is_made_up_for() -> None:
         given.exclude({0, 2}, "no searcher is left")
 
 
+def test_a_searcher_that_was_silent_counts_again_once_it_delivers_and_a_dead_one_never() -> None:
+    """Of twelve requests each of three owes four."""
+    given = budget(CompletedRequests(), bound=0, searchers=3, prompts=12)
+    given.extend(0, ready=0, missing=0)
+    given.exclude({1, 2}, "searcher 0 is at work")
+    given.arrive(np.array([1]))
+    assert given.owed() == {0: 4, 1: 3}
+    given.exclude({0}, "searcher 1 is at work")
+    assert given.owed() == {1: 3}
+    given.exclude({2}, "searcher 1 is at work", dead=True)
+    given.arrive(np.array([2]))  # which it had sealed
+    with pytest.raises(ExchangeError, match="nobody is left"):
+        given.exclude({1}, "nobody is left")
+
+
 # --- Freshness ---
 
 
@@ -264,7 +279,7 @@ def test_silence_excludes_who_owes_and_ends_the_run_where_all_do(caplog: pytest.
     with pytest.raises(ExchangeError, match=r"holds 0 of the 2 groups that step 0 needs.*searchers 0, which"):
         bounded.exclude_unresponsive(0, 12.0)
     free = Freshness(config_of(), ReplayBuffer(config.buffer, 0))
-    with pytest.raises(ExchangeError, match=r"holds 0 of 4 initial completions.*lower buffer.initial_comp"):
+    with pytest.raises(ExchangeError, match=r"holds 0 of 4 initial completions.*raise generator.start_secon"):
         free.exclude_unresponsive(0, 12.0)
 
 

@@ -790,13 +790,37 @@ def test_a_few_answers_are_kept_in_words_until_the_evaluation_is_whole(tmp_path:
 # --- What goes wrong ---
 
 
-def test_a_buffer_that_nothing_fills_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
-    config = make_config(tmp_path, exchange={"deadline_seconds": 0.1}, launch={"start_deadline_seconds": 0.3})
+@pytest.mark.parametrize(("rank", "engine"), [(0.3, 0.2), (0.2, 0.3)])
+def test_a_buffer_that_nothing_fills_ends_the_run_with_a_sentence(
+    rank: float, engine: float, tmp_path: Path
+) -> None:
+    """After the time that a rank may take to start, or an engine, whichever is longer."""
+    config = make_config(
+        tmp_path,
+        exchange={"deadline_seconds": 0.1},
+        launch={"start_deadline_seconds": rank},
+        generator={"start_seconds": engine},
+    )
     began = time.monotonic()
     parts = TrainerParts(config, RunDir.create(config))
-    with pytest.raises(ExchangeError, match="holds 0 of 15 initial completions and no new one has arrived"):
+    sentence = (
+        r"holds 0 of 15 initial completions and no new one has arrived .* raise generator.start_seconds"
+    )
+    with pytest.raises(ExchangeError, match=sentence):
         parts.build(parts.file_exchange()).run()
     assert time.monotonic() - began > 0.3, "the searchers had the time for a start"
+
+
+def test_completions_that_only_push_others_out_do_not_keep_a_run_waiting(tmp_path: Path) -> None:
+    """Four prompts have room for 32 of the 33 initial ones; a shard comes every tenth of a second."""
+    buffer = {"initial_completions": 33, "capacity_per_prompt": 8}
+    config = make_config(tmp_path, buffer=buffer, exchange={"deadline_seconds": 0.5})
+    run = RunDir.create(config)
+    sentence = (
+        r"initial completions and no new one .* another run \(run.name\) with a lower buffer.initial_comp"
+    )
+    with pytest.raises(ExchangeError, match=sentence):
+        TrainerParts(config, run).build(Slow(_sealed(config, run, 30))).run()
 
 
 class BrokenReward(TabularTask):

@@ -170,6 +170,65 @@ def test_a_disk_found_full_only_by_making_durable_ends_nobody(
     assert digest.kept_digest(path, digest.TrainerDigest())[0].step == 7
 
 
+class Losing:
+    """A disk that takes what is written and, where a flush fails, has lost all since the one before."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path, self.durable, self.full, self._fsync = path, 0, 0, os.fsync
+        monkeypatch.setattr(os, "fsync", self)
+
+    def __call__(self, descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink() == self.path:
+            if self.full:
+                self.full -= 1
+                os.truncate(self.path, self.durable)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.durable = self.path.stat().st_size
+        self._fsync(descriptor)
+
+
+@pytest.mark.parametrize("who", ["the digest", "another part", "a checkpoint"])
+def test_records_that_a_disk_has_lost_are_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    """Whoever is told of it: nobody is a second time, and a checkpoint counts what they say."""
+    monkeypatch.setattr(digest, "KEEP_SECONDS", 0.0 if who == "the digest" else 60.0)
+    monkeypatch.setattr(metrics, "PART_BYTES", 100 if who == "another part" else 1 << 20)
+    path = tmp_path / "m.jsonl"
+    writer = MetricsWriter(path, digest=digest.KeptDigest(path, digest.TrainerDigest()))
+    disk = Losing(path, monkeypatch)
+    writer.log({"step": 1})
+    writer.sync()
+    disk.full = 1
+    writer.log({"step": 2})
+    writer.log({"step": 3})
+    if who == "a checkpoint":
+        with pytest.raises(DiskFullError, match="no space is left"):
+            writer.sync()
+    assert disk.full == 0
+    writer.sync()
+    assert [record.get("step") for record in read_metrics(path)] == [1, 2, 3]
+    assert digest.read_digest(path, digest.TrainerDigest())[0].step == 3
+
+
+def test_what_a_disk_may_have_lost_is_not_remembered_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "MOST_UNWRITTEN", 1000)
+    path = tmp_path / "m.jsonl"
+    writer, disk = MetricsWriter(path), Losing(path, monkeypatch)
+    for step in range(100):
+        writer.log({"step": step})
+    assert disk.durable > 2000
+    disk.full = 1
+    with pytest.raises(DiskFullError, match="nothing sealed before is lost"):
+        for step in range(100, 200):
+            writer.log({"step": step})
+    writer.sync()
+    found = [int(number(record, "step", -1)) for record in read_metrics(path)]
+    assert found == list(range(len(found))) and len(found) > 100
+
+
 def test_a_tail_gives_each_record_once_and_no_half_ones(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     tail = MetricsTail(path)

@@ -414,6 +414,7 @@ def test_a_module_beside_the_config_is_found_from_any_folder_and_kept(tmp_path: 
         "run": {"root": str(tmp_path / "runs")},
         "model": {"path": str(tmp_path / "m"), "context_length": 128},
         "generator": {"max_tokens": 40},
+        "buffer": {"initial_completions": 400},
         "task": {
             "name": "jsonl",
             "train_file": str(here / "rows.jsonl"),

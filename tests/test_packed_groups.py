@@ -62,13 +62,14 @@ def test_gradients_of_what_is_gathered_are_those_of_numbers() -> None:
 
 
 def test_gradients_of_a_shared_prompt_are_added_up_before_they_are_rounded() -> None:
-    """In bfloat16 256 + 1 is 256: added to each other one by one, 600 ones would stay there."""
-    many = torch.ones(600, dtype=torch.int64)
-    shared = share_prompts(torch.zeros(600, 2, dtype=torch.int64), many, 2 * many, 600)
-    value_RF = torch.zeros(601, 1, dtype=torch.bfloat16, requires_grad=True)
-    (gathered_NLF,) = shared.gather(value_RF)
-    gathered_NLF.sum().backward()
-    assert value_RF.grad is not None and value_RF.grad.flatten().tolist() == [600, *([1] * 600)]
+    """In bfloat16 256 + 1 is 256: 256 of one length, then two of other lengths, would stay there."""
+    length_N = torch.tensor([16] * 256 + [8, 4])
+    one_N = torch.ones_like(length_N)
+    shared = share_prompts(torch.zeros(258, 16, dtype=torch.int64), one_N, length_N, 258)
+    assert [len(places) for places in shared.places] == [256, 1, 1]
+    value_RF = torch.zeros(len(shared.tokens_R), 1, dtype=torch.bfloat16, requires_grad=True)
+    torch.cat([value_nLF[:, 0] for value_nLF in shared.gather(value_RF)]).sum().backward()
+    assert value_RF.grad is not None and value_RF.grad[0] == 258
 
 
 def test_no_sequence_is_padded_to_twice_its_length() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
+import torch
 
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.placement import Placement
@@ -44,6 +46,52 @@ def test_the_ranks_of_a_step_are_trainers_first(
     step(monkeypatch, rank, local)
     found = Placement.join(config_of(2, 4, tensor_parallel=2), role, None)
     assert (found.index, found.first_gpu, found.mpi) == (index, first_gpu, None)
+
+
+@pytest.mark.parametrize(
+    ("role", "rank", "local", "index", "first_gpu"),
+    [
+        ("searcher", 0, 0, 0, 0),
+        ("searcher", 3, 1, 3, 2),
+        ("trainer", 4, 0, 0, 0),  # the other component, on nodes of its own
+        ("trainer", 5, 1, 1, 1),
+    ],
+)
+def test_or_searchers_where_the_job_says_so(
+    monkeypatch: pytest.MonkeyPatch, role: Any, rank: int, local: int, index: int, first_gpu: int
+) -> None:
+    step(monkeypatch, rank, local)
+    monkeypatch.setenv("TBA_SEARCHERS_FIRST", "1")
+    found = Placement.join(config_of(2, 4, tensor_parallel=2), role, None)
+    assert (found.index, found.first_gpu, found.mpi) == (index, first_gpu, None)
+    with pytest.raises(ConfigError, match="the last 2 train; start 6 ranks"):
+        Placement.join(config_of(2, 4), "trainer" if role == "searcher" else "searcher", None)
+
+
+@pytest.mark.parametrize(
+    ("role", "index", "first_gpu"), [("trainer", 1, 1), ("searcher", 0, 2), ("searcher", 1, 4)]
+)
+def test_ranks_of_one_machine_have_gpus_of_their_own(role: Any, index: int, first_gpu: int) -> None:
+    assert Placement.join(config_of(2, 4, tensor_parallel=2), role, index).first_gpu == first_gpu
+
+
+@pytest.mark.parametrize("opened", [1, 4])
+def test_a_rank_that_cannot_have_its_gpu_alone_any_more_says_so(
+    monkeypatch: pytest.MonkeyPatch, opened: int
+) -> None:
+    """Of four, the second; where MPI has started CUDA before, all four stay."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: opened, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    seat = Placement.join(config_of(1, 3), "searcher", 0)
+    if opened == 1:
+        seat.choose_gpus()
+    else:
+        with pytest.raises(
+            ConfigError, match=r"compute on GPU 5 alone, .* all 4 were opened before .*srun_arguments"
+        ):
+            seat.choose_gpus()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
 
 
 def test_a_given_index_counts_more_and_none_at_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

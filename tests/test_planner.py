@@ -208,6 +208,16 @@ def test_zero_shares_out_what_its_stage_says() -> None:
     assert [kept(stage) for stage in (1, 2, 3)] == [[2, 4, 2], [2, 1, 2], [0.5, 1, 2]]
 
 
+def test_the_base_of_an_adapter_is_whole_on_each_gpu_before_it_is_shared_out() -> None:
+    small = ["train.tokens_per_micro_batch=3072", "train.gradient_checkpointing=true", "train.zero_stage=3"]
+    weights = 2 * PUBLISHED["Qwen/Qwen2.5-7B"]
+    adapted = estimate(load_config(Path("math_qwen7b"), [*small, "model.lora={rank: 8}"]), GPUS["h200-141"])
+    items = _trainer_items(adapted)
+    assert items["weights"] + items["weights, while they are read"] == weights
+    whole = _trainer_items(estimate(load_config(Path("math_qwen7b"), small), GPUS["h200-141"]))
+    assert "weights, while they are read" not in whole
+
+
 def test_7b_needs_several_gpus_to_train() -> None:
     """And every suggestion, followed, fits."""
     config, gpu = _qwen(trainers=1, searchers=1), GPUS["h100-80"]

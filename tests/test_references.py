@@ -13,8 +13,9 @@ import pytest
 import tabular_run
 
 from tba_hpc.audit import audit
+from tba_hpc.backends.file_exchange import Manifest
 from tba_hpc.backends.hdf5_shards import read_arrays, read_shard
-from tba_hpc.config import Config
+from tba_hpc.config import Config, parse_config
 from tba_hpc.metrics import read_metrics, step_records
 from tba_hpc.run.checkpoints import BUFFER_FILE, StateError, checkpoint_folders
 from tba_hpc.run.directory import RunDir
@@ -99,14 +100,28 @@ def test_a_bound_and_resets_hold_over_a_stop_and_a_kill(tmp_path: Path) -> None:
     go(run, searchers=2)
     assert 0 < max(staleness(run)) <= 3
     assert len(events(run, "reset")) >= 4
-    kept = ["step-000012"]  # from that of the older checkpoint, of step 12, on
+    kept = ["step-000009", "step-000012"]  # from that of the older checkpoint, of step 12, where it might end
     assert [folder.name for folder in checkpoint_folders(run, complete=True)] == [
         "step-000012",
         "step-000014",
     ]
     assert sorted(path.name for path in run.references.iterdir()) == kept
     assert run.references.stat().st_mode & 0o777 == 0o700
+    require_reference(run, parse_config(run.config().model_dump(mode="json"), ["train.steps=12"]), 12)
     assert events(run, "evicted")
+
+
+def test_after_the_last_step_nothing_is_reset_unless_the_run_goes_on(tmp_path: Path) -> None:
+    """Stopped with all twelve steps done, it has its end left to do, under the reference of the last step."""
+    _, run = make(tmp_path, train={"steps": 12, "reference": "reset", "reference_every": 3}, exchange={})
+    go(run, searchers=1, sent=SIGTERM, nth=12)
+    assert not run.finished
+    for steps, last in ((12, 9), (14, 12)):
+        run.adapt([f"train.steps={steps}"])
+        go(run, searchers=1)
+        manifest = Manifest.read(run.weights)
+        assert run.finished and manifest and manifest.entries[-1].publication.reference == last
+        assert [event["step"] for event in events(run, "reset")] == list(range(3, last + 1, 3))
 
 
 def test_with_a_replay_limit_the_trainer_waits_for_searchers_over_a_kill(tmp_path: Path) -> None:
@@ -133,7 +148,8 @@ def test_resets_alone_do_not_bound_staleness_and_old_references_are_missed(tmp_p
     run.reference(10).rename(tmp_path / "elsewhere")
     with pytest.raises(StateError, match="step-000010 is gone, the reference of step 14"):
         require_reference(run, config, 14)
-    require_reference(run, config, 15)
+    longer = parse_config(config.model_dump(mode="json"), ["train.steps=16"])
+    require_reference(run, longer, 15)
 
 
 def test_behaviour_is_its_own_reference_bit_by_bit(tmp_path: Path) -> None:

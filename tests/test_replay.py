@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,9 @@ def record(root: Path, **sections: dict[str, object]) -> tuple[RunDir, TabularLe
     return run, parts.learner
 
 
-def in_lockstep(root: Path) -> RunDir:
+def in_lockstep(root: Path, **sections: dict[str, object]) -> RunDir:
     """A run of which each publish, every other step, has brought a shard."""
-    config = make_config(root)
+    config = make_config(root, **sections)
     run = RunDir.create(config)
     shards = _sealed(config, run, 8)
     keep(run)
@@ -172,14 +173,31 @@ def test_another_objective_learns_from_the_same_first_batch(tmp_path: Path) -> N
 
 
 def test_shards_come_later_or_all_at_once(tmp_path: Path) -> None:
-    """The first comes at once all the same, since it is waited for."""
-    source = in_lockstep(tmp_path)
+    """The first comes at once all the same, since it is waited for; the others are not, however late."""
+    source = in_lockstep(tmp_path, exchange={"max_steps_without_data": 3})
     late, _, finished = again(source, "run.name=late", change=lambda recording: recording.delayed(4))
     came = {one.step: one.shards for one in Recording.of(late).arrivals}
     assert finished and came == {0: ((0, 0),), 6: ((0, 1),), 8: ((0, 2),), 10: ((0, 3),)}
-    once, _, _ = again(source, "run.name=once", change=lambda recording: recording.at_once())
+    once, _, finished = again(source, "run.name=once", change=lambda recording: recording.at_once())
     (only,) = Recording.of(once).arrivals
-    assert only.step == 0 and only.shards == tuple((0, index) for index in range(6))
+    assert finished and only.step == 0 and only.shards == tuple((0, index) for index in range(6))
+    limit = "exchange.max_steps_without_data=5"
+    early, _, _ = again(source, "run.name=early", limit, change=lambda recording: recording.delayed(4))
+    assert [one.step for one in Recording.of(early).arrivals] == [0, 5, 8, 10]
+
+
+def test_a_replay_that_waits_where_a_publish_was_put_off_goes_on(tmp_path: Path) -> None:
+    """Of three versions the second was left out; with each group used once, every step waits for a shard."""
+    source = in_lockstep(tmp_path)
+    run, _, finished = again(
+        source,
+        "buffer.replay_limit=1",
+        "train.steps=6",
+        "exchange.deadline_seconds=2",
+        change=lambda recording: replace(recording, published=frozenset({0, 4})),
+    )
+    assert finished and [one.step for one in Recording.of(run).arrivals] == list(range(6))
+    assert Recording.of(run).published == {0, 4}
 
 
 def test_where_the_shards_end_the_replay_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -187,6 +205,30 @@ def test_where_the_shards_end_the_replay_ends(tmp_path: Path, caplog: pytest.Log
     run, _, finished = again(source, "train.steps=30")
     assert not finished and "used up: the replay ends at step 12" in caplog.text
     assert len(_losses(run)) == 12 and (run.export / "model.safetensors").exists() and not run.finished
+
+
+@pytest.mark.parametrize("override", ["train.objective=oapl", "train.reference=behaviour"])
+@pytest.mark.parametrize("scored_by", ["searcher", "trainer"])
+def test_what_was_recorded_of_another_reference_falls_away(
+    override: str, scored_by: str, tmp_path: Path
+) -> None:
+    recorded = {"reference": "reset", "reference_every": 3, "reference_scored_by": scored_by}
+    source = RunDir.create(make_config(tmp_path, train=recorded))
+    train = replay_config(source, source.config(), 12, [override]).train
+    assert (train.reference, train.reference_every) == ("behaviour", None)
+    with pytest.raises(ConfigError, match=r"reference_every=4 would be ignored with train.reference=behav"):
+        replay_config(source, source.config(), 12, [override, "train.reference_every=4"])
+
+
+@pytest.mark.parametrize(("own", "replayed"), [({}, 0.5), ({"value_beta": 0.125}, 0.125)])
+def test_what_followed_from_the_recorded_beta_follows_from_the_new_one(
+    own: dict[str, object], replayed: float, tmp_path: Path
+) -> None:
+    source = RunDir.create(make_config(tmp_path, train={"objective": "oapl", **own}))
+    assert replay_config(source, source.config(), 12, ["train.beta.start=0.5"]).train.value_beta == replayed
+    assert replay_config(source, source.config(), 12, []).train == source.config().train.model_copy(
+        update={"horizon": 12}
+    )
 
 
 REFUSED = {

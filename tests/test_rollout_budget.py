@@ -32,6 +32,7 @@ def bounded(root: Path, *, searchers: int = 1, deadline: float = 20, **train: ob
         exchange={"sync_every": 1, "max_staleness": 0, "deadline_seconds": deadline},
         evaluate={"every": STEPS},
         launch={"searchers": searchers, "start_deadline_seconds": deadline},
+        generator={"start_seconds": deadline},
     )
 
 
@@ -92,6 +93,23 @@ def test_too_few_prompts_for_a_step_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="prompts_per_step=5 is more than the 4 training prompts"):
         refuse_few_prompts(TabularTask(TABLE), config)
+
+
+def test_an_initial_buffer_that_the_prompts_can_never_fill_is_refused(tmp_path: Path) -> None:
+    """Four prompts of 20 completions each; with a bound on staleness nothing waits for it."""
+
+    def refuse(wanted: int, **exchange: object) -> None:
+        buffer = {"initial_completions": wanted, "capacity_per_prompt": 20}
+        refuse_few_prompts(TabularTask(TABLE), make_config(tmp_path, buffer=buffer, exchange=exchange))
+
+    refuse(80)
+    refuse(81, max_staleness=1)
+    sentence = (
+        r"initial_completions=81 can never be reached with 4 training prompts and "
+        r"buffer.capacity_per_prompt=20: lower the first to at most 80, or raise the last$"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        refuse(81)
 
 
 class Sampled(TabularTask):

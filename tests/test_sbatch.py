@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -315,8 +316,11 @@ def test_caches_that_were_placed_stay_and_others_lie_where_one_can_write(tmp_pat
 
 
 def test_steps_get_the_environment_of_the_script_and_no_options_of_a_shell() -> None:
-    program = f"source {SUPERVISOR}; env | grep -E '^(SRUN_|SLURM_EXPORT)'; echo \"$STEP_MEMORY\""
+    program = (
+        f"source {SUPERVISOR}; env | grep -E '^(SRUN_|SQUEUE_|SCANCEL_|SLURM_EXPORT)'; echo \"$STEP_MEMORY\""
+    )
     environment = {"SLURM_EXPORT_ENV": "NONE", "SRUN_EXPORT_ENV": "NONE", "SRUN_CPUS_PER_TASK": "9"}
+    environment |= {"SQUEUE_PARTITION": "cpu", "SQUEUE_STATES": "PENDING", "SCANCEL_STATE": "PENDING"}
     assert _bash(program, **environment) == "SLURM_EXPORT_ENV=ALL\n--mem=0\n"
     assert _bash(program, STEP_MEMORY="") == "SLURM_EXPORT_ENV=ALL\n\n"
 
@@ -505,6 +509,53 @@ def test_a_job_that_may_not_requeue_succeeds_only_with_work_done(
     assert (done.returncode, said in done.stdout) == (status, True), done.stdout + done.stderr
 
 
+QUEUE = """
+say() { echo "$1"; }; event() { :; }; for_good() { false; }; count_idle() { :; }; choose_sides() { :; }
+ANSWER_SECONDS=9 ANSWER_PAUSE=0 REQUEUE=yes
+nth() { echo x >> "$RUN/$1"; [ "$(wc -l < "$RUN/$1")" -ge "$2" ]; }
+"""
+"""``nth NAME N``: whether it was called so often under that name."""
+
+
+@pytest.mark.parametrize(
+    ("squeue", "scontrol", "ends"),
+    [
+        ("nth a 3 && echo RUNNING", "echo requeued >&2", "back to the queue\n0\n"),
+        (
+            "nth a 3 && echo COMPLETING",
+            "exit 9",
+            "Slurm is ending this job (COMPLETING); nothing more …\n0\n",
+        ),
+        ("echo RUNNING", "nth b 3 || { echo 'Unable to contact slurm controller'; false; }", "back …\n0\n"),
+        ("echo RUNNING", "echo 'Job violates policy'; false", "back …\nSlurm refused to requeue: …\n1\n"),
+        ("ANSWER_SECONDS=0; :", "exit 9", "Slurm does not answer: submit the same run again to go on\n1\n"),
+    ],
+)
+def test_a_controller_that_is_silent_for_a_while_costs_no_requeue(
+    squeue: str, scontrol: str, ends: str, tmp_path: Path
+) -> None:
+    """No answer is no end; a job that is ended already must not run again."""
+    program = f"""
+    source {SUPERVISOR}; {QUEUE}
+    squeue() {{ {squeue}; }}; scontrol() {{ {scontrol}; }}
+    (requeue); echo $?
+    """
+    said = _bash(program, RUN=str(tmp_path), SLURM_JOB_ID="1")
+    assert fnmatch(said, ends.replace("…", "*").replace("[", "[[]"))
+
+
+def test_of_an_array_one_job_is_looked_at_and_queued_again(tmp_path: Path) -> None:
+    """The last of an array to start has the number of them all."""
+    program = f"""
+    source {SUPERVISOR}; {QUEUE}
+    squeue() {{ echo "$@" >> "$RUN/asked"; echo RUNNING; }}; scontrol() {{ echo "$@" >> "$RUN/asked"; }}
+    (requeue); cat "$RUN/asked"
+    """
+    array = {"SLURM_ARRAY_JOB_ID": "36", "SLURM_ARRAY_TASK_ID": "2"}
+    said = _bash(program, RUN=str(tmp_path), SLURM_JOB_ID="36", **array)
+    assert "--jobs=36_2 " in said and said.endswith("requeue 36_2\n")
+
+
 # --- Nodes lent to a run ---
 
 
@@ -516,7 +567,7 @@ def test_nodes_are_lent_by_an_array_of_jobs_with_as_many_searchers_as_fit(
     run = RunDir.create(parse_config(tree))
     os.umask(before)
     site = REPOSITORY / "slurm/sites/generic.yaml"
-    with pytest.raises(ConfigError, match=r"--nodes 3 with 4 searchers each is more .*launch\.elastic=8"):
+    with pytest.raises(ConfigError, match=r"--nodes 3 with .* ask for --nodes 2, or .*launch\.elastic=12"):
         lend(run.path, site, 3)
     lend(run.path, site, 2, partition="preemptible", time="1:00:00", dry_run=True)
     text = capsys.readouterr().out
@@ -526,6 +577,7 @@ def test_nodes_are_lent_by_an_array_of_jobs_with_as_many_searchers_as_fit(
         *directives
     }
     assert text.endswith("\nsearch_for_a_while\n") and "elastic_supervisor.sh" in text
+    assert '--ntasks="$1" --cpus-per-task=8 --kill-on-bad-exit=0 ' in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     assert not (run.path / "slurm").exists()
 
@@ -539,6 +591,7 @@ def test_nodes_are_lent_by_an_array_of_jobs_with_as_many_searchers_as_fit(
         (True, 0, False, "requeued 7\n0\n"),
         (True, 0, True, "0\n"),
         (False, 0, True, "0\n"),
+        (False, 0, False, "requeued 7\n0\n"),  # preempted by TERM, of which only the searchers heard
         (False, 3, False, "0\n"),  # no place
         (False, 1, False, "1\n"),
         (False, 2, False, "2\n"),
@@ -553,11 +606,12 @@ def test_a_job_that_searches_comes_back_until_the_run_is_finished(
     over = 'touch "$RUN/finished"' if finished else ":"
     ask = "(sleep 0.3; kill -USR1 $me) &" if asked else ""
     program = f"""
+    exec 3>&1
     (
         SLURM_JOB_ID=7 SLURM_NTASKS=1 REQUEUE=yes SAVE_SECONDS=60
         source {SUPERVISOR.with_name("elastic_supervisor.sh")}; say() {{ :; }}
         squeue() {{ echo RUNNING; }}
-        scontrol() {{ echo "$1d" "$2"; }}
+        scontrol() {{ echo "$1d" "$2" >&3; }}
         insist() {{ kill -USR1 "$1"; }}
         ranks() {{
             local asked=0; trap 'asked=1' USR1

@@ -63,6 +63,14 @@ def test_the_newest_copies_stay(package: Path, tmp_path: Path) -> None:
     }
 
 
+def test_lending_nodes_forgets_no_copy_that_the_job_of_the_run_may_use(package: Path, tmp_path: Path) -> None:
+    first = snapshot.take(tmp_path)
+    for number in range(5):
+        (package / "launch/x.py").write_text(str(number))
+        os.utime(snapshot.take(tmp_path, forget=False), (9e9 + number, 9e9 + number))
+    assert first.is_dir()
+
+
 def test_a_job_has_the_same_copy_at_each_of_its_starts(package: Path, tmp_path: Path) -> None:
     first = snapshot.take(tmp_path, job="7")
     (package / "launch/x.py").write_text("edited while it was in the queue again")

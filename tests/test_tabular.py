@@ -434,7 +434,8 @@ def test_a_run_that_only_skips_ends_with_one_sentence() -> None:
     bad = replace(good, ref_logprobs=np.full_like(good.ref_logprobs, -np.inf))
     for batch in [*[bad] * (MOST_IN_A_ROW - 1), good, *[bad] * (MOST_IN_A_ROW - 1)]:
         learner.step(batch, learning_rate=0.1, beta=BETA)
-    with pytest.raises(ConfigError, match=r"in a row were skipped, .* 0, 1, 2, 3 was not finite: start"):
+    sentence = r"in a row were skipped, .* 0, 1, 2, 3 was not finite: .* start another run \(run.name\)"
+    with pytest.raises(ConfigError, match=sentence):
         learner.step(bad, learning_rate=0.1, beta=BETA)
 
 

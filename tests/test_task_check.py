@@ -22,7 +22,7 @@ import numpy as np
 from tba_hpc.types import Prompt
 
 class Fine:
-    def __init__(self, tokenizer, *, train_file=None, test_file=None, size: int = 3):
+    def __init__(self, tokenizer, *, train_file=None, test_file=None, size: int = 5):
         self.encode, self.size = tokenizer.encode, size
     def prompts(self, split):
         return [Prompt(i, self.encode("12+3"), "15") for i in range(self.size)]

@@ -291,6 +291,9 @@ class Strike:
         return f"{self.kind}{place}{', in start-up' if self.start_up else ''}"
 
 
+TAKEOVERS = ("started", "resumed")
+"""Events of a trainer that takes over: from nothing, or from a checkpoint."""
+
 NOTHING_YET = Strike("stopped", 0.0, start_up=True, victim=None)
 """Before the first fault the run recovers from this one: it has to start."""
 
@@ -330,8 +333,7 @@ class History:
 
     def resumes(self, *, after: float = 0.0) -> list[float]:
         """When a trainer took over."""
-        events = ("started", "resumed")
-        return [_time(r) for r in self.trainer if r.get("event") in events and _time(r) > after]
+        return [_time(r) for r in self.trainer if r.get("event") in TAKEOVERS and _time(r) > after]
 
     def resumes_behind(self) -> int:
         """How often a trainer took over from an older checkpoint than the newest whole one."""
@@ -342,7 +344,7 @@ class History:
                 whole.add(step)
             elif event == "damaged":
                 whole.discard(step)
-            elif event == "resumed":
+            elif event in TAKEOVERS:
                 behind += step < max(whole)
         return behind
 

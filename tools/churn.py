@@ -1,9 +1,9 @@
 """Nodes lent to a run come and go, on a Slurm cluster brought up on this machine; prints what it cost.
 
-    python tools/churn.py [--counts 0 4 1 6] [--minutes 10] [--seed 0] [--model FOLDER] [--json]
+    python tools/churn.py [--counts 0 4 1 6] [--pause 20 40] [--minutes 10] [--seed 0] [--model FOLDER]
 
 The quickstart trains as a job of two nodes, with places for searchers besides its own; an array of one-node
-jobs lends it nodes of a partition from which a higher one takes them back. Every 20 to 40 s another number of
+jobs lends it nodes of a partition from which a higher one takes them back. After each pause another number of
 nodes is left to it, so that its searchers are preempted, go back to the queue and start anew; at each change
 one that stays is killed. In the end the run must finish by itself and ``tba audit`` find every trajectory
 once. Where it does not, the exit status is 1.
@@ -42,9 +42,6 @@ from tba_hpc.metrics import Record, number, step_records
 from tba_hpc.report.tables import Cell, print_rows
 from tba_hpc.run.directory import RunDir
 
-PAUSE_SECONDS = (20.0, 40.0)
-"""Shortest and longest time between two changes."""
-
 FOREVER = 1_000_000
 """Optimizer steps: the run goes on until it is shortened."""
 
@@ -78,15 +75,17 @@ class Churn:
             self._held.append(self.cluster.submit(script, "-phigh", "-N1", "--exclusive"))
         self._lent.append((time.time(), nodes))
 
-    def rage(self, counts: Sequence[int], seconds: float, random: Random) -> None:
-        """Change the number of nodes for so long. AssertionError where the run's own job ends meanwhile."""
+    def rage(self, counts: Sequence[int], seconds: float, pause: tuple[float, float], random: Random) -> None:
+        """Change the number of nodes for so long, a pause of at least and at most so long between changes.
+
+        AssertionError where the run's own job ends meanwhile.
+        """
         self._await_step(1)
         end = time.monotonic() + seconds
         for nodes in itertools.cycle(counts):
             self.lend(nodes)
             print(f"step {self.history.step}: {nodes} nodes are lent", file=sys.stderr)
-            pause = min(random.uniform(*PAUSE_SECONDS), max(0.0, end - time.monotonic()))
-            time.sleep(pause)
+            time.sleep(min(random.uniform(*pause), max(0.0, end - time.monotonic())))
             self._kill_one(random)
             self._look()
             if time.monotonic() >= end:
@@ -162,6 +161,17 @@ class Churn:
                     found.append((joined - began, None if first is None else first - began))
         return found
 
+    def seconds_at_work(self) -> float:
+        """Of all who came, each time from its joining to its last word."""
+        total = 0.0
+        for records in self._lent_records():
+            joined = [i for i, record in enumerate(records) if record.get("event") == "joined"]
+            for first, after in itertools.pairwise([*joined, len(records)]):
+                stay = itertools.takewhile(lambda r: r.get("event") != "started", records[first:after])
+                *_, last = stay
+                total += _time(last) - _time(records[first])
+        return total
+
     def _starts(self) -> list[tuple[float, str]]:
         """(unix time, job) of each time that a lent job got its node."""
         texts = (file.read_text(errors="replace") for file in self.run.path.glob("slurm/searchers-*.log"))
@@ -186,6 +196,8 @@ class Churn:
         steps = step_records(self.history.trainer)
         waits = [number(r, "train/wait_share", 0.0) for r in steps if "train/wait_share" in r]
         events = [str(record.get("event")) for record in records]
+        tokens = sum(number(record, "tokens", 0.0) for record in self._sealed())
+        lent, at_work = tokens / self.node_seconds(), tokens / max(1.0, self.seconds_at_work())
         return {
             "changes": len(self._lent),
             "starts of lent jobs": len(self._starts()),
@@ -197,10 +209,8 @@ class Churn:
             "job start to joined, median s": _median([joined for joined, _ in self.joins()]),
             "job start to first shard, median s": _median(firsts),
             "job start to first shard, at most, s": max(firsts, default=None),
-            "tokens of theirs per node-second lent": sum(
-                number(record, "tokens", 0.0) for record in self._sealed()
-            )
-            / self.node_seconds(),
+            "tokens of theirs per node-second lent": lent,
+            "of what they bring while they are at work, %": 100 * lent / at_work if tokens else None,
             "problems": problems,
             "lost": lost,
             "doubled": doubled,
@@ -254,7 +264,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Cluster(nodes=nodes + 2) as cluster:
         churn = begin(cluster, Path(folder), options)
         churn.lend(0)
-        churn.rage(options.counts, 60 * options.minutes, Random(options.seed))
+        churn.rage(options.counts, 60 * options.minutes, options.pause, Random(options.seed))
         churn.finish()
         churn.history.update()
         found = audit(churn.run)
@@ -270,6 +280,14 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--counts", type=int, nargs="+", default=[0, 4, 1, 6], help="nodes lent, in turn")
+    parser.add_argument(
+        "--pause",
+        type=float,
+        nargs=2,
+        default=[20.0, 40.0],
+        metavar=("LEAST", "MOST"),
+        help="s between changes",
+    )
     parser.add_argument("--minutes", type=float, default=10.0, help="how long they come and go")
     parser.add_argument("--seed", type=int, default=0, help="of the pauses and of who is killed")
     parser.add_argument("--model", type=Path, default=HOME / ".cache/tiny-model-seed0", help="a tiny model")

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from lab import asynchrony, group_size, replay, searchers, staleness
+from lab import asynchrony, group_size, pace, replay, searchers, staleness
 from lab.results import Result, from_json, provenance, write
 from lab.runs import Options, log
 
@@ -38,7 +38,7 @@ class Experiment(Protocol):
 
 EXPERIMENTS: Mapping[str, Experiment] = {
     "asynchrony": asynchrony.QUICK,
-    "asynchrony_long": asynchrony.LONG,
+    "pace": pace.PACE,
     "staleness": staleness.EXACT,
     "staleness_arithmetic": staleness.ARITHMETIC,
     "group_size": group_size.GROUP_SIZE,

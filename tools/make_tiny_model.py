@@ -1,4 +1,4 @@
-"""Make the tiny model of the quickstart: a Llama of 0.3 M parameters, taught from scratch on one core.
+"""Make the tiny model of the quickstart: a Llama of 0.25 M parameters, taught from scratch on one core.
 
     python tools/make_tiny_model.py --seed 0 --out .cache/tiny-model-seed0
     python tools/make_tiny_model.py --counted …      # which counts to the result: long, uneven answers

@@ -90,6 +90,9 @@ RANKS_FILE = "ranks.json"
 ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 """Variable that torch.load obeys before its arguments."""
 
+NO_COMPILER = "TORCHDYNAMO_DISABLE"
+"""Variable that torch reads when its compiler is first imported."""
+
 PLAIN_DATA = [LossScaler, ZeroStageEnum, fragment_address]
 """What DeepSpeed's files hold beside tensors and numbers; all else in a pickle is refused, not executed."""
 
@@ -98,6 +101,18 @@ BUCKET_BYTES = 256 << 20
 
 CONVERTERS = 4
 """Most processes that convert a checkpoint to another number of ranks; each holds one rank's part of it."""
+
+
+@contextmanager
+def _without_a_compiler() -> Iterator[None]:
+    """Keep ZeRO from loading one, for an optimizer not used; an engine that starts later is to have it."""
+    given = os.environ.get(NO_COMPILER)
+    os.environ.setdefault(NO_COMPILER, "1")
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[NO_COMPILER]
 
 
 class Command(IntEnum):
@@ -121,6 +136,7 @@ class DeepSpeedLearner:
     ``follow``; all ranks then act together.
     """
 
+    @_without_a_compiler()
     def __init__(
         self, config: Config, group: TrainerGroup, references: Callable[[int], Path] | None = None
     ) -> None:
@@ -517,6 +533,7 @@ class DeepSpeedLearner:
         self._engine._config.load_universal_checkpoint = True  # DeepSpeed reads it when it loads
         self._restore(scratch)
         self._engine._config.load_universal_checkpoint = False
+        _own_steps(self._engine.optimizer.optimizer)
         self._group.barrier()
         if self._group.leads:
             shutil.rmtree(scratch)
@@ -612,7 +629,6 @@ def _load_policy(config: Config) -> PreTrainedModel:
     deepspeed_logger.setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles one, for minutes
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else ZeRO loads a compiler, for an optimizer not used
     settings = deepspeed_settings(config, BUCKET_ELEMENTS)
     _require_known(settings, config.train.deepspeed)
     # An adapter is told apart by its base, of which a rank must see all.
@@ -682,6 +698,15 @@ def _make_engine(config: Config, model: PolicyLogprobs, device: torch.device) ->
     settings = deepspeed_settings(config, sum(_unsharded(parameter).numel() for parameter in _trained(model)))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     return engine
+
+
+def _own_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Give each parameter a count of steps, where it lies: DeepSpeed's conversion leaves one on the CPU.
+
+    Of several parameters that share it each would count it up, and a fused AdamW takes none but its device's.
+    """
+    for parameter, state in optimizer.state.items():
+        state["step"] = state["step"].to(parameter.device, torch.float32, copy=True)
 
 
 def _folder(message: Message) -> Path:

@@ -5,8 +5,8 @@ files, shards are found where they were sealed, and one small file, ``latest.jso
 else: which weights there are, which shards are merged, whether the run is over. It is replaced whole by
 the trainer alone; a searcher only ever reads it, so the death of one costs nothing.
 
-Weights to be evaluated stay in the list, and on disk, until their evaluation is complete: a searcher
-takes those first, oldest first, and otherwise the newest.
+Weights to be evaluated stay in the list, and on disk, until their evaluation is complete, the newest few of
+them: a searcher takes those first, oldest first, and otherwise the newest.
 
 Others may lie there as what has changed since the publication before: a chain of such files begins with whole
 weights, and stays as long as its end. A searcher goes along it from what it has, or from the beginning; where
@@ -16,7 +16,8 @@ A searcher that joins leaves a note, and the trainer answers it in its next roun
 lies in a file that the list names. So the answer is never that of a trainer that is gone.
 
 A file system may forget a file that is open, show one late, or be full for a while: whoever meets that looks
-again, or tries again, for as long as the deadline allows.
+again, or tries again, for as long as the deadline allows. What could not be flushed may be lost, and a second
+flush would not say so: it is written again.
 
 Trainer ranks on several nodes that each write a part of the weights need a file system that is coherent
 under mmap (Lustre, GPFS; not NFS).
@@ -54,6 +55,7 @@ from tba_hpc.run.files import (
     listing,
     passes,
     publish,
+    unless_away,
     write_atomic,
 )
 from tba_hpc.types import LoraWeights, Publication, Shard, Split, WeightLayout, WeightSlot, WeightUpdate
@@ -62,6 +64,9 @@ log = logging.getLogger(__name__)
 
 KEEP = 2
 """Newest weights kept on disk, evaluated or not: a searcher may just be opening the one before the last."""
+
+MOST_WAITING = 4
+"""Most weights kept whose validation is not complete: that of a searcher that has died never will be."""
 
 POLL_SECONDS = 0.1
 """Seconds between two looks of a searcher at ``latest.json``; metadata servers are slow and shared.
@@ -146,8 +151,9 @@ class FileTrainerExchange:
 
     folder: where weights go. read_pending: all readable shards at or beyond the cursors, in order.
     progress: how far the run is. evaluated: whether the evaluation of a split with the weights of a version
-    is complete. delta: whether weights may lie there as what has changed; no other trainer rank
-    writes then. patience: how long a full disk is waited for, s.
+    is complete. several: whether other trainer ranks write their parts of the weights, each right into the
+    file; else they are kept in memory until they are on disk. delta: whether weights may lie there as what
+    has changed, where ``several`` do not write. patience: how long a full disk is waited for, s.
     """
 
     def __init__(
@@ -158,6 +164,7 @@ class FileTrainerExchange:
         read_pending: Callable[[Mapping[int, int]], Iterable[Shard]],
         progress: Progress,
         evaluated: Callable[[Split, int], bool],
+        several: bool = False,
         delta: bool = False,
         patience: float = 0.0,
     ) -> None:
@@ -167,7 +174,9 @@ class FileTrainerExchange:
         self._read_pending = read_pending
         self._evaluated = evaluated
         self._patience = patience
+        self._several = several
         self._history = History(layout.nbytes) if delta else None
+        self._memory = np.zeros(0 if delta or several else layout.nbytes, np.uint8)
         self._remove_leftovers()
         self._completed = CompletedRequests.from_array(progress.completed.to_array())  # of the cursors below
         self._manifest = self._first_manifest(progress.cursors)
@@ -181,17 +190,17 @@ class FileTrainerExchange:
 
         With several trainer ranks, rank i writes run i of ``layout.parts``: the leader inside ``write``,
         the others into their ``slot()``; ``write`` must be back only when all have written.
-        Raises DiskFullError.
+        Raises DiskFullError, and OSError where what several ranks have written could not be made durable.
         """
         if not self._idle:
             return False
-        if self._history:
-            write(self._history.incoming)
-            self._round = self._worker.submit(self._write_and_sync, publication, self._history.incoming)
-        else:
-            write(self._incoming(publication.version))
-            self._round = self._worker.submit(self._sync, self._entry(publication))
-        return True
+        if self._several:
+            write(self._insist(lambda: self._incoming(publication.version)))
+            self._round = self._worker.submit(self._flush_and_sync, publication)
+            return True
+        memory = self._history.incoming if self._history else self._memory
+        write(memory)
+        return self.pass_on(publication, memory)
 
     def pass_on(self, publication: Publication, weights: np.ndarray) -> bool:
         """As ``publish``, of weights, uint8 [layout.nbytes], that are copied beside the loop, too.
@@ -250,8 +259,7 @@ class FileTrainerExchange:
 
     def _incoming(self, version: int) -> np.ndarray:
         """Where the next weights go, uint8 [layout.nbytes]. Raises DiskFullError."""
-        path = self._folder / INCOMING
-        return self._insist(lambda: _create_incoming(path, self._layout, version))
+        return _create_incoming(self._folder / INCOMING, self._layout, version)
 
     def _entry(self, publication: Publication) -> Entry:
         return Entry(self._next_sequence, f"step-{publication.version:06d}{WEIGHTS}", publication)
@@ -261,7 +269,7 @@ class FileTrainerExchange:
         changes = self._history.changes(weights) if self._history and may_lie_apart(publication) else None
         entry = self._entry(publication)
         if changes is None:
-            np.copyto(self._incoming(publication.version), weights)
+            self._write_whole(publication.version, weights)
         else:
             name = f"step-{publication.version:06d}-{entry.sequence}{CHANGES}"
             self._insist(lambda: publish(self._folder / name, changes.data))
@@ -269,6 +277,20 @@ class FileTrainerExchange:
         if self._history:
             self._history.keep(weights, changes)
         self._sync(entry)
+
+    def _write_whole(self, version: int, weights: np.ndarray) -> None:
+        """Write weights durably; all of them again where they cannot be flushed."""
+
+        def write() -> None:
+            np.copyto(self._incoming(version), weights)
+            fsync(self._folder / INCOMING)
+
+        self._insist(write)
+
+    def _flush_and_sync(self, publication: Publication) -> None:
+        """Make visible what several ranks have written. Raises OSError: it takes all to write it again."""
+        fsync(self._folder / INCOMING)
+        self._sync(self._entry(publication))
 
     def _announce(self) -> None:
         self._insist(lambda: self._manifest.write(self._folder))
@@ -305,7 +327,7 @@ class FileTrainerExchange:
         before = self._manifest
         if new is not None:
             if not new.changes:
-                self._make_durable(self._folder / INCOMING, self._folder / new.file)
+                self._name_incoming(new.file)
             self._manifest = replace(before, entries=(*self._still_needed(), new))
         self._find_shards()
         notes = self._notes()
@@ -322,23 +344,19 @@ class FileTrainerExchange:
         newest, weights = self._manifest.entries[-1], self._history.last if self._history else None
         if newest.changes and weights is not None:
             whole = replace(self._entry(newest.publication), sequence=newest.sequence)
-            np.copyto(self._incoming(newest.publication.version), weights)
-            self._make_durable(self._folder / INCOMING, self._folder / whole.file)
+            self._write_whole(newest.publication.version, weights)
+            self._name_incoming(whole.file)
             self._manifest = replace(self._manifest, entries=(*self._manifest.entries[:-1], whole))
 
-    def _make_durable(self, incoming: Path, path: Path) -> None:
-        self._insist(lambda: fsync(incoming))
-        self._insist(lambda: incoming.replace(path))
-        self._insist(lambda: fsync(path.parent))
+    def _name_incoming(self, name: str) -> None:
+        """Give the incoming weights, which are durable, the name that is announced."""
+        self._insist(lambda: (self._folder / INCOMING).replace(self._folder / name))
+        self._insist(lambda: fsync(self._folder))
 
     def _notes(self) -> list[str]:
         """Names of what searchers have left; what cannot be seen now will be in another round."""
-        try:
-            return [name for name in listing(self._folder) if name.startswith((STOP, JOIN, WHOLE))]
-        except OSError as error:
-            if not passes(error):
-                raise
-            return []
+        names: list[str] = unless_away(lambda: listing(self._folder), otherwise=[])
+        return [name for name in names if name.startswith((STOP, JOIN, WHOLE))]
 
     def _answer(self, notes: list[str]) -> None:
         """Write down how far the run is for those that join."""
@@ -352,7 +370,16 @@ class FileTrainerExchange:
 
     def _still_needed(self) -> list[Entry]:
         entries = self._manifest.entries
-        wanted = [entry for entry in entries if entry in entries[-(KEEP - 1) :] or self._to_evaluate(entry)]
+        waiting = [entry for entry in entries if self._to_evaluate(entry)]
+        going = [entry for entry in waiting if entry.publication.evaluate != "test"][:-MOST_WAITING]
+        for entry in going:
+            log.warning(
+                "the weights of step %d go before their %s is complete, since those of %d newer ones wait: a "
+                "searcher has died, or needs longer than evaluate.every leaves it",
+                *(entry.publication.version, entry.publication.evaluate, MOST_WAITING),
+            )
+        kept = [*entries[-(KEEP - 1) :], *(entry for entry in waiting if entry not in going)]
+        wanted = [entry for entry in entries if entry in kept]
         needed = {link for entry in wanted for link in self._manifest.chain(entry.sequence)}
         return [entry for entry in entries if entry in needed]
 
@@ -476,6 +503,9 @@ class FileSearcherExchange:
         self._own_sequence = -1
         self._refused = -1  # sequence of the weights that could not be put together
         self._offered: list[int] = []
+        with suppress(OSError):  # the next trainer removes it
+            for left in folder.glob(f"{HELD}{searcher:04d}-*"):  # by one of our number that was killed
+                left.unlink(missing_ok=True)
 
     def progress(self) -> Progress:
         """How far the run is, as the trainer says in its next round: waits for that. No call comes before.

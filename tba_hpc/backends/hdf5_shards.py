@@ -27,7 +27,7 @@ import numpy as np
 from tba_hpc.config import is_elastic
 from tba_hpc.run.bundles import Bundles, Place
 from tba_hpc.run.directory import REFUSED, RunDir
-from tba_hpc.run.files import AGAIN_SECONDS, fsync, insist, make_folder, passes, publish
+from tba_hpc.run.files import AGAIN_SECONDS, fsync, insist, make_folder, passes, publish, unless_away
 from tba_hpc.types import RECORD, TRUNCATED, Group, Ragged, Shard, Trajectories, make_uid
 
 log = logging.getLogger(__name__)
@@ -352,6 +352,7 @@ class PendingShards:
         self._patience = patience
         self._bundles = Bundles(run)
         self._missed: dict[Path, float] = {}  # since when, on the monotonic clock
+        self._ahead: dict[Path, float] = {}  # the same of what comes after these
         self._given_up: set[Path] = set()
 
     def read(self, cursors: Mapping[int, int]) -> Iterator[Shard]:
@@ -382,12 +383,7 @@ class PendingShards:
         self._bundles = Bundles(self._run)  # what was found in them is merged now
 
     def _all_searchers(self, cursors: Mapping[int, int]) -> list[int]:
-        try:
-            listed = self._run.shard_folders()
-        except OSError as error:
-            if not passes(error):
-                raise
-            listed = []
+        listed: list[int] = unless_away(self._run.shard_folders, otherwise=[])
         return sorted(number for number in {*listed, *cursors, *self._searchers} if number in self._among)
 
     def _read(self, searcher: int, index: int, *, beyond: bool = False) -> Iterator[Shard]:
@@ -403,8 +399,19 @@ class PendingShards:
                     self._missed.pop(path, None)  # its server may have been away at an earlier look
                     return
                 if not self._gives_up(path, error):
+                    self._look_ahead(searcher, range(index + 1, end))
                     return
             index += 1
+
+    def _look_ahead(self, searcher: int, indices: range) -> None:
+        """Count for how long others are missed, too: several are given up together, not one by one."""
+        now = time.monotonic()
+        for index in indices:
+            path = self._run.shard_file(searcher, index)
+            if self._bundles.find(searcher, index) or unless_away(path.exists, otherwise=False):
+                self._ahead.pop(path, None)
+            else:
+                self._ahead.setdefault(path, now)
 
     def _listed_end(self, searcher: int) -> int | None:
         """The index after the last one listed; None where the listing is to be tried again."""
@@ -445,7 +452,7 @@ class PendingShards:
 
     def _gives_up(self, path: Path, error: OSError) -> bool:
         """Whether something has been missed for so long that the run goes on without it."""
-        since = self._missed.setdefault(path, time.monotonic())
+        since = self._missed.setdefault(path, self._ahead.get(path, time.monotonic()))
         if path not in self._given_up and time.monotonic() - since < self._patience:
             return False
         del self._missed[path]

@@ -277,9 +277,9 @@ class PolicyLogprobs(nn.Module):
         if lengths.by_sequence(together, self._width) < lengths.masked(together, self._width):
             return self._read_shared(share_prompts(*groups, together))
         rows = pack(*groups, together)
-        # Alone in its row a sequence needs neither: nothing looks right.
-        apart = {"position_ids": rows.position_BM, "attention_mask": rows.visible_BMM[:, None]}
-        return self._read_rows(rows, **apart if together > 1 else {})
+        if together == 1:  # no mask: nothing looks right
+            return self._read_rows(rows)
+        return self._read_rows(rows, position_ids=rows.position_BM, attention_mask=rows.visible_BMM[:, None])
 
     def _read_rows(self, rows: PackedGroups, **apart: Tensor) -> Tensor:
         found = self.model.base_model(input_ids=rows.tokens_BM, use_cache=False, **apart)

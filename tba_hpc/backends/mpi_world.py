@@ -643,5 +643,6 @@ def _check_shared_memory(nbytes: int) -> None:
     if free < nbytes:
         raise ConfigError(
             f"two copies of the weights need {nbytes / 1e9:.1f} GB of shared memory on each node, {folder} "
-            f"on {socket.gethostname()} has {free / 1e9:.1f} GB: free some, or set exchange.transport=files"
+            f"on {socket.gethostname()} has {free / 1e9:.1f} GB: free some, or start another run (run.name) "
+            "with exchange.transport=files"
         )

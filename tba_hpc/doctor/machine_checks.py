@@ -325,14 +325,15 @@ def find_model(name: str, environment: Mapping[str, str]) -> Model:
 def judge(machine: Machine, site: Site | None, *, computes: bool = True) -> list[Finding]:
     """Every rule. site: None for a machine without Slurm. computes: False for a login node.
 
-    A login node is not asked for GPUs and network; the nodes that take part in a trial have shown by that
-    that they share the file system.
+    A login node is not asked for GPUs, network and shared memory; the nodes that take part in a trial have
+    shown by that that they share the file system.
     """
     findings = [
         check_gpus(machine.gpus, site) if computes else check_torch(machine.gpus, site),
         *check_folder(machine.folder, shared=site is not None and not computes),
-        check_shm(machine.shm, machine.model),
     ]
+    if computes:
+        findings.append(check_shm(machine.shm, machine.model))
     if machine.model:
         findings.append(check_model(machine.model, machine.environment))
     if site and computes:
@@ -486,7 +487,7 @@ def check_model(model: Model, environment: Mapping[str, str]) -> Finding:
     return warning(
         "model",
         f"model.path={model.name} is not in {cache}, and HF_HUB_OFFLINE=1 forbids to load it from the hub",
-        f"where there is a network, type 'HF_HUB_OFFLINE=0 hf download {model.name}'",
+        "where there is a network, type 'tba fetch CONFIG', with --site where jobs of a cluster will need it",
     )
 
 

@@ -24,18 +24,15 @@ search_for_a_while() {
     kill $GUARD 2>/dev/null
     STEP=''
     if finished; then say "the run is finished"; exit 0; fi
-    [ "$STOP" = 1 ] && back_to_the_queue
+    # Preempted by a plain TERM, searchers leave in peace, too, before this shell has heard of anything.
+    [ "$STOP" = 1 ] || [ "$code" = 0 ] && back_to_the_queue
     [ "$code" = 3 ] && { say "no place is free: this job is not needed"; exit 0; }
     exit "$code"
 }
 
 back_to_the_queue() {
-    local state
-    state=$(state_of "$SLURM_JOB_ID")
-    if [ "${state%% *}" != RUNNING ]; then say "Slurm is ending this job (${state:-gone})"; exit 0; fi
+    refuse_end
     [ "$REQUEUE" = no ] && { say "stopped, and this site does not requeue"; exit 0; }
-    say "back to the queue"
-    trap '' TERM     # Slurm ends this shell now; only then can the job start again
-    scontrol requeue "$SLURM_JOB_ID" || { say "Slurm refused to requeue"; exit 1; }
+    queue_again
     exit 0
 }

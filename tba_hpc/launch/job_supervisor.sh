@@ -20,7 +20,7 @@ export OMPI_MCA_btl=${OMPI_MCA_btl:-^ofi}              # Open MPI's one-sided wa
 
 STEP_MEMORY=${STEP_MEMORY---mem=0}                     # so that a step waits for no other; empty: this site takes no --mem
 export SLURM_EXPORT_ENV=ALL                           # after `sbatch --export=NONE`, srun would leave all of this behind
-unset ${!SRUN_@}                                      # options of srun that came along from your shell
+unset ${!SRUN_@} ${!SQUEUE_@} ${!SCANCEL_@}           # options and filters that came along from your shell
 
 needs() {            # needs KEY NAME…: refuse what a site key fills in where it is not set
     local key=$1 name
@@ -41,8 +41,8 @@ put it on a file system that the nodes see"
 here() { echo "${SLURMD_NODENAME:-$(hostname)}"; }
 
 place_caches() {     # what engines compile and keep, on the node itself: a home may be read-only there, and files go stale on NFS
-    # Its name is the run's: a requeued job finds it again. Nobody can guess it, for /tmp is everybody's, and what lies
-    # there is run as code. HF_HOME is left alone, since the models are there.
+    # Its name is the run's: a requeued job finds it again. /tmp is everybody's, and what lies there is run as code:
+    # nobody can guess the name, and each rank sees that the folder is ours. HF_HOME is left alone: it has the models.
     local place=${CACHES_IN:-${TMPDIR:-/tmp}} name draft keeper
     [ -w "$place" ] || place=/tmp
     mkdir -p "$RUN/slurm"
@@ -52,10 +52,11 @@ place_caches() {     # what engines compile and keep, on the node itself: a home
         rm -f "$draft"
     fi 2>/dev/null
     [ -s "$RUN/slurm/caches" ] && read -r name < "$RUN/slurm/caches"
+    export TBA_CACHES=$place/$name
     for keeper in VLLM_CACHE_ROOT TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR FLASHINFER_WORKSPACE_BASE TVM_FFI_CACHE_DIR \
         TORCH_EXTENSIONS_DIR CUDA_CACHE_PATH HF_MODULES_CACHE MPLCONFIGDIR
     do
-        export "$keeper=${!keeper:-$place/$name/$keeper}"
+        export "$keeper=${!keeper:-$TBA_CACHES/$keeper}"
     done
 }
 
@@ -144,13 +145,44 @@ watch_step() {       # watch_step SRUN: end an srun that outlives its step
 
 # --- One run, one job ---
 
+# Of an array it is this job alone: the id of the last one to start is that of them all, too.
+ME=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+ME=${ME:-$SLURM_JOB_ID}
+
 state_of() { squeue --noheader --jobs="$1" --format='%T %k' 2>/dev/null | head -n 1; }
 
 ending() {           # whether Slurm is ending this job: what fails then is no fault of ranks or nodes
     local state
-    state=$(state_of "$SLURM_JOB_ID")
+    state=$(state_of "$ME")
     state=${state%% *}
     [ "${state:-RUNNING}" != RUNNING ]       # no answer is no end
+}
+
+ANSWER_SECONDS=300   # longest wait for Slurm's controller, which may be on its way to another machine
+ANSWER_PAUSE=5
+
+refuse_end() {       # leave where Slurm ends this job already: one that was cancelled would run again if it queued itself
+    local end=$((SECONDS + ANSWER_SECONDS)) state
+    until state=$(state_of "$ME"); [ -n "$state" ]; do
+        [ $SECONDS -lt $end ] || { say "Slurm does not answer: submit the same run again to go on"; exit 1; }
+        sleep $ANSWER_PAUSE
+    done
+    [ "${state%% *}" = RUNNING ] && return
+    say "Slurm is ending this job (${state%% *}); nothing more to do here"
+    exit 0
+}
+
+queue_again() {      # put this job back into the queue
+    local end=$((SECONDS + ANSWER_SECONDS)) said
+    say "back to the queue"
+    trap '' TERM     # Slurm ends this shell now; only then can the job start again
+    until said=$(scontrol requeue "$ME" 2>&1); do
+        if [ $SECONDS -ge $end ] || [[ ! ${said,,} =~ contact|timed\ out|connect|communicat ]]; then
+            say "Slurm refused to requeue: submit the same run again to go on ($said)"
+            exit 1
+        fi
+        sleep $ANSWER_PAUSE
+    done
 }
 
 claim_run() {        # two jobs on one run directory would train it twice
@@ -362,12 +394,7 @@ for_good() {         # whether `tba stop` has named this job: it ends where it w
 }
 
 requeue() {
-    local state
-    state=$(state_of "$SLURM_JOB_ID")
-    if [ "${state%% *}" != RUNNING ]; then   # a cancelled job that requeues itself would run again
-        say "Slurm is ending this job (${state:-gone}); nothing more to do here"
-        exit 0
-    fi
+    refuse_end
     for_good && exit 0
     if [ "$REQUEUE" = no ]; then
         progress allocated || refuse "nothing was sealed (${WHY:-the job was asked to stop too soon}), and this site \
@@ -377,9 +404,7 @@ does not requeue: submit the same run again"
     fi
     count_idle
     event requeue
-    say "back to the queue"
-    trap '' TERM                             # Slurm ends this shell now; only then can the job start again
-    scontrol requeue "$SLURM_JOB_ID" || { say "Slurm refused to requeue: submit the same run again to go on"; exit 1; }
+    queue_again
     choose_sides
     exit 0
 }

@@ -229,8 +229,11 @@ def _step_memory(site: Site) -> str:
 
 def _srun(site: Site) -> str:
     mpi = f" {shlex.join(site.mpi_option)}" if site.mpi else ""
-    extra = f" {shlex.join(site.srun_arguments)}" if site.srun_arguments else ""
-    return f"srun{mpi} --kill-on-bad-exit=1 --overlap{_step_memory(site)}{extra}"
+    return f"srun{mpi} --kill-on-bad-exit=1 --overlap{_step_memory(site)}{_extra(site)}"
+
+
+def _extra(site: Site) -> str:
+    return f" {shlex.join(site.srun_arguments)}" if site.srun_arguments else ""
 
 
 def _het_step(plan: Plan, site: Site) -> str:
@@ -292,15 +295,16 @@ def visitors_script(job: Job, nodes: int, searcher: Component, site: Site) -> st
         *_setup(site),
         _settings(job, plan, site),
         _surroundings(job, plan, site),
-        _visitors_step(job, site),
+        _visitors_step(job, searcher, site),
         "search_for_a_while\n",
     ]
     return "\n".join(parts)
 
 
-def _visitors_step(job: Job, site: Site) -> str:
+def _visitors_step(job: Job, searcher: Component, site: Site) -> str:
     # Each has its place, and its death is its own. Every one would meet the others' MPI, so there is none.
-    srun = f'srun --mpi=none --ntasks="$1" --kill-on-bad-exit=0{step_options(site)}'
+    cpus = f"--cpus-per-task={searcher.cpus_per_rank}"
+    srun = f'srun --mpi=none --ntasks="$1" {cpus} --kill-on-bad-exit=0{_extra(site)}{step_options(site)}'
     return (
         "ranks() {   # so many searchers, each for itself\n"
         f'    exec {srun} {inside(job.tba, site)} search "$RUN"\n'

@@ -48,6 +48,7 @@ WATCH_SECONDS = 10
 """Longest pause between two looks at a job."""
 
 REMEDIES = {
+    "accounting/qos policy": "qos or time, ask for fewer --nodes, or wait for your other jobs",
     "account": "account",  # "Invalid account or account/partition combination"
     "partition": "partition",
     "qos": "qos",

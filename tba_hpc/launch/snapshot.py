@@ -13,7 +13,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1]
 
 KEPT = 3
-"""Copies of a run that stay: jobs of it follow one another, so that only the newest is in use."""
+"""Copies of a run that stay: its jobs follow one another, so that only the newest is in use."""
 
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc")
 
@@ -23,10 +23,11 @@ def place(run: Path) -> Path:
     return run / "code" / _digest(PACKAGE)
 
 
-def take(run: Path, job: str = "") -> Path:
+def take(run: Path, job: str = "", *, forget: bool = True) -> Path:
     """Copy the package, unless it is there already; the folder to put on ``PYTHONPATH``.
 
     job: id of a Slurm job that gets the same copy at each of its starts; "" where its script names the copy.
+    forget: whether old copies go; not for jobs beside the run's own, which may be at work with an old one.
     """
     note = run / "code" / f"job-{job}"
     if job and note.exists() and (run / "code" / note.read_text()).is_dir():
@@ -37,7 +38,8 @@ def take(run: Path, job: str = "") -> Path:
     os.utime(folder)
     if job:
         note.write_text(folder.name)
-    _forget(folder.parent)
+    if forget:
+        _forget(folder.parent)
     return folder
 
 

@@ -113,11 +113,20 @@ def _trainer_items(work: Workload) -> Iterator[Item]:
         list(_backward_items(work)),
         [Item("in the optimizer", step, f"8 B × {_count(weights)}{shared}, more than the backward pass")],
         list(_visiting_items(work)),
+        list(_reading_items(work)),
     ]
     yield from max(peaks, key=lambda items: sum(item.bytes for item in items))
     if work.embedder:
         yield Item("embedder of the buffer", _reader_bytes(work.embedder), _reader_formula(work.embedder))
     yield Item("CUDA", CONTEXT + (NCCL if ranks > 1 else 0), "assumed")
+
+
+def _reading_items(work: Workload) -> Iterator[Item]:
+    """Of a base that every rank reads as a whole before it is shared out."""
+    ranks = work.config.launch.trainers
+    if work.adapter and work.config.train.zero_stage == 3:
+        formula = f"{work.weight_bytes} B × {_count(work.policy.parameters)}, less what stays here"
+        yield Item("weights, while they are read", work.policy_bytes * (1 - 1 / ranks), formula)
 
 
 def _visiting_items(work: Workload) -> Iterator[Item]:

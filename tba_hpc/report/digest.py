@@ -12,11 +12,9 @@ import itertools
 import json
 import logging
 import math
-import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from io import FileIO
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -492,13 +490,13 @@ class KeptDigest(Generic[D]):
         """Whether ``keep`` was called long ago."""
         return time.monotonic() >= self._next
 
-    def keep(self, part: int, file: FileIO) -> None:
+    def keep(self, part: int, make_durable: Callable[[], int]) -> None:
         """Write the digest of all that is in a part, once that is durable; a full disk keeps the old."""
         self._next = time.monotonic() + KEEP_SECONDS
-        body = _adapter(type(self._digest).__name__).dump_json(self._digest).decode()
-        place = {f"format {FORMAT}": file.tell(), "part": part}
         try:
-            os.fsync(file.fileno())  # first: a digest must not be of lines that a crash takes
+            # First: a digest must not be of lines that a crash takes.
+            place = {f"format {FORMAT}": make_durable(), "part": part}
+            body = _adapter(type(self._digest).__name__).dump_json(self._digest).decode()
             write_atomic(digest_file(self._metrics), json.dumps(place) + "\n" + body)
         except OSError as error:
             if not is_for_room(error):

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import numpy as np
 
@@ -42,6 +42,8 @@ PROMPTS_FILE = "prompts.h5"
 
 STATE_FILE = "state.json"
 """Beside it the TrainerState."""
+
+Result = TypeVar("Result")
 
 DAMAGED = "damaged-"
 """Begins the name of a checkpoint that was set aside."""
@@ -129,9 +131,9 @@ class Checkpoints:
         began = time.monotonic()
         try:
             folder = begin_checkpoint(self.run, state.step)
+            write = _or_nothing(folder, partial(learner.save, folder))
         except OSError as error:
             return at_once(partial(_raise, _told(error, self.run.checkpoints)))
-        write = learner.save(folder)
 
         def complete() -> TrainerState:
             listed = write()
@@ -158,13 +160,13 @@ def _raise(error: Exception) -> NoReturn:
     raise error
 
 
-def _or_nothing(folder: Path, complete: Callable[[], TrainerState]) -> TrainerState:
-    """``complete()``; where there is no room for it, half a checkpoint must not take what there is.
+def _or_nothing(folder: Path, fill: Callable[[], Result]) -> Result:
+    """``fill()``; where there is no room for it, half a checkpoint must not take what there is.
 
     Raises DiskFullError then.
     """
     try:
-        return complete()
+        return fill()
     except OSError as error:
         if is_for_room(error) and not (folder / COMPLETE).exists():
             with suppress(OSError):
@@ -283,10 +285,13 @@ def set_aside(folder: Path) -> Path:
 
 
 def prune_references(run: RunDir) -> None:
-    """Delete the references before the one in force at the oldest complete checkpoint."""
+    """Delete the references before the one in force at the oldest complete checkpoint.
+
+    A run may end there after all: then it is the one before that is in force, for nothing was reset any more.
+    """
     end = _oldest_state(run).step
     folders = {int(path.name.removeprefix("step-")): path for path in run.references.glob("step-*")}
-    in_force = max((step for step in folders if step <= end), default=0)
+    in_force = max((step for step in folders if step < end), default=0)
     for step, folder in folders.items():
         if step < in_force:
             remove(folder)

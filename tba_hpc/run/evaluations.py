@@ -11,15 +11,18 @@ import math
 import operator
 import re
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 from tba_hpc.ports import PASS_AT_1
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.files import remove, write_atomic
+from tba_hpc.run.files import remove, unless_away, write_atomic
 from tba_hpc.types import Split
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +140,9 @@ def discard_evaluations(run: RunDir, *, after: int) -> None:
     """
     for split, step in evaluations_on_disk(run).values():
         whole = find_evaluation(run, split, step)
-        if step > after or (whole is None and split != "test"):
+        if step > after:
             _whole_file(run, split, step).unlink(missing_ok=True)
+        if step > after or (whole is None and split != "test"):
             with suppress(FileNotFoundError):
                 remove(_folder(run, split, step))
         elif whole:
@@ -163,20 +167,25 @@ def _sum_of_parts(folder: Path, searchers: int) -> Evaluation | None:
 
 
 def _read(path: Path) -> Evaluation | None:
-    try:
-        values = json.loads(path.read_text())
-    except FileNotFoundError:
+    text = _if_there(path.read_text, otherwise="")
+    if not text:
         return None
+    values = json.loads(text)
     answers = tuple(Answer(**answer) for answer in values.pop("answers", ()))
     return Evaluation(**values, answers=answers)
 
 
 def _part_names(folder: Path) -> set[str]:
     """Of all parts, in one listing; none where the folder is gone."""
-    try:
-        return {path.name for path in folder.iterdir() if path.name.startswith("searcher-")}
-    except FileNotFoundError:
-        return set()
+    there: list[Path] = _if_there(lambda: list(folder.iterdir()), otherwise=[])
+    return {path.name for path in there if path.name.startswith("searcher-")}
+
+
+def _if_there(read: Callable[[], Result], *, otherwise: Result) -> Result:
+    """What a file or folder holds, ``otherwise`` where it is not there, or not to be seen just now."""
+    with suppress(FileNotFoundError):
+        return unless_away(read, otherwise=otherwise)
+    return otherwise
 
 
 def _part_name(searcher: int, searchers: int) -> str:

@@ -136,6 +136,16 @@ def insist(do: Callable[[], Result], *, seconds: float) -> Result:
         time.sleep(AGAIN_SECONDS)
 
 
+def unless_away(do: Callable[[], Result], *, otherwise: Result) -> Result:
+    """``do()``, or ``otherwise`` where the disk is full or its server away just now."""
+    try:
+        return do()
+    except OSError as error:
+        if not passes(error):
+            raise
+        return otherwise
+
+
 def write_atomic(path: Path, text: str) -> None:
     """``publish`` for text."""
     publish(path, text.encode())

@@ -148,14 +148,15 @@ class Lease:
 
 
 @contextmanager
-def leased(run: RunDir, names: Iterable[str]) -> Iterator[Lease | None]:
+def leased(run: RunDir, names: Iterable[str], *, me: Owner | None = None) -> Iterator[Lease | None]:
     """Own the first of these names that nobody has, while the block runs; None where all are taken.
 
     Never waits for a holder: a name is free once that has left, is dead, or was silent for SILENT_SECONDS.
-    Sets the process's umask to 077. A frozen process ends as one that ``owned`` ends.
+    Sets the process's umask to 077. A frozen process ends as one that ``owned`` ends. me: this process, as
+    it has tried before, for a try that an error cut short may have come as far as to own a name.
     """
     os.umask(0o077)
-    me = Owner.this(os.getpid(), alike=True)
+    me = me or Owner.this(os.getpid(), alike=True)
     mine = next((claim for name in names if (claim := _claim_if_free(run, name, me))), None)
     if mine is None:
         yield None
@@ -291,7 +292,7 @@ def _sentence(run: RunDir, claim: Claim) -> str:
 def _is_free(run: RunDir, claim: Claim, me: Owner) -> bool:
     """Whether nobody is at work under a claim."""
     owner = claim.owner
-    if not (owner.pid or owner.job):
+    if owner == me or not (owner.pid or owner.job):
         return True
     if owner.pid and owner.machine == me.machine:
         return _began(owner.pid) != owner.began

@@ -414,7 +414,9 @@ def seal(run: RunDir, shard: Shard) -> None:
     write_shard(run.shard_file(shard.searcher, shard.index), shard)
 
 
-def open_board(run: RunDir, shards: PendingShards, *, delta: bool) -> FileTrainerExchange:
+def open_board(
+    run: RunDir, shards: PendingShards, *, delta: bool, several: bool = False
+) -> FileTrainerExchange:
     """The trainer's end over files."""
     return FileTrainerExchange(
         run.weights,
@@ -422,6 +424,7 @@ def open_board(run: RunDir, shards: PendingShards, *, delta: bool) -> FileTraine
         read_pending=shards.read,
         progress=Progress(),
         evaluated=lambda split, version: False,
+        several=several,
         delta=delta,
     )
 
@@ -446,7 +449,8 @@ def run_files(scenario: str, folder: Path, rank: int, trainers: int, *, delta: b
     run, flags = make_run(folder), Flags(folder)
     lead, search = SCENARIOS[scenario]
     if rank == 0:
-        trainer = open_board(run, PendingShards(run, patience=PATIENCE), delta=delta)
+        shards = PendingShards(run, patience=PATIENCE)
+        trainer = open_board(run, shards, delta=delta, several=trainers > 1)
         for searcher_index in range(SEARCHERS):
             flags.wait(f"open-{searcher_index}")
         lead(TrainerSide(trainer, flags, trainers))

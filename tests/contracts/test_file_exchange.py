@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from tba_hpc.backends.file_exchange import (
     LONGEST_CHAIN,
+    MOST_WAITING,
     FileSearcherExchange,
     FileTrainerExchange,
     read_weights,
@@ -87,6 +88,33 @@ def test_superseded_weights_go_unless_they_wait_for_their_evaluation(tmp_path: P
     done.add(("validation", 1))
     publish(exchange, 6)
     assert versions(tmp_path) == [3, 5, 6]
+    exchange.close()
+
+
+def test_what_is_never_evaluated_does_not_fill_the_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that a searcher that has died was to take part in; the newest stay, for one that is slow."""
+    exchange = trainer(tmp_path)
+    publish(exchange, 0, "test")  # with which all later scores are compared
+    for version in range(1, 10):
+        publish(exchange, version, "validation")
+    assert versions(tmp_path) == [0, *range(9 - MOST_WAITING, 10)]
+    told = [record.message for record in caplog.records]
+    assert len(told) == 8 - MOST_WAITING and "weights of step 1 go before their validation is" in told[0]
+    exchange.close()
+
+
+def test_who_follows_one_that_was_killed_lets_go_what_that_held(tmp_path: Path) -> None:
+    exchange = trainer(tmp_path)
+    publish(exchange, 1)
+    assert searcher(tmp_path).poll() is not None
+    other = FileSearcherExchange(tmp_path, 3, deadline=60)
+    assert other.poll() is not None
+    searcher(tmp_path)
+    for version in range(2, 5):
+        publish(exchange, version)
+    assert [path.name for path in tmp_path.glob("held-*")] == ["held-0003-0"]
     exchange.close()
 
 
@@ -174,6 +202,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing_visible(tmp_path: Path) ->
         "trainer = FileTrainerExchange(\n"
         "    folder, layout, read_pending=lambda c: [], progress=Progress(), evaluated=lambda s, v: True)\n"
         "trainer.publish(Publication(version=0), lambda out: out.fill(0))\n"
+        "trainer.close()\n"
     )
     limit: Callable[[], None] = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))  # noqa: E731
     done = subprocess.run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ from slurm_testbed.cluster import Cluster
 
 from tba_hpc.config import parse_config
 from tba_hpc.launch import LaunchError, slurm, stop
-from tba_hpc.launch.plan import plan
-from tba_hpc.launch.sbatch import Job, batch_script
+from tba_hpc.launch.plan import plan, searchers_of_a_node
+from tba_hpc.launch.sbatch import VISITORS_SUPERVISOR, Job, batch_script, visitors_script
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
 from tests.slurm.test_submit import (
@@ -44,6 +45,15 @@ text = json.dumps([role, seat.index, seat.first_gpu, os.uname().nodename])
 (run.path / "summary.json").write_text('{"finished": true}')
 """
 """A rank that says where it sits."""
+
+VISITOR = """
+import os, signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
+Path(sys.argv[2], f"visitor-{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', 0)}").touch()
+time.sleep(600)
+"""
+"""A searcher that is there until it is asked to go."""
 
 
 def test_a_stopped_job_saves_and_ends_instead_of_going_back_to_the_queue(
@@ -112,10 +122,8 @@ def test_a_job_waits_for_another_through_its_requeues(cluster: Cluster, tmp_path
     _finished(cluster, second, waiting)
 
 
-@pytest.mark.parametrize("homogeneous", [False, True], ids=["het", "homogeneous"])
-def test_ranks_without_mpi_take_their_places_from_slurm(
-    cluster: Cluster, tmp_path: Path, homogeneous: bool
-) -> None:
+@pytest.mark.parametrize("form", ["het", "het, searchers first", "homogeneous"])
+def test_ranks_without_mpi_take_their_places_from_slurm(cluster: Cluster, tmp_path: Path, form: str) -> None:
     program = tmp_path / "seat.py"
     program.write_text(SEAT)
     settings = ["exchange.transport=files", "launch.trainers=2", "launch.searchers=4"]
@@ -125,7 +133,10 @@ def test_ranks_without_mpi_take_their_places_from_slurm(
     site = _site().model_copy(update={"mpi": "none"})
     rank = (sys.executable, str(program))
     order = Job(name="seats", run=run.path, rank=rank, tba=HELLO)
-    job = slurm.submit(run, batch_script(order, plan(config, site, 3, homogeneous=homogeneous), site))
+    split = plan(config, site, 3, homogeneous=form == "homogeneous")
+    if form == "het, searchers first":
+        split = replace(split, first="searcher")
+    job = slurm.submit(run, batch_script(order, split, site))
     assert cluster.wait(int(job.job_id)) == "COMPLETED", _log(run)
     seats = [json.loads(file.read_text()) for file in sorted(run.path.glob("seat-*"))]
     assert [(role, index, gpu) for role, index, gpu, _ in seats] == [
@@ -134,6 +145,28 @@ def test_ranks_without_mpi_take_their_places_from_slurm(
     ]
     hosts = [host for *_, host in seats]
     assert hosts[0] == hosts[1] != hosts[2] == hosts[3] and hosts[4] == hosts[5] and len(set(hosts)) == 3
+
+
+def test_of_lent_nodes_the_one_that_must_go_comes_back_and_the_others_stay(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """The last job of an array to start has the array's own number, which stands for all of them."""
+    run, _ = _run(tmp_path, _site())
+    program = tmp_path / "visitor.py"
+    program.write_text(VISITOR)
+    site = _site(requeue=True)
+    job = Job(
+        name="visitors", run=run.path, supervisor=VISITORS_SUPERVISOR, tba=(sys.executable, str(program))
+    )
+    script = visitors_script(job, 2, searchers_of_a_node(run.config(), site), site)
+    array = int(slurm.submit_visitors(run, script))
+    cluster.until(lambda: len([*run.path.glob("visitor-*-0")]) == 2, "both to be there", 60)
+    (last,) = (part for part in cluster.jobs(array) if part["JobId"] == str(array))
+    name = f"{array}_{last['ArrayTaskId']}"
+    cluster.run("scancel", "--batch", "--signal=USR1", name)
+    cluster.until(lambda: (run.path / f"visitor-{array}-1").exists(), f"{name} to be back", 120)
+    restarts = {part["ArrayTaskId"]: part["Restarts"] for part in cluster.jobs(array)}
+    assert restarts.pop(last["ArrayTaskId"]) == "1" and set(restarts.values()) == {"0"}, restarts
 
 
 def test_seeds_become_a_job_each_after_another_run(cluster: Cluster, tmp_path: Path) -> None:

@@ -239,9 +239,18 @@ def test_a_damaged_checkpoint_is_told_and_the_same_command_goes_on(model: Path, 
     assert f"{newest.name}: zero/{optimizer.name} is corrupt: its checksum does not match" in told.stdout
 
 
-def test_over_files_with_two_trainer_ranks(model: Path, tmp_path: Path) -> None:
-    settings = ("exchange.transport=files", "launch.trainers=2")
-    assert_whole(run_to_end(model, tmp_path, *settings))
+def test_over_files_with_two_trainer_ranks_that_share_all_out(model: Path, tmp_path: Path) -> None:
+    """What a large model needs: ZeRO-3, the optimizer in host memory, micro-batches by tokens."""
+    large = (
+        "train.zero_stage=3",
+        "train.deepspeed={zero_optimization: {offload_optimizer: {device: cpu}}}",
+        "train.tokens_per_micro_batch=512",
+        "train.gradient_checkpointing=true",
+    )
+    run = run_to_end(model, tmp_path, "exchange.transport=files", "launch.trainers=2", *large)
+    assert_whole(run)
+    steps = step_records(read_metrics(run.metrics_file("trainer")))
+    assert all(float(str(record["train/skipped_steps"])) == 0 for record in steps)
 
 
 def test_over_files_that_hold_what_has_changed(model: Path, tmp_path: Path) -> None:

@@ -124,7 +124,9 @@ class Asynchrony:
 
     def _course(self, arm: str, rate: float, seed: int, options: Options) -> Course:
         if arm == PEER:
-            return peer_course(self.study, rate, seed, options)
+            self.study.model.make(seed)
+            overrides = self.study.overrides(named(SYNCHRONOUS, rate), seed, options)
+            return peer_course(overrides, f"{slug(named(PEER, rate))}-seed{seed}", options)
         run_dir = self.study.run(named(arm, rate), seed, options)
         return course_of(run_dir, evaluations_count=arm == ASYNCHRONOUS)
 
@@ -210,11 +212,9 @@ def best_rate(courses: Mapping[float, Course], thresholds: tuple[float, ...]) ->
     return max(courses, key=lambda rate: courses[rate].end)
 
 
-def peer_course(study: Study, rate: float, seed: int, options: Options) -> Course:
-    """TRL's: as it stands on disk, or measured now."""
-    study.model.make(seed)
-    overrides = study.overrides(named(SYNCHRONOUS, rate), seed, options)
-    out = options.folder / "runs" / f"{slug(named(PEER, rate))}-seed{seed}.json"
+def peer_course(overrides: list[str], name: str, options: Options) -> Course:
+    """TRL's, of the quickstart with these overrides: as it stands on disk, or measured now."""
+    out = options.folder / "runs" / f"{name}.json"
     found = read_json(out)
     if found is None or found["overrides"] != overrides:
         sets = [part for text in overrides for part in ("--set", text)]
@@ -249,28 +249,3 @@ QUICK = Asynchrony(
     settings=("evaluate.every=20", "evaluate.validation_prompts=128"),
     asynchronous=(*FRESH, "train.steps=300", "evaluate.every=40"),
 )
-
-LONG = Asynchrony(
-    "Does it pay where generation dominates: long, uneven answers, small batches?",
-    skill.COUNTING,
-    thresholds=(0.3, 0.4, 0.5, 0.6, 0.7),
-    rates=(5e-5, 1e-4, 2e-4),
-    steps=300,
-    settings=(
-        "buffer.initial_completions=16",
-        "model.context_length=320",
-        "generator.max_tokens=220",
-        "generator.prompts_in_flight=12",
-        "generator.completions_per_prompt=8",
-        "train.prompts_per_step=2",
-        "train.completions_per_prompt=8",
-        "evaluate.every=30",
-        "evaluate.validation_prompts=128",
-    ),
-    asynchronous=(*FRESH, "train.steps=500", "evaluate.every=50"),
-)
-"""The same with long answers.
-
-A model of 10 M parameters would not do: on two CPU cores it takes as long to learn from tokens as to
-sample them.
-"""

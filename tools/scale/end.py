@@ -147,9 +147,7 @@ def lay_down(path: Path, digest: TrainerDigest | SearcherDigest, tail: list[Reco
         file.write(b"\n" + text)
     kept: KeptDigest[TrainerDigest] | KeptDigest[SearcherDigest] = KeptDigest.__new__(KeptDigest)
     kept._metrics, kept._digest = path, digest  # not to fold the hole
-    with path.open("rb", buffering=0) as file:
-        file.seek(hole + 1)
-        kept.keep(0, file)
+    kept.keep(0, lambda: hole + 1)
 
 
 WAYS = {

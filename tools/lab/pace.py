@@ -1,0 +1,137 @@
+"""How fast steps are where generation dominates: long, uneven answers, small batches.
+
+It says nothing about learning: how much a step teaches depends on the age of its data, which stands beside.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lab import asynchrony, skill
+from lab.curves import tokens_per_second
+from lab.results import Panel, Result, Row, Series, Spread
+from lab.runs import Options, Study, slug
+from tba_hpc.config import Config
+from tba_hpc.metrics import read_metrics, step_records
+from tba_hpc.report.summary import searcher_files, series
+from tba_hpc.run.directory import RunDir
+
+BOUND, FREE = "asynchronous, data one step old", "asynchronous, no bound on their age"
+
+ARMS = {
+    BOUND: (*asynchrony.FRESH, "launch.searchers=1"),
+    FREE: (*asynchrony.FRESH, "exchange.max_staleness=null", "launch.searchers=1"),
+    asynchrony.SYNCHRONOUS: asynchrony.ARMS[asynchrony.SYNCHRONOUS],
+    asynchrony.TWICE: asynchrony.ARMS[asynchrony.TWICE],
+}
+
+STEPS = 100
+WARM = 5
+"""The first of so many parts of a run is left out."""
+
+SETTINGS = (
+    *skill.SAMPLING,
+    skill.BETA,
+    skill.constant(1e-6),  # answers stay as long as they are
+    "buffer.deduplicate=false",
+    "buffer.initial_completions=16",
+    "model.context_length=320",
+    "generator.max_tokens=220",
+    "generator.prompts_in_flight=12",
+    "generator.completions_per_prompt=8",
+    "train.prompts_per_step=2",
+    "train.completions_per_prompt=8",
+    "evaluate.validation_prompts=16",
+    "evaluate.test_prompts=1",
+)
+
+NOTES = (
+    f"Seconds of a step: the mean of a run of {STEPS} less its first fifth; nothing is evaluated meanwhile. "
+    "Two prompts with eight completions each to a step, of 20 to 200 tokens.",
+    "Age: steps between the weights that sampled and those that train, mean over a run's batches.",
+    "Tokens/s: of all engines together while they are at work; where they wait for the trainer it does not "
+    "count.",
+    "All use both cores, and learn from each completion once. TRL: as in `asynchrony`.",
+)
+
+
+@dataclass(frozen=True)
+class Paced:
+    """One run: the seconds that its steps were done at, and the mean age of its data in steps.
+
+    tokens: generated in a second of engines' work; None where nobody counted.
+    """
+
+    done: Sequence[tuple[float, float]]
+    age: float
+    tokens: float | None
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, on average."""
+        (start, first), (end, last) = self.done[0], self.done[-1]
+        return (end - start) / (last - first)
+
+    @classmethod
+    def read(cls, run: RunDir) -> Paced:
+        """Of a finished run."""
+        steps = step_records(read_metrics(run.metrics_file("trainer")))
+        searchers = [read_metrics(path) for path in searcher_files(run)]
+        done = list(zip(series(steps, "time"), series(steps, "step"), strict=True))
+        done = done[len(done) // WARM :]
+        age = statistics.fmean(series(steps, "staleness/mean"))
+        return cls([(time - done[0][0], step) for time, step in done], age, tokens_per_second(searchers))
+
+
+class Pace:
+    """The arms of ``asynchrony``, and one that takes data of any age, at a rate that changes nothing."""
+
+    question = "How fast are steps where generation dominates: long, uneven answers, small batches?"
+
+    def arms(self, options: Options) -> dict[str, Config]:
+        """The config of every arm's first run; the peer reads that of a synchronous arm."""
+        study = self._study(options)
+        return {arm: study.config(arm, options.seeds[0], options) for arm in study.arms}
+
+    def measure(self, options: Options) -> Result:
+        """All arms, seeds outermost, so that a machine's moods meet all alike."""
+        study = self._study(options)
+        found: dict[str, list[Paced]] = {arm: [] for arm in (*study.arms, asynchrony.PEER)}
+        for seed in options.seeds:
+            for arm in study.arms:
+                found[arm].append(Paced.read(study.run(arm, seed, options)))
+            found[asynchrony.PEER].append(self._peer(study, seed, options))
+        return result(found)
+
+    def _study(self, options: Options) -> Study:
+        last = options.steps or STEPS
+        return Study(ARMS, (*SETTINGS, f"evaluate.every={last}"), last, skill.COUNTING)
+
+    def _peer(self, study: Study, seed: int, options: Options) -> Paced:
+        """It reads its clock where it evaluates: in the middle and at the end."""
+        overrides = study.overrides(asynchrony.SYNCHRONOUS, seed, options)
+        middle = f"evaluate.every={(options.steps or STEPS) // 2}"
+        course = asynchrony.peer_course([*overrides, middle], f"{slug(asynchrony.PEER)}-seed{seed}", options)
+        return Paced([(seconds, step) for seconds, step, _ in course.points], 0.0, None)
+
+
+def result(found: Mapping[str, Sequence[Paced]]) -> Result:
+    """A row and a line for each arm; how many times as long its steps take as the first one's."""
+    first, *_ = found.values()
+    rows: list[Row] = [
+        {
+            "arm": arm,
+            "s a step": Spread([run.seconds for run in runs]),
+            "÷ the first": Spread([run.seconds / one.seconds for run, one in zip(runs, first, strict=True)]),
+            "age": Spread([run.age for run in runs]),
+            "tokens/s": Spread([run.tokens for run in runs]),
+        }
+        for arm, runs in found.items()
+    ]
+    lines = [Series(arm, [run.done for run in runs]) for arm, runs in found.items()]
+    return Result(rows, [Panel("seconds", "optimizer steps", lines, banded=False)], NOTES)
+
+
+PACE = Pace()
