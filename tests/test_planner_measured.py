@@ -175,11 +175,10 @@ def _settled_bytes(learner: DeepSpeedLearner) -> int:
 def _live_bytes(learner: DeepSpeedLearner) -> int:
     """Of all tensors, but for the bucket in which gradients are reduced: it is an item of its own."""
     optimizer = learner._engine.optimizer
-    buckets = [tensor for b in getattr(optimizer, "ipg_buckets", {}).values() for tensor in b.buffer]
+    buffers = [bucket.buffer for bucket in getattr(optimizer, "ipg_buckets", {}).values()]
+    buckets = [tensor for buffer in buffers for tensor in ([buffer] if torch.is_tensor(buffer) else buffer)]
     left_out = {tensor.untyped_storage().data_ptr() for tensor in buckets}
-    storages = {
-        thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes()
-        for thing in gc.get_objects()
-        if isinstance(thing, torch.Tensor) and thing.device.type == "cpu"
-    }
-    return sum(size for place, size in storages.items() if place not in left_out)
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
+    held = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return sum(size for place, size in held.items() if place not in left_out)
