@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -209,7 +210,9 @@ def test_requests_in_flight_go_on_under_the_new_weights(served: Served) -> None:
     """What was sampled before the update keeps the old policy's log-probabilities and version."""
     old, new = served.load(served.folder, version=5), load_policy(str(served.other), "float32")
     update = _update(new, 6)
-    groups = _begin(served.generator, *map(_request, range(100)))
+    # Of several lengths: completions that begin and end together are at times all finished at an update.
+    lengths = [replace(SAMPLED, max_tokens=20 - request_id % 5) for request_id in range(100)]
+    groups = _begin(served.generator, *(_request(i, sampling=each) for i, each in enumerate(lengths)))
     served.update(update)
     groups += _drain(served.generator)
     seen = set()

@@ -37,7 +37,7 @@ def doctor(tmp_path: Path) -> Doctor:
         site = _write(tmp_path / "site.yaml", SITE | keys)
         command = [TBA, "doctor", "--site", str(site), "--run-root", str(tmp_path / "runs"), "--json"]
         done = subprocess.run(
-            [*command, *options], env=cluster.environment, capture_output=True, text=True, timeout=120
+            [*command, *options], env=cluster.environment, capture_output=True, text=True, timeout=600
         )
         assert done.stdout, done.stderr
         return done.returncode, {found["name"]: found for found in json.loads(done.stdout)}
