@@ -47,6 +47,7 @@ from tba_hpc.run.events import read_events
 from tba_hpc.types import Role
 
 HOME = Path(__file__).resolve().parents[1]
+MODEL = HOME / ".cache/tiny-model-seed0"
 
 SITE = {
     "partition": "low",
@@ -569,7 +570,7 @@ def disk(size: str) -> Iterator[Path]:
 def submit(cluster: Cluster, root: Path, options: argparse.Namespace, steps: int) -> Storm:
     """Submit the run as a user would."""
     (root / "site.yaml").write_text(yaml.safe_dump(SITE))
-    settings = [*SETTINGS, f"model.path={options.model.absolute()}", f"train.steps={steps}"]
+    settings = [*SETTINGS, f"model.path={options.model}", f"train.steps={steps}"]
     said = cluster.run(
         *(sys.executable, HOME / "tools" / "submit.py", "--config", HOME / "configs" / "quickstart.yaml"),
         *("--nodes", str(options.nodes), "--site", root / "site.yaml", "--run-root", root, "--json"),
@@ -701,12 +702,22 @@ def unexplained(storm: Storm, found: Audit) -> list[str]:
     return [problem for problem in found.problems if not problem.startswith(known)]
 
 
+def model_folder(text: str) -> Path:
+    """The absolute path of a folder that holds a model; argparse tells where it does not."""
+    folder = Path(text).absolute()
+    if not (folder / "config.json").exists():
+        raise argparse.ArgumentTypeError(
+            f"{folder} holds no model: make one with 'python tools/make_tiny_model.py --out {folder}'"
+        )
+    return folder
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=100, help="how many")
     parser.add_argument("--seed", type=int, default=0, help="of the order, the moments and the victims")
     parser.add_argument("--nodes", type=int, default=3, choices=(2, 3, 4), help="nodes of the run, of six")
-    parser.add_argument("--model", type=Path, default=HOME / ".cache/tiny-model-seed0", help="a tiny model")
+    parser.add_argument("--model", type=model_folder, default=str(MODEL), help="a tiny model")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser.parse_args()
 

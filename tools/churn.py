@@ -32,7 +32,7 @@ from random import Random
 
 import psutil
 import yaml
-from chaos import DEADLINE, HOME, SETTINGS, SITE, STEPS_AFTER, History
+from chaos import DEADLINE, HOME, MODEL, SETTINGS, SITE, STEPS_AFTER, History, model_folder
 from slurm_testbed import faults
 from slurm_testbed.cluster import ENDED, Cluster, missing
 
@@ -234,7 +234,7 @@ def begin(cluster: Cluster, root: Path, options: argparse.Namespace) -> Churn:
     settings = [
         *SETTINGS,
         "run.name=churn",
-        f"model.path={options.model.absolute()}",
+        f"model.path={options.model}",
         f"train.steps={FOREVER}",
         "train.prompts_per_step=8",
         "train.learning_rate={schedule: constant, peak: 1.0e-5}",
@@ -290,7 +290,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="how long they come and go")
     parser.add_argument("--seed", type=int, default=0, help="of the pauses and of who is killed")
-    parser.add_argument("--model", type=Path, default=HOME / ".cache/tiny-model-seed0", help="a tiny model")
+    parser.add_argument("--model", type=model_folder, default=str(MODEL), help="a tiny model")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser.parse_args()
 

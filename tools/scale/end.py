@@ -1,7 +1,5 @@
 """The end of a long run with many searchers: summary, report, status; the files that it leaves.
 
-    python -m tools.scale.end [--searchers 256] [--hours 72]
-
 The metrics are those of ``searchers`` over ``hours``: what readers see of them, digests and last lines, is
 made by the code of a run from every THINNING-th record, so that all curves span the whole time; the lines
 before are holes of the length that they would have. What a run without digests costs, as one of an earlier
