@@ -43,6 +43,7 @@ OWN_ENGINE_ARGUMENTS = {
     "pipeline_parallel_size": "set generator.tensor_parallel, by which an engine gets its GPUs",
     "data_parallel_size": "set launch.searchers",
     "seed": "set run.seed",
+    "trust_remote_code": "code in a model's folder is never run; use a model that transformers knows",
     "logprobs_mode": "what is learned from are the policy's own log-probabilities, so leave it out",
     "worker_extension_cls": "weights reach the engine's workers by it, so leave it out",
 }

@@ -586,37 +586,42 @@ def test_nodes_are_lent_by_an_array_of_jobs_with_as_many_searchers_as_fit(
 
 
 @pytest.mark.parametrize(
-    ("asked", "code", "finished", "ends"),
+    ("asked", "codes", "finished", "ends"),
     [
-        (True, 0, False, "requeued 7\n0\n"),
-        (True, 0, True, "0\n"),
-        (False, 0, True, "0\n"),
-        (False, 0, False, "requeued 7\n0\n"),  # preempted by TERM, of which only the searchers heard
-        (False, 3, False, "0\n"),  # no place
-        (False, 1, False, "1\n"),
-        (False, 2, False, "2\n"),
+        (True, "0", False, "requeued 7\n0\n"),
+        (True, "0", True, "0\n"),
+        (False, "0", True, "0\n"),
+        (False, "0", False, "requeued 7\n0\n"),  # preempted by TERM, of which only the searchers heard
+        (False, "3", False, "0\n"),  # no place
+        (False, "137 1 0", False, "requeued 7\n0\n"),  # two failures that another start mends
+        (False, "137 1 3", False, "0\n"),
+        (False, "1 1 137 0", False, "137\n"),  # more than RELAUNCHES
+        (False, "2 0", False, "2\n"),  # what only the user can mend
     ],
 )
 def test_a_job_that_searches_comes_back_until_the_run_is_finished(
-    asked: bool, code: int, finished: bool, ends: str, tmp_path: Path
+    asked: bool, codes: str, finished: bool, ends: str, tmp_path: Path
 ) -> None:
-    """Its searchers end with ``code``, before it was asked to stop or when it was."""
+    """Its searchers end with these codes, start by start, before it was asked to stop or when it was."""
     (tmp_path / "config.yaml").touch()
     (tmp_path / "slurm").mkdir()
+    (tmp_path / "codes").write_text(codes.replace(" ", "\n") + "\n")
     over = 'touch "$RUN/finished"' if finished else ":"
-    ask = "(sleep 0.3; kill -USR1 $me) &" if asked else ""
+    ask = "(command sleep 0.3; kill -USR1 $me) &" if asked else ""
     program = f"""
     exec 3>&1
     (
-        SLURM_JOB_ID=7 SLURM_NTASKS=1 REQUEUE=yes SAVE_SECONDS=60
+        SLURM_JOB_ID=7 SLURM_NTASKS=1 REQUEUE=yes RELAUNCHES=2 SAVE_SECONDS=60
         source {SUPERVISOR.with_name("elastic_supervisor.sh")}; say() {{ :; }}
         squeue() {{ echo RUNNING; }}
+        sleep() {{ command sleep 0.05; }}
         scontrol() {{ echo "$1d" "$2" >&3; }}
         insist() {{ kill -USR1 "$1"; }}
         ranks() {{
-            local asked=0; trap 'asked=1' USR1
-            for i in $(seq 100); do [ $asked = {int(asked)} ] && break; sleep 0.05; done
-            {over}; exit {code}
+            local asked=0 code; trap 'asked=1' USR1
+            for i in $(seq 100); do [ $asked = {int(asked)} ] && break; sleep; done
+            read -r code < "$RUN/codes"; sed -i 1d "$RUN/codes"
+            {over}; exit "$code"
         }}
         me=$BASHPID; {ask}
         search_for_a_while

@@ -198,6 +198,18 @@ STALE: dict[str, Any] = {"train": {"objective": "grpo"}}
             "differ by 0.2 nats per token .* the engine loads the weights whole",
         ),
         (
+            {"train/engine_gap": lambda step: 0.2 if step == 1 else None},
+            None,
+            {"train": {"objective": "dr_grpo"}},
+            r"differ by 0.2 nats per token .* model.dtype to float32 \(it is bfloat16\)\.$",
+        ),
+        (
+            {},
+            None,
+            {"train": {"objective": "rloo"}, "generator": {"top_p": 0.9, "min_tokens": 5}},
+            r"With generator.top_p=0.9 and generator.min_tokens=5 .* train.objective=rloo, .* is biased",
+        ),
+        (
             {"train/flat_groups": lambda step: 0.95, **EXPLORING},
             evaluated({10: 0.2, 40: 0.21}),
             {},
@@ -240,6 +252,7 @@ def test_what_goes_wrong_is_said_in_one_sentence_first(
     ("changes", "scores", "sections"),
     [
         ({"train/ess": lambda step: 0.001}, None, {}),  # trajectory balance does not reweight
+        ({}, None, {"generator": {"top_p": 0.9, "min_tokens": 5}}),  # and holds for any sampler
         (
             {"train/wait_share": lambda step: 0.7},
             None,

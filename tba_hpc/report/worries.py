@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import hypot, sqrt
 from statistics import fmean, pstdev
 
-from tba_hpc.config import POLICY_GRADIENTS, Config
+from tba_hpc.config import OF_OWN_SAMPLES, POLICY_GRADIENTS, Config
 from tba_hpc.report.curves import Curve, History, Point
 from tba_hpc.run.evaluations import Evaluation
 
@@ -461,11 +461,29 @@ def _gap(view: View, curve: Curve) -> Worry | None:
     dtype = view.config.model.dtype
     whole = "Check that the engine loads the weights whole"
     remedy = whole if dtype == "float32" else "Set model.dtype to float32"
+    capped = view.config.train.objective in ("trajectory_balance", "tba_prime")
+    bound = "; train.ratio_cap bounds what it does" if capped else ""
     return Worry(
         f"engine gap {_few(now)} nats/token since step {since}: model.dtype",
         f"Engine and learner differ by {_few(now)} nats per token at the same weights since step "
         f"{since}{grew}: what is learned from was sampled by another policy than the log-probabilities say. "
-        f"{remedy} (it is {dtype}); train.ratio_cap bounds what it does.",
+        f"{remedy} (it is {dtype}){bound}.",
+    )
+
+
+def another_sampler(view: View) -> Worry | None:
+    """What is learned from leaves out tokens to which the recorded log-probabilities give a share."""
+    train, generator = view.config.train, view.config.generator
+    left_out = [f"generator.top_p={generator.top_p:g}"] if generator.top_p < 1 else []
+    left_out += [f"generator.min_tokens={generator.min_tokens}"] if generator.min_tokens else []
+    if train.objective not in OF_OWN_SAMPLES or not left_out or not view.history.points("search/reward"):
+        return None
+    keys = " and ".join(left_out)
+    return Worry(
+        f"{keys}: bias of {train.objective}",
+        f"With {keys} some tokens are never sampled, while log-probabilities are those of the whole policy: "
+        f"the gradient of train.objective={train.objective}, which takes its samples for the policy's own, is "
+        "biased. Leave that out, or train by trajectory_balance, which holds for any sampler.",
     )
 
 
@@ -568,6 +586,7 @@ CHECKS: tuple[Callable[[View], Worry | None], ...] = (
     collapsed_entropy,
     few_effective,
     engine_gap,
+    another_sampler,
     flat_groups,
     truncated,
     climbing_replay,
