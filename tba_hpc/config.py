@@ -557,6 +557,15 @@ class TrainSection(Section):
         return settings
 
     @model_validator(mode="after")
+    def _gradients_are_shared_out_to_overlap(self) -> TrainSection:
+        if self.zero_stage == 1 and (self.deepspeed.get("zero_optimization") or {}).get("overlap_comm"):
+            raise ValueError(
+                "train.deepspeed.zero_optimization.overlap_comm=true needs gradients that are shared out: "
+                "set train.zero_stage to 2 or 3, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _nothing_is_ignored(self) -> TrainSection:
         for key, objectives in (
             ("baseline_shift", ("rloo", "proximal_rloo", "dr_grpo")),

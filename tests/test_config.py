@@ -483,3 +483,11 @@ def test_settings_of_deepspeed_are_kept_as_they_are() -> None:
 def test_a_setting_of_deepspeed_that_is_not_the_users_is_refused_by_name(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"^train.deepspeed.{key} is decided by .*: leave it out$"):
         parse_config({"model": {"path": "m"}}, [f"train.deepspeed.{key}=3"])
+
+
+def test_gradients_that_lie_whole_on_every_rank_cannot_overlap() -> None:
+    overlap = "train.deepspeed.zero_optimization.overlap_comm=true"
+    with pytest.raises(ConfigError, match=r"overlap_comm=true needs .* train\.zero_stage to 2 or 3"):
+        parse_config({"model": {"path": "m"}}, ["train.zero_stage=1", overlap])
+    for stage in (2, 3):
+        parse_config({"model": {"path": "m"}}, [f"train.zero_stage={stage}", overlap])

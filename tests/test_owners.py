@@ -153,6 +153,19 @@ def test_on_another_machine_the_last_sign_of_life_decides(run: RunDir) -> None:
     assert is_free(run)
 
 
+@pytest.mark.parametrize("content", ["", '{"host": "no', '{"hast": "node7"}', "[1]", "\xff\x00"])
+def test_a_damaged_claim_counts_while_there_are_signs_of_life(run: RunDir, content: str) -> None:
+    file = claimed(run, ELSEWHERE)
+    file.write_bytes(content.encode("latin-1"))
+    with pytest.raises(OwnedError, match=rf"{file} is damaged .* try again in \d+ s$"):
+        refuse_owned(run)
+    assert not is_free(run)
+    file = claimed(run, ELSEWHERE, ago=owners.SILENT_SECONDS + 5)
+    file.write_bytes(content.encode("latin-1"))
+    os.utime(file, (time.time() - owners.SILENT_SECONDS - 5,) * 2)
+    assert is_free(run)
+
+
 def test_owners_give_signs_of_life(run: RunDir) -> None:
     holder = hold(run)
     assert said(holder) == "owner"

@@ -296,6 +296,23 @@ def test_tensor_parallelism_splits_the_engine_and_leaves_the_reference_whole() -
     assert items[0]["reference"] == whole and "reference" not in items[1]
 
 
+def test_tensor_parallelism_divides_the_heads() -> None:
+    """Qwen2.5-7B has 28 heads, and 4 of keys and values, of which a fifth to a seventh GPU holds copies."""
+
+    def planned(ranks: int) -> Estimate:
+        changes = [f"generator.tensor_parallel={ranks}", "generator.kv_cache_mb=1024"]
+        return estimate(load_config(Path("math_qwen7b"), changes), GPUS["h100-80"])
+
+    assert planned(2).problems == planned(4).problems == planned(7).problems == ()
+    (problem, *_) = planned(8).problems
+    assert "tensor_parallel=8 does not divide the 28 attention heads of Qwen/Qwen2.5-7B" in problem
+    tokens = [
+        next(item.formula for item in planned(ranks).devices[-1].needs[0].items if "KV" in item.name)
+        for ranks in (1, 4, 7)
+    ]
+    assert [each.rpartition(" tokens of ")[2] for each in tokens] == ["56 KiB", "14 KiB", "14 KiB"]
+
+
 def test_more_searchers_shorten_what_waits_for_them() -> None:
     """A run that uses everything once waits; twice the searchers bring its groups in half the time."""
 

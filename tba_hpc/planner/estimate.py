@@ -175,6 +175,12 @@ def _problem(device: Device, gpu: Gpu, work: Workload) -> str:
     """Why this does not fit; empty where it does."""
     room = (1 - MARGIN) * gpu.bytes
     where = f"{gpu.name} with {device.name}"
+    heads, ranks = work.policy.heads, work.config.generator.tensor_parallel
+    if heads % ranks and any(need.engine for need in device.needs):
+        return (
+            f"{where} will not let an engine start: generator.tensor_parallel={ranks} does not divide the "
+            f"{heads} attention heads of {work.config.model.path}"
+        )
     if device.bytes > room:
         return (
             f"{where} would need {device.bytes / GIB:.1f} GiB, and {room / GIB:.1f} of its {gpu.memory:g} "

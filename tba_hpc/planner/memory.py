@@ -235,7 +235,7 @@ def engine_items(
     batched = BATCHED_TOKENS * (2 if gpu.memory >= LARGE_GPU else 1)
     work = weight_bytes * batched * (8 * shape.hidden + 4 * shape.inner / ranks)
     work += 8 * sequences * shape.vocabulary
-    each = shape.kv_bytes(weight_bytes) / ranks
+    each = shape.kv_bytes(weight_bytes) / min(ranks, shape.key_value_heads)  # further GPUs hold copies
     budget = share * gpu.bytes - weights - ENGINE_RUNTIME - work
     cache = (kv_cache_mb << 20) if kv_cache_mb else max(budget, 0.0)
     how = f"{keys[0]}" if kv_cache_mb else f"{share:g} × {gpu.memory:g} GiB ({keys[1]}) less the rest"

@@ -23,9 +23,9 @@ BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 class Shape:
     """A decoder, or an encoder of texts.
 
-    query, key_value: width of all heads together. inner: hidden width of an MLP, of one expert where there
-    are several. matrices: weights of a layer's linear maps, all experts together; active: those that a token
-    passes. others: a layer's norms and biases. table: embeddings, of positions too. head: weights of the
+    heads: of queries. query, key_value: width of all heads together. inner: hidden width of an MLP, of one
+    expert where there are several. matrices: weights of a layer's linear maps, all experts together; active:
+    those that a token passes. others: a layer's norms and biases. table: embeddings, of positions too. head: weights of the
     output layer, 0 where it is tied to the embedding or there is none. vocabulary: 0 where no logits are
     computed. disk_bytes: of a weight in its files. gated: whether the MLP has a gate.
     """
@@ -33,6 +33,7 @@ class Shape:
     kind: str
     layers: int
     hidden: int
+    heads: int
     query: int
     key_value: int
     inner: int
@@ -50,6 +51,11 @@ class Shape:
     def parameters(self) -> int:
         """All weights."""
         return self.layers * (self.matrices + self.others) + self.table + self.head + self._last_norm
+
+    @property
+    def key_value_heads(self) -> int:
+        """Of keys and values: fewer than ``heads`` where queries share them."""
+        return self.heads * self.key_value // self.query
 
     @property
     def _last_norm(self) -> int:
@@ -170,6 +176,7 @@ def _gated(fields: Mapping[str, Any]) -> Shape:
         kind=kind,
         layers=fields["num_hidden_layers"],
         hidden=hidden,
+        heads=heads,
         query=query,
         key_value=key_value,
         inner=inner,
@@ -195,6 +202,7 @@ def _with_biases(fields: Mapping[str, Any]) -> Shape:
         kind=fields["model_type"],
         layers=fields["num_hidden_layers"],
         hidden=hidden,
+        heads=fields["num_attention_heads"],
         query=hidden,
         key_value=hidden,
         inner=inner,
@@ -216,6 +224,7 @@ def _gpt2(fields: Mapping[str, Any]) -> Shape:
         "model_type": "gpt2",
         "hidden_size": hidden,
         "num_hidden_layers": fields["n_layer"],
+        "num_attention_heads": fields["n_head"],
         "intermediate_size": fields.get("n_inner") or 4 * hidden,
     }
     shape = _with_biases({**fields, **like, "max_position_embeddings": 0})

@@ -99,6 +99,10 @@ class Owner:
         return f"{' of '.join(parts)}, since {time.strftime('%F %T', time.localtime(self.since))}"
 
 
+UNKNOWN = Owner(host="unknown", machine="unknown", pid=-1)
+"""Who made a claim of which the file is damaged: believed for as long as it gives signs of life."""
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
     """The claim to a name that counts: its number, its file (None: there was none yet), who made it."""
@@ -269,8 +273,16 @@ def _newest(run: RunDir, name: str) -> Claim:
     """The claim to a name that counts."""
     while file := max(run.owners.glob(f"{name}.*"), key=_number, default=None):
         with suppress(FileNotFoundError):  # superseded meanwhile
-            return Claim(name, _number(file), file, Owner(**json.loads(file.read_text())))
+            return Claim(name, _number(file), file, _read(file))
     return Claim(name)
+
+
+def _read(file: Path) -> Owner:
+    """Who made a claim. Raises FileNotFoundError."""
+    try:
+        return Owner(**json.loads(file.read_bytes()))
+    except (ValueError, TypeError):  # half of it, or other bits: what a crash or a disk has left
+        return UNKNOWN
 
 
 def _number(file: Path) -> int:
@@ -280,6 +292,11 @@ def _number(file: Path) -> int:
 def _sentence(run: RunDir, claim: Claim) -> str:
     owner = claim.owner
     what = str(run.path) if claim.name == LAUNCH else f"{claim.name} of {run.path}"
+    if owner == UNKNOWN:
+        return (
+            f"{what} may be at work already: {claim.file} is damaged and does not tell who it is; if nobody "
+            f"is, try again in {SILENT_SECONDS:.0f} s"
+        )
     stop = f"kill -USR1 {owner.pid} (on {owner.host})" if owner.pid else f"scancel {owner.job}"
     unseen = owner.machine != _machine() and not owner.job
     dead = f"; if it is dead, try again in {SILENT_SECONDS:.0f} s" if unseen else ""
@@ -378,7 +395,7 @@ def _last_sign(run: RunDir, claim: Claim) -> float:
 def _is_leased(file: Path) -> bool:
     """Whether it is a claim of one that comes and goes, which lives on without the run's job."""
     try:
-        return Owner(**json.loads(file.read_text())).alike
+        return _read(file).alike
     except FileNotFoundError:
         return False
 
