@@ -109,8 +109,10 @@ class Churn:
     def _kill_one(self, random: Random) -> None:
         """SIGKILL of one of the lent searchers, if there are any."""
         if there := self._searchers():
+            victim = random.choice(there)
+            print(f"step {self.history.step}: process {victim}, a lent searcher, is killed", file=sys.stderr)
             with suppress(ProcessLookupError):
-                os.kill(random.choice(there), signal.SIGKILL)
+                os.kill(victim, signal.SIGKILL)
 
     def _searchers(self) -> list[int]:
         """Process ids of those who came by themselves."""

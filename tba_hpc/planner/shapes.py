@@ -25,9 +25,9 @@ class Shape:
 
     heads: of queries. query, key_value: width of all heads together. inner: hidden width of an MLP, of one
     expert where there are several. matrices: weights of a layer's linear maps, all experts together; active:
-    those that a token passes. others: a layer's norms and biases. table: embeddings, of positions too. head: weights of the
-    output layer, 0 where it is tied to the embedding or there is none. vocabulary: 0 where no logits are
-    computed. disk_bytes: of a weight in its files. gated: whether the MLP has a gate.
+    those that a token passes. others: a layer's norms and biases. table: embeddings, of positions too. head:
+    weights of the output layer, 0 where it is tied to the embedding or there is none. vocabulary: 0 where no
+    logits are computed. disk_bytes: of a weight in its files. gated: whether the MLP has a gate.
     """
 
     kind: str

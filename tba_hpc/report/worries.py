@@ -482,8 +482,9 @@ def another_sampler(view: View) -> Worry | None:
     return Worry(
         f"{keys}: bias of {train.objective}",
         f"With {keys} some tokens are never sampled, while log-probabilities are those of the whole "
-        f"policy: the gradient of train.objective={train.objective}, which takes its samples for the policy's "
-        "own, is biased. Leave that out, or train by trajectory_balance, which holds for any sampler.",
+        f"policy: the gradient of train.objective={train.objective}, which takes its samples for the "
+        "policy's own, is biased. Leave that out, or train by trajectory_balance, which holds for any "
+        "sampler.",
     )
 
 
