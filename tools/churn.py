@@ -122,7 +122,8 @@ class Churn:
                 with suppress(psutil.Error):
                     process = psutil.Process(pid)
                     array = process.environ().get("SLURM_ARRAY_JOB_ID") == str(self.array)
-                    if array and process.cmdline()[-2:] == ["search", str(self.run.path)]:
+                    command = process.cmdline()
+                    if array and command[0] != "srun" and command[-2:] == ["search", str(self.run.path)]:
                         found.append(pid)
         return found
 
