@@ -16,9 +16,9 @@ search_for_a_while() {
     [ -r "$RUN/config.yaml" ] || { say "$(hostname) does not see $RUN: put it on a file system that all nodes share"; exit 2; }
     if finished; then say "the run is finished: there is nothing to search for"; exit 0; fi
     [ "$STOP" = 1 ] && back_to_the_queue
-    say "searching for $RUN on $(hostname); searchers: $searchers"
     place_caches
     while :; do
+        say "searching for $RUN on $(hostname); searchers: $searchers"
         began=$SECONDS
         ranks "$searchers" &
         STEP=$!

@@ -462,12 +462,12 @@ def _gap(view: View, curve: Curve) -> Worry | None:
     whole = "Check that the engine loads the weights whole"
     remedy = whole if dtype == "float32" else "Set model.dtype to float32"
     capped = view.config.train.objective in ("trajectory_balance", "tba_prime")
-    bound = "; train.ratio_cap bounds what it does" if capped else ""
+    meanwhile = "; train.ratio_cap bounds what it does" if capped else ""
     return Worry(
         f"engine gap {_few(now)} nats/token since step {since}: model.dtype",
         f"Engine and learner differ by {_few(now)} nats per token at the same weights since step "
         f"{since}{grew}: what is learned from was sampled by another policy than the log-probabilities say. "
-        f"{remedy} (it is {dtype}){bound}.",
+        f"{remedy} (it is {dtype}){meanwhile}.",
     )
 
 
