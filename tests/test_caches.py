@@ -46,10 +46,13 @@ def test_what_somebody_else_may_have_put_there_is_not_run(planted: str, tmp_path
     assert environment["HF_HOME"] == f"{folder}-hub"
 
 
-@pytest.mark.parametrize("parent", ["is made", "cannot be made"])
+@pytest.mark.parametrize("parent", ["is made", "cannot be made", "is a file"])
 def test_a_folder_of_the_first_node_may_not_be_there_on_another(parent: str, tmp_path: Path) -> None:
     if parent == "cannot be made":
         (tmp_path / "local").touch()
+    elif parent == "is a file":
+        (tmp_path / "local").mkdir()
+        (tmp_path / "local/job").touch()
     environment = variables(tmp_path / "local/job/tba-1")
     keep_caches_private(environment)
     assert Path(environment["TBA_CACHES"]).is_dir()

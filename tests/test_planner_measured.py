@@ -164,7 +164,7 @@ def _hold(folder: Path, config: Config, rank: int) -> None:
 
 
 def _settled_bytes(learner: DeepSpeedLearner) -> int:
-    """The least of some looks: gloo's threads let go of a bucket a moment after it is reduced."""
+    """The least of some looks: once a reduced bucket was still alive, as a thread of gloo's may keep it."""
     looks = []
     for _ in range(5):
         looks.append(_live_bytes(learner))

@@ -602,10 +602,23 @@ def test_nodes_are_lent_by_an_array_of_jobs_with_as_many_searchers_as_fit(
 def test_a_job_that_searches_comes_back_until_the_run_is_finished(
     asked: bool, codes: str, finished: bool, ends: str, tmp_path: Path
 ) -> None:
-    """Its searchers end with these codes, start by start, before it was asked to stop or when it was."""
-    (tmp_path / "config.yaml").touch()
-    (tmp_path / "slurm").mkdir()
-    (tmp_path / "codes").write_text(codes.replace(" ", "\n") + "\n")
+    assert _searched(tmp_path, codes, asked=asked, finished=finished) == ends
+
+
+def test_searchers_that_were_there_for_long_have_not_failed_at_once(tmp_path: Path) -> None:
+    assert _searched(tmp_path, "1 1 137 0", long_seconds=0) == "requeued 7\n0\n"
+
+
+def _searched(
+    run: Path, codes: str, *, asked: bool = False, finished: bool = False, long_seconds: int = 300
+) -> str:
+    """What a job did, and its status; its searchers end with these codes, start by start.
+
+    asked: to stop, while they are there. finished: the run, when they end.
+    """
+    (run / "config.yaml").touch()
+    (run / "slurm").mkdir()
+    (run / "codes").write_text(codes.replace(" ", "\n") + "\n")
     over = 'touch "$RUN/finished"' if finished else ":"
     ask = "(command sleep 0.3; kill -USR1 $me) &" if asked else ""
     program = f"""
@@ -613,6 +626,7 @@ def test_a_job_that_searches_comes_back_until_the_run_is_finished(
     (
         SLURM_JOB_ID=7 SLURM_NTASKS=1 REQUEUE=yes RELAUNCHES=2 SAVE_SECONDS=60
         source {SUPERVISOR.with_name("elastic_supervisor.sh")}; say() {{ :; }}
+        LONG_SECONDS={long_seconds}
         squeue() {{ echo RUNNING; }}
         sleep() {{ command sleep 0.05; }}
         scontrol() {{ echo "$1d" "$2" >&3; }}
@@ -628,4 +642,4 @@ def test_a_job_that_searches_comes_back_until_the_run_is_finished(
     )
     echo $?
     """
-    assert _bash(program, RUN=str(tmp_path)) == ends
+    return _bash(program, RUN=str(run))

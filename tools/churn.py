@@ -46,7 +46,7 @@ FOREVER = 1_000_000
 """Optimizer steps: the run goes on until it is shortened."""
 
 BEGAN = re.compile(r"^\[(\S+ \S+) job (\d+) restart \d+\] searching for", re.M)
-"""A lent job's word that it has its node."""
+"""A lent job's word that it starts its searcher: on a new node, or once more after a crash."""
 
 Row = dict[str, Cell]
 
@@ -150,7 +150,7 @@ class Churn:
         return sum(nodes * (end - when) for (when, nodes), end in zip(self._lent, ends, strict=True))
 
     def joins(self) -> list[tuple[float, float | None]]:
-        """Of each time that a searcher joined: seconds since its job had its node, and to its first shard."""
+        """Of each time that a searcher joined: seconds since its job started it, and to its first shard."""
         found: list[tuple[float, float | None]] = []
         starts = self._starts()
         for records in self._lent_records():
@@ -176,7 +176,7 @@ class Churn:
         return total
 
     def _starts(self) -> list[tuple[float, str]]:
-        """(unix time, job) of each time that a lent job got its node."""
+        """(unix time, job) of each time that a lent job started its searcher."""
         texts = (file.read_text(errors="replace") for file in self.run.path.glob("slurm/searchers-*.log"))
         return sorted(
             (datetime.fromisoformat(when).timestamp(), job)
@@ -203,15 +203,15 @@ class Churn:
         lent, at_work = tokens / self.node_seconds(), tokens / max(1.0, self.seconds_at_work())
         return {
             "changes": len(self._lent),
-            "starts of lent jobs": len(self._starts()),
+            "starts of their searchers": len(self._starts()),
             "joined": events.count("joined"),
             "told to go": events.count("left"),
             "shards of theirs": len(self._sealed()),
             "optimizer steps": self.history.step,
             "trainer wait, last, %": 100 * waits[-1] if waits else None,
-            "job start to joined, median s": _median([joined for joined, _ in self.joins()]),
-            "job start to first shard, median s": _median(firsts),
-            "job start to first shard, at most, s": max(firsts, default=None),
+            "start to joined, median s": _median([joined for joined, _ in self.joins()]),
+            "start to first shard, median s": _median(firsts),
+            "start to first shard, at most, s": max(firsts, default=None),
             "tokens of theirs per node-second lent": lent,
             "of what they bring while they are at work, %": 100 * lent / at_work if tokens else None,
             "problems": problems,

@@ -10,6 +10,7 @@ import os
 import stat
 import tempfile
 from collections.abc import MutableMapping
+from contextlib import suppress
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -35,13 +36,11 @@ def keep_caches_private(environment: MutableMapping[str, str]) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether the folder was made here and now, or is this user's, who alone may enter it."""
-    try:
+    """Whether the folder, made here and now if there was none, is this user's, who alone may enter it."""
+    with suppress(OSError):  # a folder of another node
         folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700)
-    except FileExistsError:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
         found = folder.lstat()
         return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
-    except OSError:  # another node's
-        return False
-    return True
+    return False

@@ -26,5 +26,5 @@ def test_nodes_lent_as_an_array_of_jobs_come_and_go_and_nothing_is_lost(model: P
     assert done.returncode == 0, done.stderr
     row = json.loads(done.stdout)
     assert (row["problems"], row["lost"], row["doubled"]) == (0, 0, 0)
-    assert row["changes"] >= 4 and row["starts of lent jobs"] >= 2
+    assert row["changes"] >= 4 and row["starts of their searchers"] >= 2
     assert row["joined"] >= 1 and row["shards of theirs"] >= 1
