@@ -609,12 +609,23 @@ def test_searchers_that_were_there_for_long_have_not_failed_at_once(tmp_path: Pa
     assert _searched(tmp_path, "1 1 137 0", long_seconds=0) == "requeued 7\n0\n"
 
 
+def test_searchers_that_slurm_ends_with_their_job_are_not_started_again(tmp_path: Path) -> None:
+    assert _searched(tmp_path, "137 0", state="COMPLETING") == "0\n"
+    assert (tmp_path / "codes").read_text() == "0\n", "the second start never was"
+
+
 def _searched(
-    run: Path, codes: str, *, asked: bool = False, finished: bool = False, long_seconds: int = 300
+    run: Path,
+    codes: str,
+    *,
+    asked: bool = False,
+    finished: bool = False,
+    long_seconds: int = 300,
+    state: str = "RUNNING",
 ) -> str:
     """What a job did, and its status; its searchers end with these codes, start by start.
 
-    asked: to stop, while they are there. finished: the run, when they end.
+    asked: to stop, while they are there. finished: the run, when they end. state: of the job, for Slurm.
     """
     (run / "config.yaml").touch()
     (run / "slurm").mkdir()
@@ -627,7 +638,7 @@ def _searched(
         SLURM_JOB_ID=7 SLURM_NTASKS=1 REQUEUE=yes RELAUNCHES=2 SAVE_SECONDS=60
         source {SUPERVISOR.with_name("elastic_supervisor.sh")}; say() {{ :; }}
         LONG_SECONDS={long_seconds}
-        squeue() {{ echo RUNNING; }}
+        squeue() {{ echo {state}; }}
         sleep() {{ command sleep 0.05; }}
         scontrol() {{ echo "$1d" "$2" >&3; }}
         insist() {{ kill -USR1 "$1"; }}
