@@ -159,6 +159,14 @@ def test_an_arm_has_one_look_in_all_panels_and_a_line_in_the_legend() -> None:
     assert [text.get_text() for text in second.get_legend().get_texts()] == list("abcd")
 
 
+def test_a_logarithmic_axis_tells_plain_numbers() -> None:
+    line = results.Series("a", [[(100, 0.0), (100_000, 1.0)]])
+    figure = results.draw([results.Panel("trajectories", "y", [line], logarithmic=True)])
+    figure.draw_without_rendering()
+    labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert {"100", "1k", "10k", "100k"} <= {*labels}
+
+
 def test_the_mean_of_curves_that_were_evaluated_at_different_steps() -> None:
     x_X, y_CX = results.Series("a", [[(0, 0.0), (10, 1.0)], [(0, 1.0), (5, 3.0), (10, 3.0)]]).band
     assert x_X.tolist() == [0, 5, 10]

@@ -21,7 +21,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import EngFormatter, NullFormatter
 
 from tba_hpc.report import plots
 from tba_hpc.report.tables import NOTHING
@@ -204,6 +204,7 @@ def draw(panels: Sequence[Panel]) -> Figure:
         ax.set_xlabel(panel.x)
         if panel.logarithmic:
             ax.set_xscale("log")
+            ax.xaxis.set_major_formatter(EngFormatter(sep=""))  # powers would be shown as TeX, unread
             ax.xaxis.set_minor_formatter(NullFormatter())
         if not one_scale or ax is axes[0]:
             ax.set_ylabel(panel.y)
