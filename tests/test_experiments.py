@@ -47,7 +47,9 @@ def test_pace_by_hand() -> None:
     """Steps 2 to 6 in 10 s, and 5 to 10 in 5."""
     slow, fast = Paced([(1.0, 2), (7.0, 3), (11.0, 6)], 1.0, 40.0), Paced([(0.0, 5), (5.0, 10)], 0.0, None)
     assert slow.seconds == 2.5 and fast.seconds == 1.0
-    first, second = pace.result({"slow": [slow, slow], "fast": [fast, slow]}).rows
+    found = pace.result({"slow": [slow, slow], "fast": [fast, slow]})
+    (panel,), (first, second) = found.panels, found.rows
+    assert panel.series[0].curves[0] == [(0.0, 0), (6.0, 1), (10.0, 4)], "all begin at 0"
     assert str(first["÷ the first"]) == "1 ± 0" and str(first["tokens/s"]) == "40 ± 0"
     assert second["÷ the first"] == Spread([0.4, 1.0]) and second["tokens/s"] == Spread([None, 40.0])
 

@@ -74,6 +74,12 @@ class Paced:
         (start, first), (end, last) = self.done[0], self.done[-1]
         return (end - start) / (last - first)
 
+    @property
+    def course(self) -> list[tuple[float, float]]:
+        """Seconds and steps since the first of them: all runs begin at 0, whatever they leave out."""
+        began, first = self.done[0]
+        return [(time - began, step - first) for time, step in self.done]
+
     @classmethod
     def read(cls, run: RunDir) -> Paced:
         """Of a finished run."""
@@ -82,7 +88,7 @@ class Paced:
         done = list(zip(series(steps, "time"), series(steps, "step"), strict=True))
         done = done[len(done) // WARM :]
         age = statistics.fmean(series(steps, "staleness/mean"))
-        return cls([(time - done[0][0], step) for time, step in done], age, tokens_per_second(searchers))
+        return cls(done, age, tokens_per_second(searchers))
 
 
 class Pace:
@@ -130,8 +136,9 @@ def result(found: Mapping[str, Sequence[Paced]]) -> Result:
         }
         for arm, runs in found.items()
     ]
-    lines = [Series(arm, [run.done for run in runs]) for arm, runs in found.items()]
-    return Result(rows, [Panel("seconds", "optimizer steps", lines, banded=False)], NOTES)
+    lines = [Series(arm, [run.course for run in runs]) for arm, runs in found.items()]
+    panel = Panel("seconds", "optimizer steps since the first shown", lines, banded=False)
+    return Result(rows, [panel], NOTES)
 
 
 PACE = Pace()
