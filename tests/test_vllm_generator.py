@@ -631,10 +631,18 @@ def test_an_engines_process_cannot_start_cuda_by_asking_for_it(
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
     generator = _generator(tmp_path)
-    environment = Path(f"/proc/{generator._engine.pid}/environ").read_text().split("\0")
+    environment = _environment(generator._engine.pid)
     assert {"PYTORCH_NVML_BASED_CUDA_CHECK=1", "VLLM_WORKER_MULTIPROC_METHOD=spawn"} <= set(environment)
     assert not any(line.startswith("OMPI_") for line in environment)
     generator.close()
+
+
+def _environment(pid: int) -> list[str]:
+    """What a process was started with; Linux shows none for a moment after its program has been replaced."""
+    deadline = time.monotonic() + 10
+    while not (text := Path(f"/proc/{pid}/environ").read_text()):
+        assert time.monotonic() < deadline, f"process {pid} shows no environment"
+    return text.split("\0")
 
 
 @pytest.mark.parametrize("keys", [KEYS, VICTIM_KEYS], ids=["policy", "victim"])
