@@ -48,6 +48,7 @@ HEALTHY: Values = {
 
 
 EXPLORING: Values = {"search/entropy": lambda step: 0.4}
+AS_SAMPLED = {"deduplicate": False, "reward_temperature": None}
 
 
 def history_of(values: Values, *, searchers: int = 2) -> History:
@@ -210,6 +211,18 @@ STALE: dict[str, Any] = {"train": {"objective": "grpo"}}
             r"With generator.top_p=0.9 and generator.min_tokens=5 .* train.objective=rloo, .* is biased",
         ),
         (
+            {},
+            None,
+            {"train": {"objective": "grpo"}, "buffer": {"reward_temperature": 2}},
+            r"By buffer.deduplicate=true and buffer.reward_temperature=2 groups are not as they were sampled",
+        ),
+        (
+            {},
+            None,
+            {"train": {"objective": "dr_grpo"}, "buffer": {"most_on_policy": 1}},
+            r"By buffer.deduplicate=true groups are not as .* biases train.objective=dr_grpo",
+        ),
+        (
             {"train/flat_groups": lambda step: 0.95, **EXPLORING},
             evaluated({10: 0.2, 40: 0.21}),
             {},
@@ -253,6 +266,8 @@ def test_what_goes_wrong_is_said_in_one_sentence_first(
     [
         ({"train/ess": lambda step: 0.001}, None, {}),  # trajectory balance does not reweight
         ({}, None, {"generator": {"top_p": 0.9, "min_tokens": 5}}),  # and holds for any sampler
+        ({}, None, {"train": {"objective": "dr_grpo"}, "buffer": AS_SAMPLED}),
+        ({}, None, {"train": {"objective": "grpo"}, "exchange": {"max_staleness": 0, "sync_every": 1}}),
         (
             {"train/wait_share": lambda step: 0.7},
             None,

@@ -488,6 +488,22 @@ def another_sampler(view: View) -> Worry | None:
     )
 
 
+def chosen_samples(view: View) -> Worry | None:
+    """The buffer hands a policy gradient other completions than were sampled."""
+    train, buffer = view.config.train, view.config.buffer
+    chosen = ["buffer.deduplicate=true"] if buffer.deduplicate else []
+    chosen += [f"buffer.reward_temperature={buffer.reward_temperature:g}"] if buffer.chooses_by_reward else []
+    if train.objective not in POLICY_GRADIENTS or not chosen or not view.history.points("search/reward"):
+        return None
+    keys = " and ".join(chosen)
+    return Worry(
+        f"{keys}: bias of {train.objective}",
+        f"By {keys} groups are not as they were sampled, which biases train.objective={train.objective}. Set "
+        "buffer.deduplicate=false and buffer.reward_temperature=null, or train by trajectory_balance, which "
+        "holds for any choice.",
+    )
+
+
 def flat_groups(view: View) -> Worry | None:
     """Most groups teach nothing."""
     history = view.history
@@ -588,6 +604,7 @@ CHECKS: tuple[Callable[[View], Worry | None], ...] = (
     few_effective,
     engine_gap,
     another_sampler,
+    chosen_samples,
     flat_groups,
     truncated,
     climbing_replay,

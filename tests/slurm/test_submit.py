@@ -93,7 +93,7 @@ def _working(cluster: Cluster, run: RunDir, start: int, ranks: int = 6) -> None:
     time.sleep(0.3)
 
 
-def _finished(cluster: Cluster, run: RunDir, job: slurm.BatchJob, seconds: float = 120) -> None:
+def _finished(cluster: Cluster, run: RunDir, job: slurm.BatchJob, seconds: float = 480) -> None:
     """Wait for the end of the job; the run must be finished."""
     state = cluster.wait(int(job.job_id), seconds=seconds)
     assert state == "COMPLETED", _log(run)

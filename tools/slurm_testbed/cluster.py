@@ -114,10 +114,11 @@ class Cluster:
         """State of a job: of its leader, or ``A+B`` where the components differ."""
         return "+".join(dict.fromkeys(component["JobState"] for component in self.jobs(job)))
 
-    def wait(self, job: int, *states: str, seconds: float = 120) -> str:
+    def wait(self, job: int, *states: str, seconds: float = 480) -> str:
         """Wait until the job is in one of ``states`` (default: ended); returns it.
 
-        Where srun hangs after its step, the job's own supervisor needs 40 s to see it.
+        Where srun hangs after its step, the job's own supervisor needs 40 s to see it; where no rank gave a
+        sign of life before, 160 s, and that at each start.
         """
         wanted = set(states) or ENDED
         return self.until(
