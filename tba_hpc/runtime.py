@@ -83,6 +83,7 @@ from tba_hpc.run.evaluations import (
     write_evaluation,
 )
 from tba_hpc.run.files import DiskFullError, insist
+from tba_hpc.run.inventory import COMPLETE, damage
 from tba_hpc.run.keeping import ShardKeeper
 from tba_hpc.run.notes import FAILED, REFUSED, note_at_work, rank_name, redirect_output, write_note
 from tba_hpc.run.owners import owned
@@ -476,11 +477,16 @@ def _load_reference(run: RunDir, config: Config) -> Reference:
 
 
 def require_reference(run: RunDir, config: Config, step: int) -> None:
-    """Raise StateError where a resume at ``step`` would miss the reference of an earlier step."""
+    """Raise StateError where the reference that a resume at ``step`` needs is gone, or not as it was written."""
     reference = schedules.reference(config.train, step)
-    if 0 < reference < step and not run.reference(reference).is_dir():
+    folder = run.reference(reference)
+    if not 0 < reference < step:
+        return
+    if not folder.is_dir():
+        raise StateError(f"{folder} is gone, the reference of step {step}: put it back, or start another run")
+    if (folder / COMPLETE).exists() and (fault := damage(folder)):
         raise StateError(
-            f"{run.reference(reference)} is gone, the reference of step {step}: put it back, or start "
+            f"{folder}, the reference of step {step}, is damaged ({fault}): put a copy of it back, or start "
             "another run"
         )
 

@@ -145,6 +145,13 @@ def test_resets_alone_do_not_bound_staleness_and_old_references_are_missed(tmp_p
     go(run, searchers=2)
     assert max(staleness(run)) <= 5 + 4
     require_reference(run, config, 14)
+    for file in run.reference(10).iterdir():
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(StateError, match=r"reference of step 14, is damaged \(.* corrupt.* put a copy"):
+            require_reference(run, config, 14)
+        file.write_bytes(whole)
+    require_reference(run, config, 14)
     run.reference(10).rename(tmp_path / "elsewhere")
     with pytest.raises(StateError, match="step-000010 is gone, the reference of step 14"):
         require_reference(run, config, 14)

@@ -152,8 +152,10 @@ class Checkpoints:
         return beside(whole) if self.beside else at_once(whole)
 
     def export_reference(self, step: int, learner: Learner) -> None:
-        """Write the policy of ``step`` as the next reference."""
-        learner.export(self.run.reference(step))
+        """Write the policy of ``step`` as the next reference; a resume verifies it by its COMPLETE."""
+        folder = self.run.reference(step)
+        learner.export(folder)
+        write_atomic(folder / COMPLETE, with_checksum(inventory(folder)))
 
 
 def _raise(error: Exception) -> NoReturn:
