@@ -61,8 +61,19 @@ def test_live_weights(tmp_path: Path) -> None:
     assert found["log-probability under the new weights, engine less learner: mean"] < 0.05
 
 
+@pytest.mark.engine
+def test_changed_weights_and_kept_caches(tmp_path: Path) -> None:
+    assert acceptance(tmp_path, "delta", "keep_kv").returncode == 0
+    found = figures(tmp_path, "delta")
+    assert 0 < found["weights that a step at 1e-6 changes"] < 0.25 and 0 < found["bytes ÷ all"] < 1
+    assert found["applied, they are the new weights to the bit"] is True
+    found = figures(tmp_path, "keep_kv")
+    for name in ("caches kept", "caches computed anew"):
+        assert found[f"generation, {name}"] > 0 and found[f"loads meanwhile, {name}"] > 0
+
+
 @pytest.mark.system
-@pytest.mark.parametrize("stage", ["quickstart", "shared"])
+@pytest.mark.parametrize("stage", ["quickstart", "shared", "several"])
 def test_whole_runs(stage: str, tmp_path: Path) -> None:
     done = acceptance(tmp_path, stage)
     assert done.returncode == 0, done.stderr

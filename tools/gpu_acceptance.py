@@ -13,8 +13,12 @@ A figure is printed and saved to OUT/STAGE.json the moment it is known. Stages, 
                   learner's, with logits in float32 on both sides, and without
     learner       optimizer steps: model FLOP utilisation, and peak memory against ``tba plan``
     reload        weights loaded by a running engine, against plain copies; log-probabilities after it
+    delta         what a step at 1e-6 changes of the weights: bytes, and seconds to find and apply it, against
+                  plain copies
+    keep_kv       generation under new weights every second, with attention caches kept and computed anew
     quickstart    the quickstart's run, from a config to a report
     shared        a short run with LoRA, trainer and engine on one GPU, each within its share
+    several       a short run of two trainer ranks and an engine over two GPUs; needs four of them
     bench         tools/bench_gpu.py
 """
 
@@ -55,6 +59,7 @@ from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
 from tba_hpc.backends.hf_model import load_policy
 from tba_hpc.backends.hf_reference import HfReference
 from tba_hpc.backends.vllm_generator import BEFORE_TORCH, VllmGenerator
+from tba_hpc.backends.weight_changes import apply_changes, find_changes
 from tba_hpc.config import Config, load_config
 from tba_hpc.metrics import read_metrics
 from tba_hpc.planner.estimate import estimate
@@ -242,6 +247,88 @@ def reload(book: Book, scratch: Path, tiny: bool) -> None:
     book.note("all completions are of the newest weights", all(int(g.versions.min()) == 3 for g in groups))
 
 
+def delta(book: Book, scratch: Path, tiny: bool) -> None:
+    """What a step changes of the published weights, which lie in host memory by then."""
+    shape = SHAPES[kind(tiny)]
+    config = make_config(make_model(scratch / "model", shape), shape, 2)
+    (scratch / "store").mkdir()
+    trainer = DeepSpeedLearner.create(config, rank=0, ranks=1, store=scratch / "store", deadline=300)
+    old, new = (np.zeros(trainer.layout.nbytes, np.uint8) for _ in range(2))
+    batch = make_batch(shape)
+    trainer.step(batch, learning_rate=1e-6, beta=0.1)  # the first writes all master weights anew
+    trainer.write_weights(old)
+    trainer.step(batch, learning_rate=1e-6, beta=0.1)
+    trainer.write_weights(new)
+    trainer.close()
+    changes = find_changes(new, old)
+    book.note("weights", len(new) / 1e9, "GB")
+    book.note(
+        "weights that a step at 1e-6 changes", float(np.mean(new.view(np.uint16) != old.view(np.uint16)))
+    )
+    copy, _ = copy_seconds(np.zeros(len(new), np.uint8), device())
+    book.note("one copy from the device", copy, "s")
+    book.note("finding changes ÷ copy", best(lambda: find_changes(new, old)) / copy)
+    if changes is None:
+        book.note("bytes ÷ all", 1.0)
+        return
+    book.note("bytes ÷ all", len(changes) / len(new))
+    book.note("applying changes ÷ copy", best(lambda: apply_changes(changes, old)) / copy)
+    book.note("applied, they are the new weights to the bit", bool(np.array_equal(old, new)))
+
+
+def keep_kv(book: Book, scratch: Path, tiny: bool) -> None:
+    """Requests in flight go on under weights that come every second; what their caches cost."""
+    shape = SHAPES[kind(tiny)]
+    config = make_config(make_model(scratch / "model", shape), shape, 2)
+    policy = load_policy(config.model.path, config.model.dtype)
+    tensors = {name: tensor.detach() for name, tensor in policy.named_parameters()}
+    layout = WeightLayout.of([(name, tuple(tensor.shape)) for name, tensor in tensors.items()], "BF16")
+    data = np.concatenate([tensor.flatten().view(torch.uint8).numpy() for tensor in tensors.values()])
+    for keep in (False, True):
+        section = config.generator.model_copy(update={"keep_kv": keep})
+        with engine_of(config.model_copy(update={"generator": section})) as generator:
+            wait_until_built(generator)
+            generate(generator, shape)
+            loads, began = 0, time.monotonic()
+
+            def load_now_and_then(generator: VllmGenerator = generator, began: float = began) -> None:
+                nonlocal loads
+                if time.monotonic() - began > loads and not generator.loading:
+                    loads += 1
+                    generator.load(WeightUpdate(Publication(version=loads), layout, data))
+
+            groups = generate(generator, shape, meanwhile=load_now_and_then)
+            seconds = time.monotonic() - began
+            tokens = sum(len(c.tokens) for group in groups for c in group.completions)
+            name = "caches kept" if keep else "caches computed anew"
+            book.note(f"generation, {name}", tokens / seconds, "tokens/s")
+            book.note(f"loads meanwhile, {name}", loads)
+
+
+def several(book: Book, scratch: Path, tiny: bool) -> None:
+    """Two trainer ranks, whose collectives are NCCL's on GPUs, and an engine over two of them."""
+    if not tiny and torch.cuda.device_count() < 4:
+        book.note("left out, for it needs four GPUs and there are", torch.cuda.device_count())
+        return
+    shape = SHAPES[kind(tiny)]
+    make_model(scratch / "model", shape)
+    changes = (
+        f"model.path={scratch / 'model'}",
+        "model.dtype=bfloat16",
+        "generator.tensor_parallel=2",
+        "launch.trainers=2",
+        "launch.searchers=1",
+        "train.steps=4",
+        "buffer.initial_completions=160",
+        "evaluate.test_prompts=8",
+        "evaluate.validation_prompts=0",
+    )
+    summary = train(scratch, "configs/quickstart.yaml", *changes)
+    for name in RUN_FIGURES:
+        book.note(name, summary[name])
+    book.note("log-probability, engine less learner: mean", engine_gap(scratch), "nats")
+
+
 def quickstart(book: Book, scratch: Path, tiny: bool) -> None:
     """The main job, on whatever this machine has."""
     model = scratch / "model"
@@ -307,7 +394,11 @@ def bench(book: Book, scratch: Path, tiny: bool) -> None:
 
 
 STAGES: dict[str, Callable[[Book, Path, bool], None]] = {
-    stage.__name__: stage for stage in (installation, engine, learner, reload, quickstart, shared, bench)
+    stage.__name__: stage
+    for stage in (
+        *(installation, engine, learner, reload, delta, keep_kv),
+        *(quickstart, shared, several, bench),
+    )
 }
 
 
@@ -348,13 +439,16 @@ def wait_until_built(generator: VllmGenerator) -> None:
         generator.step()
 
 
-def generate(generator: VllmGenerator, shape: Shape) -> list[Group]:
-    """Groups of random prompts."""
+def generate(
+    generator: VllmGenerator, shape: Shape, *, meanwhile: Callable[[], None] = lambda: None
+) -> list[Group]:
+    """Groups of random prompts; ``meanwhile`` is called between the engine's words."""
     for number in range(GENERATED_GROUPS):
         generator.submit(replace(make_group(shape).request, id=number))
     groups: list[Group] = []
     while generator.in_flight:
         groups += generator.step()
+        meanwhile()
     return groups
 
 
