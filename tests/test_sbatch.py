@@ -13,8 +13,8 @@ import pytest
 
 from tba_hpc import shipped
 from tba_hpc.config import ConfigError, parse_config
-from tba_hpc.launch.plan import Site, load_site, plan
-from tba_hpc.launch.sbatch import SUPERVISOR, Job, batch_script
+from tba_hpc.launch.plan import Site, load_site, plan, searchers_of_a_node
+from tba_hpc.launch.sbatch import SUPERVISOR, Job, batch_script, visitors_script
 from tba_hpc.lend import lend
 from tba_hpc.run.directory import RunDir
 
@@ -47,12 +47,25 @@ def _bash(program: str, status: int = 0, **environment: str) -> str:
 @pytest.mark.parametrize(("site", "form"), CASES)
 def test_scripts_are_as_accepted(site: str, form: str) -> None:
     nodes, homogeneous = FORMS[form]
-    text = _script(load_site(SITES[site]), nodes, homogeneous=homogeneous)
-    golden = GOLDEN / f"{site}.{form}.sbatch"
+    _assert_as_accepted(f"{site}.{form}", _script(load_site(SITES[site]), nodes, homogeneous=homogeneous))
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_scripts_of_lent_nodes_are_as_accepted(name: str) -> None:
+    site = load_site(SITES[name])
+    config = parse_config({"model": {"path": "none"}, "launch": {"elastic": 32}})
+    searcher = searchers_of_a_node(config, site)
+    code = Path("/shared/runs/math-seed0/code/tba_hpc/launch/elastic_supervisor.sh")
+    job = Job(name="tba-search-math", run=Path("/shared/runs/math-seed0"), supervisor=code)
+    _assert_as_accepted(f"{name}.lent", visitors_script(job, 4, searcher, site))
+
+
+def _assert_as_accepted(name: str, text: str) -> None:
+    golden = GOLDEN / f"{name}.sbatch"
     if "ACCEPT_GOLDEN" in os.environ:
         golden.write_text(text)
     assert golden.exists() and text == golden.read_text(), (
-        f"the script for {site}, {form} differs from {golden}: look at it, and if it is meant, accept "
+        f"the script differs from {golden}: look at it, and if it is meant, accept "
         "it with ACCEPT_GOLDEN=1 python -m pytest tests/test_sbatch.py"
     )
 
