@@ -252,6 +252,7 @@ def prepare(run: RunPath, overrides: Overrides = None) -> None:
 @app.command()
 def train(run: RunPath, index: Index = None) -> None:
     """Be a trainer rank of RUN (started by mpiexec or srun)."""
+    gc.disable()  # until it is at work: what is imported stays, and looking through it takes seconds
     keep_caches_private(os.environ)
     from tba_hpc import runtime
 
@@ -262,6 +263,7 @@ def train(run: RunPath, index: Index = None) -> None:
 @app.command()
 def search(run: RunPath, index: Index = None) -> None:
     """Search for RUN: as a rank, started by mpiexec or srun; or, typed by hand anywhere, for a while."""
+    gc.disable()
     keep_caches_private(os.environ)
     from tba_hpc import runtime
     from tba_hpc.elastic import NO_PLACE, NoPlaceError

@@ -6,6 +6,7 @@ The only module that sees both loops and the backends. A rank is started by ``tb
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -175,6 +176,7 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
         is_shard=is_shard,
         keeper=_shard_keeper(run, config),
     )
+    _end_imports()
     with StopFlag() as stop:
         trainer = Trainer(
             config,
@@ -477,7 +479,7 @@ def _load_reference(run: RunDir, config: Config) -> Reference:
 
 
 def require_reference(run: RunDir, config: Config, step: int) -> None:
-    """Raise StateError where the reference that a resume at ``step`` needs is gone, or not as it was written."""
+    """Raise StateError where the reference that a resume at ``step`` needs is gone or damaged."""
     reference = schedules.reference(config.train, step)
     folder = run.reference(reference)
     if not 0 < reference < step:
@@ -594,12 +596,19 @@ def _placed(run: RunDir, role: Role, index: int | None) -> Iterator[tuple[Config
             yield config, placement
 
 
+def _end_imports() -> None:
+    """Garbage is looked for again, and among what comes from here on alone; see ``cli``."""
+    gc.freeze()
+    gc.enable()
+
+
 @contextmanager
 def _led() -> Iterator[StopFlag]:
     """While the leader may take steps it alone ends the run; this rank leaves when let go.
 
     Whoever is missing after a request to stop was still starting, and had nothing to save.
     """
+    _end_imports()
     with StopFlag() as stop:
         try:
             yield stop

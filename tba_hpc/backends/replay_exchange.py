@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tba_hpc.backends.hdf5_shards import parse_shard
+from tba_hpc.backends.hdf5_shards import ShardError, parse_shard
 from tba_hpc.metrics import MetricsTail, Record, number
-from tba_hpc.run.bundles import Key
+from tba_hpc.run.bundles import Key, Place
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.keeping import sealed_files
 from tba_hpc.types import BEHAVIOUR, Publication, Shard
@@ -99,15 +99,28 @@ class RecordedShards:
     """
 
     def __init__(self, run: RunDir, *, behaviour: bool = False) -> None:
+        self._run = run
         self._behaviour = behaviour
         self.places = sealed_files(run)
 
     def __call__(self, key: Key) -> Shard:
-        """Raises ShardError where it is damaged, OSError where it cannot be read."""
-        place = self.places[key]
-        path = place if isinstance(place, Path) else place.bundle
-        shard = parse_shard(path, place.read_bytes() if isinstance(place, Path) else place.read())
+        """Raises ShardError where it is damaged, or gone by now; OSError where it cannot be read."""
+        try:
+            path, data = _read(self.places[key])
+        except FileNotFoundError as error:
+            self.places = sealed_files(self._run)  # a run at work puts together what it has merged
+            if key not in self.places:
+                raise ShardError(
+                    f"{error.filename} is gone, as its run is at work: record with exchange.keep_shards=1"
+                ) from None
+            path, data = _read(self.places[key])
+        shard = parse_shard(path, data)
         return _of_behaviour(shard) if self._behaviour else shard
+
+
+def _read(place: Path | Place) -> tuple[Path, bytes]:
+    """The file that a shard lies in, and the shard's bytes."""
+    return (place, place.read_bytes()) if isinstance(place, Path) else (place.bundle, place.read())
 
 
 def _of_behaviour(shard: Shard) -> Shard:
