@@ -85,6 +85,10 @@ TRAVELS: tuple[Travel, ...] = get_args(Travel)
 WHOLE = -1
 """In place of the size of a bucket's changes, where it travels whole."""
 
+SETTLING_SECONDS = 0.25
+"""Before the first message: Open MPI 5 may crash where one meets a rank that has not left MPI_Init yet, as on
+another node it may for a moment (open-mpi/ompi#12495)."""
+
 PAGE = 4096
 HOSTNAME = np.dtype("S256")
 
@@ -168,6 +172,7 @@ class MpiWorld:
         everybody = tuple(range(comm.size))
         world = cls(comm, rank, trainers, searchers, deadline, threaded, node_split, everybody)
         world = replace(world, offset=offset, work_deadline=work_deadline)
+        time.sleep(SETTLING_SECONDS)
         with world.whole():
             hosts = world._meet()
             # Both are collective, hence not before everybody is known to be there.
