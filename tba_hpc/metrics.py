@@ -83,10 +83,11 @@ search/groups                   training requests answered (count)
 search/reward                   mean reward of these completions
 search/reward/NAME              the same of one of several rewards, before its weight (task.reward)
 search/truncated_share          of these, cut off by the token limit (share)
-search/kl                       mean over these of log π_behaviour − log π_ref (nats per completion): an
-                                estimate of KL(π‖π_ref) where sampling is at the log-probabilities'
-                                temperature; absent where what samples is the reference
-search/entropy                  mean over their tokens of −log π_behaviour (nats per token)
+search/kl                       mean over these, less tempered ones (generator.tempered_share), of
+                                log π_behaviour − log π_ref (nats per completion): an estimate of KL(π‖π_ref)
+                                where sampling is at the log-probabilities' temperature; absent where what
+                                samples is the reference
+search/entropy                  mean over the tokens of the same of −log π_behaviour (nats per token)
 search/flat_groups              of their groups, those whose rewards are all the same (share)
 search/length                   their mean length (tokens)
 search/reward_histogram         list of counts of their rewards; bin i holds those below REWARD_EDGES[i] and

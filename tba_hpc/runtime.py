@@ -417,6 +417,7 @@ class SearchParts:
                 _shard_writer(run, config, self.index, progress),
                 seal_seconds=config.exchange.seal_seconds,
                 max_rejected_groups=config.task.max_rejected_groups,
+                temperature=section.temperature,
             ),
             requests=requests,
             evaluator=evaluator,

@@ -132,7 +132,8 @@ class Scorer:
 
     A group is set aside where the task's code raises. ConfigError is raised by the next call after
     ``max_rejected_groups`` in a row from which nothing is left, or as many answers that cannot be judged; and
-    at once where the task does not give what ports.Task says.
+    at once where the task does not give what ports.Task says. temperature: of requests that are not tempered;
+    none: of all.
     """
 
     def __init__(
@@ -143,8 +144,10 @@ class Scorer:
         *,
         seal_seconds: float,
         max_rejected_groups: int = TaskSection().max_rejected_groups,
+        temperature: float | None = None,
     ) -> None:
         self._task = task
+        self._temperature = temperature
         name, limit = class_name(task), max_rejected_groups
         self._rejected = Setbacks(
             name, "groups without a usable reward", then="these trajectories are set aside", limit=limit
@@ -251,7 +254,9 @@ class Scorer:
         """Append a group to the open shard."""
         ref_logprobs, step = self._reference.logprobs(group), self._reference.step
         self._shards.append(group, rewards, ref_logprobs, reference=step)
-        return Sums.of(group, rewards, ref_logprobs if self._reference.has_model else None, parts)
+        tempered = self._temperature not in (None, group.request.sampling.temperature)
+        compared = ref_logprobs if self._reference.has_model else None
+        return Sums.of(group, rewards, compared, parts, tempered=tempered)
 
     def _rewards(self, group: Group) -> list[float]:
         """One for each completion; NaN for all where the task's code raises."""

@@ -29,9 +29,10 @@ class Parts(dict[str, float]):
 class Sums:
     """Over fresh groups whose completions have a reward; ``+`` adds up, ``figures`` are what is logged.
 
-    flat: groups whose rewards are all the same. truncated: completions that the token limit ended. logprob:
-    log π_behaviour of all tokens, nats. compared, kl: completions with a reference of their own, and
-    log π_behaviour − log π_ref of them, nats. histogram: int64, completions per bin of REWARD_EDGES.
+    flat: groups whose rewards are all the same. truncated: completions that the token limit ended. own,
+    logprob: tokens of requests that are not tempered, and log π_behaviour of them, nats. compared, kl:
+    completions among these with a reference of their own, and log π_behaviour − log π_ref of them, nats.
+    histogram: int64, completions per bin of REWARD_EDGES.
     checked, gap: tokens whose log-probability was computed by two programs under the same weights, and the
     sum of the absolute differences, nats. parts: of the rewards by name, where they are sums of several.
     """
@@ -42,6 +43,7 @@ class Sums:
     truncated: int = 0
     tokens: int = 0
     reward: float = 0.0
+    own: int = 0
     logprob: float = 0.0
     compared: int = 0
     kl: float = 0.0
@@ -57,23 +59,29 @@ class Sums:
         rewards: Sequence[float],
         ref_logprobs: Sequence[np.ndarray] | None = None,
         parts: Mapping[str, Sequence[float]] | None = None,
+        *,
+        tempered: bool = False,
     ) -> Sums:
         """Of one group, at least one completion; ref_logprobs: float32 [T] of each, None without a model.
 
-        parts: what each reward is a sum of, by name.
+        parts: what each reward is a sum of, by name. tempered: sampled at a temperature of its own, so that
+        its log-probabilities say nothing of the policy's entropy, nor of KL.
         """
         reward_K = np.asarray(rewards, np.float64)
-        logprob = _total([completion.logprobs for completion in group.completions])
+        tokens = sum(len(completion.tokens) for completion in group.completions)
+        logprob = 0.0 if tempered else _total([completion.logprobs for completion in group.completions])
+        compared = 0 if tempered or ref_logprobs is None else len(rewards)
         return cls(
             groups=1,
             flat=int(np.ptp(reward_K) == 0),
             completions=len(rewards),
             truncated=sum(completion.finish_reason == "length" for completion in group.completions),
-            tokens=sum(len(completion.tokens) for completion in group.completions),
+            tokens=tokens,
             reward=float(reward_K.sum()),
+            own=0 if tempered else tokens,
             logprob=logprob,
-            compared=0 if ref_logprobs is None else len(rewards),
-            kl=0.0 if ref_logprobs is None else logprob - _total(ref_logprobs),
+            compared=compared,
+            kl=logprob - _total(ref_logprobs) if compared and ref_logprobs is not None else 0.0,
             histogram=np.bincount(np.digitize(reward_K, REWARD_EDGES), minlength=len(REWARD_EDGES) + 1),
             parts=Parts({name: float(sum(values)) for name, values in (parts or {}).items()}),
         )
@@ -97,7 +105,7 @@ class Sums:
             "search/reward": _mean(self.reward, self.completions),
             "search/truncated_share": _mean(self.truncated, self.completions),
             "search/kl": _mean(self.kl, self.compared),
-            "search/entropy": _mean(-self.logprob, self.tokens),
+            "search/entropy": _mean(-self.logprob, self.own),
             "search/flat_groups": _mean(self.flat, self.groups),
             "search/length": _mean(self.tokens, self.completions),
             "search/reward_histogram": self.histogram.tolist() if self.completions else None,

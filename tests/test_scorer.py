@@ -16,6 +16,7 @@ from tba_hpc.metrics import read_metrics
 from tba_hpc.ports import EngineError
 from tba_hpc.run.directory import RunDir
 from tba_hpc.scorer import TOLD_EVERY, Judged, Scorer
+from tba_hpc.search_log import Sums
 from tba_hpc.tasks.tabular import TabularReference, TabularTask
 from tba_hpc.types import Completion, Group, Prompt
 
@@ -130,6 +131,23 @@ def test_what_is_no_single_groups_fault_ends_the_searcher_at_once(
 
 def _raise(error: Exception) -> list[float]:
     raise error
+
+
+@pytest.mark.parametrize(("temperature", "compared"), [(None, 4), (0.0, 4), (1.0, 0)])
+def test_groups_of_another_temperature_are_left_out_of_kl(
+    tmp_path: Path, temperature: float | None, compared: int
+) -> None:
+    """The answers are greedy, hence tempered where requests are sampled at 1."""
+    run, task = RunDir.create(make_config(tmp_path)), TabularTask(TABLE)
+    writer, reference = ShardWriter(run, 0), TabularReference(TABLE)
+    scorer = Scorer(task, reference, writer, seal_seconds=60, temperature=temperature)
+    for group in answers("train", 0, task.prompts("train")):
+        scorer.submit(group)
+    sums = Sums()
+    while sums.groups < 4:
+        sums = sum((scored.sums for scored in scorer.finished()), sums)
+    scorer.close()
+    assert sums.compared == compared and bool(sums.own) == bool(compared)
 
 
 class Unjudged(TabularTask):

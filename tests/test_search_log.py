@@ -45,6 +45,16 @@ def test_sums_of_groups_by_hand() -> None:
     assert histogram[zero] == 1 and histogram[zero + 3] == 2  # asinh 1 = .88, in the fourth quarter
 
 
+def test_what_was_tempered_says_nothing_of_entropy_or_kl() -> None:
+    own = Sums.of(group_of([-1.0, -0.5]), [1.0], reference([-1.5, -1.0]))
+    tempered = Sums.of(group_of([-9.0] * 6), [0.0], reference([-1.0] * 6), tempered=True)
+    figures = (own + tempered).figures()
+    assert figures["search/kl"] == pytest.approx(1.0) and figures["search/entropy"] == pytest.approx(0.75)
+    assert figures["search/length"] == 4 and figures["search/reward"] == 0.5, "the rest is of all"
+    alone = tempered.figures()
+    assert alone["search/kl"] is None and alone["search/entropy"] is None
+
+
 def test_every_reward_has_its_bin() -> None:
     """Those beyond the edges in the outer ones, those at an edge in the bin above it."""
     edges = np.array(REWARD_EDGES)
