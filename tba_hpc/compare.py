@@ -23,6 +23,12 @@ NAMES = ("run.name", "run.root")
 """Keys that tell runs apart and nothing else."""
 
 
+OF_REFERENCE = ("perplexity before", "perplexity after", "KL")
+"""Figures that say nothing beside those to another reference."""
+
+LEFT_OUT = "KL and perplexity are left out: these runs have different references"
+
+
 @dataclass(frozen=True, slots=True)
 class Compared:
     """A run among others. before, after: the score on the held-out prompts, None where it was not measured.
@@ -90,10 +96,22 @@ def config_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
 def score_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
     """A row for each figure, by run."""
     columns = [_figures(run) for run in runs]
+    left_out = () if share_reference(runs) else OF_REFERENCE
     return [
         {"figure": figure, **{run.name: column[figure] for run, column in zip(runs, columns, strict=True)}}
         for figure in columns[0]
+        if figure not in left_out
     ]
+
+
+def share_reference(runs: Sequence[Compared]) -> bool:
+    """Whether KL and perplexity of these runs are to one reference; those to what sampled have none."""
+    models = {
+        (config.model.path, config.model.logprob_temperature, config.train.reference == "frozen" or run.name)
+        for run in runs
+        if (config := run.config).train.reference != "behaviour"
+    }
+    return len(models) < 2
 
 
 def _figures(run: Compared) -> dict[str, str]:
@@ -144,6 +162,8 @@ def print_comparison(runs: Sequence[Compared], *, as_json: bool = False) -> None
     print()
     print_rows([dict(row) for row in score_rows(runs)])
     print("\nin brackets: 95 % intervals; differences as of unpaired prompts")
+    if not share_reference(runs):
+        print(LEFT_OUT)
 
 
 def values(runs: Sequence[Compared]) -> dict[str, Any]:
@@ -172,7 +192,8 @@ def write_comparison(path: Path, runs: Sequence[Compared]) -> None:
         names=[run.name for run in runs],
         lines=[run_line(i) for i in range(len(runs))],
         tables=[config_rows(runs), score_rows(runs)],
-        plots=overlays([run.data for run in runs]),
+        plots=overlays([run.data for run in runs], kl=share_reference(runs)),
+        note="" if share_reference(runs) else LEFT_OUT,
         footer=footer(),
     )
     try:

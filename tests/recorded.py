@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from tba_hpc.config import parse_config
@@ -13,11 +14,11 @@ from tba_hpc.run.events import log_event
 STEPS = 10
 
 
-def new_run(root: Path, **train: object) -> RunDir:
-    """A run directory without a metric. train: settings of that section."""
+def new_run(root: Path, model: Mapping[str, object] | None = None, **train: object) -> RunDir:
+    """A run directory without a metric. model, train: settings of these sections."""
     tree = {
         "run": {"root": str(root), "name": "known"},
-        "model": {"path": "models/<tiny>"},
+        "model": {"path": "models/<tiny>", **(model or {})},
         "train": {"steps": STEPS, **train},
         "launch": {"searchers": 2},
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from recorded import evaluate, new_run, resumed_run, search, step, write
@@ -90,6 +91,34 @@ def test_curves_lie_over_each_other_in_the_colours_of_the_page(runs: list[RunDir
     loss = next(plot.svg for plot in plots if plot.title == "Loss")
     assert "var(--blue)" in loss and "var(--orange)" in loss
     assert len({(run_line(i).variable, run_line(i).css) for i in range(12)}) == 12
+
+
+@pytest.mark.parametrize(
+    ("model", "train", "shared"),
+    [
+        ({}, {"objective": "tba_prime"}, True),
+        ({}, {"reference": "behaviour"}, True),
+        ({"path": "models/other"}, {}, False),
+        ({"logprob_temperature": 0.5}, {}, False),
+        ({}, {"reference": "reset", "reference_every": 2}, False),
+    ],
+    ids=str,
+)
+def test_figures_of_different_references_are_not_put_beside_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: dict[str, object], train: Any, shared: bool
+) -> None:
+    first, second = new_run(tmp_path / "a"), new_run(tmp_path / "b", model=model, **train)
+    for run in (first, second):
+        write(run.metrics_file("trainer"), [step(s, 10.0 * s, loss=1.0) for s in range(1, 4)])
+        write(run.metrics_file("searcher", 0), [search(5.0, 10, 100, kl=2.5, reward=1.0)])
+    compared = compare([first.path, second.path])
+    print_comparison(compared)
+    text = capsys.readouterr().out
+    assert ("KL  " in text) is ("perplexity after" in text) is shared
+    assert ("KL and perplexity are left out" in text) is not shared
+    write_comparison(tmp_path / "page.html", compared)
+    page = (tmp_path / "page.html").read_text()
+    assert ("<b>KL</b>" in page) is shared and ("are left out: these runs" in page) is not shared
 
 
 def test_the_page_escapes_names_and_fetches_nothing(runs: list[RunDir], tmp_path: Path) -> None:

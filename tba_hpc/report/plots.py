@@ -528,8 +528,11 @@ def run_line(index: int) -> RunLine:
     return RunLine(color, VARIABLES[color], *dashes[index // 4 % 3])
 
 
-def overlays(runs: Sequence[RunData]) -> list[Plot]:
-    """The curves of some runs laid over each other, by step; those that at least one run has."""
+def overlays(runs: Sequence[RunData], *, kl: bool = True) -> list[Plot]:
+    """The curves of some runs laid over each other, by step; those that at least one run has.
+
+    kl: whether theirs may be, since it is to one reference.
+    """
     score = score_name_of(evaluation for data in runs for evaluation in data.evaluations)
     drawn = [
         _plot(score, "validation, and held-out before and after", lambda ax: _scores(ax, runs)),
@@ -541,6 +544,7 @@ def overlays(runs: Sequence[RunData]) -> list[Plot]:
                 ("Entropy", "of fresh samples, nats per token", "search/entropy"),
                 ("Length", "tokens per fresh completion", "search/length"),
             )
+            if kl or name != "search/kl"
         ),
         *(
             _plot(title, note, lambda ax, name=name: _over(ax, runs, name, _by_step))  # type: ignore[misc]
