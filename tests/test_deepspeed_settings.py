@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from deepspeed import DeepSpeedConfig
 
-from tba_hpc.backends.deepspeed_settings import deepspeed_settings, merged, use_tensor_cores
+from tba_hpc.backends.deepspeed_settings import deepspeed_settings, merged
+from tba_hpc.backends.hf_model import use_tensor_cores
 from tba_hpc.config import Config, parse_config
 
 

@@ -46,7 +46,6 @@ from tba_hpc.backends.deepspeed_settings import (
     BUCKET_ELEMENTS,
     deepspeed_settings,
     is_fused,
-    use_tensor_cores,
 )
 from tba_hpc.backends.hf_model import (
     PolicyLogprobs,
@@ -54,6 +53,7 @@ from tba_hpc.backends.hf_model import (
     load_tokenizer,
     require_one_vocabulary,
     tensor_in,
+    use_tensor_cores,
 )
 from tba_hpc.backends.snapshot import Snapshot
 from tba_hpc.backends.trainer_group import Message, TrainerGroup, is_lost_peer

@@ -56,12 +56,3 @@ def merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]
 def is_fused(device: torch.device) -> bool | None:
     """Whether AdamW updates all weights by a few large kernels: on a GPU. None: as torch likes."""
     return True if device.type == "cuda" else None
-
-
-def use_tensor_cores(device: torch.device) -> None:
-    """Let a GPU take products of float32 factors in TF32, 10 bits of mantissa each, several times as fast.
-
-    They are added up in float32. Elsewhere nothing changes.
-    """
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")

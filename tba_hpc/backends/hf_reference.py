@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tba_hpc.backends.adapter import FOLDER, Adaptable, Adapter
-from tba_hpc.backends.hf_model import PolicyLogprobs, load_policy, tensor_in
+from tba_hpc.backends.hf_model import PolicyLogprobs, load_policy, tensor_in, use_tensor_cores
 from tba_hpc.config import Config
 from tba_hpc.types import Group, WeightUpdate
 
@@ -120,6 +120,7 @@ class HfReference:
         """
         if torch.cuda.is_available() and self.model.device.type == "cpu":
             self.model.cuda()
+            use_tensor_cores(self.model.device)
 
     @torch.inference_mode()
     def _distinct_logprobs(self, prompt: np.ndarray, completions: Iterable[np.ndarray]) -> list[np.ndarray]:
