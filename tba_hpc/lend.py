@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from pathlib import Path
 
-from tba_hpc.config import ConfigError
+from tba_hpc.config import Config, ConfigError
+from tba_hpc.doctor.examine import check_resources, preflight_of_lent
 from tba_hpc.launch import slurm, snapshot
 from tba_hpc.launch.plan import Site, load_site, searchers_of_a_node
 from tba_hpc.launch.sbatch import TBA, VISITORS_SUPERVISOR, Job, visitors_script
@@ -29,7 +31,7 @@ def lend(
 ) -> None:
     """Submit up to ``nodes`` one-node jobs whose searchers come and go, for the run in ``path``.
 
-    Raises ConfigError, SubmitError with one sentence.
+    Raises ConfigError, SubmitError, SlurmError with one sentence.
     """
     run = RunDir.open(path)
     config, site = run.config(), _searchers_site(site_file, partition, time)
@@ -60,6 +62,7 @@ def lend(
     if run.finished:
         print(f"finished already, nothing to search for: {run.summary}")
         return
+    warnings = _warnings(run, config, site, site_file)
     snapshot.take(run.path, forget=False)
     number = slurm.submit_visitors(run, text)
     commands = {
@@ -68,11 +71,23 @@ def lend(
         "cancel": f"scancel {number}",
     }
     if as_json:
-        print(json.dumps({"job": number, "run": str(run.path), "commands": commands}))
+        lent = {"job": number, "run": str(run.path), "commands": commands, "warnings": warnings}
+        print(json.dumps(lent))
         return
     print(f"job {number}: up to {count(nodes, 'node')}, {count(searcher.ranks, 'searcher')} on each")
     for name, command in commands.items():
         print(f"  {name:7} {command}")
+    for sentence in warnings:
+        print(f"warning: {sentence}", file=sys.stderr)
+
+
+def _warnings(run: RunDir, config: Config, site: Site, site_file: Path) -> list[str]:
+    """What may go wrong. Raises SubmitError for what will, before hours in the queue."""
+    fetch = shlex.join(["tba", "fetch", str(run.config_file), "--site", str(site_file)])
+    findings = [*preflight_of_lent(site), *check_resources(config, site, fetch)]
+    if problem := next((finding for finding in findings if finding.level == "problem"), None):
+        raise slurm.SubmitError(problem.sentence)
+    return [finding.sentence for finding in findings if finding.level == "warning"]
 
 
 def _searchers_site(site_file: Path, partition: str | None, time: str | None) -> Site:

@@ -174,6 +174,18 @@ def preflight(config: Config, split: Plan, site: Site) -> list[Finding]:
     ]
 
 
+def preflight_of_lent(site: Site) -> list[Finding]:
+    """The same of one-node jobs of searchers, for a run that is there. Raises SlurmError."""
+    asked = SlurmFacts.ask()
+    partition = asked.partition(site.searcher.partition or site.partition)
+    return [
+        slurm_checks.check_requeue(asked, site),
+        *([slurm_checks.check_partition(partition, site)] if partition else []),
+        *slurm_checks.check_gpu_request(site),
+        *slurm_checks.check_variables(site, os.environ),
+    ]
+
+
 def check_resources(config: Config, site: Site | None, fetched_by: str) -> list[Finding]:
     """Whether jobs of ``site``, or runs here, will find the models and data that a config names.
 

@@ -11,6 +11,9 @@ import pytest
 import yaml
 from slurm_testbed.cluster import Cluster
 
+from tba_hpc.config import parse_config
+from tba_hpc.run.directory import RunDir
+
 pytestmark = [pytest.mark.mpi, pytest.mark.slurm]
 
 REPOSITORY = Path(__file__).parents[2]
@@ -241,3 +244,40 @@ def test_what_may_fail_is_said_with_the_job(
     warnings = "\n".join(answer["warnings"])
     assert "SBATCH_NO_REQUEUE of this shell would override the batch script" in warnings
     assert cluster.jobs(int(answer["job"]))[0]["Requeue"] == "1", "as the script asks"
+
+
+def test_nodes_are_lent_with_the_same_foresight(
+    cluster: Cluster,
+    submit: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+) -> None:
+    """As of a run's own job, but of the searchers' partition alone."""
+    tree = yaml.safe_load((tmp_path / "config.yaml").read_text()) | {"launch": {"elastic": 8}}
+    run = RunDir.create(parse_config(tree))
+
+    def lend(*options: str) -> subprocess.CompletedProcess[str]:
+        words = [*SUBMIT, "--elastic", str(run.path), "--site", str(tmp_path / "site.yaml"), *options]
+        return subprocess.run(words, capture_output=True, text=True, timeout=60)
+
+    weights = tmp_path / "cache/hub/models--org--model/snapshots/abc/model.safetensors"
+    weights.rename(tmp_path / "elsewhere")
+    refused = lend("--nodes", "1")
+    assert refused.returncode == 2 and "nothing whole of model.path=org/model is in" in refused.stderr
+    assert f"type 'tba fetch {run.config_file} --site {tmp_path}/site.yaml'" in refused.stderr
+    (tmp_path / "elsewhere").rename(weights)
+    cluster.run("scontrol", "update", "PartitionName=main", "MaxTime=1-0")
+    try:
+        refused = lend("--nodes", "1", "--time", "2-00:00:00")
+    finally:
+        cluster.run("scontrol", "update", "PartitionName=main", "MaxTime=UNLIMITED")
+    assert refused.returncode == 2 and "is beyond MaxTime=1-00:00:00 of partition main" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1 and not cluster.run("squeue", "--noheader")
+    cluster.run("scontrol", "update", "PartitionName=main", "State=DOWN")
+    try:
+        lent = lend("--nodes", "1", "--json")
+    finally:
+        cluster.run("scontrol", "update", "PartitionName=main", "State=UP")
+    assert lent.returncode == 0, lent.stderr
+    answer = json.loads(lent.stdout)
+    assert any("partition main is DOWN, so that jobs stay queued" in said for said in answer["warnings"])
+    cluster.run("scancel", str(answer["job"]))
