@@ -109,12 +109,27 @@ def test_a_shipped_config_fits_the_hardware_that_its_header_names(name: str) -> 
     assert all(device.bytes < find_gpu(gpu).bytes for device in found.devices)
 
 
-@pytest.mark.parametrize("gpu", ["rtx4090-24", "a100-40", "a100-80"])
+@pytest.mark.parametrize(
+    "gpu", ["l4-24", "a10-24", "a30-24", "rtx3090-24", "rtx4090-24", "a100-40", "a100-80"]
+)
 def test_lora_of_a_1b_fits_one_gpu_of_any_size(gpu: str) -> None:
     """All weights of it, with the same engine, fit the largest alone."""
     assert estimate(load_config(Path("math_gsm8k_one_gpu_lora")), GPUS[gpu], gpus=1).problems == ()
     all_weights = load_config(Path("math_gsm8k_one_gpu_lora"), ["model.lora=null"])
     assert (estimate(all_weights, GPUS[gpu], gpus=1).problems == ()) == (gpu == "a100-80")
+
+
+def test_what_has_no_bfloat16_is_told_and_float32_is_reckoned() -> None:
+    """A T4: 8.1 TFLOP/s of float32, 14.6 GiB, of which weights of 4 bytes take twice as much."""
+    path = Path("math_gsm8k_one_gpu_lora")
+    with pytest.raises(ConfigError, match=r"bfloat16 is more than --gpu t4-16 can: add --set model.dtype=fl"):
+        estimate(load_config(path), GPUS["t4-16"], gpus=1)
+    found = estimate(load_config(path, ["model.dtype=float32"]), GPUS["t4-16"], gpus=1)
+    (problem,) = found.problems
+    assert "14.2 of its 14.6 GiB" in problem
+    assert sum(span.seconds for span in found.step) > 0
+    others = suggestions(load_config(path, ["model.dtype=float32"]), found, spread=False)
+    assert others == [["--gpu a100-40"]]
 
 
 def test_three_searchers_of_a_gpu_each_do_not_fit_on_one() -> None:
@@ -355,7 +370,7 @@ def test_a_site_says_how_many_gpus_a_node_has_and_which() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--gpu", "h100"), "--gpu h100 is not known: valid are a100-40, a100-80, h100-80"),
+        (("--gpu", "h100"), "--gpu h100 is not known: valid are t4-16, l4-24, a10-24"),
         (("--nodes", 2), "--nodes 2 says nothing without a cluster: name it with --site"),
         (("--gpus", 2, "--site", "generic"), "--gpus 2 contradicts --site"),
         (("--set", "model.path=org/unknown"), "model.path=org/unknown has no config.json here"),

@@ -13,7 +13,7 @@ from typing import Any
 
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.planner import seconds
-from tba_hpc.planner.hardware import GIB, GPUS, Gpu
+from tba_hpc.planner.hardware import GIB, GPUS, Gpu, require_dtype
 from tba_hpc.planner.memory import Need, searcher_need, trainer_need
 from tba_hpc.planner.seconds import Span, items_named
 from tba_hpc.planner.workload import Workload, workload_of
@@ -101,8 +101,10 @@ def estimate(
 
     gpus: of a node; None: as many as its ranks ask for. spread: trainers and searchers have nodes of their
     own, as in a Slurm job; else all ranks are on one node, and share its GPUs where there are too few.
-    Lengths: mean tokens, None takes the task's. Raises ConfigError where a model is unknown.
+    Lengths: mean tokens, None takes the task's. Raises ConfigError where a model is unknown, or the GPU has
+    not its dtype.
     """
+    require_dtype(gpu, config.model.dtype)
     work = workload_of(config, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
     asked = config.launch.trainers + config.launch.searchers * config.generator.tensor_parallel
     per_node = gpus or asked
@@ -266,6 +268,7 @@ def suggestions(config: Config, given: Estimate, *, spread: bool) -> list[list[s
     for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory):
         if (
             gpu.memory > given.gpu.memory
+            and (gpu.bf16 or config.model.dtype != "bfloat16")
             and not estimate(config, gpu, gpus=given.gpus, spread=spread).problems
         ):
             return [*found, [f"--gpu {gpu.name}"]]

@@ -15,8 +15,8 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """memory: GiB that a program finds. bf16, fp32: dense TFLOP/s, fp32 without TF32. bandwidth: of its
-    memory, GB/s. link: to another GPU of the node, GB/s each way.
+    """memory: GiB that a program finds. bf16, fp32: dense TFLOP/s, fp32 without TF32; bf16 is 0 where it has
+    none. bandwidth: of its memory, GB/s. link: to another GPU of the node, GB/s each way.
     """
 
     name: str
@@ -33,12 +33,17 @@ class Gpu:
 
     def flops(self, dtype: Dtype) -> float:
         """FLOP/s of matrix products at best."""
-        return 1e12 * (self.bf16 if dtype == "bfloat16" else self.fp32)
+        return 1e12 * (self.bf16 if dtype == "bfloat16" and self.bf16 else self.fp32)
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
+        Gpu(name="t4-16", memory=14.6, bf16=0, fp32=8.1, bandwidth=320, link=12),
+        Gpu(name="l4-24", memory=22.0, bf16=121, fp32=30.3, bandwidth=300, link=25),
+        Gpu(name="a10-24", memory=22.0, bf16=125, fp32=31.2, bandwidth=600, link=25),
+        Gpu(name="a30-24", memory=23.5, bf16=165, fp32=10.3, bandwidth=933, link=25),
+        Gpu(name="rtx3090-24", memory=23.5, bf16=71, fp32=35.6, bandwidth=936, link=25),
         Gpu(name="a100-40", memory=39.4, bf16=312, fp32=19.5, bandwidth=1555, link=300),
         Gpu(name="a100-80", memory=79.1, bf16=312, fp32=19.5, bandwidth=2039, link=300),
         Gpu(name="h100-80", memory=79.1, bf16=989, fp32=67, bandwidth=3350, link=450),
@@ -46,6 +51,7 @@ GPUS = {
         Gpu(name="l40s-48", memory=44.4, bf16=362, fp32=91.6, bandwidth=864, link=25),
         Gpu(name="a40-48", memory=44.3, bf16=149.7, fp32=37.4, bandwidth=696, link=25),
         Gpu(name="rtx4090-24", memory=23.5, bf16=165, fp32=82.6, bandwidth=1008, link=25),
+        Gpu(name="rtx6000ada-48", memory=47.3, bf16=364, fp32=91.1, bandwidth=960, link=25),
         Gpu(name="mi250x-64", memory=63.9, bf16=191.5, fp32=23.9, bandwidth=1638, link=50),
     )
 }
@@ -57,6 +63,15 @@ def find_gpu(name: str) -> Gpu:
     if name not in GPUS:
         raise ConfigError(f"--gpu {name} is not known: valid are {', '.join(GPUS)}")
     return GPUS[name]
+
+
+def require_dtype(gpu: Gpu, dtype: Dtype) -> None:
+    """Raise ConfigError where a GPU cannot compute in the policy's dtype."""
+    if dtype == "bfloat16" and not gpu.bf16:
+        raise ConfigError(
+            f"model.dtype=bfloat16 is more than --gpu {gpu.name} can: add --set model.dtype=float32 (twice "
+            "the memory), or choose a GPU of another kind"
+        )
 
 
 # What of the data sheets is reached; see docs/lab-book.md for where the numbers come from.
