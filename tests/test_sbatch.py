@@ -667,3 +667,46 @@ def _searched(
     echo $?
     """
     return _bash(program, RUN=str(run))
+
+
+# --- keep_searching.sh ---
+
+
+@pytest.mark.parametrize(
+    ("codes", "ends", "starts"),
+    [
+        ("0", 0, 1),
+        ("2 0", 2, 1),  # what only the user can mend
+        ("3 0", 3, 1),  # no place
+        ("137 1 0", 0, 3),
+        ("1 1 137 0", 137, 3),  # more than twice in a row
+    ],
+)
+def test_a_searcher_of_a_lent_node_is_started_again_by_itself(
+    codes: str, ends: int, starts: int, tmp_path: Path
+) -> None:
+    assert _kept(tmp_path, codes, status=ends) == starts
+
+
+def test_of_a_searcher_that_was_there_for_long_no_crash_is_counted(tmp_path: Path) -> None:
+    assert _kept(tmp_path, "1 1 1 1 0", LONG_SECONDS="0") == 5
+
+
+def test_a_searcher_that_was_asked_to_go_is_not_started_again(tmp_path: Path) -> None:
+    """Though it crashed on its way, as one that is still importing does."""
+    assert _kept(tmp_path, "138 0", before="kill -USR1 $PPID; sleep 0.3") == 1
+
+
+def _kept(folder: Path, codes: str, *, before: str = ":", status: int = 0, **variables: str) -> int:
+    """How often a searcher that ends with these codes, start by start, is started."""
+    (folder / "codes").write_text(codes.replace(" ", "\n") + "\n")
+    searcher = folder / "searcher"
+    searcher.write_text(
+        f'#!/bin/bash\necho >> "{folder}/starts"\n{before}\n'
+        f'read -r code < "{folder}/codes"; sed -i 1d "{folder}/codes"; exit "$code"\n'
+    )
+    searcher.chmod(0o700)
+    names = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURMD_NODENAME": "node1"}
+    kept = SUPERVISOR.with_name("keep_searching.sh")
+    _bash(f'sleep() {{ :; }}; export -f sleep; bash "{kept}" 2 "{searcher}"', status, **names, **variables)
+    return len((folder / "starts").read_text().splitlines())

@@ -45,7 +45,7 @@ from tba_hpc.run.directory import RunDir
 FOREVER = 1_000_000
 """Optimizer steps: the run goes on until it is shortened."""
 
-BEGAN = re.compile(r"^\[(\S+ \S+) job (\d+) restart \d+\] searching for", re.M)
+BEGAN = re.compile(r"^\[(\S+ \S+) job (\d+) restart \d+\] search(?:ing for|er \d+ of .* again$)", re.M)
 """A lent job's word that it starts its searcher: on a new node, or once more after a crash."""
 
 Row = dict[str, Cell]
@@ -123,7 +123,8 @@ class Churn:
                     process = psutil.Process(pid)
                     array = process.environ().get("SLURM_ARRAY_JOB_ID") == str(self.array)
                     command = process.cmdline()
-                    if array and command[0] != "srun" and command[-2:] == ["search", str(self.run.path)]:
+                    its_own = command[0] not in ("srun", "bash")  # which start it
+                    if array and its_own and command[-2:] == ["search", str(self.run.path)]:
                         found.append(pid)
         return found
 

@@ -2,10 +2,12 @@
 # searchers as the job has tasks; asked to stop they leave, and the job goes back to the queue unless the run is
 # finished. The run's own job knows nothing of it.
 # Before: RUN, REQUEUE, RELAUNCHES, SAVE_SECONDS, and ranks NUMBER, which starts so many searchers as one step: without MPI, since
-# each has a place of its own, and its death is its own.
+# each has a place of its own, and its death is its own: by SEARCHING each is started again by itself. What ends the whole step
+# is mended here.
 
 source "$(dirname "${BASH_SOURCE[0]}")/job_supervisor.sh"
 unset TBA_ATTEMPT    # its ranks are others
+SEARCHING=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/keep_searching.sh
 
 event() { :; }       # these are the run's own
 

@@ -307,6 +307,6 @@ def _visitors_step(job: Job, searcher: Component, site: Site) -> str:
     srun = f'srun --mpi=none --ntasks="$1" {cpus} --kill-on-bad-exit=0{_extra(site)}{step_options(site)}'
     return (
         "ranks() {   # so many searchers, each for itself\n"
-        f'    exec {srun} {inside(job.tba, site)} search "$RUN"\n'
+        f'    exec {srun} \\\n        bash "$SEARCHING" "$RELAUNCHES" {inside(job.tba, site)} search "$RUN"\n'
         "}\n"
     )

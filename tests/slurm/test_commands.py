@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from slurm_testbed.cluster import Cluster
 
@@ -167,6 +171,45 @@ def test_of_lent_nodes_the_one_that_must_go_comes_back_and_the_others_stay(
     cluster.until(lambda: (run.path / f"visitor-{array}-1").exists(), f"{name} to be back", 120)
     restarts = {part["ArrayTaskId"]: part["Restarts"] for part in cluster.jobs(array)}
     assert restarts.pop(last["ArrayTaskId"]) == "1" and set(restarts.values()) == {"0"}, restarts
+
+
+def test_a_searcher_that_dies_on_a_lent_node_comes_back_and_its_neighbour_stays(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    run, _ = _run(tmp_path, _site())
+    program = tmp_path / "visitor.py"
+    program.write_text(VISITOR)
+    site = _site(requeue=True)
+    job = Job(
+        name="visitors", run=run.path, supervisor=VISITORS_SUPERVISOR, tba=(sys.executable, str(program))
+    )
+    script = visitors_script(job, 1, searchers_of_a_node(run.config(), site), site)
+    array = int(slurm.submit_visitors(run, script))
+
+    def there() -> set[int]:
+        return {pid for node in cluster.up for pid in cluster.pids(node) if _command(pid)[1:] == wanted}
+
+    wanted = [str(program), "search", str(run.path)]
+    cluster.until(lambda: len(there()) == 2, "both to be there", 60)
+    time.sleep(0.5)  # until they listen
+    victim, neighbour = there()
+    os.kill(victim, signal.SIGKILL)
+    cluster.until(lambda: len(there() - {victim}) == 2, "another in its place", 60)
+    assert neighbour in there()
+    time.sleep(0.5)
+    cluster.run("scancel", "--batch", "--signal=USR1", str(array))
+    back = run.path / f"visitor-{array}-1"
+    cluster.until(lambda: back.exists() and len(there()) == 2, "both to be back", 120)
+    said = "".join(file.read_text() for file in (run.path / "slurm").glob("searchers-*.log"))
+    assert said.count("ended with status 137 (failure 1 in a row): starting it again") == 1, said
+    assert said.count("back to the queue") == 1 and "the searchers ended with status" not in said, said
+
+
+def _command(pid: int) -> list[str]:
+    try:
+        return psutil.Process(pid).cmdline()
+    except psutil.Error:  # gone by now
+        return []
 
 
 def test_seeds_become_a_job_each_after_another_run(cluster: Cluster, tmp_path: Path) -> None:
