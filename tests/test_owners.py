@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -164,6 +165,29 @@ def test_a_damaged_claim_counts_while_there_are_signs_of_life(run: RunDir, conte
     file.write_bytes(content.encode("latin-1"))
     os.utime(file, (time.time() - owners.SILENT_SECONDS - 5,) * 2)
     assert is_free(run)
+
+
+def test_a_handle_that_the_file_server_has_forgotten_is_read_again(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS answers of a file that another host has replaced; where it stays so, its owner is unknown."""
+    left = [3]
+
+    def read_bytes(path: Path) -> bytes:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return path.open("rb").read()
+
+    with owned(run):
+        monkeypatch.setattr(Path, "read_bytes", read_bytes)
+        owner = owners.owner_at_work(run)
+        assert owner and owner.pid == os.getpid() and left == [-1]
+        assert [claim.owner.pid for claim in owners._claims(run, [owners.LAUNCH])] == [os.getpid()]
+        monkeypatch.setattr(owners, "SILENT_SECONDS", 0.1)
+        left[0] = 1_000_000
+        assert owners._newest(run, owners.LAUNCH).owner == owners.UNKNOWN
+        left[0] = 0
 
 
 def test_owners_give_signs_of_life(run: RunDir) -> None:

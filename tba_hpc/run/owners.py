@@ -9,6 +9,7 @@ nobody's: numbers never come again.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -17,10 +18,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import publish, write_atomic
@@ -38,6 +41,9 @@ SILENT_SECONDS = 60.0
 LEAVE_SECONDS = 10.0
 """Time that a rank gives to one of its own name, whose launcher has died, to leave."""
 
+GONE_SECONDS = 0.02
+"""Pause before another look where a claim was gone by the time it was read."""
+
 LOOK_SECONDS = 0.2
 """Pause between two looks at an owner who is to leave."""
 
@@ -46,6 +52,10 @@ SQUEUE_SECONDS = 5.0
 
 AT_WORK = {"RUNNING", "SUSPENDED", "STOPPED"}
 """Slurm's states of a job whose processes may write; one that waits in the queue has none."""
+
+
+Result = TypeVar("Result")
+Fallback = TypeVar("Fallback")
 
 
 class OwnedError(ValueError):
@@ -199,10 +209,7 @@ def _is_heard_of(claim: Claim, now: float) -> bool:
 
 def _sign_of(file: Path) -> float:
     """When an owner's file was touched last; 0 where it is gone."""
-    try:
-        return file.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+    return _unless_gone(lambda: file.stat().st_mtime, otherwise=0.0)
 
 
 @contextmanager
@@ -270,15 +277,30 @@ def _take(run: RunDir, name: str, number: int, me: Owner) -> Path | None:
 
 
 def _newest(run: RunDir, name: str) -> Claim:
-    """The claim to a name that counts."""
+    """The claim to a name that counts; a listing may still show one that was superseded."""
+    give_up = time.monotonic() + SILENT_SECONDS
     while file := max(run.owners.glob(f"{name}.*"), key=_number, default=None):
-        with suppress(FileNotFoundError):  # superseded meanwhile
-            return Claim(name, _number(file), file, _read(file))
+        owner = _unless_gone(partial(_read, file), otherwise=None)
+        if owner is not None:
+            return Claim(name, _number(file), file, owner)
+        if time.monotonic() >= give_up:
+            return Claim(name, _number(file), file, UNKNOWN)
+        time.sleep(GONE_SECONDS)
     return Claim(name)
 
 
+def _unless_gone(do: Callable[[], Result], *, otherwise: Fallback) -> Result | Fallback:
+    """``do()``, or ``otherwise`` of a file that another host has removed; NFS may say ESTALE then."""
+    try:
+        return do()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            raise
+        return otherwise
+
+
 def _read(file: Path) -> Owner:
-    """Who made a claim. Raises FileNotFoundError."""
+    """Who made a claim. Raises OSError."""
     try:
         return Owner(**json.loads(file.read_bytes()))
     except (ValueError, TypeError):  # half of it, or other bits: what a crash or a disk has left
@@ -394,10 +416,7 @@ def _last_sign(run: RunDir, claim: Claim) -> float:
 
 def _is_leased(file: Path) -> bool:
     """Whether it is a claim of one that comes and goes, which lives on without the run's job."""
-    try:
-        return _read(file).alike
-    except FileNotFoundError:
-        return False
+    return _unless_gone(lambda: _read(file).alike, otherwise=False)
 
 
 def _clock(run: RunDir) -> float:
