@@ -832,6 +832,11 @@ class Config(Section):
         return limited or self.exchange.max_staleness is not None or self.train.reference == "reset"
 
     @property
+    def one_world(self) -> bool:
+        """Whether the ranks of a start make one MPI world; where all searchers come by themselves there is none."""
+        return self.exchange.transport == "mpi" and self.launch.searchers > 0
+
+    @property
     def on_policy(self) -> bool:
         """Whether every step is to be a policy gradient on what its own policy sampled."""
         return self.exchange.max_staleness == 0 and self.train.objective in POLICY_GRADIENTS

@@ -107,9 +107,7 @@ def script_of(config: Config, split: Plan, site: Site, *, after: str | None, cod
     a container brings code of its own.
     """
     rank = RANK
-    if (
-        config.exchange.transport == "files"
-    ):  # Slurm alone numbers the ranks, and nothing loads an MPI library
+    if not config.one_world:  # Slurm alone numbers the ranks, and nothing loads an MPI library
         rank, site = TBA, site.model_copy(update={"mpi": "none"})
     job = Job(
         name=f"tba-{config.run.name}",

@@ -43,7 +43,7 @@ class Placement:
         Raises ConfigError, ExchangeError.
         """
         gpus = config.generator.tensor_parallel if role == "searcher" else 1
-        if config.exchange.transport == "files":
+        if not config.one_world:
             if index is None:
                 return cls._of_step(config, role, gpus)
             trainers = 0 if role == "trainer" else config.launch.trainers  # on one machine they come first
@@ -69,7 +69,8 @@ class Placement:
         """
         if "SLURM_PROCID" not in os.environ:
             raise ConfigError(
-                "exchange.transport=files has no MPI to number the ranks: give --index, or start them by srun"
+                "ranks over files (exchange.transport=files, or launch.searchers=0) have no MPI to number "
+                "them: give --index, or start them by srun"
             )
         rank, local = (int(os.environ[name]) for name in ("SLURM_PROCID", "SLURM_LOCALID"))
         trainers, searchers = config.launch.trainers, config.launch.searchers

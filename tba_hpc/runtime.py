@@ -549,7 +549,7 @@ def _open_trainer(
 
 def _may_send_delta(config: Config, layout: WeightLayout) -> bool:
     """Whether files may hold what has changed; of float32 weights all but everything has."""
-    alone = config.launch.trainers == 1 or config.exchange.transport == "mpi"
+    alone = config.launch.trainers == 1 or config.one_world
     worth = config.exchange.delta == "always" or all(slot.dtype != "F32" for slot in layout.slots)
     return alone and worth and config.exchange.delta != "never"
 

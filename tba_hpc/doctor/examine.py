@@ -160,7 +160,7 @@ def _seen_from_nodes(here: Sequence[Finding], there: Sequence[Finding]) -> list[
 def preflight(config: Config, split: Plan, site: Site) -> list[Finding]:
     """What is worth knowing before a job waits for hours in the queue. Raises SlurmError."""
     asked, folder = SlurmFacts.ask(), machine_checks.try_folder(Path(config.run.root))
-    ranks_meet = config.exchange.transport == "mpi"
+    ranks_meet = config.one_world
     library = _wants_plugin(find_library(site)[0])
     return [
         *([slurm_checks.check_mpi(asked, site, library)] if ranks_meet else []),

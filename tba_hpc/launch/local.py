@@ -349,7 +349,7 @@ def commands(run: RunDir, config: Config, *, program: Sequence[str] | None = Non
     Raises LaunchError where mpiexec is missing.
     """
     trainers, searchers = config.launch.trainers, config.launch.searchers
-    if config.exchange.transport == "mpi":
+    if config.one_world:
         program = program or [sys.executable, "-m", "mpi4py", "-m", "tba_hpc"]
         mpiexec = find_mpiexec()
         if mpi_library.VARIABLE in os.environ:

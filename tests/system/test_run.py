@@ -415,6 +415,18 @@ def test_searchers_come_and_go_while_a_run_trains(model: Path, tmp_path: Path) -
     assert again.returncode == 0 and "is finished: there is nothing to search for" in out
 
 
+def test_a_run_of_a_trainer_alone_is_fed_and_evaluated_by_who_comes(model: Path, tmp_path: Path) -> None:
+    """By the transport of the shipped configs: with no searcher of its own it goes over files."""
+    process = start(model, tmp_path, "launch.searchers=0", "launch.elastic=1")
+    wait_for(lambda: bool([*tmp_path.glob("*/logs/latest/trainer-0000.log")]), process)
+    run = RunDir.open(tmp_path / "quickstart-seed0")
+    guest = subprocess.Popen([TBA, "search", run.path], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    code, out, err = finish(process)
+    assert code == 0, out + err
+    assert guest.wait(START_SECONDS) == 0
+    assert_whole(run)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 24 MB."""
