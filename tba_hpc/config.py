@@ -833,7 +833,7 @@ class Config(Section):
 
     @property
     def one_world(self) -> bool:
-        """Whether the ranks of a start make one MPI world; where all searchers come by themselves there is none."""
+        """Whether the ranks of a start make one MPI world, not where all searchers come by themselves."""
         return self.exchange.transport == "mpi" and self.launch.searchers > 0
 
     @property

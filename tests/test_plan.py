@@ -142,6 +142,20 @@ def test_a_cpu_site_counts_ranks() -> None:
     assert (split.trainer.ranks, split.searcher.ranks) == (4, 12)
 
 
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_all_nodes_train_where_searchers_come_by_themselves(nodes: int) -> None:
+    config = parse_config(_config(12).model_dump(mode="json"), ["launch.elastic=8"])
+    split = plan(config, Site(), nodes, nodes)
+    assert split.form == "homogeneous" and split.overrides == [
+        f"launch.trainers={4 * nodes}",
+        "launch.searchers=0",
+    ]
+    assert "8 places for searchers that come by themselves" in split.why
+    assert not parse_config(config.model_dump(mode="json"), split.overrides).one_world
+    with pytest.raises(ConfigError, match="at most 12 ranks of 16 trainer nodes: use --trainer-nodes 12"):
+        plan(config, Site(), 16, 16)
+
+
 @pytest.mark.parametrize(
     ("config", "site", "nodes", "trainer_nodes", "words"),
     [

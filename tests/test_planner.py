@@ -132,6 +132,12 @@ def test_what_has_no_bfloat16_is_told_and_float32_is_reckoned() -> None:
     assert others == [["--gpu a100-40"]]
 
 
+def test_a_run_without_searchers_of_its_own_is_planned_with_those_who_will_come() -> None:
+    config = load_config(Path("math_gsm8k"), ["launch.searchers=0", "launch.elastic=2"])
+    with pytest.raises(ConfigError, match=r"launch.searchers=0 leaves nobody .* launch.searchers=N"):
+        estimate(config, GPUS["h100-80"])
+
+
 def test_three_searchers_of_a_gpu_each_do_not_fit_on_one() -> None:
     found = estimate(load_config(Path("math_gsm8k")), GPUS["h200-141"], gpus=1)
     (problem,) = found.problems

@@ -494,6 +494,24 @@ def test_a_homogeneous_job_does_without_a_node_that_does_not_answer(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("answers", "placed"),
+    [
+        ("node2 node4 node5", "3 node2 node2 node4 node4 node5 node5"),
+        ("node2 node4", "no answer came from node5"),
+    ],
+)
+def test_a_job_of_trainers_alone_needs_all_its_nodes(tmp_path: Path, answers: str, placed: str) -> None:
+    (tmp_path / "slurm").mkdir()
+    program = f"""
+    source {SUPERVISOR}; {FAKES} NODES=3 TRAINER_NODES=3 TRAINERS=6 SEARCHERS=0 SEARCHERS_PER_NODE=0
+    allocated() {{ printf "%s\n" node2 node4 node5; }}
+    srun() {{ printf "%s\n" {answers}; }}
+    if place_ranks; then echo $NODES_LEFT $(cat "$RUN/slurm/hosts"); else echo "$WHY"; fi
+    """
+    assert _bash(program, RUN=str(tmp_path), SLURM_JOB_ID="1").splitlines()[-1] == placed
+
+
+@pytest.mark.parametrize(
     ("sealed", "said", "status"),
     [
         (True, "this site does not requeue: submit the same run again to go on", 0),

@@ -322,6 +322,13 @@ place_ranks() {      # homogeneous form: the first nodes train, and any number o
     refuse_blind "${fit[@]}"
     mapfile -t missing < <(left_out "${hosts[@]}" -- "${fit[@]}")
     unreachable "${missing[@]}"
+    if [ "$SEARCHERS_PER_NODE" = 0 ]; then       # who searches comes by itself
+        WHY="no answer came from ${missing[*]}"
+        [ ${#missing[@]} = 0 ] || return 1
+        NODES_LEFT=${#fit[@]}
+        spread "$TRAINERS" "${fit[@]}" > "$RUN/slurm/hosts"
+        return
+    fi
     if [ "$NODES" = 1 ]; then
         searching=("${fit[@]}")
     else

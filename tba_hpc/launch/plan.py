@@ -317,12 +317,15 @@ def plan(
 ) -> Plan:
     """Split ``nodes``: the first ``trainer_nodes`` train, the rest search.
 
-    trainer_nodes: default one in four, as in the paper; a single node is split within. homogeneous: one
-    allocation although the site has het jobs. Raises ConfigError with one sentence.
+    trainer_nodes: default one in four, as in the paper; a single node is split within; all of them where
+    searchers come by themselves (launch.elastic). homogeneous: one allocation although the site has het jobs.
+    Raises ConfigError with one sentence.
     """
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes} is no job: ask for at least 1")
     slots, engine = _slots(config, site)
+    if trainer_nodes == nodes and config.launch.elastic:
+        return _trainers_alone(config, site, nodes, slots)
     if nodes == 1:
         return _within_a_node(config, site, trainer_nodes, slots, engine)
     chosen = trainer_nodes is not None
@@ -330,15 +333,10 @@ def plan(
     if not 1 <= train < nodes:
         raise ConfigError(
             f"--trainer-nodes {train} of --nodes {nodes} leaves no node for one of the roles: "
-            f"use 1 to {nodes - 1}"
+            f"use 1 to {nodes - 1}, or let searchers come by themselves (launch.elastic) and all nodes train"
         )
-    ranks = _divisor(config, train * slots)
-    if ranks < train:
-        raise ConfigError(
-            f"train.prompts_per_step={config.train.prompts_per_step} gives work to at most {ranks} ranks of "
-            f"{train} trainer nodes: use --trainer-nodes {ranks} or a multiple of {train} prompts"
-        )
-    trainer = _component("trainer", site, train, ranks, slots)
+    trainer = _trainers(config, site, train, slots)
+    ranks = trainer.ranks
     searcher = _component(
         "searcher", site, nodes - train, (nodes - train) * (slots // engine), slots // engine
     )
@@ -353,6 +351,36 @@ def plan(
         trainer=trainer,
         searcher=searcher,
         why=why + _words(trainer, searcher) + (f"; {idle}" if idle else "") + unused,
+        remarks=(idle,) if idle else (),
+    )
+
+
+def _trainers(config: Config, site: Site, nodes: int, slots: int) -> Component:
+    """As many trainer ranks as the prompts of a step can be split over. Raises ConfigError."""
+    ranks = _divisor(config, nodes * slots)
+    if ranks < nodes:
+        raise ConfigError(
+            f"train.prompts_per_step={config.train.prompts_per_step} gives work to at most {ranks} ranks of "
+            f"{nodes} trainer nodes: use --trainer-nodes {ranks} or a multiple of {nodes} prompts"
+        )
+    return _component("trainer", site, nodes, ranks, slots)
+
+
+def _trainers_alone(config: Config, site: Site, nodes: int, slots: int) -> Plan:
+    """All nodes train; searchers come by themselves."""
+    trainer = _trainers(config, site, nodes, slots)
+    nobody = Component(
+        role="searcher", nodes=0, ranks=0, ranks_per_node=0, cpus_per_rank=trainer.cpus_per_rank
+    )
+    idle = _idle(nodes * slots - trainer.ranks, site, _why_idle(config, nodes + 1, nodes, slots))
+    places = f"{count(config.launch.elastic, 'place')} for searchers that come by themselves"
+    return Plan(
+        form="homogeneous",
+        nodes=nodes,
+        trainer=trainer,
+        searcher=nobody,
+        why=f"{count(nodes, 'node')} to train: {count(trainer.ranks, 'trainer rank')}, {places}"
+        + (f"; {idle}" if idle else ""),
         remarks=(idle,) if idle else (),
     )
 

@@ -176,7 +176,7 @@ def _settings(job: Job, plan: Plan, site: Site) -> str:
         "TRAINER_NODES": plan.trainer.nodes,
         "TRAINERS": plan.trainer.ranks,
         "SEARCHERS": plan.searcher.ranks,
-        "SEARCHERS_PER_NODE": plan.searcher.ranks // plan.searcher.nodes,
+        "SEARCHERS_PER_NODE": plan.searcher.ranks // max(1, plan.searcher.nodes),
         "REQUEUE": "yes" if site.requeue else "no",
         "RELAUNCHES": site.relaunches,
         "SAVE_SECONDS": max(1, site.signal_seconds - SPARE_SECONDS),

@@ -101,9 +101,14 @@ def estimate(
 
     gpus: of a node; None: as many as its ranks ask for. spread: trainers and searchers have nodes of their
     own, as in a Slurm job; else all ranks are on one node, and share its GPUs where there are too few.
-    Lengths: mean tokens, None takes the task's. Raises ConfigError where a model is unknown, or the GPU has
-    not its dtype.
+    Lengths: mean tokens, None takes the task's. Raises ConfigError where a model is unknown, the GPU has not
+    its dtype, or nobody searches.
     """
+    if not config.launch.searchers:
+        raise ConfigError(
+            "launch.searchers=0 leaves nobody whose seconds could be reckoned: plan with --set "
+            "launch.searchers=N, as many as will come by themselves"
+        )
     require_dtype(gpu, config.model.dtype)
     work = workload_of(config, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
     asked = config.launch.trainers + config.launch.searchers * config.generator.tensor_parallel

@@ -151,6 +151,28 @@ def test_ranks_without_mpi_take_their_places_from_slurm(cluster: Cluster, tmp_pa
     assert hosts[0] == hosts[1] != hosts[2] == hosts[3] and hosts[4] == hosts[5] and len(set(hosts)) == 3
 
 
+def test_all_nodes_train_where_searchers_come_by_themselves(cluster: Cluster, tmp_path: Path) -> None:
+    """Then ranks meet over files, and Slurm numbers them."""
+    program = tmp_path / "seat.py"
+    program.write_text(SEAT)
+    settings = ["launch.elastic=4", "launch.trainers=4", "launch.searchers=0", "train.prompts_per_step=4"]
+    config = parse_config(_config(tmp_path).model_dump(), settings)
+    assert not config.one_world
+    run = RunDir.create(config)
+    (run.path / "slurm").mkdir()
+    site = _site().model_copy(update={"mpi": "none"})
+    order = Job(name="seats", run=run.path, rank=(sys.executable, str(program)), tba=HELLO)
+    job = slurm.submit(run, batch_script(order, plan(config, site, 2, 2), site))
+    assert cluster.wait(int(job.job_id)) == "COMPLETED", _log(run)
+    seats = [json.loads(file.read_text()) for file in sorted(run.path.glob("seat-*"))]
+    assert [(role, index, gpu) for role, index, gpu, _ in seats] == [
+        ("trainer", index, index % 2) for index in range(4)
+    ]
+    hosts = [host for *_, host in seats]
+    assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
+    assert (run.path / "starts").read_text() == "--set launch.trainers=4 --set launch.searchers=0\n"
+
+
 def test_of_lent_nodes_the_one_that_must_go_comes_back_and_the_others_stay(
     cluster: Cluster, tmp_path: Path
 ) -> None:
