@@ -151,6 +151,7 @@ def train(run: RunDir, index: int | None) -> None:
 
 def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -> None:
     """Restore what the last checkpoint holds, train, and bring the run to its end."""
+    _end_imports()
     folder, saved, completed, buffer = _restore(run, config)
     metrics = _metrics(run, config, "trainer", 0)
     state = merge_pending(
@@ -176,7 +177,6 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
         is_shard=is_shard,
         keeper=_shard_keeper(run, config),
     )
-    _end_imports()
     with StopFlag() as stop:
         trainer = Trainer(
             config,
