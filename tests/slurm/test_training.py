@@ -55,8 +55,9 @@ def submit(cluster: Cluster, model: Path, root: Path, *options: str, nodes: int 
     (root / "site.yaml").write_text(yaml.safe_dump(SITE))
     command = [
         *(sys.executable, "tools/submit.py", "--config", str(QUICKSTART), "--nodes", str(nodes), "--json"),
-        *("--site", f"{root}/site.yaml", "--run-root", str(root), *options),
+        *("--site", f"{root}/site.yaml", "--run-root", str(root)),
         *(word for setting in [f"model.path={model}", *OF_A_RUN] for word in ("--set", setting)),
+        *options,
     ]
     done = subprocess.run(command, cwd=REPOSITORY, env=cluster.environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -256,3 +257,25 @@ def test_what_only_the_user_can_mend_ends_the_job_at_once(
     assert cluster.wait(job, seconds=START_SECONDS) == "FAILED", said(run)
     assert sentence in (tmp_path / f"tba-math-{job}.log").read_text(), said(run)
     assert len(events(run, "start")) == 1, "started again, although that mends nothing"
+
+
+def test_a_job_of_a_trainer_alone_is_fed_by_a_lent_node(
+    cluster: Cluster, model: Path, tmp_path: Path
+) -> None:
+    """Which searches, evaluates, and ends by itself once the run is finished."""
+    places = ("--trainer-nodes", "1", "--set", "launch.elastic=1")
+    patient = ("--set", f"exchange.deadline_seconds={START_SECONDS}")
+    run, job = submit(cluster, model, tmp_path, *places, *patient, nodes=1)
+    words = [sys.executable, "tools/submit.py", "--elastic", str(run.path), "--nodes", "1", "--json"]
+    lent = subprocess.run(
+        [*words, "--site", f"{tmp_path}/site.yaml"],
+        cwd=REPOSITORY,
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+    )
+    assert lent.returncode == 0, lent.stderr
+    finish(cluster, run, job)
+    assert cluster.wait(int(json.loads(lent.stdout)["job"])) == "COMPLETED", said(run)
+    merged = [r["searcher"] for r in read_metrics(run.metrics_file("trainer")) if r.get("event") == "merged"]
+    assert set(merged) == {5000}
