@@ -85,7 +85,7 @@ TRAVELS: tuple[Travel, ...] = get_args(Travel)
 WHOLE = -1
 """In place of the size of a bucket's changes, where it travels whole."""
 
-SETTLING_SECONDS = 0.25
+SETTLING_SECONDS = 0.5
 """Before the first message: Open MPI 5 may crash where one meets a rank that has not left MPI_Init yet, as on
 another node it may for a moment (open-mpi/ompi#12495)."""
 

@@ -39,7 +39,9 @@ SLOW = 3e9
 TRANSPORT = re.compile(r"^\s*off-host:\s*(?:all connections are )?(.+?)\s*$", re.MULTILINE)
 """Where Open MPI 5, asked by TELL_TRANSPORT, says how ranks on different nodes reach each other."""
 
-TELL_TRANSPORT = {"OMPI_MCA_ompi_display_comm": "mpi_init"}
+TELL_TRANSPORT = {"OMPI_MCA_ompi_display_comm": "mpi_finalize"}
+"""When the world ends: to tell it in MPI_Init ranks send messages that others may not be ready for; see
+``mpi_world.SETTLING_SECONDS``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

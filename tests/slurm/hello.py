@@ -47,7 +47,7 @@ def work(role: str, run: Path) -> None:
     if role == "search" and (sentence := os.environ.get("HELLO_SENTENCE")):
         (run / "logs" / "latest" / f"refused-searcher-{world.rank:04d}.txt").write_text(sentence + "\n")
         sys.exit(2)
-    time.sleep(0.25)  # as MpiWorld.join does, and why
+    time.sleep(0.5)  # as MpiWorld.join does, and why
     steps, done = int(os.environ["HELLO_STEPS"]), len(list((run / "shards").iterdir()))
     while not anyone(world, bool(asked)) and not anyone(world, world.rank == 0 and done >= steps):
         time.sleep(0.1)
