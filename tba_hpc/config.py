@@ -645,7 +645,8 @@ def _a_few_syncs(exchange: dict[str, Any]) -> int:
 
 class ExchangeSection(Section):
     transport: Literal["mpi", "files"] = "mpi"
-    """mpi: broadcast and gather in one world. files: the shared file system; searchers come and go."""
+    """mpi: broadcast and gather in one world, where the run has searchers of its own (launch.searchers).
+    files: the shared file system; searchers come and go."""
     sync_every: int = Field(2, ge=1)
     """k: optimizer steps between two syncs."""
     max_staleness: int | None = Field(None, ge=0)
@@ -902,10 +903,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _one_rank_remembers_what_it_published(self) -> Config:
         exchange, ranks = self.exchange, self.launch.trainers
-        if exchange.delta == "always" and exchange.transport == "files" and ranks > 1:
+        if exchange.delta == "always" and not self.one_world and ranks > 1:
+            files = "exchange.transport=files" if self.launch.searchers else "launch.searchers=0 (over files)"
             raise ValueError(
-                "exchange.delta=always with exchange.transport=files needs one trainer rank, which knows all "
-                f"that was published, not launch.trainers={ranks}: leave it out, or use the transport mpi"
+                f"exchange.delta=always with {files} needs one trainer rank, which knows all that was "
+                f"published, not launch.trainers={ranks}: leave it out, or have searchers in an MPI world"
             )
         return self
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from tba_hpc.config import Config, ConfigError
-from tba_hpc.doctor.examine import check_resources, preflight_of_lent
+from tba_hpc.doctor.examine import check_resources, preflight_of_lent, warnings_among
 from tba_hpc.launch import slurm, snapshot
 from tba_hpc.launch.plan import Site, load_site, searchers_of_a_node
 from tba_hpc.launch.sbatch import TBA, VISITORS_SUPERVISOR, Job, visitors_script
@@ -84,10 +84,8 @@ def lend(
 def _warnings(run: RunDir, config: Config, site: Site, site_file: Path) -> list[str]:
     """What may go wrong. Raises SubmitError for what will, before hours in the queue."""
     fetch = shlex.join(["tba", "fetch", str(run.config_file), "--site", str(site_file)])
-    findings = [*preflight_of_lent(site), *check_resources(config, site, fetch)]
-    if problem := next((finding for finding in findings if finding.level == "problem"), None):
-        raise slurm.SubmitError(problem.sentence)
-    return [finding.sentence for finding in findings if finding.level == "warning"]
+    found = [*preflight_of_lent(site), *check_resources(config, site, fetch)]
+    return [finding.sentence for finding in warnings_among(found)]
 
 
 def _searchers_site(site_file: Path, partition: str | None, time: str | None) -> Site:

@@ -396,6 +396,11 @@ def test_what_has_changed_is_known_to_one_rank_where_weights_are_files() -> None
     settings = ["exchange={delta: always, transport: files}", "train.prompts_per_step=8"]
     parse_config({"model": {"path": "a"}}, settings)
     parse_config({"model": {"path": "a"}}, ["exchange.delta=always", "launch.trainers=2"])
+    nobody = ["launch.searchers=0", "launch.elastic=1"]
+    with pytest.raises(
+        ConfigError, match=r"^exchange.delta=always with launch.searchers=0 .*trainers=2: leave"
+    ):
+        parse_config({"model": {"path": "a"}}, ["exchange.delta=always", "launch.trainers=2", *nobody])
     with pytest.raises(ConfigError, match=r"^exchange.delta=always with .*not launch.trainers=2: leave it"):
         parse_config({"model": {"path": "a"}}, [*settings, "launch.trainers=2"])
 

@@ -15,7 +15,7 @@ from tba_hpc import shipped
 from tba_hpc.config import Config, ConfigError, load_config, parse_config
 from tba_hpc.planner import hardware
 from tba_hpc.planner.estimate import Estimate, estimate, suggestions
-from tba_hpc.planner.hardware import GIB, GPUS, find_gpu
+from tba_hpc.planner.hardware import GIB, GPUS, find_gpu, gpus_named
 from tba_hpc.planner.seconds import decode_seconds, total
 from tba_hpc.planner.shapes import KNOWN, load_shape, shape_of
 
@@ -117,6 +117,27 @@ def test_lora_of_a_1b_fits_one_gpu_of_any_size(gpu: str) -> None:
     assert estimate(load_config(Path("math_gsm8k_one_gpu_lora")), GPUS[gpu], gpus=1).problems == ()
     all_weights = load_config(Path("math_gsm8k_one_gpu_lora"), ["model.lora=null"])
     assert (estimate(all_weights, GPUS[gpu], gpus=1).problems == ()) == (gpu == "a100-80")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+        ("gpu:a100:{gpus}", "a100"),
+        ("nvidia_a100_80gb", "a100"),
+        ("NVIDIA V100", None),
+    ],
+)
+def test_gpus_are_told_by_whole_words(text: str, kind: str | None) -> None:
+    """Of drivers and of requests; an A100 is no A10."""
+    assert {gpu.name.partition("-")[0] for gpu in gpus_named(text)} == ({kind} if kind else set())
 
 
 def test_what_has_no_bfloat16_is_told_and_float32_is_reckoned() -> None:

@@ -493,6 +493,16 @@ def test_a_homogeneous_job_does_without_a_node_that_does_not_answer(tmp_path: Pa
     assert _bash(program, RUN=str(tmp_path), SLURM_JOB_ID="1") == "2 2 1 node2 node4 node4\n"
 
 
+def test_a_job_of_trainers_alone_ends_with_a_lost_node_and_is_queued_again() -> None:
+    """Unlike one that goes on with fewer searchers."""
+    config = parse_config(
+        {"model": {"path": "none"}, "train": {"prompts_per_step": 12}, "launch": {"elastic": 4}}
+    )
+    job = Job(name="tba-math", run=Path("/shared/runs/math-seed0"))
+    text = batch_script(job, plan(config, Site(), 3, 3), Site())
+    assert "trainers alone" in text and "--no-kill" not in text and "#SBATCH --requeue" in text
+
+
 @pytest.mark.parametrize(
     ("answers", "placed"),
     [

@@ -54,6 +54,7 @@ from bench_gpu import (
     matmul_rate,
     peak_bytes,
 )
+from transformers import PreTrainedModel
 
 from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
 from tba_hpc.backends.hf_model import load_policy
@@ -63,7 +64,7 @@ from tba_hpc.backends.weight_changes import apply_changes, find_changes
 from tba_hpc.config import Config, load_config
 from tba_hpc.metrics import read_metrics
 from tba_hpc.planner.estimate import estimate
-from tba_hpc.planner.hardware import GPUS
+from tba_hpc.planner.hardware import GPUS, gpus_named
 from tba_hpc.planner.memory import CONTEXT, trainer_need
 from tba_hpc.planner.workload import workload_of
 from tba_hpc.run.files import write_atomic
@@ -219,9 +220,7 @@ def reload(book: Book, scratch: Path, tiny: bool) -> None:
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.01)
-    tensors = {name: tensor.detach() for name, tensor in policy.named_parameters()}
-    layout = WeightLayout.of([(name, tuple(tensor.shape)) for name, tensor in tensors.items()], "BF16")
-    data = np.concatenate([tensor.flatten().view(torch.uint8).numpy() for tensor in tensors.values()])
+    layout, data = published(policy)
     book.note("weights", len(data) / 1e9, "GB")
     _, copy = copy_seconds(data.copy(), device())  # which it overwrites
     book.note("one copy to the device", copy, "s")
@@ -281,9 +280,7 @@ def keep_kv(book: Book, scratch: Path, tiny: bool) -> None:
     shape = SHAPES[kind(tiny)]
     config = make_config(make_model(scratch / "model", shape), shape, 2)
     policy = load_policy(config.model.path, config.model.dtype)
-    tensors = {name: tensor.detach() for name, tensor in policy.named_parameters()}
-    layout = WeightLayout.of([(name, tuple(tensor.shape)) for name, tensor in tensors.items()], "BF16")
-    data = np.concatenate([tensor.flatten().view(torch.uint8).numpy() for tensor in tensors.values()])
+    layout, data = published(policy)
     for keep in (False, True):
         section = config.generator.model_copy(update={"keep_kv": keep})
         with engine_of(config.model_copy(update={"generator": section})) as generator:
@@ -419,8 +416,7 @@ def bf16_peak() -> float | None:
     """TFLOP/s of this GPU by its data sheet; None where it is not known."""
     if not torch.cuda.is_available():
         return None
-    name = torch.cuda.get_device_name().lower()
-    return next((gpu.bf16 for gpu in GPUS.values() if gpu.name.partition("-")[0] in name), None)
+    return next((gpu.bf16 for gpu in gpus_named(torch.cuda.get_device_name())), None)
 
 
 @contextmanager
@@ -437,6 +433,13 @@ def wait_until_built(generator: VllmGenerator) -> None:
     """Back when it takes requests."""
     while not generator._engine.ready:
         generator.step()
+
+
+def published(policy: PreTrainedModel) -> tuple[WeightLayout, np.ndarray]:
+    """A model's weights as an exchange brings them, uint8."""
+    tensors = {name: tensor.detach() for name, tensor in policy.named_parameters()}
+    layout = WeightLayout.of([(name, tuple(tensor.shape)) for name, tensor in tensors.items()], "BF16")
+    return layout, np.concatenate([tensor.flatten().view(torch.uint8).numpy() for tensor in tensors.values()])
 
 
 def generate(

@@ -186,6 +186,13 @@ def preflight_of_lent(site: Site) -> list[Finding]:
     ]
 
 
+def warnings_among(findings: Sequence[Finding]) -> list[Finding]:
+    """What may go wrong. Raises SubmitError for what will, before hours in the queue."""
+    if found := next((finding for finding in findings if finding.level == "problem"), None):
+        raise slurm.SubmitError(found.sentence)
+    return [finding for finding in findings if finding.level == "warning"]
+
+
 def check_resources(config: Config, site: Site | None, fetched_by: str) -> list[Finding]:
     """Whether jobs of ``site``, or runs here, will find the models and data that a config names.
 

@@ -1,6 +1,6 @@
 """Starts every role of a run on this machine, waits for them, and says in a sentence why one failed.
 
-With transport ``mpi`` one mpiexec joins all ranks in one world; with ``files`` each rank is a process of
+Where ranks make one world (``Config.one_world``) one mpiexec starts them; over files each is a process of
 its own. The launcher never trains: it forwards signals, shows progress, and leaves no process behind.
 """
 

@@ -110,8 +110,9 @@ def _homogeneous_header(job: Job, plan: Plan, site: Site) -> str:
         site,
         site.trainer,
     )
-    text = _common(job, site) + "\n# One allocation for both roles.\n" + _directives(options)
-    if plan.nodes > 1:
+    roles = "both roles" if plan.searcher.ranks else "trainers alone, which need every node of it"
+    text = _common(job, site) + f"\n# One allocation for {roles}.\n" + _directives(options)
+    if plan.nodes > 1 and plan.searcher.ranks:
         text += "# A lost node, unless the first, does not end the job: the ranks start again on the rest.\n"
         text += "#SBATCH --no-kill\n"
     return text

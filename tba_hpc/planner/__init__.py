@@ -6,13 +6,12 @@ Pure arithmetic on a config: it starts nothing, asks no network, and imports nei
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.launch.plan import Site, load_site, plan
 from tba_hpc.planner.estimate import estimate, suggestions
-from tba_hpc.planner.hardware import GPUS, Gpu, find_gpu
+from tba_hpc.planner.hardware import GPUS, Gpu, find_gpu, gpus_named
 from tba_hpc.planner.show import print_estimate
 
 DEFAULT_GPU = "h100-80"
@@ -68,6 +67,5 @@ def _spread(config: Config, site: Site | None) -> bool:
 
 def _gpu_of(site: Site | None) -> Gpu:
     """The largest kind that the site's way to ask for GPUs names; DEFAULT_GPU where it names none."""
-    words = re.findall(r"[a-z]+[0-9]+[a-z]*", (site.gpu_request or "").lower()) if site else []
-    named = [gpu for gpu in GPUS.values() if any(gpu.name.startswith(f"{word}-") for word in words)]
+    named = gpus_named(site.gpu_request or "") if site else []
     return max(named, key=lambda gpu: gpu.memory, default=GPUS[DEFAULT_GPU])

@@ -5,6 +5,7 @@ It must not know what they compute. The shares are assumptions: nothing of this 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from tba_hpc.config import ConfigError, Dtype
@@ -63,6 +64,12 @@ def find_gpu(name: str) -> Gpu:
     if name not in GPUS:
         raise ConfigError(f"--gpu {name} is not known: valid are {', '.join(GPUS)}")
     return GPUS[name]
+
+
+def gpus_named(text: str) -> list[Gpu]:
+    """Those whose kind is a word of what a driver calls a GPU, or a request asks for: of a100, not of a10."""
+    words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=rtx) |(?<=6000) (?=ada)", "", text.lower()))
+    return [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in words]
 
 
 def require_dtype(gpu: Gpu, dtype: Dtype) -> None:

@@ -177,15 +177,7 @@ def test_of_lent_nodes_the_one_that_must_go_comes_back_and_the_others_stay(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     """The last job of an array to start has the array's own number, which stands for all of them."""
-    run, _ = _run(tmp_path, _site())
-    program = tmp_path / "visitor.py"
-    program.write_text(VISITOR)
-    site = _site(requeue=True)
-    job = Job(
-        name="visitors", run=run.path, supervisor=VISITORS_SUPERVISOR, tba=(sys.executable, str(program))
-    )
-    script = visitors_script(job, 2, searchers_of_a_node(run.config(), site), site)
-    array = int(slurm.submit_visitors(run, script))
+    run, _, array = _lent(tmp_path, nodes=2)
     cluster.until(lambda: len([*run.path.glob("visitor-*-0")]) == 2, "both to be there", 60)
     (last,) = (part for part in cluster.jobs(array) if part["JobId"] == str(array))
     name = f"{array}_{last['ArrayTaskId']}"
@@ -198,15 +190,7 @@ def test_of_lent_nodes_the_one_that_must_go_comes_back_and_the_others_stay(
 def test_a_searcher_that_dies_on_a_lent_node_comes_back_and_its_neighbour_stays(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    run, _ = _run(tmp_path, _site())
-    program = tmp_path / "visitor.py"
-    program.write_text(VISITOR)
-    site = _site(requeue=True)
-    job = Job(
-        name="visitors", run=run.path, supervisor=VISITORS_SUPERVISOR, tba=(sys.executable, str(program))
-    )
-    script = visitors_script(job, 1, searchers_of_a_node(run.config(), site), site)
-    array = int(slurm.submit_visitors(run, script))
+    run, program, array = _lent(tmp_path, nodes=1)
 
     def there() -> set[int]:
         return {pid for node in cluster.up for pid in cluster.pids(node) if _command(pid)[1:] == wanted}
@@ -225,6 +209,19 @@ def test_a_searcher_that_dies_on_a_lent_node_comes_back_and_its_neighbour_stays(
     said = "".join(file.read_text() for file in (run.path / "slurm").glob("searchers-*.log"))
     assert said.count("ended with status 137 (failure 1 in a row): starting it again") == 1, said
     assert said.count("back to the queue") == 1 and "the searchers ended with status" not in said, said
+
+
+def _lent(folder: Path, *, nodes: int) -> tuple[RunDir, Path, int]:
+    """A run to which so many nodes are lent; the program that searches there, and the array of jobs."""
+    run, _ = _run(folder, _site())
+    program = folder / "visitor.py"
+    program.write_text(VISITOR)
+    site = _site(requeue=True)
+    job = Job(
+        name="visitors", run=run.path, supervisor=VISITORS_SUPERVISOR, tba=(sys.executable, str(program))
+    )
+    script = visitors_script(job, nodes, searchers_of_a_node(run.config(), site), site)
+    return run, program, int(slurm.submit_visitors(run, script))
 
 
 def _command(pid: int) -> list[str]:
