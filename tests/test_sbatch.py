@@ -723,6 +723,7 @@ def test_of_a_searcher_that_was_there_for_long_no_crash_is_counted(tmp_path: Pat
 def test_a_searcher_that_was_asked_to_go_is_not_started_again(tmp_path: Path) -> None:
     """Though it crashed on its way, as one that is still importing does."""
     assert _kept(tmp_path, "138 0", before="kill -USR1 $PPID; sleep 0.3") == 1
+    assert (tmp_path / "said").read_text() == "", "that was no crash"
 
 
 def _kept(folder: Path, codes: str, *, before: str = ":", status: int = 0, **variables: str) -> int:
@@ -736,5 +737,6 @@ def _kept(folder: Path, codes: str, *, before: str = ":", status: int = 0, **var
     searcher.chmod(0o700)
     names = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURMD_NODENAME": "node1"}
     kept = SUPERVISOR.with_name("keep_searching.sh")
-    _bash(f'sleep() {{ :; }}; export -f sleep; bash "{kept}" 2 "{searcher}"', status, **names, **variables)
+    program = f'sleep() {{ :; }}; export -f sleep; bash "{kept}" 2 "{searcher}"'
+    (folder / "said").write_text(_bash(program, status, **names, **variables))
     return len((folder / "starts").read_text().splitlines())
