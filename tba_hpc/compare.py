@@ -107,9 +107,13 @@ def score_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
 def share_reference(runs: Sequence[Compared]) -> bool:
     """Whether KL and perplexity of these runs are to one reference; those to what sampled have none."""
     models = {
-        (config.model.path, config.model.logprob_temperature, config.train.reference == "frozen" or run.name)
+        (
+            config.model.path,
+            config.model.logprob_temperature,
+            config.train.reference.name == "frozen" or run.name,
+        )
         for run in runs
-        if (config := run.config).train.reference != "behaviour"
+        if (config := run.config).train.reference.name != "behaviour"
     }
     return len(models) < 2
 

@@ -12,21 +12,26 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from tba_hpc import shipped
+from tba_hpc.variants import (
+    BehaviourIsReference,
+    FrozenReference,
+    LossNormaliser,
+    Oapl,
+    ObjectiveChoice,
+    OnlineDpo,
+    RatioBound,
+    ReferenceChoice,
+    ResetReference,
+    Section,
+    TrajectoryBalance,
+    Unbounded,
+    choices,
+)
 
 Dtype = Literal["float32", "bfloat16"]
-ObjectiveName = Literal[
-    "trajectory_balance", "tba_prime", "oapl", "rloo", "proximal_rloo", "grpo", "dr_grpo", "online_dpo"
-]
-LossNormaliser = Literal["sum", "completion_tokens", "batch_tokens", "max_tokens"]
-
-POLICY_GRADIENTS: tuple[ObjectiveName, ...] = ("rloo", "proximal_rloo", "grpo", "dr_grpo")
-"""Objectives whose gradient is unbiased only on completions distributed as the policy sampled them."""
-
-OF_OWN_SAMPLES: tuple[ObjectiveName, ...] = (*POLICY_GRADIENTS, "oapl")
-"""Objectives that take log-probabilities and samples to be of one policy: those, and V̂ of OAPL."""
 
 
 OWN_ENGINE_ARGUMENTS = {
@@ -82,12 +87,6 @@ class ConfigError(ValueError):
     """A configuration that cannot be run; the message is one sentence for the user."""
 
 
-class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, docstrings as descriptions."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
 class RunSection(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run; part of the default run directory."""
@@ -121,8 +120,8 @@ class ModelSection(Section):
     logprob_temperature: float | None = Field(None, gt=0)
     """T of the policy, softmax(logits/T): log-probabilities of policy, reference and sampler are taken at it,
     whatever temperature completions are sampled at. None: 1, but generator.temperature with a policy-gradient
-    objective (rloo, proximal_rloo, grpo, dr_grpo) and oapl, which need samples of the very policy that they
-    train."""
+    objective (rloo, proximal_rloo, grpo, dr_grpo, gspo, topr) and oapl, which need samples of the very policy
+    that they train."""
 
     fp32_head: bool = True
     """Whether bfloat16 logits are taken in float32, in learner, reference and engine alike, instead of being
@@ -345,7 +344,7 @@ class BufferSection(Section):
     deduplicate: bool | None = None
     """Whether equal completions of a prompt are stored once, the newest, or each, so that groups are as the
     policy sampled. None: once, but each where exchange.max_staleness=0 makes a policy-gradient objective
-    on-policy (rloo, proximal_rloo, grpo, dr_grpo)."""
+    on-policy (rloo, proximal_rloo, grpo, dr_grpo, gspo, topr)."""
     replay_limit: int | None = Field(None, ge=1)
     """Optimizer steps that may learn from a trajectory; then it is evicted, and with it what is left of its
     prompt where that is less than a group. The trainer waits where fewer prompts than a step needs are left.
@@ -452,34 +451,20 @@ class Beta(Ramp):
 
 
 class TrainSection(Section):
-    objective: ObjectiveName = "trajectory_balance"
-    """Loss: trajectory balance (TB), TBA′, OAPL, or one of the baselines they are compared with."""
-    ratio_cap: float | None = Field(None, gt=0)
-    """TB, TBA′: largest weight π_θ/π_behaviour of stale data; none: every weight is 1."""
-    gap_clip: float | None = Field(None, gt=0)
-    """TB: nats beyond which a residual pulls no harder; none: no limit."""
-    reference: Literal["frozen", "behaviour", "reset"] = "frozen"
-    """π_ref: the initial model, the weights that sampled (no model is loaded; always so with OAPL), or the
-    policy itself, anew every reference_every steps."""
-    reference_every: int | None = Field(None, ge=1)
-    """ρ: optimizer steps between two resets of the reference (reset only)."""
+    objective: ObjectiveChoice = TrajectoryBalance()
+    """Loss: trajectory balance (TB), TBA′, OAPL, one of the baselines they are compared with, or a function
+    of your own."""
+    ratio_bound: RatioBound = Unbounded()
+    """How much stale data may pull: what the gradient of each token is weighed by, without gradient. The
+    optimum of TB stays where it is, since all residuals are 0 there. Not for objectives whose own formula
+    bounds it (proximal_rloo, grpo, dr_grpo, gspo, topr), nor for pairs (online_dpo)."""
+    reference: ReferenceChoice = FrozenReference()
+    """π_ref."""
     reference_scored_by: Literal["searcher", "trainer"] = "searcher"
     """Who computes log π_ref. searcher: of everything, as it is generated. trainer: of what it samples, once;
     searchers hold no second model then, and tell no KL of fresh samples. Each trainer rank's copy stays in
     host memory, and visits the GPU when it is asked; with model.lora it is the policy with its adapter off,
     unless it is reset."""
-    value_beta: float | None = Field(None, gt=0)
-    """OAPL: β₁ of V̂ = β₁·log mean exp(r/β₁) over all completions of a request, in units of the reward.
-    None: beta.start, with which the target is π_lag·exp(r/β)/Z."""
-    ratio_clip: float = Field(0.2, gt=0, lt=1)
-    """Proximal RLOO, GRPO, Dr. GRPO: how far π_θ/π_behaviour may leave 1 before its gradient stops."""
-    second_moment_limit: float | None = Field(None, gt=0)
-    """GRPO, Dr. GRPO: instead of clipping, mask the tokens furthest beyond 1 until the mean of
-    (log π_θ/π_behaviour)² over the others beyond it, in a micro-batch (in a group, where those are filled by
-    tokens), is at most this, nats² (M2PO, where it is .04). None: clip."""
-    baseline_shift: float = 0.0
-    """RLOO, proximal RLOO, Dr. GRPO: δ added to the baseline of the advantages, in units of the reward. Below
-    0 successes pull more than failures push, as stale data asks for (AsymRE)."""
     loss_normaliser: LossNormaliser | None = None
     """What a completion's loss, added up over its tokens, is divided by: nothing (sum), its own tokens, the
     mean number of tokens of the batch's completions, or generator.max_tokens. None: as the objective was
@@ -529,12 +514,21 @@ class TrainSection(Section):
     @property
     def searcher_has_reference(self) -> bool:
         """Whether searchers hold a model of the reference."""
-        return self.reference != "behaviour" and self.reference_scored_by == "searcher"
+        return self._has_reference and self.reference_scored_by == "searcher"
 
     @property
     def trainer_has_reference(self) -> bool:
         """Whether the trainer computes what the reference says."""
-        return self.reference != "behaviour" and self.reference_scored_by == "trainer"
+        return self._has_reference and self.reference_scored_by == "trainer"
+
+    @property
+    def _has_reference(self) -> bool:
+        return not isinstance(self.reference, BehaviourIsReference)
+
+    @property
+    def value_beta(self) -> float | None:
+        """β₁ of OAPL's values; None where no other objective asks for any."""
+        return (self.objective.value_beta or self.beta.start) if isinstance(self.objective, Oapl) else None
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -545,7 +539,7 @@ class TrainSection(Section):
     @property
     def normaliser(self) -> LossNormaliser:
         """``loss_normaliser``, or the objective's own."""
-        return self.loss_normaliser or ("completion_tokens" if self.objective == "grpo" else "sum")
+        return self.loss_normaliser or self.objective.normaliser
 
     @field_validator("deepspeed")
     @classmethod
@@ -566,28 +560,24 @@ class TrainSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _nothing_is_ignored(self) -> TrainSection:
-        for key, objectives in (
-            ("baseline_shift", ("rloo", "proximal_rloo", "dr_grpo")),
-            ("second_moment_limit", ("grpo", "dr_grpo")),
-            ("value_beta", ("oapl",)),
-        ):
-            if (value := getattr(self, key)) and self.objective not in objectives:
-                raise ValueError(
-                    f"train.{key}={value:g} would be ignored with train.objective={self.objective}: leave it "
-                    f"out, or use {' or '.join(objectives)}"
-                )
+    def _one_bound_at_most(self) -> TrainSection:
+        if self.objective.bounded and self.ratio_bound != Unbounded():
+            raise ValueError(
+                f"train.ratio_bound={self.ratio_bound.name} is not for train.objective="
+                f"{self.objective.name}, whose own formula says what stale data may do: leave it out, or use "
+                "trajectory_balance, tba_prime, oapl or rloo"
+            )
         return self
 
     @model_validator(mode="after")
     def _lagged_policy_is_the_reference(self) -> TrainSection:
-        """OAPL has no other reference than what sampled, untempered, and needs a β for its values."""
-        if self.objective != "oapl":
+        """OAPL has no other reference than what sampled, untempered."""
+        if not isinstance(self.objective, Oapl):
             return self
-        if "reference" in self.model_fields_set and self.reference != "behaviour":
+        if "reference" in self.model_fields_set and self._has_reference:
             raise ValueError(
-                f"train.reference={self.reference} would be scored in vain with train.objective=oapl, which "
-                "learns against the weights that sampled: leave it out, or set it to behaviour"
+                f"train.reference={self.reference.name} would be scored in vain with train.objective=oapl, "
+                "which learns against the weights that sampled: leave it out, or set it to behaviour"
             )
         for name in ("target_temperature", "reference_temperature"):
             if getattr(self, name) != Ramp():
@@ -595,16 +585,15 @@ class TrainSection(Section):
                     f"train.{name} tempers a target that train.objective=oapl does not have: leave it "
                     "out, or use trajectory_balance"
                 )
-        object.__setattr__(self, "reference", "behaviour")
-        object.__setattr__(self, "value_beta", self.value_beta or self.beta.start)
+        object.__setattr__(self, "reference", BehaviourIsReference())
         return self
 
     @model_validator(mode="after")
     def _reference_has_a_model(self) -> TrainSection:
-        if self.reference == "behaviour" and self.reference_scored_by == "trainer":
+        if not self._has_reference and self.reference_scored_by == "trainer":
             raise ValueError(
                 "train.reference_scored_by=trainer would be ignored where the reference is what sampled "
-                f"(train.reference=behaviour, train.objective={self.objective}): leave it out"
+                f"(train.reference=behaviour, train.objective={self.objective.name}): leave it out"
             )
         return self
 
@@ -619,23 +608,16 @@ class TrainSection(Section):
 
     @model_validator(mode="after")
     def _loss_has_tokens(self) -> TrainSection:
-        if self.objective == "online_dpo" and self.normaliser != "sum":
+        if isinstance(self.objective, OnlineDpo) and self.normaliser != "sum":
             raise ValueError(
                 f"train.loss_normaliser={self.loss_normaliser} has no meaning for train.objective="
                 "online_dpo, whose loss is of a pair of whole completions: leave it out"
             )
         return self
 
-    @model_validator(mode="after")
-    def _reset_is_complete(self) -> TrainSection:
-        if self.reference == "reset" and self.reference_every is None:
-            raise ValueError("train.reference=reset needs its interval: set train.reference_every, in steps")
-        if self.reference != "reset" and self.reference_every is not None:
-            raise ValueError(
-                f"train.reference_every={self.reference_every} would be ignored with "
-                f"train.reference={self.reference}: leave it out, or set train.reference=reset"
-            )
-        return self
+
+CHOICES = frozenset(key for key, field in TrainSection.model_fields.items() if choices(field.annotation))
+"""Keys of train whose value is a choice by name, with keys of its own."""
 
 
 def _a_few_syncs(exchange: dict[str, Any]) -> int:
@@ -830,7 +812,8 @@ class Config(Section):
     def selective(self) -> bool:
         """Whether trajectories leave for more than want of room: for their age, reference, or uses."""
         limited = self.buffer.replay_limit is not None
-        return limited or self.exchange.max_staleness is not None or self.train.reference == "reset"
+        reset = isinstance(self.train.reference, ResetReference)
+        return limited or self.exchange.max_staleness is not None or reset
 
     @property
     def one_world(self) -> bool:
@@ -840,13 +823,13 @@ class Config(Section):
     @property
     def on_policy(self) -> bool:
         """Whether every step is to be a policy gradient on what its own policy sampled."""
-        return self.exchange.max_staleness == 0 and self.train.objective in POLICY_GRADIENTS
+        return self.exchange.max_staleness == 0 and self.train.objective.policy_gradient
 
     @model_validator(mode="after")
     def _on_policy_is_as_sampled(self) -> Config:
         buffer = self.buffer
         would_bias = (
-            f"would bias the gradient of train.objective={self.train.objective} with "
+            f"would bias the gradient of train.objective={self.train.objective.name} with "
             "exchange.max_staleness=0, an on-policy run: leave it out, or set it to"
         )
         if self.on_policy and buffer.deduplicate:
@@ -858,19 +841,19 @@ class Config(Section):
     @model_validator(mode="after")
     def _samples_are_of_the_policy(self) -> Config:
         objective, generator, given = self.train.objective, self.generator, self.model.logprob_temperature
-        if objective not in OF_OWN_SAMPLES:
+        if not objective.own_samples:
             return self
         if given is not None and given != generator.temperature:
             raise ValueError(
                 f"model.logprob_temperature={given:g} with generator.temperature={generator.temperature:g} "
-                f"would bias train.objective={objective}, which needs samples of the very "
+                f"would bias train.objective={objective.name}, which needs samples of the very "
                 "policy that it trains: leave out the first, or make the two equal"
             )
         if generator.tempered_share:
             raise ValueError(
                 f"generator.tempered_share={generator.tempered_share:g} would bias "
-                f"train.objective={objective}, which needs samples of the very policy that it trains: leave "
-                "it out, or train by trajectory_balance"
+                f"train.objective={objective.name}, which needs samples of the very policy that it trains: "
+                "leave it out, or train by trajectory_balance"
             )
         return self
 
@@ -878,7 +861,7 @@ class Config(Section):
     def _settle(self) -> Config:
         """Put what a rule decides in place of keys that are left out."""
         if self.model.logprob_temperature is None:
-            sampled = self.train.objective in OF_OWN_SAMPLES
+            sampled = self.train.objective.own_samples
             temperature = self.generator.temperature if sampled else 1.0
             model = self.model.model_copy(update={"logprob_temperature": temperature})
             object.__setattr__(self, "model", model)
@@ -1068,6 +1051,8 @@ def _override(tree: dict[str, Any], text: str) -> None:
         raise ConfigError(f"--set {text} is not of the form a.b=value: write for example --set train.steps=5")
     *sections, leaf = key.split(".")
     for section in sections:
+        if section in CHOICES and isinstance(tree.get(section), str):
+            tree[section] = {"name": tree[section]}
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
             raise ConfigError(f"--set {text}: {section} is a value, not a section; remove what follows it")
@@ -1080,29 +1065,47 @@ def _override(tree: dict[str, Any], text: str) -> None:
 def explain(error: ValidationError, model: type[BaseModel], noun: str = "config") -> str:
     """The first problem of a pydantic error as one sentence: value, rule, remedy. noun: whose keys."""
     problem = error.errors()[0]
-    names = [str(part) for part in problem["loc"]]
+    names, section = _place(problem["loc"], model)
     key = ".".join(names)
     if problem["type"] == "extra_forbidden":
-        return f"unknown {noun} key {key!r}{_nearest(names, model)}"
+        return f"unknown {noun} key {key!r}{_nearest(names, section)}"
     if problem["type"] == "missing":
         by_option = f" or with --set {key}=…" if model is Config else ""
         return f"{noun} key {key!r} is missing: set it in the file{by_option}"
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
+    if problem["type"].startswith("union_tag"):
+        assert section is not None, "the union is a field of it"
+        names_of = ", ".join(choices(section.model_fields[names[-1]].annotation))
+        given = problem["input"].get("name") if isinstance(problem["input"], dict) else problem["input"]
+        return f"{noun} key {key!r} has the value {given!r}, but is one of {names_of}"
     rule = problem["msg"][0].lower() + problem["msg"][1:]
     return f"{noun} key {key!r} has the value {problem['input']!r}, but {rule}"
 
 
-def _nearest(names: list[str], model: type[BaseModel]) -> str:
-    """The valid name that is closest to the last of ``names``, which lead to it from ``model``."""
-    for name in names[:-1]:
-        if name not in model.model_fields:  # of one among several
-            continue
-        section = _section(model.model_fields[name].annotation)
-        if section is None:
-            return ""
-        model = section
-    valid = list(model.model_fields)
+def _place(
+    location: tuple[int | str, ...], model: type[BaseModel]
+) -> tuple[list[str], type[BaseModel] | None]:
+    """The names that lead to a place below ``model``, less the tags of choices; the section that holds it."""
+    names: list[str] = []
+    holder: type[BaseModel] | None = model
+    below: type[BaseModel] | None = model
+    parts = iter(map(str, location))
+    for part in parts:
+        names.append(part)
+        holder = below
+        if below is not None and part in below.model_fields:  # else it is a name among several
+            annotation = below.model_fields[part].annotation
+            among = choices(annotation)
+            below = among.get(next(parts, "")) if among else _section(annotation)
+    return names, holder
+
+
+def _nearest(names: list[str], section: type[BaseModel] | None) -> str:
+    """The valid name of ``section`` that is closest to the last of ``names``, which lead to it."""
+    if section is None:
+        return ""
+    valid = list(section.model_fields)
     close = difflib.get_close_matches(names[-1], valid, n=1)
     return (
         f": did you mean {'.'.join([*names[:-1], close[0]])!r}?"

@@ -25,7 +25,7 @@ from tba_hpc.track.beside import tracked
 RECORDED = ("task.", "generator.", "model.logprob_temperature")
 """Keys of what the shards are; they stay."""
 
-OF_THE_REFERENCE = ("reference", "reference_every", "reference_scored_by")
+OF_THE_REFERENCE = ("reference", "reference_scored_by")
 """Of train: what the recorded log-probabilities depend on."""
 
 NOTE = "replay.json"
@@ -89,17 +89,13 @@ def replay_config(source: RunDir, recorded: Config, steps: int, overrides: Seque
 
 def _leave_out_what_follows(train: dict[str, Any], given: Mapping[str, str]) -> None:
     """Take out of the recorded section what followed from its other keys, and will from those ``given``."""
-    objective = given.get("train.objective", train["objective"])
-    reference = given.get("train.reference", train["reference"])
+    objective = given.get("train.objective", train["objective"]["name"])
+    reference = given.get("train.reference", train["reference"]["name"])
     if objective == "oapl":
         reference = "behaviour"
         del train["reference"]
-    if objective != "oapl" or train["value_beta"] == train["beta"]["start"]:
-        del train["value_beta"]
     if reference == "behaviour":
         del train["reference_scored_by"]  # nobody then
-    if reference != "reset":
-        del train["reference_every"]
 
 
 def read_recorded(
@@ -108,16 +104,16 @@ def read_recorded(
     """What a run has recorded, as a replay by ``config`` needs it. Raises ConfigError where it is gone."""
     before, now = recorded.train, config.train
     same = all(getattr(before, key) == getattr(now, key) for key in OF_THE_REFERENCE)
-    if now.reference != "behaviour" and not same:
+    if now.reference.name != "behaviour" and not same:
         raise ConfigError(
-            f"train.reference={now.reference} needs log-probabilities that {source.path} did not record, "
-            f"with train.reference={before.reference} and train.reference_scored_by="
+            f"train.reference={now.reference.name} needs log-probabilities that {source.path} did not "
+            f"record, with train.reference={before.reference.name} and train.reference_scored_by="
             f"{before.reference_scored_by}: leave both out, or set the first to behaviour"
         )
     recording = Recording.of(source)
     if config.exchange.sync_every != recorded.exchange.sync_every:
         recording = Recording(recording.arrivals, None, recording.steps)
-    read = RecordedShards(source, behaviour=now.reference == "behaviour")
+    read = RecordedShards(source, behaviour=now.reference.name == "behaviour")
     wanted = [key for arrival in recording.arrivals for key in arrival.shards]
     there = [key for key in wanted if key in read.places]
     if not there or (len(there) < len(wanted) and not partial):

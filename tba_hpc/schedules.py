@@ -9,6 +9,7 @@ import math
 
 from tba_hpc.config import LearningRate, Ramp, TrainSection
 from tba_hpc.types import BEHAVIOUR
+from tba_hpc.variants import BehaviourIsReference, FrozenReference, ResetReference
 
 
 def learning_rate(train: TrainSection, step: int) -> float:
@@ -84,6 +85,10 @@ def reference(config: TrainSection, step: int) -> int:
     Where it is reset (TBA′), step ρ is the first to learn against the policy that ρ steps have made. After
     the last step it stays as it is: nothing more is learned, and the last evaluation is under it.
     """
-    if config.reference_every is not None:
-        return min(step, config.steps - 1) // config.reference_every * config.reference_every
-    return BEHAVIOUR if config.reference == "behaviour" else 0
+    match config.reference:
+        case ResetReference(every=every):
+            return min(step, config.steps - 1) // every * every
+        case BehaviourIsReference():
+            return BEHAVIOUR
+        case FrozenReference():
+            return 0

@@ -16,11 +16,13 @@ import yaml
 
 from tba_hpc.backends.file_tokenizer import FileTokenizer
 from tba_hpc.config import Config, ConfigError, dump_config, is_local, parse_config
+from tba_hpc.own_code import find_function
 from tba_hpc.ports import Victim
 from tba_hpc.prompts import refuse_few_prompts, refuse_long_prompts
 from tba_hpc.resources import missing, missing_sentence
 from tba_hpc.run.notes import REFUSED
 from tba_hpc.tasks import load_task
+from tba_hpc.variants import OwnObjective
 
 SECONDS = 20.0
 """Longest wait for an answer; a data set that takes longer to read is left to the ranks."""
@@ -63,6 +65,8 @@ def check(config: Config) -> None:
     """Load the task and look at all its prompts. Raises ConfigError."""
     _require_model("buffer.embedding_model", config.buffer.embedding_model)
     _require_folder(config.model.path)
+    if isinstance(config.train.objective, OwnObjective):
+        find_function(f"train.objective={config.train.objective.name}", config.train.objective.name)
     tokenizer = FileTokenizer.find(config.model.path)
     if tokenizer is None:
         return

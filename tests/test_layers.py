@@ -13,8 +13,9 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "tba_hpc"
 
 LAYERS = [
-    {"shipped"},
+    {"shipped", "variants"},
     {"types", "config", "orphans", "wording"},
+    {"own_code"},
     {"objectives", "schedules", "ports", "store", "batch"},
     {"run", "prompts", "task_contract", "skipped_steps", "buffer"},
     {"metrics", "freshness", "token_budget"},

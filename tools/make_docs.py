@@ -25,6 +25,7 @@ from tba_hpc import metrics
 from tba_hpc.cli import app
 from tba_hpc.config import Config, Section, may_change
 from tba_hpc.launch.plan import Site
+from tba_hpc.variants import choices
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -49,9 +50,21 @@ def _section(name: str, model: type[Section]) -> Iterator[str]:
     yield f"## {name}"
     yield _table(model, prefix=f"{name}.")
     for key, field in model.model_fields.items():
-        if inner := sections_in(field):
+        if among := choices(field.annotation):
+            yield f"### {name}.{key}"
+            yield _table_of_choices(among)
+        elif inner := sections_in(field):
             yield f"### {name}.{key}"
             yield _table(inner[0], prefix=f"{name}.{key}.")
+
+
+def _table_of_choices(among: dict[str, type[Section]]) -> str:
+    rows = ["| name | key | default | what it is |", "|---|---|---|---|"]
+    for tag, model in among.items():
+        fields = dict(model.model_fields)
+        rows.append(f"| `{tag}` | | | {_words(fields.pop('name'))} |")
+        rows += [f"| | `{key}` | {_default(field)} | {_meaning(field)} |" for key, field in fields.items()]
+    return "\n".join(rows)
 
 
 def _table(model: type[Section], prefix: str) -> str:
@@ -65,6 +78,8 @@ def _table(model: type[Section], prefix: str) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
+    if choices(field.annotation):
+        return f"`{field.default.name}`; below"
     if sections_in(field):
         return "below" if field.default is not None else "`null`; below"
     if field.default_factory is not None:
@@ -80,17 +95,20 @@ def _text(value: object) -> str:
 
 
 def _meaning(field: FieldInfo) -> str:
-    words = " ".join((field.description or "").split()).replace("``", "`").replace("|", "\\|")
-    choices = [f"`{_text(value)}`" for value in _choices(field.annotation)]
-    return words + (f" One of {', '.join(choices)}." if choices else "")
+    values = [f"`{_text(value)}`" for value in _values(field.annotation)]
+    return _words(field) + (f" One of {', '.join(values)}." if values else "")
 
 
-def _choices(annotation: Any) -> list[object]:
+def _words(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split()).replace("``", "`").replace("|", "\\|")
+
+
+def _values(annotation: Any) -> list[object]:
     """The values that a Literal allows."""
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     if get_origin(annotation) in (Union, types.UnionType):
-        return [value for part in get_args(annotation) for value in _choices(part)]
+        return [value for part in get_args(annotation) for value in _values(part)]
     return []
 
 
@@ -100,7 +118,9 @@ def _model(field: FieldInfo) -> type[Section]:
 
 
 def sections_in(field: FieldInfo) -> list[type[Section]]:
-    """The section that a field holds, if it holds one."""
+    """The sections that a field may hold."""
+    if among := choices(field.annotation):
+        return list(among.values())
     parts = get_args(field.annotation) or (field.annotation,)
     return [part for part in parts if isinstance(part, type) and issubclass(part, Section)]
 

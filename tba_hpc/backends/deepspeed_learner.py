@@ -177,7 +177,7 @@ class DeepSpeedLearner:
     def _make_reference(self, references: Callable[[int], Path] | None) -> TrainerReference | None:
         """None where no model is needed: nothing is asked for, or an adapter can be switched off."""
         train = self._config.train
-        if not train.trainer_has_reference or (self._lora and train.reference == "frozen"):
+        if not train.trainer_has_reference or (self._lora and train.reference.name == "frozen"):
             return None
         assert references, "the trainer is to compute the reference"
         return TrainerReference(self._config, references, self._group.device)

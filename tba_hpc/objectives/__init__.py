@@ -3,6 +3,7 @@
 Nothing here knows about models, ranks or optimizers.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -10,20 +11,38 @@ from tba_hpc.config import TrainSection
 from tba_hpc.objectives.advantage_regression import oapl
 from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput, normaliser
 from tba_hpc.objectives.diagnostics import figures, moments
-from tba_hpc.objectives.policy_gradient import dr_grpo, grpo, proximal_rloo, rloo
+from tba_hpc.objectives.own import own_objective
+from tba_hpc.objectives.policy_gradient import dr_grpo, grpo, gspo, proximal_rloo, rloo, topr
 from tba_hpc.objectives.preference import online_dpo
+from tba_hpc.objectives.ratio_bounds import bounded
 from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
+from tba_hpc.variants import ObjectiveSection, OwnObjective
 
 __all__ = ["Groups", "Objective", "ObjectiveOutput", "figures", "make_objective"]
 
+OBJECTIVES: dict[str, Callable[..., ObjectiveOutput]] = {
+    "trajectory_balance": trajectory_balance,
+    "tba_prime": tba_prime,
+    "oapl": oapl,
+    "rloo": rloo,
+    "proximal_rloo": proximal_rloo,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "gspo": gspo,
+    "topr": topr,
+    "online_dpo": online_dpo,
+}
+"""By the name of their variant, whose other keys are keyword arguments."""
+
 
 def make_objective(train: TrainSection, *, max_tokens: int) -> Objective:
-    """The loss that ``train.objective`` names, with its limits, over the normaliser that ``train`` asks for.
+    """The loss that ``train`` asks for: objective, normaliser, bound on what stale data pull.
 
     Its metrics hold the moments of ``diagnostics``, too, of which ``figures`` makes what is logged.
     max_tokens: the longest completion that can be sampled, in tokens.
+    Raises ConfigError where an objective of the user's cannot be had.
     """
-    objective = _find(train)
+    objective = _find(train.objective)
 
     def normalised(groups: Groups, beta: float) -> ObjectiveOutput:
         output = objective(groups, beta)
@@ -31,19 +50,11 @@ def make_objective(train: TrainSection, *, max_tokens: int) -> Objective:
         metrics = {**output.metrics, **moments(groups)}
         return replace(output, loss_BK=output.loss_BK / divisor, metrics=metrics)
 
-    return normalised
+    return bounded(normalised, train.ratio_bound)
 
 
-def _find(train: TrainSection) -> Objective:
-    clip, limit, shift = train.ratio_clip, train.second_moment_limit, train.baseline_shift
-    objectives: dict[str, Objective] = {
-        "trajectory_balance": partial(trajectory_balance, ratio_cap=train.ratio_cap, gap_clip=train.gap_clip),
-        "tba_prime": partial(tba_prime, ratio_cap=train.ratio_cap),
-        "oapl": oapl,
-        "rloo": partial(rloo, baseline_shift=shift),
-        "proximal_rloo": partial(proximal_rloo, ratio_clip=clip, baseline_shift=shift),
-        "grpo": partial(grpo, ratio_clip=clip, second_moment_limit=limit),
-        "dr_grpo": partial(dr_grpo, ratio_clip=clip, second_moment_limit=limit, baseline_shift=shift),
-        "online_dpo": online_dpo,
-    }
-    return objectives[train.objective]
+def _find(section: ObjectiveSection) -> Objective:
+    if isinstance(section, OwnObjective):
+        return own_objective(section)
+    keys = section.model_dump(exclude={"value_beta"})  # OAPL's values are made at the merge
+    return partial(OBJECTIVES[keys.pop("name")], **keys)

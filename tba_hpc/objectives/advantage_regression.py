@@ -15,7 +15,7 @@ def oapl(groups: Groups, beta: float) -> ObjectiveOutput:
         residual = β₂·log(π_θ/π_lag) − (r − V̂)
 
     π_lag is what sampled: its log-probabilities come with the completions. β₂ is ``beta``; β₁ is
-    ``train.value_beta``, with which V̂ was computed before any replay, so that a group may mix requests and
+    ``value_beta``, with which V̂ was computed before any replay, so that a group may mix requests and
     versions. The paper's loss has no factor; with 1/2β₂ the gradient is −A·∇log π_θ, A being
     (r − V̂) − β₂·log(π_θ/π_lag): trajectory balance's scale, with V̂ for the group's mean. Where β₁ = β₂ and V̂
     is of infinitely many completions, all residuals are 0 at, and only at, π_lag·exp(r/β)/Z; with another β₁

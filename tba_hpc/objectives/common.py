@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tba_hpc.config import LossNormaliser
 from tba_hpc.types import PaddedBatch
+from tba_hpc.variants import LossNormaliser
 
 MAX_LOG_RATIO = 20.0
 """Nats up to which a ratio of probabilities is what it is; beyond, it stays at e^20 = 4.9e8 without gradient.
@@ -88,6 +88,11 @@ class Groups:
     def log_ratio_BK(self) -> Tensor:
         """log π_θ/π_ref of whole completions, with gradient: the k1 estimate of KL(π_θ‖π_ref), nats."""
         return self.logprob_BK - self.ref_logprob_BK
+
+    @property
+    def log_weight_BK(self) -> Tensor:
+        """log π_θ/π_behaviour of whole completions, detached, nats."""
+        return self.logprob_BK.detach() - self.behaviour_logprob_BK
 
     @property
     def token_ratio_BKL(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Policy-gradient baselines for trajectory balance: RLOO and its proximal form, GRPO and Dr. GRPO.
+"""Policy-gradient baselines for trajectory balance: RLOO and its proximal form, GRPO, Dr. GRPO, GSPO, TOPR.
 
 They are right on-policy, or nearly so. It must not know where the completions come from.
 
@@ -9,12 +9,14 @@ variance. On data of another policy μ, REINFORCE maximises E_μ[(R − V)·log 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tba_hpc.objectives.common import (
     MAX_LOG_RATIO,
     Groups,
     ObjectiveOutput,
+    bounded_exp,
     centred,
     clip_acts,
     clipped,
@@ -74,8 +76,7 @@ def grpo(
     Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion), advantage (mean absolute value),
     clip_share (share of tokens whose clipped term is the lower one, or that the mask takes out).
     """
-    deviation_B1 = groups.reward_BK.std(dim=1, keepdim=True)
-    advantage_BK = centred(groups.reward_BK) / (deviation_B1 + EPSILON)
+    advantage_BK = _standardised(groups.reward_BK)
     gap_BKL = (groups.reference_BKL - groups.policy_BKL).clamp(max=MAX_LOG_RATIO)
     penalty_BKL = gap_BKL.exp() - gap_BKL - 1
     surrogate_BKL, clip_share = _surrogate(groups, advantage_BK, ratio_clip, second_moment_limit)
@@ -101,6 +102,40 @@ def dr_grpo(
     advantage_BK = centred(groups.reward_BK) - baseline_shift
     surrogate_BKL, clip_share = _surrogate(groups, advantage_BK, ratio_clip, second_moment_limit)
     return _output(groups, -(surrogate_BKL * groups.mask_BKL).sum(2), advantage_BK, clip_share=clip_share)
+
+
+def gspo(groups: Groups, beta: float, *, clip_low: float, clip_high: float) -> ObjectiveOutput:
+    """Group sequence policy optimisation (arXiv 2507.18071, eq. 5): one ratio for a completion.
+
+    Mean over rows of −min(s·A, clip(s, 1 − clip_low, 1 + clip_high)·A), s = (π_θ/π_behaviour of the
+    completion)^(1/tokens), A as in ``grpo``. It has no KL term: ``beta`` is not used. Metrics as there;
+    clip_share is of completions.
+    """
+    log_ratio_BK = (groups.logprob_BK - groups.behaviour_logprob_BK) / groups.tokens_BK
+    ratio_BK, advantage_BK = bounded_exp(log_ratio_BK), _standardised(groups.reward_BK)
+    plain_BK = ratio_BK * advantage_BK
+    clipped_BK = torch.minimum(plain_BK, ratio_BK.clamp(1 - clip_low, 1 + clip_high) * advantage_BK)
+    clip_share = (clipped_BK < plain_BK).double().mean()
+    return _output(groups, -clipped_BK, advantage_BK, clip_share=clip_share)
+
+
+def topr(groups: Groups, beta: float) -> ObjectiveOutput:
+    """Tapered off-policy REINFORCE (arXiv 2503.14286, eq. 8): mean over rows of −w·A·log π_θ, A = r − r̄.
+
+    w is 1 where A ≥ 0, else min(1, π_θ/π_behaviour) of the completion, without gradient. The paper takes
+    rewards of ±1 less a constant baseline; here it is the group's mean. It has no KL term: ``beta`` is not
+    used. Metrics: as ``rloo``, and clip_share (completions with a weight below 1).
+    """
+    advantage_BK = centred(groups.reward_BK)
+    tapered_BK = (advantage_BK < 0) & (groups.log_weight_BK < 0)
+    weight_BK = torch.where(tapered_BK, groups.ratio_BK.detach(), 1.0)
+    loss_BK = -weight_BK * advantage_BK * groups.logprob_BK
+    return _output(groups, loss_BK, advantage_BK, clip_share=tapered_BK.double().mean())
+
+
+def _standardised(reward_BK: Tensor) -> Tensor:
+    """[B, K], detached: rewards less their group's mean, in units of its sample standard deviation."""
+    return centred(reward_BK) / (reward_BK.std(dim=1, keepdim=True) + EPSILON)
 
 
 def _surrogate(

@@ -136,7 +136,7 @@ class Workload:
         train = self.config.train
         if not train.trainer_has_reference:
             return "no"
-        return "adapter off" if self.adapter and train.reference == "frozen" else "model"
+        return "adapter off" if self.adapter and train.reference.name == "frozen" else "model"
 
     @property
     def has_reference(self) -> bool:

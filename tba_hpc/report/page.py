@@ -165,7 +165,7 @@ def _subtitle(config: Config) -> str:
     ranks = config.launch
     roles = f"{count(ranks.trainers, 'trainer')} + {count(ranks.searchers, 'searcher')}"
     model = Path(config.model.path).name
-    return f"{config.task.name} · {model} · {config.train.objective.replace('_', ' ')} · {roles}"
+    return f"{config.task.name} · {model} · {config.train.objective.name.replace('_', ' ')} · {roles}"
 
 
 def tiles(summary: Summary) -> list[Tile]:

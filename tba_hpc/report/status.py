@@ -94,7 +94,7 @@ def _scores(evaluations: Sequence[Evaluation]) -> str:
 def _perplexity(config: Config, evaluations: Sequence[Evaluation]) -> str:
     """Of the last evaluation, and under which policy where that changes."""
     last = evaluations[-1].perplexity if evaluations else None
-    if last is None or config.train.reference != "reset":
+    if last is None or config.train.reference.name != "reset":
         return _or_nothing(last, "{:.3f}")
     return f"{last:.3f} under {policy_name(reference_of(config.train, evaluations[-1]))}"
 

@@ -12,9 +12,10 @@ from itertools import pairwise
 from math import hypot, sqrt
 from statistics import fmean, pstdev
 
-from tba_hpc.config import OF_OWN_SAMPLES, POLICY_GRADIENTS, Config
+from tba_hpc.config import Config
 from tba_hpc.report.curves import Curve, History, Point
 from tba_hpc.run.evaluations import Evaluation
+from tba_hpc.variants import Unbounded
 
 SHOWN = 3
 """Worries that a line has room for."""
@@ -196,7 +197,7 @@ def skipped_steps(view: View) -> Worry | None:
 def wrong_reference(view: View) -> Worry | None:
     """At version 0 the policy is the reference, and log π − log π_ref is 0."""
     history = view.history
-    if view.config.train.reference == "behaviour":
+    if view.config.train.reference.name == "behaviour":
         return None
     kl, length = history.initial_kl.latest(), _initial_length(history)
     figure = "KL of fresh samples"
@@ -217,7 +218,7 @@ def exchanged_reference(view: View) -> Worry | None:
     """Across a resume the policy is the same, and so is its KL, unless the reference is not."""
     history = view.history
     changes = [change for starts in history.starts.values() if (change := starts.change)]
-    if view.config.train.reference != "frozen" or not changes:
+    if view.config.train.reference.name != "frozen" or not changes:
         return None
     before, after = max(changes, key=lambda change: change[1] - change[0])
     if after - before <= max(0.1, RESUMED_KL * (history.latest("search/length") or 0.0)) + 2 * abs(before):
@@ -375,7 +376,8 @@ def _gain(view: View) -> float | None:
     train = view.config.train
     tempered = train.reference_temperature.start * train.target_temperature.start != 1
     rewards = view.history.curves["search/reward"].values
-    if train.objective in ("dr_grpo", "online_dpo") or train.reference != "frozen" or tempered or not rewards:
+    weighs = train.objective.name not in ("dr_grpo", "gspo", "topr", "online_dpo")
+    if not weighs or train.reference.name != "frozen" or tempered or not rewards:
         return None
     return max(rewards) - rewards[0]
 
@@ -425,16 +427,17 @@ def collapsed_entropy(view: View) -> Worry | None:
 def few_effective(view: View) -> Worry | None:
     """Few completions carry the gradient of an objective that reweights them or takes them for its own."""
     train = view.config.train
-    if train.objective not in POLICY_GRADIENTS and train.ratio_cap is None:
+    if not train.objective.policy_gradient and train.ratio_bound == Unbounded():
         return None  # trajectory balance holds for any sampling distribution
     held = _held(view.history.curves["train/ess"], lambda value: value < FEW_EFFECTIVE)
     if held is None:
         return None
     now, since = held
+    name = train.objective.name
     return Worry(
         f"ESS {_share(now)} since step {since}: exchange.max_staleness",
         f"The effective sample size is {_share(now)} of a batch since step {since}: the policy has moved so "
-        f"far from the weights that sampled that a few completions are all that {train.objective} learns "
+        f"far from the weights that sampled that a few completions are all that {name} learns "
         "from. Bound exchange.max_staleness, raise buffer.most_on_policy, or lower "
         f"train.learning_rate.peak={train.learning_rate.peak:g}; trajectory_balance does not reweight.",
     )
@@ -461,8 +464,7 @@ def _gap(view: View, curve: Curve) -> Worry | None:
     dtype = view.config.model.dtype
     whole = "Check that the engine loads the weights whole"
     remedy = whole if dtype == "float32" else "Set model.dtype to float32"
-    capped = view.config.train.objective in ("trajectory_balance", "tba_prime")
-    meanwhile = "; train.ratio_cap bounds what it does" if capped else ""
+    meanwhile = "" if view.config.train.objective.bounded else "; train.ratio_bound bounds what it does"
     return Worry(
         f"engine gap {_few(now)} nats/token since step {since}: model.dtype",
         f"Engine and learner differ by {_few(now)} nats per token at the same weights since step "
@@ -476,13 +478,13 @@ def another_sampler(view: View) -> Worry | None:
     train, generator = view.config.train, view.config.generator
     left_out = [f"generator.top_p={generator.top_p:g}"] if generator.top_p < 1 else []
     left_out += [f"generator.min_tokens={generator.min_tokens}"] if generator.min_tokens else []
-    if train.objective not in OF_OWN_SAMPLES or not left_out or not view.history.points("search/reward"):
+    if not train.objective.own_samples or not left_out or not view.history.points("search/reward"):
         return None
     keys = " and ".join(left_out)
     return Worry(
-        f"{keys}: bias of {train.objective}",
+        f"{keys}: bias of {train.objective.name}",
         f"With {keys} some tokens are never sampled, while log-probabilities are those of the whole "
-        f"policy: the gradient of train.objective={train.objective}, which takes its samples for the "
+        f"policy: the gradient of train.objective={train.objective.name}, which takes its samples for the "
         "policy's own, is biased. Leave that out, or train by trajectory_balance, which holds for any "
         "sampler.",
     )
@@ -493,12 +495,12 @@ def chosen_samples(view: View) -> Worry | None:
     train, buffer = view.config.train, view.config.buffer
     chosen = ["buffer.deduplicate=true"] if buffer.deduplicate else []
     chosen += [f"buffer.reward_temperature={buffer.reward_temperature:g}"] if buffer.chooses_by_reward else []
-    if train.objective not in POLICY_GRADIENTS or not chosen or not view.history.points("search/reward"):
+    if not train.objective.policy_gradient or not chosen or not view.history.points("search/reward"):
         return None
-    keys = " and ".join(chosen)
+    keys, name = " and ".join(chosen), train.objective.name
     return Worry(
-        f"{keys}: bias of {train.objective}",
-        f"By {keys} groups are not as they were sampled, which biases train.objective={train.objective}. Set "
+        f"{keys}: bias of {name}",
+        f"By {keys} groups are not as they were sampled, which biases train.objective={name}. Set "
         "buffer.deduplicate=false and buffer.reward_temperature=null, or train by trajectory_balance, which "
         "holds for any choice.",
     )

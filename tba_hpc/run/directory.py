@@ -27,7 +27,7 @@ from tba_hpc.config import (
 from tba_hpc.run.files import DiskFullError, listing, make_folder, write_atomic
 from tba_hpc.types import Role
 
-FORMAT = 2
+FORMAT = 3
 """Version of what a run keeps on disk: names of files, events, metrics and record fields."""
 
 ATTEMPT = "TBA_ATTEMPT"

@@ -62,7 +62,11 @@ def keep(run: RunDir, config: Config, beside: Path) -> None:
 
 def _named(config: Config, folder: Path) -> Iterator[Path]:
     task = config.task
-    names = [task.name, *(reward.function for reward in task.reward.values() if reward.function)]
+    names = [
+        task.name,
+        config.train.objective.name,
+        *(reward.function for reward in task.reward.values() if reward.function),
+    ]
     yield from _modules({name.partition(".")[0].partition(":")[0] for name in names if ":" in name}, folder)
     for word in (word for reward in task.reward.values() for word in reward.program or ()):
         path = folder / word

@@ -14,14 +14,13 @@ fields that no other argument takes.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import groupby
-from typing import Any
 
 from tba_hpc.config import ConfigError, RewardSection
+from tba_hpc.own_code import find_function
 from tba_hpc.tasks.judge import Judge
 from tba_hpc.tasks.program import Program
 
@@ -52,7 +51,7 @@ class Function:
     def __init__(self, key: str, name: str) -> None:
         """key: what it is called in errors."""
         self._key = key
-        self._call = _import(key, name)
+        self._call = find_function(key, name)
         try:
             parameters = list(inspect.signature(self._call).parameters.values())
         except ValueError:
@@ -107,17 +106,3 @@ class Function:
 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
-def _import(key: str, name: str) -> Callable[..., Any]:
-    module_name, _, function = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"{key} cannot be imported ({error}): put the module beside the config") from None
-    found = getattr(module, function, None)
-    if not callable(found):
-        close = get_close_matches(function, [one for one in vars(module) if callable(vars(module)[one])], n=1)
-        meant = f"did you mean {close[0]!r}?" if close else "check the name"
-        raise ConfigError(f"{key}: no function {function!r} there: {meant}")
-    return found

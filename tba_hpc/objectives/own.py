@@ -1,0 +1,58 @@
+"""A loss of the user's: a function that a config names as ``module:function``.
+
+    def reinforce(groups, beta, *, scale=1.0):
+        advantage = groups.reward_BK - groups.reward_BK.mean(1, keepdim=True)
+        return -scale * advantage * groups.logprob_BK
+
+It gets whole ``Groups``, β, and train.objective.options by name; it returns the loss of each completion,
+float [B, K], with gradient.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+
+from torch import Tensor
+
+from tba_hpc.config import ConfigError
+from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput
+from tba_hpc.own_code import find_function
+from tba_hpc.variants import OwnObjective
+
+
+def own_objective(section: OwnObjective) -> Objective:
+    """The function as an objective.
+
+    Metrics: log_ratio (mean of log π_θ/π_ref, nats per completion).
+    Raises ConfigError where there is none, or where it does not take what it is given; the objective raises
+    it where what comes back is no loss of each completion.
+    """
+    key = f"train.objective={section.name}"
+    function = find_function(key, section.name)
+    try:
+        inspect.signature(function).bind(None, 1.0, **section.options)
+    except TypeError as error:
+        raise ConfigError(
+            f"{key} cannot be called ({error}): let it take (groups, beta) and train.objective.options"
+        ) from None
+    loss = partial(function, **section.options)
+
+    def objective(groups: Groups, beta: float) -> ObjectiveOutput:
+        loss_BK = loss(groups, beta)
+        _require_loss(key, loss_BK, groups)
+        return ObjectiveOutput(loss_BK, {"log_ratio": groups.log_ratio_BK.detach().mean()})
+
+    return objective
+
+
+def _require_loss(key: str, loss_BK: object, groups: Groups) -> None:
+    wanted = list(groups.reward_BK.shape)
+    shape = list(loss_BK.shape) if isinstance(loss_BK, Tensor) else type(loss_BK).__name__
+    if shape != wanted:
+        raise ConfigError(
+            f"{key} gave {shape} for {wanted} completions: let it return a tensor with a loss for each"
+        )
+    assert isinstance(loss_BK, Tensor)
+    if not loss_BK.requires_grad:
+        raise ConfigError(f"{key} gave a loss without gradient: let it follow from groups.policy_BKL")

@@ -1,0 +1,66 @@
+"""How much stale data may pull: what weighs the gradient of each token, whatever the loss.
+
+A loss sees the policy through log-probabilities alone, so ∂loss/∂log π_t is all that there is to weigh: where
+it is positive, the token is pushed down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput, token_share
+from tba_hpc.variants import RatioBound, RatioCap, RatioTaper, SequenceMask, Unbounded
+
+
+def bounded(objective: Objective, bound: RatioBound) -> Objective:
+    """``objective`` with its gradient weighed by ``bound``; its value stays what it is.
+
+    Metrics: the objective's, and clip_share: the share of tokens, or of completions where the ratio is of a
+    completion, that weigh less than without the bound.
+    """
+    if isinstance(bound, Unbounded):
+        return objective
+
+    def weighed(groups: Groups, beta: float) -> ObjectiveOutput:
+        policy_BKL = groups.policy_BKL.detach().requires_grad_()
+        output = objective(replace(groups, policy_BKL=policy_BKL), beta)
+        (slope_BKL,) = torch.autograd.grad(output.loss_BK.sum(), policy_BKL)
+        weight_BKL, acts_BKL = weights(bound, groups, slope_BKL.sum(2) > 0)
+        pull_BK = (weight_BKL * slope_BKL * (groups.policy_BKL - groups.policy_BKL.detach())).sum(2)
+        metrics = {**output.metrics, "clip_share": _share(acts_BKL, groups)}
+        return ObjectiveOutput(output.loss_BK.detach() + pull_BK, metrics)
+
+    return weighed
+
+
+def weights(bound: RatioBound, groups: Groups, down_BK: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each token [B, K, L] or completion [B, K, 1], detached: its weight; bool, whether the bound acts.
+
+    down_BK: bool, which completions are pushed down.
+    """
+    down_BK1 = down_BK[:, :, None]
+    match bound:
+        case RatioCap(cap=cap, of=of):
+            ratio = _ratio(groups, of)
+            return ratio.clamp(max=cap), ratio > cap
+        case RatioTaper(of=of):
+            acts = down_BK1 & (_ratio(groups, of) < 1)
+            return torch.where(acts, _ratio(groups, of), 1.0), acts
+        case SequenceMask(limit=limit):
+            drift_BK1 = -(groups.log_weight_BK / groups.tokens_BK)[:, :, None]
+            acts = down_BK1 & (drift_BK1 > limit)
+            return (~acts).to(drift_BK1.dtype), acts
+        case Unbounded():
+            return torch.ones_like(groups.behaviour_BKL), torch.zeros_like(groups.mask_BKL)
+
+
+def _ratio(groups: Groups, of: str) -> Tensor:
+    """π_θ/π_behaviour, detached, [B, K, L] of tokens or [B, K, 1] of completions."""
+    return groups.token_ratio_BKL.detach() if of == "token" else groups.ratio_BK.detach()[:, :, None]
+
+
+def _share(acts: Tensor, groups: Groups) -> Tensor:
+    return acts.double().mean() if acts.shape[2] == 1 else token_share(acts, groups)

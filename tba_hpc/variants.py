@@ -1,0 +1,259 @@
+"""What a config chooses by name, each choice with the keys that it alone has: objective, bound, reference.
+
+``{name: oapl, value_beta: 1}``; the name by itself is short for a choice with its defaults. Imports no heavy
+library.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+
+LossNormaliser = Literal["sum", "completion_tokens", "batch_tokens", "max_tokens"]
+
+OWN = "module:function"
+"""Tag of an objective of the user's, whose name says where it is."""
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, no unknown keys, docstrings as descriptions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+# --- Objectives ---
+
+
+class ObjectiveSection(Section):
+    """A loss over whole groups.
+
+    policy_gradient: its gradient is unbiased only on completions distributed as the policy sampled them.
+    own_samples: it takes log-probabilities and samples to be of one policy. bounded: what old data may pull
+    is bounded by its own formula, so that train.ratio_bound is not for it.
+    """
+
+    policy_gradient: ClassVar[bool] = False
+    own_samples: ClassVar[bool] = False
+    bounded: ClassVar[bool] = False
+    normaliser: ClassVar[LossNormaliser] = "sum"
+
+
+LogZ = Literal["behaviour", "policy", "none"]
+
+
+class TrajectoryBalance(ObjectiveSection):
+    name: Literal["trajectory_balance"] = "trajectory_balance"
+    """TB, the squared residual of VarGrad."""
+    log_z: LogZ = "behaviour"
+    """Whose log-probabilities the estimate of log Z takes. behaviour: those of the weights that sampled, so
+    that a group's completions cannot sink together as data grow old. policy: the current ones, equation 7 to
+    the letter, for data that are (nearly) fresh or a large replay buffer. none: no KL in it; what tells
+    engine and learner apart then counts as reward where log-probabilities of both meet in the KL."""
+    gap_clip: float | None = Field(None, gt=0)
+    """Nats beyond which a residual pulls no harder; none: no limit."""
+
+
+class TbaPrime(ObjectiveSection):
+    name: Literal["tba_prime"] = "tba_prime"
+    """TBA′, for large models: the KL inside the advantage, token by token."""
+    log_z: LogZ = "behaviour"
+    """Whose KL the group's mean is of; see trajectory_balance."""
+
+
+class Oapl(ObjectiveSection):
+    own_samples = True
+
+    name: Literal["oapl"] = "oapl"
+    """OAPL: regression on optimal advantages against the lagged policy."""
+    value_beta: float | None = Field(None, gt=0)
+    """β₁ of V̂ = β₁·log mean exp(r/β₁) over all completions of a request, in units of the reward. None:
+    beta.start, with which the target is π_lag·exp(r/β)/Z."""
+
+
+class PolicyGradient(ObjectiveSection):
+    policy_gradient = own_samples = True
+
+
+class Shifted(PolicyGradient):
+    baseline_shift: float = 0.0
+    """δ added to the baseline of the advantages, in units of the reward. Below 0 successes pull more than
+    failures push, as stale data asks for (AsymRE)."""
+
+
+class Rloo(Shifted):
+    name: Literal["rloo"] = "rloo"
+    """REINFORCE with a leave-one-out baseline."""
+
+
+class ProximalRloo(Shifted):
+    bounded = True
+
+    name: Literal["proximal_rloo"] = "proximal_rloo"
+    """RLOO under PPO's clip."""
+    ratio_clip: float = Field(0.2, gt=0, lt=1)
+    """How far π_θ/π_behaviour may leave 1 before its gradient stops."""
+
+
+class ClippedTokens(PolicyGradient):
+    bounded = True
+
+    ratio_clip: float = Field(0.2, gt=0, lt=1)
+    """How far π_θ/π_behaviour of a token may leave 1 before its gradient stops."""
+    second_moment_limit: float | None = Field(None, gt=0)
+    """Instead of clipping, mask the tokens furthest beyond 1 until the mean of (log π_θ/π_behaviour)² over
+    the others beyond it, in a micro-batch (in a group, where those are filled by tokens), is at most this,
+    nats² (M2PO, where it is .04). None: clip."""
+
+
+class Grpo(ClippedTokens):
+    normaliser = "completion_tokens"
+
+    name: Literal["grpo"] = "grpo"
+    """Group-relative policy optimisation."""
+
+
+class DrGrpo(ClippedTokens, Shifted):
+    name: Literal["dr_grpo"] = "dr_grpo"
+    """GRPO done right."""
+
+
+class Gspo(PolicyGradient):
+    bounded = True
+
+    name: Literal["gspo"] = "gspo"
+    """GRPO with one ratio for a completion: the geometric mean of its tokens'."""
+    clip_low: float = Field(3e-4, gt=0, lt=1)
+    """How far that ratio may fall below 1 before its gradient stops."""
+    clip_high: float = Field(4e-4, gt=0)
+    """How far it may rise above 1."""
+
+
+class Topr(PolicyGradient):
+    bounded = True
+
+    name: Literal["topr"] = "topr"
+    """REINFORCE whose negatives are weighed by min(1, π_θ/π_behaviour) of the completion."""
+
+
+class OnlineDpo(ObjectiveSection):
+    bounded = True
+
+    name: Literal["online_dpo"] = "online_dpo"
+    """DPO on the best and the worst completion of a group."""
+
+
+class OwnObjective(ObjectiveSection):
+    name: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    """``module:function`` of your own, beside the config, in the folder of the command, or installed: it gets
+    tba_hpc.objectives.Groups and β, and returns a loss for each completion."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of its own."""
+
+
+# --- How much stale data may pull ---
+
+
+class Unbounded(Section):
+    name: Literal["none"] = "none"
+    """Data of any age pull alike."""
+
+
+class RatioCap(Section):
+    name: Literal["cap"] = "cap"
+    """Weigh by min(cap, π_θ/π_behaviour) (TBA′, CISPO, GFlowRL)."""
+    cap: float = Field(8.0, gt=0)
+    """Largest weight."""
+    of: Literal["token", "sequence"] = "token"
+    """Whether each token is weighed by its own ratio, or all by the completion's."""
+
+
+class RatioTaper(Section):
+    name: Literal["taper"] = "taper"
+    """Weigh what is pushed down by min(1, π_θ/π_behaviour), and nothing else (TOPR)."""
+    of: Literal["token", "sequence"] = "sequence"
+    """Whether each token is weighed by its own ratio, or all by the completion's."""
+
+
+class SequenceMask(Section):
+    name: Literal["mask"] = "mask"
+    """Leave out completions that are pushed down and have become unlikely (OPSM)."""
+    limit: float = Field(0.5, gt=0)
+    """Mean of log π_behaviour/π_θ over a completion's tokens from which on it is left out, nats per token."""
+
+
+# --- References ---
+
+
+class FrozenReference(Section):
+    name: Literal["frozen"] = "frozen"
+    """The initial model."""
+
+
+class BehaviourIsReference(Section):
+    name: Literal["behaviour"] = "behaviour"
+    """The weights that sampled: no model is loaded (always so with OAPL)."""
+
+
+class ResetReference(Section):
+    name: Literal["reset"] = "reset"
+    """The policy itself, anew every so many steps."""
+    every: int = Field(50, ge=1)
+    """ρ: optimizer steps between two resets."""
+
+
+# --- Unions ---
+
+
+def _by_name(first: str) -> BeforeValidator:
+    """A name by itself is a choice with its defaults; keys without a name are of the ``first`` choice."""
+
+    def whole(value: object) -> object:
+        if isinstance(value, str):
+            return {"name": value}
+        return {"name": first, **value} if isinstance(value, dict) else value
+
+    return BeforeValidator(whole)
+
+
+def _kind(value: Any) -> str | None:
+    """Which objective a value is; None where it is none."""
+    name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
+    return OWN if isinstance(name, str) and ":" in name else name
+
+
+ObjectiveChoice = Annotated[
+    Annotated[TrajectoryBalance, Tag("trajectory_balance")]
+    | Annotated[TbaPrime, Tag("tba_prime")]
+    | Annotated[Oapl, Tag("oapl")]
+    | Annotated[Rloo, Tag("rloo")]
+    | Annotated[ProximalRloo, Tag("proximal_rloo")]
+    | Annotated[Grpo, Tag("grpo")]
+    | Annotated[DrGrpo, Tag("dr_grpo")]
+    | Annotated[Gspo, Tag("gspo")]
+    | Annotated[Topr, Tag("topr")]
+    | Annotated[OnlineDpo, Tag("online_dpo")]
+    | Annotated[OwnObjective, Tag(OWN)],
+    Discriminator(_kind),
+    _by_name("trajectory_balance"),
+]
+
+RatioBound = Annotated[
+    Unbounded | RatioCap | RatioTaper | SequenceMask, Discriminator("name"), _by_name("none")
+]
+
+ReferenceChoice = Annotated[
+    FrozenReference | BehaviourIsReference | ResetReference, Discriminator("name"), _by_name("frozen")
+]
+
+
+def choices(annotation: Any) -> dict[str, type[Section]]:
+    """By tag, the sections that a union by name chooses from; none where ``annotation`` is no such union."""
+    parts = [get_args(part)[0] if hasattr(part, "__metadata__") else part for part in get_args(annotation)]
+    found = [part for part in parts if isinstance(part, type) and issubclass(part, Section)]
+    return {_tag(part): part for part in found} if len(found) > 1 else {}
+
+
+def _tag(section: type[Section]) -> str:
+    name = section.model_fields["name"]
+    return OWN if name.is_required() else str(name.default)
