@@ -51,7 +51,7 @@ def test_differences_against_published_intervals(
 
 def test_only_what_differs_is_told_but_names_and_places(runs: list[RunDir]) -> None:
     rows = {row.pop("key"): list(row.values()) for row in config_rows(compare([run.path for run in runs]))}
-    assert rows["train.objective"] == ["trajectory_balance", "rloo"]
+    assert rows["train.objective.name"] == ["trajectory_balance", "rloo"]
     assert rows["train.learning_rate.peak"][1] == "0.0001"
     assert not {"run.name", "run.root", "train.steps", "model.path"} & rows.keys()
 
@@ -100,7 +100,7 @@ def test_curves_lie_over_each_other_in_the_colours_of_the_page(runs: list[RunDir
         ({}, {"reference": "behaviour"}, True),
         ({"path": "models/other"}, {}, False),
         ({"logprob_temperature": 0.5}, {}, False),
-        ({}, {"reference": "reset", "reference_every": 2}, False),
+        ({}, {"reference": {"name": "reset", "every": 2}}, False),
     ],
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from copy import deepcopy
 from functools import reduce
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import pytest
 import yaml
 
 from tba_hpc.config import (
-    OF_OWN_SAMPLES,
     OWN_DEEPSPEED_SETTINGS,
     OWN_ENGINE_ARGUMENTS,
     Config,
@@ -22,6 +22,7 @@ from tba_hpc.config import (
     parse_config,
     value_text,
 )
+from tba_hpc.variants import DrGrpo, OwnObjective, TbaPrime
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 
@@ -45,7 +46,7 @@ GSM8K = {
     "buffer.capacity_per_prompt": 100,
     "buffer.reward_temperature": None,
     "buffer.initial_completions": 500,
-    "train.objective": "trajectory_balance",
+    "train.objective.name": "trajectory_balance",
     "train.steps": 700,
     "train.horizon": 1000,
     "train.prompts_per_step": 7,
@@ -74,7 +75,7 @@ TLDR = {
     "buffer.capacity_per_prompt": 100,
     "buffer.reward_temperature": 1.0,
     "buffer.initial_completions": 10_000,
-    "train.objective": "trajectory_balance",
+    "train.objective.name": "trajectory_balance",
     "train.steps": 256,
     "train.horizon": None,
     "train.prompts_per_step": 8,
@@ -110,12 +111,13 @@ MATH = {
     "train.gradient_clip": 1.0,
 }
 TBA_PRIME = MATH | {
-    "train.objective": "tba_prime",
-    "train.ratio_cap": 8.0,
+    "train.objective.name": "tba_prime",
+    "train.ratio_bound.cap": 8.0,
+    "train.ratio_bound.of": "token",
     "train.beta.schedule": "constant",
     "train.beta.start": 0.005,
-    "train.reference": "reset",
-    "train.reference_every": 50,
+    "train.reference.name": "reset",
+    "train.reference.every": 50,
 }
 RED_TEAMING = {
     "model.logprob_temperature": 1.0,
@@ -124,7 +126,7 @@ RED_TEAMING = {
     "generator.max_tokens": 20,
     "generator.min_tokens": 5,
     "buffer.most_on_policy": 0.5,
-    "train.objective": "trajectory_balance",
+    "train.objective.name": "trajectory_balance",
     "train.steps": 5000,
     "train.prompts_per_step": 1,
     "train.completions_per_prompt": 128,
@@ -143,7 +145,7 @@ PUBLISHED: dict[str, dict[str, object]] = {
     "math_gsm8k_one_gpu": GSM8K,
     "math_gsm8k_one_gpu_lora": GSM8K | {"train.learning_rate.peak": 1e-4},  # LoRA is not in print
     "math_qwen7b": TBA_PRIME,
-    "math_qwen7b_dr_grpo": MATH | {"train.objective": "dr_grpo"},
+    "math_qwen7b_dr_grpo": MATH | {"train.objective.name": "dr_grpo"},
     "redteam_gpt2": RED_TEAMING
     | {
         "generator.tempered_range": (0.5, 2.0),
@@ -205,17 +207,38 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
         ("train.beta.schedule=linear", "starts at 0.1 needs an end and a number of steps: set end and"),
         ("train.beta.jump_after=5", "jump_after=5 of a schedule that starts at 0.1 needs a value to jump to"),
         ("train.horizon=10", "train.horizon=10 ends before train.steps=1000, where the learning rate has"),
-        ("train.baseline_shift=-0.1", "ignored with train.objective=trajectory_balance: leave it out"),
-        ("train.value_beta=0.1", "value_beta=0.1 would be ignored with train.objective=trajectory_balance"),
-        ("train.second_moment_limit=0.04", "trajectory_balance: leave it out, or use grpo or dr_grpo"),
+        ("train.objective.baseline_shift=-0.1", "unknown config key 'train.objective.baseline_shift': valid"),
+        ("train.objective.log_q=none", "'train.objective.log_q': did you mean 'train.objective.log_z'?"),
+        (
+            "train.objective={name: oapl, ratio_clip: 0.1}",
+            "'train.objective.ratio_clip': valid are name",
+        ),
+        (
+            "train.objective=ppo",
+            "'train.objective' has the value 'ppo', but is one of trajectory_balance",
+        ),
+        (
+            "train.objective=a:b:c",
+            "key 'train.objective.name' has the value 'a:b:c', but st",
+        ),
+        ("train.objective=3", "config key 'train.objective' has the value 3, but is one of trajectory_balan"),
+        (
+            "train.ratio_bound=clip",
+            "'train.ratio_bound' has the value 'clip', but is one of none, cap",
+        ),
+        ("train.ratio_bound={name: cap, cap: 0}", "key 'train.ratio_bound.cap' has the value 0, but input"),
+        ("train.ratio_bound.cap=8", "unknown config key 'train.ratio_bound.cap': valid are name"),
         ("train.gradient_clip=0", "config key 'train.gradient_clip' has the value 0, but input should be"),
         ("train.loss_normaliser=mean", "config key 'train.loss_normaliser' has the value 'mean', but input"),
         ("generator.tempered_range=[2, 0.5]", "generator.tempered_range=[2, 0.5] is no range"),
         ("generator.min_tokens=513", "generator.min_tokens=513 is above generator.max_tokens=512: lower"),
         ("buffer.most_on_policy=1.1", "config key 'buffer.most_on_policy' has the value 1.1, but input"),
-        ("train.reference_every=0", "config key 'train.reference_every' has the value 0, but input"),
-        ("train.reference_every=5", "train.reference_every=5 would be ignored with train.reference=frozen"),
-        ("train.reference=reset", "train.reference=reset needs its interval: set train.reference_every"),
+        ("train.reference={name: reset, every: 0}", "'train.reference.every' has the value 0, but input"),
+        ("train.reference.every=5", "unknown config key 'train.reference.every': valid are name"),
+        (
+            "train.reference=old",
+            "'train.reference' has the value 'old', but is one of frozen, beh",
+        ),
         ("buffer={deduplicate: false, near_duplicates: 0.25}", "near_duplicates=0.25 contradicts"),
         (
             "buffer={deduplicate: false, similarity_limit: 0.4, embedding_model: org/m}",
@@ -256,9 +279,10 @@ def test_bad_input_gets_one_sentence(override: str, sentence: str, tmp_path: Pat
 def test_oapl_learns_against_the_weights_that_sampled_and_its_values_are_at_its_first_beta() -> None:
     oapl = {"objective": "oapl", "beta": {"start": 0.3}}
     config = parse_config({"model": {"path": "a"}, "train": oapl})
-    assert (config.train.reference, config.train.value_beta) == ("behaviour", 0.3)
+    assert (config.train.reference.name, config.train.value_beta) == ("behaviour", 0.3)
     assert parse_config(yaml.safe_load(dump_config(config))) == config
-    assert parse_config({"model": {"path": "a"}, "train": {**oapl, "value_beta": 2}}).train.value_beta == 2
+    other = {**oapl, "objective": {"name": "oapl", "value_beta": 2}}
+    assert parse_config({"model": {"path": "a"}, "train": other}).train.value_beta == 2
     assert parse_config({"model": {"path": "a"}}).train.value_beta is None
 
 
@@ -323,6 +347,7 @@ def test_what_would_bias_an_on_policy_run_is_refused(override: str, sentence: st
         parse_config({"model": {"path": "a"}}, [*ON_POLICY, override])
 
 
+OWN_SAMPLES = ("oapl", "rloo", "proximal_rloo", "grpo", "dr_grpo", "gspo", "topr")
 WARM = "generator.temperature=0.7"
 
 
@@ -333,7 +358,7 @@ WARM = "generator.temperature=0.7"
         ((WARM, "train.objective=tba_prime"), 1.0),
         ((WARM, "train.objective=online_dpo"), 1.0),
         ((WARM, "model.logprob_temperature=0.5"), 0.5),
-        *(((WARM, f"train.objective={objective}"), 0.7) for objective in OF_OWN_SAMPLES),
+        *(((WARM, f"train.objective={objective}"), 0.7) for objective in OWN_SAMPLES),
         ((WARM, "train.objective=rloo", "model.logprob_temperature=0.7"), 0.7),
     ],
 )
@@ -346,7 +371,30 @@ def test_logprobs_are_at_the_sampling_temperature_where_the_gradient_needs_it(
     assert parse_config(yaml.safe_load(dump_config(config))) == config
 
 
-@pytest.mark.parametrize("objective", OF_OWN_SAMPLES)
+def test_a_choice_is_written_by_its_name_or_with_its_keys_and_set_one_by_one() -> None:
+    tree = {"model": {"path": "a"}, "train": {"objective": "dr_grpo"}}
+    plain = parse_config(deepcopy(tree)).train.objective
+    assert (
+        plain
+        == DrGrpo()
+        == parse_config({**tree, "train": {"objective": {"name": "dr_grpo"}}}).train.objective
+    )
+    clipped = parse_config(deepcopy(tree), ["train.objective.ratio_clip=0.1"])
+    assert clipped.train.objective == DrGrpo(ratio_clip=0.1)
+    assert parse_config(yaml.safe_load(dump_config(clipped))) == clipped
+    other = parse_config(deepcopy(tree), ["train.objective=tba_prime", "train.objective.log_z=policy"])
+    assert other.train.objective == TbaPrime(log_z="policy")
+    own = parse_config(deepcopy(tree), ["train.objective=a.b:loss", "train.objective.options.scale=2"])
+    assert own.train.objective == OwnObjective(name="a.b:loss", options={"scale": 2})
+
+
+@pytest.mark.parametrize("objective", ["proximal_rloo", "grpo", "dr_grpo", "gspo", "topr", "online_dpo"])
+def test_an_objective_that_has_a_bound_of_its_own_takes_no_other(objective: str) -> None:
+    with pytest.raises(ConfigError, match=rf"bound=taper is not for train.objective={objective}, whose"):
+        parse_config({"model": {"path": "a"}}, [f"train.objective={objective}", "train.ratio_bound=taper"])
+
+
+@pytest.mark.parametrize("objective", OWN_SAMPLES)
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import deepspeed
 import numpy as np
@@ -55,8 +55,8 @@ from tba_hpc.backends.deepspeed_learner import (
 from tba_hpc.backends.hdf5_shards import write_arrays
 from tba_hpc.backends.hf_model import load_policy, load_tokenizer
 from tba_hpc.backends.trainer_group import Message, TrainerGroup
-from tba_hpc.config import Config, LossNormaliser, ObjectiveName, parse_config
-from tba_hpc.objectives import make_objective
+from tba_hpc.config import Config, LossNormaliser, TrainSection, parse_config
+from tba_hpc.objectives import OBJECTIVES, make_objective
 from tba_hpc.ports import ExchangeError
 from tba_hpc.run.checkpoints import (
     Checkpoints,
@@ -653,10 +653,11 @@ def _die_or_hear(folder: Path, rank: int) -> None:
 
 # --- Micro-batches by tokens ---
 
-OBJECTIVES: list[dict[str, object]] = [
-    *({"objective": name} for name in get_args(ObjectiveName)),
-    {"objective": "trajectory_balance", "ratio_cap": 1.2, "gap_clip": 0.8, "loss_normaliser": "batch_tokens"},
-    {"objective": "grpo", "second_moment_limit": 0.04},
+SETTINGS: list[dict[str, Any]] = [
+    *({"objective": name} for name in OBJECTIVES),
+    {"objective": {"name": "trajectory_balance", "gap_clip": 0.8}, "loss_normaliser": "batch_tokens"},
+    *({"ratio_bound": bound} for bound in ("cap", "taper", {"name": "taper", "of": "token"}, "mask")),
+    {"objective": {"name": "grpo", "second_moment_limit": 0.04}},
 ]
 
 BUDGETS = (LONGEST, 48, 10_000)
@@ -681,7 +682,7 @@ def test_a_split_group_has_the_gradient_of_a_whole_one(tmp_path: Path, ranks: in
     processes = [start(_gradients, tmp_path, rank, config) for rank in range(ranks)]
     assert join(processes) == [0] * ranks, "".join(log.read_text() for log in tmp_path.glob("log-*"))
     found = [json.loads(line) for line in (tmp_path / "metrics").read_text().splitlines()]
-    for number, (objective, (whole, *split)) in enumerate(zip(OBJECTIVES, found, strict=True)):
+    for number, (objective, (whole, *split)) in enumerate(zip(SETTINGS, found, strict=True)):
         gradients = [np.load(tmp_path / f"{number}-{budget}.npy") for budget in (None, *BUDGETS)]
         assert np.linalg.norm(gradients[0]) > 1e-3, objective
         for gradient, metrics in zip(gradients[1:], split, strict=True):
@@ -698,7 +699,9 @@ def _gradients(folder: Path, rank: int, config: Config) -> None:
     value_N = np.random.default_rng(0).random(GROUPS * GROUP_SIZE, np.float32)
     behaviour = np.load(folder / "behaviour.npy").astype(np.float32)
     batch = replace(make_batch(7), logprobs=behaviour, value_N=value_N)
-    for number, objective in enumerate(OBJECTIVES):
+    for number, settings in enumerate(SETTINGS):
+        asked = TrainSection(**settings)
+        objective = {key: getattr(asked, key) for key in ("objective", "ratio_bound", "loss_normaliser")}
         found = []
         for budget in (None, *BUDGETS):
             train = config.train.model_copy(update={**objective, "tokens_per_micro_batch": budget})

@@ -165,7 +165,7 @@ def test_staleness_is_counted_from_the_oldest_version_either_way() -> None:
 
 
 def test_a_reset_reference_makes_stale_what_older_ones_scored() -> None:
-    config = config_of(train={"reference": "reset", "reference_every": 4})
+    config = config_of(train={"reference": {"name": "reset", "every": 4}})
     reset = Freshness(config, ReplayBuffer(config.buffer, 0))
     changed = [step for step in range(13) if reset.update_reference(step)]
     assert changed == [4, 8, 12] and reset.reference == 12

@@ -6,30 +6,51 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tba_hpc.config import LossNormaliser, ObjectiveName, TrainSection
-from tba_hpc.objectives import Groups, Objective, make_objective
+from tba_hpc.config import ConfigError, TrainSection
+from tba_hpc.objectives import OBJECTIVES, Groups, Objective, make_objective
 from tba_hpc.objectives.advantage_regression import oapl
 from tba_hpc.objectives.common import bounded_exp, centred, leave_one_out, second_moment_mask
 from tba_hpc.objectives.policy_gradient import dr_grpo, grpo, proximal_rloo, rloo
 from tba_hpc.objectives.preference import online_dpo
+from tba_hpc.objectives.ratio_bounds import bounded
 from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
+from tba_hpc.variants import (
+    LossNormaliser,
+    RatioBound,
+    RatioCap,
+    RatioTaper,
+    SequenceMask,
+)
 
-NAMES: tuple[ObjectiveName, ...] = get_args(ObjectiveName)
+NAMES = tuple(OBJECTIVES)
+BOUNDS: tuple[RatioBound, ...] = (
+    RatioCap(cap=1.2),
+    RatioCap(cap=1.2, of="sequence"),
+    RatioTaper(of="token"),
+    RatioTaper(),
+    SequenceMask(limit=0.05),
+)
 NORMALISERS: tuple[LossNormaliser, ...] = get_args(LossNormaliser)
 MAX_TOKENS = 8
 
 
-def objective_of(name: ObjectiveName, normaliser: LossNormaliser | None = None, **limits: float) -> Objective:
-    return make_objective(
-        TrainSection(objective=name, loss_normaliser=normaliser, **limits), max_tokens=MAX_TOKENS
-    )
+def train_of(
+    name: str, bound: object = "none", normaliser: str | None = None, **keys: object
+) -> TrainSection:
+    return TrainSection(objective={"name": name, **keys}, ratio_bound=bound, loss_normaliser=normaliser)
+
+
+def objective_of(
+    name: str, bound: object = "none", normaliser: LossNormaliser | None = None, **keys: object
+) -> Objective:
+    return make_objective(train_of(name, bound, normaliser, **keys), max_tokens=MAX_TOKENS)
 
 
 def tensor(rows: list[list[float]]) -> Tensor:
@@ -98,9 +119,10 @@ def huber(residual: Tensor, limit: float | None) -> Tensor:
 
 
 def by_loops(train: TrainSection, groups: Groups, beta: float) -> Tensor:
-    """The loss that ``train`` asks for, from its definition."""
-    name, clip, shift = train.objective, train.ratio_clip, train.baseline_shift
-    cap = math.inf if train.ratio_cap is None else train.ratio_cap
+    """The loss of the objective of ``train``, from its definition."""
+    name = train.objective.name
+    keys = {"ratio_clip": None, "baseline_shift": 0.0, "log_z": None, **train.objective.model_dump()}
+    clip, shift, log_z_of = keys["ratio_clip"], keys["baseline_shift"], keys["log_z"]
     total = torch.zeros((), dtype=torch.float64)
     many, size = groups.reward_BK.shape
     for i in range(many):
@@ -111,6 +133,8 @@ def by_loops(train: TrainSection, groups: Groups, beta: float) -> Tensor:
         ref = [sum(r for _, _, r in row) for row in rows]
         mean = sum(reward) / size
         kl_now = [logp[j].item() - ref[j] for j in range(size)]
+        kl_then = [behaviour[j] - ref[j] for j in range(size)]
+        kl_of = {"policy": kl_now, "behaviour": kl_then, "none": [0.0] * size, None: kl_now}[log_z_of]
         if name == "online_dpo":
             best, worst = reward.index(max(reward)), reward.index(min(reward))
             margin = beta * ((logp[best] - ref[best]) - (logp[worst] - ref[worst]))
@@ -118,14 +142,12 @@ def by_loops(train: TrainSection, groups: Groups, beta: float) -> Tensor:
             continue
         for j, row in enumerate(rows):
             if name == "trajectory_balance":
-                log_z = sum(ref[m] - logp[m].item() + reward[m] / beta for m in range(size)) / size
-                weight = 1.0 if cap == math.inf else min(cap, math.exp(logp[j].item() - behaviour[j]))
+                log_z = sum(reward[m] / beta - kl_of[m] for m in range(size)) / size
                 residual = log_z + logp[j] - ref[j] - reward[j] / beta
-                total = total + beta / 2 * weight * huber(residual, train.gap_clip)
+                total = total + beta / 2 * huber(residual, keys["gap_clip"])
             elif name == "tba_prime":
-                advantage = reward[j] - mean - beta * (kl_now[j] - sum(kl_now) / size)
-                ratios = [1.0 if cap == math.inf else min(cap, math.exp(p.item() - b)) for p, b, _ in row]
-                total = total - sum(advantage * w * p for w, (p, _, _) in zip(ratios, row, strict=True))
+                advantage = reward[j] - mean - beta * (kl_now[j] - sum(kl_of) / size)
+                total = total - advantage * logp[j]
             elif name == "oapl":
                 gap = beta * (logp[j] - behaviour[j]) - (reward[j] - groups.value_BK[i, j].item())
                 total = total + gap**2 / (2 * beta)
@@ -134,12 +156,20 @@ def by_loops(train: TrainSection, groups: Groups, beta: float) -> Tensor:
                 advantage = shaped[j] - ((sum(shaped) - shaped[j]) / (size - 1) + shift)
                 ratio = torch.exp(logp[j] - behaviour[j])
                 total = total - (advantage * logp[j] if name == "rloo" else surrogate(ratio, advantage, clip))
+            elif name == "topr":
+                weight = 1.0 if reward[j] >= mean else min(1.0, math.exp(logp[j].item() - behaviour[j]))
+                total = total - weight * (reward[j] - mean) * logp[j]
             elif name == "dr_grpo":
                 advantage = reward[j] - (mean + shift)
                 total = total - sum(surrogate(torch.exp(p - b), advantage, clip) for p, b, _ in row)
             else:
                 deviation = (sum((r - mean) ** 2 for r in reward) / (size - 1)) ** 0.5
                 advantage = (reward[j] - mean) / (deviation + 1e-4)
+                if name == "gspo":
+                    ratio = torch.exp((logp[j] - behaviour[j]) / len(row))
+                    tame = ratio.clamp(1 - keys["clip_low"], 1 + keys["clip_high"])
+                    total = total - torch.min(ratio * advantage, tame * advantage)
+                    continue
                 terms = [
                     surrogate(torch.exp(p - b), advantage, clip) - beta * (torch.exp(r - p) - (r - p) - 1)
                     for p, b, r in row
@@ -150,7 +180,7 @@ def by_loops(train: TrainSection, groups: Groups, beta: float) -> Tensor:
 
 @pytest.mark.parametrize("normaliser", NORMALISERS)
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "online_dpo"])
-def test_a_normaliser_divides_each_completions_sum(name: ObjectiveName, normaliser: LossNormaliser) -> None:
+def test_a_normaliser_divides_each_completions_sum(name: str, normaliser: LossNormaliser) -> None:
     """Against the gradient of its sum alone: that of each row, times 1, 1/its tokens, 1/their mean, 1/8."""
     groups = random_groups(5, 4)
     tokens_BK = groups.mask_BKL.sum(2)
@@ -160,8 +190,8 @@ def test_a_normaliser_divides_each_completions_sum(name: ObjectiveName, normalis
         "batch_tokens": torch.full((5, 4), tokens_BK.sum().item() / 20, dtype=torch.float64),
         "max_tokens": torch.full((5, 4), MAX_TOKENS),
     }[normaliser]
-    summed = gradient(objective_of(name, "sum"), groups, 0.3)
-    found = gradient(objective_of(name, normaliser), groups, 0.3)
+    summed = gradient(objective_of(name, normaliser="sum"), groups, 0.3)
+    found = gradient(objective_of(name, normaliser=normaliser), groups, 0.3)
     assert tokens_BK.unique().numel() > 3 and summed.abs().sum() > 0
     torch.testing.assert_close(found * divisor_BK[..., None], summed, rtol=1e-12, atol=1e-14)
 
@@ -178,21 +208,21 @@ def test_a_pair_of_completions_has_no_tokens_to_normalise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "limits"),
+    ("name", "keys"),
     [
-        *product(
-            NAMES,
-            [{"ratio_cap": 1.2}, {"ratio_cap": 0.9, "ratio_clip": 0.1, "gap_clip": 0.8}, {"ratio_cap": None}],
-        ),
+        *((name, {}) for name in NAMES),
+        *product(("trajectory_balance", "tba_prime"), [{"log_z": "policy"}, {"log_z": "none"}]),
+        ("trajectory_balance", {"gap_clip": 0.8}),
+        *product(("proximal_rloo", "grpo", "dr_grpo"), [{"ratio_clip": 0.1}]),
         *product(("rloo", "proximal_rloo", "dr_grpo"), [{"baseline_shift": -0.7}]),
+        ("gspo", {"clip_low": 0.1, "clip_high": 0.2}),
     ],
 )
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_every_objective_agrees_with_its_formula(
-    name: ObjectiveName, limits: dict[str, float], dtype: torch.dtype, tolerance: float
+    name: str, keys: dict[str, Any], dtype: torch.dtype, tolerance: float
 ) -> None:
-    train = TrainSection(objective=name, **limits)
-    objective = objective_of(name, **limits)
+    train, objective = train_of(name, **keys), objective_of(name, **keys)
     groups = random_groups(5, 4, dtype=dtype)
     exact = replace(random_groups(5, 4))
     wanted = by_loops(train, exact, beta=0.3)
@@ -206,10 +236,17 @@ def test_every_objective_agrees_with_its_formula(
 
 
 @pytest.mark.parametrize(
-    ("name", "normaliser"), [*((name, None) for name in NAMES), *(("grpo", kind) for kind in NORMALISERS)]
+    ("name", "bound", "normaliser"),
+    [
+        *((name, "none", None) for name in NAMES),
+        *(("grpo", "none", kind) for kind in NORMALISERS),
+        *(("trajectory_balance", bound, None) for bound in BOUNDS),
+    ],
 )
-def test_micro_batches_of_whole_groups_add_up(name: ObjectiveName, normaliser: LossNormaliser | None) -> None:
-    objective = objective_of(name, normaliser)
+def test_micro_batches_of_whole_groups_add_up(
+    name: str, bound: object, normaliser: LossNormaliser | None
+) -> None:
+    objective = objective_of(name, bound, normaliser)
     groups = random_groups(5, 4)
     whole = objective(groups, 0.2)
     groups = replace(groups, batch_tokens=groups.mask_BKL.sum().item() / 20)
@@ -254,13 +291,13 @@ def two_completions() -> Groups:
 
 def test_tba_prime_clamps_the_log_ratio_of_each_token_in_the_advantage_alone() -> None:
     """KL̂ 10 − 1 = 9 and −10: r − KL̂ is −7 and 11, A is ∓9; the weights are 1/4, 2 (of 8), and 1."""
-    groups, objective = two_completions(), partial(tba_prime, ratio_cap=2.0)
+    groups = two_completions()
+    objective = bounded(partial(tba_prime, log_z="policy"), RatioCap(cap=2.0))
     output = objective(groups, 1.0)
-    assert output.loss.item() == pytest.approx((9 * (-1 / 4 - 2 * 2) + -9 * -31) / 2)
+    assert output.loss.item() == pytest.approx((9 * -3 + -9 * -31) / 2)  # a bound changes the gradient alone
     slope = gradient(objective, groups, 1.0)
     assert slope.flatten().tolist() == pytest.approx([0, 9 / 4 / 2, 9 * 2 / 2, 0, -9 / 2, 0])
     assert output.metrics["log_ratio"].item() == pytest.approx((24 - 30) / 2)  # not clamped
-    assert output.metrics["ratio"].item() == pytest.approx(((1 / 4 + 2) / 2 + 1) / 2)  # not of padding
 
 
 @pytest.mark.parametrize(
@@ -271,10 +308,13 @@ def test_tba_prime_clamps_the_log_ratio_of_each_token_in_the_advantage_alone() -
         ("proximal_rloo", 53 - math.log(2)),
         ("grpo", 0.5 / (math.sqrt(0.5) + 1e-4)),
         ("dr_grpo", 0.5),
+        ("gspo", 0.5 / (math.sqrt(0.5) + 1e-4)),
+        ("topr", 0.5),
     ],
 )
-def test_metrics_are_of_whole_completions(name: ObjectiveName, advantage: float) -> None:
-    metrics = objective_of(name)(two_completions(), 1.0).metrics
+def test_metrics_are_of_whole_completions(name: str, advantage: float) -> None:
+    keys = {"log_z": "policy"} if name == "tba_prime" else {}
+    metrics = objective_of(name, **keys)(two_completions(), 1.0).metrics
     assert metrics["log_ratio"].item() == pytest.approx(-3)
     assert metrics["advantage"].item() == pytest.approx(advantage)
 
@@ -288,18 +328,20 @@ def test_metrics_are_of_whole_completions(name: ObjectiveName, advantage: float)
         ("dr_grpo", {"ratio_clip": 0.8, "baseline_shift": 0.7}, 0.0),
         ("grpo", {"second_moment_limit": 0.04}, 1 / 3),  # of 8 alone, whose (log 8)² is 4.3
         ("dr_grpo", {"second_moment_limit": 4.4}, 0.0),
-        ("tba_prime", {"ratio_cap": 2.0}, 1 / 3),
-        ("tba_prime", {"ratio_cap": 0.5}, 2 / 3),
+        ("tba_prime", {"bound": RatioCap(cap=2.0)}, 1 / 3),
+        ("tba_prime", {"bound": RatioCap(cap=0.5)}, 2 / 3),
+        ("rloo", {"bound": RatioTaper(of="token")}, 1 / 3),  # A < 0 for the first: its ratios are 1/4 and 8
+        ("rloo", {"bound": RatioTaper()}, 0.0),  # and 2 of the whole
+        ("rloo", {"bound": SequenceMask()}, 0.0),
+        ("topr", {}, 0.0),  # A > 0 for the first, and the second is as likely as ever
+        ("gspo", {}, 0.5),
         ("proximal_rloo", {"ratio_clip": 0.5}, 0.5),  # A < 0 for the ratio 2, A > 0 for 1: see below
-        ("trajectory_balance", {"ratio_cap": 1.5}, 0.5),
-        ("trajectory_balance", {"gap_clip": 26.0}, 1.0),  # residuals ±26.5
-        ("trajectory_balance", {"ratio_cap": 1.5, "gap_clip": 27.0}, 0.5),
-        ("trajectory_balance", {"ratio_cap": 3.0, "gap_clip": 27.0}, 0.0),
+        ("trajectory_balance", {"bound": RatioCap(cap=1.5, of="sequence")}, 0.5),
+        ("trajectory_balance", {"gap_clip": 26.0, "log_z": "policy"}, 1.0),  # residuals ±26.5
+        ("trajectory_balance", {"gap_clip": 27.0, "log_z": "policy"}, 0.0),
     ],
 )
-def test_clip_share_is_what_a_limit_acts_on(
-    name: ObjectiveName, limits: dict[str, float], share: float
-) -> None:
+def test_clip_share_is_what_a_limit_acts_on(name: str, limits: dict[str, Any], share: float) -> None:
     """Of three tokens, ratios 1/4, 8, 1, or of two completions, ratios 2 and 1."""
     groups = two_completions()
     if (
@@ -311,12 +353,9 @@ def test_clip_share_is_what_a_limit_acts_on(
     assert found.item() == pytest.approx(share, abs=1e-12) and not found.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("name", "limits"),
-    [("rloo", {}), ("online_dpo", {}), ("trajectory_balance", {}), ("tba_prime", {"ratio_cap": None})],
-)
-def test_what_has_no_limit_has_no_clip_share(name: ObjectiveName, limits: dict[str, float]) -> None:
-    assert "clip_share" not in objective_of(name, **limits)(two_completions(), 1.0).metrics
+@pytest.mark.parametrize("name", ["rloo", "online_dpo", "trajectory_balance", "tba_prime"])
+def test_what_has_no_limit_has_no_clip_share(name: str) -> None:
+    assert "clip_share" not in objective_of(name)(two_completions(), 1.0).metrics
 
 
 def test_baselines_carry_no_gradient() -> None:
@@ -366,7 +405,7 @@ def test_loss_is_the_papers_times_half_beta() -> None:
         log_z = sum(ref_logprob[i, j] - logprob[i, j] + reward[i, j] / beta for j in range(4)) / 4
         squares += [(log_z + logprob[i, j] - ref_logprob[i, j] - reward[i, j] / beta) ** 2 for j in range(4)]
     paper = torch.stack(squares).mean()
-    torch.testing.assert_close(trajectory_balance(groups, beta).loss, beta / 2 * paper)
+    torch.testing.assert_close(trajectory_balance(groups, beta, log_z="policy").loss, beta / 2 * paper)
 
 
 @pytest.mark.parametrize("beta", [0.004, 0.1, 3.0])
@@ -381,14 +420,18 @@ def test_gradients_agree_where_theory_says_so(beta: float) -> None:
     reward = stale.reward_BK
     advantage = (reward - reward.mean(1, keepdim=True)) - beta * (kl - kl.mean(1, keepdim=True))
     wanted = (-advantage / 28)[..., None] * stale.mask_BKL
-    torch.testing.assert_close(gradient(trajectory_balance, stale, beta), wanted, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(gradient(tba_prime, stale, beta), wanted, rtol=1e-9, atol=1e-12)
+    for objective in (trajectory_balance, tba_prime):
+        to_the_letter = partial(objective, log_z="policy")
+        torch.testing.assert_close(gradient(to_the_letter, stale, beta), wanted, rtol=1e-9, atol=1e-12)
 
     fresh = random_groups(4, 7, stale=0)
     for objective in (rloo, partial(proximal_rloo, ratio_clip=0.2)):
         torch.testing.assert_close(gradient(objective, fresh, beta), wanted * 7 / 6, rtol=1e-9, atol=1e-12)
-    capped = partial(tba_prime, ratio_cap=8.0)
-    torch.testing.assert_close(gradient(capped, fresh, beta), wanted, rtol=1e-9, atol=1e-12)
+    for objective, log_z, bound in product(
+        (trajectory_balance, tba_prime), ("policy", "behaviour"), (RatioCap(), *BOUNDS[2:])
+    ):
+        found = gradient(bounded(partial(objective, log_z=log_z), bound), fresh, beta)
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
 def test_grpo_and_dr_grpo_differ_by_length_spread_and_kl_alone() -> None:
@@ -408,21 +451,145 @@ def test_grpo_and_dr_grpo_differ_by_length_spread_and_kl_alone() -> None:
 def test_a_capped_weight_bounds_the_pull_of_a_stale_token_and_keeps_it() -> None:
     groups = one_token(tensor([[-1.0, -1.0]]).requires_grad_(), tensor([[-1.0, -1.0]]), tensor([[1.0, 0.0]]))
     stale = replace(groups, behaviour_BKL=groups.behaviour_BKL - tensor([[[9.0], [0.0]]]))
-    slope = gradient(partial(tba_prime, ratio_cap=8.0), stale, 0.1)
+    slope = gradient(bounded(partial(tba_prime, log_z="policy"), RatioCap()), stale, 0.1)
     assert slope.flatten().tolist() == pytest.approx([-8 * 0.5 / 2, 0.5 / 2])
 
 
 def test_safeguards_leave_the_optimum_where_it_is_and_bound_the_pull() -> None:
-    safe = partial(trajectory_balance, ratio_cap=2.0, gap_clip=1.5)
+    to_the_letter = partial(trajectory_balance, log_z="policy")
+    safe = bounded(partial(to_the_letter, gap_clip=1.5), RatioCap(cap=2.0, of="sequence"))
     groups, beta = random_groups(3, 5), 0.5
     reward_BKL = (groups.reward_BK / beta)[..., None] * (torch.arange(6) == 1)  # all on the first token
     optimum = replace(groups, policy_BKL=(groups.reference_BKL + reward_BKL).requires_grad_())
     assert gradient(safe, optimum, beta).abs().max() < 1e-12
     far = replace(groups, reward_BK=groups.reward_BK * 100)
-    assert gradient(trajectory_balance, far, beta).abs().max() > 2.0
+    assert gradient(to_the_letter, far, beta).abs().max() > 2.0
     assert gradient(safe, far, beta).abs().max() <= beta * 1.5 * 2.0 / 15 + 1e-12
-    tame = partial(trajectory_balance, gap_clip=1e9)
-    torch.testing.assert_close(gradient(tame, groups, beta), gradient(trajectory_balance, groups, beta))
+    tame = partial(to_the_letter, gap_clip=1e9)
+    torch.testing.assert_close(gradient(tame, groups, beta), gradient(to_the_letter, groups, beta))
+
+
+def test_behaviour_and_equation_7_differ_by_what_a_groups_log_ratios_have_in_common() -> None:
+    """A − β·m, m the mean of log π_θ/π_μ: all completions of a group are pulled back together."""
+    groups, beta = random_groups(4, 5), 0.3
+    drift_B1 = groups.log_weight_BK.mean(1, keepdim=True)
+    pull = (beta * drift_B1[..., None] * groups.mask_BKL / 20).expand_as(groups.policy_BKL)
+    for objective in (trajectory_balance, tba_prime):
+        then = gradient(partial(objective, log_z="behaviour"), groups, beta)
+        now = gradient(partial(objective, log_z="policy"), groups, beta)
+        torch.testing.assert_close(then - now, pull, rtol=1e-9, atol=1e-12)
+        of_completions_BK = now.sum(2) / groups.tokens_BK  # all tokens of one are pulled alike
+        assert of_completions_BK.sum(1).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("log_z", ["behaviour", "policy"])
+def test_a_constant_gap_between_engine_and_learner_biases_nothing(log_z: str) -> None:
+    """On-policy, in expectation over all groups of two of three answers, the policy is pulled alike.
+
+    An engine that says every answer to be e^.4 times as likely shifts all advantages by β·.4, and that has
+    no gradient on average, since Σ π·∇log π = 0.
+    """
+    logits = torch.tensor([0.3, -0.7, 0.1], dtype=torch.float64).requires_grad_()
+    policy = logits.log_softmax(0)
+    reference, reward = tensor([[-1.0, -1.2, -1.1]])[0], tensor([[1.0, 0.0, 0.5]])[0]
+
+    def expected(gap: float) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for i, j in product(range(3), repeat=2):
+            picked = torch.tensor([[i, j]])
+            groups = one_token(policy[picked], reference[picked], reward[picked])
+            groups = replace(groups, behaviour_BKL=groups.behaviour_BKL + gap)
+            weight = (policy[i] + policy[j]).detach().exp()
+            total = total + weight * trajectory_balance(groups, 0.2, log_z=log_z).loss
+        return torch.autograd.grad(total, logits, retain_graph=True)[0]
+
+    torch.testing.assert_close(expected(0.4), expected(0.0), rtol=1e-9, atol=1e-12)
+
+
+# --- Bounds on what stale data pull ---
+
+
+@pytest.mark.parametrize("name", ["trajectory_balance", "tba_prime", "oapl", "rloo"])
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_a_bound_weighs_the_gradient_of_each_token(name: str, bound: RatioBound) -> None:
+    """Token by token, by its definition; the loss stays what it is."""
+    groups, beta = random_groups(4, 5), 0.3
+    plain = gradient(objective_of(name), groups, beta)
+    found = gradient(objective_of(name, bound), groups, beta)
+    some = {"weighed": 0, "left": 0}
+    for i, j in product(range(4), range(5)):
+        row = tokens(groups, i, j)
+        drift = sum(p.item() - b for p, b, _ in row)
+        places = torch.nonzero(groups.mask_BKL[i, j])[:, 0].tolist()
+        down = plain[i, j].sum() > 0
+        for t, (p, b, _) in zip(places, row, strict=True):
+            ratio = math.exp(p.item() - b) if getattr(bound, "of", "") == "token" else math.exp(drift)
+            if isinstance(bound, RatioCap):
+                weight = min(bound.cap, ratio)
+            elif isinstance(bound, RatioTaper):
+                weight = min(1.0, ratio) if down else 1.0
+            else:
+                weight = 0.0 if down and -drift / len(row) > bound.limit else 1.0
+            assert found[i, j, t].item() == pytest.approx(weight * plain[i, j, t].item(), rel=1e-9)
+            some["left" if weight == 1 else "weighed"] += 1
+    assert some["weighed"] and (some["left"] or isinstance(bound, RatioCap))
+    loss = objective_of(name)(groups, beta).loss
+    torch.testing.assert_close(objective_of(name, bound)(groups, beta).loss, loss)
+
+
+def test_topr_is_a_tapered_reinforce() -> None:
+    """RLOO at β → 0 has (K−1)/K⁻¹ of its gradient once what is pushed down is tapered."""
+    groups = random_groups(4, 5)
+    tapered = gradient(objective_of("rloo", "taper"), groups, 1e-12)
+    torch.testing.assert_close(gradient(objective_of("topr"), groups, 0.3) * 5 / 4, tapered)
+
+
+# --- Of the user's ---
+
+
+def halves(groups: Groups, beta: float, scale: float = 1.0) -> Tensor:
+    """RLOO without a KL term, times K−1 over K: an objective of one's own."""
+    return -scale * centred(groups.reward_BK) * groups.logprob_BK
+
+
+def rewards_alone(groups: Groups, beta: float) -> Tensor:
+    return groups.reward_BK
+
+
+def a_mean(groups: Groups, beta: float) -> Tensor:
+    return groups.logprob_BK.mean()
+
+
+def test_an_objective_of_ones_own_takes_its_options_and_a_bound() -> None:
+    groups = random_groups(4, 5)
+    own = objective_of("test_objectives:halves", "taper", options={"scale": 2.0})
+    torch.testing.assert_close(gradient(own, groups, 0.3), 2 * gradient(objective_of("topr"), groups, 0.3))
+    assert {"log_ratio", "clip_share", "weight"} <= own(groups, 0.3).metrics.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("no_such_module:loss", {}, "cannot be imported .*: put the module beside the config"),
+        ("test_objectives:halfs", {}, "no function 'halfs' there: did you mean 'halves'?"),
+        (
+            "test_objectives:halves",
+            {"size": 2},
+            r"cannot be called \(.*size.*\): let it take \(groups, beta\)",
+        ),
+        ("test_objectives:a_mean", {}, r"gave \[\] for \[4, 5\] completions: let it return a tensor"),
+        (
+            "test_objectives:rewards_alone",
+            {},
+            "gave a loss without gradient: let it follow from groups.polic",
+        ),
+    ],
+)
+def test_an_objective_of_ones_own_that_is_none_is_refused(
+    name: str, options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^train.objective={name} .*{sentence}|{name}: {sentence}"):
+        objective_of(name, options=options)(random_groups(4, 5), 0.3)
 
 
 # --- Optimal advantage regression ---
@@ -507,13 +674,13 @@ def test_the_mask_is_that_of_the_papers_algorithm(limit: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
-def test_masked_tokens_pull_no_more_and_the_others_without_a_clip(name: ObjectiveName) -> None:
+def test_masked_tokens_pull_no_more_and_the_others_without_a_clip(name: str) -> None:
     groups, limit = random_groups(5, 4), 0.04
     log_ratio = groups.policy_BKL.detach() - groups.behaviour_BKL
     mask = second_moment_mask(log_ratio, centred(groups.reward_BK)[:, :, None], limit)
     beta = 1e-12  # GRPO's penalty is not masked
-    slope = gradient(objective_of(name, "sum", second_moment_limit=limit), groups, beta)
-    free = gradient(objective_of(name, "sum", second_moment_limit=1e9), groups, beta)
+    slope = gradient(objective_of(name, normaliser="sum", second_moment_limit=limit), groups, beta)
+    free = gradient(objective_of(name, normaliser="sum", second_moment_limit=1e9), groups, beta)
     advantage = centred(groups.reward_BK)
     if name == "grpo":
         advantage = advantage / (groups.reward_BK.std(1, keepdim=True) + 1e-4)
@@ -575,12 +742,12 @@ def far_groups(nats: float, dtype: torch.dtype, *, spread: bool) -> Groups:
     ("name", "limits"),
     [
         *((name, {}) for name in NAMES),
-        ("trajectory_balance", {"ratio_cap": 8.0, "gap_clip": 5.0}),
-        ("tba_prime", {"ratio_cap": 8.0}),
+        ("trajectory_balance", {"bound": RatioCap(of="sequence"), "gap_clip": 5.0}),
+        *(("tba_prime", {"bound": bound}) for bound in BOUNDS),
     ],
 )
 def test_loss_and_gradient_are_finite_for_any_log_ratio(
-    name: ObjectiveName, limits: dict[str, float], dtype: torch.dtype, nats: float, spread: bool
+    name: str, limits: dict[str, Any], dtype: torch.dtype, nats: float, spread: bool
 ) -> None:
     groups = far_groups(nats, dtype, spread=spread)
     signs = (groups.policy_BKL - groups.behaviour_BKL).sum(2).sign(), groups.log_ratio_BK.sign()
@@ -591,11 +758,11 @@ def test_loss_and_gradient_are_finite_for_any_log_ratio(
 
 
 @pytest.mark.parametrize("name", ["proximal_rloo", "grpo", "dr_grpo"])
-def test_up_to_the_bound_ratios_are_what_they_are(name: ObjectiveName) -> None:
+def test_up_to_the_bound_ratios_are_what_they_are(name: str) -> None:
     """19 nats on one token, in both directions: loss and gradient of the formula without a bound."""
     groups = far_groups(19.0, torch.float64, spread=False)
     exact = replace(groups, policy_BKL=groups.policy_BKL.detach().clone().requires_grad_())
-    wanted = by_loops(TrainSection(objective=name), exact, beta=0.3)
+    wanted = by_loops(train_of(name), exact, beta=0.3)
     (slope,) = torch.autograd.grad(wanted, exact.policy_BKL)
     assert slope.abs().max() > 1e6
     torch.testing.assert_close(objective_of(name)(groups, 0.3).loss, wanted, rtol=1e-12, atol=0)
@@ -659,12 +826,13 @@ def test_a_shifted_baseline_changes_nothing_on_policy() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_only_trajectory_balance_is_at_rest_at_the_optimum_off_policy(name: ObjectiveName) -> None:
+def test_only_trajectory_balance_is_at_rest_at_the_optimum_off_policy(name: str) -> None:
     """Drawn uniformly, not by the policy: at π_ref·exp(r/β)/Z two losses rest, the others pull."""
     _, ref_logprob, reward, beta = world(2)
     logits = (ref_logprob + reward / beta).log_softmax(0).requires_grad_()
     groups = one_token(logits.log_softmax(0)[None], ref_logprob[None], reward[None])
     stale = replace(groups, behaviour_BKL=torch.full((1, 6, 1), -math.log(6), dtype=torch.float64))
-    loss = objective_of(name)(stale, beta).loss
+    keys = {"log_z": "policy"} if name in ("trajectory_balance", "tba_prime") else {}
+    loss = objective_of(name, **keys)(stale, beta).loss
     (pull,) = torch.autograd.grad(loss, logits)
     assert (pull.norm() < 1e-12) == (name in ("trajectory_balance", "tba_prime"))

@@ -236,7 +236,7 @@ def test_a_reference_moves_from_the_searchers_to_the_trainer_or_costs_nothing() 
     assert "activations" in trainer and "activations" in with_model  # of this config they take more
     short = needs(by_trainer, "train.tokens_per_micro_batch=3072", "train.gradient_checkpointing=true")[1]
     assert short["reference, which visits"] == weights and "activations" not in short
-    frozen = ("train.reference=frozen", "train.reference_every=null")
+    frozen = ("train.reference=frozen",)
     free = needs(by_trainer, "model.lora={rank: 8}", *frozen)
     assert "reference, which visits" not in free[1] and "reference" in free[2] and free[0] < here - weights
 

@@ -91,7 +91,7 @@ def test_a_bound_and_resets_hold_over_a_stop_and_a_kill(tmp_path: Path) -> None:
     """Stopped between two resets, then killed just after one: the third start meets its stale reference."""
     _, run = make(
         tmp_path,
-        train={"reference": "reset", "reference_every": 3},
+        train={"reference": {"name": "reset", "every": 3}},
         exchange={"sync_every": 2, "max_staleness": 3},
     )
     go(run, searchers=2, sent=SIGTERM, nth=5)
@@ -113,7 +113,7 @@ def test_a_bound_and_resets_hold_over_a_stop_and_a_kill(tmp_path: Path) -> None:
 
 def test_after_the_last_step_nothing_is_reset_unless_the_run_goes_on(tmp_path: Path) -> None:
     """Stopped with all twelve steps done, it has its end left to do, under the reference of the last step."""
-    _, run = make(tmp_path, train={"steps": 12, "reference": "reset", "reference_every": 3}, exchange={})
+    _, run = make(tmp_path, train={"steps": 12, "reference": {"name": "reset", "every": 3}}, exchange={})
     go(run, searchers=1, sent=SIGTERM, nth=12)
     assert not run.finished
     for steps, last in ((12, 9), (14, 12)):
@@ -140,7 +140,7 @@ def test_with_a_replay_limit_the_trainer_waits_for_searchers_over_a_kill(tmp_pat
 def test_resets_alone_do_not_bound_staleness_and_old_references_are_missed(tmp_path: Path) -> None:
     """k does not divide ρ; the reference is given out at once. A resume without it is refused."""
     config, run = make(
-        tmp_path, train={"reference": "reset", "reference_every": 5}, exchange={"sync_every": 4}
+        tmp_path, train={"reference": {"name": "reset", "every": 5}}, exchange={"sync_every": 4}
     )
     go(run, searchers=2)
     assert max(staleness(run)) <= 5 + 4
@@ -169,7 +169,7 @@ def test_behaviour_is_its_own_reference_bit_by_bit(tmp_path: Path) -> None:
     assert list(run.references.iterdir()) == []
 
 
-@pytest.mark.parametrize("train", [{"reference": "frozen"}, {"reference": "reset", "reference_every": 3}])
+@pytest.mark.parametrize("train", [{"reference": "frozen"}, {"reference": {"name": "reset", "every": 3}}])
 def test_what_the_trainer_scores_is_scored_once_and_outlives_a_kill(
     train: dict[str, object], tmp_path: Path
 ) -> None:

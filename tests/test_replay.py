@@ -230,19 +230,19 @@ def test_where_the_shards_end_the_replay_ends(tmp_path: Path, caplog: pytest.Log
 def test_what_was_recorded_of_another_reference_falls_away(
     override: str, scored_by: str, tmp_path: Path
 ) -> None:
-    recorded = {"reference": "reset", "reference_every": 3, "reference_scored_by": scored_by}
+    recorded = {"reference": {"name": "reset", "every": 3}, "reference_scored_by": scored_by}
     source = RunDir.create(make_config(tmp_path, train=recorded))
     train = replay_config(source, source.config(), 12, [override]).train
-    assert (train.reference, train.reference_every) == ("behaviour", None)
-    with pytest.raises(ConfigError, match=r"reference_every=4 would be ignored with train.reference=behav"):
-        replay_config(source, source.config(), 12, [override, "train.reference_every=4"])
+    assert train.reference.name == "behaviour"
+    with pytest.raises(ConfigError, match=r"unknown config key 'train.reference.every': valid are name"):
+        replay_config(source, source.config(), 12, [override, "train.reference.every=4"])
 
 
 @pytest.mark.parametrize(("own", "replayed"), [({}, 0.5), ({"value_beta": 0.125}, 0.125)])
 def test_what_followed_from_the_recorded_beta_follows_from_the_new_one(
     own: dict[str, object], replayed: float, tmp_path: Path
 ) -> None:
-    source = RunDir.create(make_config(tmp_path, train={"objective": "oapl", **own}))
+    source = RunDir.create(make_config(tmp_path, train={"objective": {"name": "oapl", **own}}))
     assert replay_config(source, source.config(), 12, ["train.beta.start=0.5"]).train.value_beta == replayed
     assert replay_config(source, source.config(), 12, []).train == source.config().train.model_copy(
         update={"horizon": 12}

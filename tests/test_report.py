@@ -330,7 +330,7 @@ def test_the_summary_tells_how_it_went(run: RunDir, capsys: pytest.CaptureFixtur
 
 def test_perplexities_under_different_references_are_not_put_side_by_side(tmp_path: Path) -> None:
     """With a reset every 4 of 10 steps the last weights are evaluated under the policy of step 8."""
-    run = new_run(tmp_path, reference="reset", reference_every=4)
+    run = new_run(tmp_path, reference={"name": "reset", "every": 4})
     write(run.metrics_file("trainer"), [step(s, 5.0 + s) for s in range(1, 11)])
     for at in (0, 4, 9, 10):
         evaluate(run, "test" if at in (0, 10) else "validation", at, (10, 15), ref_logprob=-0.9)
@@ -355,7 +355,7 @@ def test_the_reference_is_named_beside_a_perplexity(
     print_summary(run, summarise(run, run.config()))
     text = capsys.readouterr().out
     assert re.search(r"perplexity under the +initial model", text) and "1.105" in text and "1.221" in text
-    other = new_run(tmp_path / "other", reference="reset", reference_every=5)
+    other = new_run(tmp_path / "other", reference={"name": "reset", "every": 5})
     evaluate(other, "test", 0, (10, 15), ref_logprob=-0.9)
     evaluate(other, "test", 10, (40, 45), ref_logprob=-1.8)
     print_summary(other, summarise(other, other.config()))

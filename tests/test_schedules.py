@@ -110,9 +110,9 @@ def test_tempering_is_that_of_the_log_reward() -> None:
 
 
 def test_reference() -> None:
-    reset = TrainSection(reference="reset", reference_every=50)
+    reset = TrainSection(reference={"name": "reset", "every": 50})
     assert [reference(reset, step) for step in (0, 49, 50, 99, 100)] == [0, 0, 50, 50, 100]
-    last = [TrainSection(reference="reset", reference_every=50, steps=steps) for steps in (100, 101)]
+    last = [TrainSection(reference={"name": "reset", "every": 50}, steps=steps) for steps in (100, 101)]
     assert [reference(train, 100) for train in last] == [50, 100], "after the last step nothing is reset"
     assert reference(TrainSection(), 1000) == 0
     assert reference(TrainSection(reference="behaviour"), 1000) == BEHAVIOUR

@@ -369,8 +369,8 @@ def test_the_display_shows_fresh_completions_and_what_to_worry_about(
     ("train", "at", "shown"),
     [
         ({}, 5, "1.105"),
-        ({"reference": "reset", "reference_every": 2}, 5, "1.105 under policy of step 4"),
-        ({"reference": "reset", "reference_every": 7}, 5, "1.105 under initial model"),
+        ({"reference": {"name": "reset", "every": 2}}, 5, "1.105 under policy of step 4"),
+        ({"reference": {"name": "reset", "every": 7}}, 5, "1.105 under initial model"),
     ],
 )
 def test_a_perplexity_is_shown_with_its_reference(

@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+from lab import lockstep
+from lab.lockstep import Setup
 
 from tba_hpc.batch import with_reference_power
 from tba_hpc.buffer import ReplayBuffer
-from tba_hpc.config import BufferSection, ConfigError, ObjectiveName, TrainSection
+from tba_hpc.config import BufferSection, ConfigError, TrainSection
 from tba_hpc.skipped_steps import MOST_IN_A_ROW
 from tba_hpc.tasks.tabular import (
     Table,
@@ -36,6 +38,9 @@ from tba_hpc.types import (
 )
 
 BETA = 0.25
+
+EQUATION_7 = {"name": "trajectory_balance", "log_z": "policy"}
+"""For data that nobody adds to."""
 
 
 def update_of(table: Table, logits: np.ndarray, version: int = 1) -> WeightUpdate:
@@ -104,7 +109,7 @@ def stale_buffer(table: Table, seed: int) -> ReplayBuffer:
 
 
 def trained(
-    table: Table, objective: ObjectiveName, seed: int, steps: int = 300, power: float = 1.0, **options: object
+    table: Table, objective: object, seed: int, steps: int = 300, power: float = 1.0, **options: object
 ) -> np.ndarray:
     """Policy [P, C] after training on the stale buffer alone; power: of the reference in the target."""
     train = TrainSection(objective=objective, **options)
@@ -115,19 +120,44 @@ def trained(
     return learner.policy_PC
 
 
+@pytest.mark.parametrize("name", ["trajectory_balance", "tba_prime"])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_trajectory_balance_reaches_the_optimum_from_stale_replayed_data(seed: int) -> None:
+def test_equation_7_reaches_the_optimum_from_stale_replayed_data(name: str, seed: int) -> None:
+    """Data of one age, which nobody adds to: TBA′'s gradient is trajectory balance's."""
     table = Table(seed=seed)
-    distance_P = total_variation(trained(table, "trajectory_balance", seed), table.optimum(BETA))
-    assert distance_P.max() <= 1e-3
+    policy_PC = trained(table, {"name": name, "log_z": "policy"}, seed)
+    assert total_variation(policy_PC, table.optimum(BETA)).max() <= 1e-3
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_tba_prime_reaches_it_too(seed: int) -> None:
-    """Its gradient is trajectory balance's where no ratio is capped."""
-    table = Table(seed=seed)
-    distance_P = total_variation(trained(table, "tba_prime", seed), table.optimum(BETA))
-    assert distance_P.max() <= 1e-3
+@pytest.mark.parametrize("log_z", ["behaviour", "none"])
+def test_with_another_log_z_data_that_nobody_adds_to_pull_towards_what_sampled_them(log_z: str) -> None:
+    """As it stands below the optimum's: all completions that are there are pushed up."""
+    table = Table(seed=0)
+    policy_PC = trained(table, {"name": "trajectory_balance", "log_z": log_z}, 0)
+    assert total_variation(policy_PC, table.optimum(BETA)).max() > 0.02
+
+
+@pytest.mark.parametrize(
+    ("log_z", "bound"),
+    [("policy", "none"), *(("behaviour", bound) for bound in ("none", "cap", "taper", "mask"))],
+)
+def test_a_run_that_goes_on_sampling_comes_to_rest_at_the_optimum(log_z: str, bound: str) -> None:
+    """Whatever log Z and bound, on data 5 to 9 steps old: the optimum is where π_θ and what sampled are it."""
+    table = Table(prompts=1, seed=3)
+    train = TrainSection(
+        objective={"name": "trajectory_balance", "log_z": log_z},
+        ratio_bound=bound,
+        steps=400,
+        prompts_per_step=1,
+        completions_per_prompt=64,
+        learning_rate={"schedule": "linear", "peak": 0.1},
+        beta={"start": BETA},
+    )
+    setup = Setup(
+        table=table, train=train, buffer=None, sync_every=5, groups_per_step=1, completions=64, seed=1
+    )
+    *_, end = lockstep.train(setup, every=train.steps)
+    assert total_variation(end.policy_PC, table.optimum(BETA)).max() < 0.01
 
 
 @pytest.mark.parametrize("value_beta, reaches", [(BETA, True), (4 * BETA, False)])
@@ -148,7 +178,7 @@ def test_oapl_reaches_its_target_exactly_where_its_two_betas_are_one(
 def test_a_normaliser_by_length_leaves_the_optimum_where_it_is() -> None:
     """Long completions weigh less, but the residual of each of them is 0 there."""
     table = Table(seed=0)
-    policy_PC = trained(table, "trajectory_balance", 0, loss_normaliser="completion_tokens")
+    policy_PC = trained(table, EQUATION_7, 0, loss_normaliser="completion_tokens")
     assert total_variation(policy_PC, table.optimum(BETA)).max() <= 1e-3
 
 
@@ -159,7 +189,7 @@ def test_a_tempered_reference_has_its_own_optimum() -> None:
     by_hand = power * np.log(table.probabilities(table.ref_logits_PSV)) + table.reward_PC / BETA
     np.testing.assert_allclose(np.diff(np.log(optimum_PC)), np.diff(by_hand), rtol=1e-9)
     assert total_variation(optimum_PC, table.optimum(BETA)).min() > 0.05
-    assert total_variation(trained(table, "trajectory_balance", 0, power=power), optimum_PC).max() <= 1e-3
+    assert total_variation(trained(table, EQUATION_7, 0, power=power), optimum_PC).max() <= 1e-3
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -171,12 +201,14 @@ def test_a_policy_of_another_temperature_has_its_own_optimum(seed: int) -> None:
     optimum_PC = ref_PC * np.exp(plain.reward_PC / BETA)
     optimum_PC /= optimum_PC.sum(1, keepdims=True)
     assert total_variation(optimum_PC, plain.optimum(BETA)).min() > 0.02
-    policy_PC = trained(tempered, "trajectory_balance", seed)
+    policy_PC = trained(tempered, EQUATION_7, seed)
     assert total_variation(policy_PC, optimum_PC).max() <= 1e-3
 
 
-@pytest.mark.parametrize("objective", ["rloo", "proximal_rloo", "grpo", "dr_grpo", "online_dpo"])
-def test_the_others_do_not(objective: ObjectiveName) -> None:
+@pytest.mark.parametrize(
+    "objective", ["rloo", "proximal_rloo", "grpo", "dr_grpo", "gspo", "topr", "online_dpo"]
+)
+def test_the_others_do_not(objective: str) -> None:
     table = Table(seed=0)
     distance_P = total_variation(trained(table, objective, 0), table.optimum(BETA))
     assert distance_P.max() > 0.05
@@ -189,7 +221,7 @@ def test_a_baseline_below_all_rewards_has_a_known_optimum_on_stale_data(shift: f
     Groups hold all 15 completions, so that μ is uniform, nothing is random, and V = mean of the others + δ.
     """
     table = Table(seed=0)
-    learner = TabularLearner(table, TrainSection(objective="rloo", baseline_shift=shift))
+    learner = TabularLearner(table, TrainSection(objective={"name": "rloo", "baseline_shift": shift}))
     batch = stale_buffer(table, 0).sample(0, groups=4, group_size=15)
     for step in range(300):
         learner.step(batch, learning_rate=0.1 * (1 - step / 300), beta=1e-9)

@@ -59,7 +59,8 @@ def test_the_trainer_scores_as_a_searcher_does_and_trains_on_as_before(
     """Three groups over two ranks, between optimizer steps, under the initial policy and an exported one."""
     model = make_random_model(tmp_path / "model", tied=False, spread=0.15)
     settings = {"zero_stage": stage, "tokens_per_micro_batch": budget, "reference": reference}
-    settings |= {"reference_every": RESET} if reference == "reset" else {}
+    if reference == "reset":
+        settings["reference"] = {"name": "reset", "every": RESET}
     plain = make_config(model, ranks=ranks, context_length=48, reference_scored_by="trainer", **settings)
     tree = plain.model_dump(mode="json")
     tree["model"]["lora"] = lora

@@ -384,7 +384,7 @@ def test_a_reference_exchanged_before_a_resume_shows_in_the_kl_across_it(
             history.take_search(searcher, {"time": 520.0, **record, "search/version": STEPS + step})
         later = {**record, "search/version": STEPS + 3, "search/kl": 9.0}  # it has learned since
         history.take_search(searcher, {"time": 521.0, **later})
-    every = {"reference": "reset", "reference_every": 500} if reference == "reset" else {}
+    every = {"reference": {"name": "reset", "every": 500}} if reference == "reset" else {}
     found = [worry.short for worry in worries(history, config(train=every), evaluated({80: 0.99}))]
     told = f"KL from 1.2 to {after:.2g} nats across a resume: the reference is another model"
     assert (told in found) == (worries_of_it and reference == "frozen")

@@ -24,9 +24,9 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "TBA′": {"objective": "tba_prime"},
     "OAPL": {"objective": "oapl"},
     "Dr. GRPO": {"objective": "dr_grpo"},
-    "M2PO": {"objective": "dr_grpo", "second_moment_limit": 0.04},
+    "M2PO": {"objective": {"name": "dr_grpo", "second_moment_limit": 0.04}},
     "RLOO": {"objective": "rloo"},
-    "AsymRE": {"objective": "rloo", "baseline_shift": -0.1},
+    "AsymRE": {"objective": {"name": "rloo", "baseline_shift": -0.1}},
 }
 """Keys of the config, by name."""
 
