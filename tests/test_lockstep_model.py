@@ -74,7 +74,7 @@ def test_what_is_sampled_is_distributed_as_the_model_says(
     policy: PreTrainedModel, prompts: list[np.ndarray]
 ) -> None:
     """Of the first token, its logits made to differ: within four standard errors, each."""
-    n = 20_000
+    n = 4000
     weights = {name: value * (8 if "lm_head" in name else 1) for name, value in policy.named_parameters()}
     whole = Sampler(SmallLlama(policy.config, 256), eos=0, max_tokens=1, seed=3)
     (group,) = whole.sample(weights, prompts[:1], n)
@@ -129,12 +129,17 @@ def test_fresh_data_have_weights_of_one(tiny: Run) -> None:
 
 
 def test_a_screen_runs_what_is_missing(tiny: Run, tmp_path: Path) -> None:
-    arm = {"name": "a", "lag": [1, 2], "seed": [0, 1], "overrides": {"train": {"ratio_cap": 2.0}}}
+    arm = {
+        "name": "a",
+        "lag": [1, 2],
+        "seed": [0, 1],
+        "overrides": {"train": {"ratio_bound": {"name": "cap"}}},
+    }
     runs = list(screen.runs([arm, {"name": "b"}]))
     assert [(name, run.lag, run.seed) for name, run in runs] == [
         *[("a", 1, 0), ("b", 10, 0), ("a", 1, 1), ("a", 2, 0), ("a", 2, 1)]
     ]
-    assert runs[0][1].overrides == ("train.ratio_cap=2.0",)
+    assert runs[0][1].overrides == ('train.ratio_bound={"name": "cap"}',)
     found = {"name": "a", **measure(tiny)}
     path = screen.file_of(tmp_path, "a", tiny)
     path.write_text(json.dumps(found))

@@ -16,6 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
+import signal
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
@@ -26,8 +29,9 @@ from typing import Any
 
 from lab import skill
 from lab.lockstep_model import Run, measure
-from lab.runs import read_json, slug
+from lab.runs import log, read_json, slug
 
+from tba_hpc.orphans import die_with
 from tba_hpc.run.files import write_atomic
 
 LAST = 3
@@ -60,7 +64,8 @@ def _overrides(tree: Mapping[str, Any]) -> Iterator[str]:
 
 def file_of(folder: Path, name: str, run: Run) -> Path:
     """Where its figures go."""
-    return folder / f"{slug(name)}-lag{run.lag}-rate{run.rate:g}-seed{run.seed}.json"
+    what = f"lag{run.lag}-rate{run.rate:g}-steps{run.steps}-seed{run.seed}"
+    return folder / f"{slug(name)}-{what}.json"
 
 
 def line(name: str, found: Mapping[str, Any]) -> str:
@@ -75,11 +80,32 @@ def made(path: Path, run: Run) -> bool:
     """Whether the file is of a run with the same settings."""
     found = read_json(path)
     settings = json.loads(json.dumps(asdict(run)))
-    return found is not None and settings == {key: found[key] for key in settings}
+    return found is not None and settings == {key: found.get(key) for key in settings}
+
+
+def keep(path: Path, name: str, run: Run) -> str:
+    """Make a run, in a process of its own, and its file; what is said of it."""
+    found = {"name": name, **measure(run)}
+    write_atomic(path, json.dumps(found) + "\n")
+    return line(name, found)
+
+
+def screen(wanted: Mapping[Path, tuple[str, Run]], workers: int) -> bool:
+    """Make what is missing, and tell of each as it ends; whether none failed."""
+    missing = {path: of for path, of in wanted.items() if not made(path, of[1])}
+    spawned, failed = multiprocessing.get_context("spawn"), False
+    end_with_us = (os.getpid(), signal.SIGKILL)
+    with ProcessPoolExecutor(workers, spawned, initializer=die_with, initargs=end_with_us) as pool:
+        jobs = {pool.submit(keep, path, *of): path for path, of in missing.items()}
+        for job in as_completed(jobs):
+            error = job.exception()
+            failed |= error is not None
+            print(f"{jobs[job].stem} failed: {error}" if error else job.result(), flush=True)
+    return not failed
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run what is missing."""
+    """Run what is missing. Exit status 1 where a run failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -87,23 +113,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the figures, one file a run")
     parser.add_argument("--workers", type=int, default=1, help="runs at a time, a core each (default 1)")
     arguments = parser.parse_args(argv)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    wanted = {
-        file_of(arguments.out, name, run): (name, run)
-        for name, run in runs(json.loads(arguments.arms.read_text()))
-    }
+    arms = json.loads(arguments.arms.read_text())
+    wanted = {file_of(arguments.out, name, run): (name, run) for name, run in runs(arms)}
     for _, run in wanted.values():
         run.config()  # whatever is wrong is said before hours have gone
+    arguments.out.mkdir(parents=True, exist_ok=True)
     skill.MODEL.make(0)
-    missing = {path: of for path, of in wanted.items() if not made(path, of[1])}
-    spawned = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(arguments.workers, mp_context=spawned) as pool:
-        jobs = {pool.submit(measure, run): path for path, (_, run) in missing.items()}
-        for job in as_completed(jobs):
-            path = jobs[job]
-            found = {"name": missing[path][0], **job.result()}
-            write_atomic(path, json.dumps(found) + "\n")
-            print(line(missing[path][0], found), flush=True)
+    log.print(f"{sum(made(path, run) for path, (_, run) in wanted.items())} of {len(wanted)} are there")
+    sys.exit(0 if screen(wanted, arguments.workers) else 1)
 
 
 if __name__ == "__main__":

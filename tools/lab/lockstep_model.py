@@ -24,7 +24,7 @@ from lab.small_llama import Sampler, SmallLlama, Weights
 from tba_hpc import schedules
 from tba_hpc.backends.behaviour_reference import BehaviourReference
 from tba_hpc.backends.hf_model import PolicyLogprobs, load_policy, load_tokenizer
-from tba_hpc.batch import micro_batches, pad, staleness
+from tba_hpc.batch import micro_batches, pad, staleness, with_reference_power
 from tba_hpc.config import Config, load_config
 from tba_hpc.objectives import Groups, figures, make_objective
 from tba_hpc.prompts import CompletedRequests, training_requests
@@ -164,7 +164,8 @@ class Learner:
 
     def step(self, batch: TrajectoryBatch, step: int) -> dict[str, float]:
         """One optimizer step; none where the gradient is not finite."""
-        batch = self._with_reference(batch, step)
+        power = schedules.reference_power(self._train, step)
+        batch = with_reference_power(self._with_reference(batch, step), power)
         beta = schedules.beta(self._train, step)
         self._optimizer.zero_grad()
         sums: dict[str, float] = {}
