@@ -122,6 +122,11 @@ def test_the_same_run_gives_the_same_figures(tiny: Run) -> None:
     assert [step for step, _ in first["curve"]] == [0, 3, 6]
 
 
+def test_sampling_that_the_lab_does_not_do_is_refused(tiny: Run) -> None:
+    with pytest.raises(ValueError, match=r"temperature, top_p, .* are \(0.9, 1.0, 0, 0.0\)"):
+        replace(tiny, overrides=(*tiny.overrides, "generator.temperature=0.9")).config()
+
+
 def test_fresh_data_have_weights_of_one(tiny: Run) -> None:
     series = measure(replace(tiny, lag=0))["series"]
     assert series["ess"] == pytest.approx([1.0] * 6, abs=1e-6)

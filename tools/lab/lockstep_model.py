@@ -52,11 +52,20 @@ class Run:
     problems: int = 256
 
     def config(self) -> Config:
-        """Validated. Raises ConfigError."""
+        """Validated. Raises ConfigError; ValueError where completions are not to be plain samples."""
         given = (f"model.path={skill.MODEL.path(self.seed)}", f"run.seed={self.seed}")
         size = (f"train.steps={self.steps}", f"task.options.validation_problems={self.problems}")
         constant = skill.constant(self.rate)
-        return load_config(QUICKSTART, [*given, *PREFACE, constant, *size, *self.overrides])
+        config = load_config(QUICKSTART, [*given, *PREFACE, constant, *size, *self.overrides])
+        of = config.generator
+        asked = (of.temperature, of.top_p, of.min_tokens, of.tempered_share)
+        if asked != (1, 1, 0, 0) or config.model.policy_temperature != 1:
+            raise ValueError(
+                f"generator.temperature, top_p, min_tokens and tempered_share are {asked}, and the policy's "
+                f"temperature {config.model.policy_temperature:g}: the lab knows (1, 1, 0, 0) and 1 alone, "
+                "leave them out"
+            )
+        return config
 
 
 def measure(run: Run) -> dict[str, Any]:
