@@ -20,6 +20,7 @@ from tba_hpc import schedules
 from tba_hpc.batch import staleness
 from tba_hpc.buffer import ReplayBuffer, soft_values
 from tba_hpc.config import BufferSection, TrainSection
+from tba_hpc.ports import Reference, Task
 from tba_hpc.prompts import CompletedRequests, PromptOrder
 from tba_hpc.tasks.tabular import Table, TabularGenerator, TabularLearner, TabularReference, TabularTask
 from tba_hpc.types import (
@@ -178,11 +179,11 @@ class Lockstep:
             generator.load(WeightUpdate(Publication(version=step), self._learner.layout, data))
 
     def _merge(self, searcher: int, groups: Sequence[Group], step: int) -> None:
-        scored = _scored(groups, self._task, self._reference)
-        self._generated += len(scored)
-        for row in np.flatnonzero(scored.record["reward"]):
-            self._found.add((int(scored.record["prompt_id"][row]), scored.completions.row(row).tobytes()))
-        self._data.merge(scored, step)
+        found = scored(groups, self._task, self._reference)
+        self._generated += len(found)
+        for row in np.flatnonzero(found.record["reward"]):
+            self._found.add((int(found.record["prompt_id"][row]), found.completions.row(row).tobytes()))
+        self._data.merge(found, step)
 
     def _requests(self, order: PromptOrder, searcher: int) -> Iterator[Request]:
         prompts = self._task.prompts("train")
@@ -244,7 +245,7 @@ def _all_groups(generator: TabularGenerator) -> list[Group]:
     return groups
 
 
-def _scored(groups: Sequence[Group], task: TabularTask, reference: TabularReference) -> Trajectories:
+def scored(groups: Sequence[Group], task: Task, reference: Reference) -> Trajectories:
     """What a searcher makes of its groups."""
     completions = [completion for group in groups for completion in group.completions]
     record = [

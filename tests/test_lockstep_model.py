@@ -1,0 +1,153 @@
+"""The lab's own sampler against transformers, and that a run in lockstep is what it says it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import screen
+import torch
+from lab.lockstep_model import Run, measure
+from lab.small_llama import Sampler, SmallLlama
+from tiny_models import make_random_model
+from transformers import PreTrainedModel
+
+from tba_hpc.backends.hf_model import PolicyLogprobs, load_policy, load_tokenizer
+from tba_hpc.tasks.arithmetic import Arithmetic
+from tba_hpc.types import Completion, Prompt
+
+ROOM = 12
+PROMPTS = 5
+
+
+class Even(Arithmetic):
+    """Rewards what a random model can do."""
+
+    def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
+        """1 for an even sum of the tokens."""
+        return [float(completion.tokens.sum() % 2 == 0) for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a model that ends now and then, as all its distributions are broad."""
+    return make_random_model(tmp_path_factory.mktemp("model") / "random", tied=False, spread=0.4)
+
+
+@pytest.fixture(scope="module")
+def policy(folder: Path) -> PreTrainedModel:
+    return load_policy(str(folder), "float32")
+
+
+@pytest.fixture(scope="module")
+def prompts(folder: Path) -> list[np.ndarray]:
+    task = Arithmetic(load_tokenizer(str(folder)))
+    return [prompt.tokens for prompt in task.prompts("validation")[:PROMPTS]]
+
+
+def sampler(policy: PreTrainedModel, eos: int = 0) -> Sampler:
+    return Sampler(SmallLlama(policy.config, 256), eos=eos, max_tokens=ROOM, seed=3)
+
+
+@torch.no_grad()
+def test_what_is_sampled_has_the_learners_logprobs(
+    policy: PreTrainedModel, prompts: list[np.ndarray]
+) -> None:
+    logprobs = PolicyLogprobs(policy, chunk_tokens=64)
+    groups = sampler(policy).sample(dict(policy.named_parameters()), prompts, 40)
+    reasons = {completion.finish_reason for group in groups for completion in group}
+    assert len(groups) == PROMPTS and reasons == {"stop", "length"}
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group[:8]:
+            assert (completion.tokens[:-1] != 0).all()
+            whole = torch.from_numpy(np.concatenate([prompt, completion.tokens])).long()
+            lengths = torch.tensor([len(prompt)]), torch.tensor([len(whole)])
+            (found_L,) = logprobs(whole[None], *lengths)
+            np.testing.assert_allclose(completion.logprobs, found_L[len(prompt) :], atol=1e-5)
+
+
+def test_what_is_sampled_is_distributed_as_the_model_says(
+    policy: PreTrainedModel, prompts: list[np.ndarray]
+) -> None:
+    """Of the first token, its logits made to differ: within four standard errors, each."""
+    n = 4000
+    weights = {name: value * (8 if "lm_head" in name else 1) for name, value in policy.named_parameters()}
+    whole = Sampler(SmallLlama(policy.config, 256), eos=0, max_tokens=1, seed=3)
+    (group,) = whole.sample(weights, prompts[:1], n)
+    counts_V = np.bincount([completion.tokens[0] for completion in group], minlength=128)
+    with torch.no_grad():
+        logits_V = 8 * policy(torch.from_numpy(prompts[0]).long()[None]).logits[0, -1]
+    expected_V = n * logits_V.softmax(0).double().numpy()
+    assert expected_V.max() > 20 * np.median(expected_V)
+    assert (abs(counts_V - expected_V) < 4 * np.sqrt(expected_V) + 1).all()
+
+
+def test_greedy_answers_are_those_of_transformers(policy: PreTrainedModel, prompts: list[np.ndarray]) -> None:
+    answers = sampler(policy, eos=-1).sample(dict(policy.named_parameters()), prompts, 1, greedy=True)
+    for prompt, (answer,) in zip(prompts, answers, strict=True):
+        asked = torch.from_numpy(prompt).long()[None]
+        found = policy.generate(asked, do_sample=False, max_new_tokens=ROOM, min_new_tokens=ROOM)
+        assert answer.tokens.tolist() == found[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def tiny(folder: Path) -> Run:
+    """Six steps of two groups of two."""
+    overrides = (
+        f"model.path={folder}",
+        "model.context_length=256",
+        "task.name=test_lockstep_model:Even",
+        f"generator.max_tokens={ROOM}",
+        "generator.completions_per_prompt=2",
+        "train.completions_per_prompt=2",
+        "train.prompts_per_step=2",
+        "task.options.train_problems=20",
+    )
+    return Run(overrides=overrides, lag=2, steps=6, every=3, problems=4)
+
+
+def test_data_are_as_old_as_asked_for(tiny: Run) -> None:
+    ages = {lag: measure(replace(tiny, lag=lag))["series"]["age"] for lag in (0, 1, 2)}
+    assert ages == {0: [0] * 6, 1: [0, 1, 1, 1, 1, 1], 2: [0, 1, 2, 3, 2, 3]}
+
+
+def test_the_same_run_gives_the_same_figures(tiny: Run) -> None:
+    first, again, other = (measure(run) for run in (tiny, tiny, replace(tiny, seed=1)))
+    assert first["series"] == again["series"] and first["curve"] == again["curve"]
+    assert first["series"] != other["series"]
+    assert [step for step, _ in first["curve"]] == [0, 3, 6]
+
+
+def test_sampling_that_the_lab_does_not_do_is_refused(tiny: Run) -> None:
+    with pytest.raises(ValueError, match=r"temperature, top_p, .* are \(0.9, 1.0, 0, 0.0\)"):
+        replace(tiny, overrides=(*tiny.overrides, "generator.temperature=0.9")).config()
+
+
+def test_fresh_data_have_weights_of_one(tiny: Run) -> None:
+    series = measure(replace(tiny, lag=0))["series"]
+    assert series["ess"] == pytest.approx([1.0] * 6, abs=1e-6)
+    assert series["kl"][0] == pytest.approx(0, abs=1e-4), "the policy is the reference at first"
+
+
+def test_a_screen_runs_what_is_missing(tiny: Run, tmp_path: Path) -> None:
+    arm = {
+        "name": "a",
+        "lag": [1, 2],
+        "seed": [0, 1],
+        "overrides": {"train": {"ratio_bound": {"name": "cap"}}},
+    }
+    runs = list(screen.runs([arm, {"name": "b"}]))
+    assert [(name, run.lag, run.seed) for name, run in runs] == [
+        *[("a", 1, 0), ("b", 10, 0), ("a", 1, 1), ("a", 2, 0), ("a", 2, 1)]
+    ]
+    assert runs[0][1].overrides == ('train.ratio_bound={"name": "cap"}',)
+    found = {"name": "a", **measure(tiny)}
+    path = screen.file_of(tmp_path, "a", tiny)
+    path.write_text(json.dumps(found))
+    assert screen.made(path, tiny) and not screen.made(path, replace(tiny, steps=5))
+    assert not screen.made(tmp_path / "none.json", tiny)
+    assert screen.line("a", found).startswith("a seed 0 lag 2 rate 0.000125: ")

@@ -1,0 +1,222 @@
+"""Trainer and searcher in lockstep on a whole model, in one process, so that staleness is exact.
+
+The task and the model are those of ``lab.skill``; config, objective, schedules and log-probabilities the
+product's. It must not know what is compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lab import skill
+from lab.lockstep import Queue, scored
+from lab.runs import QUICKSTART
+from lab.small_llama import Sampler, SmallLlama, Weights
+from tba_hpc import schedules
+from tba_hpc.backends.behaviour_reference import BehaviourReference
+from tba_hpc.backends.hf_model import PolicyLogprobs, load_policy, load_tokenizer
+from tba_hpc.batch import micro_batches, pad, staleness, with_reference_power
+from tba_hpc.config import Config, load_config
+from tba_hpc.objectives import Groups, figures, make_objective
+from tba_hpc.prompts import CompletedRequests, training_requests
+from tba_hpc.tasks import load_task
+from tba_hpc.types import BEHAVIOUR, Group, PaddedBatch, TrajectoryBatch
+
+PREFACE = (*skill.ONCE, "launch.searchers=1")
+"""Overrides of every run, before its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What makes a run what it is: the same again gives the same figures, bit for bit.
+
+    overrides: as ``--set`` takes them. lag: k; data are k … 2k − 1 steps old after the first k steps, with 0
+    they are fresh. every: steps between two evaluations, greedy, on so many validation ``problems``.
+    """
+
+    overrides: tuple[str, ...] = ()
+    lag: int = 10
+    rate: float = skill.RATE
+    seed: int = 0
+    steps: int = 200
+    every: int = 25
+    problems: int = 256
+
+    def config(self) -> Config:
+        """Validated. Raises ConfigError; ValueError where completions are not to be plain samples."""
+        given = (f"model.path={skill.MODEL.path(self.seed)}", f"run.seed={self.seed}")
+        size = (f"train.steps={self.steps}", f"task.options.validation_problems={self.problems}")
+        constant = skill.constant(self.rate)
+        config = load_config(QUICKSTART, [*given, *PREFACE, constant, *size, *self.overrides])
+        of = config.generator
+        asked = (of.temperature, of.top_p, of.min_tokens, of.tempered_share)
+        if asked != (1, 1, 0, 0) or config.model.policy_temperature != 1:
+            raise ValueError(
+                f"generator.temperature, top_p, min_tokens and tempered_share are {asked}, and the policy's "
+                f"temperature {config.model.policy_temperature:g}: the lab knows (1, 1, 0, 0) and 1 alone, "
+                "leave them out"
+            )
+        return config
+
+
+def measure(run: Run) -> dict[str, Any]:
+    """The settings, ``curve`` of (step, pass@1), ``series`` of figures step by step, and ``seconds``."""
+    torch.set_num_threads(1)
+    world = Lockstep(run)
+    curve: list[tuple[int, float]] = []
+    series: dict[str, list[float]] = {}
+    for step in range(run.steps + 1):
+        if step % run.every == 0 or step == run.steps:
+            curve.append((step, world.evaluate()))
+        if step < run.steps:
+            for name, value in world.step(step).items():
+                series.setdefault(name, []).append(round(value, 6))
+    return {**asdict(run), "curve": curve, "series": series, "seconds": world.seconds}
+
+
+class Lockstep:
+    """The state of a run."""
+
+    def __init__(self, run: Run) -> None:
+        config = run.config()
+        tokenizer = load_tokenizer(config.model.path)
+        self.seconds = {"generation": 0.0, "learning": 0.0, "evaluation": 0.0}
+        self._run, self._train = run, config.train
+        self._task = load_task(config.task, tokenizer)
+        self._learner = Learner(config)
+        self._sampler = Sampler(
+            SmallLlama(self._learner.policy.config, config.model.context_length),
+            eos=tokenizer.eos_token_id,
+            max_tokens=config.generator.max_tokens,
+            seed=run.seed,
+        )
+        self._requests = training_requests(config, self._task, 0, CompletedRequests())
+        self._data = Queue(value_beta=config.train.value_beta)
+        self._published = (0, self._learner.weights())
+
+    def step(self, step: int) -> dict[str, float]:
+        """Sync if it is time, then one optimizer step; its figures."""
+        if step % max(1, self._run.lag) == 0:
+            with self._timed("generation"):
+                self._sync(step)
+        with self._timed("learning"):
+            train = self._train
+            batch = self._data.sample(
+                step, groups=train.prompts_per_step, group_size=train.completions_per_prompt
+            )
+            age, reward = float(staleness(batch, step).mean()), float(batch.reward_N.mean())
+            return {"age": age, "reward": reward, **self._learner.step(batch, step)}
+
+    def evaluate(self) -> float:
+        """Greedy pass@1 on the validation problems, by the newest weights."""
+        prompts = self._task.prompts("validation")
+        with self._timed("evaluation"):
+            weights, tokens = self._learner.weights(), [prompt.tokens for prompt in prompts]
+            found = self._sampler.sample(weights, tokens, 1, greedy=True)
+            rewards = [self._task.rewards(prompt, of) for prompt, of in zip(prompts, found, strict=True)]
+        return float(np.mean(rewards))
+
+    def _sync(self, step: int) -> None:
+        """Generate for the steps until the next sync, under the weights of the sync before, then publish."""
+        if self._run.lag == 0:
+            self._publish(step)
+        groups = self._generate(self._train.prompts_per_step * max(1, self._run.lag))
+        self._data.merge(scored(groups, self._task, BehaviourReference()), step)
+        self._publish(step)
+
+    def _publish(self, step: int) -> None:
+        self._published = (step, self._learner.weights())
+
+    def _generate(self, count: int) -> list[Group]:
+        version, weights = self._published
+        requests = list(islice(self._requests, count))
+        n = self._train.completions_per_prompt
+        found = self._sampler.sample(weights, [request.prompt.tokens for request in requests], n)
+        versions = np.full((n, 2), version, np.int32)
+        return [Group(*answered, versions) for answered in zip(requests, found, strict=True)]
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        began = time.process_time()
+        yield
+        self.seconds[what] += time.process_time() - began
+
+
+class Learner:
+    """DeepSpeedLearner on one rank, without DeepSpeed; it computes the reference of each batch."""
+
+    def __init__(self, config: Config) -> None:
+        train = self._train = config.train
+        self.policy = load_policy(config.model.path, config.model.dtype)
+        self._logprobs = PolicyLogprobs(self.policy, chunk_tokens=train.logprob_chunk_tokens)
+        self._reference = (
+            0,
+            PolicyLogprobs(load_policy(config.model.path, config.model.dtype), chunk_tokens=256),
+        )
+        self._objective = make_objective(train, max_tokens=config.generator.max_tokens)
+        self._optimizer = torch.optim.AdamW(
+            self.policy.parameters(), betas=train.adam_betas, weight_decay=train.weight_decay
+        )
+
+    def weights(self) -> Weights:
+        """A copy."""
+        return {name: value.detach().clone() for name, value in self.policy.named_parameters()}
+
+    def step(self, batch: TrajectoryBatch, step: int) -> dict[str, float]:
+        """One optimizer step; none where the gradient is not finite."""
+        power = schedules.reference_power(self._train, step)
+        batch = with_reference_power(self._with_reference(batch, step), power)
+        beta = schedules.beta(self._train, step)
+        self._optimizer.zero_grad()
+        sums: dict[str, float] = {}
+        for rows in micro_batches(batch, self._train.groups_per_micro_batch):
+            for name, part in self._backward(rows, batch, beta).items():
+                share = len(rows.reward_N) / len(batch.reward_N)
+                sums[name] = sums.get(name, 0.0) + share * float(part)
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.policy.parameters(), self._train.gradient_clip or float("inf")
+        )
+        if norm.isfinite():
+            self._optimizer.param_groups[0]["lr"] = schedules.learning_rate(self._train, step)
+            self._optimizer.step()
+        found = figures(sums)
+        found.pop("engine_gap", None)  # there is no engine
+        return {**found, "grad_norm": float(norm)}
+
+    def _backward(self, rows: PaddedBatch, batch: TrajectoryBatch, beta: float) -> Mapping[str, Tensor]:
+        """Add the gradient of some groups; what the objective says of them."""
+        mean_tokens = float(batch.completion_length_N.mean())
+        groups = Groups.of(_of(self._logprobs, rows), rows, batch_tokens=mean_tokens)
+        output = self._objective(groups, beta)
+        (output.loss * len(rows.reward_N) / len(batch.reward_N)).backward()
+        kl = groups.log_ratio_BK.detach().mean()
+        return {"kl": kl, "loss": output.loss.detach(), **output.metrics}
+
+    @torch.no_grad()
+    def _with_reference(self, batch: TrajectoryBatch, step: int) -> TrajectoryBatch:
+        wanted = schedules.reference(self._train, step)
+        if wanted == BEHAVIOUR:
+            return batch
+        at, reference = self._reference
+        if at != wanted:
+            reference.model.load_state_dict(self.policy.state_dict())
+            self._reference = (wanted, reference)
+        rows = pad(batch)
+        logprob_NL = _of(reference, rows).numpy()
+        return replace(batch, ref_logprobs=logprob_NL[rows.completion_mask_NL])
+
+
+def _of(logprobs: PolicyLogprobs, rows: PaddedBatch) -> Tensor:
+    """float32 [N, L]."""
+    arrays = (rows.tokens_NL, rows.prompt_length_N, rows.length_N)
+    found: Tensor = logprobs(*map(torch.from_numpy, arrays), rows.group_size)
+    return found
