@@ -17,7 +17,7 @@ from itertools import islice
 import numpy as np
 
 from tba_hpc import schedules
-from tba_hpc.batch import staleness
+from tba_hpc.batch import staleness, token_ages
 from tba_hpc.buffer import ReplayBuffer, soft_values
 from tba_hpc.config import BufferSection, TrainSection
 from tba_hpc.prompts import CompletedRequests, PromptOrder
@@ -233,6 +233,7 @@ def _batch(
         on_policy_N=(record["version_oldest"] == step) & (record["version_newest"] == step),
         logprobs=source.logprobs[token_T],
         ref_logprobs=source.ref_logprobs[token_T],
+        ages=token_ages(record, source.completions.lengths[rows], step),
         prompt_id_B=record["prompt_id"][::group_size].copy(),
     )
 
