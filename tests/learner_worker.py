@@ -87,7 +87,7 @@ def make_batch(seed: int) -> TrajectoryBatch:
         on_policy_N=np.arange(len(rows)) % 3 == 0,
         logprobs=np.zeros(tokens, np.float32),
         ref_logprobs=random.normal(-3, 1, tokens).astype(np.float32),
-        ages=np.zeros(tokens, np.int32),
+        ages=random.integers(0, 13, tokens).astype(np.int32),
         prompt_id_B=np.arange(GROUPS),
     )
 

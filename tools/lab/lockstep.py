@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 
@@ -23,6 +23,7 @@ from tba_hpc.config import BufferSection, TrainSection
 from tba_hpc.prompts import CompletedRequests, PromptOrder
 from tba_hpc.tasks.tabular import Table, TabularGenerator, TabularLearner, TabularReference, TabularTask
 from tba_hpc.types import (
+    BEHAVIOUR,
     RECORD,
     Group,
     Publication,
@@ -151,6 +152,8 @@ class Lockstep:
             batch = self._data.sample(
                 step, groups=train.prompts_per_step, group_size=train.completions_per_prompt
             )
+            if train.reference.name == "ema":
+                batch = replace(batch, ref_logprobs=self._learner.reference_logprobs(batch, BEHAVIOUR))
             self._learner.step(
                 batch,
                 learning_rate=schedules.learning_rate(train, step),
