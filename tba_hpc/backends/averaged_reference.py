@@ -58,9 +58,10 @@ class AveragedReference:
         return self._parts[self._group.rank]
 
     def move(self, policy: Iterable[tuple[WeightSlot, Tensor]]) -> None:
-        """Follow the policy by a step; ``policy``: its tensors of ``slots``."""
+        """Follow the policy by a step, on its device; ``policy``: its tensors of ``slots``."""
         for slot, weight in policy:
-            self._average[slot.name].lerp_(weight.cpu().float(), 1 - self._decay)
+            kept = self._average[slot.name]
+            kept.copy_(kept.to(weight.device).lerp_(weight.float(), 1 - self._decay))
 
     @contextmanager
     def whole(self) -> Iterator[nn.Module]:
@@ -75,7 +76,7 @@ class AveragedReference:
         """A tensor that ``owner`` keeps, in the policy's dtype."""
         device = self._group.device
         if owner == self._group.rank:
-            weight = self._average[slot.name].to(device, non_blocking=True).to(self._dtype)
+            weight = self._average[slot.name].to(device).to(self._dtype)
         else:
             weight = torch.empty(slot.shape, dtype=self._dtype, device=device)
         self._group.spread(weight, owner)

@@ -57,7 +57,8 @@ def step_spans(work: Workload, gpu: Gpu, gpus_per_node: int) -> Iterator[Span]:
         rate = share * gpu.flops(dtype)
         formula = f"{moved / 1e9:.3g} GB from the host, {flops / 1e12:,.3g} TFLOP"
         if work.trainer_reference == "average":
-            yield _averaging(owned, work.weight_bytes)
+            both_ways = f"2 × {moved / 1e9:.3g} GB, to the GPU and back"
+            yield Span("average", 2 * moved / hardware.HOST_COPY, both_ways)
         else:
             formula += ", where all data are new"
         yield Span("reference", moved / hardware.HOST_COPY + flops / rate, formula)
@@ -71,14 +72,6 @@ def step_spans(work: Workload, gpu: Gpu, gpus_per_node: int) -> Iterator[Span]:
         moved = times * each * (ranks - 1) / ranks
         formula = f"{times} × {each / 1e9:.3g} GB × {ranks - 1}/{ranks} ÷ {link:,.0f} GB/s"
         yield Span("between trainers", moved / (link * 1e9), formula)
-
-
-def _averaging(owned: float, weight_bytes: int) -> Span:
-    """New weights go to the host, where they and a float32 average are read, and that is written."""
-    seconds = owned * (weight_bytes / hardware.HOST_COPY + 12 / hardware.MEMORY_COPY)
-    return Span(
-        "average", seconds, f"{weight_bytes} B × {owned / 1e9:.3g} G to the host, 12 B × as many there"
-    )
 
 
 def group_spans(work: Workload, gpu: Gpu, engine_kv: float) -> Iterator[Span]:
