@@ -25,7 +25,7 @@ TRUNCATED = np.uint8(1)
 """Value of the record field ``truncated`` for a completion cut off by the token limit."""
 
 BEHAVIOUR = -1
-"""In place of a reference's step: the weights that sampled are their own reference."""
+"""In place of a reference's step: no model has scored, its log-probabilities are those of what sampled."""
 
 RECORD = np.dtype(
     [

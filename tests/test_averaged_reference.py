@@ -23,7 +23,10 @@ DECAY = 0.7
 STEPS = (1, 2, 3, 4)
 WHOLE: Plan = [
     ("refer", "logprobs-0"),
-    *((action, value) for n in STEPS for action, value in (("step", n), ("write", f"weights-{n}"))),
+    *((action, value) for n in (1, 2) for action, value in (("step", n), ("write", f"weights-{n}"))),
+    ("snapshot", "early"),
+    *((action, value) for n in (3, 4) for action, value in (("step", n), ("write", f"weights-{n}"))),
+    ("written", "early"),
     ("refer", "logprobs-4"),
     ("save", "checkpoint"),
 ]
@@ -92,11 +95,9 @@ def test_it_is_the_average_of_the_weights_and_goes_on_after_a_resume(
 
 
 def _goes_on(tmp_path: Path, config: Config, model: Path, done: Run) -> None:
-    """Two steps after the checkpoint of two others, and on another number of ranks the reference of it."""
-    half: Plan = [("step", 1), ("step", 2), ("save", "checkpoint")]
+    """From what was copied after two steps and written beside the others; on another number of ranks, too."""
     rest: Plan = [("step", 3), ("step", 4), ("refer", "logprobs-4"), ("save", "checkpoint")]
-    first = run(tmp_path / "half", config, half)
-    again = run(tmp_path / "rest", config, [("load", str(first.folder / "checkpoint")), *rest])
+    again = run(tmp_path / "rest", config, [("load", str(done.folder / "early")), *rest])
     expected, found = (saved(one.folder / "checkpoint") for one in (done, again))
     assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
     last = [np.load(one.folder / "logprobs-4.npy") for one in (done, again)]
