@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from signal import SIGKILL
 
 import numpy as np
 import pytest
+import tabular_run
 from lab.lockstep import Setup, train
 from test_loops import TABLE
 from test_replay import heard, in_lockstep  # noqa: F401
 
 from tba_hpc import runtime
+from tba_hpc.audit import audit
+from tba_hpc.backends.hdf5_shards import read_shard
 from tba_hpc.config import Beta, LearningRate, TrainSection
+from tba_hpc.metrics import read_metrics, step_records
 from tba_hpc.replay import read_recorded, replay_config
 from tba_hpc.run.directory import RunDir
 from tba_hpc.tasks.tabular import Table, TabularLearner
-from tba_hpc.types import TrajectoryBatch
+from tba_hpc.types import BEHAVIOUR, TrajectoryBatch
 
 DECAY = 0.8
 EMA = f"train.reference={{name: ema, decay: {DECAY}}}"
@@ -60,6 +65,24 @@ def test_every_batch_is_scored_by_the_average_of_that_step_whatever_was_recorded
     assert isinstance(whole, Averaging) and whole.steps == 12
     replayed(source, "halves", 6)
     np.testing.assert_array_equal(replayed(source, "halves", 12).policy_logits, whole.policy_logits)
+
+
+@pytest.mark.parametrize("name", ["lagged", "ema"])
+def test_shards_note_what_sampled_and_a_kill_is_survived(name: str, tmp_path: Path) -> None:
+    """The real loops; the learner refuses a batch that another average than its own has scored."""
+    config = tabular_run.make_config(tmp_path, train={"steps": 14, "reference": name})
+    run = RunDir.create(config)
+    for sent, code in ((SIGKILL, -SIGKILL), (None, 0)):
+        process = tabular_run.start(run, searchers=2, sent=sent, nth=10)
+        process.join(240)
+        assert process.exitcode == code
+    assert run.finished and audit(run).problems == ()
+    for path in run.shard_files().values():
+        shard = read_shard(path).trajectories
+        assert (shard.record["reference"] == BEHAVIOUR).all()
+        np.testing.assert_array_equal(shard.ref_logprobs, shard.logprobs)
+    records = step_records(read_metrics(run.metrics_file("trainer")))
+    assert len(records) == 14 and all(("time/reference_seconds" in r) == (name == "ema") for r in records)
 
 
 @pytest.mark.parametrize("every", [1, 10])
