@@ -115,6 +115,7 @@ def take_groups(batch: TrajectoryBatch, groups: np.ndarray) -> TrajectoryBatch:
         on_policy_N=batch.on_policy_N[rows],
         logprobs=batch.logprobs[tokens],
         ref_logprobs=batch.ref_logprobs[tokens],
+        ages=batch.ages[tokens],
         prompt_id_B=batch.prompt_id_B[groups],
     )
 
@@ -143,6 +144,20 @@ def staleness(batch: TrajectoryBatch, version: int) -> np.ndarray:
     return np.abs(version - batch.version_N)
 
 
+def token_ages(record_N: np.ndarray, length_N: np.ndarray, step: int) -> np.ndarray:
+    """int32 [T]: optimizer steps from the weights that sampled each token of some completions to ``step``.
+
+    record_N: RECORD [N]; length_N: int64, tokens. A record has the versions of the first token and of the
+    last. In between they are taken to rise evenly, to the nearest whole one: exact where one version sampled
+    all, or changes come evenly. Below 0 where a resume took the steps back that made the weights.
+    """
+    oldest_N, newest_N = step - record_N["version_oldest"], step - record_N["version_newest"]
+    place_T = np.arange(length_N.sum()) - np.repeat(offsets_of(length_N)[:-1], length_N)
+    younger_N = (newest_N - oldest_N) / np.maximum(1, length_N - 1)  # from token to token
+    age_T = np.repeat(oldest_N, length_N) + np.repeat(younger_N, length_N) * place_T
+    return np.rint(age_T).astype(np.int32)
+
+
 def to_arrays(batch: TrajectoryBatch) -> dict[str, np.ndarray]:
     """The batch as named contiguous arrays, for a wire without pickle (safetensors ignores strides)."""
     arrays = {
@@ -156,6 +171,7 @@ def to_arrays(batch: TrajectoryBatch) -> dict[str, np.ndarray]:
         "on_policy_N": batch.on_policy_N,
         "logprobs": batch.logprobs,
         "ref_logprobs": batch.ref_logprobs,
+        "ages": batch.ages,
         "prompt_id_B": batch.prompt_id_B,
     }
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
@@ -173,6 +189,7 @@ def from_arrays(arrays: Mapping[str, np.ndarray]) -> TrajectoryBatch:
         on_policy_N=arrays["on_policy_N"],
         logprobs=arrays["logprobs"],
         ref_logprobs=arrays["ref_logprobs"],
+        ages=arrays["ages"],
         prompt_id_B=arrays["prompt_id_B"],
     )
 
@@ -198,6 +215,7 @@ def pad(batch: TrajectoryBatch) -> PaddedBatch:
         length_N=length_N,
         logprob_NL=_spread(batch.logprobs, completion_NL),
         ref_logprob_NL=_spread(batch.ref_logprobs, completion_NL),
+        age_NL=_spread(batch.ages, completion_NL),
         reward_N=batch.reward_N,
         value_N=batch.value_N,
         on_policy_N=batch.on_policy_N,
@@ -212,7 +230,7 @@ def _tokens_of_groups(batch: TrajectoryBatch) -> np.ndarray:
 
 
 def _spread(value_T: np.ndarray, mask_NL: np.ndarray) -> np.ndarray:
-    """float32 [N, L]: the values in their places, row by row, 0 elsewhere."""
-    value_NL = np.zeros(mask_NL.shape, np.float32)
+    """[N, L]: the values in their places, row by row, 0 elsewhere."""
+    value_NL = np.zeros(mask_NL.shape, value_T.dtype)
     value_NL[mask_NL] = value_T
     return value_NL

@@ -17,7 +17,7 @@ import numpy as np
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cdist
 
-from tba_hpc.batch import rows_of, take_groups
+from tba_hpc.batch import rows_of, take_groups, token_ages
 from tba_hpc.config import BufferSection
 from tba_hpc.store import Column, Store, StoreSnapshot
 from tba_hpc.types import RECORD, Ragged, Trajectories, TrajectoryBatch, offsets_of, spans
@@ -580,6 +580,7 @@ class ReplayBuffer:
             on_policy_N=on_policy_N,
             logprobs=logprobs,
             ref_logprobs=ref_logprobs,
+            ages=token_ages(record, completions.lengths, step),
             prompt_id_B=record["prompt_id"][::group_size].copy(),
         )
 

@@ -113,7 +113,7 @@ def share_reference(runs: Sequence[Compared]) -> bool:
             config.train.reference.name == "frozen" or run.name,
         )
         for run in runs
-        if (config := run.config).train.reference.name != "behaviour"
+        if (config := run.config).train.reference.scored
     }
     return len(models) < 2
 

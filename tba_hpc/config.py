@@ -17,7 +17,9 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from tba_hpc import shipped
 from tba_hpc.variants import (
     BehaviourIsReference,
+    EmaReference,
     FrozenReference,
+    LaggedReference,
     LossNormaliser,
     Oapl,
     ObjectiveChoice,
@@ -464,7 +466,7 @@ class TrainSection(Section):
     """Who computes log π_ref. searcher: of everything, as it is generated. trainer: of what it samples, once;
     searchers hold no second model then, and tell no KL of fresh samples. Each trainer rank's copy stays in
     host memory, and visits the GPU when it is asked; with model.lora it is the policy with its adapter off,
-    unless it is reset."""
+    unless it is reset. An average (ema) is always the trainer's, and asked whenever a trajectory is used."""
     loss_normaliser: LossNormaliser | None = None
     """What a completion's loss, added up over its tokens, is divided by: nothing (sum), its own tokens, the
     mean number of tokens of the batch's completions, or generator.max_tokens. None: as the objective was
@@ -514,16 +516,12 @@ class TrainSection(Section):
     @property
     def searcher_has_reference(self) -> bool:
         """Whether searchers hold a model of the reference."""
-        return self._has_reference and self.reference_scored_by == "searcher"
+        return self.reference.scored and self.reference_scored_by == "searcher"
 
     @property
     def trainer_has_reference(self) -> bool:
-        """Whether the trainer computes what the reference says."""
-        return self._has_reference and self.reference_scored_by == "trainer"
-
-    @property
-    def _has_reference(self) -> bool:
-        return not isinstance(self.reference, BehaviourIsReference)
+        """Whether the trainer computes, once for a trajectory, what the reference says."""
+        return self.reference.scored and self.reference_scored_by == "trainer"
 
     @property
     def value_beta(self) -> float | None:
@@ -574,7 +572,8 @@ class TrainSection(Section):
         """OAPL has no other reference than what sampled, untempered."""
         if not isinstance(self.objective, Oapl):
             return self
-        if "reference" in self.model_fields_set and self._has_reference:
+        given = "reference" in self.model_fields_set
+        if given and not isinstance(self.reference, BehaviourIsReference):
             raise ValueError(
                 f"train.reference={self.reference.name} would be scored in vain with train.objective=oapl, "
                 "which learns against the weights that sampled: leave it out, or set it to behaviour"
@@ -590,11 +589,29 @@ class TrainSection(Section):
 
     @model_validator(mode="after")
     def _reference_has_a_model(self) -> TrainSection:
-        if not self._has_reference and self.reference_scored_by == "trainer":
+        if isinstance(self.reference, EmaReference):
+            if "reference_scored_by" in self.model_fields_set and self.reference_scored_by == "searcher":
+                raise ValueError(
+                    "train.reference_scored_by=searcher is not for train.reference=ema, an average that the "
+                    "trainer alone has: leave it out"
+                )
+            object.__setattr__(self, "reference_scored_by", "trainer")
+        elif not self.reference.scored and self.reference_scored_by == "trainer":
             raise ValueError(
-                "train.reference_scored_by=trainer would be ignored where the reference is what sampled "
-                f"(train.reference=behaviour, train.objective={self.objective.name}): leave it out"
+                "train.reference_scored_by=trainer would be ignored where the reference takes no model "
+                f"(train.reference={self.reference.name}, train.objective={self.objective.name}): leave it "
+                "out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _what_lags_is_not_tempered(self) -> TrainSection:
+        for name in ("target_temperature", "reference_temperature"):
+            if isinstance(self.reference, LaggedReference) and getattr(self, name) != Ramp():
+                raise ValueError(
+                    f"train.{name} would be ignored with train.reference=lagged, which is as warm as the "
+                    "policy that it is made of: leave it out, or use another reference"
+                )
         return self
 
     @model_validator(mode="after")
@@ -880,6 +897,15 @@ class Config(Section):
                 f"launch.elastic={self.launch.elastic} lets searchers leave that owe what "
                 f"exchange.max_staleness={self.exchange.max_staleness} waits for: leave out one of the two, "
                 "or bound the age of what comes by buffer.max_age_steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _all_weights_are_averaged(self) -> Config:
+        if self.model.lora and isinstance(self.train.reference, EmaReference):
+            raise ValueError(
+                "train.reference=ema averages all weights, of which model.lora trains none: leave out the "
+                "second, or set train.reference=lagged, which needs no model"
             )
         return self
 

@@ -224,7 +224,8 @@ class Learner(Protocol):
     def reference_logprobs(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
         """float32 [T]: log π_ref of the completions' tokens, rows in order, under the reference of ``step``.
 
-        Where the trainer is to compute them: the initial policy (0), or one that it has exported.
+        Where the trainer is to compute them: the initial policy (0), one that it has exported, or, where the
+        reference is an average of the policy, what that is now (BEHAVIOUR).
         """
 
     def write_weights(self, out: np.ndarray) -> None:

@@ -90,12 +90,13 @@ def replay_config(source: RunDir, recorded: Config, steps: int, overrides: Seque
 def _leave_out_what_follows(train: dict[str, Any], given: Mapping[str, str]) -> None:
     """Take out of the recorded section what followed from its other keys, and will from those ``given``."""
     objective = given.get("train.objective", train["objective"]["name"])
-    reference = given.get("train.reference", train["reference"]["name"])
+    recorded = train["reference"]["name"]
+    reference = given.get("train.reference", recorded)
     if objective == "oapl":
         reference = "behaviour"
         del train["reference"]
-    if reference == "behaviour":
-        del train["reference_scored_by"]  # nobody then
+    if reference != recorded:
+        del train["reference_scored_by"]  # nobody then, or as the other one has it
 
 
 def read_recorded(
@@ -104,7 +105,7 @@ def read_recorded(
     """What a run has recorded, as a replay by ``config`` needs it. Raises ConfigError where it is gone."""
     before, now = recorded.train, config.train
     same = all(getattr(before, key) == getattr(now, key) for key in OF_THE_REFERENCE)
-    if now.reference.name != "behaviour" and not same:
+    if now.reference.scored and not same:
         raise ConfigError(
             f"train.reference={now.reference.name} needs log-probabilities that {source.path} did not "
             f"record, with train.reference={before.reference.name} and train.reference_scored_by="
@@ -113,7 +114,7 @@ def read_recorded(
     recording = Recording.of(source)
     if config.exchange.sync_every != recorded.exchange.sync_every:
         recording = Recording(recording.arrivals, None, recording.steps)
-    read = RecordedShards(source, behaviour=now.reference.name == "behaviour")
+    read = RecordedShards(source, behaviour=not now.reference.scored)
     wanted = [key for arrival in recording.arrivals for key in arrival.shards]
     there = [key for key in wanted if key in read.places]
     if not there or (len(there) < len(wanted) and not partial):

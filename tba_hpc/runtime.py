@@ -470,7 +470,7 @@ def _pending_shards(run: RunDir, config: Config, among: range = EVERYBODY) -> Pe
 
 def _load_reference(run: RunDir, config: Config) -> Reference:
     """The reference that a run begins with; a resume gets the one in force with its first weights."""
-    if config.train.reference.name == "behaviour":
+    if not config.train.reference.scored:
         return BehaviourReference()
     if config.train.trainer_has_reference:
         return DeferredReference()

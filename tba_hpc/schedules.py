@@ -9,7 +9,7 @@ import math
 
 from tba_hpc.config import LearningRate, Ramp, TrainSection
 from tba_hpc.types import BEHAVIOUR
-from tba_hpc.variants import BehaviourIsReference, FrozenReference, ResetReference
+from tba_hpc.variants import FrozenReference, ResetReference
 
 
 def learning_rate(train: TrainSection, step: int) -> float:
@@ -82,13 +82,14 @@ def ramp(config: Ramp, step: int) -> float:
 def reference(config: TrainSection, step: int) -> int:
     """Which policy is the reference in ``step``: that of an optimizer step (0: the initial one) or BEHAVIOUR.
 
-    Where it is reset (TBA′), step ρ is the first to learn against the policy that ρ steps have made. After
-    the last step it stays as it is: nothing more is learned, and the last evaluation is under it.
+    That also where the learner makes another of it. Where it is reset (TBA′), step ρ is the first to learn
+    against the policy that ρ steps have made. After the last step it stays as it is: nothing more is learned,
+    and the last evaluation is under it.
     """
     match config.reference:
         case ResetReference(every=every):
             return min(step, config.steps - 1) // every * every
-        case BehaviourIsReference():
-            return BEHAVIOUR
         case FrozenReference():
             return 0
+        case _:
+            return BEHAVIOUR

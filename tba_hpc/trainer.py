@@ -34,6 +34,7 @@ from tba_hpc.run.checkpoints import (
 from tba_hpc.run.files import AGAIN_SECONDS, DiskFullError
 from tba_hpc.step_log import StepLog
 from tba_hpc.types import Shard, Split, TrajectoryBatch
+from tba_hpc.variants import EmaReference
 
 log = logging.getLogger(__name__)
 
@@ -254,15 +255,18 @@ class Trainer:
 
     def _sample(self) -> TrajectoryBatch:
         train = self._config.train
-        return self._buffer.sample(
+        batch = self._buffer.sample(
             self._state.step,
             groups=train.prompts_per_step,
             group_size=train.completions_per_prompt,
             reference=self._reference_logprobs if train.trainer_has_reference else None,
         )
+        if not isinstance(train.reference, EmaReference):
+            return batch
+        return replace(batch, ref_logprobs=self._reference_logprobs(batch))  # it moves with every step
 
     def _reference_logprobs(self, batch: TrajectoryBatch) -> np.ndarray:
-        """Of what no step has learned from yet, under the reference in force, which all of it is for."""
+        """Under the reference in force, which all of the batch is for."""
         with self._step_log.clock("reference"):
             return self._learner.reference_logprobs(batch, self._freshness.reference)
 

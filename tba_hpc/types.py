@@ -25,7 +25,7 @@ TRUNCATED = np.uint8(1)
 """Value of the record field ``truncated`` for a completion cut off by the token limit."""
 
 BEHAVIOUR = -1
-"""In place of a reference's step: the weights that sampled are their own reference."""
+"""In place of a reference's step: no model has scored, its log-probabilities are those of what sampled."""
 
 RECORD = np.dtype(
     [
@@ -265,7 +265,7 @@ class TrajectoryBatch:
     value_N: float32, V̂ of the request that each answers (``buffer.soft_values``), 0 where none is wanted.
     version_N: int32, the oldest version of each. on_policy_N: bool, whether all of it was sampled by the
     weights that are to learn from it now. logprobs, ref_logprobs: float32, one per completion token, rows in
-    order. prompt_id_B: int64.
+    order; ages: int32, as many, optimizer steps since the weights that sampled each. prompt_id_B: int64.
     """
 
     group_size: int
@@ -277,6 +277,7 @@ class TrajectoryBatch:
     on_policy_N: np.ndarray
     logprobs: np.ndarray
     ref_logprobs: np.ndarray
+    ages: np.ndarray
     prompt_id_B: np.ndarray
 
     @property
@@ -297,7 +298,7 @@ class PaddedBatch:
     tokens_NL: int64, prompt then completion, 0 to the right of it.
     prompt_length_N, length_N: int64, tokens of the prompt, and of prompt and completion together.
     logprob_NL, ref_logprob_NL: float32, of the completions' tokens under the weights that sampled them and
-    under the reference, 0 elsewhere.
+    under the reference, 0 elsewhere; age_NL: int32, likewise.
     reward_N, value_N: float32. on_policy_N: bool, as in TrajectoryBatch. prompt_id_B: int64.
     """
 
@@ -307,6 +308,7 @@ class PaddedBatch:
     length_N: np.ndarray
     logprob_NL: np.ndarray
     ref_logprob_NL: np.ndarray
+    age_NL: np.ndarray
     reward_N: np.ndarray
     value_N: np.ndarray
     on_policy_N: np.ndarray

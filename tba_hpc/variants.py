@@ -185,21 +185,54 @@ class SequenceMask(Section):
 # --- References ---
 
 
-class FrozenReference(Section):
+class ReferenceSection(Section):
+    """What π_ref is.
+
+    scored: whether a model of it scores every trajectory once, which keeps these log-probabilities.
+    """
+
+    scored: ClassVar[bool] = True
+
+
+class FrozenReference(ReferenceSection):
     name: Literal["frozen"] = "frozen"
     """The initial model."""
 
 
-class BehaviourIsReference(Section):
+class BehaviourIsReference(ReferenceSection):
+    scored = False
+
     name: Literal["behaviour"] = "behaviour"
     """The weights that sampled: no model is loaded (always so with OAPL)."""
 
 
-class ResetReference(Section):
+class ResetReference(ReferenceSection):
     name: Literal["reset"] = "reset"
     """The policy itself, anew every so many steps."""
     every: int = Field(50, ge=1)
     """ρ: optimizer steps between two resets."""
+
+
+class EmaReference(ReferenceSection):
+    scored = False
+
+    name: Literal["ema"] = "ema"
+    """A moving average of the policy's weights, that of the initial model at first: decay·average +
+    (1 − decay)·policy after every optimizer step. The trainer ranks share it out over their host memory, in
+    float32, and compute log π_ref anew whenever a trajectory is learned from. Not with model.lora."""
+    decay: float = Field(0.9, gt=0, lt=1)
+    """What of it stays in a step; it lags decay/(1 − decay) steps behind."""
+
+
+class LaggedReference(ReferenceSection):
+    scored = False
+
+    name: Literal["lagged"] = "lagged"
+    """What such an average would say, to first order, without a model: log π_ref = log π_θ − c·(log π_θ −
+    log π_behaviour) of each token, c = decay/((1 − decay)·Δ), Δ the optimizer steps since the weights that
+    sampled it; π_θ where there are none. Not with a target_temperature or reference_temperature."""
+    decay: float = Field(0.9, gt=0, lt=1)
+    """Of that average."""
 
 
 # --- Unions ---
@@ -243,7 +276,9 @@ RatioBound = Annotated[
 ]
 
 ReferenceChoice = Annotated[
-    FrozenReference | BehaviourIsReference | ResetReference, Discriminator("name"), _by_name("frozen")
+    FrozenReference | BehaviourIsReference | ResetReference | EmaReference | LaggedReference,
+    Discriminator("name"),
+    _by_name("frozen"),
 ]
 
 

@@ -18,9 +18,10 @@ import torch
 
 from tba_hpc.backends import deepspeed_learner
 from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
+from tba_hpc.batch import take_groups
 from tba_hpc.config import Config, parse_config
 from tba_hpc.run.beside import beside
-from tba_hpc.types import Ragged, TrajectoryBatch, WeightLayout
+from tba_hpc.types import BEHAVIOUR, Ragged, TrajectoryBatch, WeightLayout
 
 Plan = list[tuple[str, int | str]]
 
@@ -86,6 +87,7 @@ def make_batch(seed: int) -> TrajectoryBatch:
         on_policy_N=np.arange(len(rows)) % 3 == 0,
         logprobs=np.zeros(tokens, np.float32),
         ref_logprobs=random.normal(-3, 1, tokens).astype(np.float32),
+        ages=random.integers(0, 13, tokens).astype(np.int32),
         prompt_id_B=np.arange(GROUPS),
     )
 
@@ -212,6 +214,9 @@ def _lead(learner: DeepSpeedLearner, folder: Path, plan: Plan) -> None:
                 (folder / str(value) / "lines").write_text(written.result(DEADLINE))
             case "load":
                 learner.load(Path(value))
+            case "refer":
+                asked = take_groups(make_batch(7), np.arange(GROUPS - 1))  # not evenly over two ranks
+                np.save(folder / str(value), learner.reference_logprobs(asked, BEHAVIOUR))
             case "export":
                 learner.export(folder / str(value))
     (folder / "metrics.json").write_text(json.dumps(metrics))

@@ -64,7 +64,7 @@ class MarkedLearner(TabularLearner):
     """
 
     def __init__(self, run: RunDir, sent: signal.Signals | None, nth: int) -> None:
-        super().__init__(TABLE, folder_of=run.reference)
+        super().__init__(TABLE, run.config().train, folder_of=run.reference)
         self._run = run
         self._sent = sent
         self._left = nth
@@ -83,7 +83,10 @@ class MarkedLearner(TabularLearner):
         bound = config.exchange.max_staleness
         assert bound is None or (abs(step - batch.version_N) <= bound).all(), (step, batch.version_N)
         reference = schedules.reference(config.train, step)
-        expected = batch.logprobs if reference < 0 else reference_logprobs(self._run, batch, reference)
+        if config.train.reference.name == "ema":
+            expected = self.reference_logprobs(batch, reference)
+        else:
+            expected = batch.logprobs if reference < 0 else reference_logprobs(self._run, batch, reference)
         np.testing.assert_array_equal(batch.ref_logprobs, expected)
 
 
@@ -173,7 +176,7 @@ def _visit(path: Path) -> None:
 
 
 def _reference(run: RunDir, config: Config) -> Reference:
-    if config.train.reference == "behaviour":
+    if not config.train.reference.scored:
         return BehaviourReference()
     if config.train.trainer_has_reference:
         return DeferredReference()

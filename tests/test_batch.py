@@ -15,8 +15,9 @@ from tba_hpc.batch import (
     staleness,
     take_groups,
     to_arrays,
+    token_ages,
 )
-from tba_hpc.types import PaddedBatch, Ragged, TrajectoryBatch
+from tba_hpc.types import RECORD, PaddedBatch, Ragged, TrajectoryBatch
 
 
 def make_batch(groups: int, size: int = 3, *, seed: int = 0, longest: int = 30) -> TrajectoryBatch:
@@ -42,11 +43,14 @@ def batch_of(
         on_policy_N=np.arange(rows) % 3 == 0,
         logprobs=-rng.random(completion_tokens).astype(np.float32),
         ref_logprobs=-rng.random(completion_tokens).astype(np.float32),
+        ages=np.arange(completion_tokens, dtype=np.int32),
         prompt_id_B=rng.permutation(groups * 5)[:groups],
     )
 
 
-Row = tuple[int, float, float, int, int, tuple[int, ...], tuple[float, ...], tuple[float, ...], bool]
+Row = tuple[
+    int, float, float, int, int, tuple[int, ...], tuple[float, ...], tuple[float, ...], bool, tuple[int, ...]
+]
 
 
 def rows_of(batch: TrajectoryBatch) -> list[Row]:
@@ -66,6 +70,7 @@ def rows_of(batch: TrajectoryBatch) -> list[Row]:
                 tuple(batch.logprobs[start:end].tolist()),
                 tuple(batch.ref_logprobs[start:end].tolist()),
                 bool(batch.on_policy_N[i]),
+                tuple(batch.ages[start:end].tolist()),
             )
         )
         start = end
@@ -183,14 +188,13 @@ def test_micro_batches_pad_to_their_own_longest_row_most_tokens_first() -> None:
 
 def test_logprobs_stand_at_the_tokens_of_their_completions() -> None:
     batch = make_batch(4)
-    wanted = {row[5]: (row[6], row[7]) for row in rows_of(batch)}
+    wanted = {row[5]: (row[6], row[7], row[9]) for row in rows_of(batch)}
     for micro in micro_batches(batch, 2):
         for i, length in enumerate(micro.length_N):
             tokens, mask = tuple(micro.tokens_NL[i, :length].tolist()), micro.completion_mask_NL[i]
-            for found_L, values in zip(
-                (micro.logprob_NL[i], micro.ref_logprob_NL[i]), wanted[tokens], strict=True
-            ):
-                assert found_L.dtype == np.float32
+            found = micro.logprob_NL[i], micro.ref_logprob_NL[i], micro.age_NL[i]
+            assert [found_L.dtype for found_L in found] == [np.float32, np.float32, np.int32]
+            for found_L, values in zip(found, wanted[tokens], strict=True):
                 assert tuple(found_L[mask].tolist()) == tuple(values)
                 assert not found_L[~mask].any()
 
@@ -217,3 +221,13 @@ def test_staleness_counts_from_the_version_that_sampled() -> None:
     batch = make_batch(2)
     assert staleness(batch, 60).tolist() == [60 - version for version in batch.version_N.tolist()]
     assert min(staleness(batch, 0)) >= 0  # after a resume from before the weights that sampled
+
+
+def test_tokens_are_as_old_as_the_weights_that_sampled_them() -> None:
+    """One version; versions that come evenly; two tokens; one; nothing between 2 and 3; weights ahead."""
+    record = np.zeros(6, RECORD)
+    record["version_oldest"] = [7, 2, 3, 4, 2, 12]
+    record["version_newest"] = [7, 6, 9, 4, 3, 12]
+    ages = token_ages(record, np.array([3, 5, 2, 1, 4, 2]), 10)
+    assert ages.dtype == np.int32
+    assert ages.tolist() == [*[3, 3, 3], *[8, 7, 6, 5, 4], *[7, 1], 6, *[8, 8, 7, 7], *[-2, -2]]

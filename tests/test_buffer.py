@@ -848,6 +848,10 @@ def test_on_policy_is_what_exactly_the_weights_of_the_step_sampled(
     real.merge(trajectories, 9, sync=sync)
     batch = real.sample(4, groups=3, group_size=2)
     assert batch.on_policy_N.dtype == bool and batch.on_policy_N.tolist() == [on_policy] * 6
+    ends = np.cumsum(batch.completion_length_N)
+    assert batch.ages[ends[:-1]].tolist() == [4 - oldest] * 5
+    last_N = np.where(batch.completion_length_N > 1, newest, oldest)
+    assert batch.ages[ends - 1].tolist() == (4 - last_N).tolist()
     assert not real.sample(5, groups=3, group_size=2).on_policy_N.any()
 
 

@@ -241,6 +241,25 @@ def test_a_reference_moves_from_the_searchers_to_the_trainer_or_costs_nothing() 
     assert "reference, which visits" not in free[1] and "reference" in free[2] and free[0] < here - weights
 
 
+def test_an_average_visits_as_a_model_does_and_what_lags_costs_nothing() -> None:
+    """Four ranks keep a quarter each, 4 B of a weight: to the GPU and back, and there once more."""
+    small = ["train.tokens_per_micro_batch=3072", "train.gradient_checkpointing=true"]
+
+    def step(reference: str) -> tuple[dict[str, float], dict[str, float]]:
+        config = load_config(Path("math_qwen7b"), [*small, f"train.reference={reference}"])
+        found = estimate(config, GPUS["h200-141"])
+        assert "reference" not in {item.name for d in found.devices for n in d.needs for item in n.items}
+        return _trainer_items(found), {span.name: span.seconds for span in found.step}
+
+    weights = PUBLISHED["Qwen/Qwen2.5-7B"]
+    items, seconds = step("ema")
+    assert items["reference, which visits"] == 2 * weights
+    assert seconds["average"] == pytest.approx(2 * weights / hardware.HOST_COPY)
+    assert seconds["reference"] > weights / hardware.HOST_COPY
+    items, seconds = step("lagged")
+    assert "reference, which visits" not in items and seconds.keys().isdisjoint({"average", "reference"})
+
+
 def test_zero_shares_out_what_its_stage_says() -> None:
     def kept(stage: int) -> list[float]:
         config = load_config(Path("math_qwen7b"), [f"train.zero_stage={stage}"])

@@ -22,6 +22,7 @@ BATCH = TrajectoryBatch(
     on_policy_N=np.zeros(2, bool),
     logprobs=np.zeros(2, np.float32),
     ref_logprobs=np.zeros(2, np.float32),
+    ages=np.zeros(2, np.int32),
     prompt_id_B=np.zeros(1, np.int64),
 )
 
@@ -39,6 +40,7 @@ def test_groups_without_variance_and_lengths_are_of_the_batch(tmp_path: Path) ->
         on_policy_N=np.zeros(6, bool),
         logprobs=np.zeros(lengths.sum(), np.float32),
         ref_logprobs=np.zeros(lengths.sum(), np.float32),
+        ages=np.zeros(lengths.sum(), np.int32),
         prompt_id_B=np.arange(3),
     )
     log = StepLog(

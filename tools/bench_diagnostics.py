@@ -88,6 +88,7 @@ def _batch(config: Config) -> TrajectoryBatch:
         on_policy_N=np.ones(len(rows), bool),
         logprobs=logprobs,
         ref_logprobs=logprobs,
+        ages=np.zeros(len(logprobs), np.int32),
         prompt_id_B=np.arange(groups),
     )
 

@@ -290,6 +290,7 @@ def make_batch(shape: Shape) -> TrajectoryBatch:
         on_policy_N=np.ones(rows, bool),
         logprobs=logprobs,
         ref_logprobs=logprobs,
+        ages=np.zeros(len(logprobs), np.int32),
         prompt_id_B=np.arange(shape.groups),
     )
 

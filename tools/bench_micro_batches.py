@@ -122,6 +122,7 @@ def _batch(size: int, completion: int) -> TrajectoryBatch:
         on_policy_N=np.zeros(number, bool),
         logprobs=np.full(tokens, -4.5, np.float32),
         ref_logprobs=np.full(tokens, -4.5, np.float32),
+        ages=np.zeros(tokens, np.int32),
         prompt_id_B=np.arange(GROUPS),
     )
 

@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from functools import partial
 from operator import itemgetter
@@ -42,6 +42,7 @@ from transformers import PreTrainedModel
 
 from tba_hpc import batch as batches
 from tba_hpc import token_budget
+from tba_hpc.backends.averaged_reference import AveragedReference
 from tba_hpc.backends.deepspeed_settings import (
     BUCKET_ELEMENTS,
     deepspeed_settings,
@@ -75,6 +76,7 @@ from tba_hpc.types import (
     offsets_of,
     spans,
 )
+from tba_hpc.variants import EmaReference
 
 if TYPE_CHECKING:
     from tba_hpc.backends.lora import Lora
@@ -173,6 +175,9 @@ class DeepSpeedLearner:
         self._written: Future[str] = at_once(str)  # what a follower writes
         self._skipped = SkippedSteps()
         self._reference = self._make_reference(references)
+        self._average: AveragedReference | None = None
+        if isinstance(config.train.reference, EmaReference):
+            self._average = AveragedReference(config, group, self.layout)
 
     def _make_reference(self, references: Callable[[int], Path] | None) -> TrainerReference | None:
         """None where no model is needed: nothing is asked for, or an adapter can be switched off."""
@@ -258,10 +263,12 @@ class DeepSpeedLearner:
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote; exactly for the same number of ranks, else to rounding.
 
-        Raises StateError where that is an adapter for another model.
+        Raises StateError where that is an adapter for another model, or lacks the average that is wanted.
         """
         if self._lora:
             self._lora.require_base(folder)
+        if self._average:
+            self._average.require(folder)
         self._tell(Command.LOAD, folder)
         with self._group.together():
             self._load(folder)
@@ -326,6 +333,8 @@ class DeepSpeedLearner:
         self._engine.step()
         if self._engine.was_step_applied():
             self._skipped.taken()
+            if self._average:
+                self._average.move(self._made_whole(self.layout, self._average.slots))
         else:
             self._skipped.skipped(self._not_finite(batch, losses))
         totals = self._group.total(np.array([float(part) for part in sums.values()]))
@@ -451,13 +460,14 @@ class DeepSpeedLearner:
                     logprob_T[place_T[micro.place_T]] = found.cpu().numpy()
         return self._group.total(logprob_T).astype(np.float32)
 
-    @contextmanager
-    def _reference_of(self, step: int) -> Iterator[nn.Module]:
+    def _reference_of(self, step: int) -> AbstractContextManager[nn.Module]:
         """A model of its own, or the policy without its adapter."""
-        if self._reference:
-            with self._reference.at(step) as reference:
-                yield reference
-            return
+        if self._average:
+            return self._average.whole()
+        return self._reference.at(step) if self._reference else self._base(step)
+
+    @contextmanager
+    def _base(self, step: int) -> Iterator[nn.Module]:
         assert self._lora and step == 0
         with self._lora.off():
             yield self._engine
@@ -470,7 +480,14 @@ class DeepSpeedLearner:
         self._group.barrier()
 
     def _copy(self, layout: WeightLayout, slots: Sequence[WeightSlot], out: np.ndarray) -> None:
-        """Copy the tensors of ``slots``, of a layout, to their places in ``out``: one memcpy each.
+        """Copy the tensors of ``slots``, of a layout, to their places in ``out``: one memcpy each."""
+        for slot, weight in self._made_whole(layout, slots):
+            tensor_in(out, slot).copy_(weight)
+
+    def _made_whole(
+        self, layout: WeightLayout, slots: Sequence[WeightSlot]
+    ) -> Iterator[tuple[WeightSlot, Tensor]]:
+        """The tensors of ``slots``, of a layout, each valid until the next.
 
         Under ZeRO-3 every rank must come here, for all make each bucket of parameters whole together; of a
         bucket each has about as much to copy, so that none waits for another's memcpy.
@@ -479,10 +496,10 @@ class DeepSpeedLearner:
         for bucket in _buckets(layout.parts(self._group.ranks)):
             parameters = [self._parameters[slot.name] for slot in bucket]
             sharded = self._config.train.zero_stage == 3
-            with GatheredParameters(parameters, enabled=sharded), torch.no_grad():
+            with GatheredParameters(parameters, enabled=sharded):
                 for slot, parameter in zip(bucket, parameters, strict=True):
                     if slot.name in wanted:
-                        tensor_in(out, slot).copy_(parameter)
+                        yield slot, parameter.detach()
 
     def _save_along(self, folder: Path) -> None:
         """A follower's part: the leader learns from ``gather`` what has become of it."""
@@ -494,6 +511,8 @@ class DeepSpeedLearner:
         with _unwritable(folder):
             frozen = {"exclude_frozen_parameters": self._lora is not None}
             self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False, **frozen)
+            if self._average:
+                self._average.save(folder, self._snapshot.add)
         return partial(self._write_files, folder, self._snapshot.take())
 
     def _write_files(self, folder: Path, files: Sequence[Callable[[], SummedFile]]) -> str:
@@ -522,6 +541,9 @@ class DeepSpeedLearner:
             self._restore(folder)
         else:
             self._load_universal(folder)
+        if self._average:
+            with only_data(folder):
+                self._average.load(folder)
 
     def _load_universal(self, folder: Path) -> None:
         """Load a checkpoint of another number of ranks, converted into a scratch folder beside it."""

@@ -163,6 +163,11 @@ class TrainerGroup:
         dist.all_reduce(sums)
         return sums.numpy()
 
+    def spread(self, tensor: torch.Tensor, owner: int) -> None:
+        """Have on all ranks what ``tensor`` is on ``owner``: contiguous, and of one shape and dtype."""
+        if not self._alone:
+            dist.broadcast(tensor, src=owner)
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """For what all ranks do at the same time. Raises ExchangeError where another is gone in its midst."""

@@ -11,12 +11,13 @@ from tba_hpc.config import TrainSection
 from tba_hpc.objectives.advantage_regression import oapl
 from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput, normaliser
 from tba_hpc.objectives.diagnostics import figures, moments
+from tba_hpc.objectives.lagged import with_lagged_reference
 from tba_hpc.objectives.own import own_objective
 from tba_hpc.objectives.policy_gradient import dr_grpo, grpo, gspo, proximal_rloo, rloo, topr
 from tba_hpc.objectives.preference import online_dpo
 from tba_hpc.objectives.ratio_bounds import bounded
 from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
-from tba_hpc.variants import ObjectiveSection, OwnObjective
+from tba_hpc.variants import LaggedReference, ObjectiveSection, OwnObjective
 
 __all__ = ["Groups", "Objective", "ObjectiveOutput", "figures", "make_objective"]
 
@@ -45,6 +46,8 @@ def make_objective(train: TrainSection, *, max_tokens: int) -> Objective:
     objective = _find(train.objective)
 
     def normalised(groups: Groups, beta: float) -> ObjectiveOutput:
+        if isinstance(train.reference, LaggedReference):
+            groups = with_lagged_reference(groups, train.reference.decay)
         output = objective(groups, beta)
         divisor = normaliser(groups, train.normaliser, max_tokens)
         metrics = {**output.metrics, **moments(groups)}

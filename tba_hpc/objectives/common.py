@@ -29,7 +29,8 @@ class Groups:
     reward_BK: float. value_BK: float, V̂ of the request that each answers, from all completions that were
     sampled for it. batch_tokens: mean length of the completions of the whole batch, of which these groups
     may be a part; None: they are all. on_policy_BK: bool, whether it was sampled by the weights of θ; None:
-    that is not known of any. A group must be whole: its baseline is taken over what is here.
+    that is not known of any. age_BKL: int32, optimizer steps from the weights that sampled a token to θ;
+    None: not known. A group must be whole: its baseline is taken over what is here.
     """
 
     policy_BKL: Tensor
@@ -40,6 +41,7 @@ class Groups:
     value_BK: Tensor
     batch_tokens: float | None = None
     on_policy_BK: Tensor | None = None
+    age_BKL: Tensor | None = None
 
     @classmethod
     def of(cls, policy_NL: Tensor, rows: PaddedBatch, *, batch_tokens: float | None = None) -> Groups:
@@ -57,6 +59,7 @@ class Groups:
             value_BK=grouped(rows.value_N),
             batch_tokens=batch_tokens,
             on_policy_BK=grouped(rows.on_policy_N),
+            age_BKL=grouped(rows.age_NL),
         )
 
     @property

@@ -131,7 +131,7 @@ def _reading_items(work: Workload) -> Iterator[Item]:
 
 def _visiting_items(work: Workload) -> Iterator[Item]:
     """The reference that a trainer computes, while it is on the GPU; nothing is kept for a backward pass."""
-    if work.trainer_reference != "model":
+    if work.trainer_reference not in ("model", "average"):
         return
     parameters = work.policy.parameters
     formula = f"{work.weight_bytes} B × {_count(parameters)}, more than the backward pass"

@@ -50,13 +50,18 @@ def step_spans(work: Workload, gpu: Gpu, gpus_per_node: int) -> Iterator[Span]:
         micro * shape.layers * hardware.LAYER_SECONDS,
         f"{micro} micro-batches × {shape.layers} layers × {hardware.LAYER_SECONDS * 1e3:g} ms",
     )
+    owned = work.trained / ranks
     if work.trainer_reference != "no":
-        moved = work.policy_bytes if work.trainer_reference == "model" else 0.0
+        moved = {"model": work.policy_bytes, "average": 4 * owned}.get(work.trainer_reference, 0.0)
         flops = shape.forward_flops(rows * row, attended=work.attended, scored=scored)
         rate = share * gpu.flops(dtype)
-        formula = f"{moved / 1e9:.3g} GB from the host, {flops / 1e12:,.3g} TFLOP, where all data are new"
+        formula = f"{moved / 1e9:.3g} GB from the host, {flops / 1e12:,.3g} TFLOP"
+        if work.trainer_reference == "average":
+            both_ways = f"2 × {moved / 1e9:.3g} GB, to the GPU and back"
+            yield Span("average", 2 * moved / hardware.HOST_COPY, both_ways)
+        else:
+            formula += ", where all data are new"
         yield Span("reference", moved / hardware.HOST_COPY + flops / rate, formula)
-    owned = work.trained / ranks
     rate = hardware.BANDWIDTH_SHARE * gpu.bandwidth
     yield Span("optimizer", 48 * owned / (rate * 1e9), f"48 B × {owned / 1e9:.3g} G ÷ {rate:,.0f} GB/s")
     if ranks > 1:

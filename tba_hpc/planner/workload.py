@@ -131,11 +131,11 @@ class Workload:
         return generator.prompts_in_flight * generator.completions_per_prompt
 
     @property
-    def trainer_reference(self) -> Literal["no", "model", "adapter off"]:
+    def trainer_reference(self) -> Literal["no", "model", "adapter off", "average"]:
         """What a trainer rank computes the reference with, if it does."""
         train = self.config.train
         if not train.trainer_has_reference:
-            return "no"
+            return "average" if train.reference.name == "ema" else "no"
         return "adapter off" if self.adapter and train.reference.name == "frozen" else "model"
 
     @property

@@ -37,9 +37,10 @@ from tba_hpc.types import (
     WeightLayout,
     WeightUpdate,
 )
+from tba_hpc.variants import EmaReference
 
 STATE_FILE = "tabular.pt"
-"""What a learner saves into a checkpoint: its logits, AdamW's state, and the number of skipped steps."""
+"""What a learner saves into a checkpoint: logits, AdamW's state, number of skipped steps, average."""
 
 EXPORT_FILE = "model.safetensors"
 """What it exports: its logits."""
@@ -206,7 +207,7 @@ class TabularTask:
 
 
 class TabularReference:
-    """The table's reference policy, or what a learner has exported to ``folder_of`` a step."""
+    """The table's reference policy, what a learner has exported to ``folder_of`` a step, or other logits."""
 
     has_model = True
 
@@ -214,17 +215,17 @@ class TabularReference:
         self.step = 0
         self._table = table
         self._folder_of = folder_of
-        self._logits_PSV = table.ref_logits_PSV
+        self.logits_PSV = table.ref_logits_PSV
 
     def load(self, step: int) -> None:
         """Become the policy of ``step``."""
         assert self._folder_of is not None, "a frozen reference is never reset"
         exported = safetensors.torch.load((self._folder_of(step) / EXPORT_FILE).read_bytes())
-        self.step, self._logits_PSV = step, exported["logits"].numpy()
+        self.step, self.logits_PSV = step, exported["logits"].numpy()
 
     def logprobs(self, group: Group) -> list[np.ndarray]:
         """Per completion, float32 [T]."""
-        return self._logprobs(self._logits_PSV, group)
+        return self._logprobs(self.logits_PSV, group)
 
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
         """Per group and completion, float32 [T], under other logits."""
@@ -233,7 +234,7 @@ class TabularReference:
 
     def of_tokens(self, prompt: int, completion: np.ndarray) -> np.ndarray:
         """float32 [T], of one completion."""
-        return self._table.token_logprobs(self._logits_PSV, prompt, completion).astype(np.float32)
+        return self._table.token_logprobs(self.logits_PSV, prompt, completion).astype(np.float32)
 
     def _logprobs(self, logits_PSV: np.ndarray, group: Group) -> list[np.ndarray]:
         table, prompt = self._table, group.request.prompt.id
@@ -367,6 +368,7 @@ class TabularLearner:
         self._optimizer = torch.optim.AdamW([self._logits], betas=train.adam_betas, weight_decay=0.0)
         self._skipped = SkippedSteps()
         self._reference = TabularReference(table, folder_of)
+        self._decay = train.reference.decay if isinstance(train.reference, EmaReference) else None
 
     @property
     def policy_logits(self) -> np.ndarray:
@@ -393,15 +395,21 @@ class TabularLearner:
             self._optimizer.param_groups[0]["lr"] = learning_rate
             self._optimizer.step()
             self._skipped.taken()
+            self._move_average()
         else:
             self._skipped.skipped(padded.prompt_id_B[~loss_B.isfinite().numpy()].tolist())
         metrics = {"loss": output.loss.detach(), "grad_norm": norm, **output.metrics}
         counts = {"tokens": batch.completion_length_N.sum(), "skipped_steps": self._skipped.total}
         return figures({name: float(value) for name, value in {**metrics, **counts}.items()})
 
+    def _move_average(self) -> None:
+        if self._decay is not None:
+            average_PSV = torch.from_numpy(self._reference.logits_PSV)
+            self._reference.logits_PSV = average_PSV.lerp(self._logits.detach(), 1 - self._decay).numpy()
+
     def reference_logprobs(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
-        """float32 [T]: by the policy of ``step``, that of 0 being the table's reference."""
-        if step != self._reference.step:
+        """float32 [T]: by the average, or the policy of ``step``, that of 0 being the table's reference."""
+        if self._decay is None and step != self._reference.step:
             self._reference.load(step)
         prompt_N = np.repeat(batch.prompt_id_B, batch.group_size).tolist()
         rows = zip(prompt_N, batch.prompt_length_N.tolist(), range(len(prompt_N)), strict=True)
@@ -420,7 +428,9 @@ class TabularLearner:
         """Copy logits and optimizer; returns what writes them into an existing folder."""
         file = io.BytesIO()
         optimizer, skipped = self._optimizer.state_dict(), self._skipped.total
-        torch.save({"logits": self._logits.detach(), "optimizer": optimizer, "skipped": skipped}, file)
+        average = torch.from_numpy(self._reference.logits_PSV) if self._decay is not None else None
+        state = {"logits": self._logits.detach(), "optimizer": optimizer, "skipped": skipped}
+        torch.save({**state, "average": average}, file)
 
         def write() -> str:
             publish(folder / STATE_FILE, file.getvalue())
@@ -435,6 +445,8 @@ class TabularLearner:
             self._logits.copy_(saved["logits"])
         self._optimizer.load_state_dict(saved["optimizer"])
         self._skipped.total = saved["skipped"]
+        if self._decay is not None:
+            self._reference.logits_PSV = saved["average"].numpy()
 
     def export(self, folder: Path) -> None:
         """Write the logits as model.safetensors; no library knows this architecture."""

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 
 import numpy as np
 
 from tba_hpc import schedules
-from tba_hpc.batch import staleness
+from tba_hpc.batch import staleness, token_ages
 from tba_hpc.buffer import ReplayBuffer, soft_values
 from tba_hpc.config import BufferSection, TrainSection
 from tba_hpc.ports import Reference, Task
 from tba_hpc.prompts import CompletedRequests, PromptOrder
 from tba_hpc.tasks.tabular import Table, TabularGenerator, TabularLearner, TabularReference, TabularTask
 from tba_hpc.types import (
+    BEHAVIOUR,
     RECORD,
     Group,
     Publication,
@@ -152,6 +153,8 @@ class Lockstep:
             batch = self._data.sample(
                 step, groups=train.prompts_per_step, group_size=train.completions_per_prompt
             )
+            if train.reference.name == "ema":
+                batch = replace(batch, ref_logprobs=self._learner.reference_logprobs(batch, BEHAVIOUR))
             self._learner.step(
                 batch,
                 learning_rate=schedules.learning_rate(train, step),
@@ -234,6 +237,7 @@ def _batch(
         on_policy_N=(record["version_oldest"] == step) & (record["version_newest"] == step),
         logprobs=source.logprobs[token_T],
         ref_logprobs=source.ref_logprobs[token_T],
+        ages=token_ages(record, source.completions.lengths[rows], step),
         prompt_id_B=record["prompt_id"][::group_size].copy(),
     )
 

@@ -150,6 +150,7 @@ def _batch() -> TrajectoryBatch:
         on_policy_N=np.ones(4, np.bool_),
         logprobs=np.zeros(4, np.float32),
         ref_logprobs=np.zeros(4, np.float32),
+        ages=np.zeros(4, np.int32),
         prompt_id_B=np.arange(2),
     )
 
