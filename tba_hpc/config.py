@@ -410,6 +410,9 @@ class LearningRate(Section):
     """Steps of decay at the end (warmup_stable_decay only)."""
     decay: Literal["linear", "cosine"] = "linear"
     """Shape of that decay."""
+    by_ess: bool = False
+    """Whether a step is taken at this rate times √ESS, the effective sample size of its batch as a share
+    (train/ess): the further a batch is from the policy, the shorter the step (VCPO, arXiv 2602.17616)."""
 
 
 class Ramp(Section):

@@ -28,7 +28,7 @@ train/engine_gap                mean over the tokens of completions that exactly
 train/log_z                     mean over groups of the estimated log Z (nats)
 train/value                     mean over completions of V̂ of their requests (OAPL; units of the reward)
 train/reward                    mean reward of the batch
-train/learning_rate             learning rate of the step
+train/learning_rate             learning rate that the step was taken with
 train/beta                      KL coefficient of the step: β·T
 train/reference_power           p = 1/(γ·T): power of the reference in the target policy of the step
 train/tokens                    completion tokens in the batch (count)

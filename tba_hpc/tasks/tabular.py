@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tba_hpc.batch import micro_batches
 from tba_hpc.config import TrainSection
-from tba_hpc.objectives import Groups, figures, make_objective
+from tba_hpc.objectives import Groups, figures, make_objective, rate_by_ess
 from tba_hpc.run.files import publish
 from tba_hpc.skipped_steps import SkippedSteps
 from tba_hpc.types import (
@@ -363,6 +363,7 @@ class TabularLearner:
         self.layout = WeightLayout.of([("logits", table.shape)], "F32")
         self._table = table
         self._objective = make_objective(train, max_tokens=table.length)
+        self._by_ess = train.learning_rate.by_ess
         self._logits = torch.nn.Parameter(torch.from_numpy(table.ref_logits_PSV.copy()))
         self._optimizer = torch.optim.AdamW([self._logits], betas=train.adam_betas, weight_decay=0.0)
         self._skipped = SkippedSteps()
@@ -379,7 +380,7 @@ class TabularLearner:
         return self._table.probabilities(self._logits.detach().numpy())
 
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
-        """One optimizer step; metrics: loss, grad_norm, tokens, skipped_steps, ``figures``, the objective's.
+        """One optimizer step; metrics: as DeepSpeedLearner's.
 
         Where loss or norm is not finite, nothing changes. Raises ConfigError where that goes on.
         """
@@ -389,15 +390,23 @@ class TabularLearner:
         output.loss.backward()
         assert self._logits.grad is not None
         norm, loss_B = self._logits.grad.norm(), output.loss_BK.detach().mean(1)
+        found = figures({name: float(value) for name, value in output.metrics.items()})
+        if self._by_ess:
+            learning_rate = rate_by_ess(learning_rate, found["ess"])
         if output.loss.isfinite() and norm.isfinite():
             self._optimizer.param_groups[0]["lr"] = learning_rate
             self._optimizer.step()
             self._skipped.taken()
         else:
             self._skipped.skipped(padded.prompt_id_B[~loss_B.isfinite().numpy()].tolist())
-        metrics = {"loss": output.loss.detach(), "grad_norm": norm, **output.metrics}
-        counts = {"tokens": batch.completion_length_N.sum(), "skipped_steps": self._skipped.total}
-        return figures({name: float(value) for name, value in {**metrics, **counts}.items()})
+        return {
+            **found,
+            "loss": float(output.loss.detach()),
+            "grad_norm": float(norm),
+            "learning_rate": learning_rate,
+            "tokens": float(batch.completion_length_N.sum()),
+            "skipped_steps": float(self._skipped.total),
+        }
 
     def reference_logprobs(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
         """float32 [T]: by the policy of ``step``, that of 0 being the table's reference."""
