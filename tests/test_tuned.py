@@ -1,9 +1,12 @@
 """Rate times age against what the shipped configs were tuned for."""
 
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from tba_hpc.config import load_config
 from tba_hpc.doctor.examine import check_rate
@@ -60,3 +63,15 @@ def test_planner_and_doctor_say_it() -> None:
     (finding,) = check_rate(config)
     assert finding.level == "warning" and finding.sentence == note
     assert note.startswith("train.learning_rate.peak=1e-05 with data that may be 12 steps old")
+
+
+def test_a_step_of_the_rate_in_print_moves_few_weights_of_bfloat16() -> None:
+    """Those whose half ulp is below it, |w| < 2⁻⁸; as configs/math_gsm8k.yaml and docs/paper.md say."""
+    random = np.random.default_rng(0)
+    weight_N = torch.from_numpy(random.normal(0, 0.02, 1_000_000)).to(torch.bfloat16)
+    step_N = torch.from_numpy(random.choice([-1e-5, 1e-5], len(weight_N)))
+    moved_N = (weight_N.double() + step_N).to(torch.bfloat16).double() - weight_N.double()
+    share = float((moved_N != 0).double().mean())
+    assert share == pytest.approx(math.erf(2**-8 / 0.02 / math.sqrt(2)), abs=2e-3)
+    assert share == pytest.approx(1 - 0.84, abs=5e-3)
+    assert float((moved_N / step_N).mean()) == pytest.approx(0.19, abs=5e-3)
