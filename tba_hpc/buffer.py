@@ -415,6 +415,16 @@ class ReplayBuffer:
         slots = self._store.in_order()
         return self._evict(slots[unwanted(self._store.record[slots])])
 
+    def unlearned_lengths(self, wanted: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """int64 [N], tokens: of live completions whose RECORD [N] is ``wanted``, bool [N], of new requests.
+
+        New: no step has learned from what lives of them.
+        """
+        slots = self._store.in_order()
+        request_N, used_N = self._store.record["request_id"][slots], self._store.uses[slots] > 0
+        new_N = ~np.isin(request_N, request_N[used_N])
+        return self._store.lengths(slots[new_N & wanted(self._store.record[slots])])
+
     def evict_used_up(self, group_size: int) -> int:
         """Evict what ``replay_limit`` steps have learned from; returns how many trajectories.
 
@@ -463,7 +473,8 @@ class ReplayBuffer:
         uniform. Either way the completions are distinct while there are K, else all of them and repeats by
         the same weights; with ``recent_fill: older`` the prompt's older trajectories come before repeats.
 
-        With ``oldest_first`` the prompts are instead those whose oldest trajectory came first.
+        With ``oldest_first`` the prompts are instead those whose oldest trajectory is of the oldest weights,
+        and of these what came first.
 
         Each of the two draws of prompts takes every prompt once before any again. A prompt comes once
         per batch while the buffer has others: a recent draw that has run out goes on among all prompts.
@@ -517,8 +528,9 @@ class ReplayBuffer:
             yield prompt, recent
 
     def _queued(self, groups: int) -> Iterator[tuple[int, bool]]:
-        """Prompts by the age of their oldest trajectory."""
-        rows = self._store.record["prompt_row"][self._store.in_order()].tolist()
+        """Prompts by the weights that sampled their oldest trajectory, and then by when it came."""
+        record = self._store.record[self._store.in_order()]
+        rows = record["prompt_row"][np.argsort(record["version_oldest"], kind="stable")].tolist()
         return ((prompt, False) for prompt in islice(cycle(dict.fromkeys(rows)), groups))
 
     def _count_uses(self, slots: np.ndarray) -> None:

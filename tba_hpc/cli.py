@@ -405,6 +405,7 @@ def doctor(
     if settings:
         fetch = ["tba", "fetch", str(config), *(["--site", str(site)] if site else [])]
         findings += doctor.check_resources(settings, cluster, shlex.join(fetch))
+        findings += doctor.check_rate(settings)
     doctor.print_findings(findings, as_json=as_json)
     raise typer.Exit(int(any(finding.level == "problem" for finding in findings)))
 

@@ -328,9 +328,11 @@ class BufferSection(Section):
     recent_fill: Literal["repeat", "older"] = "repeat"
     """What completes such a group where fewer than K completions of its prompt arrived: repeats of these, or
     older completions of the prompt."""
-    oldest_first: bool = False
-    """Whether a step takes the prompts that have waited longest, as a queue does, and not by most_on_policy:
-    so none grows stale while newer ones are learned from. Needs replay_limit."""
+    oldest_first: bool | None = None
+    """Whether a step takes what the oldest weights sampled, as a queue does, and not by most_on_policy. With
+    exchange.max_staleness it waits for what would be too stale for any later step: nothing is dropped for
+    its age then, and long answers are learned from, too. Needs replay_limit. None: where that and
+    max_staleness are set."""
     capacity_per_prompt: int = Field(100, ge=1)
     """Trajectories kept per prompt; the oldest leave first."""
     capacity: int = Field(100_000, ge=1)
@@ -410,6 +412,9 @@ class LearningRate(Section):
     """Steps of decay at the end (warmup_stable_decay only)."""
     decay: Literal["linear", "cosine"] = "linear"
     """Shape of that decay."""
+    by_ess: bool = False
+    """Whether a step is taken at this rate times √ESS, the effective sample size of its batch as a share
+    (train/ess): the further a batch is from the policy, the shorter the step (VCPO, arXiv 2602.17616)."""
 
 
 class Ramp(Section):
@@ -887,6 +892,9 @@ class Config(Section):
             settled["deduplicate"] = not self.on_policy
         if self.on_policy and "reward_temperature" not in self.buffer.model_fields_set:
             settled["reward_temperature"] = None
+        if self.buffer.oldest_first is None:
+            bounded = self.exchange.max_staleness is not None
+            settled["oldest_first"] = bounded and self.buffer.replay_limit is not None
         object.__setattr__(self, "buffer", self.buffer.model_copy(update=settled))
         return self
 

@@ -19,6 +19,7 @@ from tba_hpc.config import Config
 from tba_hpc.ports import ExchangeError
 from tba_hpc.prompts import CompletedRequests
 from tba_hpc.types import Publication, Shard, Split
+from tba_hpc.wording import count
 
 log = logging.getLogger(__name__)
 
@@ -68,9 +69,19 @@ class Freshness:
         if not self._config.selective:
             return 0
         used_up = self._buffer.evict_used_up(self._config.train.completions_per_prompt)
-        if not self.is_stale(self._buffer.kinds, step).any():  # most often; the buffer may be large
+        if not self._has_stale(step):
             return used_up
         return used_up + self._buffer.evict_where(lambda record: self.is_stale(record, step))
+
+    def unlearned_lengths(self, step: int) -> np.ndarray:
+        """int64 [N], tokens: of what is to be evicted though no step has learned from its request."""
+        if not self._has_stale(step):
+            return np.zeros(0, np.int64)
+        return self._buffer.unlearned_lengths(lambda record: self.is_stale(record, step))
+
+    def _has_stale(self, step: int) -> bool:
+        """Most often not; the buffer may be large, and there are few kinds."""
+        return self._config.selective and bool(self.is_stale(self._buffer.kinds, step).any())
 
     def is_stale(self, record: np.ndarray, step: int) -> np.ndarray:
         """bool [N] of RECORD [N], or of its KIND: which trajectories ``step`` must not learn from."""
@@ -100,7 +111,11 @@ class Freshness:
         """What the buffer lacks for ``step``: completions at first, then groups, or just any new one."""
         if self.filling(step):
             return max(0, self._config.buffer.initial_completions - len(self._buffer))
-        return max(self._missing_groups, int(self.starved(step)))
+        return max(self._missing_groups, int(self.starved(step)), self._overdue(step))
+
+    def _overdue(self, step: int) -> int:
+        """Requests that must come before a queue may go on; where groups are drawn, none is waited for."""
+        return self._budget.overdue(step) if self._budget and self._config.buffer.oldest_first else 0
 
     def starved(self, step: int) -> bool:
         """Whether no shard has come for so many steps that ``step`` must wait for one that can still come."""
@@ -166,6 +181,8 @@ class Freshness:
         if self._missing_groups:
             wanted = self._config.train.prompts_per_step
             shortage = f"holds {self._groups} of the {wanted} groups that step {step} needs"
+        elif overdue := self._overdue(step):
+            shortage = f"lacks {count(overdue, 'group')} that would be too stale after step {step}"
         if self._config.launch.elastic:
             return shortage, f"see the searchers' logs{self._or_add_one}"
         return shortage, f"see the logs of searchers {', '.join(map(str, searchers))}, which owe them"
@@ -198,6 +215,9 @@ class RolloutBudget:
     searcher's, others are issued instead of: else searchers would be less far ahead with each loss, and at
     last work in turns with the trainer.
 
+    Where steps learn from the oldest first, none is too stale: what takes long is waited for before it would
+    be, see ``overdue``. To go on with what is quick and drop the rest would starve long answers.
+
     completed: when the attempt begins.
     """
 
@@ -212,6 +232,9 @@ class RolloutBudget:
         self._completed = CompletedRequests.from_array(completed.to_array())
         self._granted = Counter[int]()
         self._arrived = Counter[int]()
+        self._open: dict[int, int] = {}  # requests granted and not completed: under which weights, ascending
+        self._ahead = set[int]()  # completed, and from beyond the end
+        self._set_aside = Counter[int]()  # by searcher: as many as were ever ahead at once
 
     def extend(self, step: int, *, ready: int, missing: int) -> int:
         """Grant what the weights of ``step`` allow, and what is missing but not owed; returns ``end``.
@@ -219,18 +242,39 @@ class RolloutBudget:
         ready: requests in the buffer that no step has learned from. missing: those it lacks for ``step``.
         """
         steps = max(0, min(self._steps_ahead, self._last_step - step))
-        self._grant(max(steps * self._requests_per_step - ready, missing) - self.owed().total())
+        requests = max(steps * self._requests_per_step - ready, missing) - self.owed().total()
+        self._grant(requests, step)
         return self.end
 
-    def _grant(self, requests: int) -> None:
-        """Let the searchers that are there issue so many more."""
+    def _grant(self, requests: int, version: int) -> None:
+        """Let the searchers that are there issue so many more, under weights of ``version`` or newer."""
         excluded = self._excluded
         while requests > 0:
             if self.end not in self._completed:
                 searcher = self.end % self._searchers
                 self._granted[searcher] += 1
                 requests -= searcher not in excluded
+                if self.end not in self._ahead:
+                    self._open[self.end] = version
+            self._ahead.discard(self.end)
             self.end += 1
+
+    def overdue(self, step: int) -> int:
+        """Requests without which ``step`` would leave more to later steps than these can learn from in time.
+
+        Of those granted under weights v, steps up to v + n can learn: so before ``step`` no more than
+        (v + n − step)·B may be open that were granted by then. Those of a searcher that were set aside are
+        taken to be its oldest.
+        """
+        set_aside, excluded = self._set_aside.copy(), self._excluded
+        found = overdue = 0
+        for request_id, version in self._open.items():
+            searcher = request_id % self._searchers
+            found += searcher not in excluded and set_aside[searcher] <= 0
+            set_aside[searcher] -= 1
+            in_time = max(0, version + self._steps_ahead - 1 - step) * self._requests_per_step
+            overdue = max(overdue, found - in_time)
+        return overdue
 
     def arrive(self, request_ids: np.ndarray) -> None:
         """Requests are completed; one from beyond ``end`` in the place of another that was set aside.
@@ -240,6 +284,10 @@ class RolloutBudget:
         searchers = (request_ids % self._searchers).tolist()
         self._arrived.update(searchers)
         self._silent.difference_update(searchers)
+        for request_id in request_ids.tolist():
+            self._open.pop(request_id, None)
+        self._ahead.update(request_ids[request_ids >= self.end].tolist())
+        self._set_aside |= Counter(request_id % self._searchers for request_id in self._ahead)
 
     def owed(self) -> Counter[int]:
         """Requests that may have been issued and are not completed, by searcher, less the excluded ones."""

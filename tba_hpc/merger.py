@@ -17,7 +17,7 @@ import numpy as np
 from tba_hpc.buffer import Merged, ReplayBuffer
 from tba_hpc.config import Config, is_elastic
 from tba_hpc.freshness import Freshness
-from tba_hpc.metrics import MetricsWriter, Value
+from tba_hpc.metrics import TENTHS, MetricsWriter, Value
 from tba_hpc.prompts import CompletedRequests
 from tba_hpc.run.checkpoints import TrainerState
 from tba_hpc.types import Shard, Trajectories
@@ -28,15 +28,21 @@ MERGED_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True)
 class Sifted:
-    """What of a shard is merged, and how many of its trajectories stay out: too late, or answered again.
+    """What of a shard is merged, and of what stays out: too late, or answered again.
 
-    answered: the requests of the latter.
+    late: int64 [N], tokens of these completions. again: how many; answered: their requests.
     """
 
     kept: Trajectories
-    late: int
+    late: np.ndarray
     again: int
     answered: Sequence[int]
+
+
+def by_tenths(length_N: np.ndarray, longest: int) -> list[int]:
+    """How many of N lengths, in tokens, lie in each tenth of ``longest``, upper bounds included."""
+    tenth_N = (length_N - 1) * TENTHS // longest
+    return np.bincount(tenth_N.clip(0, TENTHS - 1), minlength=TENTHS).tolist()
 
 
 class Merger:
@@ -54,6 +60,7 @@ class Merger:
         self._completed = completed
         self._freshness = freshness
         self._metrics = metrics
+        self._longest = config.generator.max_tokens
         self._rivals = config.launch.elastic > 0  # two searchers may have asked for the same request
 
     def merge(self, state: TrainerState, shards: Sequence[Shard], *, sync: int) -> TrainerState:
@@ -69,7 +76,11 @@ class Merger:
         merged = self._buffer.merge_each([some.kept for some in sifted], revision, sync=sync)
         self._metrics.log(
             *(
-                _merge_event(state.step, revision, sync, shard, some, what)
+                {
+                    **_merge_event(state.step, revision, sync, shard, some, what),
+                    "lengths": self._by_tenths(shard.trajectories.completions.lengths),
+                    "unlearned": self._by_tenths(some.late),
+                }
                 for shard, some, what in zip(shards, sifted, merged, strict=True)
             )
         )
@@ -86,11 +97,20 @@ class Merger:
 
     def evict_stale(self, state: TrainerState) -> TrainerState:
         """Evict what the next step must not learn from; a revision of the buffer, too, if there is any."""
+        unlearned = self._freshness.unlearned_lengths(state.step)
         evicted = self._freshness.evict_stale(state.step)
         if not evicted:
             return state
         step, revision = state.step, state.revision + 1
-        self._metrics.log({"event": "evicted", "step": step, "revision": revision, "evicted": evicted})
+        self._metrics.log(
+            {
+                "event": "evicted",
+                "step": step,
+                "revision": revision,
+                "evicted": evicted,
+                "unlearned": self._by_tenths(unlearned),
+            }
+        )
         return replace(state, revision=revision, evicted=self._buffer.evicted)
 
     def _sift_all(self, state: TrainerState, shards: Sequence[Shard]) -> list[Sifted]:
@@ -100,7 +120,11 @@ class Merger:
         if self._rivals or self._freshness.has_late:
             return [self._sift(state.step, shard) for shard in shards]
         self._completed.add(np.concatenate([shard.trajectories.record["request_id"] for shard in shards]))
-        return [Sifted(shard.trajectories, 0, 0, ()) for shard in shards]
+        return [Sifted(shard.trajectories, np.zeros(0, np.int64), 0, ()) for shard in shards]
+
+    def _by_tenths(self, length_N: np.ndarray) -> list[int] | None:
+        """How many completions lie in each tenth of the longest; None of none."""
+        return by_tenths(length_N, self._longest) if len(length_N) else None
 
     def _sift(self, step: int, shard: Shard) -> Sifted:
         """Sort out what stays out of the buffer; the requests of the shard are completed from now on."""
@@ -112,7 +136,10 @@ class Merger:
         self._completed.add(record["request_id"])
         kept = shard.trajectories.where(~(late | again)) if (late | again).any() else shard.trajectories
         return Sifted(
-            kept, int(late.sum()), int(again.sum()), np.unique(record["request_id"][again]).tolist()
+            kept,
+            shard.trajectories.completions.lengths[late],
+            int(again.sum()),
+            np.unique(record["request_id"][again]).tolist(),
         )
 
 
@@ -157,7 +184,7 @@ def _merge_event(
         "added": merged.added,
         "duplicates": merged.duplicates,
         "evicted": merged.evicted,
-        "late": sifted.late or None,
+        "late": len(sifted.late) or None,
         "again": sifted.again or None,
         "answered": sifted.answered or None,
     }

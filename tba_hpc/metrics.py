@@ -28,7 +28,7 @@ train/engine_gap                mean over the tokens of completions that exactly
 train/log_z                     mean over groups of the estimated log Z (nats)
 train/value                     mean over completions of V̂ of their requests (OAPL; units of the reward)
 train/reward                    mean reward of the batch
-train/learning_rate             learning rate of the step
+train/learning_rate             learning rate that the step was taken with
 train/beta                      KL coefficient of the step: β·T
 train/reference_power           p = 1/(γ·T): power of the reference in the target policy of the step
 train/tokens                    completion tokens in the batch (count)
@@ -69,12 +69,17 @@ trajectories, tokens            in it (count; tokens of completions)
 request_ids                     list of the requests that its groups answer, by their place in the run's
                                 prompt sequence
 added, duplicates, evicted      what the replay buffer did with them: buffer/… went up by this
+lengths                         list of counts of them by the length of their completions, in tenths of
+                                generator.max_tokens
 late                            of them, those dropped as older than buffer.max_age_steps (count), if any
+unlearned                       these by tenths of length, if any
 again, answered                 of them, those dropped because their request was answered by a shard before
                                 (count), if any; these requests
 event: evicted                  trajectories dropped as too stale, scored by an older reference, or learned
                                 from often enough (buffer.replay_limit), with ``step``, ``revision``,
                                 ``evicted``: buffer/evicted went up by this
+unlearned                       of them, those too stale or of an older reference of whose request no step has
+                                learned: list of counts by tenths of length, if any
 RUN/metrics/searcher-0003.jsonl about one record per second; counts are since the record before
 search/tokens                   tokens generated (count)
 search/tokens_per_second        the same per second of wall time (tokens/s)
@@ -155,6 +160,9 @@ So rewards of 0 and 1 have bins of their own, and scores in the hundreds need no
 
 EDGES = {"search/reward_histogram": (2 * REWARD_EDGES[0], *REWARD_EDGES, 2 * REWARD_EDGES[-1])}
 """Where the bins of a histogram in TensorBoard begin and end, outer ones too; bin i of others is about i."""
+
+TENTHS = 10
+"""Bins of counts by length."""
 
 LAST_LINES = 32
 """Lines at the end of a metrics file that are always parsed."""

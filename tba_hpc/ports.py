@@ -216,7 +216,7 @@ class Learner(Protocol):
     layout: WeightLayout
 
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
-        """One optimizer step on whole groups; returns metrics of the step (loss, gradient norm, KL …).
+        """One optimizer step on whole groups; returns metrics of the step (loss, norm, rate taken …).
 
         Where loss or gradient norm is not finite, none is taken and ``skipped_steps`` counts it; see there.
         """

@@ -67,7 +67,6 @@ class StepLog:
                 "train/flat_groups": float((reward_BK == reward_BK[:, :1]).all(1).mean()),
                 "train/length": float(batch.completion_length_N.mean()),
                 "train/replay_ratio": self._buffer.replay_ratio,
-                "train/learning_rate": schedules.learning_rate(self._train, step),
                 "train/beta": schedules.beta(self._train, step),
                 "train/reference_power": schedules.reference_power(self._train, step),
                 "train/wait_share": self._wait.add(wall, learning),

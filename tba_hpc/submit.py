@@ -17,7 +17,14 @@ from typing import Any
 from tba_hpc import shipped
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.doctor import slurm_checks
-from tba_hpc.doctor.examine import check_resources, job_environment, login_python, preflight, warnings_among
+from tba_hpc.doctor.examine import (
+    check_rate,
+    check_resources,
+    job_environment,
+    login_python,
+    preflight,
+    warnings_among,
+)
 from tba_hpc.doctor.findings import Finding, warning
 from tba_hpc.launch import slurm, snapshot
 from tba_hpc.launch.plan import Plan, Site
@@ -116,7 +123,9 @@ def _warnings(config: Config, split: Plan, site: Site, order: Order) -> list[Fin
         require_files(config)
         refuse_unknown_engine_arguments(config)
     fetch = _fetch(order)
-    warnings = warnings_among([*preflight(config, split, site), *check_resources(config, site, fetch)])
+    warnings = warnings_among(
+        [*preflight(config, split, site), *check_resources(config, site, fetch), *check_rate(config)]
+    )
     if site.container is None:
         refuse_bad_task(
             config,

@@ -332,6 +332,25 @@ def test_a_buffer_is_as_sampled_where_a_run_is_on_policy(
 
 
 @pytest.mark.parametrize(
+    ("overrides", "oldest_first"),
+    [
+        ((), False),
+        (("buffer.replay_limit=1",), False),
+        (("exchange.max_staleness=3",), False),
+        (("exchange.max_staleness=3", "buffer.replay_limit=1"), True),
+        (("exchange.max_staleness=3", "buffer.replay_limit=1", "buffer.oldest_first=false"), False),
+        (("buffer.replay_limit=1", "buffer.oldest_first=true"), True),
+    ],
+)
+def test_what_is_used_once_and_in_time_comes_from_a_queue(
+    overrides: tuple[str, ...], oldest_first: bool
+) -> None:
+    config = parse_config({"model": {"path": "a"}}, list(overrides))
+    assert config.buffer.oldest_first is oldest_first
+    assert parse_config(yaml.safe_load(dump_config(config))) == config
+
+
+@pytest.mark.parametrize(
     ("override", "sentence"),
     [
         (

@@ -105,6 +105,35 @@ def test_a_searcher_that_was_silent_counts_again_once_it_delivers_and_a_dead_one
         given.exclude({1}, "nobody is left")
 
 
+def test_of_what_was_granted_no_more_may_be_open_than_later_steps_can_learn_from() -> None:
+    """Two prompts a step and n = 2: of the six granted under weights 0 step 0 may leave four, step 1 two."""
+    given = budget(CompletedRequests(), bound=2, searchers=2, prompts=2)
+    assert given.extend(0, ready=0, missing=0) == 6
+    assert [given.overdue(step) for step in range(4)] == [2, 4, 6, 6]
+    given.arrive(np.array([1, 5]))
+    assert [given.overdue(step) for step in range(4)] == [0, 2, 4, 4]
+    assert given.extend(1, ready=0, missing=0) == 8
+    given.arrive(np.array([0, 6]))
+    assert given.overdue(1) == 1, "6 is newer, and makes up for none of 2, 3 and 4"
+    given.arrive(np.array([3]))
+    assert (given.overdue(1), given.overdue(2)) == (0, 2)
+    given.exclude({0}, "searcher 1 is there")
+    assert given.overdue(2) == 0, "nobody waits for 2 and 4"
+
+
+def test_a_request_that_was_set_aside_is_not_waited_for() -> None:
+    """Searcher 1 sets 1 aside and issues 5 from beyond the end instead, which is granted by and by."""
+    given = budget(CompletedRequests(), bound=0, searchers=2, prompts=4)
+    given.extend(0, ready=0, missing=0)
+    given.arrive(np.array([0, 2, 3]))
+    assert given.overdue(0) == 1
+    given.arrive(np.array([5]))
+    assert given.overdue(0) == 0 and not given.owed()
+    assert given.extend(1, ready=0, missing=0) == 8
+    given.arrive(np.array([4, 6, 7]))
+    assert given.overdue(1) == 0
+
+
 # --- Freshness ---
 
 

@@ -23,8 +23,10 @@ from tba_hpc.types import Completion, Prompt
 STEPS = 6
 
 
-def bounded(root: Path, *, searchers: int = 1, deadline: float = 20, **train: object) -> Config:
-    """Synchronous: bound 0. Only the trainer's patience ends a run."""
+def bounded(
+    root: Path, *, searchers: int = 1, deadline: float = 20, limit: int | None = None, **train: object
+) -> Config:
+    """Synchronous: bound 0. Only the trainer's patience ends a run. limit: buffer.replay_limit."""
     return make_config(
         root,
         task={"max_rejected_groups": 1_000_000},
@@ -33,6 +35,7 @@ def bounded(root: Path, *, searchers: int = 1, deadline: float = 20, **train: ob
         evaluate={"every": STEPS},
         launch={"searchers": searchers, "start_deadline_seconds": deadline},
         generator={"start_seconds": deadline},
+        buffer={"replay_limit": limit},
     )
 
 
@@ -151,9 +154,10 @@ class Rewards(TabularTask):
         return [float("nan")] * len(plain) if self._broken(self._groups) else plain
 
 
-def test_groups_set_aside_are_made_up_for(tmp_path: Path) -> None:
-    """Every third; another prompt of the sequence takes the place, at once."""
-    assert go(bounded(tmp_path), Rewards(lambda number: number % 3 == 0)) == [0] * STEPS
+@pytest.mark.parametrize("limit", [None, 1])
+def test_groups_set_aside_are_made_up_for(tmp_path: Path, limit: int | None) -> None:
+    """Every third; another prompt of the sequence takes the place, at once, in a queue as well."""
+    assert go(bounded(tmp_path, limit=limit), Rewards(lambda number: number % 3 == 0)) == [0] * STEPS
 
 
 def test_where_all_are_set_aside_the_run_ends_with_a_sentence(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ from tba_hpc.backends.snapshot import Snapshot
 from tba_hpc.backends.trainer_group import Message, TrainerGroup, is_lost_peer
 from tba_hpc.backends.trainer_reference import TrainerReference
 from tba_hpc.config import Config, ConfigError
-from tba_hpc.objectives import Groups, ObjectiveOutput, figures, make_objective
+from tba_hpc.objectives import Groups, ObjectiveOutput, figures, make_objective, rate_by_ess
 from tba_hpc.run.beside import at_once, beside
 from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.files import DiskFullError, fsync, is_for_room, make_durable, write_atomic
@@ -218,7 +218,8 @@ class DeepSpeedLearner:
         """One optimizer step on the mean loss over all rows of ``batch``, however ranks share it.
 
         Groups must divide evenly over the ranks. Metrics: ``loss`` and the objective's own, means over the
-        batch; the ``figures`` of the batch; ``grad_norm`` before clipping; ``tokens`` of the completions;
+        batch; the ``figures`` of the batch; ``grad_norm`` before clipping; ``tokens`` of the completions; the
+        ``learning_rate``, which ``by_ess`` lowers where the config asks for that;
         ``skipped_steps`` so far.
         Where loss or norm is not finite, weights and optimizer stay as they are, and the norm is infinite.
         Raises ConfigError where that happens too often in a row.
@@ -328,6 +329,10 @@ class DeepSpeedLearner:
             for name, part in {"loss": output.loss.detach(), **output.metrics}.items():
                 sums[name] = sums.get(name, 0.0) + share * part.double()
             losses.append((groups.prompt_id_B, output.loss_BK.detach().mean(1)))
+        totals = self._group.total(np.array([float(part) for part in sums.values()]))
+        found = figures(dict(zip(sums, totals.tolist(), strict=True)))
+        if self._config.train.learning_rate.by_ess:
+            learning_rate = rate_by_ess(learning_rate, found["ess"])
         for parameters in self._engine.optimizer.param_groups:
             parameters["lr"] = learning_rate
         self._engine.step()
@@ -337,9 +342,9 @@ class DeepSpeedLearner:
                 self._average.move(self._made_whole(self.layout, self._average.slots))
         else:
             self._skipped.skipped(self._not_finite(batch, losses))
-        totals = self._group.total(np.array([float(part) for part in sums.values()]))
         return {
-            **figures(dict(zip(sums, totals.tolist(), strict=True))),
+            **found,
+            "learning_rate": learning_rate,
             "grad_norm": float(self._engine.get_global_grad_norm()),
             "tokens": float(batch.completion_length_N.sum()),
             "skipped_steps": float(self._skipped.total),

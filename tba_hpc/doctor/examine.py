@@ -22,7 +22,7 @@ from rich.table import Table
 from tba_hpc.config import Config
 from tba_hpc.doctor import machine_checks, mpi_checks, slurm_checks, trial
 from tba_hpc.doctor.commands import ask
-from tba_hpc.doctor.findings import Finding, Level, ok, problem
+from tba_hpc.doctor.findings import Finding, Level, ok, problem, warning
 from tba_hpc.doctor.loaded import LOOK, Library
 from tba_hpc.doctor.machine_checks import Machine
 from tba_hpc.doctor.slurm_checks import SlurmError, SlurmFacts
@@ -30,6 +30,7 @@ from tba_hpc.launch import LaunchError, local, mpi_library, slurm
 from tba_hpc.launch.plan import Plan, Site
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.resources import missing, missing_sentence
+from tba_hpc.tuned import beyond_tuned
 from tba_hpc.wording import first_words
 
 COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
@@ -205,6 +206,12 @@ def check_resources(config: Config, site: Site | None, fetched_by: str) -> list[
     level: Level = "warning" if site and site.container else "problem"
     found = missing_sentence(lacking, environment)
     return [Finding("models and data", level, found, f"where there is a network, type '{fetched_by}'")]
+
+
+def check_rate(config: Config) -> list[Finding]:
+    """Whether data may be older than steps of that rate bear, as far as the shipped configs tell."""
+    beyond = beyond_tuned(config)
+    return [warning("rate and age", *beyond)] if beyond else []
 
 
 def job_environment(site: Site) -> dict[str, str]:

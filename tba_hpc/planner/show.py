@@ -18,6 +18,7 @@ from tba_hpc.planner.hardware import GIB
 from tba_hpc.planner.seconds import Span, total
 from tba_hpc.report.tables import duration
 from tba_hpc.report.terminal import Terminal
+from tba_hpc.tuned import beyond_tuned
 from tba_hpc.wording import count
 
 CAVEAT = "Reckoned from the config and from data sheets, not measured: no GPU has run any of this yet."
@@ -92,7 +93,15 @@ def _course(estimate: Estimate) -> Iterator[str]:
         f"{count(config.train.steps, 'step')}: {duration(3600 * estimate.hours)}, "
         f"{estimate.gpu_hours:.3g} GPU-hours, without start-up and evaluations"
     )
+    for note in _notes(estimate):
+        yield f"note: {note}"
     yield CAVEAT
+
+
+def _notes(estimate: Estimate) -> list[str]:
+    """What is known of the run besides memory and time."""
+    beyond = beyond_tuned(estimate.work.config)
+    return [": ".join(beyond)] if beyond else []
 
 
 def _verdict(estimate: Estimate, suggestions: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -137,6 +146,7 @@ def as_values(estimate: Estimate, suggestions: Sequence[Sequence[str]]) -> dict[
         "searchers_needed": estimate.searchers_needed,
         "hours": estimate.hours,
         "gpu_hours": estimate.gpu_hours,
+        "notes": _notes(estimate),
         "fits": not estimate.problems,
         "suggestions": [list(changes) for changes in suggestions],
     }

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Self, TypeVar
 
-from tba_hpc.metrics import Record, number
+from tba_hpc.metrics import TENTHS, Record, number
 from tba_hpc.report.attempts import STARTS, CumulativeCounter
 
 SPANS = 64
@@ -191,6 +191,27 @@ class AcrossStarts:
 
 
 @dataclass
+class ByLength:
+    """Trajectories in all attempts, by tenths of generator.max_tokens.
+
+    unlearned: of what came, what was dropped as too stale or too late before a step learned from its request.
+    """
+
+    came: list[int] = field(default_factory=lambda: [0] * TENTHS)
+    unlearned: list[int] = field(default_factory=lambda: [0] * TENTHS)
+
+    def take(self, record: Record) -> None:
+        """One more record of the trainer."""
+        for counts, name in ((self.came, "lengths"), (self.unlearned, "unlearned")):
+            if isinstance(more := record.get(name), list):
+                counts[:] = [int(a + b) for a, b in zip(counts, more, strict=True)]
+
+    def lost(self, first: int = 0, end: int = TENTHS) -> float:
+        """Share of what came of these tenths, 0 … 1, that was dropped; 0 where nothing came."""
+        return sum(self.unlearned[first:end]) / max(1, sum(self.came[first:end]))
+
+
+@dataclass
 class History:
     """The curves of a run, by the names of the metrics, and what is counted since its start."""
 
@@ -214,6 +235,7 @@ class History:
     last_skip: int | None = None
     """The last step that was skipped."""
     trajectories: int = 0
+    by_length: ByLength = field(default_factory=ByLength)
     skips: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("train/skipped_steps"))
     rejections: dict[int, CumulativeCounter] = field(default_factory=dict)
 
@@ -221,6 +243,7 @@ class History:
         """One more record of the trainer. What a resume takes back is forgotten, as far as spans tell."""
         before = self.skips.total
         self.skips.take(record)
+        self.by_length.take(record)
         step = number(record, "step")
         if step is not None and record.get("event") in STARTS:
             self._go_back(int(step))

@@ -21,7 +21,7 @@ from tba_hpc.report.attempts import KILLED, Attempt, attempts, count_faults, fau
 from tba_hpc.report.digest import Spread, Stretch
 from tba_hpc.report.plots import WAIT_GOAL, plots, run_minutes
 from tba_hpc.report.summary import RunData, SizeOf, Summary, summary_of, unknown_size, write_summary
-from tba_hpc.report.tables import NOTHING, duration, percent
+from tba_hpc.report.tables import NOTHING, dropped_unlearned, duration, percent
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer, Evaluation
 from tba_hpc.run.files import write_atomic
@@ -302,7 +302,7 @@ def events(data: RunData) -> list[HistoryRow]:
         into = duration(60 * float(minutes(np.array([row.time]))[0])) if minutes else ""
         what = row.event if row.times == 1 else f"{row.times} × {row.event}, the last"
         lines.append(HistoryRow(_utc(row.time), into, what, f"{row.step}"))
-    return [*lines, *_skipped_steps(data), *_of_searchers(data)]
+    return [*lines, *_skipped_steps(data), *_dropped_unlearned(data), *_of_searchers(data)]
 
 
 def _skipped_steps(data: RunData) -> list[HistoryRow]:
@@ -310,6 +310,12 @@ def _skipped_steps(data: RunData) -> list[HistoryRow]:
     times, last = data.history.skipped, data.history.last_skip
     what = f"{times} × optimizer step skipped: loss or gradient norm not finite"
     return [HistoryRow("", "", what, f"{last}")] if times else []
+
+
+def _dropped_unlearned(data: RunData) -> list[HistoryRow]:
+    """A line, if any trajectories were."""
+    what = dropped_unlearned(data.history.by_length)
+    return [HistoryRow("", "", f"dropped unlearned, too stale or too late: {what}", "")] if what else []
 
 
 def _of_searchers(data: RunData) -> list[HistoryRow]:

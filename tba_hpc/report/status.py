@@ -36,7 +36,7 @@ from tba_hpc.report.summary import (
     same_reference,
     unknown_size,
 )
-from tba_hpc.report.tables import NOTHING, duration, percent
+from tba_hpc.report.tables import NOTHING, dropped_unlearned, duration, percent
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.report.worries import line
 from tba_hpc.run.directory import RunDir
@@ -115,6 +115,7 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
         ),
         "worries": line(monitor.worries),
         "set aside": _set_aside(monitor),
+        "dropped unlearned": dropped_unlearned(monitor.history.by_length),
         "faults": " · ".join(fault_words(monitor.faults)),
         "last word": f"{duration(silence)} ago" if silence is not None else "",
         "next": now.command,
@@ -237,6 +238,7 @@ def figures(monitor: RunMonitor, size_of: SizeOf = unknown_size) -> dict[str, An
         "replay_ratio": history.latest("train/replay_ratio"),
         "skipped_steps": history.skipped,
         "rejected": history.rejected,
+        "by_length": asdict(history.by_length),
         "worries": [worry.sentence for worry in monitor.worries],
         "staleness": number(latest, "staleness/mean"),
         "trainer_wait_share": number(latest, "train/wait_share"),

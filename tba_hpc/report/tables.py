@@ -14,9 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tba_hpc.metrics import TENTHS
+from tba_hpc.report.curves import ByLength
 from tba_hpc.report.summary import Summary, policy_name
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.directory import RunDir
+from tba_hpc.wording import count
 
 NOTHING = "–"
 """Shown where there is no value yet."""
@@ -116,6 +119,18 @@ def _cell(value: Cell) -> str:
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def dropped_unlearned(by_length: ByLength) -> str:
+    """How many trajectories were, and which share of each tenth of length; nothing where none was."""
+    dropped = sum(by_length.unlearned)
+    if not dropped:
+        return ""
+    shares = " ".join(f"{100 * by_length.lost(tenth, tenth + 1):.0f}" for tenth in range(TENTHS))
+    return (
+        f"{dropped:,} of {count(sum(by_length.came), 'trajectory')} ({percent(by_length.lost())}); of each "
+        f"tenth of generator.max_tokens, in %: {shares}"
+    )
 
 
 def percent(share: float) -> str:

@@ -90,6 +90,9 @@ REPLAYED = 20.0
 CLIMB = 1.5
 """Growth over the last half of a run that is a climb."""
 
+STARVED, STARVED_MORE = 0.01, 2.0
+"""Share of the long completions that may be dropped unlearned, and how often that of the short ones."""
+
 WASTED = 0.5
 """Share of its time that a role may wait: at half of it, half of the machines would do."""
 
@@ -545,6 +548,27 @@ def truncated(view: View) -> Worry | None:
     )
 
 
+def starved_lengths(view: View) -> Worry | None:
+    """Long completions are dropped before anything is learned from them, more often than short ones."""
+    by_length, config = view.history.by_length, view.config
+    tenths = max((i + 1 for i, came in enumerate(by_length.came) if came), default=0)
+    long, short = by_length.lost(tenths // 2, tenths), by_length.lost(0, tenths // 2)
+    if sum(by_length.came[tenths // 2 :]) < MIN_COMPLETIONS or long <= max(STARVED, STARVED_MORE * short):
+        return None
+    bounded = config.exchange.max_staleness is not None
+    bound = "exchange.max_staleness" if bounded else "buffer.max_age_steps"
+    drawn = bounded and not config.buffer.oldest_first
+    queue = "Set buffer.replay_limit=1, so that steps wait for what would be too stale. " if drawn else ""
+    return Worry(
+        f"{_share(long)} of long completions dropped unlearned: {bound}",
+        f"{_share(long)} of the completions of more than {tenths // 2} tenths of "
+        f"generator.max_tokens={config.generator.max_tokens} were dropped before any step learned from them, "
+        f"{_share(short)} of the others: what takes long comes too late, and the policy is taught short "
+        f"answers. {queue}Raise {bound}, or lower "
+        f"generator.prompts_in_flight={config.generator.prompts_in_flight}, so that each is sampled sooner.",
+    )
+
+
 def climbing_replay(view: View) -> Worry | None:
     """The trainer learns from the same trajectories again and again."""
     curve = view.history.curves["train/replay_ratio"]
@@ -609,6 +633,7 @@ CHECKS: tuple[Callable[[View], Worry | None], ...] = (
     chosen_samples,
     flat_groups,
     truncated,
+    starved_lengths,
     climbing_replay,
     waiting_trainer,
     idle_searchers,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tba_hpc.batch import micro_batches
 from tba_hpc.config import TrainSection
-from tba_hpc.objectives import Groups, figures, make_objective
+from tba_hpc.objectives import Groups, figures, make_objective, rate_by_ess
 from tba_hpc.run.files import publish
 from tba_hpc.skipped_steps import SkippedSteps
 from tba_hpc.types import (
@@ -364,6 +364,7 @@ class TabularLearner:
         self.layout = WeightLayout.of([("logits", table.shape)], "F32")
         self._table = table
         self._objective = make_objective(train, max_tokens=table.length)
+        self._by_ess = train.learning_rate.by_ess
         self._logits = torch.nn.Parameter(torch.from_numpy(table.ref_logits_PSV.copy()))
         self._optimizer = torch.optim.AdamW([self._logits], betas=train.adam_betas, weight_decay=0.0)
         self._skipped = SkippedSteps()
@@ -381,7 +382,7 @@ class TabularLearner:
         return self._table.probabilities(self._logits.detach().numpy())
 
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
-        """One optimizer step; metrics: loss, grad_norm, tokens, skipped_steps, ``figures``, the objective's.
+        """One optimizer step; metrics: as DeepSpeedLearner's.
 
         Where loss or norm is not finite, nothing changes. Raises ConfigError where that goes on.
         """
@@ -391,6 +392,9 @@ class TabularLearner:
         output.loss.backward()
         assert self._logits.grad is not None
         norm, loss_B = self._logits.grad.norm(), output.loss_BK.detach().mean(1)
+        found = figures({name: float(value) for name, value in output.metrics.items()})
+        if self._by_ess:
+            learning_rate = rate_by_ess(learning_rate, found["ess"])
         if output.loss.isfinite() and norm.isfinite():
             self._optimizer.param_groups[0]["lr"] = learning_rate
             self._optimizer.step()
@@ -398,9 +402,14 @@ class TabularLearner:
             self._move_average()
         else:
             self._skipped.skipped(padded.prompt_id_B[~loss_B.isfinite().numpy()].tolist())
-        metrics = {"loss": output.loss.detach(), "grad_norm": norm, **output.metrics}
-        counts = {"tokens": batch.completion_length_N.sum(), "skipped_steps": self._skipped.total}
-        return figures({name: float(value) for name, value in {**metrics, **counts}.items()})
+        return {
+            **found,
+            "loss": float(output.loss.detach()),
+            "grad_norm": float(norm),
+            "learning_rate": learning_rate,
+            "tokens": float(batch.completion_length_N.sum()),
+            "skipped_steps": float(self._skipped.total),
+        }
 
     def _move_average(self) -> None:
         if self._decay is not None:

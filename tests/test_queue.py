@@ -1,0 +1,129 @@
+"""A queue of bounded staleness, tick by tick: whatever takes how long, nothing is dropped for its age."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
+
+import numpy as np
+import pytest
+from test_freshness import shard
+
+from tba_hpc.buffer import ReplayBuffer
+from tba_hpc.config import Config, parse_config
+from tba_hpc.freshness import Freshness
+from tba_hpc.prompts import CompletedRequests
+
+STEP_TICKS, IN_FLIGHT, STEPS = 3, 8, 80
+LENGTHS = np.random.default_rng(0).geometric(0.15, 100_000)
+
+TicksOf = Callable[[int, int], int]
+"""How long a request takes a searcher."""
+
+
+def quick_or_slow(request_id: int, searcher: int) -> int:
+    """Every tenth answer is five times as long."""
+    return 30 if request_id % 10 == 3 else 6
+
+
+def uneven(request_id: int, searcher: int) -> int:
+    """One searcher is three times as slow."""
+    return 18 if searcher else 6
+
+
+def geometric(request_id: int, searcher: int) -> int:
+    """As texts that end at each token with the same probability."""
+    return int(LENGTHS[request_id])
+
+
+def config_of(bound: int, sync_every: int, **buffer: object) -> Config:
+    """Four groups of two a step, by two searchers."""
+    return parse_config(
+        {
+            "model": {"path": "tiny"},
+            "generator": {"completions_per_prompt": 2},
+            "buffer": buffer,
+            "train": {"prompts_per_step": 4, "completions_per_prompt": 2, "steps": 1000},
+            "exchange": {"max_staleness": bound, "sync_every": sync_every},
+            "launch": {"searchers": 2},
+        }
+    )
+
+
+class Flow:
+    """A run: requests are issued, answered, merged and learned from. dropped: what was too stale, by request.
+
+    ages: groups learned from, by the steps since the weights that sampled them.
+    """
+
+    def __init__(self, config: Config, ticks_of: TicksOf) -> None:
+        self.config, self._ticks_of = config, ticks_of
+        self.ages, self.dropped = Counter[int](), 0
+        self._buffer = ReplayBuffer(config.buffer, 0)
+        self._freshness = Freshness(config, self._buffer)
+        self._freshness.begin(0, CompletedRequests())
+        self._requests = [count(searcher, 2) for searcher in range(2)]
+        self._upcoming = [next(requests) for requests in self._requests]
+        self._in_flight = [list[tuple[int, int, int]]() for _ in range(2)]  # done at a tick, request, version
+        self._step = 0
+        self._publish()
+
+    def run(self) -> Flow:
+        """To the last step."""
+        busy_until = 0
+        for tick in count():
+            for searcher in range(2):
+                self._search(searcher, tick)
+            if tick >= busy_until and not self._freshness.missing(self._step):
+                self._learn()
+                busy_until = tick + STEP_TICKS
+            if self._step == STEPS:
+                break
+        return self
+
+    def _publish(self) -> None:
+        publication = self._freshness.publication(self._step, evaluate=None, published=0.0)
+        self._version, self._end = publication.version, publication.budget_end or 0
+
+    def _search(self, searcher: int, tick: int) -> None:
+        flying = self._in_flight[searcher]
+        while len(flying) < IN_FLIGHT and self._upcoming[searcher] < self._end:
+            request_id = self._upcoming[searcher]
+            flying.append((tick + self._ticks_of(request_id, searcher), request_id, self._version))
+            self._upcoming[searcher] = next(self._requests[searcher])
+        for answer in [answer for answer in flying if answer[0] <= tick]:
+            flying.remove(answer)
+            sealed = shard(searcher, answer[1], version=answer[2])
+            self._freshness.arrive(sealed, self._step)
+            self._buffer.merge(sealed.trajectories, tick)
+            self._evict()
+
+    def _evict(self) -> None:
+        self.dropped += len(self._freshness.unlearned_lengths(self._step)) // 2
+        self._freshness.evict_stale(self._step)
+
+    def _learn(self) -> None:
+        batch = self._buffer.sample(self._step, groups=4, group_size=2)
+        self.ages.update((self._step - batch.version_N[::2]).tolist())
+        self._step += 1
+        if self._step % self.config.exchange.sync_every == 0:
+            self._publish()
+        self._evict()
+
+
+@pytest.mark.parametrize("ticks_of", [quick_or_slow, uneven, geometric])
+@pytest.mark.parametrize(("bound", "sync_every"), [(1, 1), (1, 2), (3, 1), (3, 2), (8, 2), (8, 8)])
+def test_a_queue_drops_nothing_whatever_takes_how_long(
+    bound: int, sync_every: int, ticks_of: TicksOf
+) -> None:
+    """And nothing is older than the bound, which the oldest reach."""
+    queue = Flow(config_of(bound, sync_every, replay_limit=1), ticks_of).run()
+    assert queue.config.buffer.oldest_first
+    assert queue.dropped == 0
+    assert max(queue.ages) == bound and sum(queue.ages.values()) == 4 * STEPS
+
+
+def test_where_groups_are_drawn_long_answers_are_those_that_are_dropped() -> None:
+    drawn = Flow(config_of(3, 2, replay_limit=1, oldest_first=False), quick_or_slow).run()
+    assert drawn.dropped > 0.05 * 4 * STEPS
