@@ -19,13 +19,15 @@ MAX_LOG_WEIGHT = 300.0
 def moments(groups: Groups) -> dict[str, Tensor]:
     """Means over the completions, detached float64 scalars; ``figures`` says what they are for.
 
-    weight, squared_weight: of w = π_θ/π_behaviour. gap: sum of |log π_behaviour − log π_θ| over the tokens of
-    completions that the policy itself has sampled. on_policy_tokens: their number.
+    log_weight: of log w, w = π_θ/π_behaviour. weight, squared_weight: of w. gap: sum of |log π_behaviour −
+    log π_θ| over the tokens of completions that the policy itself has sampled. on_policy_tokens: their number.
     """
     log_ratio_BKL = groups.policy_BKL.detach() - groups.behaviour_BKL
-    weight_BK = log_ratio_BKL.sum(2, dtype=float64).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+    log_weight_BK = log_ratio_BKL.sum(2, dtype=float64)
+    weight_BK = log_weight_BK.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
     on_policy_BK = 0.0 if groups.on_policy_BK is None else groups.on_policy_BK.to(float64)
     return {
+        "log_weight": log_weight_BK.mean(),
         "weight": weight_BK.mean(),
         "squared_weight": weight_BK.square().mean(),
         "gap": (on_policy_BK * log_ratio_BKL.abs().sum(2, dtype=float64)).mean(),
@@ -36,6 +38,7 @@ def moments(groups: Groups) -> dict[str, Tensor]:
 def figures(means: Mapping[str, float]) -> dict[str, float]:
     """``means`` over a whole batch, with figures in the place of its ``moments``.
 
+    log_weight: mean of log π_θ/π_behaviour, nats per completion: how far completions have drifted in common.
     ess: effective sample size (Σw)²/(N·Σw²) of the N completions, a share: 1 where all weights are equal, 1/N
     where one outweighs all others. engine_gap: mean of |log π_behaviour − log π_θ|, nats per token, over what
     the policy itself has sampled, so that what differs is how two programs compute the same weights; left out
