@@ -14,6 +14,10 @@ train/skipped_steps             steps not taken, as loss or gradient norm was no
                                 such a step has no train/loss, no train/grad_norm
 train/log_ratio                 mean over the batch's completions of log π_θ − p·log π_ref (nats per
                                 completion); replayed data make it no KL
+train/log_weight                mean over the batch's completions of log π_θ − log π_behaviour (nats per
+                                completion): 0 on-policy, else minus how far the policy has moved since
+train/better_log_weight         the same of completions with a reward above their group's mean: below 0 where
+                                what is rewarded has become less likely; absent where the batch has none
 train/ess                       effective sample size of π_θ/π_behaviour over the batch's completions,
                                 (Σw)²/(N·Σw²) (share): 1 on-policy, 1/N where one outweighs all others
 train/clip_share                what the objective's clip, cap or mask acts upon (share of the batch's tokens,

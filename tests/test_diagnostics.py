@@ -49,8 +49,9 @@ def test_one_weight_above_all_others_is_worth_one_completion(nats: float, sign: 
 
 
 def test_two_weights_by_hand() -> None:
-    """Weights 1 and 3: 16 / (2 · 10)."""
-    assert figures_of(groups_of([[0.0, math.log(3)]]))["ess"] == pytest.approx(0.8)
+    """Weights 1 and 3: 16 / (2 · 10), and half of log 3."""
+    found = figures_of(groups_of([[0.0, math.log(3)]]))
+    assert found == {"ess": pytest.approx(0.8), "log_weight": pytest.approx(math.log(3) / 2)}
 
 
 def test_a_rate_by_ess_goes_to_nothing_with_the_batch() -> None:
@@ -74,10 +75,18 @@ def test_the_gap_is_of_the_tokens_that_the_policy_itself_has_sampled() -> None:
     assert figures_of(shorter)["engine_gap"] == pytest.approx((0.2 + 3 * 0.3 + 3 * 0.4) / 7)
 
 
+def test_what_is_rewarded_more_than_its_group_is_told_apart() -> None:
+    """In the first group that with a reward of 3, in the second two; in the third all are alike."""
+    groups = groups_of([[0.6, -0.9, 4.0], [-2.0, 1.2, 5.0], [7.0, 7.0, 7.0]])
+    reward_BK = torch.tensor([[3.0, 1.0, 1.0], [1.0, 1.0, 0.0], [2.0, 2.0, 2.0]])
+    found = figures_of(replace(groups, reward_BK=reward_BK))
+    assert found["better_log_weight"] == pytest.approx((0.6 - 2.0 + 1.2) / 3)
+
+
 @pytest.mark.parametrize("on_policy", [None, torch.zeros(1, 2, dtype=torch.bool)])
 def test_where_nothing_is_on_policy_there_is_no_gap(on_policy: Tensor | None) -> None:
     groups = replace(groups_of([[0.6, -0.9]]), on_policy_BK=on_policy)
-    assert figures_of(groups).keys() == {"ess"}
+    assert figures_of(groups).keys() == {"ess", "log_weight"}
 
 
 def test_other_means_stay_and_gradients_do_not() -> None:

@@ -285,13 +285,22 @@ def test_the_page_shows_what_the_searchers_and_the_batch_are_like(run: RunDir) -
     resumed_run(run)
     before = {plot.title for plot in plots.plots(RunData.read(run), run.config().train)}
     write(run.metrics_file("searcher", 0), [fresh(version, 3, **told) for version in range(5)])
-    batch = ("log_ratio", "ess", "clip_share", "flat_groups", "length", "replay_ratio", "engine_gap")
+    batch = (
+        "log_ratio",
+        "ess",
+        "clip_share",
+        "flat_groups",
+        "length",
+        "replay_ratio",
+        "engine_gap",
+        "log_weight",
+    )
     figures = {f"train/{name}": 0.5 for name in batch}
     write(run.metrics_file("trainer"), [{**step(11, 4800.0), **figures, "train/skipped_steps": 1}])
     drawn = {plot.title: plot.svg for plot in plots.plots(RunData.read(run), run.config().train)}
     assert drawn.keys() - before == {
         *("KL", "Log-ratio", "Entropy", "Off-policy", "Engine gap", "Groups without variance", "Length"),
-        *("Replay ratio", "Rewards of fresh completions", "Skipped steps"),
+        *("Replay ratio", "Rewards of fresh completions", "Skipped steps", "Drift"),
     }
     assert "0.82 … 1.2" in drawn["Rewards of fresh completions"]  # the bin of 1
     shown = {event.what for event in page.events(RunData.read(run))}

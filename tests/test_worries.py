@@ -28,6 +28,9 @@ def solving(step: int) -> float:
 HEALTHY: Values = {
     "train/grad_norm": lambda step: 6.0 + step % 7,
     "train/log_ratio": lambda step: 0.0 if step == 1 else -3.0 + step / 20,
+    "train/log_weight": lambda step: -0.1 * step,
+    "train/better_log_weight": lambda step: 0.3 - 0.6 * (step % 2),
+    "train/length": lambda step: 20.0,
     "train/ess": lambda step: max(0.03, 0.97**step),  # trajectory balance does not reweight
     "train/flat_groups": lambda step: 0.1,
     "train/replay_ratio": lambda step: 1 + 6 * step / STEPS,
@@ -159,6 +162,23 @@ STALE: dict[str, Any] = {"train": {"objective": "grpo"}}
             "reward fell from 0.5 at step ([0-9]|1[0-9]) to 0.0.* at step",
         ),
         (
+            {"train/better_log_weight": lambda step: 0.5 if step < 41 else -4.0},
+            evaluated({10: 0.5, 70: 0.6}),
+            {"train": {"objective": {"name": "trajectory_balance", "log_z": "policy"}}},
+            "rewarded above their group's mean are 4 nats, 0.2 per token, less likely .* since step 38: "
+            ".* Set train.objective.log_z=behaviour and train.ratio_bound=taper, or bound exchange.max_stal",
+        ),
+        (
+            {
+                "train/log_weight": lambda step: -2.0 if step < 60 else -8.0,
+                "train/better_log_weight": lambda step: -0.1,
+                **EXPLORING,
+            },
+            evaluated({10: 0.5, 70: 0.6}),
+            {"train": {"ratio_bound": "taper"}},
+            "Since step 61 the policy is 8 nats .*, and was 2.1 before, .* Bound exchange.max_staleness or",
+        ),
+        (
             {"search/kl": lambda step: 0.5 * step, "search/reward": lambda step: 0.4 + 0.02 * (step % 2)},
             [],
             {},
@@ -279,6 +299,16 @@ def test_what_goes_wrong_is_said_in_one_sentence_first(
             {"train": {"reference": "behaviour"}, "task": {"name": "math"}},
         ),
         ({"search/rejected": lambda step: step // 4}, None, {}),  # 40 of 16,000
+        ({"train/better_log_weight": lambda step: -4.0}, SOLVED, {}),
+        (
+            {
+                "train/log_weight": lambda step: -2.0 if step < 60 else -8.0,
+                "train/better_log_weight": lambda step: 0.2,
+                **EXPLORING,
+            },
+            evaluated({10: 0.5, 70: 0.6}),
+            {},
+        ),  # away from bad answers alone
         ({}, evaluated({10: 0.9, 20: 0.82, 40: 0.93}), {}),  # a sag
         ({"train/flat_groups": lambda step: 0.95}, SOLVED, {}),
         (

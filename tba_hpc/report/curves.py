@@ -44,6 +44,12 @@ OF_FRESH = (
 """Figures of fresh completions that are followed: means of a record, weighed by its trajectories."""
 
 
+OF_NEWEST = ("train/log_weight", "train/better_log_weight")
+"""Figures of optimizer steps that may tell within some dozen steps what comes."""
+
+NEWEST_STEPS = 120
+"""So many of the newest steps are kept one by one."""
+
 AFTER_START = 2
 """Optimizer steps after the first weights of a start in which a policy has not yet moved far."""
 
@@ -151,6 +157,14 @@ class Curve(Spans[tuple[float, float]]):
         return total / weights if weights else None
 
 
+class Newest(Curve):
+    """The values of the newest steps, each for itself: spans of a long run would hide what begins in them."""
+
+    def _bound(self) -> None:
+        while len(self.sums) > self.spans:
+            del self.sums[min(self.sums)]
+
+
 def _fresh_curve() -> Curve:
     return Curve(LATEST_COMPLETIONS)
 
@@ -221,6 +235,9 @@ class History:
             **{name: _fresh_curve() for name in OF_FRESH},
         }
     )
+    newest: dict[str, Newest] = field(
+        default_factory=lambda: {name: Newest(LATEST_STEPS, NEWEST_STEPS) for name in OF_NEWEST}
+    )
     initial_kl: Curve = field(default_factory=_fresh_curve)
     """search/kl of what the initial weights sampled alone: a single point, at step 0."""
     first_log_ratio: float | None = None
@@ -256,11 +273,14 @@ class History:
         if step == 1 and number(record, "train/reference_power", 1.0) == 1.0:
             self.first_log_ratio = number(record, "train/log_ratio")
         self._follow(record, OF_STEPS, int(step), 1.0)
+        for name, curve in self.newest.items():
+            if (value := number(record, name)) is not None:
+                curve.take(int(step), value)
 
     def _go_back(self, step: int) -> None:
         self.steps = min(self.steps, step)
-        for name in OF_STEPS:
-            self.curves[name].cut(step)
+        for curve in [*(self.curves[name] for name in OF_STEPS), *self.newest.values()]:
+            curve.cut(step)
 
     def add(self, other: History) -> None:
         """Count what was folded of other files of the run as well."""

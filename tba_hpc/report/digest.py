@@ -60,6 +60,7 @@ PHASES = ("started", "resumed", "filling", "waiting", "stopped", "finished")
 
 OF_STEPS_DRAWN = (
     *("train/loss", "train/grad_norm", "train/log_ratio", "train/ess", "train/clip_share", "train/reward"),
+    *("train/log_weight", "train/better_log_weight"),
     *("train/flat_groups", "train/length", "train/replay_ratio", "train/engine_gap", "train/wait_share"),
     *("train/skipped_steps", "train/learning_rate", "train/beta", "staleness/mean", "staleness/max"),
     *("buffer/size", "buffer/added", "buffer/duplicates", "buffer/evicted", "sync/publish_stall_seconds"),

@@ -111,6 +111,11 @@ def plots(data: RunData, train: TrainSection) -> list[Plot]:
         _plot("Entropy", "of fresh samples, nats per token", lambda ax: _entropy(ax, data)),
         _plot("Off-policy", "effective sample size, clip share; of a batch", lambda ax: _ratios(ax, data)),
         _plot(
+            "Drift",
+            "batch under the policy to what sampled it, nats per completion",
+            lambda ax: _drift(ax, data),
+        ),
+        _plot(
             "Engine gap",
             "engine to learner at the same weights, nats per token",
             lambda ax: _gap(ax, data),
@@ -349,6 +354,14 @@ def _ratios(ax: Axes, data: RunData) -> bool:
         (_by_step(data, "train/clip_share"), ROSE, "clipped, capped or masked"),
     )
     return _lines(ax, data, lines, shares=True)
+
+
+def _drift(ax: Axes, data: RunData) -> bool:
+    lines = (
+        (_by_step(data, "train/log_weight"), BLUE, "all completions"),
+        (_by_step(data, "train/better_log_weight"), ROSE, "those above their group's mean reward"),
+    )
+    return _lines(ax, data, lines)
 
 
 def _skipped(ax: Axes, data: RunData) -> bool:

@@ -71,6 +71,16 @@ COLLAPSED_GROUPS = 0.5
 TRIFLE = 0.1
 """Share of the reward's range by which it must rise in a quarter of a run to be rising."""
 
+ALARM_STEPS = 20
+"""Steps that an alarm looks at: a tenth of what a collapse takes, and enough for chance to even out."""
+
+SUNK, SUNK_PER_TOKEN = 1.0, 0.03
+"""Nats, and nats per token, by both of which rewarded answers must have become less likely. Recorded runs
+that learn from data 10 to 99 steps old stay above −.01 a token; those that do not come to −.04 to −1."""
+
+RUNAWAY, LEVEL_STEPS = 2.0, 40
+"""Times the level of the steps before, at least so many, at which the policy runs away from its data."""
+
 FEW_EFFECTIVE = 0.1
 """Share of a batch that a reweighted gradient is of; below a tenth a few completions are all of a step."""
 
@@ -341,12 +351,66 @@ def _fall(
     )
 
 
-def _smooth(points: Sequence[Point]) -> list[Point]:
+def _smooth(points: Sequence[Point], width: int = SMOOTH) -> list[Point]:
     """Means of a few neighbours, which chance seldom makes a peak of."""
-    windows = (points[i : i + SMOOTH] for i in range(len(points) - SMOOTH + 1))
+    windows = (points[i : i + width] for i in range(len(points) - width + 1))
     return [
-        Point(window[SMOOTH // 2].step, fmean(point.value for point in window), SMOOTH) for window in windows
+        Point(window[width // 2].step, fmean(point.value for point in window), width) for window in windows
     ]
+
+
+def sinking_answers(view: View) -> Worry | None:
+    """What is rewarded has become less likely since it was sampled: good and bad answers sink together."""
+    length, means = view.history.latest("train/length"), _of_rewarded(view)
+    if not length or not means or view.solved:
+        return None
+    since = _since(means, lambda value: value < -max(SUNK, SUNK_PER_TOKEN * length))
+    if since is None:
+        return None
+    now, (key, remedy) = -means[-1].value, _against_age(view.config)
+    return Worry(
+        f"rewarded answers {_few(now)} nats less likely since step {since}: {key}",
+        f"Answers that were rewarded above their group's mean are {_few(now)} nats, {_few(now / length)} per "
+        f"token, less likely than when they were sampled, since step {since}: good and bad ones sink "
+        f"together, which comes before a collapse. {remedy}",
+    )
+
+
+def runaway_policy(view: View) -> Worry | None:
+    """The policy is twice as far from what sampled its data as before, and what is rewarded does not gain."""
+    points = [
+        point._replace(value=abs(point.value)) for point in view.history.newest["train/log_weight"].points
+    ]
+    before, recent, rewarded = points[:-ALARM_STEPS], points[-ALARM_STEPS:], _of_rewarded(view)
+    if len(before) < LEVEL_STEPS or not rewarded or rewarded[-1].value >= 0 or view.solved:
+        return None
+    level, now = (fmean(point.value for point in part) for part in (before, recent))
+    if min(point.value for point in recent) <= max(SUNK, RUNAWAY * level):
+        return None
+    since, (key, remedy) = recent[0].step, _against_age(view.config)
+    return Worry(
+        f"policy {_few(now)} nats from its data since step {since}, before {_few(level)}: {key}",
+        f"Since step {since} the policy is {_few(now)} nats per completion away from the weights that "
+        f"sampled what it learns from, and was {_few(level)} before, while what is rewarded does not gain: "
+        f"that comes before a collapse. {remedy}",
+    )
+
+
+def _of_rewarded(view: View) -> list[Point]:
+    """By how much answers above their group's mean are likelier than when they were sampled: smoothed."""
+    return _smooth(view.history.newest["train/better_log_weight"].points, ALARM_STEPS)
+
+
+def _against_age(config: Config) -> tuple[str, str]:
+    """What bounds the pull of old data: the strongest setting alone, and all in a sentence."""
+    train = config.train
+    live = getattr(train.objective, "log_z", "") == "policy"
+    free = isinstance(train.ratio_bound, Unbounded) and not train.objective.bounded
+    settings = ["train.objective.log_z=behaviour"] * live + ["train.ratio_bound=taper"] * free
+    lower = f"bound exchange.max_staleness or lower train.learning_rate.peak={train.learning_rate.peak:g}"
+    if not settings:
+        return "exchange.max_staleness", f"{lower[0].upper()}{lower[1:]}."
+    return settings[0], f"Set {' and '.join(settings)}, or {lower}."
 
 
 def distant_policy(view: View) -> Worry | None:
@@ -624,6 +688,8 @@ CHECKS: tuple[Callable[[View], Worry | None], ...] = (
     constant_reward,
     rejected_rewards,
     falling,
+    sinking_answers,
+    runaway_policy,
     distant_policy,
     jumping_kl,
     collapsed_entropy,

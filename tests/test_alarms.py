@@ -1,0 +1,113 @@
+"""Alarms on runs that were recorded step by step: early on those that old data spoil, never on the others.
+
+``recorded_alarms.json`` says how they were made. A batch's rewards are as old as its data, so that they fall
+when the first completions of a spoiled policy come back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from tba_hpc.config import parse_config
+from tba_hpc.report.curves import History
+from tba_hpc.report.worries import ALARM_STEPS, View, Worry, runaway_policy, sinking_answers, worries
+from tba_hpc.run.evaluations import Evaluation
+
+RUNS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "recorded_alarms.json").read_text())[
+    "runs"
+]
+SPOILED = [name for name, run in RUNS.items() if run["ends"] == "spoiled"]
+WELL = [name for name in RUNS if name not in SPOILED]
+
+
+def views(name: str) -> Iterator[View]:
+    """What there is to see after each step."""
+    run, history = RUNS[name], History()
+    tree = {"model": {"path": "m"}, "train": {"steps": len(run["series"]["reward"])}}
+    config = parse_config(tree, run["overrides"])
+    for step in range(1, config.train.steps + 1):
+        known = {f"train/{figure}": values[step - 1] for figure, values in run["series"].items()}
+        history.take({"step": step, "train/length": run["length"], **known})
+        yield View(history, config, evaluated(run, step))
+
+
+def evaluated(run: dict[str, Any], until: int) -> list[Evaluation]:
+    return [
+        Evaluation(
+            split="validation", step=step, correct=round(128 * score), total=128, tokens=9, truncated=0
+        )
+        for step, score in run["curve"]
+        if step <= until
+    ]
+
+
+def fall(name: str) -> int:
+    """The step after which the batch's rewards of 20 steps are less than half of all those before."""
+    reward = RUNS[name]["series"]["reward"]
+    return next(
+        step
+        for step in range(2 * ALARM_STEPS, len(reward))
+        if fmean(reward[step - ALARM_STEPS : step]) < fmean(reward[: step - ALARM_STEPS]) / 2
+    )
+
+
+def first(check: Callable[[View], Worry | None], name: str) -> int:
+    """The step after which an alarm rings."""
+    return next(view.history.steps for view in views(name) if check(view))
+
+
+def test_both_ring_well_before_the_rewards_of_a_collapse_fall() -> None:
+    assert first(sinking_answers, "collapse") == ALARM_STEPS <= fall("collapse") - 80
+    assert first(runaway_policy, "collapse") <= fall("collapse") - 25
+
+
+def test_both_ring_where_old_data_keep_a_run_from_learning() -> None:
+    assert first(sinking_answers, "standstill") < first(runaway_policy, "standstill") < 140
+
+
+@pytest.mark.parametrize("name", WELL)
+def test_runs_that_learn_from_data_of_any_age_worry_nobody(name: str) -> None:
+    assert not any(worries(view.history, view.config, view.evaluations) for view in views(name))
+
+
+def test_an_alarm_names_the_strongest_setting_that_is_left() -> None:
+    """In the order: the centring of log Z, a bound on old data, their age."""
+    *_, last = views("collapse")
+    keys = {
+        "train.objective.log_z=policy": "train.objective.log_z=behaviour",
+        "train.objective.log_z=behaviour": "train.ratio_bound=taper",
+        "train.ratio_bound=taper": "exchange.max_staleness",
+        "train.objective=dr_grpo": "exchange.max_staleness",
+    }
+    for override, key in keys.items():
+        config = parse_config({"model": {"path": "m"}}, [override])
+        worry = sinking_answers(replace(last, config=config))
+        assert worry and worry.short.endswith(f"since step 40: {key}"), worry
+        assert key in worry.sentence and "lower train.learning_rate.peak=1e-05" in worry.sentence.lower()
+
+
+def test_a_resume_forgets_the_steps_that_it_takes_back() -> None:
+    """So a run that goes on from before it was spoiled begins without an alarm."""
+    history = History()
+    for step in range(1, 61):
+        drift = -9.0 if step > 30 else 0.0
+        history.take({"step": step, "train/length": 10.0, "train/better_log_weight": drift})
+    spoiled = View(history, parse_config({"model": {"path": "m"}}), [])
+    assert sinking_answers(spoiled)
+    history.take({"event": "resumed", "step": 30})
+    assert not sinking_answers(spoiled)
+
+
+def test_a_long_run_keeps_its_newest_steps_one_by_one() -> None:
+    history = History()
+    for step in range(1, 2_001):
+        history.take({"step": step, "train/log_weight": float(step)})
+    points = history.newest["train/log_weight"].points
+    assert [point[:2] for point in points] == [(step, step) for step in range(1_881, 2_001)]
