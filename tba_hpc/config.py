@@ -25,6 +25,7 @@ from tba_hpc.variants import (
     ObjectiveChoice,
     OnlineDpo,
     RatioBound,
+    RatioTaper,
     ReferenceChoice,
     ResetReference,
     Section,
@@ -462,9 +463,10 @@ class TrainSection(Section):
     """Loss: trajectory balance (TB), TBA′, OAPL, one of the baselines they are compared with, or a function
     of your own."""
     ratio_bound: RatioBound = Unbounded()
-    """How much stale data may pull: what the gradient of each token is weighed by, without gradient. The
-    optimum of TB stays where it is, since all residuals are 0 there. Not for objectives whose own formula
-    bounds it (proximal_rloo, grpo, dr_grpo, gspo, topr), nor for pairs (online_dpo)."""
+    """How much stale data may pull: what the gradient of each token is weighed by. The optimum of TB stays
+    where it is, since all residuals are 0 there. Left out: taper with trajectory_balance and tba_prime, none
+    with others. Not for objectives whose own formula bounds it (proximal_rloo, grpo, dr_grpo, gspo, topr),
+    nor for pairs (online_dpo)."""
     reference: ReferenceChoice = FrozenReference()
     """π_ref."""
     reference_scored_by: Literal["searcher", "trainer"] = "searcher"
@@ -564,6 +566,8 @@ class TrainSection(Section):
 
     @model_validator(mode="after")
     def _one_bound_at_most(self) -> TrainSection:
+        if "ratio_bound" not in self.model_fields_set and self.objective.tapered:
+            object.__setattr__(self, "ratio_bound", RatioTaper())
         if self.objective.bounded and self.ratio_bound != Unbounded():
             raise ValueError(
                 f"train.ratio_bound={self.ratio_bound.name} is not for train.objective="

@@ -91,6 +91,8 @@ def _leave_out_what_follows(train: dict[str, Any], given: Mapping[str, str]) -> 
     """Take out of the recorded section what followed from its other keys, and will from those ``given``."""
     objective = given.get("train.objective", train["objective"]["name"])
     recorded = train["reference"]["name"]
+    if "train.objective" in given:
+        del train["ratio_bound"]
     reference = given.get("train.reference", recorded)
     if objective == "oapl":
         reference = "behaviour"

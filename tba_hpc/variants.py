@@ -30,12 +30,14 @@ class ObjectiveSection(Section):
 
     policy_gradient: its gradient is unbiased only on completions distributed as the policy sampled them.
     own_samples: it takes log-probabilities and samples to be of one policy. bounded: what old data may pull
-    is bounded by its own formula, so that train.ratio_bound is not for it.
+    is bounded by its own formula, so that train.ratio_bound is not for it. tapered: a taper is that bound
+    where none is given. normaliser: what its loss is divided by as it was published.
     """
 
     policy_gradient: ClassVar[bool] = False
     own_samples: ClassVar[bool] = False
     bounded: ClassVar[bool] = False
+    tapered: ClassVar[bool] = False
     normaliser: ClassVar[LossNormaliser] = "sum"
 
 
@@ -43,6 +45,8 @@ LogZ = Literal["behaviour", "policy", "none"]
 
 
 class TrajectoryBalance(ObjectiveSection):
+    tapered = True
+
     name: Literal["trajectory_balance"] = "trajectory_balance"
     """TB, the squared residual of VarGrad."""
     log_z: LogZ = "behaviour"
@@ -55,6 +59,8 @@ class TrajectoryBalance(ObjectiveSection):
 
 
 class TbaPrime(ObjectiveSection):
+    tapered = True
+
     name: Literal["tba_prime"] = "tba_prime"
     """TBA′, for large models: the KL inside the advantage, token by token."""
     log_z: LogZ = "behaviour"

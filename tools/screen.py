@@ -5,7 +5,7 @@
 ARMS.json is a list such as
 
     [{"name": "tb", "lag": [0, 10], "rate": 1e-4, "seed": [0, 1, 2], "steps": 200},
-     {"name": "clipped", "overrides": {"train.objective": "dr_grpo", "train.ratio_clip": 0.1}}]
+     {"name": "clipped", "overrides": {"train.objective": {"name": "dr_grpo", "ratio_clip": 0.1}}}]
 
 Of every setting in a list each value is run with each of the others. What is left out is as in
 lab.lockstep_model.Run. A run whose file is in FOLDER, with the same settings, is not made again.

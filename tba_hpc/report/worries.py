@@ -15,7 +15,7 @@ from statistics import fmean, pstdev
 from tba_hpc.config import Config
 from tba_hpc.report.curves import Curve, History, Point
 from tba_hpc.run.evaluations import Evaluation
-from tba_hpc.variants import Unbounded
+from tba_hpc.variants import RatioCap, Unbounded
 
 SHOWN = 3
 """Worries that a line has room for."""
@@ -494,7 +494,7 @@ def collapsed_entropy(view: View) -> Worry | None:
 def few_effective(view: View) -> Worry | None:
     """Few completions carry the gradient of an objective that reweights them or takes them for its own."""
     train = view.config.train
-    if not train.objective.policy_gradient and train.ratio_bound == Unbounded():
+    if not train.objective.policy_gradient and not isinstance(train.ratio_bound, RatioCap):
         return None  # trajectory balance holds for any sampling distribution
     held = _held(view.history.curves["train/ess"], lambda value: value < FEW_EFFECTIVE)
     if held is None:

@@ -9,8 +9,10 @@ from lab.lockstep import Setup
 from lab.results import Result
 from lab.runs import Options, Study
 from lab.scores import Scores
+from tba_hpc.variants import LogZ
 
 SHARES = (0.0, 0.5, 0.95, 1.0)
+LOG_Z: tuple[LogZ, ...] = ("behaviour", "policy")
 
 ARITHMETIC = Scores(
     "How much replay? m on arithmetic",
@@ -24,20 +26,25 @@ ARITHMETIC = Scores(
 
 
 class Sparse:
-    """The same on a task with rare rewards, with as many trajectories for every arm."""
+    """The same on a task with rare rewards, with as many trajectories for every arm, by either log Z."""
 
     question = "How much replay? m on the sparse task"
 
     def arms(self, options: Options) -> dict[str, Sequence[Setup]]:
         """One per seed of each arm; four searchers."""
         return {
-            f"m = {m:g}": [
+            f"m = {m:g}, log Z of the {log_z}": [
                 sparse.setup(
-                    seed, options, searchers=4, buffer=sparse.REPLAY.model_copy(update={"most_on_policy": m})
+                    seed,
+                    options,
+                    log_z=log_z,
+                    searchers=4,
+                    buffer=sparse.REPLAY.model_copy(update={"most_on_policy": m}),
                 )
                 for seed in options.seeds
             ]
             for m in SHARES
+            for log_z in LOG_Z
         }
 
     def measure(self, options: Options) -> Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from lab import skill, sparse
 from lab.lockstep import Setup
@@ -26,7 +27,7 @@ class Searchers:
             ]
             for n in COUNTS
         }
-        on_policy = {"buffer": None, "sync_every": 1, "ahead": True, "groups_per_step": 8}
+        on_policy: dict[str, Any] = {"buffer": None, "sync_every": 1, "ahead": True, "groups_per_step": 8}
         return arms | {"synchronous": [sparse.setup(seed, options, **on_policy) for seed in options.seeds]}
 
     def measure(self, options: Options) -> Result:

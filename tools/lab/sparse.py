@@ -16,6 +16,7 @@ from lab.lockstep import Moment, Setup, SparseTable
 from lab.results import Panel, Result, Row, Series, Spread
 from lab.runs import Options, log
 from tba_hpc.config import Beta, BufferSection, LearningRate, TrainSection
+from tba_hpc.variants import LogZ, TrajectoryBalance
 
 MODES, LETTERS, LENGTH = 8, 4, 6
 STEPS, EVALUATIONS = 400, 40
@@ -57,9 +58,10 @@ class Quality:
     diversity: float
 
 
-def setup(seed: int, options: Options, **changes: object) -> Setup:
+def setup(seed: int, options: Options, *, log_z: LogZ = "behaviour", **changes: object) -> Setup:
     """A run with TBA's defaults, less what ``changes``."""
-    train = TRAIN.model_copy(update={"steps": options.steps or STEPS})
+    objective = TrajectoryBalance(log_z=log_z)
+    train = TRAIN.model_copy(update={"steps": options.steps or STEPS, "objective": objective})
     table = SparseTable(prompts=1, letters=LETTERS, length=LENGTH, modes=MODES, seed=seed)
     plain = Setup(
         table=table, train=train, buffer=REPLAY, sync_every=SYNC_EVERY, groups_per_step=2, seed=seed
