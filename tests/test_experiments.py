@@ -192,10 +192,9 @@ def test_every_arm_of_every_experiment_can_be_configured(name: str, tmp_path: Pa
     assert len(experiments.EXPERIMENTS[name].arms(Options(tmp_path))) >= 3
 
 
-@pytest.mark.parametrize("name", ["asynchrony", "staleness_arithmetic"])
-def test_too_few_steps_for_a_curve_are_refused_before_anything_runs(name: str, tmp_path: Path) -> None:
+def test_too_few_steps_for_a_curve_are_refused_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--steps 4 ends before the first evaluation, at step"):
-        experiments.EXPERIMENTS[name].measure(Options(tmp_path, steps=4))
+        experiments.EXPERIMENTS["asynchrony"].measure(Options(tmp_path, steps=4))
     assert not list(tmp_path.iterdir())
 
 
@@ -206,6 +205,7 @@ def test_too_few_steps_for_a_curve_are_refused_before_anything_runs(name: str, t
 def test_trajectory_balance_reaches_the_exact_posterior_at_a_staleness_of_50(seed: int) -> None:
     table, beta = Table(seed=seed), 0.25
     train = TrainSection(
+        objective={"name": "trajectory_balance", "log_z": "policy"},  # a buffer of all ages, see there
         steps=300,
         prompts_per_step=4,
         completions_per_prompt=16,

@@ -50,11 +50,15 @@ def _expand(arm: Mapping[str, Any]) -> Iterator[tuple[str, Run]]:
     lists = [value if isinstance(value, list) else [value] for value in varied.values()]
     for values in product(*lists):
         given = dict(zip(varied, values, strict=True))
-        yield arm["name"], Run(overrides=tuple(_overrides(arm.get("overrides", {}))), **given)
+        yield arm["name"], Run(overrides=overrides(arm.get("overrides", {})), **given)
+
+
+def overrides(tree: Mapping[str, Any]) -> tuple[str, ...]:
+    """{"train.rate": 1} and {"train": {"rate": 1}} as ``train.rate=1``."""
+    return tuple(_overrides(tree))
 
 
 def _overrides(tree: Mapping[str, Any]) -> Iterator[str]:
-    """{"train.rate": 1} and {"train": {"rate": 1}} as ``train.rate=1``."""
     for key, value in tree.items():
         if "." not in key and isinstance(value, dict):
             yield from _overrides({f"{key}.{name}": inner for name, inner in value.items()})

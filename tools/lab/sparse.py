@@ -16,7 +16,7 @@ from lab.lockstep import Moment, Setup, SparseTable
 from lab.results import Panel, Result, Row, Series, Spread
 from lab.runs import Options, log
 from tba_hpc.config import Beta, BufferSection, LearningRate, TrainSection
-from tba_hpc.variants import LogZ, TrajectoryBalance
+from tba_hpc.variants import LogZ, TrajectoryBalance, Unbounded
 
 MODES, LETTERS, LENGTH = 8, 4, 6
 STEPS, EVALUATIONS = 400, 40
@@ -60,8 +60,8 @@ class Quality:
 
 def setup(seed: int, options: Options, *, log_z: LogZ = "behaviour", **changes: object) -> Setup:
     """A run with TBA's defaults, less what ``changes``."""
-    objective = TrajectoryBalance(log_z=log_z)
-    train = TRAIN.model_copy(update={"steps": options.steps or STEPS, "objective": objective})
+    changed = {"steps": options.steps or STEPS, "objective": TrajectoryBalance(log_z=log_z)}
+    train = TRAIN.model_copy(update={**changed, "ratio_bound": Unbounded()})
     table = SparseTable(prompts=1, letters=LETTERS, length=LENGTH, modes=MODES, seed=seed)
     plain = Setup(
         table=table, train=train, buffer=REPLAY, sync_every=SYNC_EVERY, groups_per_step=2, seed=seed

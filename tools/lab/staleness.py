@@ -5,17 +5,20 @@ Twice: on the enumerable policy, where the lag is exact and the optimum known; i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import json
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any, TypeVar
 
 import numpy as np
+from screen import file_of, overrides, screen
 
 from lab import lockstep, skill
-from lab.curves import Curve, last_part, sag, swing
+from lab.curves import Curve, last_part, sag, swing, time_to
 from lab.lockstep import Setup, SparseTable
+from lab.lockstep_model import Run
 from lab.results import Panel, Result, Row, Series, Spread
-from lab.runs import Options, Study, log
-from lab.scores import NOTES, Scored, panel, row
+from lab.runs import Options, log
 from tba_hpc.config import Beta, Config, LearningRate, TrainSection
 from tba_hpc.tasks.tabular import total_variation
 
@@ -30,8 +33,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 }
 """Keys of the config, by name."""
 
-WHOLE_RUNS = ("TB", "TBA′", "OAPL", "Dr. GRPO", "RLOO")
-WHOLE_RUN_LAGS = (1, 10, 50)
+LAGS = (1, 10, 50)
 WHOLE_RUN_RATES = (6.25e-5, 1.25e-4)
 OAPL_BETA = "train.beta={schedule: constant, start: 0.5}"
 """Best of .02, .1 and .5 in 120 steps. It says how far a policy may be from what sampled, not from π_ref."""
@@ -47,6 +49,11 @@ EVALUATIONS = 30
 
 Key = tuple[str, int]
 """Objective, lag."""
+
+Figures = Mapping[str, Any]
+"""What a run in lockstep keeps."""
+
+T = TypeVar("T")
 
 
 class Exact:
@@ -157,85 +164,123 @@ def _final(curve: Curve) -> float:
 EXACT = Exact()
 
 
-class WholeRuns:
-    """Runs of the product, every objective at its best rate; each trajectory is learned from once."""
+TB, BASELINE = "TB", "Dr. GRPO, clipped"
+EQUATION_7 = "TB, equation 7"
 
-    question = "Which objectives bear stale data? Whole runs on arithmetic"
 
-    def study(self, name: str, rate: float) -> Study:
-        """One objective at one rate, an arm for each lag."""
-        objective = [f"train.{key}={value}" for key, value in OBJECTIVES[name].items()]
-        arms = {
-            _run(name, lag, rate): (
-                *objective,
-                *([OAPL_BETA] if name == "OAPL" else []),
-                skill.constant(rate),
-                f"exchange.sync_every={lag}",
-                f"exchange.max_staleness={2 * lag - 1}",
-            )
-            for lag in WHOLE_RUN_LAGS
-        }
-        return Study(arms, (*skill.ONCE, "launch.searchers=1", *EVALUATIONS_OF_RUNS), 300, skill.MODEL)
+def _tb(log_z: str, bound: str = "none") -> dict[str, Any]:
+    return {"train.objective": {"name": "trajectory_balance", "log_z": log_z}, "train.ratio_bound": bound}
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    TB: _tb("behaviour", "taper"),
+    "TB, capped at 8": _tb("behaviour", "cap"),
+    "TB, no bound": _tb("behaviour"),
+    EQUATION_7: _tb("policy"),
+    "TB, no KL in log Z": _tb("none"),
+    BASELINE: {"train.objective": "dr_grpo"},
+    "TOPR": {"train.objective": "topr"},
+    "GSPO": {"train.objective": "gspo"},
+    "OAPL": {
+        "train.objective": {"name": "oapl", "value_beta": 1.0},
+        "train.beta": {"schedule": "constant", "start": 0.001},
+    },
+}
+"""Overrides by name. TBA′ is not run: its gradient is TB's where no clamp acts."""
+
+FORMS_AT = {
+    1: (TB, EQUATION_7, BASELINE),
+    4: (TB,),
+    10: (TB, "TB, capped at 8", EQUATION_7, BASELINE, "TOPR"),
+    50: (TB, "TB, capped at 8", EQUATION_7, BASELINE, "TOPR"),
+}
+"""By lag, what is run with every seed; at 10 the others are tuned only, and end lower."""
+
+MODEL_RATES = (1.25e-4, 2.5e-4)
+MODEL_STEPS, TUNING_STEPS = 300, 200
+
+
+class WholeModel:
+    """A small Llama in lockstep: every form at the better of two rates for each lag."""
+
+    question = "Do old data teach? A whole model on arithmetic, exact lags"
 
     def arms(self, options: Options) -> dict[str, Config]:
-        """The config of every arm's first run, at every rate."""
-        return {
-            arm: study.config(arm, options.seeds[0], options)
-            for name in WHOLE_RUNS
-            for rate in WHOLE_RUN_RATES
-            for study in [self.study(name, rate)]
-            for arm in study.arms
-        }
+        """The config of a run of each."""
+        return {name: self._run(name, 10, MODEL_RATES[0], 0, MODEL_STEPS)[1].config() for name in FORMS}
 
     def measure(self, options: Options) -> Result:
-        """Tuning at the middle lag, then all; seeds outermost, so that a machine's moods meet all alike."""
-        self.study("TB", WHOLE_RUN_RATES[0]).require_curves(options)
-        tuned = {
-            name: {rate: self._tune(name, rate, options) for rate in WHOLE_RUN_RATES} for name in WHOLE_RUNS
+        """All rates with the tuning seed, then the better ones with the others."""
+        keys = [(name, lag) for lag, names in FORMS_AT.items() for name in names]
+        others = [(name, 10) for name in FORMS if name not in FORMS_AT[10]]
+        tuned = {key: self._tune(key, options) for key in [*keys, *others] if key[1] != 4}
+        tuned[TB, 4] = tuned[TB, 10]
+        steps = options.steps or MODEL_STEPS
+        wanted = {
+            (key, seed): self._run(*key, _best(tuned[key]), seed, steps)
+            for seed, key in product(options.seeds, keys)
         }
-        best = {name: max(scores, key=scores.__getitem__) for name, scores in tuned.items()}
-        found: dict[str, dict[int, Scored]] = {}
-        for seed in options.seeds:
-            for name, rate in best.items():
-                for lag in WHOLE_RUN_LAGS:
-                    run = self.study(name, rate).run(_run(name, lag, rate), seed, options)
-                    found.setdefault(_arm(name, lag), {})[seed] = Scored.read(run)
-        rows = [
-            {**row(arm, found[arm]), "rate": best[name]}
-            for name in WHOLE_RUNS
-            for arm in [_arm(name, lag) for lag in WHOLE_RUN_LAGS]
+        made = self._make(wanted, options)
+        found = {key: [made[key, seed] for seed in options.seeds] for key in keys}
+        rows = [self._row(key, tuned[key], found.get(key, [])) for key in [*keys, *others]]
+        return Result(rows, [self._panel(lag, found) for lag in FORMS_AT], NOTES_OF_MODEL)
+
+    def _tune(self, key: Key, options: Options) -> dict[float, float]:
+        """Pass@1 at the end of a shorter run with the seed for it, by rate, %."""
+        steps = min(TUNING_STEPS, options.steps or TUNING_STEPS)
+        wanted = {rate: self._run(*key, rate, TUNING_SEED, steps) for rate in MODEL_RATES}
+        return {rate: _end_of(figures) for rate, figures in self._make(wanted, options).items()}
+
+    def _run(self, name: str, lag: int, rate: float, seed: int, steps: int) -> tuple[str, Run]:
+        given = overrides(FORMS[name])
+        return name, Run(overrides=given, lag=lag, rate=rate, seed=seed, steps=steps)
+
+    def _make(self, wanted: Mapping[T, tuple[str, Run]], options: Options) -> dict[T, Figures]:
+        """Their figures: as they lie there, or made now on two cores. SystemExit where one fails."""
+        skill.MODEL.make(0)
+        folder = options.folder / "runs"
+        folder.mkdir(parents=True, exist_ok=True)
+        files = {key: file_of(folder, *run) for key, run in wanted.items()}
+        if not screen({files[key]: run for key, run in wanted.items()}, workers=2):
+            raise SystemExit("some runs failed, as said above")
+        return {key: json.loads(path.read_text()) for key, path in files.items()}
+
+    def _row(self, key: Key, tuned: Mapping[float, float], runs: Sequence[Figures]) -> Row:
+        curves = [run["curve"] for run in runs]
+        return {
+            "objective": key[0],
+            "lag": key[1],
+            "tuning, %": ", ".join(f"{score:.0f}" for score in tuned.values()),
+            "rate": f"{_best(tuned):g}",
+            "pass@1, %": Spread([_end_of(run) for run in runs]) if runs else None,
+            "steps to 50 %": Spread([time_to(curve, 0.5) for curve in curves]) if runs else None,
+            "ESS": Spread([float(np.mean(run["series"]["ess"])) for run in runs]) if runs else None,
+        }
+
+    def _panel(self, lag: int, found: Mapping[Key, Sequence[Figures]]) -> Panel:
+        series = [
+            Series(name, [[(step, 100 * value) for step, value in run["curve"]] for run in found[name, lag]])
+            for name in FORMS_AT[lag]
         ]
-        panels = [
-            panel({name: found[_arm(name, lag)] for name in WHOLE_RUNS}, f"k = {lag}")
-            for lag in WHOLE_RUN_LAGS
-        ]
-        return Result(rows, panels, (*NOTES, *self._notes(tuned)))
-
-    def _tune(self, name: str, rate: float, options: Options) -> float:
-        """Final validation pass@1 at the middle lag with the seed for it, %."""
-        arm = _run(name, WHOLE_RUN_LAGS[1], rate)
-        run = self.study(name, rate).run(arm, TUNING_SEED, options)
-        return 100 * float(np.mean(last_part(Scored.read(run).curve)))
-
-    def _notes(self, tuned: Mapping[str, Mapping[float, float]]) -> tuple[str, ...]:
-        scores = "; ".join(
-            f"{name} {', '.join(f'{score:.0f}' for score in each.values())}" for name, each in tuned.items()
-        )
-        return (
-            "Lag k: weights go out every k steps, and no trajectory is learned from when its weights are 2k "
-            "steps old; each is learned from once, the oldest first. β = .02, OAPL's .5. 256 test problems, "
-            "128 for validation.",
-            f"Rates, by the last third of validation at k = {WHOLE_RUN_LAGS[1]} with seed {TUNING_SEED}, "
-            f"in % at {', '.join(f'{rate:g}' for rate in WHOLE_RUN_RATES)}: {scores}.",
-        )
+        return Panel("step", "pass@1, validation, %", series, f"lag {lag}")
 
 
-def _arm(name: str, lag: int) -> str:
-    return f"{name}, k = {lag}"
+def _best(tuned: Mapping[float, float]) -> float:
+    return max(tuned, key=tuned.__getitem__)
 
 
-def _run(name: str, lag: int, rate: float) -> str:
-    return f"{_arm(name, lag)}, rate {rate:g}"
+def _end_of(figures: Figures) -> float:
+    """Pass@1, %: mean of the last three evaluations."""
+    return 100 * float(np.mean([value for _, value in figures["curve"][-3:]]))
 
 
-ARITHMETIC = WholeRuns()
+NOTES_OF_MODEL = (
+    "Lag k: weights go out every k steps, and what they sample is learned from after the next time: data are "
+    "k … 2k − 1 steps old, every group used once. B = 8, K = 16, β = .02 (OAPL: β₁ 1, β₂ .001, as its "
+    f"authors), AdamW, {MODEL_STEPS} steps; greedy pass@1 on 256 validation problems, mean of the last three "
+    "evaluations. TB: log Z of the behaviour, negatives tapered by sequence.",
+    f"Rates: the better of {', '.join(f'{rate:g}' for rate in MODEL_RATES)} for each lag, by {TUNING_STEPS} "
+    f"steps with seed {TUNING_SEED}; TB's of lag 10 at lag 4.",
+)
+
+ARITHMETIC = WholeModel()
