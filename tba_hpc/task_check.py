@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
@@ -65,7 +66,7 @@ def check(config: Config) -> None:
     """Load the task and look at all its prompts. Raises ConfigError."""
     _require_model("buffer.embedding_model", config.buffer.embedding_model)
     _require_folder(config.model.path)
-    if isinstance(config.train.objective, OwnObjective):
+    if isinstance(config.train.objective, OwnObjective) and find_spec("torch"):  # which losses import
         find_function(f"train.objective={config.train.objective.name}", config.train.objective.name)
     tokenizer = FileTokenizer.find(config.model.path)
     if tokenizer is None:

@@ -2,15 +2,20 @@
 
 import itertools
 import math
+import re
+import sys
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from tba_hpc.config import ConfigError, TrainSection
@@ -836,3 +841,18 @@ def test_only_trajectory_balance_is_at_rest_at_the_optimum_off_policy(name: str)
     loss = objective_of(name, **keys)(stale, beta).loss
     (pull,) = torch.autograd.grad(loss, logits)
     assert (pull.norm() < 1e-12) == (name in ("trajectory_balance", "tba_prime"))
+
+
+def test_the_documents_example_is_an_objective() -> None:
+    """TOPR without its taper, times the scale, with the bound that its config asks for."""
+    page = (Path(__file__).parents[1] / "docs/own-task.md").read_text()
+    settings, code = re.search(
+        r"## Your own loss.*?```yaml\n(.*?)```\n```python\n(.*?)```", page, re.S
+    ).groups()
+    module = types.ModuleType("my_losses")
+    exec(code, vars(module))
+    groups, train = random_groups(4, 5), TrainSection(**yaml.safe_load(settings)["train"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "my_losses", module)
+        found = gradient(make_objective(train, max_tokens=MAX_TOKENS), groups, 0.3)
+    torch.testing.assert_close(found, 2 * gradient(objective_of("topr"), groups, 0.3))

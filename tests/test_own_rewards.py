@@ -347,7 +347,8 @@ def test_a_run_keeps_what_its_config_names_and_what_that_imports(tmp_path: Path)
     (here / "deep/__init__.py").write_text("")
     (here / "deep/sub/x.py").write_text("from late import *")
     (here / "check.py").write_text("")
-    config = {"run": {"root": str(tmp_path)}, "model": {"path": "m"}}
+    (here / "losses.py").write_text("def flat(groups, beta): ...")
+    config = {"run": {"root": str(tmp_path)}, "model": {"path": "m"}, "train": {"objective": "losses:flat"}}
     rewards = {"a": "mine:f", "b": {"program": ["python", "check.py", "/etc/passwd", "../../x"]}}
     resolved = parse_config({**config, "task": {"name": "jsonl", "reward": rewards}})
     run = RunDir.create(resolved)
@@ -356,7 +357,8 @@ def test_a_run_keeps_what_its_config_names_and_what_that_imports(tmp_path: Path)
     def kept() -> set[str]:
         return {str(path.relative_to(run.modules)) for path in run.modules.rglob("*") if path.is_file()}
 
-    assert kept() == {"mine.py", "helper.py", "late.py", "check.py", "deep/__init__.py", "deep/sub/x.py"}
+    named = {"mine.py", "check.py", "losses.py"}
+    assert kept() == {*named, "helper.py", "late.py", "deep/__init__.py", "deep/sub/x.py"}
     (here / "helper.py").unlink()
     modules.keep(run, resolved, here)
     assert "helper.py" not in kept()

@@ -6,6 +6,7 @@ import json
 import resource
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tba_hpc.backends.file_tokenizer import FileTokenizer
 from tba_hpc.backends.hf_model import load_tokenizer
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.task_check import check, refuse_bad_task
+from tba_hpc.variants import OwnObjective
 
 TASKS = """
 import numpy as np
@@ -84,6 +86,22 @@ def test_a_bad_task_is_refused_with_one_sentence(
     monkeypatch.chdir(folder)  # where modules of the user's own are found
     with pytest.raises(ConfigError, match=sentence):
         refuse_bad_task(config_of(folder, **task), seconds=200)
+
+
+def test_an_objective_of_ones_own_that_is_not_there_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "losses.py").write_text("def flat(groups, beta): ...")
+    monkeypatch.chdir(folder)
+    config = config_of(folder, name="own:Fine")
+    for name, sentence in (
+        ("losses:flat", ""),
+        ("losses:flats", "did you mean 'flat'"),
+        ("loses:flat", "put"),
+    ):
+        train = config.train.model_copy(update={"objective": OwnObjective(name=name)})
+        with pytest.raises(ConfigError, match=sentence) if sentence else nullcontext():
+            refuse_bad_task(config.model_copy(update={"train": train}), seconds=200)
 
 
 def test_a_model_that_cannot_end_or_is_none_is_refused(folder: Path) -> None:
