@@ -82,7 +82,7 @@ def test_an_alarm_names_the_strongest_setting_that_is_left() -> None:
     *_, last = views("collapse")
     keys = {
         "train.objective.log_z=policy": "train.objective.log_z=behaviour",
-        "train.objective.log_z=behaviour": "train.ratio_bound=taper",
+        "train.ratio_bound=none": "train.ratio_bound=taper",
         "train.ratio_bound=taper": "exchange.max_staleness",
         "train.objective=dr_grpo": "exchange.max_staleness",
     }

@@ -69,17 +69,21 @@ class Run:
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """The settings, ``curve`` of (step, pass@1), ``series`` of figures step by step, and ``seconds``."""
+    """The settings, ``curve`` of (step, pass@1), ``series`` of figures step by step, and ``seconds``.
+
+    None stands for a figure that a step did not have.
+    """
     torch.set_num_threads(1)
     world = Lockstep(run)
     curve: list[tuple[int, float]] = []
-    series: dict[str, list[float]] = {}
+    series: dict[str, list[float | None]] = {}
     for step in range(run.steps + 1):
         if step % run.every == 0 or step == run.steps:
             curve.append((step, world.evaluate()))
         if step < run.steps:
             for name, value in world.step(step).items():
-                series.setdefault(name, []).append(round(value, 6))
+                so_far = series.setdefault(name, [])
+                so_far += [None] * (step - len(so_far)) + [round(value, 6)]
     return {**asdict(run), "curve": curve, "series": series, "seconds": world.seconds}
 
 
