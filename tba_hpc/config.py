@@ -651,6 +651,10 @@ def _a_few_syncs(exchange: dict[str, Any]) -> int:
     return max(50, 5 * int(exchange["sync_every"]))
 
 
+QUEUE_STALENESS = 8
+"""Steps: at about that age engines are as busy as without a bound, and data teach as fresh ones do."""
+
+
 class ExchangeSection(Section):
     transport: Literal["mpi", "files"] = "mpi"
     """mpi: broadcast and gather in one world, where the run has searchers of its own (launch.searchers).
@@ -659,7 +663,9 @@ class ExchangeSection(Section):
     """k: optimizer steps between two syncs."""
     max_staleness: int | None = Field(None, ge=0)
     """Most optimizer steps between the weights that sampled a trajectory and those that learn from it: the
-    trainer waits for fresh ones, and searchers for newer weights. 0: synchronous, on-policy; none: TBA."""
+    trainer waits for fresh ones, and searchers for newer weights. 0: synchronous, on-policy; none: TBA, whose
+    replay buffer has data of any age. Left out: none; but 8, or 2k − 1 where that is more, in a run that
+    learns from each trajectory once (buffer.replay_limit=1) and whose searchers do not come and go."""
     max_steps_without_data: MayChange[int | None] = Field(default_factory=_a_few_syncs, ge=1)
     """Most optimizer steps on the replay buffer alone while no shard comes, counted from the last one, or
     from a resume; then the trainer waits for one. Left out: five syncs, but at least 50; none: no limit."""
@@ -891,6 +897,7 @@ class Config(Section):
             temperature = self.generator.temperature if sampled else 1.0
             model = self.model.model_copy(update={"logprob_temperature": temperature})
             object.__setattr__(self, "model", model)
+        self._bound_a_queue()
         settled: dict[str, object] = {}
         if self.buffer.deduplicate is None:
             settled["deduplicate"] = not self.on_policy
@@ -901,6 +908,13 @@ class Config(Section):
             settled["oldest_first"] = bounded and self.buffer.replay_limit is not None
         object.__setattr__(self, "buffer", self.buffer.model_copy(update=settled))
         return self
+
+    def _bound_a_queue(self) -> None:
+        given = "max_staleness" in self.exchange.model_fields_set
+        if self.buffer.replay_limit == 1 and not given and not self.launch.elastic:
+            bound = max(QUEUE_STALENESS, 2 * self.exchange.sync_every - 1)
+            exchange = self.exchange.model_copy(update={"max_staleness": bound})
+            object.__setattr__(self, "exchange", exchange)
 
     @model_validator(mode="after")
     def _those_who_leave_owe_nothing(self) -> Config:

@@ -332,10 +332,29 @@ def test_a_buffer_is_as_sampled_where_a_run_is_on_policy(
 
 
 @pytest.mark.parametrize(
+    ("overrides", "bound"),
+    [
+        (("buffer.replay_limit=1",), 8),
+        (("buffer.replay_limit=1", "exchange.sync_every=10"), 19),
+        (("buffer.replay_limit=1", "exchange.max_staleness=null"), None),
+        (("buffer.replay_limit=1", "launch.elastic=2"), None),
+        (("buffer.replay_limit=2",), None),
+        ((), None),
+    ],
+)
+def test_a_queue_is_bounded_where_nothing_else_is_said(overrides: tuple[str, ...], bound: int | None) -> None:
+    config = parse_config({"model": {"path": "a"}}, list(overrides))
+    assert config.exchange.max_staleness == bound
+    assert parse_config(yaml.safe_load(dump_config(config))) == config
+
+
+@pytest.mark.parametrize(
     ("overrides", "oldest_first"),
     [
         ((), False),
-        (("buffer.replay_limit=1",), False),
+        (("buffer.replay_limit=1",), True),
+        (("buffer.replay_limit=1", "exchange.max_staleness=null"), False),
+        (("buffer.replay_limit=2",), False),
         (("exchange.max_staleness=3",), False),
         (("exchange.max_staleness=3", "buffer.replay_limit=1"), True),
         (("exchange.max_staleness=3", "buffer.replay_limit=1", "buffer.oldest_first=false"), False),
