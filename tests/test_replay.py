@@ -186,7 +186,7 @@ def test_another_objective_learns_from_the_same_first_batch(tmp_path: Path) -> N
         run, _, finished = again(source, f"train.objective={objective}", f"run.name={objective}")
         assert finished and first(run, "train/reward") == first(source, "train/reward")
         assert first(run, "train/loss") != first(source, "train/loss")
-    assert RunDir(tmp_path / "oapl-seed0").config().train.reference == "behaviour"
+    assert RunDir(tmp_path / "oapl-seed0").config().train.reference.name == "behaviour"
     assert first(RunDir(tmp_path / "oapl-seed0"), "train/log_ratio") == pytest.approx(0, abs=1e-6)
 
 
