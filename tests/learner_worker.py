@@ -48,6 +48,8 @@ def make_config(
         "logprob_chunk_tokens": 16,
         "gradient_clip": 5.0,
         "weight_decay": 0.01,
+        "objective": {"name": "trajectory_balance", "log_z": "policy"},  # as the plain loop has it
+        "ratio_bound": "none",
     }
     return parse_config(
         {

@@ -384,7 +384,7 @@ def test_the_learner_reports_the_loss_of_its_policy() -> None:
     """Loss and KL from the table's own probabilities, before the step."""
     table, beta = Table(), 0.5
     batch = stale_buffer(table, 0).sample(0, groups=4, group_size=5)
-    learner = TabularLearner(table)
+    learner = TabularLearner(table, TrainSection(objective=EQUATION_7, ratio_bound="none"))
     learner.step(batch, learning_rate=0.3, beta=beta)  # away from the reference
     ratio_PC = np.log(learner.policy_PC) - np.log(table.probabilities(table.ref_logits_PSV))
     losses, ratios = [], []
