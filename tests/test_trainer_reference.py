@@ -101,11 +101,11 @@ def _train(folder: Path, rank: int, config: Config, way: str) -> None:
     asked = batches.take_groups(asked, np.arange(3))
     found = []
     for step in range(4):
-        if way == "between" and (step < RESET or config.train.reference == "frozen"):
+        if way == "between" and (step < RESET or config.train.reference.name == "frozen"):
             found.append(learner.reference_logprobs(asked, 0))
-        if way == "between" and step == RESET and config.train.reference == "reset":
+        if way == "between" and step == RESET and config.train.reference.name == "reset":
             learner.export(references / str(RESET))
-        if way == "between" and step >= RESET and config.train.reference == "reset":
+        if way == "between" and step >= RESET and config.train.reference.name == "reset":
             np.save(folder / "exported", learner.reference_logprobs(asked, RESET))
         learner.step(make_batch(step), learning_rate=RATE, beta=BETA)
     learner.export(folder / f"export-{way}")
