@@ -141,13 +141,15 @@ def provenance(seeds: Sequence[int]) -> dict[str, object]:
 
 
 def write(result: Result, folder: Path, *, title: str, origin: Mapping[str, object]) -> str:
-    """Write table.md, table.json and plot.png into ``folder``; returns the Markdown."""
+    """Write table.md, table.json, plot.png and plot.svg into ``folder``; returns the Markdown."""
     folder.mkdir(parents=True, exist_ok=True)
     text = markdown(result, title, origin)
     (folder / "table.md").write_text(text)
     (folder / "table.json").write_text(to_json(result, title, origin))
-    with rc_context(STYLE):
-        draw(result.panels).savefig(folder / "plot.png", dpi=160)
+    with rc_context({**STYLE, "svg.hashsalt": "tba-hpc"}):
+        figure = draw(result.panels)
+        figure.savefig(folder / "plot.png", dpi=160)
+        figure.savefig(folder / "plot.svg", metadata={"Date": None})
     return text
 
 
