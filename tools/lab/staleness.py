@@ -286,8 +286,8 @@ def _end_of(figures: Figures) -> float:
 NOTES_OF_MODEL = (
     "Lag k: weights go out every k steps, and what they sample is learned from after the next time: data are "
     "k … 2k − 1 steps old, every group used once. B = 8, K = 16, β = .02 (OAPL's are others: 1 and .001 "
-    f"are its authors'), AdamW, {MODEL_STEPS} steps; greedy pass@1 on 256 validation problems, mean of the last three "
-    "evaluations. TB: log Z of the behaviour, negatives tapered by sequence.",
+    f"are its authors'), AdamW, {MODEL_STEPS} steps; greedy pass@1 on 256 validation problems, mean of the "
+    "last three evaluations. TB: log Z of the behaviour, negatives tapered by sequence.",
     f"Rates: the better of {', '.join(f'{rate:g}' for rate in MODEL_RATES)} for each lag, by {TUNING_STEPS} "
     f"steps with seed {TUNING_SEED}; TB's of lag 10 at lag 4.",
 )
