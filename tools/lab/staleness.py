@@ -140,8 +140,8 @@ class Exact:
         return (
             f"Lag k: weights go out every k of {options.steps or self.steps} steps, and what they sample is "
             "trained on after the next time, so that data are k … 2k − 1 steps old, the same for every "
-            f"objective. B = 8, K = S = 16, β = {BETA}, AdamW; TB with log Z of the behaviour, tapered, Dr. GRPO "
-            "clipped at .2, M2PO Dr. GRPO with its mask of .04 instead, AsymRE RLOO with δ = −.1.",
+            f"objective. B = 8, K = S = 16, β = {BETA}, AdamW; TB with log Z of the behaviour, tapered, Dr. "
+            "GRPO clipped at .2, M2PO Dr. GRPO with its mask of .04 instead, AsymRE RLOO with δ = −.1.",
             "Pass@1: exact probability that a sample is right, mean over the last tenth; swing: standard "
             "deviation over the last third; sag: largest fall from a peak; in points. Distance: total "
             "variation between the last policy and π_ref·exp(r/β)/Z.",
