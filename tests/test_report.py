@@ -370,17 +370,3 @@ def test_the_reference_is_named_beside_a_perplexity(
     print_summary(other, summarise(other, other.config()))
     text = capsys.readouterr().out
     assert re.search(r"perplexity under the +policy of step 5", text) and "1.105" not in text
-
-
-DOCUMENT = Path(__file__).parents[1] / "docs/reading-a-run.md"
-
-
-def test_the_document_names_keys_that_there_are(run: RunDir) -> None:
-    tree = run.config().model_dump()
-    named = set(re.findall(rf"`(({'|'.join(tree)})\.\w+(?:\.\w+)*)", DOCUMENT.read_text()))
-    assert len(named) > 10
-    for key, _ in named:
-        value: object = tree
-        for part in key.split("."):
-            assert isinstance(value, dict) and part in value, key
-            value = value[part]

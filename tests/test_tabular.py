@@ -112,7 +112,7 @@ def trained(
     table: Table, objective: object, seed: int, steps: int = 300, power: float = 1.0, **options: object
 ) -> np.ndarray:
     """Policy [P, C] after training on the stale buffer alone; power: of the reference in the target."""
-    train = TrainSection(objective=objective, **options)
+    train = TrainSection(objective=objective, ratio_bound="none", **options)
     buffer, learner = stale_buffer(table, seed), TabularLearner(table, train)
     for step in range(steps):
         batch = with_reference_power(buffer.sample(step, groups=4, group_size=8), power)

@@ -211,7 +211,7 @@ def test_requests_in_flight_go_on_under_the_new_weights(served: Served) -> None:
     old, new = served.load(served.folder, version=5), load_policy(str(served.other), "float32")
     update = _update(new, 6)
     # Of several lengths: completions that begin and end together are at times all finished at an update.
-    lengths = [replace(SAMPLED, max_tokens=20 - request_id % 5) for request_id in range(100)]
+    lengths = [replace(SAMPLED, max_tokens=20 - request_id % 13) for request_id in range(100)]
     groups = _begin(served.generator, *(_request(i, sampling=each) for i, each in enumerate(lengths)))
     served.update(update)
     groups += _drain(served.generator)
