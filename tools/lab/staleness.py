@@ -180,6 +180,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "TB, capped at 8": _tb("behaviour", "cap"),
     "TB, no bound": _tb("behaviour"),
     EQUATION_7: _tb("policy"),
+    "TB, equation 7, tapered": _tb("policy", "taper"),
     "TB, no KL in log Z": _tb("none"),
     BASELINE: {"train.objective": "dr_grpo"},
     "TOPR": {"train.objective": "topr"},
