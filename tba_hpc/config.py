@@ -652,7 +652,7 @@ def _a_few_syncs(exchange: dict[str, Any]) -> int:
 
 
 QUEUE_STALENESS = 8
-"""Steps: at about that age engines are as busy as without a bound, and data teach as fresh ones do."""
+"""Steps: at about that age engines are as busy as without a bound, and data teach nearly as fast as fresh."""
 
 
 class ExchangeSection(Section):
