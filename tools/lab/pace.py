@@ -18,11 +18,17 @@ from tba_hpc.metrics import read_metrics, step_records
 from tba_hpc.report.summary import searcher_files, series
 from tba_hpc.run.directory import RunDir
 
-BOUND, FREE = "asynchronous, data one step old", "asynchronous, no bound on their age"
+ONE, EIGHT, FREE = "asynchronous, data one step old", "at most eight steps old", "no bound on their age"
 
 ARMS = {
-    BOUND: (*asynchrony.FRESH, "launch.searchers=1"),
-    FREE: (*asynchrony.FRESH, "exchange.max_staleness=null", "launch.searchers=1"),
+    ONE: (*asynchrony.QUEUE, "exchange.max_staleness=1", "launch.searchers=1"),
+    EIGHT: (*asynchrony.QUEUE, "launch.searchers=1"),
+    FREE: (
+        *asynchrony.QUEUE,
+        "exchange.max_staleness=null",
+        "buffer.oldest_first=true",
+        "launch.searchers=1",
+    ),
     asynchrony.SYNCHRONOUS: asynchrony.ARMS[asynchrony.SYNCHRONOUS],
     asynchrony.TWICE: asynchrony.ARMS[asynchrony.TWICE],
 }
@@ -92,7 +98,7 @@ class Paced:
 
 
 class Pace:
-    """The arms of ``asynchrony``, and one that takes data of any age, at a rate that changes nothing."""
+    """The arms of ``asynchrony``, and two of other ages, at a rate that changes nothing."""
 
     question = "How fast are steps where generation dominates: long, uneven answers, small batches?"
 
