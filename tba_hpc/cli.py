@@ -18,11 +18,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from tba_hpc.checks.resources import refuse_unknown_engine_arguments, require_files
+from tba_hpc.checks.slurm_checks import SlurmError
+from tba_hpc.checks.task_check import refuse_bad_task
 from tba_hpc.config import Config, ConfigError, dump_config, load_config
-from tba_hpc.doctor.slurm_checks import SlurmError
+from tba_hpc.core.ports import EngineError, ExchangeError
+from tba_hpc.core.types import Role, Split
+from tba_hpc.core.wording import printable
 from tba_hpc.launch import LaunchError
-from tba_hpc.ports import EngineError, ExchangeError
-from tba_hpc.resources import refuse_unknown_engine_arguments, require_files
+from tba_hpc.report.track.follow import require_trackers
 from tba_hpc.run import modules
 from tba_hpc.run.caches import keep_caches_private
 from tba_hpc.run.changes import create as create_run
@@ -33,10 +37,6 @@ from tba_hpc.run.events import log_event
 from tba_hpc.run.files import DiskFullError
 from tba_hpc.run.notes import REFUSED, write_note
 from tba_hpc.run.owners import OwnedError, claim_for_job, owned, refuse_owned
-from tba_hpc.task_check import refuse_bad_task
-from tba_hpc.track.follow import require_trackers
-from tba_hpc.types import Role, Split
-from tba_hpc.wording import printable
 
 if TYPE_CHECKING:
     from tba_hpc.report.summary import Summary
@@ -144,10 +144,10 @@ def submit(
     partition: Annotated[str | None, typer.Option(help="Of lent nodes; default: the site's.")] = None,
 ) -> None:
     """Submit a run to Slurm, or go on with one; the job brings the run to its end by itself."""
-    from tba_hpc import order as ordered
+    from tba_hpc.commands import order as ordered
 
     if elastic:
-        from tba_hpc.lend import lend
+        from tba_hpc.commands.lend import lend
 
         own = {
             **{"--config": config, "--seeds": seeds, "--after": after, "--trainer-nodes": trainer_nodes},
@@ -176,7 +176,7 @@ def submit(
     if dry_run:
         typer.echo("\n".join(ordered.script(one) for one in orders), nl=False)
         return
-    from tba_hpc import submit as slurm_job  # submitit, which a dry run need not wait for
+    from tba_hpc.commands import submit as slurm_job
 
     if not slurm_job.submit(orders, wait=wait, as_json=as_json):
         raise typer.Exit(1)
@@ -197,7 +197,7 @@ def fetch(
     overrides: Overrides = None,
 ) -> None:
     """Bring the models and data that a config names into the Hugging Face cache, where jobs find them."""
-    from tba_hpc import fetch as hub
+    from tba_hpc.commands import fetch as hub
     from tba_hpc.launch.plan import load_site
 
     path, settings = _frozen(config, overrides or []) if config.is_dir() else (config, overrides or [])
@@ -266,7 +266,7 @@ def search(run: RunPath, index: Index = None) -> None:
     gc.disable()
     keep_caches_private(os.environ)
     from tba_hpc import runtime
-    from tba_hpc.elastic import NO_PLACE, NoPlaceError
+    from tba_hpc.loops.elastic import NO_PLACE, NoPlaceError
 
     try:
         runtime.search(_open(run), index)
@@ -288,7 +288,7 @@ def replay_run(
     as_json: AsJson = False,
 ) -> None:
     """Train anew on the shards that RUN has recorded, without engines: --set train.objective=oapl."""
-    from tba_hpc.replay import replay
+    from tba_hpc.commands.replay import replay
 
     logging.basicConfig(level=logging.WARNING, format="tba: %(message)s")
     made, _ = replay(run, overrides or [], delay=delay, at_once=at_once, partial=partial)
@@ -305,7 +305,7 @@ def track(
     until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
 ) -> None:
     """Tell W&B or TensorBoard what RUN has written: --set track.wandb.project=NAME."""
-    from tba_hpc.track import beside, follow
+    from tba_hpc.report.track import beside, follow
 
     run_dir = RunDir.open(run)
     config = load_config(run_dir.config_file, overrides)
@@ -325,7 +325,7 @@ def status(
 
     run_dir = RunDir.open(run)
     if once or as_json:
-        from tba_hpc.ending import size_of_shard
+        from tba_hpc.loops.ending import size_of_shard
 
         print_status(run_dir, run_dir.config(), job_states, as_json=as_json, size_of=size_of_shard)
     else:
@@ -390,7 +390,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Say what this cluster or machine has and what of it will go wrong; exit 1 where a run would fail."""
-    from tba_hpc.doctor import examine as doctor
+    from tba_hpc.checks import examine as doctor
     from tba_hpc.launch.plan import load_site
 
     if launch and site is None:
@@ -413,7 +413,7 @@ def doctor(
 @app.command(hidden=True)
 def greet(verb: str, run: RunPath, gpus: bool = False) -> None:
     """Be a rank of the job that ``tba doctor --launch`` starts."""
-    from tba_hpc.doctor import rank  # importing it starts MPI
+    from tba_hpc.checks import rank
 
     run_dir, role = _open(run), VERBS[verb]
     try:
@@ -439,7 +439,7 @@ def plan_run(
     as_json: AsJson = False,
 ) -> None:
     """Reckon whether a run fits on GPUs, how fast it is and what it costs; exit 1 where it does not fit."""
-    from tba_hpc import planner
+    from tba_hpc.checks import planner
 
     fits = planner.plan_run(
         load_config(config, overrides),
@@ -457,7 +457,7 @@ def plan_run(
 @app.command()
 def audit(run: RunPath, as_json: AsJson = False) -> None:
     """Prove from the files of RUN that nothing was lost, doubled or skipped; exit 1 where something was."""
-    from tba_hpc.audit import audit, print_audit
+    from tba_hpc.report.audit import audit, print_audit
 
     verdict = audit(RunDir.open(run))
     print_audit(verdict, as_json=as_json)
@@ -513,7 +513,7 @@ def ask(
     as_json: AsJson = False,
 ) -> None:
     """Put a question to the model of RUN, or to any MODEL, with transformers: no engine is started."""
-    from tba_hpc import ask as asking
+    from tba_hpc.commands import ask as asking
 
     _import_from_here()
     asked = asking.ask(
@@ -544,7 +544,7 @@ def compare_runs(
     as_json: AsJson = False,
 ) -> None:
     """Show what differs in the configs of some runs, and what they came to, with 95 % intervals."""
-    from tba_hpc import compare
+    from tba_hpc.commands import compare
 
     compared = compare.compare(runs)
     if html:
@@ -571,7 +571,7 @@ def samples(
     as_json: AsJson = False,
 ) -> None:
     """Read what the model of RUN has said: prompts, completions, rewards, and what became of them."""
-    from tba_hpc import samples as trajectories
+    from tba_hpc.report import samples as trajectories
 
     run_dir = RunDir.open(run)
     query = trajectories.Query(order=by, limit=limit or None, prompt=prompt, versions=_span(steps), text=text)
@@ -632,7 +632,7 @@ def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> None:
 
 def _results(run_dir: RunDir, *, anew: bool) -> Summary:
     """Write the summary, and the report where it is missing or is to be made anew."""
-    from tba_hpc.ending import size_of_shard
+    from tba_hpc.loops.ending import size_of_shard
 
     if anew or not run_dir.report.exists():
         from tba_hpc.report.page import write_report  # matplotlib costs a second

@@ -20,30 +20,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tba_hpc import schedules
-from tba_hpc.backends.behaviour_reference import BehaviourReference
-from tba_hpc.backends.deferred_reference import DeferredReference
-from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange, FileTrainerFollower
-from tba_hpc.backends.hdf5_shards import (
-    EVERYBODY,
-    PendingShards,
-    ShardError,
-    ShardWriter,
-    is_shard,
-    read_arrays,
-    write_arrays,
-)
-from tba_hpc.backends.hybrid_exchange import HybridTrainerExchange
-from tba_hpc.backends.replay_exchange import Recording, ReplayExchange
-from tba_hpc.buffer import Embed, ReplayBuffer
 from tba_hpc.config import FIRST_ELASTIC, Config, ConfigError
-from tba_hpc.elastic import Attendance, Visit, comes_by_itself, leased_place, leaving_at_once
-from tba_hpc.ending import end_run
-from tba_hpc.merger import merge_pending
-from tba_hpc.metrics import MetricsWriter, Value
-from tba_hpc.online_evaluation import OnlineEvaluator
-from tba_hpc.placement import Placement, refuse_index
-from tba_hpc.ports import (
+from tba_hpc.core import schedules
+from tba_hpc.core.buffer import Embed, ReplayBuffer
+from tba_hpc.core.ports import (
     EngineError,
     ExchangeError,
     Generator,
@@ -53,14 +33,39 @@ from tba_hpc.ports import (
     Task,
     TrainerExchange,
 )
-from tba_hpc.prompts import (
+from tba_hpc.core.prompts import (
     CompletedRequests,
     Progress,
     refuse_few_prompts,
     refuse_long_prompts,
     training_requests,
 )
+from tba_hpc.core.types import Publication, Ragged, Request, Role, Shard, Split, WeightLayout
+from tba_hpc.core.wording import printable
+from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange, FileTrainerFollower
+from tba_hpc.exchange.hdf5_shards import (
+    EVERYBODY,
+    PendingShards,
+    ShardError,
+    ShardWriter,
+    is_shard,
+    read_arrays,
+    write_arrays,
+)
+from tba_hpc.exchange.hybrid_exchange import HybridTrainerExchange
+from tba_hpc.exchange.replay_exchange import Recording, ReplayExchange
+from tba_hpc.launch.placement import Placement, refuse_index
+from tba_hpc.learner.behaviour_reference import BehaviourReference
+from tba_hpc.learner.deferred_reference import DeferredReference
+from tba_hpc.loops.elastic import Attendance, Visit, comes_by_itself, leased_place, leaving_at_once
+from tba_hpc.loops.ending import end_run
+from tba_hpc.loops.merger import merge_pending
+from tba_hpc.loops.online_evaluation import OnlineEvaluator
+from tba_hpc.loops.scorer import Scorer
+from tba_hpc.loops.searcher import Searcher
+from tba_hpc.loops.trainer import Trainer
 from tba_hpc.report.digest import KeptDigest, SearcherDigest, TrainerDigest
+from tba_hpc.report.track.beside import tracked
 from tba_hpc.run import modules
 from tba_hpc.run.beside import beside
 from tba_hpc.run.bundles import Key
@@ -86,19 +91,14 @@ from tba_hpc.run.evaluations import (
 from tba_hpc.run.files import DiskFullError, insist
 from tba_hpc.run.inventory import COMPLETE, damage
 from tba_hpc.run.keeping import ShardKeeper
+from tba_hpc.run.metrics import MetricsWriter, Value
 from tba_hpc.run.notes import FAILED, REFUSED, note_at_work, rank_name, redirect_output, write_note
 from tba_hpc.run.owners import owned
 from tba_hpc.run.signals import StopFlag
-from tba_hpc.scorer import Scorer
-from tba_hpc.searcher import Searcher
 from tba_hpc.tasks import load_task
-from tba_hpc.track.beside import tracked
-from tba_hpc.trainer import Trainer
-from tba_hpc.types import Publication, Ragged, Request, Role, Shard, Split, WeightLayout
-from tba_hpc.wording import printable
 
 if TYPE_CHECKING:
-    from tba_hpc.backends.mpi_exchange import MpiSearcherExchange, MpiTrainerFollower
+    from tba_hpc.exchange.mpi_exchange import MpiSearcherExchange, MpiTrainerFollower
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def train(run: RunDir, index: int | None) -> None:
     with _placed(run, "trainer", index) as (config, placement):
         # While libraries and model are loaded: summing up files leaves the interpreter to others.
         verified = beside(partial(verify_checkpoints, run, config)) if placement.index == 0 else None
-        from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
+        from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 
         learner = DeepSpeedLearner.create(
             config,
@@ -251,7 +251,7 @@ def replay(
 
 def _learner_alone(run: RunDir, config: Config) -> Learner:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as ranks have it: sums of several threads are others
-    from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
+    from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 
     deadline = config.exchange.deadline_seconds
     return DeepSpeedLearner.create(
@@ -294,7 +294,7 @@ def make_embed(config: Config) -> Embed | None:
     """What embeds completions for the buffer, where near duplicates are told by that. Raises ConfigError."""
     if config.buffer.embedding_model is None:
         return None
-    from tba_hpc.backends.hf_model import load_tokenizer
+    from tba_hpc.learner.hf_model import load_tokenizer
     from tba_hpc.tasks.embedder import Embedder
 
     embedder = Embedder(config.buffer.embedding_model, batch=EMBEDDED_AT_ONCE, key="buffer.embedding_model")
@@ -381,13 +381,13 @@ class SearchParts:
     @classmethod
     def make(cls, run: RunDir, config: Config, index: int, *, seed: int) -> SearchParts:
         """Load models and task. Raises ConfigError."""
-        from tba_hpc.backends.vllm_generator import VllmGenerator
+        from tba_hpc.engine.vllm_generator import VllmGenerator
 
         modules.use(run.modules)
         # First of all, since its process builds the engine while this one imports torch.
         generator = VllmGenerator(config.model, config.generator, seed=seed)
-        from tba_hpc.backends.hf_model import load_tokenizer
-        from tba_hpc.backends.vllm_victim import VllmVictim
+        from tba_hpc.engine.vllm_victim import VllmVictim
+        from tba_hpc.learner.hf_model import load_tokenizer
 
         task = load_task(config.task, load_tokenizer(config.model.path), partial(VllmVictim, seed=seed))
         refuse_long_prompts(task, config)
@@ -474,7 +474,7 @@ def _load_reference(run: RunDir, config: Config) -> Reference:
         return BehaviourReference()
     if config.train.trainer_has_reference:
         return DeferredReference()
-    from tba_hpc.backends.hf_reference import load_reference
+    from tba_hpc.learner.hf_reference import load_reference
 
     return load_reference(config, run.reference)
 
@@ -530,7 +530,7 @@ def _open_trainer(
 
     if placement.mpi is None:
         return board(EVERYBODY)
-    from tba_hpc.backends.mpi_exchange import MpiTrainerExchange
+    from tba_hpc.exchange.mpi_exchange import MpiTrainerExchange
 
     world = MpiTrainerExchange.open(
         placement.mpi,
@@ -559,7 +559,7 @@ def _open_follower(
 ) -> MpiTrainerFollower | FileTrainerFollower:
     if placement.mpi is None:
         return FileTrainerFollower(run.weights, layout)
-    from tba_hpc.backends.mpi_exchange import MpiTrainerFollower
+    from tba_hpc.exchange.mpi_exchange import MpiTrainerFollower
 
     return MpiTrainerFollower.open(placement.mpi)
 
@@ -568,7 +568,7 @@ def _open_searcher(
     run: RunDir, config: Config, placement: Placement
 ) -> FileSearcherExchange | MpiSearcherExchange:
     if placement.mpi:
-        from tba_hpc.backends.mpi_exchange import MpiSearcherExchange
+        from tba_hpc.exchange.mpi_exchange import MpiSearcherExchange
 
         return MpiSearcherExchange.open(placement.mpi)
     return FileSearcherExchange(

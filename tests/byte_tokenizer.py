@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tba_hpc.types import Completion, FinishReason
+from tba_hpc.core.types import Completion, FinishReason
 
 
 class ByteTokenizer:

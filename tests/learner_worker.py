@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tba_hpc.backends import deepspeed_learner
-from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
-from tba_hpc.batch import take_groups
 from tba_hpc.config import Config, parse_config
+from tba_hpc.core.batch import take_groups
+from tba_hpc.core.types import BEHAVIOUR, Ragged, TrajectoryBatch, WeightLayout
+from tba_hpc.learner import deepspeed_learner
+from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 from tba_hpc.run.beside import beside
-from tba_hpc.types import BEHAVIOUR, Ragged, TrajectoryBatch, WeightLayout
 
 Plan = list[tuple[str, int | str]]
 

@@ -14,20 +14,22 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
-from tba_hpc import elastic, runtime, schedules
-from tba_hpc.backends import file_exchange
-from tba_hpc.backends.behaviour_reference import BehaviourReference
-from tba_hpc.backends.deferred_reference import DeferredReference
-from tba_hpc.backends.file_exchange import FileSearcherExchange
+from tba_hpc import runtime
 from tba_hpc.config import Config, parse_config
-from tba_hpc.ports import Reference
-from tba_hpc.prompts import training_requests
+from tba_hpc.core import schedules
+from tba_hpc.core.ports import Reference
+from tba_hpc.core.prompts import training_requests
+from tba_hpc.core.types import TrajectoryBatch
+from tba_hpc.exchange import file_exchange
+from tba_hpc.exchange.file_exchange import FileSearcherExchange
+from tba_hpc.learner.behaviour_reference import BehaviourReference
+from tba_hpc.learner.deferred_reference import DeferredReference
+from tba_hpc.loops import elastic
+from tba_hpc.loops.scorer import Scorer
+from tba_hpc.loops.searcher import Searcher
 from tba_hpc.report import digest, page
 from tba_hpc.run.directory import RunDir
-from tba_hpc.scorer import Scorer
-from tba_hpc.searcher import Searcher
 from tba_hpc.tasks.tabular import Table, TabularGenerator, TabularLearner, TabularReference, TabularTask
-from tba_hpc.types import TrajectoryBatch
 
 TABLE = Table()
 STEPS, EVERY = 40, 8

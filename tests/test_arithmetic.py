@@ -10,6 +10,7 @@ import pytest
 from byte_tokenizer import ByteTokenizer, completion
 
 from tba_hpc.config import ConfigError, TaskSection
+from tba_hpc.core.types import Prompt, Split
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.arithmetic import (
     LARGEST,
@@ -19,7 +20,6 @@ from tba_hpc.tasks.arithmetic import (
     is_correct,
     split_of,
 )
-from tba_hpc.types import Prompt, Split
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 EXAMPLE = Problem("Gus", "apples", 17, (-3, 9), ("loses", "finds"))
@@ -152,7 +152,7 @@ def test_bad_input_gets_one_sentence(fields: dict[str, object], sentence: str) -
 
 OWN_TASK = '''
 import numpy as np
-from tba_hpc.types import Prompt
+from tba_hpc import Prompt
 
 class Echo:
     """Say the word again."""

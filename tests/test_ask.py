@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from tba_hpc import cli
-from tba_hpc.ask import Asked, ask
-from tba_hpc.backends.hf_answers import HfAnswers
-from tba_hpc.backends.hf_model import load_tokenizer
+from tba_hpc.commands.ask import Asked, ask
 from tba_hpc.config import ConfigError, parse_config
+from tba_hpc.core.types import Sampling
+from tba_hpc.learner.hf_answers import HfAnswers
+from tba_hpc.learner.hf_model import load_tokenizer
 from tba_hpc.run.directory import RunDir
 from tba_hpc.tasks import make_task
-from tba_hpc.types import Sampling
 
 QUESTION = "Ida has 3 eggs. Ida finds 4. How many eggs?"
 OWN = """

@@ -13,10 +13,10 @@ from learner_worker import GROUPS, Plan, Run, make_batch, make_config, run
 from tiny_models import make_random_model
 from torch import Tensor
 
-from tba_hpc.backends.averaged_reference import FILES, AveragedReference
-from tba_hpc.backends.hf_model import load_policy
-from tba_hpc.batch import take_groups
 from tba_hpc.config import Config, ConfigError, parse_config
+from tba_hpc.core.batch import take_groups
+from tba_hpc.learner.averaged_reference import FILES, AveragedReference
+from tba_hpc.learner.hf_model import load_policy
 from tba_hpc.run.checkpoints import StateError
 
 DECAY = 0.7

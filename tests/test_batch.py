@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import safetensors.numpy as wire
 
-from tba_hpc.batch import (
+from tba_hpc.core.batch import (
     balance,
     from_arrays,
     micro_batches,
@@ -17,7 +17,7 @@ from tba_hpc.batch import (
     to_arrays,
     token_ages,
 )
-from tba_hpc.types import RECORD, PaddedBatch, Ragged, TrajectoryBatch
+from tba_hpc.core.types import RECORD, PaddedBatch, Ragged, TrajectoryBatch
 
 
 def make_batch(groups: int, size: int = 3, *, seed: int = 0, longest: int = 30) -> TrajectoryBatch:

@@ -22,10 +22,10 @@ from killer import Killer, in_a_process
 from test_hdf5_shards import small_disk as small_disk
 from test_loops import ReplayExchange, TrainerParts
 
-from tba_hpc.backends.hdf5_shards import read_arrays, write_arrays
-from tba_hpc.backends.snapshot import Snapshot
 from tba_hpc.config import ConfigError
-from tba_hpc.metrics import number, read_metrics
+from tba_hpc.exchange.hdf5_shards import read_arrays, write_arrays
+from tba_hpc.learner.snapshot import Snapshot
+from tba_hpc.loops.trainer import MARGIN_SECONDS, Trainer
 from tba_hpc.run.checkpoints import (
     BUFFER_FILE,
     PROMPTS_FILE,
@@ -41,9 +41,9 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import DiskFullError
 from tba_hpc.run.inventory import PART_BYTES, SummedFile, damage, inventory, with_checksum
 from tba_hpc.run.memory import free_memory
+from tba_hpc.run.metrics import number, read_metrics
 from tba_hpc.tasks import tabular
 from tba_hpc.tasks.tabular import TabularLearner
-from tba_hpc.trainer import MARGIN_SECONDS, Trainer
 
 # --- Files that are summed up while they are written ---
 
@@ -161,7 +161,7 @@ def test_a_kill_before_any_change_of_the_disk_leaves_the_checkpoint_before(
 
 def test_a_run_that_is_killed_while_a_checkpoint_is_written_goes_on_and_loses_nothing(tmp_path: Path) -> None:
     """Real loops and files, checkpoints as often as the disk allows."""
-    from tba_hpc.audit import audit
+    from tba_hpc.report.audit import audit
 
     run = RunDir.create(tabular_run.make_config(tmp_path, checkpoint={"every": 1, "snapshot": "memory"}))
     for nth in (12, 9, 15):

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tba_hpc import buffer as buffer_module
-from tba_hpc import store as store_module
-from tba_hpc.backends.hdf5_shards import read_arrays, write_arrays
-from tba_hpc.batch import to_arrays
-from tba_hpc.buffer import Merged, ReplayBuffer, soft_values
 from tba_hpc.config import BufferSection
-from tba_hpc.types import RECORD, Ragged, Trajectories, TrajectoryBatch
+from tba_hpc.core import buffer as buffer_module
+from tba_hpc.core import store as store_module
+from tba_hpc.core.batch import to_arrays
+from tba_hpc.core.buffer import Merged, ReplayBuffer, soft_values
+from tba_hpc.core.types import RECORD, Ragged, Trajectories, TrajectoryBatch
+from tba_hpc.exchange.hdf5_shards import read_arrays, write_arrays
 
 
 @dataclass(frozen=True)

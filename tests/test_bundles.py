@@ -17,18 +17,17 @@ from pathlib import Path
 import pytest
 import tabular_run
 from killer import Killer, in_a_process
+from tba_hpc.report.audit import audit
 from test_hdf5_shards import assert_equal, scored, sealed
 
-from tba_hpc import metrics
-from tba_hpc.audit import audit
-from tba_hpc.backends.hdf5_shards import PendingShards, ShardWriter, is_shard
+from tba_hpc.core.types import Shard
+from tba_hpc.exchange.hdf5_shards import PendingShards, ShardWriter, is_shard
 from tba_hpc.report.summary import summarise
-from tba_hpc.run import pruning
+from tba_hpc.run import metrics, pruning
 from tba_hpc.run.bundles import BundleError, Bundles, contents, pack
 from tba_hpc.run.checkpoints import checkpoint_folders
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.pruning import ShardPruner
-from tba_hpc.types import Shard
 
 INSPECT = Path(__file__).parents[1] / "tools" / "inspect_shards.py"
 

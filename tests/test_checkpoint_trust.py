@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 import tabular_run
 import torch
+from tba_hpc.report.audit import audit
 from tiny_models import make_random_model
 
-from tba_hpc.audit import audit
-from tba_hpc.backends.hdf5_shards import read_arrays, write_arrays
-from tba_hpc.metrics import read_metrics
+from tba_hpc.exchange.hdf5_shards import read_arrays, write_arrays
 from tba_hpc.report.monitor import RunMonitor
 from tba_hpc.report.run_state import run_state
 from tba_hpc.report.status import facts
@@ -39,6 +38,7 @@ from tba_hpc.run.checkpoints import (
 )
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.inventory import damage, inventory
+from tba_hpc.run.metrics import read_metrics
 from tba_hpc.runtime import verify_checkpoints
 from tba_hpc.tasks.tabular import TabularLearner
 

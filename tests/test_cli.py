@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tba_hpc.metrics import MetricsWriter
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.metrics import MetricsWriter
 
 REPOSITORY = Path(__file__).parents[1]
 TBA = str(Path(sys.executable).parent / "tba")

@@ -12,7 +12,7 @@ from recorded import evaluate, new_run, resumed_run, search, step, write
 from typer.testing import CliRunner
 
 from tba_hpc import cli
-from tba_hpc.compare import compare, config_rows, print_comparison, values, write_comparison
+from tba_hpc.commands.compare import compare, config_rows, print_comparison, values, write_comparison
 from tba_hpc.config import ConfigError
 from tba_hpc.evaluate.estimates import difference, wilson
 from tba_hpc.report.plots import overlays, run_line

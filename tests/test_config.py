@@ -22,7 +22,7 @@ from tba_hpc.config import (
     parse_config,
     value_text,
 )
-from tba_hpc.variants import DrGrpo, OwnObjective, TbaPrime
+from tba_hpc.config.variants import DrGrpo, OwnObjective, TbaPrime
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 
@@ -529,10 +529,10 @@ def test_what_a_resume_may_change_is_said_beside_each_key() -> None:
     assert not any(map(may_change, never))
 
 
-AT_WORK = ("trainer", "freshness", "merger", "ending", "searcher", "scorer", "skipped_steps")
+LOOPS = [f"loops/{name}" for name in ("trainer", "freshness", "merger", "ending", "searcher", "scorer")]
 
 
-@pytest.mark.parametrize("module", [*AT_WORK, "backends/snapshot", "backends/mpi_world"])
+@pytest.mark.parametrize("module", [*LOOPS, "core/skipped_steps", "learner/snapshot", "exchange/mpi_world"])
 def test_an_error_of_a_run_at_work_asks_for_no_change_that_a_resume_refuses(module: str) -> None:
     """What it is raised or made with names such a key only beside run.name, for another run."""
     tree = ast.parse((Path(__file__).parents[1] / "tba_hpc" / f"{module}.py").read_text())

@@ -42,8 +42,12 @@ from learner_worker import (
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, make_family_model, make_random_model
 
-from tba_hpc.backends import deepspeed_learner
-from tba_hpc.backends.deepspeed_learner import (
+from tba_hpc.config import Config, LossNormaliser, TrainSection, parse_config
+from tba_hpc.core.ports import ExchangeError
+from tba_hpc.core.types import TrajectoryBatch, WeightLayout
+from tba_hpc.exchange.hdf5_shards import write_arrays
+from tba_hpc.learner import deepspeed_learner
+from tba_hpc.learner.deepspeed_learner import (
     Command,
     DeepSpeedLearner,
     _buckets,
@@ -52,12 +56,9 @@ from tba_hpc.backends.deepspeed_learner import (
     _require_known,
     _without_a_compiler,
 )
-from tba_hpc.backends.hdf5_shards import write_arrays
-from tba_hpc.backends.hf_model import load_policy, load_tokenizer
-from tba_hpc.backends.trainer_group import Message, TrainerGroup
-from tba_hpc.config import Config, LossNormaliser, TrainSection, parse_config
+from tba_hpc.learner.hf_model import load_policy, load_tokenizer
+from tba_hpc.learner.trainer_group import Message, TrainerGroup
 from tba_hpc.objectives import OBJECTIVES, make_objective
-from tba_hpc.ports import ExchangeError
 from tba_hpc.run.checkpoints import (
     Checkpoints,
     TrainerState,
@@ -68,7 +69,6 @@ from tba_hpc.run.checkpoints import (
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import DiskFullError
 from tba_hpc.run.inventory import damage, inventory, with_checksum
-from tba_hpc.types import TrajectoryBatch, WeightLayout
 
 pytestmark = pytest.mark.engine
 

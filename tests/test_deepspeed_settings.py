@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from deepspeed import DeepSpeedConfig
 
-from tba_hpc.backends.deepspeed_settings import deepspeed_settings, merged
-from tba_hpc.backends.hf_model import use_tensor_cores
 from tba_hpc.config import Config, parse_config
+from tba_hpc.learner.deepspeed_settings import deepspeed_settings, merged
+from tba_hpc.learner.hf_model import use_tensor_cores
 
 
 def config_with(*changes: str) -> Config:

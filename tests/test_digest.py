@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from recorded import new_run, search, step
 
-from tba_hpc.metrics import MetricsTail, MetricsWriter, Record, read_metrics
 from tba_hpc.report import digest as digests
 from tba_hpc.report.curves import Curve
 from tba_hpc.report.digest import (
@@ -24,6 +23,7 @@ from tba_hpc.report.digest import (
     kept_digest,
     read_digest,
 )
+from tba_hpc.run.metrics import MetricsTail, MetricsWriter, Record, read_metrics
 
 
 def trainer_records(steps: int) -> Iterator[Record]:
@@ -194,7 +194,7 @@ def test_quantiles_are_those_of_the_values_within_a_per_cent() -> None:
 
 
 def test_a_file_is_read_chunk_by_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tba_hpc.metrics.CHUNK", 100)
+    monkeypatch.setattr("tba_hpc.run.metrics.CHUNK", 100)
     path = tmp_path / "m.jsonl"
     records = [{"step": i, "note": "x" * (i * 37 % 250)} for i in range(60)]
     path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"step": 60')

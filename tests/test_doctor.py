@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tba_hpc.checks import machine_checks, slurm_checks
+from tba_hpc.checks.examine import check_resources
+from tba_hpc.checks.findings import Finding
+from tba_hpc.checks.machine_checks import Folder, Gpus, Interface, Model, SharedMemory
+from tba_hpc.checks.slurm_checks import SlurmFacts
 from tba_hpc.config import parse_config
-from tba_hpc.doctor import machine_checks, slurm_checks
-from tba_hpc.doctor.examine import check_resources
-from tba_hpc.doctor.findings import Finding
-from tba_hpc.doctor.machine_checks import Folder, Gpus, Interface, Model, SharedMemory
-from tba_hpc.doctor.slurm_checks import SlurmFacts
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Container, Site, plan
 

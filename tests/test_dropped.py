@@ -8,18 +8,18 @@ import pytest
 from recorded import new_run, write
 from test_freshness import config_of, shard
 
-from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import parse_config
-from tba_hpc.freshness import Freshness
-from tba_hpc.merger import Merger, by_tenths
-from tba_hpc.metrics import MetricsWriter, read_metrics
-from tba_hpc.prompts import CompletedRequests
+from tba_hpc.core.buffer import ReplayBuffer
+from tba_hpc.core.prompts import CompletedRequests
+from tba_hpc.loops.freshness import Freshness
+from tba_hpc.loops.merger import Merger, by_tenths
 from tba_hpc.report import page
 from tba_hpc.report.curves import History
 from tba_hpc.report.summary import RunData
 from tba_hpc.report.tables import dropped_unlearned
 from tba_hpc.report.worries import worries
 from tba_hpc.run.checkpoints import TrainerState
+from tba_hpc.run.metrics import MetricsWriter, read_metrics
 
 
 def test_lengths_are_counted_by_tenths_of_the_longest() -> None:

@@ -22,30 +22,26 @@ import numpy as np
 import pytest
 from test_hdf5_shards import scored
 
-from tba_hpc.backends.file_exchange import (
-    ElasticSearcherExchange,
-    FileSearcherExchange,
-    FileTrainerExchange,
-)
-from tba_hpc.backends.hdf5_shards import PendingShards, ShardError, ShardWriter
-from tba_hpc.backends.hybrid_exchange import HybridTrainerExchange
-from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import FIRST_ELASTIC, Config, ConfigError, is_elastic, parse_config
-from tba_hpc.elastic import Attendance, EvaluatorSeat, NoPlaceError, comes_by_itself, leased_place
-from tba_hpc.ending import Watch
-from tba_hpc.freshness import Freshness
-from tba_hpc.merger import Merger, by_tenths
-from tba_hpc.metrics import MetricsWriter, read_metrics
-from tba_hpc.ports import ExchangeError
-from tba_hpc.prompts import CompletedRequests, Progress, PromptOrder
+from tba_hpc.core.buffer import ReplayBuffer
+from tba_hpc.core.ports import ExchangeError
+from tba_hpc.core.prompts import CompletedRequests, Progress, PromptOrder
+from tba_hpc.core.types import Group, Publication, Split, WeightLayout
+from tba_hpc.exchange.file_exchange import ElasticSearcherExchange, FileSearcherExchange, FileTrainerExchange
+from tba_hpc.exchange.hdf5_shards import PendingShards, ShardError, ShardWriter
+from tba_hpc.exchange.hybrid_exchange import HybridTrainerExchange
+from tba_hpc.loops.elastic import Attendance, EvaluatorSeat, NoPlaceError, comes_by_itself, leased_place
+from tba_hpc.loops.ending import Watch
+from tba_hpc.loops.freshness import Freshness
+from tba_hpc.loops.merger import Merger, by_tenths
 from tba_hpc.report.monitor import RunMonitor
 from tba_hpc.report.run_state import run_state
 from tba_hpc.report.status import facts, figures
 from tba_hpc.run import owners
 from tba_hpc.run.checkpoints import TrainerState
 from tba_hpc.run.directory import ATTEMPT, RunDir
+from tba_hpc.run.metrics import MetricsWriter, read_metrics
 from tba_hpc.run.owners import Owner, leased
-from tba_hpc.types import Group, Publication, Split, WeightLayout
 
 LAYOUT = WeightLayout.of([("a", (3, 5))], "F32")
 
@@ -75,7 +71,7 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", ATTEMPT):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("tba_hpc.backends.file_exchange.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("tba_hpc.exchange.file_exchange.POLL_SECONDS", 0.0)
 
 
 # --- What may be configured ---
@@ -192,7 +188,7 @@ def no_room(*_: object, **__: object) -> None:
 @pytest.mark.parametrize("nth", range(2))
 def test_who_is_to_evaluate_waits_for_room(run: RunDir, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
     """Whether or not its claim had its name already when the disk was full: that is its own."""
-    monkeypatch.setattr("tba_hpc.elastic.SEAT_SECONDS", 0.0)
+    monkeypatch.setattr("tba_hpc.loops.elastic.SEAT_SECONDS", 0.0)
     seat, other, left, fsync = EvaluatorSeat(run), EvaluatorSeat(run), [nth], os.fsync
 
     def full_once(descriptor: int) -> None:
@@ -217,7 +213,7 @@ def test_who_is_there(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
         there = Attendance(run, run.config())
         assert there()
         with monkeypatch.context() as patch:
-            patch.setattr("tba_hpc.elastic.LOOK_SECONDS", 0.0)
+            patch.setattr("tba_hpc.loops.elastic.LOOK_SECONDS", 0.0)
             patch.setattr(Path, "touch", no_room)
             assert there(), "as before, while the disk is full"
     assert owners.holders(run, names) == {}

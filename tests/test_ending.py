@@ -10,14 +10,14 @@ import pytest
 from test_loops import ReplayExchange as Replayed
 from test_loops import TrainerParts, _sealed, make_config
 
-from tba_hpc import ending
-from tba_hpc.ending import end_run
-from tba_hpc.metrics import MetricsWriter, read_metrics
-from tba_hpc.ports import ExchangeError
+from tba_hpc.core.ports import ExchangeError
+from tba_hpc.core.types import Publication
+from tba_hpc.loops import ending
+from tba_hpc.loops.ending import end_run
 from tba_hpc.report import page
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation, missing_parts, write_evaluation
-from tba_hpc.types import Publication
+from tba_hpc.run.metrics import MetricsWriter, read_metrics
 
 STEPS = 4
 

@@ -4,7 +4,8 @@ import socket
 
 import numpy as np
 
-from tba_hpc.backends.engine_channel import (
+from tba_hpc.core.types import Sampling
+from tba_hpc.engine.engine_channel import (
     ANSWERS,
     COMMANDS,
     Answer,
@@ -17,7 +18,6 @@ from tba_hpc.backends.engine_channel import (
     Submit,
     map_weights,
 )
-from tba_hpc.types import Sampling
 
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, max_tokens=5)
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tba_hpc.checks.resources import missing, place
 from tba_hpc.config import parse_config
-from tba_hpc.resources import missing, place
-from tba_hpc.types import Resource
+from tba_hpc.core.types import Resource
 from tests.hub import hub
 
 WEIGHTS = b"weights"

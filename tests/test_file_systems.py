@@ -21,26 +21,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tabular_run
+from tba_hpc.report.audit import audit
 from test_hdf5_shards import scored, sealed
 from test_loops import ReplayExchange, TrainerParts, _sealed
 from test_loops import make_config as loops_config
 
 from tba_hpc import runtime
-from tba_hpc.audit import audit
-from tba_hpc.backends import hdf5_shards
-from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange
-from tba_hpc.backends.hdf5_shards import PendingShards, ShardWriter, read_shard
-from tba_hpc.buffer import ReplayBuffer
-from tba_hpc.merger import MERGED_AT_ONCE, merge_pending
-from tba_hpc.metrics import MetricsWriter, read_metrics
-from tba_hpc.prompts import CompletedRequests, Progress
+from tba_hpc.core.buffer import ReplayBuffer
+from tba_hpc.core.prompts import CompletedRequests, Progress
+from tba_hpc.core.types import Publication, Shard, WeightLayout
+from tba_hpc.exchange import hdf5_shards
+from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange
+from tba_hpc.exchange.hdf5_shards import PendingShards, ShardWriter, read_shard
+from tba_hpc.loops.merger import MERGED_AT_ONCE, merge_pending
+from tba_hpc.loops.trainer import MARGIN_SECONDS
 from tba_hpc.run import files
 from tba_hpc.run.checkpoints import TrainerState
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation, discard_evaluations, find_evaluation, write_evaluation
 from tba_hpc.run.files import make_folder
-from tba_hpc.trainer import MARGIN_SECONDS
-from tba_hpc.types import Publication, Shard, WeightLayout
+from tba_hpc.run.metrics import MetricsWriter, read_metrics
 
 REAL_TIME = time.time
 LAYOUT = WeightLayout.of([("a", (3, 5))], "F32")
@@ -105,7 +105,7 @@ def moods(monkeypatch: pytest.MonkeyPatch) -> Moods:
     moods.install(monkeypatch.setattr)
     monkeypatch.setattr("tba_hpc.run.files.AGAIN_SECONDS", 0.02)
     monkeypatch.setattr("tba_hpc.backends.hdf5_shards.AGAIN_SECONDS", 0.02)
-    monkeypatch.setattr("tba_hpc.backends.file_exchange.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("tba_hpc.exchange.file_exchange.POLL_SECONDS", 0.0)
     return moods
 
 

@@ -5,12 +5,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import Config, parse_config
-from tba_hpc.freshness import Freshness, RolloutBudget
-from tba_hpc.ports import ExchangeError
-from tba_hpc.prompts import CompletedRequests
-from tba_hpc.types import BEHAVIOUR, RECORD, Publication, Ragged, Shard, Trajectories, make_uid
+from tba_hpc.core.buffer import ReplayBuffer
+from tba_hpc.core.ports import ExchangeError
+from tba_hpc.core.prompts import CompletedRequests
+from tba_hpc.core.types import BEHAVIOUR, RECORD, Publication, Ragged, Shard, Trajectories, make_uid
+from tba_hpc.loops.freshness import Freshness, RolloutBudget
 
 
 def budget(

@@ -11,10 +11,10 @@ import pytest
 from byte_tokenizer import ByteTokenizer, completion
 
 from tba_hpc.config import ConfigError, TaskSection
+from tba_hpc.core.types import Split
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.data import HubData
 from tba_hpc.tasks.gsm8k import GSM8K, Grader, final_expression, final_number
-from tba_hpc.types import Split
 
 DATA = Path(__file__).parents[1].parent / "shared" / "data" / "gsm8k"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the GSM8K files are not at {DATA}")

@@ -19,19 +19,7 @@ import h5py
 import numpy as np
 import pytest
 
-from tba_hpc.backends.hdf5_shards import (
-    HEADER_BYTES,
-    PendingShards,
-    ShardError,
-    ShardWriter,
-    read_arrays,
-    read_shard,
-    write_arrays,
-    write_shard,
-)
-from tba_hpc.run.directory import RunDir
-from tba_hpc.run.files import DiskFullError
-from tba_hpc.types import (
+from tba_hpc.core.types import (
     RECORD,
     Completion,
     Group,
@@ -43,6 +31,18 @@ from tba_hpc.types import (
     Trajectories,
     make_uid,
 )
+from tba_hpc.exchange.hdf5_shards import (
+    HEADER_BYTES,
+    PendingShards,
+    ShardError,
+    ShardWriter,
+    read_arrays,
+    read_shard,
+    write_arrays,
+    write_shard,
+)
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.files import DiskFullError
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=50)
 

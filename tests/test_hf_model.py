@@ -24,16 +24,10 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from tba_hpc import batch
-from tba_hpc.backends import sequence_attention
-from tba_hpc.backends.hf_model import (
-    HfTokenizer,
-    LogprobHead,
-    PolicyLogprobs,
-    load_policy,
-    load_tokenizer,
-)
 from tba_hpc.config import ConfigError
+from tba_hpc.core import batch
+from tba_hpc.learner import sequence_attention
+from tba_hpc.learner.hf_model import HfTokenizer, LogprobHead, PolicyLogprobs, load_policy, load_tokenizer
 
 PROMPTS = torch.tensor([3, 1, 5, 2])
 LENGTHS = torch.tensor([9, 4, 6, 12])

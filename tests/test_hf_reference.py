@@ -8,10 +8,8 @@ import torch
 from tiny_models import make_random_model
 from transformers import PreTrainedModel
 
-from tba_hpc.backends.hf_model import load_policy
-from tba_hpc.backends.hf_reference import HfReference
 from tba_hpc.config import Dtype
-from tba_hpc.types import (
+from tba_hpc.core.types import (
     Completion,
     Group,
     Prompt,
@@ -21,6 +19,8 @@ from tba_hpc.types import (
     WeightLayout,
     WeightUpdate,
 )
+from tba_hpc.learner.hf_model import load_policy
+from tba_hpc.learner.hf_reference import HfReference
 
 VOCABULARY = 128
 

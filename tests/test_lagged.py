@@ -11,13 +11,13 @@ import torch
 from learner_worker import BETA, make_batch, make_config, run
 from tiny_models import make_random_model
 
-from tba_hpc.backends.hf_model import load_policy
-from tba_hpc.batch import pad, token_ages
 from tba_hpc.config import ConfigError, TrainSection, parse_config
+from tba_hpc.core.batch import pad, token_ages
+from tba_hpc.core.types import RECORD
+from tba_hpc.learner.hf_model import load_policy
 from tba_hpc.objectives import make_objective
 from tba_hpc.objectives.common import Groups
 from tba_hpc.objectives.lagged import with_lagged_reference
-from tba_hpc.types import RECORD
 
 LENGTHS = [5, 1, 4, 6]
 

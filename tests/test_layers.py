@@ -6,109 +6,26 @@ A login node without torch can import what it needs.
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "tba_hpc"
+REPOSITORY = Path(__file__).parents[1]
+PACKAGE = REPOSITORY / "tba_hpc"
 
-LAYERS = [
-    {"shipped", "variants"},
-    {"types", "config", "orphans", "wording"},
-    {"own_code"},
-    {"objectives", "schedules", "tuned", "ports", "store", "batch"},
-    {"run", "prompts", "task_contract", "skipped_steps", "buffer"},
-    {"metrics", "freshness", "token_budget"},
-    {"merger", "step_log", "search_log"},
-    {"trainer", "searcher", "scorer", "online_evaluation", "backends", "tasks", "launch", "report"},
-    {"ending", "placement", "resources", "order", "elastic", "track"},
-    {"runtime", "audit", "evaluate", "samples", "doctor", "planner", "task_check"},
-    {"submit", "lend", "fetch", "ask", "compare", "frames", "replay"},
-    {"cli"},
-]
-"""From the ground up; a name is a module or a package of tba_hpc."""
-
-SIBLINGS_THAT_MEET = {
-    ("searcher", "online_evaluation"),  # the searcher's loop holds the evaluator
-    ("searcher", "scorer"),  # and the scorer
-    ("launch", "report"),  # the local launcher shows the live display
-}
+ROOMS = list(tomllib.loads((REPOSITORY / "docs/rooms.toml").read_text()))
+"""From the ground up; a name is a package or a module of tba_hpc."""
 
 HEAVY = {"vllm", "deepspeed", "mpi4py", "h5py", "submitit", "peft", "wandb"}
 
-WITHOUT_TORCH = [
-    *(
-        "config",
-        "types",
-        "ports",
-        "schedules",
-        "tuned",
-        "buffer",
-        "batch",
-        "token_budget",
-        "metrics",
-        "freshness",
-        "trainer",
-        "searcher",
-        "search_log",
-    ),
-    *(
-        "ending",
-        "online_evaluation",
-        "cli",
-        "doctor.slurm_checks",
-        "doctor.findings",
-        "doctor.loaded",
-        "doctor.mpi_checks",
-        "launch.local",
-        "launch.mpi_library",
-        "doctor.machine_checks",
-        "launch.plan",
-        "launch.sbatch",
-        "launch.sides",
-        "launch.snapshot",
-        "planner",
-        "report.attempts",
-        "report.curves",
-        "report.page",
-        "report.plots",
-        "report.run_state",
-        "report.status",
-        "report.summary",
-        "report.tables",
-        "report.monitor",
-        "report.worries",
-        "scorer",
-        "task_contract",
-        "task_check",
-        "order",
-        "resources",
-        "ask",
-        "compare",
-        "report.logs",
-        "tasks.gsm8k",
-        "backends.vllm_generator",
-    ),
-    "track.beside",
-    "track.follow",
-    "tasks.arithmetic",
-    "tasks.jsonl",
-    "tasks.reasoning_gym",
-    "tasks.math",
-    "tasks.redteam",
-    "tasks.tldr",
-]
+TORCH_IS_THEIRS = (
+    *("objectives", "learner", "engine.vllm", "tasks.tabular"),
+    *("tasks.classifier", "tasks.embedder", "tasks.guard", "tasks.reward_model", "tasks.text_model"),
+)
+"""What computes. Everything else a login node may import, where neither torch nor an MPI library is."""
 
-WITH_A_LITTLE = {
-    "launch.slurm": "submitit",
-    "doctor.examine": "submitit",
-    "submit": "submitit",
-    "fetch": "submitit",
-    "launch.stop": "submitit",
-    "audit": "h5py",
-    "samples": "h5py",
-}
-"""What else a login node runs, and the one library of HEAVY that it needs."""
+MPI_IS_THEIRS = ("exchange.mpi_", "checks.rank")
 
 
 def _imports(path: Path) -> set[str]:
@@ -123,7 +40,7 @@ def _imports(path: Path) -> set[str]:
 
 
 def _modules() -> list[Path]:
-    return sorted(path for path in PACKAGE.rglob("*.py") if not path.name.startswith("__"))
+    return sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.name[0] != "_")
 
 
 def _room(module: str) -> str:
@@ -131,18 +48,19 @@ def _room(module: str) -> str:
     return module.split(".")[1]
 
 
-def _height(room: str) -> int:
-    return next(level for level, rooms in enumerate(LAYERS) if room in rooms)
+def test_every_room_is_listed() -> None:
+    """And the roots apart no file lies loose."""
+    found = {path.parts[0] for path in (file.relative_to(PACKAGE) for file in _modules())}
+    loose = {name.removesuffix(".py") for name in found if name.endswith(".py")}
+    assert {name.removesuffix(".py") for name in found} == {*ROOMS} and loose == {"cli", "runtime"}
 
 
 @pytest.mark.parametrize("path", _modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_downward_only(path: Path) -> None:
     room = path.relative_to(PACKAGE).with_suffix("").parts[0]
     for module in _imports(path):
-        if not module.startswith("tba_hpc.") or _room(module) == room:
-            continue
-        below = _height(_room(module)) < _height(room)
-        assert below or (room, _room(module)) in SIBLINGS_THAT_MEET, f"{path.name} imports {module}"
+        if module.startswith("tba_hpc.") and _room(module) != room:
+            assert ROOMS.index(_room(module)) < ROOMS.index(room), f"{path.name} imports {module}"
 
 
 @pytest.mark.parametrize("library", sorted(HEAVY))
@@ -151,12 +69,14 @@ def test_one_heavy_library_one_module(library: str) -> None:
     assert len(users) == 1, f"{library} is imported in {users}"
 
 
-def test_a_login_node_needs_no_heavy_library() -> None:
-    assert _heavy_below(WITHOUT_TORCH) == []
+def test_a_login_node_needs_neither_torch_nor_mpi() -> None:
+    names = [".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in _modules()]
+    light = [name for name in names if not name.startswith((*TORCH_IS_THEIRS, *MPI_IS_THEIRS))]
+    assert _heavy_below([name.removesuffix(".__init__") for name in light]) == ["h5py", "submitit"]
 
 
-def test_what_a_login_node_runs_needs_no_torch() -> None:
-    assert _heavy_below(list(WITH_A_LITTLE)) == sorted(set(WITH_A_LITTLE.values()))
+def test_commands_that_look_and_loops_need_no_heavy_library() -> None:
+    assert _heavy_below(["cli", "loops.trainer", "loops.searcher", "launch.local", "report.status"]) == []
 
 
 def _heavy_below(modules: list[str]) -> list[str]:

@@ -16,9 +16,9 @@ from lab.small_llama import Sampler, SmallLlama
 from tiny_models import make_random_model
 from transformers import PreTrainedModel
 
-from tba_hpc.backends.hf_model import PolicyLogprobs, load_policy, load_tokenizer
+from tba_hpc.core.types import Completion, Prompt
+from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, load_tokenizer
 from tba_hpc.tasks.arithmetic import Arithmetic
-from tba_hpc.types import Completion, Prompt
 
 ROOM = 12
 PROMPTS = 5

@@ -20,31 +20,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange
-from tba_hpc.backends.hdf5_shards import PendingShards, ShardWriter, read_arrays, read_shard, write_arrays
-from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import Config, parse_config
-from tba_hpc.ending import publish_last
-from tba_hpc.merger import merge_pending
-from tba_hpc.metrics import REWARD_EDGES, MetricsWriter, read_metrics, step_records
-from tba_hpc.online_evaluation import LONGEST_TEXT, OnlineEvaluator
-from tba_hpc.ports import ExchangeError, Generator, SearcherExchange, TrainerExchange
-from tba_hpc.prompts import CompletedRequests, Progress, training_requests
-from tba_hpc.run.checkpoints import Checkpoints, TrainerState, latest_checkpoint, read_state
-from tba_hpc.run.directory import RunDir
-from tba_hpc.run.evaluations import Evaluation, find_evaluation, read_evaluation, read_part, write_evaluation
-from tba_hpc.scorer import ANSWERS_AT_ONCE, Judged, Scorer
-from tba_hpc.searcher import Searcher
-from tba_hpc.tasks.tabular import (
-    Table,
-    TabularGenerator,
-    TabularLearner,
-    TabularReference,
-    TabularTask,
-    total_variation,
-)
-from tba_hpc.trainer import MARGIN_SECONDS, Trainer, is_late
-from tba_hpc.types import (
+from tba_hpc.core.buffer import ReplayBuffer
+from tba_hpc.core.ports import ExchangeError, Generator, SearcherExchange, TrainerExchange
+from tba_hpc.core.prompts import CompletedRequests, Progress, training_requests
+from tba_hpc.core.types import (
     Completion,
     Group,
     Prompt,
@@ -55,6 +35,26 @@ from tba_hpc.types import (
     Split,
     Trajectories,
     WeightUpdate,
+)
+from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange
+from tba_hpc.exchange.hdf5_shards import PendingShards, ShardWriter, read_arrays, read_shard, write_arrays
+from tba_hpc.loops.ending import publish_last
+from tba_hpc.loops.merger import merge_pending
+from tba_hpc.loops.online_evaluation import LONGEST_TEXT, OnlineEvaluator
+from tba_hpc.loops.scorer import ANSWERS_AT_ONCE, Judged, Scorer
+from tba_hpc.loops.searcher import Searcher
+from tba_hpc.loops.trainer import MARGIN_SECONDS, Trainer, is_late
+from tba_hpc.run.checkpoints import Checkpoints, TrainerState, latest_checkpoint, read_state
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.evaluations import Evaluation, find_evaluation, read_evaluation, read_part, write_evaluation
+from tba_hpc.run.metrics import REWARD_EDGES, MetricsWriter, read_metrics, step_records
+from tba_hpc.tasks.tabular import (
+    Table,
+    TabularGenerator,
+    TabularLearner,
+    TabularReference,
+    TabularTask,
+    total_variation,
 )
 
 TABLE = Table()

@@ -19,14 +19,14 @@ from tiny_models import make_family_model, make_random_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tba_hpc.backends.adapter import FOLDER, Adaptable, Adapter, identity, layers_of
-from tba_hpc.backends.file_exchange import _create_incoming, read_weights
-from tba_hpc.backends.hf_model import load_policy
-from tba_hpc.backends.hf_reference import HfReference
-from tba_hpc.backends.lora import Lora
-from tba_hpc.backends.vllm_generator import VllmGenerator
 from tba_hpc.config import Config, ConfigError, LoraSection, parse_config
-from tba_hpc.types import Completion, Group, LoraWeights, Publication, WeightLayout, WeightUpdate
+from tba_hpc.core.types import Completion, Group, LoraWeights, Publication, WeightLayout, WeightUpdate
+from tba_hpc.engine.vllm_generator import VllmGenerator
+from tba_hpc.exchange.file_exchange import _create_incoming, read_weights
+from tba_hpc.learner.adapter import FOLDER, Adaptable, Adapter, identity, layers_of
+from tba_hpc.learner.hf_model import load_policy
+from tba_hpc.learner.hf_reference import HfReference
+from tba_hpc.learner.lora import Lora
 
 pytestmark = pytest.mark.engine
 

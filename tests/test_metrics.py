@@ -17,8 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tba_hpc import metrics
-from tba_hpc.metrics import (
+from tba_hpc.report import digest
+from tba_hpc.run import metrics
+from tba_hpc.run.files import DiskFullError
+from tba_hpc.run.metrics import (
     REWARD_EDGES,
     Clock,
     MetricsTail,
@@ -27,8 +29,6 @@ from tba_hpc.metrics import (
     read_metrics,
     step_records,
 )
-from tba_hpc.report import digest
-from tba_hpc.run.files import DiskFullError
 
 
 def test_records_are_read_back_in_order_with_their_time(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_of_a_step_done_twice_the_later_attempt_counts() -> None:
 
 @pytest.mark.parametrize(("module", "count"), [("step_log", 20), ("searcher", 11), ("search_log", 10)])
 def test_every_metric_that_is_logged_is_documented(module: str, count: int) -> None:
-    source = (Path(metrics.__file__).parent / f"{module}.py").read_text()
+    source = (Path(metrics.__file__).parents[1] / "loops" / f"{module}.py").read_text()
     logged = set(re.findall(r'"((?:train|time|sync|buffer|staleness|search)/\w+)"', source))
     documented = set(re.findall(r"^((?:\w+/\w+(?:, )?)+)", metrics.__doc__ or "", re.MULTILINE))
     names = {name for names in documented for name in names.split(", ")}

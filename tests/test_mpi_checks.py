@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from tba_hpc.checks import loaded, mpi_checks
+from tba_hpc.checks.findings import Finding
+from tba_hpc.checks.loaded import Library
+from tba_hpc.checks.machine_checks import Folder, Gpus, Machine, Model, SharedMemory, find_fabric
+from tba_hpc.checks.mpi_checks import Fabric, Sums, World
 from tba_hpc.config import parse_config
-from tba_hpc.doctor import loaded, mpi_checks
-from tba_hpc.doctor.findings import Finding
-from tba_hpc.doctor.loaded import Library
-from tba_hpc.doctor.machine_checks import Folder, Gpus, Machine, Model, SharedMemory, find_fabric
-from tba_hpc.doctor.mpi_checks import Fabric, Sums, World
 from tba_hpc.launch import mpi_library
 from tba_hpc.launch.plan import Site, plan
 from tba_hpc.launch.sbatch import Job, batch_script

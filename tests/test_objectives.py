@@ -19,6 +19,7 @@ import yaml
 from torch import Tensor
 
 from tba_hpc.config import ConfigError, TrainSection
+from tba_hpc.config.variants import LossNormaliser, RatioBound, RatioCap, RatioTaper, SequenceMask
 from tba_hpc.objectives import OBJECTIVES, Groups, Objective, make_objective
 from tba_hpc.objectives.advantage_regression import oapl
 from tba_hpc.objectives.common import bounded_exp, centred, leave_one_out, second_moment_mask
@@ -26,13 +27,6 @@ from tba_hpc.objectives.policy_gradient import dr_grpo, grpo, proximal_rloo, rlo
 from tba_hpc.objectives.preference import online_dpo
 from tba_hpc.objectives.ratio_bounds import bounded
 from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
-from tba_hpc.variants import (
-    LossNormaliser,
-    RatioBound,
-    RatioCap,
-    RatioTaper,
-    SequenceMask,
-)
 
 NAMES = tuple(OBJECTIVES)
 BOUNDS: tuple[RatioBound, ...] = (

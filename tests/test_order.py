@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from recorded import new_run
 
+from tba_hpc.commands.order import Order, parse_seeds, script, spread
 from tba_hpc.config import ConfigError
-from tba_hpc.order import Order, parse_seeds, script, spread
 
 ORDER = Order(config=Path("math_gsm8k"), site=Path("generic"), nodes=4, overrides=["train.steps=5"])
 

@@ -20,14 +20,14 @@ from byte_tokenizer import ByteTokenizer, completion
 from tiny_models import make_random_model
 
 from tba_hpc.config import ConfigError, RewardSection, TaskSection, load_config, may_change, parse_config
+from tba_hpc.core.types import Group, Request, Sampling
+from tba_hpc.loops.search_log import Sums
 from tba_hpc.run import modules
 from tba_hpc.run.directory import RunDir
-from tba_hpc.search_log import Sums
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.jsonl import Jsonl
 from tba_hpc.tasks.judge import Judge, JudgeError
 from tba_hpc.tasks.program import Program, ProgramError
-from tba_hpc.types import Group, Request, Sampling
 
 EXAMPLES = Path(__file__).parents[1] / "docs/examples/rewards"
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "size": i} for i in range(6)]

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tba_hpc.config import ConfigError, parse_config
-from tba_hpc.placement import refuse_index
+from tba_hpc.launch.placement import refuse_index
 from tba_hpc.run import owners
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.owners import LAUNCH, OwnedError, Owner, claim_for_job, owned, refuse_owned

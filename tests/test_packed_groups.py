@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tba_hpc.backends.packed_groups import pack, share_prompts
-from tba_hpc.batch import MASKED_PRICE, Lengths, sequences_per_row
+from tba_hpc.core.batch import MASKED_PRICE, Lengths, sequences_per_row
+from tba_hpc.learner.packed_groups import pack, share_prompts
 
 TOKENS = torch.tensor([[7, 8, 1, 2, 0], [7, 8, 3, 0, 0], [9, 4, 5, 6, 2], [9, 1, 0, 0, 0]])
 PROMPT_LENGTH = torch.tensor([2, 2, 1, 1])

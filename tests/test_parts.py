@@ -17,12 +17,12 @@ from typing import BinaryIO
 import pytest
 from killer import Killer, in_a_process
 
-from tba_hpc import metrics
-from tba_hpc.metrics import MetricsTail, MetricsWriter, read_metrics
 from tba_hpc.report import digest
 from tba_hpc.report.digest import KeptDigest, TrainerDigest, kept_digest, read_digest
 from tba_hpc.report.summary import searcher_files
+from tba_hpc.run import metrics
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.metrics import MetricsTail, MetricsWriter, read_metrics
 from tba_hpc.run.parts import compress_parts, finished_part, finished_parts, open_part
 
 

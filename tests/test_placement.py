@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tba_hpc.config import Config, ConfigError, parse_config
-from tba_hpc.placement import Placement
+from tba_hpc.launch.placement import Placement
 
 
 def config_of(trainers: int, searchers: int, **generator: Any) -> Config:

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tba_hpc.prompts import CompletedRequests, PromptOrder
+from tba_hpc.core.prompts import CompletedRequests, PromptOrder
 
 
 def test_every_epoch_is_a_permutation_and_no_two_are_alike() -> None:

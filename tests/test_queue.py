@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from test_freshness import shard
 
-from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import Config, parse_config
-from tba_hpc.freshness import Freshness
-from tba_hpc.prompts import CompletedRequests
+from tba_hpc.core.buffer import ReplayBuffer
+from tba_hpc.core.prompts import CompletedRequests
+from tba_hpc.loops.freshness import Freshness
 
 STEP_TICKS, IN_FLIGHT, STEPS = 3, 8, 80
 LENGTHS = np.random.default_rng(0).geometric(0.15, 100_000)

@@ -22,17 +22,17 @@ from transformers import (
     T5Config,
 )
 
-from tba_hpc.backends.hf_model import HfTokenizer, load_policy
-from tba_hpc.backends.vllm_victim import VllmVictim
 from tba_hpc.config import ConfigError, GeneratorSection, ModelSection, TaskSection, parse_config
-from tba_hpc.ports import Serve, Victim
+from tba_hpc.core.ports import Serve, Victim
+from tba_hpc.core.types import Completion, Group, Ragged, Request, Sampling
+from tba_hpc.engine.vllm_victim import VllmVictim
+from tba_hpc.learner.hf_model import HfTokenizer, load_policy
 from tba_hpc.runtime import make_embed
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.classifier import Classifier
 from tba_hpc.tasks.embedder import Embedder, diversity
 from tba_hpc.tasks.guard import Guard
 from tba_hpc.tasks.redteam import VICTIM_KEYS, RedTeam
-from tba_hpc.types import Completion, Group, Ragged, Request, Sampling
 
 TOKENIZER = HfTokenizer(make_tokenizer(), eos_token_id=0)
 MODES = "xyz"

@@ -25,18 +25,18 @@ from test_loops import (
 )
 
 from tba_hpc import runtime
-from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange
-from tba_hpc.backends.hdf5_shards import ShardError
-from tba_hpc.backends.replay_exchange import RecordedShards, Recording
+from tba_hpc.commands.replay import read_recorded, replay_config
 from tba_hpc.config import Config, ConfigError, parse_config
-from tba_hpc.metrics import read_metrics, step_records
-from tba_hpc.replay import read_recorded, replay_config
+from tba_hpc.core.types import Shard
+from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange
+from tba_hpc.exchange.hdf5_shards import ShardError
+from tba_hpc.exchange.replay_exchange import RecordedShards, Recording
 from tba_hpc.run.bundles import pack
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import make_folder, publish
+from tba_hpc.run.metrics import read_metrics, step_records
 from tba_hpc.run.signals import StopFlag
 from tba_hpc.tasks.tabular import TabularLearner
-from tba_hpc.types import Shard
 
 
 @pytest.fixture(autouse=True)

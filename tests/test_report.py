@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from recorded import STEPS, evaluate, happen, new_run, resumed_run, search, step, write
 
-from tba_hpc.metrics import REWARD_EDGES
 from tba_hpc.report import page, plots
 from tba_hpc.report.summary import RunData, summarise, write_summary
 from tba_hpc.report.tables import duration, print_rows, print_summary
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer, Evaluation, write_evaluation
+from tba_hpc.run.metrics import REWARD_EDGES
 
 
 @pytest.fixture

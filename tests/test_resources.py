@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tba_hpc.config import Config, ConfigError, load_config, parse_config
-from tba_hpc.resources import (
+from tba_hpc.checks.resources import (
     missing,
     missing_sentence,
     place,
@@ -16,10 +15,11 @@ from tba_hpc.resources import (
     require_files,
     resources,
 )
-from tba_hpc.types import Resource
+from tba_hpc.config import Config, ConfigError, load_config, parse_config
+from tba_hpc.core.types import Resource
 
 MINE = """
-from tba_hpc.types import Resource
+from tba_hpc import Resource
 class Mine:
     @classmethod
     def resources(cls, task):

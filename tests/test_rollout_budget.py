@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from test_loops import TABLE, TrainerParts, make_config, make_searcher
 
-from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange
 from tba_hpc.config import Config, ConfigError
-from tba_hpc.metrics import read_metrics, step_records
-from tba_hpc.ports import ExchangeError
-from tba_hpc.prompts import refuse_few_prompts
+from tba_hpc.core.ports import ExchangeError
+from tba_hpc.core.prompts import refuse_few_prompts
+from tba_hpc.core.types import Completion, Prompt
+from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.metrics import read_metrics, step_records
 from tba_hpc.tasks.tabular import TabularTask
-from tba_hpc.types import Completion, Prompt
 
 STEPS = 6
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from tba_hpc import shipped
-from tba_hpc.config import ConfigError, parse_config
+from tba_hpc.commands.lend import lend
+from tba_hpc.config import ConfigError, parse_config, shipped
 from tba_hpc.launch.plan import Site, load_site, plan, searchers_of_a_node
 from tba_hpc.launch.sbatch import SUPERVISOR, Job, batch_script, visitors_script
-from tba_hpc.lend import lend
 from tba_hpc.run.directory import RunDir
 
 REPOSITORY = Path(__file__).parents[1]

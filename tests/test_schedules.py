@@ -5,8 +5,8 @@ import math
 import pytest
 
 from tba_hpc.config import Beta, LearningRate, Ramp, TrainSection
-from tba_hpc.schedules import beta, learning_rate, ramp, reference, reference_power
-from tba_hpc.types import BEHAVIOUR
+from tba_hpc.core.schedules import beta, learning_rate, ramp, reference, reference_power
+from tba_hpc.core.types import BEHAVIOUR
 
 
 def rates(steps: int, **fields: object) -> list[float]:

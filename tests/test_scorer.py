@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from test_loops import TABLE, OneShot, answers, make_config, make_searcher
 
-from tba_hpc.backends.hdf5_shards import ShardWriter, read_shard
 from tba_hpc.config import ConfigError
-from tba_hpc.metrics import MetricsWriter, read_metrics
-from tba_hpc.ports import EngineError
-from tba_hpc.prompts import CompletedRequests, Progress, training_requests
+from tba_hpc.core.ports import EngineError
+from tba_hpc.core.prompts import CompletedRequests, Progress, training_requests
+from tba_hpc.core.types import Completion, Group, Prompt
+from tba_hpc.exchange.hdf5_shards import ShardWriter, read_shard
+from tba_hpc.loops.scorer import TOLD_EVERY, Judged, Scorer
+from tba_hpc.loops.search_log import Sums
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.metrics import MetricsWriter, read_metrics
 from tba_hpc.runtime import SearchParts, _online_evaluator
-from tba_hpc.scorer import TOLD_EVERY, Judged, Scorer
-from tba_hpc.search_log import Sums
 from tba_hpc.tasks.tabular import TabularGenerator, TabularReference, TabularTask
-from tba_hpc.types import Completion, Group, Prompt
 
 S = 12
 """Completions of a group."""

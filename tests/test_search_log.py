@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from tba_hpc.metrics import REWARD_EDGES
-from tba_hpc.search_log import Sums
-from tba_hpc.types import Completion, Group, Prompt, Request, Sampling
+from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling
+from tba_hpc.loops.search_log import Sums
+from tba_hpc.run.metrics import REWARD_EDGES
 
 
 def group_of(*rows: list[float], truncated: int = 0) -> Group:

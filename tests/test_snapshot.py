@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tba_hpc.commands.order import script_of
 from tba_hpc.config import parse_config
 from tba_hpc.launch import snapshot
 from tba_hpc.launch.plan import Container, Site, plan
 from tba_hpc.launch.sbatch import Job, batch_script
-from tba_hpc.order import script_of
 
 REPOSITORY = Path(__file__).parents[1]
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import BufferSection, TrainSection
-from tba_hpc.metrics import MetricsWriter, read_metrics
-from tba_hpc.step_log import StepLog
-from tba_hpc.types import Ragged, TrajectoryBatch
+from tba_hpc.core.buffer import ReplayBuffer
+from tba_hpc.core.types import Ragged, TrajectoryBatch
+from tba_hpc.loops.step_log import StepLog
+from tba_hpc.run.metrics import MetricsWriter, read_metrics
 
 BATCH = TrajectoryBatch(
     group_size=2,

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tba_hpc.order import Order
+from tba_hpc.commands.order import Order
+from tba_hpc.commands.submit import _again, _left_out
 from tba_hpc.run.directory import RunDir
-from tba_hpc.submit import _again, _left_out
 
 GENERIC = Path(__file__).parents[1] / "slurm/sites/generic.yaml"
 

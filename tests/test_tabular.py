@@ -10,21 +10,11 @@ import safetensors.numpy
 from lab import lockstep
 from lab.lockstep import Setup
 
-from tba_hpc.batch import with_reference_power
-from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import BufferSection, ConfigError, TrainSection
-from tba_hpc.skipped_steps import MOST_IN_A_ROW
-from tba_hpc.tasks.tabular import (
-    Table,
-    TabularGenerator,
-    TabularLearner,
-    TabularReference,
-    TabularTask,
-    TabularTokenizer,
-    log_softmax,
-    total_variation,
-)
-from tba_hpc.types import (
+from tba_hpc.core.batch import with_reference_power
+from tba_hpc.core.buffer import ReplayBuffer
+from tba_hpc.core.skipped_steps import MOST_IN_A_ROW
+from tba_hpc.core.types import (
     RECORD,
     Completion,
     Group,
@@ -35,6 +25,16 @@ from tba_hpc.types import (
     Trajectories,
     TrajectoryBatch,
     WeightUpdate,
+)
+from tba_hpc.tasks.tabular import (
+    Table,
+    TabularGenerator,
+    TabularLearner,
+    TabularReference,
+    TabularTask,
+    TabularTokenizer,
+    log_softmax,
+    total_variation,
 )
 
 BETA = 0.25

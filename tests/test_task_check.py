@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from tiny_models import make_random_model, make_tokenizer
 
-from tba_hpc.backends.file_tokenizer import FileTokenizer
-from tba_hpc.backends.hf_model import load_tokenizer
+from tba_hpc.checks.task_check import check, refuse_bad_task
 from tba_hpc.config import Config, ConfigError, parse_config
-from tba_hpc.task_check import check, refuse_bad_task
-from tba_hpc.variants import OwnObjective
+from tba_hpc.config.variants import OwnObjective
+from tba_hpc.learner.file_tokenizer import FileTokenizer
+from tba_hpc.learner.hf_model import load_tokenizer
 
 TASKS = """
 import numpy as np
-from tba_hpc.types import Prompt
+from tba_hpc import Prompt
 
 class Fine:
     def __init__(self, tokenizer, *, train_file=None, test_file=None, size: int = 5):
@@ -165,7 +165,7 @@ def test_prompts_are_read_as_the_model_would_and_their_number_counts(folder: Pat
 
 @pytest.mark.parametrize("name", ["Fine", "Serving", "Broken"])
 def test_what_is_well_and_what_cannot_be_told_is_not_refused(folder: Path, name: str) -> None:
-    command = [sys.executable, "-m", "tba_hpc.task_check"]
+    command = [sys.executable, "-m", "tba_hpc.checks.task_check"]
     text = config_of(folder, name=f"own:{name}").model_dump_json()
     done = subprocess.run(command, input=text, cwd=folder, capture_output=True, text=True, timeout=200)
     assert (done.stdout, done.returncode) == ("", int(name == "Broken"))

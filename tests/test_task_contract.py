@@ -10,10 +10,10 @@ import pytest
 from byte_tokenizer import ByteTokenizer, completion
 
 from tba_hpc.config import ConfigError, TaskSection
-from tba_hpc.task_contract import checked_correct, checked_rewards
+from tba_hpc.core.task_contract import checked_correct, checked_rewards
+from tba_hpc.core.types import Completion, Prompt, Split
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.right_or_wrong import RightOrWrong
-from tba_hpc.types import Completion, Prompt, Split
 
 TOKENS = np.array([1, 2], np.int32)
 
@@ -84,7 +84,7 @@ def test_what_falls_short_of_nothing_is_loaded() -> None:
         ([Prompt(0, TOKENS[None], "")], "[0] has tokens of type int32 [1, 2], but they are int32 [T]"),
         ([Prompt(0, TOKENS[:0], "")], "[0] has no tokens, but a model continues at least one"),
         ([Prompt(0, TOKENS, 12)], "[0] has the target 12, but a target is text: give a str"),
-        ([{"id": 0}], "[0] is a dict: give a tba_hpc.types.Prompt"),
+        ([{"id": 0}], "[0] is a dict: give a tba_hpc.Prompt"),
         (iter(()), " gave a tuple_iterator: give a list or a tuple of prompts"),
     ],
 )

@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tba_hpc.backends.hf_model import load_tokenizer
 from tba_hpc.config import GeneratorSection, ModelSection, load_config
+from tba_hpc.core.types import Request, Sampling, Split
+from tba_hpc.learner.hf_model import load_tokenizer
 from tba_hpc.tasks.arithmetic import Arithmetic, Problem, draw_problems, is_correct
 from tba_hpc.tasks.gsm8k import GSM8K
-from tba_hpc.types import Request, Sampling, Split
 
 REPOSITORY = Path(__file__).parents[1]
 TOOL = REPOSITORY / "tools" / "make_tiny_model.py"
@@ -165,7 +165,7 @@ def test_every_gsm8k_question_fits_the_shipped_config(folder: Path) -> None:
 
 @pytest.mark.engine
 def test_vllm_loads_it_and_answers_as_transformers_do(folder: Path) -> None:
-    from tba_hpc.backends.vllm_generator import VllmGenerator
+    from tba_hpc.engine.vllm_generator import VllmGenerator
 
     task = Arithmetic(load_tokenizer(str(folder)), validation_problems=16)
     greedy = Sampling(temperature=0.0, top_p=1.0, max_tokens=tool.ANSWER_TOKENS)

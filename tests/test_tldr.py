@@ -14,12 +14,12 @@ import torch
 from tiny_models import make_tokenizer
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from tba_hpc.backends.hf_model import HfTokenizer, load_tokenizer
 from tba_hpc.config import ConfigError, TaskSection
+from tba_hpc.core.types import Completion, FinishReason
+from tba_hpc.learner.hf_model import HfTokenizer, load_tokenizer
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.reward_model import RewardModel
 from tba_hpc.tasks.tldr import TLDR
-from tba_hpc.types import Completion, FinishReason
 
 
 def make_reward_model(

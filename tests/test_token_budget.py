@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from test_batch import batch_of, make_batch
 
-from tba_hpc.batch import split
 from tba_hpc.config import ConfigError, may_change, parse_config
-from tba_hpc.token_budget import Part, most_per_row, parts
-from tba_hpc.types import TrajectoryBatch
+from tba_hpc.core.batch import split
+from tba_hpc.core.token_budget import Part, most_per_row, parts
+from tba_hpc.core.types import TrajectoryBatch
 
 LONGEST = 40
 """Tokens that no sequence of ``make_batch`` exceeds."""

@@ -6,8 +6,8 @@ import pytest
 from tiny_models import make_random_model, make_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from tba_hpc.backends.hf_model import load_policy, load_tokenizer, require_one_vocabulary
 from tba_hpc.config import ConfigError
+from tba_hpc.learner.hf_model import load_policy, load_tokenizer, require_one_vocabulary
 
 
 @pytest.mark.parametrize(

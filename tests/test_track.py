@@ -17,11 +17,11 @@ from recorded import evaluate, new_run, resumed_run, search, step, write
 from tensorboardX.proto.event_pb2 import Event
 
 from tba_hpc.config import Config, ConfigError, load_config
+from tba_hpc.report.track.beside import tracked
+from tba_hpc.report.track.follow import follow
+from tba_hpc.report.track.news import News, Point
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer
-from tba_hpc.track.beside import tracked
-from tba_hpc.track.follow import follow
-from tba_hpc.track.news import News, Point
 
 BLOCK = 32768
 
@@ -237,7 +237,8 @@ def test_one_process_at_a_time_and_none_without_a_tracker(tmp_path: Path) -> Non
 
 def test_nothing_is_imported_until_it_is_used(tmp_path: Path) -> None:
     program = (
-        "import sys, tba_hpc.cli, tba_hpc.track.beside; print({'wandb', 'tensorboardX'} & {*sys.modules})"
+        "import sys, tba_hpc.cli, tba_hpc.report.track.beside; "
+        "print({'wandb', 'tensorboardX'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -11,13 +11,13 @@ import torch
 from learner_worker import DEADLINE, join, log_to, make_batch, make_config, start
 from tiny_models import make_random_model
 
-from tba_hpc import batch as batches
-from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
-from tba_hpc.backends.hf_model import load_policy
-from tba_hpc.backends.hf_reference import HfReference
-from tba_hpc.backends.trainer_reference import visiting
 from tba_hpc.config import Config, ConfigError, parse_config
-from tba_hpc.types import Completion, Group, Prompt, Request, Sampling, TrajectoryBatch
+from tba_hpc.core import batch as batches
+from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling, TrajectoryBatch
+from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
+from tba_hpc.learner.hf_model import load_policy
+from tba_hpc.learner.hf_reference import HfReference
+from tba_hpc.learner.trainer_reference import visiting
 
 RATE, BETA = 1e-3, 0.5
 SAMPLING = Sampling(1.0, 1.0, 24)

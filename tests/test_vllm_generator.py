@@ -16,13 +16,9 @@ import torch
 from tiny_models import FAMILIES, make_family_model, make_random_model, make_tokenizer
 from transformers import PreTrainedModel
 
-from tba_hpc.backends.hf_model import load_policy
-from tba_hpc.backends.hf_reference import HfReference
-from tba_hpc.backends.vllm_generator import KEYS, VllmGenerator, remedy
 from tba_hpc.config import ConfigError, Dtype, GeneratorSection, ModelSection
-from tba_hpc.ports import EngineError
-from tba_hpc.tasks.redteam import VICTIM_KEYS
-from tba_hpc.types import (
+from tba_hpc.core.ports import EngineError
+from tba_hpc.core.types import (
     Completion,
     Group,
     Prompt,
@@ -32,6 +28,10 @@ from tba_hpc.types import (
     WeightLayout,
     WeightUpdate,
 )
+from tba_hpc.engine.vllm_generator import KEYS, VllmGenerator, remedy
+from tba_hpc.learner.hf_model import load_policy
+from tba_hpc.learner.hf_reference import HfReference
+from tba_hpc.tasks.redteam import VICTIM_KEYS
 
 pytestmark = pytest.mark.engine
 torch.set_num_threads(1)  # as in a searcher's rank

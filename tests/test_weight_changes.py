@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tba_hpc.backends.weight_changes import AGAIN, BLOCK, MOST, PIECE, Worth, apply_changes, find_changes
+from tba_hpc.exchange.weight_changes import AGAIN, BLOCK, MOST, PIECE, Worth, apply_changes, find_changes
 
 
 def changed(rng: np.random.Generator, old: np.ndarray, share: float) -> np.ndarray:

@@ -16,9 +16,9 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import BufferSection
-from tba_hpc.types import RECORD, Ragged, Trajectories
+from tba_hpc.core.buffer import ReplayBuffer
+from tba_hpc.core.types import RECORD, Ragged, Trajectories
 
 LIVE = (1_000, 10_000, 100_000)
 NEW = 128

@@ -20,14 +20,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
-from tba_hpc.batch import micro_batches
 from tba_hpc.config import Config, load_config
+from tba_hpc.core.batch import micro_batches
+from tba_hpc.core.types import PaddedBatch, Ragged, TrajectoryBatch
+from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 from tba_hpc.objectives import Groups
 from tba_hpc.objectives.common import clip_acts, token_share
 from tba_hpc.objectives.diagnostics import moments
 from tba_hpc.report.tables import print_rows
-from tba_hpc.types import PaddedBatch, Ragged, TrajectoryBatch
 
 ROOT = Path(__file__).parents[1]
 PROMPT, COMPLETION = 27, 20

@@ -32,19 +32,19 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange
-from tba_hpc.backends.weight_changes import find_changes
-from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import BufferSection
+from tba_hpc.core.buffer import ReplayBuffer
+from tba_hpc.core.prompts import Progress
+from tba_hpc.core.types import RECORD, Publication, Ragged, Shard, Trajectories, WeightLayout, make_uid
+from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange
+from tba_hpc.exchange.weight_changes import find_changes
 from tba_hpc.launch.local import child_environment, find_mpiexec
-from tba_hpc.prompts import Progress
-from tba_hpc.types import RECORD, Publication, Ragged, Shard, Trajectories, WeightLayout, make_uid
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from tba_hpc.backends.mpi_exchange import MpiSearcherExchange, MpiTrainerExchange
-    from tba_hpc.backends.mpi_world import MpiWorld
+    from tba_hpc.exchange.mpi_exchange import MpiSearcherExchange, MpiTrainerExchange
+    from tba_hpc.exchange.mpi_world import MpiWorld
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -274,7 +274,7 @@ def join(memory: str) -> MpiWorld:
     """The world; ``nodes`` makes every rank a node of its own."""
     from mpi4py import MPI
 
-    from tba_hpc.backends.mpi_world import MpiWorld, split_by_memory
+    from tba_hpc.exchange.mpi_world import MpiWorld, split_by_memory
 
     def alone(comm: MPI.Intracomm) -> MPI.Intracomm:
         return cast(MPI.Intracomm, comm.Split(comm.rank))
@@ -329,7 +329,7 @@ def weights_rank(memory: str, megabytes: float, rounds: int, result: Path) -> No
 
 def open_trainer(world: MpiWorld, layout: WeightLayout, delta: Travel = "never") -> MpiTrainerExchange:
     """The trainer's end, without a disk."""
-    from tba_hpc.backends.mpi_exchange import MpiTrainerExchange
+    from tba_hpc.exchange.mpi_exchange import MpiTrainerExchange
 
     return MpiTrainerExchange.open(
         world,
@@ -344,7 +344,7 @@ def open_trainer(world: MpiWorld, layout: WeightLayout, delta: Travel = "never")
 
 def open_searcher(world: MpiWorld) -> MpiSearcherExchange:
     """A searcher's end."""
-    from tba_hpc.backends.mpi_exchange import MpiSearcherExchange
+    from tba_hpc.exchange.mpi_exchange import MpiSearcherExchange
 
     return MpiSearcherExchange.open(world)
 

@@ -34,13 +34,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
-from tba_hpc.backends.hf_model import load_policy
-from tba_hpc.backends.hf_reference import HfReference
-from tba_hpc.backends.vllm_generator import VllmGenerator
 from tba_hpc.config import Config, parse_config
-from tba_hpc.run.files import write_atomic
-from tba_hpc.types import (
+from tba_hpc.core.types import (
     Completion,
     Group,
     Prompt,
@@ -52,6 +47,11 @@ from tba_hpc.types import (
     WeightLayout,
     WeightUpdate,
 )
+from tba_hpc.engine.vllm_generator import VllmGenerator
+from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
+from tba_hpc.learner.hf_model import load_policy
+from tba_hpc.learner.hf_reference import HfReference
+from tba_hpc.run.files import write_atomic
 
 REPEATS = 5
 

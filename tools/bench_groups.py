@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tba_hpc.backends.hf_model import PolicyLogprobs
+from tba_hpc.learner.hf_model import PolicyLogprobs
 
 VOCABULARY = 1000
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -20,7 +20,7 @@ import psutil
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tba_hpc.backends.hf_model import PolicyLogprobs
+from tba_hpc.learner.hf_model import PolicyLogprobs
 
 SEQUENCES = 8
 PROMPT = 1  # tokens: as good as everything is completion

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from scale.checkpoint import make_model
 
-from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
 from tba_hpc.config import parse_config
-from tba_hpc.types import Ragged, TrajectoryBatch
+from tba_hpc.core.types import Ragged, TrajectoryBatch
+from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 
 PROMPT, GROUPS = 32, 2
 

@@ -22,8 +22,8 @@ import torch
 from bench_searcher import ROOT, Bench
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from tba_hpc.backends.hf_model import load_tokenizer
 from tba_hpc.config import load_config
+from tba_hpc.learner.hf_model import load_tokenizer
 from tba_hpc.report.tables import Cell, print_rows
 from tba_hpc.tasks.arithmetic import Arithmetic
 

@@ -3,7 +3,7 @@
     python tools/bench_searcher.py [--model FOLDER] [--rounds 8] [--json]
 
 Arms: ``bare`` is a process that hands all prompts to ``LLM.generate`` at once; ``generator`` refills our
-generator as groups end; ``searcher`` is the real loop of tba_hpc.searcher, with rewards, reference
+generator as groups end; ``searcher`` is the real loop of tba_hpc.loops.searcher, with rewards, reference
 log-probabilities and seals on disk. An arm's figure is the median over rounds of its tokens per second
 divided by bare's of the same round; the arm without reference shows what that costs.
 MODEL: see tools/make_tiny_model.py; the task is the quickstart's.
@@ -27,26 +27,26 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tba_hpc.backends import vllm_engine
-from tba_hpc.backends.behaviour_reference import BehaviourReference
-from tba_hpc.backends.engine_channel import EngineSettings
-from tba_hpc.backends.hdf5_shards import ShardWriter
-from tba_hpc.backends.hf_model import load_policy, load_tokenizer
-from tba_hpc.backends.hf_reference import HfReference
-from tba_hpc.backends.vllm_generator import VllmGenerator, engine_settings
-from tba_hpc.backends.vllm_victim import VllmVictim
 from tba_hpc.config import Config, load_config
-from tba_hpc.metrics import MetricsWriter, read_metrics
-from tba_hpc.online_evaluation import OnlineEvaluator
-from tba_hpc.ports import Reference
+from tba_hpc.core.ports import Reference
+from tba_hpc.core.types import Publication, Request, Sampling, Shard, WeightLayout, WeightUpdate
+from tba_hpc.engine import vllm_engine
+from tba_hpc.engine.engine_channel import EngineSettings
+from tba_hpc.engine.vllm_generator import VllmGenerator, engine_settings
+from tba_hpc.engine.vllm_victim import VllmVictim
+from tba_hpc.exchange.hdf5_shards import ShardWriter
+from tba_hpc.learner.behaviour_reference import BehaviourReference
+from tba_hpc.learner.hf_model import load_policy, load_tokenizer
+from tba_hpc.learner.hf_reference import HfReference
+from tba_hpc.loops.online_evaluation import OnlineEvaluator
+from tba_hpc.loops.scorer import Scorer
+from tba_hpc.loops.searcher import Searcher
 from tba_hpc.report.summary import series
 from tba_hpc.report.tables import print_rows
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.metrics import MetricsWriter, read_metrics
 from tba_hpc.runtime import PROMPTS_AHEAD
-from tba_hpc.scorer import Scorer
-from tba_hpc.searcher import Searcher
 from tba_hpc.tasks import load_task
-from tba_hpc.types import Publication, Request, Sampling, Shard, WeightLayout, WeightUpdate
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -30,9 +30,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tba_hpc.backends.hdf5_shards import ShardError, ShardWriter, read_shard
+from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling
+from tba_hpc.exchange.hdf5_shards import ShardError, ShardWriter, read_shard
 from tba_hpc.run.directory import RunDir
-from tba_hpc.types import Completion, Group, Prompt, Request, Sampling
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 

@@ -17,9 +17,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tba_hpc.metrics import read_metrics
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
+from tba_hpc.run.metrics import read_metrics
 
 STEP = "step"
 """Name of an optimizer step among the marks of a run."""

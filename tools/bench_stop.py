@@ -25,12 +25,12 @@ from typing import Annotated
 
 import psutil
 import typer
+from tba_hpc.report.audit import Audit, audit
 
-from tba_hpc.audit import Audit, audit
-from tba_hpc.metrics import Record, number, read_metrics, step_records
 from tba_hpc.report.tables import Cell, print_rows
 from tba_hpc.run.checkpoints import latest_checkpoint, read_state
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.metrics import Record, number, read_metrics, step_records
 
 app = typer.Typer(add_completion=False, help=__doc__)
 

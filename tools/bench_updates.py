@@ -20,13 +20,13 @@ from functools import partial
 import torch
 from bench_searcher import ROOT, own_weights
 
-from tba_hpc.backends.hf_model import load_policy, load_tokenizer
-from tba_hpc.backends.vllm_generator import VllmGenerator
-from tba_hpc.backends.vllm_victim import VllmVictim
 from tba_hpc.config import Config, load_config
+from tba_hpc.core.types import Publication, Request, Sampling, WeightUpdate
+from tba_hpc.engine.vllm_generator import VllmGenerator
+from tba_hpc.engine.vllm_victim import VllmVictim
+from tba_hpc.learner.hf_model import load_policy, load_tokenizer
 from tba_hpc.report.tables import print_rows
 from tba_hpc.tasks import load_task
-from tba_hpc.types import Publication, Request, Sampling, WeightUpdate
 
 QUICKSTART_TOKENS = 40
 

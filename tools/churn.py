@@ -35,12 +35,12 @@ import yaml
 from chaos import DEADLINE, HOME, MODEL, SETTINGS, SITE, STEPS_AFTER, History, model_folder
 from slurm_testbed import faults
 from slurm_testbed.cluster import ENDED, Cluster, missing
+from tba_hpc.report.audit import audit
 
-from tba_hpc.audit import audit
 from tba_hpc.config import is_elastic
-from tba_hpc.metrics import Record, number, step_records
 from tba_hpc.report.tables import Cell, print_rows
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.metrics import Record, number, step_records
 
 FOREVER = 1_000_000
 """Optimizer steps: the run goes on until it is shortened."""

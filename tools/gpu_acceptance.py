@@ -54,21 +54,21 @@ from bench_gpu import (
     matmul_rate,
     peak_bytes,
 )
+from tba_hpc.checks.planner.estimate import estimate
+from tba_hpc.checks.planner.hardware import GPUS, gpus_named
+from tba_hpc.checks.planner.memory import CONTEXT, trainer_need
+from tba_hpc.checks.planner.workload import workload_of
 from transformers import PreTrainedModel
 
-from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
-from tba_hpc.backends.hf_model import load_policy
-from tba_hpc.backends.hf_reference import HfReference
-from tba_hpc.backends.vllm_generator import BEFORE_TORCH, VllmGenerator
-from tba_hpc.backends.weight_changes import apply_changes, find_changes
 from tba_hpc.config import Config, load_config
-from tba_hpc.metrics import read_metrics
-from tba_hpc.planner.estimate import estimate
-from tba_hpc.planner.hardware import GPUS, gpus_named
-from tba_hpc.planner.memory import CONTEXT, trainer_need
-from tba_hpc.planner.workload import workload_of
+from tba_hpc.core.types import Group, Publication, WeightLayout, WeightUpdate
+from tba_hpc.engine.vllm_generator import BEFORE_TORCH, VllmGenerator
+from tba_hpc.exchange.weight_changes import apply_changes, find_changes
+from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
+from tba_hpc.learner.hf_model import load_policy
+from tba_hpc.learner.hf_reference import HfReference
 from tba_hpc.run.files import write_atomic
-from tba_hpc.types import Group, Publication, WeightLayout, WeightUpdate
+from tba_hpc.run.metrics import read_metrics
 
 STAGE_SECONDS = 480.0
 """Longest time of a stage."""

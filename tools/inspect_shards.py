@@ -20,10 +20,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
-from tba_hpc.backends.hdf5_shards import ShardError, parse_shard, read_shard
+from tba_hpc.core.types import Shard
+from tba_hpc.exchange.hdf5_shards import ShardError, parse_shard, read_shard
 from tba_hpc.run.bundles import BundleError, Place, contents
 from tba_hpc.run.directory import REFUSED, RunDir
-from tba_hpc.types import Shard
 
 Row = dict[str, str | int | float | None]
 

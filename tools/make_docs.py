@@ -1,6 +1,6 @@
 """Writes the pages of docs/ that are made from the code: every key, metric and command.
 
-    python tools/make_docs.py            # writes docs/config.md, docs/metrics.md, docs/commands.md
+    python tools/make_docs.py            # writes docs/{config,metrics,commands,design}.md
     python tools/make_docs.py --check    # exit status 1, naming the pages that are not what the code says
 
 The other pages are written by hand.
@@ -9,6 +9,8 @@ The other pages are written by hand.
 from __future__ import annotations
 
 import argparse
+import ast
+import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -21,13 +23,14 @@ import yaml
 from pydantic.fields import FieldInfo
 from typer.cli import get_docs_for_click
 
-from tba_hpc import metrics
 from tba_hpc.cli import app
 from tba_hpc.config import Config, Section, may_change
+from tba_hpc.config.variants import choices
 from tba_hpc.launch.plan import Site
-from tba_hpc.variants import choices
+from tba_hpc.run import metrics
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+PACKAGE = DOCS.parent / "tba_hpc"
 
 HEAD = "<!-- Made by tools/make_docs.py from the code: change it there. -->\n\n"
 
@@ -138,10 +141,42 @@ def commands_page() -> str:
     return text.replace("# `tba`", "# Every command", 1)
 
 
+def design_page() -> str:
+    """Rooms from the ground up, each with the first sentence of every module in it."""
+    rooms = tomllib.loads((DOCS / "rooms.toml").read_text())
+    parts = [
+        "# Design: where things are",
+        "A room imports from those above it here and from itself; `tests/test_layers.py` holds the code to "
+        "that. What was decided, and why, stands in the [lab book](lab-book.md).",
+        *(
+            f"## {room}\n{what[0].upper()}{what[1:]}.\n\n{_modules(PACKAGE / room)}"
+            for room, what in rooms.items()
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _modules(room: Path) -> str:
+    """A list: the modules of a room, or the one that it is."""
+    files = sorted(room.rglob("*.py")) if room.is_dir() else [room.with_suffix(".py")]
+    return "\n".join(
+        f"- `{path.relative_to(PACKAGE)}` {_first_sentences(path)}"
+        for path in files
+        if path.name != "__init__.py" or path.stat().st_size > 200
+    )
+
+
+def _first_sentences(module: Path) -> str:
+    """The first paragraph of its docstring, on one line."""
+    first, _, _ = (ast.get_docstring(ast.parse(module.read_text())) or "").partition("\n\n")
+    return " ".join(first.split()).replace("``", "`")
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "config.md": config_page,
     "metrics.md": metrics_page,
     "commands.md": commands_page,
+    "design.md": design_page,
 }
 
 

@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lab.sampling import completion_of
 
-from tba_hpc.backends.hf_model import load_tokenizer
 from tba_hpc.config import Config, load_config
+from tba_hpc.core.types import Prompt
+from tba_hpc.learner.hf_model import load_tokenizer
 from tba_hpc.tasks import load_task
-from tba_hpc.types import Prompt
 
 
 class Examiner(TrainerCallback):

@@ -17,16 +17,16 @@ import numpy as np
 from rich.progress import Progress
 from rich.text import Text
 
-from tba_hpc.backends.vllm_generator import VllmGenerator
 from tba_hpc.config import Config, ConfigError, GeneratorSection
+from tba_hpc.core.ports import Generator, Reference, Summarising, Task, evaluation_temperature, score_name
+from tba_hpc.core.task_contract import checked_correct, checked_prompts
+from tba_hpc.core.types import Group, Prompt, Request, Sampling, Split
+from tba_hpc.engine.vllm_generator import VllmGenerator
 from tba_hpc.evaluate.estimates import Estimate, passes, wilson
 from tba_hpc.evaluate.target import Target
-from tba_hpc.ports import Generator, Reference, Summarising, Task, evaluation_temperature, score_name
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.evaluations import Answer
-from tba_hpc.task_contract import checked_correct, checked_prompts
 from tba_hpc.tasks import make_task
-from tba_hpc.types import Group, Prompt, Request, Sampling, Split
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # as a rank has it; more by setting the variable
@@ -100,8 +100,8 @@ def measure(
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # These import torch, which reads the environment.
-    from tba_hpc.backends.hf_model import load_tokenizer
-    from tba_hpc.backends.vllm_victim import VllmVictim
+    from tba_hpc.engine.vllm_victim import VllmVictim
+    from tba_hpc.learner.hf_model import load_tokenizer
 
     config, section = target.config, target.config.generator
     serve = partial(VllmVictim, seed=config.run.seed)
@@ -244,7 +244,7 @@ def _perplexity(reference: Reference, groups: Sequence[Group]) -> float:
 
 def _require_same_vocabulary(target: Target) -> None:
     """Raise ConfigError where the reference reads other tokens than the model writes."""
-    from tba_hpc.backends.hf_model import load_tokenizer
+    from tba_hpc.learner.hf_model import load_tokenizer
 
     paths = [path for path in (target.config.model.path, target.reference) if path]
     sizes = {path: load_tokenizer(path).vocab_size for path in paths}
@@ -254,8 +254,8 @@ def _require_same_vocabulary(target: Target) -> None:
 
 
 def _load_reference(config: Config, path: str) -> Reference:
-    from tba_hpc.backends.hf_model import load_policy
-    from tba_hpc.backends.hf_reference import HfReference
+    from tba_hpc.learner.hf_model import load_policy
+    from tba_hpc.learner.hf_reference import HfReference
 
     policy = load_policy(path, config.model.dtype)
     return HfReference(

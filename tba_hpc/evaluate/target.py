@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tba_hpc.checks.resources import require_files
 from tba_hpc.config import Config, ConfigError, load_config, parse_config
-from tba_hpc.resources import require_files
 from tba_hpc.run import modules
 from tba_hpc.run.directory import RunDir
 
@@ -73,7 +73,7 @@ def _in_its_own_dtype(target: Target) -> Target:
     section = target.config.model
     if "dtype" in section.model_fields_set:
         return target
-    from tba_hpc.backends.hf_model import stored_dtype  # imports torch
+    from tba_hpc.learner.hf_model import stored_dtype
 
     section = section.model_copy(update={"dtype": stored_dtype(section.path)})
     return replace(target, config=target.config.model_copy(update={"model": section}))

@@ -29,16 +29,16 @@ import psutil
 from rich.console import Console
 
 from tba_hpc.config import Config
+from tba_hpc.core.types import Role
+from tba_hpc.core.wording import first_words
 from tba_hpc.launch import LaunchError, mpi_library
 from tba_hpc.launch.deafness import calls, deafen, listeners
-from tba_hpc.orphans import die_with
 from tba_hpc.report.status import LiveDisplay
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.events import log_event
 from tba_hpc.run.notes import FAILED, REFUSED, at_work, first_note, log_file, rank_name
-from tba_hpc.types import Role
-from tba_hpc.wording import first_words
+from tba_hpc.run.orphans import die_with
 
 WATCH_SECONDS = 0.25
 """Pause between two looks at the processes and the metrics."""

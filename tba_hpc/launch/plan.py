@@ -16,10 +16,9 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from tba_hpc import shipped
-from tba_hpc.config import Config, ConfigError, Section, explain
-from tba_hpc.types import Role
-from tba_hpc.wording import count
+from tba_hpc.config import Config, ConfigError, Section, explain, shipped
+from tba_hpc.core.types import Role
+from tba_hpc.core.wording import count
 
 Form = Literal["het", "homogeneous"]
 

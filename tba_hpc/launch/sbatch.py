@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tba_hpc.config import ConfigError
+from tba_hpc.core.types import Role
 from tba_hpc.launch import mpi_library
 from tba_hpc.launch.containers import TMP, filled_in, inside, step_options
 from tba_hpc.launch.plan import Component, ComponentSite, Plan, Site
 from tba_hpc.run.directory import SEARCHERS_FIRST
-from tba_hpc.types import Role
 
 RANK: Sequence[str] = ("python", "-m", "mpi4py", "-m", "tba_hpc")
 """A rank: under mpi4py an uncaught error on one rank ends the world instead of hanging it."""

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from tba_hpc.config import ConfigError
+from tba_hpc.core.wording import count
 from tba_hpc.launch import LaunchError
 from tba_hpc.launch.plan import Component, ComponentSite, Plan, Site
 from tba_hpc.launch.scontrol import fields, mebibytes
-from tba_hpc.wording import count
 
 Ask = Callable[..., str]
 """Runs a command of Slurm and returns what it prints. Raises LaunchError."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from tba_hpc.config import TrainSection
+from tba_hpc.config.variants import LaggedReference, ObjectiveSection, OwnObjective
 from tba_hpc.objectives.advantage_regression import oapl
 from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput, normaliser
 from tba_hpc.objectives.diagnostics import figures, moments, rate_by_ess
@@ -17,7 +18,6 @@ from tba_hpc.objectives.policy_gradient import dr_grpo, grpo, gspo, proximal_rlo
 from tba_hpc.objectives.preference import online_dpo
 from tba_hpc.objectives.ratio_bounds import bounded
 from tba_hpc.objectives.trajectory_balance import tba_prime, trajectory_balance
-from tba_hpc.variants import LaggedReference, ObjectiveSection, OwnObjective
 
 __all__ = ["Groups", "Objective", "ObjectiveOutput", "figures", "make_objective", "rate_by_ess"]
 

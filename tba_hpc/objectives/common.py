@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tba_hpc.types import PaddedBatch
-from tba_hpc.variants import LossNormaliser
+from tba_hpc.config.variants import LossNormaliser
+from tba_hpc.core.types import PaddedBatch
 
 MAX_LOG_RATIO = 20.0
 """Nats up to which a ratio of probabilities is what it is; beyond, it stays at e^20 = 4.9e8 without gradient.

@@ -16,9 +16,9 @@ from functools import partial
 from torch import Tensor
 
 from tba_hpc.config import ConfigError
+from tba_hpc.config.variants import OwnObjective
+from tba_hpc.core.own_code import find_function
 from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput
-from tba_hpc.own_code import find_function
-from tba_hpc.variants import OwnObjective
 
 
 def own_objective(section: OwnObjective) -> Objective:

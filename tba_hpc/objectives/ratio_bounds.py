@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tba_hpc.config.variants import RatioBound, RatioCap, RatioTaper, SequenceMask, Unbounded
 from tba_hpc.objectives.common import Groups, Objective, ObjectiveOutput, token_share
-from tba_hpc.variants import RatioBound, RatioCap, RatioTaper, SequenceMask, Unbounded
 
 
 def bounded(objective: Objective, bound: RatioBound) -> Objective:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tba_hpc.config.variants import LogZ
 from tba_hpc.objectives.common import Groups, ObjectiveOutput, group_mean
-from tba_hpc.variants import LogZ
 
 LOG_RATIO_LIMIT = 10.0
 """TBA′: nats that one token's log π_θ/π_ref may add to the KL estimate."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tba_hpc.metrics import Record, number
+from tba_hpc.run.metrics import Record, number
 
 Event = Mapping[str, Any]
 """A line of events.jsonl; see ``run.events.log_event``."""

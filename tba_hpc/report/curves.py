@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Self, TypeVar
 
-from tba_hpc.metrics import TENTHS, Record, number
 from tba_hpc.report.attempts import STARTS, CumulativeCounter
+from tba_hpc.run.metrics import TENTHS, Record, number
 
 SPANS = 64
 """Most points of a curve: enough to see a trend, and each of many records."""

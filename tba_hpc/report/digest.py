@@ -20,10 +20,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter
 
-from tba_hpc.metrics import MetricsTail, Record, number
 from tba_hpc.report.attempts import STARTS, CumulativeCounter
 from tba_hpc.report.curves import Curve, History, Spans
 from tba_hpc.run.files import is_for_room, write_atomic
+from tba_hpc.run.metrics import MetricsTail, Record, number
 from tba_hpc.run.parts import is_finished, open_part
 
 log = logging.getLogger(__name__)

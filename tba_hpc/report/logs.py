@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tba_hpc.config import ConfigError
+from tba_hpc.core.wording import printable
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.notes import log_file, rank_name
-from tba_hpc.wording import printable
 
 LOOK_SECONDS = 0.5
 """Pause between two looks at files that are followed."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tba_hpc.config import Config, is_elastic
-from tba_hpc.metrics import MetricsTail, Record, number
+from tba_hpc.core.types import Split
 from tba_hpc.report.attempts import Attempt, CumulativeCounter, Event, attempts, count_faults
 from tba_hpc.report.curves import History
 from tba_hpc.report.digest import Sealed, SearcherDigest, TrainerDigest, kept_digest, take_seal
@@ -28,9 +28,9 @@ from tba_hpc.report.summary import (
 from tba_hpc.report.worries import Worry, worries
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
+from tba_hpc.run.metrics import MetricsTail, Record, number
 from tba_hpc.run.notes import rank_name
 from tba_hpc.run.owners import Owner, holders
-from tba_hpc.types import Split
 
 QUEUE_SECONDS = 10.0
 """Shortest pause between two questions to Slurm."""

@@ -16,7 +16,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from tba_hpc.config import Config, dump_config
-from tba_hpc.metrics import number
+from tba_hpc.core.wording import count, printable
 from tba_hpc.report.attempts import KILLED, Attempt, attempts, count_faults, fault_words
 from tba_hpc.report.digest import Spread, Stretch
 from tba_hpc.report.plots import WAIT_GOAL, plots, run_minutes
@@ -25,7 +25,7 @@ from tba_hpc.report.tables import NOTHING, dropped_unlearned, duration, percent
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer, Evaluation
 from tba_hpc.run.files import write_atomic
-from tba_hpc.wording import count, printable
+from tba_hpc.run.metrics import number
 
 TEMPLATES = Path(__file__).parent
 

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tba_hpc.config import TrainSection
-from tba_hpc.metrics import REWARD_EDGES
+from tba_hpc.core.types import Split
 from tba_hpc.report.curves import Curve
 from tba_hpc.report.summary import (
     MANY_SEARCHERS,
@@ -30,7 +30,7 @@ from tba_hpc.report.summary import (
 )
 from tba_hpc.report.tables import percent
 from tba_hpc.run.evaluations import Evaluation
-from tba_hpc.types import Split
+from tba_hpc.run.metrics import REWARD_EDGES
 
 INK, MUTED, GRID = "#010101", "#020202", "#030303"
 BLUE, ORANGE, GREEN, ROSE = "#040404", "#050505", "#060606", "#070707"

@@ -10,9 +10,9 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tba_hpc.metrics import number
 from tba_hpc.report.attempts import failures_in_a_row
 from tba_hpc.report.monitor import QueueEntry, RunMonitor
+from tba_hpc.run.metrics import number
 
 WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 """Slurm's states of a job that waits for its nodes, for the first time or again."""

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tba_hpc.config import Config
-from tba_hpc.metrics import Record, number
+from tba_hpc.core.wording import count
 from tba_hpc.report.attempts import Attempt, fault_words
 from tba_hpc.report.monitor import Queue, QueueEntry, RunMonitor
 from tba_hpc.report.run_state import RunState, job_of, run_state
@@ -41,7 +41,7 @@ from tba_hpc.report.terminal import Terminal
 from tba_hpc.report.worries import line
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
-from tba_hpc.wording import count
+from tba_hpc.run.metrics import Record, number
 
 LINE_SECONDS = 5.0
 """Pause between two plain lines where the output is no terminal."""

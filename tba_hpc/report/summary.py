@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tba_hpc import schedules
 from tba_hpc.config import Config, TrainSection
-from tba_hpc.metrics import Record, number
+from tba_hpc.core import schedules
 from tba_hpc.report.curves import OF_FRESH, OF_STEPS, Curve, History
 from tba_hpc.report.digest import (
     POINTS,
@@ -33,6 +32,7 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation, evaluations_on_disk, find_evaluation
 from tba_hpc.run.events import read_events
 from tba_hpc.run.files import listing, write_atomic
+from tba_hpc.run.metrics import Record, number
 
 MANY_SEARCHERS = 4
 """Above this number the searchers are shown together: their rates by the mean, their curves as a band."""

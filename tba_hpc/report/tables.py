@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tba_hpc.metrics import TENTHS
+from tba_hpc.core.wording import count
 from tba_hpc.report.curves import ByLength
 from tba_hpc.report.summary import Summary, policy_name
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.directory import RunDir
-from tba_hpc.wording import count
+from tba_hpc.run.metrics import TENTHS
 
 NOTHING = "–"
 """Shown where there is no value yet."""

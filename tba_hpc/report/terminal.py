@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from tba_hpc.wording import printable
+from tba_hpc.core.wording import printable
 
 
 class Terminal(Console):

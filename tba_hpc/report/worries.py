@@ -13,9 +13,9 @@ from math import hypot, sqrt
 from statistics import fmean, pstdev
 
 from tba_hpc.config import Config
+from tba_hpc.config.variants import RatioCap, Unbounded
 from tba_hpc.report.curves import Curve, History, Point
 from tba_hpc.run.evaluations import Evaluation
-from tba_hpc.variants import RatioCap, Unbounded
 
 SHOWN = 3
 """Worries that a line has room for."""

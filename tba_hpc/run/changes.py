@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tba_hpc import schedules
 from tba_hpc.config import Config, ConfigError, differences, value_text
+from tba_hpc.core import schedules
 from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import OF_A_START, RunDir
 from tba_hpc.run.events import log_event

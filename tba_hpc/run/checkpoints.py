@@ -21,7 +21,7 @@ from typing import NoReturn, TypeVar
 
 import numpy as np
 
-from tba_hpc.ports import Learner
+from tba_hpc.core.ports import Learner
 from tba_hpc.run.beside import at_once, beside
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import DiskFullError, fsync, is_for_room, make_durable, remove, write_atomic

@@ -24,8 +24,8 @@ from tba_hpc.config import (
     may_change,
     value_text,
 )
+from tba_hpc.core.types import Role
 from tba_hpc.run.files import DiskFullError, listing, make_folder, write_atomic
-from tba_hpc.types import Role
 
 FORMAT = 3
 """Version of what a run keeps on disk: names of files, events, metrics and record fields."""

@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
-from tba_hpc.ports import PASS_AT_1
+from tba_hpc.core.ports import PASS_AT_1
+from tba_hpc.core.types import Split
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import remove, unless_away, write_atomic
-from tba_hpc.types import Split
 
 Result = TypeVar("Result")
 

@@ -13,8 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tba_hpc import shipped
-from tba_hpc.config import Config
+from tba_hpc.config import Config, shipped
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import remove
 

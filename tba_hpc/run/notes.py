@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+from tba_hpc.core.types import Role
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import write_atomic
-from tba_hpc.types import Role
 
 REFUSED = 2
 """Exit status of a rank, a run or a command that ended by something that only the user can mend."""

@@ -23,9 +23,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from tba_hpc.config import ConfigError, TaskSection
-from tba_hpc.ports import Serve, Task, Tokenizer
-from tba_hpc.task_contract import checked_prompts, require_methods
-from tba_hpc.types import Resource, Split
+from tba_hpc.core.ports import Serve, Task, Tokenizer
+from tba_hpc.core.task_contract import checked_prompts, require_methods
+from tba_hpc.core.types import Resource, Split
 
 TASKS = {
     "arithmetic": "tba_hpc.tasks.arithmetic:Arithmetic",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tba_hpc.config import ConfigError, TaskSection
-from tba_hpc.types import Resource, ResourceKind, Split
+from tba_hpc.core.types import Resource, ResourceKind, Split
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from tba_hpc.ports import Tokenizer
+from tba_hpc.core.ports import Tokenizer
 from tba_hpc.tasks.data import HubData, Source
 from tba_hpc.tasks.word_problems import Problem, WordProblems
 

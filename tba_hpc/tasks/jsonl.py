@@ -18,12 +18,12 @@ import numpy as np
 from pydantic import Field
 
 from tba_hpc.config import ConfigError, RewardSection
-from tba_hpc.ports import Tokenizer
+from tba_hpc.core.ports import Tokenizer
+from tba_hpc.core.types import Completion, Prompt, Split
 from tba_hpc.tasks.data import HubData, Source, split_rows, usable_rows
 from tba_hpc.tasks.judge import filled_in
 from tba_hpc.tasks.rewards import Fields, Function, make_rewards
 from tba_hpc.tasks.rows import Rows
-from tba_hpc.types import Completion, Prompt, Split
 
 NOWHERE = HubData("", None, "")
 """There is no data set in the place of a file."""

@@ -23,10 +23,10 @@ import numpy as np
 from pydantic import Field, JsonValue
 
 from tba_hpc.config import ConfigError
-from tba_hpc.ports import Tokenizer
+from tba_hpc.core.ports import Tokenizer
+from tba_hpc.core.types import Completion, Prompt, Split
 from tba_hpc.tasks.judge import filled_in
 from tba_hpc.tasks.rows import Rows
-from tba_hpc.types import Completion, Prompt, Split
 
 Size = Annotated[int, Field(ge=1)]
 

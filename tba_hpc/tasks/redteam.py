@@ -16,9 +16,9 @@ import numpy as np
 from pydantic import Field
 
 from tba_hpc.config import ConfigError, Dtype, GeneratorSection, ModelSection, TaskSection
-from tba_hpc.ports import Serve, Tokenizer, Victim
+from tba_hpc.core.ports import Serve, Tokenizer, Victim
+from tba_hpc.core.types import Completion, Group, Prompt, Resource, Split
 from tba_hpc.tasks.data import named_in_options
-from tba_hpc.types import Completion, Group, Prompt, Resource, Split
 
 if TYPE_CHECKING:  # these import torch, which who only asks for prompts need not wait for
     from tba_hpc.tasks.classifier import Classifier

@@ -20,7 +20,7 @@ from difflib import get_close_matches
 from itertools import groupby
 
 from tba_hpc.config import ConfigError, RewardSection
-from tba_hpc.own_code import find_function
+from tba_hpc.core.own_code import find_function
 from tba_hpc.tasks.judge import Judge
 from tba_hpc.tasks.program import Program
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tba_hpc.ports import Tokenizer
-from tba_hpc.types import Completion, Prompt, Split
+from tba_hpc.core.ports import Tokenizer
+from tba_hpc.core.types import Completion, Prompt, Split
 
 
 class RightOrWrong(ABC):

@@ -11,8 +11,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from tba_hpc.ports import Tokenizer
-from tba_hpc.types import Completion, Prompt, Split
+from tba_hpc.core.ports import Tokenizer
+from tba_hpc.core.types import Completion, Prompt, Split
 
 Row = TypeVar("Row")
 

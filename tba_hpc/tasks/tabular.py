@@ -21,12 +21,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from tba_hpc.batch import micro_batches
 from tba_hpc.config import TrainSection
-from tba_hpc.objectives import Groups, figures, make_objective, rate_by_ess
-from tba_hpc.run.files import publish
-from tba_hpc.skipped_steps import SkippedSteps
-from tba_hpc.types import (
+from tba_hpc.config.variants import EmaReference
+from tba_hpc.core.batch import micro_batches
+from tba_hpc.core.skipped_steps import SkippedSteps
+from tba_hpc.core.types import (
     Completion,
     Group,
     PaddedBatch,
@@ -37,7 +36,8 @@ from tba_hpc.types import (
     WeightLayout,
     WeightUpdate,
 )
-from tba_hpc.variants import EmaReference
+from tba_hpc.objectives import Groups, figures, make_objective, rate_by_ess
+from tba_hpc.run.files import publish
 
 STATE_FILE = "tabular.pt"
 """What a learner saves into a checkpoint: logits, AdamW's state, number of skipped steps, average."""

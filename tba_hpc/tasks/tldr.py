@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from tba_hpc.config import TaskSection
-from tba_hpc.ports import Tokenizer
+from tba_hpc.core.ports import Tokenizer
+from tba_hpc.core.types import Completion, Prompt, Resource, Split
 from tba_hpc.tasks.data import (
     HubData,
     Source,
@@ -27,7 +28,6 @@ from tba_hpc.tasks.data import (
     split_rows,
     usable_rows,
 )
-from tba_hpc.types import Completion, Prompt, Resource, Split
 
 if TYPE_CHECKING:  # it imports torch, which who only asks for prompts need not wait for
     from tba_hpc.tasks.reward_model import RewardModel

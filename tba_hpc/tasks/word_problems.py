@@ -18,11 +18,11 @@ import numpy as np
 from pydantic import Field
 
 from tba_hpc.config import ConfigError, TaskSection
-from tba_hpc.ports import Tokenizer
+from tba_hpc.core.ports import Tokenizer
+from tba_hpc.core.types import Resource, Split
 from tba_hpc.tasks.data import HubData, Source, hub_resources, split_rows, usable_rows
 from tba_hpc.tasks.equivalence import Equivalence
 from tba_hpc.tasks.right_or_wrong import RightOrWrong
-from tba_hpc.types import Resource, Split
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,20 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tba_hpc.backends.file_exchange import (
-    CHANGES,
-    WEIGHTS,
-    ElasticSearcherExchange,
-    FileSearcherExchange,
-    FileTrainerExchange,
-    FileTrainerFollower,
-)
-from tba_hpc.backends.hdf5_shards import PendingShards, write_shard
-from tba_hpc.backends.hybrid_exchange import HybridTrainerExchange
-from tba_hpc.ports import SearcherExchange, TrainerExchange
-from tba_hpc.prompts import Progress
-from tba_hpc.run.directory import RunDir
-from tba_hpc.types import (
+from tba_hpc.core.ports import SearcherExchange, TrainerExchange
+from tba_hpc.core.prompts import Progress
+from tba_hpc.core.types import (
     RECORD,
     Publication,
     Ragged,
@@ -38,6 +27,17 @@ from tba_hpc.types import (
     WeightUpdate,
     make_uid,
 )
+from tba_hpc.exchange.file_exchange import (
+    CHANGES,
+    WEIGHTS,
+    ElasticSearcherExchange,
+    FileSearcherExchange,
+    FileTrainerExchange,
+    FileTrainerFollower,
+)
+from tba_hpc.exchange.hdf5_shards import PendingShards, write_shard
+from tba_hpc.exchange.hybrid_exchange import HybridTrainerExchange
+from tba_hpc.run.directory import RunDir
 
 SEARCHERS = 2
 TRAINERS = {
@@ -471,7 +471,7 @@ def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
     """This process's part over MPI, and its rank; ``nodes`` makes every rank a node of its own."""
     from mpi4py import MPI
 
-    from tba_hpc.backends import mpi_exchange, mpi_world
+    from tba_hpc.exchange import mpi_exchange, mpi_world
 
     rank, flags = MPI.COMM_WORLD.rank, Flags(folder)
     lead, search = SCENARIOS[scenario]

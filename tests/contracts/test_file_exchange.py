@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tba_hpc.backends.file_exchange import (
+from tba_hpc.core.ports import ExchangeError
+from tba_hpc.core.prompts import Progress
+from tba_hpc.core.types import Publication, Split, WeightLayout
+from tba_hpc.exchange.file_exchange import (
     LONGEST_CHAIN,
     MOST_WAITING,
     FileSearcherExchange,
     FileTrainerExchange,
     read_weights,
 )
-from tba_hpc.ports import ExchangeError
-from tba_hpc.prompts import Progress
-from tba_hpc.types import Publication, Split, WeightLayout
 
 LAYOUT = WeightLayout.of([("a", (3, 5)), ("b", (7,)), ("c", (2, 1, 2))], "F32")
 
@@ -54,7 +54,7 @@ def searcher(folder: Path, deadline: float = 60) -> FileSearcherExchange:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tba_hpc.backends.file_exchange.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("tba_hpc.exchange.file_exchange.POLL_SECONDS", 0.0)
 
 
 def versions(folder: Path) -> list[int]:
@@ -181,7 +181,7 @@ def test_what_a_kill_left_of_the_board_is_removed(tmp_path: Path) -> None:
     """By the trainer alone, between writing the file and renaming it."""
     program = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from tba_hpc.backends.file_exchange import Manifest\n"
+        "from tba_hpc.exchange.file_exchange import Manifest\n"
         "Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "Manifest('first').write(Path(sys.argv[1]))\n"
     )
@@ -195,9 +195,9 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing_visible(tmp_path: Path) ->
     """In a process of its own, whose files may not grow beyond a few kilobytes."""
     program = (
         "import sys; from pathlib import Path\n"
-        "from tba_hpc.backends.file_exchange import FileTrainerExchange\n"
-        "from tba_hpc.prompts import Progress\n"
-        "from tba_hpc.types import Publication, WeightLayout\n"
+        "from tba_hpc.exchange.file_exchange import FileTrainerExchange\n"
+        "from tba_hpc.core.prompts import Progress\n"
+        "from tba_hpc.core.types import Publication, WeightLayout\n"
         "folder, layout = Path(sys.argv[1]), WeightLayout.of([('w', (100_000,))], 'F32')\n"
         "trainer = FileTrainerExchange(\n"
         "    folder, layout, read_pending=lambda c: [], progress=Progress(), evaluated=lambda s, v: True)\n"

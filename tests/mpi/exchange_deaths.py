@@ -17,13 +17,13 @@ import numpy as np
 from contracts.exchange_program import LAYOUT, same_shard, shard_of, until, weights_of
 from mpi4py import MPI
 
-from tba_hpc.backends.hdf5_shards import PendingShards, write_shard
-from tba_hpc.backends.mpi_exchange import MpiSearcherExchange, MpiTrainerExchange
-from tba_hpc.backends.mpi_world import MpiWorld
-from tba_hpc.ports import ExchangeError
-from tba_hpc.prompts import Progress
+from tba_hpc.core.ports import ExchangeError
+from tba_hpc.core.prompts import Progress
+from tba_hpc.core.types import Publication
+from tba_hpc.exchange.hdf5_shards import PendingShards, write_shard
+from tba_hpc.exchange.mpi_exchange import MpiSearcherExchange, MpiTrainerExchange
+from tba_hpc.exchange.mpi_world import MpiWorld
 from tba_hpc.run.directory import RunDir
-from tba_hpc.types import Publication
 
 VERSIONS = 12
 EVALUATED = {0: "test", 4: "validation", 5: "validation", VERSIONS - 1: "test"}

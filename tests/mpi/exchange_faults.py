@@ -14,13 +14,13 @@ from dataclasses import replace
 import numpy as np
 from mpi4py import MPI
 
-from tba_hpc.backends.mpi_exchange import MpiSearcherExchange, MpiTrainerExchange
-from tba_hpc.backends.mpi_world import MpiWorld
 from tba_hpc.config import ConfigError
-from tba_hpc.ports import ExchangeError
-from tba_hpc.prompts import Progress
+from tba_hpc.core.ports import ExchangeError
+from tba_hpc.core.prompts import Progress
+from tba_hpc.core.types import Publication, WeightLayout
+from tba_hpc.exchange.mpi_exchange import MpiSearcherExchange, MpiTrainerExchange
+from tba_hpc.exchange.mpi_world import MpiWorld
 from tba_hpc.run.directory import SEARCHERS_FIRST
-from tba_hpc.types import Publication, WeightLayout
 
 SEARCHERS = 2
 FIRST = SEARCHERS if os.environ.get(SEARCHERS_FIRST) == "1" else 0

@@ -12,12 +12,12 @@ from pathlib import Path
 from contracts.exchange_program import LAYOUT, Flags, SearcherSide, TrainerSide, same_shard, shard_of
 from mpi4py import MPI
 
-from tba_hpc.backends.mpi_exchange import MpiSearcherExchange, MpiTrainerExchange
-from tba_hpc.backends.mpi_world import SURVIVES, MpiWorld, library_version
-from tba_hpc.doctor.loaded import describe
-from tba_hpc.doctor.rank import measure
-from tba_hpc.prompts import Progress
-from tba_hpc.types import Shard
+from tba_hpc.checks.loaded import describe
+from tba_hpc.checks.rank import measure
+from tba_hpc.core.prompts import Progress
+from tba_hpc.core.types import Shard
+from tba_hpc.exchange.mpi_exchange import MpiSearcherExchange, MpiTrainerExchange
+from tba_hpc.exchange.mpi_world import SURVIVES, MpiWorld, library_version
 
 HOSTS = ("node1", "node2", "node2")
 VERSIONS = 5

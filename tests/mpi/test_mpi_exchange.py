@@ -11,7 +11,7 @@ import pytest
 from contracts.exchange_program import same_shard, shard_of
 
 from mpi.launch import ENVIRONMENT, Outcome, run_world
-from tba_hpc.backends.shard_packing import pack_shard, unpack_shard
+from tba_hpc.exchange.shard_packing import pack_shard, unpack_shard
 from tba_hpc.run import directory
 
 SEARCHERS_FIRST = {directory.SEARCHERS_FIRST: "1"}

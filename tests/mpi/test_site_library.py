@@ -10,7 +10,7 @@ import pytest
 from test_local_launch import Launched
 
 from mpi.launch import ENVIRONMENT, OPTIONS, WHEEL, Mpi, run_processes, run_world
-from tba_hpc.doctor.loaded import LOOK, Library
+from tba_hpc.checks.loaded import LOOK, Library
 from tba_hpc.launch import local, mpi_library
 from tba_hpc.launch.plan import Site
 
@@ -119,7 +119,7 @@ def test_sums_over_ranks_are_measured(tmp_path: Path) -> None:
     program = tmp_path / "sums.py"
     program.write_text(
         "import sys, json\nfrom dataclasses import asdict\nfrom pathlib import Path\n"
-        "from tba_hpc.doctor.rank import all_reduce\n"
+        "from tba_hpc.checks.rank import all_reduce\n"
         "sums = all_reduce(Path(sys.argv[1]), rank=int(sys.argv[2]), ranks=2, deadline=60)\n"
         "print(json.dumps(asdict(sums)))"
     )

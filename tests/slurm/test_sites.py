@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from slurm_testbed.cluster import Cluster
 
-from tba_hpc import shipped
+from tba_hpc.config import shipped
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Site, load_site, plan, searchers_of_a_node
 from tba_hpc.launch.sbatch import VISITORS_SUPERVISOR, Job, batch_script, visitors_script

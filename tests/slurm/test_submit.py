@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 from slurm_testbed.cluster import Cluster
 
+from tba_hpc.checks import trial
 from tba_hpc.config import Config, parse_config
-from tba_hpc.doctor import trial
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Site, plan
 from tba_hpc.launch.sbatch import Job, batch_script

@@ -16,15 +16,15 @@ import pytest
 import yaml
 from slurm_testbed.cluster import Cluster
 from slurm_testbed.faults import held_leader, preempt
+from tba_hpc.report.audit import audit
 from tiny_models import make_random_model
 
-from tba_hpc.audit import audit
-from tba_hpc.backends.hdf5_shards import read_arrays
 from tba_hpc.config import differing_keys, dump_config, load_config
-from tba_hpc.metrics import read_metrics, step_records
+from tba_hpc.exchange.hdf5_shards import read_arrays
 from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import OF_A_START, RunDir
 from tba_hpc.run.events import read_events
+from tba_hpc.run.metrics import read_metrics, step_records
 from tests.system.test_run import SETTINGS, assert_whole
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slurm, pytest.mark.system]

@@ -23,14 +23,14 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tba_hpc.report.audit import audit
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tba_hpc.audit import audit
-from tba_hpc.backends.hdf5_shards import read_arrays
-from tba_hpc.metrics import read_metrics, step_records
+from tba_hpc.exchange.hdf5_shards import read_arrays
 from tba_hpc.run.checkpoints import latest_checkpoint, read_state
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
+from tba_hpc.run.metrics import read_metrics, step_records
 
 pytestmark = pytest.mark.system
 
@@ -262,7 +262,7 @@ def test_over_files_that_hold_what_has_changed(model: Path, tmp_path: Path) -> N
     (engine,) = [
         child
         for child in psutil.Process(process.pid).children(recursive=True)
-        if "tba_hpc.backends.engine_process" in child.cmdline()
+        if "tba_hpc.engine.engine_process" in child.cmdline()
     ]
     engine.kill()
     code, out, err = finish(process)

@@ -14,8 +14,8 @@ from lab import scores
 from lab.results import Panel, Result, Series, Spread
 from lab.runs import Options, Study
 from lab.sampling import completion_of
-from tba_hpc.backends.hf_model import PolicyLogprobs, load_policy, load_tokenizer
 from tba_hpc.config import Config
+from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, load_tokenizer
 from tba_hpc.objectives import Groups
 from tba_hpc.objectives.trajectory_balance import trajectory_balance
 from tba_hpc.tasks.arithmetic import Arithmetic

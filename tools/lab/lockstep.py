@@ -16,14 +16,13 @@ from itertools import islice
 
 import numpy as np
 
-from tba_hpc import schedules
-from tba_hpc.batch import staleness, token_ages
-from tba_hpc.buffer import ReplayBuffer, soft_values
 from tba_hpc.config import BufferSection, TrainSection
-from tba_hpc.ports import Reference, Task
-from tba_hpc.prompts import CompletedRequests, PromptOrder
-from tba_hpc.tasks.tabular import Table, TabularGenerator, TabularLearner, TabularReference, TabularTask
-from tba_hpc.types import (
+from tba_hpc.core import schedules
+from tba_hpc.core.batch import staleness, token_ages
+from tba_hpc.core.buffer import ReplayBuffer, soft_values
+from tba_hpc.core.ports import Reference, Task
+from tba_hpc.core.prompts import CompletedRequests, PromptOrder
+from tba_hpc.core.types import (
     BEHAVIOUR,
     RECORD,
     Group,
@@ -36,6 +35,7 @@ from tba_hpc.types import (
     WeightUpdate,
     spans,
 )
+from tba_hpc.tasks.tabular import Table, TabularGenerator, TabularLearner, TabularReference, TabularTask
 
 REFERENCE_SCALE = 0.3
 """Standard deviation of the reference's logits."""

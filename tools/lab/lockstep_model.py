@@ -21,15 +21,15 @@ from lab import skill
 from lab.lockstep import Queue, scored
 from lab.runs import QUICKSTART
 from lab.small_llama import Sampler, SmallLlama, Weights
-from tba_hpc import schedules
-from tba_hpc.backends.behaviour_reference import BehaviourReference
-from tba_hpc.backends.hf_model import PolicyLogprobs, load_policy, load_tokenizer
-from tba_hpc.batch import micro_batches, pad, staleness, with_reference_power
 from tba_hpc.config import Config, load_config
+from tba_hpc.core import schedules
+from tba_hpc.core.batch import micro_batches, pad, staleness, with_reference_power
+from tba_hpc.core.prompts import CompletedRequests, training_requests
+from tba_hpc.core.types import BEHAVIOUR, Group, PaddedBatch, TrajectoryBatch
+from tba_hpc.learner.behaviour_reference import BehaviourReference
+from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, load_tokenizer
 from tba_hpc.objectives import Groups, figures, make_objective
-from tba_hpc.prompts import CompletedRequests, training_requests
 from tba_hpc.tasks import load_task
-from tba_hpc.types import BEHAVIOUR, Group, PaddedBatch, TrajectoryBatch
 
 PREFACE = (*skill.ONCE, "launch.searchers=1")
 """Overrides of every run, before its own."""

@@ -9,7 +9,7 @@ from lab.lockstep import Setup
 from lab.results import Result
 from lab.runs import Options, Study
 from lab.scores import Scores
-from tba_hpc.variants import LogZ
+from tba_hpc.config.variants import LogZ
 
 SHARES = (0.0, 0.5, 0.95, 1.0)
 LOG_Z: tuple[LogZ, ...] = ("behaviour", "policy")

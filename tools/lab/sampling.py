@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tba_hpc.types import Completion
+from tba_hpc.core.types import Completion
 
 
 def completion_of(tokens: list[int], eos: int) -> Completion:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 
-from tba_hpc.types import Completion
+from tba_hpc.core.types import Completion
 
 Weights = Mapping[str, Tensor]
 """By their Hugging Face names."""

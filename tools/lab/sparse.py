@@ -16,7 +16,7 @@ from lab.lockstep import Moment, Setup, SparseTable
 from lab.results import Panel, Result, Row, Series, Spread
 from lab.runs import Options, log
 from tba_hpc.config import Beta, BufferSection, LearningRate, TrainSection
-from tba_hpc.variants import LogZ, TrajectoryBalance, Unbounded
+from tba_hpc.config.variants import LogZ, TrajectoryBalance, Unbounded
 
 MODES, LETTERS, LENGTH = 8, 4, 6
 STEPS, EVALUATIONS = 400, 40

@@ -17,18 +17,18 @@ from pathlib import Path
 import numpy as np
 
 from scale import Row, row
-from tba_hpc.backends.hdf5_shards import write_arrays
-from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import BufferSection, Config, parse_config
-from tba_hpc.freshness import Freshness
-from tba_hpc.merger import Merger
-from tba_hpc.metrics import MetricsWriter
-from tba_hpc.prompts import CompletedRequests
+from tba_hpc.core.buffer import ReplayBuffer
+from tba_hpc.core.prompts import CompletedRequests
+from tba_hpc.core.types import RECORD, Ragged, Shard, Trajectories, offsets_of
+from tba_hpc.exchange.hdf5_shards import write_arrays
+from tba_hpc.loops.freshness import Freshness
+from tba_hpc.loops.merger import Merger
 from tba_hpc.report.digest import KeptDigest, TrainerDigest
 from tba_hpc.run.checkpoints import TrainerState
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.metrics import MetricsWriter
 from tba_hpc.run.pruning import ShardPruner
-from tba_hpc.types import RECORD, Ragged, Shard, Trajectories, offsets_of
 
 CAPACITY = 1_000_000
 SMALL = 20_000

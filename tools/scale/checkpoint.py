@@ -21,13 +21,13 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from scale import Row, row
-from tba_hpc.backends.deepspeed_learner import DeepSpeedLearner
-from tba_hpc.backends.hdf5_shards import write_arrays
 from tba_hpc.config import Config, parse_config
+from tba_hpc.core.types import Ragged, TrajectoryBatch
+from tba_hpc.exchange.hdf5_shards import write_arrays
+from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 from tba_hpc.run.checkpoints import Checkpoints, TrainerState, latest_checkpoint
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.inventory import damage
-from tba_hpc.types import Ragged, TrajectoryBatch
 
 LAYERS = 10
 SAVES, WARM = 8, 3

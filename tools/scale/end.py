@@ -19,9 +19,9 @@ from pathlib import Path
 
 from scale import Row, row
 from tba_hpc.config import parse_config
-from tba_hpc.metrics import REWARD_EDGES, Record
 from tba_hpc.report.digest import KEEP_SECONDS, KeptDigest, SearcherDigest, TrainerDigest
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.metrics import REWARD_EDGES, Record
 from tba_hpc.run.pruning import BUNDLED, LOOSE, ShardPruner
 
 SEARCHERS, HOURS = 256, 72

@@ -20,16 +20,16 @@ import numpy as np
 
 from scale import Row, row
 from tba_hpc import runtime
-from tba_hpc.backends.file_exchange import FileSearcherExchange, FileTrainerExchange
-from tba_hpc.backends.hdf5_shards import PendingShards, write_shard
-from tba_hpc.buffer import ReplayBuffer
 from tba_hpc.config import Config, parse_config
-from tba_hpc.merger import merge_pending
-from tba_hpc.metrics import MetricsWriter
-from tba_hpc.prompts import CompletedRequests, Progress
+from tba_hpc.core.buffer import ReplayBuffer
+from tba_hpc.core.prompts import CompletedRequests, Progress
+from tba_hpc.core.types import RECORD, Ragged, Shard, Trajectories, WeightLayout, make_uid
+from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange
+from tba_hpc.exchange.hdf5_shards import PendingShards, write_shard
+from tba_hpc.loops.merger import merge_pending
 from tba_hpc.run.checkpoints import TrainerState
 from tba_hpc.run.directory import RunDir
-from tba_hpc.types import RECORD, Ragged, Shard, Trajectories, WeightLayout, make_uid
+from tba_hpc.run.metrics import MetricsWriter
 
 SEARCHERS, SHARDS, PENDING = 256, 20, 500
 TRAJECTORIES, TOKENS, GROUP = 32, 500, 8

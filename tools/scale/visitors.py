@@ -15,12 +15,12 @@ import numpy as np
 
 from scale import Row, row
 from scale.resume import shard_of
-from tba_hpc.backends.file_exchange import FileTrainerExchange
-from tba_hpc.backends.hdf5_shards import PendingShards, write_shard
 from tba_hpc.config import FIRST_ELASTIC
-from tba_hpc.prompts import Progress
+from tba_hpc.core.prompts import Progress
+from tba_hpc.core.types import WeightLayout
+from tba_hpc.exchange.file_exchange import FileTrainerExchange
+from tba_hpc.exchange.hdf5_shards import PendingShards, write_shard
 from tba_hpc.run.directory import RunDir
-from tba_hpc.types import WeightLayout
 
 VISITORS, MERGED, ROUNDS, FRESH = 64, 100, 50, 5
 SYNC_SECONDS = 10.0

@@ -19,11 +19,11 @@ from pathlib import Path
 import psutil
 
 from slurm_testbed.cluster import Cluster
+from tba_hpc.core.types import Role
 from tba_hpc.launch.sbatch import RANK
 from tba_hpc.run.directory import SEARCHERS_FIRST, RunDir
-from tba_hpc.types import Role
 
-ENGINE = "tba_hpc.backends.engine_process"
+ENGINE = "tba_hpc.engine.engine_process"
 """Module that a searcher's engine process runs."""
 
 ROLES: dict[str, Role] = {"train": "trainer", "search": "searcher"}

@@ -1,0 +1,169 @@
+"""The models, data sets and files that a config names, and where they are on this machine.
+
+It must not load any of them, nor ask the hub: a login node looks at names and files alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from tba_hpc.config import Config, ConfigError, is_local
+from tba_hpc.core.types import Resource
+from tba_hpc.tasks import TASKS, task_resources
+
+WEIGHTS = ("*.safetensors", "*.bin")
+"""Files of a model's weights; where there are several, an index lists them."""
+
+
+def resources(config: Config, *, of_custom_task: bool = True) -> list[Resource]:
+    """Everything that a config names. Raises ConfigError where its task or the task's options are none.
+
+    of_custom_task: whether a task of the user's own is imported, to be asked.
+    """
+    models = {"model.path": config.model.path, "buffer.embedding_model": config.buffer.embedding_model}
+    files = {"task.train_file": config.task.train_file, "task.test_file": config.task.test_file}
+    asked = of_custom_task or config.task.name in TASKS
+    return [
+        *(Resource("model", key, name) for key, name in models.items() if name),
+        *(Resource("file", key, name) for key, name in files.items() if name),
+        *(task_resources(config.task) if asked else []),
+    ]
+
+
+def is_here(resource: Resource) -> bool:
+    """Whether it is, or would have to be, a path of this machine rather than of the hub's cache."""
+    return resource.kind == "file" or is_local(resource.name) or Path(resource.name).is_dir()
+
+
+def place(resource: Resource, environment: Mapping[str, str]) -> Path | None:
+    """Where a resource lies, whole, as far as files tell; None where it would have to be fetched.
+
+    environment: the variables HF_… of those who will load it.
+    """
+    if resource.kind == "data set":
+        return _data_place(resource, environment)
+    path = Path(resource.name)
+    if resource.kind == "file":
+        return path if path.is_file() else None
+    folder = path if is_here(resource) else _snapshot(resource.name, environment)
+    return folder if folder and (folder / "config.json").is_file() and _has_weights(folder) else None
+
+
+def missing(config: Config, environment: Mapping[str, str], *, of_custom_task: bool = True) -> list[Resource]:
+    """What of the hub's a config names that is not in the cache, so that it could not be loaded offline.
+
+    Empty where the environment does not forbid to ask the hub, or the cache lies where only the nodes know.
+    """
+    if not is_offline(environment) or "$" in str(hub_cache(environment)):
+        return []
+    wanted = resources(config, of_custom_task=of_custom_task)
+    return [one for one in wanted if not is_here(one) and place(one, environment) is None]
+
+
+def missing_sentence(lacking: Iterable[Resource], environment: Mapping[str, str]) -> str:
+    """What is said of what is ``missing``, without the remedy."""
+    names = " and ".join(map(str, lacking))
+    return (
+        f"nothing whole of {names} is in {hub_home(environment)} (HF_HOME), where ranks look, and "
+        "HF_HUB_OFFLINE=1 forbids them to ask the hub"
+    )
+
+
+def is_offline(environment: Mapping[str, str]) -> bool:
+    """Whether the Hugging Face libraries are told to ask no hub."""
+    return environment.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def hub_home(environment: Mapping[str, str]) -> Path:
+    """Where the Hugging Face libraries keep all that they loaded from the hub."""
+    home = environment.get("HF_HOME") or f"{environment.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    return Path(os.path.expandvars(home)).expanduser()
+
+
+def hub_cache(environment: Mapping[str, str]) -> Path:
+    """Where they keep models."""
+    chosen = environment.get("HF_HUB_CACHE")
+    return Path(os.path.expandvars(chosen)).expanduser() if chosen else hub_home(environment) / "hub"
+
+
+def data_cache(environment: Mapping[str, str]) -> Path:
+    """Where they keep data sets, as tables."""
+    chosen = environment.get("HF_DATASETS_CACHE")
+    return Path(os.path.expandvars(chosen)).expanduser() if chosen else hub_home(environment) / "datasets"
+
+
+def require_files(config: Config) -> None:
+    """Check that the local files a config names exist, as seen from here. Raises ConfigError.
+
+    What the options of a task of the user's own name is the task's affair.
+    """
+    for resource in resources(config, of_custom_task=False):
+        if is_local(resource.name) and not Path(resource.name).exists():
+            raise ConfigError(f"{resource} does not exist: check the path, seen from {Path.cwd()}")
+
+
+def refuse_unknown_engine_arguments(config: Config) -> None:
+    """Raise ConfigError where generator.engine names none of vLLM's arguments, as far as that is known here.
+
+    Where vLLM is not installed, its engines find out.
+    """
+    known = _engine_arguments() if config.generator.engine else []
+    for name in config.generator.engine:
+        if known and name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            remedy = f"did you mean {close[0]!r}?" if close else "see EngineArgs in its documentation"
+            raise ConfigError(f"generator.engine.{name} is no argument of the vLLM installed here: {remedy}")
+
+
+def _engine_arguments() -> list[str]:
+    """Names of the fields of vLLM's EngineArgs: its source is read, since importing it takes seconds."""
+    vllm = find_spec("vllm")
+    if vllm is None or vllm.origin is None:
+        return []
+    source = ast.parse((Path(vllm.origin).parent / "engine/arg_utils.py").read_text())
+    bodies = (
+        node.body for node in source.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
+    )
+    fields = (line.target for line in next(bodies, []) if isinstance(line, ast.AnnAssign))
+    return [field.id for field in fields if isinstance(field, ast.Name)]
+
+
+def _snapshot(name: str, environment: Mapping[str, str]) -> Path | None:
+    """The folder of a hub model's newest version in the cache, if there is one."""
+    folder = hub_cache(environment) / f"models--{name.replace('/', '--')}"
+    newest = folder / "refs/main"
+    return folder / "snapshots" / newest.read_text().strip() if newest.is_file() else None
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether all files of a model's weights are there: those that an index lists, or any."""
+    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (folder / index).is_file():
+            parts = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
+            return all((folder / part).is_file() for part in parts)
+    return any(file.is_file() for pattern in WEIGHTS for file in folder.glob(pattern))
+
+
+def _data_place(resource: Resource, environment: Mapping[str, str]) -> Path | None:
+    """Folder of a data set in the cache, where its library has left it once before.
+
+    The library writes names in its own way, with other capitals and underscores.
+    """
+    owner, _, title = resource.name.rpartition("/")
+    for folder in data_cache(environment).glob(f"{owner}___*" if owner else "*"):
+        found = folder.name.rpartition("___")[2]
+        if _plain(found) == _plain(title) and any(
+            folder.glob(f"{resource.subset or '*'}/*/*/dataset_info.json")
+        ):
+            return folder
+    return None
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").lower()

@@ -1,0 +1,1 @@
+"""The commands of tba that are more than a few lines."""

@@ -1,0 +1,167 @@
+"""``tba ask``: put a question to a run's model, or to any other, and print its answers.
+
+It must not judge them, nor start an engine: for one question transformers is up sooner.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.padding import Padding
+from rich.text import Text
+
+from tba_hpc.config import Config, ConfigError, GeneratorSection, ModelSection
+from tba_hpc.core.ports import Asking, Tokenizer, Victim
+from tba_hpc.core.types import Sampling
+from tba_hpc.core.wording import count
+from tba_hpc.evaluate.target import find_target
+from tba_hpc.report.terminal import Terminal
+from tba_hpc.tasks import make_task
+
+if TYPE_CHECKING:  # it imports torch
+    from tba_hpc.learner.hf_answers import HfAnswers
+
+MAX_TOKENS = 256
+"""Longest answer of a model without a config."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer. truncated: whether the token limit ended it. tokens: with its end."""
+
+    text: str
+    truncated: bool
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question as the model saw it, and what it said. seconds: without loading the model."""
+
+    model: str
+    dtype: str
+    device: str
+    prompt: str
+    temperature: float
+    max_tokens: int
+    replies: list[Reply]
+    seconds: float
+
+
+def ask(
+    name: str,
+    question: str,
+    *,
+    config: Path | None = None,
+    overrides: list[str] | None = None,
+    samples: int = 1,
+    temperature: float | None = None,
+    max_tokens: int | None = None,
+    chat: bool | None = None,
+) -> Asked:
+    """Load the model that the command line names, and let it answer; the same seed draws the same answers.
+
+    temperature: None is greedy for a single answer, and as trained for several. max_tokens: None as trained.
+    chat: None as the task of the run or config puts its problems; of any other model, in its chat template
+    if it has one. Raises ConfigError: no such run or model, no chat template, a question that is too long.
+    """
+    if samples > 1 and temperature == 0:
+        raise ConfigError(f"--samples {samples} with --temperature 0 would be the same answer: leave out one")
+    from tba_hpc.learner.hf_answers import HfAnswers
+
+    if config or (Path(name) / "config.yaml").is_file():
+        target = find_target(name, config=config, task=None, overrides=overrides or [], reference=None)
+        settings: Config | None = target.config
+        model = HfAnswers(target.config.model.path, target.config.model.dtype)
+    elif overrides:
+        raise ConfigError(f"--set {overrides[0]} has no config to change: name one with --config")
+    else:
+        settings, model = None, HfAnswers(name)
+    tokens = _encode(settings, model.tokenizer, question, _chats(settings, model) if chat is None else chat)
+    section = settings.generator if settings else GeneratorSection(temperature=1.0, max_tokens=MAX_TOKENS)
+    sampling = Sampling(
+        temperature=(0.0 if samples == 1 else section.temperature) if temperature is None else temperature,
+        top_p=section.top_p,
+        max_tokens=max_tokens or section.max_tokens,
+    )
+    if settings:
+        sampling = replace(sampling, max_tokens=_room(settings, len(tokens), sampling.max_tokens))
+    began = time.monotonic()
+    answers = model.answer(
+        tokens,
+        sampling,
+        samples=samples,
+        stop=section.stop,
+        seed=settings.run.seed if settings else 0,
+    )
+    return Asked(
+        model=settings.model.path if settings else name,
+        dtype=model.dtype,
+        device=model.device,
+        prompt=model.tokenizer.decode(tokens),
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
+        replies=[
+            Reply(model.tokenizer.decode(a.tokens), a.finish_reason == "length", len(a.tokens))
+            for a in answers
+        ],
+        seconds=time.monotonic() - began,
+    )
+
+
+def _chats(settings: Config | None, model: HfAnswers) -> bool | None:
+    """Whether a question goes into the chat template; None where that is up to the task."""
+    return None if settings else model.tokenizer.has_chat
+
+
+def _encode(settings: Config | None, tokenizer: Tokenizer, question: str, chat: bool | None) -> np.ndarray:
+    """Tokens int32 [T] of the prompt. chat: None as the task has it."""
+    if chat is None:
+        assert settings is not None
+        task = make_task(settings.task, tokenizer, _serve)
+        if isinstance(task, Asking):
+            return task.encode_question(question)
+        chat = settings.task.options.get("chat") is True
+    return tokenizer.encode_chat(question) if chat else tokenizer.encode(question)
+
+
+def _serve(model: ModelSection, generator: GeneratorSection, **_: object) -> Victim:
+    raise ConfigError(f"{model.path} is not served to answer a question: add --plain or --chat")
+
+
+def _room(settings: Config, prompt_tokens: int, max_tokens: int) -> int:
+    """The longest answer that the context still has room for."""
+    left = settings.model.context_length - prompt_tokens
+    if left < 1:
+        raise ConfigError(
+            f"the question has {prompt_tokens} tokens, and model.context_length="
+            f"{settings.model.context_length} leaves no room for an answer: ask a shorter one"
+        )
+    return min(max_tokens, left)
+
+
+def print_answers(asked: Asked, *, as_json: bool = False) -> None:
+    """The prompt, the answers, and how they were made; or JSON."""
+    if as_json:
+        print(json.dumps(asdict(asked), indent=2))
+        return
+    console = Terminal()
+    console.print(Text(asked.prompt.strip("\n"), style="dim"))
+    for reply in asked.replies:
+        text = f"{reply.text.strip()} […cut off]" if reply.truncated else reply.text.strip()
+        console.print(Padding(Text(text), (0, 0, 0, 2)))
+    console.print(Text(_how(asked), style="dim"))
+
+
+def _how(asked: Asked) -> str:
+    """How the answers were made."""
+    how = f"at temperature {asked.temperature:g}" if asked.temperature else "greedy"
+    place = "a GPU" if asked.device == "cuda" else "the CPU"
+    answers = f"{count(len(asked.replies), 'answer')} of at most {count(asked.max_tokens, 'token')}"
+    by = f"by transformers on {place}, in {asked.dtype}, {asked.seconds:.1f} s"
+    return f"{asked.model}: {how}, {answers}, {by}"

@@ -1,0 +1,118 @@
+"""Brings the models and data that a config names into the cache that a site's jobs will see: ``tba fetch``.
+
+In a process of its own, ``python -m tba_hpc.commands.fetch`` with a config on its input: the Hugging Face
+libraries look where their cache is when they are imported, and a task's code is the user's. It must not know
+Slurm.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from tba_hpc.checks.examine import job_environment, login_python
+from tba_hpc.checks.resources import hub_home, is_here, place, resources
+from tba_hpc.config import Config, ConfigError, dump_config, parse_config
+from tba_hpc.core.types import Resource
+from tba_hpc.launch.plan import Site
+from tba_hpc.run.notes import REFUSED
+from tba_hpc.tasks.data import download
+
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+"""What would forbid to ask the hub, as batch scripts do."""
+
+OTHER_FORMATS = ("*.h5", "*.msgpack", "*.onnx", "*.ot", "*.tflite", "*.gguf", "*.mlmodel", "*.pth", "*.pt")
+"""Weights that nothing here reads, often as large again as those that are read."""
+
+SAFETENSORS, PICKLED = "*.safetensors", "*.bin"
+"""Weights that are read; the second only where there are none of the first."""
+
+
+def fetch(config: Config, site: Site | None) -> None:
+    """Fetch all that ``config`` names, with a line each. site: None for the cache of this machine's user.
+
+    Raises ConfigError where something is missing in the end, or where it would go is not known.
+    """
+    environment = _environment(site)
+    python = login_python(site) if site else sys.executable
+    if not os.access(python, os.X_OK):
+        raise ConfigError(
+            f"{python} cannot be started here: the site key venv must lead to the environment of the jobs on "
+            "this machine, too; or leave --site out and set HF_HOME as it is on the nodes"
+        )
+    print(f"into {hub_home(environment)}", flush=True)
+    done = subprocess.run(
+        [python, "-m", "tba_hpc.commands.fetch"], input=dump_config(config), env=environment, text=True
+    )
+    if done.returncode:
+        raise ConfigError(
+            "something is missing, see above: check its name, the network, and HF_TOKEN if it is gated"
+        )
+
+
+def _environment(site: Site | None) -> dict[str, str]:
+    """The variables of the site's jobs, but for those that forbid to ask the hub."""
+    environment = job_environment(site) if site else dict(os.environ)
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
+        if "$" in environment.get(name, ""):
+            raise ConfigError(
+                f"{name}={environment[name]} of the site file holds a variable that is not set here: set it "
+                "to what it is on the nodes, and type the same again"
+            )
+    return {name: value for name, value in environment.items() if name not in OFFLINE}
+
+
+def fetch_all(config: Config, environment: Mapping[str, str]) -> bool:
+    """Fetch what is not there yet, with a line for each resource; whether nothing is missing in the end."""
+    there = [_fetch(resource, environment) for resource in resources(config)]
+    return all(there)
+
+
+def _fetch(resource: Resource, environment: Mapping[str, str]) -> bool:
+    if where := place(resource, environment):
+        return _tell(resource, f"is there, {where}")
+    if is_here(resource):
+        what = "no such file" if resource.kind == "file" else "no folder with config.json and weights"
+        return _tell(resource, f"MISSING, {what} here, in {Path.cwd()}", there=False)
+    _tell(resource, "is fetched …")
+    try:
+        download(resource) if resource.kind == "data set" else _download_model(resource.name)
+    except Exception as error:  # whatever the hub's client raises: the others are fetched all the same
+        reason = (str(error).strip().splitlines() or [""])[0]
+        return _tell(resource, f"MISSING, {type(error).__name__}: {reason}", there=False)
+    where = place(resource, environment)
+    return _tell(
+        resource,
+        f"is there, {where}" if where else "MISSING, the hub has no weights of it",
+        there=bool(where),
+    )
+
+
+def _tell(resource: Resource, what: str, *, there: bool = True) -> bool:
+    print(f"  {resource}: {what}", flush=True)
+    return there
+
+
+def _download_model(name: str) -> None:
+    """Configuration, tokenizer and weights, these in one format."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    files = HfApi().list_repo_files(name)
+    top = [file for file in files if "/" not in file]
+    pickled = [] if not any(Path(file).match(SAFETENSORS) for file in top) else [PICKLED]
+    # A folder holds other formats, or parts of other libraries.
+    below = [file for file in files if "/" in file and not file.endswith((".json", ".txt"))]
+    snapshot_download(name, ignore_patterns=[*OTHER_FORMATS, *pickled, *below])
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(0 if fetch_all(parse_config(yaml.safe_load(sys.stdin)), os.environ) else REFUSED)
+    except ConfigError as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        sys.exit(REFUSED)

@@ -1,0 +1,110 @@
+"""A run as pandas tables: what ``tba_hpc.read`` gives to a notebook.
+
+It must not import pandas before it is asked for a table: nothing else of this package needs it.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tba_hpc.config import Config
+from tba_hpc.evaluate.estimates import wilson
+from tba_hpc.report.samples import Query, run_tokenizer, select
+from tba_hpc.report.summary import index_of, read_evaluations, searcher_files
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.metrics import MetricsTail, read_metrics, step_records
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+class RunFrames:
+    """The tables of a run, each read when it is first asked for; another ``read`` reads them anew.
+
+    path: of the run directory. Raises ConfigError where it is none, ModuleNotFoundError without pandas.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.run = RunDir.open(path)
+
+    def __repr__(self) -> str:
+        return f"tba_hpc.read({str(self.run.path)!r})"
+
+    @cached_property
+    def config(self) -> Config:
+        """What the run was told."""
+        return self.run.config()
+
+    @cached_property
+    def metrics(self) -> DataFrame:
+        """A row for each optimizer step, index ``step``: all that trainer.jsonl says of it.
+
+        Of a step done twice, by a resume, the later one's.
+        """
+        records = step_records(read_metrics(self.run.metrics_file("trainer")))
+        return _frame([{"step": 0, **record} for record in records], ["step", "time"]).set_index("step")
+
+    @cached_property
+    def searchers(self) -> DataFrame:
+        """A row for each record of the searchers, of about a second each, with ``searcher``, by time."""
+        records = [
+            {"searcher": index_of(path), **record}
+            for path in searcher_files(self.run)
+            for record in MetricsTail(path).records()
+            if "event" not in record
+        ]
+        return _frame(records, ["searcher", "time"]).sort_values("time", ignore_index=True)
+
+    @cached_property
+    def evaluations(self) -> DataFrame:
+        """A row for each whole evaluation: split, step, score with its 95 % interval, perplexity, counts."""
+        rows = []
+        for found in read_evaluations(self.run).values():
+            score = wilson(found.correct, found.total)
+            rows.append(
+                {
+                    "split": found.split,
+                    "step": found.step,
+                    "score": score.value,
+                    "low": score.low,
+                    "high": score.high,
+                    "perplexity": found.perplexity,
+                    "correct": found.correct,
+                    "total": found.total,
+                    "tokens": found.tokens,
+                    "truncated": found.truncated,
+                }
+            )
+        names = [
+            "split",
+            "step",
+            "score",
+            "low",
+            "high",
+            "perplexity",
+            "correct",
+            "total",
+            "tokens",
+            "truncated",
+        ]
+        return _frame(rows, names).sort_values(["split", "step"], ignore_index=True)
+
+    @cached_property
+    def samples(self) -> DataFrame:
+        """A row for each trajectory still on disk, oldest weights first, as ``tba samples --json``."""
+        decode = run_tokenizer(self.run).decode
+        found = select(self.run, Query(order="oldest", limit=None), decode)
+        return _frame([sample.values() for sample in found.samples], ["uid", "reward"])
+
+
+def _frame(rows: list[dict[str, Any]], columns: list[str]) -> DataFrame:
+    """columns: those of a table without rows."""
+    try:
+        import pandas
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "tba_hpc.read gives pandas tables, and pandas is not installed: pip install 'tba-hpc[notebook]'"
+        ) from None
+    return pandas.DataFrame(rows) if rows else pandas.DataFrame(columns=columns)

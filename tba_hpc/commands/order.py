@@ -1,0 +1,128 @@
+"""What is ordered of Slurm: which run on which nodes of which site, and the batch script that says so.
+
+It must not ask Slurm for anything: ``submit`` does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tba_hpc.config import Config, ConfigError, load_config, shipped
+from tba_hpc.launch import snapshot
+from tba_hpc.launch.plan import Plan, Site, load_site, plan, refuse_rank_overrides
+from tba_hpc.launch.sbatch import RANK, SUPERVISOR, TBA, Job, batch_script
+from tba_hpc.run import modules
+from tba_hpc.run.directory import RunDir
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A job as it is ordered.
+
+    config: a YAML file, the name of a shipped config, or a run directory. site: a file, or the name of a
+    shipped one. after: a run whose job is to end first. The others: as the options of ``tba submit``.
+    """
+
+    config: Path
+    site: Path
+    nodes: int
+    trainer_nodes: int | None = None
+    time: str | None = None
+    homogeneous: bool = False
+    overrides: Sequence[str] = ()
+    run_root: Path | None = None
+    after: Path | None = None
+
+    @property
+    def beside(self) -> Path:
+        """The folder where modules lie that the config names."""
+        return modules.folder_of(self.config)
+
+    def load_site(self) -> Site:
+        """The site, with what the order says otherwise. Raises ConfigError."""
+        return load_site(self.site, **({"time": self.time} if self.time else {}))
+
+    def resolve(self, site: Site) -> tuple[Config, Plan]:
+        """The config of the run and its nodes; ranks follow from the nodes, and paths hold on all of them.
+
+        Raises ConfigError.
+        """
+        path, run_root = self.config, self.run_root
+        if path.is_dir():
+            run_root, path = path.absolute().parent, RunDir.open(path).config_file
+        refuse_rank_overrides(self.overrides)
+        # One trainer fits every config: how many there will be is not known before the plan.
+        first = load_config(path, [*self.overrides, "launch.trainers=1"])
+        split = plan(first, site, self.nodes, self.trainer_nodes, homogeneous=self.homogeneous)
+        root = (run_root or Path(first.run.root)).absolute()
+        overrides = [*self.overrides, *split.overrides, f"run.root={json.dumps(str(root))}"]
+        return load_config(path, overrides), split
+
+
+def default(kind: shipped.Kind, name: str) -> Path:
+    """The shipped file that is taken where the user names none, who is told so on stderr."""
+    file = shipped.files(kind)[name]
+    print(f"no --{kind.removesuffix('s')} given, so this one: {file}", file=sys.stderr)
+    return file
+
+
+def spread(order: Order, configs: Sequence[Path], seeds: str | None) -> list[Order]:
+    """``order`` for each config and seed. seeds: such as ``0-4`` or ``0,2,7-9``. Raises ConfigError."""
+    if seeds is None:
+        return [replace(order, config=config) for config in configs]
+    if run := next((config for config in configs if config.is_dir()), None):
+        raise ConfigError(f"--seeds makes new runs, but {run} is one already, with its seed: leave one out")
+    return [
+        replace(order, config=config, overrides=[*order.overrides, f"run.seed={seed}"])
+        for config in configs
+        for seed in parse_seeds(seeds)
+    ]
+
+
+def parse_seeds(text: str) -> list[int]:
+    """``0-4`` or ``0,2,7-9`` as numbers, each once. Raises ConfigError."""
+    parts = [re.fullmatch(r"(\d+)(?:-(\d+))?", part) for part in text.split(",")]
+    spans = [range(int(part[1]), int(part[2] or part[1]) + 1) for part in parts if part]
+    if len(spans) < len(parts) or not all(spans):
+        raise ConfigError(f"--seeds {text} are no seeds: give for example 0-4, or 0,2,7-9")
+    return list(dict.fromkeys(seed for span in spans for seed in span))
+
+
+def script(order: Order) -> str:
+    """The batch script of an order; nothing is made or submitted. Raises ConfigError."""
+    site = order.load_site()
+    return script_of(*order.resolve(site), site, after=last_job(order.after) if order.after else None)
+
+
+def script_of(config: Config, split: Plan, site: Site, *, after: str | None, code: Path | None = None) -> str:
+    """The batch script of a run. Raises ConfigError.
+
+    after: id of the job that is to end first. code: a snapshot of the package, once there is a run directory;
+    a container brings code of its own.
+    """
+    rank = RANK
+    if not config.one_world:  # Slurm alone numbers the ranks, and nothing loads an MPI library
+        rank, site = TBA, site.model_copy(update={"mpi": "none"})
+    job = Job(
+        name=f"tba-{config.run.name}",
+        run=config.run_dir.absolute(),
+        after=after,
+        supervisor=code / SUPERVISOR.relative_to(snapshot.PACKAGE.parent) if code else SUPERVISOR,
+        code=None if site.container else code,
+        rank=[*site.python, *rank[1:]],
+        tba=[*site.python, *TBA[1:]],
+    )
+    return batch_script(job, split, site)
+
+
+def last_job(path: Path) -> str:
+    """The id of a run's last job. Raises ConfigError where it has had none."""
+    file = RunDir.open(path).path / "slurm/job"
+    if not file.exists():
+        raise ConfigError(f"--after {path}: that run was never submitted, so there is no job to wait for")
+    return file.read_text().strip()

@@ -1,0 +1,128 @@
+"""``tba replay``: another training on the shards that a run has recorded, without searchers or engines.
+
+It must not know how a step is taken. What was sampled stays as it is: the task, the generator, and the
+temperature at which log-probabilities were taken.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tba_hpc import runtime
+from tba_hpc.config import Config, ConfigError, differences, parse_config, value_text
+from tba_hpc.core.schedules import laid_out_for
+from tba_hpc.exchange.replay_exchange import RecordedShards, Recording
+from tba_hpc.report.track.beside import tracked
+from tba_hpc.run.changes import create as create_run
+from tba_hpc.run.changes import is_done
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.files import write_atomic
+from tba_hpc.run.owners import owned
+
+RECORDED = ("task.", "generator.", "model.logprob_temperature")
+"""Keys of what the shards are; they stay."""
+
+OF_THE_REFERENCE = ("reference", "reference_scored_by")
+"""Of train: what the recorded log-probabilities depend on."""
+
+NOTE = "replay.json"
+"""Of which run a replay is, and in which order."""
+
+
+def replay(
+    path: Path, overrides: Sequence[str], *, delay: int = 0, at_once: bool = False, partial: bool = False
+) -> tuple[RunDir, Config]:
+    """Train by the config of a run and ``overrides`` on its shards, in a run of its own beside it.
+
+    As they came; ``delay`` steps later; or all at once. Another call goes on where it stopped. partial: also
+    where shards are gone. Raises ConfigError, and what training raises.
+    """
+    source = RunDir.open(path)
+    recorded = source.config()
+    config = replay_config(source, recorded, Recording.of(source).steps, overrides)
+    recording, read = read_recorded(source, recorded, config, partial=partial)
+    recording = recording.at_once() if at_once else recording.delayed(delay)
+    run = RunDir.check(config)
+    note = json.dumps({"of": str(source.path), "delay": delay, "at_once": at_once})
+    if (run.path / NOTE).exists() and (run.path / NOTE).read_text() != note:
+        raise ConfigError(
+            f"{run.path} replays something else ({(run.path / NOTE).read_text()}): choose another run.name"
+        )
+    if is_done(run, config):
+        return run, config
+    with owned(run):
+        create_run(config)
+        write_atomic(run.path / NOTE, note)
+        run.begin_attempt()
+        with tracked(run, config):
+            runtime.replay(run, config, recording, read)
+    return run, config
+
+
+def replay_config(source: RunDir, recorded: Config, steps: int, overrides: Sequence[str]) -> Config:
+    """The config of a replay: one trainer; as many steps as were taken, unless others are given.
+
+    The learning rate is laid out as it was; however long no shard comes, no step waits, unless that is given.
+    """
+    tree = recorded.model_dump(mode="json")
+    name = f"{recorded.run.name}-replay"
+    ours = [f"run.name={name}", f"run.root={json.dumps(str(source.path.parent))}", "launch.trainers=1"]
+    config_of = {key: value for key, _, value in (override.partition("=") for override in overrides)}
+    horizon = laid_out_for(recorded.train)
+    if config_of.get("train.steps", "0").isdecimal():  # else it is refused below
+        horizon = max(horizon, int(config_of.get("train.steps", "0")))
+    ours += [f"train.steps={max(1, steps)}", f"train.horizon={horizon}"]
+    ours += ["exchange.max_steps_without_data=null"]  # there is nobody to wait for
+    _leave_out_what_follows(tree["train"], config_of)
+    config = parse_config(tree, [*ours, *overrides])
+    for key, (was, now) in differences(recorded, config).items():
+        if key.startswith(RECORDED):
+            raise ConfigError(
+                f"{key}={value_text(now)} is not how the shards of {source.path} were made, with "
+                f"{value_text(was)}: leave it out"
+            )
+    return config
+
+
+def _leave_out_what_follows(train: dict[str, Any], given: Mapping[str, str]) -> None:
+    """Take out of the recorded section what followed from its other keys, and will from those ``given``."""
+    objective = given.get("train.objective", train["objective"]["name"])
+    recorded = train["reference"]["name"]
+    if "train.objective" in given:
+        del train["ratio_bound"]
+    reference = given.get("train.reference", recorded)
+    if objective == "oapl":
+        reference = "behaviour"
+        del train["reference"]
+    if reference != recorded:
+        del train["reference_scored_by"]  # nobody then, or as the other one has it
+
+
+def read_recorded(
+    source: RunDir, recorded: Config, config: Config, *, partial: bool
+) -> tuple[Recording, RecordedShards]:
+    """What a run has recorded, as a replay by ``config`` needs it. Raises ConfigError where it is gone."""
+    before, now = recorded.train, config.train
+    same = all(getattr(before, key) == getattr(now, key) for key in OF_THE_REFERENCE)
+    if now.reference.scored and not same:
+        raise ConfigError(
+            f"train.reference={now.reference.name} needs log-probabilities that {source.path} did not "
+            f"record, with train.reference={before.reference.name} and train.reference_scored_by="
+            f"{before.reference_scored_by}: leave both out, or set the first to behaviour"
+        )
+    recording = Recording.of(source)
+    if config.exchange.sync_every != recorded.exchange.sync_every:
+        recording = Recording(recording.arrivals, None, recording.steps)
+    read = RecordedShards(source, behaviour=not now.reference.scored)
+    wanted = [key for arrival in recording.arrivals for key in arrival.shards]
+    there = [key for key in wanted if key in read.places]
+    if not there or (len(there) < len(wanted) and not partial):
+        remedy = ", or replay what is left with --partial" if there else ""
+        raise ConfigError(
+            f"{len(wanted) - len(there)} of the {len(wanted)} shards that {source.path} learned from are "
+            f"gone, as a checkpoint holds what counts of them: record with exchange.keep_shards=1{remedy}"
+        )
+    return recording.only(there), read

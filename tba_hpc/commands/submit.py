@@ -1,0 +1,257 @@
+"""Submits runs to Slurm: trainer and searcher nodes in one job, which goes on by itself until it is done.
+
+Submitting again with the same config goes on where the run stopped. Needs no torch: made for a login node.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tba_hpc.checks import slurm_checks
+from tba_hpc.checks.examine import (
+    check_rate,
+    check_resources,
+    job_environment,
+    login_python,
+    preflight,
+    warnings_among,
+)
+from tba_hpc.checks.findings import Finding, warning
+from tba_hpc.checks.resources import refuse_unknown_engine_arguments, require_files
+from tba_hpc.checks.task_check import refuse_bad_task
+from tba_hpc.commands.order import Order, last_job, script_of
+from tba_hpc.config import Config, ConfigError, shipped
+from tba_hpc.launch import slurm, snapshot
+from tba_hpc.launch.plan import Plan, Site
+from tba_hpc.launch.sides import choose_sides
+from tba_hpc.run import modules
+from tba_hpc.run.changes import create as create_run
+from tba_hpc.run.changes import is_done, refuse_steps_behind, told
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import log_event
+from tba_hpc.run.owners import refuse_owned
+
+CHECK_SECONDS = 60.0
+"""Longest look at the task: hours in the queue may follow."""
+
+NOT_SUBMITTED = "finished"
+"""In the column of jobs for a run of which nothing is left to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """An order that has passed all checks. after: id of the job that is to end first."""
+
+    order: Order
+    site: Site
+    config: Config
+    split: Plan
+    run: RunDir
+    warnings: Sequence[Finding]
+    after: str | None
+
+    @property
+    def script(self) -> str:
+        """Its batch script."""
+        code = snapshot.place(self.run.path)
+        return script_of(self.config, self.split, self.site, after=self.after, code=code)
+
+
+def submit(orders: Sequence[Order], *, wait: bool, as_json: bool) -> bool:
+    """Submit orders, but for finished runs, and print what was done. All are checked before the first.
+
+    wait: until the jobs have ended; the answer then is whether all runs are finished. Raises ConfigError,
+    StateError, DiskFullError, LaunchError or SlurmError with one sentence.
+    """
+    slurm.require_slurm()
+    found: dict[Path, list[Finding]] = {}
+    ready = [_check(order, found) for order in orders]
+    _refuse_twins(ready)
+    jobs: list[slurm.BatchJob | None] = []
+    done: list[dict[str, Any]] = []
+    try:
+        for one in ready:
+            jobs.append(None if is_done(one.run, one.config) else _submit(one))
+            done.append(_done(one, jobs[-1]))
+            if len(ready) > 1 and not as_json:
+                _tell_row(done)
+    finally:  # where Slurm refuses one of several, those before it are in the queue
+        if as_json and done:
+            print(json.dumps(done if len(ready) > 1 else done[0]))
+    if len(ready) == 1 and not as_json:
+        _tell(done[0])
+    if not wait:
+        return True
+    ended = [_ends_well(one.run, job) for one, job in zip(ready, jobs, strict=True)]
+    return all(ended)
+
+
+def _check(order: Order, found: dict[Path, list[Finding]]) -> Ready:
+    """found: warnings by config, of which several seeds need one look."""
+    site = order.load_site()
+    config, split = order.resolve(site)
+    if order.config not in found:
+        found[order.config] = _warnings(config, split, site, order)
+    run = RunDir.check(config)
+    refuse_steps_behind(run, config)
+    slurm.refuse_active(run)
+    refuse_owned(run)
+    after, remarks = _awaited(order.after) if order.after else (None, [])
+    split = split if is_done(run, config) else choose_sides(split, site)
+    return Ready(
+        order=order,
+        site=site,
+        config=config,
+        split=split,
+        run=run,
+        warnings=[*found[order.config], *remarks],
+        after=after,
+    )
+
+
+def _warnings(config: Config, split: Plan, site: Site, order: Order) -> list[Finding]:
+    """What may go wrong. Raises ConfigError or SubmitError for what will, before hours in the queue."""
+    if site.container is None:  # inside it paths may be others
+        require_files(config)
+        refuse_unknown_engine_arguments(config)
+    fetch = _fetch(order)
+    warnings = warnings_among(
+        [*preflight(config, split, site), *check_resources(config, site, fetch), *check_rate(config)]
+    )
+    if site.container is None:
+        refuse_bad_task(
+            config,
+            python=login_python(site),
+            environment=job_environment(site),
+            seconds=CHECK_SECONDS,
+            fetched_by=fetch,
+            beside=order.beside,
+        )
+    return warnings
+
+
+def _left_out(script: str) -> list[Finding]:
+    """What this shell says of jobs, and what is not heeded since the script says otherwise."""
+    names = [name for name in slurm.foreign(script, os.environ) if name.startswith("SBATCH_")]
+    found = f"{', '.join(names)} of this shell would override the batch script, and so is not handed on"
+    return [warning("shell", found, "write into the site file what is to hold")] if names else []
+
+
+def _fetch(order: Order) -> str:
+    """What brings the models and data of an order to where its job looks."""
+    settings = [word for setting in order.overrides for word in ("--set", setting)]
+    return shlex.join(["tba", "fetch", str(order.config), "--site", str(order.site), *settings])
+
+
+def _refuse_twins(ready: Sequence[Ready]) -> None:
+    """Raise ConfigError where two orders are of one run."""
+    paths = [one.run.path for one in ready]
+    if twin := next((path for path in paths if paths.count(path) > 1), None):
+        raise ConfigError(f"two of these would be the run {twin}: give their configs another run.name")
+
+
+def _awaited(path: Path) -> tuple[str | None, list[Finding]]:
+    """The id of the run's job where it is queued or running; else None, and that nothing is waited for."""
+    last_job(path)
+    if job := slurm.active_job(RunDir.open(path)):
+        return job[0], []
+    found = f"--after {path}: no job of that run is queued or running, so none is awaited"
+    return None, [warning("after", found, "submit that run first where this one is to follow it")]
+
+
+def _submit(ready: Ready) -> slurm.BatchJob:
+    text, changes = ready.script, told(ready.run, ready.config)
+    modules.keep(create_run(ready.config), ready.config, ready.order.beside)
+    snapshot.take(ready.run.path)
+    job = slurm.submit(ready.run, text)
+    log_event(ready.run, "submitted", job=job.job_id, restarts=0, command=_again(ready.order, ready.run))
+    print(changes, file=sys.stderr, end="\n" if changes else "")
+    return job
+
+
+def _ends_well(run: RunDir, job: slurm.BatchJob | None) -> bool:
+    """Wait for the end of a job; whether its run is finished."""
+    if job is None:
+        return True
+    job.wait()
+    if not run.finished:
+        print(f"job {job.job_id} ended as {job.state}: see {run.logs}/latest", file=sys.stderr)
+    return run.finished
+
+
+def _again(order: Order, run: RunDir) -> str:
+    """What submits the run again, typed in any folder; the run's frozen config knows the settings."""
+    site = shipped.find(order.site, "sites").absolute()
+    words: list[object] = [*_typed(), "--config", run.path, "--site", site, "--nodes", order.nodes]
+    words += ["--trainer-nodes", order.trainer_nodes] if order.trainer_nodes else []
+    words += ["--time", order.time] if order.time else []
+    words += ["--homogeneous"] if order.homogeneous else []
+    return shlex.join(map(str, words))
+
+
+def _typed() -> list[object]:
+    """The program and command that were typed, ``tba submit`` or tools/submit.py, for use in any folder."""
+    program = Path(sys.argv[0]).absolute()
+    if program.name == "__main__.py":
+        return [sys.executable, "-m", "tba_hpc", "submit"]
+    return [sys.executable, program] if program.suffix else [program, "submit"]
+
+
+def _done(ready: Ready, job: slurm.BatchJob | None) -> dict[str, Any]:
+    """What was done, as JSON: job (None: the run is finished), run, commands, warnings, the split."""
+    taken = slurm_checks.check_taken(slurm.job_fields(job.job_id), ready.site) if job else []
+    warnings = [*ready.warnings, *_left_out(ready.script), *taken]
+    return {
+        "job": job.job_id if job else None,
+        "run": str(ready.run.path),
+        "commands": _commands(ready, job.job_id) if job else {},
+        "warnings": [*ready.split.remarks, *(finding.sentence for finding in warnings)] if job else [],
+        **asdict(ready.split),
+    }
+
+
+def _commands(ready: Ready, job: str) -> dict[str, str]:
+    """What comes next."""
+    run = str(ready.run.path)
+    return {
+        "watch": shlex.join(["tba", "status", run]),
+        "log": shlex.join(["tba", "logs", run, "-f"]),
+        "queue": f"squeue --job {job}",
+        "cancel": f"scancel {job}",
+        "stop": shlex.join(["tba", "stop", run]),
+        "resume": _again(ready.order, ready.run),
+    }
+
+
+def _tell(done: dict[str, Any]) -> None:
+    """What was done, what to know about it, and the commands that come next."""
+    if done["job"] is None:
+        print(
+            f"finished already, nothing to submit: {done['run']}/summary.json\nanother run: --set run.name=…"
+        )
+        return
+    print(f"{done['why']}\njob {done['job']}, run directory {done['run']}")
+    for name, command in done["commands"].items():
+        print(f"  {name:7} {command}")
+    _tell_warnings(done)
+
+
+def _tell_row(done: Sequence[dict[str, Any]]) -> None:
+    """The last of several, as a row of the table: job and run. Its commands are those of any run."""
+    if len(done) == 1:
+        print("job       run")
+    print(f"{done[-1]['job'] or NOT_SUBMITTED:9} {done[-1]['run']}", flush=True)
+    if not any(done[-1]["warnings"] == before["warnings"] for before in done[:-1]):
+        _tell_warnings(done[-1])
+
+
+def _tell_warnings(done: dict[str, Any]) -> None:
+    for sentence in done["warnings"]:
+        print(f"warning: {sentence}", file=sys.stderr)

@@ -1,0 +1,188 @@
+"""The requests of a run: in which order prompts are asked, which requests are completed, how each is sampled.
+
+It must not know who asks, or what becomes of the completions. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tba_hpc.config import Config, ConfigError
+from tba_hpc.core.ports import Task
+from tba_hpc.core.types import Request, Sampling
+from tba_hpc.core.wording import count
+
+_PROMPT_ORDER = int.from_bytes(b"prompt order")  # keeps this stream apart from others of the same seed
+_TEMPERATURE = int.from_bytes(b"warm")
+
+
+class CompletedRequests:
+    """The requests whose groups lie in sealed shards: a growing set of bits, eight requests a byte."""
+
+    def __init__(self) -> None:
+        self._done = np.zeros(0, np.uint8)
+        self._used = 0  # bytes; those beyond are 0
+
+    @classmethod
+    def from_array(cls, packed: np.ndarray) -> CompletedRequests:
+        """Inverse of to_array."""
+        made = cls()
+        made._done, made._used = packed.copy(), len(packed)
+        return made
+
+    def to_array(self) -> np.ndarray:
+        """A copy of the bitmap, uint8, as long as needed."""
+        return self._done[: self._used].copy()
+
+    def add(self, request_ids: np.ndarray) -> None:
+        """Mark requests (int64, any shape, repeats allowed) as completed."""
+        if request_ids.size == 0:
+            return
+        assert request_ids.min() >= 0, "the number of a request is never negative"
+        self._used = max(self._used, int(request_ids.max()) // 8 + 1)
+        if self._used > len(self._done):
+            grown = np.zeros(max(self._used, 2 * len(self._done)), np.uint8)
+            grown[: len(self._done)] = self._done
+            self._done = grown
+        np.bitwise_or.at(self._done, request_ids // 8, _bit(request_ids))
+
+    def add_one(self, request_id: int) -> None:
+        """Mark a request as completed."""
+        self.add(np.array([request_id]))
+
+    def unite(self, other: CompletedRequests) -> None:
+        """Mark what is completed there as completed here, too."""
+        self.add(np.flatnonzero(np.unpackbits(other.to_array())))
+
+    def __contains__(self, request_id: int) -> bool:
+        """Whether the group of a request is sealed."""
+        return request_id < 8 * self._used and bool(self._done[request_id // 8] & (128 >> request_id % 8))
+
+    def among(self, request_ids: np.ndarray) -> np.ndarray:
+        """bool, of the shape of ``request_ids`` (int64): which of these groups are sealed."""
+        known = request_ids < 8 * self._used
+        found = np.zeros(request_ids.shape, bool)
+        found[known] = self._done[request_ids[known] // 8] & _bit(request_ids[known])
+        return found
+
+
+def _bit(request_ids: np.ndarray) -> np.ndarray:
+    """uint8: the bit of each in its byte, the first of eight the highest, as ``np.packbits`` has it."""
+    return np.right_shift(np.uint8(128), (request_ids % 8).astype(np.uint8))
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is, as the trainer tells a searcher that joins it.
+
+    completed: the requests in all shards before the cursors. cursors: next shard to merge per searcher.
+    """
+
+    completed: CompletedRequests = field(default_factory=CompletedRequests)
+    cursors: Mapping[int, int] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """A line of JSON and the bitmap, which from_bytes reads."""
+        bitmap = self.completed.to_array().tobytes()
+        return json.dumps({"bytes": len(bitmap), "cursors": dict(self.cursors)}).encode() + b"\n" + bitmap
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Progress:
+        """Inverse of to_bytes. Raises ValueError where some are missing."""
+        line, _, bitmap = data.partition(b"\n")
+        header = json.loads(line)
+        if len(bitmap) != header["bytes"]:
+            raise ValueError(f"{len(bitmap)} bytes of requests completed, not {header['bytes']}")
+        return cls(
+            CompletedRequests.from_array(np.frombuffer(bitmap, np.uint8)),
+            {int(searcher): index for searcher, index in header["cursors"].items()},
+        )
+
+
+class PromptOrder:
+    """Which prompt each request asks: epoch after epoch, each a permutation drawn from (seed, epoch)."""
+
+    def __init__(self, seed: int, n_prompts: int) -> None:
+        self._seed = seed
+        self._n_prompts = n_prompts
+        self._epoch = -1
+        self._permutation = np.empty(0, np.int64)
+
+    def prompt_of(self, request_id: int) -> int:
+        """Id of the prompt that a request asks."""
+        epoch, place = divmod(request_id, self._n_prompts)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            random = np.random.default_rng([self._seed, _PROMPT_ORDER, epoch])
+            self._permutation = random.permutation(self._n_prompts)
+        return int(self._permutation[place])
+
+    def request_ids(self, place: int, places: int, completed: CompletedRequests) -> Iterator[int]:
+        """Requests of one of ``places``, ascending without end, leaving out what is completed.
+
+        Only who has this place issues requests ≡ ``place`` (mod ``places``), so that none is issued twice in
+        an attempt; the next one who has it, and a resume by any number of searchers, issues whatever was not
+        sealed.
+        """
+        mine = itertools.count(place, places)
+        return (request_id for request_id in mine if request_id not in completed)
+
+
+def training_requests(
+    config: Config, task: Task, searcher: int, completed: CompletedRequests
+) -> Iterator[Request]:
+    """The requests of one searcher, without end, in the run's order, less those completed before."""
+    prompts = task.prompts("train")
+    order = PromptOrder(config.run.seed, len(prompts))
+    section = config.generator
+    place = config.launch.place_of(searcher)
+    for request_id in order.request_ids(place, config.launch.places, completed):
+        temperature = _temperature(config, request_id)
+        sampling = Sampling(temperature, section.top_p, section.max_tokens, section.min_tokens)
+        prompt = prompts[order.prompt_of(request_id)]
+        yield Request(prompt, request_id, section.completions_per_prompt, sampling)
+
+
+def _temperature(config: Config, request_id: int) -> float:
+    """Sampling temperature of a request, a function of the seed and its number."""
+    section = config.generator
+    random = np.random.default_rng([config.run.seed, _TEMPERATURE, request_id])
+    if random.random() >= section.tempered_share:
+        return section.temperature
+    return float(random.uniform(*section.tempered_range))
+
+
+def refuse_long_prompts(task: Task, config: Config) -> None:
+    """Raise ConfigError where a prompt leaves no room for its completion."""
+    room = config.model.context_length - config.generator.max_tokens
+    for split in ("train", "validation", "test"):
+        longest = max(task.prompts(split), key=lambda prompt: len(prompt.tokens), default=None)
+        if longest is not None and len(longest.tokens) > room:
+            raise ConfigError(
+                f"{split} prompt {longest.id} has {len(longest.tokens)} tokens, but model.context_length="
+                f"{config.model.context_length} less generator.max_tokens={config.generator.max_tokens} "
+                f"leaves {room}: raise the first or lower the second"
+            )
+
+
+def refuse_few_prompts(task: Task, config: Config) -> None:
+    """Raise ConfigError where the prompts are too few for the initial buffer, or for a step's groups."""
+    prompts, wanted, buffer = len(task.prompts("train")), config.train.prompts_per_step, config.buffer
+    room = prompts * buffer.capacity_per_prompt
+    if config.exchange.max_staleness is None and room < buffer.initial_completions:
+        raise ConfigError(
+            f"buffer.initial_completions={buffer.initial_completions} can never be reached with "
+            f"{count(prompts, 'training prompt')} and "
+            f"buffer.capacity_per_prompt={buffer.capacity_per_prompt}: lower the first to at most {room}, or "
+            "raise the last"
+        )
+    if config.selective and prompts < wanted:
+        raise ConfigError(
+            f"train.prompts_per_step={wanted} is more than the {prompts} training prompts, and with "
+            "max_staleness, replay_limit or a reference that is reset each gives a step one group: lower it"
+        )

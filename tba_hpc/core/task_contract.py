@@ -1,0 +1,109 @@
+"""What a task owes its callers (ports.Task), checked: a user's own may fall short of it anywhere.
+
+It must not know which task it is, nor who asks. Every fault is a ConfigError that names the class, the value
+and the rule.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import numpy as np
+
+from tba_hpc.config import ConfigError
+from tba_hpc.core.ports import Task
+from tba_hpc.core.types import Completion, Prompt, Split
+
+METHODS = ("prompts", "rewards", "correct")
+
+
+def class_name(task: Task) -> str:
+    """``module:Class``, as a config names it."""
+    return f"{type(task).__module__}:{type(task).__qualname__}"
+
+
+def require_methods(task: Task) -> None:
+    """Raise ConfigError where the task lacks one of METHODS."""
+    for name in METHODS:
+        if not callable(getattr(task, name, None)):
+            raise ConfigError(
+                f"the task {class_name(task)} has no method {name}(), but every task has: write it as "
+                "ports.Task says, or derive from tasks.right_or_wrong.RightOrWrong"
+            )
+
+
+def checked_prompts(task: Task, split: Split) -> Sequence[Prompt]:
+    """``task.prompts(split)``. Raises ConfigError where that is no sequence of well-formed prompts."""
+    prompts: object = task.prompts(split)
+    call = f"the task {class_name(task)}: prompts({split!r})"
+    if not isinstance(prompts, Sequence):
+        raise ConfigError(f"{call} gave a {type(prompts).__name__}: give a list or a tuple of prompts")
+    for place, prompt in enumerate(prompts):
+        if fault := _fault(prompt, place):
+            raise ConfigError(f"{call}[{place}] {fault}")
+    return prompts
+
+
+def checked_rewards(task: Task, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
+    """``task.rewards(…)``, finite or not. Raises ConfigError where they are not a number for each."""
+    rewards = task.rewards(prompt, completions)
+    numbers = _numbers(rewards)
+    if numbers is None or len(numbers) != len(completions):
+        raise ConfigError(
+            f"the task {class_name(task)}: rewards() gave {_short(rewards)} for prompt {prompt.id}, but "
+            f"{len(completions)} completions need a number each: NaN for one that is to be set aside"
+        )
+    return numbers
+
+
+def checked_correct(task: Task, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
+    """``task.correct(…)``. Raises ConfigError where they are not a truth value for each."""
+    correct = task.correct(prompts, completions)
+    numbers = _numbers(correct)
+    if numbers is None or len(numbers) != len(completions) or not {0.0, 1.0}.issuperset(numbers):
+        raise ConfigError(
+            f"the task {class_name(task)}: correct() gave {_short(correct)}, but {len(completions)} "
+            "completions need True or False each, of the prompt beside them: write it as ports.Task says"
+        )
+    return [number == 1 for number in numbers]
+
+
+def _fault(prompt: object, place: int) -> str | None:
+    """What is wrong with the prompt at a place of its split, and what it must be."""
+    if not isinstance(prompt, Prompt):
+        return f"is a {type(prompt).__name__}: give a tba_hpc.Prompt"
+    if not isinstance(prompt.id, int | np.integer) or prompt.id != place:
+        return (
+            f"has the id {prompt.id!r}, but ids count the prompts of a split from 0: give it the id {place}"
+        )
+    tokens: object = prompt.tokens
+    if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 1:
+        kind = (
+            f"{tokens.dtype} {list(tokens.shape)}"
+            if isinstance(tokens, np.ndarray)
+            else type(tokens).__name__
+        )
+        return f"has tokens of type {kind}, but they are int32 [T]: give np.array(tokens, np.int32)"
+    if not len(tokens):
+        return "has no tokens, but a model continues at least one: leave the prompt out"
+    if not isinstance(prompt.target, str):
+        return (
+            f"has the target {prompt.target!r}, but a target is text: give a str, empty where there is none"
+        )
+    return None
+
+
+def _short(value: object) -> str:
+    """A value as code, on one line and cut where it is long."""
+    return " ".join(reprlib.repr(value).split())
+
+
+def _numbers(values: object) -> list[float] | None:
+    """Each of the values as a number; None where one is none, text that reads like one included."""
+    try:
+        items = list(cast(Iterable[float], values))
+        return None if any(isinstance(item, str) for item in items) else [float(item) for item in items]
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,68 @@
+"""What learning rate times age of data the shipped configs were tuned for, and whether a run goes beyond.
+
+It must not know how a run is planned or started.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from tba_hpc.config import Config, load_config, shipped
+
+
+@cache
+def shipped_configs() -> dict[str, Config]:
+    """By name."""
+    return {name: load_config(path) for name, path in shipped.files("configs").items()}
+
+
+def expected_age(config: Config) -> int:
+    """Optimizer steps between the weights that sample and those that learn.
+
+    Bounded: as many as a queue lets it come to. Else 2k − 1: sampled during k steps, learned from in the k
+    after them; searchers that fall behind, and replay, make it more.
+    """
+    bound = config.exchange.max_staleness
+    return 2 * config.exchange.sync_every - 1 if bound is None else bound
+
+
+def beyond_tuned(config: Config) -> tuple[str, str] | None:
+    """What is found, and a remedy, where rate × age exceeds that of the shipped config it is nearest to.
+
+    The highest stable rate falls as 1/age (arXiv 2607.01083). Nearest: of the same model, or else of the same
+    task and objective. None, too, where there is none, or the rate follows the age by itself.
+    """
+    rate, age = config.train.learning_rate.peak, expected_age(config)
+    alike = _alike(config)
+    if not alike or config.train.learning_rate.by_ess:
+        return None
+    name = max(alike, key=lambda name: _product(alike[name]))
+    tuned, tuned_age = alike[name].train.learning_rate.peak, expected_age(alike[name])
+    if rate * age <= tuned * tuned_age * (1 + 1e-9):
+        return None
+    found = (
+        f"train.learning_rate.peak={rate:g} with data that may be {age} steps old is {rate * age:.2g}, where "
+        f"{name} was tuned at {tuned:g} × {tuned_age} = {tuned * tuned_age:.2g}, and the highest stable rate "
+        "falls as 1/age"
+    )
+    bound = "exchange.sync_every" if config.exchange.max_staleness is None else "exchange.max_staleness"
+    return found, f"lower the rate to {tuned * tuned_age / age:.2g}, or {bound}"
+
+
+def _product(config: Config) -> float:
+    return config.train.learning_rate.peak * expected_age(config)
+
+
+def _alike(config: Config) -> dict[str, Config]:
+    """The shipped configs that are nearest; an adapter's rates are no whole model's."""
+    kind = {
+        name: other
+        for name, other in shipped_configs().items()
+        if (other.model.lora is None) == (config.model.lora is None)
+    }
+    same_model = {name: other for name, other in kind.items() if other.model.path == config.model.path}
+    return same_model or {
+        name: other
+        for name, other in kind.items()
+        if (other.task.name, other.train.objective.name) == (config.task.name, config.train.objective.name)
+    }

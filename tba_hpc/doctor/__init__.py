@@ -1,1 +1,0 @@
-"""What a cluster or a machine has, and what of it will go wrong."""

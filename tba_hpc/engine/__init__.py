@@ -1,0 +1,1 @@
+"""vLLM: completions by the newest weights, in a process of its own."""

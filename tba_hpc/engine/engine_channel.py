@@ -1,0 +1,223 @@
+"""What a searcher's rank and the process of its engine share: messages, their socket, and memory for weights.
+
+It must not know vLLM or torch, so that the rank's end stays light. A message is its length and msgpack;
+arrays travel as raw bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+
+from tba_hpc.config import Dtype
+from tba_hpc.core.types import Sampling
+
+LENGTH_BYTES = 4
+"""Size of the number before each message."""
+
+READ_BYTES = 1 << 20
+"""Most that is read from the socket at once."""
+
+
+class EngineSettings(msgspec.Struct):
+    """The engine wanted; it stands on the command line of its process.
+
+    logprob_temperature: T of the policy, softmax(logits/T). fp32_head: logits are float32, also of bfloat16
+    weights. stop: texts that end a completion. keep_kv: as generator.keep_kv.
+    arguments: of vLLM's, besides.
+    """
+
+    model: str
+    dtype: Dtype
+    context_length: int
+    sequences: int
+    kv_cache_mb: int | None
+    gpu_memory_utilization: float
+    tensor_parallel: int
+    logprob_temperature: float
+    fp32_head: bool
+    stop: tuple[str, ...]
+    keep_kv: bool
+    arguments: dict[str, Any]
+    seed: int
+
+
+class Message(msgspec.Struct, tag=True, array_like=True):
+    """Base of all messages."""
+
+
+class Submit(Message):
+    """To the engine: a request. ``prompt`` is int32 [P]."""
+
+    request: int
+    prompt: bytes
+    n: int
+    sampling: Sampling
+
+
+class Load(Message):
+    """To the engine: weights to use from now on. They stay at ``path`` until it answers Loaded."""
+
+    version: int
+    path: str
+    layout: str
+
+
+class Ready(Message):
+    """From the engine: it is built."""
+
+
+class Refused(Message):
+    """From the engine: vLLM does not take its settings."""
+
+    reason: str
+
+
+class Died(Message):
+    """From the engine, as its last word: an exception, in one sentence."""
+
+    reason: str
+
+
+class Loaded(Message):
+    """From the engine: the weights of ``version`` are in use; it stood still for ``seconds``."""
+
+    version: int
+    seconds: float
+
+
+class Misfit(Message):
+    """From the engine: the weights given last are not, or not all, for its model; why, and what to do."""
+
+    reason: str
+
+
+class Finished(Message):
+    """All completions of a request, K of them with T tokens in all, as flat arrays.
+
+    tokens: int32 [T]. logprobs: float32 [T]. lengths: int32 [K]. stopped: uint8 [K], 1 where EOS or
+    a stop string ended it. versions: int32 [K, 2], oldest and newest.
+    """
+
+    request: int
+    tokens: bytes
+    logprobs: bytes
+    lengths: bytes
+    stopped: bytes
+    versions: bytes
+
+
+class Progress(Message):
+    """From the engine, when groups are whole, and many times a second: a sign that it works.
+
+    Both count from the message of this kind before. busy_seconds: inside the engine's step. ended:
+    completions that have ended, of whole and of other groups.
+    """
+
+    busy_seconds: float
+    ended: int
+    finished: list[Finished]
+
+
+Command = Submit | Load
+Answer = Ready | Refused | Died | Loaded | Misfit | Progress
+
+COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+T = TypeVar("T")
+
+
+class Channel(Generic[T]):
+    """One end of the socket, which receives messages of type T.
+
+    Sending never waits: what the socket does not take now follows with the calls to come.
+    """
+
+    def __init__(self, end: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> None:
+        end.setblocking(False)
+        self._socket = end
+        self._decoder = decoder
+        self._outgoing = bytearray()
+        self._incoming = bytearray()
+        self.closed = False
+        """Whether the other end is gone, and all that it sent received."""
+
+    def send(self, message: Message) -> None:
+        """Send a message, or keep it to follow."""
+        payload = msgspec.msgpack.encode(message)
+        self._outgoing += len(payload).to_bytes(LENGTH_BYTES, "little") + payload
+        self._write()
+
+    def receive(self, seconds: float) -> list[T]:
+        """The messages that have come; waits up to ``seconds`` for news where there are none."""
+        self._await_news(seconds)
+        self._write()
+        self._read()
+        return list(self._whole_messages())
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
+    def _await_news(self, seconds: float) -> None:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
+        poll.poll(seconds * 1000)
+
+    def _write(self) -> None:
+        # The end of a broken connection is found when reading, after the peer's last messages.
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            while self._outgoing:
+                del self._outgoing[: self._socket.send(self._outgoing)]
+
+    def _read(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while not self.closed:
+                try:
+                    data = self._socket.recv(READ_BYTES)
+                except ConnectionResetError:  # it left without reading everything
+                    data = b""
+                self._incoming += data
+                self.closed = not data
+
+    def _whole_messages(self) -> Iterator[T]:
+        while (start := LENGTH_BYTES) <= len(self._incoming):
+            end = start + int.from_bytes(self._incoming[:start], "little")
+            if end > len(self._incoming):
+                return
+            payload = bytes(self._incoming[start:end])
+            del self._incoming[:end]
+            yield self._decoder.decode(payload)
+
+
+class SharedWeights:
+    """Memory of this process that others read under ``path``. It has no name, and goes with its last user."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("weights")
+        self._data = np.empty(0, np.uint8)
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def write(self, data: np.ndarray) -> None:
+        """Copy weights, uint8 [nbytes], into it."""
+        if len(self._data) != len(data):
+            self._data = np.memmap(self.path, np.uint8, "r+", shape=data.shape)
+        np.copyto(self._data, data)
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self._file)
+
+
+def map_weights(path: str) -> np.ndarray:
+    """uint8 [nbytes]: what another process wrote to its SharedWeights, without a copy."""
+    # A private mapping: torch wants memory that it could write to.
+    return np.memmap(path, np.uint8, "c")

@@ -1,0 +1,27 @@
+"""Starts the process of a vLLM engine, mortal with its rank before the slow imports begin.
+
+It must not know what an engine is. Only ``vllm_generator`` starts it:
+``python -m tba_hpc.engine.engine_process SETTINGS PARENT SOCKET``.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+
+from tba_hpc.run.orphans import die_with
+
+
+def main() -> None:
+    """Serve the rank that started this process until it hangs up."""
+    settings, parent, descriptor = sys.argv[1:]
+    die_with(int(parent), signal.SIGKILL)
+    gc.disable()  # until the engine is built: what is imported stays, and looking through it takes seconds
+    from tba_hpc.engine import vllm_engine
+
+    vllm_engine.serve(settings, int(descriptor))
+
+
+if __name__ == "__main__":
+    main()

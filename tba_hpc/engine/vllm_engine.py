@@ -1,0 +1,538 @@
+"""The process of one vLLM engine: requests and weights in, whole groups out, nothing between but steps.
+
+It must not know what the completions are for. No other module imports vllm, and only ``engine_process``
+starts this one.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import numpy as np
+import torch
+from pydantic import ValidationError
+
+from tba_hpc.core.types import Sampling, WeightLayout, WeightSlot
+from tba_hpc.engine.engine_channel import (
+    COMMANDS,
+    Channel,
+    Command,
+    Died,
+    EngineSettings,
+    Finished,
+    Load,
+    Loaded,
+    Misfit,
+    Progress,
+    Ready,
+    Refused,
+    Submit,
+    map_weights,
+)
+from tba_hpc.learner.adapter import Adapter, identity, layers_of
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core_client import InprocClient
+
+BEAT_SECONDS = 0.02
+"""Time between two messages to the rank while nothing is finished; the rank refills by them."""
+
+CPU_KV_CACHE_MB = 512
+"""KV cache on a machine without GPU where none is configured; vLLM's own default takes most of the memory."""
+
+TORCH_DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output belongs to the program
+    "VLLM_NO_USAGE_STATS": "1",  # vLLM otherwise reports each start to its makers
+}
+CPU_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # one core per rank; more by setting the variable
+    "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than a small run and needs a C++ compiler
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks of one node must not pin themselves to the same cores
+}
+
+ON_ONE_MACHINE = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Set whatever the site says of its network: an engine has its workers beside it, and nobody else calls."""
+
+YIELDS = 5
+"""Niceness of an engine that computes on the CPU: where it shares cores, ranks and trainer go first."""
+
+HIGHEST_TEMPERATURE = 2.0
+"""That vLLM takes when its parameters are made, though its samplers know no limit."""
+
+NAMED = 3
+"""Parameters named, at most, of those that a load of weights has missed."""
+
+RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
+
+
+def serve(settings: str, descriptor: int) -> None:
+    """Serve the rank at the other end of the socket until it hangs up; settings: EngineSettings as JSON."""
+    channel = Channel(socket.socket(fileno=descriptor), COMMANDS)
+    try:
+        wanted = msgspec.json.decode(settings, type=EngineSettings)
+        engine = Engine(channel, build_or_refuse(channel, wanted), wanted)
+        gc.enable()
+        engine.serve()
+    except Exception as error:
+        traceback.print_exc()
+        channel.send(Died(f"{type(error).__name__}: {first_sentence(error)}"))
+        sys.exit(1)
+
+
+def build_or_refuse(channel: Channel[Command], settings: EngineSettings) -> LLM:
+    """The engine; where vLLM does not take the settings, the rank is told and the process ends."""
+    prepare_environment()
+    try:
+        llm = build(settings)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if not (isinstance(error, ValueError) or settings.arguments):
+            raise  # our own mistake
+        traceback.print_exc()
+        channel.send(Refused(first_sentence(error)))
+        sys.exit(1)
+    if not torch.cuda.is_available():
+        os.nice(YIELDS)  # not while it is built: others wait for that
+    channel.send(Ready())
+    return llm
+
+
+def prepare_environment() -> None:
+    """Set the variables that vLLM reads once, when it is imported. What the user has set is kept."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine has this process to itself already
+    os.environ |= ON_ONE_MACHINE
+    on_gpu = torch.cuda.is_available()
+    for name, value in (ENVIRONMENT if on_gpu else ENVIRONMENT | CPU_ENVIRONMENT).items():
+        os.environ.setdefault(name, value)
+    if not on_gpu:
+        # torch read OMP_NUM_THREADS when it was imported, perhaps before it was set here.
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def build(settings: EngineSettings) -> LLM:
+    """The engine, with the weights of ``settings.model`` as version 0. ValueError where vLLM refuses."""
+    # vllm reads its environment when it is imported, hence not before prepare_environment().
+    from vllm import LLM
+
+    gc.freeze()  # vLLM has garbage looked for several times while it is built
+    on_gpu = torch.cuda.is_available()
+    cache_mb = settings.kv_cache_mb or (None if on_gpu else CPU_KV_CACHE_MB)
+    llm = LLM(
+        settings.model,
+        dtype=settings.dtype,
+        max_model_len=settings.context_length,
+        max_num_seqs=settings.sequences,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        kv_cache_memory_bytes=cache_mb and cache_mb << 20,
+        tensor_parallel_size=settings.tensor_parallel,
+        hf_overrides={"head_dtype": "float32"} if settings.fp32_head else None,
+        worker_extension_cls=f"{WeightLoader.__module__}.{WeightLoader.__name__}",
+        use_tqdm_on_load=False,
+        seed=settings.seed,
+        **({"enforce_eager": not on_gpu} | settings.arguments),
+    )
+    llm.llm_engine.set_weight_version("0")
+    if settings.logprob_temperature != 1:
+        _temper(llm, settings.logprob_temperature)
+    return llm
+
+
+def _temper(llm: LLM, temperature: float) -> None:
+    """Make the engine's policy softmax(logits/temperature). ValueError where its model has no such layer."""
+    if not all(llm.collective_rpc("divide_logits", args=(temperature,))):
+        raise ValueError(
+            f"its model has no layer whose logits model.logprob_temperature={temperature:g} could divide"
+        )
+
+
+class Engine:
+    """Steps a vLLM engine for the rank at the other end of ``channel``."""
+
+    def __init__(self, channel: Channel[Command], llm: LLM, settings: EngineSettings) -> None:
+        self._channel = channel
+        self._llm = llm
+        self._settings = settings
+        self._loads = 0  # of weights, so far
+        self._busy = 0.0  # seconds inside the step that the rank has not been told of
+        self._open = 0  # completions that have not ended, so far as the rank knows
+        self._told = time.monotonic()
+
+    def serve(self) -> None:
+        """Until the rank hangs up. Commands take effect between two steps, in their order."""
+        while not self._channel.closed:
+            finished: list[Finished] = []
+            for command in self._channel.receive(0 if self._decoding else BEAT_SECONDS):
+                finished += self._obey(command)
+            self._tell(finished + (self._step() if self._decoding else []))
+
+    @property
+    def _decoding(self) -> bool:
+        return bool(self._llm.llm_engine.has_unfinished_requests())
+
+    def _obey(self, command: Command) -> list[Finished]:
+        """Returns what was finished on the way."""
+        finished: list[Finished] = []
+        match command:
+            case Submit():
+                self._submit(command)
+            case Load():
+                finished = self._complete_steps() if self._settings.keep_kv else []
+                self._load(command)
+        return finished
+
+    def _submit(self, command: Submit) -> None:
+        from vllm.inputs import tokens_input
+
+        tokens = np.frombuffer(command.prompt, np.int32).tolist()
+        prompt = tokens_input(tokens, cache_salt=self._salt)
+        params = sampling_params(command.sampling, command.n, self._settings)
+        self._llm.llm_engine.add_request(str(command.request), prompt, params)
+        self._open += command.n
+
+    def _load(self, command: Load) -> None:
+        start = time.monotonic()
+        if WeightLayout.from_json(command.layout).lora:
+            unlike = self._llm.collective_rpc("unlike_the_base", args=(command.layout,))
+            if reason := next(filter(None, unlike), ""):
+                self._channel.send(Misfit(reason))
+                return
+        missed = self._llm.collective_rpc("load_shared_weights", args=(command.path, command.layout))
+        if names := list(dict.fromkeys(chain.from_iterable(missed))):
+            self._channel.send(Misfit(_told(names)))
+            return
+        # A cache of the old weights would give log-probabilities of neither policy.
+        if self._settings.keep_kv:
+            self._loads += 1
+            self._salt_anew()
+        else:
+            self._llm.reset_prefix_cache(reset_running_requests=True)
+        self._llm.llm_engine.set_weight_version(str(command.version))
+        self._channel.send(Loaded(command.version, time.monotonic() - start))
+
+    @property
+    def _salt(self) -> str | None:
+        """What the hashes of cached prefixes are made with, so that none is found from other weights.
+
+        None where the cache is emptied instead: as long as any request keeps its blocks, vLLM does not.
+        """
+        return str(self._loads) if self._settings.keep_kv else None
+
+    def _salt_anew(self) -> None:
+        """Let requests that wait with nothing computed, new or preempted, begin as new ones do."""
+        for request in cast("Scheduler", self._core.scheduler).requests.values():
+            if request.num_computed_tokens == 0:
+                request.cache_salt = self._salt
+                request.block_hashes.clear()
+                request.update_block_hashes()
+
+    def _complete_steps(self) -> list[Finished]:
+        """Take what the old weights have sampled, or are about to, where the scheduler runs ahead.
+
+        vLLM labels tokens by the version at the time when they are taken. On a CPU it never runs ahead.
+        """
+        from vllm.v1.core.sched.interface import PauseState
+
+        core = self._core
+        finished: list[Finished] = []
+        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        while core.batch_queue and any(step.num_scheduled_tokens for _, step, _ in core.batch_queue):
+            finished += self._step()
+        core.scheduler.set_pause_state(PauseState.UNPAUSED)
+        return finished
+
+    @property
+    def _core(self) -> EngineCore:
+        """vLLM's own loop, which is in this process."""
+        return cast("InprocClient", self._llm.llm_engine.engine_core).engine_core
+
+    def _step(self) -> list[Finished]:
+        start = time.monotonic()
+        outputs = cast("list[RequestOutput]", self._llm.llm_engine.step())
+        self._busy += time.monotonic() - start
+        return [_finished(output) for output in outputs if output.finished]
+
+    def _tell(self, finished: list[Finished]) -> None:
+        """Send what is finished; now and then how much has ended, which is also a sign that it works."""
+        now, still_open = time.monotonic(), self._llm.llm_engine.get_num_unfinished_requests()
+        ended = self._open - still_open
+        if finished or now - self._told >= BEAT_SECONDS:
+            self._channel.send(Progress(self._busy, ended, finished))
+            self._busy, self._open, self._told = 0.0, still_open, now
+
+
+class WeightLoader:
+    """What vLLM's workers learn beyond their own trade: weights from the rank, and the policy's temperature.
+
+    A worker may be a process of its own (tensor parallelism), so only plain values reach it.
+    """
+
+    lora_base: dict[str, torch.Tensor] | None = None
+    """The weights of the model's files, in the engine's type, where adapters come instead of weights."""
+
+    def unlike_the_base(self, layout: str) -> str:
+        """Why an adapter of this layout is none for the model's own weights; empty where it is.
+
+        These are read once. They stay in their files' pages of memory, which workers and searchers of a node
+        share, where they need no other type.
+        """
+        if self.lora_base is not None:
+            return ""
+        given, base = WeightLayout.from_json(layout), _weights_of_files(self)
+        wanted = [f"{name}.weight" for name in layers_of(given)]
+        if lacking := [name for name in wanted if name not in base]:
+            return f"has no {_named(lacking)} in its files; save it by save_pretrained and start from that"
+        if given.lora is None or identity({name: base[name] for name in wanted}) != given.lora.base:
+            return (
+                "has other weights than the trainer's, which are adapted there; give all nodes the same model"
+            )
+        self.lora_base = base
+        return ""
+
+    def load_shared_weights(self, path: str, layout: str) -> list[str]:
+        """Replace all weights in place by those at ``path``; see engine_channel.SharedWeights.
+
+        An adapter is merged into the model's own weights, W + s·B·A, which then are all replaced, too.
+
+        Returns the names of parameters that were not replaced, or not as a whole: of those vLLM only logs.
+        """
+        logging.getLogger(RELOAD_LOGGER).addFilter(_is_not_about_rotary_embeddings)
+        given = WeightLayout.from_json(layout)
+        tensors = _tensors(given, map_weights(path))
+        if given.lora:
+            assert self.lora_base is not None, "an adapter's base is looked at before it is loaded"
+            device = next(self.get_model().parameters()).device  # type: ignore[attr-defined]
+            tensors = _merged(Adapter.of(tensors, given.lora.scale), self.lora_base, device)
+        with _missed(self.get_model()) as missed:  # type: ignore[attr-defined]
+            self.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
+        _repack_output_layers(self.get_model())  # type: ignore[attr-defined]
+        _repack_experts(self.get_model())  # type: ignore[attr-defined]
+        return missed
+
+    def divide_logits(self, temperature: float) -> bool:
+        """Divide the model's logits from now on, also those of weights to come; whether it has the layer."""
+        from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+        modules = self.get_model().modules()  # type: ignore[attr-defined]
+        layers = [module for module in modules if isinstance(module, LogitsProcessor)]
+        for layer in layers:
+            layer.register_forward_hook(partial(_divided, temperature))
+        return len(layers) > 0
+
+
+@contextmanager
+def _missed(model: torch.nn.Module) -> Iterator[list[str]]:
+    """Parameters of vLLM's model that a reload inside the block misses; filled once that is over.
+
+    vLLM defers what it loads, layer by layer, and counts: a layer that is short of numbers when all weights
+    have been offered would keep the old ones, or get whatever the memory held before.
+    """
+    missed: list[str] = []
+    load: Any = model.load_weights
+    served = {name for name, _ in model.named_parameters()}
+
+    def load_and_compare(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
+        # By now without the scales that quantization adds, but with both names of tied weights.
+        wanted = served & {name for name, _ in model.named_parameters()}
+        loaded: set[str] | None = load(weights)
+        missed.extend(sorted(wanted - loaded) if loaded is not None else [])
+        missed.extend(name for name, layer in model.named_modules() if _is_filled_in_part(layer))
+        return loaded
+
+    model.load_weights = load_and_compare  # type: ignore[assignment]
+    try:
+        yield missed
+    finally:
+        del model.load_weights
+
+
+def _is_filled_in_part(layer: torch.nn.Module) -> bool:
+    """Whether a layer that is being reloaded has got some of its numbers, but not all, padding aside."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+    from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+    info = get_layerwise_info(layer)
+    own = [tensor for name, tensor in layer.named_parameters(recurse=False) if name not in SKIP_LOAD_TENSORS]
+    wanted = sum(map(get_tensor_load_numel, own))
+    if isinstance(layer, VocabParallelEmbedding):  # it has rows that no checkpoint fills
+        rows, real = layer.num_embeddings_per_partition, layer.shard_indices.num_org_elements
+        wanted = wanted // rows * real
+    return 0 < info.load_numel < wanted  # it counts anew once a layer is complete
+
+
+def _weights_of_files(worker: Any) -> dict[str, torch.Tensor]:
+    """What vLLM built the worker's model from, by the names in its files, in the model's type."""
+    from vllm.model_executor.model_loader import get_model_loader
+
+    loader: Any = get_model_loader(worker.vllm_config.load_config)
+    config = worker.vllm_config.model_config
+    weights = loader.get_all_weights(config, worker.get_model())
+    return {name: weight.to(config.dtype) for name, weight in weights}
+
+
+def _merged(
+    adapter: Adapter, base: dict[str, torch.Tensor], device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All weights of the base, those of the adapter's layers merged with it, on the device."""
+    for name, weight in base.items():
+        yield name, adapter.merged(name, weight.to(device)) if adapter.changes(name) else weight
+
+
+def _told(names: list[str]) -> str:
+    """What a load has missed, in a few words, and what to do."""
+    return (
+        f"took no new value, or not all of it, for {_named(names)}; train a model that this version of vLLM "
+        "updates as a whole"
+    )
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{', '.join(names[:NAMED])}{more}"
+
+
+def _divided(
+    temperature: float, _layer: torch.nn.Module, _inputs: object, logits: torch.Tensor | None
+) -> torch.Tensor | None:
+    """A forward hook: the layer's output, in float32 as the learner has it, divided; None on other ranks."""
+    return None if logits is None else logits.float().div_(temperature)
+
+
+def sampling_params(sampling: Sampling, n: int, settings: EngineSettings) -> SamplingParams:
+    """vLLM's parameters of ``n`` completions of a prompt by an engine of these settings.
+
+    ``logprobs=0`` asks for the sampled token's log-probability alone, that of the policy: before the
+    sampler's temperature and top-p, and before the end of sequence is ruled out below min_tokens. The
+    policy's temperature is in the engine's logits already, so that the sampler's is counted from there.
+
+    Tokens become text only where there are stop strings to be found in it.
+
+    No seed per request: it costs a Python call per sequence and token, on a GPU also the fast sampler,
+    and vLLM 0.32's CPU sampler dies of it where a prompt is computed in two parts.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    temperature = sampling.temperature / settings.logprob_temperature
+    params = SamplingParams(
+        n=n,
+        temperature=min(temperature, HIGHEST_TEMPERATURE),
+        top_p=sampling.top_p,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        logprobs=0,
+        flat_logprobs=True,  # plain lists of numbers instead of an object per token
+        stop=list(settings.stop),
+        include_stop_str_in_output=True,
+        detokenize=len(settings.stop) > 0,
+        skip_special_tokens=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # used for one request only
+    )
+    if temperature > HIGHEST_TEMPERATURE:
+        params.temperature = temperature
+    return params
+
+
+def _finished(output: RequestOutput) -> Finished:
+    samples = output.outputs
+    return Finished(
+        request=int(output.request_id),
+        tokens=_flat([sample.token_ids for sample in samples], np.int32),
+        logprobs=_flat([_logprobs(sample) for sample in samples], np.float32),
+        lengths=np.array([len(sample.token_ids) for sample in samples], np.int32).tobytes(),
+        stopped=bytes(_stopped(sample) for sample in samples),
+        versions=np.array([_versions(sample) for sample in samples], np.int32).tobytes(),
+    )
+
+
+def _flat(rows: list, dtype: type) -> bytes:
+    return np.fromiter(chain.from_iterable(rows), dtype).tobytes()
+
+
+def _logprobs(sample: CompletionOutput) -> list[float]:
+    """One per position: the sampled token's."""
+    from vllm.logprobs import FlatLogprobs
+
+    assert isinstance(sample.logprobs, FlatLogprobs)
+    return sample.logprobs.logprobs
+
+
+def _stopped(sample: CompletionOutput) -> bool:
+    assert sample.finish_reason in ("stop", "length"), sample.finish_reason
+    return sample.finish_reason == "stop"
+
+
+def _versions(sample: CompletionOutput) -> tuple[int, int]:
+    """Oldest and newest weights that sampled a token of it."""
+    spans = sample.weight_versions
+    assert spans, "the engine labels every token with the version of its weights"
+    return int(spans[0].version), int(spans[-1].version)
+
+
+def _tensors(layout: WeightLayout, data: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:
+    """Views of the flat buffer under the tensors' Hugging Face names; nothing is copied."""
+    return ((slot.name, _view(data, slot)) for slot in layout.slots)
+
+
+def _view(data: np.ndarray, slot: WeightSlot) -> torch.Tensor:
+    return torch.from_numpy(data[slot.start : slot.end]).view(TORCH_DTYPE[slot.dtype]).view(slot.shape)
+
+
+def _repack_output_layers(model: torch.nn.Module) -> None:
+    """Refresh the packed copy that the CPU kernels keep of the output layer.
+
+    vLLM 0.32 repacks a layer when its own weights have been reloaded; an output layer that is tied to the
+    embedding has none, and would silently go on with the old ones.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def _repack_experts(model: torch.nn.Module) -> None:
+    """Pack the weights of experts for the CPU kernels.
+
+    vLLM 0.32 packs them when they are loaded for the first time alone, and writes later ones, not packed,
+    into the packed ones' memory.
+    """
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.platforms import current_platform
+
+    for layer in model.modules():
+        if isinstance(layer, RoutedExperts) and current_platform.is_cpu():
+            kernel = layer.quant_method.moe_kernel
+            assert kernel is not None, "vLLM makes it when it loads the first weights"
+            kernel.fused_experts.process_weights_after_loading(layer)
+
+
+def first_sentence(error: Exception) -> str:
+    """Of an error of vLLM, whose configuration is checked by pydantic."""
+    text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+    return text.split("\n")[0].split(". ")[0]
+
+
+def _is_not_about_rotary_embeddings(record: logging.LogRecord) -> bool:
+    """They have no weights, and vLLM warns at every load that it found none for them."""
+    return "RotaryEmbedding" not in record.getMessage()

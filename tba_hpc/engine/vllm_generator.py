@@ -1,0 +1,396 @@
+"""The policy that samples: a searcher's hold on one vLLM engine, which lives in a process of its own.
+
+It must not know where weights come from or what becomes of the completions, nor vLLM itself: that is
+``vllm_engine``'s. So the engine shares neither a core nor Python's lock with what the searcher does
+besides, and its rank outlives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from tba_hpc.config import ConfigError, GeneratorSection, ModelSection
+from tba_hpc.core.ports import EngineError
+from tba_hpc.core.types import Completion, Group, Request, WeightUpdate
+from tba_hpc.engine.engine_channel import (
+    ANSWERS,
+    Answer,
+    Channel,
+    Command,
+    Died,
+    EngineSettings,
+    Finished,
+    Load,
+    Loaded,
+    Misfit,
+    Progress,
+    Ready,
+    Refused,
+    SharedWeights,
+    Submit,
+)
+
+log = logging.getLogger(__name__)
+
+ENGINE = "tba_hpc.engine.engine_process"
+"""The program of the engine's process."""
+
+STEP_SECONDS = 0.05
+"""Longest wait of ``step`` for the engine to say something."""
+
+REBUILDS_WITHOUT_RESULT = 3
+"""Rebuilds in a row, with no finished group in between, after which the searcher gives up."""
+
+LONGEST_LOOK = 1.0
+"""Silence that one look counts at most, s: a rank that was itself stopped must not blame its engine."""
+
+EXIT_SECONDS = 1.0
+"""Time that a process has to end once it has closed its socket."""
+
+WORKERS_SECONDS = 15.0
+"""Time that an engine's worker processes have to leave by themselves once it is gone."""
+
+KILL_SECONDS = 30.0
+"""Time that the kernel has to end a killed process."""
+
+KEYS = (
+    "model.path",
+    "model.context_length",
+    "generator.kv_cache_mb",
+    "generator.gpu_memory_utilization",
+    "generator.tensor_parallel",
+)
+"""Keys of the config that may be at fault where vLLM refuses the policy."""
+
+BEFORE_TORCH = {
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to ask whether there is a GPU must not start CUDA, ...
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # for a process that has started it cannot fork its workers
+}
+"""Environment of an engine's process; torch and vLLM read it when they are imported, or soon after."""
+
+IGNORE_SIGNALS = ("sh", "-c", 'trap "" INT TERM USR1; exec "$@"', "sh")
+"""Starts a command that ignores the signals by which a run is stopped: Slurm sends them to every process."""
+
+MPI_VARIABLES = ("OMPI_", "PMIX_", "PRTE_", "PMI_")
+"""What an engine must not inherit: it would take itself for the MPI rank, and hang at its end."""
+
+
+class VllmGenerator:
+    """A Generator port on vLLM: continuous batching, weights replaced in place, a dead engine rebuilt.
+
+    ``prompts_in_flight`` × ``completions_per_prompt`` sequences are decoded at once; what is submitted beyond
+    that queues inside the engine. ``seed`` should differ between searchers and between restarts of one.
+    The weights start as those of ``model.path``, version 0.
+
+    The engine steps on its own from the first submit on; a call here only passes something on or takes what
+    is finished. The constructor returns while the engine is still being built, and what is asked of it until
+    then waits. To be called from one thread: the kernel ends the engine with the thread that started it.
+    """
+
+    def __init__(
+        self, model: ModelSection, generator: GeneratorSection, *, seed: int, keys: Sequence[str] = KEYS
+    ) -> None:
+        """keys: of the config, that of the path first, then those to look at where vLLM refuses."""
+        self._model = model
+        self._keys = (*keys, "generator.engine") if generator.engine else keys
+        self._generator = generator
+        self._seed = seed
+        self._weights = SharedWeights()
+        self._load: Load | None = None
+        self._requests: dict[int, Request] = {}
+        self._open = 0  # completions of these that have not ended
+        self._submitted = 0
+        self._finished: list[Group] = []
+        self._rebuilds_in_a_row = 0
+        self._was_ready = False
+        self.version = 0
+        self._loading = False
+        self.load_seconds = 0.0
+        self.busy_seconds = 0.0
+        self.rebuilds = 0
+        self._engine = self._start()
+
+    @property
+    def in_flight(self) -> int:
+        """Completions submitted that have not ended yet, or whose group ``step`` has not returned yet."""
+        return self._open + sum(group.request.n for group in self._finished)
+
+    @property
+    def loading(self) -> bool:
+        """Whether the engine reads the weights given last; one that is still being built reads none."""
+        return self._loading and self._engine.ready
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. ValueError where prompt and completion exceed the context."""
+        self._check_length(request)
+        self._submitted += 1
+        self._requests[self._submitted] = request
+        self._open += request.n
+        if self._engine.ready:
+            self._pass_on(self._submitted)
+
+    def step(self) -> list[Group]:
+        """The groups finished since the last call; waits a moment where the engine has said nothing since.
+
+        An engine that died, was silent for ``generator.deadline_seconds``, or not built within
+        ``generator.start_seconds``, is replaced, and its requests start again. Raises EngineError after
+        REBUILDS_WITHOUT_RESULT replacements that finished nothing, and ConfigError where vLLM refuses the
+        first one, or its model does not take all of the weights that it is given.
+        """
+        self._listen()
+        groups, self._finished = self._finished, []
+        return groups
+
+    def load(self, update: WeightUpdate) -> None:
+        """Replace the weights in place, as soon as the engine's current step is over.
+
+        Requests in flight go on under the new weights. What they have sampled keeps its log-probabilities
+        and version; their attention cache is recomputed unless ``generator.keep_kv``. Waits while
+        ``loading``.
+        """
+        while self.loading:
+            self._listen()
+        self._weights.write(update.data)
+        self._load = Load(update.publication.version, self._weights.path, update.layout.to_json())
+        self._loading = True
+        if self._engine.ready:
+            self._engine.send(self._load)
+
+    def close(self) -> None:
+        """End the engine. Nothing may be called after it."""
+        self._engine.end()
+        self._weights.close()
+
+    def _listen(self) -> None:
+        for answer in self._engine.receive(STEP_SECONDS):
+            self._take(answer)
+        if failure := self._engine.failure():
+            self._rebuild(failure)
+
+    def _take(self, answer: Answer) -> None:
+        match answer:
+            case Progress():
+                self.busy_seconds += answer.busy_seconds
+                self._open -= answer.ended
+                self._finished += [self._finish(finished) for finished in answer.finished]
+            case Loaded():
+                self.version, self.load_seconds, self._loading = answer.version, answer.seconds, False
+            case Ready():
+                self._was_ready = True
+                self._catch_up()
+            case Refused() if not self._was_ready:
+                raise ConfigError(
+                    f"vLLM cannot serve {self._keys[0]}={self._model.path} with this configuration: "
+                    f"{answer.reason}; {remedy(answer.reason, self._keys)}"
+                )
+            case Misfit():
+                raise ConfigError(
+                    f"vLLM cannot follow the training of {self._keys[0]}={self._model.path}: its model of it "
+                    f"{answer.reason}"
+                )
+
+    def _catch_up(self) -> None:
+        """Tell a new engine everything that the one before knew, or that has waited for the first."""
+        if self._load is not None:
+            self._engine.send(self._load)
+        for number in self._requests:
+            self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        request = self._requests[number]
+        prompt = request.prompt.tokens.astype(np.int32).tobytes()
+        self._engine.send(Submit(number, prompt, request.n, request.sampling))
+
+    def _finish(self, finished: Finished) -> Group:
+        self._rebuilds_in_a_row = 0
+        return _group(self._requests.pop(finished.request), finished)
+
+    def _rebuild(self, failure: str) -> None:
+        """Replace an engine that failed. Raises EngineError where that does not help."""
+        log.warning("the vLLM engine (process %d) %s", self._engine.pid, failure)
+        self._engine.end()
+        if self._rebuilds_in_a_row == REBUILDS_WITHOUT_RESULT:
+            raise EngineError(
+                f"the vLLM engine died {REBUILDS_WITHOUT_RESULT + 1} times without finishing a completion "
+                f"(the last one {failure}): {_advice(failure, self._keys)}see this searcher's log"
+            )
+        log.warning("building another one")
+        self._rebuilds_in_a_row += 1
+        self.rebuilds += 1
+        self._open = sum(request.n for request in self._requests.values())
+        self._loading = self._load is not None
+        self._engine = self._start()
+
+    def _start(self) -> EngineProcess:
+        settings = engine_settings(self._model, self._generator, seed=self._seed + self.rebuilds)
+        section = self._generator
+        return EngineProcess(
+            settings, start_seconds=section.start_seconds, deadline_seconds=section.deadline_seconds
+        )
+
+    def _check_length(self, request: Request) -> None:
+        prompt, completion = len(request.prompt.tokens), request.sampling.max_tokens
+        if prompt + completion > self._model.context_length:
+            raise ValueError(
+                f"prompt {request.prompt.id} has {prompt} tokens and its answer may have {completion}, "
+                f"together more than model.context_length={self._model.context_length}: raise that or "
+                "lower generator.max_tokens"
+            )
+
+
+def remedy(reason: str, keys: Sequence[str]) -> str:
+    """What to do about vLLM's refusal, in keys of the config; it names its own arguments, if any."""
+    share, cache, length = (_key(part, keys) for part in ("gpu_memory", "kv_cache_mb", "context_length"))
+    if "desired GPU memory utilization" in reason:
+        return f"lower {share}, or let fewer ranks share a GPU"
+    if "cache" in reason and ("No available memory" in reason or "is needed" in reason):
+        return f"raise {cache} or, where it is not set, {share}, or lower {length}"
+    _, *others, last = keys
+    return f"check {', '.join(others)} and {last}"
+
+
+def _advice(failure: str, keys: Sequence[str]) -> str:
+    """What to do about an engine that dies again and again, where its last word tells; ends in a space."""
+    if "out of memory" not in failure:
+        return ""
+    share, cache = _key("gpu_memory", keys), _key("kv_cache_mb", keys)
+    return f"lower {share} and {cache}, or let fewer ranks share a GPU; "
+
+
+def _key(part: str, keys: Sequence[str]) -> str:
+    """The key whose name has ``part`` in it."""
+    return next(key for key in keys if part in key)
+
+
+def engine_settings(model: ModelSection, generator: GeneratorSection, *, seed: int) -> EngineSettings:
+    """The engine that a configuration asks for."""
+    return EngineSettings(
+        model=model.path,
+        dtype=model.dtype,
+        context_length=model.context_length,
+        sequences=generator.prompts_in_flight * generator.completions_per_prompt,
+        kv_cache_mb=generator.kv_cache_mb,
+        gpu_memory_utilization=generator.gpu_memory_utilization,
+        tensor_parallel=generator.tensor_parallel,
+        logprob_temperature=model.policy_temperature,
+        fp32_head=model.fp32_head and model.dtype != "float32",
+        stop=generator.stop,
+        keep_kv=generator.keep_kv,
+        arguments=generator.engine,
+        seed=seed,
+    )
+
+
+class EngineProcess:
+    """A process with an engine in it, leader of a session of its own; it writes to this process's log.
+
+    A signal to the rank's process group does not reach it: it ends when it is killed, or the rank is gone.
+    start_seconds: longest time until it is ready. deadline_seconds: longest silence from then on.
+    """
+
+    def __init__(self, settings: EngineSettings, *, start_seconds: float, deadline_seconds: float) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            arguments = [msgspec.json.encode(settings).decode(), str(os.getpid()), str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                [*IGNORE_SIGNALS, sys.executable, "-m", ENGINE, *arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=_environment(),
+                start_new_session=True,
+            )
+        self._channel = Channel(ours, ANSWERS)
+        self._start_seconds = start_seconds
+        self._deadline_seconds = deadline_seconds
+        self._silence = 0.0
+        self._looked = time.monotonic()
+        self._last_word = ""
+        self.pid = self._process.pid
+        self.ready = False
+        """Whether the engine is built, and takes commands."""
+
+    def send(self, command: Command) -> None:
+        """Send a command; the engine takes it between two steps."""
+        self._channel.send(command)
+
+    def receive(self, seconds: float) -> list[Answer]:
+        """What the engine has said; waits up to ``seconds`` where it has said nothing."""
+        answers = self._channel.receive(seconds)
+        now = time.monotonic()
+        self._silence = 0.0 if answers else self._silence + min(now - self._looked, LONGEST_LOOK)
+        self._looked = now
+        for answer in answers:
+            self.ready |= isinstance(answer, Ready)
+            if isinstance(answer, Died | Refused):
+                self._last_word = answer.reason
+        return answers
+
+    def failure(self) -> str | None:
+        """How the engine failed, as the end of a sentence; None while it is well."""
+        if self._last_word:
+            return f"failed: {self._last_word}"
+        if self._channel.closed:
+            return self._exit()
+        if not self.ready and self._silence > self._start_seconds:
+            return f"was not built within generator.start_seconds={self._start_seconds:g}"
+        if self.ready and self._silence > self._deadline_seconds:
+            return f"was silent for more than generator.deadline_seconds={self._deadline_seconds:g}"
+        return None
+
+    def end(self) -> None:
+        """Kill it and what it has started. Raises EngineError where the kernel does not end it."""
+        self._channel.close()
+        self._process.kill()
+        try:
+            self._process.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise EngineError(
+                f"the vLLM engine (process {self.pid} on {socket.gethostname()}) cannot be killed, perhaps "
+                "because its GPU does not answer: leave out this node and start the same run again"
+            ) from None
+        self._end_workers()
+
+    def _exit(self) -> str:
+        try:
+            code = self._process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+
+    def _end_workers(self) -> None:
+        """Those of tensor parallelism leave and clean up after their engine; one that hangs is killed."""
+        end = time.monotonic() + WORKERS_SECONDS
+        with contextlib.suppress(ProcessLookupError):  # nobody is left
+            while time.monotonic() < end:
+                os.killpg(self.pid, 0)
+                time.sleep(0.02)
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def _environment() -> dict[str, str]:
+    """Of an engine's process: this one's, without what would make an MPI rank of it."""
+    inherited = {name: text for name, text in os.environ.items() if not name.startswith(MPI_VARIABLES)}
+    return inherited | BEFORE_TORCH
+
+
+def _group(request: Request, finished: Finished) -> Group:
+    lengths = np.frombuffer(finished.lengths, np.int32)
+    ends = np.cumsum(lengths)[:-1]
+    tokens = np.split(np.frombuffer(finished.tokens, np.int32), ends)
+    logprobs = np.split(np.frombuffer(finished.logprobs, np.float32), ends)
+    completions = tuple(
+        Completion(row, logprobs_T, "stop" if stopped else "length")
+        for row, logprobs_T, stopped in zip(tokens, logprobs, finished.stopped, strict=True)
+    )
+    return Group(request, completions, np.frombuffer(finished.versions, np.int32).reshape(-1, 2))

@@ -1,0 +1,829 @@
+"""The exchange of weights and shards over a shared file system: searchers come and go as they like.
+
+It must not know how weights are made or used, nor the format of shards. Weights travel as safetensors
+files, shards are found where they were sealed, and one small file, ``latest.json``, says everything
+else: which weights there are, which shards are merged, whether the run is over. It is replaced whole by
+the trainer alone; a searcher only ever reads it, so the death of one costs nothing.
+
+Weights to be evaluated stay in the list, and on disk, until their evaluation is complete, the newest few of
+them: a searcher takes those first, oldest first, and otherwise the newest.
+
+Others may lie there as what has changed since the publication before: a chain of such files begins with whole
+weights, and stays as long as its end. A searcher goes along it from what it has, or from the beginning; where
+a file is not what the list says, it asks for the newest whole.
+
+A searcher that joins leaves a note, and the trainer answers it in its next round: how far the run is by then
+lies in a file that the list names. So the answer is never that of a trainer that is gone.
+
+A file system may forget a file that is open, show one late, or be full for a while: whoever meets that looks
+again, or tries again, for as long as the deadline allows. What could not be flushed may be lost, and a second
+flush would not say so: it is written again.
+
+Trainer ranks on several nodes that each write a part of the weights need a file system that is coherent
+under mmap (Lustre, GPFS; not NFS).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+from zlib import crc32
+
+import numpy as np
+from safetensors import safe_open
+
+from tba_hpc.core.ports import IDLE_DEADLINES, ExchangeError
+from tba_hpc.core.prompts import CompletedRequests, Progress
+from tba_hpc.core.types import LoraWeights, Publication, Shard, Split, WeightLayout, WeightSlot, WeightUpdate
+from tba_hpc.exchange.weight_changes import apply_changes, find_changes
+from tba_hpc.run.files import (
+    FULL_DISK,
+    NO_LINKS,
+    DiskFullError,
+    fsync,
+    insist,
+    listing,
+    passes,
+    publish,
+    unless_away,
+    write_atomic,
+)
+
+log = logging.getLogger(__name__)
+
+KEEP = 2
+"""Newest weights kept on disk, evaluated or not: a searcher may just be opening the one before the last."""
+
+MOST_WAITING = 4
+"""Most weights kept whose validation is not complete: that of a searcher that has died never will be."""
+
+POLL_SECONDS = 0.1
+"""Seconds between two looks of a searcher at ``latest.json``; metadata servers are slow and shared.
+
+Where it changes seldom, up to ten times as long: a fiftieth of the time since it did.
+"""
+
+STOP, JOIN, HELD, PROGRESS, WHOLE = "stop-", "join-", "held-", "progress-", "whole-"
+"""Beginnings of the names of notes to the trainer, of weights that a searcher reads, and of answers."""
+
+WEIGHTS, CHANGES = ".safetensors", ".changes"
+"""Ends of the names of whole weights, and of what has changed."""
+
+LONGEST_CHAIN, HEAVIEST_CHAIN = 32, 0.5
+"""Most files of changes in a row, and most of their bytes, as a share of the weights': a searcher that joins
+reads them all."""
+
+Result = TypeVar("Result")
+
+INCOMING = "incoming.tmp"
+"""Name of the weights while they are being written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One published set of weights. ``sequence`` goes up by one per publish, over all attempts of a run.
+
+    changes: whether ``file`` holds what has changed since the sequence before; checksum: CRC-32 of it then.
+    """
+
+    sequence: int
+    file: str
+    publication: Publication
+    changes: bool = False
+    checksum: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Contents of ``latest.json``. attempt: which trainer process wrote it.
+
+    cursors: next shard to merge per searcher. entries: the weights on disk, oldest first. progress: file that
+    says how far the run is, to the searchers joined: per number, the token of the note that is answered.
+    """
+
+    attempt: str
+    closed: bool = False
+    cursors: Mapping[int, int] = field(default_factory=dict)
+    entries: tuple[Entry, ...] = ()
+    progress: str = ""
+    joined: Mapping[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest | None:
+        """The manifest of a run, None before its first trainer has started."""
+        try:
+            values = json.loads((folder / "latest.json").read_text())
+        except FileNotFoundError:
+            return None
+        for by_searcher in ("cursors", "joined"):
+            pairs = values.get(by_searcher, {}).items()
+            values[by_searcher] = {int(searcher): value for searcher, value in pairs}
+        values["entries"] = tuple(
+            Entry(**{**entry, "publication": Publication(**entry["publication"])})
+            for entry in values["entries"]
+        )
+        return cls(**values)
+
+    def write(self, folder: Path) -> None:
+        """Replace the manifest of a run."""
+        write_atomic(folder / "latest.json", json.dumps(asdict(self)))
+
+    def chain(self, sequence: int) -> tuple[Entry, ...]:
+        """The entries that make the weights of a sequence: whole ones, and all changes from there on."""
+        until = [entry for entry in self.entries if entry.sequence <= sequence]
+        whole = max((i for i, entry in enumerate(until) if not entry.changes), default=0)
+        return tuple(until[whole:])
+
+
+class FileTrainerExchange:
+    """The leader's end.
+
+    folder: where weights go. read_pending: all readable shards at or beyond the cursors, in order.
+    progress: how far the run is. evaluated: whether the evaluation of a split with the weights of a version
+    is complete. several: whether other trainer ranks write their parts of the weights, each right into the
+    file; else they are kept in memory until they are on disk. delta: whether weights may lie there as what
+    has changed, where ``several`` do not write. patience: how long a full disk is waited for, s.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        layout: WeightLayout,
+        *,
+        read_pending: Callable[[Mapping[int, int]], Iterable[Shard]],
+        progress: Progress,
+        evaluated: Callable[[Split, int], bool],
+        several: bool = False,
+        delta: bool = False,
+        patience: float = 0.0,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._layout = layout
+        self._read_pending = read_pending
+        self._evaluated = evaluated
+        self._patience = patience
+        self._several = several
+        self._history = History(layout.nbytes) if delta else None
+        self._memory = np.zeros(0 if delta or several else layout.nbytes, np.uint8)
+        self._remove_leftovers()
+        self._completed = CompletedRequests.from_array(progress.completed.to_array())  # of the cursors below
+        self._manifest = self._first_manifest(progress.cursors)
+        self._arrived: deque[Shard] = deque()
+        self._stop_requested = False
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exchange")
+        self._round: Future[None] | None = None
+
+    def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
+        """Write a weights file; see ports.TrainerExchange. It is made durable and announced beside the loop.
+
+        With several trainer ranks, rank i writes run i of ``layout.parts``: the leader inside ``write``,
+        the others into their ``slot()``; ``write`` must be back only when all have written.
+        Raises DiskFullError, and OSError where what several ranks have written could not be made durable.
+        """
+        if not self._idle:
+            return False
+        if self._several:
+            write(self._insist(lambda: self._incoming(publication.version)))
+            self._round = self._worker.submit(self._flush_and_sync, publication)
+            return True
+        memory = self._history.incoming if self._history else self._memory
+        write(memory)
+        return self.pass_on(publication, memory)
+
+    def pass_on(self, publication: Publication, weights: np.ndarray) -> bool:
+        """As ``publish``, of weights, uint8 [layout.nbytes], that are copied beside the loop, too.
+
+        They must stay as they are until ``idle``.
+        """
+        if not self._idle:
+            return False
+        self._round = self._worker.submit(self._write_and_sync, publication, weights)
+        return True
+
+    @property
+    def idle(self) -> bool:
+        """Whether no round is under way. Raises what went wrong in the last one."""
+        return self._idle
+
+    def gather(self) -> bool:
+        """Look for new shards beside the loop; see ports.TrainerExchange."""
+        if not self._idle:
+            return False
+        self._round = self._worker.submit(self._sync, None)
+        return True
+
+    def collect(self) -> list[Shard]:
+        """Shards found since the last call, each exactly once, in order per searcher."""
+        return [self._arrived.popleft() for _ in range(len(self._arrived))]
+
+    def lost(self) -> list[tuple[int, str]]:
+        """None: a searcher that has died cannot be told from one that is slow."""
+        return []
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a searcher had asked to stop the run by the last round."""
+        return self._stop_requested
+
+    def close(self) -> list[Shard]:
+        """Finish the round under way, end the run for the searchers, return the last shards."""
+        if not self._manifest.closed:
+            self._worker.shutdown()
+            assert self._idle
+            self._manifest = replace(self._manifest, closed=True)
+            self._sync(None)
+            self._announce()
+        return self.collect()
+
+    @property
+    def _idle(self) -> bool:
+        if self._round is not None and self._round.done():
+            self._round.result()
+            self._round = None
+        return self._round is None
+
+    def _insist(self, do: Callable[[], Result]) -> Result:
+        return insist(do, seconds=self._patience)
+
+    def _incoming(self, version: int) -> np.ndarray:
+        """Where the next weights go, uint8 [layout.nbytes]. Raises DiskFullError."""
+        return _create_incoming(self._folder / INCOMING, self._layout, version)
+
+    def _entry(self, publication: Publication) -> Entry:
+        return Entry(self._next_sequence, f"step-{publication.version:06d}{WEIGHTS}", publication)
+
+    def _write_and_sync(self, publication: Publication, weights: np.ndarray) -> None:
+        """Write weights, or what of them has changed, and make that visible."""
+        changes = self._history.changes(weights) if self._history and may_lie_apart(publication) else None
+        entry = self._entry(publication)
+        if changes is None:
+            self._write_whole(publication.version, weights)
+        else:
+            name = f"step-{publication.version:06d}-{entry.sequence}{CHANGES}"
+            self._insist(lambda: publish(self._folder / name, changes.data))
+            entry = replace(entry, file=name, changes=True, checksum=crc32(changes.data))
+        if self._history:
+            self._history.keep(weights, changes)
+        self._sync(entry)
+
+    def _write_whole(self, version: int, weights: np.ndarray) -> None:
+        """Write weights durably; all of them again where they cannot be flushed."""
+
+        def write() -> None:
+            np.copyto(self._incoming(version), weights)
+            fsync(self._folder / INCOMING)
+
+        self._insist(write)
+
+    def _flush_and_sync(self, publication: Publication) -> None:
+        """Make visible what several ranks have written. Raises OSError: it takes all to write it again."""
+        fsync(self._folder / INCOMING)
+        self._sync(self._entry(publication))
+
+    def _announce(self) -> None:
+        self._insist(lambda: self._manifest.write(self._folder))
+
+    def _remove_leftovers(self) -> None:
+        """Requests of an earlier attempt, and what a kill between write and rename left.
+
+        Notes of searchers that join stay: they may have come before their trainer.
+        """
+        for name in listing(self._folder):
+            if name.startswith((STOP, HELD, PROGRESS, WHOLE)) or (name.endswith(".tmp") and name != INCOMING):
+                (self._folder / name).unlink(missing_ok=True)
+
+    @property
+    def _next_sequence(self) -> int:
+        return max((entry.sequence for entry in self._manifest.entries), default=-1) + 1
+
+    def _first_manifest(self, cursors: Mapping[int, int]) -> Manifest:
+        """A manifest for this attempt; the newest weights of the one before stay, so that sequences go on.
+
+        What they let searchers do, and their reference, may have been taken back since.
+        """
+        before = self._insist(lambda: Manifest.read(self._folder))
+        kept = [
+            replace(entry, publication=_of_an_attempt_before(entry.publication))
+            for entry in (before.chain(before.entries[-1].sequence) if before and before.entries else ())
+        ]
+        manifest = Manifest(uuid.uuid4().hex, False, dict(cursors), tuple(kept))
+        self._insist(lambda: manifest.write(self._folder))
+        return manifest
+
+    def _sync(self, new: Entry | None) -> None:
+        """One round: make the incoming weights visible, find new shards, tell the searchers."""
+        before = self._manifest
+        if new is not None:
+            if not new.changes:
+                self._name_incoming(new.file)
+            self._manifest = replace(before, entries=(*self._still_needed(), new))
+        self._find_shards()
+        notes = self._notes()
+        self._answer(notes)
+        if any(note.startswith(WHOLE) for note in notes):
+            self._give_whole()
+        if self._manifest != before:
+            self._announce()
+            self._remove_superseded(notes)
+        self._stop_requested |= any(note.startswith(STOP) for note in notes)
+
+    def _give_whole(self) -> None:
+        """Put the newest weights in place of their changes, for a searcher that cannot read these."""
+        newest, weights = self._manifest.entries[-1], self._history.last if self._history else None
+        if newest.changes and weights is not None:
+            whole = replace(self._entry(newest.publication), sequence=newest.sequence)
+            self._write_whole(newest.publication.version, weights)
+            self._name_incoming(whole.file)
+            self._manifest = replace(self._manifest, entries=(*self._manifest.entries[:-1], whole))
+
+    def _name_incoming(self, name: str) -> None:
+        """Give the incoming weights, which are durable, the name that is announced."""
+        self._insist(lambda: (self._folder / INCOMING).replace(self._folder / name))
+        self._insist(lambda: fsync(self._folder))
+
+    def _notes(self) -> list[str]:
+        """Names of what searchers have left; what cannot be seen now will be in another round."""
+        names: list[str] = unless_away(lambda: listing(self._folder), otherwise=[])
+        return [name for name in names if name.startswith((STOP, JOIN, WHOLE))]
+
+    def _answer(self, notes: list[str]) -> None:
+        """Write down how far the run is for those that join."""
+        joining = dict(_joining(note) for note in notes if note.startswith(JOIN))
+        if not joining:
+            return
+        name = f"{PROGRESS}{secrets.token_hex(4)}"
+        progress = Progress(self._completed, self._manifest.cursors)
+        self._insist(lambda: publish(self._folder / name, progress.to_bytes()))
+        self._manifest = replace(self._manifest, progress=name, joined={**self._manifest.joined, **joining})
+
+    def _still_needed(self) -> list[Entry]:
+        entries = self._manifest.entries
+        waiting = [entry for entry in entries if self._to_evaluate(entry)]
+        going = [entry for entry in waiting if entry.publication.evaluate != "test"][:-MOST_WAITING]
+        for entry in going:
+            log.warning(
+                "the weights of step %d go before their %s is complete, since those of %d newer ones wait: a "
+                "searcher has died, or needs longer than evaluate.every leaves it",
+                *(entry.publication.version, entry.publication.evaluate, MOST_WAITING),
+            )
+        kept = [*entries[-(KEEP - 1) :], *(entry for entry in waiting if entry not in going)]
+        wanted = [entry for entry in entries if entry in kept]
+        needed = {link for entry in wanted for link in self._manifest.chain(entry.sequence)}
+        return [entry for entry in entries if entry in needed]
+
+    def _to_evaluate(self, entry: Entry) -> bool:
+        """Whether the evaluation that an entry is for is not complete yet."""
+        split = entry.publication.evaluate
+        return split is not None and not self._evaluated(split, entry.publication.version)
+
+    def _find_shards(self) -> None:
+        cursors = dict(self._manifest.cursors)
+        for shard in self._read_pending(cursors):
+            self._arrived.append(shard)
+            self._completed.add(shard.trajectories.record["request_id"])
+            cursors[shard.searcher] = shard.index + 1
+        self._manifest = replace(self._manifest, cursors=cursors)
+
+    def _remove_superseded(self, notes: list[str]) -> None:
+        """Weights and answers that are not on the list any more, and notes that are answered by it."""
+        needed = {self._manifest.progress, *(entry.file for entry in self._manifest.entries)}
+        joined = self._manifest.joined.items()
+        answered = {note for note in notes if note.startswith(JOIN) and _joining(note) in joined}
+        answered |= {note for note in notes if note.startswith(WHOLE)}
+        with suppress(OSError):  # the next change tries again
+            for name in listing(self._folder):
+                ours = name.startswith(PROGRESS) or name.endswith((WEIGHTS, CHANGES))
+                if name in answered or (ours and name not in needed):
+                    (self._folder / name).unlink(missing_ok=True)
+
+
+class History:
+    """What a trainer remembers of weights, so that the next can be given as what has changed.
+
+    incoming: memory for the next, uint8 [nbytes].
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.incoming, self._last = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+        self._known = False  # whether these are what was published last
+        self._sizes: list[int] = []  # of the changes since whole weights
+
+    def changes(self, weights: np.ndarray) -> np.ndarray | None:
+        """What makes the last weights these, None where these had better be given whole."""
+        if not self._known or len(self._sizes) == LONGEST_CHAIN:
+            return None
+        changes = find_changes(weights, self._last)
+        if changes is None or sum(self._sizes) + len(changes) > HEAVIEST_CHAIN * len(weights):
+            return None
+        return changes
+
+    @property
+    def last(self) -> np.ndarray | None:
+        """The weights published last, uint8 [nbytes]; None where that was by another process."""
+        return self._last if self._known else None
+
+    def keep(self, weights: np.ndarray, changes: np.ndarray | None) -> None:
+        """Remember what has been written, whole or as changes."""
+        self._sizes = [] if changes is None else [*self._sizes, len(changes)]
+        if weights is self.incoming:
+            self.incoming, self._last = self._last, self.incoming
+        elif changes is None:
+            np.copyto(self._last, weights)
+        else:
+            apply_changes(changes, self._last)
+        self._known = True
+
+
+def may_lie_apart(publication: Publication) -> bool:
+    """Whether weights may lie in files as changes of others: not those that are kept or waited for."""
+    return publication.evaluate is None and not publication.final
+
+
+def _joining(note: str) -> tuple[int, str]:
+    """Number of the searcher that joins, and the token of its note."""
+    searcher, token = note.removeprefix(JOIN).split("-")
+    return int(searcher), token
+
+
+def _of_an_attempt_before(publication: Publication) -> Publication:
+    """Without what this attempt may have taken back: what searchers may do with the weights."""
+    budget_end = None if publication.budget_end is None else 0
+    reference = min(0, publication.reference)
+    return replace(publication, evaluate=None, reference=reference, budget_end=budget_end, final=False)
+
+
+class FileTrainerFollower:
+    """A trainer rank other than the leader: it writes its run of ``layout.parts`` into the same file."""
+
+    def __init__(self, folder: Path, layout: WeightLayout) -> None:
+        self._path = folder / INCOMING
+        self._layout = layout
+
+    def slot(self) -> np.ndarray:
+        """uint8 [layout.nbytes] of the file that the leader has just created. Call once per publish."""
+        return _map_data(self._path, self._layout.nbytes, "r+")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class FileSearcherExchange:
+    """A searcher's end. folder: the trainer's, which need not exist yet.
+
+    start_deadline: for it to start, s; deadline: a sixth of what it has between two rounds (and to start, by
+    default).
+    """
+
+    def __init__(
+        self, folder: Path, searcher: int, *, deadline: float, start_deadline: float | None = None
+    ) -> None:
+        self._folder = folder
+        self._searcher = searcher
+        self._deadline = deadline
+        self._start_deadline = start_deadline or deadline
+        self._manifest: Manifest | None = None
+        self._manifest = self._read_manifest()
+        self._over = self._manifest.attempt if self._manifest and self._manifest.closed else ""
+        self._looked = self._changed = time.monotonic()
+        self._seen = -1  # sequence of the publication taken last
+        self._held: Path | None = None
+        self._own = np.empty(0, np.uint8)  # a copy of weights, where changes of them are to be read
+        self._own_sequence = -1
+        self._refused = -1  # sequence of the weights that could not be put together
+        self._offered: list[int] = []
+        with suppress(OSError):  # the next trainer removes it
+            for left in folder.glob(f"{HELD}{searcher:04d}-*"):  # by one of our number that was killed
+                left.unlink(missing_ok=True)
+
+    def progress(self) -> Progress:
+        """How far the run is, as the trainer says in its next round: waits for that. No call comes before.
+
+        Nothing is done where the run ends meanwhile. Raises ExchangeError as ``poll`` does.
+        """
+        token, asked = secrets.token_hex(4), None
+        while not self._ended:
+            attempt = self._manifest.attempt if self._manifest else ""
+            if attempt != asked and self._folder.exists():
+                asked = attempt
+                note = self._folder / f"{JOIN}{self._searcher:04d}-{token}"
+                insist(note.touch, seconds=self._deadline)
+            if found := self._answer(token):
+                return found
+            time.sleep(POLL_SECONDS)
+            self._look()
+        return Progress()
+
+    def _answer(self, token: str) -> Progress | None:
+        """The trainer's to our note; None where there is none yet, or a newer one replaces it just now."""
+        if self._manifest is None or self._manifest.joined.get(self._searcher) != token:
+            return None
+        try:
+            return Progress.from_bytes((self._folder / self._manifest.progress).read_bytes())
+        except (OSError, ValueError) as error:
+            _refuse_lasting(error)
+            return None
+
+    def offer(self, shard: Shard) -> None:
+        """Count a sealed shard as pending; the trainer finds it on disk."""
+        self._offered.append(shard.index)
+
+    def poll(self) -> WeightUpdate | None:
+        """Weights not seen before: the oldest that are to be evaluated, else the newest; mapped, read-only.
+
+        Raises ExchangeError where the trainer has not started within the deadline, or has then done nothing
+        for IDLE_DEADLINES deadlines.
+        """
+        self._look()
+        entry = self._next_entry()
+        if entry is None:
+            return None
+        try:
+            layout, data = self._patched(entry) if entry.changes else read_weights(self._hold(entry))
+        except OSError as error:  # superseded between two looks, or not to be seen yet
+            _refuse_lasting(error)
+            return None
+        except DamagedError as error:
+            if self._refused != entry.sequence:
+                log.warning("%s: asking for whole weights instead", error)
+            self._refused = entry.sequence
+            self._leave_note(WHOLE)
+            return None
+        self._seen = entry.sequence
+        return WeightUpdate(entry.publication, layout, data)
+
+    def _patched(self, entry: Entry) -> tuple[WeightLayout, np.ndarray]:
+        """Weights that lie there as changes, put together. Raises DamagedError, OSError."""
+        assert self._manifest is not None
+        whole, *links = self._manifest.chain(entry.sequence)
+        layout, data = read_weights(self._hold(whole))
+        if self._own_sequence not in [whole.sequence, *(link.sequence for link in links)]:
+            self._own, self._own_sequence = np.array(data), whole.sequence
+        for link in links:
+            if link.sequence > self._own_sequence:
+                apply_changes(self._read_changes(link), self._own)
+                self._own_sequence = link.sequence
+        own = self._own.view()
+        own.flags.writeable = False
+        return layout, own
+
+    def _read_changes(self, link: Entry) -> np.ndarray:
+        changes = np.fromfile(self._folder / link.file, np.uint8)
+        if crc32(changes.data) != link.checksum:
+            raise DamagedError(f"{self._folder / link.file} is not what was written")
+        return changes
+
+    def _hold(self, entry: Entry) -> Path:
+        """Another name for weights until the next call: on NFS a mapped file that a host removes is lost."""
+        path = self._folder / entry.file
+        held = self._folder / f"{HELD}{self._searcher:04d}-{entry.sequence}"
+        try:
+            os.link(path, held)
+        except FileExistsError:
+            pass  # a request that was served and repeated: only we give this name, and only to this file
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            return path
+        self._held = held
+        return held
+
+    def _release(self) -> None:
+        if self._held is not None:
+            with suppress(OSError):  # the next trainer removes it
+                self._held.unlink(missing_ok=True)
+            self._held = None
+
+    def request_stop(self) -> None:
+        """Leave a note that the trainer finds in its next round; call it again until it is heard."""
+        self._leave_note(STOP)
+
+    def _leave_note(self, kind: str) -> None:
+        try:
+            if self._folder.exists():
+                (self._folder / f"{kind}searcher-{self._searcher:04d}").touch()
+        except OSError as error:
+            _refuse_lasting(error)
+
+    @property
+    def pending(self) -> int:
+        """Shards offered and not yet found by the trainer."""
+        self._look()
+        merged = self._manifest.cursors.get(self._searcher, 0) if self._manifest else 0
+        self._offered = [index for index in self._offered if index >= merged]
+        return len(self._offered)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the trainer has ended the run and every published weight has been polled."""
+        self._look()
+        return self._ended and self._next_entry() is None
+
+    def close(self) -> None:
+        """Leave; nothing is held."""
+
+    @property
+    def _ended(self) -> bool:
+        """Whether the run has ended; an end that came before this searcher was that of an earlier attempt."""
+        return self._manifest is not None and self._manifest.closed and self._manifest.attempt != self._over
+
+    def _next_entry(self) -> Entry | None:
+        unseen = [e for e in self._manifest.entries if e.sequence > self._seen] if self._manifest else []
+        to_evaluate = (entry for entry in unseen if entry.publication.evaluate)
+        return next(to_evaluate, unseen[-1] if unseen else None)
+
+    def _look(self) -> None:
+        """Read the manifest anew, not too often."""
+        self._release()
+        now = time.monotonic()
+        pause = min(max(POLL_SECONDS, (now - self._changed) / 50), 10 * POLL_SECONDS)
+        if now - self._looked < pause:
+            return
+        self._looked, manifest = now, self._read_manifest()
+        if manifest != self._manifest:
+            self._manifest, self._changed = manifest, now
+        elif not self._ended and now - self._changed > self._patience:
+            raise ExchangeError(
+                f"the trainer has not changed {self._folder / 'latest.json'} for {self._patience:g} s: "
+                f"{self._remedy}"
+            )
+
+    def _read_manifest(self) -> Manifest | None:
+        """As it is now, or as it was where that cannot be seen for the moment."""
+        try:
+            return Manifest.read(self._folder) or self._manifest
+        except (OSError, ValueError) as error:
+            _refuse_lasting(error)
+            return self._manifest
+
+    _remedy = "it has ended or hangs; see its log, and start the same run again"
+
+    @property
+    def _patience(self) -> float:
+        """Seconds that the trainer may go without a change: to start, or between two rounds."""
+        running = self._manifest is not None and not self._manifest.closed
+        return self._deadline * IDLE_DEADLINES if running else self._start_deadline
+
+
+class ElasticSearcherExchange(FileSearcherExchange):
+    """The end of a searcher that comes and goes: a stop is its own, and the trainer may be away for a while.
+
+    patience: for how long, s. told: whether this searcher is to leave. finished: whether the run is.
+    evaluates: whether it is this one that is to evaluate; all others take weights for others to evaluate.
+    """
+
+    _remedy = "start the run again, or raise launch.elastic_patience_seconds where its job waits in the queue"
+
+    def __init__(
+        self,
+        folder: Path,
+        searcher: int,
+        *,
+        patience: float,
+        told: Callable[[], bool],
+        finished: Callable[[], bool],
+        evaluates: Callable[[], bool],
+    ) -> None:
+        self._told = told
+        self._finished = finished
+        self._evaluates = evaluates
+        self._run_is_over = False
+        self._away = ""  # the attempt of which was said that its trainer has stopped
+        self._asked: dict[tuple[Split, int], tuple[int, str]] = {}  # to evaluate: by which entry and attempt
+        super().__init__(folder, searcher, deadline=patience)
+        if self._manifest is None:
+            log.info("no trainer has started on this run yet: waiting up to %g s for one", patience)
+
+    @property
+    def attempt(self) -> str:
+        """Which trainer process is at work; empty before the first."""
+        self._look()
+        return self._manifest.attempt if self._manifest else ""
+
+    def poll(self) -> WeightUpdate | None:
+        """The newest weights not seen before; those to be evaluated first where it is this one that does."""
+        update = super().poll()
+        if update is not None and self._manifest and (split := update.publication.evaluate):
+            self._asked[split, update.publication.version] = self._seen, self._manifest.attempt
+        return update
+
+    def still_wants(self, split: Split, version: int) -> bool:
+        """Whether the trainer that has asked this searcher for an evaluation is the one at work now.
+
+        Another one may make other weights of that version.
+        """
+        self._manifest = self._read_manifest()
+        _, attempt = self._asked[split, version]
+        return self._manifest is not None and self._manifest.attempt == attempt
+
+    def request_stop(self) -> None:
+        """Nothing: ``told`` says so already, and the run goes on."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether this searcher is to leave: told so, or the run is finished."""
+        self._look()
+        return self._ended
+
+    @property
+    def _ended(self) -> bool:
+        return self._told() or self._run_is_over
+
+    @property
+    def _patience(self) -> float:
+        return self._deadline
+
+    def _next_entry(self) -> Entry | None:
+        entries = self._manifest.entries if self._manifest else ()
+        taken = {sequence for sequence, _ in self._asked.values()}
+        to_evaluate = (e for e in entries if e.publication.evaluate and e.sequence not in taken)
+        if (entry := next(to_evaluate, None)) and self._evaluates():
+            return entry
+        if not entries or entries[-1].sequence <= self._seen:
+            return None
+        return replace(entries[-1], publication=replace(entries[-1].publication, evaluate=None))
+
+    def _read_manifest(self) -> Manifest | None:
+        manifest = super()._read_manifest()
+        closed = manifest is not None and manifest.closed
+        self._run_is_over = closed and self._finished()
+        if manifest and closed and not self._run_is_over and manifest.attempt != self._away:
+            self._away = manifest.attempt
+            log.info("the trainer has stopped before the end: waiting up to %g s for it", self._deadline)
+        return manifest
+
+
+class DamagedError(ValueError):
+    """Changes of weights are not those that the list names."""
+
+
+def _refuse_lasting(error: OSError | ValueError) -> None:
+    """Raise an error that another look would meet again; half a file, or none, is one not visible yet."""
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and not passes(error):
+        raise error
+
+
+def read_weights(path: Path) -> tuple[WeightLayout, np.ndarray]:
+    """Layout and mapped bytes, uint8 [layout.nbytes], of a safetensors file, verified by its library."""
+    with safe_open(path, framework="numpy") as file:
+        lora = json.loads((file.metadata() or {}).get("lora", "null"))
+        slots, start = [], 0
+        for name in file.offset_keys():
+            tensor = file.get_slice(name)
+            shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+            end = start + int(np.prod(shape, dtype=np.int64)) * _WIDTH[dtype]
+            slots.append(WeightSlot(name, dtype, shape, start, end))
+            start = end
+    layout = WeightLayout(tuple(slots), lora and LoraWeights(**lora))
+    return layout, _map_data(path, layout.nbytes, "r")
+
+
+_WIDTH = {"F32": 4, "BF16": 2, "F16": 2}
+
+
+def _map_data(path: Path, nbytes: int, mode: str) -> np.ndarray:
+    """The tensors' bytes at the end of a safetensors file."""
+    return np.memmap(path, np.uint8, mode, offset=path.stat().st_size - nbytes, shape=(nbytes,))  # type: ignore[call-overload]
+
+
+def _create_incoming(path: Path, layout: WeightLayout, version: int) -> np.ndarray:
+    """A file of full size with its header written; returns its mapped data. Raises DiskFullError."""
+    header = _safetensors_header(layout, version)
+    with path.open("wb") as file:
+        try:
+            # Room for all of it now: a disk that fills up under mmap would kill the process.
+            os.posix_fallocate(file.fileno(), 0, len(header) + layout.nbytes)
+        except OSError as error:
+            if error.errno not in FULL_DISK:
+                raise
+            raise DiskFullError(
+                f"cannot write weights of {layout.nbytes / 1e6:.1f} MB to {path.parent}: "
+                f"{os.strerror(error.errno)}; free space or raise the quota, then start the same run again"
+            ) from None
+        file.write(header)
+    return _map_data(path, layout.nbytes, "r+")
+
+
+def _safetensors_header(layout: WeightLayout, version: int) -> bytes:
+    """Length of the JSON as 8 bytes, then the JSON, padded with spaces so that the data are aligned."""
+    tensors = {
+        slot.name: {"dtype": slot.dtype, "shape": slot.shape, "data_offsets": (slot.start, slot.end)}
+        for slot in layout.slots
+    }
+    metadata = {"format": "pt", "version": str(version)}
+    if layout.lora:
+        metadata["lora"] = json.dumps(asdict(layout.lora))
+    text = json.dumps({"__metadata__": metadata, **tensors}).encode()
+    text = text.ljust(-(-(len(text) + 8) // 64) * 64 - 8)
+    return len(text).to_bytes(8, "little") + text

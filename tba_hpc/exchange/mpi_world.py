@@ -1,0 +1,653 @@
+"""One MPI world: who is in it, who has died, and one copy of the weights per node.
+
+It must not know what a round of the exchange is, nor what weights or shards mean. Only this module
+imports mpi4py; importing it starts MPI. Every process must be started with ``python -m mpi4py`` so that
+an uncaught exception on one rank ends the world.
+
+Messages go point to point so that a missing peer can be named; only the weights use a collective, and
+on a world of one node they do not travel at all. Nothing waits by blocking: Open MPI's blocking calls
+spin, and there may be fewer cores than ranks.
+
+Deaths. Open MPI's mpiexec, asked for fault tolerance (``launch.local`` does), leaves a world alone when a
+process of it dies; elsewhere it ends the world, and srun always does. Whoever then needs the dead rank meets
+an ``MpiError``, of one class or another, and calls ``NodeMemory.rebuild``: it revokes the communicators, so
+that everybody meets one; all that live come together and go on with new communicators. The weights stay
+where they are: memory outlives its owner. A world that is still coming together does not survive a death,
+nor does any the death of a trainer rank or of the last searcher.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import socket
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from itertools import zip_longest
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+import numpy as np
+from mpi4py import MPI
+
+from tba_hpc.config import ConfigError
+from tba_hpc.core.ports import ExchangeError
+from tba_hpc.core.types import Role, WeightLayout
+from tba_hpc.core.wording import first_words
+from tba_hpc.exchange.background import Waiting, run
+from tba_hpc.exchange.weight_changes import Worth, apply_changes, find_changes
+from tba_hpc.run.directory import SEARCHERS_FIRST
+
+log = logging.getLogger(__name__)
+
+MpiError = MPI.Exception
+"""What MPI raises where a peer has died."""
+
+Pending = tuple[int, MPI.Request]
+"""A request, and the world rank that it depends on."""
+
+
+def library_version() -> str:
+    """What the MPI library calls itself: ``Open MPI v5.0.11``."""
+    return first_words(MPI.Get_library_version())
+
+
+def _survives() -> bool:
+    release = re.match(r"Open MPI v(\d+)", library_version())
+    asked = os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"  # noqa: SIM112
+    return asked and release is not None and int(release[1]) >= 5
+
+
+SURVIVES = _survives()
+"""Whether mpiexec was asked to leave a world alone when a process of it dies, and the library can go on."""
+
+LEADER = 0
+"""World rank that starts every round."""
+
+SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
+"""Seconds between two looks at a peer that is about to answer."""
+
+BUCKETS_IN_FLIGHT = 4
+"""Broadcasts under way at once."""
+
+Travel = Literal["auto", "always", "never"]
+"""Values of exchange.delta."""
+
+TRAVELS: tuple[Travel, ...] = get_args(Travel)
+
+WHOLE = -1
+"""In place of the size of a bucket's changes, where it travels whole."""
+
+SETTLING_SECONDS = 0.5
+"""Before the first message: Open MPI 5 may crash where one meets a rank that has not left MPI_Init yet, as on
+another node it may for a moment (open-mpi/ompi#12495)."""
+
+PAGE = 4096
+HOSTNAME = np.dtype("S256")
+
+
+class Tag(IntEnum):
+    """Kinds of point-to-point messages."""
+
+    JOIN = 1
+    CONNECT = 2
+    HEADER = 3
+    READY = 4
+    SHARD = 5
+    ARRIVED = 6
+    STATUS = 7
+    REGROUP = 8
+    PING = 9
+
+
+_HANGS = "its process or its node hangs; see its log"
+_BROADCAST_HANGS = "the network between the nodes, or a rank of another node, hangs"
+
+
+def split_by_memory(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """The ranks that share this rank's memory."""
+    return cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
+
+
+@dataclass
+class MpiWorld:
+    """The ranks of a run: trainers first, then searchers, however MPI numbers them. Made by ``join``.
+
+    A rank keeps its number; ``comm`` holds those that live, in this order.
+    """
+
+    comm: MPI.Intracomm
+    rank: int
+    """World rank."""
+    trainers: int
+    searchers: int
+    deadline: float
+    """Longest wait for another rank, s."""
+    threaded: bool
+    node_split: Callable[[MPI.Intracomm], MPI.Intracomm]
+    living: tuple[int, ...]
+    """World ranks, ascending."""
+    hosts: tuple[str, ...] = ()
+    """Host name of every world rank."""
+    offset: int = 0
+    """Where ``comm`` has world rank 0."""
+    work_deadline: float | None = None
+    """The deadline once all ranks are set up, s; none: the same."""
+
+    @classmethod
+    def join(
+        cls,
+        role: Role,
+        *,
+        trainers: int,
+        searchers: int,
+        deadline: float,
+        work_deadline: float | None = None,
+        threaded: bool | None = None,
+        node_split: Callable[[MPI.Intracomm], MPI.Intracomm] = split_by_memory,
+    ) -> MpiWorld:
+        """Check that this is one world with the roles as configured; call it before slow imports.
+
+        deadline: longest wait for another rank, s; work_deadline: once all are set up (default: the same).
+        threaded: whether rounds run beside the main thread (default: where MPI allows it). node_split: which
+        ranks share memory. The environment tells where MPI numbers searchers first.
+        Raises ConfigError saying what is wrong with the world, ExchangeError naming who has not joined.
+        """
+        comm = MPI.COMM_WORLD
+        _check_size(comm.size, trainers, searchers)
+        offset = searchers if os.environ.get(SEARCHERS_FIRST) == "1" else 0
+        rank = (comm.rank - offset) % comm.size
+        _check_role(rank, role, trainers)
+        if threaded is None:
+            threaded = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
+        if not threaded:
+            log.info("weights and shards travel in the main thread, at the round boundary")
+        everybody = tuple(range(comm.size))
+        world = cls(comm, rank, trainers, searchers, deadline, threaded, node_split, everybody)
+        world = replace(world, offset=offset, work_deadline=work_deadline)
+        time.sleep(SETTLING_SECONDS)
+        with world.whole():
+            hosts = world._meet()
+            # Both are collective, hence not before everybody is known to be there.
+            comm = cast(MPI.Intracomm, comm.Split(key=rank)) if offset else comm.Dup()
+            return replace(world, comm=comm, hosts=hosts, offset=0)
+
+    @property
+    def role(self) -> Role:
+        """This rank's role."""
+        return "trainer" if self.rank < self.trainers else "searcher"
+
+    @property
+    def index(self) -> int:
+        """This rank's number within its role."""
+        return self.rank if self.rank < self.trainers else self.rank - self.trainers
+
+    @property
+    def size(self) -> int:
+        """Ranks of this rank's role at the start."""
+        return self.trainers if self.role == "trainer" else self.searchers
+
+    @property
+    def hostname(self) -> str:
+        """Host of this rank."""
+        return self.hosts[self.rank]
+
+    @property
+    def local_index(self) -> int:
+        """This rank's number among the ranks of any role on its host: which GPU is its own."""
+        return self.hosts[: self.rank].count(self.hostname)
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """All that live but the leader."""
+        return self.living[1:]
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """This searcher's place among those that live, and their number."""
+        searchers = self.living[self.trainers :]
+        return searchers.index(self.rank), len(searchers)
+
+    def name(self, rank: int) -> str:
+        """For messages: ``searcher 1 (world rank 2 on node07)``."""
+        role = f"trainer {rank}" if rank < self.trainers else f"searcher {rank - self.trainers}"
+        return f"{role} (world rank {rank}{f' on {self.hosts[rank]}' if self.hosts else ''})"
+
+    def names(self, ranks: Iterable[int]) -> str:
+        """The first four, and how many more."""
+        names = [self.name(rank) for rank in sorted(set(ranks))]
+        return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+    # --- Messages ---
+
+    def send(self, message: np.ndarray, rank: int, tag: Tag) -> Pending:
+        """Start to send an array; the rank and the request, as ``wait_for`` takes them."""
+        return rank, self.comm.Isend(message.view(np.uint8), self._place(rank), tag)
+
+    def receive(self, out: np.ndarray, rank: int, tag: Tag) -> Pending:
+        """Start to receive into an array."""
+        return rank, self.comm.Irecv(out.view(np.uint8), self._place(rank), tag)
+
+    def send_all(self, message: np.ndarray, tag: Tag, what: str) -> Waiting:
+        """Send ``message`` to every other rank; past the deadline, name those that did not take it."""
+        yield from self.wait_for([self.send(message, rank, tag) for rank in self.peers], what)
+
+    def send_last(self, message: np.ndarray, tag: Tag) -> Waiting:
+        """Send ``message`` to every other rank that lives: a death does not matter any more."""
+        sends = [
+            (rank, _unless_dead(self.comm.Isend, message.view(np.uint8), self._place(rank), tag))
+            for rank in self.peers
+        ]
+        yield from self.wait_for(sends, "did not take its leave", done=_over)
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for a rank: the leader, who sees most, is first to give up and name the culprit."""
+        return self.deadline * (1 if self.rank == LEADER else 2)
+
+    def missing(
+        self, ranks: Iterable[int], what: str, remedy: str = _HANGS, *, seconds: float | None = None
+    ) -> ExchangeError:
+        """The error that says who is missing, for how long, and what to do."""
+        return ExchangeError(f"{self.names(ranks)} {what} within {seconds or self.patience:g} s: {remedy}")
+
+    def wait_for(
+        self,
+        requests: Sequence[Pending],
+        what: str,
+        remedy: str = _HANGS,
+        *,
+        seconds: float | None = None,
+        pause: float = SHORTEST_PAUSE,
+        longest: float = LONGEST_PAUSE,
+        done: Callable[[MPI.Request], bool] = MPI.Request.Test,
+    ) -> Waiting:
+        """Wait for requests that depend on the given ranks; past the deadline, name those not done.
+
+        pause, longest: first and last seconds between two looks. Raises MpiError where one has died.
+        """
+        end = time.monotonic() + (seconds or self.patience)
+        while requests := [(rank, request) for rank, request in requests if not done(request)]:
+            if time.monotonic() > end:
+                raise self.missing([rank for rank, _ in requests], what, remedy, seconds=seconds)
+            yield pause
+            pause = min(1.5 * pause, longest)
+
+    def _place(self, rank: int) -> int:
+        """Where ``comm`` has a world rank."""
+        return (bisect_left(self.living, rank) + self.offset) % len(self.living)
+
+    def check(self) -> None:
+        """Raise MpiError where a death has ended what is under way; for a wait that has no request."""
+        self.comm.Iprobe(self._place(LEADER), Tag.HEADER)
+
+    # --- Coming together ---
+
+    def connect_peers(
+        self, layout: WeightLayout, *, bucket_mb: int, told: bytes, delta: Travel = "never"
+    ) -> NodeMemory:
+        """As the leader, wait until every rank is set up. Raises ExchangeError naming who is not.
+
+        told: what else every rank learns then. delta: as exchange.delta.
+        """
+        assert self.rank == LEADER, "all others call connect"
+        with self.whole():
+            hellos = [self.receive(np.empty(1, np.int64), rank, Tag.CONNECT) for rank in self.peers]
+            what = "joined the world, but did not get ready (loading model and engine)"
+            run(self.wait_for(hellos, what, "see its log, or raise launch.start_deadline_seconds"))
+            text = np.frombuffer(layout.to_json().encode(), np.uint8)
+            more = np.frombuffer(told, np.uint8)
+            mode = TRAVELS.index(delta)
+            for message in (np.array([len(text), bucket_mb << 20, len(more), mode]), text, more):
+                run(self.send_all(message, Tag.CONNECT, "did not take the layout of the weights"))
+            return self._at_work(layout, bucket_mb << 20, delta)
+
+    def connect(self) -> tuple[NodeMemory, bytes]:
+        """Tell the leader that this rank is set up; receive the layout of the weights, and what is told."""
+        with self.whole():
+            hello = self.send(np.array([self.rank]), LEADER, Tag.CONNECT)
+            sizes = self._layout_message(np.empty(4, np.int64))
+            text = self._layout_message(np.empty(int(sizes[0]), np.uint8))
+            told = self._layout_message(np.empty(int(sizes[2]), np.uint8))
+            run(self.wait_for([hello], "did not take the greeting"))
+            layout = WeightLayout.from_json(text.tobytes().decode())
+            return self._at_work(layout, int(sizes[1]), TRAVELS[int(sizes[3])]), told.tobytes()
+
+    def _at_work(self, layout: WeightLayout, bucket_bytes: int, delta: Travel) -> NodeMemory:
+        """All ranks are set up: from here on another deadline holds."""
+        memory = NodeMemory(self, layout, bucket_bytes, delta)
+        self.deadline = self.work_deadline or self.deadline
+        return memory
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """While the world comes together it does not survive a death: ExchangeError naming the dead."""
+        try:
+            yield
+        except MpiError as error:
+            dead = _known_dead() if SURVIVES else []
+            if not dead:
+                raise
+            raise self.death(dead) from error
+
+    def _meet(self) -> tuple[str, ...]:
+        """Host names of all ranks."""
+        table = np.zeros(self.comm.size, HOSTNAME)
+        table[self.rank] = socket.gethostname()
+        not_there = (
+            "it did not start, or not as configured; see the launcher's output, and where it only was slow, "
+            "raise launch.start_deadline_seconds"
+        )
+        if self.rank == LEADER:
+            hellos = [self.receive(table[rank : rank + 1], rank, Tag.JOIN) for rank in self.peers]
+            run(self.wait_for(hellos, "did not join the world", not_there))
+            run(self.send_all(table, Tag.JOIN, "did not take the list of ranks"))
+        else:
+            sent = self.send(table[self.rank : self.rank + 1], LEADER, Tag.JOIN)
+            answer = self.receive(table, LEADER, Tag.JOIN)
+            run(self.wait_for([sent, answer], "did not welcome all ranks", not_there))
+        return tuple(host.decode() for host in table)
+
+    def _layout_message(self, out: np.ndarray) -> np.ndarray:
+        request = self.receive(out, LEADER, Tag.CONNECT)
+        remedy = "it, or a rank that it waits for, is not ready"
+        run(self.wait_for([request], "did not send the layout of the weights", remedy))
+        return out
+
+    # --- Deaths ---
+
+    def shrink(self, error: MpiError) -> Generator[float, None, list[int]]:
+        """After ``error``, go on with those that live, over a new ``comm``; returns who has died.
+
+        Raises ``error`` where nobody has, ExchangeError where a trainer rank or the last searcher has.
+        """
+        self.comm.Revoke()
+        yield from self._regroup()
+        self.comm = cast(MPI.Intracomm, self.comm.Shrink())
+        before, self.living = self.living, tuple(_world_ranks(self.comm.group))
+        dead = sorted(set(before) - set(self.living))
+        if not dead:
+            raise error
+        if dead[0] < self.trainers or len(self.living) == self.trainers:
+            raise self.death(dead)
+        return dead
+
+    def death(self, ranks: Iterable[int]) -> ExchangeError:
+        """The error that says who has died."""
+        return ExchangeError(
+            f"{self.names(ranks)} died: see its log, and whether the machine ran out of memory; "
+            "start the same run again to go on from the last checkpoint"
+        )
+
+    def _regroup(self) -> Waiting:
+        """Come together at the leader before the collectives, which have no deadline.
+
+        Over the communicator that is never revoked.
+        """
+        empty = np.empty(0, np.uint8)
+        if self.rank == LEADER:
+            arrivals = [
+                (rank, _unless_dead(MPI.COMM_WORLD.Irecv, empty, rank, Tag.REGROUP)) for rank in self.peers
+            ]
+            yield from self.wait_for(arrivals, "did not notice the death of another rank", done=_over)
+            for rank in self.peers:
+                _unless_dead(MPI.COMM_WORLD.Isend, empty, rank, Tag.REGROUP)
+            return
+        try:
+            here = MPI.COMM_WORLD.Isend(empty, LEADER, Tag.REGROUP)
+            all_here = MPI.COMM_WORLD.Irecv(empty, LEADER, Tag.REGROUP)
+            yield from self.wait_for([(LEADER, here), (LEADER, all_here)], "did not gather who lives")
+        except MpiError as error:
+            raise self.death([LEADER]) from error
+
+
+def _unless_dead(post: Callable[..., MPI.Request], message: np.ndarray, place: int, tag: Tag) -> MPI.Request:
+    """A send or a receive; an empty request, which is done, where the peer is known to be dead."""
+    with suppress(MpiError):
+        return post(message, place, tag)
+    return MPI.Request()
+
+
+def _over(request: MPI.Request) -> bool:
+    """Whether a request is done, or never will be because its peer is dead."""
+    try:
+        return request.Test()
+    except MpiError:
+        return True
+
+
+def _known_dead() -> list[int]:
+    return _world_ranks(MPI.COMM_WORLD.Get_failed())
+
+
+def _world_ranks(group: MPI.Group) -> list[int]:
+    return group.Translate_ranks(list(range(group.size)), MPI.COMM_WORLD.group)
+
+
+class NodeMemory:
+    """One copy of the weights per node, in shared memory with two slots, and the way between nodes.
+
+    Making one, or rebuilding it, is collective over the world. The lowest world rank of a node that lives
+    is its node leader.
+
+    Between nodes a bucket travels whole or as what has changed in it since the write before, as the node it
+    comes from decides and tells. Its other slot holds that write. A node that receives has the write before
+    that in the slot to be written: the last changes make it the last write, and these the new one.
+    """
+
+    def __init__(
+        self, world: MpiWorld, layout: WeightLayout, bucket_bytes: int, delta: Travel = "never"
+    ) -> None:
+        self.layout = layout
+        self._world = world
+        self._bucket_bytes = bucket_bytes
+        # Without a thread of its own, to look for changes would hold up the steps.
+        self._travel: Travel = "never" if delta == "auto" and not world.threaded else delta
+        self._worth = Worth()
+        self.travelled = 0
+        """Bytes between nodes so far, of weights or of what has changed in them, each counted once."""
+        # Errors, for the sake of their frames: what those send or receive may still be read or written.
+        self._failed_requests: list[MpiError] = []
+        self._connect(world.node_split(world.comm))
+        self._node_number = self._node_leader  # for good
+        self._slots = self._allocate()
+        self._touch()
+
+    def slot(self, write: int) -> np.ndarray:
+        """uint8 [layout.nbytes]: this node's copy of the weights of the given number; reused two later."""
+        return self._slots[write % 2]
+
+    def spread(self, write: int) -> Waiting:
+        """Bring the weights from the trainers that wrote them into this node's slot."""
+        if self._node.rank == 0:
+            yield from self._broadcast(write)
+            yield from self._announce()
+        else:
+            arrived = self._node.Irecv(np.empty(0, np.uint8), 0, Tag.ARRIVED)
+            what = "did not receive the weights for its node"
+            yield from self._world.wait_for([(self._node_leader, arrived)], what, _BROADCAST_HANGS)
+        self._window.Sync()
+
+    def rebuild(self, error: MpiError) -> Generator[float, None, list[int]]:
+        """After ``error``, go on with those that live; see MpiWorld.shrink. The slots keep what they hold.
+
+        Raises ``error`` where the world does not survive a death.
+        """
+        if not SURVIVES:
+            raise error
+        self._failed_requests.append(error)
+        for comm in (self._node, self._nodes):
+            if comm != MPI.COMM_NULL:
+                comm.Revoke()
+        dead = yield from self._world.shrink(error)
+        try:
+            comm = self._world.comm
+            self._connect(cast(MPI.Intracomm, comm.Split(self._node_number, key=comm.rank)))
+        except MpiError as another:
+            dead += yield from self.rebuild(another)
+        return dead
+
+    def _connect(self, node: MPI.Intracomm) -> None:
+        """Find the way to the ranks of this node and, from node leader to node leader, to the others."""
+        self._node = node
+        self._nodes = self._world.comm.Split(0 if node.rank == 0 else MPI.UNDEFINED, key=self._world.rank)
+        leaders = self._node_leaders()
+        self._node_leader = int(leaders[self._world.comm.rank])
+        nodes = np.unique(leaders)
+        self.nodes = len(nodes)
+        roots = np.searchsorted(nodes, leaders[: self._world.trainers]).tolist()
+        self._buckets = _buckets(self.layout, roots, self._bucket_bytes) if self.nodes > 1 else []
+        self._last_write = -2  # the last write that all of these have
+        self._last: list[np.ndarray | None] = [None] * len(self._buckets)  # its changes
+
+    def _node_leaders(self) -> np.ndarray:
+        """int64 [living]: the world rank that leads each rank's node."""
+        mine, leaders = np.array([self._world.rank]), np.empty(len(self._world.living), np.int64)
+        self._node.Bcast(mine, 0)
+        self._world.comm.Allgather(mine, leaders)
+        return leaders
+
+    def _allocate(self) -> tuple[np.ndarray, np.ndarray]:
+        """The two slots, page-aligned, in memory that the node leader owns."""
+        nbytes = self.layout.nbytes
+        stride = -(-nbytes // PAGE) * PAGE
+        if self._node.rank == 0:
+            _check_shared_memory(2 * stride)
+        self._window = MPI.Win.Allocate_shared(2 * stride if self._node.rank == 0 else 0, 1, comm=self._node)
+        # An epoch without end makes the memory plain memory with Sync as its fence. It is never freed
+        # before the process ends: weights that the main thread has not taken yet outlive the last round.
+        self._window.Lock_all(MPI.MODE_NOCHECK)
+        memory = np.frombuffer(cast(memoryview, self._window.Shared_query(0)[0]), np.uint8)
+        return memory[:nbytes], memory[stride : stride + nbytes]
+
+    def _touch(self) -> None:
+        """Pay all page faults now, not on the trainer's critical path."""
+        for slot in self._slots:
+            if self._node.rank == 0:
+                slot[:] = 0
+            self._node.Barrier()
+            if self._world.role == "trainer":
+                slot[::PAGE] = 0
+            else:
+                slot[::PAGE].max(initial=0)
+
+    def _broadcast(self, write: int) -> Waiting:
+        """Between node leaders, bucket by bucket; nothing to do on a world of one node."""
+        if not self._buckets:
+            return
+        began, slot = time.monotonic(), self.slot(write)
+        changes = self._own_changes(write)
+        sizes = np.array([WHOLE if change is None else len(change) for change in changes])
+        sent = (sizes != WHOLE).any()
+        if self._travel != "never":
+            tell = self._nodes.Iallreduce(MPI.IN_PLACE, sizes, MPI.MAX)
+            yield from self._finish_broadcast([(self._world.rank, tell)])
+        under_way: deque[Pending] = deque()
+        for i, (start, end, root) in enumerate(self._buckets):
+            if len(under_way) == BUCKETS_IN_FLIGHT:
+                yield from self._finish_broadcast([under_way.popleft()])
+            if sizes[i] != WHOLE and root != self._nodes.rank:
+                changes[i] = np.empty(sizes[i], np.uint8)
+            change = changes[i]
+            message = slot[start:end] if change is None else change
+            under_way.append((self._world.rank, self._nodes.Ibcast(message, root)))
+            self.travelled += len(message)
+        yield from self._finish_broadcast(under_way)
+        self._worth.note(time.monotonic() - began, changes=bool(sent))
+        self._bring_up_to_date(write, changes)
+
+    def _own_changes(self, write: int) -> list[np.ndarray | None]:
+        """Per bucket, what has changed in it since the write before: of those that come from this node."""
+        known = self._travel != "never" and self._last_write == write - 1
+        if not known or not (self._travel == "always" or self._worth.likely):
+            return [None] * len(self._buckets)
+        new, old = self.slot(write), self.slot(write - 1)
+        return [
+            find_changes(new[start:end], old[start:end]) if root == self._nodes.rank else None
+            for start, end, root in self._buckets
+        ]
+
+    def _bring_up_to_date(self, write: int, changes: list[np.ndarray | None]) -> None:
+        """Apply what has come from other nodes. Raises ValueError where it cannot be of these weights."""
+        slot, before = self.slot(write), self.slot(write - 1)
+        for (start, end, root), last, change in zip(self._buckets, self._last, changes, strict=True):
+            if change is None or root == self._nodes.rank:
+                continue
+            if last is None:  # the write before came whole
+                np.copyto(slot[start:end], before[start:end])
+            else:
+                apply_changes(last, slot[start:end])
+            apply_changes(change, slot[start:end])
+        self._last, self._last_write = changes, write
+
+    def _finish_broadcast(self, buckets: Sequence[Pending]) -> Waiting:
+        # MPI moves data only while we look, so look often.
+        what = "could not finish the broadcast of the weights"
+        yield from self._world.wait_for(buckets, what, _BROADCAST_HANGS, longest=SHORTEST_PAUSE)
+
+    def _announce(self) -> Waiting:
+        """Tell the other ranks of this node that the weights are in memory."""
+        self._window.Sync()
+        empty = np.empty(0, np.uint8)
+        sends = [
+            (self._node_leader, self._node.Isend(empty, i, Tag.ARRIVED)) for i in range(1, self._node.size)
+        ]
+        yield from self._world.wait_for(sends, "could not tell its node that the weights have arrived")
+
+
+def _buckets(layout: WeightLayout, roots: list[int], bucket_bytes: int) -> list[tuple[int, int, int]]:
+    """(start, end, root) of every broadcast; the owners take turns, so that all their links are busy."""
+    queues = [
+        [
+            (start, min(start + bucket_bytes, run[-1].end), root)
+            for start in range(run[0].start, run[-1].end, bucket_bytes)
+        ]
+        for run, root in zip(layout.parts(len(roots)), roots, strict=True)
+        if run
+    ]
+    return [bucket for turn in zip_longest(*queues) for bucket in turn if bucket]
+
+
+def _check_size(size: int, trainers: int, searchers: int) -> None:
+    expected = trainers + searchers
+    if size == 1 != expected:
+        library = library_version()
+        flavour = "pmix" if library.startswith("Open MPI") else "pmi2"
+        raise ConfigError(
+            f"this process is alone in its MPI world, {expected} ranks were expected: the launcher and this "
+            f"MPI library ({library}) do not understand each other; under Slurm start with srun "
+            f"--mpi={flavour}, else with the mpiexec of the same library"
+        )
+    if size != expected:
+        raise ConfigError(
+            f"the MPI world has {size} ranks, but launch.trainers={trainers} and "
+            f"launch.searchers={searchers} need {expected}: start exactly that many"
+        )
+
+
+def _check_role(rank: int, role: Role, trainers: int) -> None:
+    expected: Role = "trainer" if rank < trainers else "searcher"
+    if role != expected:
+        raise ConfigError(
+            f"world rank {rank} was started as a {role}, but with launch.trainers={trainers} it must be a "
+            f"{expected}: start ranks 0 to {trainers - 1} with 'tba train' and the others with 'tba search'"
+        )
+
+
+def _check_shared_memory(nbytes: int) -> None:
+    """Refuse what would end in a bus error at the first write."""
+    folder = Path("/dev/shm")
+    free = shutil.disk_usage(folder).free if folder.exists() else nbytes
+    if free < nbytes:
+        raise ConfigError(
+            f"two copies of the weights need {nbytes / 1e9:.1f} GB of shared memory on each node, {folder} "
+            f"on {socket.gethostname()} has {free / 1e9:.1f} GB: free some, or start another run (run.name) "
+            "with exchange.transport=files"
+        )

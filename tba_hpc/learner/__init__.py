@@ -1,0 +1,1 @@
+"""DeepSpeed and Hugging Face: the policy, its references and its log-probabilities."""

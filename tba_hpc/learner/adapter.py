@@ -1,0 +1,132 @@
+"""A LoRA adapter as it travels: what it adds to which weights, merged or beside them, and of which base.
+
+It must not know who trains it, nor the library that does. Hu et al. 2021 (arXiv 2106.09685), section 4.1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from tba_hpc.core.types import WeightLayout
+
+FOLDER = "adapter"
+"""Of an exported policy: the adapter alone, as peft.PeftModel.from_pretrained takes it."""
+
+PREFIX = "base_model.model."
+"""What peft puts before a layer's name in its files."""
+
+A, B = ".lora_A.weight", ".lora_B.weight"
+"""Ends of the names of a layer's two tensors."""
+
+WORD = 8
+"""Bytes that are added up at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """s·B·A for the weights W [out, in] of some linear layers.
+
+    layers: by a layer's name, A [r, in] and B [out, r]. scale: s.
+    """
+
+    layers: Mapping[str, tuple[Tensor, Tensor]]
+    scale: float
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, Tensor]], scale: float) -> Adapter:
+        """From tensors under the names that travel."""
+        named = dict(tensors)
+        return cls({name: (named[name + A], named[name + B]) for name in _layers(named)}, scale)
+
+    @classmethod
+    def load(cls, folder: Path) -> Adapter:
+        """From files of peft's."""
+        config = json.loads((folder / "adapter_config.json").read_text())
+        tensors = load_file(folder / "adapter_model.safetensors")
+        return cls.of(
+            ((name.removeprefix(PREFIX), tensor) for name, tensor in tensors.items()),
+            config["lora_alpha"] / config["r"],
+        )
+
+    def changes(self, name: str) -> bool:
+        """Whether a tensor of this name is the weight of one of its layers."""
+        return name.endswith(".weight") and name.removesuffix(".weight") in self.layers
+
+    def merged(self, name: str, weight: Tensor) -> Tensor:
+        """W + s·B·A of a weight that it changes, computed in float32 and rounded to the weight's type."""
+        down, up = (part.to(weight.device).float() for part in self.layers[name.removesuffix(".weight")])
+        return torch.addmm(weight.float(), up, down, alpha=self.scale).to(weight.dtype)
+
+
+def layers_of(layout: WeightLayout) -> list[str]:
+    """Names of the layers that an adapter of this layout changes."""
+    return _layers(slot.name for slot in layout.slots)
+
+
+def _layers(names: Iterable[str]) -> list[str]:
+    return [name.removesuffix(A) for name in names if name.endswith(A)]
+
+
+class Adaptable:
+    """A model that adapters are put beside, one at a time: y = W·x + s·B·(A·x), as peft computes it.
+
+    The model's own weights stay as they are, bit by bit.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._hooks: list[RemovableHandle] = []
+        self.adapter: Adapter | None = None
+        """The one that is on."""
+
+    def put_on(self, adapter: Adapter | None) -> None:
+        """Change it for another one, or for none."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.adapter = [], adapter
+        if adapter is None:
+            return
+        for name, pair in adapter.layers.items():
+            added = _Added(*pair, adapter.scale)
+            self._hooks.append(self._model.get_submodule(name).register_forward_hook(added))
+
+
+class _Added:
+    """A forward hook of a linear layer; its tensors go to where the layer is, when it is first asked."""
+
+    def __init__(self, down: Tensor, up: Tensor, scale: float) -> None:
+        self._down, self._up, self._scale = down, up, scale
+
+    def __call__(self, _layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        self._down, self._up = self._down.to(output.device), self._up.to(output.device)
+        return output + inputs[0] @ self._down.T @ self._up.T * self._scale
+
+
+def identity(weights: Mapping[str, Tensor]) -> str:
+    """A digest of weights: names, types, shapes, and the sum of each one's bits, taken as integers.
+
+    Sums, for a good hash of 140 GB takes minutes; they are to tell models apart, not to withstand anybody.
+    """
+    digest = sha256()
+    for name in sorted(weights):
+        weight = weights[name]
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)} {_sum_of_bits(weight)}\n".encode())
+    return digest.hexdigest()
+
+
+def _sum_of_bits(weight: Tensor) -> int:
+    """Modulo 2⁶⁴; equal on every device."""
+    data = weight.detach().contiguous().flatten().view(torch.uint8)
+    if data.storage_offset() % WORD:
+        data = data.clone()
+    whole = len(data) // WORD * WORD
+    return int(data[:whole].view(torch.int64).sum()) + int(data[whole:].sum(dtype=torch.int64))

@@ -1,0 +1,819 @@
+"""The Learner port on DeepSpeed: one policy, trained by a group of ranks that ZeRO 1, 2 or 3 shards over.
+
+It must not know about searchers, buffers or schedules. Every trainer rank makes one: the leader's is the
+port, the others ``follow`` it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager
+from enum import IntEnum
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import numpy as np
+import torch
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.config import DeepSpeedConfigError
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from deepspeed.utils import logger as deepspeed_logger
+from deepspeed.utils.tensor_fragment import fragment_address
+from pydantic import ValidationError
+from safetensors import numpy as wire
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tba_hpc.config import Config, ConfigError
+from tba_hpc.config.variants import EmaReference
+from tba_hpc.core import batch as batches
+from tba_hpc.core import token_budget
+from tba_hpc.core.skipped_steps import SkippedSteps
+from tba_hpc.core.token_budget import MicroBatch, Part
+from tba_hpc.core.types import (
+    LoraWeights,
+    PaddedBatch,
+    TrajectoryBatch,
+    WeightLayout,
+    WeightSlot,
+    offsets_of,
+    spans,
+)
+from tba_hpc.learner.averaged_reference import AveragedReference
+from tba_hpc.learner.deepspeed_settings import BUCKET_ELEMENTS, deepspeed_settings, is_fused
+from tba_hpc.learner.hf_model import (
+    PolicyLogprobs,
+    load_policy,
+    load_tokenizer,
+    require_one_vocabulary,
+    tensor_in,
+    use_tensor_cores,
+)
+from tba_hpc.learner.snapshot import Snapshot
+from tba_hpc.learner.trainer_group import Message, TrainerGroup, is_lost_peer
+from tba_hpc.learner.trainer_reference import TrainerReference
+from tba_hpc.objectives import Groups, ObjectiveOutput, figures, make_objective, rate_by_ess
+from tba_hpc.run.beside import at_once, beside
+from tba_hpc.run.checkpoints import StateError
+from tba_hpc.run.files import DiskFullError, fsync, is_for_room, make_durable, write_atomic
+from tba_hpc.run.inventory import SummedFile
+
+if TYPE_CHECKING:
+    from tba_hpc.learner.lora import Lora
+
+SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16"}
+
+TAG = "zero"
+"""DeepSpeed's folder inside a checkpoint."""
+
+RANKS_FILE = "ranks.json"
+"""Beside it: how many trainer ranks wrote it."""
+
+ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+"""Variable that torch.load obeys before its arguments."""
+
+NO_COMPILER = "TORCHDYNAMO_DISABLE"
+"""Variable that torch reads when its compiler is first imported."""
+
+PLAIN_DATA = [LossScaler, ZeroStageEnum, fragment_address]
+"""What DeepSpeed's files hold beside tensors and numbers; all else in a pickle is refused, not executed."""
+
+BUCKET_BYTES = 256 << 20
+"""Most weights that ZeRO-3 makes whole at once to copy them out: memory against messages."""
+
+CONVERTERS = 4
+"""Most processes that convert a checkpoint to another number of ranks; each holds one rank's part of it."""
+
+
+@contextmanager
+def _without_a_compiler() -> Iterator[None]:
+    """Keep ZeRO from loading one, for an optimizer not used; an engine that starts later is to have it."""
+    given = os.environ.get(NO_COMPILER)
+    os.environ.setdefault(NO_COMPILER, "1")
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[NO_COMPILER]
+
+
+class Command(IntEnum):
+    """What the leader asks of every rank."""
+
+    STEP = 0
+    WRITE = 1
+    SAVE = 2
+    LOAD = 3
+    EXPORT = 4
+    CLOSE = 5
+    REFER = 6
+
+
+class DeepSpeedLearner:
+    """A policy and its AdamW state, shared by the trainer ranks.
+
+    Weights are float32, or bfloat16 with float32 master weights and float32 gradient accumulation. With LoRA
+    those of an adapter alone are trained, published and checkpointed.
+    Every method of the port is called on the leader (rank 0) alone, while the other ranks are inside
+    ``follow``; all ranks then act together.
+    """
+
+    @_without_a_compiler()
+    def __init__(
+        self, config: Config, group: TrainerGroup, references: Callable[[int], Path] | None = None
+    ) -> None:
+        self._config = config
+        self._group = group
+        self._objective = make_objective(config.train, max_tokens=config.generator.max_tokens)
+        self._tokenizer = load_tokenizer(config.model.path)
+        use_tensor_cores(group.device)
+        self._policy = _load_policy(config)
+        require_one_vocabulary(self._tokenizer, self._policy, config.model.path)
+        self._lora = _adapt(self._policy, config)
+        self._parameters = dict(self._policy.named_parameters())  # tied ones once, as save_pretrained does
+        self.layout = self._whole = _layout(self._parameters, config)
+        if self._lora:
+            self._parameters = self._lora.adapter | self._lora.base
+            self.layout = _layout(self._lora.adapter, config, self._lora.weights)
+            self._whole = _layout(self._parameters, config)
+        if config.train.gradient_checkpointing:
+            self._policy.gradient_checkpointing_enable({"use_reentrant": False})
+        self._logprobs = PolicyLogprobs(
+            self._policy,
+            chunk_tokens=config.train.logprob_chunk_tokens,
+            temperature=config.model.policy_temperature,
+            fp32_head=config.model.fp32_head,
+        )
+        if self._lora:
+            self._logprobs.register_state_dict_post_hook(_leave_out_the_base)
+        self._engine = _make_engine(config, self._logprobs.train(), group.device)
+        self._copy_scripts = self._engine._copy_recovery_script  # small files that are written then and there
+        self._engine._copy_recovery_script = lambda path: None
+        gpu, where = group.device.type == "cuda", config.checkpoint.snapshot
+        self._snapshot = Snapshot(where, local_ranks=group.local_ranks, gpu=gpu)
+        self._engine.checkpoint_engine = _CopyingEngine(self._snapshot)
+        self._written: Future[str] = at_once(str)  # what a follower writes
+        self._skipped = SkippedSteps()
+        self._reference = self._make_reference(references)
+        self._average: AveragedReference | None = None
+        if isinstance(config.train.reference, EmaReference):
+            self._average = AveragedReference(config, group, self.layout)
+
+    def _make_reference(self, references: Callable[[int], Path] | None) -> TrainerReference | None:
+        """None where no model is needed: nothing is asked for, or an adapter can be switched off."""
+        train = self._config.train
+        if not train.trainer_has_reference or (self._lora and train.reference.name == "frozen"):
+            return None
+        assert references, "the trainer is to compute the reference"
+        return TrainerReference(self._config, references, self._group.device)
+
+    @classmethod
+    def create(
+        cls,
+        config: Config,
+        *,
+        rank: int,
+        ranks: int,
+        store: Path,
+        deadline: float,
+        start_deadline: float | None = None,
+        references: Callable[[int], Path] | None = None,
+    ) -> DeepSpeedLearner:
+        """Join the group of trainer ranks and load the policy; every trainer rank calls it.
+
+        ``store``: an existing, private folder on a file system that all ranks share, new for this attempt.
+        ``deadline``: longest wait for another rank, s; ``start_deadline``: for one to come here (default: the
+        same). ``references``: where policies that become the reference are exported, for a trainer that
+        computes it. Raises ConfigError for a model that cannot be trained, ExchangeError naming the ranks
+        that did not come.
+        """
+        group = TrainerGroup.join(
+            store, rank=rank, ranks=ranks, deadline=deadline, start_deadline=start_deadline
+        )
+        return cls(config, group, references)
+
+    # --- The port: called on the leader ---
+
+    def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
+        """One optimizer step on the mean loss over all rows of ``batch``, however ranks share it.
+
+        Groups must divide evenly over the ranks. Metrics: ``loss`` and the objective's own, means over the
+        batch; the ``figures`` of the batch; ``grad_norm`` before clipping; ``tokens`` of the completions; the
+        ``learning_rate``, which ``by_ess`` lowers where the config asks for that;
+        ``skipped_steps`` so far.
+        Where loss or norm is not finite, weights and optimizer stay as they are, and the norm is infinite.
+        Raises ConfigError where that happens too often in a row.
+        """
+        self._group.tell(Message(Command.STEP, (learning_rate, beta), wire.save(batches.to_arrays(batch))))
+        with self._group.together():
+            return self._step(batch, learning_rate, beta)
+
+    def reference_logprobs(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
+        """float32 [T]: log π_ref of the completions' tokens, under the reference of ``step``; see the port.
+
+        Every rank computes some of the groups, which need not divide evenly. Equal to what a searcher
+        computes but for rounding.
+        """
+        again = -batch.groups % self._group.ranks  # some groups, so that all ranks have as many
+        even = batches.take_groups(batch, np.resize(np.arange(batch.groups), batch.groups + again))
+        self._group.tell(Message(Command.REFER, (step, 0.0), wire.save(batches.to_arrays(even))))
+        with self._group.together():
+            return self._refer(even, step)[: len(batch.ref_logprobs)]
+
+    def write_weights(self, out: np.ndarray) -> None:
+        """Copy the current weights into ``out``, uint8 [layout.nbytes]: here this rank's part of them.
+
+        The followers copy theirs into their own ``slot``; back when all have.
+        """
+        self._group.tell(Message(Command.WRITE))
+        with self._group.together():
+            self._write(out)
+
+    def save(self, folder: Path) -> Callable[[], str]:
+        """Copy weights and optimizer; returns what writes them into an existing folder that all ranks see.
+
+        That may be called in another thread, once, before the next ``save``, and before the next step where
+        checkpoint.snapshot is null. It is back when all ranks have written, durably. Raises DiskFullError
+        where the disk has no room for it, on whichever rank.
+        """
+        (folder / TAG).mkdir()  # by all ranks together it would be too late to find no room
+        self._tell(Command.SAVE, folder)
+        with self._group.together():
+            return self._save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Restore what ``save`` wrote; exactly for the same number of ranks, else to rounding.
+
+        Raises StateError where that is an adapter for another model, or lacks the average that is wanted.
+        """
+        if self._lora:
+            self._lora.require_base(folder)
+        if self._average:
+            self._average.require(folder)
+        self._tell(Command.LOAD, folder)
+        with self._group.together():
+            self._load(folder)
+
+    def export(self, folder: Path) -> None:
+        """Write a folder that ``from_pretrained`` and ``vllm serve`` load; it appears whole, by rename.
+
+        With LoRA the adapter is merged into it, and lies in a folder of its own, ``adapter.FOLDER``, besides.
+        """
+        self._tell(Command.EXPORT, folder)
+        with self._group.together():
+            self._export(folder)
+
+    def close(self) -> None:
+        """Let the following ranks go."""
+        self._group.tell(Message(Command.CLOSE))
+        self._close()
+
+    def _tell(self, command: Command, folder: Path) -> None:
+        self._group.tell(Message(command, payload=os.fsencode(folder.absolute())))
+
+    # --- The other ranks ---
+
+    def follow(self, slot: Callable[[], np.ndarray]) -> None:
+        """Obey the leader until it closes the group.
+
+        ``slot`` gives the uint8 buffer [layout.nbytes] that this rank's part of the weights goes into.
+        Waits for the leader's commands; raises ExchangeError where the leader is gone.
+        """
+        while (message := self._group.hear()).command != Command.CLOSE:
+            with self._group.together():
+                self._obey(message, slot)
+        self._close()
+
+    def _obey(self, message: Message, slot: Callable[[], np.ndarray]) -> None:
+        match Command(message.command):
+            case Command.STEP:
+                self._step(batches.from_arrays(wire.load(message.payload)), *message.numbers)
+            case Command.REFER:
+                self._refer(batches.from_arrays(wire.load(message.payload)), int(message.numbers[0]))
+            case Command.WRITE:
+                self._write(slot())
+            case Command.SAVE:
+                self._save_along(_folder(message))
+            case Command.LOAD:
+                self._load(_folder(message))
+            case Command.EXPORT:
+                self._export(_folder(message))
+
+    # --- All ranks together ---
+
+    def _step(self, batch: TrajectoryBatch, learning_rate: float, beta: float) -> dict[str, float]:
+        sums: dict[str, Tensor] = {}
+        losses: list[tuple[np.ndarray, Tensor]] = []
+        for groups, output in self._backward(batch, beta):
+            share = len(groups.reward_N) / len(batch.reward_N)
+            for name, part in {"loss": output.loss.detach(), **output.metrics}.items():
+                sums[name] = sums.get(name, 0.0) + share * part.double()
+            losses.append((groups.prompt_id_B, output.loss_BK.detach().mean(1)))
+        totals = self._group.total(np.array([float(part) for part in sums.values()]))
+        found = figures(dict(zip(sums, totals.tolist(), strict=True)))
+        if self._config.train.learning_rate.by_ess:
+            learning_rate = rate_by_ess(learning_rate, found["ess"])
+        for parameters in self._engine.optimizer.param_groups:
+            parameters["lr"] = learning_rate
+        self._engine.step()
+        if self._engine.was_step_applied():
+            self._skipped.taken()
+            if self._average:
+                self._average.move(self._made_whole(self.layout, self._average.slots))
+        else:
+            self._skipped.skipped(self._not_finite(batch, losses))
+        return {
+            **found,
+            "learning_rate": learning_rate,
+            "grad_norm": float(self._engine.get_global_grad_norm()),
+            "tokens": float(batch.completion_length_N.sum()),
+            "skipped_steps": float(self._skipped.total),
+        }
+
+    def _backward(self, batch: TrajectoryBatch, beta: float) -> Iterator[tuple[PaddedBatch, ObjectiveOutput]]:
+        """Add the gradient of this rank's groups, and tell of each what the objective said."""
+        budget = self._config.train.tokens_per_micro_batch
+        if budget is not None:
+            per_row = self._per_row(batch, budget)
+            place = {"rank": self._group.rank, "ranks": self._group.ranks}
+            for part in token_budget.parts(batch, **place, budget=budget, per_row=per_row):
+                yield from self._backward_part(part, per_row, batch, beta)
+            return
+        mine = batches.split(batch, self._group.ranks)[self._group.rank]
+        for micro in batches.micro_batches(mine, self._config.train.groups_per_micro_batch):
+            inputs = (micro.tokens_NL, micro.prompt_length_N, micro.length_N)
+            policy_NL = self._engine(*map(self._tensor, inputs), micro.group_size)
+            output = self._objective_of(policy_NL, micro, batch, beta)
+            self._engine.backward(self._weighed(output, micro, batch), scale_wrt_gas=False)
+            yield micro, output
+
+    def _objective_of(
+        self, policy_NL: Tensor, groups: PaddedBatch, batch: TrajectoryBatch, beta: float
+    ) -> ObjectiveOutput:
+        mean_tokens = float(batch.completion_length_N.mean())
+        return self._objective(Groups.of(policy_NL, groups, batch_tokens=mean_tokens), beta)
+
+    def _weighed(self, output: ObjectiveOutput, groups: PaddedBatch, batch: TrajectoryBatch) -> Tensor:
+        """The loss of some groups as the part that it is of the batch's.
+
+        DeepSpeed takes the mean of the ranks' gradients: times their number, that is the sum. It skips the
+        step, on all ranks, where the norm is not finite; so a loss that is not makes the gradient NaN.
+        """
+        scale = self._group.ranks * len(groups.reward_N) / len(batch.reward_N)
+        return output.loss * torch.where(output.loss.detach().isfinite(), scale, math.nan)
+
+    # --- Micro-batches by tokens ---
+
+    def _per_row(self, batch: TrajectoryBatch, budget: int) -> int:
+        """How many sequences of a group share a row: one number for the whole batch, on all ranks."""
+        most = token_budget.most_per_row(batch, budget)
+        return self._logprobs.sequences_per_row(
+            batch.group_size, batch.prompt_length_N, batch.sequences.lengths, most=most
+        )
+
+    def _backward_part(
+        self, part: Part, per_row: int, batch: TrajectoryBatch, beta: float
+    ) -> Iterator[tuple[PaddedBatch, ObjectiveOutput]]:
+        """Add the gradient of whole groups, of which no micro-batch need hold all.
+
+        A loss sees the policy through the log-probabilities alone: dL/dθ = Σ_t dL/dlog π_t · dlog π_t/dθ. So
+        they are computed first, without gradient, then the slopes dL/dlog π_t of whole groups, then one
+        micro-batch after the other again, with gradient. Where there is only one, once is enough.
+        """
+        alone = len(part.sequences) == 1
+        with torch.set_grad_enabled(alone):
+            logprobs = [self._logprobs_of(self._engine, micro, per_row) for micro in part.micro_batches()]
+            computed_T = torch.cat(logprobs)
+        order_T = np.argsort(np.concatenate([micro.place_T for micro in part.micro_batches()]))
+        policy_T = computed_T[self._tensor(order_T)]
+        if not alone:
+            policy_T.requires_grad_()
+        found = list(self._objective_by_group(policy_T, part, batch, beta))
+        loss = torch.stack([self._weighed(output, group, batch) for group, output in found]).sum()
+        if alone:
+            self._engine.backward(loss, scale_wrt_gas=False)
+        else:
+            (slope_T,) = torch.autograd.grad(loss, policy_T)
+            for micro in part.micro_batches():
+                logprob_T = self._logprobs_of(self._engine, micro, per_row)
+                along = logprob_T @ slope_T[self._tensor(micro.place_T)]
+                self._engine.backward(along, scale_wrt_gas=False)
+        yield from found
+
+    def _logprobs_of(self, policy: nn.Module, micro: MicroBatch, per_row: int) -> Tensor:
+        """float32 [T]: of the micro-batch's completions, sequence after sequence, by a PolicyLogprobs."""
+        arrays = (micro.tokens_NL, micro.prompt_length_N, micro.length_N)
+        tokens_NL, prompt_length_N, length_N = map(self._tensor, arrays)
+        policy_NL = policy(tokens_NL, prompt_length_N, length_N, per_row, per_row)
+        place_L = torch.arange(policy_NL.shape[1], device=policy_NL.device)
+        return policy_NL[(place_L >= prompt_length_N[:, None]) & (place_L < length_N[:, None])]
+
+    def _objective_by_group(
+        self, policy_T: Tensor, part: Part, batch: TrajectoryBatch, beta: float
+    ) -> Iterator[tuple[PaddedBatch, ObjectiveOutput]]:
+        """Each group by itself, so that no budget changes what a loss looks at."""
+        tokens_B = part.batch.completion_length_N.reshape(part.batch.groups, -1).sum(1)
+        for group, logprob_T in enumerate(policy_T.split(tokens_B.tolist())):
+            rows = batches.pad(batches.take_groups(part.batch, np.array([group])))
+            mask_NL = self._tensor(rows.completion_mask_NL)
+            nothing_NL = torch.zeros(mask_NL.shape, device=mask_NL.device)
+            policy_NL = nothing_NL.masked_scatter(mask_NL, logprob_T)
+            yield rows, self._objective_of(policy_NL, rows, batch, beta)
+
+    def _not_finite(self, batch: TrajectoryBatch, losses: Iterable[tuple[np.ndarray, Tensor]]) -> list[int]:
+        """The prompts of the batch whose group has a loss that is not finite, on whichever rank."""
+        mine = [prompt_id_B[~loss_B.isfinite().cpu().numpy()] for prompt_id_B, loss_B in losses]
+        flags = np.isin(batch.prompt_id_B, np.concatenate(mine)).astype(np.float64)
+        return batch.prompt_id_B[self._group.total(flags) > 0].tolist()
+
+    # --- The reference ---
+
+    @torch.no_grad()
+    def _refer(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
+        """float32 [T]: each rank computes its groups, and the sum over all puts them together."""
+        longest = int((batch.prompt_length_N + batch.completion_length_N).max())
+        budget = self._config.train.tokens_per_micro_batch or batch.group_size * longest
+        per_row = self._per_row(batch, budget)
+        place = {"rank": self._group.rank, "ranks": self._group.ranks}
+        offsets = offsets_of(batch.completion_length_N)
+        logprob_T = np.zeros(offsets[-1])
+        with self._reference_of(step) as reference:
+            for part in token_budget.parts(batch, **place, budget=budget, per_row=per_row):
+                place_T, _ = spans(offsets, batches.rows_of(part.groups, batch.group_size))
+                for micro in part.micro_batches():
+                    found = self._logprobs_of(reference, micro, per_row)
+                    logprob_T[place_T[micro.place_T]] = found.cpu().numpy()
+        return self._group.total(logprob_T).astype(np.float32)
+
+    def _reference_of(self, step: int) -> AbstractContextManager[nn.Module]:
+        """A model of its own, or the policy without its adapter."""
+        if self._average:
+            return self._average.whole()
+        return self._reference.at(step) if self._reference else self._base(step)
+
+    @contextmanager
+    def _base(self, step: int) -> Iterator[nn.Module]:
+        assert self._lora and step == 0
+        with self._lora.off():
+            yield self._engine
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._group.device)
+
+    def _write(self, out: np.ndarray) -> None:
+        self._copy(self.layout, self.layout.parts(self._group.ranks)[self._group.rank], out)
+        self._group.barrier()
+
+    def _copy(self, layout: WeightLayout, slots: Sequence[WeightSlot], out: np.ndarray) -> None:
+        """Copy the tensors of ``slots``, of a layout, to their places in ``out``: one memcpy each."""
+        for slot, weight in self._made_whole(layout, slots):
+            tensor_in(out, slot).copy_(weight)
+
+    def _made_whole(
+        self, layout: WeightLayout, slots: Sequence[WeightSlot]
+    ) -> Iterator[tuple[WeightSlot, Tensor]]:
+        """The tensors of ``slots``, of a layout, each valid until the next.
+
+        Under ZeRO-3 every rank must come here, for all make each bucket of parameters whole together; of a
+        bucket each has about as much to copy, so that none waits for another's memcpy.
+        """
+        wanted = {slot.name for slot in slots}
+        for bucket in _buckets(layout.parts(self._group.ranks)):
+            parameters = [self._parameters[slot.name] for slot in bucket]
+            sharded = self._config.train.zero_stage == 3
+            with GatheredParameters(parameters, enabled=sharded):
+                for slot, parameter in zip(bucket, parameters, strict=True):
+                    if slot.name in wanted:
+                        yield slot, parameter.detach()
+
+    def _save_along(self, folder: Path) -> None:
+        """A follower's part: the leader learns from ``gather`` what has become of it."""
+        wait([self._written])  # the memory of its copy is used again
+        write = self._save(folder)
+        self._written = beside(write) if self._config.checkpoint.snapshot else at_once(write)
+
+    def _save(self, folder: Path) -> Callable[[], str]:
+        with _unwritable(folder):
+            frozen = {"exclude_frozen_parameters": self._lora is not None}
+            self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False, **frozen)
+            if self._average:
+                self._average.save(folder, self._snapshot.add)
+        return partial(self._write_files, folder, self._snapshot.take())
+
+    def _write_files(self, folder: Path, files: Sequence[Callable[[], SummedFile]]) -> str:
+        """Write this rank's files, which only its own node can flush, and hear of the others'."""
+        lines, fault, full = "", "", False
+        try:
+            with _unwritable(folder):
+                with ThreadPoolExecutor(len(files)) as pool:  # one is summed up while another is flushed
+                    lines = "".join(pool.map(lambda write: write().line(folder), files))
+                if self._group.leads:
+                    self._copy_scripts(str(folder))
+                    write_atomic(folder / RANKS_FILE, json.dumps(self._group.ranks))
+                    if self._lora:
+                        self._lora.note_base(folder)
+        except (StateError, DiskFullError) as error:
+            fault, full = str(error), isinstance(error, DiskFullError)
+        reports = [json.loads(report) for report in self._group.gather(json.dumps([lines, fault, full]))]
+        faults = [(bool(full), fault) for _, fault, full in reports if fault]
+        if faults:
+            full, fault = min(faults)  # what another try does not mend is told first
+            raise (DiskFullError if full else StateError)(fault)
+        return "".join(lines for lines, *_ in reports)
+
+    def _load(self, folder: Path) -> None:
+        if json.loads((folder / RANKS_FILE).read_text()) == self._group.ranks:
+            self._restore(folder)
+        else:
+            self._load_universal(folder)
+        if self._average:
+            with only_data(folder):
+                self._average.load(folder)
+
+    def _load_universal(self, folder: Path) -> None:
+        """Load a checkpoint of another number of ranks, converted into a scratch folder beside it."""
+        scratch = folder.with_name(f".{folder.name}.universal.tmp")
+        if self._group.leads:
+            shutil.rmtree(scratch, ignore_errors=True)
+            _convert(folder / TAG, scratch / TAG)
+        self._group.await_leader()  # no barrier: the conversion of a large one outlasts its deadline
+        self._engine._config.load_universal_checkpoint = True  # DeepSpeed reads it when it loads
+        self._restore(scratch)
+        self._engine._config.load_universal_checkpoint = False
+        _own_steps(self._engine.optimizer.optimizer)
+        self._group.barrier()
+        if self._group.leads:
+            shutil.rmtree(scratch)
+
+    def _restore(self, folder: Path) -> None:
+        with only_data(folder):
+            # With LoRA it lacks the base, whose identity has been looked at.
+            loaded, _ = self._engine.load_checkpoint(
+                str(folder), tag=TAG, load_module_strict=self._lora is None
+            )
+        if loaded is None:
+            raise StateError(f"{folder} holds no checkpoint of DeepSpeed: resume from another one")
+        self._skipped.total = self._engine.skipped_steps
+
+    def _export(self, folder: Path) -> None:
+        slots = self._whole.slots if self._group.leads else ()
+        whole = np.empty(self._whole.nbytes if self._group.leads else 0, np.uint8)
+        self._copy(self._whole, slots, whole)
+        if self._group.leads:
+            with _replacing(folder) as temporary:
+                tensors = {slot.name: tensor_in(whole, slot) for slot in slots}
+                if self._lora:
+                    self._lora.save(tensors, temporary)
+                else:
+                    self._policy.save_pretrained(temporary, state_dict=tensors)
+                self._tokenizer.save(temporary)
+        self._group.barrier()
+
+    def _close(self) -> None:
+        wait([self._written])
+        self._engine.destroy()
+        self._group.leave()
+
+
+class _CopyingEngine(TorchCheckpointEngine):
+    """What DeepSpeed hands its files to: they are copied, and written when the learner's caller says so."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        super().__init__()
+        self._snapshot = snapshot
+
+    def save(self, state_dict: dict[str, Any], path: str) -> None:
+        """What DeepSpeed would have written by now."""
+        self._snapshot.add(state_dict, path)
+
+
+@contextmanager
+def _unwritable(folder: Path) -> Iterator[None]:
+    """What goes wrong with a file is the user's to mend, and told as that; the loss of a peer is not."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch's writer raises either
+        if is_lost_peer(error) or isinstance(error, DiskFullError):
+            raise
+        raise (DiskFullError if is_for_room(error) else StateError)(
+            f"cannot write the checkpoint {folder} ({error}); free space or raise the quota, then start "
+            "the same run again: it goes on from the checkpoint before"
+        ) from error
+
+
+def _adapt(policy: PreTrainedModel, config: Config) -> Lora | None:
+    """The adapter that is to be trained, where there is one; the policy has it then. Raises ConfigError."""
+    if config.model.lora is None:
+        return None
+    from tba_hpc.learner.lora import Lora
+
+    return Lora(policy, config.model.lora, path=config.model.path, seed=config.run.seed)
+
+
+def _layout(
+    parameters: Mapping[str, torch.nn.Parameter], config: Config, lora: LoraWeights | None = None
+) -> WeightLayout:
+    shapes = [(name, tuple(_unsharded(parameter).shape)) for name, parameter in parameters.items()]
+    return WeightLayout.of(shapes, SAFETENSORS_NAME[config.model.dtype], lora)
+
+
+def _leave_out_the_base(model: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """A hook on what goes into checkpoints; DeepSpeed leaves weights in that have a second name."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            state.pop(prefix + name, None)
+
+
+def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _load_policy(config: Config) -> PreTrainedModel:
+    """The policy; under ZeRO-3 in parts from the start, so that no rank ever holds all of it.
+
+    Raises ConfigError where there is none, or where DeepSpeed does not know a setting of train.deepspeed.
+    """
+    deepspeed_logger.setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles one, for minutes
+    settings = deepspeed_settings(config, BUCKET_ELEMENTS)
+    _require_known(settings, config.train.deepspeed)
+    # An adapter is told apart by its base, of which a rank must see all.
+    in_parts = settings if config.train.zero_stage == 3 and config.model.lora is None else None
+    return load_policy(config.model.path, config.model.dtype, in_parts=in_parts)
+
+
+class _Noting(dict[str, Any]):
+    """Settings that note which of them are looked at."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        self.looked_at: set[object] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.looked_at.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.looked_at.add(key)
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.looked_at.add(key)
+        return super().__getitem__(key)
+
+
+def _require_known(settings: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise ConfigError where DeepSpeed refuses a setting, or never looks at one that a user has given.
+
+    It checks the names inside its sections, and passes over unknown ones beside these in silence.
+    """
+    noting = _Noting(settings)
+    try:
+        deepspeed.DeepSpeedConfig(noting)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"]))
+        raise ConfigError(
+            f"DeepSpeed refuses {key}={problem['input']!r} of train.deepspeed ({problem['msg']}): mend it, "
+            "or leave it out"
+        ) from None
+    except DeepSpeedConfigError as error:
+        raise ConfigError(f"DeepSpeed refuses train.deepspeed: {error}") from None
+    for key in given.keys() - noting.looked_at:
+        raise ConfigError(
+            f"train.deepspeed.{key}={given[key]!r} is nothing that DeepSpeed {deepspeed.__version__} looks "
+            "at: mend the name, or leave it out"
+        )
+
+
+def _unsharded(parameter: torch.nn.Parameter) -> Tensor:
+    """Nothing but shape and number of elements: of ZeRO-3's parameters no rank has more than a part."""
+    return torch.empty(getattr(parameter, "ds_shape", parameter.shape), device="meta")
+
+
+def _make_engine(config: Config, model: PolicyLogprobs, device: torch.device) -> deepspeed.DeepSpeedEngine:
+    """DeepSpeed's engine around ``model`` and torch's AdamW (its own would need a compiler)."""
+    train = config.train
+    optimizer = torch.optim.AdamW(
+        _trained(model),
+        train.learning_rate.peak,
+        train.adam_betas,
+        weight_decay=train.weight_decay,
+        fused=is_fused(device),
+    )
+    settings = deepspeed_settings(config, sum(_unsharded(parameter).numel() for parameter in _trained(model)))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    return engine
+
+
+def _own_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Give each parameter a count of steps, where it lies: DeepSpeed's conversion leaves one on the CPU.
+
+    Of several parameters that share it each would count it up, and a fused AdamW takes none but its device's.
+    """
+    for parameter, state in optimizer.state.items():
+        state["step"] = state["step"].to(parameter.device, torch.float32, copy=True)
+
+
+def _folder(message: Message) -> Path:
+    return Path(os.fsdecode(message.payload))
+
+
+def _buckets(parts: Sequence[Sequence[WeightSlot]]) -> Iterator[list[WeightSlot]]:
+    """The slots of all ranks' parts in turn, in runs of at most BUCKET_BYTES (or of one larger tensor)."""
+    ahead = [(slot.start - part[0].start, slot) for part in parts for slot in part]
+    bucket: list[WeightSlot] = []
+    size = 0
+    for _, slot in sorted(ahead, key=itemgetter(0)):
+        nbytes = slot.end - slot.start
+        if bucket and size + nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(slot)
+        size += nbytes
+    yield bucket
+
+
+def _convert(folder: Path, universal: Path) -> None:
+    """DeepSpeed's own conversion to a checkpoint for any number of ranks.
+
+    In a process of its own, for it starts workers, which must not be forked from an MPI rank.
+    """
+    program = [sys.executable, "-c", f"from {__name__} import convert; convert()", "--inject_missing_state"]
+    arguments = ["--input_folder", str(folder), "--output_folder", str(universal)]
+    count = str(min(CONVERTERS, len(os.sched_getaffinity(0))))
+    workers = ["--num_extract_workers", count, "--num_merge_workers", count]
+    done = subprocess.run([*program, *arguments, *workers], capture_output=True, text=True)
+    if done.returncode:
+        raise StateError(
+            f"{folder} cannot be converted to another number of trainer ranks: resume with the old "
+            f"launch.trainers ({done.stderr.strip().splitlines()[-1]})"
+        )
+
+
+def convert() -> None:
+    """Be that process, with the arguments of DeepSpeed's own script."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    with only_data(Path(sys.argv[sys.argv.index("--input_folder") + 1])):
+        ds_to_universal.main(ds_to_universal.parse_arguments())
+
+
+@contextmanager
+def only_data(folder: Path) -> Iterator[None]:
+    """Have torch load nothing but data, whatever DeepSpeed asks: a pickle may come from a stranger.
+
+    Raises StateError where ``folder`` holds anything else.
+    """
+    before = os.environ.get(ONLY_WEIGHTS)
+    os.environ[ONLY_WEIGHTS] = "1"
+    try:
+        with torch.serialization.safe_globals(PLAIN_DATA):
+            yield
+    except UnpicklingError as error:
+        raise StateError(
+            f"{folder} holds more than the data of a checkpoint, and none of it was executed: resume from "
+            f"another one ({' '.join(str(error).split())[:200]})"
+        ) from None
+    finally:
+        os.environ.pop(ONLY_WEIGHTS) if before is None else os.environ.update({ONLY_WEIGHTS: before})
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """A temporary folder that takes the place of ``folder``, whole and durable, when the block ends.
+
+    What a kill leaves, whole or half deleted, is gone after the next time, and has names of its own, for NFS
+    keeps what is open somewhere.
+    """
+    for left in folder.parent.glob(f".{folder.name}.*tmp"):
+        shutil.rmtree(left, ignore_errors=True)
+    unique = secrets.token_hex(4)
+    temporary = folder.with_name(f".{folder.name}.{unique}.tmp")
+    old = folder.with_name(f".{folder.name}.{unique}.old.tmp")
+    temporary.mkdir(parents=True)
+    yield temporary
+    make_durable(temporary)
+    fsync(temporary)
+    if folder.exists():
+        folder.rename(old)
+    temporary.rename(folder)
+    fsync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)

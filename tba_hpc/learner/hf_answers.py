@@ -1,0 +1,77 @@
+"""Answers to single questions by a model of transformers: up in seconds, where an engine takes half a minute.
+
+It must not know what is asked, nor why. For one question an engine's batching is of no use; for many it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoTokenizer, GenerationConfig
+
+from tba_hpc.config import Dtype
+from tba_hpc.core.types import Completion, Sampling
+from tba_hpc.learner.hf_model import HfTokenizer, load_policy, load_tokenizer, stored_dtype
+
+
+class HfAnswers:
+    """A model in evaluation mode, on the GPU where there is one.
+
+    path: folder or hub name. dtype: None takes that of its file. Raises ConfigError where there is none.
+    """
+
+    def __init__(self, path: str, dtype: Dtype | None = None) -> None:
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        self.tokenizer: HfTokenizer = load_tokenizer(path)
+        self.dtype: Dtype = dtype or stored_dtype(path)
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._path = path
+        self._model = load_policy(path, self.dtype).eval().to(self.device)
+
+    def answer(
+        self, tokens: np.ndarray, sampling: Sampling, *, samples: int = 1, stop: Sequence[str] = (), seed: int
+    ) -> list[Completion]:
+        """So many answers to a prompt, int32 [T], at sampling's temperature (0: greedy), top_p and lengths.
+
+        stop: texts after which an answer has ended. log-probabilities: NaN, none are taken.
+        """
+        torch.manual_seed(seed)
+        prompt = torch.tensor(tokens, dtype=torch.long, device=self.device)[None]
+        with torch.inference_mode():
+            rows = self._model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                generation_config=self._settings(sampling, samples, stop),
+                tokenizer=AutoTokenizer.from_pretrained(self._path) if stop else None,
+            )
+        return [self._completion(row[len(tokens) :].cpu().numpy(), sampling) for row in rows]
+
+    def _settings(self, sampling: Sampling, samples: int, stop: Sequence[str]) -> GenerationConfig:
+        """Of the sampling alone: a model's own settings would bend its distribution."""
+        drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+        return GenerationConfig(
+            do_sample=sampling.temperature > 0,
+            **(drawn if sampling.temperature > 0 else {}),
+            max_new_tokens=sampling.max_tokens,
+            num_return_sequences=samples,
+            stop_strings=list(stop) or None,
+            eos_token_id=sorted(self._ends),
+            pad_token_id=self.tokenizer.eos_token_id,
+        )
+
+    @property
+    def _ends(self) -> set[int]:
+        """The tokenizer's end of a sequence, and those that the model's own settings name."""
+        own = self._model.generation_config.eos_token_id
+        return {self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own] if own else [])}
+
+    def _completion(self, row: np.ndarray, sampling: Sampling) -> Completion:
+        """Up to its end; shorter answers of several are padded."""
+        ends = np.flatnonzero(np.isin(row, list(self._ends)))
+        tokens = row[: ends[0] + 1 if len(ends) else len(row)].astype(np.int32)
+        ended = len(ends) > 0 or len(tokens) < sampling.max_tokens
+        return Completion(tokens, np.full(len(tokens), np.nan, np.float32), "stop" if ended else "length")

@@ -1,0 +1,470 @@
+"""Hugging Face models of the policy: tokenizer, weights, and log-probabilities of completions.
+
+It must not know about ranks or optimizers, and it never holds the logits [tokens × vocabulary] of a
+whole batch.
+
+Shape letters: N sequences, L padded length, T completion tokens in all, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as TransformersTokenizer
+from transformers.integrations import deepspeed as zero
+from transformers.utils import logging as transformers_logging
+
+from tba_hpc.config import ConfigError, Dtype
+from tba_hpc.core.batch import Lengths, sequences_per_row
+from tba_hpc.core.types import WeightSlot
+from tba_hpc.learner import sequence_attention
+from tba_hpc.learner.file_tokenizer import NO_END
+from tba_hpc.learner.packed_groups import PackedGroups, SharedPrompts, pack, share_prompts
+
+transformers_logging.disable_progress_bar()  # a rank writes to a log
+
+TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SAFETENSORS_DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16}
+
+RESCALED_LOGITS = (
+    *("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap"),
+    *("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier"),
+)
+"""Settings by which some models change the logits after the output layer; see PolicyLogprobs."""
+
+
+class HfTokenizer:
+    """The Tokenizer port on a tokenizer of transformers."""
+
+    def __init__(self, tokenizer: TransformersTokenizer, eos_token_id: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = eos_token_id
+        self.vocab_size = len(tokenizer)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Tokens int32 [T] of ``text`` at the start of a sequence: as the model was taught, less an end.
+
+        So a beginning-of-sequence token comes first where the tokenizer adds one by itself.
+        """
+        tokens = self._tokenizer.encode(text)
+        return np.asarray(tokens[:-1] if tokens[-1:] == [self.eos_token_id] else tokens, np.int32)
+
+    def encode_chat(self, text: str) -> np.ndarray:
+        """Tokens int32 [T] of ``text`` as a user's message, by the chat template, to where the answer begins.
+
+        Raises ConfigError where the tokenizer has no chat template.
+        """
+        if self._tokenizer.chat_template is None:
+            raise ConfigError(
+                f"the tokenizer of {self._tokenizer.name_or_path} has no chat template: set "
+                "task.options.chat=false, or give a model that was tuned for chat"
+            )
+        message = [{"role": "user", "content": text}]
+        whole = self._tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        return np.asarray(self._tokenizer.encode(whole, add_special_tokens=False), np.int32)
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether it has a chat template."""
+        return self._tokenizer.chat_template is not None
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """Text of ``tokens``, special tokens left out."""
+        return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer's files into an exported model folder."""
+        self._tokenizer.save_pretrained(folder)
+
+
+def load_tokenizer(path: str, key: str = "model.path") -> HfTokenizer:
+    """Tokenizer of a model folder or hub name; ``key``: the config key of ``path``, for errors.
+
+    Raises ConfigError where there is none, or where it has no end-of-sequence token.
+    """
+    tokenizer = _from_pretrained(AutoTokenizer, path, key)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(NO_END.format(key=key, path=path))
+    return HfTokenizer(tokenizer, tokenizer.eos_token_id)
+
+
+def use_tensor_cores(device: torch.device) -> None:
+    """Let a GPU take products of float32 factors in TF32, 10 bits of mantissa each, several times as fast.
+
+    They are added up in float32. Learner and reference do it alike. Elsewhere nothing changes.
+    """
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+
+
+def load_policy(path: str, dtype: Dtype, in_parts: Mapping[str, Any] | None = None) -> PreTrainedModel:
+    """Causal language model of a folder or hub name, on the CPU, in ``dtype``, without dropout.
+
+    Dropout is off because log-probabilities must be those of the policy that samples. in_parts: settings of
+    DeepSpeed; then every rank calls this, and parameters are shared out by ZeRO-3 as they are made and read,
+    on the device where they are trained.
+    Raises ConfigError where there is no such model.
+    """
+    config = _from_pretrained(AutoConfig, path)
+    for name, value in vars(config).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+    load = partial(_from_pretrained, AutoModelForCausalLM, path, config=config, dtype=TORCH_DTYPE[dtype])
+    if in_parts is None:
+        return load()
+    with _shared_out(in_parts):
+        policy = load()
+    _compute_buffers_again(policy, dtype)
+    return policy
+
+
+class _Zero3:
+    """What transformers asks whether, and how, to share a model out while it is loaded."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.config = settings
+
+    def is_zero3(self) -> bool:
+        return True
+
+
+@contextmanager
+def _shared_out(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Have transformers share out what it loads; it keeps a weak reference to who says so."""
+    said_by = _Zero3(settings)
+    zero.set_hf_deepspeed_config(said_by)
+    try:
+        yield
+    finally:
+        zero.unset_hf_deepspeed_config()
+
+
+def _compute_buffers_again(policy: PreTrainedModel, dtype: Dtype) -> None:
+    """Give a model the buffers that it has when it is not shared out, such as the frequencies of positions.
+
+    ZeRO-3 makes every tensor of a model in the type of its weights: frequencies in bfloat16, up to .4 % off.
+    Those that come with the weights are left as they were read.
+    """
+    with _without_weights():
+        exact = AutoModelForCausalLM.from_config(policy.config, dtype=TORCH_DTYPE[dtype])
+    read = policy.state_dict().keys()
+    for name, buffer in exact.named_buffers():
+        if name not in read:
+            ours = policy.get_buffer(name)
+            ours.data = buffer.to(ours.device)
+
+
+@contextmanager
+def _without_weights() -> Iterator[None]:
+    """Have modules forget their parameters' values as soon as they are made."""
+    register = nn.Module.register_parameter
+
+    def forget(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, None if parameter is None else nn.Parameter(parameter.to("meta")))
+
+    nn.Module.register_parameter = forget  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def tensor_in(buffer: np.ndarray, slot: WeightSlot) -> Tensor:
+    """The tensor whose memory is ``slot`` of a flat uint8 buffer."""
+    flat = torch.from_numpy(buffer[slot.start : slot.end])
+    return flat.view(SAFETENSORS_DTYPE[slot.dtype]).view(slot.shape)
+
+
+def stored_dtype(path: str) -> Dtype:
+    """The dtype in which nothing is lost of a model folder's or hub name's weights, as its config.json says.
+
+    float32 where that says nothing, and for float16, which no engine here takes. Raises ConfigError.
+    """
+    return "bfloat16" if _from_pretrained(AutoConfig, path).dtype == torch.bfloat16 else "float32"
+
+
+def require_one_vocabulary(tokenizer: HfTokenizer, model: PreTrainedModel, path: str) -> None:
+    """Raise ConfigError where the tokenizer knows tokens that the model does not; the reverse is padding."""
+    tokens, known = tokenizer.vocab_size, model.config.vocab_size
+    if tokens > known:
+        raise ConfigError(
+            f"the tokenizer of model.path={path} has {tokens} tokens, the model {known}: use the one that "
+            "the model was trained with"
+        )
+
+
+def _from_pretrained(kind: Any, path: str, key: str = "model.path", **options: Any) -> Any:
+    """``kind.from_pretrained``; whatever it cannot find or read becomes one sentence."""
+    looks_like_a_folder = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_like_a_folder and not Path(path).is_dir():
+        raise ConfigError(f"{key}={path} is not a folder: give a model's folder or its name on the hub")
+    try:
+        return kind.from_pretrained(path, **options)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"no model can be loaded from {key}={path}: give a folder that save_pretrained "
+            f"wrote, or a hub name that is cached or reachable ({reason})"
+        ) from error
+
+
+class PolicyLogprobs(nn.Module):
+    """log π of the completion tokens of a padded batch, differentiable, in bounded memory.
+
+    Equal to ``log_softmax(model(tokens).logits / temperature)`` gathered at the next tokens, but only
+    completion positions pass the output layer, ``chunk_tokens`` at a time, and their logits are computed
+    again in the backward pass instead of being kept; and completions of one prompt share its computation,
+    where the model allows it. log-sum-exp is taken in float32 whatever the model's dtype; with ``fp32_head``
+    the logits are, too, instead of being rounded to that dtype first.
+
+    Models that change the logits after the output layer (soft caps, scales) are refused with a ConfigError:
+    nothing here could know how.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        chunk_tokens: int,
+        temperature: float = 1.0,
+        fp32_head: bool = False,
+    ) -> None:
+        super().__init__()
+        _require_plain_logits(model)
+        self.model = model
+        self.head = LogprobHead(model.get_output_embeddings(), chunk_tokens, temperature, fp32=fp32_head)
+        self._packs = _takes_any_mask(model)
+        if self._packs:
+            model.set_attn_implementation(sequence_attention.NAME)
+
+    def forward(
+        self,
+        tokens_NL: Tensor,
+        prompt_length_N: Tensor,
+        length_N: Tensor,
+        group_size: int = 1,
+        per_row: int | None = None,
+    ) -> Tensor:
+        """float32 [N, L]: log π(token | all before it) at completion tokens, 0 elsewhere.
+
+        tokens_NL: int64, padded on the right with any token. prompt_length_N (at least 1) and length_N:
+        int64, tokens of the prompt, and of prompt and completion together. group_size: K rows after each
+        other have one prompt. per_row: how many of them are computed in one, a divisor of K that
+        ``sequences_per_row`` gave; None: what it gives.
+        """
+        position_L = torch.arange(tokens_NL.shape[1], device=tokens_NL.device)
+        completion_NL = (position_L >= prompt_length_N[:, None]) & (position_L < length_N[:, None])
+        hidden_TD = self._hidden(tokens_NL, prompt_length_N, length_N, group_size, per_row)
+        logprob_T = self.head(hidden_TD, tokens_NL[completion_NL])
+        nothing_NL = torch.zeros(tokens_NL.shape, device=tokens_NL.device)
+        return nothing_NL.masked_scatter(completion_NL, logprob_T)
+
+    def _hidden(
+        self,
+        tokens_NL: Tensor,
+        prompt_length_N: Tensor,
+        length_N: Tensor,
+        group_size: int,
+        per_row: int | None,
+    ) -> Tensor:
+        """[T, D]: the hidden states from which the completions' tokens are predicted."""
+        groups = (tokens_NL, prompt_length_N, length_N)
+        if group_size == 1 or not self._packs:
+            return self._read_rows(pack(*groups, 1))
+        lengths = self._lengths(prompt_length_N.cpu().numpy(), length_N.cpu().numpy())
+        together = per_row or sequences_per_row(group_size, lengths=lengths, width=self._width)
+        if lengths.by_sequence(together, self._width) < lengths.masked(together, self._width):
+            return self._read_shared(share_prompts(*groups, together))
+        rows = pack(*groups, together)
+        if together == 1:  # no mask: nothing looks right
+            return self._read_rows(rows)
+        return self._read_rows(rows, position_ids=rows.position_BM, attention_mask=rows.visible_BMM[:, None])
+
+    def _read_rows(self, rows: PackedGroups, **apart: Tensor) -> Tensor:
+        found = self.model.base_model(input_ids=rows.tokens_BM, use_cache=False, **apart)
+        hidden_BMD: Tensor = found.last_hidden_state
+        return hidden_BMD[rows.row_T, rows.before_T]
+
+    def _read_shared(self, shared: SharedPrompts) -> Tensor:
+        found = self.model.base_model(
+            input_ids=shared.tokens_R[None],
+            position_ids=shared.position_R[None],
+            attention_mask=sequence_attention.NO_MASK,
+            use_cache=False,
+            shared=shared,
+        )
+        hidden_1RD: Tensor = found.last_hidden_state
+        return hidden_1RD[0, shared.before_T]
+
+    def sequences_per_row(
+        self, group_size: int, prompt_length_N: np.ndarray, length_N: np.ndarray, *, most: int | None = None
+    ) -> int:
+        """As ``batch.sequences_per_row`` for this model; 1 where its layers cannot keep them apart."""
+        if not self._packs:
+            return 1
+        lengths = self._lengths(prompt_length_N, length_N)
+        return sequences_per_row(group_size, lengths=lengths, width=self._width, most=most)
+
+    def _lengths(self, prompt_length_N: np.ndarray, length_N: np.ndarray) -> Lengths:
+        weight = self.head.weight
+        flash = weight.is_cuda and weight.dtype == torch.bfloat16
+        return Lengths.of(prompt_length_N, length_N, flash=flash)
+
+    @property
+    def _width(self) -> int:
+        return int(self.model.config.hidden_size)
+
+
+class LogprobHead(nn.Module):
+    """The output layer of a model as a function from hidden states to log-probabilities of given tokens.
+
+    The policy is softmax(logits / temperature), and so the float32 logits are divided. fp32: they have never
+    been anything else, whatever the type of weights and hidden states, which the gradient's products keep.
+    A module of its own, owning the (shared) parameters, so that ZeRO-3 gathers them around it, once for
+    all chunks.
+    """
+
+    def __init__(
+        self, output_layer: nn.Module, chunk_tokens: int, temperature: float = 1.0, *, fp32: bool = False
+    ) -> None:
+        super().__init__()
+        assert isinstance(output_layer, nn.Linear)
+        self.weight = output_layer.weight
+        self.bias = output_layer.bias
+        self._chunk_tokens = chunk_tokens
+        self._temperature = temperature
+        self._fp32 = fp32
+
+    def forward(self, hidden_TD: Tensor, token_T: Tensor) -> Tensor:
+        """float32 [T]."""
+        logprob_T: Tensor = _ChunkedLogprob.apply(
+            hidden_TD, self.weight, self.bias, token_T, self._chunk_tokens, self._temperature, self._fp32
+        )
+        return logprob_T
+
+
+class _ChunkedLogprob(torch.autograd.Function):
+    """log softmax(z/T)[token] with z = h·Wᵀ + b; d log p / dz = (onehot(token) − softmax(z/T))/T."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        token_T: Tensor,
+        chunk_tokens: int,
+        temperature: float,
+        fp32: bool,
+    ) -> Tensor:
+        logprob_T = torch.empty(len(token_T), device=hidden_TD.device)
+        normalizer_T = torch.empty_like(logprob_T)
+        logits_of = _output_layer(weight_VD, bias_V, temperature, fp32)
+        for rows in _chunks(len(token_T), chunk_tokens):
+            logits = logits_of(hidden_TD[rows])
+            normalizer_T[rows] = logits.logsumexp(1)
+            logprob_T[rows] = logits.gather(1, token_T[rows, None])[:, 0] - normalizer_T[rows]
+        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, token_T, normalizer_T)
+        ctx.chunk_tokens, ctx.temperature, ctx.fp32 = chunk_tokens, temperature, fp32
+        return logprob_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_T,) = grads
+        hidden_TD, weight_VD, bias_V, token_T, normalizer_T = ctx.saved_tensors
+        hidden_grad = torch.empty_like(hidden_TD)
+        total = partial(torch.zeros_like, dtype=torch.float32)  # in bfloat16 each chunk would round the sum
+        weight_grad = total(weight_VD) if ctx.needs_input_grad[1] else None
+        bias_grad = total(bias_V) if ctx.needs_input_grad[2] else None
+        logits_of = _output_layer(weight_VD, bias_V, ctx.temperature, ctx.fp32)
+        for rows in _chunks(len(token_T), ctx.chunk_tokens):
+            logits = logits_of(hidden_TD[rows])
+            slope_T1 = grad_T[rows, None] / ctx.temperature
+            logits.sub_(normalizer_T[rows, None]).exp_().mul_(-slope_T1)
+            logits.scatter_add_(1, token_T[rows, None], slope_T1)
+            logits_grad = logits.to(weight_VD.dtype)
+            hidden_grad[rows] = logits_grad @ weight_VD
+            if weight_grad is not None:
+                _add_product(weight_grad, logits_grad.T, hidden_TD[rows])
+            if bias_grad is not None:
+                bias_grad += logits_grad.sum(0, dtype=torch.float32)
+        return hidden_grad, weight_grad, bias_grad, None, None, None, None
+
+
+def _output_layer(
+    weight_VD: Tensor, bias_V: Tensor | None, temperature: float, fp32: bool
+) -> Callable[[Tensor], Tensor]:
+    """From hidden states [T, D] to float32 logits [T, V], divided by the temperature.
+
+    fp32: not rounded before to the type of the two factors. A GPU adds up in float32 anyway; elsewhere, where
+    no product has another type than its factors, they are made float32, the weights once for all chunks.
+    """
+    exact = fp32 and weight_VD.dtype != torch.float32
+    if exact and not weight_VD.is_cuda:
+        weight_VD, bias_V = weight_VD.float(), None if bias_V is None else bias_V.float()
+
+    def logits_of(hidden_TD: Tensor) -> Tensor:
+        if exact and hidden_TD.is_cuda:
+            logits = torch.mm(hidden_TD, weight_VD.T, out_dtype=torch.float32)
+            logits = logits if bias_V is None else logits.add_(bias_V)
+        else:
+            logits = functional.linear(hidden_TD.to(weight_VD.dtype), weight_VD, bias_V).float()
+        return logits if temperature == 1 else logits.div_(temperature)
+
+    return logits_of
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total``, float32, += left @ right, which is not rounded to the type of the two."""
+    if left.is_cuda and left.dtype != torch.float32:  # elsewhere no product has another type than its factors
+        total += torch.mm(left, right, out_dtype=torch.float32)
+    else:
+        total.addmm_(left.float(), right.float())
+
+
+def _chunks(total: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, total, size))
+
+
+def _takes_any_mask(model: PreTrainedModel) -> bool:
+    """Whether a mask and ``position_ids`` alone say which tokens meet, and where each of them is.
+
+    Tokens then meet in attention only, and all layers attend to just what the mask says: not so with
+    recurrent states, sliding windows or distances counted along the row.
+    """
+    config = model.config
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
+    return (
+        config._attn_implementation in ("sdpa", sequence_attention.NAME)
+        and set(kinds) == {"full_attention"}
+        and not model._is_stateful
+        and not getattr(config, "alibi", False)
+        and "position_ids" in signature(model.base_model.forward).parameters
+    )
+
+
+def _require_plain_logits(model: PreTrainedModel) -> None:
+    """Raise ConfigError unless the logits are the output layer's, a linear map of the hidden states."""
+    rescaled = [name for name in RESCALED_LOGITS if getattr(model.config, name, None) not in (None, 1, False)]
+    name = type(model).__name__
+    if rescaled:
+        raise ConfigError(
+            f"{name} changes its logits after the output layer ({', '.join(rescaled)}), which the chunked "
+            "log-probabilities do not do: train a model without it, such as Llama, Qwen, GPT-NeoX or GPT-2"
+        )
+    if not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise ConfigError(
+            f"{name} has no linear output layer: train a causal language model "
+            "such as Llama, Qwen, GPT-NeoX or GPT-2"
+        )

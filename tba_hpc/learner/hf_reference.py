@@ -1,0 +1,165 @@
+"""The reference policy π_ref: log-probabilities of finished completions, by a Hugging Face model.
+
+It must not know which engine sampled them, and it never holds the logits of a whole group.
+
+Shape letters: K distinct completions of a group, P prompt tokens, L longest completion, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tba_hpc.config import Config
+from tba_hpc.core.types import Group, WeightUpdate
+from tba_hpc.learner.adapter import FOLDER, Adaptable, Adapter
+from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, tensor_in, use_tensor_cores
+
+
+class HfReference:
+    """A Reference port on a causal language model of transformers.
+
+    ``chunk_tokens`` bounds the tokens whose logits are held at once. The policy is softmax(logits /
+    ``temperature``). It may be called from any one thread, also while an engine runs in another.
+    ``policy_of``: loads the policy of a step, where it is to be reset; ``adapter_of``: its adapter alone,
+    where the policy is ``model`` with one. ``fp32_head``: see PolicyLogprobs.
+
+    The model stays in host memory until log-probabilities are first asked for, when the engine beside it has
+    generated something: an engine that is being built takes all that disappears from its GPU for its own.
+    """
+
+    has_model = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        chunk_tokens: int,
+        temperature: float = 1.0,
+        fp32_head: bool = False,
+        policy_of: Callable[[int], PreTrainedModel] | None = None,
+        adapter_of: Callable[[int], Adapter] | None = None,
+    ) -> None:
+        self.step = 0
+        self._policy_of = policy_of
+        self._adapter_of = adapter_of
+        self.model = model.eval().requires_grad_(False)
+        self._adaptable = Adaptable(self.model)
+        self._head = PolicyLogprobs(
+            self.model, chunk_tokens=chunk_tokens, temperature=temperature, fp32_head=fp32_head
+        ).head
+
+    def load(self, step: int) -> None:
+        """Become the policy of ``step``: its weights are copied into the old ones' memory."""
+        if self._adapter_of is not None:
+            self._adaptable.put_on(self._adapter_of(step))
+        else:
+            assert self._policy_of is not None, "a frozen reference is never reset"
+            self.model.load_state_dict(self._policy_of(step).state_dict())
+        self.step = step
+
+    def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
+        """As ``logprobs``, of every group, under other weights of the same architecture and dtype.
+
+        They change places with the reference's own for that time, tensor by tensor: so no more memory is
+        needed, and the reference is bit by bit what it was. An adapter needs no change of places: it is put
+        beside the weights that it was made for, and computes as the learner's does.
+        """
+        with self._wearing(weights) if weights.layout.lora else self._holding(weights):
+            return [self.logprobs(group) for group in groups]
+
+    @contextmanager
+    def _wearing(self, weights: WeightUpdate) -> Iterator[None]:
+        before, lora = self._adaptable.adapter, weights.layout.lora
+        assert lora
+        tensors = ((slot.name, tensor_in(weights.data, slot)) for slot in weights.layout.slots)
+        self._adaptable.put_on(Adapter.of(tensors, lora.scale))
+        try:
+            yield
+        finally:
+            self._adaptable.put_on(before)
+
+    @contextmanager
+    def _holding(self, weights: WeightUpdate) -> Iterator[None]:
+        self._settle()
+        self._change_places(weights)
+        try:
+            yield
+        finally:
+            self._change_places(weights)
+
+    @torch.no_grad()
+    def _change_places(self, weights: WeightUpdate) -> None:
+        parameters = dict(self.model.named_parameters())
+        for slot in weights.layout.slots:
+            ours, theirs = parameters[slot.name], tensor_in(weights.data, slot)
+            before = ours.clone()
+            ours.copy_(theirs)
+            theirs.copy_(before)
+
+    def logprobs(self, group: Group) -> list[np.ndarray]:
+        """Per completion, float32 [T]: log π_ref of each token given all before it.
+
+        Equal completions are computed once: a policy that has learned much repeats itself.
+        """
+        self._settle()
+        distinct = {c.tokens.tobytes(): c.tokens for c in group.completions}
+        rows = self._distinct_logprobs(group.request.prompt.tokens, distinct.values())
+        of_tokens = dict(zip(distinct, rows, strict=True))
+        return [of_tokens[completion.tokens.tobytes()] for completion in group.completions]
+
+    def _settle(self) -> None:
+        """Move to the GPU, where there is one and this has not been done; never in inference mode, whose
+        tensors cannot be changed outside it.
+        """
+        if torch.cuda.is_available() and self.model.device.type == "cpu":
+            self.model.cuda()
+            use_tensor_cores(self.model.device)
+
+    @torch.inference_mode()
+    def _distinct_logprobs(self, prompt: np.ndarray, completions: Iterable[np.ndarray]) -> list[np.ndarray]:
+        rows = [torch.from_numpy(tokens.astype(np.int64)) for tokens in completions]
+        lengths = [len(row) for row in rows]
+        tokens_KL = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        real_KL = torch.arange(tokens_KL.shape[1]) < torch.tensor(lengths)[:, None]
+        tokens_KL, real_KL = tokens_KL.to(self.model.device), real_KL.to(self.model.device)
+        hidden_KLD = self._hidden(torch.from_numpy(prompt.astype(np.int64)), tokens_KL)
+        logprobs = self._head(hidden_KLD[real_KL], tokens_KL[real_KL]).cpu().numpy()
+        return np.split(logprobs, np.cumsum(lengths)[:-1])
+
+    def _hidden(self, prompt_P: Tensor, tokens_KL: Tensor) -> Tensor:
+        """Last hidden states [K, L, D]: those from which each completion token is predicted.
+
+        The prompt is computed once and its attention cache shared by all completions. They are padded on
+        the right, where causal attention never looks, so no mask is needed.
+        """
+        decoder, count = self.model.base_model, len(tokens_KL)
+        start = decoder(input_ids=prompt_P[None].to(self.model.device), use_cache=True)
+        first_K1D = start.last_hidden_state[:, -1:].expand(count, -1, -1)
+        if tokens_KL.shape[1] == 1:
+            return first_K1D
+        start.past_key_values.batch_repeat_interleave(count)
+        rest = decoder(input_ids=tokens_KL[:, :-1], past_key_values=start.past_key_values, use_cache=True)
+        return torch.cat([first_K1D, rest.last_hidden_state], dim=1)
+
+
+def load_reference(config: Config, folder_of: Callable[[int], Path]) -> HfReference:
+    """The reference that a run begins with. ``folder_of``: where the policy of a step is exported to."""
+
+    def adapter_of(step: int) -> Adapter:
+        return Adapter.load(folder_of(step) / FOLDER)
+
+    return HfReference(
+        load_policy(config.model.path, config.model.dtype),
+        chunk_tokens=config.train.logprob_chunk_tokens,
+        temperature=config.model.policy_temperature,
+        fp32_head=config.model.fp32_head,
+        policy_of=lambda step: load_policy(str(folder_of(step)), config.model.dtype),
+        adapter_of=adapter_of if config.model.lora else None,
+    )

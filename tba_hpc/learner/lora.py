@@ -1,0 +1,144 @@
+"""LoRA by peft: an adapter beside the policy's linear layers, trained while their weights stay as they are.
+
+It must not know about ranks, optimizers or engines; what an adapter adds to which weights is ``adapter``'s.
+No other module imports peft, which a run without LoRA does not load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tba_hpc.config import ConfigError, LoraSection
+from tba_hpc.core.types import LoraWeights
+from tba_hpc.learner.adapter import FOLDER, PREFIX, Adapter, identity
+from tba_hpc.run.checkpoints import StateError
+from tba_hpc.run.files import write_atomic
+
+BASE_FILE = "base"
+"""Of a checkpoint: the identity of the weights that its adapter is for."""
+
+
+class Lora:
+    """An adapter that is put into ``policy``: A random, as a function of ``seed``, B zero (section 4.1 of the
+    paper), both in the type of the policy's weights.
+
+    adapter, base: parameters by name, the adapter's as they travel, the policy's as they are without it.
+    Raises ConfigError where ``section.targets`` match nothing.
+    """
+
+    def __init__(self, policy: PreTrainedModel, section: LoraSection, *, path: str, seed: int) -> None:
+        layers = _layers(policy, section.targets, path)
+        self.base: dict[str, nn.Parameter] = dict(policy.named_parameters())
+        self._path = path
+        self._policy = policy
+        self._identity = identity(self.base)
+        self.weights = LoraWeights(
+            identity({f"{name}.weight": self.base[f"{name}.weight"] for name in layers}),
+            section.alpha / section.rank,
+        )
+        self._config = LoraConfig(
+            r=section.rank,
+            lora_alpha=section.alpha,  # type: ignore[arg-type]  # peft divides it by the rank
+            target_modules=sorted({name.rpartition(".")[2] for name in layers})
+            if section.targets is None
+            else list(section.targets),
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=path,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            inject_adapter_in_model(self._config, policy)
+        trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+        for parameter in trained.values():
+            parameter.data = parameter.data.to(policy.dtype)  # peft makes it float32
+        self.adapter: dict[str, nn.Parameter] = {
+            name.replace(".default.", "."): parameter for name, parameter in trained.items()
+        }
+        assert len(self.adapter) == 2 * len(layers), "peft takes the same layers for the targets"
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The policy computes as it did before it had an adapter."""
+        layers = [layer for layer in self._policy.modules() if isinstance(layer, BaseTunerLayer)]
+        for layer in layers:
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
+
+    def save(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
+        """Write what ``from_pretrained`` loads, with the adapter merged into it, and the adapter by itself.
+
+        tensors: the values of ``adapter`` and ``base``.
+        """
+        given = {name: tensors[name] for name in self.adapter}
+        adapter = Adapter.of(given.items(), self.weights.scale)
+        whole = {
+            name: adapter.merged(name, tensors[name]) if adapter.changes(name) else tensors[name]
+            for name in self.base
+        }
+        self._policy.save_pretrained(folder, state_dict=whole)
+        (folder / FOLDER).mkdir()
+        save_file(
+            {PREFIX + name: tensor for name, tensor in given.items()},
+            folder / FOLDER / "adapter_model.safetensors",
+            {"format": "pt"},
+        )
+        self._config.save_pretrained(str(folder / FOLDER))
+
+    def note_base(self, checkpoint: Path) -> None:
+        """Write into a checkpoint of the adapter what it is for."""
+        write_atomic(checkpoint / BASE_FILE, self._identity)
+
+    def require_base(self, checkpoint: Path) -> None:
+        """Raise StateError where a checkpoint's adapter is not for this policy."""
+        file = checkpoint / BASE_FILE
+        if not file.exists() or file.read_text() != self._identity:
+            raise StateError(
+                f"{checkpoint} holds an adapter for other weights than those of model.path={self._path}: "
+                "give the model that the run began with, or start another run"
+            )
+
+
+def _layers(policy: PreTrainedModel, targets: tuple[str, ...] | None, path: str) -> list[str]:
+    """Names of the linear layers that get an adapter. Raises ConfigError where a target names none.
+
+    Not the output layer: its log-probabilities are computed by its weights alone, and where it is tied these
+    are the embedding's, too.
+    """
+    head = policy.get_output_embeddings()
+    linear = [
+        name
+        for name, module in policy.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    ]
+    kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+    if not linear:
+        raise ConfigError(
+            f"model.lora has nothing to adapt in model.path={path}, a {type(policy).__name__} without linear "
+            "layers: leave it out, or train a model such as Llama, Qwen or GPT-NeoX"
+        )
+    if targets is None:
+        return linear
+    for target in targets:
+        if not any(_ends_with(name, target) for name in linear):
+            raise ConfigError(
+                f"model.lora.targets: {target} names no linear layer of model.path={path}, and the output "
+                f"layer gets none: it has {kinds}"
+            )
+    return [name for name in linear if any(_ends_with(name, target) for target in targets)]
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return f".{name}".endswith(f".{target}")

@@ -1,0 +1,308 @@
+"""What of the replay buffer a step may learn from, and how far ahead searchers may therefore run.
+
+Three keys of the config decide: ``exchange.max_staleness`` bounds the steps between the weights that sampled
+a trajectory and those that learn from it; with ``train.reference: reset`` (TBA′) whatever an older reference
+scored is stale, too; ``buffer.replay_limit`` bounds the steps that learn from a trajectory. It must not know
+how weights and shards travel, nor when the trainer looks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+import numpy as np
+
+from tba_hpc.config import Config
+from tba_hpc.core import schedules
+from tba_hpc.core.buffer import ReplayBuffer
+from tba_hpc.core.ports import ExchangeError
+from tba_hpc.core.prompts import CompletedRequests
+from tba_hpc.core.types import Publication, Shard, Split
+from tba_hpc.core.wording import count
+
+log = logging.getLogger(__name__)
+
+
+class Freshness:
+    """Staleness, reference and rollout budget of a run, whose trajectories live in ``buffer``."""
+
+    def __init__(self, config: Config, buffer: ReplayBuffer) -> None:
+        self._config = config
+        self._buffer = buffer
+        self._budget: RolloutBudget | None = None
+        self._fed = 0  # step at which a shard came last; at first that of the attempt's beginning
+        self.reference = schedules.reference(config.train, 0)
+        """Step of the policy that is the reference, or BEHAVIOUR."""
+
+    def begin(self, step: int, completed: CompletedRequests) -> None:
+        """An attempt, at its first step."""
+        self._fed = step
+        if self._config.exchange.max_staleness is not None:
+            self._budget = RolloutBudget(self._config, completed)
+
+    def publication(self, step: int, *, evaluate: Split | None, published: float) -> Publication:
+        """What to publish with the weights of ``step``; the budget grows by what they allow."""
+        end = None
+        if self._budget:
+            end = self._budget.extend(step, ready=self._buffer.unlearned, missing=self.missing(step))
+        return Publication(
+            version=step,
+            published=published,
+            evaluate=evaluate,
+            reference=self.reference,
+            budget_end=end,
+            final=step >= self._config.train.steps,
+        )
+
+    # --- Reference ---
+
+    def update_reference(self, step: int) -> bool:
+        """Every ρ steps the policy becomes the reference; whether ``step`` has another than before."""
+        before, self.reference = self.reference, schedules.reference(self._config.train, step)
+        return self.reference != before
+
+    # --- Staleness ---
+
+    def evict_stale(self, step: int) -> int:
+        """Evict what ``step`` must not learn from; returns how many trajectories."""
+        if not self._config.selective:
+            return 0
+        used_up = self._buffer.evict_used_up(self._config.train.completions_per_prompt)
+        if not self._has_stale(step):
+            return used_up
+        return used_up + self._buffer.evict_where(lambda record: self.is_stale(record, step))
+
+    def unlearned_lengths(self, step: int) -> np.ndarray:
+        """int64 [N], tokens: of what is to be evicted though no step has learned from its request."""
+        if not self._has_stale(step):
+            return np.zeros(0, np.int64)
+        return self._buffer.unlearned_lengths(lambda record: self.is_stale(record, step))
+
+    def _has_stale(self, step: int) -> bool:
+        """Most often not; the buffer may be large, and there are few kinds."""
+        return self._config.selective and bool(self.is_stale(self._buffer.kinds, step).any())
+
+    def is_stale(self, record: np.ndarray, step: int) -> np.ndarray:
+        """bool [N] of RECORD [N], or of its KIND: which trajectories ``step`` must not learn from."""
+        stale: np.ndarray = record["reference"] != self.reference
+        if (bound := self._config.exchange.max_staleness) is not None:
+            stale |= np.abs(step - record["version_oldest"]) > bound
+        return stale
+
+    @property
+    def has_late(self) -> bool:
+        """Whether anything can come too late."""
+        return self._config.buffer.max_age_steps is not None
+
+    def is_late(self, record: np.ndarray, step: int) -> np.ndarray:
+        """bool [N] of RECORD [N]: which trajectories come too late to be merged before ``step``."""
+        limit = self._config.buffer.max_age_steps
+        if limit is None:
+            return np.zeros(len(record), bool)
+        late: np.ndarray = np.abs(step - record["version_oldest"]) > limit
+        return late
+
+    def filling(self, step: int) -> bool:
+        """Whether the initial buffer of a run is what it waits for."""
+        return step == 0 and self._config.exchange.max_staleness is None
+
+    def missing(self, step: int) -> int:
+        """What the buffer lacks for ``step``: completions at first, then groups, or just any new one."""
+        if self.filling(step):
+            return max(0, self._config.buffer.initial_completions - len(self._buffer))
+        return max(self._missing_groups, int(self.starved(step)), self._overdue(step))
+
+    def _overdue(self, step: int) -> int:
+        """Requests that must come before a queue may go on; where groups are drawn, none is waited for."""
+        return self._budget.overdue(step) if self._budget and self._config.buffer.oldest_first else 0
+
+    def starved(self, step: int) -> bool:
+        """Whether no shard has come for so many steps that ``step`` must wait for one that can still come."""
+        limit = self._config.exchange.max_steps_without_data
+        can_come = self._budget is None or self._owed.total() > 0
+        return limit is not None and step - self._fed >= limit and can_come
+
+    @property
+    def _missing_groups(self) -> int:
+        if not self._config.selective:
+            return 0
+        return max(0, self._config.train.prompts_per_step - self._groups)
+
+    @property
+    def _groups(self) -> int:
+        """Groups that the buffer holds: one per request, or, as used ones leave a rest, one per prompt."""
+        limited = self._config.buffer.replay_limit is not None
+        return self._buffer.prompts if limited else self._buffer.requests
+
+    # --- Rollout budget ---
+
+    @property
+    def _owed(self) -> Counter[int]:
+        return self._budget.owed() if self._budget else Counter()
+
+    def exhausted(self, step: int) -> bool:
+        """Whether more is missing for ``step`` than searchers may issue: they need a larger budget."""
+        return self._budget is not None and self.missing(step) > self._owed.total()
+
+    def arrive(self, shard: Shard, step: int) -> None:
+        """A shard comes before ``step``: count what its searcher no longer owes."""
+        self._fed = step
+        if self._budget:
+            self._budget.arrive(shard.trajectories.request_ids)
+
+    def exclude_dead(self, searcher: int, host: str) -> None:
+        """Expect nothing more of a searcher. Raises ExchangeError where no other is left."""
+        if self._budget:
+            why = f"no searcher is left: the last, {searcher} on {host}, died"
+            self._budget.exclude({searcher}, why, dead=True)
+
+    def exclude_unresponsive(self, step: int, patience: float) -> None:
+        """After ``patience`` seconds without news let others issue what is owed: over files a death shows so.
+
+        Raises ExchangeError where nobody is left to wait for.
+        """
+        shortage, remedy = self._shortage(step)
+        silence = f"the replay buffer {shortage} and no new one has arrived for {patience:.0f} s: {remedy}"
+        if self._budget is None:
+            raise ExchangeError(silence)
+        self._budget.exclude(set(self._owed), silence)
+        log.warning("%s; others begin what is missing", silence)
+
+    def _shortage(self, step: int) -> tuple[str, str]:
+        """What the buffer lacks, and what the user can do."""
+        if self.filling(step):
+            return (
+                f"holds {len(self._buffer)} of {self._config.buffer.initial_completions} initial completions",
+                f"see the searchers' logs, or {self._remedy_at_first}{self._or_add_one}",
+            )
+        searchers = sorted(self._owed) if self._budget else range(self._config.launch.searchers)
+        shortage = f"got no shard in the last {step - self._fed} steps"
+        if self._missing_groups:
+            wanted = self._config.train.prompts_per_step
+            shortage = f"holds {self._groups} of the {wanted} groups that step {step} needs"
+        elif overdue := self._overdue(step):
+            shortage = f"lacks {count(overdue, 'group')} that would be too stale after step {step}"
+        if self._config.launch.elastic:
+            return shortage, f"see the searchers' logs{self._or_add_one}"
+        return shortage, f"see the logs of searchers {', '.join(map(str, searchers))}, which owe them"
+
+    @property
+    def _remedy_at_first(self) -> str:
+        """What may help where the initial buffer does not fill."""
+        if not len(self._buffer):
+            return "raise generator.start_seconds if an engine takes longer to be built"
+        return (
+            "start another run (run.name) with a lower buffer.initial_completions if the task has too few "
+            "distinct completions"
+        )
+
+    @property
+    def _or_add_one(self) -> str:
+        """What to do where all searchers have gone."""
+        launch = self._config.launch
+        none = "" if launch.searchers else " (none belongs to the run itself)"
+        add = f"; where no searcher is at work{none}, add one: tba search {self._config.run_dir}"
+        return add if launch.elastic else ""
+
+
+class RolloutBudget:
+    """Which requests searchers may issue where staleness is bounded: those before ``end``.
+
+    What is issued under weights v is used by step v + n, if no more than (n + 1)·B requests wait to be
+    learned from by then (AReaL, arXiv 2505.24298, §5.1): so ``end`` is (v + n + 1)·B in a run that loses
+    nothing. Whatever a run loses, as it was a duplicate, too stale, completed before or an excluded
+    searcher's, others are issued instead of: else searchers would be less far ahead with each loss, and at
+    last work in turns with the trainer.
+
+    Where steps learn from the oldest first, none is too stale: what takes long is waited for before it would
+    be, see ``overdue``. To go on with what is quick and drop the rest would starve long answers.
+
+    completed: when the attempt begins.
+    """
+
+    def __init__(self, config: Config, completed: CompletedRequests) -> None:
+        assert config.exchange.max_staleness is not None, "an unbounded staleness needs no budget"
+        self.end = 0
+        self._steps_ahead = config.exchange.max_staleness + 1
+        self._requests_per_step = config.train.prompts_per_step
+        self._last_step = config.train.steps
+        self._searchers = config.launch.searchers
+        self._dead, self._silent = set[int](), set[int]()
+        self._completed = CompletedRequests.from_array(completed.to_array())
+        self._granted = Counter[int]()
+        self._arrived = Counter[int]()
+        self._open: dict[int, int] = {}  # requests granted and not completed: under which weights, ascending
+        self._ahead = set[int]()  # completed, and from beyond the end
+        self._set_aside = Counter[int]()  # by searcher: as many as were ever ahead at once
+
+    def extend(self, step: int, *, ready: int, missing: int) -> int:
+        """Grant what the weights of ``step`` allow, and what is missing but not owed; returns ``end``.
+
+        ready: requests in the buffer that no step has learned from. missing: those it lacks for ``step``.
+        """
+        steps = max(0, min(self._steps_ahead, self._last_step - step))
+        requests = max(steps * self._requests_per_step - ready, missing) - self.owed().total()
+        self._grant(requests, step)
+        return self.end
+
+    def _grant(self, requests: int, version: int) -> None:
+        """Let the searchers that are there issue so many more, under weights of ``version`` or newer."""
+        excluded = self._excluded
+        while requests > 0:
+            if self.end not in self._completed:
+                searcher = self.end % self._searchers
+                self._granted[searcher] += 1
+                requests -= searcher not in excluded
+                if self.end not in self._ahead:
+                    self._open[self.end] = version
+            self._ahead.discard(self.end)
+            self.end += 1
+
+    def overdue(self, step: int) -> int:
+        """Requests without which ``step`` would leave more to later steps than these can learn from in time.
+
+        Of those granted under weights v, steps up to v + n can learn: so before ``step`` no more than
+        (v + n − step)·B may be open that were granted by then. Those of a searcher that were set aside are
+        taken to be its oldest.
+        """
+        set_aside, excluded = self._set_aside.copy(), self._excluded
+        found = overdue = 0
+        for request_id, version in self._open.items():
+            searcher = request_id % self._searchers
+            found += searcher not in excluded and set_aside[searcher] <= 0
+            set_aside[searcher] -= 1
+            in_time = max(0, version + self._steps_ahead - 1 - step) * self._requests_per_step
+            overdue = max(overdue, found - in_time)
+        return overdue
+
+    def arrive(self, request_ids: np.ndarray) -> None:
+        """Requests are completed; one from beyond ``end`` in the place of another that was set aside.
+
+        Whoever was silent is back; what the dead have sealed may still come.
+        """
+        searchers = (request_ids % self._searchers).tolist()
+        self._arrived.update(searchers)
+        self._silent.difference_update(searchers)
+        for request_id in request_ids.tolist():
+            self._open.pop(request_id, None)
+        self._ahead.update(request_ids[request_ids >= self.end].tolist())
+        self._set_aside |= Counter(request_id % self._searchers for request_id in self._ahead)
+
+    def owed(self) -> Counter[int]:
+        """Requests that may have been issued and are not completed, by searcher, less the excluded ones."""
+        owed, excluded = self._granted - self._arrived, self._excluded
+        return Counter({searcher: count for searcher, count in owed.items() if searcher not in excluded})
+
+    def exclude(self, searchers: set[int], why: str, *, dead: bool = False) -> None:
+        """Expect nothing more of these, or only until they deliver where they are silent and not ``dead``.
+
+        Raises ExchangeError(``why``) where no other searcher is left.
+        """
+        (self._dead if dead else self._silent).update(searchers)
+        if len(self._excluded) == self._searchers:
+            raise ExchangeError(why)
+
+    @property
+    def _excluded(self) -> set[int]:
+        return self._dead | self._silent

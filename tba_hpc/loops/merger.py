@@ -1,0 +1,195 @@
+"""Brings sealed shards into the replay buffer, each exactly once, and takes out what is stale or used up.
+
+It must not know how shards arrive, or what is learned from them. Every change leaves a line in the trainer's
+metrics, for shards are pruned: ``tba audit`` follows these lines. What comes too late stays out, and so does
+a group whose request was answered before: where searchers come and go, one that was frozen while another
+took its place may have asked for it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+
+from tba_hpc.config import Config, is_elastic
+from tba_hpc.core.buffer import Merged, ReplayBuffer
+from tba_hpc.core.prompts import CompletedRequests
+from tba_hpc.core.types import Shard, Trajectories
+from tba_hpc.loops.freshness import Freshness
+from tba_hpc.run.checkpoints import TrainerState
+from tba_hpc.run.metrics import TENTHS, MetricsWriter, Value
+
+MERGED_AT_ONCE = 32
+"""Pending shards in memory at a time: with the decoding of one after the other, that is little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sifted:
+    """What of a shard is merged, and of what stays out: too late, or answered again.
+
+    late: int64 [N], tokens of these completions. again: how many; answered: their requests.
+    """
+
+    kept: Trajectories
+    late: np.ndarray
+    again: int
+    answered: Sequence[int]
+
+
+def by_tenths(length_N: np.ndarray, longest: int) -> list[int]:
+    """How many of N lengths, in tokens, lie in each tenth of ``longest``, upper bounds included."""
+    tenth_N = (length_N - 1) * TENTHS // longest
+    return np.bincount(tenth_N.clip(0, TENTHS - 1), minlength=TENTHS).tolist()
+
+
+class Merger:
+    """Changes the buffer; every method takes the trainer's state before and returns the one after."""
+
+    def __init__(
+        self,
+        config: Config,
+        buffer: ReplayBuffer,
+        completed: CompletedRequests,
+        freshness: Freshness,
+        metrics: MetricsWriter,
+    ) -> None:
+        self._buffer = buffer
+        self._completed = completed
+        self._freshness = freshness
+        self._metrics = metrics
+        self._longest = config.generator.max_tokens
+        self._rivals = config.launch.elastic > 0  # two searchers may have asked for the same request
+
+    def merge(self, state: TrainerState, shards: Sequence[Shard], *, sync: int) -> TrainerState:
+        """Merge what was collected at once: one revision of the buffer. Shards merged before are left out.
+
+        sync: version of the weights published last; what arrives until the next are is one sync's.
+        """
+        shards = [shard for shard in shards if shard.index >= state.cursors.get(shard.searcher, 0)]
+        if not shards:
+            return state
+        revision = state.revision + 1
+        sifted = self._sift_all(state, shards)
+        merged = self._buffer.merge_each([some.kept for some in sifted], revision, sync=sync)
+        self._metrics.log(
+            *(
+                {
+                    **_merge_event(state.step, revision, sync, shard, some, what),
+                    "lengths": self._by_tenths(shard.trajectories.completions.lengths),
+                    "unlearned": self._by_tenths(some.late),
+                }
+                for shard, some, what in zip(shards, sifted, merged, strict=True)
+            )
+        )
+        return replace(
+            state,
+            revision=revision,
+            cursors={**state.cursors, **{shard.searcher: shard.index + 1 for shard in shards}},
+            trajectories=state.trajectories + sum(len(shard.trajectories) for shard in shards),
+            added=self._buffer.added,
+            duplicates=self._buffer.duplicates,
+            evicted=self._buffer.evicted,
+            tokens=state.tokens + sum(len(shard.trajectories.completions.values) for shard in shards),
+        )
+
+    def evict_stale(self, state: TrainerState) -> TrainerState:
+        """Evict what the next step must not learn from; a revision of the buffer, too, if there is any."""
+        unlearned = self._freshness.unlearned_lengths(state.step)
+        evicted = self._freshness.evict_stale(state.step)
+        if not evicted:
+            return state
+        step, revision = state.step, state.revision + 1
+        self._metrics.log(
+            {
+                "event": "evicted",
+                "step": step,
+                "revision": revision,
+                "evicted": evicted,
+                "unlearned": self._by_tenths(unlearned),
+            }
+        )
+        return replace(state, revision=revision, evicted=self._buffer.evicted)
+
+    def _sift_all(self, state: TrainerState, shards: Sequence[Shard]) -> list[Sifted]:
+        """As ``_sift`` of each; at once where nothing can stay out, as in most runs."""
+        searchers = (*state.cursors, *(shard.searcher for shard in shards))
+        self._rivals = self._rivals or any(map(is_elastic, searchers))  # from a time with places for them
+        if self._rivals or self._freshness.has_late:
+            return [self._sift(state.step, shard) for shard in shards]
+        self._completed.add(np.concatenate([shard.trajectories.record["request_id"] for shard in shards]))
+        return [Sifted(shard.trajectories, np.zeros(0, np.int64), 0, ()) for shard in shards]
+
+    def _by_tenths(self, length_N: np.ndarray) -> list[int] | None:
+        """How many completions lie in each tenth of the longest; None of none."""
+        return by_tenths(length_N, self._longest) if len(length_N) else None
+
+    def _sift(self, step: int, shard: Shard) -> Sifted:
+        """Sort out what stays out of the buffer; the requests of the shard are completed from now on."""
+        record = shard.trajectories.record
+        again = np.zeros(len(record), bool)
+        if self._rivals:
+            again = self._completed.among(record["request_id"])
+        late = self._freshness.is_late(record, step) & ~again
+        self._completed.add(record["request_id"])
+        kept = shard.trajectories.where(~(late | again)) if (late | again).any() else shard.trajectories
+        return Sifted(
+            kept,
+            shard.trajectories.completions.lengths[late],
+            int(again.sum()),
+            np.unique(record["request_id"][again]).tolist(),
+        )
+
+
+def merge_pending(
+    config: Config,
+    pending: Iterable[Shard],
+    *,
+    state: TrainerState,
+    buffer: ReplayBuffer,
+    completed: CompletedRequests,
+    metrics: MetricsWriter,
+) -> TrainerState:
+    """Begin an attempt at ``state``: merge what an earlier one left, a few shards in memory at a time.
+
+    ``pending``: shards sealed beyond the cursors. Returns the state after; what searchers are told when they
+    join follows from it, so no exchange is needed yet.
+    """
+    metrics.log(state_event("resumed" if state != TrainerState() else "started", state, buffer))
+    freshness = Freshness(config, buffer)
+    freshness.update_reference(state.step)
+    merger = Merger(config, buffer, completed, freshness, metrics)
+    shards, version = iter(pending), state.step
+    state = merger.evict_stale(state)
+    while some := list(islice(shards, MERGED_AT_ONCE)):
+        state = merger.merge(state, some, sync=version)
+    return merger.evict_stale(state)
+
+
+def _merge_event(
+    step: int, revision: int, sync: int, shard: Shard, sifted: Sifted, merged: Merged
+) -> dict[str, Value]:
+    return {
+        "event": "merged",
+        "step": step,
+        "revision": revision,
+        "sync": sync,
+        "searcher": shard.searcher,
+        "shard": shard.index,
+        "trajectories": len(shard.trajectories),
+        "tokens": len(shard.trajectories.completions.values),
+        "request_ids": shard.trajectories.request_ids.tolist(),
+        "added": merged.added,
+        "duplicates": merged.duplicates,
+        "evicted": merged.evicted,
+        "late": len(sifted.late) or None,
+        "again": sifted.again or None,
+        "answered": sifted.answered or None,
+    }
+
+
+def state_event(event: str, state: TrainerState, buffer: ReplayBuffer) -> dict[str, Value]:
+    """Record of an event of the run for the trainer's metrics; see ``metrics`` for their names."""
+    return {"event": event, "step": state.step, "revision": state.revision, "buffer/size": len(buffer)}

@@ -1,0 +1,332 @@
+"""Rewards, reference log-probabilities and seals, in a thread beside generation.
+
+It must not know where groups come from or what becomes of the shards. Everything here happens in one
+worker thread, in the order of submission, so that neither a slow reward nor an fsync stops the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import textwrap
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from tba_hpc.config import ConfigError, TaskSection
+from tba_hpc.core.ports import EngineError, Itemising, Reference, ShardSink, Task
+from tba_hpc.core.task_contract import checked_correct, checked_rewards, class_name
+from tba_hpc.core.types import Group, Shard, WeightUpdate
+from tba_hpc.loops.search_log import Sums
+
+log = logging.getLogger(__name__)
+
+YIELDS = 5
+"""Niceness of the thread: 80 steps of the quickstart took 43 s without it, 34 s with it, on two cores."""
+
+BACKLOG = 8
+"""Groups that may wait to be scored before ``finished`` waits for the oldest of them."""
+
+ANSWERS_AT_ONCE = 16
+"""Most evaluation answers judged together; training groups have their turn before the next ones."""
+
+TOLD_EVERY = 100
+"""Of setbacks of one kind one in so many is logged."""
+
+ENDS_THE_RUN = (ConfigError, EngineError)
+"""What a task raises on purpose: there is no such model, or an engine that it asks keeps dying."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What became of a group, or of a call to seal.
+
+    sums: over the completions kept. rejected: completions set aside, because their reward is not a finite
+    number, or there is none since the task's code raised. shard: the open shard, where it was now sealed,
+    which took ``seal_seconds``.
+    """
+
+    sums: Sums = field(default_factory=Sums)
+    rejected: int = 0
+    shard: Shard | None = None
+    seal_seconds: float = 0.0
+
+
+class Setbacks:
+    """What a task's code could not do: logged now and then, and the end of the run at too many in a row.
+
+    things: what a row is counted in. then: what becomes of one. limit: how many of them in a row end the run.
+    """
+
+    def __init__(self, task: str, things: str, *, then: str, limit: int) -> None:
+        self._task, self._things, self._then, self._limit = task, things, then, limit
+        self._in_a_row = 0
+        self._seen = Counter[type | None]()
+
+    def note(self, what: str, error: Exception | None, *, counts: bool = True) -> None:
+        """Log the first of a kind, and then one in TOLD_EVERY. Raises ConfigError at the limit.
+
+        error: what was raised, if anything was; its type is the kind. counts: whether the row grows by one.
+        """
+        kind = type(error) if error else None
+        before = self._seen[kind]
+        self._seen[kind] += 1
+        if before % TOLD_EVERY == 0:
+            note = f"{what}; {self._then} ({before} like it before; one in {TOLD_EVERY} is told)"
+            log.warning("%s", note, exc_info=error)
+        self._in_a_row += counts
+        if self._in_a_row >= self._limit:
+            raise ConfigError(
+                f"the task {self._task} had {self._in_a_row} {self._things} in a row, at last {what}: check "
+                "its code and data, or raise task.max_rejected_groups"
+            )
+
+    def end_row(self) -> None:
+        """Something went well."""
+        self._in_a_row = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """An answer to an evaluation prompt, and whether it is correct.
+
+    ref_logprob: log π_ref of all its tokens together, nats; None without a reference model.
+    """
+
+    answer: Group
+    correct: bool
+    ref_logprob: float | None
+
+
+class EngineCheck:
+    """Answers that the engine gives under some weights, to be computed again by the learner's model code.
+
+    weights: memory that is ours. answers: how many will do.
+    """
+
+    def __init__(self, weights: WeightUpdate, answers: int) -> None:
+        self._weights = weights
+        self._wanted = answers
+        self._answers: list[Group] = []
+
+    def complete(self, answer: Group) -> bool:
+        """Take one more answer, if it is wholly of these weights; whether there are enough now."""
+        if (answer.versions == self._weights.publication.version).all():
+            self._answers.append(answer)
+        return len(self._answers) == self._wanted
+
+    def measure(self, reference: Reference) -> Scored:
+        """Compute them; ``reference`` is what it was afterwards."""
+        rows = reference.logprobs_under(self._weights, self._answers)
+        return Scored(sums=Sums.between(self._answers, rows))
+
+
+class Scorer:
+    """Scores groups into ``shards``, seals what has waited for ``seal_seconds``; judges evaluations, too.
+
+    A group is set aside where the task's code raises. ConfigError is raised by the next call after
+    ``max_rejected_groups`` in a row from which nothing is left, or as many answers that cannot be judged; and
+    at once where the task does not give what ports.Task says. temperature: of requests that are not tempered;
+    none: of all.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        reference: Reference,
+        shards: ShardSink,
+        *,
+        seal_seconds: float,
+        max_rejected_groups: int = TaskSection().max_rejected_groups,
+        temperature: float | None = None,
+    ) -> None:
+        self._task = task
+        self._temperature = temperature
+        name, limit = class_name(task), max_rejected_groups
+        self._rejected = Setbacks(
+            name, "groups without a usable reward", then="these trajectories are set aside", limit=limit
+        )
+        self._unjudged = Setbacks(
+            name, "answers that it could not judge", then="this one counts as wrong", limit=limit
+        )
+        self._reference = reference
+        self._shards = shards
+        self._seal_seconds = seal_seconds
+        self._wanted = reference.step
+        self._worker = ThreadPoolExecutor(1, "scorer", initializer=_yield_to_trainer)
+        self._waiting: deque[Future[Scored]] = deque()
+        self._answers: deque[Group] = deque()
+        self._judging: deque[Future[list[Judged]]] = deque()
+        self._check: EngineCheck | None = None
+
+    def submit(self, group: Group) -> None:
+        """Queue a finished training group."""
+        self._do(lambda: self._score(group))
+
+    def refer_to(self, step: int) -> None:
+        """Score what is submitted from now on by the reference of ``step``, or by a newer one.
+
+        Answers that still queue are judged by the one before: it was in force for their weights.
+        """
+        if step != self._wanted:
+            self._wanted = step
+            while self._answers:
+                self._judge_next()
+            self._do(self._load)
+
+    def finished(self, *, seal_now: bool = False) -> list[Scored]:
+        """Results since the last call, in order. Waits only while more than BACKLOG groups are queued.
+
+        seal_now: seal as soon as nothing is left to score.
+        """
+        if not self._waiting and self._shards.age > (0 if seal_now else self._seal_seconds):
+            self._do(self._seal)
+        return self._take(lambda: self._waiting[0].done() or len(self._waiting) > BACKLOG)
+
+    def judge(self, answer: Group) -> None:
+        """Queue an answer to an evaluation prompt: a group of one completion."""
+        self._answers.append(answer)
+        if self._check and self._check.complete(answer):
+            check, self._check = self._check, None
+            self._do(lambda: check.measure(self._reference))
+
+    def check_engine(self, update: WeightUpdate, answers: int) -> None:
+        """Compare the engine with the reference's code, under ``update``, by the first of so many answers.
+
+        Keeps a copy of the weights until then; nothing where there is no model to put them into.
+        """
+        if self._reference.has_model:
+            kept = replace(update, data=update.data.copy())
+            self._check = EngineCheck(kept, min(answers, ANSWERS_AT_ONCE))
+
+    def judged(self) -> list[Judged]:
+        """Answers judged since the last call, in order. Never waits; those that have queued are next."""
+        results = []
+        while self._judging and self._judging[0].done():
+            results += self._judging.popleft().result()
+        if self._answers and not self._judging:
+            self._judge_next()
+        return results
+
+    def _judge_next(self) -> None:
+        batch = [self._answers.popleft() for _ in range(min(len(self._answers), ANSWERS_AT_ONCE))]
+        self._judging.append(self._worker.submit(self._judge, batch))
+
+    def close(self) -> list[Scored]:
+        """Score and seal all that is left, judge no more answers; no call may follow."""
+        self._do(self._seal)
+        results = self._take(lambda: True)
+        self._worker.shutdown()
+        return results
+
+    def _do(self, work: Callable[[], Scored]) -> None:
+        self._waiting.append(self._worker.submit(work))
+
+    def _take(self, ready: Callable[[], bool]) -> list[Scored]:
+        results = []
+        while self._waiting and ready():
+            results.append(self._waiting.popleft().result())
+        return results
+
+    def _score(self, group: Group) -> Scored:
+        rewards = self._rewards(group)
+        kept = [row for row, reward in enumerate(rewards) if math.isfinite(reward)]
+        if len(kept) < len(rewards):
+            group = Group(group.request, tuple(group.completions[row] for row in kept), group.versions[kept])
+        parts = (
+            {name: [values[row] for row in kept] for name, values in self._parts().items()} if kept else {}
+        )
+        sums = self._store(group, [rewards[row] for row in kept], parts) if kept else Sums()
+        sealed = self._seal() if self._shards.age >= self._seal_seconds else NOTHING
+        return replace(sealed, sums=sums, rejected=len(rewards) - len(kept))
+
+    def _parts(self) -> Mapping[str, Sequence[float]]:
+        """What the last rewards are sums of, where the task tells."""
+        return self._task.reward_parts() if isinstance(self._task, Itemising) else {}
+
+    def _store(self, group: Group, rewards: list[float], parts: Mapping[str, Sequence[float]]) -> Sums:
+        """Append a group to the open shard."""
+        ref_logprobs, step = self._reference.logprobs(group), self._reference.step
+        self._shards.append(group, rewards, ref_logprobs, reference=step)
+        tempered = self._temperature not in (None, group.request.sampling.temperature)
+        compared = ref_logprobs if self._reference.has_model else None
+        return Sums.of(group, rewards, compared, parts, tempered=tempered)
+
+    def _rewards(self, group: Group) -> list[float]:
+        """One for each completion; NaN for all where the task's code raises."""
+        request, total = group.request, len(group.completions)
+        error = None
+        try:
+            rewards = checked_rewards(self._task, request.prompt, group.completions)
+        except ENDS_THE_RUN:
+            raise
+        except Exception as raised:  # a user's code may raise anything
+            rewards, error = [math.nan] * total, raised
+        rejected = sum(not math.isfinite(reward) for reward in rewards)
+        if rejected < total:
+            self._rejected.end_row()
+        if rejected:
+            what = f"raised {_told(error)}" if error else f"gave {rejected} of {total} that are not finite"
+            call = f"rewards() of prompt {request.prompt.id} (request {request.id})"
+            self._rejected.note(f"{call} {what}", error, counts=rejected == total)
+        return rewards
+
+    def _judge(self, answers: list[Group]) -> list[Judged]:
+        return [
+            Judged(answer, right, self._ref_logprob(answer))
+            for answer, right in zip(answers, self._correct(answers), strict=True)
+        ]
+
+    def _correct(self, answers: list[Group]) -> list[bool]:
+        """Whether each is; where the task's code raises, one by one, and wrong where it raises again."""
+        prompts = [answer.request.prompt for answer in answers]
+        completions = [completion for answer in answers for completion in answer.completions]
+        try:
+            correct = checked_correct(self._task, prompts, completions)
+        except ENDS_THE_RUN:
+            raise
+        except Exception as error:  # a user's code may raise anything
+            if len(answers) > 1:
+                return [right for answer in answers for right in self._correct([answer])]
+            call = f"correct() of {answers[0].request.split} prompt {prompts[0].id}"
+            self._unjudged.note(f"{call} raised {_told(error)}", error)
+            return [False]
+        self._unjudged.end_row()
+        return correct
+
+    def _ref_logprob(self, answer: Group) -> float | None:
+        if not self._reference.has_model:
+            return None
+        (logprob_T,) = self._reference.logprobs(answer)
+        return float(logprob_T.sum(dtype=np.float64))
+
+    def _load(self) -> Scored:
+        """Of several references asked for only the newest: the others may be gone from the disk."""
+        if self._reference.step != self._wanted:
+            self._reference.load(self._wanted)
+        return NOTHING
+
+    def _seal(self) -> Scored:
+        """Acknowledge what is scored: durable on disk before anybody hears of it."""
+        start = time.monotonic()
+        shard = self._shards.seal()
+        return Scored(shard=shard, seal_seconds=time.monotonic() - start)
+
+
+NOTHING = Scored()
+
+
+def _yield_to_trainer() -> None:
+    """Where both share a machine, as its engine does: samples a step late are better than a late step."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), YIELDS)
+
+
+def _told(error: Exception) -> str:
+    """An error in a few words on one line."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 200)

@@ -1,0 +1,122 @@
+"""What a searcher's records say of the completions scored since the record before, as sums that add up.
+
+It must not know what scored them; ``metrics`` says what each name means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from tba_hpc.core.types import Group
+from tba_hpc.run.metrics import REWARD_EDGES, Value
+
+
+def _no_rewards() -> np.ndarray:
+    return np.zeros(len(REWARD_EDGES) + 1, np.int64)
+
+
+class Parts(dict[str, float]):
+    """Sums by name; ``+`` adds up name by name."""
+
+    def __add__(self, other: Parts) -> Parts:
+        return Parts({name: self.get(name, 0.0) + other.get(name, 0.0) for name in {**self, **other}})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sums:
+    """Over fresh groups whose completions have a reward; ``+`` adds up, ``figures`` are what is logged.
+
+    flat: groups whose rewards are all the same. truncated: completions that the token limit ended. own,
+    logprob: tokens of requests that are not tempered, and log π_behaviour of them, nats. compared, kl:
+    completions among these with a reference of their own, and log π_behaviour − log π_ref of them, nats.
+    histogram: int64, completions per bin of REWARD_EDGES.
+    checked, gap: tokens whose log-probability was computed by two programs under the same weights, and the
+    sum of the absolute differences, nats. parts: of the rewards by name, where they are sums of several.
+    """
+
+    groups: int = 0
+    flat: int = 0
+    completions: int = 0
+    truncated: int = 0
+    tokens: int = 0
+    reward: float = 0.0
+    own: int = 0
+    logprob: float = 0.0
+    compared: int = 0
+    kl: float = 0.0
+    histogram: np.ndarray = field(default_factory=_no_rewards)
+    checked: int = 0
+    gap: float = 0.0
+    parts: Parts = field(default_factory=Parts)
+
+    @classmethod
+    def of(
+        cls,
+        group: Group,
+        rewards: Sequence[float],
+        ref_logprobs: Sequence[np.ndarray] | None = None,
+        parts: Mapping[str, Sequence[float]] | None = None,
+        *,
+        tempered: bool = False,
+    ) -> Sums:
+        """Of one group, at least one completion; ref_logprobs: float32 [T] of each, None without a model.
+
+        parts: what each reward is a sum of, by name. tempered: sampled at a temperature of its own, so that
+        its log-probabilities say nothing of the policy's entropy, nor of KL.
+        """
+        reward_K = np.asarray(rewards, np.float64)
+        tokens = sum(len(completion.tokens) for completion in group.completions)
+        logprob = 0.0 if tempered else _total([completion.logprobs for completion in group.completions])
+        compared = 0 if tempered or ref_logprobs is None else len(rewards)
+        return cls(
+            groups=1,
+            flat=int(np.ptp(reward_K) == 0),
+            completions=len(rewards),
+            truncated=sum(completion.finish_reason == "length" for completion in group.completions),
+            tokens=tokens,
+            reward=float(reward_K.sum()),
+            own=0 if tempered else tokens,
+            logprob=logprob,
+            compared=compared,
+            kl=logprob - _total(ref_logprobs) if compared and ref_logprobs is not None else 0.0,
+            histogram=np.bincount(np.digitize(reward_K, REWARD_EDGES), minlength=len(REWARD_EDGES) + 1),
+            parts=Parts({name: float(sum(values)) for name, values in (parts or {}).items()}),
+        )
+
+    @classmethod
+    def between(cls, groups: Sequence[Group], logprobs: Sequence[Sequence[np.ndarray]]) -> Sums:
+        """Of the two log-probabilities of each token: what came with the completions, and ``logprobs``."""
+        here = np.concatenate([completion.logprobs for group in groups for completion in group.completions])
+        there = np.concatenate([logprob_T for rows in logprobs for logprob_T in rows])
+        return cls(checked=len(here), gap=float(np.abs(here - there).sum(dtype=np.float64)))
+
+    def __add__(self, other: Sums) -> Sums:
+        """Over the groups of both."""
+        return Sums(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
+    def figures(self) -> dict[str, Value]:
+        """What a record says; None where there is nothing to take a mean of."""
+        return {
+            "search/groups": self.groups,
+            "search/trajectories": self.completions,
+            "search/reward": _mean(self.reward, self.completions),
+            "search/truncated_share": _mean(self.truncated, self.completions),
+            "search/kl": _mean(self.kl, self.compared),
+            "search/entropy": _mean(-self.logprob, self.own),
+            "search/flat_groups": _mean(self.flat, self.groups),
+            "search/length": _mean(self.tokens, self.completions),
+            "search/reward_histogram": self.histogram.tolist() if self.completions else None,
+            "search/engine_gap": _mean(self.gap, self.checked),
+            **{f"search/reward/{name}": _mean(value, self.completions) for name, value in self.parts.items()},
+        }
+
+
+def _total(rows: Sequence[np.ndarray]) -> float:
+    return float(sum(row.sum(dtype=np.float64) for row in rows))
+
+
+def _mean(total: float, count: int) -> float | None:
+    return total / count if count else None

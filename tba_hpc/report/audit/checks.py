@@ -1,0 +1,389 @@
+"""The promises of a run, each checked against all that its directory tells.
+
+It must not read or write anything: evidence in, sentences out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+import numpy as np
+
+from tba_hpc.config import is_elastic
+from tba_hpc.core.wording import count
+from tba_hpc.report.audit.evidence import Checkpoint, Evidence
+from tba_hpc.report.audit.history import Merge, Seals, ShardKey, whole
+
+SHOWN = 5
+"""Most request_ids or steps that one sentence names."""
+
+COUNTED = ("trajectories", "added", "duplicates", "evicted", "tokens")
+"""Fields of the trainer's state that are sums over the merges."""
+
+RequestIds = Mapping[ShardKey, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """Something wrong, in one sentence, and the acknowledged trajectories that it cost or doubled."""
+
+    sentence: str
+    lost: int = 0
+    doubled: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A promise, what was looked at, and what breaks it."""
+
+    name: str
+    evidence: str
+    violations: tuple[Violation, ...]
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """The violations as sentences."""
+        return tuple(violation.sentence for violation in self.violations)
+
+
+def every_check(evidence: Evidence) -> tuple[Check, ...]:
+    """All checks, in the order of a trajectory's way."""
+    return (
+        check_files(evidence),
+        check_seals(evidence),
+        check_merges(evidence),
+        check_prompts(evidence),
+        check_buffer(evidence),
+        check_checkpoints(evidence),
+        check_steps(evidence),
+    )
+
+
+# --- Shards ---
+
+
+def check_files(evidence: Evidence) -> Check:
+    """Every file under the name of a shard is that shard, every byte of it."""
+    faults = {key: file.fault for key, file in sorted(evidence.files.items()) if file.fault}
+    violations = [Violation(f"the file of {_shard(key)} {fault}") for key, fault in faults.items()]
+    violations += [Violation(f"neither table of the bundle {name} is whole") for name in evidence.broken]
+    told = f"{count(len(evidence.files), 'file')}, every checksum verified"
+    return Check("shard files are whole", told, tuple(violations))
+
+
+def check_seals(evidence: Evidence) -> Check:
+    """Every sealed shard is in the newest checkpoint, or lies on disk for the next start."""
+    merged = {merge.key for merge in evidence.saved_merges}
+    safe = merged | set(evidence.waiting)
+    lost = [_lost(evidence, key, of.trajectories) for key, of in evidence.counts.items() if key not in safe]
+    told = (
+        f"{count(len(evidence.counts), 'shard')}: {len(merged):,} in a checkpoint, "
+        f"{len(evidence.waiting):,} on disk beyond it"
+    )
+    return Check("no seal is lost", told, (*_sealed_again(evidence.seals), *lost))
+
+
+def _lost(evidence: Evidence, key: ShardKey, number: int) -> Violation:
+    searcher, index = key
+    file = evidence.files.get(key) or evidence.refused.get(key)
+    if index < evidence.newest.cursors.get(searcher, 0):
+        why = "the newest checkpoint is past it, but no merge of it is on record"
+    else:
+        why = "no checkpoint holds it"
+    fault = file.fault if file else "is gone"
+    why += f": its file {fault}" if fault else ""
+    many = count(number, "acknowledged trajectory") if number else "nobody knows how many trajectories"
+    return Violation(f"{_shard(key)} is lost ({many}): {why}", lost=number or 1)
+
+
+def _sealed_again(seals: Mapping[int, Seals]) -> Iterator[Violation]:
+    """An index is sealed again only where the file before has vanished."""
+    for searcher, of in seals.items():
+        for index, counts in of.trajectories.items():
+            if gone := sum(counts[:-1]):
+                yield Violation(
+                    f"{_shard((searcher, index))} was sealed {len(counts)} times: "
+                    f"{count(gone, 'acknowledged trajectory')} sealed before under that index are lost",
+                    lost=gone,
+                )
+
+
+def check_merges(evidence: Evidence) -> Check:
+    """The surviving history merges every shard once, in revisions without a gap, as it was sealed."""
+    merges = evidence.history.merges
+    first = {merge.key: merge for merge in reversed(merges)}
+    revisions = [0, *evidence.history.revisions()]
+    gaps = [pair for pair in pairwise(revisions) if pair[1] - pair[0] not in (0, 1)]
+    violations = (
+        *(_merged_again(first[merge.key], merge) for merge in merges if merge is not first[merge.key]),
+        *(Violation(f"no merge of the revisions between {a} and {b} is on record") for a, b in gaps),
+        *chain.from_iterable(_contradictions(evidence, merge) for merge in merges),
+    )
+    told = f"{count(len(merges), 'merge')} in {count(revisions[-1], 'revision')}"
+    return Check("every shard merged once", told, violations)
+
+
+def _merged_again(first: Merge, again: Merge) -> Violation:
+    return Violation(
+        f"{_shard(again.key)} was merged in revision {first.revision} and again in revision {again.revision}",
+        doubled=again.trajectories,
+    )
+
+
+def _contradictions(evidence: Evidence, merge: Merge) -> Iterator[Violation]:
+    """Where the searcher, the file or the buffer tell another story than the merge."""
+    searcher, index = merge.key
+    sealed = evidence.seals.get(searcher, Seals()).trajectories.get(index, [merge.trajectories])[-1]
+    file = evidence.files.get(merge.key)
+    there = file and (file.trajectories, file.tokens, file.request_ids)
+    if sealed != merge.trajectories:
+        yield Violation(
+            f"{_shard(merge.key)} was sealed with {sealed} trajectories, merged {merge.trajectories}"
+        )
+    if file and not file.fault and there != (merge.trajectories, merge.tokens, merge.request_ids):
+        yield Violation(f"{_shard(merge.key)} lies on disk with other contents than were merged")
+    if merge.trajectories != merge.added + merge.duplicates + merge.left_out:
+        left_out = f", and {merge.left_out} stayed out by rule" if merge.left_out else ""
+        yield Violation(
+            f"{_shard(merge.key)} brought {merge.trajectories} trajectories, but the buffer took "
+            f"{merge.added} as new and {merge.duplicates} as duplicates{left_out}"
+        )
+
+
+# --- Prompts ---
+
+
+def check_prompts(evidence: Evidence) -> Check:
+    """Every request is in one shard; checkpoints and searchers agree."""
+    merged = {merge.key: merge.request_ids for merge in evidence.saved_merges}
+    sealed = {key: file.request_ids for key, file in evidence.waiting.items()} | merged
+    times = _times_taken(evidence, sealed)
+    intact = [checkpoint for checkpoint in evidence.checkpoints if not checkpoint.fault]
+    violations = (
+        *_sealed_twice(evidence, sealed, times),
+        *chain.from_iterable(_completed_violations(evidence, checkpoint) for checkpoint in intact),
+        *chain.from_iterable(_passed_over(searcher, of, sealed) for searcher, of in evidence.seals.items()),
+    )
+    end = max(times, default=-1) + 1
+    told = f"{len(times):,} of the first {end:,} sealed, {end - len(times):,} still open"
+    return Check("no prompt skipped or doubled", told, violations)
+
+
+def _times_taken(evidence: Evidence, sealed: RequestIds) -> Counter[int]:
+    """How often each request was sealed, less the answers that a merge leaves out as there was one before.
+
+    What searchers that come and go have sealed beyond the checkpoint will be sifted so, too.
+    """
+    times = Counter(chain.from_iterable(sealed.values()))
+    times.subtract(chain.from_iterable(merge.answered for merge in evidence.saved_merges))
+    for key in sorted(evidence.waiting):
+        if is_elastic(key[0]):
+            times.subtract([request_id for request_id in sealed[key] if times[request_id] > 1])
+    return times
+
+
+def _sealed_twice(evidence: Evidence, sealed: RequestIds, times: Counter[int]) -> Iterator[Violation]:
+    """No request is in two shards, nor twice in one, where it would have too many completions."""
+    samples = evidence.config.generator.completions_per_prompt
+    if doubled := sorted(request_id for request_id, found in times.items() if found > 1):
+        shards = [
+            _shard(key) for key, request_ids in sealed.items() if not set(doubled).isdisjoint(request_ids)
+        ]
+        yield Violation(
+            f"{_some('request', doubled)} sealed more than once: in {', '.join(shards[:SHOWN])}",
+            doubled=samples * sum(times[request_id] - 1 for request_id in doubled),
+        )
+    for key, request_ids in sealed.items():
+        sealed_there = evidence.counts[key].trajectories if key in evidence.counts else 0
+        if (extra := sealed_there - samples * len(request_ids)) > 0:
+            yield Violation(
+                f"{_shard(key)} holds {extra} trajectories more than {samples} for each of its prompts",
+                doubled=extra,
+            )
+
+
+def _completed_violations(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violation]:
+    """The completed of a checkpoint marks what was merged by then, no more and no less."""
+    merges = evidence.history.until(checkpoint.state.revision)
+    merged = set(chain.from_iterable(merge.request_ids for merge in merges))
+    if skipped := sorted(checkpoint.done - merged):
+        yield Violation(
+            f"{checkpoint.name}: {_some('request', skipped)} marked done, but never merged: skipped"
+        )
+    if again := sorted(merged - checkpoint.done):
+        yield Violation(
+            f"{checkpoint.name}: {_some('request', again)} merged, but not marked done: issued again"
+        )
+
+
+def _passed_over(searcher: int, seals: Seals, sealed: RequestIds) -> Iterator[Violation]:
+    """A searcher takes its open request_ids in order, so one that it passed was in flight, or rejected."""
+    own = [request_id for index in seals.indices for request_id in sealed.get((searcher, index), ())]
+    taken = set(chain.from_iterable(sealed.values()))
+    place = searcher if seals.place is None else seals.place
+    passed = [p for p in range(place, max(own, default=0), max(1, seals.searchers)) if p not in taken]
+    unsealed = seals.issued - len(own)
+    if seals.searchers and len(passed) > unsealed:
+        yield Violation(
+            f"searcher {searcher} passed {_some('request', passed)} by, "
+            f"with {count(unsealed, 'prompt')} unsealed at its last seal: skipped"
+        )
+
+
+# --- Checkpoints ---
+
+
+def check_buffer(evidence: Evidence) -> Check:
+    """In the newest checkpoint every merged trajectory is stored, a duplicate, or evicted: once."""
+    readable = [checkpoint for checkpoint in evidence.checkpoints if not checkpoint.fault]
+    violations = chain.from_iterable(_buffer_violations(evidence, checkpoint) for checkpoint in readable[-1:])
+    state = evidence.newest
+    told = (
+        f"{state.trajectories:,} = {state.added - state.evicted:,} stored + {state.duplicates:,} duplicates "
+        f"+ {state.evicted:,} evicted"
+    )
+    late = sum(merge.late for merge in evidence.saved_merges)
+    again = sum(merge.again for merge in evidence.saved_merges)
+    told += f" + {late:,} dropped as too late" if late else ""
+    told += f" + {again:,} of requests answered before" if again else ""
+    return Check("trajectories used or evicted", told, tuple(violations))
+
+
+def _buffer_violations(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violation]:
+    state, limits = checkpoint.state, evidence.config.buffer
+    record, counters = checkpoint.buffer["record"], checkpoint.buffer["counters"].tolist()
+    left_out = sum(merge.left_out for merge in evidence.history.until(state.revision))
+    expected = [state.trajectories - left_out, state.duplicates, state.evicted]
+    if counters != expected:
+        yield Violation(f"{checkpoint.name}: the buffer counts {counters}, state.json {expected}")
+    should = state.added - state.evicted
+    if should != len(record):
+        yield Violation(
+            f"{checkpoint.name}: the buffer holds {len(record)} trajectories, not {should}",
+            lost=max(0, should - len(record)),
+        )
+    if again := len(record) - len(np.unique(record["uid"])):
+        yield Violation(f"{checkpoint.name}: {again} trajectories are in the buffer twice", doubled=again)
+    fullest = max(Counter(record["prompt_id"].tolist()).values(), default=0)
+    if len(record) > limits.capacity or fullest > limits.capacity_per_prompt:
+        yield Violation(f"{checkpoint.name}: the buffer holds more than its capacity")
+    if strangers := _strangers(evidence.history.until(state.revision), record, checkpoint.buffer["revision"]):
+        yield Violation(
+            f"{checkpoint.name}: no merge on record brought {strangers} trajectories of the buffer"
+        )
+
+
+def _strangers(merges: Iterable[Merge], record: np.ndarray, revision_N: np.ndarray) -> int:
+    """How many trajectories lie in the buffer that no merge of their revision and request brought."""
+    brought = {
+        (*merge.key, merge.revision, request_id) for merge in merges for request_id in merge.request_ids
+    }
+    columns = (record["uid"], revision_N, record["request_id"])
+    stored = zip(*(column.tolist() for column in columns), strict=True)
+    return sum(
+        (uid >> 44, uid >> 20 & 0xFFFFFF, revision, request_id) not in brought
+        for uid, revision, request_id in stored
+    )
+
+
+def check_checkpoints(evidence: Evidence) -> Check:
+    """Every checkpoint is whole, counts what was merged by then, and finds the shards that come after it."""
+    usable = [checkpoint for checkpoint in evidence.checkpoints if not checkpoint.fault]
+    broken = [checkpoint for checkpoint in evidence.checkpoints if checkpoint.fault]
+    back = [new for old, new in pairwise(usable) if new.state.revision < old.state.revision]
+    violations = (
+        *(Violation(f"{checkpoint.name} {checkpoint.fault}") for checkpoint in broken),
+        *(
+            Violation(f"{checkpoint.name} holds fewer revisions than the checkpoint before it")
+            for checkpoint in back
+        ),
+        *chain.from_iterable(_miscounted(evidence, checkpoint) for checkpoint in usable),
+        *chain.from_iterable(_missing_shards(evidence, checkpoint) for checkpoint in usable[:1]),
+    )
+    told = ", ".join(checkpoint.name for checkpoint in evidence.checkpoints) or "none yet"
+    return Check("checkpoints agree with merges", told, violations)
+
+
+def _miscounted(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violation]:
+    """What a checkpoint counts follows from the merges up to its revision."""
+    state, history = checkpoint.state, evidence.history
+    merges, dropped = history.until(state.revision), history.dropped(state.revision)
+    expected: dict[str, object] = {name: sum(getattr(merge, name) for merge in merges) for name in COUNTED}
+    expected["evicted"] = sum(merge.evicted for merge in merges) + dropped
+    expected["revision"] = max(history.revisions(state.revision), default=0)
+    expected["cursors"] = {searcher: index + 1 for searcher, index in (merge.key for merge in merges)}
+    for name, value in expected.items():
+        if (there := getattr(state, name)) != value:
+            yield Violation(f"{checkpoint.name}: {name} is {there}, the merges on record come to {value}")
+
+
+def _missing_shards(evidence: Evidence, oldest: Checkpoint) -> Iterator[Violation]:
+    """Shards that the newest checkpoint holds and a resume from the oldest one kept would merge again."""
+    cursors = oldest.state.cursors
+    merged = {merge.key for merge in evidence.saved_merges if merge.key in evidence.counts}
+    for searcher, index in sorted(merged - set(evidence.files)):
+        if index >= cursors.get(searcher, 0):
+            yield Violation(
+                f"the file of {_shard((searcher, index))} is gone: {oldest.name} cannot do without it"
+            )
+
+
+# --- Steps ---
+
+
+def check_steps(evidence: Evidence) -> Check:
+    """Steps follow one another, count what was merged, and reach the newest checkpoint and evaluation."""
+    history, newest = evidence.history, evidence.newest
+    steps = [whole(record, "step") for record, *_ in history.steps]
+    breaks = [pair for pair in pairwise([0, *steps]) if pair[1] != pair[0] + 1]
+    violations = [
+        Violation(f"step {after} follows step {before} in trainer.jsonl") for before, after in breaks
+    ]
+    violations += _miscounted_steps(evidence)
+    if newest.step > history.last_step:
+        violations.append(Violation(f"a checkpoint is of step {newest.step}, but {_ends(history.last_step)}"))
+    if late := [step for step in evidence.evaluations if step > history.last_step]:
+        violations.append(Violation(f"{_some('step', late)} evaluated, but {_ends(history.last_step)}"))
+    if evidence.finished and newest.step != (end := evidence.config.train.steps):
+        violations.append(
+            Violation(f"the run is finished, but its checkpoint is of step {newest.step}, not {end}")
+        )
+    redone = f"{sum(history.redone)} redone after {count(len(history.redone), 'resume')}"
+    return Check("every step taken once", f"{count(len(steps), 'step')}, {redone}", tuple(violations))
+
+
+def _miscounted_steps(evidence: Evidence) -> Iterator[Violation]:
+    """The counters in the records of steps are sums over the merges before them."""
+    for name in ("added", "duplicates", "evicted"):
+        sums = np.cumsum([0, *(getattr(merge, name) for merge in evidence.history.merges)])
+        steps = [
+            (record, sums[merges] + dropped * (name == "evicted"))
+            for record, merges, dropped in evidence.history.steps
+        ]
+        wrong = [
+            whole(record, "step") for record, so_far in steps if whole(record, f"buffer/{name}") != so_far
+        ]
+        if wrong:
+            yield Violation(f"{_some('step', wrong)}: buffer/{name} is not the sum over the merges on record")
+
+
+def _ends(step: int) -> str:
+    return f"trainer.jsonl ends at step {step}"
+
+
+# --- Words ---
+
+
+def _shard(key: ShardKey) -> str:
+    searcher, index = key
+    return f"shard {index} of searcher {searcher}"
+
+
+def _some(thing: str, numbers: Sequence[int]) -> str:
+    """``request_ids 3, 7 and 12 more``."""
+    named = ", ".join(map(str, numbers[:SHOWN]))
+    more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
+    return f"{thing}{'' if len(numbers) == 1 else 's'} {named}{more}"

@@ -1,0 +1,168 @@
+"""What the metrics of a run say that it did, less what every resume took back.
+
+It must not know what else lies on disk: the rest of the audit compares this history with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import cast
+
+from tba_hpc.run.metrics import Record, number
+
+ShardKey = tuple[int, int]
+"""Searcher and index of a shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """A shard that the trainer merged; request_ids: places of its groups in the prompt sequence.
+
+    late, again: trajectories that stayed out by rule, as they came too late, or their request had been
+    answered before; answered: these requests.
+    """
+
+    key: ShardKey
+    revision: int
+    trajectories: int
+    tokens: int
+    request_ids: tuple[int, ...]
+    added: int
+    duplicates: int
+    evicted: int
+    late: int = 0
+    again: int = 0
+    answered: tuple[int, ...] = ()
+
+    @property
+    def left_out(self) -> int:
+        """Trajectories that stayed out of the buffer by rule."""
+        return self.late + self.again
+
+    @classmethod
+    def of(cls, record: Record) -> Merge:
+        """From the event ``merged`` of the trainer's metrics."""
+        counts = ("revision", "trajectories", "tokens", "added", "duplicates", "evicted", "late", "again")
+        return cls(
+            key=(whole(record, "searcher"), whole(record, "shard")),
+            request_ids=tuple(cast(list[int], record["request_ids"])),
+            answered=tuple(cast(list[int], record.get("answered", []))),
+            **{name: whole(record, name) for name in counts},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """Trajectories that the trainer dropped between merges: stale, of an old reference, or used up."""
+
+    revision: int
+    evicted: int
+
+
+@dataclass(slots=True)
+class History:
+    """The surviving past of the trainer.
+
+    merges, evictions: in order. steps: records of optimizer steps, each with the number of merges, and the
+    trajectories evicted otherwise, before it. starts: how often a trainer began its loop. redone: per resume,
+    the steps that it took back.
+    """
+
+    merges: list[Merge] = field(default_factory=list)
+    evictions: list[Eviction] = field(default_factory=list)
+    steps: list[tuple[Record, int, int]] = field(default_factory=list)
+    starts: int = 0
+    redone: list[int] = field(default_factory=list)
+    _dropped: int = 0
+
+    @classmethod
+    def of(cls, records: Iterable[Record]) -> History:
+        """Fold the records of the trainer's metrics."""
+        history = cls()
+        for record in records:
+            history._take(record)
+        return history
+
+    def _take(self, record: Record) -> None:
+        event = record.get("event")
+        if event is None:
+            self.steps.append((record, len(self.merges), self._dropped))
+        elif event == "merged":
+            self.merges.append(Merge.of(record))
+        elif event == "evicted":
+            self.evictions.append(Eviction(whole(record, "revision"), whole(record, "evicted")))
+            self._dropped += self.evictions[-1].evicted
+        elif event in ("started", "resumed"):
+            self._go_back(whole(record, "step"), whole(record, "revision"))
+
+    def _go_back(self, step: int, revision: int) -> None:
+        """Begin again from a checkpoint of ``step`` and ``revision``, or from nothing."""
+        steps = [taken for taken in self.steps if whole(taken[0], "step") <= step]
+        if self.starts:
+            self.redone.append(len(self.steps) - len(steps))
+        self.starts += 1
+        self.steps, self.merges = steps, self.until(revision)
+        self.evictions = [eviction for eviction in self.evictions if eviction.revision <= revision]
+        self._dropped = self.dropped()
+
+    def until(self, revision: int) -> list[Merge]:
+        """Merges up to a revision."""
+        return [merge for merge in self.merges if merge.revision <= revision]
+
+    def revisions(self, last: float = math.inf) -> list[int]:
+        """The revisions of merges and evictions, up to the last, ascending."""
+        found = [*(merge.revision for merge in self.merges), *(drop.revision for drop in self.evictions)]
+        return sorted(revision for revision in found if revision <= last)
+
+    def dropped(self, last: float = math.inf) -> int:
+        """Trajectories evicted between merges, up to a revision."""
+        return sum(eviction.evicted for eviction in self.evictions if eviction.revision <= last)
+
+    @property
+    def last_step(self) -> int:
+        """Optimizer steps done."""
+        return whole(self.steps[-1][0], "step") if self.steps else 0
+
+
+@dataclass(slots=True)
+class Seals:
+    """What a searcher said about its shards.
+
+    trajectories: per index, the count of every seal under it (more than one: the file before had vanished).
+    tokens: per index, of the last seal under it.
+    place, searchers, issued, indices: of its last start, its place among how many searchers that shared the
+    prompts (0: it cannot be told), how many prompts it had taken by its last seal, and the shards sealed by
+    then.
+    """
+
+    trajectories: dict[int, list[int]] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)
+    place: int | None = None
+    searchers: int = 0
+    issued: int = 0
+    indices: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, records: Iterable[Record]) -> Seals:
+        """Fold the records of a searcher's metrics."""
+        seals = cls()
+        for record in records:
+            if record.get("event") == "started":
+                seals.searchers, seals.issued, seals.indices = whole(record, "searchers"), 0, []
+                seals.place = whole(record, "place") if "place" in record else None
+            elif record.get("event") == "moved":
+                seals.searchers = 0
+            elif record.get("event") == "sealed":
+                index = whole(record, "shard")
+                seals.trajectories.setdefault(index, []).append(whole(record, "trajectories"))
+                seals.tokens[index] = whole(record, "tokens")
+                seals.issued = whole(record, "search/issued")
+                seals.indices.append(index)
+        return seals
+
+
+def whole(record: Record, name: str) -> int:
+    """A count; 0 where it is missing."""
+    return int(number(record, name, 0))

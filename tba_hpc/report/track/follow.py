@@ -1,0 +1,88 @@
+"""Tells a run to its trackers, once or as it goes; how far they know it stands in RUN/track.
+
+It must not know what they do with it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tba_hpc.config import Config, ConfigError
+from tba_hpc.report.track.news import News
+from tba_hpc.report.track.sinks import Sink, TensorBoardSink, WandbSink
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.files import make_folder, write_atomic
+from tba_hpc.run.owners import owned
+
+OWNER = "tracker"
+"""Name under which one process at a time follows a run."""
+
+
+def require_trackers(config: Config) -> None:
+    """Raise ConfigError where a tracker is asked for whose library is not installed."""
+    if config.track.wandb and find_spec("wandb") is None:
+        raise ConfigError("track.wandb needs the package of that name: pip install 'wandb==0.31.0'")
+
+
+def follow(run: RunDir, config: Config, *, goes_on: Callable[[float], bool] = lambda _: False) -> None:
+    """Tell all that there is, and what comes while ``goes_on``, which waits for the seconds it is given.
+
+    Raises ConfigError where no tracker is asked for, OwnedError where another process follows the run.
+    """
+    if not config.track.wanted:
+        raise ConfigError(
+            f"{run.path} names no tracker: add --set track.tensorboard=true, or --set "
+            "track.wandb.project=NAME"
+        )
+    make_folder(run.track)
+    with owned(run, OWNER):
+        followers = [_Follower(run, name, config) for name in config.track.wanted]
+        more = True
+        while more:
+            more = goes_on(config.track.every_seconds)  # first: what came until then is told below
+            ended = [follower.look() for follower in followers]
+            more = more and not (all(ended) and run.finished)
+        for follower in followers:
+            follower.close()
+
+
+class _Follower:
+    """One tracker, with its own place in the run: another may have begun later."""
+
+    def __init__(self, run: RunDir, name: str, config: Config) -> None:
+        section = config.track.wandb
+        mode = f"-{section.mode}" if name == "wandb" and section else ""
+        self._file = run.track / f"{name}{mode}.json"
+        state = _read(self._file)
+        self._news = News(run, state)
+        self._sink: Sink = (
+            WandbSink(run, config, section, state) if mode and section else TensorBoardSink(run)
+        )
+
+    def look(self) -> bool:
+        """Tell what is new; whether the trainer has ended by then."""
+        self._sink.tell(self._news.look())
+        write_atomic(self._file, json.dumps({**self._news.state(), **self._sink.state()}))
+        return self._news.ended
+
+    def close(self) -> None:
+        """Finish."""
+        self._sink.close()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def until_interrupted(seconds: float) -> bool:
+    """Wait, and go on, unless by Ctrl-C."""
+    try:
+        time.sleep(seconds)
+    except KeyboardInterrupt:
+        return False
+    return True

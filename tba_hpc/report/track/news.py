@@ -1,0 +1,105 @@
+"""What a run has written since the last look, as figures at optimizer steps.
+
+It must not know who is told.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.evaluations import Answer, evaluations_on_disk, find_evaluation
+from tba_hpc.run.metrics import MetricsTail, Record, number
+
+TRAINER = "trainer"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Figures by name at an optimizer step. time: unix seconds, None where nobody knows.
+
+    answers: some of an evaluation's, by the name of its split. again: whether training goes on from this
+    step, and what was told of later ones is taken back.
+    """
+
+    step: int
+    figures: Mapping[str, float] = field(default_factory=dict)
+    answers: Mapping[str, Sequence[Answer]] = field(default_factory=dict)
+    time: float | None = None
+    again: bool = False
+
+
+class News:
+    """Reads a run from where ``state`` says, which is JSON; anew where it says nothing."""
+
+    def __init__(self, run: RunDir, state: Mapping[str, Any]) -> None:
+        self._run = run
+        self._places: dict[str, tuple[int, int]] = {
+            n: (p, o) for n, (p, o) in state.get("places", {}).items()
+        }
+        self._evaluated: set[str] = set(state.get("evaluated", ()))
+        self._tails: dict[str, MetricsTail] = {}
+        self.ended = False
+        """Whether the trainer's last record says that it has stopped or finished."""
+
+    def state(self) -> dict[str, Any]:
+        """How far it has read."""
+        places = {name: list(tail.place) for name, tail in self._tails.items()}
+        return {"places": {**self._places, **places}, "evaluated": sorted(self._evaluated)}
+
+    def look(self) -> list[Point]:
+        """What is new: of the trainer, of all searchers together, and whole evaluations."""
+        points = list(self._of_trainer(self._records(TRAINER)))
+        fresh: dict[int, list[Record]] = defaultdict(list)
+        for path in sorted(self._run.metrics.glob("searcher-*.jsonl")):
+            for record in self._records(path.stem):
+                if "search/version" in record:
+                    fresh[int(number(record, "search/version", 0))].append(record)
+        points += [Point(version, _means(records)) for version, records in sorted(fresh.items())]
+        return points + self._of_evaluations()
+
+    def _records(self, name: str) -> Iterable[Record]:
+        if name not in self._tails:
+            part, start = self._places.get(name, (0, 0))
+            self._tails[name] = MetricsTail(self._run.metrics / f"{name}.jsonl", part=part, start=start)
+        return self._tails[name].records()
+
+    def _of_trainer(self, records: Iterable[Record]) -> Iterable[Point]:
+        for record in records:
+            step, event = int(number(record, "step", 0)), record.get("event")
+            if event is None:
+                yield Point(step, _scalars(record), time=number(record, "time"))
+            elif event == "resumed":
+                yield Point(step, again=True)
+            if event != "full":
+                self.ended = event in ("stopped", "finished")
+
+    def _of_evaluations(self) -> list[Point]:
+        if not self._run.evaluations.is_dir():
+            return []
+        points = []
+        for name, (split, step) in sorted(evaluations_on_disk(self._run).items(), key=lambda one: one[1][1]):
+            if name in self._evaluated or not (found := find_evaluation(self._run, split, step)):
+                continue
+            self._evaluated.add(name)
+            figures = {f"{split}/{found.score_name}": found.score, f"{split}/perplexity": found.perplexity}
+            known = {key: value for key, value in figures.items() if value is not None}
+            points.append(Point(step, known, {split: found.answers} if found.answers else {}))
+        return points
+
+
+def _scalars(record: Record) -> dict[str, float]:
+    values = {name: number(record, name) for name in record if "/" in name}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _means(records: Iterable[Record]) -> dict[str, float]:
+    """Of each figure over the records that have it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        for name, value in _scalars(record).items():
+            values[name].append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}

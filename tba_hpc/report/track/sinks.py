@@ -1,0 +1,172 @@
+"""Where a run is told: TensorBoard's event files, or Weights & Biases. The only module that imports wandb.
+
+It must not know where figures come from. A library is imported when its sink is made.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tba_hpc.config import Config, ConfigError, WandbSection
+from tba_hpc.core.wording import printable
+from tba_hpc.report.track.news import Point
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.evaluations import Answer
+from tba_hpc.run.files import make_folder
+
+if TYPE_CHECKING:
+    from tensorboardX import SummaryWriter
+
+STEP = "optimizer_step"
+"""Name of the figure that W&B's curves are drawn over."""
+
+
+class Sink(Protocol):
+    """Takes points; what a process after this one needs to go on is its ``state``, JSON."""
+
+    name: str
+
+    def tell(self, points: Iterable[Point]) -> None:
+        """Once back, they are on the disk, or on their way to a server."""
+
+    def state(self) -> dict[str, Any]:
+        """See there."""
+
+    def close(self) -> None:
+        """Finish."""
+
+
+ANSWER = ("prompt", "question", "answer", "correct")
+"""Columns of a table of answers."""
+
+
+MARKUP = re.compile(r"[^\w\s]")
+"""What may mean something in Markdown or HTML."""
+
+
+class TensorBoardSink:
+    """Event files in RUN/track/tensorboard; what a resume takes back is purged."""
+
+    name = "tensorboard"
+
+    def __init__(self, run: RunDir) -> None:
+        self._folder = run.track / "tensorboard"
+        make_folder(self._folder)
+        self._sessions = 0
+        self._writer = self._open(None)
+
+    def _open(self, purge: int | None) -> SummaryWriter:
+        from tensorboardX import SummaryWriter
+
+        self._sessions += 1  # two files of the same second would be one
+        return SummaryWriter(str(self._folder), purge_step=purge, filename_suffix=f".{self._sessions}")
+
+    def tell(self, points: Iterable[Point]) -> None:
+        """Write scalars, and answers as text."""
+        for point in points:
+            if point.again:
+                self._writer.close()
+                self._writer = self._open(point.step + 1)
+            for name, value in point.figures.items():
+                self._writer.add_scalar(name, value, point.step, walltime=point.time)
+            for split, answers in point.answers.items():
+                self._writer.add_text(f"{split}/answers", _markdown(answers), point.step, point.time)
+        self._writer.flush()
+
+    def state(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class WandbSink:
+    """One run of W&B, whatever number of starts: they have the same id. Offline, each start has a folder.
+
+    No code, console, machine data or environment is told: the config, the figures and some answers are all.
+    Raises ConfigError without the library.
+    """
+
+    name = "wandb"
+
+    def __init__(self, run: RunDir, config: Config, section: WandbSection, state: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError(
+                "track.wandb needs the package of that name: pip install 'wandb==0.31.0'"
+            ) from None
+        make_folder(run.track)
+        self._id = state.get("id") or secrets.token_hex(4)
+        self._count = int(state.get("count", 0))
+        online = section.mode == "online"
+        self._run = wandb.init(
+            project=section.project,
+            entity=section.entity,
+            group=section.group,
+            name=run.path.name,
+            id=self._id,
+            resume="allow" if online else None,
+            mode=section.mode,
+            dir=str(run.track),
+            config=config.model_dump(mode="json"),
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                save_code=False,
+                disable_code=True,
+                disable_git=True,
+                disable_job_creation=True,
+                x_disable_meta=True,
+                x_disable_stats=True,
+                x_disable_machine_info=True,
+                x_save_requirements=False,
+            ),
+        )
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+
+    def tell(self, points: Iterable[Point]) -> None:
+        """Log figures, and answers as tables; after a resume those of the steps done again come once more, at
+        the same place.
+        """
+        for point in points:
+            tables = {f"{split}/answers": _table(answers) for split, answers in point.answers.items()}
+            if point.figures or tables:
+                self._run.log({**point.figures, **tables, STEP: point.step}, step=self._count)
+                self._count += 1
+
+    def state(self) -> dict[str, Any]:
+        """Id and number of records."""
+        return {"id": self._id, "count": self._count}
+
+    def close(self) -> None:
+        """Finish the run, as far as this process is concerned."""
+        self._run.finish()
+
+
+def _rows(answers: Sequence[Answer]) -> list[list[Any]]:
+    return [[answer.prompt, answer.question, answer.text, answer.correct] for answer in answers]
+
+
+def _table(answers: Sequence[Answer]) -> Any:
+    import wandb
+
+    return wandb.Table(columns=list(ANSWER), data=_rows(answers))
+
+
+def _markdown(answers: Sequence[Answer]) -> str:
+    """A table. What a model wrote is shown as it is: it is no markup, ends no cell and fetches no picture."""
+    rows = [[*ANSWER], ["---"] * len(ANSWER), *([_cell(value) for value in row] for row in _rows(answers))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _cell(value: object) -> str:
+    if not isinstance(value, str):
+        return str(value)
+    return MARKUP.sub(lambda found: f"&#{ord(found[0])};", printable(value)).replace("\n", "<br>")
