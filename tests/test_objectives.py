@@ -166,7 +166,7 @@ def by_loops(train: TrainSection, groups: Groups, beta: float) -> Tensor:
                 advantage = (reward[j] - mean) / (deviation + 1e-4)
                 if name == "gspo":
                     ratio = torch.exp((logp[j] - behaviour[j]) / len(row))
-                    tame = ratio.clamp(1 - keys["clip_low"], 1 + keys["clip_high"])
+                    tame = ratio.clamp(1 - keys["ratio_clip"][0], 1 + keys["ratio_clip"][1])
                     total = total - torch.min(ratio * advantage, tame * advantage)
                     continue
                 terms = [
@@ -214,7 +214,7 @@ def test_a_pair_of_completions_has_no_tokens_to_normalise() -> None:
         ("trajectory_balance", {"gap_clip": 0.8}),
         *product(("proximal_rloo", "grpo", "dr_grpo"), [{"ratio_clip": 0.1}]),
         *product(("rloo", "proximal_rloo", "dr_grpo"), [{"baseline_shift": -0.7}]),
-        ("gspo", {"clip_low": 0.1, "clip_high": 0.2}),
+        ("gspo", {"ratio_clip": (0.1, 0.2)}),
     ],
 )
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])

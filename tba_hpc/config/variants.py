@@ -129,10 +129,8 @@ class Gspo(PolicyGradient):
 
     name: Literal["gspo"] = "gspo"
     """GRPO with one ratio for a completion: the geometric mean of its tokens'."""
-    clip_low: float = Field(3e-4, gt=0, lt=1)
-    """How far that ratio may fall below 1 before its gradient stops."""
-    clip_high: float = Field(4e-4, gt=0)
-    """How far it may rise above 1."""
+    ratio_clip: tuple[Annotated[float, Field(gt=0, lt=1)], Annotated[float, Field(gt=0)]] = (3e-4, 4e-4)
+    """How far that ratio may fall below and rise above 1 before its gradient stops."""
 
 
 class Topr(PolicyGradient):
@@ -200,7 +198,14 @@ class ReferenceSection(Section):
     scored: ClassVar[bool] = True
 
 
-class FrozenReference(ReferenceSection):
+class ModelReference(ReferenceSection):
+    scored_by: Literal["searcher", "trainer"] = "searcher"
+    """Who computes log π_ref. searcher: of everything, as it is generated. trainer: of what it samples, once;
+    searchers then hold no second model, and log no KL of fresh samples. Each trainer rank's copy stays in
+    host memory, and visits the GPU when needed; with model.lora, frozen is the policy without adapter."""
+
+
+class FrozenReference(ModelReference):
     name: Literal["frozen"] = "frozen"
     """The initial model."""
 
@@ -212,7 +217,7 @@ class BehaviourIsReference(ReferenceSection):
     """The weights that sampled: no model is loaded (always so with OAPL)."""
 
 
-class ResetReference(ReferenceSection):
+class ResetReference(ModelReference):
     name: Literal["reset"] = "reset"
     """The policy itself, anew every so many steps."""
     every: int = Field(50, ge=1)
@@ -239,6 +244,35 @@ class LaggedReference(ReferenceSection):
     sampled it; π_θ where there are none. Not with a target_temperature or reference_temperature."""
     decay: float = Field(0.9, gt=0, lt=1)
     """Of that average."""
+
+
+# --- Duplicates ---
+
+
+class NoDuplicates(Section):
+    name: Literal["none"] = "none"
+    """Every completion is stored: groups are as the policy sampled them."""
+
+
+class EqualDuplicates(Section):
+    name: Literal["equal"] = "equal"
+    """Equal completions: the newest is kept."""
+
+
+class EditDuplicates(Section):
+    name: Literal["edits"] = "edits"
+    """Completions that few edits of tokens turn into each other: the better one is kept."""
+    limit: float = Field(0.25, gt=0, le=0.5)
+    """Share of the tokens of both below which edits are few."""
+
+
+class EmbeddingDuplicates(Section):
+    name: Literal["embeddings"] = "embeddings"
+    """Completions whose embeddings are alike: the better one is kept."""
+    limit: float = Field(0.4, ge=0, lt=1)
+    """Cosine of the embeddings above which they are alike."""
+    model: str = "sentence-transformers/all-MiniLM-L6-v2"
+    """Folder or hub name of the sentence encoder; the leading trainer runs it."""
 
 
 # --- Unions ---
@@ -285,6 +319,12 @@ ReferenceChoice = Annotated[
     FrozenReference | BehaviourIsReference | ResetReference | EmaReference | LaggedReference,
     Discriminator("name"),
     _by_name("frozen"),
+]
+
+Duplicates = Annotated[
+    NoDuplicates | EqualDuplicates | EditDuplicates | EmbeddingDuplicates,
+    Discriminator("name"),
+    _by_name("equal"),
 ]
 
 

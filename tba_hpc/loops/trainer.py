@@ -232,10 +232,8 @@ class Trainer:
     @property
     def _patience(self) -> float:
         """Seconds to wait for shards: before the first, ranks and engines may still be starting."""
-        config, at_work = self._config, self._config.exchange.deadline_seconds
-        if self._last_arrival:
-            return at_work
-        return max(at_work, config.launch.start_deadline_seconds, config.generator.start_seconds)
+        launch = self._config.launch
+        return launch.timeout_seconds if self._last_arrival else launch.start_seconds
 
     def poll(self) -> bool:
         """Keep the exchange going while nothing is left to learn; whether a searcher was lost."""
@@ -335,7 +333,7 @@ class Trainer:
 
         Raises DiskFullError where it stays full.
         """
-        patience = self._config.exchange.disk_patience_seconds
+        patience = self._config.launch.disk_seconds
         give_up = min(time.monotonic() + patience, self._job_end - self._state.save_seconds)
         self._await_checkpoint()
         while self._state != self._saved:
@@ -349,11 +347,11 @@ class Trainer:
 
     def _await_checkpoint(self) -> None:
         """Wait for the checkpoint under way. Raises TimeoutError past the deadline."""
-        patience = self._config.exchange.deadline_seconds
+        patience = self._config.launch.timeout_seconds
         if self._under_way and not wait([self._under_way], patience).done:
             raise TimeoutError(
                 f"the checkpoint of step {self._to_log['step']} was not written within {patience:g} s: see "
-                "whether the file system of the run answers, or raise exchange.deadline_seconds"
+                "whether the file system of the run answers, or raise launch.timeout_seconds"
             )
         self._note_checkpoint()
 
