@@ -18,7 +18,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from tba_hpc.config import ConfigError, TrainSection
+from tba_hpc.config import ConfigError, TrainSection, parse_config
 from tba_hpc.config.variants import LossNormaliser, RatioBound, RatioCap, RatioTaper, SequenceMask
 from tba_hpc.objectives import OBJECTIVES, Groups, Objective, make_objective
 from tba_hpc.objectives.advantage_regression import oapl
@@ -202,8 +202,9 @@ def test_by_default_an_objective_is_normalised_as_it_was_published() -> None:
 
 
 def test_a_pair_of_completions_has_no_tokens_to_normalise() -> None:
-    with pytest.raises(ValueError, match=r"loss_normaliser=max_tokens has no meaning for .*: leave it out"):
-        TrainSection(objective="online_dpo", loss_normaliser="max_tokens")
+    train = {"objective": "online_dpo", "loss_normaliser": "max_tokens"}
+    with pytest.raises(ConfigError, match=r"loss_normaliser=max_tokens has no meaning for .*: leave it out"):
+        parse_config({"model": {"path": "model"}, "train": train})
 
 
 @pytest.mark.parametrize(

@@ -109,8 +109,8 @@ def test_a_resume_may_change_ranks_and_place_but_nothing_else(tmp_path: Path) ->
     assert str(caught.value) == (
         f"{moved_run.path} holds a run with another config, and a resume may not change it to "
         "buffer.most_on_policy=0.25, train.loss_normaliser=batch_tokens, train.prompts_per_step=7 and 1 more"
-        ": resume with buffer.most_on_policy=0.5, train.loss_normaliser=null, train.prompts_per_step=8 and 1 more, or "
-        "choose another run.name to start afresh"
+        ": resume with buffer.most_on_policy=0.5, train.loss_normaliser=null, train.prompts_per_step=8 and 1 "
+        "more, or choose another run.name to start afresh"
     )
     with pytest.raises(
         ConfigError, match=r"not change it to model\.path=huge: resume with model\.path=tiny,"
