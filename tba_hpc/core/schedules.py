@@ -66,7 +66,7 @@ def reference_power(train: TrainSection, step: int) -> float:
 
 def at(schedule: Schedule, step: int) -> float:
     """Value of a schedule at ``step``: linear between its points, constant after the last."""
-    return float(np.interp(step, *zip(*schedule, strict=True)))
+    return float(np.interp(step, [start for start, _ in schedule], [value for _, value in schedule]))
 
 
 def reference(config: TrainSection, step: int) -> int:
