@@ -235,10 +235,8 @@ class Trainer:
     @property
     def _patience(self) -> float:
         """Seconds to wait for shards: before the first, ranks and engines may still be starting."""
-        config, at_work = self._config, self._config.exchange.deadline_seconds
-        if self._last_arrival:
-            return at_work
-        return max(at_work, config.launch.start_deadline_seconds, config.generator.start_seconds)
+        launch = self._config.launch
+        return launch.timeout_seconds if self._last_arrival else launch.start_seconds
 
     def poll(self) -> bool:
         """Keep the exchange going while nothing is left to learn; whether a searcher was lost."""
@@ -293,7 +291,7 @@ class Trainer:
 
     def _save_last(self) -> None:
         """Raises DiskFullError where the disk stays full."""
-        patience = self._config.exchange.disk_patience_seconds
+        patience = self._config.launch.disk_seconds
         give_up = min(time.monotonic() + patience, self._job_end - self._saving.seconds)
         self._saving.save_last(self._state, give_up=give_up)
 
