@@ -537,9 +537,7 @@ def _open_trainer(
         layout,
         bucket_mb=config.exchange.bucket_mb,
         delta=config.exchange.delta,
-        read_pending=_pending_shards(run, config, range(FIRST_ELASTIC)).read,
         progress=progress,
-        evaluated=evaluated,
     )
     if not config.launch.elastic:
         return world

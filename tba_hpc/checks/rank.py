@@ -58,7 +58,7 @@ def greet(directory: RunDir, role: Role, *, gpus: bool) -> None:
     note(directory, world, facts)
     if gpus:
         store = directory.attempt / "group"
-        sums = all_reduce(store, rank=world.rank, ranks=len(world.living), deadline=world.deadline)
+        sums = all_reduce(store, rank=world.rank, ranks=world.comm.size, deadline=world.deadline)
         note(directory, world, replace(facts, sums=sums))
 
 

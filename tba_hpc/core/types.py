@@ -433,10 +433,8 @@ class WeightUpdate:
     """Weights as a searcher gets them.
 
     data: uint8 [layout.nbytes]; it may be shared memory, valid until the next call of the exchange.
-    share: this searcher's place among those that evaluate, and their number; None: as configured.
     """
 
     publication: Publication
     layout: WeightLayout
     data: np.ndarray
-    share: tuple[int, int] | None = None

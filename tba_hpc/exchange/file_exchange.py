@@ -228,10 +228,6 @@ class FileTrainerExchange:
         """Shards found since the last call, each exactly once, in order per searcher."""
         return [self._arrived.popleft() for _ in range(len(self._arrived))]
 
-    def lost(self) -> list[tuple[int, str]]:
-        """None: a searcher that has died cannot be told from one that is slow."""
-        return []
-
     @property
     def stop_requested(self) -> bool:
         """Whether a searcher had asked to stop the run by the last round."""

@@ -64,10 +64,6 @@ class HybridTrainerExchange:
         self._pass_on()
         return self._world.collect() + self._board.collect()
 
-    def lost(self) -> list[tuple[int, str]]:
-        """Those of the world: nobody waits for the others."""
-        return self._world.lost()
-
     @property
     def stop_requested(self) -> bool:
         """Whether a searcher of the world has asked to stop the run."""

@@ -1,4 +1,4 @@
-"""The exchange of weights and shards over MPI, in rounds that outlive the death of a searcher.
+"""The exchange of weights and shards over MPI, in rounds.
 
 It must not know how weights are made, used or stored, nor what a shard means; MPI itself is
 ``mpi_world``'s.
@@ -19,12 +19,6 @@ round n − 1 once it shows those weights to its main thread and the main thread
 nobody reads round n − 2 while it is overwritten. A round with weights to evaluate is confirmed only
 once the main thread has taken them, so that no newer ones can replace them. A searcher that is slow to
 confirm delays the next round, never the trainer's steps.
-
-A round in which a searcher dies is gone through again by those who are left: the weights are still in
-their slots, a searcher offers its shards anew, and the leader knows which it has. What the dead one had
-sealed and not delivered is read from disk. Where the newest weights were to be evaluated and a part is
-missing, they are shown once more, and each searcher that is left evaluates a larger share; an evaluation
-of older weights stays incomplete.
 """
 
 from __future__ import annotations
@@ -33,7 +27,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -42,12 +36,11 @@ import numpy as np
 from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import IDLE_DEADLINES
 from tba_hpc.core.prompts import Progress
-from tba_hpc.core.types import Publication, Shard, Split, WeightLayout, WeightUpdate
+from tba_hpc.core.types import Publication, Shard, WeightLayout, WeightUpdate
 from tba_hpc.exchange.background import IDLE_PAUSE, Background, Waiting
 from tba_hpc.exchange.mpi_world import (
     LEADER,
     LONGEST_PAUSE,
-    MpiError,
     MpiWorld,
     NodeMemory,
     Pending,
@@ -106,36 +99,21 @@ class Order:
 
 
 class MpiTrainerExchange:
-    """The leader's end. Of its calls only ``close`` waits; see the module for a round.
+    """The leader's end. Of its calls only ``close`` waits; see the module for a round."""
 
-    read_pending, progress, evaluated: as the exchange over files has them.
-    """
-
-    def __init__(
-        self,
-        world: MpiWorld,
-        memory: NodeMemory,
-        *,
-        read_pending: Callable[[Mapping[int, int]], Iterable[Shard]],
-        progress: Progress,
-        evaluated: Callable[[Split, int], bool],
-    ) -> None:
+    def __init__(self, world: MpiWorld, memory: NodeMemory) -> None:
         self._world = world
         self._memory = memory
-        self._read_pending = read_pending
-        self._cursors = dict(progress.cursors)
-        self._evaluated = evaluated
         self._rounds = 0  # started so far
         self._writes = 0  # of these, with new weights
         self._published: Order | None = None  # the last of these
         self._service = Background(threaded=world.threaded)
         self._arrived: deque[Shard] = deque()
-        self._lost: deque[tuple[int, str]] = deque()
         self._stop_requested = False
         self._closed = False
         log.info(
             "exchange: %d ranks on %d nodes, %.1f MB of weights",
-            *(len(world.living), memory.nodes, memory.layout.nbytes / 1e6),
+            *(world.comm.size, memory.nodes, memory.layout.nbytes / 1e6),
         )
 
     @classmethod
@@ -146,16 +124,14 @@ class MpiTrainerExchange:
         *,
         bucket_mb: int,
         delta: Travel = "never",
-        read_pending: Callable[[Mapping[int, int]], Iterable[Shard]],
         progress: Progress,
-        evaluated: Callable[[Split, int], bool],
     ) -> MpiTrainerExchange:
         """Connect to ranks that are all set up, and tell them ``progress``.
 
         delta: as exchange.delta. Raises ExchangeError naming who is not set up.
         """
         memory = world.connect_peers(layout, bucket_mb=bucket_mb, delta=delta, told=progress.to_bytes())
-        return cls(world, memory, read_pending=read_pending, progress=progress, evaluated=evaluated)
+        return cls(world, memory)
 
     def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
         """Start a round; see ports.TrainerExchange. ``write`` fills this node's slot in place.
@@ -194,10 +170,6 @@ class MpiTrainerExchange:
         self._service.advance()
         return [self._arrived.popleft() for _ in range(len(self._arrived))]
 
-    def lost(self) -> list[tuple[int, str]]:
-        """Searchers that have died, as rounds since the last call found out; see ports.TrainerExchange."""
-        return [self._lost.popleft() for _ in range(len(self._lost))]
-
     @property
     def stop_requested(self) -> bool:
         """Whether a searcher has asked, in a round so far, to stop the run."""
@@ -222,47 +194,17 @@ class MpiTrainerExchange:
             time.sleep(LONGEST_PAUSE)
 
     def _start(self, order: Order) -> None:
-        self._service.start(self._sync(order))
+        self._service.start(self._round(order))
         self._service.advance()
 
     def _closing(self) -> Waiting:
-        while (yield from self._sync(Order(Command.CLOSE))):
+        while (yield from self._round(Order(Command.CLOSE))):
             pass
-        yield from self._world.send_last(self._header(Order(Command.END)), Tag.HEADER)
-
-    def _sync(self, order: Order) -> Generator[float, None, int]:
-        """One whole round, gone through again where a searcher dies in it.
-
-        Returns how many shards the searchers kept for the next.
-        """
-        orders, kept = [order], 0
-        while orders:
-            try:
-                kept = yield from self._round(orders[-1])
-                orders.pop()
-            except MpiError as error:
-                yield from self._exclude_dead(error)
-                orders = [order, *self._to_evaluate_anew(order)]
-        return kept
-
-    def _exclude_dead(self, error: MpiError) -> Waiting:
-        """Leave the dead behind, and take from disk what they had sealed."""
-        dead = yield from self._memory.rebuild(error)
-        lost = [(rank - self._world.trainers, self._world.hosts[rank]) for rank in dead]
-        searchers = {searcher for searcher, _ in lost}
-        self._accept(
-            shard for shard in self._read_pending(dict(self._cursors)) if shard.searcher in searchers
-        )
-        self._lost.extend(lost)
-
-    def _to_evaluate_anew(self, order: Order) -> list[Order]:
-        """The last publish, if that was before ``order`` and its evaluation lacks the part of the dead."""
-        last = self._published
-        if last is None or last is order or last.publication is None or last.publication.evaluate is None:
-            return []
-        return [] if self._evaluated(last.publication.evaluate, last.publication.version) else [last]
+        end = self._header(Order(Command.END))
+        yield from self._world.send_all(end, Tag.HEADER, "did not take its leave")
 
     def _round(self, order: Order) -> Generator[float, None, int]:
+        """One whole round; returns how many shards the searchers kept for the next."""
         yield from self._world.send_all(
             self._header(order), Tag.HEADER, f"did not take the header of round {self._rounds}"
         )
@@ -271,7 +213,7 @@ class MpiTrainerExchange:
         if order.command is Command.PUBLISH:
             yield from self._memory.spread(order.write)
         yield from self._world.wait_for(transfers, f"did not send its shards in round {self._rounds}")
-        self._accept(unpack_shard(parcel) for parcel in parcels)
+        self._arrived.extend(unpack_shard(parcel) for parcel in parcels)
         yield from self._confirmed()
         return sum(int(answer["kept"][0]) for answer in ready.values())
 
@@ -298,13 +240,6 @@ class MpiTrainerExchange:
         ]
         receives = [self._world.receive(parcel, rank, Tag.SHARD) for rank, parcel in parcels]
         return [parcel for _, parcel in parcels], receives
-
-    def _accept(self, shards: Iterable[Shard]) -> None:
-        """Hand on the shards that have not come before, as some do after a death."""
-        for shard in shards:
-            if shard.index >= self._cursors.get(shard.searcher, 0):
-                self._cursors[shard.searcher] = shard.index + 1
-                self._arrived.append(shard)
 
     def _confirmed(self) -> Waiting:
         """Wait for every rank to confirm the round; one that says it is busy gets another deadline."""
@@ -344,15 +279,9 @@ class _Peer:
         self._service.start(self._serve())
 
     def _serve(self) -> Waiting:
-        """Take part in the leader's rounds, to the end; a death ends one and starts it again."""
-        while True:
-            try:
-                while (header := (yield from self._next_header()))["command"] != Command.END:
-                    yield from self._take_part(header)
-                return
-            except MpiError as error:
-                yield from self._memory.rebuild(error)
-                self._take_back()
+        """Take part in the leader's rounds, to the end."""
+        while (header := (yield from self._next_header()))["command"] != Command.END:
+            yield from self._take_part(header)
 
     def _next_header(self) -> Generator[float, None, np.void]:
         header = np.zeros(1, HEADER)
@@ -381,7 +310,6 @@ class _Peer:
         told = time.monotonic()
         while not self._is_free():
             yield IDLE_PAUSE
-            self._world.check()
             if self._last_call > told and time.monotonic() - told > self._world.deadline / 4:
                 told = time.monotonic()
                 yield from self._send_status(Status.BUSY)
@@ -402,9 +330,6 @@ class _Peer:
 
     def _handed_over(self) -> None:
         """The shards of the round have been sent."""
-
-    def _take_back(self) -> None:
-        """The round has failed: the leader may not have what was sent."""
 
     def _is_free(self) -> bool:
         """Whether all weights but those shown last may now be overwritten."""
@@ -450,7 +375,6 @@ class MpiSearcherExchange(_Peer):
         self._progress = progress
         self._lock = threading.Lock()  # guards the fields below, shared with the communication thread
         self._offered: deque[np.ndarray] = deque()
-        self._sent: list[np.ndarray] = []  # in the last round; kept until the leader starts the next
         self._in_transit = 0
         self._accepting = True
         self._stop = False
@@ -518,7 +442,7 @@ class MpiSearcherExchange(_Peer):
     def _prepare(self, header: np.void) -> tuple[np.ndarray, list[np.ndarray]]:
         with self._lock:
             self._accepting &= header["command"] != Command.CLOSE
-            parcels = self._sent = self._take_offered()
+            parcels = self._take_offered()
             self._in_transit = len(parcels)
             ready = np.zeros(1, READY)
             ready["stop"], ready["kept"], ready["shards"] = self._stop, len(self._offered), len(parcels)
@@ -541,7 +465,7 @@ class MpiSearcherExchange(_Peer):
         data = self._memory.slot(write).view()
         data.flags.writeable = False
         publication = Publication.from_json(header["publication"])
-        update = WeightUpdate(publication, self._memory.layout, data, self._world.share)
+        update = WeightUpdate(publication, self._memory.layout, data)
         with self._lock:
             self._shown, self._unseen = self._shown + 1, update
             self._to_evaluate = publication.evaluate is not None
@@ -549,11 +473,6 @@ class MpiSearcherExchange(_Peer):
     def _handed_over(self) -> None:
         with self._lock:
             self._in_transit = 0
-
-    def _take_back(self) -> None:
-        with self._lock:
-            self._offered.extendleft(reversed(self._sent))
-            self._sent, self._in_transit = [], 0
 
     def _is_free(self) -> bool:
         with self._lock:

@@ -182,7 +182,6 @@ class Trainer:
 
     def _collect(self) -> None:
         """Merge what has arrived, less what is stale."""
-        self._log_losses()
         shards = self._exchange.collect()
         for shard in shards:
             self._freshness.arrive(shard, self._state.step)
@@ -237,19 +236,9 @@ class Trainer:
             return at_work
         return max(at_work, config.launch.start_deadline_seconds, config.generator.start_seconds)
 
-    def poll(self) -> bool:
-        """Keep the exchange going while nothing is left to learn; whether a searcher was lost."""
+    def poll(self) -> None:
+        """Keep the exchange going while nothing is left to learn."""
         self._exchange.gather()
-        return self._log_losses()
-
-    def _log_losses(self) -> bool:
-        lost = self._exchange.lost()
-        for searcher, host in lost:
-            log.warning("searcher %d on %s died: the run goes on without it; see its log", searcher, host)
-            step = self._state.step
-            self._metrics.log({"event": "lost", "step": step, "searcher": searcher, "host": host})
-            self._freshness.exclude_dead(searcher, host)
-        return bool(lost)
 
     # --- Sample, step, checkpoint ---
 

@@ -491,9 +491,7 @@ def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
             LAYOUT,
             bucket_mb=1,
             delta="always" if "delta" in transport else "never",
-            read_pending=lambda cursors: [],
             progress=Progress(),
-            evaluated=lambda split, version: True,
         )
         if transport == BOTH:
             run = make_run(folder)

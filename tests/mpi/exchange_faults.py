@@ -38,14 +38,7 @@ def join(deadline: float = DEADLINE) -> MpiWorld:
 
 def open_trainer(world: MpiWorld, layout: WeightLayout) -> MpiTrainerExchange:
     """The leader's end, without a disk."""
-    return MpiTrainerExchange.open(
-        world,
-        layout,
-        bucket_mb=1,
-        read_pending=lambda cursors: [],
-        progress=Progress(),
-        evaluated=lambda split, step: True,
-    )
+    return MpiTrainerExchange.open(world, layout, bucket_mb=1, progress=Progress())
 
 
 def publish_for_ever(world: MpiWorld) -> None:
