@@ -24,20 +24,22 @@ confirm delays the next round, never the trainer's steps.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
+from queue import SimpleQueue
 
 import numpy as np
 
-from tba_hpc.config import ConfigError
-from tba_hpc.core.ports import IDLE_DEADLINES
+from tba_hpc.core.ports import IDLE_DEADLINES, ExchangeError
 from tba_hpc.core.prompts import Progress
 from tba_hpc.core.types import Publication, Shard, WeightLayout, WeightUpdate
-from tba_hpc.exchange.background import IDLE_PAUSE, Background, Waiting
 from tba_hpc.exchange.mpi_world import (
     LEADER,
     LONGEST_PAUSE,
@@ -50,6 +52,13 @@ from tba_hpc.exchange.mpi_world import (
 from tba_hpc.exchange.shard_packing import pack_shard, unpack_shard
 
 log = logging.getLogger(__name__)
+
+IDLE_PAUSE = 2e-3
+"""Seconds between two looks at a peer that is not expected to answer soon."""
+
+LOOK_SECONDS, PYTHONS_SECONDS = 5e-5, sys.getswitchinterval()
+"""Longest that a main thread busy with Python keeps the exchange's from its next look, during a round and
+otherwise: MPI moves data only while someone looks, and Python's own 5 ms are long for that."""
 
 SHARDS_PER_ROUND, BYTES_PER_ROUND = 256, 1 << 30
 """Most that one searcher hands over in one round; the rest goes with the next."""
@@ -98,6 +107,56 @@ class Order:
     publication: Publication | None = None
 
 
+@contextmanager
+def _attentive() -> Iterator[None]:
+    """While the block runs, this thread does not wait long for its turn."""
+    sys.setswitchinterval(LOOK_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(PYTHONS_SECONDS)
+
+
+class ExchangeThread:
+    """A thread that does one piece of work at a time. Once all ranks are connected it alone calls MPI."""
+
+    def __init__(self) -> None:
+        self._finished = True
+        self._error: ExchangeError | None = None
+        self._given: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        # One for all work: where every core is busy, the start of a thread may take half a second. A daemon:
+        # a process that ends by an error must not wait for a peer first.
+        threading.Thread(target=self._run, name="exchange", daemon=True).start()
+
+    def start(self, work: Callable[[], object]) -> None:
+        """Begin; what was given before is finished."""
+        self._finished = False
+        self._given.put(work)
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is under way. Raises ExchangeError if the last work failed."""
+        self.check()
+        return self._finished
+
+    def check(self) -> None:
+        """Raise ExchangeError if the last work failed."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while True:
+            work = self._given.get()
+            try:
+                work()
+            except ExchangeError as error:
+                self._error = error
+            except Exception as error:
+                self._error = ExchangeError(f"the exchange failed ({error}): see the logs of the other ranks")
+                self._error.__cause__ = error
+            self._finished = True
+
+
 class MpiTrainerExchange:
     """The leader's end. Of its calls only ``close`` waits; see the module for a round."""
 
@@ -107,7 +166,7 @@ class MpiTrainerExchange:
         self._rounds = 0  # started so far
         self._writes = 0  # of these, with new weights
         self._published: Order | None = None  # the last of these
-        self._service = Background(threaded=world.threaded)
+        self._thread = ExchangeThread()
         self._arrived: deque[Shard] = deque()
         self._stop_requested = False
         self._closed = False
@@ -139,7 +198,7 @@ class MpiTrainerExchange:
         With several trainer ranks, rank i writes run i of ``layout.parts``: the leader inside ``write``,
         the others into their ``slot()``; ``write`` must be back only when all have written.
         """
-        if not self._idle:
+        if not self._thread.finished:
             return False
         write(self._memory.slot(self._writes))
         self._published = Order(Command.PUBLISH, self._writes, publication)
@@ -153,21 +212,21 @@ class MpiTrainerExchange:
         These, uint8 [layout.nbytes], lie whole in this node's memory until the second publish from then on.
         None while a round is under way.
         """
-        if not self._idle or self._published is None or self._published.publication is None:
+        if not self._thread.finished or self._published is None or self._published.publication is None:
             return None
         write = self._published.write
         return write, self._published.publication, self._memory.slot(write)
 
     def gather(self) -> bool:
         """Start a round without weights; see ports.TrainerExchange."""
-        if not self._idle:
+        if not self._thread.finished:
             return False
         self._start(Order(Command.GATHER))
         return True
 
     def collect(self) -> list[Shard]:
         """Shards that arrived since the last call, each exactly once, in order per searcher."""
-        self._service.advance()
+        self._thread.check()
         return [self._arrived.popleft() for _ in range(len(self._arrived))]
 
     @property
@@ -180,41 +239,37 @@ class MpiTrainerExchange:
         if not self._closed:
             self._closed = True
             self._finish()
-            self._service.start(self._closing())
+            self._thread.start(self._let_go)
             self._finish()
         return self.collect()
 
-    @property
-    def _idle(self) -> bool:
-        self._service.advance()
-        return self._service.finished
-
     def _finish(self) -> None:
-        while not self._idle:
+        while not self._thread.finished:
             time.sleep(LONGEST_PAUSE)
 
     def _start(self, order: Order) -> None:
-        self._service.start(self._round(order))
-        self._service.advance()
+        sys.setswitchinterval(LOOK_SECONDS)  # now, so that the round begins at once
+        self._thread.start(partial(self._round, order))
 
-    def _closing(self) -> Waiting:
-        while (yield from self._round(Order(Command.CLOSE))):
+    def _let_go(self) -> None:
+        while self._round(Order(Command.CLOSE)):
             pass
         end = self._header(Order(Command.END))
-        yield from self._world.send_all(end, Tag.HEADER, "did not take its leave")
+        self._world.send_all(end, Tag.HEADER, "did not take its leave")
 
-    def _round(self, order: Order) -> Generator[float, None, int]:
+    @_attentive()
+    def _round(self, order: Order) -> int:
         """One whole round; returns how many shards the searchers kept for the next."""
-        yield from self._world.send_all(
+        self._world.send_all(
             self._header(order), Tag.HEADER, f"did not take the header of round {self._rounds}"
         )
-        ready = yield from self._hear()
+        ready = self._hear()
         parcels, transfers = self._receive(ready)
         if order.command is Command.PUBLISH:
-            yield from self._memory.spread(order.write)
-        yield from self._world.wait_for(transfers, f"did not send its shards in round {self._rounds}")
+            self._memory.spread(order.write)
+        self._world.wait_for(transfers, f"did not send its shards in round {self._rounds}")
         self._arrived.extend(unpack_shard(parcel) for parcel in parcels)
-        yield from self._confirmed()
+        self._confirmed()
         return sum(int(answer["kept"][0]) for answer in ready.values())
 
     def _header(self, order: Order) -> np.ndarray:
@@ -223,11 +278,11 @@ class MpiTrainerExchange:
         assert len(text) <= HEADER["publication"].itemsize, "HEADER has room for the text"
         return np.array([(order.command, self._rounds, order.write, text)], HEADER)
 
-    def _hear(self) -> Generator[float, None, dict[int, np.ndarray]]:
+    def _hear(self) -> dict[int, np.ndarray]:
         """Everybody's READY."""
         ready = {rank: np.zeros(1, READY) for rank in self._world.peers}
         answers = [self._world.receive(ready[rank], rank, Tag.READY) for rank in ready]
-        yield from self._world.wait_for(answers, f"did not answer in round {self._rounds}")
+        self._world.wait_for(answers, f"did not answer in round {self._rounds}")
         self._stop_requested |= any(answer["stop"][0] for answer in ready.values())
         return ready
 
@@ -241,7 +296,7 @@ class MpiTrainerExchange:
         receives = [self._world.receive(parcel, rank, Tag.SHARD) for rank, parcel in parcels]
         return [parcel for _, parcel in parcels], receives
 
-    def _confirmed(self) -> Waiting:
+    def _confirmed(self) -> None:
         """Wait for every rank to confirm the round; one that says it is busy gets another deadline."""
         waiting_since = dict.fromkeys(self._world.peers, time.monotonic())
         answers = {rank: self._next_status(rank) for rank in waiting_since}
@@ -255,7 +310,7 @@ class MpiTrainerExchange:
                 else:
                     answers[rank], waiting_since[rank] = self._next_status(rank), time.monotonic()
             self._refuse_silence(waiting_since)
-            yield LONGEST_PAUSE
+            time.sleep(LONGEST_PAUSE)
 
     def _next_status(self, rank: int) -> tuple[np.ndarray, Pending]:
         status = np.empty(1, np.int64)
@@ -275,48 +330,52 @@ class _Peer:
     def __init__(self, world: MpiWorld, memory: NodeMemory) -> None:
         self._world = world
         self._memory = memory
-        self._service = Background(threaded=world.threaded)
-        self._service.start(self._serve())
+        self._thread = ExchangeThread()
+        self._thread.start(self._serve)
 
-    def _serve(self) -> Waiting:
+    def _serve(self) -> None:
         """Take part in the leader's rounds, to the end."""
-        while (header := (yield from self._next_header()))["command"] != Command.END:
-            yield from self._take_part(header)
+        while (header := self._next_header())["command"] != Command.END:
+            self._take_part(header)
 
-    def _next_header(self) -> Generator[float, None, np.void]:
+    def _next_header(self) -> np.void:
         header = np.zeros(1, HEADER)
         request = self._world.receive(header, LEADER, Tag.HEADER)
         patience = IDLE_DEADLINES * self._world.deadline
-        yield from self._world.wait_for(
+        self._world.wait_for(
             [request], "did not start a round", seconds=patience, pause=IDLE_PAUSE, longest=IDLE_PAUSE
         )
         return header[0]
 
-    def _take_part(self, header: np.void) -> Waiting:
+    def _take_part(self, header: np.void) -> None:
         """This rank's side of a round."""
+        self._transfer(header)
+        self._until_free()
+        self._send_status(Status.CONFIRMED)
+
+    @_attentive()
+    def _transfer(self, header: np.void) -> None:
         ready, parcels = self._prepare(header)
         messages = [(ready, Tag.READY), *((parcel, Tag.SHARD) for parcel in parcels)]
         sends = [self._world.send(message, LEADER, tag) for message, tag in messages]
         if header["command"] == Command.PUBLISH:
-            yield from self._memory.spread(int(header["write"]))
+            self._memory.spread(int(header["write"]))
             self._show(header)
-        yield from self._world.wait_for(sends, f"did not fetch the shards of round {header['round']}")
+        self._world.wait_for(sends, f"did not fetch the shards of round {header['round']}")
         self._handed_over()
-        yield from self._until_free()
-        yield from self._send_status(Status.CONFIRMED)
 
-    def _until_free(self) -> Waiting:
+    def _until_free(self) -> None:
         """Wait until the next weights may come; meanwhile tell the leader that the main thread lives."""
         told = time.monotonic()
         while not self._is_free():
-            yield IDLE_PAUSE
+            time.sleep(IDLE_PAUSE)
             if self._last_call > told and time.monotonic() - told > self._world.deadline / 4:
                 told = time.monotonic()
-                yield from self._send_status(Status.BUSY)
+                self._send_status(Status.BUSY)
 
-    def _send_status(self, status: Status) -> Waiting:
+    def _send_status(self, status: Status) -> None:
         send = self._world.send(np.array([status], np.int64), LEADER, Tag.STATUS)
-        yield from self._world.wait_for([send], "did not take a confirmation")
+        self._world.wait_for([send], "did not take a confirmation")
 
     _last_call = 0.0
     """When the main thread last called, on the monotonic clock."""
@@ -343,26 +402,20 @@ class MpiTrainerFollower(_Peer):
 
     @classmethod
     def open(cls, world: MpiWorld) -> MpiTrainerFollower:
-        """Connect to the leader. Raises ConfigError, ExchangeError."""
-        if not world.threaded:
-            raise ConfigError(
-                f"launch.trainers={world.trainers} needs an MPI with threads (MPI_THREAD_SERIALIZED), this "
-                "one has none: use launch.trainers=1, exchange.transport=files, or another MPI library"
-            )
+        """Connect to the leader. Raises ExchangeError."""
         memory, _ = world.connect()
         return cls(world, memory)
 
     def slot(self) -> np.ndarray:
         """uint8 [layout.nbytes]: where the next published weights go. Call once per publish of the leader."""
-        self._service.advance()
+        self._thread.check()
         self._writes += 1
         return self._memory.slot(self._writes - 1)
 
     def close(self) -> None:
         """Wait until the leader has closed the exchange. Raises ExchangeError where it falls silent."""
-        while not self._service.finished:
+        while not self._thread.finished:
             time.sleep(IDLE_PAUSE)
-        self._service.advance()
 
 
 class MpiSearcherExchange(_Peer):
@@ -428,7 +481,7 @@ class MpiSearcherExchange(_Peer):
         """Whether the trainer has ended the run and every published weight has been polled."""
         self._called()
         with self._lock:
-            return self._service.finished and self._unseen is None
+            return self._thread.finished and self._unseen is None
 
     def close(self) -> None:
         """Leave. MPI itself ends with the process, when all ranks do."""
@@ -437,7 +490,7 @@ class MpiSearcherExchange(_Peer):
     def _called(self) -> None:
         self._holding = False
         self._last_call = time.monotonic()
-        self._service.advance()
+        self._thread.check()
 
     def _prepare(self, header: np.void) -> tuple[np.ndarray, list[np.ndarray]]:
         with self._lock:

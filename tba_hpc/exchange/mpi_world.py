@@ -34,7 +34,6 @@ from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import ExchangeError
 from tba_hpc.core.types import Role, WeightLayout
 from tba_hpc.core.wording import first_words
-from tba_hpc.exchange.background import Waiting, run
 from tba_hpc.exchange.weight_changes import Worth, apply_changes, find_changes
 from tba_hpc.run.directory import SEARCHERS_FIRST
 
@@ -107,7 +106,6 @@ class MpiWorld:
     searchers: int
     deadline: float
     """Longest wait for another rank, s."""
-    threaded: bool
     node_split: Callable[[MPI.Intracomm], MPI.Intracomm]
     hosts: tuple[str, ...] = ()
     """Host name of every world rank."""
@@ -125,26 +123,21 @@ class MpiWorld:
         searchers: int,
         deadline: float,
         work_deadline: float | None = None,
-        threaded: bool | None = None,
         node_split: Callable[[MPI.Intracomm], MPI.Intracomm] = split_by_memory,
     ) -> MpiWorld:
         """Check that this is one world with the roles as configured; call it before slow imports.
 
         deadline: longest wait for another rank, s; work_deadline: once all are set up (default: the same).
-        threaded: whether rounds run beside the main thread (default: where MPI allows it). node_split: which
-        ranks share memory. The environment tells where MPI numbers searchers first.
+        node_split: which ranks share memory. The environment tells where MPI numbers searchers first.
         Raises ConfigError saying what is wrong with the world, ExchangeError naming who has not joined.
         """
         comm = MPI.COMM_WORLD
+        _check_threads()
         _check_size(comm.size, trainers, searchers)
         offset = searchers if os.environ.get(SEARCHERS_FIRST) == "1" else 0
         rank = (comm.rank - offset) % comm.size
         _check_role(rank, role, trainers)
-        if threaded is None:
-            threaded = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
-        if not threaded:
-            log.info("weights and shards travel in the main thread, at the round boundary")
-        world = cls(comm, rank, trainers, searchers, deadline, threaded, node_split)
+        world = cls(comm, rank, trainers, searchers, deadline, node_split)
         world = replace(world, offset=offset, work_deadline=work_deadline)
         time.sleep(SETTLING_SECONDS)
         hosts = world._meet()
@@ -202,9 +195,9 @@ class MpiWorld:
         """Start to receive into an array."""
         return rank, self.comm.Irecv(out.view(np.uint8), self._place(rank), tag)
 
-    def send_all(self, message: np.ndarray, tag: Tag, what: str) -> Waiting:
+    def send_all(self, message: np.ndarray, tag: Tag, what: str) -> None:
         """Send ``message`` to every other rank; past the deadline, name those that did not take it."""
-        yield from self.wait_for([self.send(message, rank, tag) for rank in self.peers], what)
+        self.wait_for([self.send(message, rank, tag) for rank in self.peers], what)
 
     @property
     def patience(self) -> float:
@@ -226,7 +219,7 @@ class MpiWorld:
         seconds: float | None = None,
         pause: float = SHORTEST_PAUSE,
         longest: float = LONGEST_PAUSE,
-    ) -> Waiting:
+    ) -> None:
         """Wait for requests that depend on the given ranks; past the deadline, name those not done.
 
         pause, longest: first and last seconds between two looks.
@@ -235,7 +228,7 @@ class MpiWorld:
         while requests := [(rank, request) for rank, request in requests if not request.Test()]:
             if time.monotonic() > end:
                 raise self.missing([rank for rank, _ in requests], what, remedy, seconds=seconds)
-            yield pause
+            time.sleep(pause)
             pause = min(1.5 * pause, longest)
 
     def _place(self, rank: int) -> int:
@@ -254,12 +247,12 @@ class MpiWorld:
         assert self.rank == LEADER, "all others call connect"
         hellos = [self.receive(np.empty(1, np.int64), rank, Tag.CONNECT) for rank in self.peers]
         what = "joined the world, but did not get ready (loading model and engine)"
-        run(self.wait_for(hellos, what, "see its log, or raise launch.start_deadline_seconds"))
+        self.wait_for(hellos, what, "see its log, or raise launch.start_deadline_seconds")
         text = np.frombuffer(layout.to_json().encode(), np.uint8)
         more = np.frombuffer(told, np.uint8)
         mode = TRAVELS.index(delta)
         for message in (np.array([len(text), bucket_mb << 20, len(more), mode]), text, more):
-            run(self.send_all(message, Tag.CONNECT, "did not take the layout of the weights"))
+            self.send_all(message, Tag.CONNECT, "did not take the layout of the weights")
         return self._at_work(layout, bucket_mb << 20, delta)
 
     def connect(self) -> tuple[NodeMemory, bytes]:
@@ -268,7 +261,7 @@ class MpiWorld:
         sizes = self._layout_message(np.empty(4, np.int64))
         text = self._layout_message(np.empty(int(sizes[0]), np.uint8))
         told = self._layout_message(np.empty(int(sizes[2]), np.uint8))
-        run(self.wait_for([hello], "did not take the greeting"))
+        self.wait_for([hello], "did not take the greeting")
         layout = WeightLayout.from_json(text.tobytes().decode())
         return self._at_work(layout, int(sizes[1]), TRAVELS[int(sizes[3])]), told.tobytes()
 
@@ -288,18 +281,18 @@ class MpiWorld:
         )
         if self.rank == LEADER:
             hellos = [self.receive(table[rank : rank + 1], rank, Tag.JOIN) for rank in self.peers]
-            run(self.wait_for(hellos, "did not join the world", not_there))
-            run(self.send_all(table, Tag.JOIN, "did not take the list of ranks"))
+            self.wait_for(hellos, "did not join the world", not_there)
+            self.send_all(table, Tag.JOIN, "did not take the list of ranks")
         else:
             sent = self.send(table[self.rank : self.rank + 1], LEADER, Tag.JOIN)
             answer = self.receive(table, LEADER, Tag.JOIN)
-            run(self.wait_for([sent, answer], "did not welcome all ranks", not_there))
+            self.wait_for([sent, answer], "did not welcome all ranks", not_there)
         return tuple(host.decode() for host in table)
 
     def _layout_message(self, out: np.ndarray) -> np.ndarray:
         request = self.receive(out, LEADER, Tag.CONNECT)
         remedy = "it, or a rank that it waits for, is not ready"
-        run(self.wait_for([request], "did not send the layout of the weights", remedy))
+        self.wait_for([request], "did not send the layout of the weights", remedy)
         return out
 
 
@@ -319,8 +312,7 @@ class NodeMemory:
         self.layout = layout
         self._world = world
         self._bucket_bytes = bucket_bytes
-        # Without a thread of its own, to look for changes would hold up the steps.
-        self._travel: Travel = "never" if delta == "auto" and not world.threaded else delta
+        self._travel = delta
         self._worth = Worth()
         self.travelled = 0
         """Bytes between nodes so far, of weights or of what has changed in them, each counted once."""
@@ -332,15 +324,15 @@ class NodeMemory:
         """uint8 [layout.nbytes]: this node's copy of the weights of the given number; reused two later."""
         return self._slots[write % 2]
 
-    def spread(self, write: int) -> Waiting:
+    def spread(self, write: int) -> None:
         """Bring the weights from the trainers that wrote them into this node's slot."""
         if self._node.rank == 0:
-            yield from self._broadcast(write)
-            yield from self._announce()
+            self._broadcast(write)
+            self._announce()
         else:
             arrived = self._node.Irecv(np.empty(0, np.uint8), 0, Tag.ARRIVED)
             what = "did not receive the weights for its node"
-            yield from self._world.wait_for([(self._node_leader, arrived)], what, _BROADCAST_HANGS)
+            self._world.wait_for([(self._node_leader, arrived)], what, _BROADCAST_HANGS)
         self._window.Sync()
 
     def _connect(self, node: MPI.Intracomm) -> None:
@@ -387,7 +379,7 @@ class NodeMemory:
             else:
                 slot[::PAGE].max(initial=0)
 
-    def _broadcast(self, write: int) -> Waiting:
+    def _broadcast(self, write: int) -> None:
         """Between node leaders, bucket by bucket; nothing to do on a world of one node."""
         if not self._buckets:
             return
@@ -397,18 +389,18 @@ class NodeMemory:
         sent = (sizes != WHOLE).any()
         if self._travel != "never":
             tell = self._nodes.Iallreduce(MPI.IN_PLACE, sizes, MPI.MAX)
-            yield from self._finish_broadcast([(self._world.rank, tell)])
+            self._finish_broadcast([(self._world.rank, tell)])
         under_way: deque[Pending] = deque()
         for i, (start, end, root) in enumerate(self._buckets):
             if len(under_way) == BUCKETS_IN_FLIGHT:
-                yield from self._finish_broadcast([under_way.popleft()])
+                self._finish_broadcast([under_way.popleft()])
             if sizes[i] != WHOLE and root != self._nodes.rank:
                 changes[i] = np.empty(sizes[i], np.uint8)
             change = changes[i]
             message = slot[start:end] if change is None else change
             under_way.append((self._world.rank, self._nodes.Ibcast(message, root)))
             self.travelled += len(message)
-        yield from self._finish_broadcast(under_way)
+        self._finish_broadcast(under_way)
         self._worth.note(time.monotonic() - began, changes=bool(sent))
         self._bring_up_to_date(write, changes)
 
@@ -436,19 +428,19 @@ class NodeMemory:
             apply_changes(change, slot[start:end])
         self._last, self._last_write = changes, write
 
-    def _finish_broadcast(self, buckets: Sequence[Pending]) -> Waiting:
+    def _finish_broadcast(self, buckets: Sequence[Pending]) -> None:
         # MPI moves data only while we look, so look often.
         what = "could not finish the broadcast of the weights"
-        yield from self._world.wait_for(buckets, what, _BROADCAST_HANGS, longest=SHORTEST_PAUSE)
+        self._world.wait_for(buckets, what, _BROADCAST_HANGS, longest=SHORTEST_PAUSE)
 
-    def _announce(self) -> Waiting:
+    def _announce(self) -> None:
         """Tell the other ranks of this node that the weights are in memory."""
         self._window.Sync()
         empty = np.empty(0, np.uint8)
         sends = [
             (self._node_leader, self._node.Isend(empty, i, Tag.ARRIVED)) for i in range(1, self._node.size)
         ]
-        yield from self._world.wait_for(sends, "could not tell its node that the weights have arrived")
+        self._world.wait_for(sends, "could not tell its node that the weights have arrived")
 
 
 def _buckets(layout: WeightLayout, roots: list[int], bucket_bytes: int) -> list[tuple[int, int, int]]:
@@ -462,6 +454,15 @@ def _buckets(layout: WeightLayout, roots: list[int], bucket_bytes: int) -> list[
         if run
     ]
     return [bucket for turn in zip_longest(*queues) for bucket in turn if bucket]
+
+
+def _check_threads() -> None:
+    """The main thread starts MPI and meets the others; from then on the thread of the exchange calls it."""
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise ConfigError(
+            f"this MPI library ({library_version()}) lets no second thread call it (MPI_THREAD_SERIALIZED): "
+            "use another one, or start another run (run.name) with exchange.transport=files"
+        )
 
 
 def _check_size(size: int, trainers: int, searchers: int) -> None:

@@ -45,7 +45,6 @@ TRAINERS = {
     "files-delta": 1,
     "files-two-trainers": 2,
     "mpi": 1,
-    "mpi-unthreaded": 1,
     "mpi-nodes-two-trainers": 2,
     "mpi-nodes-delta-two-trainers": 2,
 }
@@ -480,7 +479,6 @@ def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
         trainers=trainers,
         searchers=1 if transport == BOTH else SEARCHERS,
         deadline=PATIENCE,
-        threaded=False if "unthreaded" in transport else None,
         node_split=(lambda comm: comm.Split(comm.rank))
         if "nodes" in transport
         else mpi_world.split_by_memory,

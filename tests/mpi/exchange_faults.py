@@ -190,7 +190,7 @@ def describes_itself() -> None:
     world = join()
     print(
         f"[{world.rank} {world.role} {world.index}/{world.size} local {world.local_index} "
-        f"{len(set(world.hosts))} host {world.threaded} MPI {MPI.COMM_WORLD.rank}]",
+        f"{len(set(world.hosts))} host MPI {MPI.COMM_WORLD.rank}]",
         flush=True,
     )
 

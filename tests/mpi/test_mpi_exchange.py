@@ -80,6 +80,12 @@ def test_a_rank_alone_in_its_world_is_told_what_to_try() -> None:
     assert re.search(r"srun --mpi=(pmix|pmi2)", alone.stdout)
 
 
+def test_a_library_without_threads_is_refused() -> None:
+    outcome, _ = world("describes_itself", MPI4PY_RC_THREAD_LEVEL="single")
+    assert outcome.code != 0
+    assert re.search(r"refused: this MPI library \(Open MPI .*use another one, or .*files", outcome.output)
+
+
 def test_the_world_ends_when_a_searcher_is_killed() -> None:
     outcome, seconds = world("killed")
     assert "killing myself" in outcome.output
@@ -113,9 +119,9 @@ def test_every_rank_knows_its_place(environment: dict[str, str], numbers: tuple[
     assert outcome.code == 0, outcome.output
     for line, number in zip(
         (
-            "[0 trainer 0/1 local 0 1 host True",
-            "[1 searcher 0/2 local 1 1 host True",
-            "[2 searcher 1/2 local 2 1 host True",
+            "[0 trainer 0/1 local 0 1 host",
+            "[1 searcher 0/2 local 1 1 host",
+            "[2 searcher 1/2 local 2 1 host",
         ),
         numbers,
         strict=True,
