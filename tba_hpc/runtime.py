@@ -50,6 +50,7 @@ from tba_hpc.exchange.hdf5_shards import (
     ShardWriter,
     is_shard,
     read_arrays,
+    with_image,
     write_arrays,
 )
 from tba_hpc.exchange.hybrid_exchange import HybridTrainerExchange
@@ -447,7 +448,7 @@ def _join(
     first = progress.cursors.get(index, 0)
     for shard in _pending_shards(run, config).read_all({index: first}, [index]):
         progress.completed.add(shard.trajectories.record["request_id"])
-        exchange.offer(shard)
+        exchange.offer(with_image(shard))
     return progress
 
 

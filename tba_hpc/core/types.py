@@ -323,11 +323,15 @@ class PaddedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """An immutable, sealed slice of a searcher's trajectories: number ``index`` of ``searcher``."""
+    """An immutable, sealed slice of a searcher's trajectories: number ``index`` of ``searcher``.
+
+    image: the bytes of its file, if they are at hand.
+    """
 
     searcher: int
     index: int
     trajectories: Trajectories
+    image: memoryview | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ It must not know how weights are made, used or stored, nor what a shard means; M
 A round, started by the leader (trainer 0), runs on a communication thread at every rank:
 
     leader                                   every other rank
-    header (command, version, …)     ──►
+    header (purpose, version, …)     ──►
                                      ◄──     ready (how many shards, how large, stop asked)
-                                     ◄──     the shards, one flat message each
+                                     ◄──     the shards, each as the bytes of its file
     weights: buckets broadcast between the nodes, each from the node of the trainer rank that owns it,
              whole or as what has changed in it
                                      ◄──     confirmed
@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
@@ -40,6 +41,7 @@ import numpy as np
 from tba_hpc.core.ports import IDLE_DEADLINES, ExchangeError
 from tba_hpc.core.prompts import Progress
 from tba_hpc.core.types import Publication, Shard, WeightLayout, WeightUpdate
+from tba_hpc.exchange.hdf5_shards import parse_shard
 from tba_hpc.exchange.mpi_world import (
     LEADER,
     LONGEST_PAUSE,
@@ -49,7 +51,6 @@ from tba_hpc.exchange.mpi_world import (
     Tag,
     Travel,
 )
-from tba_hpc.exchange.shard_packing import pack_shard, unpack_shard
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ SHARDS_PER_ROUND, BYTES_PER_ROUND = 256, 1 << 30
 """Most that one searcher hands over in one round; the rest goes with the next."""
 
 
-class Command(IntEnum):
+class Purpose(IntEnum):
     """What a round is for."""
 
     PUBLISH = 1  # weights out, shards in
@@ -82,7 +83,7 @@ class Status(IntEnum):
 
 HEADER = np.dtype(
     [
-        ("command", "<i8"),
+        ("purpose", "<i8"),
         ("round", "<i8"),
         ("write", "<i8"),
         ("publication", "S512"),  # its JSON text, empty where no weights travel
@@ -99,10 +100,10 @@ READY = np.dtype(
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Round:
     """What a round is to do. write: number of publishes before; its parity is the slot."""
 
-    command: Command
+    purpose: Purpose
     write: int = 0
     publication: Publication | None = None
 
@@ -165,7 +166,7 @@ class MpiTrainerExchange:
         self._memory = memory
         self._rounds = 0  # started so far
         self._writes = 0  # of these, with new weights
-        self._published: Order | None = None  # the last of these
+        self._published: Round | None = None  # the last of these
         self._thread = ExchangeThread()
         self._arrived: deque[Shard] = deque()
         self._stop_requested = False
@@ -201,7 +202,7 @@ class MpiTrainerExchange:
         if not self._thread.finished:
             return False
         write(self._memory.slot(self._writes))
-        self._published = Order(Command.PUBLISH, self._writes, publication)
+        self._published = Round(Purpose.PUBLISH, self._writes, publication)
         self._writes += 1
         self._start(self._published)
         return True
@@ -221,7 +222,7 @@ class MpiTrainerExchange:
         """Start a round without weights; see ports.TrainerExchange."""
         if not self._thread.finished:
             return False
-        self._start(Order(Command.GATHER))
+        self._start(Round(Purpose.GATHER))
         return True
 
     def collect(self) -> list[Shard]:
@@ -247,36 +248,37 @@ class MpiTrainerExchange:
         while not self._thread.finished:
             time.sleep(LONGEST_PAUSE)
 
-    def _start(self, order: Order) -> None:
+    def _start(self, wanted: Round) -> None:
         sys.setswitchinterval(LOOK_SECONDS)  # now, so that the round begins at once
-        self._thread.start(partial(self._round, order))
+        self._thread.start(partial(self._round, wanted))
 
     def _let_go(self) -> None:
-        while self._round(Order(Command.CLOSE)):
+        while self._round(Round(Purpose.CLOSE)):
             pass
-        end = self._header(Order(Command.END))
+        end = self._header(Round(Purpose.END))
         self._world.send_all(end, Tag.HEADER, "did not take its leave")
 
     @_attentive()
-    def _round(self, order: Order) -> int:
+    def _round(self, wanted: Round) -> int:
         """One whole round; returns how many shards the searchers kept for the next."""
         self._world.send_all(
-            self._header(order), Tag.HEADER, f"did not take the header of round {self._rounds}"
+            self._header(wanted), Tag.HEADER, f"did not take the header of round {self._rounds}"
         )
         ready = self._hear()
-        parcels, transfers = self._receive(ready)
-        if order.command is Command.PUBLISH:
-            self._memory.spread(order.write)
+        images, transfers = self._receive(ready)
+        if wanted.purpose is Purpose.PUBLISH:
+            self._memory.spread(wanted.write)
         self._world.wait_for(transfers, f"did not send its shards in round {self._rounds}")
-        self._arrived.extend(unpack_shard(parcel) for parcel in parcels)
+        for rank, image in images:
+            self._arrived.append(parse_shard(Path(f"shard of {self._world.name(rank)}"), image.tobytes()))
         self._confirmed()
         return sum(int(answer["kept"][0]) for answer in ready.values())
 
-    def _header(self, order: Order) -> np.ndarray:
+    def _header(self, wanted: Round) -> np.ndarray:
         self._rounds += 1
-        text = order.publication.to_json().encode() if order.publication else b""
+        text = wanted.publication.to_json().encode() if wanted.publication else b""
         assert len(text) <= HEADER["publication"].itemsize, "HEADER has room for the text"
-        return np.array([(order.command, self._rounds, order.write, text)], HEADER)
+        return np.array([(wanted.purpose, self._rounds, wanted.write, text)], HEADER)
 
     def _hear(self) -> dict[int, np.ndarray]:
         """Everybody's READY."""
@@ -286,15 +288,14 @@ class MpiTrainerExchange:
         self._stop_requested |= any(answer["stop"][0] for answer in ready.values())
         return ready
 
-    def _receive(self, ready: dict[int, np.ndarray]) -> tuple[list[np.ndarray], list[Pending]]:
-        """Buffers for all announced shards, in order per searcher, and the receives into them."""
-        parcels = [
+    def _receive(self, ready: dict[int, np.ndarray]) -> tuple[list[tuple[int, np.ndarray]], list[Pending]]:
+        """By rank, buffers for all announced shards, in order, and the receives into them."""
+        images = [
             (rank, np.empty(int(size), np.uint8))
             for rank, answer in ready.items()
             for size in answer["sizes"][0, : int(answer["shards"][0])]
         ]
-        receives = [self._world.receive(parcel, rank, Tag.SHARD) for rank, parcel in parcels]
-        return [parcel for _, parcel in parcels], receives
+        return images, [self._world.receive(image, rank, Tag.SHARD) for rank, image in images]
 
     def _confirmed(self) -> None:
         """Wait for every rank to confirm the round; one that says it is busy gets another deadline."""
@@ -335,7 +336,7 @@ class _Peer:
 
     def _serve(self) -> None:
         """Take part in the leader's rounds, to the end."""
-        while (header := self._next_header())["command"] != Command.END:
+        while (header := self._next_header())["purpose"] != Purpose.END:
             self._take_part(header)
 
     def _next_header(self) -> np.void:
@@ -355,10 +356,10 @@ class _Peer:
 
     @_attentive()
     def _transfer(self, header: np.void) -> None:
-        ready, parcels = self._prepare(header)
-        messages = [(ready, Tag.READY), *((parcel, Tag.SHARD) for parcel in parcels)]
+        ready, images = self._prepare(header)
+        messages = [(ready, Tag.READY), *((image, Tag.SHARD) for image in images)]
         sends = [self._world.send(message, LEADER, tag) for message, tag in messages]
-        if header["command"] == Command.PUBLISH:
+        if header["purpose"] == Purpose.PUBLISH:
             self._memory.spread(int(header["write"]))
             self._show(header)
         self._world.wait_for(sends, f"did not fetch the shards of round {header['round']}")
@@ -381,7 +382,7 @@ class _Peer:
     """When the main thread last called, on the monotonic clock."""
 
     def _prepare(self, header: np.void) -> tuple[np.ndarray, list[np.ndarray]]:
-        """READY [1] and the packed shards that it announces."""
+        """READY [1] and the shards that it announces, as the bytes of their files."""
         return np.zeros(1, READY), []
 
     def _show(self, header: np.void) -> None:
@@ -449,11 +450,11 @@ class MpiSearcherExchange(_Peer):
 
     def offer(self, shard: Shard) -> None:
         """Hand over a sealed shard; one offered after the trainer's close stays on disk for a resume."""
+        assert shard.image is not None, "who seals a shard has the bytes of its file"
         self._called()
-        parcel = pack_shard(shard)
         with self._lock:
             if self._accepting:
-                self._offered.append(parcel)
+                self._offered.append(np.frombuffer(shard.image, np.uint8))
 
     def poll(self) -> WeightUpdate | None:
         """The newest weights not seen before; read-only shared memory until the next call of any method."""
@@ -494,13 +495,13 @@ class MpiSearcherExchange(_Peer):
 
     def _prepare(self, header: np.void) -> tuple[np.ndarray, list[np.ndarray]]:
         with self._lock:
-            self._accepting &= header["command"] != Command.CLOSE
-            parcels = self._take_offered()
-            self._in_transit = len(parcels)
+            self._accepting &= header["purpose"] != Purpose.CLOSE
+            images = self._take_offered()
+            self._in_transit = len(images)
             ready = np.zeros(1, READY)
-            ready["stop"], ready["kept"], ready["shards"] = self._stop, len(self._offered), len(parcels)
-            ready["sizes"][0, : len(parcels)] = [len(parcel) for parcel in parcels]
-            return ready, parcels
+            ready["stop"], ready["kept"], ready["shards"] = self._stop, len(self._offered), len(images)
+            ready["sizes"][0, : len(images)] = [len(image) for image in images]
+            return ready, images
 
     def _take_offered(self) -> list[np.ndarray]:
         """The first offered shards, at least one where there is any, within a round's limits."""

@@ -247,7 +247,7 @@ def _kill(pid: int) -> None:
 
 
 @dataclass
-class World:
+class Ranks:
     """All processes of an attempt. An MPI world is one process, ``mpiexec``, that counts as a trainer."""
 
     trainers: list[Child] = field(default_factory=list)
@@ -258,7 +258,7 @@ class World:
     stopping: bool = False
     _left: float | None = None
 
-    def __enter__(self) -> World:
+    def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -332,11 +332,11 @@ def commands(run: RunDir, config: Config, *, program: Sequence[str] | None = Non
     }
 
 
-def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path, *, ranks: int) -> World:
+def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path, *, ranks: int) -> Ranks:
     """Start all ``ranks``, with their output in ``logs`` and MPI's files in ``memory``."""
     base = {**mpi_environment(memory), **os.environ, ATTEMPT: logs.name}
     environment = child_environment(base, root=os.geteuid() == 0)
-    world = World(ranks=ranks if MPIEXEC in commands else 0)
+    world = Ranks(ranks=ranks if MPIEXEC in commands else 0)
     for name, command in commands.items():
         # mpiexec ends its ranks on SIGTERM, but would leave them behind on SIGKILL.
         orphaned = signal.SIGTERM if name == MPIEXEC else signal.SIGKILL
@@ -348,7 +348,7 @@ def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path,
 
 
 @dataclass
-class Asked:
+class Signals:
     """What the user or the system asked for by signals."""
 
     stop: bool = False
@@ -361,9 +361,9 @@ class Asked:
 
 
 @contextmanager
-def listening() -> Iterator[Asked]:
+def listening() -> Iterator[Signals]:
     """Take stop signals while the block runs; those ignored from outside (nohup) stay ignored."""
-    asked = Asked()
+    asked = Signals()
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     taken = [one for one, handler in before.items() if handler is not signal.SIG_IGN]
     for one in taken:
@@ -399,7 +399,7 @@ def launch(
 
 
 def _attempt(
-    run: RunDir, config: Config, processes: Mapping[str, Sequence[str]], asked: Asked, console: Console
+    run: RunDir, config: Config, processes: Mapping[str, Sequence[str]], asked: Signals, console: Console
 ) -> int:
     """One start of all ranks, until they end; the exit status."""
     logs, before = run.begin_attempt(), _stamp(run.summary)
@@ -440,7 +440,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-def _explain(run: RunDir, world: World, code: int, logs: Path, config: Config) -> int:
+def _explain(run: RunDir, world: Ranks, code: int, logs: Path, config: Config) -> int:
     """Say why the ranks ended with ``code``; the exit status of the run."""
     refused = refusal(logs)
     text = refused or first_note(logs, "failed") or failure(logs, world, code, config.launch.trainers)
@@ -452,7 +452,7 @@ def _explain(run: RunDir, world: World, code: int, logs: Path, config: Config) -
     return code or FAILED
 
 
-def _watch(run: RunDir, logs: Path, world: World, asked: Asked, display: LiveDisplay) -> int:
+def _watch(run: RunDir, logs: Path, world: Ranks, asked: Signals, display: LiveDisplay) -> int:
     """Wait for the end of the run; pass on a request to stop until it is heard, obey the one to kill."""
     asked_at, open_to_others = -math.inf, world.ranks > 0
     while (code := world.poll()) is None:
@@ -484,7 +484,7 @@ def refusal(logs: Path) -> str | None:
     return None
 
 
-def failure(logs: Path, world: World, code: int, trainers: int) -> str:
+def failure(logs: Path, world: Ranks, code: int, trainers: int) -> str:
     """How a run failed otherwise: which rank, how, and the end of its log."""
     name = _failed_rank(log_file(logs, MPIEXEC), trainers) or (world.failed.name if world.failed else MPIEXEC)
     how = f"failed with exit status {code}"

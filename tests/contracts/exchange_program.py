@@ -35,7 +35,7 @@ from tba_hpc.exchange.file_exchange import (
     FileTrainerExchange,
     FileTrainerFollower,
 )
-from tba_hpc.exchange.hdf5_shards import PendingShards, write_shard
+from tba_hpc.exchange.hdf5_shards import PendingShards, with_image, write_shard
 from tba_hpc.exchange.hybrid_exchange import HybridTrainerExchange
 from tba_hpc.run.directory import RunDir
 
@@ -81,7 +81,8 @@ def shard_of(searcher: int, index: int) -> Shard:
     record["reward"] = rng.normal(size=n)
     tokens = len(completions.values)
     logprobs, ref_logprobs = rng.normal(size=(2, tokens)).astype(np.float32)
-    return Shard(searcher, index, Trajectories(record, prompts, completions, logprobs, ref_logprobs))
+    trajectories = Trajectories(record, prompts, completions, logprobs, ref_logprobs)
+    return with_image(Shard(searcher, index, trajectories))
 
 
 def same_shard(one: Shard, other: Shard) -> bool:

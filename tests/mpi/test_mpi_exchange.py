@@ -6,12 +6,9 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-from contracts.exchange_program import same_shard, shard_of
 
 from mpi.launch import ENVIRONMENT, Outcome, run_world
-from tba_hpc.exchange.shard_packing import pack_shard, unpack_shard
 from tba_hpc.run import directory
 
 SEARCHERS_FIRST = {directory.SEARCHERS_FIRST: "1"}
@@ -134,11 +131,3 @@ def test_who_does_not_join_has_the_name_of_its_role_where_searchers_come_first()
     assert re.search(
         r"refused: searcher 1 \(world rank 2\) did not join the world within 2 s", outcome.output
     )
-
-
-def test_a_shard_survives_packing() -> None:
-    for index in range(20):
-        shard = shard_of(3, index)
-        assert same_shard(unpack_shard(pack_shard(shard)), shard)
-    assert not same_shard(shard_of(3, 0), shard_of(3, 1))
-    assert np.isfinite(shard_of(3, 0).trajectories.record["reward"]).all()
