@@ -50,6 +50,7 @@ from tba_hpc.exchange.hdf5_shards import (
     ShardWriter,
     is_shard,
     read_arrays,
+    with_image,
     write_arrays,
 )
 from tba_hpc.exchange.hybrid_exchange import HybridTrainerExchange
@@ -454,7 +455,7 @@ def _join(
     first = progress.cursors.get(index, 0)
     for shard in _pending_shards(run, config).read_all({index: first}, [index]):
         progress.completed.add(shard.trajectories.record["request_id"])
-        exchange.offer(shard)
+        exchange.offer(with_image(shard))
     return progress
 
 
@@ -545,9 +546,7 @@ def _open_trainer(
         layout,
         bucket_mb=BUCKET_MB,
         delta=config.exchange.delta,
-        read_pending=_pending_shards(run, config, range(FIRST_ELASTIC)).read,
         progress=progress,
-        evaluated=evaluated,
     )
     if not config.launch.elastic:
         return world

@@ -638,21 +638,18 @@ def test_a_searcher_leaves_its_evaluation_when_the_trainer_ends_the_run(tmp_path
     assert exchange.polled and read_evaluation(run, "test", 12, 1) is None
 
 
-@pytest.mark.parametrize(("version", "share"), [(7, (0, 1)), (12, (0, 1)), (12, (1, 2))])
+@pytest.mark.parametrize("version", [7, 12])
 def test_with_the_last_weights_nothing_but_their_evaluation_is_generated(
-    version: int, share: tuple[int, int], tmp_path: Path
+    version: int, tmp_path: Path
 ) -> None:
-    """Step 7 is somewhere in the run, step 12 its end; with ``share`` the second of two that are left."""
+    """Step 7 is somewhere in the run, step 12 its end."""
     config = make_config(tmp_path)
     run = RunDir.create(config)
-    exchange = OneShot(wanted=0, closes=False, version=version, evaluate="test", share=share)
+    exchange = OneShot(wanted=0, closes=False, version=version, evaluate="test")
     searcher = make_searcher(config, run, exchange)
     thread = threading.Thread(target=searcher.run)
     thread.start()
-    place, places = share
-    path = run.evaluations / f"test-step-{version:06d}" / f"searcher-{place:04d}-of-{places:04d}.json"
-    if places == 1:  # the part of one alone is the whole
-        path = path.parent.with_suffix(".json")
+    path = run.evaluations / f"test-step-{version:06d}.json"
     while not path.exists():
         time.sleep(0.01)
     time.sleep(0.3)
@@ -661,7 +658,7 @@ def test_with_the_last_weights_nothing_but_their_evaluation_is_generated(
     assert not thread.is_alive()
     assert bool(exchange.offered) == (version == 7)
     prompts = len(TabularTask(TABLE).prompts("test"))
-    assert json.loads(path.read_text())["total"] == len(range(share[0], prompts, share[1]))
+    assert json.loads(path.read_text())["total"] == prompts
 
 
 # --- Judging beside generation ---
@@ -723,23 +720,20 @@ def test_answers_are_judged_in_batches_and_training_groups_have_their_turn(tmp_p
 
 
 def test_an_evaluation_may_begin_before_the_one_before_is_judged() -> None:
-    """And anew with another share, as after the death of a searcher: every answer counts once."""
     task = TabularTask(TABLE)
     evaluator = OnlineEvaluator(
         task, searcher=0, searchers=2, max_tokens=3, limits={"test": None, "validation": None}
     )
-    for split, step, share in (("validation", 4, None), ("test", 8, None), ("test", 8, (0, 1))):
-        assert evaluator.start(split, step, share) is None
+    splits: list[tuple[Split, int]] = [("validation", 4), ("test", 8)]
+    for split, step in splits:
+        assert evaluator.start(split, step) is None
         while evaluator.busy:
             assert evaluator.next_request()
             evaluator.note_answer()
     prompts = task.prompts("test")
-    late = [*answers("test", 8, prompts[::2]), *answers("test", 8, prompts)]
-    parts = [
-        evaluator.count(answer, True, -1.5) for answer in [*late, *answers("validation", 4, prompts[::2])]
-    ]
-    test, validation = [part for part in parts if part]
-    assert (test.place, test.places, test.evaluation.total) == (0, 1, len(prompts))
+    late = [*answers("test", 8, prompts[::2]), *answers("validation", 4, prompts[::2])]
+    test, validation = [part for answer in late if (part := evaluator.count(answer, True, -1.5))]
+    assert (test.place, test.places, test.evaluation.total) == (0, 2, len(prompts[::2]))
     assert (validation.place, validation.places) == (0, 2)
     assert validation.evaluation.correct == len(prompts[::2])
     assert validation.evaluation.ref_logprob == -1.5 * len(prompts[::2])
@@ -834,7 +828,6 @@ class OneShot:
     closes: bool = True
     version: int = 7
     evaluate: Split | None = None
-    share: tuple[int, int] | None = None
     offered: list[Shard] = field(default_factory=list)
     polled: bool = False
 
@@ -846,7 +839,7 @@ class OneShot:
         data = TABLE.ref_logits_PSV.reshape(-1).view(np.uint8)
         layout = TabularLearner(TABLE).layout
         publication = Publication(version=self.version, evaluate=self.evaluate, final=self.version == 12)
-        return WeightUpdate(publication, layout, data, self.share)
+        return WeightUpdate(publication, layout, data)
 
     def offer(self, shard: Shard) -> None:
         """Keep it."""

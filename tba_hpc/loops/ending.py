@@ -91,8 +91,7 @@ def _evaluation_arrives(run: RunDir, config: Config, trainer: Trainer) -> bool:
     while find_evaluation(run, "test", step) is None:
         if trainer.stopping:
             return False
-        if trainer.poll():
-            watch.heard()  # the others begin anew, with larger shares
+        trainer.poll()
         if watch.silence > patience:
             raise ExchangeError(
                 f"the last evaluation is incomplete, and {watch.missing_words} generated nothing for "

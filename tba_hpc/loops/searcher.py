@@ -119,7 +119,7 @@ class Searcher:
         self._scorer.refer_to(publication.reference)
         if publication.evaluate is None:
             return
-        if part := self._evaluator.start(publication.evaluate, publication.version, update.share):
+        if part := self._evaluator.start(publication.evaluate, publication.version):
             self._report(*part)
         else:
             self._scorer.check_engine(update, self._evaluator.unanswered)

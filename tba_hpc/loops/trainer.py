@@ -187,7 +187,6 @@ class Trainer:
 
     def _collect(self) -> None:
         """Merge what has arrived, less what is stale."""
-        self._log_losses()
         shards = self._exchange.collect()
         for shard in shards:
             self._freshness.arrive(shard, self._state.step)
@@ -238,19 +237,9 @@ class Trainer:
         launch = self._config.launch
         return launch.timeout_seconds if self._last_arrival else launch.start_seconds
 
-    def poll(self) -> bool:
-        """Keep the exchange going while nothing is left to learn; whether a searcher was lost."""
+    def poll(self) -> None:
+        """Keep the exchange going while nothing is left to learn."""
         self._exchange.gather()
-        return self._log_losses()
-
-    def _log_losses(self) -> bool:
-        lost = self._exchange.lost()
-        for searcher, host in lost:
-            log.warning("searcher %d on %s died: the run goes on without it; see its log", searcher, host)
-            step = self._state.step
-            self._metrics.log({"event": "lost", "step": step, "searcher": searcher, "host": host})
-            self._freshness.exclude_dead(searcher, host)
-        return bool(lost)
 
     # --- Sample, step, checkpoint ---
 
