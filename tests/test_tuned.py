@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from known_models import cache_shapes
+
+from tba_hpc.checks.examine import check_rate
 from tba_hpc.checks.planner.estimate import estimate
 from tba_hpc.checks.planner.hardware import GPUS
 from tba_hpc.checks.planner.show import as_values
-
-from tba_hpc.checks.examine import check_rate
 from tba_hpc.config import load_config
 from tba_hpc.core.tuned import beyond_tuned, expected_age, shipped_configs
 
@@ -57,7 +58,8 @@ def test_what_a_run_is_held_against(overrides: tuple[str, ...], says: bool) -> N
     assert bool(beyond("math_gsm8k", *overrides)) is says
 
 
-def test_planner_and_doctor_say_it() -> None:
+def test_planner_and_doctor_say_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", cache_shapes(tmp_path)["HF_HOME"])
     config = load_config(Path("math_gsm8k"), ["exchange.max_staleness=12"])
     (note,) = json.loads(json.dumps(as_values(estimate(config, GPUS["h100-80"]), [])))["notes"]
     (finding,) = check_rate(config)

@@ -51,7 +51,7 @@ def place(resource: Resource, environment: Mapping[str, str]) -> Path | None:
     path = Path(resource.name)
     if resource.kind == "file":
         return path if path.is_file() else None
-    folder = path if is_here(resource) else _snapshot(resource.name, environment)
+    folder = path if is_here(resource) else snapshot(resource.name, environment)
     return folder if folder and (folder / "config.json").is_file() and _has_weights(folder) else None
 
 
@@ -134,7 +134,7 @@ def _engine_arguments() -> list[str]:
     return [field.id for field in fields if isinstance(field, ast.Name)]
 
 
-def _snapshot(name: str, environment: Mapping[str, str]) -> Path | None:
+def snapshot(name: str, environment: Mapping[str, str]) -> Path | None:
     """The folder of a hub model's newest version in the cache, if there is one."""
     folder = hub_cache(environment) / f"models--{name.replace('/', '--')}"
     newest = folder / "refs/main"
