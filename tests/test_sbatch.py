@@ -14,7 +14,7 @@ import pytest
 from tba_hpc.commands.lend import lend
 from tba_hpc.config import ConfigError, parse_config, shipped
 from tba_hpc.launch.plan import Site, load_site, plan, searchers_of_a_node
-from tba_hpc.launch.sbatch import SUPERVISOR, Job, batch_script, visitors_script
+from tba_hpc.launch.sbatch import SUPERVISOR, Job, batch_script, elastic_script
 from tba_hpc.run.directory import RunDir
 
 REPOSITORY = Path(__file__).parents[1]
@@ -50,13 +50,13 @@ def test_scripts_are_as_accepted(site: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("name", SITES)
-def test_scripts_of_lent_nodes_are_as_accepted(name: str) -> None:
+def test_scripts_of_elastic_searchers_are_as_accepted(name: str) -> None:
     site = load_site(SITES[name])
     config = parse_config({"model": {"path": "none"}, "launch": {"elastic": 32}})
     searcher = searchers_of_a_node(config, site)
     code = Path("/shared/runs/math-seed0/code/tba_hpc/launch/elastic_supervisor.sh")
     job = Job(name="tba-search-math", run=Path("/shared/runs/math-seed0"), supervisor=code)
-    _assert_as_accepted(f"{name}.lent", visitors_script(job, 4, searcher, site))
+    _assert_as_accepted(f"{name}.elastic", elastic_script(job, 4, searcher, site))
 
 
 def _assert_as_accepted(name: str, text: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from tba_hpc.checks.examine import job_environment, login_python
+from tba_hpc.checks.facts import job_environment, login_python
 from tba_hpc.checks.resources import hub_home, is_here, place, resources
 from tba_hpc.config import Config, ConfigError, dump_config, parse_config
 from tba_hpc.core.types import Resource

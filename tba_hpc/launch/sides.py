@@ -8,24 +8,19 @@ not know what the components do.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from tba_hpc.config import ConfigError
 from tba_hpc.core.wording import count
-from tba_hpc.launch import LaunchError
+from tba_hpc.launch import slurm_queue
 from tba_hpc.launch.plan import Component, ComponentSite, Plan, Site
-from tba_hpc.launch.scontrol import fields, mebibytes
+from tba_hpc.launch.slurm_queue import fields, mebibytes
 
 Ask = Callable[..., str]
-"""Runs a command of Slurm and returns what it prints. Raises LaunchError."""
-
-SECONDS = 30.0
-"""Time that a command of Slurm has to answer."""
+"""Runs a command of Slurm and returns what it prints, as ``slurm_queue.ask``."""
 
 LAYOUT = "%N|%R|%t|%c|%m|%f|%G"
 """What sinfo says of a node in a partition: name, partition, state, cores, MiB, features, GPUs."""
@@ -183,7 +178,7 @@ def choose_sides(plan: Plan, site: Site, ask: Ask | None = None) -> Plan:
     """
     if plan.form != "het" or any(map(CHOOSES_NODES.match, site.sbatch_options)):
         return plan
-    ask = ask or run
+    ask = ask or slurm_queue.ask
     requests = (_request(plan.trainer, site, site.trainer), _request(plan.searcher, site, site.searcher))
     found = find_cut(requests, ask)
     if found is None:
@@ -238,7 +233,7 @@ def sides_of_job(job: str, ask: Ask | None = None) -> dict[int, str]:
     For a job that was submitted without a look at the nodes, whose component 0 stays what it is. Raises
     ConfigError where no choice would do, LaunchError where Slurm does not answer.
     """
-    ask = ask or run
+    ask = ask or slurm_queue.ask
     lines = ask("scontrol", "--oneliner", "show", "job", job).splitlines()
     found = sorted((fields(line) for line in lines if line), key=lambda one: int(one["HetJobOffset"]))
     requests = (_request_of(found[0]), _request_of(found[1]))
@@ -336,16 +331,3 @@ def _node(row: Sequence[str]) -> Node:
         features=frozenset(features.split(",")),
         gpus=gpus,
     )
-
-
-def run(*command: str) -> str:
-    """What a command of Slurm prints. Raises LaunchError."""
-    # The user's own formats would change what is printed.
-    plain = {key: value for key, value in os.environ.items() if not key.startswith("SINFO_")}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=plain)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"{command[0]} does not answer ({error}): is this a node of the cluster?") from None
-    if done.returncode:
-        raise LaunchError(f"'{' '.join(command[:3])}' failed: {' '.join(done.stderr.split())}")
-    return done.stdout

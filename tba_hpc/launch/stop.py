@@ -13,7 +13,8 @@ import time
 from dataclasses import dataclass
 
 from tba_hpc.launch import LaunchError
-from tba_hpc.launch.slurm import WATCH_SECONDS, job_states
+from tba_hpc.launch.slurm import WATCH_SECONDS
+from tba_hpc.launch.slurm_queue import job_states
 from tba_hpc.report.run_state import AT_WORK, UNKNOWN, WAITING
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event, read_events

@@ -61,9 +61,6 @@ def test_every_library_carries_weights_and_shards(
     assert facts["library"]["own"] is own
     assert Path(facts["library"]["path"]).is_file()
     assert facts["survives"] is own, "only the wheel's knows how to go on after a death"
-    assert facts["fabric"]["hosts"] == ["node1", "node2"]
-    assert 1e-7 < facts["fabric"]["latency"] < 1
-    assert all(1e6 < facts["fabric"][what] < 1e12 for what in ("bandwidth", "spread"))
 
 
 def _loaded(**environment: str) -> Library:
@@ -114,18 +111,14 @@ def test_a_run_on_this_machine_ends_well_under_open_mpi_4(
     assert (code, err, len(launched.hits())) == (0, "", 3)
 
 
-def test_sums_over_ranks_are_measured(tmp_path: Path) -> None:
+def test_sums_over_ranks_are_timed(tmp_path: Path) -> None:
     """By gloo, in the place of NCCL on GPUs."""
     program = tmp_path / "sums.py"
     program.write_text(
-        "import sys, json\nfrom dataclasses import asdict\nfrom pathlib import Path\n"
-        "from tba_hpc.checks.rank import all_reduce\n"
-        "sums = all_reduce(Path(sys.argv[1]), rank=int(sys.argv[2]), ranks=2, deadline=60)\n"
-        "print(json.dumps(asdict(sums)))"
+        "import sys\nfrom pathlib import Path\nfrom tba_hpc.checks.rank import all_reduce\n"
+        "print('took', all_reduce(Path(sys.argv[1]), rank=int(sys.argv[2]), ranks=2, deadline=60))"
     )
     outcome = run_processes([[program, tmp_path / "group", str(rank)] for rank in range(2)])
     assert outcome.code == 0, outcome.output
-    for line in (line for line in outcome.output.splitlines() if line.startswith("{")):
-        sums = json.loads(line)
-        assert (sums["backend"], sums["ranks"]) == ("gloo", 2)
-        assert 1e6 < sums["bandwidth"] < 1e12
+    took = [float(line.split()[1]) for line in outcome.output.splitlines() if line.startswith("took ")]
+    assert len(took) == 2 and all(0 < seconds < 60 for seconds in took)
