@@ -415,13 +415,13 @@ def doctor(
 
 
 @app.command(hidden=True)
-def greet(verb: str, run: RunPath, gpus: bool = False) -> None:
+def greet(verb: str, run: RunPath) -> None:
     """Be a rank of the job that ``tba doctor --launch`` starts."""
     from tba_hpc.checks import rank
 
     run_dir, role = _open(run), VERBS[verb]
     try:
-        rank.greet(run_dir, role, gpus=gpus)
+        rank.greet(run_dir, role)
     except (ConfigError, ExchangeError) as error:
         write_note(run_dir, role, 0, str(error), "refused")
         raise typer.Exit(REFUSED) from None

@@ -116,7 +116,7 @@ def test_the_script_submits_as_the_command_does_and_signs_its_sentences() -> Non
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--partition", "h100", "--dry-run"), "--partition is of lent nodes"),
+        (("--partition", "h100", "--dry-run"), "--partition is for elastic searchers"),
         (("--elastic", "RUN", "--wait"), "--wait changes nothing of nodes that are lent"),
         (("--elastic", "RUN", "--set", "train.steps=9"), "--set changes nothing of nodes that are lent"),
     ],

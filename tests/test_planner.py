@@ -209,8 +209,7 @@ def test_an_adapter_alone_has_gradients_and_an_optimizer_and_travels() -> None:
     kept = [items[name] for name in ("adapter", "float32 masters", "AdamW", "gradients")]
     assert kept == [2 * adapter, 4 * adapter, 8 * adapter, 4 * adapter]
     assert "output layer's gradient" not in items
-    ratio = found.publication[0].seconds / full.publication[0].seconds
-    assert ratio == pytest.approx(adapter / PUBLISHED["Qwen/Qwen2.5-7B"])
+    assert found.work.published_bytes == 2 * adapter
     assert total(list(found.step)) < total(list(full.step))
 
 
@@ -261,16 +260,6 @@ def test_zero_shares_out_what_its_stage_says() -> None:
         return [items[name] / PUBLISHED["Qwen/Qwen2.5-7B"] for name in ("weights", "gradients", "AdamW")]
 
     assert [kept(stage) for stage in (1, 2, 3)] == [[2, 4, 2], [2, 1, 2], [0.5, 1, 2]]
-
-
-def test_the_base_of_an_adapter_is_whole_on_each_gpu_before_it_is_shared_out() -> None:
-    small = ["train.tokens_per_micro_batch=3072", "train.gradient_checkpointing=true", "train.zero_stage=3"]
-    weights = 2 * PUBLISHED["Qwen/Qwen2.5-7B"]
-    adapted = estimate(load_config(Path("math_qwen7b"), [*small, "model.lora={rank: 8}"]), GPUS["h200-141"])
-    items = _trainer_items(adapted)
-    assert items["weights"] + items["weights, while they are read"] == weights
-    whole = _trainer_items(estimate(load_config(Path("math_qwen7b"), small), GPUS["h200-141"]))
-    assert "weights, while they are read" not in whole
 
 
 def test_7b_needs_several_gpus_to_train() -> None:

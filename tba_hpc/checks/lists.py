@@ -78,7 +78,6 @@ WORLD = (
     mpi_checks.check_library,
     mpi_checks.check_pmix_met,
     mpi_checks.check_broadcast,
-    mpi_checks.check_sum,
 )
 """Of a trial start."""
 

@@ -62,8 +62,7 @@ class Library:
 class World:
     """What the ranks of a trial start found out together. server: version of Slurm's PMIx, empty for none.
 
-    broadcast, sum: seconds until ``nbytes`` from the leader were on each of ``nodes``, and until all ranks
-    had added up as many by NCCL; None as long as that has not come to its end.
+    broadcast: seconds until ``nbytes`` from the leader were on each of ``nodes``; None until then.
     """
 
     library: Library
@@ -71,7 +70,6 @@ class World:
     nodes: int = 0
     nbytes: int = 0
     broadcast: float | None = None
-    sum: float | None = None
 
 
 def describe(version: str) -> Library:

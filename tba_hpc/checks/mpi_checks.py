@@ -9,7 +9,7 @@ from tba_hpc.checks.findings import Finding, ok, problem, warning
 from tba_hpc.core.wording import count
 from tba_hpc.launch.mpi_library import SITE, WHEEL
 
-LIBRARY, PMIX, BROADCAST, SUM = "MPI library", "PMIx", "MPI between nodes", "all-reduce"
+LIBRARY, PMIX, BROADCAST = "MPI library", "PMIx", "MPI between nodes"
 """Names of findings."""
 
 OF_MPI = re.compile(r"(?<!co)mpi|hpc-?x", re.IGNORECASE)
@@ -100,25 +100,12 @@ def check_broadcast(facts: Facts) -> Finding | None:
     if world is None:
         return None
     if world.broadcast is None:
-        return _unfinished(BROADCAST, facts)
+        found = f"the ranks joined, but their messages did not come to an end: {facts.trouble}"
+        remedy = "set network_interface to the network that all nodes share, or try other nodes"
+        return problem(BROADCAST, found, remedy)
     rate = world.nbytes / max(world.broadcast, 1e-9)
     found = f"{world.nbytes >> 20} MiB to each of {count(world.nodes, 'node')} in {world.broadcast:.2f} s"
     model = facts.machine.model if facts.machine else None
     if model and model.nbytes:
         found += f"; the {model.nbytes / 1e9:.1f} GB of {model.name} take about {model.nbytes / rate:.1f} s"
     return ok(BROADCAST, found)
-
-
-def check_sum(facts: Facts) -> Finding | None:
-    """Whether the ranks' GPUs can add up their gradients."""
-    if facts.world is None or facts.world.broadcast is None or not facts.site.gpus_per_node:
-        return None
-    if facts.world.sum is None:
-        return _unfinished(SUM, facts)
-    return ok(SUM, f"{facts.world.nbytes >> 20} MiB over all ranks in {facts.world.sum:.2f} s")
-
-
-def _unfinished(name: str, facts: Facts) -> Finding:
-    found = f"the ranks joined, but their messages did not come to an end: {facts.trouble}"
-    remedy = "set network_interface to the network that all nodes share, or try other nodes"
-    return problem(name, found, remedy)

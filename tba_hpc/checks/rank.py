@@ -9,7 +9,6 @@ import os
 import time
 import zlib
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
@@ -23,11 +22,11 @@ from tba_hpc.exchange.mpi_world import LEADER, MpiWorld, NodeMemory, Tag, librar
 from tba_hpc.run.directory import RunDir
 
 NBYTES = 128 << 20
-"""Bytes that are broadcast, and summed."""
+"""Bytes that are broadcast."""
 
 
-def greet(directory: RunDir, role: Role, *, gpus: bool) -> None:
-    """Be one rank. gpus: whether each has one, so that they add up what they hold, too.
+def greet(directory: RunDir, role: Role) -> None:
+    """Be one rank.
 
     Raises ConfigError or ExchangeError saying what is wrong with the world, or who went missing.
     """
@@ -43,10 +42,6 @@ def greet(directory: RunDir, role: Role, *, gpus: bool) -> None:
     note(directory, world, facts)
     facts = replace(facts, broadcast=broadcast(world), nodes=len(set(world.hosts)))
     note(directory, world, facts)
-    if gpus:
-        store = directory.attempt / "group"
-        seconds = all_reduce(store, rank=world.rank, ranks=trainers + searchers, deadline=world.deadline)
-        note(directory, world, replace(facts, sum=seconds))
     if world.rank == LEADER:
         directory.mark_finished()
 
@@ -95,31 +90,3 @@ def _spread_once(world: MpiWorld, memory: NodeMemory) -> None:
     else:
         there = [world.send(empty, LEADER, Tag.STATUS)]
     run(world.wait_for(there, "did not receive the weights"))
-
-
-def all_reduce(store: Path, *, rank: int, ranks: int, deadline: float) -> float:
-    """Seconds of a sum over all ranks, by NCCL if they have GPUs, else by gloo.
-
-    store: a folder that all see. Raises ExchangeError if a rank is missing or the sum is wrong.
-    """
-    import torch
-    import torch.distributed as dist
-
-    from tba_hpc.learner.trainer_group import TrainerGroup
-
-    store.mkdir(exist_ok=True)
-    group = TrainerGroup.join(store, rank=rank, ranks=ranks, deadline=deadline)
-    values = torch.ones(NBYTES // 4, device=group.device)
-    dist.all_reduce(values)  # the first one connects
-    began = time.monotonic()
-    dist.all_reduce(values)
-    least, most = values.min().item(), values.max().item()  # which waits for a GPU
-    seconds = time.monotonic() - began
-    if not least == most == ranks**2:
-        raise ExchangeError(
-            f"two all-reduces of ones over {ranks} ranks gave {least:g} to {most:g} instead of {ranks**2}: "
-            "GPUs or network corrupt data; try NCCL_P2P_DISABLE: 1 under environment, and tell the "
-            "administrators"
-        )
-    group.leave()
-    return seconds

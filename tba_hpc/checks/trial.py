@@ -114,7 +114,7 @@ def prepare(
     job = Job(
         name="tba-doctor",
         run=config.run_dir,
-        rank=[*site.python, *RANK[1:], "greet", *(["--gpus"] if site.gpus_per_node else [])],
+        rank=[*site.python, *RANK[1:], "greet"],
         tba=[*site.python, *TBA[1:]],
     )
     return config, split, batch_script(job, split, site)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_local_launch import Launched
 
-from mpi.launch import ENVIRONMENT, OPTIONS, WHEEL, Mpi, run_processes, run_world
+from mpi.launch import ENVIRONMENT, OPTIONS, WHEEL, Mpi, run_world
 from tba_hpc.checks.loaded import LOOK, Library
 from tba_hpc.launch import local, mpi_library
 from tba_hpc.launch.plan import Site
@@ -109,16 +109,3 @@ def test_a_run_on_this_machine_ends_well_under_open_mpi_4(
     launched = Launched(tmp_path, "finish", "mpi")
     code, _, err = launched.end()
     assert (code, err, len(launched.hits())) == (0, "", 3)
-
-
-def test_sums_over_ranks_are_timed(tmp_path: Path) -> None:
-    """By gloo, in the place of NCCL on GPUs."""
-    program = tmp_path / "sums.py"
-    program.write_text(
-        "import sys\nfrom pathlib import Path\nfrom tba_hpc.checks.rank import all_reduce\n"
-        "print('took', all_reduce(Path(sys.argv[1]), rank=int(sys.argv[2]), ranks=2, deadline=60))"
-    )
-    outcome = run_processes([[program, tmp_path / "group", str(rank)] for rank in range(2)])
-    assert outcome.code == 0, outcome.output
-    took = [float(line.split()[1]) for line in outcome.output.splitlines() if line.startswith("took ")]
-    assert len(took) == 2 and all(0 < seconds < 60 for seconds in took)

@@ -60,7 +60,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """All of it. gpus: of a node, nodes: of the run. step, group, publication: their parts, for mean lengths.
+    """All of it. gpus: of a node, nodes: of the run. step, group: their parts, for mean lengths.
 
     searchers_needed: how many give each step fresh groups. hours: to the last step; gpu_hours: of all GPUs.
     """
@@ -72,7 +72,6 @@ class Estimate:
     devices: tuple[Device, ...]
     step: tuple[Span, ...]
     group: tuple[Span, ...]
-    publication: tuple[Span, ...]
     searchers_needed: float
     bottleneck: str
     hours: float
@@ -118,8 +117,7 @@ def estimate(
     cache = _cache(devices)
     step = tuple(seconds.step_spans(work, gpu, per_node))
     group = tuple(seconds.group_spans(work, gpu, cache))
-    publication = tuple(seconds.publish_spans(work, nodes))
-    needed, bottleneck, hours = _course(work, step, group, publication, shared=shared)
+    needed, bottleneck, hours = _course(work, step, group, shared=shared)
     return Estimate(
         gpu=gpu,
         gpus=per_node,
@@ -128,7 +126,6 @@ def estimate(
         devices=devices,
         step=step,
         group=group,
-        publication=publication,
         searchers_needed=needed,
         bottleneck=bottleneck,
         hours=hours,
@@ -210,18 +207,11 @@ def _nodes(config: Config, gpus: int) -> int:
 
 
 def _course(
-    work: Workload,
-    step: Sequence[Span],
-    group: Sequence[Span],
-    publication: Sequence[Span],
-    *,
-    shared: bool,
+    work: Workload, step: Sequence[Span], group: Sequence[Span], *, shared: bool
 ) -> tuple[float, str, float]:
     """Searchers needed, the bottleneck in words, and hours; shared: trainer and searchers share a GPU."""
     config, searchers = work.config, work.config.launch.searchers
-    at_work = total(step) + publication[0].seconds / config.exchange.sync_every
-    engine_stall = publication[-1].seconds / config.exchange.sync_every
-    fresh = config.train.prompts_per_step * total(group) / max(1 - engine_stall / at_work, 0.05)
+    at_work, fresh = total(step), config.train.prompts_per_step * total(group)
     needed = fresh / at_work
     waits = config.selective and needed > searchers
     brought = f"{count(searchers, 'searcher')} can bring a step's groups in {fresh / searchers:.3g} s"

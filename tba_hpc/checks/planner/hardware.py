@@ -98,5 +98,5 @@ LINK_SHARE = 0.6
 DECODE_STEP_SECONDS, DECODE_SEQUENCE_SECONDS = 0.5e-3, 10e-6
 """What a step of an engine costs besides, s, and each of its sequences."""
 
-HOST_COPY, NETWORK, NODE_LINK = 6 * GB, 10 * GB, 20 * GB
-"""Bytes/s between a GPU and pageable memory of its host, between nodes by MPI, and by NCCL."""
+HOST_COPY, NODE_LINK = 6 * GB, 20 * GB
+"""Bytes/s between a GPU and pageable memory of its host, and between nodes by NCCL."""

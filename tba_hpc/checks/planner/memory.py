@@ -111,9 +111,6 @@ def _peaks(work: Workload) -> Iterator[list[Item]]:
         formula = f"{work.weight_bytes} B × {_count(work.policy.parameters)}, more than the backward pass"
         model = Item("reference, which visits", work.policy_bytes, formula)
         yield [model, _scoring("reference: a micro-batch", work, tokens, cached=False)]
-    if work.adapter and train.zero_stage == 3:
-        formula = f"{work.weight_bytes} B × {_count(work.policy.parameters)}, less what stays here"
-        yield [Item("weights, while they are read", work.policy_bytes * (1 - 1 / ranks), formula)]
 
 
 def _backward_items(work: Workload) -> Iterator[Item]:

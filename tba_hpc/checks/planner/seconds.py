@@ -1,4 +1,4 @@
-"""Rough seconds of a step, a group and a publication, each with its formula."""
+"""Rough seconds of a step and of a group, each with its formula."""
 
 from __future__ import annotations
 
@@ -44,6 +44,8 @@ def step_spans(work: Workload, gpu: Gpu, gpus_per_node: int) -> Iterator[Span]:
     bandwidth = hardware.BANDWIDTH_SHARE * gpu.bandwidth
     formula = f"48 B × {owned / 1e9:.3g} G ÷ {bandwidth:,.0f} GB/s"
     yield Span("optimizer", 48 * owned / (bandwidth * GB), formula)
+    stall = work.published_bytes / ranks / hardware.HOST_COPY / config.exchange.sync_every
+    yield Span("publication", stall, f"{work.published_bytes / GB:.3g} GB to the host, every few steps")
     if ranks > 1:
         micro = max(1.0, sequences * length / work.micro_batch(work.completion))
         times = passes * micro if train.zero_stage == 3 else 1 + (micro if train.zero_stage == 2 else 1)
@@ -113,20 +115,6 @@ def decode_seconds(
 
 def _flops(gpu: Gpu, weight_bytes: int) -> float:
     return gpu.flops("float32" if weight_bytes == BYTES["float32"] else "bfloat16")
-
-
-def publish_spans(work: Workload, nodes: int) -> Iterator[Span]:
-    """Parts of a publication: what the trainer waits for, the way, and what an engine waits for."""
-    trainers, ranks = work.config.launch.trainers, work.config.generator.tensor_parallel
-    size, whole = work.published_bytes, work.policy_bytes
-    text = f"{size / GB:.3g} GB"
-    yield Span("trainer's copy", size / trainers / hardware.HOST_COPY, f"{text} ÷ {trainers}, to the host")
-    if nodes > 1:
-        formula = f"{text} ÷ {hardware.NETWORK / GB:g} GB/s, beside training"
-        yield Span("to the searchers", size / hardware.NETWORK, formula)
-    yield Span(
-        "engine's copy", whole / ranks / hardware.HOST_COPY, f"{whole / GB:.3g} GB ÷ {ranks}, to the GPU"
-    )
 
 
 def total(spans: Iterable[Span]) -> float:

@@ -74,7 +74,6 @@ def _spans(estimate: Estimate) -> dict[str, Sequence[Span]]:
     return {
         "a step": estimate.step,
         "a group, on one searcher": estimate.group,
-        "a publication, to its end": estimate.publication,
     }
 
 
