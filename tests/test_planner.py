@@ -16,23 +16,15 @@ from known_models import KNOWN, cache_shapes
 
 from tba_hpc.checks.planner import hardware
 from tba_hpc.checks.planner.estimate import Estimate, estimate, suggestions
-from tba_hpc.checks.planner.hardware import GIB, GPUS, find_gpu, gpus_named
+from tba_hpc.checks.planner.hardware import GPUS, find_gpu, gpus_named
 from tba_hpc.checks.planner.seconds import decode_seconds, total
 from tba_hpc.checks.planner.shapes import load_shape, shape_of
 from tba_hpc.config import Config, ConfigError, load_config, parse_config, shipped
 
 LLAMA_8B = {**KNOWN["meta-llama/Llama-Guard-3-8B"]}
 
-PUBLISHED = {
-    "Qwen/Qwen2.5-7B": 7_615_616_512,
-    "meta-llama/Llama-3.2-1B": 1_235_814_400,
-    "meta-llama/Llama-Guard-3-8B": 8_030_261_248,
-    "mnoukhov/pythia2.8b-sft-tldr": 2_775_208_960,
-    "mnoukhov/pythia410m-sft-tldr": 405_334_016,
-    "openai-community/gpt2": 124_439_808,
-    "realtreetune/rho-1b-sft-GSM8K": 1_100_048_384,
-}
-"""Weights, as model cards of these architectures give them."""
+PUBLISHED = {"Qwen/Qwen2.5-7B": 7_615_616_512, "mnoukhov/pythia410m-sft-tldr": 405_334_016}
+"""Weights, as model cards of these architectures give them; test_planner_measured.py counts all."""
 
 
 @pytest.fixture(autouse=True)
@@ -41,11 +33,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     for name, value in cache_shapes(folder).items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(folder)
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_weights_are_those_of_the_model_cards(name: str) -> None:
-    assert shape_of(KNOWN[name]).parameters == PUBLISHED[name]
 
 
 def test_the_attention_cache_of_a_token() -> None:
@@ -416,9 +403,3 @@ def test_it_is_at_hand_at_once() -> None:
     assert tba_plan("math_gsm8k").returncode == 0
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
-
-
-def test_shares_of_data_sheets_are_shares() -> None:
-    shares = (hardware.SCORING_SHARE, hardware.DECODE_SHARE, hardware.BANDWIDTH_SHARE)
-    assert all(0 < share < 1 for share in (*shares, *hardware.TRAINING_SHARE.values()))
-    assert all(10 * GIB < gpu.bytes < 200 * GIB for gpu in GPUS.values())

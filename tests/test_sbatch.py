@@ -599,7 +599,7 @@ def test_of_an_array_one_job_is_looked_at_and_queued_again(tmp_path: Path) -> No
 # --- Nodes lent to a run ---
 
 
-def test_nodes_are_lent_by_an_array_of_jobs_with_as_many_searchers_as_fit(
+def test_elastic_searchers_are_an_array_of_jobs_with_as_many_as_fit_a_node(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tree = {"model": {"path": "none"}, "run": {"root": str(tmp_path)}, "launch": {"elastic": 8}}
@@ -709,7 +709,7 @@ def _searched(
         ("1 1 137 0", 137, 3),  # more than twice in a row
     ],
 )
-def test_a_searcher_of_a_lent_node_is_started_again_by_itself(
+def test_an_elastic_searcher_is_started_again_by_itself(
     codes: str, ends: int, starts: int, tmp_path: Path
 ) -> None:
     assert _kept(tmp_path, codes, status=ends) == starts

@@ -31,7 +31,7 @@ class SlurmFacts:
         )
 
     def partition(self, name: str | None) -> Mapping[str, str] | None:
-        """A partition, or the default one; None where there is none of that name."""
+        """A partition, or the default one; None if there is none of that name."""
         if name:
             return self.partitions.get(name)
         return next((p for p in self.partitions.values() if p.get("Default") == "YES"), None)

@@ -137,7 +137,7 @@ def parse_gpus(text: str) -> tuple[str, ...]:
 
 
 def parse_driver(text: str) -> tuple[str, str]:
-    """Driver and newest CUDA from the head of nvidia-smi's table; empty where it has none."""
+    """Driver and newest CUDA from the head of nvidia-smi's table; empty if it has none."""
     found = [re.search(rf"{words} Version:\s*([\d.]+)", text) for words in ("Driver", r"CUDA(?: UMD)?")]
     driver, cuda = (match[1] if match else "" for match in found)
     return driver, cuda

@@ -36,7 +36,7 @@ SAFETENSORS, PICKLED = "*.safetensors", "*.bin"
 def fetch(config: Config, site: Site | None) -> None:
     """Fetch all that ``config`` names, with a line each. site: None for the cache of this machine's user.
 
-    Raises ConfigError where something is missing in the end, or where it would go is not known.
+    Raises ConfigError if something is missing in the end, or where it would go is not known.
     """
     environment = _environment(site)
     python = login_python(site) if site else sys.executable

@@ -134,7 +134,7 @@ def _fetch(order: Order) -> str:
 
 
 def _refuse_twins(ready: Sequence[Ready]) -> None:
-    """Raise ConfigError where two orders are of one run."""
+    """Raise ConfigError if two orders are of one run."""
     paths = [one.run.path for one in ready]
     if twin := next((path for path in paths if paths.count(path) > 1), None):
         raise ConfigError(f"two of these would be the run {twin}: give their configs another run.name")

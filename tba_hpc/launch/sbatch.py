@@ -61,7 +61,7 @@ class Job:
 def batch_script(job: Job, plan: Plan, site: Site) -> str:
     """Text of the sbatch file that runs ``job`` as ``plan`` says on ``site``.
 
-    Raises ConfigError where a value would not stay on its line.
+    Raises ConfigError if a value would not stay on its line.
     """
     het = plan.form == "het"
     parts = [
