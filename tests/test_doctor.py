@@ -228,10 +228,10 @@ def test_gpus_that_are_not_asked_for_are_a_remark() -> None:
 
 def test_variables_that_a_site_fills_in_should_be_known_here() -> None:
     site = Site(environment={"HF_HOME": "$SCRATCH/hf", "B": "$SLURM_JOB_ID"}, venv="$HOME/venv")
-    absent = slurm_checks.check_variables(Facts(site=site, environment={"HOME": "/h"}))
+    absent = slurm_checks.check_variables(Facts(site=site, shell={"HOME": "/h"}))
     _says(absent, "warning", "SCRATCH is not set here, but the site key environment.HF_HOME holds it")
     known = {"HOME": "/h", "SCRATCH": ""}
-    assert slurm_checks.check_variables(Facts(site=site, environment=known)) is None
+    assert slurm_checks.check_variables(Facts(site=site, shell=known)) is None
 
 
 def test_one_allocation_goes_to_the_trainers_partition() -> None:

@@ -27,13 +27,12 @@ class Facts:
     """Everything that is known of a run, a machine or a cluster; a check says nothing of what is not.
 
     shared: whether other machines must see the run root. slurm, partitions: what Slurm says of itself, and of
-    the partitions that a job would use. machine, folder: this one or a node, and the
-    file system of its run root. library, no_library: the MPI library
-    that ranks load, and why none can be loaded. world, trouble, job: what the ranks of a trial start found
-    out together, what their log says went wrong, and the fields of its job.
-
-    environment, python: of the ranks. fetched_by: the command that brings models and data to them. beside:
-    the folder of the config, whose modules it may name. seconds: most for a look at the task.
+    the partitions that a job would use. machine, folder: this one or a node, and the file system of its run
+    root. library, no_library: the MPI library that ranks load, and why none can be loaded. world, trouble,
+    job: what the ranks of a trial start found out together, what their log says went wrong, and the fields of
+    its job. shell: the variables of this shell. environment, python: of the ranks. fetched_by: the command
+    that brings models and data to them. beside: the folder of the config, whose modules it may name. seconds:
+    timeout of a look at the task.
     """
 
     site: Site = NO_SITE
@@ -49,6 +48,7 @@ class Facts:
     world: World | None = None
     trouble: str = ""
     job: Mapping[str, str] = field(default_factory=dict)
+    shell: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     python: str = sys.executable
     fetched_by: str = ""

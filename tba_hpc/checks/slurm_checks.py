@@ -91,7 +91,7 @@ def check_variables(facts: Facts) -> Finding | None:
             warning("environment", f"{name} is not set here, but the site key {key} holds it", remedy)
             for key, names in facts.site.variables.items()
             for name in names
-            if name not in facts.environment and not name.startswith("SLURM_")
+            if name not in facts.shell and not name.startswith("SLURM_")
         ]
     )
 

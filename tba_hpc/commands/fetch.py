@@ -1,8 +1,7 @@
 """Brings the models and data that a config names into the cache that a site's jobs will see: ``tba fetch``.
 
 In a process of its own, ``python -m tba_hpc.commands.fetch`` with a config on its input: the Hugging Face
-libraries look where their cache is when they are imported, and a task's code is the user's. It must not know
-Slurm.
+libraries look where their cache is when they are imported, and a task's code is the user's.
 """
 
 from __future__ import annotations

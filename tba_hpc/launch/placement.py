@@ -1,7 +1,4 @@
-"""Where a rank sits: its number within the role, its GPUs, and its MPI world where there is one.
-
-It must not know what the rank does there.
-"""
+"""Where a rank sits: its number within the role, its GPUs, and its MPI world if there is one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Asks a run to checkpoint and end, or ends it at once, wherever it is at work: ``tba stop``, ``tba cancel``.
 
-It must not know what the ranks do then. ``job_supervisor.sh`` reads the file that says "end, do not requeue".
+``job_supervisor.sh`` reads the file that says "end, do not requeue".
 """
 
 from __future__ import annotations
