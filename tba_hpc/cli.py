@@ -13,14 +13,14 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tba_hpc.checks.resources import refuse_unknown_engine_arguments, require_files
-from tba_hpc.checks.slurm_checks import SlurmError
-from tba_hpc.checks.task_check import refuse_bad_task
+from tba_hpc.checks.facts import Facts, refuse
+from tba_hpc.checks.lists import CONFIG, FILES, RUN
 from tba_hpc.config import Config, ConfigError, dump_config, load_config
 from tba_hpc.core.ports import EngineError, ExchangeError
 from tba_hpc.core.types import Role, Split
@@ -83,7 +83,7 @@ def run(
     done = is_done(run_dir, resolved)
     if not done:
         refuse_owned(run_dir)
-        refuse_bad_task(resolved, beside=modules.folder_of(config))
+        refuse(RUN, Facts(config=resolved, beside=modules.folder_of(config)))
     changes = [sentence] if not done and (sentence := told(run_dir, resolved)) else []
     if dry_run:
         from tba_hpc.launch import local
@@ -138,10 +138,10 @@ def submit(
         Path | None,
         typer.Option(
             metavar="RUN",
-            help="Lend these nodes to RUN, whose searchers there come and go: a job each.",
+            help="Start elastic searchers for RUN, a job for each node.",
         ),
     ] = None,
-    partition: Annotated[str | None, typer.Option(help="Of lent nodes; default: the site's.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Of elastic searchers; default: the site's.")] = None,
 ) -> None:
     """Submit a run to Slurm, or go on with one; the job brings the run to its end by itself."""
     from tba_hpc.commands import order as ordered
@@ -153,12 +153,13 @@ def submit(
             **{"--config": config, "--seeds": seeds, "--after": after, "--trainer-nodes": trainer_nodes},
             **{"--homogeneous": homogeneous, "--set": overrides, "--run-root": run_root, "--wait": wait},
         }
-        _refuse_idle(own, "changes nothing of nodes that are lent with --elastic: leave it out")
+        _refuse_idle(own, "changes nothing of elastic searchers (--elastic): leave it out")
         lent_on = site or ordered.default("sites", "generic")
         lend(elastic, lent_on, nodes, partition=partition, time=time, dry_run=dry_run, as_json=as_json)
         return
     _refuse_idle(
-        {"--partition": partition}, "is of lent nodes, --elastic RUN: a run's own are the site file's"
+        {"--partition": partition},
+        "is for elastic searchers, --elastic RUN: a run's own partition is in the site file",
     )
     configs = config or [ordered.default("configs", "math_gsm8k")]
     order = ordered.Order(
@@ -320,7 +321,7 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show how RUN stands, live; from any machine that sees its directory, over plain ssh."""
-    from tba_hpc.launch.slurm import job_states
+    from tba_hpc.launch.slurm_queue import job_states
     from tba_hpc.report.status import follow, print_status
 
     run_dir = RunDir.open(run)
@@ -390,13 +391,14 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Say what this cluster or machine has and what of it will go wrong; exit 1 where a run would fail."""
-    from tba_hpc.checks import examine as doctor
+    from tba_hpc.checks import doctor as doctor_checks
+    from tba_hpc.checks.facts import job_environment, judge
     from tba_hpc.launch.plan import load_site
 
     if launch and site is None:
         raise ConfigError("--launch starts a job: name the cluster with --site")
     settings, cluster = load_config(config) if config else None, load_site(site) if site else None
-    findings = doctor.examine(
+    findings = doctor_checks.examine(
         cluster,
         run_root or Path(settings.run.root if settings else "runs"),
         settings.model.path if settings else None,
@@ -404,20 +406,22 @@ def doctor(
     )
     if settings:
         fetch = ["tba", "fetch", str(config), *(["--site", str(site)] if site else [])]
-        findings += doctor.check_resources(settings, cluster, shlex.join(fetch))
-        findings += doctor.check_rate(settings)
-    doctor.print_findings(findings, as_json=as_json)
+        facts = Facts(config=settings, fetched_by=shlex.join(fetch))
+        if cluster:
+            facts = replace(facts, site=cluster, environment=job_environment(cluster))
+        findings += judge(CONFIG, facts)
+    doctor_checks.print_findings(findings, as_json=as_json)
     raise typer.Exit(int(any(finding.level == "problem" for finding in findings)))
 
 
 @app.command(hidden=True)
-def greet(verb: str, run: RunPath, gpus: bool = False) -> None:
+def greet(verb: str, run: RunPath) -> None:
     """Be a rank of the job that ``tba doctor --launch`` starts."""
     from tba_hpc.checks import rank
 
     run_dir, role = _open(run), VERBS[verb]
     try:
-        rank.greet(run_dir, role, gpus=gpus)
+        rank.greet(run_dir, role)
     except (ConfigError, ExchangeError) as error:
         write_note(run_dir, role, 0, str(error), "refused")
         raise typer.Exit(REFUSED) from None
@@ -438,7 +442,7 @@ def plan_run(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Reckon whether a run fits on GPUs, how fast it is and what it costs; exit 1 where it does not fit."""
+    """Estimate whether a run fits on GPUs, how fast it is and what it costs; exit 1 if it does not fit."""
     from tba_hpc.checks import planner
 
     fits = planner.plan_run(
@@ -602,8 +606,7 @@ def _resolve(path: Path, overrides: list[str]) -> Config:
     if path.is_dir():
         path, overrides = _frozen(path, overrides)
     config = load_config(path, overrides)
-    require_files(config)
-    refuse_unknown_engine_arguments(config)
+    refuse(FILES, Facts(config=config))
     return config
 
 
@@ -666,7 +669,6 @@ def main(command: Callable[[], None] = app, name: str = "tba") -> None:
         DiskFullError,
         EngineError,
         LaunchError,
-        SlurmError,
     ) as error:
         print(f"{name}: {printable(str(error))}", file=sys.stderr)
         sys.exit(REFUSED)

@@ -116,9 +116,9 @@ def test_the_script_submits_as_the_command_does_and_signs_its_sentences() -> Non
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--partition", "h100", "--dry-run"), "--partition is of lent nodes"),
-        (("--elastic", "RUN", "--wait"), "--wait changes nothing of nodes that are lent"),
-        (("--elastic", "RUN", "--set", "train.steps=9"), "--set changes nothing of nodes that are lent"),
+        (("--partition", "h100", "--dry-run"), "--partition is for elastic searchers"),
+        (("--elastic", "RUN", "--wait"), "--wait changes nothing of elastic searchers"),
+        (("--elastic", "RUN", "--set", "train.steps=9"), "--set changes nothing of elastic searchers"),
     ],
 )
 def test_options_that_would_change_nothing_are_refused(options: tuple[str, ...], said: str) -> None:

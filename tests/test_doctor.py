@@ -1,7 +1,6 @@
 """The doctor's rules against recorded texts and made-up machines, and its facts about this one; no Slurm."""
 
 import json
-import mmap
 import os
 import subprocess
 import sys
@@ -10,14 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from tba_hpc.checks import machine_checks, slurm_checks
-from tba_hpc.checks.examine import check_resources
-from tba_hpc.checks.findings import Finding
-from tba_hpc.checks.machine_checks import Folder, Gpus, Interface, Model, SharedMemory
-from tba_hpc.checks.slurm_checks import SlurmFacts
+from tba_hpc.checks import cluster, machine, machine_checks, slurm_checks
+from tba_hpc.checks.cluster import SlurmFacts
+from tba_hpc.checks.config_checks import check_resources
+from tba_hpc.checks.facts import Check, Facts, judge
+from tba_hpc.checks.findings import Finding, ok, problem, warning, worst
+from tba_hpc.checks.lists import FOLDER, LOGIN_NODE
+from tba_hpc.checks.loaded import Library
+from tba_hpc.checks.machine import Folder, Gpus, Interface, Machine, Model
 from tba_hpc.config import parse_config
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Container, Site, plan
+from tba_hpc.launch.slurm_queue import mebibytes
 
 TBA = str(Path(sys.executable).parent / "tba")
 
@@ -71,12 +74,12 @@ server:/home /my\040home nfs4 rw,vers=4.2 0 0
 """
 
 ASKED = SlurmFacts(
-    settings=slurm_checks.parse_settings(CONFIG),
-    partitions=slurm_checks.parse_partitions(PARTITIONS),
-    mpi=slurm_checks.parse_mpi(MPI),
+    settings=cluster.parse_settings(CONFIG),
+    partitions=cluster.parse_partitions(PARTITIONS),
+    mpi=cluster.parse_mpi(MPI),
 )
 A100 = Gpus(
-    names=machine_checks.parse_gpus(NVIDIA_LIST),
+    names=machine.parse_gpus(NVIDIA_LIST),
     driver="570.133.20",
     cuda="12.8",
     torch="2.13.0",
@@ -85,9 +88,12 @@ A100 = Gpus(
 LUSTRE = Folder(path="/scratch/runs", free=10**12, inodes=10**6, kind="lustre")
 
 
-def _says(finding: Finding, level: str, *words: str) -> None:
+HERE = Machine(host="node1", cores=8, memory=1 << 36, gpus=Gpus(), folder=LUSTRE, shm=1 << 36, interfaces=())
+
+
+def _says(finding: Finding | None, level: str, *words: str) -> None:
     """The level, and all the words, in a sentence on one line that says what to do unless all is well."""
-    assert finding.level == level, finding
+    assert finding is not None and finding.level == level, finding
     assert all(word in finding.sentence for word in words), finding.sentence
     assert "\n" not in finding.sentence
     assert bool(finding.remedy) == (level != "ok"), finding
@@ -103,22 +109,22 @@ def test_slurms_texts_are_read() -> None:
     assert ASKED.partition(None) == ASKED.partitions["main"] and ASKED.partition("gpuu") is None
     assert ASKED.mpi == {"pmix", "none", "cray_shasta", "pmi2", "pmix_v4", "pmix_v3"}
     older = "srun: MPI types are...\nsrun: none\nsrun: pmi2\nsrun: pmix_v3\n"
-    assert slurm_checks.parse_mpi(older) == {"none", "pmi2", "pmix_v3"}
+    assert cluster.parse_mpi(older) == {"none", "pmi2", "pmix_v3"}
     assert ASKED.number("AuthInfo", "cred_expire", 120) == 5
     assert ASKED.number("SchedulerParameters", "cred_expire", 120) == 120
 
 
 def test_memory_is_in_mebibytes() -> None:
-    assert [slurm_checks.mebibytes(text) for text in ("0", "3000", "2048K", "480G", "1T")] == [
+    assert [mebibytes(text) for text in ("0", "3000", "2048K", "480G", "1T")] == [
         *(0, 3000, 2, 480 * 1024, 1024**2)
     ]
 
 
 def test_nvidia_smi_is_read() -> None:
     assert A100.names == ("NVIDIA A100-SXM4-40GB",) * 2
-    assert machine_checks.parse_driver(NVIDIA_TABLE) == ("570.133.20", "12.8")
+    assert machine.parse_driver(NVIDIA_TABLE) == ("570.133.20", "12.8")
     broken = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n"
-    assert machine_checks.parse_gpus(broken) == () and machine_checks.parse_driver(broken) == ("", "")
+    assert machine.parse_gpus(broken) == () and machine.parse_driver(broken) == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +138,7 @@ def test_nvidia_smi_is_read() -> None:
     ],
 )
 def test_a_path_is_on_the_innermost_mount(path: str, kind: str) -> None:
-    assert machine_checks.mount_kind(Path(path), MOUNTS) == kind
+    assert machine.mount_kind(Path(path), MOUNTS) == kind
 
 
 # --- Rules: Slurm ---
@@ -146,8 +152,31 @@ def _asked(partition: dict[str, str] | None = None, **settings: str) -> SlurmFac
     )
 
 
+def _facts(slurm_facts: SlurmFacts = ASKED, site: Site | None = None, library: str = "") -> Facts:
+    """What is known on the login node of the recorded cluster."""
+    site = site or Site()
+    loaded = Library(version=library) if library else None
+    return Facts(site=site, slurm=slurm_facts, partitions=slurm_facts.used(site), library=loaded)
+
+
+def _on(**keys: object) -> Facts:
+    """What is known of a machine like HERE."""
+    return Facts(machine=replace(HERE, **keys))  # type: ignore[arg-type]
+
+
+def test_of_several_findings_the_worst_are_told_as_one() -> None:
+    assert worst([]) is None
+    assert worst([ok("a", "x"), ok("a", "y")]) == ok("a", "x; y")
+    bad, worse = warning("a", "w", "do"), problem("a", "p", "fix")
+    assert worst([ok("a", "x"), bad]) == bad and worst([bad, worse, worse]) == worse
+
+
+def test_checks_say_nothing_of_what_is_not_known() -> None:
+    assert {finding.level for finding in judge(LOGIN_NODE, Facts())} <= {"ok"}
+
+
 def test_a_good_cluster_has_no_findings_but_good_ones() -> None:
-    findings = slurm_checks.examine(ASKED, Site(), "Open MPI v5.0.11")
+    findings = list(judge(LOGIN_NODE, _facts(library="Open MPI v5.0.11")))
     assert {finding.level for finding in findings} == {"ok"}, findings
     assert "every 7 s" in " ".join(finding.found for finding in findings)
     assert len({finding.name for finding in findings}) == len(findings)
@@ -177,38 +206,39 @@ def test_a_good_cluster_has_no_findings_but_good_ones() -> None:
 def test_the_plugin_must_be_there_and_fit_the_library(
     mpi: str | None, library: str, level: str, words: tuple[str, ...]
 ) -> None:
-    _says(slurm_checks.check_mpi(ASKED, Site(mpi=mpi), library), level, *words)
+    _says(slurm_checks.check_mpi_plugin(_facts(ASKED, Site(mpi=mpi), library)), level, *words)
 
 
 def test_pmix_has_other_names_at_other_sites() -> None:
     facts = replace(ASKED, mpi=frozenset({"none", "pspmix"}))
-    _says(slurm_checks.check_mpi(facts, Site(mpi="pspmix"), "Open MPI v5.0.11"), "ok", "--mpi=pspmix")
+    known = _facts(facts, Site(mpi="pspmix"), "Open MPI v5.0.11")
+    _says(slurm_checks.check_mpi_plugin(known), "ok", "--mpi=pspmix")
 
 
 def test_gpus_that_are_not_asked_for_are_a_remark() -> None:
-    assert slurm_checks.check_gpu_request(Site()) == []
-    assert slurm_checks.check_gpu_request(Site(gpu_request=None, gpus_per_node=0)) == []
-    (shared,) = slurm_checks.check_gpu_request(Site(gpu_request=None))
-    _says(
-        shared, "warning", "gpu_request: null asks for no number of GPUs", "all 4 of each", "exclusive: true"
-    )
-    for site in (Site(gpu_request=None, exclusive=True), Site(gpu_request="--exclusive")):
-        (alone,) = slurm_checks.check_gpu_request(site)
-        _says(alone, "ok", "which it has alone")
+    def check(**keys: object) -> Finding | None:
+        return slurm_checks.check_gpu_request(Facts(site=Site.model_validate(keys)))
+
+    assert check() is None and check(gpu_request=None, gpus_per_node=0) is None
+    words = ("gpu_request: null asks for no number of GPUs", "all 4 of each", "exclusive: true")
+    _says(check(gpu_request=None), "warning", *words)
+    _says(check(gpu_request=None, exclusive=True), "ok", "which it has alone")
+    _says(check(gpu_request="--exclusive"), "ok", "which it has alone")
 
 
 def test_variables_that_a_site_fills_in_should_be_known_here() -> None:
     site = Site(environment={"HF_HOME": "$SCRATCH/hf", "B": "$SLURM_JOB_ID"}, venv="$HOME/venv")
-    (absent,) = slurm_checks.check_variables(site, {"HOME": "/h"})
+    absent = slurm_checks.check_variables(Facts(site=site, shell={"HOME": "/h"}))
     _says(absent, "warning", "SCRATCH is not set here, but the site key environment.HF_HOME holds it")
-    assert slurm_checks.check_variables(site, {"HOME": "/h", "SCRATCH": ""}) == []
+    known = {"HOME": "/h", "SCRATCH": ""}
+    assert slurm_checks.check_variables(Facts(site=site, shell=known)) is None
 
 
 def test_one_allocation_goes_to_the_trainers_partition() -> None:
     site = Site.model_validate({"hetjob": False, "trainer": {"partition": "low"}})
     assert [partition["PartitionName"] for partition in ASKED.used(site)] == ["low"]
     split = plan(parse_config({"model": {"path": "none"}}), site, 7)
-    (finding,) = slurm_checks.check_nodes(ASKED, site, split)
+    finding = slurm_checks.check_nodes(replace(_facts(site=site), split=split))
     _says(finding, "problem", "7 nodes are asked of partition low")
 
 
@@ -221,24 +251,40 @@ def test_a_shells_own_options_do_not_override_the_script() -> None:
     assert slurm.foreign(script + "#SBATCH --account=a\n", harmless) == ["SBATCH_ACCOUNT"]
 
 
-def test_old_slurm_and_a_scheduler_without_backfill_start_no_het_jobs() -> None:
-    old, builtin = _asked(SLURM_VERSION="19.05.5"), _asked(SchedulerType="sched/builtin")
-    _says(slurm_checks.check_version(old, Site()), "problem", "19.05.5 has no srun --het-group")
-    _says(slurm_checks.check_version(old, Site(hetjob=False)), "ok")
-    _says(slurm_checks.check_het_jobs(builtin, Site()), "problem", "sched/builtin", "hetjob: false")
-    _says(slurm_checks.check_het_jobs(builtin, Site(hetjob=False)), "ok")
-    apart = _asked(SchedulerParameters="bf_interval=30,disable_hetjob_steps")
-    _says(slurm_checks.check_het_jobs(apart, Site()), "problem", "disable_hetjob_steps", "hetjob: false")
+ONE_ALLOCATION = Site(hetjob=False)
 
 
-def test_requeue_is_asked_of_the_cluster_and_of_the_job_that_it_took() -> None:
-    _says(slurm_checks.check_requeue(ASKED, Site()), "ok", "after 5 s")
-    _says(slurm_checks.check_requeue(_asked(JobRequeue="0"), Site()), "warning", "JobRequeue=0")
-    _says(slurm_checks.check_requeue(_asked(JobRequeue="0"), Site(requeue=False)), "ok")
-    assert slurm_checks.check_taken({"JobId": "7", "Requeue": "1"}, Site()) == []
-    assert slurm_checks.check_taken({"JobId": "7", "Requeue": "0"}, Site(requeue=False)) == []
-    (taken,) = slurm_checks.check_taken({"JobId": "7", "Requeue": "0"}, Site())
-    _says(taken, "warning", "Requeue=0", "requeue: false")
+@pytest.mark.parametrize(
+    ("check", "settings", "site", "level", "words"),
+    [
+        (slurm_checks.check_version, {"SLURM_VERSION": "19.05.5"}, Site(), "problem", "no srun --het-group"),
+        (slurm_checks.check_version, {"SLURM_VERSION": "19.05.5"}, ONE_ALLOCATION, "ok", "19.05.5"),
+        (slurm_checks.check_het_jobs, {"SchedulerType": "sched/builtin"}, Site(), "problem", "sched/builtin"),
+        (slurm_checks.check_het_jobs, {"SchedulerType": "sched/builtin"}, ONE_ALLOCATION, "ok", "not used"),
+        (
+            slurm_checks.check_het_jobs,
+            {"SchedulerParameters": "bf_interval=30,disable_hetjob_steps"},
+            Site(),
+            "problem",
+            "disable_hetjob_steps",
+        ),
+        (slurm_checks.check_requeue, {}, Site(), "ok", "after 5 s"),
+        (slurm_checks.check_requeue, {"JobRequeue": "0"}, Site(), "warning", "JobRequeue=0"),
+        (slurm_checks.check_requeue, {"JobRequeue": "0"}, Site(requeue=False), "ok", "not used"),
+    ],
+)
+def test_what_het_jobs_and_requeues_need_of_a_cluster(
+    check: Check, settings: dict[str, str], site: Site, level: str, words: str
+) -> None:
+    _says(check(_facts(_asked(**settings), site)), level, words)
+
+
+def test_a_job_that_slurm_took_without_leave_to_requeue_is_told() -> None:
+    def check(requeue: str, *, asked: bool = True) -> Finding | None:
+        return slurm_checks.check_job_requeue(Facts(site=Site(requeue=asked), job={"Requeue": requeue}))
+
+    assert check("1") is None and check("0", asked=False) is None
+    _says(check("0"), "warning", "Requeue=0", "requeue: false")
 
 
 @pytest.mark.parametrize(
@@ -255,7 +301,7 @@ def test_requeue_is_asked_of_the_cluster_and_of_the_job_that_it_took() -> None:
 def test_what_a_partition_refuses_is_found_before_the_queue(
     partition: dict[str, str], site: Site, level: str, words: tuple[str, ...]
 ) -> None:
-    _says(slurm_checks.check_partition(_asked(partition).partitions["main"], site), level, *words)
+    _says(slurm_checks.check_partitions(_facts(_asked(partition), site)), level, *words)
 
 
 @pytest.mark.parametrize(
@@ -280,10 +326,11 @@ def test_more_nodes_than_a_partition_has_are_counted_by_component(
     nodes: int, homogeneous: bool, site: Site, words: str | None
 ) -> None:
     split = plan(parse_config({"model": {"path": "none"}}), site, nodes, homogeneous=homogeneous)
-    found = slurm_checks.check_nodes(ASKED, site, split)
-    assert len(found) == (words is not None)
-    for finding in found:
-        _says(finding, "problem", str(words), "fewer --nodes")
+    found = slurm_checks.check_nodes(replace(_facts(site=site), split=split))
+    if words is None:
+        assert found is None
+    else:
+        _says(found, "problem", words, "fewer --nodes")
 
 
 @pytest.mark.parametrize(
@@ -307,8 +354,7 @@ def test_more_nodes_than_a_partition_has_are_counted_by_component(
 def test_preemption_must_leave_time_for_a_checkpoint(
     partition: dict[str, str], settings: dict[str, str], level: str, words: tuple[str, ...]
 ) -> None:
-    asked = _asked(partition, **settings)
-    _says(slurm_checks.check_preemption(asked, asked.partitions["main"], Site()), level, *words)
+    _says(slurm_checks.check_preemption(_facts(_asked(partition, **settings))), level, *words)
 
 
 @pytest.mark.parametrize(
@@ -344,17 +390,18 @@ def test_a_refusal_names_the_site_key(message: str, key: str) -> None:
     ],
 )
 def test_gpus_fit_the_site_and_torch(gpus: Gpus, expected: int, level: str, words: tuple[str, ...]) -> None:
-    _says(machine_checks.check_gpus(gpus, Site(gpus_per_node=expected)), level, *words)
+    facts = replace(_on(gpus=gpus), site=Site(gpus_per_node=expected))
+    _says(machine_checks.check_gpus(facts), level, *words)
 
 
 def test_a_login_node_says_early_that_torch_is_for_the_cpu() -> None:
-    _says(
-        machine_checks.check_torch(Gpus(torch="2.13.0+cpu"), Site(gpus_per_node=4)),
-        "problem",
-        "built for the CPU",
-    )
-    _says(machine_checks.check_torch(Gpus(torch="2.13.0+cpu"), Site(gpus_per_node=0)), "ok")
-    _says(machine_checks.check_torch(Gpus(torch="2.13.0+cpu"), Site(venv="/other/venv")), "ok")
+    def check(**keys: object) -> Finding | None:
+        facts = replace(_on(gpus=Gpus(torch="2.13.0+cpu")), site=Site.model_validate(keys))
+        return machine_checks.check_torch(facts)
+
+    _says(check(gpus_per_node=4), "problem", "built for the CPU")
+    _says(check(gpus_per_node=0), "ok")
+    _says(check(venv="/other/venv"), "ok")
 
 
 @pytest.mark.parametrize(
@@ -384,7 +431,8 @@ def test_a_login_node_says_early_that_torch_is_for_the_cpu() -> None:
 def test_the_run_root_must_carry_a_run(
     folder: Folder, shared: bool, expected: dict[str, tuple[str, str]]
 ) -> None:
-    bad = {f.name: f for f in machine_checks.check_folder(folder, shared=shared) if f.level != "ok"}
+    facts = Facts(folder=folder, shared=shared)
+    bad = {finding.name: finding for finding in judge(FOLDER, facts) if finding.level != "ok"}
     assert list(bad) == list(expected)
     for name, (level, words) in expected.items():
         _says(bad[name], level, words)
@@ -393,38 +441,31 @@ def test_the_run_root_must_carry_a_run(
 @pytest.mark.parametrize(
     ("shm", "model", "level", "words"),
     [
-        (SharedMemory(free=2 * 10**9), None, "ok", ("2.0 GB",)),
-        (SharedMemory(free=64 << 20), None, "problem", ("0.1 GB free", "--shm-size")),
-        (SharedMemory(free=20 * 10**9), Model(name="m", nbytes=15 * 10**9), "problem", ("take 30.0 GB",)),
-        (
-            SharedMemory(free=20 * 10**9, leftovers=3, leftover_bytes=48 * 10**6),
-            None,
-            "warning",
-            ("3 files, 48 MB", "rm $f"),
-        ),
+        (2 * 10**9, None, "ok", ("2.0 GB",)),
+        (64 << 20, None, "problem", ("0.1 GB free", "--shm-size")),
+        (20 * 10**9, Model(name="m", nbytes=15 * 10**9), "problem", ("take 30.0 GB",)),
     ],
 )
 def test_shared_memory_holds_two_copies_of_the_weights(
-    shm: SharedMemory, model: Model | None, level: str, words: tuple[str, ...]
+    shm: int, model: Model | None, level: str, words: tuple[str, ...]
 ) -> None:
-    _says(machine_checks.check_shm(shm, model), level, *words)
+    _says(machine_checks.check_shared_memory(_on(shm=shm, model=model)), level, *words)
 
 
 def test_the_network_built_for_mpi_is_preferred_and_a_choice_is_checked() -> None:
+    def check(interfaces: list[Interface], chosen: str | None) -> Finding | None:
+        facts = replace(_on(interfaces=tuple(interfaces)), site=Site(network_interface=chosen))
+        return machine_checks.check_network(facts)
+
     ethernet = Interface(name="eno1", address="10.0.0.7", speed=100_000)
     slow, infiniband = Interface(name="eno2", address="10.1.0.7"), Interface(name="ib0", address="10.2.0.7")
-    three = sorted([slow, ethernet, infiniband], key=machine_checks.preference)
+    three = sorted([slow, ethernet, infiniband], key=machine.preference)
     assert [interface.name for interface in three] == ["ib0", "eno1", "eno2"]
-    _says(
-        machine_checks.check_interfaces(three, None),
-        "warning",
-        "network_interface: ib0",
-        "GLOO_SOCKET_IFNAME",
-    )
-    _says(machine_checks.check_interfaces(three, "eno1"), "ok", "eno1")
-    _says(machine_checks.check_interfaces([ethernet], None), "ok", "eno1 (10.0.0.7)")
-    _says(machine_checks.check_interfaces([ethernet], "ib0"), "problem", "ib0 is not here", "eno1")
-    _says(machine_checks.check_interfaces([], None), "warning", "no interface")
+    _says(check(three, None), "warning", "network_interface: ib0", "GLOO_SOCKET_IFNAME")
+    _says(check(three, "eno1"), "ok", "eno1")
+    _says(check([ethernet], None), "ok", "eno1 (10.0.0.7)")
+    _says(check([ethernet], "ib0"), "problem", "ib0 is not here", "eno1")
+    _says(check([], None), "warning", "no interface")
 
 
 def test_a_model_is_found_in_its_folder_or_in_the_cache_of_the_hub(tmp_path: Path) -> None:
@@ -434,46 +475,30 @@ def test_a_model_is_found_in_its_folder_or_in_the_cache_of_the_hub(tmp_path: Pat
     (snapshot / "model.safetensors").write_bytes(bytes(1000))
     offline = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     cached = Model(name="org/small", place=str(snapshot), nbytes=1000)
-    assert machine_checks.find_model("org/small", offline) == cached
-    assert machine_checks.find_model("org/small", {"HF_HUB_CACHE": str(tmp_path / "hub")}) == cached
-    assert machine_checks.find_model(str(snapshot), {}).nbytes == 1000
-    _says(machine_checks.check_model(cached, offline), "ok", str(snapshot))
-    absent = machine_checks.find_model("org/large", offline)
-    _says(machine_checks.check_model(absent, offline), "warning", "HF_HUB_OFFLINE=1", "tba fetch CONFIG")
-    _says(machine_checks.check_model(absent, {}), "ok", "loaded from the hub")
-    _says(
-        machine_checks.check_model(Model(name="/no/model"), offline),
-        "problem",
-        "model.path=/no/model does not exist",
-    )
-    _says(machine_checks.check_model(Model(name=str(tmp_path)), offline), "problem", "has no config.json")
+    assert machine.find_model("org/small", offline) == cached
+    assert machine.find_model("org/small", {"HF_HUB_CACHE": str(tmp_path / "hub")}) == cached
+    assert machine.find_model(str(snapshot), {}).nbytes == 1000
+
+    def check(model: Model, environment: dict[str, str]) -> Finding | None:
+        return machine_checks.check_model(_on(model=model, environment=environment))
+
+    _says(check(cached, offline), "ok", str(snapshot))
+    absent = machine.find_model("org/large", offline)
+    _says(check(absent, offline), "warning", "HF_HUB_OFFLINE=1", "tba fetch CONFIG")
+    _says(check(absent, {}), "ok", "loaded from the hub")
+    _says(check(Model(name="/no/model"), offline), "problem", "model.path=/no/model does not exist")
+    _says(check(Model(name=str(tmp_path)), offline), "problem", "has no config.json")
 
 
 # --- Facts about this machine ---
 
 
 def test_a_folder_is_tried_as_a_run_would_use_it(tmp_path: Path) -> None:
-    folder = machine_checks.try_folder(tmp_path / "not/made/yet")
+    folder = machine.try_folder(tmp_path / "not/made/yet")
     assert (folder.error, folder.private, folder.locks) == ("", True, True)
     assert folder.free > 0 and folder.kind in MOUNTS + Path("/proc/mounts").read_text()
     assert list(tmp_path.iterdir()) == [], "it leaves nothing"
-    assert machine_checks.try_folder(Path("/proc/runs")).error
-
-
-def test_leftovers_are_those_that_no_process_has_mapped(tmp_path: Path) -> None:
-    names = ("sm_segment.node1.0.1f2e0001.0", "vader_segment.node1.0.1", "vllm_dist_1")
-    for name in names:
-        (tmp_path / name).write_bytes(bytes(4096))
-    in_use = {str(tmp_path / names[1])}
-    assert machine_checks.dead_segments(tmp_path, in_use) == {tmp_path / names[0]: 4096}
-    living = machine_checks.SHM / f"sm_segment.doctor-test.{os.getpid()}"
-    living.write_bytes(bytes(4096))
-    try:
-        with living.open("r+b") as file, mmap.mmap(file.fileno(), 0):
-            assert str(living) in machine_checks.mapped()
-        assert str(living) not in machine_checks.mapped()
-    finally:
-        living.unlink()
+    assert machine.try_folder(Path("/proc/runs")).error
 
 
 def test_a_laptop_is_told_what_it_has(tmp_path: Path) -> None:
@@ -495,11 +520,11 @@ def test_a_laptop_is_told_what_it_has(tmp_path: Path) -> None:
 
 
 def test_models_and_data_that_jobs_would_not_find_are_a_problem(tmp_path: Path) -> None:
-    site = Site(environment={"HF_HOME": str(tmp_path)})
     config = parse_config({"model": {"path": "org/m"}, "task": {"name": "arithmetic"}})
-    (finding,) = check_resources(config, site, "tba fetch it")
-    _says(finding, "problem", f"model.path=org/m is in {tmp_path} (HF_HOME)", "type 'tba fetch it'")
-    boxed = site.model_copy(update={"container": Container(image="it.sif")})
-    assert [finding.level for finding in check_resources(config, boxed, "")] == ["warning"]
-    online = site.model_copy(update={"environment": {"HF_HUB_OFFLINE": "0"}})
-    assert check_resources(config, online, "") == []
+    offline = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    facts = Facts(config=config, environment=offline, fetched_by="tba fetch it")
+    words = (f"model.path=org/m is in {tmp_path} (HF_HOME)", "type 'tba fetch it'")
+    _says(check_resources(facts), "problem", *words)
+    boxed = check_resources(replace(facts, site=Site(container=Container(image="it.sif"))))
+    assert boxed is not None and boxed.level == "warning"
+    assert check_resources(replace(facts, environment={**offline, "HF_HUB_OFFLINE": "0"})) is None

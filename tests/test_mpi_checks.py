@@ -7,10 +7,12 @@ import pytest
 from pydantic import ValidationError
 
 from tba_hpc.checks import loaded, mpi_checks
+from tba_hpc.checks.cluster import SlurmFacts
+from tba_hpc.checks.facts import Facts, judge
 from tba_hpc.checks.findings import Finding
-from tba_hpc.checks.loaded import Library
-from tba_hpc.checks.machine_checks import Folder, Gpus, Machine, Model, SharedMemory, find_fabric
-from tba_hpc.checks.mpi_checks import Fabric, Sums, World
+from tba_hpc.checks.lists import WORLD
+from tba_hpc.checks.loaded import Library, World
+from tba_hpc.checks.machine import Folder, Gpus, Machine, Model
 from tba_hpc.config import parse_config
 from tba_hpc.launch import mpi_library
 from tba_hpc.launch.plan import Site, plan
@@ -18,32 +20,6 @@ from tba_hpc.launch.sbatch import Job, batch_script
 
 WHEEL = Library(version="Open MPI v5.0.11", path="/venv/lib/libmpi.so.40", own=True, pmix="5.0.11rc1")
 SITES = Library(version="Open MPI v4.1.4", path="/opt/openmpi/lib/libmpi.so.40.30.4", pmix="4.2.2")
-FABRIC = Fabric(hosts=("node1", "node2"), latency=2.1e-6, bandwidth=24.2e9, spread=20e9)
-NODE = Machine(
-    host="node1",
-    cores=64,
-    memory=1 << 38,
-    gpus=Gpus(),
-    folder=Folder(path="/runs"),
-    shm=SharedMemory(free=1 << 36),
-    interfaces=(),
-    model=Model(name="org/model", place="/models", nbytes=16_000_000_000),
-    fabric=("mlx5_0",),
-)
-
-DISPLAY = """Host 0 [node1] ranks 0 - 1
-Host 1 [node2] ranks 2 - 3
-
- host | 0   1
-======|==========
-    0 : sm   tcp
-    1 : tcp  sm
-
-Connection summary: (off-host)
-  on-host:  all connections are sm or self
-  off-host: all connections are tcp
-
-"""
 
 MAPS = """55d0c0000000-55d0c0001000 r--p 00000000 08:01 1 /venv/bin/python3.11
 7f10a0000000-7f10a0001000 r--p 00000000 08:01 2 /venv/mpi4py/MPI.openmpi.cpython-311-x86_64-linux-gnu.so
@@ -55,8 +31,8 @@ MAPS = """55d0c0000000-55d0c0001000 r--p 00000000 08:01 1 /venv/bin/python3.11
 """
 
 
-def _says(finding: Finding, level: str, *words: str) -> None:
-    assert finding.level == level, finding
+def _says(finding: Finding | None, level: str, *words: str) -> None:
+    assert finding is not None and finding.level == level, finding
     assert all(word in finding.sentence for word in words), finding.sentence
     assert "\n" not in finding.sentence
     assert bool(finding.remedy) == (level != "ok"), finding
@@ -149,7 +125,7 @@ def test_names_of_mpi_libraries(name: str, known: bool) -> None:
 def test_the_library_is_the_one_that_the_site_means(
     library: Library, keys: dict[str, object], level: str, words: tuple[str, ...]
 ) -> None:
-    _says(mpi_checks.check_library(library, Site.model_validate(keys)), level, *words)
+    _says(mpi_checks.check_library(Facts(library=library, site=Site.model_validate(keys))), level, *words)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +141,8 @@ def test_the_library_is_the_one_that_the_site_means(
     ],
 )
 def test_a_library_that_cannot_be_loaded_has_a_remedy(said: str, choice: str, remedy: str) -> None:
-    _says(mpi_checks.cannot_load(said, Site(mpi_library=choice)), "problem", said, choice, remedy)
+    facts = Facts(no_library=said, site=Site(mpi_library=choice))
+    _says(mpi_checks.check_library(facts), "problem", said, choice, remedy)
 
 
 @pytest.mark.parametrize(
@@ -178,67 +155,49 @@ def test_a_library_that_cannot_be_loaded_has_a_remedy(said: str, choice: str, re
     ],
 )
 def test_which_pmix_meets_which(mpi: str, plugins: set[str], level: str, words: tuple[str, ...]) -> None:
-    (finding,) = mpi_checks.check_pmix(WHEEL, Site(mpi=mpi), plugins)
-    _says(finding, level, *words)
+    _says(mpi_checks.check_pmix(_facts(mpi, plugins, WHEEL)), level, *words)
+
+
+def _facts(mpi: str, plugins: set[str], library: Library) -> Facts:
+    asked = SlurmFacts(settings={}, partitions={}, mpi=frozenset(plugins))
+    return Facts(site=Site(mpi=mpi), slurm=asked, library=library)
 
 
 def test_without_pmix_nothing_is_said_of_it() -> None:
-    assert mpi_checks.check_pmix(replace(WHEEL, pmix=""), Site(), {"pmix_v4"}) == []
-    assert mpi_checks.check_pmix(WHEEL, Site(mpi="pmi2"), {"pmix_v4"}) == []
+    assert mpi_checks.check_pmix(_facts("pmix", {"pmix_v4"}, replace(WHEEL, pmix=""))) is None
+    assert mpi_checks.check_pmix(_facts("pmi2", {"pmix_v4"}, WHEEL)) is None
 
 
-# --- What was measured ---
+def test_one_plugin_alone_fits_a_library_that_knows_no_other() -> None:
+    assert WHEEL.needs_plugin == WHEEL.version
+    assert Library(version="MPICH Version: 5.0.2", pmix="5.0.3").needs_plugin == ""
 
 
-def test_open_mpi_tells_its_way_between_nodes() -> None:
-    assert mpi_checks.transport(DISPLAY) == "tcp"
-    assert mpi_checks.transport("no such text") == ""
-
-
-def test_the_figures_are_judged_by_what_the_nodes_have() -> None:
-    slow = replace(FABRIC, bandwidth=1.1e9, spread=1e9, latency=35e-6)
-    fast = mpi_checks.check_fabric(FABRIC, Site(), ["mlx5_0"], NODE.model, by="ucx")
-    _says(fast, "ok", "node1 to node2 by ucx: 24.2 GB/s, 2 µs", "16.0 GB of org/model take about 0.8 s")
-    _says(
-        mpi_checks.check_fabric(slow, Site(), [], None),
-        "ok",
-        "node1 to node2: 1.1 GB/s, 35 µs",
-        "nodes 1 GB/s",
-    )
-    wheel = mpi_checks.check_fabric(slow, Site(), ["cxi0"], NODE.model, by="tcp")
-    _says(wheel, "warning", "take about 16.0 s", "not cxi0", "mpi_library: site")
-    other = mpi_checks.check_fabric(slow, Site(mpi_library="site"), ["cxi0"], None)
-    _says(other, "warning", "ask which module")
-
-
-def test_sums_are_judged_likewise() -> None:
-    sums = Sums(backend="nccl", ranks=8, bandwidth=92.1e9)
-    _says(mpi_checks.check_sums(sums, ["mlx5_0"]), "ok", "nccl, 8 ranks: 92.1 GB/s")
-    _says(mpi_checks.check_sums(replace(sums, bandwidth=1e9), ["cxi0"]), "warning", "not cxi0", "NCCL_DEBUG")
+# --- What a trial start found ---
 
 
 def test_a_trial_that_broke_off_says_where() -> None:
-    def judged(world: World, *, gpus: bool = True) -> dict[str, Finding]:
-        found = mpi_checks.judge(world, Site(), [NODE], by="tcp", gpus=gpus, trouble="it hangs; see /runs/d")
-        return {finding.name: finding for finding in found}
+    node = Machine(
+        host="node1",
+        cores=64,
+        memory=1 << 38,
+        gpus=Gpus(),
+        folder=Folder(path="/runs"),
+        shm=1 << 36,
+        interfaces=(),
+        model=Model(name="org/model", place="/models", nbytes=16_000_000_000),
+    )
 
-    world = World(library=WHEEL, server="4.2.2")
+    def judged(world: World) -> dict[str, Finding]:
+        facts = Facts(world=world, library=WHEEL, machine=node, trouble="it hangs; see /runs/d")
+        return {finding.name: finding for finding in judge(WORLD, facts)}
+
+    world = World(library=WHEEL, server="4.2.2", nbytes=128 << 20, nodes=2)
     cut = judged(world)
     assert list(cut) == ["MPI library", "PMIx", "MPI between nodes"]
     _says(cut["PMIx"], "ok", "client 5.0.11rc1 met server 4.2.2")
     _says(cut["MPI between nodes"], "problem", "it hangs; see /runs/d", "network_interface")
-    world = replace(world, fabric=FABRIC)
-    _says(judged(world)["all-reduce"], "problem", "did not come to an end")
-    assert "all-reduce" not in judged(world, gpus=False)
-    whole = judged(replace(world, sums=Sums(backend="nccl", ranks=2, bandwidth=20e9)))
-    assert {finding.level for finding in whole.values()} == {"ok"}
-
-
-def test_fabrics_are_what_is_more_than_ethernet(tmp_path: Path) -> None:
-    for adapter, layer in (("mlx5_0", "InfiniBand"), ("mlx5_1", "Ethernet"), ("rdmap0s6", "Unspecified")):
-        port = tmp_path / "infiniband" / adapter / "ports" / "1"
-        port.mkdir(parents=True)
-        (port / "link_layer").write_text(layer + "\n")
-    (tmp_path / "cxi" / "cxi0").mkdir(parents=True)
-    assert find_fabric(tmp_path) == ("cxi0", "mlx5_0", "rdmap0s6")
-    assert find_fabric(tmp_path / "none") == ()
+    world = replace(world, broadcast=0.128 * 2**20 / 1e6)
+    words = ("128 MiB to each of 2 nodes in 0.13 s", "the 16.0 GB of org/model take about 16.0 s")
+    _says(judged(world)["MPI between nodes"], "ok", *words)
+    assert {finding.level for finding in judged(world).values()} == {"ok"}

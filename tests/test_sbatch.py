@@ -14,7 +14,7 @@ import pytest
 from tba_hpc.commands.lend import lend
 from tba_hpc.config import ConfigError, parse_config, shipped
 from tba_hpc.launch.plan import Site, load_site, plan, searchers_of_a_node
-from tba_hpc.launch.sbatch import SUPERVISOR, Job, batch_script, visitors_script
+from tba_hpc.launch.sbatch import SUPERVISOR, Job, batch_script, elastic_script
 from tba_hpc.run.directory import RunDir
 
 REPOSITORY = Path(__file__).parents[1]
@@ -50,13 +50,13 @@ def test_scripts_are_as_accepted(site: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("name", SITES)
-def test_scripts_of_lent_nodes_are_as_accepted(name: str) -> None:
+def test_scripts_of_elastic_searchers_are_as_accepted(name: str) -> None:
     site = load_site(SITES[name])
     config = parse_config({"model": {"path": "none"}, "launch": {"elastic": 32}})
     searcher = searchers_of_a_node(config, site)
     code = Path("/shared/runs/math-seed0/code/tba_hpc/launch/elastic_supervisor.sh")
     job = Job(name="tba-search-math", run=Path("/shared/runs/math-seed0"), supervisor=code)
-    _assert_as_accepted(f"{name}.lent", visitors_script(job, 4, searcher, site))
+    _assert_as_accepted(f"{name}.elastic", elastic_script(job, 4, searcher, site))
 
 
 def _assert_as_accepted(name: str, text: str) -> None:
@@ -599,7 +599,7 @@ def test_of_an_array_one_job_is_looked_at_and_queued_again(tmp_path: Path) -> No
 # --- Nodes lent to a run ---
 
 
-def test_nodes_are_lent_by_an_array_of_jobs_with_as_many_searchers_as_fit(
+def test_elastic_searchers_are_an_array_of_jobs_with_as_many_as_fit_a_node(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tree = {"model": {"path": "none"}, "run": {"root": str(tmp_path)}, "launch": {"elastic": 8}}
@@ -709,7 +709,7 @@ def _searched(
         ("1 1 137 0", 137, 3),  # more than twice in a row
     ],
 )
-def test_a_searcher_of_a_lent_node_is_started_again_by_itself(
+def test_an_elastic_searcher_is_started_again_by_itself(
     codes: str, ends: int, starts: int, tmp_path: Path
 ) -> None:
     assert _kept(tmp_path, codes, status=ends) == starts

@@ -12,7 +12,8 @@ from tba_hpc.config import ConfigError, parse_config
 from tba_hpc.launch import LaunchError
 from tba_hpc.launch.plan import Plan, Site, plan
 from tba_hpc.launch.sbatch import Job, batch_script
-from tba_hpc.launch.sides import Cut, choose_sides, compact, cut, run, sides_of_job
+from tba_hpc.launch.sides import Cut, choose_sides, compact, cut, sides_of_job
+from tba_hpc.launch.slurm_queue import ask
 
 
 def _names(*numbers: int) -> list[str]:
@@ -257,7 +258,7 @@ def test_a_job_that_lies_wrong_is_told_its_sides() -> None:
     """Of five nodes; its searchers may have b2, c1 and c3, which is down."""
     assert sides_of_job("7", _slurm) == {0: "b2,c[1-3]"}
     with pytest.raises(LaunchError, match="no-such-command does not answer"):
-        run("no-such-command")
+        ask("no-such-command")
 
 
 def test_the_script_says_the_sides() -> None:

@@ -12,7 +12,7 @@ import pytest
 from recorded import evaluate, happen, new_run, resumed_run, search, step, write
 from rich.console import Console
 
-from tba_hpc.launch import slurm
+from tba_hpc.launch import slurm_queue
 from tba_hpc.report.attempts import failures_in_a_row
 from tba_hpc.report.monitor import Queue, QueueEntry, RunMonitor
 from tba_hpc.report.run_state import run_state
@@ -464,12 +464,12 @@ def submitted(run: RunDir) -> RunDir:
 
 
 def test_a_run_never_submitted_has_no_job(run: RunDir) -> None:
-    assert slurm.job_states(run) == []
+    assert slurm_queue.job_states(run) == []
 
 
 def test_no_squeue_is_no_news(run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert [component["state"] for component in slurm.job_states(submitted(run))] == ["UNKNOWN"]
+    assert [component["state"] for component in slurm_queue.job_states(submitted(run))] == ["UNKNOWN"]
 
 
 @pytest.mark.parametrize(
@@ -479,5 +479,5 @@ def test_a_squeue_that_does_not_answer_is_no_news(
     run: RunDir, path: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
     path(script)
-    monkeypatch.setattr(slurm, "SQUEUE_SECONDS", 0.3)
-    assert [component["state"] for component in slurm.job_states(submitted(run))] == ["UNKNOWN"]
+    monkeypatch.setattr(slurm_queue, "SQUEUE_SECONDS", 0.3)
+    assert [component["state"] for component in slurm_queue.job_states(submitted(run))] == ["UNKNOWN"]

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from tiny_models import make_random_model, make_tokenizer
 
-from tba_hpc.checks.task_check import check, refuse_bad_task
+from tba_hpc.checks.config_checks import check_task
+from tba_hpc.checks.facts import Facts, refuse
+from tba_hpc.checks.task_check import check
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.config.variants import OwnObjective
 from tba_hpc.learner.file_tokenizer import FileTokenizer
@@ -85,7 +87,7 @@ def test_a_bad_task_is_refused_with_one_sentence(
 ) -> None:
     monkeypatch.chdir(folder)  # where modules of the user's own are found
     with pytest.raises(ConfigError, match=sentence):
-        refuse_bad_task(config_of(folder, **task), seconds=200)
+        refuse([check_task], Facts(config=config_of(folder, **task), seconds=200))
 
 
 def test_an_objective_of_ones_own_that_is_not_there_is_refused(
@@ -101,16 +103,16 @@ def test_an_objective_of_ones_own_that_is_not_there_is_refused(
     ):
         train = config.train.model_copy(update={"objective": OwnObjective(name=name)})
         with pytest.raises(ConfigError, match=sentence) if sentence else nullcontext():
-            refuse_bad_task(config.model_copy(update={"train": train}), seconds=200)
+            refuse([check_task], Facts(config=config.model_copy(update={"train": train}), seconds=200))
 
 
 def test_a_model_that_cannot_end_or_is_none_is_refused(folder: Path) -> None:
     """In the words of the ranks, which transformers makes wait for seconds."""
     model = make_random_model(folder / "m", tied=True, eos=False)
     sentence = rf"the tokenizer of model\.path={model} has no end-of-sequence token"
-    for refuse in (lambda: check(config_of(folder)), lambda: load_tokenizer(str(model))):
+    for refused_by in (lambda: check(config_of(folder)), lambda: load_tokenizer(str(model))):
         with pytest.raises(ConfigError, match=sentence):
-            refuse()
+            refused_by()
     (model / "config.json").unlink()
     with pytest.raises(ConfigError, match=rf"model\.path={model}: it holds no config\.json; give a folder"):
         check(config_of(folder))

@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from known_models import cache_shapes
 
-from tba_hpc.checks.examine import check_rate
+from tba_hpc.checks.config_checks import check_rate
+from tba_hpc.checks.facts import Facts
 from tba_hpc.checks.planner.estimate import estimate
 from tba_hpc.checks.planner.hardware import GPUS
 from tba_hpc.checks.planner.show import as_values
@@ -57,11 +59,12 @@ def test_what_a_run_is_held_against(overrides: tuple[str, ...], says: bool) -> N
     assert bool(beyond("math_gsm8k", *overrides)) is says
 
 
-def test_planner_and_doctor_say_it() -> None:
+def test_planner_and_doctor_say_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", cache_shapes(tmp_path)["HF_HOME"])
     config = load_config(Path("math_gsm8k"), ["exchange.max_staleness=12"])
     (note,) = json.loads(json.dumps(as_values(estimate(config, GPUS["h100-80"]), [])))["notes"]
-    (finding,) = check_rate(config)
-    assert finding.level == "warning" and finding.sentence == note
+    finding = check_rate(Facts(config=config))
+    assert finding is not None and finding.level == "warning" and finding.sentence == note
     assert note.startswith("train.learning_rate.peak=1e-05 with data that may be 12 steps old")
 
 

@@ -1,7 +1,4 @@
-"""Asks other programs of the machine; whatever they answer, nothing is raised.
-
-It must not know what the answers mean.
-"""
+"""Asks other programs of the machine; whatever they answer, nothing is raised."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ ANSWER_SECONDS = 60
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a program printed, standard output first; or, where it ``failed``, why, as far as it said."""
+    """What a program printed, standard output first; or, if it ``failed``, why."""
 
     text: str
     failed: bool = False

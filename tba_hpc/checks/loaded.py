@@ -1,4 +1,4 @@
-"""Which MPI library a process has loaded, from where, and which PMIx beside it.
+"""Which MPI library a process has loaded, from where, and which PMIx beside it; what a world of ranks found.
 
 It must not import mpi4py: a process that has loaded it describes itself, by ``describe``.
 """
@@ -43,6 +43,11 @@ class Library:
     own: bool = False
     pmix: str = ""
 
+    @property
+    def needs_plugin(self) -> str:
+        """Its name if only one plugin of srun fits it; empty for an MPICH that was built with PMIx, too."""
+        return "" if self.pmix and not self.version.startswith("Open MPI") else self.version
+
     def to_json(self) -> str:
         """JSON text that from_json reads."""
         return json.dumps(asdict(self))
@@ -51,6 +56,20 @@ class Library:
     def from_json(cls, text: str) -> Library:
         """Inverse of to_json."""
         return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What the ranks of a trial start found out together. server: version of Slurm's PMIx, empty for none.
+
+    broadcast: seconds until ``nbytes`` from the leader were on each of ``nodes``; None until then.
+    """
+
+    library: Library
+    server: str = ""
+    nodes: int = 0
+    nbytes: int = 0
+    broadcast: float | None = None
 
 
 def describe(version: str) -> Library:

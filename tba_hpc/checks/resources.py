@@ -1,28 +1,25 @@
 """The models, data sets and files that a config names, and where they are on this machine.
 
-It must not load any of them, nor ask the hub: a login node looks at names and files alone.
+It loads none of them and never asks the hub: a login node looks at names and files alone.
 """
 
 from __future__ import annotations
 
-import ast
-import difflib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
-from tba_hpc.config import Config, ConfigError, is_local
+from tba_hpc.config import Config, is_local
 from tba_hpc.core.types import Resource
 from tba_hpc.tasks import TASKS, task_resources
 
 WEIGHTS = ("*.safetensors", "*.bin")
-"""Files of a model's weights; where there are several, an index lists them."""
+"""Files of a model's weights; if there are several, an index lists them."""
 
 
 def resources(config: Config, *, of_custom_task: bool = True) -> list[Resource]:
-    """Everything that a config names. Raises ConfigError where its task or the task's options are none.
+    """Everything that a config names. Raises ConfigError for a bad task or bad options.
 
     of_custom_task: whether a task of the user's own is imported, to be asked.
     """
@@ -42,7 +39,7 @@ def is_here(resource: Resource) -> bool:
 
 
 def place(resource: Resource, environment: Mapping[str, str]) -> Path | None:
-    """Where a resource lies, whole, as far as files tell; None where it would have to be fetched.
+    """Where a resource lies, whole, as far as files tell; None if it would have to be fetched.
 
     environment: the variables HF_… of those who will load it.
     """
@@ -51,14 +48,14 @@ def place(resource: Resource, environment: Mapping[str, str]) -> Path | None:
     path = Path(resource.name)
     if resource.kind == "file":
         return path if path.is_file() else None
-    folder = path if is_here(resource) else _snapshot(resource.name, environment)
+    folder = path if is_here(resource) else snapshot(resource.name, environment)
     return folder if folder and (folder / "config.json").is_file() and _has_weights(folder) else None
 
 
 def missing(config: Config, environment: Mapping[str, str], *, of_custom_task: bool = True) -> list[Resource]:
     """What of the hub's a config names that is not in the cache, so that it could not be loaded offline.
 
-    Empty where the environment does not forbid to ask the hub, or the cache lies where only the nodes know.
+    Empty if the environment allows asking the hub, or the cache lies where only the nodes know.
     """
     if not is_offline(environment) or "$" in str(hub_cache(environment)):
         return []
@@ -98,43 +95,7 @@ def data_cache(environment: Mapping[str, str]) -> Path:
     return Path(os.path.expandvars(chosen)).expanduser() if chosen else hub_home(environment) / "datasets"
 
 
-def require_files(config: Config) -> None:
-    """Check that the local files a config names exist, as seen from here. Raises ConfigError.
-
-    What the options of a task of the user's own name is the task's affair.
-    """
-    for resource in resources(config, of_custom_task=False):
-        if is_local(resource.name) and not Path(resource.name).exists():
-            raise ConfigError(f"{resource} does not exist: check the path, seen from {Path.cwd()}")
-
-
-def refuse_unknown_engine_arguments(config: Config) -> None:
-    """Raise ConfigError where generator.engine names none of vLLM's arguments, as far as that is known here.
-
-    Where vLLM is not installed, its engines find out.
-    """
-    known = _engine_arguments() if config.generator.engine else []
-    for name in config.generator.engine:
-        if known and name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            remedy = f"did you mean {close[0]!r}?" if close else "see EngineArgs in its documentation"
-            raise ConfigError(f"generator.engine.{name} is no argument of the vLLM installed here: {remedy}")
-
-
-def _engine_arguments() -> list[str]:
-    """Names of the fields of vLLM's EngineArgs: its source is read, since importing it takes seconds."""
-    vllm = find_spec("vllm")
-    if vllm is None or vllm.origin is None:
-        return []
-    source = ast.parse((Path(vllm.origin).parent / "engine/arg_utils.py").read_text())
-    bodies = (
-        node.body for node in source.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
-    )
-    fields = (line.target for line in next(bodies, []) if isinstance(line, ast.AnnAssign))
-    return [field.id for field in fields if isinstance(field, ast.Name)]
-
-
-def _snapshot(name: str, environment: Mapping[str, str]) -> Path | None:
+def snapshot(name: str, environment: Mapping[str, str]) -> Path | None:
     """The folder of a hub model's newest version in the cache, if there is one."""
     folder = hub_cache(environment) / f"models--{name.replace('/', '--')}"
     newest = folder / "refs/main"

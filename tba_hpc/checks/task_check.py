@@ -1,22 +1,20 @@
 """Whether a run's task can be what its config says, found out before anything of the run is made.
 
-In a process of its own, ``python -m tba_hpc.checks.task_check`` with a config on its input, for a task's
-code is the user's. It must not use a GPU, nor take long: what it cannot tell, the ranks will.
+In a process of its own, ``python -m tba_hpc.checks.task_check`` with a config on its input, since a task's
+code is the user's; see ``config_checks.check_task``. It uses no GPU: what it cannot tell, the ranks will.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
 
 from tba_hpc.checks.resources import missing, missing_sentence
-from tba_hpc.config import Config, ConfigError, dump_config, is_local, parse_config
+from tba_hpc.config import Config, ConfigError, is_local, parse_config
 from tba_hpc.config.variants import OwnObjective
 from tba_hpc.core.own_code import find_function
 from tba_hpc.core.ports import Victim
@@ -24,42 +22,6 @@ from tba_hpc.core.prompts import refuse_few_prompts, refuse_long_prompts
 from tba_hpc.learner.file_tokenizer import FileTokenizer
 from tba_hpc.run.notes import REFUSED
 from tba_hpc.tasks import load_task
-
-SECONDS = 20.0
-"""Longest wait for an answer; a data set that takes longer to read is left to the ranks."""
-
-
-def refuse_bad_task(
-    config: Config,
-    *,
-    python: str = sys.executable,
-    environment: Mapping[str, str] | None = None,
-    seconds: float = SECONDS,
-    fetched_by: str = "",
-    beside: Path | None = None,
-) -> None:
-    """Raise ConfigError where the ranks would refuse the task, as far as can be told in ``seconds``.
-
-    environment: of the ranks; None: this process's. fetched_by: what brings models and data here; without,
-    nobody looks whether they are. beside: the folder of the config, whose modules it may name.
-    """
-    around = {**(environment or os.environ), "CUDA_VISIBLE_DEVICES": ""}
-    if beside:
-        around["PYTHONPATH"] = f"{beside.absolute()}:{around.get('PYTHONPATH', '')}".rstrip(":")
-    try:
-        done = subprocess.run(
-            [python, "-m", "tba_hpc.checks.task_check", *([fetched_by] if fetched_by else [])],
-            input=dump_config(config),
-            env=around,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return
-    said = done.stdout.strip().splitlines()
-    if done.returncode == REFUSED and said:
-        raise ConfigError(said[-1])
 
 
 def check(config: Config) -> None:
@@ -77,7 +39,7 @@ def check(config: Config) -> None:
 
 
 def _require_fetched(config: Config, remedy: str) -> None:
-    """Raise ConfigError where the ranks, offline, would find no model or data set of a name."""
+    """Raise ConfigError if the ranks, offline, would find no model or data set of a name."""
     if lacking := missing(config, os.environ):
         raise ConfigError(
             f"{missing_sentence(lacking, os.environ)}: where there is a network, type '{remedy}'"
@@ -85,7 +47,7 @@ def _require_fetched(config: Config, remedy: str) -> None:
 
 
 def _require_folder(path: str) -> None:
-    """Raise ConfigError where a folder that is to be the model holds none; of a hub name the ranks tell."""
+    """Raise ConfigError if a folder that is to be the model holds none; of a hub name the ranks tell."""
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ConfigError(
             f"no model can be loaded from model.path={path}: it holds no config.json; give a folder that "
@@ -94,7 +56,7 @@ def _require_folder(path: str) -> None:
 
 
 def _require_model(key: str, name: str | None) -> None:
-    """Raise ConfigError where a hub has no such model, or cannot be reached."""
+    """Raise ConfigError if the hub has no such model, or cannot be reached."""
     if name is None or is_local(name) or Path(name).is_dir():
         return
     from huggingface_hub import hf_hub_download
@@ -109,7 +71,7 @@ def _require_model(key: str, name: str | None) -> None:
 
 
 def _serve(*_: object, **__: object) -> Victim:
-    """No model is served here: of a task that asks for one at once nothing more can be told."""
+    """No model is served here, so a task that asks for one at once ends the check."""
     raise SystemExit(0)
 
 

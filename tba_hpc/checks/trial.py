@@ -1,7 +1,7 @@
-"""A run in miniature on the real cluster: whether its ranks make one world, and what their nodes have.
+"""Starts ranks on the cluster as a run would: whether they make one MPI world, and what their nodes have.
 
-The batch script is that of every run; only the ranks differ: ``tba greet`` (``rank.py``) joins the world,
-notes what its node has, measures the network, and ends. It must not know what of that matters.
+The batch script is that of every run; only the ranks differ: each is a ``tba greet`` (``rank.py``), which
+joins the world, notes what its node has, takes part in a broadcast, and ends.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
 from tba_hpc.checks.findings import Finding, ok, problem, warning
-from tba_hpc.checks.machine_checks import Machine
-from tba_hpc.checks.mpi_checks import HASH, PMIX_TROUBLE, TELL_TRANSPORT, World, transport
+from tba_hpc.checks.loaded import World
+from tba_hpc.checks.machine import Machine
 from tba_hpc.config import Config, parse_config
-from tba_hpc.launch import slurm
+from tba_hpc.launch import slurm, slurm_queue
 from tba_hpc.launch.plan import Plan, Site, plan
 from tba_hpc.launch.sbatch import RANK, TBA, Job, batch_script
 from tba_hpc.launch.sides import choose_sides
@@ -36,7 +36,7 @@ NODES = 2
 """Nodes of a trial: one trains, one searches."""
 
 PROMPTS = 840
-"""Prompts of a step that is never taken; every number of ranks that a node may hold divides them."""
+"""Prompts of a step that is never taken; any likely number of ranks divides them."""
 
 SHORT = {"time": "10", "signal_seconds": 60, "relaunches": 0}
 """Site keys of a trial: the shorter a job, the sooner it starts; one try is enough."""
@@ -57,6 +57,9 @@ TROUBLE = re.compile(
 )
 """What in the log of a job says what went wrong."""
 
+PMIX_TROUBLE = re.compile(r"PMIX ERROR|selected pml|An error occurred in MPI_Init")
+"""What ranks under PMIx say that could not start, or not read what their peers told PMIx."""
+
 WORLD = "world.json"
 """Name of the leader's file in the folder of the attempt."""
 
@@ -65,20 +68,17 @@ _MACHINE, _WORLD = TypeAdapter(Machine), TypeAdapter(World)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What became of a trial.
+    """What became of a trial start.
 
-    machines: the nodes whose ranks joined. world: what these found out together, None where they made none.
-    by: the way between nodes, as far as MPI tells. trouble: what its log says went wrong. job: its fields, as
-    Slurm took it. better: site keys that may help.
+    machines: the nodes whose ranks joined. world: what these found out together, None if they made none.
+    trouble: what its log says went wrong. job: its fields, as Slurm took it.
     """
 
     finding: Finding
     machines: tuple[Machine, ...] = ()
     world: World | None = None
-    by: str = ""
     trouble: str = ""
     job: Mapping[str, str] = field(default_factory=dict)
-    better: Mapping[str, object] = field(default_factory=dict)
 
 
 def note_machine(run: RunDir, machine: Machine) -> None:
@@ -114,29 +114,28 @@ def prepare(
     job = Job(
         name="tba-doctor",
         run=config.run_dir,
-        rank=[*site.python, *RANK[1:], "greet", *(["--gpus"] if site.gpus_per_node else [])],
+        rank=[*site.python, *RANK[1:], "greet"],
         tba=[*site.python, *TBA[1:]],
     )
     return config, split, batch_script(job, split, site)
 
 
 def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> Trial:
-    """Submit a trial, and wait ``seconds`` for its end. Raises ConfigError for a read-only ``root``."""
-    keys = {**SHORT, "environment": TELL_TRANSPORT | site.environment}
-    config, split, script = prepare(site.model_copy(update=keys), root, model, lay_out=choose_sides)
+    """Submit a trial start, and wait ``seconds`` for its end. Raises ConfigError for a read-only ``root``."""
+    config, split, script = prepare(site.model_copy(update=SHORT), root, model, lay_out=choose_sides)
     run = RunDir.create(config)
     try:
         job = slurm.submit(run, script)
     except slurm.SubmitError as error:
         shutil.rmtree(run.path)
         return Trial(finding=problem(TITLE, str(error), "the site file says what to ask for"))
-    taken = slurm.job_fields(job.job_id)
+    taken = slurm_queue.job_fields(job.job_id)
     try:
         late = _wait(run, job.job_id, seconds)
     finally:
         job.cancel(check=False)
     trial = _read(run, site, split, late, taken)
-    if trial.better or _is_whole(trial, site):  # else its logs are needed
+    if trial.finding.level == "warning" or run.finished:  # else its logs are needed
         shutil.rmtree(run.path)
     return trial
 
@@ -144,37 +143,25 @@ def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> Tri
 def _read(run: RunDir, site: Site, split: Plan, late: Finding | None, job: Mapping[str, str]) -> Trial:
     """What an ended trial has left."""
     machines = [_MACHINE.validate_json(file.read_bytes()) for file in sorted(run.attempt.glob("node-*.json"))]
-    note = first_note(run.attempt, "*") or ""
     log = "".join(log.read_text(errors="replace") for log in run.path.glob("slurm/job-*.log"))
-    trouble = note or "; ".join(list(dict.fromkeys(TROUBLE.findall(log)))[:3])
-    better: dict[str, object] = {}
-    if alone := ALONE.search(note):
-        better = {"mpi": alone[1]}
-    elif site.mpi and site.mpi.startswith("pmix") and PMIX_TROUBLE.search(log) and not run.finished:
-        better = {"environment": site.environment | HASH}
-    world = run.attempt / WORLD
+    trouble = first_note(run.attempt, "*") or "; ".join(list(dict.fromkeys(TROUBLE.findall(log)))[:3])
+    trouble = trouble or "no error in its log"
+    file = run.attempt / WORLD
+    world = _WORLD.validate_json(file.read_bytes()) if file.exists() else None
+    finding = late or _verdict(run, site, split, machines, world, log, trouble)
     return Trial(
-        finding=late or _verdict(run, site, split, [machine.host for machine in machines], log, trouble),
+        finding=finding,
         machines=tuple(machines),
-        world=_WORLD.validate_json(world.read_bytes()) if world.exists() else None,
-        by=transport(log),
-        trouble=f"{trouble or 'no error in its log'}; see {run.path}",
+        world=world,
+        trouble=f"{trouble}; see {run.path}",
         job=job,
-        better=better,
     )
 
 
-def _is_whole(trial: Trial, site: Site) -> bool:
-    """Whether everything has been found out that was to be."""
-    world = trial.world
-    measured = world is not None and world.fabric is not None and (world.sums or not site.gpus_per_node)
-    return trial.finding.level == "warning" or (trial.finding.level == "ok" and bool(measured))
-
-
 def _wait(run: RunDir, job: str, seconds: float) -> Finding | None:
-    """Wait until the run's job has ended or gone back to the queue; what to say where that takes too long."""
+    """Wait until the run's job has ended or gone back to the queue; what to say if that takes too long."""
     end, pause = time.monotonic() + seconds, WATCH_SECONDS
-    while (active := slurm.active_job(run)) and not any(e["event"] == "requeue" for e in read_events(run)):
+    while (active := slurm_queue.active_job(run)) and not _requeued(run):
         if time.monotonic() > end:
             return _too_late(job, active[1], seconds)
         # A queue may be long, and its server is asked by everybody.
@@ -183,20 +170,32 @@ def _wait(run: RunDir, job: str, seconds: float) -> Finding | None:
     return None
 
 
+def _requeued(run: RunDir) -> bool:
+    return any(event["event"] == "requeue" for event in read_events(run))
+
+
 def _too_late(job: str, state: str, seconds: float) -> Finding:
-    reason = slurm.job_fields(job).get("Reason", "?")
+    reason = slurm_queue.job_fields(job).get("Reason", "?")
     found = f"job {job} was still {state.lower()} after {seconds:g} s ({reason}) and is cancelled"
     if state == "PENDING":
         return warning(TITLE, found, "try again when the queue is shorter, or with a longer --wait")
     return problem(TITLE, found, "a node or the network may hang: try other nodes")
 
 
-def _verdict(run: RunDir, site: Site, split: Plan, hosts: list[str], log: str, trouble: str) -> Finding:
+def _verdict(
+    run: RunDir,
+    site: Site,
+    split: Plan,
+    machines: Sequence[Machine],
+    world: World | None,
+    log: str,
+    trouble: str,
+) -> Finding:
     """Whether the ranks of an ended trial made one world."""
-    ranks, form = split.trainer.ranks + split.searcher.ranks, split.form
+    ranks, hosts = split.trainer.ranks + split.searcher.ranks, [machine.host for machine in machines]
     how = " ".join(["srun", *site.mpi_option])
-    if run.finished and len(hosts) == NODES:
-        return ok(TITLE, f"{how} joined {ranks} ranks on {' and '.join(hosts)} ({form} job)")
+    if world and len(hosts) == NODES:
+        return ok(TITLE, f"{how} joined {ranks} ranks on {' and '.join(hosts)} ({split.form} job)")
     if alone := ALONE.search(trouble):
         found = f"{how} started {ranks} ranks, each in a world of its own"
         return problem(TITLE, found, f"set mpi: {alone[1]} in the site file")
@@ -206,4 +205,7 @@ def _verdict(run: RunDir, site: Site, split: Plan, hosts: list[str], log: str, t
             f"the first node wrote no log: it does not see {run.path}, or could not start the job",
             "put runs on a file system that all nodes share: --run-root",
         )
-    return problem(TITLE, f"{how} failed: {trouble or 'no error in its log'}", f"see {run.path}")
+    remedy = f"see {run.path}"
+    if PMIX_TROUBLE.search(log):
+        remedy += "; PMIX_MCA_gds: hash under environment in the site file may help"
+    return problem(TITLE, f"{how} failed: {trouble}", remedy)

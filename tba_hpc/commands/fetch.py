@@ -1,8 +1,7 @@
 """Brings the models and data that a config names into the cache that a site's jobs will see: ``tba fetch``.
 
 In a process of its own, ``python -m tba_hpc.commands.fetch`` with a config on its input: the Hugging Face
-libraries look where their cache is when they are imported, and a task's code is the user's. It must not know
-Slurm.
+libraries look where their cache is when they are imported, and a task's code is the user's.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from tba_hpc.checks.examine import job_environment, login_python
+from tba_hpc.checks.facts import job_environment, login_python
 from tba_hpc.checks.resources import hub_home, is_here, place, resources
 from tba_hpc.config import Config, ConfigError, dump_config, parse_config
 from tba_hpc.core.types import Resource
@@ -36,7 +35,7 @@ SAFETENSORS, PICKLED = "*.safetensors", "*.bin"
 def fetch(config: Config, site: Site | None) -> None:
     """Fetch all that ``config`` names, with a line each. site: None for the cache of this machine's user.
 
-    Raises ConfigError where something is missing in the end, or where it would go is not known.
+    Raises ConfigError if something is missing in the end, or where it would go is not known.
     """
     environment = _environment(site)
     python = login_python(site) if site else sys.executable

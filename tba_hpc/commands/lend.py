@@ -1,21 +1,20 @@
-"""Nodes lent to a run: an array of one-node Slurm jobs, whose searchers come and go.
-
-The run's own job knows nothing of them.
-"""
+"""Elastic searchers for a run: an array of one-node Slurm jobs, of which the run's own job knows nothing."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from tba_hpc.checks.examine import check_resources, preflight_of_lent, warnings_among
+from tba_hpc.checks.facts import refuse
+from tba_hpc.checks.lists import LEND, before_lending
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.core.wording import count
 from tba_hpc.launch import slurm, snapshot
 from tba_hpc.launch.plan import Site, load_site, searchers_of_a_node
-from tba_hpc.launch.sbatch import TBA, VISITORS_SUPERVISOR, Job, visitors_script
+from tba_hpc.launch.sbatch import ELASTIC_SUPERVISOR, TBA, Job, elastic_script
 from tba_hpc.run.directory import RunDir
 
 
@@ -29,32 +28,32 @@ def lend(
     dry_run: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Submit up to ``nodes`` one-node jobs whose searchers come and go, for the run in ``path``.
+    """Submit up to ``nodes`` one-node jobs of elastic searchers for the run in ``path``.
 
-    Raises ConfigError, SubmitError, SlurmError with one sentence.
+    Raises ConfigError or LaunchError with one sentence.
     """
     run = RunDir.open(path)
     config, site = run.config(), _searchers_site(site_file, partition, time)
     if nodes < 1:
-        raise ConfigError(f"--nodes {nodes} lends nothing: ask for at least 1")
+        raise ConfigError(f"--nodes {nodes} starts nothing: ask for at least 1")
     searcher = searchers_of_a_node(config, site)
-    wanted, places = nodes * searcher.ranks, config.launch.elastic
-    if wanted > places:
+    wanted, most = nodes * searcher.ranks, config.launch.elastic
+    if wanted > most:
         raise ConfigError(
-            f"--nodes {nodes} with {count(searcher.ranks, 'searcher')} each is more than the run has places "
-            f"for such as come and go, launch.elastic={places}: "
-            + (f"ask for --nodes {places // searcher.ranks}, or " if places >= searcher.ranks else "")
+            f"--nodes {nodes} with {count(searcher.ranks, 'searcher')} each is more than the run takes, "
+            f"launch.elastic={most}: "
+            + (f"ask for --nodes {most // searcher.ranks}, or " if most >= searcher.ranks else "")
             + f"stop the run and go on with --set launch.elastic={wanted}"
         )
     code = snapshot.place(run.path)
     job = Job(
         name=f"tba-search-{config.run.name}",
         run=run.path,
-        supervisor=code / VISITORS_SUPERVISOR.relative_to(snapshot.PACKAGE.parent),
+        supervisor=code / ELASTIC_SUPERVISOR.relative_to(snapshot.PACKAGE.parent),
         code=None if site.container else code,
         tba=[*site.python, *TBA[1:]],
     )
-    text = visitors_script(job, nodes, searcher, site)
+    text = elastic_script(job, nodes, searcher, site)
     if dry_run:
         print(text, end="")
         return
@@ -64,15 +63,15 @@ def lend(
         return
     warnings = _warnings(run, config, site, site_file)
     snapshot.take(run.path, forget=False)
-    number = slurm.submit_visitors(run, text)
+    number = slurm.submit_elastic(run, text)
     commands = {
         "watch": shlex.join(["tba", "status", str(run.path)]),
         "logs": shlex.join(["tail", "-F", f"{run.path}/slurm/searchers-{number}_0.log"]),
         "cancel": f"scancel {number}",
     }
     if as_json:
-        lent = {"job": number, "run": str(run.path), "commands": commands, "warnings": warnings}
-        print(json.dumps(lent))
+        submitted = {"job": number, "run": str(run.path), "commands": commands, "warnings": warnings}
+        print(json.dumps(submitted))
         return
     print(f"job {number}: up to {count(nodes, 'node')}, {count(searcher.ranks, 'searcher')} on each")
     for name, command in commands.items():
@@ -82,10 +81,10 @@ def lend(
 
 
 def _warnings(run: RunDir, config: Config, site: Site, site_file: Path) -> list[str]:
-    """What may go wrong. Raises SubmitError for what will, before hours in the queue."""
+    """What may go wrong. Raises ConfigError for what will, before hours in the queue."""
     fetch = shlex.join(["tba", "fetch", str(run.config_file), "--site", str(site_file)])
-    found = [*preflight_of_lent(site), *check_resources(config, site, fetch)]
-    return [finding.sentence for finding in warnings_among(found)]
+    facts = replace(before_lending(config, site), fetched_by=fetch)
+    return [finding.sentence for finding in refuse(LEND, facts)]
 
 
 def _searchers_site(site_file: Path, partition: str | None, time: str | None) -> Site:

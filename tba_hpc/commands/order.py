@@ -121,7 +121,7 @@ def script_of(config: Config, split: Plan, site: Site, *, after: str | None, cod
 
 
 def last_job(path: Path) -> str:
-    """The id of a run's last job. Raises ConfigError where it has had none."""
+    """The id of a run's last job. Raises ConfigError if it has had none."""
     file = RunDir.open(path).path / "slurm/job"
     if not file.exists():
         raise ConfigError(f"--after {path}: that run was never submitted, so there is no job to wait for")

@@ -10,25 +10,17 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tba_hpc.checks import slurm_checks
-from tba_hpc.checks.examine import (
-    check_rate,
-    check_resources,
-    job_environment,
-    login_python,
-    preflight,
-    warnings_among,
-)
+from tba_hpc.checks.facts import Facts, login_python, refuse
 from tba_hpc.checks.findings import Finding, warning
-from tba_hpc.checks.resources import refuse_unknown_engine_arguments, require_files
-from tba_hpc.checks.task_check import refuse_bad_task
+from tba_hpc.checks.lists import SUBMIT, before_submission
+from tba_hpc.checks.slurm_checks import check_job_requeue
 from tba_hpc.commands.order import Order, last_job, script_of
 from tba_hpc.config import Config, ConfigError, shipped
-from tba_hpc.launch import slurm, snapshot
+from tba_hpc.launch import slurm, slurm_queue, snapshot
 from tba_hpc.launch.plan import Plan, Site
 from tba_hpc.launch.sides import choose_sides
 from tba_hpc.run import modules
@@ -68,7 +60,7 @@ def submit(orders: Sequence[Order], *, wait: bool, as_json: bool) -> bool:
     """Submit orders, but for finished runs, and print what was done. All are checked before the first.
 
     wait: until the jobs have ended; the answer then is whether all runs are finished. Raises ConfigError,
-    StateError, DiskFullError, LaunchError or SlurmError with one sentence.
+    StateError, DiskFullError or LaunchError with one sentence.
     """
     slurm.require_slurm()
     found: dict[Path, list[Finding]] = {}
@@ -117,24 +109,15 @@ def _check(order: Order, found: dict[Path, list[Finding]]) -> Ready:
 
 
 def _warnings(config: Config, split: Plan, site: Site, order: Order) -> list[Finding]:
-    """What may go wrong. Raises ConfigError or SubmitError for what will, before hours in the queue."""
-    if site.container is None:  # inside it paths may be others
-        require_files(config)
-        refuse_unknown_engine_arguments(config)
-    fetch = _fetch(order)
-    warnings = warnings_among(
-        [*preflight(config, split, site), *check_resources(config, site, fetch), *check_rate(config)]
+    """What may go wrong. Raises ConfigError for what will, before hours in the queue."""
+    facts = replace(
+        before_submission(config, split, site),
+        python=login_python(site),
+        fetched_by=_fetch(order),
+        beside=order.beside,
+        seconds=CHECK_SECONDS,
     )
-    if site.container is None:
-        refuse_bad_task(
-            config,
-            python=login_python(site),
-            environment=job_environment(site),
-            seconds=CHECK_SECONDS,
-            fetched_by=fetch,
-            beside=order.beside,
-        )
-    return warnings
+    return refuse(SUBMIT, facts)
 
 
 def _left_out(script: str) -> list[Finding]:
@@ -151,7 +134,7 @@ def _fetch(order: Order) -> str:
 
 
 def _refuse_twins(ready: Sequence[Ready]) -> None:
-    """Raise ConfigError where two orders are of one run."""
+    """Raise ConfigError if two orders are of one run."""
     paths = [one.run.path for one in ready]
     if twin := next((path for path in paths if paths.count(path) > 1), None):
         raise ConfigError(f"two of these would be the run {twin}: give their configs another run.name")
@@ -160,7 +143,7 @@ def _refuse_twins(ready: Sequence[Ready]) -> None:
 def _awaited(path: Path) -> tuple[str | None, list[Finding]]:
     """The id of the run's job where it is queued or running; else None, and that nothing is waited for."""
     last_job(path)
-    if job := slurm.active_job(RunDir.open(path)):
+    if job := slurm_queue.active_job(RunDir.open(path)):
         return job[0], []
     found = f"--after {path}: no job of that run is queued or running, so none is awaited"
     return None, [warning("after", found, "submit that run first where this one is to follow it")]
@@ -206,8 +189,9 @@ def _typed() -> list[object]:
 
 def _done(ready: Ready, job: slurm.BatchJob | None) -> dict[str, Any]:
     """What was done, as JSON: job (None: the run is finished), run, commands, warnings, the split."""
-    taken = slurm_checks.check_taken(slurm.job_fields(job.job_id), ready.site) if job else []
-    warnings = [*ready.warnings, *_left_out(ready.script), *taken]
+    warnings = [*ready.warnings, *_left_out(ready.script)]
+    if job and (taken := check_job_requeue(Facts(site=ready.site, job=slurm_queue.job_fields(job.job_id)))):
+        warnings.append(taken)
     return {
         "job": job.job_id if job else None,
         "run": str(ready.run.path),

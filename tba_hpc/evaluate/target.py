@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tba_hpc.checks.resources import require_files
+from tba_hpc.checks.config_checks import check_files
+from tba_hpc.checks.facts import Facts, refuse
 from tba_hpc.config import Config, ConfigError, load_config, parse_config
 from tba_hpc.run import modules
 from tba_hpc.run.directory import RunDir
@@ -64,7 +65,7 @@ def _run(name: str, overrides: list[str], *, named: Path | str | None) -> Config
 def _checked(settings: Config, model: str, reference: str | None) -> Target:
     section = settings.model.model_copy(update={"path": model})
     settings = settings.model_copy(update={"model": section})
-    require_files(settings)
+    refuse([check_files], Facts(config=settings))
     return Target(settings, reference)
 
 

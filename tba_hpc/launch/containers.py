@@ -1,6 +1,6 @@
 """How a command is started inside a site's container, as words of the batch script.
 
-It must not know which commands there are. The facts are those of the runtimes' own pages: apptainer.org/docs
+The facts are those of the runtimes' own pages: apptainer.org/docs
 (exec), docs.nersc.gov/development/containers (podman-hpc, shifter), github.com/NVIDIA/pyxis/wiki/Usage.
 """
 

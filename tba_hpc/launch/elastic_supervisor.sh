@@ -33,7 +33,7 @@ search_for_a_while() {
         # Preempted by a plain TERM, searchers leave in peace, too, before this shell has heard of anything.
         [ "$STOP" = 1 ] || [ "$code" = 0 ] && back_to_the_queue
         [ "$code" = 2 ] && exit 2        # what only the user can mend
-        [ "$code" = 3 ] && { say "no place is free: this job is not needed"; exit 0; }
+        [ "$code" = 3 ] && { say "the run has as many elastic searchers as it takes: this job is not needed"; exit 0; }
         ending && back_to_the_queue
         [ $((SECONDS - began)) -ge $LONG_SECONDS ] && tries=0
         tries=$((tries + 1))

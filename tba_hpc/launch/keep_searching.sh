@@ -1,5 +1,5 @@
 #!/bin/bash
-# keep_searching.sh TIMES PROGRAM…: one searcher of a lent node, started again where it crashes while its neighbours go on,
+# keep_searching.sh TIMES PROGRAM…: an elastic searcher, started again if it crashes while its neighbours go on,
 # TIMES in a row. Slurm signals all processes of a step, the searcher too: one that was asked to go is not started again.
 
 times=$1 tries=0 asked=0

@@ -1,7 +1,4 @@
-"""Where a rank sits: its number within the role, its GPUs, and its MPI world where there is one.
-
-It must not know what the rank does there.
-"""
+"""Where a rank sits: its number within the role, its GPUs, and its MPI world if there is one."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def refuse_index(config: Config, role: Role, index: int | None) -> None:
-    """Raise ConfigError where a rank's number is none of its role; None: MPI numbers the ranks."""
+    """Raise ConfigError if a rank's number is none of its role; None: MPI numbers the ranks."""
     ranks = config.launch.trainers if role == "trainer" else config.launch.searchers
     if index is not None and not 0 <= index < ranks:
         raise ConfigError(
@@ -97,7 +94,7 @@ class Placement:
     def choose_gpus(self) -> None:
         """Of the GPUs that all ranks of a node see, take this one's; a launcher may have chosen already.
 
-        Raises ConfigError where it comes too late for that.
+        Raises ConfigError if it comes too late for that.
         """
         import torch
 

@@ -471,13 +471,13 @@ def _words(trainer: Component, searcher: Component) -> str:
 
 
 def _idle(places: int, site: Site, why: str) -> str:
-    """How many places stay empty, and why; nothing where none does."""
+    """How many places stay empty, and why; nothing if none does."""
     verb = "stays" if places == 1 else "stay"
     return f"{count(places, _unit(site))} {verb} idle, {why}" if places else ""
 
 
 def _unused(site: Site) -> str:
-    """What the site says of searcher nodes that one allocation cannot have; nothing where it can have all."""
+    """What the site says of searcher nodes that one allocation cannot have; nothing if it can have all."""
     if not site.unused:
         return ""
     return f"; asked for as the trainer's, without {', '.join(site.unused)}, which takes a het job"

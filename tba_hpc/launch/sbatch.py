@@ -34,8 +34,8 @@ SUPERVISOR = Path(__file__).with_name("job_supervisor.sh")
 VERBS: dict[Role, tuple[str, str]] = {"trainer": ("train", "$TRAINERS"), "searcher": ("search", "$SEARCHERS")}
 """What the ranks of a role are started as, and the variable with their number."""
 
-VISITORS_SUPERVISOR = Path(__file__).with_name("elastic_supervisor.sh")
-"""The one of jobs whose searchers come and go."""
+ELASTIC_SUPERVISOR = Path(__file__).with_name("elastic_supervisor.sh")
+"""The one of jobs of elastic searchers."""
 
 SPARE_SECONDS = 30
 """Kept back of the time between signal and end, for the requeue itself."""
@@ -61,7 +61,7 @@ class Job:
 def batch_script(job: Job, plan: Plan, site: Site) -> str:
     """Text of the sbatch file that runs ``job`` as ``plan`` says on ``site``.
 
-    Raises ConfigError where a value would not stay on its line.
+    Raises ConfigError if a value would not stay on its line.
     """
     het = plan.form == "het"
     parts = [
@@ -272,10 +272,10 @@ def _homogeneous_step(plan: Plan, site: Site) -> str:
     )
 
 
-def visitors_script(job: Job, nodes: int, searcher: Component, site: Site) -> str:
-    """Text of the sbatch file of an array of ``nodes`` one-node jobs, whose searchers come and go.
+def elastic_script(job: Job, nodes: int, searcher: Component, site: Site) -> str:
+    """Text of the sbatch file of an array of ``nodes`` one-node jobs of elastic searchers.
 
-    job: its supervisor is VISITORS_SUPERVISOR. searcher: those of one node. Raises ConfigError as
+    job: its supervisor is ELASTIC_SUPERVISOR. searcher: those of one node. Raises ConfigError as
     ``batch_script`` does.
     """
     nobody = Component(role="trainer", nodes=1, ranks=0, ranks_per_node=0, cpus_per_rank=0)
@@ -291,19 +291,19 @@ def visitors_script(job: Job, nodes: int, searcher: Component, site: Site) -> st
         *_options(searcher, site, site.searcher),
     ]
     parts = [
-        "#!/bin/bash\n# Nodes lent to a run: they search for it, and come back until it is finished.\n",
+        "#!/bin/bash\n# Elastic searchers of a run, which requeue themselves until it is finished.\n",
         _directives(header),
         *_setup(site),
         _settings(job, plan, site),
         _surroundings(job, plan, site),
-        _visitors_step(job, searcher, site),
+        _elastic_step(job, searcher, site),
         "search_for_a_while\n",
     ]
     return "\n".join(parts)
 
 
-def _visitors_step(job: Job, searcher: Component, site: Site) -> str:
-    # Each has its place, and its death is its own. Every one would meet the others' MPI, so there is none.
+def _elastic_step(job: Job, searcher: Component, site: Site) -> str:
+    # Each searcher is on its own, so there is no MPI among them.
     cpus = f"--cpus-per-task={searcher.cpus_per_rank}"
     srun = f'srun --mpi=none --ntasks="$1" {cpus} --kill-on-bad-exit=0{_extra(site)}{step_options(site)}'
     return (

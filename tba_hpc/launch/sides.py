@@ -8,24 +8,19 @@ not know what the components do.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from tba_hpc.config import ConfigError
 from tba_hpc.core.wording import count
-from tba_hpc.launch import LaunchError
+from tba_hpc.launch import slurm_queue
 from tba_hpc.launch.plan import Component, ComponentSite, Plan, Site
-from tba_hpc.launch.scontrol import fields, mebibytes
+from tba_hpc.launch.slurm_queue import fields, mebibytes
 
 Ask = Callable[..., str]
-"""Runs a command of Slurm and returns what it prints. Raises LaunchError."""
-
-SECONDS = 30.0
-"""Time that a command of Slurm has to answer."""
+"""Runs a command of Slurm and returns what it prints, as ``slurm_queue.ask``."""
 
 LAYOUT = "%N|%R|%t|%c|%m|%f|%G"
 """What sinfo says of a node in a partition: name, partition, state, cores, MiB, features, GPUs."""
@@ -43,7 +38,7 @@ RESERVES = re.compile(r"^--reservation[=\s]\s*(\S+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class NodeRequest:
     """What a component asks of its nodes. partitions: empty for the default one; gpus: (type or "", number).
 
     memory: MiB; constraint: as for sbatch; reservation: its name, or empty; exclude: as Slurm writes a list.
@@ -73,7 +68,7 @@ class Node:
     gpus: Mapping[str, int]
     """By type."""
 
-    def serves(self, request: Request) -> bool:
+    def serves(self, request: NodeRequest) -> bool:
         """Whether it has what a component asks for, as far as that can be told."""
         kind, number = request.gpus
         gpus = self.gpus.get(kind, 0) if kind else sum(self.gpus.values())
@@ -107,7 +102,7 @@ def cut(
     idle: frozenset[str],
     firsts: Sequence[int] = (0, 1),
 ) -> Cut | None:
-    """The best place to cut nodes that are in Slurm's ``order``, or None where no place leaves enough.
+    """The best place to cut nodes that are in Slurm's ``order``, or None if no place leaves enough.
 
     needed: nodes of each of two requests; fit: those that it could have. Best is where both could start at
     once on idle nodes, then where both sides have the most nodes to spare, as a multiple of those needed,
@@ -178,12 +173,12 @@ def _has(features: frozenset[str], constraint: str) -> bool:
 def choose_sides(plan: Plan, site: Site, ask: Ask | None = None) -> Plan:
     """The plan, and of a het job which component has which side of the nodes.
 
-    Nodes that the site's sbatch_options choose are left as chosen. Raises ConfigError where the nodes that
-    the components could have lie so that no choice would do, LaunchError where Slurm does not answer.
+    Nodes that the site's sbatch_options choose are left as chosen. Raises ConfigError if the nodes that
+    the components could have lie so that no choice would do, LaunchError if Slurm does not answer.
     """
     if plan.form != "het" or any(map(CHOOSES_NODES.match, site.sbatch_options)):
         return plan
-    ask = ask or run
+    ask = ask or slurm_queue.ask
     requests = (_request(plan.trainer, site, site.trainer), _request(plan.searcher, site, site.searcher))
     found = find_cut(requests, ask)
     if found is None:
@@ -204,15 +199,15 @@ def choose_sides(plan: Plan, site: Site, ask: Ask | None = None) -> Plan:
 
 
 def _with(exclude: str, names: Sequence[str]) -> str:
-    """The user's own list of nodes to exclude, and more; empty where there are no more."""
+    """The user's own list of nodes to exclude, and more; empty if there are no more."""
     return ",".join(filter(None, (exclude, compact(names)))) if names else ""
 
 
-def _request(component: Component, site: Site, own: ComponentSite) -> Request:
+def _request(component: Component, site: Site, own: ComponentSite) -> NodeRequest:
     partition = own.partition or site.partition
     gpus = own.gpu_request or site.gpu_request or ""
     kind = re.search(r"(?:gpu:|gpus-per-node=|gpus=)([A-Za-z]\w*):", gpus)
-    return Request(
+    return NodeRequest(
         nodes=component.nodes,
         partitions=frozenset(partition.split(",") if partition else ()),
         constraint=own.constraint or site.constraint or "",
@@ -225,7 +220,7 @@ def _request(component: Component, site: Site, own: ComponentSite) -> Request:
 
 
 def _option(pattern: re.Pattern[str], options: Sequence[str]) -> str:
-    """The value of an option, the last where it comes twice, as sbatch has it."""
+    """The value of an option, the last if it comes twice, as sbatch has it."""
     return next((match[1] for option in reversed(options) if (match := pattern.match(option))), "")
 
 
@@ -236,9 +231,9 @@ def sides_of_job(job: str, ask: Ask | None = None) -> dict[int, str]:
     """By component of a het job: the nodes that it must not get, those included that it does not get now.
 
     For a job that was submitted without a look at the nodes, whose component 0 stays what it is. Raises
-    ConfigError where no choice would do, LaunchError where Slurm does not answer.
+    ConfigError where no choice would do, LaunchError if Slurm does not answer.
     """
-    ask = ask or run
+    ask = ask or slurm_queue.ask
     lines = ask("scontrol", "--oneliner", "show", "job", job).splitlines()
     found = sorted((fields(line) for line in lines if line), key=lambda one: int(one["HetJobOffset"]))
     requests = (_request_of(found[0]), _request_of(found[1]))
@@ -252,11 +247,11 @@ def sides_of_job(job: str, ask: Ask | None = None) -> dict[int, str]:
     return {number: nodes for number, nodes in enumerate(leave) if nodes}
 
 
-def _request_of(job: Mapping[str, str]) -> Request:
+def _request_of(job: Mapping[str, str]) -> NodeRequest:
     """What a component asks for, as ``scontrol show job`` has it."""
     known = {key: value for key, value in job.items() if value not in ("", "(null)")}
     gpus = re.search(r"gpu:(?:([A-Za-z]\w*):)?(\d+)", known.get("TresPerNode", ""))
-    return Request(
+    return NodeRequest(
         nodes=int(job["NumNodes"].partition("-")[0]),
         partitions=frozenset(job["Partition"].split(",")),
         constraint=known.get("Features", ""),
@@ -271,8 +266,10 @@ def _request_of(job: Mapping[str, str]) -> Request:
 # --- Slurm ---
 
 
-def find_cut(requests: tuple[Request, Request], ask: Ask, *, firsts: Sequence[int] = (0, 1)) -> Cut | None:
-    """The best cut through the nodes as they are now; None where none would do. Raises LaunchError.
+def find_cut(
+    requests: tuple[NodeRequest, NodeRequest], ask: Ask, *, firsts: Sequence[int] = (0, 1)
+) -> Cut | None:
+    """The best cut through the nodes as they are now; None if none would do. Raises LaunchError.
 
     Where nodes are lacking however they lie, nothing is left out: Slurm itself refuses that, or knows better.
     """
@@ -292,7 +289,7 @@ def find_cut(requests: tuple[Request, Request], ask: Ask, *, firsts: Sequence[in
     )
 
 
-def _fit(nodes: Sequence[Node], request: Request, ask: Ask) -> frozenset[str]:
+def _fit(nodes: Sequence[Node], request: NodeRequest, ask: Ask) -> frozenset[str]:
     """Names of the nodes that a component could have."""
     names = frozenset(node.name for node in nodes if node.serves(request))
     if request.reservation:
@@ -336,16 +333,3 @@ def _node(row: Sequence[str]) -> Node:
         features=frozenset(features.split(",")),
         gpus=gpus,
     )
-
-
-def run(*command: str) -> str:
-    """What a command of Slurm prints. Raises LaunchError."""
-    # The user's own formats would change what is printed.
-    plain = {key: value for key, value in os.environ.items() if not key.startswith("SINFO_")}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=plain)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"{command[0]} does not answer ({error}): is this a node of the cluster?") from None
-    if done.returncode:
-        raise LaunchError(f"'{' '.join(command[:3])}' failed: {' '.join(done.stderr.split())}")
-    return done.stdout

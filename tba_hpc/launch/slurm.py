@@ -1,7 +1,8 @@
-"""Submits batch scripts through submitit and knows what became of them, het jobs included.
+"""Submits batch scripts through submitit and waits for their end, het jobs included.
 
-The only module that imports submitit. Upstream it has no het jobs: here the script's text is ours
-(``sbatch.py``), nothing is pickled, and the state of a job comes from ``scontrol``, without accounting.
+The only module that imports submitit, of which three things are left: it runs sbatch, reads the job's id, and
+polls its state at bearable intervals for all waiting jobs at once. It knows no het jobs and needs accounting,
+so the script's text is ours (``sbatch.py``), nothing is pickled, and states come from ``scontrol``.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import SlurmInfoWatcher
 
 from tba_hpc.launch import LaunchError
-from tba_hpc.launch.scontrol import fields
-from tba_hpc.report.run_state import FORGOTTEN, UNKNOWN
+from tba_hpc.launch.slurm_queue import active_job, fields
+from tba_hpc.report.run_state import FORGOTTEN
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import write_atomic
 
@@ -29,20 +30,6 @@ ENDED = frozenset(
     {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 )
 """States after which a job does not run again."""
-
-SQUEUE_SECONDS = 5
-"""Time that squeue has to answer."""
-
-SQUEUE_FIELDS = {
-    "id": "%i",
-    "state": "%T",
-    "reason": "%r",
-    "nodes": "%N",
-    "start": "%S",
-    "left": "%L",
-    "comment": "%k",
-}
-"""What squeue says of a component → its code; ``start`` may be a guess, ``left`` is of the wall time."""
 
 WATCH_SECONDS = 10
 """Longest pause between two looks at a job."""
@@ -164,7 +151,7 @@ class HetSlurmExecutor(SlurmExecutor):
 
 
 def require_slurm() -> None:
-    """Raise SubmitError where sbatch is not to be found."""
+    """Raise SubmitError if sbatch is not on PATH."""
     if shutil.which("sbatch") is None:
         raise SubmitError(
             "no Slurm here (sbatch is not on PATH): log in to the cluster or load its Slurm module; "
@@ -209,13 +196,6 @@ def would_take(script: str) -> str:
     return done.stderr.strip().removeprefix("sbatch: ")
 
 
-def job_fields(job: str) -> dict[str, str]:
-    """What ``scontrol show job`` says of a job, of a het job's leader; empty once Slurm has forgotten it."""
-    command = ["scontrol", "--oneliner", "show", "job", job]
-    shown = subprocess.run(command, capture_output=True, text=True)
-    return fields(shown.stdout.partition("\n")[0])
-
-
 def submit(run: RunDir, script: str) -> BatchJob:
     """Submit a run's batch script, unless a job of the run is queued or running. Raises SubmitError."""
     folder = run.path / "slurm"
@@ -227,15 +207,15 @@ def submit(run: RunDir, script: str) -> BatchJob:
     return submitted
 
 
-def submit_visitors(run: RunDir, script: str) -> str:
-    """Submit jobs whose searchers come and go, beside the run's own; their id. Raises SubmitError."""
+def submit_elastic(run: RunDir, script: str) -> str:
+    """Submit jobs of elastic searchers, beside the run's own job; their id. Raises SubmitError."""
     folder = run.path / "slurm"
     folder.mkdir(exist_ok=True)
     return str(HetSlurmExecutor(folder).submit_script(script).job_id)
 
 
 def refuse_active(run: RunDir) -> None:
-    """Raise SubmitError where a job of the run is queued or running."""
+    """Raise SubmitError if a job of the run is queued or running."""
     if job := active_job(run):
         number, state = job
         raise SubmitError(
@@ -244,65 +224,9 @@ def refuse_active(run: RunDir) -> None:
         )
 
 
-def active_job(run: RunDir) -> tuple[str, str] | None:
-    """(id, state) of the run's job while Slurm has it queued or running."""
-    file = run.path / "slurm" / "job"
-    if not file.exists():
-        return None
-    job = file.read_text().strip()
-    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%T %k"]
-    seen = subprocess.run(command, capture_output=True, text=True, env=_plain(os.environ))
-    # Ids come back after years; the comment tells whose job it is.
-    states = [line.split(" ", 1)[0] for line in seen.stdout.splitlines() if line.endswith(str(run.path))]
-    return (job, states[0]) if states else None
-
-
-def job_states(run: RunDir) -> list[dict[str, str]]:
-    """How squeue sees the components of the run's job, ``job`` and SQUEUE_FIELDS; none if never submitted.
-
-    ``state`` is UNKNOWN where squeue is missing or silent, FORGOTTEN where it knows the job no more.
-    """
-    file = run.path / "slurm" / "job"
-    if not file.exists():
-        return []
-    job = file.read_text().strip()
-    lines = _squeue(job)
-    if lines is None:
-        return [{"job": job, **dict.fromkeys(SQUEUE_FIELDS, ""), "state": UNKNOWN}]
-    rows = [dict(zip(SQUEUE_FIELDS, line.split("|", len(SQUEUE_FIELDS) - 1), strict=True)) for line in lines]
-    if any(_is(run, row["comment"]) for row in rows):  # ids come back after years
-        return [{"job": job, **row} for row in rows]
-    return [{"job": job, **dict.fromkeys(SQUEUE_FIELDS, ""), "state": FORGOTTEN}]
-
-
-def _squeue(job: str) -> list[str] | None:
-    """A line per component of a job; None where there is no telling."""
-    layout = "|".join(SQUEUE_FIELDS.values())
-    command = ["squeue", "--noheader", f"--jobs={job}", "--states=all", f"--format={layout}"]
-    try:
-        seen = subprocess.run(
-            command, capture_output=True, text=True, timeout=SQUEUE_SECONDS, env=_plain(os.environ)
-        )
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return None
-    if seen.returncode and "Invalid job id" not in seen.stderr:
-        return None
-    return sorted(seen.stdout.splitlines())
-
-
-def _is(run: RunDir, comment: str) -> bool:
-    """Whether a job's comment names the run, by whatever path."""
-    return Path(comment).exists() and run.path.samefile(comment)
-
-
-def _plain(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without the user's squeue format."""
-    return {key: value for key, value in environment.items() if not key.startswith("SQUEUE_")}
-
-
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold the lock on submissions of a run. Raises SubmitError where another submission holds it."""
+    """Hold the lock on submissions of a run. Raises SubmitError if another submission holds it."""
     with (folder / "submit.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

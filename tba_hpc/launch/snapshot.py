@@ -1,7 +1,4 @@
-"""A copy of this package beside a run, for its job: what is edited or installed later changes no running job.
-
-It must not know what uses the copy.
-"""
+"""A copy of this package beside a run, for its job: later edits change no running job."""
 
 from __future__ import annotations
 

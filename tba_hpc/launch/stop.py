@@ -1,6 +1,6 @@
 """Asks a run to checkpoint and end, or ends it at once, wherever it is at work: ``tba stop``, ``tba cancel``.
 
-It must not know what the ranks do then. ``job_supervisor.sh`` reads the file that says "end, do not requeue".
+``job_supervisor.sh`` reads the file that says "end, do not requeue".
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import time
 from dataclasses import dataclass
 
 from tba_hpc.launch import LaunchError
-from tba_hpc.launch.slurm import WATCH_SECONDS, job_states
+from tba_hpc.launch.slurm import WATCH_SECONDS
+from tba_hpc.launch.slurm_queue import job_states
 from tba_hpc.report.run_state import AT_WORK, UNKNOWN, WAITING
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event, read_events
@@ -31,7 +32,7 @@ LOOK_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ActiveJob:
     """The run's job in Slurm while it is queued or has nodes. waiting: whether it has none."""
 
     number: str
@@ -45,12 +46,12 @@ class Job:
 def stop(run: RunDir) -> str:
     """Ask the run to checkpoint at its next safe point and end; what was done, in a sentence.
 
-    Raises LaunchError where it is at work elsewhere, or cannot be reached.
+    Raises LaunchError if it is at work elsewhere, or cannot be reached.
     """
     match at_work(run):
         case None:
             return _nobody(run)
-        case Job() as job:
+        case ActiveJob() as job:
             return _stop_job(run, job)
         case owner:
             _signal(owner, signal.SIGUSR1)
@@ -62,7 +63,7 @@ def cancel(run: RunDir) -> str:
     match at_work(run):
         case None:
             return _nobody(run)
-        case Job() as job:
+        case ActiveJob() as job:
             _scancel(job.number)
             said = f"job {job.number} is cancelled"
         case owner:
@@ -85,10 +86,10 @@ def await_end(run: RunDir, *, seconds: float) -> None:
         pause = min(2 * pause, WATCH_SECONDS)
 
 
-def at_work(run: RunDir) -> Owner | Job | None:
+def at_work(run: RunDir) -> Owner | ActiveJob | None:
     """The process of this machine, or the Slurm job, that is at work on the run.
 
-    Raises LaunchError where it is a process elsewhere, or Slurm cannot be asked.
+    Raises LaunchError if it is a process elsewhere, or Slurm cannot be asked.
     """
     owner = owner_at_work(run)
     if owner and owner.is_here:
@@ -107,7 +108,7 @@ def at_work(run: RunDir) -> Owner | Job | None:
     if not states & {*WAITING, *AT_WORK}:
         return None
     waiting = not states & AT_WORK
-    return Job(number, next(state for state in sorted(states) if waiting or state in AT_WORK), waiting)
+    return ActiveJob(number, next(state for state in sorted(states) if waiting or state in AT_WORK), waiting)
 
 
 def _nobody(run: RunDir) -> str:
@@ -115,7 +116,7 @@ def _nobody(run: RunDir) -> str:
     return f"nobody is at work on {run.path}; {done}"
 
 
-def _stop_job(run: RunDir, job: Job) -> str:
+def _stop_job(run: RunDir, job: ActiveJob) -> str:
     # First the file: a job that starts meanwhile reads it, too.
     write_atomic(run.path / "slurm/stop", f"{job.number}\n")
     if job.waiting:
@@ -133,7 +134,7 @@ def _scancel(*words: str) -> None:
 
 
 def _signal(owner: Owner, number: signal.Signals) -> None:
-    """Raises LaunchError where that is not allowed; a process that has ended meanwhile needs none."""
+    """Raises LaunchError if that is not allowed; a process that has ended meanwhile needs none."""
     try:
         os.kill(owner.pid, number)
     except ProcessLookupError:
@@ -145,7 +146,7 @@ def _signal(owner: Owner, number: signal.Signals) -> None:
 def _end(run: RunDir, owner: Owner) -> None:
     """Have a launcher of this machine kill its ranks, as Ctrl-C twice does; or kill it, which ends them, too.
 
-    Raises LaunchError where it stays.
+    Raises LaunchError if it stays.
     """
     if _goes(run, owner, signal.SIGINT, ASK_SECONDS):
         return

@@ -42,7 +42,7 @@ DULL = b'"search/rebuilds": 0'
 """In a searcher's line of which a sample is enough once newer ones are there."""
 
 QueueEntry = dict[str, str]
-"""A component of a Slurm job; see ``launch.slurm.job_states``."""
+"""A component of a Slurm job; see ``launch.slurm_queue.job_states``."""
 
 Queue = Callable[[RunDir], list[QueueEntry]]
 """How Slurm sees the components of a run's job; none for a run that was never submitted."""

@@ -1,7 +1,7 @@
 """One world of any MPI library: ``site_library_program.py FOLDER``, a trainer and two searchers on two nodes.
 
-Weights go out between the (emulated) nodes, shards come in, and the doctor measures. The leader leaves what
-it has loaded and measured in FOLDER/facts.json.
+Weights go out between the (emulated) nodes and shards come in. The leader leaves what it has loaded in
+FOLDER/facts.json.
 """
 
 import json
@@ -13,7 +13,6 @@ from contracts.exchange_program import LAYOUT, Flags, SearcherSide, TrainerSide,
 from mpi4py import MPI
 
 from tba_hpc.checks.loaded import describe
-from tba_hpc.checks.rank import measure
 from tba_hpc.core.prompts import Progress
 from tba_hpc.core.types import Shard
 from tba_hpc.exchange.mpi_exchange import MpiSearcherExchange, MpiTrainerExchange
@@ -58,13 +57,11 @@ def main() -> None:
         node_split=lambda comm: comm.Split(HOSTS.index(HOSTS[comm.rank])),
     )
     world = replace(world, hosts=HOSTS)
-    fabric = measure(world, bucket_mb=16)
     if comm.rank:
         search(world, folder)
         return
     train(world, folder)
-    assert fabric is not None
-    facts = {"library": asdict(describe(library_version())), "fabric": asdict(fabric)}
+    facts = {"library": asdict(describe(library_version()))}
     (folder / "facts.json").write_text(json.dumps(facts))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_local_launch import Launched
 
-from mpi.launch import ENVIRONMENT, OPTIONS, WHEEL, Mpi, run_processes, run_world
+from mpi.launch import ENVIRONMENT, OPTIONS, WHEEL, Mpi, run_world
 from tba_hpc.checks.loaded import LOOK, Library
 from tba_hpc.launch import local, mpi_library
 from tba_hpc.launch.plan import Site
@@ -60,9 +60,6 @@ def test_every_library_carries_weights_and_shards(
     assert facts["library"]["version"].startswith(version)
     assert facts["library"]["own"] is own
     assert Path(facts["library"]["path"]).is_file()
-    assert facts["fabric"]["hosts"] == ["node1", "node2"]
-    assert 1e-7 < facts["fabric"]["latency"] < 1
-    assert all(1e6 < facts["fabric"][what] < 1e12 for what in ("bandwidth", "spread"))
 
 
 def _loaded(**environment: str) -> Library:
@@ -111,20 +108,3 @@ def test_a_run_on_this_machine_ends_well_under_open_mpi_4(
     launched = Launched(tmp_path, "finish", "mpi")
     code, _, err = launched.end()
     assert (code, err, len(launched.hits())) == (0, "", 3)
-
-
-def test_sums_over_ranks_are_measured(tmp_path: Path) -> None:
-    """By gloo, in the place of NCCL on GPUs."""
-    program = tmp_path / "sums.py"
-    program.write_text(
-        "import sys, json\nfrom dataclasses import asdict\nfrom pathlib import Path\n"
-        "from tba_hpc.checks.rank import all_reduce\n"
-        "sums = all_reduce(Path(sys.argv[1]), rank=int(sys.argv[2]), ranks=2, deadline=60)\n"
-        "print(json.dumps(asdict(sums)))"
-    )
-    outcome = run_processes([[program, tmp_path / "group", str(rank)] for rank in range(2)])
-    assert outcome.code == 0, outcome.output
-    for line in (line for line in outcome.output.splitlines() if line.startswith("{")):
-        sums = json.loads(line)
-        assert (sums["backend"], sums["ranks"]) == ("gloo", 2)
-        assert 1e6 < sums["bandwidth"] < 1e12

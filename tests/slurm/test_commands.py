@@ -18,7 +18,7 @@ from slurm_testbed.cluster import Cluster
 from tba_hpc.config import parse_config
 from tba_hpc.launch import LaunchError, slurm, stop
 from tba_hpc.launch.plan import plan, searchers_of_a_node
-from tba_hpc.launch.sbatch import VISITORS_SUPERVISOR, Job, batch_script, visitors_script
+from tba_hpc.launch.sbatch import ELASTIC_SUPERVISOR, Job, batch_script, elastic_script
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
 from tests.slurm.test_submit import (
@@ -218,10 +218,10 @@ def _lent(folder: Path, *, nodes: int) -> tuple[RunDir, Path, int]:
     program.write_text(VISITOR)
     site = _site(requeue=True)
     job = Job(
-        name="visitors", run=run.path, supervisor=VISITORS_SUPERVISOR, tba=(sys.executable, str(program))
+        name="visitors", run=run.path, supervisor=ELASTIC_SUPERVISOR, tba=(sys.executable, str(program))
     )
-    script = visitors_script(job, nodes, searchers_of_a_node(run.config(), site), site)
-    return run, program, int(slurm.submit_visitors(run, script))
+    script = elastic_script(job, nodes, searchers_of_a_node(run.config(), site), site)
+    return run, program, int(slurm.submit_elastic(run, script))
 
 
 def _command(pid: int) -> list[str]:

@@ -67,30 +67,27 @@ def test_a_good_set_up_is_one_world(cluster: Cluster, tmp_path: Path, doctor: Do
         "found": "srun --mpi=pmix joined 4 ranks on node1 and node4 (het job)",
         "remedy": "",
     }
-    rate = r"[\d.]+ GB/s"
-    between = rf"node1 to node4 by tcp: {rate}, \d+ µs for 8 bytes; weights to all nodes {rate}"
-    assert re.fullmatch(between, findings["MPI between nodes"]["found"])
+    assert re.fullmatch(r"128 MiB to each of 2 nodes in [\d.]+ s", findings["MPI between nodes"]["found"])
     assert re.fullmatch(r"Open MPI v5[\d.]+, .*/lib/libmpi\.so\.40", findings["MPI library"]["found"])
     assert re.fullmatch(r"the library's client 5\S+ met server 4\S+", findings["PMIx"]["found"])
     assert findings["GPUs"]["found"].startswith("node1, node4: ")
     assert findings["file system"]["level"] == "ok", "whatever it is, both nodes have seen it"
-    assert findings["partition main"]["found"] == "6 nodes, jobs up to UNLIMITED"
-    assert "30 s (GraceTime)" in findings["preemption in low"]["found"]
+    assert findings["partition"]["found"].startswith("main: 6 nodes, jobs up to UNLIMITED; low: ")
+    assert "low: a preempted job has 30 s (GraceTime)" in findings["preemption"]["found"]
     assert findings["requeue"]["level"] == "ok"
     problems = [found for found in findings.values() if found["level"] == "problem"]
     assert (status, problems) == (0, [])
     assert list((tmp_path / "runs").iterdir()) == [], "the trial leaves nothing"
 
 
-def test_the_wrong_plugin_is_named_and_the_right_one_is_tried(cluster: Cluster, doctor: Doctor) -> None:
+def test_the_wrong_plugin_is_named(cluster: Cluster, doctor: Doctor) -> None:
     status, findings = doctor(cluster, "--launch", mpi="pmi2", hetjob=False)
     assert status == 1
     assert "mpi: pmi2 is not for Open MPI" in findings["MPI plugin"]["found"]
     world = findings["one MPI world"]
     assert world["level"] == "problem"
     assert world["found"] == "srun --mpi=pmi2 started 4 ranks, each in a world of its own"
-    assert world["remedy"].startswith("set mpi: pmix in the site file: srun --mpi=pmix joined 4 ranks")
-    assert findings["MPI between nodes"]["level"] == "ok", "of the second trial"
+    assert world["remedy"] == "set mpi: pmix in the site file"
 
 
 DEBIAN = Path("/usr/lib/x86_64-linux-gnu")
@@ -122,13 +119,11 @@ def test_the_sites_own_library_makes_the_world(
     assert findings["MPI between nodes"]["level"] == "ok"
 
 
-def test_a_store_of_pmix_that_fails_is_replaced(cluster: Cluster, doctor: Doctor) -> None:
+def test_a_store_of_pmix_that_fails_is_named(cluster: Cluster, doctor: Doctor) -> None:
     status, findings = doctor(cluster, "--launch", environment={"PMIX_MCA_gds": "none_such"})
     world = findings["one MPI world"]
     assert (status, world["level"]) == (1, "problem")
-    assert world["remedy"].startswith(
-        "set PMIX_MCA_gds: hash under environment in the site file: srun --mpi=pmix"
-    )
+    assert "PMIX_MCA_gds: hash under environment in the site file may help" in world["remedy"]
 
 
 def test_a_job_that_finds_no_scontrol_says_so(cluster: Cluster, tmp_path: Path, doctor: Doctor) -> None:

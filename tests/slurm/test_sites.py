@@ -15,7 +15,7 @@ from slurm_testbed.cluster import Cluster
 from tba_hpc.config import shipped
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Site, load_site, plan, searchers_of_a_node
-from tba_hpc.launch.sbatch import VISITORS_SUPERVISOR, Job, batch_script, visitors_script
+from tba_hpc.launch.sbatch import ELASTIC_SUPERVISOR, Job, batch_script, elastic_script
 from tba_hpc.run.directory import RunDir
 from tests.slurm import stand_ins
 from tests.slurm.test_submit import HELLO, REPOSITORY, _config, _finished, _ranks
@@ -144,9 +144,9 @@ def test_a_node_of_every_site_is_lent(
     site = place.site.model_copy(update={"gpus_per_node": 2})
     run = RunDir.create(_config(tmp_path / "runs"))
     (run.path / "slurm").mkdir()
-    job = Job(name="visitors", run=run.path, supervisor=VISITORS_SUPERVISOR, tba=place.program)
-    script = visitors_script(job, 1, searchers_of_a_node(run.config(), site), site)
-    array = int(slurm.submit_visitors(run, script))
+    job = Job(name="visitors", run=run.path, supervisor=ELASTIC_SUPERVISOR, tba=place.program)
+    script = elastic_script(job, 1, searchers_of_a_node(run.config(), site), site)
+    array = int(slurm.submit_elastic(run, script))
     assert cluster.wait(array) == "COMPLETED", _said(run)
     assert "the run is finished" in _said(run)
     assert sorted(file.name for file in run.path.glob("search-*")) == ["search-0", "search-1"]

@@ -9,7 +9,7 @@ import pytest
 from recorded import happen, new_run
 from slurm_testbed.cluster import Cluster
 
-from tba_hpc.launch.slurm import job_states
+from tba_hpc.launch.slurm_queue import job_states
 from tba_hpc.report.monitor import RunMonitor
 from tba_hpc.report.run_state import run_state
 from tba_hpc.report.status import facts

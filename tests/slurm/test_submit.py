@@ -22,7 +22,7 @@ from slurm_testbed.cluster import Cluster
 
 from tba_hpc.checks import trial
 from tba_hpc.config import Config, parse_config
-from tba_hpc.launch import slurm
+from tba_hpc.launch import slurm, slurm_queue
 from tba_hpc.launch.plan import Site, plan
 from tba_hpc.launch.sbatch import Job, batch_script
 from tba_hpc.launch.sides import choose_sides
@@ -196,7 +196,7 @@ def test_a_run_that_is_queued_or_running_is_not_submitted_again(cluster: Cluster
     with pytest.raises(slurm.SubmitError, match="is running already"):
         slurm.submit(run, script)
     job.cancel()
-    cluster.until(lambda: slurm.active_job(run) is None, "the end of the job")
+    cluster.until(lambda: slurm_queue.active_job(run) is None, "the end of the job")
     again = slurm.submit(run, script)
     assert int(again.job_id) > int(job.job_id)
 
@@ -247,7 +247,7 @@ def test_a_refusal_is_slurms_own_message_and_the_site_key(
         slurm.submit(run, script)
     assert said in str(refused.value)
     assert remedy in str(refused.value)
-    assert slurm.active_job(run) is None
+    assert slurm_queue.active_job(run) is None
 
 
 # --- How a job goes on ---

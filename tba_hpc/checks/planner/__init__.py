@@ -1,7 +1,7 @@
-"""``tba plan``: whether a run fits on given GPUs, how fast it is, and what it costs; reckoned in advance.
+"""``tba plan``: whether a run fits on given GPUs, how fast it is, and what it costs; estimated in advance.
 
-Pure arithmetic on a config: it starts nothing, asks no network, and imports neither torch nor a model.
-``launch.plan`` is something else: it says which nodes of a job do what.
+Arithmetic on a config: it starts nothing and imports neither torch nor a model.
+``launch.plan`` is something else: which nodes of a job do what.
 """
 
 from __future__ import annotations

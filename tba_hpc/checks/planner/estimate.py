@@ -1,6 +1,6 @@
-"""A run on given GPUs, reckoned before it starts: what fits, how fast, how many GPU-hours; what would fit.
+"""A run on given GPUs, estimated before it starts: whether it fits, how fast, at what cost; what would fit.
 
-It must not know how the answer is shown. All is arithmetic on the config and on ``hardware``'s assumptions.
+All is arithmetic on the config and the assumptions in ``hardware``.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tba_hpc.checks.planner import seconds
 from tba_hpc.checks.planner.hardware import GIB, GPUS, Gpu, require_dtype
 from tba_hpc.checks.planner.memory import Need, searcher_need, trainer_need
-from tba_hpc.checks.planner.seconds import Span, items_named
+from tba_hpc.checks.planner.seconds import Span, total
 from tba_hpc.checks.planner.workload import Workload, workload_of
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.core.wording import count
@@ -50,21 +49,20 @@ class Device:
 
     @property
     def bytes(self) -> float:
-        """That all of its ranks take together."""
+        """Bytes that all of its ranks take together."""
         return sum(need.bytes for need in self.needs)
 
     @property
     def name(self) -> str:
-        """Who is there: trainer + 2 × searcher."""
-        counts = Counter(need.who for need in self.needs)
-        return " + ".join(who if count == 1 else f"{count} × {who}" for who, count in counts.items())
+        """Its ranks: trainer + 2 × searcher."""
+        return _names(self.needs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """All of it. gpus: of a node, nodes: of the run. searchers_needed: that give each step fresh groups.
+    """All of it. gpus: of a node, nodes: of the run. step, group: their parts, for mean lengths.
 
-    bottleneck: in words. hours: to the last step, GPU-hours: of all GPUs meanwhile.
+    searchers_needed: how many give each step fresh groups. hours: to the last step; gpu_hours: of all GPUs.
     """
 
     gpu: Gpu
@@ -74,8 +72,6 @@ class Estimate:
     devices: tuple[Device, ...]
     step: tuple[Span, ...]
     group: tuple[Span, ...]
-    publication: tuple[Span, ...]
-    checkpoint: tuple[Span, ...]
     searchers_needed: float
     bottleneck: str
     hours: float
@@ -83,7 +79,7 @@ class Estimate:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Why the run cannot be made there, one sentence for each kind of GPU; none where it can."""
+        """Why the run does not fit, one sentence for each kind of GPU; none if it does."""
         return tuple(device.problem for device in self.devices if device.problem)
 
 
@@ -96,35 +92,32 @@ def estimate(
     prompt_tokens: float | None = None,
     completion_tokens: float | None = None,
 ) -> Estimate:
-    """Reckon a run.
+    """Estimate a run.
 
     gpus: of a node; None: as many as its ranks ask for. spread: trainers and searchers have nodes of their
-    own, as in a Slurm job; else all ranks are on one node, and share its GPUs where there are too few.
-    Lengths: mean tokens, None takes the task's. Raises ConfigError where a model is unknown, the GPU has not
-    its dtype, or nobody searches.
+    own, as in a Slurm job; else all ranks are on one node, and share GPUs if there are too few. Mean lengths:
+    as for ``workload_of``. Raises ConfigError if a model is unknown, the GPU lacks its dtype, or there are no
+    searchers.
     """
     if not config.launch.searchers:
         raise ConfigError(
-            "launch.searchers=0 leaves nobody whose seconds could be reckoned: plan with --set "
-            "launch.searchers=N, as many as will come by themselves"
+            "launch.searchers=0 leaves no searcher to estimate: plan with --set launch.searchers=N, as many "
+            "elastic searchers as will join"
         )
     require_dtype(gpu, config.model.dtype)
     work = workload_of(config, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
     asked = config.launch.trainers + config.launch.searchers * config.generator.tensor_parallel
     per_node = gpus or asked
-    places = _placed(work, gpu, per_node, spread=spread)
-    devices = tuple(_device(needs, count, gpu, work) for needs, count in places)
     nodes = _nodes(config, per_node) if spread else 1
-    cache = next(
-        items_named(need.items, "engine: KV cache")
-        for device in devices
-        for need in device.needs
-        if need.who == "searcher"
+    devices = tuple(
+        Device(count=number, needs=needs, problem=_problem(needs, gpu, work))
+        for needs, number in _placed(work, gpu, per_node, spread=spread)
     )
+    shared = any({"trainer", "searcher"} <= {need.who for need in device.needs} for device in devices)
+    cache = _cache(devices)
     step = tuple(seconds.step_spans(work, gpu, per_node))
     group = tuple(seconds.group_spans(work, gpu, cache))
-    publication = (*seconds.publish_spans(work, nodes), seconds.recompute_span(work, gpu, cache))
-    checkpoint = tuple(seconds.checkpoint_spans(work, per_node))
+    needed, bottleneck, hours = _course(work, step, group, shared=shared)
     return Estimate(
         gpu=gpu,
         gpus=per_node,
@@ -133,22 +126,21 @@ def estimate(
         devices=devices,
         step=step,
         group=group,
-        publication=publication,
-        checkpoint=checkpoint,
-        **_course(
-            work,
-            step,
-            group,
-            publication,
-            checkpoint,
-            gpus=min(asked, per_node * nodes),
-            shared=any({"trainer", "searcher"} <= {need.who for need in device.needs} for device in devices),
-        ),
+        searchers_needed=needed,
+        bottleneck=bottleneck,
+        hours=hours,
+        gpu_hours=hours * min(asked, per_node * nodes),
     )
 
 
+def _cache(devices: Sequence[Device]) -> float:
+    """Bytes of an engine's KV cache."""
+    searchers = (need for device in devices for need in device.needs if need.who == "searcher")
+    return next(item.bytes for item in next(searchers).items if item.name == "engine: KV cache")
+
+
 def _placed(work: Workload, gpu: Gpu, gpus: int, *, spread: bool) -> Iterator[tuple[tuple[Need, ...], int]]:
-    """Who is on a GPU, and on how many GPUs it is so."""
+    """The ranks on a GPU, and on how many GPUs there are the same."""
     config, ranks = work.config, work.config.generator.tensor_parallel
     trainer = trainer_need(work)
     engine = [searcher_need(work, gpu, place) for place in range(ranks)]
@@ -171,92 +163,74 @@ def _placed(work: Workload, gpu: Gpu, gpus: int, *, spread: bool) -> Iterator[tu
             yield tuple(alike[0]), len(alike)
 
 
-def _device(needs: tuple[Need, ...], count: int, gpu: Gpu, work: Workload) -> Device:
-    return Device(
-        count=count, needs=needs, problem=_problem(Device(count=count, needs=needs, problem=""), gpu, work)
-    )
+def _names(needs: Sequence[Need]) -> str:
+    counts = Counter(need.who for need in needs)
+    return " + ".join(who if number == 1 else f"{number} × {who}" for who, number in counts.items())
 
 
-def _problem(device: Device, gpu: Gpu, work: Workload) -> str:
-    """Why this does not fit; empty where it does."""
-    room = (1 - MARGIN) * gpu.bytes
-    where = f"{gpu.name} with {device.name}"
+def _problem(needs: Sequence[Need], gpu: Gpu, work: Workload) -> str:
+    """Why these do not fit on a GPU; empty if they do."""
+    room, used = (1 - MARGIN) * gpu.bytes, sum(need.bytes for need in needs)
+    where = f"{gpu.name} with {_names(needs)}"
     heads, ranks = work.policy.heads, work.config.generator.tensor_parallel
-    if heads % ranks and any(need.engine for need in device.needs):
+    if heads % ranks and any(need.engine for need in needs):
         return (
             f"{where} will not let an engine start: generator.tensor_parallel={ranks} does not divide the "
             f"{heads} attention heads of {work.config.model.path}"
         )
-    if device.bytes > room:
+    if used > room:
         return (
-            f"{where} would need {device.bytes / GIB:.1f} GiB, and {room / GIB:.1f} of its {gpu.memory:g} "
-            f"GiB can be counted on: {(device.bytes - room) / GIB:.1f} GiB too much"
+            f"{where} would need {used / GIB:.1f} GiB, and {room / GIB:.1f} of its {gpu.memory:g} "
+            f"GiB can be counted on: {(used - room) / GIB:.1f} GiB too much"
         )
-    if lacking := next((need.too_little for need in device.needs if need.too_little), ""):
+    if lacking := next((need.too_little for need in needs if need.too_little), ""):
         return f"{where} has too little: {lacking}"
-    engines = [need for need in device.needs if need.free]
-    if len(device.needs) > 1 and engines and work.config.generator.kv_cache_mb is None:
+    engines = [need for need in needs if need.free]
+    if len(needs) > 1 and engines and work.config.generator.kv_cache_mb is None:
         return (
             f"{where} leaves each engine a KV cache by chance, as it is measured while the others start: set "
             "generator.kv_cache_mb"
         )
     for need in engines:
-        if device.bytes - need.engine + need.free > gpu.bytes:
-            others = (device.bytes - need.engine) / GIB
+        if used - need.engine + need.free > gpu.bytes:
             return (
                 f"{where} will not let an engine start: vLLM wants generator.gpu_memory_utilization of it, "
-                f"{need.free / GIB:.1f} GiB, free, and all else takes {others:.1f} GiB"
+                f"{need.free / GIB:.1f} GiB, free, and all else takes {(used - need.engine) / GIB:.1f} GiB"
             )
     return ""
 
 
 def _nodes(config: Config, gpus: int) -> int:
-    """Of a job whose roles have nodes of their own."""
+    """Nodes of a job whose roles have nodes of their own."""
     searchers = config.launch.searchers * config.generator.tensor_parallel
     return -(-config.launch.trainers // gpus) + -(-searchers // gpus)
 
 
 def _course(
-    work: Workload,
-    step: Sequence[Span],
-    group: Sequence[Span],
-    publication: Sequence[Span],
-    checkpoint: Sequence[Span],
-    *,
-    gpus: int,
-    shared: bool,
-) -> dict[str, Any]:
-    """What comes of these times over a whole run; shared: trainer and searchers compute on the same GPU."""
-    config = work.config
-    every, groups = config.exchange.sync_every, config.train.prompts_per_step
-    stall = publication[0].seconds / every + checkpoint[0].seconds / config.checkpoint.every
-    at_work = seconds.total(list(step)) + stall
-    engine_stall = seconds.total(list(publication[3:])) / every
-    share = max(1 - engine_stall / at_work, 0.05)  # of a searcher's time that is left to generate in
-    fresh = groups * seconds.total(list(group)) / share
-    needed, searchers = fresh / at_work, config.launch.searchers
+    work: Workload, step: Sequence[Span], group: Sequence[Span], *, shared: bool
+) -> tuple[float, str, float]:
+    """Searchers needed, the bottleneck in words, and hours; shared: trainer and searchers share a GPU."""
+    config, searchers = work.config, work.config.launch.searchers
+    at_work, fresh = total(step), config.train.prompts_per_step * total(group)
+    needed = fresh / at_work
     waits = config.selective and needed > searchers
-    per_step = at_work + fresh if shared else fresh / searchers if waits else at_work
     brought = f"{count(searchers, 'searcher')} can bring a step's groups in {fresh / searchers:.3g} s"
     learned = f"the trainer learns from them in {at_work:.3g} s"
     if shared:
+        per_step = at_work + fresh
         bottleneck = f"the GPU that they share: {brought}, {learned}, and one waits for the other"
     elif needed > searchers:
+        per_step = fresh / searchers if waits else at_work
         what = "waits" if waits else "goes on with older data from its buffer"
         bottleneck = f"the searchers: {brought}, {learned} and {what}"
     else:
+        per_step = at_work
         bottleneck = f"the trainer: {brought}, {learned}"
-    hours = per_step * config.train.steps / 3600
-    return {
-        "searchers_needed": needed,
-        "bottleneck": bottleneck,
-        "hours": hours,
-        "gpu_hours": hours * gpus,
-    }
+    return needed, bottleneck, per_step * config.train.steps / 3600
 
 
 def suggestions(config: Config, given: Estimate, *, spread: bool) -> list[list[str]]:
-    """With what it would fit: changes of the config, as ``--set`` takes them, few rather than many; a GPU."""
+    """What would make it fit: few changes of the config, as ``--set`` takes them; else a larger GPU."""
     wanted = [*_remedies(given)]
     found: list[list[str]] = []
     for number in range(1, MOST_REMEDIES + 1):

@@ -1,7 +1,6 @@
-"""Memory of a GPU, item by item: of a trainer rank; of a searcher, its engine and the models beside it.
+"""Memory of a GPU, item by item: a trainer rank; a searcher's engine and the models beside it.
 
-It must not know which ranks share a GPU. Everything is for the longest completions: a policy that does not
-know yet when to stop fills every group with them.
+Everything is for the longest completions: an untrained policy fills every group with them.
 """
 
 from __future__ import annotations
@@ -13,11 +12,8 @@ from tba_hpc.checks.planner.hardware import GIB, Gpu
 from tba_hpc.checks.planner.shapes import BYTES, Shape
 from tba_hpc.checks.planner.workload import READER_BATCH, Workload
 
-CONTEXT = 0.6 * GIB
-"""What CUDA and its libraries take of a GPU for each process."""
-
-NCCL = 0.5 * GIB
-"""Buffers of NCCL, where there are several trainer ranks."""
+CONTEXT, NCCL = 0.6 * GIB, 0.5 * GIB
+"""What CUDA takes of a GPU for each process, and NCCL's buffers if there are several trainer ranks."""
 
 ENGINE_RUNTIME = 1.5 * GIB
 """CUDA, graphs and workspaces of an engine."""
@@ -25,22 +21,17 @@ ENGINE_RUNTIME = 1.5 * GIB
 CHUNK_TOKENS = 256
 """As in learner.hf_model, which needs torch."""
 
-BUCKET = 128 << 20
-"""Most weights in a reduction of gradients (deepspeed_settings.BUCKET_ELEMENTS)."""
+BUCKET, LIVE = 128 << 20, 10**9
+"""Most weights in a reduction of gradients (deepspeed_settings.BUCKET_ELEMENTS), and most that ZeRO-3 keeps
+whole at once (DeepSpeed's default)."""
 
-LIVE = 10**9
-"""Most weights that ZeRO-3 keeps whole at once (DeepSpeed's default)."""
-
-BATCHED_TOKENS = 8192
-"""Tokens that an engine computes in one step at most (vLLM's default; 16,384 on GPUs of 70 GiB and more)."""
-
-LARGE_GPU = 70
-"""GiB."""
+BATCHED_TOKENS, LARGE_GPU = 8192, 70
+"""Tokens that an engine computes in one step at most (vLLM's default); twice as many from so many GiB on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A part of a GPU's memory, and how it was reckoned."""
+    """A part of a GPU's memory, and how it was computed."""
 
     name: str
     bytes: float
@@ -82,134 +73,84 @@ def activation_bytes(shape: Shape, weight_bytes: int) -> float:
 
 
 def trainer_need(work: Workload) -> Need:
-    """Of a trainer rank, the leader: at its peak, in the backward pass or in the optimizer."""
+    """A trainer rank at its peak, in the backward pass or in the optimizer."""
     return Need(who="trainer", items=tuple(_trainer_items(work)))
 
 
 def _trainer_items(work: Workload) -> Iterator[Item]:
-    config, shape = work.config, work.policy
+    config, size = work.config, work.weight_bytes
     weights, ranks, stage = work.trained, config.launch.trainers, config.train.zero_stage
     shared = f" ÷ {ranks}" if ranks > 1 else ""
-    yield Item(
-        "weights",
-        work.policy_bytes / (ranks if stage == 3 else 1),
-        f"{work.weight_bytes} B × {_count(shape.parameters)}{shared if stage == 3 else ''}",
-    )
+    whole, trained = _count(work.policy.parameters), _count(weights)
+    kept = work.policy_bytes / (ranks if stage == 3 else 1)
+    yield Item("weights", kept, f"{size} B × {whole}{shared if stage == 3 else ''}")
     if work.adapter:
-        yield Item("adapter", work.published_bytes, f"{work.weight_bytes} B × {_count(weights)}")
+        yield Item("adapter", work.published_bytes, f"{size} B × {trained}")
     if not config.train.offloads_optimizer:
-        yield Item("float32 masters", 4 * weights / ranks, f"4 B × {_count(weights)}{shared}")
-        yield Item("AdamW", 8 * weights / ranks, f"8 B × {_count(weights)}{shared}")
-    of_gradients = 1 if stage == 1 else ranks
-    yield Item(
-        "gradients",
-        4 * weights / of_gradients,
-        f"4 B × {_count(weights)}{shared if stage > 1 else ''}",
-    )
+        yield Item("float32 masters", 4 * weights / ranks, f"4 B × {trained}{shared}")
+        yield Item("AdamW", 8 * weights / ranks, f"8 B × {trained}{shared}")
+    gradients = 4 * weights / (1 if stage == 1 else ranks)
+    yield Item("gradients", gradients, f"4 B × {trained}{shared if stage > 1 else ''}")
     bucket = min(BUCKET, weights)
-    yield Item("reduction", work.weight_bytes * bucket, f"{work.weight_bytes} B × {_count(bucket)}")
+    yield Item("reduction", size * bucket, f"{size} B × {_count(bucket)}")
     if stage == 3 and ranks > 1:
-        live = min(shape.parameters, LIVE)
-        yield Item("gathered weights", work.weight_bytes * live, f"{work.weight_bytes} B × {_count(live)}")
-    step = 0.0 if config.train.offloads_optimizer else 8 * weights / ranks
-    peaks = [
-        list(_backward_items(work)),
-        [Item("in the optimizer", step, f"8 B × {_count(weights)}{shared}, more than the backward pass")],
-        list(_visiting_items(work)),
-        list(_reading_items(work)),
-    ]
-    yield from max(peaks, key=lambda items: sum(item.bytes for item in items))
+        live = min(work.policy.parameters, LIVE)
+        yield Item("gathered weights", size * live, f"{size} B × {_count(live)}")
+    yield from max(_peaks(work), key=lambda items: sum(item.bytes for item in items))
     if work.embedder:
-        yield Item("embedder of the buffer", _reader_bytes(work.embedder), _reader_formula(work.embedder))
+        yield _reader("embedder of the buffer", work.embedder, 64)
     yield Item("CUDA", CONTEXT + (NCCL if ranks > 1 else 0), "assumed")
 
 
-def _reading_items(work: Workload) -> Iterator[Item]:
-    """Of a base that every rank reads as a whole before it is shared out."""
-    ranks = work.config.launch.trainers
-    if work.adapter and work.config.train.zero_stage == 3:
-        formula = f"{work.weight_bytes} B × {_count(work.policy.parameters)}, less what stays here"
-        yield Item("weights, while they are read", work.policy_bytes * (1 - 1 / ranks), formula)
-
-
-def _visiting_items(work: Workload) -> Iterator[Item]:
-    """The reference that a trainer computes, while it is on the GPU; nothing is kept for a backward pass."""
-    if work.trainer_reference not in ("model", "average"):
-        return
-    parameters = work.policy.parameters
-    formula = f"{work.weight_bytes} B × {_count(parameters)}, more than the backward pass"
-    yield Item("reference, which visits", work.policy_bytes, formula)
-    tokens = work.config.train.tokens_per_micro_batch or work.group * (work.prompt + work.longest)
-    yield Item("reference: a group", *_scoring(work, tokens, cached=False))
-
-
-def _scoring(work: Workload, tokens: float, *, cached: bool) -> tuple[float, str]:
-    """Bytes that the policy's architecture needs to read so many tokens, and how they were reckoned."""
-    shape, size = work.policy, work.weight_bytes
-    each = size * (4 * shape.hidden + 3 * shape.inner * shape.experts_per_token)
-    each += shape.kv_bytes(size) if cached else 0
-    logits = 8 * CHUNK_TOKENS * shape.vocabulary
-    return tokens * each + logits, f"{_count(tokens)} tokens × {each / 1024:,.0f} KiB + logits"
+def _peaks(work: Workload) -> Iterator[list[Item]]:
+    """What a trainer rank holds besides at one time or another, of which the largest counts."""
+    train, ranks = work.config.train, work.config.launch.trainers
+    yield list(_backward_items(work))
+    if not train.offloads_optimizer:
+        formula = f"8 B × {_count(work.trained)} ÷ {ranks}, more than the backward pass"
+        yield [Item("in the optimizer", 8 * work.trained / ranks, formula)]
+    if work.trainer_reference in ("model", "average"):
+        tokens = work.micro_batch(work.longest)
+        formula = f"{work.weight_bytes} B × {_count(work.policy.parameters)}, more than the backward pass"
+        model = Item("reference, which visits", work.policy_bytes, formula)
+        yield [model, _scoring("reference: a micro-batch", work, tokens, cached=False)]
 
 
 def _backward_items(work: Workload) -> Iterator[Item]:
-    """Activations of a micro-batch, and the output layer's gradient."""
+    """Activations of a micro-batch, and the output layer's."""
     train, shape, size = work.config.train, work.policy, work.weight_bytes
-    rows, row = work.rows_at_once(work.longest), work.row(work.longest)
-    tokens, layer = rows * row, activation_bytes(shape, size)
-    of_tokens = f"{_count(tokens)} tokens of {rows:.0f} × {row:,.0f}"
-    if (budget := train.tokens_per_micro_batch) is not None:  # shorter rows fill it
-        tokens = min(budget, work.groups_per_rank * work.group / work.per_row * row)
-        of_tokens = f"{_count(tokens)} tokens (train.tokens_per_micro_batch)"
+    tokens, layer = work.micro_batch(work.longest), activation_bytes(shape, size)
     if train.gradient_checkpointing:
         kept = size * shape.hidden * shape.layers + 1.5 * layer
-        formula = (
-            f"{of_tokens} × ({size} B × {shape.hidden} × {shape.layers} + 1.5 × {layer / 1024:,.0f} KiB)"
-        )
+        formula = f"({size} B × {shape.hidden} × {shape.layers} + 1.5 × {layer / 1024:,.0f} KiB)"
     else:
         kept = layer * (shape.layers + 0.5)
-        formula = f"{of_tokens} × {shape.layers} layers × {layer / 1024:,.0f} KiB"
-    yield Item("activations", tokens * kept, formula)
-    if work.by_sequence:
-        yield _gathered(work, tokens, row)
-    elif work.per_row > 1:
-        yield Item("masks", rows * row**2 * (1 + size), f"{rows:.0f} × {row:,.0f}² × {1 + size} B")
-    scored = tokens * work.per_row * work.longest / row
-    yield Item(
-        "hidden states", 3 * size * shape.hidden * scored, f"3 × {size} B × {shape.hidden} × {scored:,.0f}"
-    )
+        formula = f"{shape.layers} layers × {layer / 1024:,.0f} KiB"
+    yield Item("activations", tokens * kept, f"{_count(tokens)} tokens × {formula}")
+    scored = tokens * work.longest / (work.prompt + work.longest)
+    formula = f"3 × {size} B × {shape.hidden} × {scored:,.0f}"
+    yield Item("hidden states", 3 * size * shape.hidden * scored, formula)
     chunk = min(CHUNK_TOKENS, scored)
-    logits = chunk * shape.vocabulary * (8 + size)
-    yield Item("logits", logits, f"{chunk:,.0f} tokens × {shape.vocabulary:,} × {8 + size} B")
+    formula = f"{chunk:,.0f} tokens × {shape.vocabulary:,} × {8 + size} B"
+    yield Item("logits", chunk * shape.vocabulary * (8 + size), formula)
     if not work.adapter:
         head = (4 + size) * shape.vocabulary * shape.hidden
         yield Item("output layer's gradient", head, f"{4 + size} B × {shape.vocabulary:,} × {shape.hidden}")
 
 
-def _gathered(work: Workload, tokens: float, row: float) -> Item:
-    """What attention keeps of prompts that each sequence reads; of all other tokens a layer's item has it."""
-    train, shape = work.config.train, work.policy
-    again = tokens / row * (work.per_row - 1) * work.prompt
-    each = 2 * work.weight_bytes * (shape.query + shape.key_value)
-    layers = 1 if train.gradient_checkpointing else shape.layers
-    formula = f"{_count(again)} tokens of prompts read again × {layers} layers × {each / 1024:,.0f} KiB"
-    return Item("attention, gathered", again * each * layers, formula)
+def _scoring(name: str, work: Workload, tokens: float, *, cached: bool) -> Item:
+    """What a model like the policy needs to read so many tokens."""
+    shape, size = work.policy, work.weight_bytes
+    each = size * (4 * shape.hidden + 3 * shape.inner * shape.experts_per_token)
+    each += shape.kv_bytes(size) if cached else 0
+    logits = 8 * CHUNK_TOKENS * shape.vocabulary
+    return Item(name, tokens * each + logits, f"{_count(tokens)} tokens × {each / 1024:,.0f} KiB + logits")
 
 
 def searcher_need(work: Workload, gpu: Gpu, place: int = 0) -> Need:
-    """Of a searcher rank on the GPU of that place among its engine's: the first holds other models, too."""
-    generator, shape = work.config.generator, work.policy
-    engine, too_little = engine_items(
-        shape,
-        gpu,
-        weight_bytes=work.weight_bytes,
-        ranks=generator.tensor_parallel,
-        sequences=work.sequences,
-        longest=work.config.model.context_length,
-        kv_cache_mb=generator.kv_cache_mb,
-        share=generator.gpu_memory_utilization,
-        keys=("generator.kv_cache_mb", "generator.gpu_memory_utilization"),
-    )
+    """A searcher rank on one of its engine's GPUs: the first, place 0, holds other models, too."""
+    generator = work.config.generator
+    engine, too_little = _engine_items(work, gpu)
     beside = tuple(_beside_items(work, gpu)) if place == 0 else ()
     return Need(
         who="searcher" if place == 0 else "searcher's further GPUs",
@@ -220,37 +161,26 @@ def searcher_need(work: Workload, gpu: Gpu, place: int = 0) -> Need:
     )
 
 
-def engine_items(
-    shape: Shape,
-    gpu: Gpu,
-    *,
-    weight_bytes: int,
-    ranks: int,
-    sequences: int,
-    longest: int,
-    kv_cache_mb: int | None,
-    share: float,
-    keys: tuple[str, str],
-) -> tuple[list[Item], str]:
-    """Of an engine on one of its GPUs; and why it would not start, else an empty text."""
-    split = f" ÷ {ranks}" if ranks > 1 else ""
-    weights = weight_bytes * shape.parameters / ranks
+def _engine_items(work: Workload, gpu: Gpu) -> tuple[list[Item], str]:
+    """An engine on one of its GPUs; and why it would not start, else an empty text."""
+    generator, shape, size = work.config.generator, work.policy, work.weight_bytes
+    ranks, share, sequences = generator.tensor_parallel, generator.gpu_memory_utilization, work.sequences
+    weights = size * shape.parameters / ranks
     batched = BATCHED_TOKENS * (2 if gpu.memory >= LARGE_GPU else 1)
-    work = weight_bytes * batched * (8 * shape.hidden + 4 * shape.inner / ranks)
-    work += 8 * sequences * shape.vocabulary
-    each = shape.kv_bytes(weight_bytes) / min(ranks, shape.key_value_heads)  # further GPUs hold copies
-    budget = share * gpu.bytes - weights - ENGINE_RUNTIME - work
-    cache = (kv_cache_mb << 20) if kv_cache_mb else max(budget, 0.0)
-    how = f"{keys[0]}" if kv_cache_mb else f"{share:g} × {gpu.memory:g} GiB ({keys[1]}) less the rest"
+    runtime = ENGINE_RUNTIME + size * batched * (8 * shape.hidden + 4 * shape.inner / ranks)
+    runtime += 8 * sequences * shape.vocabulary
+    each = shape.kv_bytes(size) / min(ranks, shape.key_value_heads)  # further GPUs hold copies
+    cache = max(share * gpu.bytes - weights - runtime, 0.0)
+    how = f"{share:g} × {gpu.memory:g} GiB (generator.gpu_memory_utilization) less the rest"
+    if generator.kv_cache_mb:
+        cache, how = generator.kv_cache_mb << 20, "generator.kv_cache_mb"
+    split = f" ÷ {ranks}" if ranks > 1 else ""
     items = [
-        Item("engine: weights", weights, f"{weight_bytes} B × {_count(shape.parameters)}{split}"),
+        Item("engine: weights", weights, f"{size} B × {_count(shape.parameters)}{split}"),
         Item("engine: KV cache", cache, f"{how}: {_count(cache / each)} tokens of {each / 1024:,.0f} KiB"),
-        Item(
-            "engine: work",
-            ENGINE_RUNTIME + work,
-            f"{ENGINE_RUNTIME / GIB:g} GiB + {batched:,} tokens + {sequences} rows of logits",
-        ),
+        Item("engine: work", runtime, f"runtime + {batched:,} tokens + {sequences} rows of logits"),
     ]
+    longest = work.config.model.context_length
     if cache >= longest * each:
         return items, ""
     return items, (
@@ -261,47 +191,37 @@ def engine_items(
 
 def _beside_items(work: Workload, gpu: Gpu) -> Iterator[Item]:
     """The models that a searcher's rank holds beside its engine."""
-    shape, size = work.policy, work.weight_bytes
+    options = work.config.task.options
     if work.has_reference:
-        yield Item("reference", work.policy_bytes, f"{size} B × {_count(shape.parameters)}")
+        formula = f"{work.weight_bytes} B × {_count(work.policy.parameters)}"
+        yield Item("reference", work.policy_bytes, formula)
         tokens = work.config.generator.completions_per_prompt * (work.prompt + work.longest)
-        yield Item("reference: a group", *_scoring(work, tokens, cached=True))
+        yield _scoring("reference: a group", work, tokens, cached=True)
     for option, reader in work.readers.items():
-        yield Item(
-            f"task.options.{option}", _reader_bytes(reader, _batch(work, option)), _reader_formula(reader)
-        )
+        batch = options.get(f"{option}_batch") or options.get("batch") or READER_BATCH.get(option, 32)
+        yield _reader(f"task.options.{option}", reader, int(batch))
     if work.victim:
-        yield from _victim_items(work, work.victim, gpu)
-    yield Item("CUDA", CONTEXT, "of the rank, assumed")
+        yield _victim(work, work.victim, gpu)
+    yield Item("CUDA", CONTEXT, "assumed")
 
 
-def _victim_items(work: Workload, victim: Shape, gpu: Gpu) -> Iterator[Item]:
+def _victim(work: Workload, victim: Shape, gpu: Gpu) -> Item:
     """A second engine, which takes its share of the whole GPU, or what its KV cache and weights need."""
     options = work.config.task.options
     share, cache = float(options.get("victim_gpu_memory", 0.3)), options.get("victim_kv_cache_mb")
     if cache is None:
-        yield Item(
-            "task.options.victim", share * gpu.bytes, f"{share:g} × {gpu.memory:g} GiB (victim_gpu_memory)"
-        )
-        return
+        formula = f"{share:g} × {gpu.memory:g} GiB (victim_gpu_memory)"
+        return Item("task.options.victim", share * gpu.bytes, formula)
     weights = BYTES[str(options.get("victim_dtype", "bfloat16"))] * victim.parameters
     needed = weights + (int(cache) << 20) + ENGINE_RUNTIME
-    yield Item("task.options.victim", needed, "weights, victim_kv_cache_mb and runtime")
+    return Item("task.options.victim", needed, "weights, victim_kv_cache_mb and runtime")
 
 
-def _batch(work: Workload, option: str) -> int:
-    options = work.config.task.options
-    return int(options.get(f"{option}_batch") or options.get("batch") or READER_BATCH.get(option, 32))
-
-
-def _reader_bytes(shape: Shape, batch: int = 64) -> float:
+def _reader(name: str, shape: Shape, batch: int) -> Item:
     """A model that reads texts, in its files' type, and a batch of 512 tokens each."""
     working = batch * 512 * shape.disk_bytes * (6 * shape.hidden + 3 * shape.inner)
-    return shape.disk_bytes * shape.parameters + working
-
-
-def _reader_formula(shape: Shape) -> str:
-    return f"{shape.disk_bytes} B × {_count(shape.parameters)}, and a batch"
+    formula = f"{shape.disk_bytes} B × {_count(shape.parameters)}, and a batch"
+    return Item(name, shape.disk_bytes * shape.parameters + working, formula)
 
 
 def _count(number: float) -> str:

@@ -1,27 +1,22 @@
-"""Seconds of what a run does again and again: a step, a group, a publication, a checkpoint; and formulas.
-
-It must not know what fits. Rates and shares are ``hardware``'s.
-"""
+"""Rough seconds of a step and of a group, each with its formula."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from tba_hpc.checks.planner import hardware
-from tba_hpc.checks.planner.hardware import Gpu
-from tba_hpc.checks.planner.memory import Item
+from tba_hpc.checks.planner.hardware import GB, Gpu
 from tba_hpc.checks.planner.shapes import BYTES, Shape
 from tba_hpc.checks.planner.workload import Workload
 
-TEXT_BEYOND = 200
-"""Tokens that a safety model's template adds to what it reads."""
+PASSES, CHECKPOINTED_PASSES = 3, 4
+"""Forward passes that forward and backward cost; one more with gradient checkpointing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A time, s, and how it was reckoned."""
+    """A time, s, and how it was computed."""
 
     name: str
     seconds: float
@@ -29,178 +24,99 @@ class Span:
 
 
 def step_spans(work: Workload, gpu: Gpu, gpus_per_node: int) -> Iterator[Span]:
-    """Parts of an optimizer step, on mean lengths."""
+    """Parts of an optimizer step, for mean lengths."""
     config, shape = work.config, work.policy
     train, ranks, dtype = config.train, config.launch.trainers, config.model.dtype
-    row = work.row(work.completion)
-    rows = work.groups_per_rank * work.group / work.per_row
-    scored = work.groups_per_rank * work.group * work.completion
-    passes = (4 if train.gradient_checkpointing else 3) + work.splits(work.completion)
-    passes -= work.adapter > 0  # weights that stay have no gradients
-    flops = passes * shape.forward_flops(rows * row, attended=work.attended, scored=scored)
-    share = hardware.TRAINING_SHARE[dtype]
-    yield Span(
-        "forward and backward",
-        flops / (share * gpu.flops(dtype)),
-        f"{passes} × {flops / passes / 1e12:,.3g} TFLOP ÷ ({share:g} × {gpu.flops(dtype) / 1e12:g} TFLOP/s)",
-    )
-    micro = math.ceil(rows / work.rows_at_once(work.completion))
-    yield Span(
-        "launches",
-        micro * shape.layers * hardware.LAYER_SECONDS,
-        f"{micro} micro-batches × {shape.layers} layers × {hardware.LAYER_SECONDS * 1e3:g} ms",
-    )
+    sequences = work.groups_per_rank * work.group
+    length = work.prompt + work.completion
+    once = shape.forward_flops(sequences * length, attended=length / 2, scored=sequences * work.completion)
+    passes = CHECKPOINTED_PASSES if train.gradient_checkpointing else PASSES
+    passes += work.micro_batch(work.completion) < work.group * length  # a split group is computed once more
+    passes -= work.adapter > 0  # frozen weights have no gradients
+    passes += work.trainer_reference != "no"
+    rate = hardware.TRAINING_SHARE[dtype] * gpu.flops(dtype)
+    formula = f"{passes} × {once / 1e12:,.3g} TFLOP ÷ {rate / 1e12:,.3g} TFLOP/s"
+    yield Span("forward and backward", passes * once / rate, formula)
     owned = work.trained / ranks
-    if work.trainer_reference != "no":
-        moved = {"model": work.policy_bytes, "average": 4 * owned}.get(work.trainer_reference, 0.0)
-        flops = shape.forward_flops(rows * row, attended=work.attended, scored=scored)
-        rate = share * gpu.flops(dtype)
-        formula = f"{moved / 1e9:.3g} GB from the host, {flops / 1e12:,.3g} TFLOP"
-        if work.trainer_reference == "average":
-            both_ways = f"2 × {moved / 1e9:.3g} GB, to the GPU and back"
-            yield Span("average", 2 * moved / hardware.HOST_COPY, both_ways)
-        else:
-            formula += ", where all data are new"
-        yield Span("reference", moved / hardware.HOST_COPY + flops / rate, formula)
-    rate = hardware.BANDWIDTH_SHARE * gpu.bandwidth
-    yield Span("optimizer", 48 * owned / (rate * 1e9), f"48 B × {owned / 1e9:.3g} G ÷ {rate:,.0f} GB/s")
+    if work.trainer_reference in ("model", "average"):
+        moved = work.policy_bytes if work.trainer_reference == "model" else 3 * 4 * owned
+        yield Span("reference, to the GPU", moved / hardware.HOST_COPY, f"{moved / GB:.3g} GB from the host")
+    bandwidth = hardware.BANDWIDTH_SHARE * gpu.bandwidth
+    formula = f"48 B × {owned / 1e9:.3g} G ÷ {bandwidth:,.0f} GB/s"
+    yield Span("optimizer", 48 * owned / (bandwidth * GB), formula)
+    stall = work.published_bytes / ranks / hardware.HOST_COPY / config.exchange.sync_every
+    yield Span("publication", stall, f"{work.published_bytes / GB:.3g} GB to the host, every few steps")
     if ranks > 1:
-        times = (passes if train.zero_stage == 3 else 1) * (micro if train.zero_stage > 1 else 1)
-        times += train.zero_stage != 3  # the new weights
+        micro = max(1.0, sequences * length / work.micro_batch(work.completion))
+        times = passes * micro if train.zero_stage == 3 else 1 + (micro if train.zero_stage == 2 else 1)
         each = work.policy_bytes if train.zero_stage == 3 else work.published_bytes
-        link = hardware.LINK_SHARE * gpu.link if ranks <= gpus_per_node else hardware.NODE_LINK / hardware.GB
+        link = hardware.LINK_SHARE * gpu.link * GB if ranks <= gpus_per_node else hardware.NODE_LINK
         moved = times * each * (ranks - 1) / ranks
-        formula = f"{times} × {each / 1e9:.3g} GB × {ranks - 1}/{ranks} ÷ {link:,.0f} GB/s"
-        yield Span("between trainers", moved / (link * 1e9), formula)
+        formula = f"{times:.0f} × {each / GB:.3g} GB × {ranks - 1}/{ranks} ÷ {link / GB:,.0f} GB/s"
+        yield Span("between trainers", moved / link, formula)
 
 
-def group_spans(work: Workload, gpu: Gpu, engine_kv: float) -> Iterator[Span]:
-    """Parts of a searcher's time for a group; what is beside the engine shares its GPU, so they add up.
-
-    engine_kv: bytes of its KV cache, on each of its GPUs.
-    """
-    generator, dtype = work.config.generator, work.config.model.dtype
+def group_spans(work: Workload, gpu: Gpu, cache: float) -> Iterator[Span]:
+    """Parts of a searcher's time for a group. cache: bytes of the engine's KV cache, on each of its GPUs."""
+    generator = work.config.generator
     completions = generator.completions_per_prompt
-    batch, rate = decode(work, gpu, engine_kv)
+    batch, rate = decode(work, gpu, cache)
     yield Span(
         "generation",
         completions * work.completion / rate,
         f"{completions} × {work.completion:g} tokens ÷ {rate:,.0f} tokens/s ({batch:.0f} sequences at once)",
     )
-    policy = work.policy
-    prefill = policy.forward_flops(work.prompt, attended=work.prompt / 2, scored=0)
-    prefill /= hardware.PREFILL_SHARE * gpu.flops(dtype) * generator.tensor_parallel
-    yield Span("its prompt", prefill, f"{work.prompt:g} tokens")
     if work.has_reference:
+        tokens = completions * (work.prompt + work.completion)
         scored = completions * work.completion
-        tokens = work.prompt + scored
-        flops = policy.forward_flops(tokens, attended=work.prompt, scored=scored)
-        yield _reading("reference", flops, gpu.flops(dtype), f"{tokens:,.0f} tokens")
+        yield _reading("reference", work.policy, work.weight_bytes, gpu, tokens, scored)
+    texts, length = completions, work.prompt + work.completion
+    if work.victim:
+        options = work.config.task.options
+        texts *= int(options.get("answers", 5))
+        length = int(options.get("victim_max_tokens", 30))
+        formula = f"{texts} × {length} tokens, as fast as the policy's engine"
+        yield Span("task.options.victim", texts * length / rate, formula)
     for option, reader in work.readers.items():
         if option not in ("gold_model", "embedder"):  # these are asked in evaluations
-            yield _reader_span(work, option, reader, gpu)
-    if work.victim:
-        answers = int(work.config.task.options.get("answers", 5)) * completions
-        tokens = answers * int(work.config.task.options.get("victim_max_tokens", 30))
-        yield Span("task.options.victim", tokens / rate, f"{tokens:,} tokens, as fast as the policy's engine")
+            yield _reading(f"task.options.{option}", reader, reader.disk_bytes, gpu, texts * length)
 
 
-def _reader_span(work: Workload, option: str, reader: Shape, gpu: Gpu) -> Span:
-    options, texts = work.config.task.options, work.config.generator.completions_per_prompt
-    length = work.prompt + work.completion
-    if work.victim:
-        texts *= int(options.get("answers", 5))
-        length = int(options.get("victim_max_tokens", 30)) + (TEXT_BEYOND if option == "guard" else 0)
-    flops = reader.forward_flops(texts * length, attended=length / 2, scored=0)
-    best = gpu.flops("float32" if reader.disk_bytes == BYTES["float32"] else "bfloat16")
-    return _reading(f"task.options.{option}", flops, best, f"{texts} texts of {length:,.0f} tokens")
+def _reading(name: str, shape: Shape, weight_bytes: int, gpu: Gpu, tokens: float, scored: float = 0) -> Span:
+    """A model that reads finished texts."""
+    flops = shape.forward_flops(tokens, attended=0, scored=scored)
+    rate = hardware.SCORING_SHARE * _flops(gpu, weight_bytes)
+    return Span(name, flops / rate, f"{tokens:,.0f} tokens: {flops / 1e12:,.3g} ÷ {rate / 1e12:,.3g} TFLOP/s")
 
 
-def _reading(name: str, flops: float, best: float, what: str) -> Span:
-    share = hardware.SCORING_SHARE
-    return Span(
-        name,
-        flops / (share * best),
-        f"{what}: {flops / 1e12:,.3g} TFLOP ÷ ({share:g} × {best / 1e12:g} TFLOP/s)",
-    )
-
-
-def decode(work: Workload, gpu: Gpu, engine_kv: float) -> tuple[float, float]:
-    """Sequences that an engine decodes at once, and the tokens/s that come of it."""
-    ranks, size, shape = work.config.generator.tensor_parallel, work.weight_bytes, work.policy
-    length = work.prompt / work.config.generator.completions_per_prompt + work.completion / 2
-    room = engine_kv / (shape.kv_bytes(size) / ranks * max(length, 1))
+def decode(work: Workload, gpu: Gpu, cache: float) -> tuple[float, float]:
+    """Sequences that an engine decodes at once, and its tokens/s."""
+    generator, size = work.config.generator, work.weight_bytes
+    length = work.prompt / generator.completions_per_prompt + work.completion / 2
+    room = cache * generator.tensor_parallel / (work.policy.kv_bytes(size) * max(length, 1))
     batch = max(1.0, min(work.sequences, room))
+    length, ranks = work.prompt + work.completion / 2, generator.tensor_parallel
     return batch, batch / decode_seconds(
-        shape, gpu, batch=batch, length=work.prompt + work.completion / 2, weight_bytes=size, ranks=ranks
+        work.policy, gpu, batch=batch, length=length, weight_bytes=size, ranks=ranks
     )
 
 
 def decode_seconds(
     shape: Shape, gpu: Gpu, *, batch: float, length: float, weight_bytes: int, ranks: int = 1
 ) -> float:
-    """Of one token for each of ``batch`` sequences of so many tokens, over ``ranks`` GPUs."""
+    """Seconds of one token for each of ``batch`` sequences of ``length`` tokens, over ``ranks`` GPUs."""
     active = min(shape.parameters, shape.layers * shape.matrices + shape.head + shape.table)
     read = weight_bytes * active + batch * length * shape.kv_bytes(weight_bytes)
-    memory = read / ranks / (hardware.BANDWIDTH_SHARE * gpu.bandwidth * 1e9)
+    memory = read / ranks / (hardware.BANDWIDTH_SHARE * gpu.bandwidth * GB)
     flops = shape.forward_flops(batch, attended=length, scored=batch) / ranks
-    compute = flops / (
-        hardware.DECODE_SHARE * gpu.flops("float32" if weight_bytes == BYTES["float32"] else "bfloat16")
-    )
+    compute = flops / (hardware.DECODE_SHARE * _flops(gpu, weight_bytes))
     return max(memory, compute) + hardware.DECODE_STEP_SECONDS + batch * hardware.DECODE_SEQUENCE_SECONDS
 
 
-def publish_spans(work: Workload, nodes: int) -> Iterator[Span]:
-    """Of a publication: what the trainer stands still for, then a searcher, then its engine."""
-    size, whole = work.published_bytes, work.policy_bytes
-    parts, ranks = work.config.launch.trainers, work.config.generator.tensor_parallel
-    text = f"{size / 1e9:.3g} GB"
-    yield Span(
-        "trainer's stall",
-        size / parts / hardware.HOST_COPY,
-        f"{text} ÷ {parts} ÷ {hardware.HOST_COPY / 1e9:g} GB/s, to the host",
-    )
-    rate = hardware.NETWORK if nodes > 1 else hardware.MEMORY_COPY
-    yield Span("to the searchers", size / rate, f"{text} ÷ {rate / 1e9:g} GB/s, beside training")
-    yield Span("private copy", size / hardware.MEMORY_COPY, f"{text} ÷ {hardware.MEMORY_COPY / 1e9:g} GB/s")
-    yield Span(
-        "engine's stall",
-        whole / ranks / hardware.HOST_COPY,
-        f"{whole / 1e9:.3g} GB ÷ {ranks} ÷ {hardware.HOST_COPY / 1e9:g} GB/s, to the GPU"
-        f"{', merged with the adapter' if work.adapter else ''}",
-    )
+def _flops(gpu: Gpu, weight_bytes: int) -> float:
+    return gpu.flops("float32" if weight_bytes == BYTES["float32"] else "bfloat16")
 
 
-def recompute_span(work: Workload, gpu: Gpu, engine_kv: float) -> Span:
-    """Of the attention cache that an engine computes again after every publication."""
-    batch, _ = decode(work, gpu, engine_kv)
-    tokens = batch * (work.completion / 2 + work.prompt / work.config.generator.completions_per_prompt)
-    best = hardware.PREFILL_SHARE * gpu.flops(work.config.model.dtype) * work.config.generator.tensor_parallel
-    flops = work.policy.forward_flops(tokens, attended=work.completion / 2, scored=batch)
-    return Span("KV cache anew", flops / best, f"{tokens:,.0f} tokens of {batch:.0f} sequences in flight")
-
-
-def checkpoint_spans(work: Workload, gpus_per_node: int) -> Iterator[Span]:
-    """Of a checkpoint: the copy that the trainer waits for, and the writing beside training."""
-    ranks = work.config.launch.trainers
-    size = (12 + work.weight_bytes) * work.trained
-    text = f"{size / 1e9:.3g} GB"
-    yield Span(
-        "copy", size / ranks / hardware.HOST_COPY, f"{text} ÷ {ranks} ÷ {hardware.HOST_COPY / 1e9:g} GB/s"
-    )
-    nodes = math.ceil(ranks / gpus_per_node)
-    yield Span(
-        "writing",
-        size / nodes / hardware.DISK,
-        f"{text} ÷ {nodes} ÷ {hardware.DISK / 1e9:g} GB/s, beside training",
-    )
-
-
-def total(parts: Iterator[Span] | list[Span]) -> float:
+def total(spans: Iterable[Span]) -> float:
     """Seconds of all."""
-    return sum(part.seconds for part in parts)
-
-
-def items_named(items: tuple[Item, ...], name: str) -> float:
-    """Bytes of the items of that name."""
-    return sum(item.bytes for item in items if item.name == name)
+    return sum(span.seconds for span in spans)

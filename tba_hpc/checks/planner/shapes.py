@@ -1,7 +1,6 @@
 """Shapes of models, from their config.json: how many weights, where, and how many a token passes.
 
-It must not know what is done with them. It reads local folders and the Hugging Face cache, asks no network
-and loads no library of models; for those that shipped configs name it has the numbers itself.
+The file comes from a folder, from the Hugging Face cache, or from the hub; no library of models is loaded.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tba_hpc.config import ConfigError, LoraSection
+from tba_hpc.checks.resources import hub_cache, snapshot
+from tba_hpc.config import ConfigError, LoraSection, is_local
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Of a weight."""
@@ -24,9 +24,9 @@ class Shape:
     """A decoder, or an encoder of texts.
 
     heads: of queries. query, key_value: width of all heads together. inner: hidden width of an MLP, of one
-    expert where there are several. matrices: weights of a layer's linear maps, all experts together; active:
+    expert if there are several. matrices: weights of a layer's linear maps, all experts together; active:
     those that a token passes. others: a layer's norms and biases. table: embeddings, of positions too. head:
-    weights of the output layer, 0 where it is tied to the embedding or there is none. vocabulary: 0 where no
+    weights of the output layer, 0 if it is tied to the embedding or there is none. vocabulary: 0 if no
     logits are computed. disk_bytes: of a weight in its files. gated: whether the MLP has a gate.
     """
 
@@ -97,7 +97,7 @@ class Shape:
 
 
 def adapter_weights(shape: Shape, lora: LoraSection, path: str) -> int:
-    """Weights of an adapter of LoRA. Raises ConfigError where a target names no layer that can have one."""
+    """Weights of an adapter of LoRA. Raises ConfigError if a target names no linear layer."""
     layers = shape.linear_layers
     wanted = [target.rpartition(".")[2] for target in lora.targets or layers]
     if not layers or set(wanted) - layers.keys():
@@ -113,17 +113,12 @@ NORMS = {"gpt_neox": "layer", "gpt2": "layer", "bert": "none", "roberta": "none"
 """What normalises the last hidden states; all others by root mean square."""
 
 TIED = {"gpt2", "bert", "roberta"}
-"""Whose output layer is the embedding where config.json does not say."""
+"""Whose output layer is the embedding unless config.json says otherwise."""
 
 
 def load_shape(path: str, key: str = "model.path") -> Shape:
-    """The shape of a folder or hub name; ``key``: the config key of it, for errors. Raises ConfigError."""
-    fields = _fields(path)
-    if fields is None:
-        raise ConfigError(
-            f"{key}={path} has no config.json here, nor in the Hugging Face cache: give a model's folder, or "
-            f"run `hf download {path} config.json` where there is a network"
-        )
+    """The shape of a folder or hub name; ``key``: its config key, for errors. Raises ConfigError."""
+    fields: dict[str, Any] = json.loads(_config_file(path, key).read_text(encoding="utf-8"))
     try:
         return shape_of(fields)
     except KeyError as error:
@@ -133,21 +128,23 @@ def load_shape(path: str, key: str = "model.path") -> Shape:
         ) from None
 
 
-def _fields(path: str) -> Mapping[str, Any] | None:
-    """What config.json says of a model; None where it is not to be found."""
-    for file in (Path(path).expanduser() / "config.json", *_cached(path)):
-        if file.is_file():
-            fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-            return fields
-    return KNOWN.get(path)
+def _config_file(path: str, key: str) -> Path:
+    """The config.json of a folder or hub name, downloaded unless it is cached. Raises ConfigError."""
+    here = Path(path).expanduser() if is_local(path) or Path(path).is_dir() else snapshot(path, os.environ)
+    if here and (here / "config.json").is_file():
+        return here / "config.json"
+    reason = "no such file"
+    if not is_local(path):
+        from huggingface_hub import hf_hub_download
 
-
-def _cached(name: str) -> list[Path]:
-    """The files of a hub name in the cache of huggingface_hub, the newest snapshot first."""
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    found = hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json")
-    return sorted(found, key=lambda file: file.stat().st_mtime, reverse=True)
+        try:
+            return Path(hf_hub_download(path, "config.json", cache_dir=hub_cache(os.environ)))
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+    raise ConfigError(
+        f"{key}={path} has no config.json that can be read ({reason}): give a model's folder, or run "
+        f"`hf download {path} config.json` on a machine with network"
+    )
 
 
 def shape_of(fields: Mapping[str, Any]) -> Shape:
@@ -237,75 +234,3 @@ def _tied(fields: Mapping[str, Any]) -> bool:
 
 def _disk_bytes(fields: Mapping[str, Any]) -> int:
     return BYTES[fields.get("dtype") or fields.get("torch_dtype") or "float32"]
-
-
-def _llama(hidden: int, layers: int, heads: int, groups: int, inner: int, words: int, **more: Any) -> dict:
-    return {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "intermediate_size": inner,
-        "vocab_size": words,
-        "dtype": "bfloat16",
-        **more,
-    }
-
-
-def _pythia(hidden: int, layers: int, heads: int, words: int) -> dict:
-    return {
-        "model_type": "gpt_neox",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * hidden,
-        "vocab_size": words,
-    }
-
-
-_GPT2 = {
-    "model_type": "gpt2",
-    "n_embd": 768,
-    "n_layer": 12,
-    "n_head": 12,
-    "n_positions": 1024,
-    "vocab_size": 50257,
-}
-_LLAMA_1B = _llama(2048, 16, 32, 8, 8192, 128256, head_dim=64, tie_word_embeddings=True)
-_ROBERTA = {
-    "model_type": "roberta",
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "intermediate_size": 3072,
-    "vocab_size": 50265,
-    "max_position_embeddings": 514,
-    "type_vocab_size": 1,
-}
-
-KNOWN: dict[str, dict[str, Any]] = {
-    ".cache/tiny-model-seed0": _llama(96, 2, 3, 3, 192, 349, dtype="float32"),
-    "realtreetune/rho-1b-sft-GSM8K": _llama(2048, 22, 32, 4, 5632, 32000),
-    "Qwen/Qwen2.5-7B": _llama(3584, 28, 28, 4, 18944, 152064, model_type="qwen2"),
-    "meta-llama/Llama-3.2-1B": _LLAMA_1B,
-    "meta-llama/Llama-3.2-1B-Instruct": _LLAMA_1B,
-    "meta-llama/Llama-Guard-3-8B": _llama(4096, 32, 32, 8, 14336, 128256),
-    "openai-community/gpt2": _GPT2,
-    "vicgalle/gpt2-alpaca": _GPT2,
-    "facebook/roberta-hate-speech-dynabench-r4-target": _ROBERTA,
-    "sentence-transformers/all-MiniLM-L6-v2": {
-        **_ROBERTA,
-        **{"model_type": "bert", "hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536},
-        **{"vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2},
-    },
-    "mnoukhov/pythia410m-sft-tldr": _pythia(1024, 24, 16, 50304),
-    "mnoukhov/pythia1b-sft-tldr": _pythia(2048, 16, 8, 50304),
-    "mnoukhov/pythia2.8b-sft-tldr": _pythia(2560, 32, 32, 50304),
-    "mnoukhov/pythia410m-rm-tldr6.9b": _pythia(1024, 24, 16, 50304),
-    "mnoukhov/pythia1b-rm-tldr6.9b": _pythia(2048, 16, 8, 50304),
-    "mnoukhov/pythia2.8b-rm-tldr6.9b": _pythia(2560, 32, 32, 50304),
-    "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr": _pythia(4096, 32, 32, 50432),
-}
-"""Of the models that shipped configs name what of config.json counts, for machines without them. Where the
-type of the weights in their files is not known, they are taken as float32."""

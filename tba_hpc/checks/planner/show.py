@@ -1,7 +1,4 @@
-"""Shows an estimate: tables for the terminal, or JSON.
-
-It must not know how it was reckoned.
-"""
+"""Shows an estimate: tables for the terminal, or JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -21,17 +17,15 @@ from tba_hpc.core.wording import count
 from tba_hpc.report.tables import duration
 from tba_hpc.report.terminal import Terminal
 
-CAVEAT = "Reckoned from the config and from data sheets, not measured: no GPU has run any of this yet."
+CAVEAT = "Computed from the config and from data sheets, not measured: no GPU has run any of this yet."
 
 
-def print_estimate(
-    estimate: Estimate, suggestions: Sequence[Sequence[str]], *, as_json: bool, console: Console | None = None
-) -> None:
-    """Print it; with what would fit, where it does not."""
+def print_estimate(estimate: Estimate, suggestions: Sequence[Sequence[str]], *, as_json: bool) -> None:
+    """Print it; with what would fit if it does not."""
     if as_json:
         print(json.dumps(as_values(estimate, suggestions), indent=2))
         return
-    console = console or Terminal()
+    console = Terminal()
     for line in _head(estimate):
         console.print(Text(line))
     for device in estimate.devices:
@@ -51,7 +45,7 @@ def _head(estimate: Estimate) -> Iterator[str]:
     )
     yield (
         f"mean tokens: {work.prompt:g} of a prompt, {work.completion:g} of a completion (at most "
-        f"{work.longest}); others by --prompt-tokens and --completion-tokens"
+        f"{work.longest}), assumed; say yours by --prompt-tokens and --completion-tokens"
     )
 
 
@@ -70,7 +64,7 @@ def _memory(device: Device, estimate: Estimate) -> Table:
 def _times(estimate: Estimate) -> Table:
     table = _table("times", "s")
     for name, spans in _spans(estimate).items():
-        table.add_row(Text(name, "bold"), Text(_seconds(total(list(spans))), "bold"), "")
+        table.add_row(Text(name, "bold"), Text(_seconds(total(spans)), "bold"), "")
         for span in spans:
             table.add_row(Text(f"  {span.name}"), _seconds(span.seconds), Text(span.formula))
     return table
@@ -80,8 +74,6 @@ def _spans(estimate: Estimate) -> dict[str, Sequence[Span]]:
     return {
         "a step": estimate.step,
         "a group, on one searcher": estimate.group,
-        "a publication, to its end": estimate.publication,
-        "a checkpoint, to its end": estimate.checkpoint,
     }
 
 
@@ -91,7 +83,7 @@ def _course(estimate: Estimate) -> Iterator[str]:
     yield f"searchers that keep the trainer in fresh groups: {estimate.searchers_needed:.1f}"
     yield (
         f"{count(config.train.steps, 'step')}: {duration(3600 * estimate.hours)}, "
-        f"{estimate.gpu_hours:.3g} GPU-hours, without start-up and evaluations"
+        f"{estimate.gpu_hours:.3g} GPU-hours, without start-up, checkpoints and evaluations"
     )
     for note in _notes(estimate):
         yield f"note: {note}"
@@ -122,8 +114,6 @@ def as_values(estimate: Estimate, suggestions: Sequence[Sequence[str]]) -> dict[
         "parameters": estimate.work.policy.parameters,
         "trained": estimate.work.trained,
         "published_bytes": estimate.work.published_bytes,
-        "prompt_tokens": estimate.work.prompt,
-        "completion_tokens": estimate.work.completion,
         "gpus": [
             {
                 "holds": device.name,

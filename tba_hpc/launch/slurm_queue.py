@@ -1,0 +1,110 @@
+"""Asks Slurm, and parses what squeue and scontrol say of a run's job.
+
+``run.owners`` alone asks squeue by itself: it lies below this room.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+from tba_hpc.launch import LaunchError
+from tba_hpc.report.run_state import AT_WORK, FORGOTTEN, UNKNOWN, WAITING
+from tba_hpc.run.directory import RunDir
+
+ANSWER_SECONDS = 30.0
+"""Timeout of a command of Slurm."""
+
+SQUEUE_SECONDS = 5.0
+"""Timeout of squeue when a status is asked for."""
+
+SQUEUE_FIELDS = {
+    "id": "%i",
+    "state": "%T",
+    "reason": "%r",
+    "nodes": "%N",
+    "start": "%S",
+    "left": "%L",
+    "comment": "%k",
+}
+"""What squeue says of a component → its code; ``start`` may be a guess, ``left`` is of the wall time."""
+
+MEBIBYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
+"""Size of the units of ``--mem``."""
+
+
+class SlurmError(LaunchError):
+    """Slurm does not answer; the message is one sentence with its own words."""
+
+
+def ask(*command: str) -> str:
+    """What a command of Slurm prints. Raises SlurmError."""
+    done = _run(command, ANSWER_SECONDS)
+    if done.returncode:
+        raise SlurmError(f"'{' '.join(command[:3])}' failed: {' '.join(done.stderr.split())}")
+    return done.stdout or done.stderr  # old versions list plugins on standard error
+
+
+def _run(command: tuple[str, ...], seconds: float) -> subprocess.CompletedProcess[str]:
+    """Raises SlurmError if there is no answer."""
+    # The user's own formats would change what is printed.
+    plain = {key: value for key, value in os.environ.items() if not key.startswith(("SQUEUE_", "SINFO_"))}
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=plain)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SlurmError(f"{command[0]} does not answer ({error}): is this a node of the cluster?") from None
+
+
+def fields(line: str) -> dict[str, str]:
+    """``Key=Value Key=Value …``, as ``scontrol --oneliner`` prints a record; a value ends at a blank."""
+    return dict(re.findall(r"(\S+?)=(\S*)", line))
+
+
+def mebibytes(memory: str) -> float:
+    """Size of ``480G`` or ``3000`` as for ``sbatch --mem``, in MiB."""
+    match = re.fullmatch(r"(\d+)([KMGT]?)B?", memory.upper())
+    return int(match[1]) * MEBIBYTES[match[2] or "M"] if match else 0
+
+
+def job_fields(job: str) -> dict[str, str]:
+    """What ``scontrol show job`` says of a job, of a het job's leader; empty once Slurm has forgotten it."""
+    shown = _run(("scontrol", "--oneliner", "show", "job", job), ANSWER_SECONDS)
+    return fields(shown.stdout.partition("\n")[0])
+
+
+def active_job(run: RunDir) -> tuple[str, str] | None:
+    """(id, state) of the run's job while Slurm has it queued or running."""
+    active = [row for row in job_states(run) if row["state"] in {*WAITING, *AT_WORK}]
+    return (active[0]["job"], active[0]["state"]) if active else None
+
+
+def job_states(run: RunDir) -> list[dict[str, str]]:
+    """How squeue sees the components of the run's job, ``job`` and SQUEUE_FIELDS; none if never submitted.
+
+    ``state`` is UNKNOWN if squeue is missing or silent, FORGOTTEN if it knows the job no more.
+    """
+    file = run.path / "slurm" / "job"
+    if not file.exists():
+        return []
+    job = file.read_text().strip()
+    nothing = {"job": job, **dict.fromkeys(SQUEUE_FIELDS, "")}
+    layout = "|".join(SQUEUE_FIELDS.values())
+    command = ("squeue", "--noheader", f"--jobs={job}", "--states=all", f"--format={layout}")
+    try:
+        seen = _run(command, SQUEUE_SECONDS)
+    except SlurmError:
+        return [{**nothing, "state": UNKNOWN}]
+    if seen.returncode and "Invalid job id" not in seen.stderr:
+        return [{**nothing, "state": UNKNOWN}]
+    lines = [line.split("|", len(SQUEUE_FIELDS) - 1) for line in sorted(seen.stdout.splitlines())]
+    rows = [{"job": job, **dict(zip(SQUEUE_FIELDS, line, strict=True))} for line in lines]
+    if any(_is(run, row["comment"]) for row in rows):  # ids come back after years
+        return rows
+    return [{**nothing, "state": FORGOTTEN}]
+
+
+def _is(run: RunDir, comment: str) -> bool:
+    """Whether a job's comment names the run, by whatever path."""
+    return Path(comment).exists() and run.path.samefile(comment)
