@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 import tabular_run
 from killer import Killer, in_a_process
-from tba_hpc.report.audit import audit
 from test_hdf5_shards import assert_equal, scored, sealed
 
 from tba_hpc.core.types import Shard
 from tba_hpc.exchange.hdf5_shards import PendingShards, ShardWriter, is_shard
+from tba_hpc.report.audit import audit
 from tba_hpc.report.summary import summarise
 from tba_hpc.run import metrics, pruning
 from tba_hpc.run.bundles import BundleError, Bundles, contents, pack

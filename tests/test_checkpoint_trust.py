@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import tabular_run
 import torch
-from tba_hpc.report.audit import audit
 from tiny_models import make_random_model
 
 from tba_hpc.exchange.hdf5_shards import read_arrays, write_arrays
+from tba_hpc.report.audit import audit
 from tba_hpc.report.monitor import RunMonitor
 from tba_hpc.report.run_state import run_state
 from tba_hpc.report.status import facts

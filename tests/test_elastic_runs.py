@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tabular_run
-from tba_hpc.report.audit import audit
 
 from tba_hpc import runtime
 from tba_hpc.config import FIRST_ELASTIC
+from tba_hpc.report.audit import audit
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.evaluations import find_evaluation
 from tba_hpc.run.metrics import Record, read_metrics, step_records
@@ -28,7 +28,7 @@ PATIENCE = 60.0
 def make_run(
     root: Path, *, steps: int, elastic: int, searchers: int, **sections: dict[str, object]
 ) -> RunDir:
-    launch = {"searchers": searchers, "elastic": elastic, "elastic_patience_seconds": PATIENCE}
+    launch = {"searchers": searchers, "elastic": elastic}
     train = {"steps": steps}
     return RunDir.create(tabular_run.make_config(root, train=train, launch=launch, **sections))
 

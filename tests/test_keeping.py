@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import tabular_run
 from killer import Killer, in_a_process
-from tba_hpc.report.audit import audit
 from test_bundles import INSPECT, bundle, seal
 from test_bundles import few as few
 from test_bundles import run as run
 
 from tba_hpc.exchange.hdf5_shards import is_shard, parse_shard
+from tba_hpc.report.audit import audit
 from tba_hpc.run import pruning
 from tba_hpc.run.bundles import Key, Place
 from tba_hpc.run.directory import RunDir

@@ -15,12 +15,6 @@ import pytest
 import tabular_run
 from byte_tokenizer import ByteTokenizer
 from recorded import new_run, write
-from tba_hpc.report.audit import audit
-from tba_hpc.report.samples import Query, print_samples, run_tokenizer, select, write_page
-from tba_hpc.report.samples.life import surviving_merges
-from tba_hpc.report.samples.page import shade
-from tba_hpc.report.samples.select import sealed_shards
-from tba_hpc.report.samples.texts import pieces
 from test_keeping import prune
 from tiny_models import make_tokenizer
 from tokenizers import Tokenizer, decoders, models
@@ -30,6 +24,12 @@ from tba_hpc import cli
 from tba_hpc.config import ConfigError, parse_config
 from tba_hpc.core.types import BEHAVIOUR, Completion, Group, Prompt, Request, Sampling
 from tba_hpc.exchange.hdf5_shards import ShardWriter, read_arrays
+from tba_hpc.report.audit import audit
+from tba_hpc.report.samples import Query, print_samples, run_tokenizer, select, write_page
+from tba_hpc.report.samples.life import surviving_merges
+from tba_hpc.report.samples.page import shade
+from tba_hpc.report.samples.select import sealed_shards
+from tba_hpc.report.samples.texts import pieces
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import RunDir

@@ -35,10 +35,10 @@ from rich.console import Console
 from slurm_testbed import faults
 from slurm_testbed.cluster import ENDED, Cluster, missing
 from slurm_testbed.faults import RankProcess
-from tba_hpc.report.audit import Audit, audit
 
 from tba_hpc.core.types import Role
 from tba_hpc.exchange.hdf5_shards import read_shard
+from tba_hpc.report.audit import Audit, audit
 from tba_hpc.report.summary import index_of, searcher_files
 from tba_hpc.report.tables import Cell, print_rows
 from tba_hpc.run.checkpoints import checkpoint_folders, latest_checkpoint, read_state
@@ -69,9 +69,7 @@ SETTINGS = (
     "train.prompts_per_step=32",  # slow steps: few of them are needed
     "evaluate.validation_prompts=0",
     "evaluate.test_prompts=64",
-    "exchange.deadline_seconds=60",
-    "generator.deadline_seconds=40",
-    "generator.start_seconds=120",  # on two cores that do other work, too, 40 were once too few
+    "launch.timeout_seconds=80",  # an engine that is silent for 40 s is replaced
 )
 
 STEPS_BETWEEN = 4

@@ -21,7 +21,7 @@ from tba_hpc.checks.machine_checks import look
 from tba_hpc.checks.mpi_checks import Fabric, Sums, World
 from tba_hpc.core.ports import ExchangeError
 from tba_hpc.core.types import Role, WeightLayout
-from tba_hpc.exchange.mpi_world import LEADER, MpiWorld, NodeMemory, Tag, library_version
+from tba_hpc.exchange.mpi_world import BUCKET_MB, LEADER, MpiWorld, NodeMemory, Tag, library_version
 from tba_hpc.run.directory import RunDir
 
 SMALL, LARGE, WEIGHTS, SUMMED = 8, 64 << 20, 128 << 20, 256 << 20
@@ -47,7 +47,7 @@ def greet(directory: RunDir, role: Role, *, gpus: bool) -> None:
         role,
         trainers=config.launch.trainers,
         searchers=config.launch.searchers,
-        deadline=config.launch.start_deadline_seconds,
+        deadline=config.launch.start_seconds,
     )
     if world.local_index == 0:
         model = config.model.path
@@ -56,7 +56,7 @@ def greet(directory: RunDir, role: Role, *, gpus: bool) -> None:
     note(directory, world, facts)
     if world.rank == LEADER:
         directory.mark_finished()  # as a run; what is measured from here on may fail by itself
-    facts = replace(facts, fabric=measure(world, config.exchange.bucket_mb))
+    facts = replace(facts, fabric=measure(world, BUCKET_MB))
     note(directory, world, facts)
     if gpus:
         store = directory.attempt / "group"

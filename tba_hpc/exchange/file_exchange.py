@@ -656,7 +656,7 @@ class ElasticSearcherExchange(FileSearcherExchange):
     evaluates: whether it is this one that is to evaluate; all others take weights for others to evaluate.
     """
 
-    _remedy = "start the run again, or raise launch.elastic_patience_seconds where its job waits in the queue"
+    _remedy = "start the run again, or raise launch.timeout_seconds if its job waits in the queue"
 
     def __init__(
         self,

@@ -57,6 +57,9 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
 BUCKETS_IN_FLIGHT = 4
 """Broadcasts under way at once."""
 
+BUCKET_MB = 64
+"""Size of one broadcast message, MiB (MPI counts end at 2 GiB)."""
+
 Travel = Literal["auto", "always", "never"]
 """Values of exchange.delta."""
 
@@ -247,7 +250,7 @@ class MpiWorld:
         assert self.rank == LEADER, "all others call connect"
         hellos = [self.receive(np.empty(1, np.int64), rank, Tag.CONNECT) for rank in self.peers]
         what = "joined the world, but did not get ready (loading model and engine)"
-        self.wait_for(hellos, what, "see its log, or raise launch.start_deadline_seconds")
+        self.wait_for(hellos, what, "see its log, or raise launch.timeout_seconds")
         text = np.frombuffer(layout.to_json().encode(), np.uint8)
         more = np.frombuffer(told, np.uint8)
         mode = TRAVELS.index(delta)
@@ -277,7 +280,7 @@ class MpiWorld:
         table[self.rank] = socket.gethostname()
         not_there = (
             "it did not start, or not as configured; see the launcher's output, and where it only was slow, "
-            "raise launch.start_deadline_seconds"
+            "raise launch.timeout_seconds"
         )
         if self.rank == LEADER:
             hellos = [self.receive(table[rank : rank + 1], rank, Tag.JOIN) for rank in self.peers]

@@ -185,7 +185,7 @@ class Freshness:
     def _remedy_at_first(self) -> str:
         """What may help where the initial buffer does not fill."""
         if not len(self._buffer):
-            return "raise generator.start_seconds if an engine takes longer to be built"
+            return "raise launch.timeout_seconds if an engine takes longer to be built"
         return (
             "start another run (run.name) with a lower buffer.initial_completions if the task has too few "
             "distinct completions"

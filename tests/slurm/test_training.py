@@ -16,11 +16,11 @@ import pytest
 import yaml
 from slurm_testbed.cluster import Cluster
 from slurm_testbed.faults import held_leader, preempt
-from tba_hpc.report.audit import audit
 from tiny_models import make_random_model
 
 from tba_hpc.config import differing_keys, dump_config, load_config
 from tba_hpc.exchange.hdf5_shards import read_arrays
+from tba_hpc.report.audit import audit
 from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import OF_A_START, RunDir
 from tba_hpc.run.events import read_events
@@ -264,7 +264,7 @@ def test_a_job_of_a_trainer_alone_is_fed_by_a_lent_node(
 ) -> None:
     """Which searches, evaluates, and ends by itself once the run is finished."""
     places = ("--trainer-nodes", "1", "--set", "launch.elastic=1")
-    patient = ("--set", f"exchange.deadline_seconds={START_SECONDS}")
+    patient = ("--set", f"launch.timeout_seconds={START_SECONDS}")
     run, job = submit(cluster, model, tmp_path, *places, *patient, nodes=1)
     words = [sys.executable, "tools/submit.py", "--elastic", str(run.path), "--nodes", "1", "--json"]
     lent = subprocess.run(

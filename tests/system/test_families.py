@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tba_hpc.report.audit import audit
 from tiny_models import make_family_model, make_tokenizer
 from transformers import AutoModelForCausalLM
 
+from tba_hpc.report.audit import audit
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import read_metrics, step_records
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.system
 
 WAYS: dict[str, tuple[str, ...]] = {
     "qwen2": ("generator.tensor_parallel=2", "exchange.transport=mpi"),
-    "qwen3": ("train.reference_scored_by=trainer", "exchange.transport=files", "exchange.delta=always"),
+    "qwen3": ("train.reference.scored_by=trainer", "exchange.transport=files", "exchange.delta=always"),
     "qwen3_moe": ("train.zero_stage=3", "launch.trainers=2", "exchange.transport=files"),
     "gpt_neox": ("train.tokens_per_micro_batch=512", "train.gradient_checkpointing=true"),
 }

@@ -23,10 +23,10 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tba_hpc.report.audit import audit
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba_hpc.exchange.hdf5_shards import read_arrays
+from tba_hpc.report.audit import audit
 from tba_hpc.run.checkpoints import latest_checkpoint, read_state
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
@@ -45,7 +45,7 @@ SETTINGS = [
     "evaluate.every=5",
     "evaluate.validation_prompts=16",
     "evaluate.test_prompts=64",
-    "exchange.deadline_seconds=60",
+    "launch.timeout_seconds=100",
     "launch.searchers=1",  # two processes that each start takes less; some tests need more
 ]
 START_SECONDS = 240
@@ -301,7 +301,7 @@ def test_an_adapter_is_trained_killed_and_goes_on_upon_its_base_alone(model: Pat
 
 def test_the_trainer_scores_the_reference_and_searchers_hold_none(model: Path, tmp_path: Path) -> None:
     """At step 1 policy and reference are the same weights, so that the log-ratio is 0."""
-    run = run_to_end(model, tmp_path, "train.reference_scored_by=trainer", "exchange.sync_every=1")
+    run = run_to_end(model, tmp_path, "train.reference.scored_by=trainer", "exchange.sync_every=1")
     assert_whole(run)
     steps = step_records(read_metrics(run.metrics_file("trainer")))
     first, last = steps[0], steps[-1]
@@ -363,7 +363,9 @@ def test_ranks_are_killed_and_their_number_changes(model: Path, tmp_path: Path) 
     code, out, err = finish(process)
     assert code == 0, out + err
     assert_whole(run, 24)
-    ends = [event["event"] for event in read_events(run) if event["event"] in ("failed", "stopped", "finished")]
+    ends = [
+        event["event"] for event in read_events(run) if event["event"] in ("failed", "stopped", "finished")
+    ]
     assert ends == ["stopped", "failed", "stopped", "failed", "finished"]
     assert json.loads(run.summary.read_text())["test_prompts"] == 64
 
