@@ -385,7 +385,7 @@ def launch(
     """
     console = console or Terminal()
     processes = commands(run, config, program=program)
-    before = -1
+    before = -1.0
     with listening() as asked:
         while True:
             news = MetricsTail.from_now(run.metrics_file("trainer"))
