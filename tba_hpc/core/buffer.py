@@ -474,7 +474,7 @@ class ReplayBuffer:
         most recent sync, and its completions uniformly among these. Otherwise the prompt is drawn among
         all, and its completions by softmax(reward / reward_temperature) mixed with UNIFORM_MIX of
         uniform. Either way the completions are distinct while there are K, else all of them and repeats by
-        the same weights; with ``recent_fill: older`` the prompt's older trajectories come before repeats.
+        the same weights.
 
         With ``oldest_first`` the prompts are instead those whose oldest trajectory is of the oldest weights,
         and of these what came first.
@@ -555,13 +555,11 @@ class ReplayBuffer:
         """
         group = self._slots_of[prompt]
         slots = np.fromiter(group.values(), np.int64, len(group))
-        first = recent & (self._store.sync[slots] == self._sync)
         if recent:
-            slots, first = slots[first], first[first]
-        weight = self._weights(self._store.record["reward"][slots], equal=bool(first.all()))
+            slots = slots[self._store.sync[slots] == self._sync]
+        weight = self._weights(self._store.record["reward"][slots], equal=recent)
         log_weight = np.log(np.maximum(weight, np.finfo(weight.dtype).tiny))
-        score = np.where(first, 0.0, log_weight) + rng.gumbel(size=len(slots))
-        distinct = slots[np.lexsort((-score, ~first))[:count]]
+        distinct = slots[np.argsort(-log_weight - rng.gumbel(size=len(slots)))[:count]]
         if len(distinct) == count:
             return distinct
         repeats = rng.choice(slots, count - len(distinct), p=weight)
