@@ -253,7 +253,7 @@ def test_a_kill_before_any_change_to_files_loses_nothing(tmp_path: Path) -> None
 def test_a_damaged_shard_in_a_bundle_is_set_aside_alone(
     run: RunDir, few: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tba_hpc.backends.hdf5_shards.AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr("tba_hpc.exchange.hdf5_shards.AGAIN_SECONDS", 0.01)
     seal(run, 0, 9)
     bundle(run, s0=9)
     place = contents(run.bundle_file(0))[0, 1]

@@ -81,7 +81,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     ("sections", "sentence"),
     [
         ({"launch": {"searchers": 0, "elastic": 0}}, r"searchers=0 with launch.elastic=0 leaves nobody"),
-        ({"exchange": {"max_staleness": 4}}, r"elastic=3 lets searchers leave that owe what .*max_age_steps"),
+        ({"exchange": {"max_staleness": 4}}, r"elastic=3 lets searchers leave that .* waits for: leave out"),
     ],
 )
 def test_what_does_not_go_together_is_refused(sections: dict[str, dict[str, object]], sentence: str) -> None:
@@ -469,7 +469,7 @@ def test_it_lives_through_an_absence_of_the_trainer_and_ends_with_the_run(
 def test_a_trainer_that_stays_away_is_an_error_that_says_what_to_do(run: RunDir) -> None:
     guest = visitor(run, patience=0.05)
     with pytest.raises(
-        ExchangeError, match=r"for 0\.05 s: start the run again, or raise launch\.elastic_pat"
+        ExchangeError, match=r"for 0\.05 s: start the run again, or raise launch\.timeout_seconds"
     ):
         while not guest.closed:
             pass

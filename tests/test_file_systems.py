@@ -104,7 +104,7 @@ def moods(monkeypatch: pytest.MonkeyPatch) -> Moods:
     moods = Moods()
     moods.install(monkeypatch.setattr)
     monkeypatch.setattr("tba_hpc.run.files.AGAIN_SECONDS", 0.02)
-    monkeypatch.setattr("tba_hpc.backends.hdf5_shards.AGAIN_SECONDS", 0.02)
+    monkeypatch.setattr("tba_hpc.exchange.hdf5_shards.AGAIN_SECONDS", 0.02)
     monkeypatch.setattr("tba_hpc.exchange.file_exchange.POLL_SECONDS", 0.0)
     return moods
 

@@ -137,8 +137,9 @@ class ExchangeThread:
     @property
     def finished(self) -> bool:
         """Whether nothing is under way. Raises ExchangeError if the last work failed."""
+        finished = self._finished  # first: an error is there before
         self.check()
-        return self._finished
+        return finished
 
     def check(self) -> None:
         """Raise ExchangeError if the last work failed."""
