@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 import tabular_run
 from tabular_run import EVERY, STEPS, start
-from tba_hpc.report.audit import Audit, audit
-from tba_hpc.report.audit.checks import _passed_over
-from tba_hpc.report.audit.evidence import Evidence
-from tba_hpc.report.audit.history import Seals
 
 from tba_hpc.core.types import Shard, make_uid
 from tba_hpc.exchange.hdf5_shards import read_arrays, read_shard, write_arrays, write_shard
+from tba_hpc.report.audit import Audit, audit
+from tba_hpc.report.audit.checks import _passed_over
+from tba_hpc.report.audit.evidence import Evidence
 from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.history import Seals
 from tba_hpc.run.inventory import inventory, with_checksum
 from tba_hpc.run.metrics import Record, read_metrics
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ import numpy as np
 import pytest
 import tabular_run
 import torch
-from tba_hpc.report.audit import audit
 from tiny_models import make_random_model
 
 from tba_hpc.exchange.hdf5_shards import read_arrays, write_arrays
+from tba_hpc.report.audit import audit
 from tba_hpc.report.monitor import RunMonitor
 from tba_hpc.report.run_state import run_state
 from tba_hpc.report.status import facts
@@ -37,7 +36,7 @@ from tba_hpc.run.checkpoints import (
     set_aside,
 )
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.inventory import damage, inventory
+from tba_hpc.run.inventory import damage
 from tba_hpc.run.metrics import read_metrics
 from tba_hpc.runtime import verify_checkpoints
 from tba_hpc.tasks.tabular import TabularLearner
@@ -173,7 +172,7 @@ def test_every_file_of_deepspeed_is_verified(tmp_path: Path) -> None:
     assert damage(folder) == ""
 
 
-# --- None left, one without checksums, one that was never finished ---
+# --- None left, one that was never finished ---
 
 
 def test_where_none_is_whole_a_sentence_says_so_and_nothing_is_changed(saved: Saved, tmp_path: Path) -> None:
@@ -195,23 +194,7 @@ def test_a_run_whose_checkpoints_were_all_set_aside_is_not_started_afresh(run: R
         verify_checkpoints(run, run.config())
 
 
-def test_a_checkpoint_without_checksums_is_believed_and_the_log_says_so(
-    run: RunDir, caplog: pytest.LogCaptureFixture
-) -> None:
-    save(run, 4)
-    folder = save(run, 8)
-    sizes = [line.split(" ", 1)[1] for line in inventory(folder).splitlines()]
-    (folder / "COMPLETE").write_text("".join(f"{line}\n" for line in sizes))
-    with caplog.at_level(logging.WARNING):
-        verify_checkpoints(run, run.config())
-    assert latest_checkpoint(run) == folder and read_state(folder).step == 8
-    assert f"{folder} is of an earlier version and has no checksums" in caplog.text
-    (folder / "weights.bin").write_bytes(b"")
-    verify_checkpoints(run, run.config())
-    assert names(run) == ["damaged-step-000008-1", "step-000004"]
-
-
-def test_an_inventory_that_has_lost_its_first_line_is_not_one_of_an_earlier_version(run: RunDir) -> None:
+def test_an_inventory_that_has_lost_its_first_line_is_damaged(run: RunDir) -> None:
     save(run, 4)
     complete = save(run, 8) / "COMPLETE"
     complete.write_text(complete.read_text().partition("\n")[2])

@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tabular_run
-from tba_hpc.report.audit import audit
 from test_hdf5_shards import scored, sealed
 from test_loops import ReplayExchange, TrainerParts, _sealed
 from test_loops import make_config as loops_config
@@ -35,6 +34,7 @@ from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExch
 from tba_hpc.exchange.hdf5_shards import PendingShards, ShardWriter, read_shard
 from tba_hpc.loops.merger import MERGED_AT_ONCE, merge_pending
 from tba_hpc.loops.trainer import MARGIN_SECONDS
+from tba_hpc.report.audit import audit
 from tba_hpc.run import files
 from tba_hpc.run.checkpoints import TrainerState
 from tba_hpc.run.directory import RunDir
@@ -104,7 +104,7 @@ def moods(monkeypatch: pytest.MonkeyPatch) -> Moods:
     moods = Moods()
     moods.install(monkeypatch.setattr)
     monkeypatch.setattr("tba_hpc.run.files.AGAIN_SECONDS", 0.02)
-    monkeypatch.setattr("tba_hpc.backends.hdf5_shards.AGAIN_SECONDS", 0.02)
+    monkeypatch.setattr("tba_hpc.exchange.hdf5_shards.AGAIN_SECONDS", 0.02)
     monkeypatch.setattr("tba_hpc.exchange.file_exchange.POLL_SECONDS", 0.0)
     return moods
 

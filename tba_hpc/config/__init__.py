@@ -670,7 +670,8 @@ class ExchangeSection(Section):
     """Most optimizer steps on the replay buffer alone while no shard comes, counted from the last one, or
     from a resume; then the trainer waits for one. Left out: five syncs, but at least 50; none: no limit."""
     seal_seconds: MayChange[float] = Field(2.0, gt=0)
-    """Longest time that a finished completion waits before it is sealed on disk, s."""
+    """Longest time that a finished completion waits before it is sealed on disk, s. With more than 64
+    searchers it is searchers/64 times that, so that a run of any size has as many files."""
     pending_shards: MayChange[int] = Field(64, ge=1)
     """Back-pressure: unmerged shards at which a searcher pauses."""
     bucket_mb: MayChange[int] = Field(64, ge=1, le=1024)

@@ -26,8 +26,7 @@ from tba_hpc.run.beside import at_once, beside
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import DiskFullError, fsync, is_for_room, make_durable, remove, write_atomic
 from tba_hpc.run.inventory import COMPLETE, damage, inventory, with_checksum
-from tba_hpc.run.keeping import ShardKeeper
-from tba_hpc.run.pruning import IsWhole, ShardPruner
+from tba_hpc.run.pruning import ShardPruner
 
 log = logging.getLogger(__name__)
 
@@ -98,20 +97,20 @@ Arrays = Mapping[str, np.ndarray]
 class Checkpoints:
     """Complete checkpoints of a run, the newest ``keep`` of them. write_arrays: makes a durable file.
 
-    beside: whether the caller goes on once all is copied, while a thread writes the copies. is_shard: as
-    ``ShardPruner``'s is_whole; keeper: as its keeper.
+    beside: whether the caller goes on once all is copied, while a thread writes the copies. kept_share,
+    kept_mb: of shards, as ``ShardPruner``'s share and most_mb.
     """
 
     run: RunDir
     keep: int
     write_arrays: Callable[[Path, Arrays], None]
     beside: bool = False
-    is_shard: IsWhole | None = None
-    keeper: ShardKeeper | None = None
+    kept_share: float = 0.0
+    kept_mb: int | None = None
     pruner: ShardPruner = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pruner", ShardPruner(self.run, self.is_shard, self.keeper))
+        object.__setattr__(self, "pruner", ShardPruner(self.run, self.kept_share, self.kept_mb))
 
     def save(
         self,

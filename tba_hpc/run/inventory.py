@@ -1,13 +1,12 @@
 """The inventory of a folder: size and checksum of every file in it, in its last one, COMPLETE.
 
-It must not know what the files hold. The first line of an inventory has a checksum of all its other lines;
-these have checksum, bytes and path of a file each.
+The first line of an inventory has a checksum of all its other lines; these have checksum, bytes and path of a
+file each.
 """
 
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 import zlib
@@ -16,8 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
-
-log = logging.getLogger(__name__)
 
 COMPLETE = "COMPLETE"
 """Name of the file that holds the inventory."""
@@ -29,11 +26,11 @@ READ_BYTES = 1 << 20
 """One read: it stays in the cache of the core that sums it up."""
 
 _TITLE = "tba-hpc inventory crc32="
-_LINE = re.compile(r"(?:([0-9a-f]{8,}) )?(\d+) (.+)")
+_LINE = re.compile(r"([0-9a-f]{8,}) (\d+) (.+)")
 
 
 class _File(NamedTuple):
-    """A line. checksum: empty in an inventory of an earlier version, which has no first line either."""
+    """A line."""
 
     checksum: str
     size: int
@@ -159,22 +156,19 @@ def _damage(folder: Path, only: Sequence[str]) -> str:
     for file in files:
         if (size := (folder / file.path).stat().st_size) != file.size:
             return f"{file.path} has {size} bytes, not {file.size}"
-    if not files[0].checksum:
-        log.warning("%s is of an earlier version and has no checksums: it is not verified", folder)
-        return ""
     now = checksums([folder / file.path for file in files])
     wrong = [file.path for file, summed in zip(files, now, strict=True) if file.checksum != summed]
     return f"{wrong[0]} is corrupt: its checksum does not match" if wrong else ""
 
 
 def _parse(data: bytes) -> list[_File]:
-    """The lines of COMPLETE; none where it is damaged."""
+    """The lines of COMPLETE; none if it is damaged."""
     text = data.decode(errors="replace")
-    lines = text.partition("\n")[2] if text.startswith(_TITLE[:4]) else text
-    found = [_LINE.fullmatch(line) for line in lines.removesuffix("\n").split("\n")]
-    files = [_File(line[1] or "", int(line[2]), line[3]) for line in found if line]
-    whole = text == with_checksum(lines) or not any(file.checksum for file in files)
-    return files if whole and len(files) == len(found) else []
+    lines = text.partition("\n")[2]
+    if text != with_checksum(lines):
+        return []
+    found = (_LINE.fullmatch(line) for line in lines.splitlines())
+    return [_File(line[1], int(line[2]), line[3]) for line in found if line]
 
 
 def checksums(paths: Sequence[Path]) -> list[str]:

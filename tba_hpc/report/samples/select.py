@@ -1,25 +1,22 @@
 """Finds trajectories in the shards of a run: the best, the worst, those of a prompt, those with a word.
 
-It must not know how they are shown. Shards are read one after the other, and only what is asked for is kept,
-so a run may be larger than memory.
+Shards are read one after the other, and only what is asked for is kept, so a run may be larger than memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from tba_hpc.core.types import BEHAVIOUR, Shard, Trajectories
-from tba_hpc.exchange.hdf5_shards import ShardError, parse_shard
+from tba_hpc.exchange.hdf5_shards import ShardError, read_shard
 from tba_hpc.report.samples.life import Life, Lives, identity
 from tba_hpc.report.samples.texts import Decode
-from tba_hpc.run.bundles import Place
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.keeping import sealed_files
+from tba_hpc.run.pruning import sealed_files
 
 Order = Literal["newest", "oldest", "best", "worst", "changed"]
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -156,23 +153,15 @@ def select(run: RunDir, query: Query, decode: Decode) -> Selection:
 
 def sealed_shards(run: RunDir) -> Iterator[Shard]:
     """The whole shards of a run, by searcher and index; those that move meanwhile are followed."""
-    files, tried = sealed_files(run), set()
-    while left := [key for key in files if key not in tried]:
-        for key in left:
-            tried.add(key)
+    for key, path in sealed_files(run).items():
+        for place in (path, run.kept_file(*key)):
             try:
-                yield _read(files[key])
-            except FileNotFoundError:  # bundled, kept or pruned meanwhile
-                if (now := sealed_files(run).get(key, files[key])) != files[key]:
-                    files[key] = now
-                    tried.discard(key)
-            except ShardError:  # the audit tells of it
+                yield read_shard(place)
+                break
+            except FileNotFoundError:  # kept or deleted meanwhile
                 continue
-
-
-def _read(file: Path | Place) -> Shard:
-    path = file.bundle if isinstance(file, Place) else file
-    return parse_shard(path, file.read() if isinstance(file, Place) else file.read_bytes())
+            except ShardError:  # the audit names it
+                break
 
 
 def _rows(trajectories: Trajectories, query: Query) -> list[int]:

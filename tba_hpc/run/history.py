@@ -1,6 +1,6 @@
-"""What the metrics of a run say that it did, less what every resume took back.
+"""What a run did, by its own records: of the trainer, less what every resume took back, and of each searcher.
 
-It must not know what else lies on disk: the rest of the audit compares this history with it.
+The one reader of that history: audit, samples and replay look at different parts of it.
 """
 
 from __future__ import annotations
@@ -8,23 +8,34 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
-from tba_hpc.run.metrics import Record, number
+from tba_hpc.run.directory import RunDir, ShardKey
+from tba_hpc.run.metrics import MetricsTail, Record, number
 
-ShardKey = tuple[int, int]
-"""Searcher and index of a shard."""
+
+class ShardSize(NamedTuple):
+    """What a shard holds: trajectories, and the tokens of their completions."""
+
+    trajectories: int
+    tokens: int
+
+
+EMPTY = ShardSize(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Merge:
     """A shard that the trainer merged; request_ids: places of its groups in the prompt sequence.
 
-    late, again: trajectories that stayed out by rule, as they came too late, or their request had been
-    answered before; answered: these requests.
+    step: optimizer steps done by then; sync: version of the weights published last. late, again:
+    trajectories that stayed out by rule, as they came too late, or their request had been answered before;
+    answered: these requests.
     """
 
     key: ShardKey
+    step: int
+    sync: int
     revision: int
     trajectories: int
     tokens: int
@@ -44,12 +55,12 @@ class Merge:
     @classmethod
     def of(cls, record: Record) -> Merge:
         """From the event ``merged`` of the trainer's metrics."""
-        counts = ("revision", "trajectories", "tokens", "added", "duplicates", "evicted", "late", "again")
+        counts = ("step", "sync", "revision", "trajectories", "tokens", "added", "duplicates", "evicted")
         return cls(
             key=(whole(record, "searcher"), whole(record, "shard")),
-            request_ids=tuple(cast(list[int], record["request_ids"])),
+            request_ids=tuple(cast(list[int], record.get("request_ids", []))),
             answered=tuple(cast(list[int], record.get("answered", []))),
-            **{name: whole(record, name) for name in counts},
+            **{name: whole(record, name) for name in (*counts, "late", "again")},
         )
 
 
@@ -78,6 +89,11 @@ class History:
     _dropped: int = 0
 
     @classmethod
+    def read(cls, run: RunDir) -> History:
+        """Of the trainer's metrics as they are now."""
+        return cls.of(MetricsTail(run.metrics_file("trainer")).records())
+
+    @classmethod
     def of(cls, records: Iterable[Record]) -> History:
         """Fold the records of the trainer's metrics."""
         history = cls()
@@ -86,16 +102,16 @@ class History:
         return history
 
     def _take(self, record: Record) -> None:
-        event = record.get("event")
-        if event is None:
-            self.steps.append((record, len(self.merges), self._dropped))
-        elif event == "merged":
-            self.merges.append(Merge.of(record))
-        elif event == "evicted":
-            self.evictions.append(Eviction(whole(record, "revision"), whole(record, "evicted")))
-            self._dropped += self.evictions[-1].evicted
-        elif event in ("started", "resumed"):
-            self._go_back(whole(record, "step"), whole(record, "revision"))
+        match record.get("event"):
+            case None:
+                self.steps.append((record, len(self.merges), self._dropped))
+            case "merged":
+                self.merges.append(Merge.of(record))
+            case "evicted":
+                self.evictions.append(Eviction(whole(record, "revision"), whole(record, "evicted")))
+                self._dropped += self.evictions[-1].evicted
+            case "started" | "resumed":
+                self._go_back(whole(record, "step"), whole(record, "revision"))
 
     def _go_back(self, step: int, revision: int) -> None:
         """Begin again from a checkpoint of ``step`` and ``revision``, or from nothing."""
@@ -130,15 +146,12 @@ class History:
 class Seals:
     """What a searcher said about its shards.
 
-    trajectories: per index, the count of every seal under it (more than one: the file before had vanished).
-    tokens: per index, of the last seal under it.
-    place, searchers, issued, indices: of its last start, its place among how many searchers that shared the
-    prompts (0: it cannot be told), how many prompts it had taken by its last seal, and the shards sealed by
-    then.
+    sizes: per index, of every seal under it (more than one: the file before had vanished). place, searchers,
+    issued, indices: of its last start, its place among how many searchers that shared the prompts (0: it
+    cannot be told), how many prompts it had taken by its last seal, and the shards sealed by then.
     """
 
-    trajectories: dict[int, list[int]] = field(default_factory=dict)
-    tokens: dict[int, int] = field(default_factory=dict)
+    sizes: dict[int, list[ShardSize]] = field(default_factory=dict)
     place: int | None = None
     searchers: int = 0
     issued: int = 0
@@ -149,20 +162,21 @@ class Seals:
         """Fold the records of a searcher's metrics."""
         seals = cls()
         for record in records:
-            if record.get("event") == "started":
-                seals.searchers, seals.issued, seals.indices = whole(record, "searchers"), 0, []
-                seals.place = whole(record, "place") if "place" in record else None
-            elif record.get("event") == "moved":
-                seals.searchers = 0
-            elif record.get("event") == "sealed":
-                index = whole(record, "shard")
-                seals.trajectories.setdefault(index, []).append(whole(record, "trajectories"))
-                seals.tokens[index] = whole(record, "tokens")
-                seals.issued = whole(record, "search/issued")
-                seals.indices.append(index)
+            match record.get("event"):
+                case "started":
+                    seals.searchers, seals.issued, seals.indices = whole(record, "searchers"), 0, []
+                    seals.place = whole(record, "place") if "place" in record else None
+                case "moved":
+                    seals.searchers = 0
+                case "sealed":
+                    index = whole(record, "shard")
+                    size = ShardSize(whole(record, "trajectories"), whole(record, "tokens"))
+                    seals.sizes.setdefault(index, []).append(size)
+                    seals.issued = whole(record, "search/issued")
+                    seals.indices.append(index)
         return seals
 
 
 def whole(record: Record, name: str) -> int:
-    """A count; 0 where it is missing."""
+    """A count; 0 if it is missing."""
     return int(number(record, name, 0))
