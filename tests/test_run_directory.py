@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import signal
 import stat
 import subprocess
 import sys
@@ -480,39 +479,6 @@ def test_shards_are_needed_from_the_oldest_kept_checkpoint_on(run: RunDir) -> No
         states[0].cursors,
         states[1].cursors,
     ]
-
-
-CHECKPOINTER = """
-import itertools, sys
-from pathlib import Path
-from tba_hpc.run.checkpoints import TrainerState, begin_checkpoint, complete_checkpoint
-from tba_hpc.run.directory import RunDir
-run = RunDir(Path(sys.argv[1]))
-for step in itertools.count(int(sys.argv[2])):
-    folder = begin_checkpoint(run, step)
-    (folder / "weights.bin").write_bytes(step.to_bytes(4, "little") * 50_000)
-    complete_checkpoint(run, folder, TrainerState(step=step), keep=2)
-    print(step, flush=True)
-"""
-
-
-def test_a_killed_checkpointer_leaves_the_newest_complete_one_whole(run: RunDir) -> None:
-    step = 0
-    for attempt in range(5):
-        command = [sys.executable, "-c", CHECKPOINTER, str(run.path), str(step)]
-        writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert writer.stdout is not None
-        first = writer.stdout.readline()
-        time.sleep(0.01 + 0.013 * attempt)
-        writer.send_signal(signal.SIGKILL)
-        reported = [int(line) for line in [first, *writer.stdout.readlines()] if line.endswith("\n")]
-        writer.wait()
-        folder = latest_checkpoint(run)
-        assert folder is not None
-        state = read_state(folder)
-        assert state.step in (reported[-1], reported[-1] + 1)  # the kill may fall between COMPLETE and print
-        assert (folder / "weights.bin").read_bytes() == state.step.to_bytes(4, "little") * 50_000
-        step = state.step + 1
 
 
 # --- Evaluations ---

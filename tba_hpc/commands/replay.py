@@ -1,7 +1,7 @@
 """``tba replay``: another training on the shards that a run has recorded, without searchers or engines.
 
-It must not know how a step is taken. What was sampled stays as it is: the task, the generator, and the
-temperature at which log-probabilities were taken.
+What was sampled stays as it is: the task, the generator, and the temperature at which log-probabilities were
+taken.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Shards and arrays on disk as HDF5: sealed whole, verified whole. The only module that imports h5py.
 
-It must not decide when to seal or what to merge. A file is an HDF5 image behind a user block of 512
-bytes, which holds one line of text: what the file is, its schema, its size and a BLAKE2b checksum of
-all that follows. So a truncated or damaged file is refused before HDF5 parses a byte of it, ``head -1``
-tells what a file is, and every HDF5 tool since 1.8 still reads it.
+A file is an HDF5 image behind a user block of 512 bytes, which holds one line of text: what the file is, its
+schema, its size and a BLAKE2b checksum of all that follows. So a truncated or damaged file is refused before
+HDF5 parses a byte of it, ``head -1`` shows what a file is, and every HDF5 tool since 1.8 still reads it.
 
 Images are made and parsed in memory: a full disk is met by one plain ``write``, HDF5's file locks are
 never taken, and gzip is left off because it saves a third of the bytes for ten times the time.

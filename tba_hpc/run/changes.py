@@ -1,6 +1,6 @@
-"""What a resume changes of a run's config, what follows from it, and the event that tells of it.
+"""What a resume changes of a run's config, what follows from it, and the event that records it.
 
-It must not know what the ranks do with a config. Which keys may change is said beside them, in ``config``.
+Which keys may change is said beside them, in ``config``.
 """
 
 from __future__ import annotations

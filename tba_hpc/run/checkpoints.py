@@ -1,8 +1,7 @@
 """Checkpoints of a run: complete or not there, the newest few of them, and what they keep alive.
 
-It must not know what the learner's files and the arrays in them mean. A checkpoint is complete only when its
-last file, COMPLETE, exists, which holds the checksums of all others: a start verifies them before it believes
-a checkpoint.
+A checkpoint is complete only when its last file, COMPLETE, exists, which holds the checksums of all others: a
+start verifies them before it believes a checkpoint.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Evaluations of a run on disk: every searcher's part of each, and, once all are there, their sum alone.
-
-It must not know who evaluates, nor how.
-"""
+"""Evaluations of a run on disk: every searcher's part of each, and, once all are there, their sum alone."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What happened to the ranks and jobs of a run, over all its starts: a JSON line each in ``events.jsonl``.
-
-It must not know what follows from an event.
-"""
+"""What happened to the ranks and jobs of a run, over all its starts: a JSON line each in ``events.jsonl``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Files that become visible whole and durable or not at all, and files of JSON lines.
-
-It must not know what they hold. Imports no torch.
-"""
+"""Files that become visible whole and durable or not at all, and files of JSON lines."""
 
 from __future__ import annotations
 

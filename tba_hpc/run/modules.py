@@ -1,7 +1,7 @@
 """Code of the user's that a config names: it lies beside the config, and a run keeps a copy.
 
 So every rank finds the same code, on whatever machine and in whatever container it runs, and what is edited
-later changes no running job. It must not know what the code is for.
+later changes no running job.
 """
 
 from __future__ import annotations

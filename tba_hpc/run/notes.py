@@ -1,7 +1,4 @@
-"""What a rank leaves to its launcher: its log, that all are at work, the sentence that says why it ended.
-
-It must not know who launched it.
-"""
+"""What a rank leaves to its launcher: its log, that all are at work, the sentence that says why it ended."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Who is at work on a run: one launcher or Slurm job, one process for each rank; a second one is refused.
 
-It must not know what an owner does with the run. Locks of the kernel say nothing across hosts on many shared
-file systems, so an owner is a file, made whole by ``os.link``, which one of any number of rivals does. The
-files of a name are numbered, and the highest counts; one that follows a dead owner takes the next number, so
-that nobody ever removes a file that a rival has just made. The newest file stays when its owner leaves, as
-nobody's: numbers never come again.
+Kernel locks say nothing across hosts on many shared file systems, so an owner is a file, made whole by
+``os.link``, which only one of any number of rivals can do. The files of a name are numbered, and the highest
+counts; who follows a dead owner takes the next number, so that nobody removes a file that a rival has just
+made. The newest file stays when its owner leaves, as nobody's: numbers are never used again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """``tba samples``: what the model of a run has said, and what became of it.
 
-It must not train, nor need a run's processes: shards are never changed once they are sealed, so running and
-crashed runs are read like finished ones.
+Shards are never changed once they are sealed, so running and crashed runs are read like finished ones.
 """
 
 from __future__ import annotations

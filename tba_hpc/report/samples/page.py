@@ -1,6 +1,6 @@
 """Writes trajectories as one self-contained HTML page, each token coloured by log π_behaviour/π_ref.
 
-It must not know how they were found. The page has no script and fetches nothing.
+The page has no script and fetches nothing.
 """
 
 from __future__ import annotations

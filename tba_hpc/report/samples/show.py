@@ -1,7 +1,6 @@
 """Shows trajectories in the terminal, a screen at a time where it is one, or as JSON.
 
-It must not know how they were found. What a model or a data file says is text: its control characters are
-seen, and not obeyed.
+What a model or a data file says is text: its control characters are shown, not obeyed.
 """
 
 from __future__ import annotations
