@@ -437,7 +437,7 @@ import resource, sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from test_hdf5_shards import scored
-from tba_hpc.backends.hdf5_shards import ShardWriter
+from tba_hpc.exchange.hdf5_shards import ShardWriter
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import DiskFullError
 resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))

@@ -32,7 +32,6 @@ from tba_hpc.run.evaluations import (
     discard_evaluations,
     find_evaluation,
     missing_parts,
-    read_evaluation,
     read_part,
     write_evaluation,
 )
@@ -490,17 +489,17 @@ def part(step: int, correct: int, total: int) -> Evaluation:
 
 def test_an_evaluation_is_there_when_all_parts_are(run: RunDir) -> None:
     write_evaluation(run, 0, 2, part(80, correct=3, total=5))
-    assert read_evaluation(run, "test", 80, 2) is None
+    assert find_evaluation(run, "test", 80) is None
     write_evaluation(run, 1, 3, part(80, correct=9, total=9))  # of an attempt with three searchers
-    assert read_evaluation(run, "test", 80, 2) is None
+    assert find_evaluation(run, "test", 80) is None
     write_evaluation(run, 1, 2, part(80, correct=1, total=3))
-    whole = read_evaluation(run, "test", 80, 2)
+    whole = find_evaluation(run, "test", 80)
     assert whole == replace(part(80, correct=4, total=8), truncated=2)
     assert whole is not None and whole.score == 0.5
-    assert read_evaluation(run, "validation", 80, 2) is None
+    assert find_evaluation(run, "validation", 80) is None
     assert [path.name for path in run.evaluations.iterdir()] == ["test-step-000080.json"]  # one file of all
     write_evaluation(run, 0, 2, part(80, correct=3, total=5))  # by an attempt that evaluates again
-    assert read_evaluation(run, "test", 80, 2) == find_evaluation(run, "test", 80) == whole
+    assert find_evaluation(run, "test", 80) == whole
     assert len(list(run.evaluations.iterdir())) == 1
 
 
@@ -516,7 +515,7 @@ def test_a_resume_discards_evaluations_of_steps_it_takes_again(run: RunDir) -> N
     write_evaluation(run, 0, 2, replace(part(90, 1, 1), split="validation"))  # the other part never came
     discard_evaluations(run, after=100)
     assert not list(run.evaluations.glob("*-000090*"))
-    found = [step for step in (80, 100, 120) if read_evaluation(run, "test", step, 1)]
+    found = [step for step in (80, 100, 120) if find_evaluation(run, "test", step)]
     assert found == [80, 100]
 
 

@@ -105,21 +105,15 @@ def missing_parts(run: RunDir, split: Split, step: int, searchers: int) -> list[
     return [searcher for searcher in range(searchers) if _part_name(searcher, searchers) not in there]
 
 
-def read_evaluation(run: RunDir, split: Split, step: int, searchers: int) -> Evaluation | None:
-    """The sum of all parts; None until every searcher's part is there."""
-    folder = _folder(run, split, step)
-    # Again where the last searcher has put them together meanwhile.
-    return _read(whole := _whole_file(run, split, step)) or _sum_of_parts(folder, searchers) or _read(whole)
-
-
 def find_evaluation(run: RunDir, split: Split, step: int) -> Evaluation | None:
-    """As ``read_evaluation``, whatever number of searchers made it."""
-    if whole := _read(_whole_file(run, split, step)):
+    """The sum of all parts, however many searchers made it; None until every searcher's part is there."""
+    path, folder = _whole_file(run, split, step), _folder(run, split, step)
+    if whole := _read(path):
         return whole
-    names = _part_names(_folder(run, split, step))
-    counts = sorted({int(name.removesuffix(".json").rpartition("-")[2]) for name in names})
-    found = (read_evaluation(run, split, step, searchers) for searchers in counts)
-    return next((evaluation for evaluation in found if evaluation), _read(_whole_file(run, split, step)))
+    counts = {int(name.removesuffix(".json").rpartition("-")[2]) for name in _part_names(folder)}
+    sums = (_sum_of_parts(folder, searchers) for searchers in sorted(counts))
+    # Again, for the last searcher may have put them together meanwhile.
+    return next((found for found in sums if found), None) or _read(path)
 
 
 def evaluations_on_disk(run: RunDir) -> dict[str, tuple[Split, int]]:

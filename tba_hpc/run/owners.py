@@ -170,18 +170,15 @@ def leased(run: RunDir, names: Iterable[str], *, me: Owner | None = None) -> Ite
     """
     os.umask(0o077)
     me = me or Owner.this(os.getpid(), alike=True)
-    mine = next((claim for name in names if (claim := _claim_if_free(run, name, me))), None)
-    if mine is None:
+    for name in names:
+        with suppress(OwnedError):
+            mine = _claim(run, name, me, wait=False)
+            break
+    else:
         yield None
         return
     with _held(run, mine):
         yield Lease(mine.stem, _number(mine))
-
-
-def _claim_if_free(run: RunDir, name: str, me: Owner) -> Path | None:
-    with suppress(OwnedError):
-        return _claim(run, name, me, wait=False)
-    return None
 
 
 def holders(run: RunDir, names: Iterable[str]) -> dict[str, Owner]:
@@ -215,7 +212,7 @@ def _sign_of(file: Path) -> float:
 def _held(run: RunDir, mine: Path) -> Iterator[None]:
     """Give signs of life under a claim while the block runs, then leave it as nobody's."""
     left = threading.Event()
-    threading.Thread(target=_beat, args=(run, mine.stem, mine, left), name="owner", daemon=True).start()
+    threading.Thread(target=_beat, args=(run, mine, left), name="owner", daemon=True).start()
     try:
         yield
     finally:
@@ -224,14 +221,13 @@ def _held(run: RunDir, mine: Path) -> Iterator[None]:
             write_atomic(mine, Owner().to_json())
 
 
-def _beat(run: RunDir, name: str, mine: Path, left: threading.Event) -> None:
-    """Give signs of life until ``left``; end the process where another has taken over."""
+def _beat(run: RunDir, mine: Path, left: threading.Event) -> None:
+    """Give signs of life until ``left``; end the process if another has taken over."""
     while not left.wait(BEAT_SECONDS):
         with suppress(OSError):  # a file server that is away for a while
-            if _newest(run, name).number > _number(mine):
-                print(
-                    f"{name} of {run.path} has another owner: this process ends", file=sys.stderr, flush=True
-                )
+            if _newest(run, mine.stem).number > _number(mine):
+                sentence = f"{mine.stem} of {run.path} has another owner: this process ends"
+                print(sentence, file=sys.stderr, flush=True)
                 os._exit(FAILED)
             os.utime(mine)
 
