@@ -98,10 +98,11 @@ class History:
         """Fold the records of the trainer's metrics."""
         history = cls()
         for record in records:
-            history._take(record)
+            history.take(record)
         return history
 
-    def _take(self, record: Record) -> None:
+    def take(self, record: Record) -> None:
+        """One more record."""
         match record.get("event"):
             case None:
                 self.steps.append((record, len(self.merges), self._dropped))
