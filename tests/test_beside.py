@@ -274,7 +274,7 @@ def make_trainer(
 ) -> tuple[Trainer, RunDir]:
     parts, exchange = make_loops(root, **settings)
     trainer = parts.build(exchange, lambda: stop(parts.run))
-    trainer._checkpoints = Checkpoints(parts.run, parts.config.checkpoint.keep, write, beside=beside)
+    trainer._saving._checkpoints = Checkpoints(parts.run, parts.config.checkpoint.keep, write, beside=beside)
     return trainer, parts.run
 
 
@@ -352,8 +352,8 @@ class Disk:
 
 def settled(trainer: Trainer) -> bool:
     """Holds the loop, which a disk may not keep up with, until no checkpoint is under way; never stops it."""
-    if trainer._under_way:
-        assert wait([trainer._under_way], 60).done
+    if trainer._saving._under_way:
+        assert wait([trainer._saving._under_way], 60).done
     return False
 
 
@@ -409,9 +409,9 @@ def test_the_last_checkpoint_waits_for_room_for_half_a_deadline(
 def test_while_one_is_under_way_time_is_kept_for_two(tmp_path: Path) -> None:
     parts, exchange = make_loops(tmp_path)
     trainer = parts.build(exchange, job_end=time.time() + MARGIN_SECONDS + 60)
-    trainer._state = TrainerState(save_seconds=40)
+    trainer._saving._saved = TrainerState(save_seconds=40)
     assert not trainer._is_late
-    trainer._under_way = Future()
+    trainer._saving._under_way = Future()
     assert trainer._is_late
 
 

@@ -9,11 +9,11 @@ from signal import SIGKILL, SIGTERM
 
 import pytest
 from tabular_run import EVERY, STEPS, make_config, start
-from tba_hpc.report.audit import Audit, audit
 from typer.testing import CliRunner
 
 from tba_hpc.cli import app
 from tba_hpc.loops.ending import size_of_shard
+from tba_hpc.report.audit import Audit, audit
 from tba_hpc.report.monitor import RunMonitor
 from tba_hpc.report.status import figures
 from tba_hpc.report.summary import Counts, searcher_files, summarise

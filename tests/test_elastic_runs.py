@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tabular_run
-from tba_hpc.report.audit import audit
 
 from tba_hpc import runtime
 from tba_hpc.config import FIRST_ELASTIC
+from tba_hpc.report.audit import audit
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.evaluations import find_evaluation
 from tba_hpc.run.metrics import Record, read_metrics, step_records

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tba_hpc.checks.planner import hardware
 from tba_hpc.checks.planner.estimate import Estimate, estimate, suggestions
 from tba_hpc.checks.planner.hardware import GIB, GPUS, find_gpu, gpus_named
 from tba_hpc.checks.planner.seconds import decode_seconds, total
 from tba_hpc.checks.planner.shapes import KNOWN, load_shape, shape_of
-
 from tba_hpc.config import Config, ConfigError, load_config, parse_config, shipped
 
 LLAMA_8B = {**KNOWN["meta-llama/Llama-Guard-3-8B"]}

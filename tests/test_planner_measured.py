@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from learner_worker import DEADLINE, join, make_batch, make_config, start
-from tba_hpc.checks.planner.memory import activation_bytes, trainer_need
-from tba_hpc.checks.planner.shapes import BYTES, KNOWN, adapter_weights, load_shape, shape_of
-from tba_hpc.checks.planner.workload import workload_of
 from tiny_models import FAMILIES, make_family_model, make_random_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
+from tba_hpc.checks.planner.memory import activation_bytes, trainer_need
+from tba_hpc.checks.planner.shapes import BYTES, KNOWN, adapter_weights, load_shape, shape_of
+from tba_hpc.checks.planner.workload import workload_of
 from tba_hpc.config import Config, Dtype, LoraSection
 from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 from tba_hpc.learner.hf_model import load_policy

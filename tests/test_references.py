@@ -11,12 +11,12 @@ from signal import SIGKILL, SIGTERM
 import numpy as np
 import pytest
 import tabular_run
-from tba_hpc.report.audit import audit
 
 from tba_hpc.config import Config, parse_config
 from tba_hpc.core.types import BEHAVIOUR
 from tba_hpc.exchange.file_exchange import Manifest
 from tba_hpc.exchange.hdf5_shards import read_arrays, read_shard
+from tba_hpc.report.audit import audit
 from tba_hpc.run.checkpoints import BUFFER_FILE, StateError, checkpoint_folders
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import read_metrics, step_records

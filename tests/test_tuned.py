@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
+from tba_hpc.checks.examine import check_rate
 from tba_hpc.checks.planner.estimate import estimate
 from tba_hpc.checks.planner.hardware import GPUS
 from tba_hpc.checks.planner.show import as_values
-
-from tba_hpc.checks.examine import check_rate
 from tba_hpc.config import load_config
 from tba_hpc.core.tuned import beyond_tuned, expected_age, shipped_configs
 

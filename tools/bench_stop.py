@@ -25,8 +25,8 @@ from typing import Annotated
 
 import psutil
 import typer
-from tba_hpc.report.audit import Audit, audit
 
+from tba_hpc.report.audit import Audit, audit
 from tba_hpc.report.tables import Cell, print_rows
 from tba_hpc.run.checkpoints import latest_checkpoint, read_state
 from tba_hpc.run.directory import RunDir

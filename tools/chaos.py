@@ -35,10 +35,10 @@ from rich.console import Console
 from slurm_testbed import faults
 from slurm_testbed.cluster import ENDED, Cluster, missing
 from slurm_testbed.faults import RankProcess
-from tba_hpc.report.audit import Audit, audit
 
 from tba_hpc.core.types import Role
 from tba_hpc.exchange.hdf5_shards import read_shard
+from tba_hpc.report.audit import Audit, audit
 from tba_hpc.report.summary import index_of, searcher_files
 from tba_hpc.report.tables import Cell, print_rows
 from tba_hpc.run.checkpoints import checkpoint_folders, latest_checkpoint, read_state

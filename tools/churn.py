@@ -35,9 +35,9 @@ import yaml
 from chaos import DEADLINE, HOME, MODEL, SETTINGS, SITE, STEPS_AFTER, History, model_folder
 from slurm_testbed import faults
 from slurm_testbed.cluster import ENDED, Cluster, missing
-from tba_hpc.report.audit import audit
 
 from tba_hpc.config import is_elastic
+from tba_hpc.report.audit import audit
 from tba_hpc.report.tables import Cell, print_rows
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import Record, number, step_records

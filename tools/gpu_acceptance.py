@@ -54,12 +54,12 @@ from bench_gpu import (
     matmul_rate,
     peak_bytes,
 )
+from transformers import PreTrainedModel
+
 from tba_hpc.checks.planner.estimate import estimate
 from tba_hpc.checks.planner.hardware import GPUS, gpus_named
 from tba_hpc.checks.planner.memory import CONTEXT, trainer_need
 from tba_hpc.checks.planner.workload import workload_of
-from transformers import PreTrainedModel
-
 from tba_hpc.config import Config, load_config
 from tba_hpc.core.types import Group, Publication, WeightLayout, WeightUpdate
 from tba_hpc.engine.vllm_generator import BEFORE_TORCH, VllmGenerator

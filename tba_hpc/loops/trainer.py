@@ -9,9 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -22,19 +20,13 @@ from tba_hpc.core.batch import with_reference_power
 from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.ports import Learner, TrainerExchange
 from tba_hpc.core.prompts import CompletedRequests
-from tba_hpc.core.types import Shard, Split, TrajectoryBatch
+from tba_hpc.core.types import Publication, Shard, Split, TrajectoryBatch
 from tba_hpc.loops.freshness import Freshness
 from tba_hpc.loops.merger import Merger, state_event
+from tba_hpc.loops.saving import Saving
 from tba_hpc.loops.step_log import StepLog
-from tba_hpc.run.checkpoints import (
-    BUFFER_FILE,
-    PROMPTS_FILE,
-    Arrays,
-    Checkpoints,
-    TrainerState,
-)
-from tba_hpc.run.files import AGAIN_SECONDS, DiskFullError
-from tba_hpc.run.metrics import MetricsWriter, Value
+from tba_hpc.run.checkpoints import Checkpoints, TrainerState
+from tba_hpc.run.metrics import MetricsWriter
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +64,7 @@ class Trainer:
         self._exchange = exchange
         self._buffer = buffer
         self._completed = completed
-        self._state, self._saved = state, saved
+        self._state = state
         self._checkpoints = checkpoints
         self._metrics = metrics
         self._stop_asked = stop_asked
@@ -81,12 +73,18 @@ class Trainer:
         self._merger = Merger(config, buffer, completed, self._freshness, metrics)
         self._step_log = StepLog(config.train, buffer, metrics, version=state.step)
         self._last_arrival = 0.0  # of completions that were new, on the monotonic clock
-        self._next_publish = state.step
-        self._next_evaluation = _next_multiple(config.evaluate.every, state.step)
-        self._next_checkpoint = _next_multiple(config.checkpoint.every, state.step)
-        self._under_way: Future[TrainerState] | None = None  # a checkpoint that is being written
-        self._to_log: dict[str, Value] = {}  # its event
-        self._no_room: DiskFullError | None = None  # for the last one
+        self._published: Publication | None = None  # with the weights that searchers have
+        self._evaluated = state.step  # by the weights of which step, or the attempt's first one
+        self._saving = Saving(
+            config,
+            checkpoints,
+            saved=saved,
+            step=state.step,
+            learner=learner,
+            buffer=buffer,
+            completed=completed,
+            metrics=metrics,
+        )
 
     def run(self) -> bool:
         """Train to the last step; True when it was reached, False when stopped before. All is saved then.
@@ -99,8 +97,9 @@ class Trainer:
         self._begin()
         while not self._finished and not self.stopping:
             self._update_reference()
-            self._publish_if_due()
-            self._collect()
+            self._collect()  # what the round before has brought belongs to its sync
+            if self._publish_if_due():
+                self._collect()
             with self._step_log.clock("wait"):
                 ready = self._wait_for_groups()
             if not ready:
@@ -108,15 +107,15 @@ class Trainer:
             batch = self._sample()
             learned = self._step(batch)
             self._log_step(batch, learned)
-            self._checkpoint_if_due()
+            self._save_if_due()
         self._save_last()
         return self._finished
 
     def _begin(self) -> None:
-        """Publish the weights to begin with."""
+        """Publish the weights of the first step, or of the checkpoint."""
         self._update_reference()
         self._freshness.begin(self._state.step, self._completed)
-        self.publish(evaluate="test" if self._state.step == 0 else None)
+        self._publish_if_due()
 
     @property
     def _finished(self) -> bool:
@@ -134,8 +133,8 @@ class Trainer:
 
     @property
     def _is_late(self) -> bool:
-        left, saves = self._job_end - time.monotonic(), 2 if self._under_way else 1
-        save_seconds = saves * self._state.save_seconds
+        left, saves = self._job_end - time.monotonic(), 2 if self._saving.under_way else 1
+        save_seconds = saves * self._saving.seconds
         return is_late(left, step_seconds=self._step_log.longest_step, save_seconds=save_seconds)
 
     # --- Publish ---
@@ -147,34 +146,40 @@ class Trainer:
             publication = self._freshness.publication(step, evaluate=evaluate, published=time.time())
             started = self._exchange.publish(publication, self._learner.write_weights)
         if started:
+            self._published = publication
+            self._evaluated = step if evaluate else self._evaluated
             self._step_log.published(step)
-            self._next_publish = step + self._config.exchange.sync_every
         return started
 
     def _publish_if_due(self) -> bool:
-        """Every k steps; one that finds the round before under way is put off. Whether one has begun."""
-        step = self._state.step
-        if not self._publish_is_due:
-            return False
-        self._collect()  # what the round before has brought belongs to its sync
-        evaluate: Split | None = "validation" if step >= self._next_evaluation else None
-        started = self.publish(evaluate=evaluate)
-        if started and evaluate:
-            self._next_evaluation = _next_multiple(self._config.evaluate.every, step)
-        return started
+        """Whether a publish has begun; one that finds the round before under way is put off."""
+        return self._publish_is_due and self.publish(evaluate=self._split_to_evaluate)
 
     @property
     def _publish_is_due(self) -> bool:
-        return self._state.step >= self._next_publish
+        """Every k steps; at once for another reference, or where searchers need a larger budget to go on."""
+        step, published = self._state.step, self._published
+        return (
+            published is None
+            or step >= published.version + self._config.exchange.sync_every
+            or self._freshness.reference != published.reference
+            or self._freshness.exhausted(step)
+        )
+
+    @property
+    def _split_to_evaluate(self) -> Split | None:
+        """With the weights of this step: the test before training, then validation every so many steps."""
+        step, every = self._state.step, self._config.evaluate.every
+        if self._published is None:
+            return "test" if step == 0 else None
+        return "validation" if step // every > self._evaluated // every else None
 
     def _update_reference(self) -> None:
         """Searchers hear at once of another reference, with its weights; what older ones scored is stale."""
         step = self._state.step
-        if self._freshness.update_reference(step):
-            if self._freshness.reference == step:
-                self._checkpoints.export_reference(step, self._learner)
-                self.log_event("reset")
-            self._next_publish = step
+        if self._freshness.update_reference(step) and self._freshness.reference == step:
+            self._checkpoints.export_reference(step, self._learner)
+            self.log_event("reset")
         self._state = self._merger.evict_stale(self._state)
 
     # --- Collect ---
@@ -212,12 +217,10 @@ class Trainer:
             log.info("step %d waits for data: no shard has come for too many steps", self._state.step)
             self.log_event("waiting")
         while self._freshness.missing(self._state.step) and not self.stopping:
-            if self._freshness.exhausted(self._state.step):
-                self._next_publish = self._state.step  # with a larger budget
             if not self._publish_if_due():
                 self._exchange.gather()
             self._collect()
-            self._note_checkpoint()
+            self._saving.note()
             patience = self._patience
             if time.monotonic() - max(waiting_since, self._last_arrival) > patience:
                 self._freshness.exclude_unresponsive(self._state.step, patience)
@@ -279,80 +282,17 @@ class Trainer:
         self._state = replace(self._state, step=step + 1)
         return learned
 
-    def _checkpoint_if_due(self) -> None:
-        """Every so many steps; one that finds the one before under way is put off until that is complete."""
-        self._note_checkpoint()
-        if self._state.step >= self._next_checkpoint and not self._under_way and not self._finished:
-            self._checkpoint()
-
-    def _checkpoint(self) -> None:
-        """Copy what a checkpoint holds; it is written beside the next steps, or now: see ``Checkpoints``."""
-        with self._step_log.clock("checkpoint"):
-            self._to_log = self._event("checkpoint")
-            if self._checkpoints.beside:
-                self.log_event("snapshot")
-            files: dict[str, Callable[[], Arrays]] = {
-                BUFFER_FILE: self._buffer.snapshot().arrays,
-                PROMPTS_FILE: partial(dict, done=self._completed.to_array()),
-            }
-            self._under_way = self._checkpoints.save(
-                self._state,
-                self._learner,
-                files,
-                records=self._metrics.sync,  # what the checkpoint counts is on record before it is
-            )
-        self._next_checkpoint = _next_multiple(self._config.checkpoint.every, self._state.step)
-        self._note_checkpoint()
-
-    def _note_checkpoint(self) -> None:
-        """Tell of the checkpoint under way once it is complete. Raises what kept it from that.
-
-        But for a full disk: the next is tried in its turn.
-        """
-        if not self._under_way or not self._under_way.done():
-            return
-        under_way, self._under_way = self._under_way, None
-        try:
-            self._saved = under_way.result()
-        except DiskFullError as error:
-            self._postpone(error)
-        else:
-            self._state = replace(self._state, save_seconds=self._saved.save_seconds)
-            self._metrics.log(self._to_log)
-
-    def _postpone(self, error: DiskFullError) -> None:
-        """Go on without the checkpoint that there was no room for: to end would lose what it would hold."""
-        self._no_room = error
-        fault = str(error).partition(";")[0]
-        log.warning("%s: training goes on, and the next checkpoint is tried in its turn", fault)
-        self._metrics.log({**self._to_log, "event": "postponed", "fault": fault})
+    def _save_if_due(self) -> None:
+        self._saving.note()
+        if self._saving.due(self._state.step):
+            with self._step_log.clock("checkpoint"):
+                self._saving.save(self._state)
 
     def _save_last(self) -> None:
-        """Save the state that is left; a full disk is waited for, as no other turn will come.
-
-        Raises DiskFullError where it stays full.
-        """
+        """Raises DiskFullError where the disk stays full."""
         patience = self._config.exchange.disk_patience_seconds
-        give_up = min(time.monotonic() + patience, self._job_end - self._state.save_seconds)
-        self._await_checkpoint()
-        while self._state != self._saved:
-            self._no_room = None
-            self._checkpoint()
-            self._await_checkpoint()
-            if self._no_room and time.monotonic() >= give_up:
-                raise self._no_room
-            if self._no_room:
-                time.sleep(AGAIN_SECONDS)
-
-    def _await_checkpoint(self) -> None:
-        """Wait for the checkpoint under way. Raises TimeoutError past the deadline."""
-        patience = self._config.exchange.deadline_seconds
-        if self._under_way and not wait([self._under_way], patience).done:
-            raise TimeoutError(
-                f"the checkpoint of step {self._to_log['step']} was not written within {patience:g} s: see "
-                "whether the file system of the run answers, or raise exchange.deadline_seconds"
-            )
-        self._note_checkpoint()
+        give_up = min(time.monotonic() + patience, self._job_end - self._saving.seconds)
+        self._saving.save_last(self._state, give_up=give_up)
 
     def _log_step(self, batch: TrajectoryBatch, learned: Mapping[str, float]) -> None:
         seconds = self._step_log.write(self._state.step - 1, batch, learned)
@@ -360,17 +300,9 @@ class Trainer:
 
     def log_event(self, event: str) -> None:
         """Leave an event of the run in the trainer's metrics; see ``metrics`` for their names."""
-        self._metrics.log(self._event(event))
-
-    def _event(self, event: str) -> dict[str, Value]:
-        return state_event(event, self._state, self._buffer)
+        self._metrics.log(state_event(event, self._state, self._buffer))
 
 
 def is_late(left: float, *, step_seconds: float, save_seconds: float) -> bool:
     """Whether ``left`` seconds are too few for one more step and a save after it."""
     return left < step_seconds + save_seconds + MARGIN_SECONDS
-
-
-def _next_multiple(of: int, step: int) -> int:
-    """The first step after ``step`` at which something done every ``of`` steps is due."""
-    return (step // of + 1) * of

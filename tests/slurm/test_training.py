@@ -16,11 +16,11 @@ import pytest
 import yaml
 from slurm_testbed.cluster import Cluster
 from slurm_testbed.faults import held_leader, preempt
-from tba_hpc.report.audit import audit
 from tiny_models import make_random_model
 
 from tba_hpc.config import differing_keys, dump_config, load_config
 from tba_hpc.exchange.hdf5_shards import read_arrays
+from tba_hpc.report.audit import audit
 from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import OF_A_START, RunDir
 from tba_hpc.run.events import read_events

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tba_hpc.report.audit import audit
 from tiny_models import make_family_model, make_tokenizer
 from transformers import AutoModelForCausalLM
 
+from tba_hpc.report.audit import audit
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import read_metrics, step_records
 

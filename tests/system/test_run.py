@@ -23,10 +23,10 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tba_hpc.report.audit import audit
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba_hpc.exchange.hdf5_shards import read_arrays
+from tba_hpc.report.audit import audit
 from tba_hpc.run.checkpoints import latest_checkpoint, read_state
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
