@@ -34,7 +34,7 @@ class Arrival:
 class Recording:
     """The past of a run, less what its resumes took back.
 
-    arrivals: in order. published: versions of the weights that were, None where all that are due are. steps:
+    arrivals: in order. published: versions of the weights that were, None if all that are due are. steps:
     optimizer steps done.
     """
 
@@ -107,7 +107,7 @@ class ReplayExchange:
     """A TrainerExchange. ``step`` tells the trainer's step, and must be set before it runs.
 
     Where the trainer waits for more than was there at the time, as another config may have it, the next
-    arrival comes early; where nothing is left, a stop is requested. cursors: shards before these indices, by
+    arrival comes early; if nothing is left, a stop is requested. cursors: shards before these indices, by
     searcher, were merged by an attempt before.
     """
 

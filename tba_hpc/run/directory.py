@@ -105,12 +105,12 @@ class RunDir:
 
     @classmethod
     def create(cls, config: Config) -> RunDir:
-        """Make ``config.run_dir``, or take it again where it holds a run of the same config (a resume).
+        """Make ``config.run_dir``, or take it again if it holds a run of the same config (a resume).
 
         Sets the process's umask to 077. A config that differs in what a resume may change (``MayChange``)
-        takes the place of the old one, which goes to the ``history``; where it asks for more steps than a
+        takes the place of the old one, which goes to the ``history``; if it asks for more steps than a
         finished run has, so does the summary, and the run is not finished any more. Raises ConfigError where
-        it differs in anything else, unless the run came to nothing; where the directory holds anything else
+        it differs in anything else, unless the run came to nothing; if the directory holds anything else
         or cannot be written.
         """
         run = cls.check(config)
@@ -174,7 +174,7 @@ class RunDir:
             make_folder(folder)
 
     def _refuse_unwritable(self) -> None:
-        """Raise OSError where nothing can be written where the directory is, or is to be."""
+        """Raise OSError if nothing can be written where the directory is, or is to be."""
         place = next(path for path in (self.path, *self.path.parents) if path.exists())
         tempfile.TemporaryFile(dir=place).close()  # rights alone do not tell it to root, nor on /proc
 
@@ -345,7 +345,7 @@ def _shards_in(folder: Path, suffix: str) -> dict[ShardKey, Path]:
 
 
 def _numbers(folder: Path, prefix: str, suffix: str, *, digits: int) -> list[int]:
-    """The numbers of what a folder holds under such names, ascending; none where there is no folder."""
+    """The numbers of what a folder holds under such names, ascending; none if there is no folder."""
     try:
         names = listing(folder)
     except FileNotFoundError:

@@ -93,12 +93,12 @@ def write_evaluation(run: RunDir, searcher: int, searchers: int, part: Evaluatio
 
 
 def read_part(run: RunDir, searcher: int, searchers: int, split: Split, step: int) -> Evaluation | None:
-    """One searcher's part of an evaluation that is not whole yet; None where it has not come."""
+    """One searcher's part of an evaluation that is not whole yet; None if it has not come."""
     return _read(_folder(run, split, step) / _part_name(searcher, searchers))
 
 
 def missing_parts(run: RunDir, split: Split, step: int, searchers: int) -> list[int]:
-    """Places of the searchers whose parts have not come, where ``searchers`` of them make an evaluation."""
+    """Places of the searchers whose parts have not come, if ``searchers`` of them make an evaluation."""
     if _read(_whole_file(run, split, step)):
         return []
     there = _part_names(_folder(run, split, step))
@@ -167,13 +167,13 @@ def _read(path: Path) -> Evaluation | None:
 
 
 def _part_names(folder: Path) -> set[str]:
-    """Of all parts, in one listing; none where the folder is gone."""
+    """Of all parts, in one listing; none if the folder is gone."""
     there: list[Path] = _if_there(lambda: list(folder.iterdir()), otherwise=[])
     return {path.name for path in there if path.name.startswith("searcher-")}
 
 
 def _if_there(read: Callable[[], Result], *, otherwise: Result) -> Result:
-    """What a file or folder holds, ``otherwise`` where it is not there, or not to be seen just now."""
+    """What a file or folder holds, ``otherwise`` if it is not there, or not to be seen just now."""
     with suppress(FileNotFoundError):
         return unless_away(read, otherwise=otherwise)
     return otherwise

@@ -33,7 +33,7 @@ def log_event(run: RunDir, event: str, **extra: object) -> None:
     hung        srun outlived its step
     orphan      a step from before the last requeue was cancelled
     finished    the run is finished
-    refused     the user must mend something; ``sentence``
+    refused     the user must fix something; ``sentence``
     ===========  ====================================================================================
 
     ``job_supervisor.sh`` writes such lines too. A line that cannot be written, on a full disk, is left out.

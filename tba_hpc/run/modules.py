@@ -40,7 +40,7 @@ def find_file(name: str) -> Path | None:
 def keep(run: RunDir, config: Config, beside: Path) -> None:
     """Copy what ``config`` names of a folder, and what that imports of it, into the run.
 
-    In place of what was kept before; where the folder has nothing of it, that stays.
+    In place of what was kept before; if the folder has nothing of it, that stays.
     """
     found = sorted(set(_named(config, beside)))
     if not found or beside.resolve() == run.modules.resolve():

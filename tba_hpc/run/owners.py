@@ -41,7 +41,7 @@ LEAVE_SECONDS = 10.0
 """Time that a rank gives to one of its own name, whose launcher has died, to leave."""
 
 GONE_SECONDS = 0.02
-"""Pause before another look where a claim was gone by the time it was read."""
+"""Pause before another look if a claim was gone by the time it was read."""
 
 LOOK_SECONDS = 0.2
 """Pause between two looks at an owner who is to leave."""
@@ -123,7 +123,7 @@ class Claim:
 
 
 def refuse_owned(run: RunDir) -> None:
-    """Raise OwnedError where somebody else is at work on the run; nothing is left behind."""
+    """Raise OwnedError if somebody else is at work on the run; nothing is left behind."""
     claim = _newest(run, LAUNCH)
     if not _is_free(run, claim, Owner.this(os.getpid())):
         raise OwnedError(_sentence(run, claim))
@@ -162,7 +162,7 @@ class Lease:
 
 @contextmanager
 def leased(run: RunDir, names: Iterable[str], *, me: Owner | None = None) -> Iterator[Lease | None]:
-    """Own the first of these names that nobody has, while the block runs; None where all are taken.
+    """Own the first of these names that nobody has, while the block runs; None if all are taken.
 
     Never waits for a holder: a name is free once that has left, is dead, or was silent for SILENT_SECONDS.
     Sets the process's umask to 077. A frozen process ends as one that ``owned`` ends. me: this process, as
@@ -204,7 +204,7 @@ def _is_heard_of(claim: Claim, now: float) -> bool:
 
 
 def _sign_of(file: Path) -> float:
-    """When an owner's file was touched last; 0 where it is gone."""
+    """When an owner's file was touched last; 0 if it is gone."""
     return _unless_gone(lambda: file.stat().st_mtime, otherwise=0.0)
 
 
@@ -257,7 +257,7 @@ def _patience(owner: Owner) -> float:
 
 
 def _take(run: RunDir, name: str, number: int, me: Owner) -> Path | None:
-    """Make the claim of that number, and remove earlier ones; None where a rival was faster."""
+    """Make the claim of that number, and remove earlier ones; None if a rival was faster."""
     mine = run.owners / f"{name}.{number:06d}"
     try:
         publish(mine, me.to_json().encode(), replace=False)
@@ -361,14 +361,14 @@ def _is_silent(run: RunDir, claim: Claim) -> bool:
 def _is_beside(claim: Claim, me: Owner) -> bool:
     """Whether the owner may be at work in the same job, on another node: two ``tba run``, or two alike.
 
-    A requeued job starts anew, and one job starts its ranks one step after the other.
+    A requeued job starts afresh, and one job starts its ranks one step after the other.
     """
     several = claim.name == LAUNCH or claim.owner.alike
     return bool(several and claim.owner.pid and claim.owner.restarts == me.restarts)
 
 
 def _began(pid: int) -> int | None:
-    """When a process of this machine began, in clock ticks since boot; None where it is gone."""
+    """When a process of this machine began, in clock ticks since boot; None if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -383,7 +383,7 @@ def _machine() -> str:
 
 
 def _is_working(run: RunDir, owner: Owner) -> bool | None:
-    """Whether the owner's job has processes, as Slurm says; None where it cannot be asked."""
+    """Whether the owner's job has processes, as Slurm says; None if it cannot be asked."""
     command = ["squeue", "--noheader", f"--jobs={owner.job}", "--format=%T %k"]
     plain = {key: value for key, value in os.environ.items() if not key.startswith("SQUEUE_")}
     try:
@@ -397,7 +397,7 @@ def _is_working(run: RunDir, owner: Owner) -> bool | None:
 
 
 def _is_of(run: RunDir, comment: str) -> bool:
-    """Whether a job's comment, where it has one, names the run: ids come back after years."""
+    """Whether a job's comment, if it has one, names the run: ids come back after years."""
     return comment in ("", "(null)") or (Path(comment).exists() and run.path.samefile(comment))
 
 

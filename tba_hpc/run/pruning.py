@@ -15,7 +15,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from tba_hpc.run.directory import RunDir, ShardKey
-from tba_hpc.run.files import make_folder
+from tba_hpc.run.files import is_for_room, make_folder
 
 log = logging.getLogger(__name__)
 
@@ -89,21 +89,33 @@ class ShardPruner:
 
     def _drop(self, key: ShardKey) -> OSError | None:
         """Delete or keep the file of a shard; returns what went wrong."""
-        file, kept = self._run.shard_file(*key), self._run.kept_file(*key)
         try:
             if place_of(key) < self._share:
-                make_folder(kept.parent)
-                file.rename(kept)
+                self._keep(key)
             else:
-                file.unlink(missing_ok=True)
+                self._run.shard_file(*key).unlink(missing_ok=True)
         except OSError as error:
             return error
         return None
 
+    def _keep(self, key: ShardKey) -> None:
+        """Move the file of a shard to RUN/kept; delete it if the disk has no room for its name there."""
+        file, kept = self._run.shard_file(*key), self._run.kept_file(*key)
+        try:
+            if not kept.parent.is_dir():
+                make_folder(kept.parent)
+            file.rename(kept)
+        except OSError as error:
+            if not is_for_room(error):
+                raise
+            file.unlink()
+
     def _thin_out(self) -> None:
         """Halve the share until what is kept has room."""
+        if self._most_mb is None:
+            return
         kept = {key: path.stat().st_size for key, path in self._run.kept_files().items()}
-        while self._most_mb is not None and sum(kept.values()) > self._most_mb << 20:
+        while sum(kept.values()) > self._most_mb << 20:
             if self._share < SMALLEST_SHARE:
                 return
             self._share /= 2

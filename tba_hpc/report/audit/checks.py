@@ -67,8 +67,8 @@ def check_files(evidence: Evidence) -> Check:
     """Every file under the name of a shard is that shard, every byte of it."""
     faults = {key: file.fault for key, file in sorted(evidence.files.items()) if file.fault}
     violations = [Violation(f"the file of {_shard(key)} {fault}") for key, fault in faults.items()]
-    told = f"{count(len(evidence.files), 'file')}, every checksum verified"
-    return Check("shard files are whole", told, tuple(violations))
+    looked_at = f"{count(len(evidence.files), 'file')}, every checksum verified"
+    return Check("shard files are whole", looked_at, tuple(violations))
 
 
 def check_seals(evidence: Evidence) -> Check:
@@ -78,11 +78,11 @@ def check_seals(evidence: Evidence) -> Check:
     lost = [
         _lost(evidence, key, size.trajectories) for key, size in evidence.sizes.items() if key not in safe
     ]
-    told = (
+    looked_at = (
         f"{count(len(evidence.sizes), 'shard')}: {len(merged):,} in a checkpoint, "
         f"{len(evidence.waiting):,} on disk beyond it"
     )
-    return Check("no seal is lost", told, (*_sealed_again(evidence.seals), *lost))
+    return Check("no seal is lost", looked_at, (*_sealed_again(evidence.seals), *lost))
 
 
 def _lost(evidence: Evidence, key: ShardKey, number: int) -> Violation:
@@ -99,7 +99,7 @@ def _lost(evidence: Evidence, key: ShardKey, number: int) -> Violation:
 
 
 def _sealed_again(seals: Mapping[int, Seals]) -> Iterator[Violation]:
-    """An index is sealed again only where the file before has vanished."""
+    """An index is sealed again only if the file before has vanished."""
     for searcher, of in seals.items():
         for index, sizes in of.sizes.items():
             if gone := sum(size.trajectories for size in sizes[:-1]):
@@ -121,8 +121,8 @@ def check_merges(evidence: Evidence) -> Check:
         *(Violation(f"no merge of the revisions between {a} and {b} is on record") for a, b in gaps),
         *chain.from_iterable(_contradictions(evidence, merge) for merge in merges),
     )
-    told = f"{count(len(merges), 'merge')} in {count(revisions[-1], 'revision')}"
-    return Check("every shard merged once", told, violations)
+    looked_at = f"{count(len(merges), 'merge')} in {count(revisions[-1], 'revision')}"
+    return Check("every shard merged once", looked_at, violations)
 
 
 def _merged_again(first: Merge, again: Merge) -> Violation:
@@ -167,8 +167,8 @@ def check_prompts(evidence: Evidence) -> Check:
         *chain.from_iterable(_passed_over(searcher, of, sealed) for searcher, of in evidence.seals.items()),
     )
     end = max(times, default=-1) + 1
-    told = f"{len(times):,} of the first {end:,} sealed, {end - len(times):,} still open"
-    return Check("no prompt skipped or doubled", told, violations)
+    looked_at = f"{len(times):,} of the first {end:,} sealed, {end - len(times):,} still open"
+    return Check("no prompt skipped or doubled", looked_at, violations)
 
 
 def _times_taken(evidence: Evidence, sealed: RequestIds) -> Counter[int]:
@@ -240,15 +240,15 @@ def check_buffer(evidence: Evidence) -> Check:
     readable = [checkpoint for checkpoint in evidence.checkpoints if not checkpoint.fault]
     violations = chain.from_iterable(_buffer_violations(evidence, checkpoint) for checkpoint in readable[-1:])
     state = evidence.newest
-    told = (
+    looked_at = (
         f"{state.trajectories:,} = {state.added - state.evicted:,} stored + {state.duplicates:,} duplicates "
         f"+ {state.evicted:,} evicted"
     )
     late = sum(merge.late for merge in evidence.saved_merges)
     again = sum(merge.again for merge in evidence.saved_merges)
-    told += f" + {late:,} dropped as too late" if late else ""
-    told += f" + {again:,} of requests answered before" if again else ""
-    return Check("trajectories used or evicted", told, tuple(violations))
+    looked_at += f" + {late:,} dropped as too late" if late else ""
+    looked_at += f" + {again:,} of requests answered before" if again else ""
+    return Check("trajectories used or evicted", looked_at, tuple(violations))
 
 
 def _buffer_violations(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violation]:
@@ -302,8 +302,8 @@ def check_checkpoints(evidence: Evidence) -> Check:
         *chain.from_iterable(_miscounted(evidence, checkpoint) for checkpoint in usable),
         *chain.from_iterable(_missing_shards(evidence, checkpoint) for checkpoint in usable[:1]),
     )
-    told = ", ".join(checkpoint.name for checkpoint in evidence.checkpoints) or "none yet"
-    return Check("checkpoints agree with merges", told, violations)
+    looked_at = ", ".join(checkpoint.name for checkpoint in evidence.checkpoints) or "none yet"
+    return Check("checkpoints agree with merges", looked_at, violations)
 
 
 def _miscounted(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violation]:

@@ -144,7 +144,7 @@ class Evidence:
 
     @property
     def newest(self) -> TrainerState:
-        """State of the newest checkpoint that can be read; of a fresh run where there is none."""
+        """State of the newest checkpoint that can be read; of a fresh run if there is none."""
         states = [checkpoint.state for checkpoint in self.checkpoints if not checkpoint.fault]
         return states[-1] if states else TrainerState()
 

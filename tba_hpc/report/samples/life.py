@@ -28,7 +28,7 @@ class Life:
     """What became of a trajectory.
 
     merged_step: optimizer steps done when it was merged. uses: steps that had learned from it by the newest
-    checkpoint, None where that does not tell.
+    checkpoint, None if that does not tell.
     """
 
     state: State

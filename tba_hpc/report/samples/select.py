@@ -30,7 +30,7 @@ class Query:
 
     order: newest or oldest weights first, best or worst reward, or furthest from the reference. limit: so
     many, equal answers to a prompt once; None: all. prompt: only answers to this one. versions: only what
-    weights of these optimizer steps have sampled, both ends included. text: only where question or answer
+    weights of these optimizer steps have sampled, both ends included. text: only if question or answer
     have it, in letters of either case.
     """
 
@@ -46,7 +46,7 @@ class Sample:
     """A trajectory, what is known of it, and its arrays, which JSON leaves out.
 
     shard: its searcher, its index, and the row in it. log_ratio: mean over its tokens of log π_behaviour −
-    log π_ref, nats, None where the sampling weights are the reference, or the trainer scores it. staleness:
+    log π_ref, nats, None if the sampling weights are the reference, or the trainer scores it. staleness:
     optimizer steps between the weights that sampled its first token and its merge; None before that.
     """
 
@@ -111,7 +111,7 @@ class Selection:
 
 @dataclass(slots=True)
 class _Best:
-    """The first ``limit`` by rank, each text once; all where there is no limit."""
+    """The first ``limit`` by rank, each text once; all if there is no limit."""
 
     limit: int | None
     ranked: dict[object, tuple[Rank, Sample]] = field(default_factory=dict)
@@ -188,7 +188,7 @@ def _question(trajectories: Trajectories, row: int, decode: Decode) -> str:
 
 
 def _log_ratios(trajectories: Trajectories) -> list[float | None]:
-    """Mean over the tokens of each completion; None where the reference is what sampled, or unknown yet."""
+    """Mean over the tokens of each completion; None if the reference is what sampled, or unknown yet."""
     difference_T = trajectories.logprobs.astype(np.float64) - trajectories.ref_logprobs
     offsets, length_N = trajectories.completions.offsets, trajectories.completions.lengths
     unknown_N = _sums(np.isnan(difference_T), offsets) > 0
