@@ -221,14 +221,14 @@ def without_digests(searchers: int, hours: float) -> list[Row]:
     ]
 
 
-def files_of_a_day(searchers: int, interval: float = 1000.0, keep: int = 2) -> list[Row]:
+def files_of_a_day(searchers: int, interval: float = 100 * STEP_SECONDS, keep: int = 2) -> list[Row]:
     """Shards stay until the oldest checkpoint kept covers them."""
     tree = {"model": {"path": "none/such"}, "launch": {"searchers": searchers}}
     shards = searchers / seal_interval(parse_config(tree)) * interval
     rest = 2 * searchers + 17 * (searchers + 1)
     what = f"{searchers} searchers, a checkpoint every {interval:g} s"
     return [
-        row(f"shards between two checkpoints, {what}", shards, "files", ""),
+        row(f"shards between two checkpoints, {what}", shards, "files", "≤ 10k"),
         row(f"shards on disk, {what}, {keep} kept", (keep + 1) * shards, "files", ""),
         row("metrics, digests and logs of 17 attempts", rest, "files", ""),
     ]
