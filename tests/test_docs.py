@@ -106,6 +106,21 @@ def test_the_papers_index_names_functions_that_are_there() -> None:
         assert (REPOSITORY / path).exists(), path
 
 
+def test_one_step_names_files_and_methods_that_are_there() -> None:
+    page, package = (REPOSITORY / "docs/one-step.md").read_text(), REPOSITORY / "tba_hpc"
+    for path in re.findall(r"`([a-z_]+/[a-z_/]+\.(?:py|sh))`", page):
+        assert (package / path).exists(), path
+    classes = [
+        node
+        for file in package.rglob("*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    methods = {f"{one.name}.{getattr(part, 'name', '')}" for one in classes for part in one.body}
+    named = set(re.findall(r"`([A-Z]\w+\.\w+)`", page))
+    assert len(named) >= 10 and named - methods == set()
+
+
 def test_site_keys_that_the_slurm_page_names_are_there() -> None:
     page = (REPOSITORY / "docs/slurm.md").read_text()
     for named in re.findall(r"site key `(\w+)`", page):

@@ -147,7 +147,7 @@ def design_page() -> str:
     parts = [
         "# Design: where things are",
         "A room imports from those above it here and from itself; `tests/test_layers.py` holds the code to "
-        "that. What was decided, and why, stands in the [lab book](lab-book.md).",
+        "that. How they work together: [one step](one-step.md). Why: [decisions](decisions.md).",
         *(
             f"## {room}\n{what[0].upper()}{what[1:]}.\n\n{_modules(PACKAGE / room)}"
             for room, what in rooms.items()
