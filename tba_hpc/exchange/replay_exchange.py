@@ -16,7 +16,7 @@ import numpy as np
 from tba_hpc.core.types import BEHAVIOUR, Publication, Shard
 from tba_hpc.exchange.hdf5_shards import ShardError, read_shard
 from tba_hpc.run.directory import RunDir, ShardKey
-from tba_hpc.run.history import History, whole
+from tba_hpc.run.history import History
 from tba_hpc.run.pruning import sealed_files
 
 
@@ -51,7 +51,7 @@ class Recording:
             first, *others = together
             keys = (first.key, *(merge.key for merge in others))
             arrivals.append(Arrival(first.step, first.sync, revision, keys))
-        published = frozenset(whole(record, "sync/version") for record, *_ in history.steps)
+        published = frozenset(step.sync for step in history.steps)
         return cls(tuple(arrivals), published, history.last_step)
 
     def delayed(self, steps: int) -> Recording:

@@ -72,18 +72,34 @@ class Eviction:
     evicted: int
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An optimizer step.
+
+    sync: version of the weights published last. added, duplicates, evicted: what the buffer had counted by
+    then. merges, dropped: shards merged before it, and trajectories evicted between merges.
+    """
+
+    step: int
+    sync: int
+    added: int
+    duplicates: int
+    evicted: int
+    merges: int
+    dropped: int
+
+
 @dataclass(slots=True)
 class History:
     """The surviving past of the trainer.
 
-    merges, evictions: in order. steps: records of optimizer steps, each with the number of merges, and the
-    trajectories evicted otherwise, before it. starts: how often a trainer began its loop. redone: per resume,
-    the steps that it took back.
+    merges, evictions, steps: in order. starts: how often a trainer began its loop. redone: per resume, the
+    steps that it took back.
     """
 
     merges: list[Merge] = field(default_factory=list)
     evictions: list[Eviction] = field(default_factory=list)
-    steps: list[tuple[Record, int, int]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     starts: int = 0
     redone: list[int] = field(default_factory=list)
     _dropped: int = 0
@@ -105,7 +121,17 @@ class History:
         """One more record."""
         match record.get("event"):
             case None:
-                self.steps.append((record, len(self.merges), self._dropped))
+                self.steps.append(
+                    Step(
+                        step=whole(record, "step"),
+                        sync=whole(record, "sync/version"),
+                        added=whole(record, "buffer/added"),
+                        duplicates=whole(record, "buffer/duplicates"),
+                        evicted=whole(record, "buffer/evicted"),
+                        merges=len(self.merges),
+                        dropped=self._dropped,
+                    )
+                )
             case "merged":
                 self.merges.append(Merge.of(record))
             case "evicted":
@@ -116,7 +142,7 @@ class History:
 
     def _go_back(self, step: int, revision: int) -> None:
         """Begin again from a checkpoint of ``step`` and ``revision``, or from nothing."""
-        steps = [taken for taken in self.steps if whole(taken[0], "step") <= step]
+        steps = [taken for taken in self.steps if taken.step <= step]
         if self.starts:
             self.redone.append(len(self.steps) - len(steps))
         self.starts += 1
@@ -140,7 +166,7 @@ class History:
     @property
     def last_step(self) -> int:
         """Optimizer steps done."""
-        return whole(self.steps[-1][0], "step") if self.steps else 0
+        return self.steps[-1].step if self.steps else 0
 
 
 @dataclass(slots=True)

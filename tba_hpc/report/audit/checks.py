@@ -13,7 +13,7 @@ from tba_hpc.config import is_elastic
 from tba_hpc.core.wording import count
 from tba_hpc.report.audit.evidence import Checkpoint, Evidence
 from tba_hpc.run.directory import ShardKey
-from tba_hpc.run.history import Merge, Seals, whole
+from tba_hpc.run.history import Merge, Seals
 
 SHOWN = 5
 """Most request_ids or steps that one sentence names."""
@@ -336,7 +336,7 @@ def _missing_shards(evidence: Evidence, oldest: Checkpoint) -> Iterator[Violatio
 def check_steps(evidence: Evidence) -> Check:
     """Steps follow one another, count what was merged, and reach the newest checkpoint and evaluation."""
     history, newest = evidence.history, evidence.newest
-    steps = [whole(record, "step") for record, *_ in history.steps]
+    steps = [taken.step for taken in history.steps]
     breaks = [pair for pair in pairwise([0, *steps]) if pair[1] != pair[0] + 1]
     violations = [
         Violation(f"step {after} follows step {before} in trainer.jsonl") for before, after in breaks
@@ -358,12 +358,10 @@ def _miscounted_steps(evidence: Evidence) -> Iterator[Violation]:
     """The counters in the records of steps are sums over the merges before them."""
     for name in ("added", "duplicates", "evicted"):
         sums = np.cumsum([0, *(getattr(merge, name) for merge in evidence.history.merges)])
-        steps = [
-            (record, sums[merges] + dropped * (name == "evicted"))
-            for record, merges, dropped in evidence.history.steps
-        ]
         wrong = [
-            whole(record, "step") for record, so_far in steps if whole(record, f"buffer/{name}") != so_far
+            taken.step
+            for taken in evidence.history.steps
+            if getattr(taken, name) != sums[taken.merges] + taken.dropped * (name == "evicted")
         ]
         if wrong:
             yield Violation(f"{_some('step', wrong)}: buffer/{name} is not the sum over the merges on record")

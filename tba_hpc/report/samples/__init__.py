@@ -6,8 +6,8 @@ Shards are never changed once they are sealed, so running and crashed runs are r
 from __future__ import annotations
 
 from tba_hpc.report.samples.page import write_page
-from tba_hpc.report.samples.select import ORDERS, Order, Query, Selection, select
+from tba_hpc.report.samples.select import Query, Selection, SortBy, select
 from tba_hpc.report.samples.show import print_samples
 from tba_hpc.report.samples.texts import run_tokenizer
 
-__all__ = ["ORDERS", "Order", "Query", "Selection", "print_samples", "run_tokenizer", "select", "write_page"]
+__all__ = ["Query", "Selection", "SortBy", "print_samples", "run_tokenizer", "select", "write_page"]

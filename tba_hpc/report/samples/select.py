@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,8 +18,7 @@ from tba_hpc.report.samples.texts import Decode
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.pruning import sealed_files
 
-Order = Literal["newest", "oldest", "best", "worst", "changed"]
-ORDERS: tuple[Order, ...] = get_args(Order)
+SortBy = Literal["newest", "oldest", "best", "worst", "changed"]
 
 Rank = tuple[float, int, int]
 
@@ -34,7 +33,7 @@ class Query:
     have it, in letters of either case.
     """
 
-    order: Order = "newest"
+    order: SortBy = "newest"
     limit: int | None = 10
     prompt: int | None = None
     versions: tuple[int, int] | None = None
@@ -203,7 +202,7 @@ def _sums(value_T: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     return sums[offsets[1:]] - sums[offsets[:-1]]
 
 
-def _ranks(trajectories: Trajectories, order: Order) -> list[Rank]:
+def _ranks(trajectories: Trajectories, order: SortBy) -> list[Rank]:
     """What comes first has the highest; among equals the newest does."""
     record = trajectories.record
     newest_N, uid_N = record["version_newest"].tolist(), record["uid"].tolist()
