@@ -50,6 +50,7 @@ from tba_hpc.exchange.hdf5_shards import (
     ShardWriter,
     read_arrays,
     seal_interval,
+    with_image,
     write_arrays,
 )
 from tba_hpc.exchange.hybrid_exchange import HybridTrainerExchange
@@ -103,6 +104,9 @@ log = logging.getLogger(__name__)
 PROMPTS_AHEAD = 2
 """Prompts queued in an engine beyond those it decodes, so that it never waits for the next one."""
 
+KEPT_ANSWERS = 4
+"""Prompts of each split whose answers are kept as text at every evaluation, for the report."""
+
 EMBEDDED_AT_ONCE = 64
 """Completions per forward pass of the model that tells near duplicates apart."""
 
@@ -133,8 +137,8 @@ def train(run: RunDir, index: int | None) -> None:
             ranks=config.launch.trainers,
             store=_rendezvous(run),
             references=run.reference,
-            deadline=config.exchange.deadline_seconds,
-            start_deadline=config.launch.start_deadline_seconds,
+            deadline=config.launch.timeout_seconds,
+            start_deadline=config.launch.start_seconds,
         )
         if verified:
             verified.result()
@@ -245,7 +249,7 @@ def _learner_alone(run: RunDir, config: Config) -> Learner:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as ranks have it: sums of several threads are others
     from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 
-    deadline = config.exchange.deadline_seconds
+    deadline = config.launch.timeout_seconds
     return DeepSpeedLearner.create(
         config, rank=0, ranks=1, store=_rendezvous(run), references=run.reference, deadline=deadline
     )
@@ -284,12 +288,12 @@ def _restore(
 
 def make_embed(config: Config) -> Embed | None:
     """What embeds completions for the buffer, where near duplicates are told by that. Raises ConfigError."""
-    if config.buffer.embedding_model is None:
+    if (encoder := config.buffer.embedding_model) is None:
         return None
     from tba_hpc.learner.hf_model import load_tokenizer
     from tba_hpc.tasks.embedder import Embedder
 
-    embedder = Embedder(config.buffer.embedding_model, batch=EMBEDDED_AT_ONCE, key="buffer.embedding_model")
+    embedder = Embedder(encoder, batch=EMBEDDED_AT_ONCE, key="buffer.duplicates.model")
     decode = load_tokenizer(config.model.path).decode
 
     def embed(completions: Ragged) -> np.ndarray:
@@ -377,7 +381,13 @@ class SearchParts:
 
         modules.use(run.modules)
         # First of all, since its process builds the engine while this one imports torch.
-        generator = VllmGenerator(config.model, config.generator, seed=seed)
+        generator = VllmGenerator(
+            config.model,
+            config.generator,
+            seed=seed,
+            start_seconds=config.launch.start_seconds,
+            silence_seconds=config.launch.silence_seconds,
+        )
         from tba_hpc.engine.vllm_victim import VllmVictim
         from tba_hpc.learner.hf_model import load_tokenizer
 
@@ -408,7 +418,6 @@ class SearchParts:
                 self.reference,
                 _shard_writer(run, config, self.index, progress),
                 seal_seconds=seal_interval(config),
-                max_rejected_groups=config.task.max_rejected_groups,
                 temperature=section.temperature,
             ),
             requests=requests,
@@ -418,7 +427,6 @@ class SearchParts:
             metrics=self.metrics,
             stop_asked=stop_asked,
             sequences=(section.prompts_in_flight + PROMPTS_AHEAD) * section.completions_per_prompt,
-            pending_shards=config.exchange.pending_shards,
         )
 
 
@@ -439,25 +447,25 @@ def _join(
     first = progress.cursors.get(index, 0)
     for shard in _pending_shards(run, config).read_all({index: first}, [index]):
         progress.completed.add(shard.trajectories.record["request_id"])
-        exchange.offer(shard)
+        exchange.offer(with_image(shard))
     return progress
 
 
 def _shard_writer(run: RunDir, config: Config, index: int, progress: Progress) -> ShardWriter:
-    first, patience = progress.cursors.get(index, 0), config.exchange.disk_patience_seconds
+    first, patience = progress.cursors.get(index, 0), config.launch.disk_seconds
     return ShardWriter(run, index, first_index=first, patience=patience)
 
 
 def _report(run: RunDir, config: Config, searcher: int, searchers: int, part: Evaluation) -> None:
     """Publish a part of an evaluation, as soon as there is room on the disk."""
-    patience = config.exchange.disk_patience_seconds
+    patience = config.launch.disk_seconds
     insist(lambda: write_evaluation(run, searcher, searchers, part), seconds=patience)
 
 
 def _pending_shards(run: RunDir, config: Config, among: range = EVERYBODY) -> PendingShards:
     """Those of the searchers of such numbers."""
     expected = [*range(config.launch.searchers), *config.launch.elastic_searchers]
-    return PendingShards(run, searchers=expected, patience=config.exchange.deadline_seconds, among=among)
+    return PendingShards(run, searchers=expected, patience=config.launch.timeout_seconds, among=among)
 
 
 def _load_reference(run: RunDir, config: Config) -> Reference:
@@ -515,7 +523,7 @@ def _open_trainer(
             read_pending=_pending_shards(run, config, among).read,
             progress=progress,
             evaluated=evaluated,
-            patience=config.exchange.disk_patience_seconds,
+            patience=config.launch.disk_seconds,
             several=config.launch.trainers > 1 and placement.mpi is None,
             delta=_may_send_delta(config, layout),
         )
@@ -523,15 +531,14 @@ def _open_trainer(
     if placement.mpi is None:
         return board(EVERYBODY)
     from tba_hpc.exchange.mpi_exchange import MpiTrainerExchange
+    from tba_hpc.exchange.mpi_world import BUCKET_MB
 
     world = MpiTrainerExchange.open(
         placement.mpi,
         layout,
-        bucket_mb=config.exchange.bucket_mb,
+        bucket_mb=BUCKET_MB,
         delta=config.exchange.delta,
-        read_pending=_pending_shards(run, config, range(FIRST_ELASTIC)).read,
         progress=progress,
-        evaluated=evaluated,
     )
     if not config.launch.elastic:
         return world
@@ -566,8 +573,8 @@ def _open_searcher(
     return FileSearcherExchange(
         run.weights,
         placement.index,
-        deadline=config.exchange.deadline_seconds,
-        start_deadline=config.launch.start_deadline_seconds,
+        deadline=config.launch.timeout_seconds,
+        start_deadline=config.launch.start_seconds,
     )
 
 
@@ -659,7 +666,7 @@ def _online_evaluator(
         },
         done=partial(read_part, run),
         decode=decode,
-        kept=config.evaluate.kept_answers,
+        kept=KEPT_ANSWERS,
     )
 
 

@@ -19,7 +19,7 @@ import torch
 from tba_hpc.config import Config, parse_config
 from tba_hpc.core.batch import take_groups
 from tba_hpc.core.types import BEHAVIOUR, Ragged, TrajectoryBatch, WeightLayout
-from tba_hpc.learner import deepspeed_learner
+from tba_hpc.learner import deepspeed_learner, hf_model
 from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 from tba_hpc.run.beside import beside
 
@@ -45,7 +45,6 @@ def make_config(
         "prompts_per_step": GROUPS,
         "completions_per_prompt": GROUP_SIZE,
         "groups_per_micro_batch": 1,
-        "logprob_chunk_tokens": 16,
         "gradient_clip": 5.0,
         "weight_decay": 0.01,
         "objective": {"name": "trajectory_balance", "log_z": "policy"},  # as the plain loop has it
@@ -181,6 +180,7 @@ def _work(folder: Path, config: Config, plan: Plan, rank: int, fused: bool) -> N
     os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = "7"  # as under mpiexec: not this group's numbering
     torch.set_num_threads(1)
     ranks = config.launch.trainers
+    hf_model.CHUNK_TOKENS = 16
     learner = DeepSpeedLearner.create(
         config, rank=rank, ranks=ranks, store=folder / "store", deadline=DEADLINE
     )

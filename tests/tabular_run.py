@@ -47,9 +47,8 @@ def make_config(root: Path, **sections: dict[str, object]) -> Config:
             "transport": "files",
             "sync_every": 2,
             "seal_seconds": 0.02,
-            "pending_shards": 4,
-            "deadline_seconds": 60,
         },
+        "launch": {"timeout_seconds": 60},
         "checkpoint": {"every": EVERY, "snapshot": None},  # complete at once: counts are exact
         "evaluate": {"every": 10, "validation_prompts": 4},
     }
@@ -133,7 +132,7 @@ def _live(path: Path, sent: signal.Signals | None, nth: int) -> None:
 
 
 def _search(run: RunDir, config: Config, index: int) -> None:
-    exchange = FileSearcherExchange(run.weights, index, deadline=config.exchange.deadline_seconds)
+    exchange = FileSearcherExchange(run.weights, index, deadline=config.launch.timeout_seconds)
     progress = runtime._join(run, config, index, exchange)
     task, metrics = TabularTask(TABLE), runtime._metrics(run, config, "searcher", index)
     metrics.log(runtime.started(config, index))
@@ -148,7 +147,7 @@ def _search(run: RunDir, config: Config, index: int) -> None:
         metrics=metrics,
         stop_asked=lambda: False,
         sequences=24,
-        pending_shards=config.exchange.pending_shards,
+        pending_shards=4,
     ).run()
 
 

@@ -121,11 +121,11 @@ def test_a_checkpoint_without_it_is_refused_with_one_sentence(tmp_path: Path) ->
     ("section", "sentence"),
     [
         (
-            {"train": {"reference_scored_by": "searcher"}},
-            "that the trainer alone has: leave it out",
+            {"train": {"reference": {"name": "ema", "scored_by": "searcher"}}},
+            "unknown config key 'train.reference.scored_by'",
         ),
-        ({"model": {"lora": {"rank": 4}}}, "leave out the second, or set train.reference=lagged"),
-        ({"train": {"objective": "oapl"}}, "train.reference=ema would be scored in vain"),
+        ({"model": {"lora": {"rank": 4}}}, "leave out one, or set train.reference=lagged"),
+        ({"train": {"objective": "oapl"}}, "train.reference=ema is not for train.objective=oapl"),
         ({"train": {"reference": {"name": "ema", "decay": 1}}}, "less than 1"),
     ],
 )
@@ -133,9 +133,3 @@ def test_what_does_not_go_with_it_is_refused(section: dict[str, dict[str, object
     tree: dict[str, dict[str, object]] = {"model": {"path": "model"}, "train": {"reference": "ema"}}
     with pytest.raises(ConfigError, match=sentence):
         parse_config({name: {**tree[name], **section.get(name, {})} for name in tree})
-
-
-def test_it_is_the_trainers_also_when_the_config_is_read_again() -> None:
-    config = parse_config({"model": {"path": "model"}, "train": {"reference": "ema"}})
-    assert config.train.reference_scored_by == "trainer"
-    assert parse_config(config.model_dump(mode="json")) == config

@@ -257,7 +257,8 @@ def make_loops(root: Path, *, steps: int = 40, deadline: float = 20) -> tuple[Tr
     config = test_loops.make_config(
         root,
         train={"steps": steps},
-        exchange={"sync_every": 20, "deadline_seconds": deadline},
+        exchange={"sync_every": 20},
+        launch={"timeout_seconds": deadline},
         checkpoint={"every": 5, "keep": 100},
     )
     run = RunDir.create(config)

@@ -183,11 +183,10 @@ def groups_of(batch: TrajectoryBatch) -> list[list[Item]]:
 
 
 def new_buffer(seed: int = 0, **config: object) -> ReplayBuffer:
-    """Keeps soft values; with ``similarity_limit``, by embeddings that count the letters 0 and 1."""
-    if config.get("similarity_limit") is None:
-        return ReplayBuffer(BufferSection(**config), seed, value_beta=0.5)
-    section = BufferSection(embedding_model="counts", **config)
-    return ReplayBuffer(section, seed, value_beta=0.5, embed=letter_shares)
+    """Keeps soft values; if these count, by embeddings of the letters 0 and 1."""
+    section = BufferSection(**config)
+    embed = letter_shares if section.embedding_model else None
+    return ReplayBuffer(section, seed, value_beta=0.5, embed=embed)
 
 
 def letter_shares(completions: Ragged) -> np.ndarray:
@@ -216,25 +215,21 @@ def prompts_with(count: int, completions: int = 1, first_prompt: int = 0) -> lis
 
 
 CAPACITIES = [(100, 1000), (4, 1000), (100, 20), (5, 22), (1, 3)]
-KINDS: list[dict[str, object]] = [
-    {},
-    {"near_duplicates": 0.25},
-    {"deduplicate": False},
-    {"similarity_limit": 0.9},
-]
-"""What counts as a duplicate."""
+ALIKE = {"name": "embeddings", "limit": 0.9, "model": "counts"}
+KINDS = [{"duplicates": kind} for kind in ("equal", {"name": "edits", "limit": 0.25}, "none", ALIKE)]
 
 
 @pytest.mark.parametrize("per_prompt, capacity", CAPACITIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_merging_equals_the_naive_model(per_prompt: int, capacity: int, kind: dict[str, Any]) -> None:
     rng = np.random.default_rng(per_prompt + capacity)
+    section = BufferSection(**kind)
     naive = Naive(
         per_prompt,
         capacity,
-        near=kind.get("near_duplicates"),
-        deduplicate=kind.get("deduplicate", True),
-        similarity=kind.get("similarity_limit"),
+        near=section.near_duplicates,
+        deduplicate=section.deduplicate,
+        similarity=section.similarity_limit,
     )
     real = new_buffer(capacity_per_prompt=per_prompt, capacity=capacity, **kind)
     merged = 0
@@ -291,12 +286,13 @@ class History:
         sizes = {"capacity_per_prompt": per_prompt, "capacity": capacity, "replay_limit": self.limit}
         self.make = partial(new_buffer, self.seed, **sizes, **self.kind)
         self.real = self.make()
+        section = BufferSection(**self.kind)
         self.naive = Naive(
             per_prompt,
             capacity,
-            near=self.kind.get("near_duplicates"),
-            deduplicate=self.kind.get("deduplicate", True),
-            similarity=self.kind.get("similarity_limit"),
+            near=section.near_duplicates,
+            deduplicate=section.deduplicate,
+            similarity=section.similarity_limit,
         )
         self.uses, self.values = Counter[int](), dict[int, float]()
 
@@ -417,7 +413,7 @@ def test_of_near_completions_only_the_best_stays() -> None:
         Item(1, 0, (1, 2, 3, 4), 0.5),
         Item(2, 0, (1, 2, 3, 5), 0.75),
     )
-    real = filled([far, low], near_duplicates=0.25)
+    real = filled([far, low], duplicates={"name": "edits", "limit": 0.25})
     assert real.merge(pack([high]), 1) == Merged(0, 1, 0)
     assert items_of(real.trajectories()) == [far, high]
     for again in (Item(3, 0, low.tokens, 0.75), Item(4, 0, low.tokens, 0.5)):  # as good is not better
@@ -432,7 +428,7 @@ def test_of_near_completions_only_the_best_stays() -> None:
 
 def test_one_completion_may_replace_several_near_ones() -> None:
     ends = [Item(0, 0, (1, 2, 3, 4, 0, 0), 0.5), Item(1, 0, (0, 0, 1, 2, 3, 4), 0.25)]
-    real = filled(ends, near_duplicates=0.2)
+    real = filled(ends, duplicates={"name": "edits", "limit": 0.2})
     between = Item(2, 0, (0, 1, 2, 3, 4, 0), 0.75)
     assert real.merge(pack([between]), 1) == Merged(-1, 2, 0)
     assert items_of(real.trajectories()) == [between]
@@ -447,7 +443,8 @@ def test_near_are_those_that_few_edits_lead_to_whatever_the_tokens(share: float)
     for uid in range(0, 200, 2):
         one, other = (Item(uid + i, 0, tuple(rng.choice(kinds, rng.integers(1, 9)).tolist())) for i in (0, 1))
         near = fewest_edits(one.tokens, other.tokens) < share * (len(one.tokens) + len(other.tokens))
-        assert len(filled([one, other], near_duplicates=share)) == 2 - (near or one.tokens == other.tokens)
+        near_ones = {"name": "edits", "limit": share}
+        assert len(filled([one, other], duplicates=near_ones)) == 2 - (near or one.tokens == other.tokens)
 
 
 def test_every_new_completion_is_compared_with_all_before_it_however_many_come_at_once() -> None:
@@ -455,7 +452,7 @@ def test_every_new_completion_is_compared_with_all_before_it_however_many_come_a
     apart = [Item(i, 0, (i, i, i, i), 0.5) for i in range(200)]
     near = [Item(200 + i, 0, (i, i, i, 999), 0.25) for i in range(200)]
     assert len(apart) > buffer_module.COMPARED_AT_ONCE
-    real = ReplayBuffer(BufferSection(near_duplicates=0.25, capacity_per_prompt=1000), 0)
+    real = ReplayBuffer(BufferSection(duplicates="edits", capacity_per_prompt=1000), 0)
     assert real.merge(pack(apart + near), 0) == Merged(200, 200, 0)
     assert items_of(real.trajectories()) == apart
 
@@ -659,9 +656,12 @@ CHI_SQUARE_3, CHI_SQUARE_5, CHI_SQUARE_11 = 21.1, 25.7, 37.4
 
 
 @pytest.mark.parametrize("temperature, mix", [(1.0, 0.1), (0.5, 0.0), (0.25, 0.5), (1.0, 1.0), (None, 0.0)])
-def test_single_completions_follow_softmax_mixed_with_uniform(temperature: float | None, mix: float) -> None:
+def test_single_completions_follow_softmax_mixed_with_uniform(
+    temperature: float | None, mix: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tba_hpc.core.buffer.UNIFORM_MIX", mix)
     draws = 3000
-    found = draws_of(1, draws, most_on_policy=0.0, reward_temperature=temperature, uniform_mix=mix)
+    found = draws_of(1, draws, most_on_policy=0.0, reward_temperature=temperature)
     expected = {(i,): p for i, p in enumerate(replay_weights(temperature, mix))}
     assert chi_square(found, expected, draws) < CHI_SQUARE_3
 
@@ -675,13 +675,14 @@ def test_pairs_follow_the_draw_without_replacement() -> None:
 
 def test_recent_completions_are_drawn_uniformly_whatever_their_reward() -> None:
     draws = 3000
-    found = draws_of(1, draws, most_on_policy=1.0, reward_temperature=0.25, uniform_mix=0.0)
+    found = draws_of(1, draws, most_on_policy=1.0, reward_temperature=0.25)
     assert chi_square(found, {(i,): 0.25 for i in range(4)}, draws) < CHI_SQUARE_3
 
 
-def test_extreme_rewards_leave_finite_probabilities() -> None:
+def test_extreme_rewards_leave_finite_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tba_hpc.core.buffer.UNIFORM_MIX", 0.0)
     items = [Item(0, 0, (0,), -1e30), Item(1, 0, (1,), 1e30), Item(2, 0, (2,), 0.0)]
-    real = filled(items, most_on_policy=0.0, reward_temperature=1e-3, uniform_mix=0.0)
+    real = filled(items, most_on_policy=0.0, reward_temperature=1e-3)
     for step in range(20):
         (group,) = groups_of(real.sample(step, groups=1, group_size=4))
         assert group[0].uid == group[3].uid == 1  # all of the weight; the others once each for want of more
@@ -718,23 +719,10 @@ def test_too_few_recent_completions_repeat_and_none_is_older() -> None:
     assert sum((times[i] - expected) ** 2 / expected for i in range(6)) < CHI_SQUARE_5
 
 
-def test_too_few_recent_completions_may_be_joined_by_older_ones_of_the_prompt() -> None:
-    real = filled(prompts_with(1, completions=4), most_on_policy=1.0, recent_fill="older")
-    real.merge(pack([Item(900, 0, (9, 0)), Item(901, 0, (9, 1))]), 1)
-    for step in range(30):
-        (group,) = groups_of(real.sample(step, groups=1, group_size=5))
-        assert {item.uid for item in group[:2]} == {900, 901}
-        assert len({item.uid for item in group}) == 5
-
-
-@pytest.mark.parametrize("fill", ["repeat", "older"])
-def test_recent_groups_equal_the_naive_model(fill: str) -> None:
-    """Which trajectories a group of the recent draw may hold, must hold, and how many distinct ones."""
+def test_recent_groups_equal_the_naive_model() -> None:
+    """Which trajectories a group of the recent draw may hold, and how many distinct ones."""
     rng, size = np.random.default_rng(5), 4
-    naive, config = (
-        Naive(12, 60),
-        BufferSection(capacity_per_prompt=12, capacity=60, most_on_policy=1.0, recent_fill=fill),
-    )
+    naive, config = Naive(12, 60), BufferSection(capacity_per_prompt=12, capacity=60, most_on_policy=1.0)
     real = ReplayBuffer(config, 0)
     for revision in range(40):
         items = random_items(rng, 7, first_uid=100 * revision)
@@ -744,9 +732,7 @@ def test_recent_groups_equal_the_naive_model(fill: str) -> None:
         for group in groups_of(real.sample(revision, groups=len(prompts), group_size=size)):
             stored, found = naive.of_prompt(group[0].prompt), set(group)
             recent = {item for item, sync in stored if sync == revision // 2}
-            allowed = recent if fill == "repeat" else {item for item, _ in stored}
-            assert found <= allowed and len(found) == min(size, len(allowed))
-            assert found <= recent or recent <= found
+            assert found <= recent and len(found) == min(size, len(recent))
 
 
 def test_without_deduplication_groups_are_as_the_policy_sampled() -> None:
@@ -760,12 +746,12 @@ def test_without_deduplication_groups_are_as_the_policy_sampled() -> None:
         for i, letter in enumerate(letters)
     ]
     rest = {"most_on_policy": 0.5, "reward_temperature": None}
-    batch = filled(items, deduplicate=False, **rest).sample(0, groups=prompts, group_size=size)
+    batch = filled(items, duplicates="none", **rest).sample(0, groups=prompts, group_size=size)
     assert sorted(batch.version_N.tolist()) == [item.uid for item in items]
     sampled = np.mean(drawn == 0)
     assert sampled == pytest.approx(0.45, abs=4 * np.sqrt(0.45 * 0.55 / drawn.size))
     assert batch.reward_N.mean() == pytest.approx(sampled, rel=1e-6)
-    once = filled(items, deduplicate=True, **rest).sample(0, groups=prompts, group_size=size)
+    once = filled(items, **rest).sample(0, groups=prompts, group_size=size)
     assert once.reward_N.mean() < 0.3
 
 
@@ -773,7 +759,7 @@ def test_no_trajectory_is_in_more_batches_than_the_limit_and_no_leftovers_stay()
     """Against counts by uid: what was in three batches leaves, and what it leaves of a prompt below K = 3."""
     rng, size, limit = np.random.default_rng(7), 3, 3
     config = BufferSection(
-        capacity_per_prompt=8, capacity=40, most_on_policy=0.5, replay_limit=limit, deduplicate=False
+        capacity_per_prompt=8, capacity=40, most_on_policy=0.5, replay_limit=limit, duplicates="none"
     )
     naive, real, uses = Naive(8, 40, deduplicate=False), ReplayBuffer(config, 0), Counter[int]()
     leftovers = evicted = 0
@@ -1050,11 +1036,11 @@ def test_the_state_is_plain_arrays_and_that_of_an_empty_buffer_restores() -> Non
 
 def test_an_empty_buffer_with_embeddings_restores(tmp_path: Path) -> None:
     """Also from a file, and where all of its trajectories have left."""
-    empty, left = new_buffer(similarity_limit=0.9), filled([Item(0, 0, (1,))], similarity_limit=0.9)
+    empty, left = new_buffer(duplicates=ALIKE), filled([Item(0, 0, (1,))], duplicates=ALIKE)
     assert left.evict_where(lambda record: np.ones(len(record), bool)) == 1
     for name, buffer in (("empty", empty), ("left", left)):
         write_arrays(tmp_path / name, buffer.state())
-        again = new_buffer(similarity_limit=0.9)
+        again = new_buffer(duplicates=ALIKE)
         again.restore(read_arrays(tmp_path / name))
         items = [Item(1, 0, (0, 0)), Item(2, 0, (1, 1)), Item(3, 0, (0,), 9.0)]
         assert again.merge(pack(items), 1) == Merged(2, 1, 0)
@@ -1067,7 +1053,7 @@ def test_completions_are_embedded_once_however_often_the_buffer_is_compacted() -
         seen.append(len(completions))
         return letter_shares(completions)
 
-    section = BufferSection(similarity_limit=0.9, embedding_model="counts", capacity_per_prompt=4)
+    section = BufferSection(duplicates=ALIKE, capacity_per_prompt=4)
     real, rng = ReplayBuffer(section, 0, embed=embed), np.random.default_rng(0)
     for revision in range(20):
         real.merge(pack(random_items(rng, 10, 10 * revision)), revision)

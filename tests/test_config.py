@@ -22,7 +22,16 @@ from tba_hpc.config import (
     parse_config,
     value_text,
 )
-from tba_hpc.config.variants import DrGrpo, OwnObjective, TbaPrime
+from tba_hpc.config.variants import (
+    DrGrpo,
+    EditDuplicates,
+    EmbeddingDuplicates,
+    EqualDuplicates,
+    Gspo,
+    NoDuplicates,
+    OwnObjective,
+    TbaPrime,
+)
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 
@@ -51,15 +60,11 @@ GSM8K = {
     "train.horizon": 1000,
     "train.prompts_per_step": 7,
     "train.completions_per_prompt": 20,
-    "train.learning_rate.schedule": "warmup_stable_decay",
+    "train.learning_rate.schedule": "cosine",
     "train.learning_rate.peak": 1e-5,
     "train.learning_rate.warmup_steps": 50,
     "train.learning_rate.decay_steps": 600,
-    "train.learning_rate.decay": "cosine",
-    "train.beta.schedule": "linear",
-    "train.beta.start": 0.014,
-    "train.beta.end": 0.004,
-    "train.beta.anneal_steps": 500,
+    "train.beta": ((0, 0.014), (500, 0.004)),
     "train.loss_normaliser": None,
     "train.gradient_clip": None,
     "exchange.sync_every": 2,
@@ -83,11 +88,7 @@ TLDR = {
     "train.learning_rate.schedule": "linear",
     "train.learning_rate.peak": 3e-6,
     "train.learning_rate.warmup_steps": 0,
-    "train.beta.schedule": "linear",
-    "train.beta.start": 1.0,
-    "train.beta.end": 0.05,
-    "train.beta.anneal_steps": 128,
-    "train.beta.jump_after": 31,
+    "train.beta": ((0, 1.0), (30, 1 - 0.95 * 30 / 128), (31, 0.05)),  # linear over 128, then a jump
     "train.loss_normaliser": None,
     "train.gradient_clip": None,
     "exchange.sync_every": 10,
@@ -99,7 +100,7 @@ MATH = {
     "model.logprob_temperature": 1.0,
     "generator.temperature": 1.0,
     "generator.max_tokens": 2048,
-    "buffer.deduplicate": False,
+    "buffer.duplicates": NoDuplicates(),
     "train.steps": 400,
     "train.prompts_per_step": 32,
     "train.completions_per_prompt": 16,
@@ -114,8 +115,7 @@ TBA_PRIME = MATH | {
     "train.objective.name": "tba_prime",
     "train.ratio_bound.cap": 8.0,
     "train.ratio_bound.of": "token",
-    "train.beta.schedule": "constant",
-    "train.beta.start": 0.005,
+    "train.beta": ((0, 0.005),),
     "train.reference.name": "reset",
     "train.reference.every": 50,
 }
@@ -133,9 +133,7 @@ RED_TEAMING = {
     "train.learning_rate.schedule": "linear",
     "train.learning_rate.peak": 1e-4,
     "train.learning_rate.warmup_steps": 100,
-    "train.beta.start": 0.05,
-    "train.target_temperature.start": 2.0,
-    "train.target_temperature.end": 1.0,
+    "train.beta": ((0, 0.05),),
     "train.loss_normaliser": None,
     "train.gradient_clip": 0.05 / 2,  # 1 on the published loss, which lacks our factor β/2
     "exchange.sync_every": 10,
@@ -150,17 +148,16 @@ PUBLISHED: dict[str, dict[str, object]] = {
     | {
         "generator.tempered_range": (0.5, 2.0),
         "buffer.capacity": 100_000,
-        "buffer.near_duplicates": 0.25,
-        "train.target_temperature.anneal_steps": 500,
+        "buffer.duplicates": EditDuplicates(limit=0.25),
+        "train.target_temperature": ((0, 2.0), (500, 1.0)),
     },
     "redteam_llama1b": RED_TEAMING
     | {
         "generator.tempered_range": (0.7, 2.0),
         "buffer.capacity": 130_000,
-        "buffer.similarity_limit": 0.4,
-        "buffer.embedding_model": "sentence-transformers/all-MiniLM-L6-v2",
-        "train.target_temperature.anneal_steps": 1000,
-        "train.reference_temperature.anneal_steps": 2000,
+        "buffer.duplicates": EmbeddingDuplicates(limit=0.4, model="sentence-transformers/all-MiniLM-L6-v2"),
+        "train.target_temperature": ((0, 2.0), (1000, 1.0)),
+        "train.reference_temperature": ((0, 1.0), (2000, 1.2)),
     },
     **{
         f"tldr_pythia{size}": TLDR | {"model.path": f"mnoukhov/pythia{size}-sft-tldr"}
@@ -204,8 +201,25 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
         ("buffer.capacity=10", "can never be reached with buffer.capacity=10"),
         ("buffer.capacity_per_prompt=3", "cannot hold a group of"),
         ("buffer={capacity: 10, initial_completions: 5}", "buffer.capacity=10 cannot hold a group of"),
-        ("train.beta.schedule=linear", "starts at 0.1 needs an end and a number of steps: set end and"),
-        ("train.beta.jump_after=5", "jump_after=5 of a schedule that starts at 0.1 needs a value to jump to"),
+        *(
+            (
+                f"train.beta={value}",
+                f"train.beta={yaml.safe_load(value)} is not a schedule: set it to a number",
+            )
+            for value in (
+                "0",
+                "-1",
+                "warm",
+                "{}",
+                "{5: 1}",
+                "{0: 1, 5: 0}",
+                "[1, 2]",
+                "{0: 1, -5: 2}",
+                ".inf",
+            )
+        ),
+        ("train.learning_rate.decay_steps=5", "decay_steps=5 has no effect on a constant rate: leave it out"),
+        ("generator.tempered_range=[1, 2]", "has no effect without generator.tempered_share: set both"),
         ("train.horizon=10", "train.horizon=10 ends before train.steps=1000, where the learning rate has"),
         ("train.objective.baseline_shift=-0.1", "unknown config key 'train.objective.baseline_shift': valid"),
         ("train.objective.log_q=none", "'train.objective.log_q': did you mean 'train.objective.log_z'?"),
@@ -234,26 +248,21 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
         ("generator.min_tokens=513", "generator.min_tokens=513 is above generator.max_tokens=512: lower"),
         ("buffer.most_on_policy=1.1", "config key 'buffer.most_on_policy' has the value 1.1, but input"),
         ("train.reference={name: reset, every: 0}", "'train.reference.every' has the value 0, but input"),
-        ("train.reference.every=5", "unknown config key 'train.reference.every': valid are name"),
+        ("train.reference.every=5", "unknown config key 'train.reference.every': valid are scored_by, name"),
         (
             "train.reference=old",
             "'train.reference' has the value 'old', but is one of frozen, beh",
         ),
-        ("buffer={deduplicate: false, near_duplicates: 0.25}", "near_duplicates=0.25 contradicts"),
+        ("buffer.duplicates=near", "'buffer.duplicates' has the value 'near', but is one of none, equal, ed"),
         (
-            "buffer={deduplicate: false, similarity_limit: 0.4, embedding_model: org/m}",
-            "buffer.similarity_limit=0.4 contradicts buffer.deduplicate=false",
+            "buffer.duplicates={name: edits, limit: 1}",
+            "key 'buffer.duplicates.limit' has the value 1, but in",
         ),
-        (
-            "buffer={near_duplicates: 0.25, similarity_limit: 0.4, embedding_model: org/m}",
-            "buffer.near_duplicates=0.25 and buffer.similarity_limit=0.4 are two ways to tell near",
-        ),
+        ("buffer.duplicates.limit=0.4", "unknown config key 'buffer.duplicates.limit': valid are name"),
         ("buffer.oldest_first=true", "at every step: set buffer.replay_limit=1, or leave it out"),
-        ("buffer.similarity_limit=0.4", "needs embeddings: set buffer.embedding_model, for example"),
-        ("buffer.embedding_model=org/m", "buffer.embedding_model=org/m has no use without a limit"),
         (
             "buffer={replay_limit: 1, capacity: 100, initial_completions: 9}",
-            "replay_limit or a reference that",
+            "replay_limit or reference=reset: raise it to at least 192",
         ),
         ("exchange.sync_every=0", "config key 'exchange.sync_every' has the value 0, but input should be"),
         (
@@ -277,7 +286,7 @@ def test_bad_input_gets_one_sentence(override: str, sentence: str, tmp_path: Pat
 
 
 def test_oapl_learns_against_the_weights_that_sampled_and_its_values_are_at_its_first_beta() -> None:
-    oapl = {"objective": "oapl", "beta": {"start": 0.3}}
+    oapl = {"objective": "oapl", "beta": {0: 0.3, 9: 0.1}}
     config = parse_config({"model": {"path": "a"}, "train": oapl})
     assert (config.train.reference.name, config.train.value_beta) == ("behaviour", 0.3)
     assert parse_config(yaml.safe_load(dump_config(config))) == config
@@ -291,13 +300,13 @@ def test_oapl_learns_against_the_weights_that_sampled_and_its_values_are_at_its_
     [
         (
             "train.reference=frozen",
-            "train.reference=frozen would be scored in vain with train.objective=oapl",
+            "train.reference=frozen is not for train.objective=oapl, which learns against",
         ),
         (
-            "train.reference_temperature.start=2",
+            "train.reference_temperature=2",
             "train.reference_temperature tempers a target that train.objective=oapl does not have: leave",
         ),
-        ("train.target_temperature.start=2", "train.target_temperature tempers a target"),
+        ("train.target_temperature=2", "train.target_temperature tempers a target"),
     ],
 )
 def test_what_oapl_would_not_use_is_refused(override: str, sentence: str) -> None:
@@ -312,7 +321,7 @@ ON_POLICY = ("exchange.max_staleness=0", "exchange.sync_every=1", "train.objecti
     ("overrides", "deduplicate", "reward_temperature"),
     [
         ((), True, 1.0),
-        (("buffer.deduplicate=false",), False, 1.0),
+        (("buffer.duplicates=none",), False, 1.0),
         (ON_POLICY, False, None),
         ((*ON_POLICY, "train.objective=grpo"), False, None),
         ((*ON_POLICY, "train.objective=dr_grpo"), False, None),
@@ -373,11 +382,11 @@ def test_what_is_used_once_and_in_time_comes_from_a_queue(
     ("override", "sentence"),
     [
         (
-            "buffer.deduplicate=true",
-            "buffer.deduplicate=true would bias the gradient of train.objective=rloo",
+            "buffer.duplicates=equal",
+            "buffer.duplicates=equal would bias the gradient of train.objective=rloo",
         ),
         ("buffer.reward_temperature=1", "buffer.reward_temperature=1 would bias the gradient of train.obj"),
-        ("buffer.near_duplicates=0.25", "every completion and is what an on-policy run needs: leave it out"),
+        ("buffer.duplicates=edits", "an on-policy run: leave it out, or set it to none"),
     ],
 )
 def test_what_would_bias_an_on_policy_run_is_refused(override: str, sentence: str) -> None:
@@ -422,13 +431,15 @@ def test_a_choice_is_written_by_its_name_or_with_its_keys_and_set_one_by_one() -
     assert parse_config(yaml.safe_load(dump_config(clipped))) == clipped
     other = parse_config(deepcopy(tree), ["train.objective=tba_prime", "train.objective.log_z=policy"])
     assert other.train.objective == TbaPrime(log_z="policy")
+    gspo = parse_config(deepcopy(tree), ["train.objective={name: gspo, ratio_clip: [0.1, 0.2]}"])
+    assert gspo.train.objective == Gspo(ratio_clip=(0.1, 0.2))
     own = parse_config(deepcopy(tree), ["train.objective=a.b:loss", "train.objective.options.scale=2"])
     assert own.train.objective == OwnObjective(name="a.b:loss", options={"scale": 2})
 
 
 @pytest.mark.parametrize("objective", ["proximal_rloo", "grpo", "dr_grpo", "gspo", "topr", "online_dpo"])
 def test_an_objective_that_has_a_bound_of_its_own_takes_no_other(objective: str) -> None:
-    with pytest.raises(ConfigError, match=rf"bound=taper is not for train.objective={objective}, whose"):
+    with pytest.raises(ConfigError, match=rf"bound=taper is not for train.objective={objective}, which"):
         parse_config({"model": {"path": "a"}}, [f"train.objective={objective}", "train.ratio_bound=taper"])
 
 
@@ -483,11 +494,11 @@ def test_what_has_changed_is_known_to_one_rank_where_weights_are_files() -> None
     parse_config({"model": {"path": "a"}}, settings)
     parse_config({"model": {"path": "a"}}, ["exchange.delta=always", "launch.trainers=2"])
     nobody = ["launch.searchers=0", "launch.elastic=1"]
-    with pytest.raises(
-        ConfigError, match=r"^exchange.delta=always with launch.searchers=0 .*trainers=2: leave"
-    ):
+    with pytest.raises(ConfigError, match=r"^exchange.delta=always over files .*trainers=2: leave"):
         parse_config({"model": {"path": "a"}}, ["exchange.delta=always", "launch.trainers=2", *nobody])
-    with pytest.raises(ConfigError, match=r"^exchange.delta=always with .*not launch.trainers=2: leave it"):
+    with pytest.raises(
+        ConfigError, match=r"^exchange.delta=always over files .*not launch.trainers=2: leave it"
+    ):
         parse_config({"model": {"path": "a"}}, [*settings, "launch.trainers=2"])
 
 
@@ -514,7 +525,7 @@ def test_what_a_resume_may_change_is_said_beside_each_key() -> None:
     keys = differences(config, parse_config({"model": {"path": "b"}})).keys()
     assert keys == {"model.path", "task.options.size"} and not any(map(may_change, keys))
     may = {"train.steps", "train.horizon", "checkpoint.keep", "evaluate.test_prompts", "metrics.tensorboard"}
-    may |= {"exchange.deadline_seconds", "generator.deadline_seconds", "launch.searchers", "run.root"}
+    may |= {"launch.timeout_seconds", "launch.searchers", "run.root"}
     may |= {"checkpoint.snapshot"}
     assert all(map(may_change, may))
     never = {
@@ -553,6 +564,48 @@ def test_differing_keys_are_named() -> None:
     old = parse_config({"model": {"path": "a"}})
     new = parse_config({"model": {"path": "a"}, "train": {"steps": 5, "learning_rate": {"peak": 1.0}}})
     assert differing_keys(old, new) == ["train.steps", "train.learning_rate.peak"]
+
+
+@pytest.mark.parametrize(
+    ("written", "points", "dumped"),
+    [
+        ("0.3", ((0, 0.3),), 0.3),
+        ("{0: 1, 30: 0.5}", ((0, 1.0), (30, 0.5)), [[0, 1.0], [30, 0.5]]),
+        ("{30: 0.5, 0: 1}", ((0, 1.0), (30, 0.5)), [[0, 1.0], [30, 0.5]]),
+        ("[[0, 1], [30, 0.5]]", ((0, 1.0), (30, 0.5)), [[0, 1.0], [30, 0.5]]),
+    ],
+)
+def test_a_schedule_is_a_number_or_numbers_by_step(written: str, points: object, dumped: object) -> None:
+    config = parse_config({"model": {"path": "a"}}, [f"train.beta={written}"])
+    assert config.train.beta == points
+    assert yaml.safe_load(dump_config(config))["train"]["beta"] == dumped
+    assert parse_config(yaml.safe_load(dump_config(config))) == config
+    assert set(differing_keys(config, parse_config({"model": {"path": "a"}}))) == {"train.beta"}
+
+
+@pytest.mark.parametrize(
+    ("written", "duplicates"),
+    [
+        ("none", NoDuplicates()),
+        ("equal", EqualDuplicates()),
+        ("edits", EditDuplicates(limit=0.25)),
+        ("{name: embeddings, limit: 0.5, model: org/m}", EmbeddingDuplicates(limit=0.5, model="org/m")),
+    ],
+)
+def test_duplicates_are_of_one_kind_with_keys_of_its_own(written: str, duplicates: object) -> None:
+    config = parse_config({"model": {"path": "a"}}, [f"buffer.duplicates={written}"])
+    assert config.buffer.duplicates == duplicates
+    assert parse_config(yaml.safe_load(dump_config(config))) == config
+
+
+def test_who_scores_the_reference_is_a_key_of_those_with_a_model() -> None:
+    config = parse_config({"model": {"path": "a"}}, ["train.reference.scored_by=trainer"])
+    assert (config.train.reference.name, config.train.trainer_has_reference) == ("frozen", True)
+    for name in ("behaviour", "ema", "lagged"):
+        with pytest.raises(ConfigError, match=r"unknown config key 'train.reference.scored_by': valid are"):
+            parse_config(
+                {"model": {"path": "a"}}, [f"train.reference={name}", "train.reference.scored_by=trainer"]
+            )
 
 
 # --- DeepSpeed's own settings ---

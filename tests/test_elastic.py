@@ -105,7 +105,7 @@ def test_who_comes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 TENANT = """
 import sys
 from pathlib import Path
-from tba_hpc.elastic import Attendance, NoPlaceError, leased_place
+from tba_hpc.loops.elastic import Attendance, NoPlaceError, leased_place
 from tba_hpc.run.directory import RunDir
 run = RunDir(Path(sys.argv[1]))
 try:
@@ -608,7 +608,7 @@ def test_a_wait_without_searchers_says_how_to_add_one(tmp_path: Path) -> None:
 STARTING = """
 import sys, time
 from pathlib import Path
-from tba_hpc.elastic import leased_place, leaving_at_once
+from tba_hpc.loops.elastic import leased_place, leaving_at_once
 from tba_hpc.run.directory import RunDir
 run = RunDir(Path(sys.argv[1]))
 with leaving_at_once(), leased_place(run, run.config()):

@@ -28,7 +28,7 @@ PATIENCE = 60.0
 def make_run(
     root: Path, *, steps: int, elastic: int, searchers: int, **sections: dict[str, object]
 ) -> RunDir:
-    launch = {"searchers": searchers, "elastic": elastic, "elastic_patience_seconds": PATIENCE}
+    launch = {"searchers": searchers, "elastic": elastic}
     train = {"steps": steps}
     return RunDir.create(tabular_run.make_config(root, train=train, launch=launch, **sections))
 

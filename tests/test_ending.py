@@ -51,7 +51,7 @@ def end(
 ) -> tuple[RunDir, Exchange]:
     """Train and end a run; ``stop_at``: the last event of the trainer at which a stop is asked for."""
     monkeypatch.setattr(page, "render", lambda data, config: "plots")
-    config = make_config(root, train={"steps": STEPS}, exchange={"deadline_seconds": patience})
+    config = make_config(root, train={"steps": STEPS}, launch={"timeout_seconds": patience})
     run = RunDir.create(config)
     parts, exchange = TrainerParts(config, run), Exchange(_sealed(config, run, 10), 0)
 
@@ -143,9 +143,7 @@ def test_the_last_evaluation_is_waited_for_while_anybody_gets_on(
     """It takes several times the deadline; where two of four do nothing, these are named after one."""
     monkeypatch.setattr(ending, "NEWS_SECONDS", 0.0)
     monkeypatch.setattr(ending, "POLL_SECONDS", 0.02)
-    config = make_config(
-        tmp_path, train={"steps": STEPS}, exchange={"deadline_seconds": 0.3}, launch={"searchers": 4}
-    )
+    config = make_config(tmp_path, train={"steps": STEPS}, launch={"searchers": 4, "timeout_seconds": 0.3})
     run = RunDir.create(config)
     run.begin_attempt()
     trainer = OneAtATime(run, 4, records=15)
@@ -153,7 +151,7 @@ def test_the_last_evaluation_is_waited_for_while_anybody_gets_on(
     began = time.monotonic()
     if answering == 4:
         assert ending._evaluation_arrives(run, config, trainer)  # type: ignore[arg-type]
-        assert time.monotonic() - began > 3 * config.exchange.deadline_seconds
+        assert time.monotonic() - began > 3 * config.launch.timeout_seconds
     else:
         with pytest.raises(ExchangeError, match=r"searchers 2, 3 generated nothing for 0.3 s: see the log"):
             ending._evaluation_arrives(run, config, trainer)  # type: ignore[arg-type]

@@ -211,7 +211,7 @@ def test_trajectory_balance_reaches_the_exact_posterior_at_a_staleness_of_50(see
         completions_per_prompt=16,
         learning_rate=LearningRate(peak=0.1, schedule="linear"),
     )
-    train = train.model_copy(update={"beta": train.beta.model_copy(update={"start": beta})})
+    train = train.model_copy(update={"beta": ((0, beta),)})
     setup = Setup(
         table=table,
         train=train,

@@ -90,7 +90,7 @@ def test_what_is_completed_or_owed_by_the_excluded_is_made_up_for() -> None:
         given.exclude({0, 2}, "no searcher is left")
 
 
-def test_a_searcher_that_was_silent_counts_again_once_it_delivers_and_a_dead_one_never() -> None:
+def test_a_searcher_that_was_silent_counts_again_once_it_delivers() -> None:
     """Of twelve requests each of three owes four."""
     given = budget(CompletedRequests(), bound=0, searchers=3, prompts=12)
     given.extend(0, ready=0, missing=0)
@@ -99,8 +99,6 @@ def test_a_searcher_that_was_silent_counts_again_once_it_delivers_and_a_dead_one
     assert given.owed() == {0: 4, 1: 3}
     given.exclude({0}, "searcher 1 is at work")
     assert given.owed() == {1: 3}
-    given.exclude({2}, "searcher 1 is at work", dead=True)
-    given.arrive(np.array([2]))  # which it had sealed
     with pytest.raises(ExchangeError, match="nobody is left"):
         given.exclude({1}, "nobody is left")
 
@@ -275,25 +273,6 @@ def test_where_staleness_is_bounded_only_what_is_owed_is_waited_for() -> None:
     assert (bounded.starved(5), bounded.missing(5), bounded.exhausted(5)) == (True, 1, False)
     bounded.arrive(shard(0, 2 * 51), 5)
     assert bounded.missing(5) == 0
-
-
-def test_a_dead_searcher_owes_nothing_and_others_issue_instead() -> None:
-    config = config_of(exchange={"max_staleness": 0})
-    buffer = ReplayBuffer(config.buffer, 0)
-    bounded = Freshness(config, buffer)
-    bounded.begin(0, CompletedRequests())
-    assert bounded.exhausted(0), "nothing is granted before the first weights"
-    assert bounded.publication(0, evaluate=None, published=0.0).budget_end == 2
-    assert not bounded.exhausted(0)
-    bounded.exclude_dead(1, "node7")
-    assert bounded.exhausted(0), "request 1 was searcher 1's"
-    assert bounded.publication(0, evaluate=None, published=0.0).budget_end == 3, "request 2 is searcher 0's"
-    for request_id in (0, 2):
-        bounded.arrive(shard(0, request_id), 0)
-        buffer.merge(shard(0, request_id).trajectories, request_id + 1)
-    assert bounded.missing(0) == 0
-    with pytest.raises(ExchangeError, match="no searcher is left: the last, 0 on node8, died"):
-        bounded.exclude_dead(0, "node8")
 
 
 def test_silence_excludes_who_owes_and_ends_the_run_where_all_do(caplog: pytest.LogCaptureFixture) -> None:

@@ -127,10 +127,9 @@ def test_the_learner_steps_on_it(ranks: int, budget: int | None, tmp_path: Path)
 @pytest.mark.parametrize(
     ("train", "sentence"),
     [
-        ({"reference_temperature": {"start": 2}}, "train.reference_temperature would be ignored"),
-        ({"target_temperature": {"start": 2}}, "as warm as the policy that it is made of: leave it out"),
-        ({"reference_scored_by": "trainer"}, r"takes no model \(train.reference=lagged, .*: leave it out"),
-        ({"objective": "oapl"}, "train.reference=lagged would be scored in vain with train.objective=oapl"),
+        ({"reference_temperature": 2}, "train.reference_temperature would be ignored"),
+        ({"target_temperature": 2}, "as warm as the policy: leave it out"),
+        ({"objective": "oapl"}, "train.reference=lagged is not for train.objective=oapl"),
         ({"reference": {"name": "lagged", "decay": 0}}, "greater than 0"),
     ],
 )

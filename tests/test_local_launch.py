@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,6 +37,17 @@ print("hello from", name, flush=True)
 if mode == "deaf":
     time.sleep(1)
     signal.signal(signal.SIGUSR1, lambda *_: hits.append(1))
+attempt = int(os.environ["TBA_ATTEMPT"][-3:])
+if mode == "mortal" and attempt < 4:
+    if verb == "train":
+        with (run / "metrics/trainer.jsonl").open("a") as metrics:
+            print('{"event": "started", "step": 7}', file=metrics)
+            print(f'{{"step": {min(attempt, 2)}}}', file=metrics)
+        (run / f"step-{attempt}").touch()
+    while verb == "search" and not (run / f"step-{attempt}").exists():
+        time.sleep(0.02)
+    if verb == "search":
+        os.kill(os.getpid(), signal.SIGKILL)
 if mode == "fail" and verb == "search":
     sys.exit("the sky is too low")
 if mode == "killed" and verb == "search":
@@ -58,7 +70,8 @@ if mode == "stubborn":
 """A rank that behaves as its mode says.
 
 ``finish`` ends at once, ``wait`` after SIGUSR1, ``stubborn`` never; ``early`` takes no signals yet, with
-``saving`` only the trainer does, and ``deaf`` has missed the first; the others fail.
+``saving`` only the trainer does, and ``deaf`` has missed the first. With ``mortal`` the searchers die once
+the trainer has taken a step, which is a new one in the first two attempts. The others fail.
 """
 
 LAUNCHER = """
@@ -306,8 +319,19 @@ def test_a_failure_is_told_with_the_end_of_the_log(tmp_path: Path) -> None:
 def test_a_rank_killed_while_the_run_starts_is_named(tmp_path: Path) -> None:
     launched = Launched(tmp_path, "killed", "mpi")
     code, _, err = launched.end()
-    assert code == 1
-    assert err.startswith("searcher-0000 ended while the run was starting")
+    assert code == 137
+    assert re.match("searcher-000[01] was ended by SIGKILL; the end of ", err), err
+    assert launched.events() == ["start", "failed"], "nothing was done, so nobody tries again"
+    assert alive(launched.pids()) == []
+
+
+@pytest.mark.parametrize("transport", [MPI, "files"])
+def test_ranks_start_again_as_long_as_each_start_takes_a_new_step(tmp_path: Path, transport: str) -> None:
+    launched = Launched(tmp_path, "mortal", transport)
+    code, out, err = launched.end()
+    assert code == 137 and err.count("was ended by SIGKILL") == 3
+    assert launched.events() == ["start", "failed"] * 3, "the third start came no further than the second"
+    assert out.count("starting all ranks again, from the last checkpoint") == 2
     assert alive(launched.pids()) == []
 
 

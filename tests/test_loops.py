@@ -73,9 +73,10 @@ def make_config(root: Path, **sections: dict[str, object]) -> Config:
             "prompts_per_step": 4,
             "completions_per_prompt": 8,
             "learning_rate": {"peak": 0.05},
-            "beta": {"start": BETA},
+            "beta": BETA,
         },
-        "exchange": {"transport": "files", "sync_every": 2, "seal_seconds": 0.01, "deadline_seconds": 20},
+        "exchange": {"transport": "files", "sync_every": 2, "seal_seconds": 0.01},
+        "launch": {"timeout_seconds": 20},
         "checkpoint": {"every": 5},
         "evaluate": {"every": 4, "validation_prompts": 4},
     }
@@ -156,6 +157,8 @@ def make_searcher(
     task: TabularTask | None = None,
     generator: Generator | None = None,
     stop_asked: Callable[[], bool] = never,
+    pending_shards: int = 64,
+    most_rejected: int = 10,
 ) -> Searcher:
     """The only searcher of a run, on the tabular policy."""
     task = task or TabularTask(TABLE)
@@ -166,7 +169,7 @@ def make_searcher(
             TabularReference(TABLE),
             ShardWriter(run, 0),
             seal_seconds=0.01,
-            max_rejected_groups=config.task.max_rejected_groups,
+            most_rejected=most_rejected,
         ),
         exchange=exchange,
         requests=training_requests(config, task, 0, CompletedRequests()),
@@ -181,14 +184,13 @@ def make_searcher(
         metrics=MetricsWriter(run.metrics_file("searcher")),
         stop_asked=stop_asked,
         sequences=24,
-        pending_shards=config.exchange.pending_shards,
+        pending_shards=pending_shards,
     )
 
 
 def test_a_whole_asynchronous_run_learns_the_target(tmp_path: Path) -> None:
     """Real loops, two threads, stale replayed data: the policy ends near [π_ref^(1/γ)·exp(r/β)]^(1/T)/Z."""
-    cooling = {"schedule": "linear", "start": 2.0, "end": 1.25, "anneal_steps": 100}
-    tempered = {"target_temperature": cooling, "reference_temperature": {"start": 2.0}}
+    tempered = {"target_temperature": {0: 2.0, 100: 1.25}, "reference_temperature": 2.0}
     target_PC = TABLE.optimum(BETA * 1.25, power=1 / (2 * 1.25))
     config = make_config(tmp_path, train={"steps": 400, **tempered}, generator={"tempered_share": 0.5})
     run = RunDir.create(config)
@@ -296,9 +298,9 @@ def test_the_gap_between_engine_and_learner_is_measured(
 
 def test_a_searcher_says_of_its_completions_what_its_shards_hold(tmp_path: Path) -> None:
     """The engine's are the reference's weights, and its log-probabilities .125 too high."""
-    config = make_config(tmp_path, exchange={"pending_shards": 1000})
-    run = RunDir.create(config)
-    make_searcher(config, run, OneShot(wanted=200), generator=Skewed(0.125)).run()
+    config = make_config(tmp_path)
+    run, exchange = RunDir.create(config), OneShot(wanted=200)
+    make_searcher(config, run, exchange, generator=Skewed(0.125), pending_shards=1000).run()
     shards = [read_shard(path).trajectories for path in run.shard_files().values()]
     length_N = np.concatenate([shard.completions.lengths for shard in shards])
     logprobs = np.concatenate([shard.logprobs for shard in shards]).astype(np.float64)
@@ -393,7 +395,7 @@ def _losses(run: RunDir) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize(
     ("stop_at", "buffer"),
-    [(2, {}), (4, {"replay_limit": 3, "deduplicate": False}), (6, {"recent_fill": "older"}), (10, {})],
+    [(2, {}), (4, {"replay_limit": 3, "duplicates": "none"}), (10, {})],
 )
 def test_a_resumed_run_equals_the_continued_one_bit_by_bit(
     stop_at: int, buffer: dict[str, object], tmp_path: Path
@@ -521,8 +523,8 @@ def test_a_wait_for_data_does_not_make_a_job_stop_early(tmp_path: Path) -> None:
 
 
 def test_a_searcher_that_delivers_no_more_is_named_after_the_deadline(tmp_path: Path) -> None:
-    exchange = {"max_steps_without_data": 2, "deadline_seconds": 0.3}
-    config = make_config(tmp_path, exchange=exchange, launch={"searchers": 2})
+    exchange, launch = {"max_steps_without_data": 2}, {"searchers": 2, "timeout_seconds": 0.3}
+    config = make_config(tmp_path, exchange=exchange, launch=launch)
     run = RunDir.create(config)
     parts = TrainerParts(config, run)
     with pytest.raises(ExchangeError, match=r"got no shard in the last 2 steps .* logs of searchers 0, 1"):
@@ -636,21 +638,18 @@ def test_a_searcher_leaves_its_evaluation_when_the_trainer_ends_the_run(tmp_path
     assert exchange.polled and find_evaluation(run, "test", 12) is None
 
 
-@pytest.mark.parametrize(("version", "share"), [(7, (0, 1)), (12, (0, 1)), (12, (1, 2))])
+@pytest.mark.parametrize("version", [7, 12])
 def test_with_the_last_weights_nothing_but_their_evaluation_is_generated(
-    version: int, share: tuple[int, int], tmp_path: Path
+    version: int, tmp_path: Path
 ) -> None:
-    """Step 7 is somewhere in the run, step 12 its end; with ``share`` the second of two that are left."""
+    """Step 7 is somewhere in the run, step 12 its end."""
     config = make_config(tmp_path)
     run = RunDir.create(config)
-    exchange = OneShot(wanted=0, closes=False, version=version, evaluate="test", share=share)
+    exchange = OneShot(wanted=0, closes=False, version=version, evaluate="test")
     searcher = make_searcher(config, run, exchange)
     thread = threading.Thread(target=searcher.run)
     thread.start()
-    place, places = share
-    path = run.evaluations / f"test-step-{version:06d}" / f"searcher-{place:04d}-of-{places:04d}.json"
-    if places == 1:  # the part of one alone is the whole
-        path = path.parent.with_suffix(".json")
+    path = run.evaluations / f"test-step-{version:06d}.json"
     while not path.exists():
         time.sleep(0.01)
     time.sleep(0.3)
@@ -659,7 +658,7 @@ def test_with_the_last_weights_nothing_but_their_evaluation_is_generated(
     assert not thread.is_alive()
     assert bool(exchange.offered) == (version == 7)
     prompts = len(TabularTask(TABLE).prompts("test"))
-    assert json.loads(path.read_text())["total"] == len(range(share[0], prompts, share[1]))
+    assert json.loads(path.read_text())["total"] == prompts
 
 
 # --- Judging beside generation ---
@@ -721,23 +720,20 @@ def test_answers_are_judged_in_batches_and_training_groups_have_their_turn(tmp_p
 
 
 def test_an_evaluation_may_begin_before_the_one_before_is_judged() -> None:
-    """And anew with another share, as after the death of a searcher: every answer counts once."""
     task = TabularTask(TABLE)
     evaluator = OnlineEvaluator(
         task, searcher=0, searchers=2, max_tokens=3, limits={"test": None, "validation": None}
     )
-    for split, step, share in (("validation", 4, None), ("test", 8, None), ("test", 8, (0, 1))):
-        assert evaluator.start(split, step, share) is None
+    splits: list[tuple[Split, int]] = [("validation", 4), ("test", 8)]
+    for split, step in splits:
+        assert evaluator.start(split, step) is None
         while evaluator.busy:
             assert evaluator.next_request()
             evaluator.note_answer()
     prompts = task.prompts("test")
-    late = [*answers("test", 8, prompts[::2]), *answers("test", 8, prompts)]
-    parts = [
-        evaluator.count(answer, True, -1.5) for answer in [*late, *answers("validation", 4, prompts[::2])]
-    ]
-    test, validation = [part for part in parts if part]
-    assert (test.place, test.places, test.evaluation.total) == (0, 1, len(prompts))
+    late = [*answers("test", 8, prompts[::2]), *answers("validation", 4, prompts[::2])]
+    test, validation = [part for answer in late if (part := evaluator.count(answer, True, -1.5))]
+    assert (test.place, test.places, test.evaluation.total) == (0, 2, len(prompts[::2]))
     assert (validation.place, validation.places) == (0, 2)
     assert validation.evaluation.correct == len(prompts[::2])
     assert validation.evaluation.ref_logprob == -1.5 * len(prompts[::2])
@@ -790,22 +786,12 @@ def test_a_few_answers_are_kept_in_words_until_the_evaluation_is_whole(tmp_path:
 # --- What goes wrong ---
 
 
-@pytest.mark.parametrize(("rank", "engine"), [(0.3, 0.2), (0.2, 0.3)])
-def test_a_buffer_that_nothing_fills_ends_the_run_with_a_sentence(
-    rank: float, engine: float, tmp_path: Path
-) -> None:
-    """After the time that a rank may take to start, or an engine, whichever is longer."""
-    config = make_config(
-        tmp_path,
-        exchange={"deadline_seconds": 0.1},
-        launch={"start_deadline_seconds": rank},
-        generator={"start_seconds": engine},
-    )
+def test_a_buffer_that_nothing_fills_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
+    """After the time that a start may take."""
+    config = make_config(tmp_path, launch={"timeout_seconds": 0.1})
     began = time.monotonic()
     parts = TrainerParts(config, RunDir.create(config))
-    sentence = (
-        r"holds 0 of 15 initial completions and no new one has arrived .* raise generator.start_seconds"
-    )
+    sentence = r"holds 0 of 15 initial completions and no new one has arrived .* raise launch.timeout_seconds"
     with pytest.raises(ExchangeError, match=sentence):
         parts.build(parts.file_exchange()).run()
     assert time.monotonic() - began > 0.3, "the searchers had the time for a start"
@@ -814,7 +800,7 @@ def test_a_buffer_that_nothing_fills_ends_the_run_with_a_sentence(
 def test_completions_that_only_push_others_out_do_not_keep_a_run_waiting(tmp_path: Path) -> None:
     """Four prompts have room for 32 of the 33 initial ones; a shard comes every tenth of a second."""
     buffer = {"initial_completions": 33, "capacity_per_prompt": 8}
-    config = make_config(tmp_path, buffer=buffer, exchange={"deadline_seconds": 0.5})
+    config = make_config(tmp_path, buffer=buffer, launch={"timeout_seconds": 0.5})
     run = RunDir.create(config)
     sentence = (
         r"initial completions and no new one .* another run \(run.name\) with a lower buffer.initial_comp"
@@ -842,7 +828,6 @@ class OneShot:
     closes: bool = True
     version: int = 7
     evaluate: Split | None = None
-    share: tuple[int, int] | None = None
     offered: list[Shard] = field(default_factory=list)
     polled: bool = False
 
@@ -854,7 +839,7 @@ class OneShot:
         data = TABLE.ref_logits_PSV.reshape(-1).view(np.uint8)
         layout = TabularLearner(TABLE).layout
         publication = Publication(version=self.version, evaluate=self.evaluate, final=self.version == 12)
-        return WeightUpdate(publication, layout, data, self.share)
+        return WeightUpdate(publication, layout, data)
 
     def offer(self, shard: Shard) -> None:
         """Keep it."""
@@ -894,10 +879,10 @@ def test_rewards_that_are_no_numbers_are_set_aside_and_counted(tmp_path: Path) -
 
 
 def test_a_searcher_pauses_at_the_bound_on_unmerged_shards(tmp_path: Path) -> None:
-    config = make_config(tmp_path, exchange={"pending_shards": 3})
+    config = make_config(tmp_path)
     run = RunDir.create(config)
     exchange = OneShot(wanted=1, closes=False)
-    thread = threading.Thread(target=make_searcher(config, run, exchange).run)
+    thread = threading.Thread(target=make_searcher(config, run, exchange, pending_shards=3).run)
     thread.start()
     time.sleep(1.0)
     paused_at = len(exchange.offered)
@@ -935,7 +920,7 @@ class Watched(TabularGenerator):
 
 
 def test_an_engine_is_kept_full_while_groups_wait_for_their_last_completion(tmp_path: Path) -> None:
-    config = make_config(tmp_path, exchange={"pending_shards": 1000})
-    generator = Watched()
-    make_searcher(config, RunDir.create(config), OneShot(wanted=500), generator=generator).run()
+    config, generator = make_config(tmp_path), Watched()
+    run, exchange = RunDir.create(config), OneShot(wanted=500)
+    make_searcher(config, run, exchange, generator=generator, pending_shards=1000).run()
     assert min(generator.seen) >= 24 and max(generator.seen) < 24 + 12

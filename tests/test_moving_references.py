@@ -15,7 +15,7 @@ from test_replay import heard, in_lockstep  # noqa: F401
 
 from tba_hpc import runtime
 from tba_hpc.commands.replay import read_recorded, replay_config
-from tba_hpc.config import Beta, LearningRate, TrainSection
+from tba_hpc.config import LearningRate, TrainSection
 from tba_hpc.core.types import BEHAVIOUR, TrajectoryBatch
 from tba_hpc.exchange.hdf5_shards import read_shard
 from tba_hpc.report.audit import audit
@@ -97,7 +97,7 @@ def gains(name: str, every: int) -> list[float]:
     """Expected reward after 0, 50 and 100 steps, from that of the start (0) to the best (1)."""
     table = Table(seed=0)
     options = {"steps": 100, "completions_per_prompt": 16, "reference": name}
-    settings = TrainSection(**options, learning_rate=LearningRate(peak=0.02), beta=Beta(start=0.05))
+    settings = TrainSection(**options, learning_rate=LearningRate(peak=0.02), beta=0.05)
     setup = Setup(table=table, train=settings, buffer=None, sync_every=every)
     rewards = [(moment.policy_PC * table.reward_PC).sum(1).mean() for moment in train(setup, every=50)]
     best = table.reward_PC.max(1).mean()

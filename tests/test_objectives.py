@@ -18,7 +18,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from tba_hpc.config import ConfigError, TrainSection
+from tba_hpc.config import ConfigError, TrainSection, parse_config
 from tba_hpc.config.variants import LossNormaliser, RatioBound, RatioCap, RatioTaper, SequenceMask
 from tba_hpc.objectives import OBJECTIVES, Groups, Objective, make_objective
 from tba_hpc.objectives.advantage_regression import oapl
@@ -166,7 +166,7 @@ def by_loops(train: TrainSection, groups: Groups, beta: float) -> Tensor:
                 advantage = (reward[j] - mean) / (deviation + 1e-4)
                 if name == "gspo":
                     ratio = torch.exp((logp[j] - behaviour[j]) / len(row))
-                    tame = ratio.clamp(1 - keys["clip_low"], 1 + keys["clip_high"])
+                    tame = ratio.clamp(1 - keys["ratio_clip"][0], 1 + keys["ratio_clip"][1])
                     total = total - torch.min(ratio * advantage, tame * advantage)
                     continue
                 terms = [
@@ -202,8 +202,9 @@ def test_by_default_an_objective_is_normalised_as_it_was_published() -> None:
 
 
 def test_a_pair_of_completions_has_no_tokens_to_normalise() -> None:
-    with pytest.raises(ValueError, match=r"loss_normaliser=max_tokens has no meaning for .*: leave it out"):
-        TrainSection(objective="online_dpo", loss_normaliser="max_tokens")
+    train = {"objective": "online_dpo", "loss_normaliser": "max_tokens"}
+    with pytest.raises(ConfigError, match=r"loss_normaliser=max_tokens has no meaning for .*: leave it out"):
+        parse_config({"model": {"path": "model"}, "train": train})
 
 
 @pytest.mark.parametrize(
@@ -214,7 +215,7 @@ def test_a_pair_of_completions_has_no_tokens_to_normalise() -> None:
         ("trajectory_balance", {"gap_clip": 0.8}),
         *product(("proximal_rloo", "grpo", "dr_grpo"), [{"ratio_clip": 0.1}]),
         *product(("rloo", "proximal_rloo", "dr_grpo"), [{"baseline_shift": -0.7}]),
-        ("gspo", {"clip_low": 0.1, "clip_high": 0.2}),
+        ("gspo", {"ratio_clip": (0.1, 0.2)}),
     ],
 )
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])

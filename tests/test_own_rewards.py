@@ -237,10 +237,11 @@ def test_a_busy_judge_is_asked_again_a_refusing_one_is_not_and_no_error_tells_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("A_KEY", "s3cret")
+    monkeypatch.setattr("tba_hpc.tasks.judge.RETRIES", 2)
     pauses: list[float] = []
 
     def judge(server: Server, **more: Any) -> Judge:
-        section = RewardSection(url=server.url, key_variable="A_KEY", retries=2, **more)
+        section = RewardSection(url=server.url, key_variable="A_KEY", **more)
         return Judge("r", section, pause=pauses.append)
 
     with serving(lambda n, body: (503, 0) if n < 3 else (200, 4)) as server:
@@ -258,10 +259,11 @@ def test_a_busy_judge_is_asked_again_a_refusing_one_is_not_and_no_error_tells_th
         judge(server)([({}, "a")])  # it has gone
 
 
-def test_a_silent_judge_is_left_after_its_time(own: Path) -> None:
+def test_a_silent_judge_is_left_after_its_time(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tba_hpc.tasks.judge.RETRIES", 0)
     told = threading.Event()
     with serving(lambda n, body: (told.wait(60), (200, 1))[1]) as server:
-        judge = Judge("r", RewardSection(url=server.url, seconds=0.2, retries=0))
+        judge = Judge("r", RewardSection(url=server.url, seconds=0.2))
         with pytest.raises(JudgeError, match="timed out"):
             judge([({}, "a")])
         told.set()

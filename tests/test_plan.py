@@ -123,7 +123,7 @@ def test_idle_gpus_are_remarked_with_what_would_fill_them() -> None:
 
 
 def test_numbers_of_ranks_are_not_for_slurm() -> None:
-    refuse_rank_overrides(["train.steps=3", "launch.start_deadline_seconds=900"])
+    refuse_rank_overrides(["train.steps=3", "launch.timeout_seconds=900"])
     with pytest.raises(
         ConfigError, match=r"--set launch.trainers=3 has no effect under Slurm.* --nodes and "
     ):

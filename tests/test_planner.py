@@ -228,14 +228,14 @@ def test_a_reference_moves_from_the_searchers_to_the_trainer_or_costs_nothing() 
         (searcher,) = {n for d in found.devices for n in d.needs if n.who == "searcher"}
         return searcher.bytes, _trainer_items(found), [span.name for span in found.step]
 
-    by_trainer = "train.reference_scored_by=trainer"
+    by_trainer = "train.reference.scored_by=trainer"
     here, trainer, spans = needs()
     there, with_model, with_spans = needs(by_trainer)
     assert here - there > weights and "reference" not in spans and "reference" in with_spans
     assert "activations" in trainer and "activations" in with_model  # of this config they take more
     short = needs(by_trainer, "train.tokens_per_micro_batch=3072", "train.gradient_checkpointing=true")[1]
     assert short["reference, which visits"] == weights and "activations" not in short
-    frozen = ("train.reference=frozen",)
+    frozen = ("train.reference={name: frozen, scored_by: trainer}",)
     free = needs(by_trainer, "model.lora={rank: 8}", *frozen)
     assert "reference, which visits" not in free[1] and "reference" in free[2] and free[0] < here - weights
 

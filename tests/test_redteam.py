@@ -334,17 +334,17 @@ def test_the_buffer_tells_near_attacks_by_embeddings_of_their_texts(tmp_path: Pa
     policy = make_random_model(tmp_path / "policy", tied=True)
     texts = ["aaaa", "abca", " xyzz", "xyzz "]
     wanted = Embedder(embedder, batch=8, key="k")([text.strip() for text in texts])
-    buffer_keys = {"similarity_limit": 0.4, "embedding_model": embedder}
-    config = parse_config({"model": {"path": str(policy)}, "buffer": buffer_keys})
+    alike = {"name": "embeddings", "limit": 0.4, "model": embedder}
+    config = parse_config({"model": {"path": str(policy)}, "buffer": {"duplicates": alike}})
     embed = make_embed(config)
     assert embed is not None
     found = embed(Ragged.from_rows([completion(text).tokens for text in texts], np.int32))
     assert found == pytest.approx(wanted, abs=1e-5)
     assert abs(found[2] @ found[3] - 1) < 1e-5 and found[0] @ found[2] < 0.99
     assert make_embed(parse_config({"model": {"path": str(policy)}})) is None
-    with pytest.raises(ConfigError, match=r"no embedder can be .* buffer.embedding_model=\./nowhere"):
-        buffer_keys["embedding_model"] = "./nowhere"
-        make_embed(parse_config({"model": {"path": str(policy)}, "buffer": buffer_keys}))
+    with pytest.raises(ConfigError, match=r"no embedder can be .* buffer.duplicates.model=\./nowhere"):
+        alike["model"] = "./nowhere"
+        make_embed(parse_config({"model": {"path": str(policy)}, "buffer": {"duplicates": alike}}))
 
 
 # --- Bad input ---

@@ -126,7 +126,7 @@ def test_after_the_last_step_nothing_is_reset_unless_the_run_goes_on(tmp_path: P
 
 def test_with_a_replay_limit_the_trainer_waits_for_searchers_over_a_kill(tmp_path: Path) -> None:
     """S = 12, K = 8, once: no more is learned from than was merged, and all of it leaves."""
-    config, run = make(tmp_path, train={}, exchange={}, buffer={"replay_limit": 1, "deduplicate": False})
+    config, run = make(tmp_path, train={}, exchange={}, buffer={"replay_limit": 1, "duplicates": "none"})
     go(run, searchers=2, sent=SIGKILL, nth=7)
     go(run, searchers=2)
     last = step_records(read_metrics(run.metrics_file("trainer")))[-1]
@@ -169,12 +169,14 @@ def test_behaviour_is_its_own_reference_bit_by_bit(tmp_path: Path) -> None:
     assert list(run.references.iterdir()) == []
 
 
-@pytest.mark.parametrize("train", [{"reference": "frozen"}, {"reference": {"name": "reset", "every": 3}}])
+@pytest.mark.parametrize("reference", [{}, {"name": "reset", "every": 3}])
 def test_what_the_trainer_scores_is_scored_once_and_outlives_a_kill(
-    train: dict[str, object], tmp_path: Path
+    reference: dict[str, object], tmp_path: Path
 ) -> None:
     """Shards leave it open; batches have it to the bit; a checkpoint keeps what was computed."""
-    _, run = make(tmp_path, train={**train, "reference_scored_by": "trainer"}, exchange={"sync_every": 2})
+    _, run = make(
+        tmp_path, train={"reference": {**reference, "scored_by": "trainer"}}, exchange={"sync_every": 2}
+    )
     go(run, searchers=2, sent=SIGKILL, nth=9)
     go(run, searchers=1)
     for path in run.shard_files().values():
@@ -186,5 +188,5 @@ def test_what_the_trainer_scores_is_scored_once_and_outlives_a_kill(
     kept = read_arrays(checkpoint_folders(run, complete=True)[-1] / BUFFER_FILE)["ref_logprobs"]
     known = np.isfinite(kept)
     assert known.any()
-    if train["reference"] == "frozen":
+    if not reference:
         assert known.mean() > 0.5, "a buffer this small is sampled through"

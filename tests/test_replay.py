@@ -210,7 +210,7 @@ def test_a_replay_that_waits_where_a_publish_was_put_off_goes_on(tmp_path: Path)
         source,
         "buffer.replay_limit=1",
         "train.steps=6",
-        "exchange.deadline_seconds=2",
+        "launch.timeout_seconds=2",
         change=lambda recording: replace(recording, published=frozenset({0, 4})),
     )
     assert finished and [one.step for one in Recording.of(run).arrivals] == list(range(6))
@@ -229,11 +229,11 @@ def test_where_the_shards_end_the_replay_ends(tmp_path: Path, caplog: pytest.Log
 def test_what_was_recorded_of_another_reference_falls_away(
     override: str, scored_by: str, tmp_path: Path
 ) -> None:
-    recorded = {"reference": {"name": "reset", "every": 3}, "reference_scored_by": scored_by}
+    recorded = {"reference": {"name": "reset", "every": 3, "scored_by": scored_by}}
     source = RunDir.create(make_config(tmp_path, train=recorded))
     train = replay_config(source, source.config(), 12, [override]).train
     assert train.reference.name == "behaviour"
-    with pytest.raises(ConfigError, match=r"unknown config key 'train.reference.every': valid are name"):
+    with pytest.raises(ConfigError, match=r"unknown config key 'train.reference.every': valid are"):
         replay_config(source, source.config(), 12, [override, "train.reference.every=4"])
 
 
@@ -242,7 +242,7 @@ def test_what_followed_from_the_recorded_beta_follows_from_the_new_one(
     own: dict[str, object], replayed: float, tmp_path: Path
 ) -> None:
     source = RunDir.create(make_config(tmp_path, train={"objective": {"name": "oapl", **own}}))
-    assert replay_config(source, source.config(), 12, ["train.beta.start=0.5"]).train.value_beta == replayed
+    assert replay_config(source, source.config(), 12, ["train.beta=0.5"]).train.value_beta == replayed
     assert replay_config(source, source.config(), 12, []).train == source.config().train.model_copy(
         update={"horizon": 12}
     )

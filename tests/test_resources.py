@@ -63,7 +63,7 @@ def named(config: Config) -> list[str]:
             "redteam_llama1b",
             [
                 "model: model.path=meta-llama/Llama-3.2-1B",
-                "model: buffer.embedding_model=sentence-transformers/all-MiniLM-L6-v2",
+                "model: buffer.duplicates.model=sentence-transformers/all-MiniLM-L6-v2",
                 "model: task.options.victim=meta-llama/Llama-3.2-1B-Instruct",
                 "model: task.options.guard=meta-llama/Llama-Guard-3-8B",
                 "model: task.options.embedder=sentence-transformers/all-MiniLM-L6-v2",

@@ -29,12 +29,10 @@ def bounded(
     """Synchronous: bound 0. Only the trainer's patience ends a run. limit: buffer.replay_limit."""
     return make_config(
         root,
-        task={"max_rejected_groups": 1_000_000},
         train={"steps": STEPS, **train},
-        exchange={"sync_every": 1, "max_staleness": 0, "deadline_seconds": deadline},
+        exchange={"sync_every": 1, "max_staleness": 0},
         evaluate={"every": STEPS},
-        launch={"searchers": searchers, "start_deadline_seconds": deadline},
-        generator={"start_seconds": deadline},
+        launch={"searchers": searchers, "timeout_seconds": deadline},
         buffer={"replay_limit": limit},
     )
 
@@ -55,8 +53,9 @@ def go(
 ) -> list[int]:
     """A run with searcher 0 alone, however many there should be; the largest staleness of every step."""
     run = RunDir.create(config)
-    parts, patience = TrainerParts(config, run), config.exchange.deadline_seconds
-    searcher = make_searcher(config, run, FileSearcherExchange(run.weights, 0, deadline=patience), task=task)
+    parts, patience = TrainerParts(config, run), config.launch.timeout_seconds
+    exchange = FileSearcherExchange(run.weights, 0, deadline=patience)
+    searcher = make_searcher(config, run, exchange, task=task, most_rejected=1_000_000)
     thread = threading.Thread(target=searcher.run)
     thread.start()
     exchange = parts.file_exchange(exchange_of)

@@ -98,17 +98,16 @@ def test_a_resume_may_change_ranks_and_place_but_nothing_else(tmp_path: Path) ->
     other = config_in(
         moved,
         train={"prompts_per_step": 7, "steps": 7, "loss_normaliser": "batch_tokens", "weight_decay": 0.25},
-        buffer={"uniform_mix": 0.5},
+        buffer={"most_on_policy": 0.25},
         launch={"searchers": 2},
     )
     with pytest.raises(ConfigError) as caught:
         RunDir.create(other)
     assert str(caught.value) == (
         f"{moved_run.path} holds a run with another config, and a resume may not change it to "
-        "buffer.uniform_mix=0.5, train.loss_normaliser=batch_tokens, train.prompts_per_step=7 and 1 more: "
-        "resume with "
-        "buffer.uniform_mix=0.1, train.loss_normaliser=null, train.prompts_per_step=8 and 1 more, or "
-        "choose another run.name to start afresh"
+        "buffer.most_on_policy=0.25, train.loss_normaliser=batch_tokens, train.prompts_per_step=7 and 1 more"
+        ": resume with buffer.most_on_policy=0.5, train.loss_normaliser=null, train.prompts_per_step=8 and 1 "
+        "more, or choose another run.name to start afresh"
     )
     with pytest.raises(
         ConfigError, match=r"not change it to model\.path=huge: resume with model\.path=tiny,"

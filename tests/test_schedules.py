@@ -1,11 +1,12 @@
 """Schedules against values worked out by hand."""
 
 import math
+from pathlib import Path
 
 import pytest
 
-from tba_hpc.config import Beta, LearningRate, Ramp, TrainSection
-from tba_hpc.core.schedules import beta, learning_rate, ramp, reference, reference_power
+from tba_hpc.config import LearningRate, TrainSection, load_config
+from tba_hpc.core.schedules import at, beta, learning_rate, reference, reference_power
 from tba_hpc.core.types import BEHAVIOUR
 
 
@@ -30,23 +31,24 @@ def test_cosine_is_half_way_down_at_half_time() -> None:
 
 
 def test_warmup_stable_decay_of_the_paper() -> None:
-    rate = rates(1000, schedule="warmup_stable_decay", warmup_steps=50, decay_steps=500)
+    rate = rates(1000, schedule="linear", warmup_steps=50, decay_steps=500)
     assert rate[0] == 1 / 50
     assert rate[49:501] == [1] * 452  # ends of both ramps included
     assert rate[501] == 499 / 500
     assert rate[999] == pytest.approx(1 / 500)
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "warmup_stable_decay"])
-def test_decay_is_over_at_the_end_and_stays_there(schedule: str) -> None:
-    config = LearningRate(schedule=schedule, peak=3.0, warmup_steps=2, decay_steps=3)
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("decay_steps", [None, 3])
+def test_decay_is_over_at_the_end_and_stays_there(schedule: str, decay_steps: int | None) -> None:
+    config = LearningRate(schedule=schedule, peak=3.0, warmup_steps=2, decay_steps=decay_steps)
     train = TrainSection(steps=10, learning_rate=config)
     assert learning_rate(train, 10) == learning_rate(train, 12) == 0
 
 
 def test_a_run_may_stop_within_the_horizon_of_its_schedule() -> None:
     """The published GSM8K figure: 50/350/600, stopped after 700 of 1000 steps, half way down."""
-    fields = {"schedule": "warmup_stable_decay", "warmup_steps": 50, "decay_steps": 600, "peak": 1.0}
+    fields = {"schedule": "linear", "warmup_steps": 50, "decay_steps": 600, "peak": 1.0}
     train = TrainSection(steps=700, horizon=1000, learning_rate=LearningRate(**fields))
     rate = [learning_rate(train, step) for step in range(700)]
     assert rate[:2] == [1 / 50, 2 / 50] and rate[49:401] == [1] * 352
@@ -55,8 +57,8 @@ def test_a_run_may_stop_within_the_horizon_of_its_schedule() -> None:
     assert rate == [learning_rate(whole, step) for step in range(700)]
 
 
-def test_the_decay_of_warmup_stable_decay_may_be_half_a_cosine() -> None:
-    rate = rates(12, schedule="warmup_stable_decay", warmup_steps=2, decay_steps=4, decay="cosine")
+def test_a_decay_at_the_end_may_be_half_a_cosine() -> None:
+    rate = rates(12, schedule="cosine", warmup_steps=2, decay_steps=4)
     assert rate[:9] == [0.5, *[1] * 8]
     assert rate[9:] == pytest.approx([(2 + math.sqrt(2)) / 4, 0.5, (2 - math.sqrt(2)) / 4])
 
@@ -65,37 +67,30 @@ def test_a_run_of_warm_up_alone() -> None:
     assert rates(3, schedule="linear", warmup_steps=3) == pytest.approx([1 / 3, 2 / 3, 1])
 
 
-def test_no_decay_steps_is_constant() -> None:
-    assert rates(3, schedule="warmup_stable_decay") == [1, 1, 1]
+def test_a_schedule_is_linear_between_its_points_and_constant_after() -> None:
+    assert at(((0, 0.3),), 1000) == 0.3
+    linear = ((0, 0.012), (500, 0.004))
+    assert [at(linear, step) for step in (0, 250, 500, 900)] == pytest.approx([0.012, 0.008, 0.004, 0.004])
+    jump = ((0, 2.0), (2, 2.0), (3, 1.0))
+    assert [at(jump, step) for step in range(5)] == [2, 2, 2, 1, 1]
 
 
-def test_ramp() -> None:
-    assert ramp(Beta(start=0.3), 1000) == 0.3
-    linear = Beta(schedule="linear", start=0.012, end=0.004, anneal_steps=500)
-    assert [ramp(linear, step) for step in (0, 250, 500, 900)] == pytest.approx([0.012, 0.008, 0.004, 0.004])
-
-
-def test_a_ramp_may_jump_to_its_end() -> None:
-    """As the published TL;DR code has it: towards .05 over 128 steps, and there from the 32nd on."""
-    beta = Beta(schedule="linear", start=1, end=0.05, anneal_steps=128, jump_after=31)
-    assert [ramp(beta, step) for step in (0, 30, 31, 300)] == pytest.approx(
-        [1, 1 - 0.95 * 30 / 128, 0.05, 0.05]
-    )
-    step = Ramp(start=2, end=1, jump_after=3)
-    assert [ramp(step, i) for i in range(5)] == [2, 2, 2, 1, 1]
+def test_the_schedule_of_the_published_tldr_code() -> None:
+    """Towards .05 over 128 steps, and there from the 32nd on."""
+    beta = load_config(Path("tldr_pythia410m")).train.beta
+    expected = [1 - 0.95 * step / 128 if step < 31 else 0.05 for step in range(256)]
+    assert [at(beta, step) for step in range(256)] == pytest.approx(expected, rel=1e-15)
 
 
 def test_an_untempered_target_is_the_configs_own() -> None:
-    train = TrainSection(beta=Beta(start=0.3))
+    train = TrainSection(beta=0.3)
     assert (beta(train, 7), reference_power(train, 7)) == (0.3, 1)
 
 
 def test_tempering_is_that_of_the_log_reward() -> None:
     """log R = [log π_ref/γ + r/β]/T at every step; T from 2 to 1 over 500, γ from 1 to 1.2 over 2000."""
     train = TrainSection(
-        beta=Beta(start=0.05),
-        target_temperature=Ramp(schedule="linear", start=2, end=1, anneal_steps=500),
-        reference_temperature=Ramp(schedule="linear", start=1, end=1.2, anneal_steps=2000),
+        beta=0.05, target_temperature={0: 2, 500: 1}, reference_temperature={0: 1, 2000: 1.2}
     )
     log_ref, reward = -17.0, -3.0
     for step, temperature, gamma in [

@@ -47,9 +47,10 @@ def raise_at_prompt_1(prompt: Prompt, rewards: list[float], groups: int) -> list
 
 
 def search(folder: Path, task: TabularTask, *, wanted: int = 200, limit: int = 10) -> RunDir:
-    config = make_config(folder, task={"max_rejected_groups": limit}, exchange={"pending_shards": 1000})
+    config = make_config(folder)
     run = RunDir.create(config)
-    make_searcher(config, run, OneShot(wanted=wanted), task=task).run()
+    exchange = OneShot(wanted=wanted)
+    make_searcher(config, run, exchange, task=task, pending_shards=1000, most_rejected=limit).run()
     return run
 
 
@@ -85,7 +86,7 @@ def test_a_searcher_that_only_rejects_ends_with_a_sentence(
     """As a mistake of the user's, which no other start would mend."""
     sentence = (
         rf"^the task {__name__}:Faulty had 7 groups without a usable reward in a row, at last rewards\(\) of "
-        rf"prompt \d \(request \d+\) {last}: check its code and data, or raise task.max_rejected_groups$"
+        rf"prompt \d \(request \d+\) {last}: check its code and data$"
     )
     task = Faulty(fault)
     with pytest.raises(ConfigError, match=sentence):
@@ -188,9 +189,7 @@ class Unjudged(TabularTask):
 def judge(folder: Path, task: TabularTask, times: int) -> list[Judged]:
     """Answers to every prompt, ``times`` over."""
     run = RunDir.create(make_config(folder))
-    scorer = Scorer(
-        task, TabularReference(TABLE), ShardWriter(run, 0), seal_seconds=60, max_rejected_groups=4
-    )
+    scorer = Scorer(task, TabularReference(TABLE), ShardWriter(run, 0), seal_seconds=60, most_rejected=4)
     wanted = answers("test", 0, task.prompts("test")) * times
     for answer in wanted:
         scorer.judge(answer)

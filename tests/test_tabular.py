@@ -151,7 +151,7 @@ def test_a_run_that_goes_on_sampling_comes_to_rest_at_the_optimum(log_z: str, bo
         prompts_per_step=1,
         completions_per_prompt=64,
         learning_rate={"schedule": "linear", "peak": 0.1},
-        beta={"start": BETA},
+        beta=BETA,
     )
     setup = Setup(
         table=table, train=train, buffer=None, sync_every=5, groups_per_step=1, completions=64, seed=1
@@ -404,7 +404,7 @@ def test_the_learner_says_how_far_its_policy_is_from_the_samplers() -> None:
     """At equal weights there is no gap; a step later it is unknown, and ratios are those of the tables."""
     table, size = Table(), 20
     learner, generator = TabularLearner(table), TabularGenerator(table)
-    buffer = ReplayBuffer(BufferSection(deduplicate=False, reward_temperature=None), 0)
+    buffer = ReplayBuffer(BufferSection(duplicates="none", reward_temperature=None), 0)
     learner.step(stale_buffer(table, 0).sample(0, groups=4, group_size=5), learning_rate=0.3, beta=BETA)
     generator.load(update_of(table, learner.policy_logits, version=1))
     buffer.merge(score(table, generate(table, generator, size)), 0, sync=1)

@@ -175,9 +175,9 @@ def test_a_model_that_tells_near_duplicates_must_be_there(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    section = {"similarity_limit": 0.4, "embedding_model": "nobody/nothing"}
+    section = {"duplicates": {"name": "embeddings", "model": "nobody/nothing"}}
     config = parse_config({"model": {"path": str(folder / "m")}, "buffer": section})
-    with pytest.raises(ConfigError, match=r"no model can be found at buffer.embedding_model=nobody"):
+    with pytest.raises(ConfigError, match=r"no model can be found at buffer.duplicates.model=nobody"):
         check(config)
 
 

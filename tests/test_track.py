@@ -207,7 +207,7 @@ def test_nothing_of_the_environment_is_told(tmp_path: Path, monkeypatch: pytest.
 def test_beside_a_trainer_all_is_told_by_its_end(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     run.begin_attempt()
-    run.adapt(["track.tensorboard=true", "track.every_seconds=0.05"])
+    run.adapt(["track.tensorboard=true"])
     with tracked(run, run.config()):
         for number in range(1, 4):
             write(run.metrics_file("trainer"), [step(number, 1.0, loss=float(number))])

@@ -11,7 +11,7 @@ import torch
 from learner_worker import DEADLINE, join, log_to, make_batch, make_config, start
 from tiny_models import make_random_model
 
-from tba_hpc.config import Config, ConfigError, parse_config
+from tba_hpc.config import Config, parse_config
 from tba_hpc.core import batch as batches
 from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling, TrajectoryBatch
 from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
@@ -58,10 +58,14 @@ def test_the_trainer_scores_as_a_searcher_does_and_trains_on_as_before(
 ) -> None:
     """Three groups over two ranks, between optimizer steps, under the initial policy and an exported one."""
     model = make_random_model(tmp_path / "model", tied=False, spread=0.15)
-    settings = {"zero_stage": stage, "tokens_per_micro_batch": budget, "reference": reference}
+    settings = {
+        "zero_stage": stage,
+        "tokens_per_micro_batch": budget,
+        "reference": {"name": reference, "scored_by": "trainer"},
+    }
     if reference == "reset":
-        settings["reference"] = {"name": "reset", "every": RESET}
-    plain = make_config(model, ranks=ranks, context_length=48, reference_scored_by="trainer", **settings)
+        settings["reference"]["every"] = RESET
+    plain = make_config(model, ranks=ranks, context_length=48, **settings)
     tree = plain.model_dump(mode="json")
     tree["model"]["lora"] = lora
     config = parse_config(tree)
@@ -130,10 +134,3 @@ def test_a_model_that_visits_a_gpu_comes_home_as_it_was(tmp_path: Path) -> None:
         model.get_input_embeddings().weight.data.zero_()
         raise ZeroDivisionError
     assert places() == home and torch.equal(model(tokens).logits, expected)
-
-
-def test_a_reference_that_nobody_computes_is_not_given_to_the_trainer() -> None:
-    tree = make_config(Path("model"), ranks=1).model_dump(mode="json")
-    for train in ({"reference": "behaviour"}, {"objective": "oapl", "reference": "behaviour"}):
-        with pytest.raises(ConfigError, match="reference_scored_by=trainer would be ignored"):
-            parse_config(tree | {"train": {**train, "reference_scored_by": "trainer"}})

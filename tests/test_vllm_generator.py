@@ -84,9 +84,10 @@ def _generator(
     policy_temperature: float = 1.0,
     dtype: Dtype = "float32",
     fp32_head: bool = True,
+    limits: dict[str, float] | None = None,
     **options: object,
 ) -> VllmGenerator:
-    """options: of the section."""
+    """limits: of the engine's process. options: of the section."""
     model = ModelSection(
         path=str(folder),
         dtype=dtype,
@@ -97,7 +98,7 @@ def _generator(
     section = GeneratorSection(
         completions_per_prompt=4, prompts_in_flight=SEQUENCES // 4, kv_cache_mb=16, **options
     )
-    return VllmGenerator(model, section, seed=0)
+    return VllmGenerator(model, section, seed=0, **(limits or {}))
 
 
 def _close(generator: VllmGenerator) -> None:
@@ -586,7 +587,7 @@ def test_an_engine_that_fails_is_rebuilt_and_loses_nothing(served: Served) -> No
     groups, rebuilds = _begin(generator, *map(_request, range(100))), generator.rebuilds
     for number in failures:
         failed = generator._engine
-        failed._start_seconds = failed._deadline_seconds = 1.0
+        failed._start_seconds = failed._silence_seconds = 1.0
         os.kill(failed.pid, number)
         while generator._engine is failed:
             groups += generator.step()
@@ -611,13 +612,13 @@ def test_it_gives_up_where_no_engine_survives(tmp_path: Path) -> None:
 
 def test_building_has_a_limit_of_its_own(served: Served, tmp_path: Path) -> None:
     """An engine is silent while it is built, for longer than one at work may be; that, too, has an end."""
-    generator = _generator(served.folder, deadline_seconds=0.5)
+    generator = _generator(served.folder, limits={"silence_seconds": 0.5})
     while not generator._engine.ready:
         assert generator.step() == []
     assert generator.rebuilds == 0
     generator.close()
-    generator = _generator(served.folder, start_seconds=0.2)
-    late = r"died 4 times .*\(the last one was not built within generator.start_seconds=0.2\)"
+    generator = _generator(served.folder, limits={"start_seconds": 0.2})
+    late = r"died 4 times .*\(the last one was not built within 0.2 s, by launch.timeout_seconds\)"
     with pytest.raises(EngineError, match=late):
         while True:
             assert generator.step() == []

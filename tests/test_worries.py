@@ -51,7 +51,7 @@ HEALTHY: Values = {
 
 
 EXPLORING: Values = {"search/entropy": lambda step: 0.4}
-AS_SAMPLED = {"deduplicate": False, "reward_temperature": None}
+AS_SAMPLED = {"duplicates": "none", "reward_temperature": None}
 
 
 def history_of(values: Values, *, searchers: int = 2) -> History:
@@ -239,13 +239,13 @@ STALE: dict[str, Any] = {"train": {"objective": "grpo"}}
             {},
             None,
             {"train": {"objective": "grpo"}, "buffer": {"reward_temperature": 2}},
-            r"By buffer.deduplicate=true and buffer.reward_temperature=2 groups are not as they were sampled",
+            r"By buffer.duplicates=equal and buffer.reward_temperature=2 groups are not as they were sampled",
         ),
         (
             {},
             None,
             {"train": {"objective": "dr_grpo"}, "buffer": {"most_on_policy": 1}},
-            r"By buffer.deduplicate=true groups are not as .* biases train.objective=dr_grpo",
+            r"By buffer.duplicates=equal groups are not as .* biases train.objective=dr_grpo",
         ),
         (
             {"train/flat_groups": lambda step: 0.95, **EXPLORING},

@@ -17,6 +17,7 @@ import numpy as np
 import typer
 
 from tba_hpc.config import BufferSection
+from tba_hpc.config.variants import Duplicates, EditDuplicates, EmbeddingDuplicates, EqualDuplicates
 from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.types import RECORD, Ragged, Trajectories
 
@@ -47,15 +48,15 @@ def embed(completions: Ragged) -> np.ndarray:
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
-def milliseconds(live: int, **nearness: object) -> float:
+def milliseconds(live: int, duplicates: Duplicates) -> float:
     """CPU time for one of NEW completions that are merged into ``live`` others."""
     rng = np.random.default_rng(live)
     plain = BufferSection(capacity=2 * live, capacity_per_prompt=2 * live)
     first = ReplayBuffer(plain, seed=0)
     first.merge(completions(rng, live), 0)
     state = first.state()
-    by_embeddings = "similarity_limit" in nearness
-    buffer = ReplayBuffer(plain.model_copy(update=nearness), 0, embed=embed if by_embeddings else None)
+    config = plain.model_copy(update={"duplicates": duplicates})
+    buffer = ReplayBuffer(config, 0, embed=embed if config.embedding_model else None)
     buffer.restore({**state, "embeddings": embed(first.trajectories().completions)})
     buffer.merge(completions(rng, 1), 0)  # spells the words of all
     new = completions(rng, NEW)
@@ -84,9 +85,9 @@ def main(
     rows = [
         {
             "live": live,
-            "plain_ms": milliseconds(live),
-            "edits_ms": milliseconds(live, near_duplicates=SHARE),
-            "cosine_ms": milliseconds(live, similarity_limit=LIMIT),
+            "plain_ms": milliseconds(live, EqualDuplicates()),
+            "edits_ms": milliseconds(live, EditDuplicates(limit=SHARE)),
+            "cosine_ms": milliseconds(live, EmbeddingDuplicates(limit=LIMIT)),
         }
         for live in LIVE
     ]
@@ -95,9 +96,7 @@ def main(
     if as_json:
         print(json.dumps(rows))
         return
-    print(
-        f"{'live':>8} {'plain, ms':>10} {f'near_duplicates: {SHARE}':>22} {f'similarity_limit: {LIMIT}':>22}"
-    )
+    print(f"{'live':>8} {'plain, ms':>10} {f'edits: {SHARE}':>22} {f'embeddings: {LIMIT}':>22}")
     for row in rows:
         print(
             f"{row['live']:>8,} {row['plain_ms']:>10.3f} {row['edits_ms']:>22.3f} {row['cosine_ms']:>22.3f}"

@@ -37,6 +37,7 @@ from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.prompts import Progress
 from tba_hpc.core.types import RECORD, Publication, Ragged, Shard, Trajectories, WeightLayout, make_uid
 from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange
+from tba_hpc.exchange.hdf5_shards import with_image
 from tba_hpc.exchange.weight_changes import find_changes
 from tba_hpc.launch.local import child_environment, find_mpiexec
 
@@ -336,9 +337,7 @@ def open_trainer(world: MpiWorld, layout: WeightLayout, delta: Travel = "never")
         layout,
         bucket_mb=BUCKET_MB,
         delta=delta,
-        read_pending=lambda cursors: (),
         progress=Progress(),
-        evaluated=lambda split, version: True,
     )
 
 
@@ -588,7 +587,8 @@ def synthetic_shard(searcher: int, index: int) -> Shard:
     completions = Ragged.from_rows([rng.integers(0, 32000, length) for length in lengths], np.int32)
     prompts = Ragged.from_rows([rng.integers(0, 32000, 64) for _ in range(PROMPTS)], np.int32)
     logprobs, ref_logprobs = -rng.random((2, len(completions.values)), np.float32)
-    return Shard(searcher, index, Trajectories(record, prompts, completions, logprobs, ref_logprobs))
+    trajectories = Trajectories(record, prompts, completions, logprobs, ref_logprobs)
+    return with_image(Shard(searcher, index, trajectories))
 
 
 if __name__ == "__main__":

@@ -159,9 +159,8 @@ def measure_learner(
 
 def measure_reference(config: Config, shape: Shape, rate: float) -> Row:
     """The reference policy on one group."""
-    chunk = config.train.logprob_chunk_tokens
     policy = load_policy(config.model.path, config.model.dtype)
-    reference = HfReference(policy, chunk_tokens=chunk, fp32_head=config.model.fp32_head)
+    reference = HfReference(policy, fp32_head=config.model.fp32_head)
     group = make_group(shape)
     seconds = best(lambda: reference.logprobs(group))
     return _row("reference log-probabilities of a group, ms", 1e3, seconds, group_flops(shape) / rate)

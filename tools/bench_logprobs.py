@@ -55,7 +55,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4096, help="completion tokens of the batch")
     parser.add_argument("--vocabulary", type=int, default=65536)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--chunk", type=int, default=256, help="train.logprob_chunk_tokens")
+    parser.add_argument("--chunk", type=int, default=256, help="tokens whose logits are held at once")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--variant", choices=["plain", "chunked"], help=argparse.SUPPRESS)
     return parser.parse_args()

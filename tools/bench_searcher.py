@@ -114,7 +114,7 @@ class Bench:
         self._task = load_task(config.task, tokenizer, partial(VllmVictim, seed=1))
         policy = load_policy(config.model.path, config.model.dtype)
         self._update = own_weights(policy.state_dict())
-        self._reference = HfReference(policy, chunk_tokens=config.train.logprob_chunk_tokens)
+        self._reference = HfReference(policy)
         self._metrics = self._run.metrics_file("searcher")
         self.generator = VllmGenerator(config.model, config.generator, seed=0)
 

@@ -69,9 +69,7 @@ SETTINGS = (
     "train.prompts_per_step=32",  # slow steps: few of them are needed
     "evaluate.validation_prompts=0",
     "evaluate.test_prompts=64",
-    "exchange.deadline_seconds=60",
-    "generator.deadline_seconds=40",
-    "generator.start_seconds=120",  # on two cores that do other work, too, 40 were once too few
+    "launch.timeout_seconds=80",  # an engine that is silent for 40 s is replaced
 )
 
 STEPS_BETWEEN = 4

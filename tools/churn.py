@@ -243,7 +243,6 @@ def begin(cluster: Cluster, root: Path, options: argparse.Namespace) -> Churn:
         "train.prompts_per_step=8",
         "train.learning_rate={schedule: constant, peak: 1.0e-5}",
         f"launch.elastic={nodes}",
-        "launch.elastic_patience_seconds=600",
     ]
     submit = (sys.executable, HOME / "tools" / "submit.py")
     own = cluster.run(

@@ -173,7 +173,6 @@ def engine(book: Book, scratch: Path, tiny: bool) -> None:
             book.note(f"generation, {name}", tokens / (time.monotonic() - began), "tokens/s")
         reference = HfReference(
             load_policy(config.model.path, config.model.dtype),
-            chunk_tokens=config.train.logprob_chunk_tokens,
             fp32_head=fp32_head,
         )
         gaps = [

@@ -21,8 +21,7 @@ from tba_hpc.checks.machine_checks import look
 from tba_hpc.checks.mpi_checks import Fabric, Sums, World
 from tba_hpc.core.ports import ExchangeError
 from tba_hpc.core.types import Role, WeightLayout
-from tba_hpc.exchange.background import Waiting, run
-from tba_hpc.exchange.mpi_world import LEADER, MpiWorld, NodeMemory, Tag, library_version
+from tba_hpc.exchange.mpi_world import BUCKET_MB, LEADER, MpiWorld, NodeMemory, Tag, library_version
 from tba_hpc.run.directory import RunDir
 
 SMALL, LARGE, WEIGHTS, SUMMED = 8, 64 << 20, 128 << 20, 256 << 20
@@ -30,6 +29,9 @@ SMALL, LARGE, WEIGHTS, SUMMED = 8, 64 << 20, 128 << 20, 256 << 20
 
 PING_SECONDS = 0.5
 """Time for each size of message; two of them go in any case."""
+
+NO_PAUSE = 0.0
+"""Between two looks, for any would be longer than what is measured."""
 
 REPETITIONS = 5
 """All-reduces that are timed."""
@@ -45,7 +47,7 @@ def greet(directory: RunDir, role: Role, *, gpus: bool) -> None:
         role,
         trainers=config.launch.trainers,
         searchers=config.launch.searchers,
-        deadline=config.launch.start_deadline_seconds,
+        deadline=config.launch.start_seconds,
     )
     if world.local_index == 0:
         model = config.model.path
@@ -54,11 +56,11 @@ def greet(directory: RunDir, role: Role, *, gpus: bool) -> None:
     note(directory, world, facts)
     if world.rank == LEADER:
         directory.mark_finished()  # as a run; what is measured from here on may fail by itself
-    facts = replace(facts, fabric=measure(world, config.exchange.bucket_mb))
+    facts = replace(facts, fabric=measure(world, BUCKET_MB))
     note(directory, world, facts)
     if gpus:
         store = directory.attempt / "group"
-        sums = all_reduce(store, rank=world.rank, ranks=len(world.living), deadline=world.deadline)
+        sums = all_reduce(store, rank=world.rank, ranks=world.comm.size, deadline=world.deadline)
         note(directory, world, replace(facts, sums=sums))
 
 
@@ -93,8 +95,9 @@ def one_way(world: MpiWorld, peer: int, nbytes: int) -> float:
     message = np.ones(nbytes, np.uint8)
     if world.rank == peer:
         while message[0]:
-            _spin(world.wait_for([world.receive(message, LEADER, Tag.PING)], "did not ping"))
-            _spin(world.wait_for([world.send(message, LEADER, Tag.PING)], "did not take its ping back"))
+            world.wait_for([world.receive(message, LEADER, Tag.PING)], "did not ping", pause=NO_PAUSE)
+            sent = world.send(message, LEADER, Tag.PING)
+            world.wait_for([sent], "did not take its ping back", pause=NO_PAUSE)
     if world.rank != LEADER:
         return 0.0
     trips: list[float] = []
@@ -108,7 +111,7 @@ def one_way(world: MpiWorld, peer: int, nbytes: int) -> float:
 
 def _there_and_back(world: MpiWorld, peer: int, message: np.ndarray, back: np.ndarray) -> None:
     both = [world.receive(back, peer, Tag.PING), world.send(message, peer, Tag.PING)]
-    _spin(world.wait_for(both, "did not answer a ping"))
+    world.wait_for(both, "did not answer a ping", pause=NO_PAUSE)
 
 
 def spread(world: MpiWorld, bucket_mb: int) -> float:
@@ -126,19 +129,13 @@ def _connected(world: MpiWorld, bucket_mb: int) -> NodeMemory:
 
 def _spread_once(world: MpiWorld, memory: NodeMemory, write: int) -> None:
     """Back, at the leader, when all ranks have them."""
-    run(memory.spread(write))
+    memory.spread(write)
     empty = np.empty(0, np.uint8)
     if world.rank == LEADER:
         there = [world.receive(empty, rank, Tag.STATUS) for rank in world.peers]
     else:
         there = [world.send(empty, LEADER, Tag.STATUS)]
-    run(world.wait_for(there, "did not receive the weights"))
-
-
-def _spin(waiting: Waiting) -> None:
-    """Wait without a pause, which would be longer than what is measured."""
-    for _ in waiting:
-        pass
+    world.wait_for(there, "did not receive the weights")
 
 
 def _seconds(action: Callable[[], None]) -> float:

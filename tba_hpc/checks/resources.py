@@ -26,7 +26,7 @@ def resources(config: Config, *, of_custom_task: bool = True) -> list[Resource]:
 
     of_custom_task: whether a task of the user's own is imported, to be asked.
     """
-    models = {"model.path": config.model.path, "buffer.embedding_model": config.buffer.embedding_model}
+    models = {"model.path": config.model.path, "buffer.duplicates.model": config.buffer.embedding_model}
     files = {"task.train_file": config.task.train_file, "task.test_file": config.task.test_file}
     asked = of_custom_task or config.task.name in TASKS
     return [

@@ -297,7 +297,7 @@ def check_preemption(facts: SlurmFacts, partition: Mapping[str, str], site: Site
             title,
             f"PreemptMode={mode} stops the ranks of a job where they stand, maybe not all of them",
             "choose a partition that requeues; a rank that stays silent ends the step after "
-            "exchange.deadline_seconds",
+            "launch.timeout_seconds",
         )
     if kind == "preempt/qos":
         return ok(title, "by QOS; its grace: sacctmgr show qos format=name,preemptmode,gracetime")

@@ -64,7 +64,7 @@ def refuse_bad_task(
 
 def check(config: Config) -> None:
     """Load the task and look at all its prompts. Raises ConfigError."""
-    _require_model("buffer.embedding_model", config.buffer.embedding_model)
+    _require_model("buffer.duplicates.model", config.buffer.embedding_model)
     _require_folder(config.model.path)
     if isinstance(config.train.objective, OwnObjective) and find_spec("torch"):  # which losses import
         find_function(f"train.objective={config.train.objective.name}", config.train.objective.name)

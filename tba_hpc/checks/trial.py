@@ -108,7 +108,7 @@ def prepare(
     tree["launch"] = {
         "trainers": split.trainer.ranks,
         "searchers": split.searcher.ranks,
-        "start_deadline_seconds": JOIN_SECONDS,
+        "timeout_seconds": JOIN_SECONDS / 3,
     }
     config = parse_config(tree)
     job = Job(

@@ -25,9 +25,6 @@ from tba_hpc.run.owners import owned
 RECORDED = ("task.", "generator.", "model.logprob_temperature")
 """Keys of what the shards are; they stay."""
 
-OF_THE_REFERENCE = ("reference", "reference_scored_by")
-"""Of train: what the recorded log-probabilities depend on."""
-
 NOTE = "replay.json"
 """Of which run a replay is, and in which order."""
 
@@ -90,15 +87,10 @@ def replay_config(source: RunDir, recorded: Config, steps: int, overrides: Seque
 def _leave_out_what_follows(train: dict[str, Any], given: Mapping[str, str]) -> None:
     """Take out of the recorded section what followed from its other keys, and will from those ``given``."""
     objective = given.get("train.objective", train["objective"]["name"])
-    recorded = train["reference"]["name"]
     if "train.objective" in given:
         del train["ratio_bound"]
-    reference = given.get("train.reference", recorded)
     if objective == "oapl":
-        reference = "behaviour"
         del train["reference"]
-    if reference != recorded:
-        del train["reference_scored_by"]  # nobody then, or as the other one has it
 
 
 def read_recorded(
@@ -106,12 +98,11 @@ def read_recorded(
 ) -> tuple[Recording, RecordedShards]:
     """What a run has recorded, as a replay by ``config`` needs it. Raises ConfigError if it is gone."""
     before, now = recorded.train, config.train
-    same = all(getattr(before, key) == getattr(now, key) for key in OF_THE_REFERENCE)
-    if now.reference.scored and not same:
+    if now.reference.scored and now.reference != before.reference:
         raise ConfigError(
             f"train.reference={now.reference.name} needs log-probabilities that {source.path} did not "
-            f"record, with train.reference={before.reference.name} and train.reference_scored_by="
-            f"{before.reference_scored_by}: leave both out, or set the first to behaviour"
+            f"record, with train.reference={value_text(before.reference.model_dump())}: leave it out, or "
+            "set it to behaviour"
         )
     recording = Recording.of(source)
     if config.exchange.sync_every != recorded.exchange.sync_every:

@@ -1,7 +1,6 @@
-"""What a config chooses by name, each choice with the keys that it alone has: objective, bound, reference.
+"""What a config chooses by name, each choice with keys of its own: objective, bound, reference, duplicates.
 
-``{name: oapl, value_beta: 1}``; the name by itself is short for a choice with its defaults. Imports no heavy
-library.
+``{name: oapl, value_beta: 1}``; the name alone is short for its defaults. Imports no heavy library.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 LossNormaliser = Literal["sum", "completion_tokens", "batch_tokens", "max_tokens"]
 
 OWN = "module:function"
-"""Tag of an objective of the user's, whose name says where it is."""
+"""Tag of an objective of the user's own."""
 
 
 class Section(BaseModel):
@@ -28,10 +27,9 @@ class Section(BaseModel):
 class ObjectiveSection(Section):
     """A loss over whole groups.
 
-    policy_gradient: its gradient is unbiased only on completions distributed as the policy sampled them.
-    own_samples: it takes log-probabilities and samples to be of one policy. bounded: what old data may pull
-    is bounded by its own formula, so that train.ratio_bound is not for it. tapered: a taper is that bound
-    where none is given. normaliser: what its loss is divided by as it was published.
+    policy_gradient: unbiased only on completions as the policy sampled them. own_samples: log-probabilities
+    and samples are of one policy. bounded: its own formula bounds old data, train.ratio_bound is not for it.
+    tapered: train.ratio_bound is taper if left out. normaliser: what the published loss is divided by.
     """
 
     policy_gradient: ClassVar[bool] = False
@@ -50,12 +48,12 @@ class TrajectoryBalance(ObjectiveSection):
     name: Literal["trajectory_balance"] = "trajectory_balance"
     """TB, the squared residual of VarGrad."""
     log_z: LogZ = "behaviour"
-    """Whose log-probabilities the estimate of log Z takes. behaviour: those of the weights that sampled, so
-    that a group's completions cannot sink together as data grow old. policy: the current ones, equation 7 to
-    the letter, for data that are (nearly) fresh or a large replay buffer. none: no KL in it; what tells
-    engine and learner apart then counts as reward where log-probabilities of both meet in the KL."""
+    """Log-probabilities in the estimate of log Z. behaviour: of the weights that sampled, so that a group's
+    completions cannot sink together as data age. policy: current ones, equation 7 to the letter, for (nearly)
+    fresh data or a large replay buffer. none: no KL in it; differences of engine and learner then count as
+    reward."""
     gap_clip: float | None = Field(None, gt=0)
-    """Nats beyond which a residual pulls no harder; none: no limit."""
+    """Nats beyond which a residual pulls no harder. null: no limit."""
 
 
 class TbaPrime(ObjectiveSection):
@@ -73,8 +71,8 @@ class Oapl(ObjectiveSection):
     name: Literal["oapl"] = "oapl"
     """OAPL: regression on optimal advantages against the lagged policy."""
     value_beta: float | None = Field(None, gt=0)
-    """β₁ of V̂ = β₁·log mean exp(r/β₁) over all completions of a request, in units of the reward. None:
-    beta.start, with which the target is π_lag·exp(r/β)/Z."""
+    """β₁ of V̂ = β₁·log mean exp(r/β₁) over all completions of a request, in units of the reward. null:
+    train.beta of step 0, with which the target is π_lag·exp(r/β)/Z."""
 
 
 class PolicyGradient(ObjectiveSection):
@@ -83,8 +81,8 @@ class PolicyGradient(ObjectiveSection):
 
 class Shifted(PolicyGradient):
     baseline_shift: float = 0.0
-    """δ added to the baseline of the advantages, in units of the reward. Below 0 successes pull more than
-    failures push, as stale data asks for (AsymRE)."""
+    """δ added to the advantages' baseline, in units of the reward. Below 0 successes pull more than failures
+    push, as stale data asks for (AsymRE)."""
 
 
 class Rloo(Shifted):
@@ -108,8 +106,8 @@ class ClippedTokens(PolicyGradient):
     """How far π_θ/π_behaviour of a token may leave 1 before its gradient stops."""
     second_moment_limit: float | None = Field(None, gt=0)
     """Instead of clipping, mask the tokens furthest beyond 1 until the mean of (log π_θ/π_behaviour)² over
-    the others beyond it, in a micro-batch (in a group, where those are filled by tokens), is at most this,
-    nats² (M2PO, where it is .04). None: clip."""
+    the others beyond it, per micro-batch (per group, if those are filled by tokens), is at most this, nats²
+    (M2PO: .04). null: clip."""
 
 
 class Grpo(ClippedTokens):
@@ -129,10 +127,8 @@ class Gspo(PolicyGradient):
 
     name: Literal["gspo"] = "gspo"
     """GRPO with one ratio for a completion: the geometric mean of its tokens'."""
-    clip_low: float = Field(3e-4, gt=0, lt=1)
-    """How far that ratio may fall below 1 before its gradient stops."""
-    clip_high: float = Field(4e-4, gt=0)
-    """How far it may rise above 1."""
+    ratio_clip: tuple[Annotated[float, Field(gt=0, lt=1)], Annotated[float, Field(gt=0)]] = (3e-4, 4e-4)
+    """How far that ratio may fall below and rise above 1 before its gradient stops."""
 
 
 class Topr(PolicyGradient):
@@ -151,7 +147,7 @@ class OnlineDpo(ObjectiveSection):
 
 class OwnObjective(ObjectiveSection):
     name: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    """``module:function`` of your own, beside the config, in the folder of the command, or installed: it gets
+    """A function of your own, beside the config, in the folder of the command, or installed: it gets
     tba_hpc.objectives.Groups and β, and returns a loss for each completion."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of its own."""
@@ -192,15 +188,19 @@ class SequenceMask(Section):
 
 
 class ReferenceSection(Section):
-    """What π_ref is.
-
-    scored: whether a model of it scores every trajectory once, which keeps these log-probabilities.
-    """
+    """What π_ref is. scored: whether a model of it scores every trajectory once."""
 
     scored: ClassVar[bool] = True
 
 
-class FrozenReference(ReferenceSection):
+class ModelReference(ReferenceSection):
+    scored_by: Literal["searcher", "trainer"] = "searcher"
+    """Who computes log π_ref. searcher: of everything, as it is generated. trainer: of what it samples, once;
+    searchers then hold no second model, and log no KL of fresh samples. Each trainer rank's copy stays in
+    host memory, and visits the GPU when needed; with model.lora, frozen is the policy without adapter."""
+
+
+class FrozenReference(ModelReference):
     name: Literal["frozen"] = "frozen"
     """The initial model."""
 
@@ -209,10 +209,10 @@ class BehaviourIsReference(ReferenceSection):
     scored = False
 
     name: Literal["behaviour"] = "behaviour"
-    """The weights that sampled: no model is loaded (always so with OAPL)."""
+    """The weights that sampled; no model is loaded (always with OAPL)."""
 
 
-class ResetReference(ReferenceSection):
+class ResetReference(ModelReference):
     name: Literal["reset"] = "reset"
     """The policy itself, anew every so many steps."""
     every: int = Field(50, ge=1)
@@ -223,29 +223,58 @@ class EmaReference(ReferenceSection):
     scored = False
 
     name: Literal["ema"] = "ema"
-    """A moving average of the policy's weights, that of the initial model at first: decay·average +
-    (1 − decay)·policy after every optimizer step. The trainer ranks share it out over their host memory, in
-    float32, and compute log π_ref anew whenever a trajectory is learned from. Not with model.lora."""
+    """A moving average of the policy's weights: decay·average + (1 − decay)·policy after every step. The
+    trainer ranks shard it over their host memory, in float32, and compute log π_ref whenever a trajectory is
+    learned from. Not with model.lora."""
     decay: float = Field(0.9, gt=0, lt=1)
-    """What of it stays in a step; it lags decay/(1 − decay) steps behind."""
+    """Share that stays in a step; the average lags decay/(1 − decay) steps behind."""
 
 
 class LaggedReference(ReferenceSection):
     scored = False
 
     name: Literal["lagged"] = "lagged"
-    """What such an average would say, to first order, without a model: log π_ref = log π_θ − c·(log π_θ −
-    log π_behaviour) of each token, c = decay/((1 − decay)·Δ), Δ the optimizer steps since the weights that
-    sampled it; π_θ where there are none. Not with a target_temperature or reference_temperature."""
+    """Such an average to first order, without a model: per token log π_ref = log π_θ − c·(log π_θ −
+    log π_behaviour), c = decay/((1 − decay)·Δ), Δ the steps since the weights that sampled it (π_θ if 0). Not
+    with a target_temperature or reference_temperature."""
     decay: float = Field(0.9, gt=0, lt=1)
     """Of that average."""
+
+
+# --- Duplicates ---
+
+
+class NoDuplicates(Section):
+    name: Literal["none"] = "none"
+    """Every completion is stored: groups are as the policy sampled them."""
+
+
+class EqualDuplicates(Section):
+    name: Literal["equal"] = "equal"
+    """Equal completions: the newest is kept."""
+
+
+class EditDuplicates(Section):
+    name: Literal["edits"] = "edits"
+    """Completions that few edits of tokens turn into each other: the better one is kept."""
+    limit: float = Field(0.25, gt=0, le=0.5)
+    """Share of the tokens of both below which edits are few."""
+
+
+class EmbeddingDuplicates(Section):
+    name: Literal["embeddings"] = "embeddings"
+    """Completions whose embeddings are alike: the better one is kept."""
+    limit: float = Field(0.4, ge=0, lt=1)
+    """Cosine of the embeddings above which they are alike."""
+    model: str = "sentence-transformers/all-MiniLM-L6-v2"
+    """Folder or hub name of the sentence encoder; the leading trainer runs it."""
 
 
 # --- Unions ---
 
 
 def _by_name(first: str) -> BeforeValidator:
-    """A name by itself is a choice with its defaults; keys without a name are of the ``first`` choice."""
+    """A name alone is a choice with its defaults; keys without a name are of the ``first`` choice."""
 
     def whole(value: object) -> object:
         if isinstance(value, str):
@@ -256,7 +285,7 @@ def _by_name(first: str) -> BeforeValidator:
 
 
 def _kind(value: Any) -> str | None:
-    """Which objective a value is; None where it is none."""
+    """Tag of a value; None if it has no name."""
     name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
     return OWN if isinstance(name, str) and ":" in name else name
 
@@ -287,9 +316,15 @@ ReferenceChoice = Annotated[
     _by_name("frozen"),
 ]
 
+Duplicates = Annotated[
+    NoDuplicates | EqualDuplicates | EditDuplicates | EmbeddingDuplicates,
+    Discriminator("name"),
+    _by_name("equal"),
+]
+
 
 def choices(annotation: Any) -> dict[str, type[Section]]:
-    """By tag, the sections that a union by name chooses from; none where ``annotation`` is no such union."""
+    """By tag, the sections that a union by name chooses from; {} if ``annotation`` is no such union."""
     parts = [get_args(part)[0] if hasattr(part, "__metadata__") else part for part in get_args(annotation)]
     found = [part for part in parts if isinstance(part, type) and issubclass(part, Section)]
     return {_tag(part): part for part in found} if len(found) > 1 else {}

@@ -27,6 +27,9 @@ Key = int
 
 _REPLAY = int.from_bytes(b"replay")  # keeps this stream apart from others of the same seed
 
+UNIFORM_MIX = 0.1
+"""Share of uniform probability mixed into the softmax over reward."""
+
 COMPARED_AT_ONCE = 128
 """New completions whose edit distances or cosines to all others are held at once: memory against speed."""
 
@@ -469,7 +472,7 @@ class ReplayBuffer:
 
         With probability ``most_on_policy`` a group's prompt is drawn among those with trajectories of the
         most recent sync, and its completions uniformly among these. Otherwise the prompt is drawn among
-        all, and its completions by softmax(reward / reward_temperature) mixed with ``uniform_mix`` of
+        all, and its completions by softmax(reward / reward_temperature) mixed with UNIFORM_MIX of
         uniform. Either way the completions are distinct while there are K, else all of them and repeats by
         the same weights; with ``recent_fill: older`` the prompt's older trajectories come before repeats.
 
@@ -553,7 +556,7 @@ class ReplayBuffer:
         group = self._slots_of[prompt]
         slots = np.fromiter(group.values(), np.int64, len(group))
         first = recent & (self._store.sync[slots] == self._sync)
-        if recent and self._config.recent_fill == "repeat":
+        if recent:
             slots, first = slots[first], first[first]
         weight = self._weights(self._store.record["reward"][slots], equal=bool(first.all()))
         log_weight = np.log(np.maximum(weight, np.finfo(weight.dtype).tiny))
@@ -567,7 +570,7 @@ class ReplayBuffer:
     def _weights(self, reward_N: np.ndarray, *, equal: bool) -> np.ndarray:
         """float64 [N]: probability of each trajectory of a prompt, by reward unless ``equal``."""
         uniform = np.full(len(reward_N), 1 / len(reward_N))
-        temperature, mix = self._config.reward_temperature, self._config.uniform_mix
+        temperature, mix = self._config.reward_temperature, UNIFORM_MIX
         if equal or temperature is None:
             return uniform
         odds = np.exp((reward_N.astype(np.float64) - reward_N.max()) / temperature)

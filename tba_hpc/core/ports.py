@@ -270,12 +270,6 @@ class TrainerExchange(Protocol):
     def collect(self) -> list[Shard]:
         """Shards that arrived since the last call, each exactly once, in order per searcher."""
 
-    def lost(self) -> list[tuple[int, str]]:
-        """Searchers that have died, and their hosts, as far as found out since the last call.
-
-        The run goes on without them; the shards that they had sealed arrive as all others do.
-        """
-
     @property
     def stop_requested(self) -> bool:
         """Whether a searcher has been asked (by a signal) to stop the run."""

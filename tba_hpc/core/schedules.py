@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 
-from tba_hpc.config import LearningRate, Ramp, TrainSection
+import numpy as np
+
+from tba_hpc.config import LearningRate, Schedule, TrainSection
 from tba_hpc.config.variants import FrozenReference, ResetReference
 from tba_hpc.core.types import BEHAVIOUR
 
@@ -17,7 +19,7 @@ def learning_rate(train: TrainSection, step: int) -> float:
 
     Warm-up rises from zero *before* the first step: step 0 has peak / warmup_steps, step warmup_steps − 1
     has the peak. Decay ends at zero *after* the horizon's last step. So no step is spent on a rate of zero,
-    and warmup_stable_decay with 50/450/500 has exactly 450 steps between ramps of 50 and 500.
+    and a warm-up of 50 and a decay of 500 have exactly 450 of 1000 steps in between.
     """
     config = train.learning_rate
     if step < config.warmup_steps:
@@ -33,17 +35,14 @@ def laid_out_for(train: TrainSection) -> int:
 def _decay(config: LearningRate, step: int, horizon: int) -> float:
     """Share of the peak after warm-up."""
     left = max(0, horizon - step)
-    whole = max(1, horizon - config.warmup_steps)
+    share = min(1.0, left / (config.decay_steps or max(1, horizon - config.warmup_steps)))
     match config.schedule:
         case "constant":
             return 1.0
         case "linear":
-            return left / whole
+            return share
         case "cosine":
-            return _half_cosine(left / whole)
-        case "warmup_stable_decay":
-            share = min(1.0, left / max(1, config.decay_steps))
-            return share if config.decay == "linear" else _half_cosine(share)
+            return _half_cosine(share)
 
 
 def _half_cosine(share: float) -> float:
@@ -57,26 +56,17 @@ def beta(train: TrainSection, step: int) -> float:
     A target tempered as log R = [log π_ref/γ + r/β]/T is π_ref^p·exp(r/β′) with β′ = β·T and p = 1/(γ·T),
     the ``reference_power``: two numbers are all that a loss needs to know of three schedules.
     """
-    return ramp(train.beta, step) * ramp(train.target_temperature, step)
+    return at(train.beta, step) * at(train.target_temperature, step)
 
 
 def reference_power(train: TrainSection, step: int) -> float:
     """Power p = 1/(γ·T) of the reference in the target policy of ``step``; see ``beta``."""
-    return 1 / (ramp(train.reference_temperature, step) * ramp(train.target_temperature, step))
+    return 1 / (at(train.reference_temperature, step) * at(train.target_temperature, step))
 
 
-def ramp(config: Ramp, step: int) -> float:
-    """Value at ``step``; where linear, from ``start`` at step 0 to ``end`` at ``anneal_steps``.
-
-    From step ``jump_after`` on it is ``end``, wherever it was before.
-    """
-    if config.jump_after is not None and step >= config.jump_after:
-        assert config.end is not None, "Ramp's validator asks for it"
-        return config.end
-    if config.schedule == "constant":
-        return config.start
-    assert config.end is not None and config.anneal_steps > 0, "Ramp's validator asks for both"
-    return config.start + (config.end - config.start) * min(1.0, step / config.anneal_steps)
+def at(schedule: Schedule, step: int) -> float:
+    """Value of a schedule at ``step``: linear between its points, constant after the last."""
+    return float(np.interp(step, [start for start, _ in schedule], [value for _, value in schedule]))
 
 
 def reference(config: TrainSection, step: int) -> int:

@@ -323,11 +323,15 @@ class PaddedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """An immutable, sealed slice of a searcher's trajectories: number ``index`` of ``searcher``."""
+    """An immutable, sealed slice of a searcher's trajectories: number ``index`` of ``searcher``.
+
+    image: the bytes of its file, if they are at hand.
+    """
 
     searcher: int
     index: int
     trajectories: Trajectories
+    image: memoryview | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,10 +437,8 @@ class WeightUpdate:
     """Weights as a searcher gets them.
 
     data: uint8 [layout.nbytes]; it may be shared memory, valid until the next call of the exchange.
-    share: this searcher's place among those that evaluate, and their number; None: as configured.
     """
 
     publication: Publication
     layout: WeightLayout
     data: np.ndarray
-    share: tuple[int, int] | None = None

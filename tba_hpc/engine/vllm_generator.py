@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from tba_hpc.config import ConfigError, GeneratorSection, ModelSection
+from tba_hpc.config import ConfigError, GeneratorSection, LaunchSection, ModelSection
 from tba_hpc.core.ports import EngineError
 from tba_hpc.core.types import Completion, Group, Request, WeightUpdate
 from tba_hpc.engine.engine_channel import (
@@ -99,9 +99,20 @@ class VllmGenerator:
     """
 
     def __init__(
-        self, model: ModelSection, generator: GeneratorSection, *, seed: int, keys: Sequence[str] = KEYS
+        self,
+        model: ModelSection,
+        generator: GeneratorSection,
+        *,
+        seed: int,
+        keys: Sequence[str] = KEYS,
+        start_seconds: float = LaunchSection().start_seconds,
+        silence_seconds: float = LaunchSection().silence_seconds,
     ) -> None:
-        """keys: of the config, that of the path first, then those to look at where vLLM refuses."""
+        """keys: of the config, that of the path first, then those to look at where vLLM refuses.
+
+        start_seconds, silence_seconds: as an EngineProcess has them.
+        """
+        self._limits = {"start_seconds": start_seconds, "silence_seconds": silence_seconds}
         self._model = model
         self._keys = (*keys, "generator.engine") if generator.engine else keys
         self._generator = generator
@@ -143,8 +154,8 @@ class VllmGenerator:
     def step(self) -> list[Group]:
         """The groups finished since the last call; waits a moment where the engine has said nothing since.
 
-        An engine that died, was silent for ``generator.deadline_seconds``, or not built within
-        ``generator.start_seconds``, is replaced, and its requests start again. Raises EngineError after
+        An engine that died, was silent for ``silence_seconds``, or not built within
+        ``start_seconds``, is replaced, and its requests start again. Raises EngineError after
         REBUILDS_WITHOUT_RESULT replacements that finished nothing, and ConfigError where vLLM refuses the
         first one, or its model does not take all of the weights that it is given.
         """
@@ -234,10 +245,7 @@ class VllmGenerator:
 
     def _start(self) -> EngineProcess:
         settings = engine_settings(self._model, self._generator, seed=self._seed + self.rebuilds)
-        section = self._generator
-        return EngineProcess(
-            settings, start_seconds=section.start_seconds, deadline_seconds=section.deadline_seconds
-        )
+        return EngineProcess(settings, **self._limits)
 
     def _check_length(self, request: Request) -> None:
         prompt, completion = len(request.prompt.tokens), request.sampling.max_tokens
@@ -296,10 +304,10 @@ class EngineProcess:
     """A process with an engine in it, leader of a session of its own; it writes to this process's log.
 
     A signal to the rank's process group does not reach it: it ends when it is killed, or the rank is gone.
-    start_seconds: longest time until it is ready. deadline_seconds: longest silence from then on.
+    start_seconds: longest time until it is ready. silence_seconds: longest silence from then on.
     """
 
-    def __init__(self, settings: EngineSettings, *, start_seconds: float, deadline_seconds: float) -> None:
+    def __init__(self, settings: EngineSettings, *, start_seconds: float, silence_seconds: float) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             arguments = [msgspec.json.encode(settings).decode(), str(os.getpid()), str(theirs.fileno())]
@@ -312,7 +320,7 @@ class EngineProcess:
             )
         self._channel = Channel(ours, ANSWERS)
         self._start_seconds = start_seconds
-        self._deadline_seconds = deadline_seconds
+        self._silence_seconds = silence_seconds
         self._silence = 0.0
         self._looked = time.monotonic()
         self._last_word = ""
@@ -343,9 +351,9 @@ class EngineProcess:
         if self._channel.closed:
             return self._exit()
         if not self.ready and self._silence > self._start_seconds:
-            return f"was not built within generator.start_seconds={self._start_seconds:g}"
-        if self.ready and self._silence > self._deadline_seconds:
-            return f"was silent for more than generator.deadline_seconds={self._deadline_seconds:g}"
+            return f"was not built within {self._start_seconds:g} s, by launch.timeout_seconds"
+        if self.ready and self._silence > self._silence_seconds:
+            return f"was silent for more than {self._silence_seconds:g} s, by launch.timeout_seconds"
         return None
 
     def end(self) -> None:

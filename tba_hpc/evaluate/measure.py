@@ -260,7 +260,6 @@ def _load_reference(config: Config, path: str) -> Reference:
     policy = load_policy(path, config.model.dtype)
     return HfReference(
         policy,
-        chunk_tokens=config.train.logprob_chunk_tokens,
         temperature=config.model.policy_temperature,
         fp32_head=config.model.fp32_head,
     )

@@ -9,8 +9,8 @@ Weights to be evaluated stay in the list, and on disk, until their evaluation is
 them: a searcher takes those first, oldest first, and otherwise the newest.
 
 Others may lie there as what has changed since the publication before: a chain of such files begins with whole
-weights, and stays as long as its end. A searcher goes along it from what it has, or from the beginning; where
-a file is not what the list says, it asks for the newest whole.
+weights, and stays as long as its end. A searcher goes along it from what it has, or from the beginning. If a
+file of changes is damaged it keeps the weights that it has until a new chain begins.
 
 A searcher that joins leaves a note, and the trainer answers it in its next round: how far the run is by then
 lies in a file that the list names. So the answer is never that of a trainer that is gone.
@@ -74,7 +74,7 @@ POLL_SECONDS = 0.1
 Where it changes seldom, up to ten times as long: a fiftieth of the time since it did.
 """
 
-STOP, JOIN, HELD, PROGRESS, WHOLE = "stop-", "join-", "held-", "progress-", "whole-"
+STOP, JOIN, HELD, PROGRESS = "stop-", "join-", "held-", "progress-"
 """Beginnings of the names of notes to the trainer, of weights that a searcher reads, and of answers."""
 
 WEIGHTS, CHANGES = ".safetensors", ".changes"
@@ -175,7 +175,7 @@ class FileTrainerExchange:
         self._evaluated = evaluated
         self._patience = patience
         self._several = several
-        self._history = History(layout.nbytes) if delta else None
+        self._delta = DeltaMemory(layout.nbytes) if delta else None
         self._memory = np.zeros(0 if delta or several else layout.nbytes, np.uint8)
         self._remove_leftovers()
         self._completed = CompletedRequests.from_array(progress.completed.to_array())  # of the cursors below
@@ -198,7 +198,7 @@ class FileTrainerExchange:
             write(self._insist(lambda: self._incoming(publication.version)))
             self._round = self._worker.submit(self._flush_and_sync, publication)
             return True
-        memory = self._history.incoming if self._history else self._memory
+        memory = self._delta.incoming if self._delta else self._memory
         write(memory)
         return self.pass_on(publication, memory)
 
@@ -227,10 +227,6 @@ class FileTrainerExchange:
     def collect(self) -> list[Shard]:
         """Shards found since the last call, each exactly once, in order per searcher."""
         return [self._arrived.popleft() for _ in range(len(self._arrived))]
-
-    def lost(self) -> list[tuple[int, str]]:
-        """None: a searcher that has died cannot be told from one that is slow."""
-        return []
 
     @property
     def stop_requested(self) -> bool:
@@ -266,7 +262,7 @@ class FileTrainerExchange:
 
     def _write_and_sync(self, publication: Publication, weights: np.ndarray) -> None:
         """Write weights, or what of them has changed, and make that visible."""
-        changes = self._history.changes(weights) if self._history and may_lie_apart(publication) else None
+        changes = self._delta.changes(weights) if self._delta and may_lie_apart(publication) else None
         entry = self._entry(publication)
         if changes is None:
             self._write_whole(publication.version, weights)
@@ -274,8 +270,8 @@ class FileTrainerExchange:
             name = f"step-{publication.version:06d}-{entry.sequence}{CHANGES}"
             self._insist(lambda: publish(self._folder / name, changes.data))
             entry = replace(entry, file=name, changes=True, checksum=crc32(changes.data))
-        if self._history:
-            self._history.keep(weights, changes)
+        if self._delta:
+            self._delta.keep(weights, changes)
         self._sync(entry)
 
     def _write_whole(self, version: int, weights: np.ndarray) -> None:
@@ -301,7 +297,7 @@ class FileTrainerExchange:
         Notes of searchers that join stay: they may have come before their trainer.
         """
         for name in listing(self._folder):
-            if name.startswith((STOP, HELD, PROGRESS, WHOLE)) or (name.endswith(".tmp") and name != INCOMING):
+            if name.startswith((STOP, HELD, PROGRESS)) or (name.endswith(".tmp") and name != INCOMING):
                 (self._folder / name).unlink(missing_ok=True)
 
     @property
@@ -332,21 +328,10 @@ class FileTrainerExchange:
         self._find_shards()
         notes = self._notes()
         self._answer(notes)
-        if any(note.startswith(WHOLE) for note in notes):
-            self._give_whole()
         if self._manifest != before:
             self._announce()
             self._remove_superseded(notes)
         self._stop_requested |= any(note.startswith(STOP) for note in notes)
-
-    def _give_whole(self) -> None:
-        """Put the newest weights in place of their changes, for a searcher that cannot read these."""
-        newest, weights = self._manifest.entries[-1], self._history.last if self._history else None
-        if newest.changes and weights is not None:
-            whole = replace(self._entry(newest.publication), sequence=newest.sequence)
-            self._write_whole(newest.publication.version, weights)
-            self._name_incoming(whole.file)
-            self._manifest = replace(self._manifest, entries=(*self._manifest.entries[:-1], whole))
 
     def _name_incoming(self, name: str) -> None:
         """Give the incoming weights, which are durable, the name that is announced."""
@@ -356,7 +341,7 @@ class FileTrainerExchange:
     def _notes(self) -> list[str]:
         """Names of what searchers have left; what cannot be seen now will be in another round."""
         names: list[str] = unless_away(lambda: listing(self._folder), otherwise=[])
-        return [name for name in names if name.startswith((STOP, JOIN, WHOLE))]
+        return [name for name in names if name.startswith((STOP, JOIN))]
 
     def _answer(self, notes: list[str]) -> None:
         """Write down how far the run is for those that join."""
@@ -401,7 +386,6 @@ class FileTrainerExchange:
         needed = {self._manifest.progress, *(entry.file for entry in self._manifest.entries)}
         joined = self._manifest.joined.items()
         answered = {note for note in notes if note.startswith(JOIN) and _joining(note) in joined}
-        answered |= {note for note in notes if note.startswith(WHOLE)}
         with suppress(OSError):  # the next change tries again
             for name in listing(self._folder):
                 ours = name.startswith(PROGRESS) or name.endswith((WEIGHTS, CHANGES))
@@ -409,7 +393,7 @@ class FileTrainerExchange:
                     (self._folder / name).unlink(missing_ok=True)
 
 
-class History:
+class DeltaMemory:
     """What a trainer remembers of weights, so that the next can be given as what has changed.
 
     incoming: memory for the next, uint8 [nbytes].
@@ -428,11 +412,6 @@ class History:
         if changes is None or sum(self._sizes) + len(changes) > HEAVIEST_CHAIN * len(weights):
             return None
         return changes
-
-    @property
-    def last(self) -> np.ndarray | None:
-        """The weights published last, uint8 [nbytes]; None where that was by another process."""
-        return self._last if self._known else None
 
     def keep(self, weights: np.ndarray, changes: np.ndarray | None) -> None:
         """Remember what has been written, whole or as changes."""
@@ -501,7 +480,6 @@ class FileSearcherExchange:
         self._held: Path | None = None
         self._own = np.empty(0, np.uint8)  # a copy of weights, where changes of them are to be read
         self._own_sequence = -1
-        self._refused = -1  # sequence of the weights that could not be put together
         self._offered: list[int] = []
         with suppress(OSError):  # the next trainer removes it
             for left in folder.glob(f"{HELD}{searcher:04d}-*"):  # by one of our number that was killed
@@ -555,10 +533,8 @@ class FileSearcherExchange:
             _refuse_lasting(error)
             return None
         except DamagedError as error:
-            if self._refused != entry.sequence:
-                log.warning("%s: asking for whole weights instead", error)
-            self._refused = entry.sequence
-            self._leave_note(WHOLE)
+            log.warning("%s: these weights are left out", error)
+            self._seen = entry.sequence
             return None
         self._seen = entry.sequence
         return WeightUpdate(entry.publication, layout, data)
@@ -607,12 +583,9 @@ class FileSearcherExchange:
 
     def request_stop(self) -> None:
         """Leave a note that the trainer finds in its next round; call it again until it is heard."""
-        self._leave_note(STOP)
-
-    def _leave_note(self, kind: str) -> None:
         try:
             if self._folder.exists():
-                (self._folder / f"{kind}searcher-{self._searcher:04d}").touch()
+                (self._folder / f"{STOP}searcher-{self._searcher:04d}").touch()
         except OSError as error:
             _refuse_lasting(error)
 
@@ -683,7 +656,7 @@ class ElasticSearcherExchange(FileSearcherExchange):
     evaluates: whether it is this one that is to evaluate; all others take weights for others to evaluate.
     """
 
-    _remedy = "start the run again, or raise launch.elastic_patience_seconds where its job waits in the queue"
+    _remedy = "start the run again, or raise launch.timeout_seconds if its job waits in the queue"
 
     def __init__(
         self,

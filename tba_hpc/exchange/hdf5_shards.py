@@ -17,7 +17,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import h5py
@@ -72,6 +72,17 @@ def write_shard(path: Path, shard: Shard) -> None:
 
     Raises ValueError (check), DiskFullError, and FileExistsError where ``path`` holds anything else.
     """
+    data = shard_image(shard) if shard.image is None else shard.image
+    try:
+        publish(path, data, replace=False)
+    except FileExistsError:
+        if path.read_bytes() != data:
+            raise
+        fsync(path.parent)  # an error came after the name was given, and this is another try
+
+
+def shard_image(shard: Shard) -> memoryview:
+    """The bytes of a shard's file. Raises ValueError (check)."""
     trajectories = shard.trajectories
     trajectories.check()
     attributes = {"searcher": shard.searcher, "index": shard.index, "count": len(trajectories)}
@@ -84,13 +95,12 @@ def write_shard(path: Path, shard: Shard) -> None:
         "logprobs": trajectories.logprobs,
         "ref_logprobs": trajectories.ref_logprobs,
     }
-    data = _encode("shard", attributes, arrays)
-    try:
-        publish(path, data, replace=False)
-    except FileExistsError:
-        if path.read_bytes() != data:
-            raise
-        fsync(path.parent)  # an error came after the name was given, and this is another try
+    return _encode("shard", attributes, arrays)
+
+
+def with_image(shard: Shard) -> Shard:
+    """The same shard with the bytes of its file at hand. Raises ValueError (check)."""
+    return replace(shard, image=shard_image(shard))
 
 
 def read_shard(path: Path) -> Shard:
@@ -267,7 +277,8 @@ class ShardWriter:
         """
         if not self._open:
             return None
-        shard = Shard(self._searcher, self._index, _collect(self._open, self._searcher, self._index))
+        trajectories = _collect(self._open, self._searcher, self._index)
+        shard = with_image(Shard(self._searcher, self._index, trajectories))
         path = self._run.shard_file(self._searcher, self._index)
         try:
             insist(lambda: write_shard(path, shard), seconds=self._patience)

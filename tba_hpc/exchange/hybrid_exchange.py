@@ -21,7 +21,7 @@ SLOTS = 2
 """Publishes after which the memory of the first is written again."""
 
 
-class World(TrainerExchange, Protocol):
+class KeepsCopy(TrainerExchange, Protocol):
     """The exchange with those who stay, which keeps a copy of the weights that it has published."""
 
     def arrived(self) -> tuple[int, Publication, np.ndarray] | None:
@@ -35,7 +35,7 @@ class HybridTrainerExchange:
     where none is, nothing is copied.
     """
 
-    def __init__(self, world: World, board: FileTrainerExchange, *, visited: Callable[[], bool]) -> None:
+    def __init__(self, world: KeepsCopy, board: FileTrainerExchange, *, visited: Callable[[], bool]) -> None:
         self._world = world
         self._board = board
         self._visited = visited
@@ -63,10 +63,6 @@ class HybridTrainerExchange:
         """Shards of both sides."""
         self._pass_on()
         return self._world.collect() + self._board.collect()
-
-    def lost(self) -> list[tuple[int, str]]:
-        """Those of the world: nobody waits for the others."""
-        return self._world.lost()
 
     @property
     def stop_requested(self) -> bool:

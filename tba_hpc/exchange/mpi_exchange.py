@@ -1,4 +1,4 @@
-"""The exchange of weights and shards over MPI, in rounds that outlive the death of a searcher.
+"""The exchange of weights and shards over MPI, in rounds.
 
 It must not know how weights are made, used or stored, nor what a shard means; MPI itself is
 ``mpi_world``'s.
@@ -6,9 +6,9 @@ It must not know how weights are made, used or stored, nor what a shard means; M
 A round, started by the leader (trainer 0), runs on a communication thread at every rank:
 
     leader                                   every other rank
-    header (command, version, …)     ──►
+    header (purpose, version, …)     ──►
                                      ◄──     ready (how many shards, how large, stop asked)
-                                     ◄──     the shards, one flat message each
+                                     ◄──     the shards, each as the bytes of its file
     weights: buckets broadcast between the nodes, each from the node of the trainer rank that owns it,
              whole or as what has changed in it
                                      ◄──     confirmed
@@ -19,50 +19,53 @@ round n − 1 once it shows those weights to its main thread and the main thread
 nobody reads round n − 2 while it is overwritten. A round with weights to evaluate is confirmed only
 once the main thread has taken them, so that no newer ones can replace them. A searcher that is slow to
 confirm delays the next round, never the trainer's steps.
-
-A round in which a searcher dies is gone through again by those who are left: the weights are still in
-their slots, a searcher offers its shards anew, and the leader knows which it has. What the dead one had
-sealed and not delivered is read from disk. Where the newest weights were to be evaluated and a part is
-missing, they are shown once more, and each searcher that is left evaluates a larger share; an evaluation
-of older weights stays incomplete.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 
-from tba_hpc.config import ConfigError
-from tba_hpc.core.ports import IDLE_DEADLINES
+from tba_hpc.core.ports import IDLE_DEADLINES, ExchangeError
 from tba_hpc.core.prompts import Progress
-from tba_hpc.core.types import Publication, Shard, Split, WeightLayout, WeightUpdate
-from tba_hpc.exchange.background import IDLE_PAUSE, Background, Waiting
+from tba_hpc.core.types import Publication, Shard, WeightLayout, WeightUpdate
+from tba_hpc.exchange.hdf5_shards import parse_shard
 from tba_hpc.exchange.mpi_world import (
     LEADER,
     LONGEST_PAUSE,
-    MpiError,
     MpiWorld,
     NodeMemory,
     Pending,
     Tag,
     Travel,
 )
-from tba_hpc.exchange.shard_packing import pack_shard, unpack_shard
 
 log = logging.getLogger(__name__)
+
+IDLE_PAUSE = 2e-3
+"""Seconds between two looks at a peer that is not expected to answer soon."""
+
+LOOK_SECONDS, PYTHONS_SECONDS = 5e-5, sys.getswitchinterval()
+"""Longest that a main thread busy with Python keeps the exchange's from its next look, during a round and
+otherwise: MPI moves data only while someone looks, and Python's own 5 ms are long for that."""
 
 SHARDS_PER_ROUND, BYTES_PER_ROUND = 256, 1 << 30
 """Most that one searcher hands over in one round; the rest goes with the next."""
 
 
-class Command(IntEnum):
+class Purpose(IntEnum):
     """What a round is for."""
 
     PUBLISH = 1  # weights out, shards in
@@ -80,7 +83,7 @@ class Status(IntEnum):
 
 HEADER = np.dtype(
     [
-        ("command", "<i8"),
+        ("purpose", "<i8"),
         ("round", "<i8"),
         ("write", "<i8"),
         ("publication", "S512"),  # its JSON text, empty where no weights travel
@@ -97,45 +100,80 @@ READY = np.dtype(
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Round:
     """What a round is to do. write: number of publishes before; its parity is the slot."""
 
-    command: Command
+    purpose: Purpose
     write: int = 0
     publication: Publication | None = None
 
 
+@contextmanager
+def _attentive() -> Iterator[None]:
+    """While the block runs, this thread does not wait long for its turn."""
+    sys.setswitchinterval(LOOK_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(PYTHONS_SECONDS)
+
+
+class ExchangeThread:
+    """A thread that does one piece of work at a time. Once all ranks are connected it alone calls MPI."""
+
+    def __init__(self) -> None:
+        self._finished = True
+        self._error: ExchangeError | None = None
+        self._given: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        # One for all work: where every core is busy, the start of a thread may take half a second. A daemon:
+        # a process that ends by an error must not wait for a peer first.
+        threading.Thread(target=self._run, name="exchange", daemon=True).start()
+
+    def start(self, work: Callable[[], object]) -> None:
+        """Begin; what was given before is finished."""
+        self._finished = False
+        self._given.put(work)
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is under way. Raises ExchangeError if the last work failed."""
+        self.check()
+        return self._finished
+
+    def check(self) -> None:
+        """Raise ExchangeError if the last work failed."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while True:
+            work = self._given.get()
+            try:
+                work()
+            except ExchangeError as error:
+                self._error = error
+            except Exception as error:
+                self._error = ExchangeError(f"the exchange failed ({error}): see the logs of the other ranks")
+                self._error.__cause__ = error
+            self._finished = True
+
+
 class MpiTrainerExchange:
-    """The leader's end. Of its calls only ``close`` waits; see the module for a round.
+    """The leader's end. Of its calls only ``close`` waits; see the module for a round."""
 
-    read_pending, progress, evaluated: as the exchange over files has them.
-    """
-
-    def __init__(
-        self,
-        world: MpiWorld,
-        memory: NodeMemory,
-        *,
-        read_pending: Callable[[Mapping[int, int]], Iterable[Shard]],
-        progress: Progress,
-        evaluated: Callable[[Split, int], bool],
-    ) -> None:
+    def __init__(self, world: MpiWorld, memory: NodeMemory) -> None:
         self._world = world
         self._memory = memory
-        self._read_pending = read_pending
-        self._cursors = dict(progress.cursors)
-        self._evaluated = evaluated
         self._rounds = 0  # started so far
         self._writes = 0  # of these, with new weights
-        self._published: Order | None = None  # the last of these
-        self._service = Background(threaded=world.threaded)
+        self._published: Round | None = None  # the last of these
+        self._thread = ExchangeThread()
         self._arrived: deque[Shard] = deque()
-        self._lost: deque[tuple[int, str]] = deque()
         self._stop_requested = False
         self._closed = False
         log.info(
             "exchange: %d ranks on %d nodes, %.1f MB of weights",
-            *(len(world.living), memory.nodes, memory.layout.nbytes / 1e6),
+            *(world.comm.size, memory.nodes, memory.layout.nbytes / 1e6),
         )
 
     @classmethod
@@ -146,16 +184,14 @@ class MpiTrainerExchange:
         *,
         bucket_mb: int,
         delta: Travel = "never",
-        read_pending: Callable[[Mapping[int, int]], Iterable[Shard]],
         progress: Progress,
-        evaluated: Callable[[Split, int], bool],
     ) -> MpiTrainerExchange:
         """Connect to ranks that are all set up, and tell them ``progress``.
 
         delta: as exchange.delta. Raises ExchangeError naming who is not set up.
         """
         memory = world.connect_peers(layout, bucket_mb=bucket_mb, delta=delta, told=progress.to_bytes())
-        return cls(world, memory, read_pending=read_pending, progress=progress, evaluated=evaluated)
+        return cls(world, memory)
 
     def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
         """Start a round; see ports.TrainerExchange. ``write`` fills this node's slot in place.
@@ -163,10 +199,10 @@ class MpiTrainerExchange:
         With several trainer ranks, rank i writes run i of ``layout.parts``: the leader inside ``write``,
         the others into their ``slot()``; ``write`` must be back only when all have written.
         """
-        if not self._idle:
+        if not self._thread.finished:
             return False
         write(self._memory.slot(self._writes))
-        self._published = Order(Command.PUBLISH, self._writes, publication)
+        self._published = Round(Purpose.PUBLISH, self._writes, publication)
         self._writes += 1
         self._start(self._published)
         return True
@@ -177,26 +213,22 @@ class MpiTrainerExchange:
         These, uint8 [layout.nbytes], lie whole in this node's memory until the second publish from then on.
         None while a round is under way.
         """
-        if not self._idle or self._published is None or self._published.publication is None:
+        if not self._thread.finished or self._published is None or self._published.publication is None:
             return None
         write = self._published.write
         return write, self._published.publication, self._memory.slot(write)
 
     def gather(self) -> bool:
         """Start a round without weights; see ports.TrainerExchange."""
-        if not self._idle:
+        if not self._thread.finished:
             return False
-        self._start(Order(Command.GATHER))
+        self._start(Round(Purpose.GATHER))
         return True
 
     def collect(self) -> list[Shard]:
         """Shards that arrived since the last call, each exactly once, in order per searcher."""
-        self._service.advance()
+        self._thread.check()
         return [self._arrived.popleft() for _ in range(len(self._arrived))]
-
-    def lost(self) -> list[tuple[int, str]]:
-        """Searchers that have died, as rounds since the last call found out; see ports.TrainerExchange."""
-        return [self._lost.popleft() for _ in range(len(self._lost))]
 
     @property
     def stop_requested(self) -> bool:
@@ -208,105 +240,64 @@ class MpiTrainerExchange:
         if not self._closed:
             self._closed = True
             self._finish()
-            self._service.start(self._closing())
+            self._thread.start(self._let_go)
             self._finish()
         return self.collect()
 
-    @property
-    def _idle(self) -> bool:
-        self._service.advance()
-        return self._service.finished
-
     def _finish(self) -> None:
-        while not self._idle:
+        while not self._thread.finished:
             time.sleep(LONGEST_PAUSE)
 
-    def _start(self, order: Order) -> None:
-        self._service.start(self._sync(order))
-        self._service.advance()
+    def _start(self, wanted: Round) -> None:
+        sys.setswitchinterval(LOOK_SECONDS)  # now, so that the round begins at once
+        self._thread.start(partial(self._round, wanted))
 
-    def _closing(self) -> Waiting:
-        while (yield from self._sync(Order(Command.CLOSE))):
+    def _let_go(self) -> None:
+        while self._round(Round(Purpose.CLOSE)):
             pass
-        yield from self._world.send_last(self._header(Order(Command.END)), Tag.HEADER)
+        end = self._header(Round(Purpose.END))
+        self._world.send_all(end, Tag.HEADER, "did not take its leave")
 
-    def _sync(self, order: Order) -> Generator[float, None, int]:
-        """One whole round, gone through again where a searcher dies in it.
-
-        Returns how many shards the searchers kept for the next.
-        """
-        orders, kept = [order], 0
-        while orders:
-            try:
-                kept = yield from self._round(orders[-1])
-                orders.pop()
-            except MpiError as error:
-                yield from self._exclude_dead(error)
-                orders = [order, *self._to_evaluate_anew(order)]
-        return kept
-
-    def _exclude_dead(self, error: MpiError) -> Waiting:
-        """Leave the dead behind, and take from disk what they had sealed."""
-        dead = yield from self._memory.rebuild(error)
-        lost = [(rank - self._world.trainers, self._world.hosts[rank]) for rank in dead]
-        searchers = {searcher for searcher, _ in lost}
-        self._accept(
-            shard for shard in self._read_pending(dict(self._cursors)) if shard.searcher in searchers
+    @_attentive()
+    def _round(self, wanted: Round) -> int:
+        """One whole round; returns how many shards the searchers kept for the next."""
+        self._world.send_all(
+            self._header(wanted), Tag.HEADER, f"did not take the header of round {self._rounds}"
         )
-        self._lost.extend(lost)
-
-    def _to_evaluate_anew(self, order: Order) -> list[Order]:
-        """The last publish, if that was before ``order`` and its evaluation lacks the part of the dead."""
-        last = self._published
-        if last is None or last is order or last.publication is None or last.publication.evaluate is None:
-            return []
-        return [] if self._evaluated(last.publication.evaluate, last.publication.version) else [last]
-
-    def _round(self, order: Order) -> Generator[float, None, int]:
-        yield from self._world.send_all(
-            self._header(order), Tag.HEADER, f"did not take the header of round {self._rounds}"
-        )
-        ready = yield from self._hear()
-        parcels, transfers = self._receive(ready)
-        if order.command is Command.PUBLISH:
-            yield from self._memory.spread(order.write)
-        yield from self._world.wait_for(transfers, f"did not send its shards in round {self._rounds}")
-        self._accept(unpack_shard(parcel) for parcel in parcels)
-        yield from self._confirmed()
+        ready = self._hear()
+        images, transfers = self._receive(ready)
+        if wanted.purpose is Purpose.PUBLISH:
+            self._memory.spread(wanted.write)
+        self._world.wait_for(transfers, f"did not send its shards in round {self._rounds}")
+        for rank, image in images:
+            self._arrived.append(parse_shard(Path(f"shard of {self._world.name(rank)}"), image.tobytes()))
+        self._confirmed()
         return sum(int(answer["kept"][0]) for answer in ready.values())
 
-    def _header(self, order: Order) -> np.ndarray:
+    def _header(self, wanted: Round) -> np.ndarray:
         self._rounds += 1
-        text = order.publication.to_json().encode() if order.publication else b""
+        text = wanted.publication.to_json().encode() if wanted.publication else b""
         assert len(text) <= HEADER["publication"].itemsize, "HEADER has room for the text"
-        return np.array([(order.command, self._rounds, order.write, text)], HEADER)
+        return np.array([(wanted.purpose, self._rounds, wanted.write, text)], HEADER)
 
-    def _hear(self) -> Generator[float, None, dict[int, np.ndarray]]:
+    def _hear(self) -> dict[int, np.ndarray]:
         """Everybody's READY."""
         ready = {rank: np.zeros(1, READY) for rank in self._world.peers}
         answers = [self._world.receive(ready[rank], rank, Tag.READY) for rank in ready]
-        yield from self._world.wait_for(answers, f"did not answer in round {self._rounds}")
+        self._world.wait_for(answers, f"did not answer in round {self._rounds}")
         self._stop_requested |= any(answer["stop"][0] for answer in ready.values())
         return ready
 
-    def _receive(self, ready: dict[int, np.ndarray]) -> tuple[list[np.ndarray], list[Pending]]:
-        """Buffers for all announced shards, in order per searcher, and the receives into them."""
-        parcels = [
+    def _receive(self, ready: dict[int, np.ndarray]) -> tuple[list[tuple[int, np.ndarray]], list[Pending]]:
+        """By rank, buffers for all announced shards, in order, and the receives into them."""
+        images = [
             (rank, np.empty(int(size), np.uint8))
             for rank, answer in ready.items()
             for size in answer["sizes"][0, : int(answer["shards"][0])]
         ]
-        receives = [self._world.receive(parcel, rank, Tag.SHARD) for rank, parcel in parcels]
-        return [parcel for _, parcel in parcels], receives
+        return images, [self._world.receive(image, rank, Tag.SHARD) for rank, image in images]
 
-    def _accept(self, shards: Iterable[Shard]) -> None:
-        """Hand on the shards that have not come before, as some do after a death."""
-        for shard in shards:
-            if shard.index >= self._cursors.get(shard.searcher, 0):
-                self._cursors[shard.searcher] = shard.index + 1
-                self._arrived.append(shard)
-
-    def _confirmed(self) -> Waiting:
+    def _confirmed(self) -> None:
         """Wait for every rank to confirm the round; one that says it is busy gets another deadline."""
         waiting_since = dict.fromkeys(self._world.peers, time.monotonic())
         answers = {rank: self._next_status(rank) for rank in waiting_since}
@@ -320,7 +311,7 @@ class MpiTrainerExchange:
                 else:
                     answers[rank], waiting_since[rank] = self._next_status(rank), time.monotonic()
             self._refuse_silence(waiting_since)
-            yield LONGEST_PAUSE
+            time.sleep(LONGEST_PAUSE)
 
     def _next_status(self, rank: int) -> tuple[np.ndarray, Pending]:
         status = np.empty(1, np.int64)
@@ -340,61 +331,58 @@ class _Peer:
     def __init__(self, world: MpiWorld, memory: NodeMemory) -> None:
         self._world = world
         self._memory = memory
-        self._service = Background(threaded=world.threaded)
-        self._service.start(self._serve())
+        self._thread = ExchangeThread()
+        self._thread.start(self._serve)
 
-    def _serve(self) -> Waiting:
-        """Take part in the leader's rounds, to the end; a death ends one and starts it again."""
-        while True:
-            try:
-                while (header := (yield from self._next_header()))["command"] != Command.END:
-                    yield from self._take_part(header)
-                return
-            except MpiError as error:
-                yield from self._memory.rebuild(error)
-                self._take_back()
+    def _serve(self) -> None:
+        """Take part in the leader's rounds, to the end."""
+        while (header := self._next_header())["purpose"] != Purpose.END:
+            self._take_part(header)
 
-    def _next_header(self) -> Generator[float, None, np.void]:
+    def _next_header(self) -> np.void:
         header = np.zeros(1, HEADER)
         request = self._world.receive(header, LEADER, Tag.HEADER)
         patience = IDLE_DEADLINES * self._world.deadline
-        yield from self._world.wait_for(
+        self._world.wait_for(
             [request], "did not start a round", seconds=patience, pause=IDLE_PAUSE, longest=IDLE_PAUSE
         )
         return header[0]
 
-    def _take_part(self, header: np.void) -> Waiting:
+    def _take_part(self, header: np.void) -> None:
         """This rank's side of a round."""
-        ready, parcels = self._prepare(header)
-        messages = [(ready, Tag.READY), *((parcel, Tag.SHARD) for parcel in parcels)]
-        sends = [self._world.send(message, LEADER, tag) for message, tag in messages]
-        if header["command"] == Command.PUBLISH:
-            yield from self._memory.spread(int(header["write"]))
-            self._show(header)
-        yield from self._world.wait_for(sends, f"did not fetch the shards of round {header['round']}")
-        self._handed_over()
-        yield from self._until_free()
-        yield from self._send_status(Status.CONFIRMED)
+        self._transfer(header)
+        self._until_free()
+        self._send_status(Status.CONFIRMED)
 
-    def _until_free(self) -> Waiting:
+    @_attentive()
+    def _transfer(self, header: np.void) -> None:
+        ready, images = self._prepare(header)
+        messages = [(ready, Tag.READY), *((image, Tag.SHARD) for image in images)]
+        sends = [self._world.send(message, LEADER, tag) for message, tag in messages]
+        if header["purpose"] == Purpose.PUBLISH:
+            self._memory.spread(int(header["write"]))
+            self._show(header)
+        self._world.wait_for(sends, f"did not fetch the shards of round {header['round']}")
+        self._handed_over()
+
+    def _until_free(self) -> None:
         """Wait until the next weights may come; meanwhile tell the leader that the main thread lives."""
         told = time.monotonic()
         while not self._is_free():
-            yield IDLE_PAUSE
-            self._world.check()
+            time.sleep(IDLE_PAUSE)
             if self._last_call > told and time.monotonic() - told > self._world.deadline / 4:
                 told = time.monotonic()
-                yield from self._send_status(Status.BUSY)
+                self._send_status(Status.BUSY)
 
-    def _send_status(self, status: Status) -> Waiting:
+    def _send_status(self, status: Status) -> None:
         send = self._world.send(np.array([status], np.int64), LEADER, Tag.STATUS)
-        yield from self._world.wait_for([send], "did not take a confirmation")
+        self._world.wait_for([send], "did not take a confirmation")
 
     _last_call = 0.0
     """When the main thread last called, on the monotonic clock."""
 
     def _prepare(self, header: np.void) -> tuple[np.ndarray, list[np.ndarray]]:
-        """READY [1] and the packed shards that it announces."""
+        """READY [1] and the shards that it announces, as the bytes of their files."""
         return np.zeros(1, READY), []
 
     def _show(self, header: np.void) -> None:
@@ -402,9 +390,6 @@ class _Peer:
 
     def _handed_over(self) -> None:
         """The shards of the round have been sent."""
-
-    def _take_back(self) -> None:
-        """The round has failed: the leader may not have what was sent."""
 
     def _is_free(self) -> bool:
         """Whether all weights but those shown last may now be overwritten."""
@@ -418,26 +403,20 @@ class MpiTrainerFollower(_Peer):
 
     @classmethod
     def open(cls, world: MpiWorld) -> MpiTrainerFollower:
-        """Connect to the leader. Raises ConfigError, ExchangeError."""
-        if not world.threaded:
-            raise ConfigError(
-                f"launch.trainers={world.trainers} needs an MPI with threads (MPI_THREAD_SERIALIZED), this "
-                "one has none: use launch.trainers=1, exchange.transport=files, or another MPI library"
-            )
+        """Connect to the leader. Raises ExchangeError."""
         memory, _ = world.connect()
         return cls(world, memory)
 
     def slot(self) -> np.ndarray:
         """uint8 [layout.nbytes]: where the next published weights go. Call once per publish of the leader."""
-        self._service.advance()
+        self._thread.check()
         self._writes += 1
         return self._memory.slot(self._writes - 1)
 
     def close(self) -> None:
         """Wait until the leader has closed the exchange. Raises ExchangeError where it falls silent."""
-        while not self._service.finished:
+        while not self._thread.finished:
             time.sleep(IDLE_PAUSE)
-        self._service.advance()
 
 
 class MpiSearcherExchange(_Peer):
@@ -450,7 +429,6 @@ class MpiSearcherExchange(_Peer):
         self._progress = progress
         self._lock = threading.Lock()  # guards the fields below, shared with the communication thread
         self._offered: deque[np.ndarray] = deque()
-        self._sent: list[np.ndarray] = []  # in the last round; kept until the leader starts the next
         self._in_transit = 0
         self._accepting = True
         self._stop = False
@@ -472,11 +450,11 @@ class MpiSearcherExchange(_Peer):
 
     def offer(self, shard: Shard) -> None:
         """Hand over a sealed shard; one offered after the trainer's close stays on disk for a resume."""
+        assert shard.image is not None, "who seals a shard has the bytes of its file"
         self._called()
-        parcel = pack_shard(shard)
         with self._lock:
             if self._accepting:
-                self._offered.append(parcel)
+                self._offered.append(np.frombuffer(shard.image, np.uint8))
 
     def poll(self) -> WeightUpdate | None:
         """The newest weights not seen before; read-only shared memory until the next call of any method."""
@@ -504,7 +482,7 @@ class MpiSearcherExchange(_Peer):
         """Whether the trainer has ended the run and every published weight has been polled."""
         self._called()
         with self._lock:
-            return self._service.finished and self._unseen is None
+            return self._thread.finished and self._unseen is None
 
     def close(self) -> None:
         """Leave. MPI itself ends with the process, when all ranks do."""
@@ -513,17 +491,17 @@ class MpiSearcherExchange(_Peer):
     def _called(self) -> None:
         self._holding = False
         self._last_call = time.monotonic()
-        self._service.advance()
+        self._thread.check()
 
     def _prepare(self, header: np.void) -> tuple[np.ndarray, list[np.ndarray]]:
         with self._lock:
-            self._accepting &= header["command"] != Command.CLOSE
-            parcels = self._sent = self._take_offered()
-            self._in_transit = len(parcels)
+            self._accepting &= header["purpose"] != Purpose.CLOSE
+            images = self._take_offered()
+            self._in_transit = len(images)
             ready = np.zeros(1, READY)
-            ready["stop"], ready["kept"], ready["shards"] = self._stop, len(self._offered), len(parcels)
-            ready["sizes"][0, : len(parcels)] = [len(parcel) for parcel in parcels]
-            return ready, parcels
+            ready["stop"], ready["kept"], ready["shards"] = self._stop, len(self._offered), len(images)
+            ready["sizes"][0, : len(images)] = [len(image) for image in images]
+            return ready, images
 
     def _take_offered(self) -> list[np.ndarray]:
         """The first offered shards, at least one where there is any, within a round's limits."""
@@ -541,7 +519,7 @@ class MpiSearcherExchange(_Peer):
         data = self._memory.slot(write).view()
         data.flags.writeable = False
         publication = Publication.from_json(header["publication"])
-        update = WeightUpdate(publication, self._memory.layout, data, self._world.share)
+        update = WeightUpdate(publication, self._memory.layout, data)
         with self._lock:
             self._shown, self._unseen = self._shown + 1, update
             self._to_evaluate = publication.evaluate is not None
@@ -549,11 +527,6 @@ class MpiSearcherExchange(_Peer):
     def _handed_over(self) -> None:
         with self._lock:
             self._in_transit = 0
-
-    def _take_back(self) -> None:
-        with self._lock:
-            self._offered.extendleft(reversed(self._sent))
-            self._sent, self._in_transit = [], 0
 
     def _is_free(self) -> bool:
         with self._lock:

@@ -1,4 +1,4 @@
-"""One MPI world: who is in it, who has died, and one copy of the weights per node.
+"""One MPI world: who is in it, and one copy of the weights per node.
 
 It must not know what a round of the exchange is, nor what weights or shards mean. Only this module
 imports mpi4py; importing it starts MPI. Every process must be started with ``python -m mpi4py`` so that
@@ -8,26 +8,19 @@ Messages go point to point so that a missing peer can be named; only the weights
 on a world of one node they do not travel at all. Nothing waits by blocking: Open MPI's blocking calls
 spin, and there may be fewer cores than ranks.
 
-Deaths. Open MPI's mpiexec, asked for fault tolerance (``launch.local`` does), leaves a world alone when a
-process of it dies; elsewhere it ends the world, and srun always does. Whoever then needs the dead rank meets
-an ``MpiError``, of one class or another, and calls ``NodeMemory.rebuild``: it revokes the communicators, so
-that everybody meets one; all that live come together and go on with new communicators. The weights stay
-where they are: memory outlives its owner. A world that is still coming together does not survive a death,
-nor does any the death of a trainer rank or of the last searcher.
+When a process of the world dies, mpiexec and ``srun --kill-on-bad-exit`` end the others, and whoever started
+them starts them again.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 import socket
 import time
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import zip_longest
@@ -41,14 +34,10 @@ from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import ExchangeError
 from tba_hpc.core.types import Role, WeightLayout
 from tba_hpc.core.wording import first_words
-from tba_hpc.exchange.background import Waiting, run
 from tba_hpc.exchange.weight_changes import Worth, apply_changes, find_changes
 from tba_hpc.run.directory import SEARCHERS_FIRST
 
 log = logging.getLogger(__name__)
-
-MpiError = MPI.Exception
-"""What MPI raises where a peer has died."""
 
 Pending = tuple[int, MPI.Request]
 """A request, and the world rank that it depends on."""
@@ -59,15 +48,6 @@ def library_version() -> str:
     return first_words(MPI.Get_library_version())
 
 
-def _survives() -> bool:
-    release = re.match(r"Open MPI v(\d+)", library_version())
-    asked = os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"  # noqa: SIM112
-    return asked and release is not None and int(release[1]) >= 5
-
-
-SURVIVES = _survives()
-"""Whether mpiexec was asked to leave a world alone when a process of it dies, and the library can go on."""
-
 LEADER = 0
 """World rank that starts every round."""
 
@@ -76,6 +56,9 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
 
 BUCKETS_IN_FLIGHT = 4
 """Broadcasts under way at once."""
+
+BUCKET_MB = 64
+"""Size of one broadcast message, MiB (MPI counts end at 2 GiB)."""
 
 Travel = Literal["auto", "always", "never"]
 """Values of exchange.delta."""
@@ -103,8 +86,7 @@ class Tag(IntEnum):
     SHARD = 5
     ARRIVED = 6
     STATUS = 7
-    REGROUP = 8
-    PING = 9
+    PING = 8
 
 
 _HANGS = "its process or its node hangs; see its log"
@@ -118,10 +100,7 @@ def split_by_memory(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 @dataclass
 class MpiWorld:
-    """The ranks of a run: trainers first, then searchers, however MPI numbers them. Made by ``join``.
-
-    A rank keeps its number; ``comm`` holds those that live, in this order.
-    """
+    """The ranks of a run: trainers first, then searchers, however MPI numbers them. Made by ``join``."""
 
     comm: MPI.Intracomm
     rank: int
@@ -130,10 +109,7 @@ class MpiWorld:
     searchers: int
     deadline: float
     """Longest wait for another rank, s."""
-    threaded: bool
     node_split: Callable[[MPI.Intracomm], MPI.Intracomm]
-    living: tuple[int, ...]
-    """World ranks, ascending."""
     hosts: tuple[str, ...] = ()
     """Host name of every world rank."""
     offset: int = 0
@@ -150,34 +126,27 @@ class MpiWorld:
         searchers: int,
         deadline: float,
         work_deadline: float | None = None,
-        threaded: bool | None = None,
         node_split: Callable[[MPI.Intracomm], MPI.Intracomm] = split_by_memory,
     ) -> MpiWorld:
         """Check that this is one world with the roles as configured; call it before slow imports.
 
         deadline: longest wait for another rank, s; work_deadline: once all are set up (default: the same).
-        threaded: whether rounds run beside the main thread (default: where MPI allows it). node_split: which
-        ranks share memory. The environment tells where MPI numbers searchers first.
+        node_split: which ranks share memory. The environment tells where MPI numbers searchers first.
         Raises ConfigError saying what is wrong with the world, ExchangeError naming who has not joined.
         """
         comm = MPI.COMM_WORLD
+        _check_threads()
         _check_size(comm.size, trainers, searchers)
         offset = searchers if os.environ.get(SEARCHERS_FIRST) == "1" else 0
         rank = (comm.rank - offset) % comm.size
         _check_role(rank, role, trainers)
-        if threaded is None:
-            threaded = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
-        if not threaded:
-            log.info("weights and shards travel in the main thread, at the round boundary")
-        everybody = tuple(range(comm.size))
-        world = cls(comm, rank, trainers, searchers, deadline, threaded, node_split, everybody)
+        world = cls(comm, rank, trainers, searchers, deadline, node_split)
         world = replace(world, offset=offset, work_deadline=work_deadline)
         time.sleep(SETTLING_SECONDS)
-        with world.whole():
-            hosts = world._meet()
-            # Both are collective, hence not before everybody is known to be there.
-            comm = cast(MPI.Intracomm, comm.Split(key=rank)) if offset else comm.Dup()
-            return replace(world, comm=comm, hosts=hosts, offset=0)
+        hosts = world._meet()
+        # Both are collective, hence not before everybody is known to be there.
+        comm = cast(MPI.Intracomm, comm.Split(key=rank)) if offset else comm.Dup()
+        return replace(world, comm=comm, hosts=hosts, offset=0)
 
     @property
     def role(self) -> Role:
@@ -191,7 +160,7 @@ class MpiWorld:
 
     @property
     def size(self) -> int:
-        """Ranks of this rank's role at the start."""
+        """Ranks of this rank's role."""
         return self.trainers if self.role == "trainer" else self.searchers
 
     @property
@@ -206,14 +175,8 @@ class MpiWorld:
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """All that live but the leader."""
-        return self.living[1:]
-
-    @property
-    def share(self) -> tuple[int, int]:
-        """This searcher's place among those that live, and their number."""
-        searchers = self.living[self.trainers :]
-        return searchers.index(self.rank), len(searchers)
+        """All but the leader."""
+        return tuple(range(1, self.comm.size))
 
     def name(self, rank: int) -> str:
         """For messages: ``searcher 1 (world rank 2 on node07)``."""
@@ -235,17 +198,9 @@ class MpiWorld:
         """Start to receive into an array."""
         return rank, self.comm.Irecv(out.view(np.uint8), self._place(rank), tag)
 
-    def send_all(self, message: np.ndarray, tag: Tag, what: str) -> Waiting:
+    def send_all(self, message: np.ndarray, tag: Tag, what: str) -> None:
         """Send ``message`` to every other rank; past the deadline, name those that did not take it."""
-        yield from self.wait_for([self.send(message, rank, tag) for rank in self.peers], what)
-
-    def send_last(self, message: np.ndarray, tag: Tag) -> Waiting:
-        """Send ``message`` to every other rank that lives: a death does not matter any more."""
-        sends = [
-            (rank, _unless_dead(self.comm.Isend, message.view(np.uint8), self._place(rank), tag))
-            for rank in self.peers
-        ]
-        yield from self.wait_for(sends, "did not take its leave", done=_over)
+        self.wait_for([self.send(message, rank, tag) for rank in self.peers], what)
 
     @property
     def patience(self) -> float:
@@ -267,26 +222,21 @@ class MpiWorld:
         seconds: float | None = None,
         pause: float = SHORTEST_PAUSE,
         longest: float = LONGEST_PAUSE,
-        done: Callable[[MPI.Request], bool] = MPI.Request.Test,
-    ) -> Waiting:
+    ) -> None:
         """Wait for requests that depend on the given ranks; past the deadline, name those not done.
 
-        pause, longest: first and last seconds between two looks. Raises MpiError where one has died.
+        pause, longest: first and last seconds between two looks.
         """
         end = time.monotonic() + (seconds or self.patience)
-        while requests := [(rank, request) for rank, request in requests if not done(request)]:
+        while requests := [(rank, request) for rank, request in requests if not request.Test()]:
             if time.monotonic() > end:
                 raise self.missing([rank for rank, _ in requests], what, remedy, seconds=seconds)
-            yield pause
+            time.sleep(pause)
             pause = min(1.5 * pause, longest)
 
     def _place(self, rank: int) -> int:
         """Where ``comm`` has a world rank."""
-        return (bisect_left(self.living, rank) + self.offset) % len(self.living)
-
-    def check(self) -> None:
-        """Raise MpiError where a death has ended what is under way; for a wait that has no request."""
-        self.comm.Iprobe(self._place(LEADER), Tag.HEADER)
+        return (rank + self.offset) % self.comm.size
 
     # --- Coming together ---
 
@@ -298,27 +248,25 @@ class MpiWorld:
         told: what else every rank learns then. delta: as exchange.delta.
         """
         assert self.rank == LEADER, "all others call connect"
-        with self.whole():
-            hellos = [self.receive(np.empty(1, np.int64), rank, Tag.CONNECT) for rank in self.peers]
-            what = "joined the world, but did not get ready (loading model and engine)"
-            run(self.wait_for(hellos, what, "see its log, or raise launch.start_deadline_seconds"))
-            text = np.frombuffer(layout.to_json().encode(), np.uint8)
-            more = np.frombuffer(told, np.uint8)
-            mode = TRAVELS.index(delta)
-            for message in (np.array([len(text), bucket_mb << 20, len(more), mode]), text, more):
-                run(self.send_all(message, Tag.CONNECT, "did not take the layout of the weights"))
-            return self._at_work(layout, bucket_mb << 20, delta)
+        hellos = [self.receive(np.empty(1, np.int64), rank, Tag.CONNECT) for rank in self.peers]
+        what = "joined the world, but did not get ready (loading model and engine)"
+        self.wait_for(hellos, what, "see its log, or raise launch.timeout_seconds")
+        text = np.frombuffer(layout.to_json().encode(), np.uint8)
+        more = np.frombuffer(told, np.uint8)
+        mode = TRAVELS.index(delta)
+        for message in (np.array([len(text), bucket_mb << 20, len(more), mode]), text, more):
+            self.send_all(message, Tag.CONNECT, "did not take the layout of the weights")
+        return self._at_work(layout, bucket_mb << 20, delta)
 
     def connect(self) -> tuple[NodeMemory, bytes]:
         """Tell the leader that this rank is set up; receive the layout of the weights, and what is told."""
-        with self.whole():
-            hello = self.send(np.array([self.rank]), LEADER, Tag.CONNECT)
-            sizes = self._layout_message(np.empty(4, np.int64))
-            text = self._layout_message(np.empty(int(sizes[0]), np.uint8))
-            told = self._layout_message(np.empty(int(sizes[2]), np.uint8))
-            run(self.wait_for([hello], "did not take the greeting"))
-            layout = WeightLayout.from_json(text.tobytes().decode())
-            return self._at_work(layout, int(sizes[1]), TRAVELS[int(sizes[3])]), told.tobytes()
+        hello = self.send(np.array([self.rank]), LEADER, Tag.CONNECT)
+        sizes = self._layout_message(np.empty(4, np.int64))
+        text = self._layout_message(np.empty(int(sizes[0]), np.uint8))
+        told = self._layout_message(np.empty(int(sizes[2]), np.uint8))
+        self.wait_for([hello], "did not take the greeting")
+        layout = WeightLayout.from_json(text.tobytes().decode())
+        return self._at_work(layout, int(sizes[1]), TRAVELS[int(sizes[3])]), told.tobytes()
 
     def _at_work(self, layout: WeightLayout, bucket_bytes: int, delta: Travel) -> NodeMemory:
         """All ranks are set up: from here on another deadline holds."""
@@ -326,116 +274,35 @@ class MpiWorld:
         self.deadline = self.work_deadline or self.deadline
         return memory
 
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """While the world comes together it does not survive a death: ExchangeError naming the dead."""
-        try:
-            yield
-        except MpiError as error:
-            dead = _known_dead() if SURVIVES else []
-            if not dead:
-                raise
-            raise self.death(dead) from error
-
     def _meet(self) -> tuple[str, ...]:
         """Host names of all ranks."""
         table = np.zeros(self.comm.size, HOSTNAME)
         table[self.rank] = socket.gethostname()
         not_there = (
             "it did not start, or not as configured; see the launcher's output, and where it only was slow, "
-            "raise launch.start_deadline_seconds"
+            "raise launch.timeout_seconds"
         )
         if self.rank == LEADER:
             hellos = [self.receive(table[rank : rank + 1], rank, Tag.JOIN) for rank in self.peers]
-            run(self.wait_for(hellos, "did not join the world", not_there))
-            run(self.send_all(table, Tag.JOIN, "did not take the list of ranks"))
+            self.wait_for(hellos, "did not join the world", not_there)
+            self.send_all(table, Tag.JOIN, "did not take the list of ranks")
         else:
             sent = self.send(table[self.rank : self.rank + 1], LEADER, Tag.JOIN)
             answer = self.receive(table, LEADER, Tag.JOIN)
-            run(self.wait_for([sent, answer], "did not welcome all ranks", not_there))
+            self.wait_for([sent, answer], "did not welcome all ranks", not_there)
         return tuple(host.decode() for host in table)
 
     def _layout_message(self, out: np.ndarray) -> np.ndarray:
         request = self.receive(out, LEADER, Tag.CONNECT)
         remedy = "it, or a rank that it waits for, is not ready"
-        run(self.wait_for([request], "did not send the layout of the weights", remedy))
+        self.wait_for([request], "did not send the layout of the weights", remedy)
         return out
-
-    # --- Deaths ---
-
-    def shrink(self, error: MpiError) -> Generator[float, None, list[int]]:
-        """After ``error``, go on with those that live, over a new ``comm``; returns who has died.
-
-        Raises ``error`` where nobody has, ExchangeError where a trainer rank or the last searcher has.
-        """
-        self.comm.Revoke()
-        yield from self._regroup()
-        self.comm = cast(MPI.Intracomm, self.comm.Shrink())
-        before, self.living = self.living, tuple(_world_ranks(self.comm.group))
-        dead = sorted(set(before) - set(self.living))
-        if not dead:
-            raise error
-        if dead[0] < self.trainers or len(self.living) == self.trainers:
-            raise self.death(dead)
-        return dead
-
-    def death(self, ranks: Iterable[int]) -> ExchangeError:
-        """The error that says who has died."""
-        return ExchangeError(
-            f"{self.names(ranks)} died: see its log, and whether the machine ran out of memory; "
-            "start the same run again to go on from the last checkpoint"
-        )
-
-    def _regroup(self) -> Waiting:
-        """Come together at the leader before the collectives, which have no deadline.
-
-        Over the communicator that is never revoked.
-        """
-        empty = np.empty(0, np.uint8)
-        if self.rank == LEADER:
-            arrivals = [
-                (rank, _unless_dead(MPI.COMM_WORLD.Irecv, empty, rank, Tag.REGROUP)) for rank in self.peers
-            ]
-            yield from self.wait_for(arrivals, "did not notice the death of another rank", done=_over)
-            for rank in self.peers:
-                _unless_dead(MPI.COMM_WORLD.Isend, empty, rank, Tag.REGROUP)
-            return
-        try:
-            here = MPI.COMM_WORLD.Isend(empty, LEADER, Tag.REGROUP)
-            all_here = MPI.COMM_WORLD.Irecv(empty, LEADER, Tag.REGROUP)
-            yield from self.wait_for([(LEADER, here), (LEADER, all_here)], "did not gather who lives")
-        except MpiError as error:
-            raise self.death([LEADER]) from error
-
-
-def _unless_dead(post: Callable[..., MPI.Request], message: np.ndarray, place: int, tag: Tag) -> MPI.Request:
-    """A send or a receive; an empty request, which is done, where the peer is known to be dead."""
-    with suppress(MpiError):
-        return post(message, place, tag)
-    return MPI.Request()
-
-
-def _over(request: MPI.Request) -> bool:
-    """Whether a request is done, or never will be because its peer is dead."""
-    try:
-        return request.Test()
-    except MpiError:
-        return True
-
-
-def _known_dead() -> list[int]:
-    return _world_ranks(MPI.COMM_WORLD.Get_failed())
-
-
-def _world_ranks(group: MPI.Group) -> list[int]:
-    return group.Translate_ranks(list(range(group.size)), MPI.COMM_WORLD.group)
 
 
 class NodeMemory:
     """One copy of the weights per node, in shared memory with two slots, and the way between nodes.
 
-    Making one, or rebuilding it, is collective over the world. The lowest world rank of a node that lives
-    is its node leader.
+    Making one is collective over the world. The lowest world rank of a node is its node leader.
 
     Between nodes a bucket travels whole or as what has changed in it since the write before, as the node it
     comes from decides and tells. Its other slot holds that write. A node that receives has the write before
@@ -448,15 +315,11 @@ class NodeMemory:
         self.layout = layout
         self._world = world
         self._bucket_bytes = bucket_bytes
-        # Without a thread of its own, to look for changes would hold up the steps.
-        self._travel: Travel = "never" if delta == "auto" and not world.threaded else delta
+        self._travel = delta
         self._worth = Worth()
         self.travelled = 0
         """Bytes between nodes so far, of weights or of what has changed in them, each counted once."""
-        # Errors, for the sake of their frames: what those send or receive may still be read or written.
-        self._failed_requests: list[MpiError] = []
         self._connect(world.node_split(world.comm))
-        self._node_number = self._node_leader  # for good
         self._slots = self._allocate()
         self._touch()
 
@@ -464,35 +327,16 @@ class NodeMemory:
         """uint8 [layout.nbytes]: this node's copy of the weights of the given number; reused two later."""
         return self._slots[write % 2]
 
-    def spread(self, write: int) -> Waiting:
+    def spread(self, write: int) -> None:
         """Bring the weights from the trainers that wrote them into this node's slot."""
         if self._node.rank == 0:
-            yield from self._broadcast(write)
-            yield from self._announce()
+            self._broadcast(write)
+            self._announce()
         else:
             arrived = self._node.Irecv(np.empty(0, np.uint8), 0, Tag.ARRIVED)
             what = "did not receive the weights for its node"
-            yield from self._world.wait_for([(self._node_leader, arrived)], what, _BROADCAST_HANGS)
+            self._world.wait_for([(self._node_leader, arrived)], what, _BROADCAST_HANGS)
         self._window.Sync()
-
-    def rebuild(self, error: MpiError) -> Generator[float, None, list[int]]:
-        """After ``error``, go on with those that live; see MpiWorld.shrink. The slots keep what they hold.
-
-        Raises ``error`` where the world does not survive a death.
-        """
-        if not SURVIVES:
-            raise error
-        self._failed_requests.append(error)
-        for comm in (self._node, self._nodes):
-            if comm != MPI.COMM_NULL:
-                comm.Revoke()
-        dead = yield from self._world.shrink(error)
-        try:
-            comm = self._world.comm
-            self._connect(cast(MPI.Intracomm, comm.Split(self._node_number, key=comm.rank)))
-        except MpiError as another:
-            dead += yield from self.rebuild(another)
-        return dead
 
     def _connect(self, node: MPI.Intracomm) -> None:
         """Find the way to the ranks of this node and, from node leader to node leader, to the others."""
@@ -508,8 +352,8 @@ class NodeMemory:
         self._last: list[np.ndarray | None] = [None] * len(self._buckets)  # its changes
 
     def _node_leaders(self) -> np.ndarray:
-        """int64 [living]: the world rank that leads each rank's node."""
-        mine, leaders = np.array([self._world.rank]), np.empty(len(self._world.living), np.int64)
+        """int64 [ranks]: the world rank that leads each rank's node."""
+        mine, leaders = np.array([self._world.rank]), np.empty(self._world.comm.size, np.int64)
         self._node.Bcast(mine, 0)
         self._world.comm.Allgather(mine, leaders)
         return leaders
@@ -538,7 +382,7 @@ class NodeMemory:
             else:
                 slot[::PAGE].max(initial=0)
 
-    def _broadcast(self, write: int) -> Waiting:
+    def _broadcast(self, write: int) -> None:
         """Between node leaders, bucket by bucket; nothing to do on a world of one node."""
         if not self._buckets:
             return
@@ -548,18 +392,18 @@ class NodeMemory:
         sent = (sizes != WHOLE).any()
         if self._travel != "never":
             tell = self._nodes.Iallreduce(MPI.IN_PLACE, sizes, MPI.MAX)
-            yield from self._finish_broadcast([(self._world.rank, tell)])
+            self._finish_broadcast([(self._world.rank, tell)])
         under_way: deque[Pending] = deque()
         for i, (start, end, root) in enumerate(self._buckets):
             if len(under_way) == BUCKETS_IN_FLIGHT:
-                yield from self._finish_broadcast([under_way.popleft()])
+                self._finish_broadcast([under_way.popleft()])
             if sizes[i] != WHOLE and root != self._nodes.rank:
                 changes[i] = np.empty(sizes[i], np.uint8)
             change = changes[i]
             message = slot[start:end] if change is None else change
             under_way.append((self._world.rank, self._nodes.Ibcast(message, root)))
             self.travelled += len(message)
-        yield from self._finish_broadcast(under_way)
+        self._finish_broadcast(under_way)
         self._worth.note(time.monotonic() - began, changes=bool(sent))
         self._bring_up_to_date(write, changes)
 
@@ -587,19 +431,19 @@ class NodeMemory:
             apply_changes(change, slot[start:end])
         self._last, self._last_write = changes, write
 
-    def _finish_broadcast(self, buckets: Sequence[Pending]) -> Waiting:
+    def _finish_broadcast(self, buckets: Sequence[Pending]) -> None:
         # MPI moves data only while we look, so look often.
         what = "could not finish the broadcast of the weights"
-        yield from self._world.wait_for(buckets, what, _BROADCAST_HANGS, longest=SHORTEST_PAUSE)
+        self._world.wait_for(buckets, what, _BROADCAST_HANGS, longest=SHORTEST_PAUSE)
 
-    def _announce(self) -> Waiting:
+    def _announce(self) -> None:
         """Tell the other ranks of this node that the weights are in memory."""
         self._window.Sync()
         empty = np.empty(0, np.uint8)
         sends = [
             (self._node_leader, self._node.Isend(empty, i, Tag.ARRIVED)) for i in range(1, self._node.size)
         ]
-        yield from self._world.wait_for(sends, "could not tell its node that the weights have arrived")
+        self._world.wait_for(sends, "could not tell its node that the weights have arrived")
 
 
 def _buckets(layout: WeightLayout, roots: list[int], bucket_bytes: int) -> list[tuple[int, int, int]]:
@@ -613,6 +457,15 @@ def _buckets(layout: WeightLayout, roots: list[int], bucket_bytes: int) -> list[
         if run
     ]
     return [bucket for turn in zip_longest(*queues) for bucket in turn if bucket]
+
+
+def _check_threads() -> None:
+    """The main thread starts MPI and meets the others; from then on the thread of the exchange calls it."""
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise ConfigError(
+            f"this MPI library ({library_version()}) lets no second thread call it (MPI_THREAD_SERIALIZED): "
+            "use another one, or start another run (run.name) with exchange.transport=files"
+        )
 
 
 def _check_size(size: int, trainers: int, searchers: int) -> None:

@@ -147,10 +147,6 @@ class ReplayExchange:
         now = self.step()
         return arrival.step < now or (arrival.step == now and arrival.sync <= self._version)
 
-    def lost(self) -> list[tuple[int, str]]:
-        """Nobody is there."""
-        return []
-
     @property
     def stop_requested(self) -> bool:
         """Whether the trainer waits for more than there is."""

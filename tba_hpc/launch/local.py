@@ -1,7 +1,8 @@
 """Starts every role of a run on this machine, waits for them, and says in a sentence why one failed.
 
 Where ranks make one world (``Config.one_world``) one mpiexec starts them; over files each is a process of
-its own. The launcher never trains: it forwards signals, shows progress, and leaves no process behind.
+its own. The launcher never trains: it forwards signals, shows progress, and leaves no process behind. If
+ranks fail it starts them all again from the last checkpoint, as long as that gets the run further.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from tba_hpc.report.status import LiveDisplay
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.events import log_event
+from tba_hpc.run.metrics import MetricsTail, number
 from tba_hpc.run.notes import FAILED, REFUSED, at_work, first_note, log_file, rank_name
 from tba_hpc.run.signals import die_with
 
@@ -60,16 +62,6 @@ SETTLE_SECONDS = 3.0
 
 SHARED_MEMORY, PRIVATE = Path("/dev/shm"), "tba-hpc-world-"
 """Where the files of MPI go while it runs, and how the names of their folders begin."""
-
-SURVIVE_DEATHS = {
-    # What mpiexec's --with-ft ulfm stands for, which other versions of it refuse.
-    "OMPI_MCA_mpi_ft_enable": "1",
-    "PRTE_MCA_state_base_recoverable": "1",
-    "PRTE_MCA_state_base_notify_errors": "1",
-    # Else MPI_Finalize waits, now and then for ever, for the dead.
-    "OMPI_MCA_async_mpi_finalize": "1",
-}
-"""Environment in which Open MPI leaves a world alone when a process of it dies; see backends/mpi_world.py."""
 
 FILES_OF_MPI = (
     "OMPI_MCA_btl_sm_backing_directory",
@@ -143,12 +135,8 @@ def child_environment(base: Mapping[str, str], *, root: bool) -> dict[str, str]:
 
 
 def mpi_environment(folder: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment of mpiexec: one machine, deaths are left to the ranks, and its files go to ``folder``."""
-    return {
-        **SURVIVE_DEATHS,
-        **mpi_library.one_machine(environment),
-        **dict.fromkeys(FILES_OF_MPI, str(folder)),
-    }
+    """Environment of mpiexec: one machine, and its files go to ``folder``."""
+    return {**mpi_library.one_machine(environment), **dict.fromkeys(FILES_OF_MPI, str(folder))}
 
 
 @contextmanager
@@ -244,13 +232,6 @@ class Child:
         self.process.wait()
 
 
-def _mpi_rank(process: psutil.Process) -> int | None:
-    """The rank in the world of a process that mpiexec has started, None where it has none now."""
-    with suppress(psutil.Error, KeyError):
-        return int(process.environ()["OMPI_COMM_WORLD_RANK"])
-    return None
-
-
 def _session(pid: int) -> int | None:
     try:
         return os.getsid(pid)
@@ -266,7 +247,7 @@ def _kill(pid: int) -> None:
 
 
 @dataclass
-class World:
+class Ranks:
     """All processes of an attempt. An MPI world is one process, ``mpiexec``, that counts as a trainer."""
 
     trainers: list[Child] = field(default_factory=list)
@@ -274,13 +255,10 @@ class World:
     ranks: int = 0
     """Those below mpiexec."""
     failed: Child | None = None
-    missing: list[int] = field(default_factory=list)
-    """Ranks that had ended, though mpiexec went on."""
     stopping: bool = False
-    _short_since: float = math.inf
     _left: float | None = None
 
-    def __enter__(self) -> World:
+    def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -313,20 +291,6 @@ class World:
         self._left = self._left or time.monotonic()
         late = time.monotonic() - self._left > LEAVE_SECONDS
         return 0 if late or all(child.code is not None for child in self.searchers) else None
-
-    def is_whole(self) -> bool:
-        """Whether every rank below mpiexec has its process; False only once one has had none for a while.
-
-        mpiexec leaves a death to the other ranks, but these survive one only once they are at work.
-        """
-        children = [child for mpiexec in self.trainers if self.ranks for child in mpiexec.children]
-        missing = sorted(set(range(self.ranks)) - {_mpi_rank(child) for child in children})
-        now = time.monotonic()
-        self._short_since = min(self._short_since, now) if children and missing else math.inf
-        if now - self._short_since < SETTLE_SECONDS:
-            return True
-        self.missing = missing
-        return False
 
     def deafen(self) -> bool:
         """Let nobody reach mpiexec but its ranks; whether they are all there, and nobody at all can now."""
@@ -368,11 +332,11 @@ def commands(run: RunDir, config: Config, *, program: Sequence[str] | None = Non
     }
 
 
-def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path, *, ranks: int) -> World:
+def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path, *, ranks: int) -> Ranks:
     """Start all ``ranks``, with their output in ``logs`` and MPI's files in ``memory``."""
     base = {**mpi_environment(memory), **os.environ, ATTEMPT: logs.name}
     environment = child_environment(base, root=os.geteuid() == 0)
-    world = World(ranks=ranks if MPIEXEC in commands else 0)
+    world = Ranks(ranks=ranks if MPIEXEC in commands else 0)
     for name, command in commands.items():
         # mpiexec ends its ranks on SIGTERM, but would leave them behind on SIGKILL.
         orphaned = signal.SIGTERM if name == MPIEXEC else signal.SIGKILL
@@ -384,7 +348,7 @@ def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path,
 
 
 @dataclass
-class Asked:
+class Signals:
     """What the user or the system asked for by signals."""
 
     stop: bool = False
@@ -397,18 +361,18 @@ class Asked:
 
 
 @contextmanager
-def listening() -> Iterator[Asked]:
+def listening() -> Iterator[Signals]:
     """Take stop signals while the block runs; those ignored from outside (nohup) stay ignored."""
-    asked = Asked()
+    asked = Signals()
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    taken = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
-    for number in taken:
-        signal.signal(number, asked.take)
+    taken = [one for one, handler in before.items() if handler is not signal.SIG_IGN]
+    for one in taken:
+        signal.signal(one, asked.take)
     try:
         yield asked
     finally:
-        for number in taken:
-            signal.signal(number, before[number])
+        for one in taken:
+            signal.signal(one, before[one])
 
 
 def launch(
@@ -416,16 +380,33 @@ def launch(
 ) -> int:
     """Run all roles to the end; the exit status: 0 finished or stopped on request, 2 a user's error.
 
+    If ranks fail, all start again, as long as each start takes optimizer steps that the one before did not.
     Main thread only. Raises LaunchError where the run cannot be started.
     """
     console = console or Terminal()
     processes = commands(run, config, program=program)
+    before = -1.0
+    with listening() as asked:
+        while True:
+            news = MetricsTail.from_now(run.metrics_file("trainer"))
+            code = _attempt(run, config, processes, asked, console)
+            steps = (number(record, "step", -1) for record in news.records() if "event" not in record)
+            reached = max(steps, default=-1)
+            if code in (0, REFUSED) or asked.stop or reached <= before:
+                return code
+            before = reached
+            console.print("starting all ranks again, from the last checkpoint", highlight=False)
+
+
+def _attempt(
+    run: RunDir, config: Config, processes: Mapping[str, Sequence[str]], asked: Signals, console: Console
+) -> int:
+    """One start of all ranks, until they end; the exit status."""
     logs, before = run.begin_attempt(), _stamp(run.summary)
     trainers, searchers = config.launch.trainers, config.launch.searchers
     log_event(run, "start", attempt=logs.name, trainers=trainers, searchers=searchers)
     with (
         private_memory() as memory,
-        listening() as asked,
         start_world(processes, logs, memory, ranks=trainers + searchers) as world,
         LiveDisplay(run, config, console=console) as display,
     ):
@@ -459,7 +440,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-def _explain(run: RunDir, world: World, code: int, logs: Path, config: Config) -> int:
+def _explain(run: RunDir, world: Ranks, code: int, logs: Path, config: Config) -> int:
     """Say why the ranks ended with ``code``; the exit status of the run."""
     refused = refusal(logs)
     text = refused or first_note(logs, "failed") or failure(logs, world, code, config.launch.trainers)
@@ -471,7 +452,7 @@ def _explain(run: RunDir, world: World, code: int, logs: Path, config: Config) -
     return code or FAILED
 
 
-def _watch(run: RunDir, logs: Path, world: World, asked: Asked, display: LiveDisplay) -> int:
+def _watch(run: RunDir, logs: Path, world: Ranks, asked: Signals, display: LiveDisplay) -> int:
     """Wait for the end of the run; pass on a request to stop until it is heard, obey the one to kill."""
     asked_at, open_to_others = -math.inf, world.ranks > 0
     while (code := world.poll()) is None:
@@ -484,9 +465,6 @@ def _watch(run: RunDir, logs: Path, world: World, asked: Asked, display: LiveDis
         if asked.stop and time.monotonic() - asked_at > ASK_AGAIN_SECONDS:
             asked_at = time.monotonic()
             world.ask_to_stop()
-        if not at_work(logs) and not world.is_whole():
-            world.kill()
-            return FAILED
         open_to_others = open_to_others and not world.deafen()
         display.refresh()
         time.sleep(WATCH_SECONDS)
@@ -506,13 +484,11 @@ def refusal(logs: Path) -> str | None:
     return None
 
 
-def failure(logs: Path, world: World, code: int, trainers: int) -> str:
+def failure(logs: Path, world: Ranks, code: int, trainers: int) -> str:
     """How a run failed otherwise: which rank, how, and the end of its log."""
     name = _failed_rank(log_file(logs, MPIEXEC), trainers) or (world.failed.name if world.failed else MPIEXEC)
     how = f"failed with exit status {code}"
-    if world.missing:
-        name, how = world_rank_name(world.missing[0], trainers), "ended while the run was starting"
-    elif code == 0:
+    if code == 0:
         how = "ended, and with it all ranks, before the run did"
     elif code > 128:
         how = f"was ended by {signal.Signals(code - 128).name}"

@@ -54,8 +54,8 @@ class Placement:
             role,
             trainers=config.launch.trainers,
             searchers=config.launch.searchers,
-            deadline=config.launch.start_deadline_seconds,
-            work_deadline=config.exchange.deadline_seconds,
+            deadline=config.launch.start_seconds,
+            work_deadline=config.launch.timeout_seconds,
         )
         trainers = min(world.local_index, world.hosts[: world.trainers].count(world.hostname))
         first_gpu = trainers + (world.local_index - trainers) * config.generator.tensor_parallel

@@ -40,7 +40,6 @@ class AveragedReference:
         model = load_policy(config.model.path, config.model.dtype).eval().requires_grad_(False)
         self._logprobs = PolicyLogprobs(
             model,
-            chunk_tokens=config.train.logprob_chunk_tokens,
             temperature=config.model.policy_temperature,
             fp32_head=config.model.fp32_head,
         )

@@ -156,7 +156,6 @@ class DeepSpeedLearner:
             self._policy.gradient_checkpointing_enable({"use_reentrant": False})
         self._logprobs = PolicyLogprobs(
             self._policy,
-            chunk_tokens=config.train.logprob_chunk_tokens,
             temperature=config.model.policy_temperature,
             fp32_head=config.model.fp32_head,
         )

@@ -218,14 +218,18 @@ def _from_pretrained(kind: Any, path: str, key: str = "model.path", **options: A
         ) from error
 
 
+CHUNK_TOKENS = 256
+"""Tokens whose logits are held at once: memory is this times the vocabulary."""
+
+
 class PolicyLogprobs(nn.Module):
     """log π of the completion tokens of a padded batch, differentiable, in bounded memory.
 
     Equal to ``log_softmax(model(tokens).logits / temperature)`` gathered at the next tokens, but only
-    completion positions pass the output layer, ``chunk_tokens`` at a time, and their logits are computed
-    again in the backward pass instead of being kept; and completions of one prompt share its computation,
-    where the model allows it. log-sum-exp is taken in float32 whatever the model's dtype; with ``fp32_head``
-    the logits are, too, instead of being rounded to that dtype first.
+    completion positions pass the output layer, ``chunk_tokens`` (CHUNK_TOKENS) at a time, and their logits
+    are computed again in the backward pass instead of being kept; and completions of one prompt share its
+    computation, where the model allows it. log-sum-exp is taken in float32 whatever the model's dtype; with
+    ``fp32_head`` the logits are, too, instead of being rounded to that dtype first.
 
     Models that change the logits after the output layer (soft caps, scales) are refused with a ConfigError:
     nothing here could know how.
@@ -235,14 +239,16 @@ class PolicyLogprobs(nn.Module):
         self,
         model: PreTrainedModel,
         *,
-        chunk_tokens: int,
+        chunk_tokens: int | None = None,
         temperature: float = 1.0,
         fp32_head: bool = False,
     ) -> None:
         super().__init__()
         _require_plain_logits(model)
         self.model = model
-        self.head = LogprobHead(model.get_output_embeddings(), chunk_tokens, temperature, fp32=fp32_head)
+        self.head = LogprobHead(
+            model.get_output_embeddings(), chunk_tokens or CHUNK_TOKENS, temperature, fp32=fp32_head
+        )
         self._packs = _takes_any_mask(model)
         if self._packs:
             model.set_attn_implementation(sequence_attention.NAME)

@@ -40,7 +40,7 @@ class HfReference:
         self,
         model: PreTrainedModel,
         *,
-        chunk_tokens: int,
+        chunk_tokens: int | None = None,
         temperature: float = 1.0,
         fp32_head: bool = False,
         policy_of: Callable[[int], PreTrainedModel] | None = None,
@@ -157,7 +157,6 @@ def load_reference(config: Config, folder_of: Callable[[int], Path]) -> HfRefere
 
     return HfReference(
         load_policy(config.model.path, config.model.dtype),
-        chunk_tokens=config.train.logprob_chunk_tokens,
         temperature=config.model.policy_temperature,
         fp32_head=config.model.fp32_head,
         policy_of=lambda step: load_policy(str(folder_of(step)), config.model.dtype),

@@ -212,7 +212,7 @@ def _meet(store: Path, rank: int, ranks: int, deadline: float) -> list[str]:
             raise ExchangeError(
                 f"trainer rank {rank} waited {deadline:.0f} s for trainer ranks {missing} of {ranks} in "
                 f"{store}: they have not started, or do not see that folder; see their logs, or raise "
-                "launch.start_deadline_seconds"
+                "launch.timeout_seconds"
             )
         time.sleep(pause)
         pause = min(2 * pause, LAST_PAUSE)

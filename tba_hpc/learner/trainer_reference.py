@@ -28,7 +28,6 @@ class TrainerReference:
         self._device = device
         self._logprobs = PolicyLogprobs(
             self._reference.model,
-            chunk_tokens=config.train.logprob_chunk_tokens,
             temperature=config.model.policy_temperature,
             fp32_head=config.model.fp32_head,
         )

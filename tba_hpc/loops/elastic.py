@@ -171,7 +171,7 @@ class Visit:
         self.exchange = ElasticSearcherExchange(
             run.weights,
             searcher,
-            patience=config.launch.elastic_patience_seconds,
+            patience=config.launch.elastic_seconds,
             told=lambda: told() or self._placeless,
             finished=lambda: run.finished,
             evaluates=lambda: not self._launch().searchers and self._seat.taken(),

@@ -86,13 +86,12 @@ def _evaluation_arrives(run: RunDir, config: Config, trainer: Trainer) -> bool:
 
     Raises ExchangeError where for a whole deadline none of those whose part is missing has done anything.
     """
-    step, patience = config.train.steps, config.exchange.deadline_seconds
+    step, patience = config.train.steps, config.launch.timeout_seconds
     watch = Watch(run, config.launch, step)
     while find_evaluation(run, "test", step) is None:
         if trainer.stopping:
             return False
-        if trainer.poll():
-            watch.heard()  # the others begin anew, with larger shares
+        trainer.poll()
         if watch.silence > patience:
             raise ExchangeError(
                 f"the last evaluation is incomplete, and {watch.missing_words} generated nothing for "

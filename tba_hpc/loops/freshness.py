@@ -151,12 +151,6 @@ class Freshness:
         if self._budget:
             self._budget.arrive(shard.trajectories.request_ids)
 
-    def exclude_dead(self, searcher: int, host: str) -> None:
-        """Expect nothing more of a searcher. Raises ExchangeError where no other is left."""
-        if self._budget:
-            why = f"no searcher is left: the last, {searcher} on {host}, died"
-            self._budget.exclude({searcher}, why, dead=True)
-
     def exclude_unresponsive(self, step: int, patience: float) -> None:
         """After ``patience`` seconds without news let others issue what is owed: over files a death shows so.
 
@@ -191,7 +185,7 @@ class Freshness:
     def _remedy_at_first(self) -> str:
         """What may help where the initial buffer does not fill."""
         if not len(self._buffer):
-            return "raise generator.start_seconds if an engine takes longer to be built"
+            return "raise launch.timeout_seconds if an engine takes longer to be built"
         return (
             "start another run (run.name) with a lower buffer.initial_completions if the task has too few "
             "distinct completions"
@@ -228,7 +222,7 @@ class RolloutBudget:
         self._requests_per_step = config.train.prompts_per_step
         self._last_step = config.train.steps
         self._searchers = config.launch.searchers
-        self._dead, self._silent = set[int](), set[int]()
+        self._silent = set[int]()
         self._completed = CompletedRequests.from_array(completed.to_array())
         self._granted = Counter[int]()
         self._arrived = Counter[int]()
@@ -248,12 +242,11 @@ class RolloutBudget:
 
     def _grant(self, requests: int, version: int) -> None:
         """Let the searchers that are there issue so many more, under weights of ``version`` or newer."""
-        excluded = self._excluded
         while requests > 0:
             if self.end not in self._completed:
                 searcher = self.end % self._searchers
                 self._granted[searcher] += 1
-                requests -= searcher not in excluded
+                requests -= searcher not in self._silent
                 if self.end not in self._ahead:
                     self._open[self.end] = version
             self._ahead.discard(self.end)
@@ -266,11 +259,11 @@ class RolloutBudget:
         (v + n − step)·B may be open that were granted by then. Those of a searcher that were set aside are
         taken to be its oldest.
         """
-        set_aside, excluded = self._set_aside.copy(), self._excluded
+        set_aside = self._set_aside.copy()
         found = overdue = 0
         for request_id, version in self._open.items():
             searcher = request_id % self._searchers
-            found += searcher not in excluded and set_aside[searcher] <= 0
+            found += searcher not in self._silent and set_aside[searcher] <= 0
             set_aside[searcher] -= 1
             in_time = max(0, version + self._steps_ahead - 1 - step) * self._requests_per_step
             overdue = max(overdue, found - in_time)
@@ -279,7 +272,7 @@ class RolloutBudget:
     def arrive(self, request_ids: np.ndarray) -> None:
         """Requests are completed; one from beyond ``end`` in the place of another that was set aside.
 
-        Whoever was silent is back; what the dead have sealed may still come.
+        Whoever was silent is back.
         """
         searchers = (request_ids % self._searchers).tolist()
         self._arrived.update(searchers)
@@ -291,18 +284,14 @@ class RolloutBudget:
 
     def owed(self) -> Counter[int]:
         """Requests that may have been issued and are not completed, by searcher, less the excluded ones."""
-        owed, excluded = self._granted - self._arrived, self._excluded
-        return Counter({searcher: count for searcher, count in owed.items() if searcher not in excluded})
+        owed = self._granted - self._arrived
+        return Counter({searcher: count for searcher, count in owed.items() if searcher not in self._silent})
 
-    def exclude(self, searchers: set[int], why: str, *, dead: bool = False) -> None:
-        """Expect nothing more of these, or only until they deliver where they are silent and not ``dead``.
+    def exclude(self, searchers: set[int], why: str) -> None:
+        """Expect nothing more of these until they deliver.
 
         Raises ExchangeError(``why``) where no other searcher is left.
         """
-        (self._dead if dead else self._silent).update(searchers)
-        if len(self._excluded) == self._searchers:
+        self._silent |= searchers
+        if len(self._silent) == self._searchers:
             raise ExchangeError(why)
-
-    @property
-    def _excluded(self) -> set[int]:
-        return self._dead | self._silent

@@ -78,13 +78,10 @@ class OnlineEvaluator:
         """Whether answers are still to be generated."""
         return self._unanswered > 0
 
-    def start(self, split: Split, step: int, share: tuple[int, int] | None = None) -> Part | None:
-        """Queue this searcher's share of ``split``; the finished part at once where that is empty, or done.
-
-        share: where it is not as configured, since some searchers have died.
-        """
+    def start(self, split: Split, step: int) -> Part | None:
+        """Queue this searcher's share of ``split``; the finished part at once if that is empty, or done."""
         assert not self.busy, "one evaluation at a time"
-        place, places = share or self._all
+        place, places = self._all
         if done := self._done(place, places, split, step):
             return Part(place, places, done)
         prompts = self._task.prompts(split)[: self._limits[split]][place::places]
@@ -109,8 +106,7 @@ class OnlineEvaluator:
     def count(self, answer: Group, correct: bool, ref_logprob: float | None) -> Part | None:
         """Count one answer, judged, with log π_ref of it, nats; the whole part once all are.
 
-        The weights that generated it tell which evaluation it belongs to. Where that was begun anew, with
-        another share, an answer from before counts as well: it is the same, and counts once.
+        The weights that generated it tell which evaluation it belongs to.
         """
         split, step, prompt = answer.request.split, int(answer.versions[0, 0]), answer.request.prompt.id
         share = self._shares.get((split, step))

@@ -121,10 +121,10 @@ class Saving:
 
     def _wait(self) -> None:
         """For the checkpoint under way. Raises TimeoutError past the deadline."""
-        deadline = self._config.exchange.deadline_seconds
+        deadline = self._config.launch.timeout_seconds
         if self._under_way and not wait([self._under_way], deadline).done:
             raise TimeoutError(
                 f"the checkpoint of step {self._event['step']} was not written within {deadline:g} s: see "
-                "whether the file system of the run answers, or raise exchange.deadline_seconds"
+                "whether the file system of the run answers, or raise launch.timeout_seconds"
             )
         self.note()

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tba_hpc.config import ConfigError, TaskSection
+from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import EngineError, Itemising, Reference, ShardSink, Task
 from tba_hpc.core.task_contract import checked_correct, checked_rewards, class_name
 from tba_hpc.core.types import Group, Shard, WeightUpdate
@@ -35,6 +35,9 @@ BACKLOG = 8
 
 ANSWERS_AT_ONCE = 16
 """Most evaluation answers judged together; training groups have their turn before the next ones."""
+
+MOST_REJECTED = 10
+"""Groups in a row without a usable reward, or answers that cannot be judged, at which a searcher ends."""
 
 TOLD_EVERY = 100
 """Of setbacks of one kind one in so many is logged."""
@@ -84,7 +87,7 @@ class Setbacks:
         if self._in_a_row >= self._limit:
             raise ConfigError(
                 f"the task {self._task} had {self._in_a_row} {self._things} in a row, at last {what}: check "
-                "its code and data, or raise task.max_rejected_groups"
+                "its code and data"
             )
 
     def end_row(self) -> None:
@@ -131,7 +134,7 @@ class Scorer:
     """Scores groups into ``shards``, seals what has waited for ``seal_seconds``; judges evaluations, too.
 
     A group is set aside where the task's code raises. ConfigError is raised by the next call after
-    ``max_rejected_groups`` in a row from which nothing is left, or as many answers that cannot be judged; and
+    ``most_rejected`` in a row from which nothing is left, or as many answers that cannot be judged; and
     at once where the task does not give what ports.Task says. temperature: of requests that are not tempered;
     none: of all.
     """
@@ -143,12 +146,12 @@ class Scorer:
         shards: ShardSink,
         *,
         seal_seconds: float,
-        max_rejected_groups: int = TaskSection().max_rejected_groups,
+        most_rejected: int = MOST_REJECTED,
         temperature: float | None = None,
     ) -> None:
         self._task = task
         self._temperature = temperature
-        name, limit = class_name(task), max_rejected_groups
+        name, limit = class_name(task), most_rejected
         self._rejected = Setbacks(
             name, "groups without a usable reward", then="these trajectories are set aside", limit=limit
         )

@@ -17,6 +17,9 @@ from tba_hpc.loops.search_log import Sums
 from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.run.metrics import Clock, MetricsWriter
 
+PENDING_SHARDS = 64
+"""Back-pressure: unmerged shards at which a searcher pauses."""
+
 LOG_SECONDS = 1.0
 """Seconds between two metric records."""
 
@@ -54,7 +57,7 @@ class Searcher:
         metrics: MetricsWriter,
         stop_asked: Callable[[], bool],
         sequences: int,
-        pending_shards: int,
+        pending_shards: int = PENDING_SHARDS,
     ) -> None:
         self._generator = generator
         self._scorer = scorer
@@ -116,7 +119,7 @@ class Searcher:
         self._scorer.refer_to(publication.reference)
         if publication.evaluate is None:
             return
-        if part := self._evaluator.start(publication.evaluate, publication.version, update.share):
+        if part := self._evaluator.start(publication.evaluate, publication.version):
             self._report(*part)
         else:
             self._scorer.check_engine(update, self._evaluator.unanswered)

@@ -186,7 +186,6 @@ class Trainer:
 
     def _collect(self) -> None:
         """Merge what has arrived, less what is stale."""
-        self._log_losses()
         shards = self._exchange.collect()
         for shard in shards:
             self._freshness.arrive(shard, self._state.step)
@@ -232,24 +231,12 @@ class Trainer:
     @property
     def _patience(self) -> float:
         """Seconds to wait for shards: before the first, ranks and engines may still be starting."""
-        config, at_work = self._config, self._config.exchange.deadline_seconds
-        if self._last_arrival:
-            return at_work
-        return max(at_work, config.launch.start_deadline_seconds, config.generator.start_seconds)
+        launch = self._config.launch
+        return launch.timeout_seconds if self._last_arrival else launch.start_seconds
 
-    def poll(self) -> bool:
-        """Keep the exchange going while nothing is left to learn; whether a searcher was lost."""
+    def poll(self) -> None:
+        """Keep the exchange going while nothing is left to learn."""
         self._exchange.gather()
-        return self._log_losses()
-
-    def _log_losses(self) -> bool:
-        lost = self._exchange.lost()
-        for searcher, host in lost:
-            log.warning("searcher %d on %s died: the run goes on without it; see its log", searcher, host)
-            step = self._state.step
-            self._metrics.log({"event": "lost", "step": step, "searcher": searcher, "host": host})
-            self._freshness.exclude_dead(searcher, host)
-        return bool(lost)
 
     # --- Sample, step, checkpoint ---
 
@@ -290,7 +277,7 @@ class Trainer:
 
     def _save_last(self) -> None:
         """Raises DiskFullError where the disk stays full."""
-        patience = self._config.exchange.disk_patience_seconds
+        patience = self._config.launch.disk_seconds
         give_up = min(time.monotonic() + patience, self._job_end - self._saving.seconds)
         self._saving.save_last(self._state, give_up=give_up)
 

@@ -104,17 +104,18 @@ def dr_grpo(
     return _output(groups, -(surrogate_BKL * groups.mask_BKL).sum(2), advantage_BK, clip_share=clip_share)
 
 
-def gspo(groups: Groups, beta: float, *, clip_low: float, clip_high: float) -> ObjectiveOutput:
+def gspo(groups: Groups, beta: float, *, ratio_clip: tuple[float, float]) -> ObjectiveOutput:
     """Group sequence policy optimisation (arXiv 2507.18071, eq. 5): one ratio for a completion.
 
-    Mean over rows of −min(s·A, clip(s, 1 − clip_low, 1 + clip_high)·A), s = (π_θ/π_behaviour of the
-    completion)^(1/tokens), A as in ``grpo``. It has no KL term: ``beta`` is not used. Metrics as there;
-    clip_share is of completions.
+    Mean over rows of −min(s·A, clip(s, 1 − low, 1 + high)·A), (low, high) = ``ratio_clip``,
+    s = (π_θ/π_behaviour of the completion)^(1/tokens), A as in ``grpo``. It has no KL term: ``beta`` is not
+    used. Metrics as there; clip_share is of completions.
     """
+    low, high = ratio_clip
     log_ratio_BK = (groups.logprob_BK - groups.behaviour_logprob_BK) / groups.tokens_BK
     ratio_BK, advantage_BK = bounded_exp(log_ratio_BK), _standardised(groups.reward_BK)
     plain_BK = ratio_BK * advantage_BK
-    clipped_BK = torch.minimum(plain_BK, ratio_BK.clamp(1 - clip_low, 1 + clip_high) * advantage_BK)
+    clipped_BK = torch.minimum(plain_BK, ratio_BK.clamp(1 - low, 1 + high) * advantage_BK)
     clip_share = (clipped_BK < plain_BK).double().mean()
     return _output(groups, -clipped_BK, advantage_BK, clip_share=clip_share)
 

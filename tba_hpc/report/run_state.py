@@ -212,7 +212,7 @@ PHASES: dict[str, Callable[[RunMonitor], RunState]] = {
 def _with_silence(monitor: RunMonitor, found: RunState) -> RunState:
     """The same, with a hint where all are silent for longer than any rank waits for another."""
     silence = monitor.silence or 0.0
-    if silence < max(SILENT_SECONDS, monitor.config.exchange.deadline_seconds):
+    if silence < max(SILENT_SECONDS, monitor.config.launch.timeout_seconds):
         return found
     words = f"{found.words}; nothing heard for {silence / 60:.0f} min: was it killed?"
     return RunState(found.state, words, f"tail {shlex.quote(str(monitor.run.logs))}/latest/*.log")

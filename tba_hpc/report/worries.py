@@ -441,7 +441,7 @@ def _gain(view: View) -> float | None:
     Where each is β·KL ≤ E[r] − E_ref[r] at the optimum, since the reference itself is a candidate.
     """
     train = view.config.train
-    tempered = train.reference_temperature.start * train.target_temperature.start != 1
+    tempered = train.reference_temperature[0][1] * train.target_temperature[0][1] != 1
     rewards = view.history.curves["search/reward"].values
     weighs = train.objective.name not in ("dr_grpo", "gspo", "topr", "online_dpo")
     if not weighs or train.reference.name != "frozen" or tempered or not rewards:
@@ -560,7 +560,8 @@ def another_sampler(view: View) -> Worry | None:
 def chosen_samples(view: View) -> Worry | None:
     """The buffer hands a policy gradient other completions than were sampled."""
     train, buffer = view.config.train, view.config.buffer
-    chosen = ["buffer.deduplicate=true"] if buffer.deduplicate else []
+    kept = buffer.duplicates.name
+    chosen = [f"buffer.duplicates={kept}"] if kept != "none" else []
     chosen += [f"buffer.reward_temperature={buffer.reward_temperature:g}"] if buffer.chooses_by_reward else []
     if not train.objective.policy_gradient or not chosen or not view.history.points("search/reward"):
         return None
@@ -568,7 +569,7 @@ def chosen_samples(view: View) -> Worry | None:
     return Worry(
         f"{keys}: bias of {name}",
         f"By {keys} groups are not as they were sampled, which biases train.objective={name}. Set "
-        "buffer.deduplicate=false and buffer.reward_temperature=null, or train by trajectory_balance, which "
+        "buffer.duplicates=none and buffer.reward_temperature=null, or train by trajectory_balance, which "
         "holds for any choice.",
     )
 
@@ -677,7 +678,7 @@ def idle_searchers(view: View) -> Worry | None:
         f"searchers idle {_share(idle)} of the time: launch.trainers",
         f"Searchers have been idle {_share(idle)} of their time since step {points[0].step}: the trainer "
         "takes less than they give. Give it more of the machines (launch.trainers), or loosen "
-        "exchange.max_staleness or exchange.pending_shards.",
+        "exchange.max_staleness.",
     )
 
 

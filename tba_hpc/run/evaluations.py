@@ -86,7 +86,7 @@ def write_evaluation(run: RunDir, searcher: int, searchers: int, part: Evaluatio
     if _whole_file(run, part.split, part.step).exists():
         return
     folder.mkdir(exist_ok=True)
-    with suppress(FileNotFoundError):  # it became whole meanwhile: after a loss shares overlap
+    with suppress(FileNotFoundError):  # it became whole meanwhile
         write_atomic(folder / _part_name(searcher, searchers), json.dumps(asdict(part)))
     if whole := _sum_of_parts(folder, searchers):
         _keep_whole(run, whole)

@@ -24,6 +24,9 @@ from tba_hpc.config import ConfigError, RewardSection
 LONGEST_ANSWER = 1 << 20
 """Bytes of an answer that are read."""
 
+RETRIES = 3
+"""Times that a judge is asked again if it is busy, away or silent."""
+
 FIRST_PAUSE = 0.5
 """Pause before a judge is asked again, s; it doubles each time, up to LONGEST_PAUSE."""
 
@@ -67,7 +70,7 @@ class Judge:
 
     def _ask(self, row: Mapping[str, object], completion: str) -> float:
         body = json.dumps(self._question(row, completion)).encode()
-        for again in range(self._section.retries + 1):
+        for again in range(RETRIES + 1):
             if again:
                 self._pause(min(FIRST_PAUSE * 2 ** (again - 1), LONGEST_PAUSE))
             try:

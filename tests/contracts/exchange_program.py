@@ -35,7 +35,7 @@ from tba_hpc.exchange.file_exchange import (
     FileTrainerExchange,
     FileTrainerFollower,
 )
-from tba_hpc.exchange.hdf5_shards import PendingShards, write_shard
+from tba_hpc.exchange.hdf5_shards import PendingShards, with_image, write_shard
 from tba_hpc.exchange.hybrid_exchange import HybridTrainerExchange
 from tba_hpc.run.directory import RunDir
 
@@ -45,7 +45,6 @@ TRAINERS = {
     "files-delta": 1,
     "files-two-trainers": 2,
     "mpi": 1,
-    "mpi-unthreaded": 1,
     "mpi-nodes-two-trainers": 2,
     "mpi-nodes-delta-two-trainers": 2,
 }
@@ -82,7 +81,8 @@ def shard_of(searcher: int, index: int) -> Shard:
     record["reward"] = rng.normal(size=n)
     tokens = len(completions.values)
     logprobs, ref_logprobs = rng.normal(size=(2, tokens)).astype(np.float32)
-    return Shard(searcher, index, Trajectories(record, prompts, completions, logprobs, ref_logprobs))
+    trajectories = Trajectories(record, prompts, completions, logprobs, ref_logprobs)
+    return with_image(Shard(searcher, index, trajectories))
 
 
 def same_shard(one: Shard, other: Shard) -> bool:
@@ -480,7 +480,6 @@ def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
         trainers=trainers,
         searchers=1 if transport == BOTH else SEARCHERS,
         deadline=PATIENCE,
-        threaded=False if "unthreaded" in transport else None,
         node_split=(lambda comm: comm.Split(comm.rank))
         if "nodes" in transport
         else mpi_world.split_by_memory,
@@ -491,9 +490,7 @@ def run_mpi(scenario: str, folder: Path, transport: str, trainers: int) -> int:
             LAYOUT,
             bucket_mb=1,
             delta="always" if "delta" in transport else "never",
-            read_pending=lambda cursors: [],
             progress=Progress(),
-            evaluated=lambda split, version: True,
         )
         if transport == BOTH:
             run = make_run(folder)

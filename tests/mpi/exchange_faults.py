@@ -38,14 +38,7 @@ def join(deadline: float = DEADLINE) -> MpiWorld:
 
 def open_trainer(world: MpiWorld, layout: WeightLayout) -> MpiTrainerExchange:
     """The leader's end, without a disk."""
-    return MpiTrainerExchange.open(
-        world,
-        layout,
-        bucket_mb=1,
-        read_pending=lambda cursors: [],
-        progress=Progress(),
-        evaluated=lambda split, step: True,
-    )
+    return MpiTrainerExchange.open(world, layout, bucket_mb=1, progress=Progress())
 
 
 def publish_for_ever(world: MpiWorld) -> None:
@@ -197,7 +190,7 @@ def describes_itself() -> None:
     world = join()
     print(
         f"[{world.rank} {world.role} {world.index}/{world.size} local {world.local_index} "
-        f"{len(set(world.hosts))} host {world.threaded} MPI {MPI.COMM_WORLD.rank}]",
+        f"{len(set(world.hosts))} host MPI {MPI.COMM_WORLD.rank}]",
         flush=True,
     )
 

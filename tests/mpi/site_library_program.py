@@ -17,7 +17,7 @@ from tba_hpc.checks.rank import measure
 from tba_hpc.core.prompts import Progress
 from tba_hpc.core.types import Shard
 from tba_hpc.exchange.mpi_exchange import MpiSearcherExchange, MpiTrainerExchange
-from tba_hpc.exchange.mpi_world import SURVIVES, MpiWorld, library_version
+from tba_hpc.exchange.mpi_world import MpiWorld, library_version
 
 HOSTS = ("node1", "node2", "node2")
 VERSIONS = 5
@@ -25,14 +25,7 @@ VERSIONS = 5
 
 def train(world: MpiWorld, folder: Path) -> None:
     """Versions out, for each of them a shard of each searcher in."""
-    exchange = MpiTrainerExchange.open(
-        world,
-        LAYOUT,
-        bucket_mb=1,
-        read_pending=lambda cursors: [],
-        progress=Progress(),
-        evaluated=lambda split, step: True,
-    )
+    exchange = MpiTrainerExchange.open(world, LAYOUT, bucket_mb=1, progress=Progress())
     side = TrainerSide(exchange, Flags(folder), trainers=1)
     shards: list[Shard] = []
     for version in range(VERSIONS):
@@ -71,7 +64,7 @@ def main() -> None:
         return
     train(world, folder)
     assert fabric is not None
-    facts = {"library": asdict(describe(library_version())), "fabric": asdict(fabric), "survives": SURVIVES}
+    facts = {"library": asdict(describe(library_version())), "fabric": asdict(fabric)}
     (folder / "facts.json").write_text(json.dumps(facts))
 
 

@@ -6,12 +6,9 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-from contracts.exchange_program import same_shard, shard_of
 
 from mpi.launch import ENVIRONMENT, Outcome, run_world
-from tba_hpc.exchange.shard_packing import pack_shard, unpack_shard
 from tba_hpc.run import directory
 
 SEARCHERS_FIRST = {directory.SEARCHERS_FIRST: "1"}
@@ -80,6 +77,12 @@ def test_a_rank_alone_in_its_world_is_told_what_to_try() -> None:
     assert re.search(r"srun --mpi=(pmix|pmi2)", alone.stdout)
 
 
+def test_a_library_without_threads_is_refused() -> None:
+    outcome, _ = world("describes_itself", MPI4PY_RC_THREAD_LEVEL="single")
+    assert outcome.code != 0
+    assert re.search(r"refused: this MPI library \(Open MPI .*use another one, or .*files", outcome.output)
+
+
 def test_the_world_ends_when_a_searcher_is_killed() -> None:
     outcome, seconds = world("killed")
     assert "killing myself" in outcome.output
@@ -113,9 +116,9 @@ def test_every_rank_knows_its_place(environment: dict[str, str], numbers: tuple[
     assert outcome.code == 0, outcome.output
     for line, number in zip(
         (
-            "[0 trainer 0/1 local 0 1 host True",
-            "[1 searcher 0/2 local 1 1 host True",
-            "[2 searcher 1/2 local 2 1 host True",
+            "[0 trainer 0/1 local 0 1 host",
+            "[1 searcher 0/2 local 1 1 host",
+            "[2 searcher 1/2 local 2 1 host",
         ),
         numbers,
         strict=True,
@@ -128,11 +131,3 @@ def test_who_does_not_join_has_the_name_of_its_role_where_searchers_come_first()
     assert re.search(
         r"refused: searcher 1 \(world rank 2\) did not join the world within 2 s", outcome.output
     )
-
-
-def test_a_shard_survives_packing() -> None:
-    for index in range(20):
-        shard = shard_of(3, index)
-        assert same_shard(unpack_shard(pack_shard(shard)), shard)
-    assert not same_shard(shard_of(3, 0), shard_of(3, 1))
-    assert np.isfinite(shard_of(3, 0).trajectories.record["reward"]).all()

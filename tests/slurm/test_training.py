@@ -264,7 +264,7 @@ def test_a_job_of_a_trainer_alone_is_fed_by_a_lent_node(
 ) -> None:
     """Which searches, evaluates, and ends by itself once the run is finished."""
     places = ("--trainer-nodes", "1", "--set", "launch.elastic=1")
-    patient = ("--set", f"exchange.deadline_seconds={START_SECONDS}")
+    patient = ("--set", f"launch.timeout_seconds={START_SECONDS}")
     run, job = submit(cluster, model, tmp_path, *places, *patient, nodes=1)
     words = [sys.executable, "tools/submit.py", "--elastic", str(run.path), "--nodes", "1", "--json"]
     lent = subprocess.run(

@@ -85,7 +85,7 @@ def test_a_read_only_place(model: Path) -> None:
 def test_what_only_a_rank_can_see(tmp_path: Path, model: Path) -> None:
     """The launcher shows the sentence of the rank that met it."""
     (model / "model.safetensors").unlink()
-    common = settings(run__root=tmp_path / "runs", exchange__deadline_seconds=60, launch__searchers=1)
+    common = settings(run__root=tmp_path / "runs", launch__timeout_seconds=100, launch__searchers=1)
     done = tba("run", CONFIG, *common, *settings(model__path=model))
     refused(done, f"no model can be loaded from model.path={model}: give a folder")
 

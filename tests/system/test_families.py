@@ -25,7 +25,7 @@ pytestmark = pytest.mark.system
 
 WAYS: dict[str, tuple[str, ...]] = {
     "qwen2": ("generator.tensor_parallel=2", "exchange.transport=mpi"),
-    "qwen3": ("train.reference_scored_by=trainer", "exchange.transport=files", "exchange.delta=always"),
+    "qwen3": ("train.reference.scored_by=trainer", "exchange.transport=files", "exchange.delta=always"),
     "qwen3_moe": ("train.zero_stage=3", "launch.trainers=2", "exchange.transport=files"),
     "gpt_neox": ("train.tokens_per_micro_batch=512", "train.gradient_checkpointing=true"),
 }

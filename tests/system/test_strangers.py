@@ -26,7 +26,7 @@ SETTINGS = [
     "buffer.initial_completions=64",
     "evaluate.validation_prompts=0",
     "evaluate.test_prompts=16",
-    "exchange.deadline_seconds=60",
+    "launch.timeout_seconds=100",
     "launch.trainers=2",
     "launch.searchers=1",
 ]

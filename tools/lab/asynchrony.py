@@ -37,7 +37,7 @@ TUNED_AS = {TWICE: SYNCHRONOUS}
 
 TUNING_SEED = 100
 
-SETTINGS = (*skill.SAMPLING, skill.BETA, "buffer.deduplicate=false", "evaluate.test_prompts=1")
+SETTINGS = (*skill.SAMPLING, skill.BETA, "buffer.duplicates=none", "evaluate.test_prompts=1")
 """Of all arms; the test split is not looked at."""
 
 QUEUE = ("exchange.sync_every=1", "buffer.replay_limit=1", "exchange.max_staleness=8")

@@ -161,7 +161,7 @@ class Learner:
     def __init__(self, config: Config) -> None:
         train = self._train = config.train
         self.policy = load_policy(config.model.path, config.model.dtype)
-        self._logprobs = PolicyLogprobs(self.policy, chunk_tokens=train.logprob_chunk_tokens)
+        self._logprobs = PolicyLogprobs(self.policy)
         self._reference = (
             0,
             PolicyLogprobs(load_policy(config.model.path, config.model.dtype), chunk_tokens=256),

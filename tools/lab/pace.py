@@ -41,7 +41,7 @@ SETTINGS = (
     *skill.SAMPLING,
     skill.BETA,
     skill.constant(1e-6),  # answers stay as long as they are
-    "buffer.deduplicate=false",
+    "buffer.duplicates=none",
     "buffer.initial_completions=16",
     "model.context_length=320",
     "generator.max_tokens=220",

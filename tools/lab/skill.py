@@ -31,13 +31,13 @@ SAMPLING = (
 )
 """Training begins with a step's completions, which are as many as it learns from."""
 
-BETA = "train.beta={schedule: constant, start: 0.02}"
+BETA = "train.beta=0.02"
 """On-policy, 160 steps lead to 89 % with it; to 35 % with the quickstart's .1."""
 
 ONCE = (
     *SAMPLING,
     BETA,
-    "buffer.deduplicate=false",
+    "buffer.duplicates=none",
     "buffer.most_on_policy=1",
     "buffer.replay_limit=1",
     "buffer.oldest_first=true",

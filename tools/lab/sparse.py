@@ -15,7 +15,7 @@ from lab import lockstep
 from lab.lockstep import Moment, Setup, SparseTable
 from lab.results import Panel, Result, Row, Series, Spread
 from lab.runs import Options, log
-from tba_hpc.config import Beta, BufferSection, LearningRate, TrainSection
+from tba_hpc.config import BufferSection, LearningRate, TrainSection
 from tba_hpc.config.variants import LogZ, TrajectoryBalance, Unbounded
 
 MODES, LETTERS, LENGTH = 8, 4, 6
@@ -29,7 +29,7 @@ TRAIN = TrainSection(
     prompts_per_step=8,
     completions_per_prompt=16,
     learning_rate=LearningRate(peak=0.05),
-    beta=Beta(start=BETA),
+    beta=BETA,
 )
 REPLAY = BufferSection(capacity=200_000, capacity_per_prompt=200_000, reward_temperature=BETA)
 """Everything is kept, and replayed by reward."""

@@ -19,7 +19,7 @@ from lab.lockstep import Setup, SparseTable
 from lab.lockstep_model import Run
 from lab.results import Panel, Result, Row, Series, Spread
 from lab.runs import Options, log
-from tba_hpc.config import Beta, Config, LearningRate, TrainSection
+from tba_hpc.config import Config, LearningRate, TrainSection
 from tba_hpc.tasks.tabular import total_variation
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 
 LAGS = (1, 10, 50)
 WHOLE_RUN_RATES = (6.25e-5, 1.25e-4)
-OAPL_BETA = "train.beta={schedule: constant, start: 0.5}"
+OAPL_BETA = "train.beta=0.5"
 """Best of .02, .1 and .5 in 120 steps. It says how far a policy may be from what sampled, not from π_ref."""
 
 EVALUATIONS_OF_RUNS = ("evaluate.every=20", "evaluate.validation_prompts=128", "evaluate.test_prompts=256")
@@ -82,7 +82,7 @@ class Exact:
             prompts_per_step=8,
             completions_per_prompt=16,
             learning_rate=LearningRate(peak=rate),
-            beta=Beta(start=BETA),
+            beta=BETA,
         )
         table = SparseTable(prompts=16, letters=3, length=4, modes=3, seed=seed)
         return Setup(
@@ -187,9 +187,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "GSPO": {"train.objective": "gspo"},
     "OAPL, β₁ 1, β₂ .001": {
         "train.objective": {"name": "oapl", "value_beta": 1.0},
-        "train.beta": {"schedule": "constant", "start": 0.001},
+        "train.beta": 0.001,
     },
-    "OAPL, both .5": {"train.objective": "oapl", "train.beta": {"schedule": "constant", "start": 0.5}},
+    "OAPL, both .5": {"train.objective": "oapl", "train.beta": 0.5},
 }
 """Overrides by name. TBA′ is not run: its gradient is TB's where no clamp acts."""
 

@@ -22,6 +22,9 @@ NCCL = 0.5 * GIB
 ENGINE_RUNTIME = 1.5 * GIB
 """CUDA, graphs and workspaces of an engine."""
 
+CHUNK_TOKENS = 256
+"""As in learner.hf_model, which needs torch."""
+
 BUCKET = 128 << 20
 """Most weights in a reduction of gradients (deepspeed_settings.BUCKET_ELEMENTS)."""
 
@@ -145,7 +148,7 @@ def _scoring(work: Workload, tokens: float, *, cached: bool) -> tuple[float, str
     shape, size = work.policy, work.weight_bytes
     each = size * (4 * shape.hidden + 3 * shape.inner * shape.experts_per_token)
     each += shape.kv_bytes(size) if cached else 0
-    logits = 8 * work.config.train.logprob_chunk_tokens * shape.vocabulary
+    logits = 8 * CHUNK_TOKENS * shape.vocabulary
     return tokens * each + logits, f"{_count(tokens)} tokens × {each / 1024:,.0f} KiB + logits"
 
 
@@ -175,7 +178,7 @@ def _backward_items(work: Workload) -> Iterator[Item]:
     yield Item(
         "hidden states", 3 * size * shape.hidden * scored, f"3 × {size} B × {shape.hidden} × {scored:,.0f}"
     )
-    chunk = min(train.logprob_chunk_tokens, scored)
+    chunk = min(CHUNK_TOKENS, scored)
     logits = chunk * shape.vocabulary * (8 + size)
     yield Item("logits", logits, f"{chunk:,.0f} tokens × {shape.vocabulary:,} × {8 + size} B")
     if not work.adapter:

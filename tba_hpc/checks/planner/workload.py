@@ -164,7 +164,7 @@ def workload_of(
         adapter=adapter_weights(policy, lora, config.model.path) if lora else 0,
         readers=readers,
         victim=load_shape(str(victim), "task.options.victim") if victim else None,
-        embedder=load_shape(embedder, "buffer.embedding_model").without_head() if embedder else None,
+        embedder=load_shape(embedder, "buffer.duplicates.model").without_head() if embedder else None,
         prompt=min(prompt_tokens or prompt, room),
         completion=min(completion_tokens or completion, generator.max_tokens),
         longest=generator.max_tokens,

@@ -19,6 +19,9 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import make_folder, write_atomic
 from tba_hpc.run.owners import owned
 
+PAUSE_SECONDS = 10.0
+"""Between two looks at what the run has written."""
+
 OWNER = "tracker"
 """Name under which one process at a time follows a run."""
 
@@ -44,7 +47,7 @@ def follow(run: RunDir, config: Config, *, goes_on: Callable[[float], bool] = la
         followers = [_Follower(run, name, config) for name in config.track.wanted]
         more = True
         while more:
-            more = goes_on(config.track.every_seconds)  # first: what came until then is told below
+            more = goes_on(PAUSE_SECONDS)  # first: what came until then is told below
             ended = [follower.look() for follower in followers]
             more = more and not (all(ended) and run.finished)
         for follower in followers:

@@ -1,0 +1,171 @@
+"""Reads a config: YAML, ``--set`` overrides, and one sentence for every kind of bad input."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from tba_hpc.config import shipped
+from tba_hpc.config.rules import flat
+from tba_hpc.config.sections import MAY_CHANGE, Config, RewardSection
+from tba_hpc.config.variants import choices
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message is one sentence for the user."""
+
+
+def load_config(path: Path, overrides: list[str] | None = None) -> Config:
+    """Read a YAML file, apply ``a.b=value`` overrides, validate.
+
+    path: a file, or the name of a shipped config. Raises ConfigError with one sentence: missing or
+    unreadable file, unknown key (nearest valid name), wrong type, impossible combination.
+    """
+    try:
+        tree = yaml.safe_load(shipped.find(path, "configs").read_text()) or {}
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the config {path}: {error.strerror}; check the path, or name one of those shipped: "
+            f"{', '.join(shipped.files('configs'))}"
+        ) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"{path} must hold sections such as 'model:' and 'train:', not a {type(tree).__name__}"
+        )
+    return parse_config(tree, overrides)
+
+
+def parse_config(tree: dict[str, Any], overrides: list[str] | None = None) -> Config:
+    """Validate a tree of plain values, after ``overrides`` to it. Raises ConfigError."""
+    for override in overrides or []:
+        _override(tree, override)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(explain(error, Config)) from None
+
+
+def dump_config(config: Config) -> str:
+    """YAML text that ``load_config`` reads back to an equal Config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ → both values, in order of declaration; None where there is none."""
+    before, after = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
+    pairs = {key: (before.get(key), after.get(key)) for key in before | after}
+    return {key: (was, now) for key, (was, now) in pairs.items() if was != now}
+
+
+def differing_keys(old: Config, new: Config) -> list[str]:
+    """Dotted keys whose values differ, in order of declaration."""
+    return list(differences(old, new))
+
+
+def may_change(key: str) -> bool:
+    """Whether a resume may give a dotted key, and all below it, another value; see ``MayChange``."""
+    model: type[BaseModel] | None = Config
+    for name in key.split("."):
+        field = model.model_fields.get(name) if model else None
+        if field is not None and MAY_CHANGE in field.metadata:
+            return True
+        if field is not None:
+            model = _section(field.annotation)
+        elif model is not RewardSection:  # of which there are several by name
+            model = None
+    return False
+
+
+def is_local(value: str) -> bool:
+    """Whether a value is a path of this machine, not a name on a hub such as ``org/model``."""
+    return value.startswith((".", "/", "~")) or value.count("/") > 1 or Path(value).suffix == ".jsonl"
+
+
+CHOICES = frozenset(
+    key
+    for section in Config.model_fields.values()
+    for key, field in getattr(section.annotation, "model_fields", {}).items()
+    if choices(field.annotation)
+)
+"""Keys whose value is a choice by name, with keys of its own."""
+
+
+def _override(tree: dict[str, Any], text: str) -> None:
+    key, equals, value = text.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"--set {text} is not of the form a.b=value: write for example --set train.steps=5")
+    *sections, leaf = key.split(".")
+    for section in sections:
+        if section in CHOICES and isinstance(tree.get(section), str):
+            tree[section] = {"name": tree[section]}
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"--set {text}: {section} is a value, not a section; remove what follows it")
+    try:
+        tree[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {text}: the value is not valid YAML; put it in quotes") from None
+
+
+def explain(error: ValidationError, model: type[BaseModel], noun: str = "config") -> str:
+    """The first problem of a pydantic error as one sentence: value, rule, remedy. noun: whose keys."""
+    problem = error.errors()[0]
+    names, section = _place(problem["loc"], model)
+    key = ".".join(names)
+    if problem["type"] == "extra_forbidden":
+        return f"unknown {noun} key {key!r}{_nearest(names, section)}"
+    if problem["type"] == "missing":
+        by_option = f" or with --set {key}=…" if model is Config else ""
+        return f"{noun} key {key!r} is missing: set it in the file{by_option}"
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    if problem["type"].startswith("union_tag"):
+        assert section is not None, "the union is a field of it"
+        names_of = ", ".join(choices(section.model_fields[names[-1]].annotation))
+        given = problem["input"].get("name") if isinstance(problem["input"], dict) else problem["input"]
+        return f"{noun} key {key!r} has the value {given!r}, but is one of {names_of}"
+    rule = problem["msg"][0].lower() + problem["msg"][1:]
+    return f"{noun} key {key!r} has the value {problem['input']!r}, but {rule}"
+
+
+def _place(
+    location: tuple[int | str, ...], model: type[BaseModel]
+) -> tuple[list[str], type[BaseModel] | None]:
+    """The names that lead to a place below ``model``, less the tags of choices; the section that holds it."""
+    names: list[str] = []
+    holder: type[BaseModel] | None = model
+    below: type[BaseModel] | None = model
+    parts = iter(map(str, location))
+    for part in parts:
+        names.append(part)
+        holder = below
+        if below is not None and part in below.model_fields:  # else it is a name among several
+            annotation = below.model_fields[part].annotation
+            among = choices(annotation)
+            below = among.get(next(parts, "")) if among else _section(annotation)
+    return names, holder
+
+
+def _nearest(names: list[str], section: type[BaseModel] | None) -> str:
+    """The valid name of ``section`` that is closest to the last of ``names``, which lead to it."""
+    if section is None:
+        return ""
+    valid = list(section.model_fields)
+    close = difflib.get_close_matches(names[-1], valid, n=1)
+    return (
+        f": did you mean {'.'.join([*names[:-1], close[0]])!r}?"
+        if close
+        else f": valid are {', '.join(valid)}"
+    )
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The model among the types of a field: of ``Container | None`` the container."""
+    types = [annotation, *get_args(annotation)]
+    return next((kind for kind in types if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
