@@ -48,8 +48,8 @@ from tba_hpc.exchange.hdf5_shards import (
     PendingShards,
     ShardError,
     ShardWriter,
-    is_shard,
     read_arrays,
+    seal_interval,
     with_image,
     write_arrays,
 )
@@ -69,7 +69,6 @@ from tba_hpc.report.digest import KeptDigest, SearcherDigest, TrainerDigest
 from tba_hpc.report.track.beside import tracked
 from tba_hpc.run import modules
 from tba_hpc.run.beside import beside
-from tba_hpc.run.bundles import Key
 from tba_hpc.run.checkpoints import (
     BUFFER_FILE,
     PROMPTS_FILE,
@@ -81,7 +80,7 @@ from tba_hpc.run.checkpoints import (
     read_state,
     set_aside,
 )
-from tba_hpc.run.directory import ATTEMPT, RunDir
+from tba_hpc.run.directory import ATTEMPT, RunDir, ShardKey
 from tba_hpc.run.evaluations import (
     Evaluation,
     discard_evaluations,
@@ -91,7 +90,6 @@ from tba_hpc.run.evaluations import (
 )
 from tba_hpc.run.files import DiskFullError, insist
 from tba_hpc.run.inventory import COMPLETE, damage
-from tba_hpc.run.keeping import ShardKeeper
 from tba_hpc.run.metrics import MetricsWriter, Value
 from tba_hpc.run.notes import FAILED, REFUSED, note_at_work, rank_name, redirect_output, write_note
 from tba_hpc.run.owners import owned
@@ -178,8 +176,8 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
         config.checkpoint.keep,
         write_arrays,
         beside=config.checkpoint.snapshot is not None,
-        is_shard=is_shard,
-        keeper=_shard_keeper(run, config),
+        kept_share=config.exchange.keep_shards,
+        kept_mb=config.exchange.keep_shards_mb,
     )
     with StopFlag() as stop:
         trainer = Trainer(
@@ -200,17 +198,11 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
     checkpoints.pruner.finish(PRUNING_SECONDS)
 
 
-def _shard_keeper(run: RunDir, config: Config) -> ShardKeeper | None:
-    """What keeps merged shards, where any are to be kept."""
-    share, most_mb = config.exchange.keep_shards, config.exchange.keep_shards_mb
-    return ShardKeeper(run, share, None if most_mb is None else most_mb << 20) if share else None
-
-
 def replay(
     run: RunDir,
     config: Config,
     recording: Recording,
-    read: Callable[[Key], Shard],
+    read: Callable[[ShardKey], Shard],
     learner: Learner | None = None,
 ) -> bool:
     """Train in this process on recorded shards, from the newest checkpoint on; whether to the last step.
@@ -235,7 +227,7 @@ def replay(
             completed=completed,
             state=state,
             saved=saved,
-            checkpoints=Checkpoints(run, config.checkpoint.keep, write_arrays, is_shard=is_shard),
+            checkpoints=Checkpoints(run, config.checkpoint.keep, write_arrays),
             metrics=metrics,
             stop_asked=lambda: stop.is_set,
         )
@@ -425,7 +417,7 @@ class SearchParts:
                 self.task,
                 self.reference,
                 _shard_writer(run, config, self.index, progress),
-                seal_seconds=config.exchange.seal_seconds,
+                seal_seconds=seal_interval(config),
                 temperature=section.temperature,
             ),
             requests=requests,

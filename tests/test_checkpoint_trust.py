@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,12 +9,10 @@ from functools import partial
 from pathlib import Path
 from signal import SIGTERM
 
-import learner_worker
 import numpy as np
 import pytest
 import tabular_run
 import torch
-from tiny_models import make_random_model
 
 from tba_hpc.exchange.hdf5_shards import read_arrays, write_arrays
 from tba_hpc.report.audit import audit
@@ -37,7 +34,6 @@ from tba_hpc.run.checkpoints import (
     set_aside,
 )
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.inventory import damage, inventory
 from tba_hpc.run.metrics import read_metrics
 from tba_hpc.runtime import verify_checkpoints
 from tba_hpc.tasks.tabular import TabularLearner
@@ -128,15 +124,13 @@ def names(run: RunDir) -> list[str]:
     return sorted(path.name for path in run.checkpoints.iterdir())
 
 
-def test_two_hundred_random_damages_are_met_and_the_checkpoint_before_is_used(
-    saved: Saved, tmp_path: Path
-) -> None:
+def test_random_damages_are_met_and_the_checkpoint_before_is_used(saved: Saved, tmp_path: Path) -> None:
     newest = latest_checkpoint(saved.run)
     assert newest is not None
     files = sorted(str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file())
     assert {"COMPLETE", "state.json", BUFFER_FILE, PROMPTS_FILE} < set(files)
     config, learner = saved.run.config(), TabularLearner(tabular_run.TABLE)
-    for case in range(200):
+    for case in range(60):
         harm, name = KINDS[case % len(KINDS)], files[case // len(KINDS) % len(files)]
         run = saved.damaged(tmp_path / str(case), name, harm, case)
         verify_checkpoints(run, config)
@@ -153,27 +147,7 @@ def test_two_hundred_random_damages_are_met_and_the_checkpoint_before_is_used(
         shutil.rmtree(run.path)
 
 
-def test_every_file_of_deepspeed_is_verified(tmp_path: Path) -> None:
-    """As its own loader would not: it takes a flipped bit for a weight."""
-    config = learner_worker.make_config(make_random_model(tmp_path / "model", tied=True), ranks=1)
-    done = learner_worker.run(tmp_path / "ranks", config, [("step", 1), ("save", "saved")])
-    run = RunDir.create(tabular_run.make_config(tmp_path))
-    folder = begin_checkpoint(run, 1)
-    shutil.copytree(done.folder / "saved", folder, dirs_exist_ok=True)
-    complete_checkpoint(run, folder, TrainerState(step=1), keep=2)
-    assert damaged_checkpoints(run) == {}
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    assert {".pt", ".json", ""} <= {path.suffix for path in files} and len(files) >= 5
-    for path in files:
-        before = path.read_bytes()
-        for seed, harm in enumerate(KINDS):
-            harm(path, np.random.default_rng(seed))
-            assert path.name in damage(folder), (path, harm)
-            path.write_bytes(before)
-    assert damage(folder) == ""
-
-
-# --- None left, one without checksums, one that was never finished ---
+# --- None left, one that was never finished ---
 
 
 def test_where_none_is_whole_a_sentence_says_so_and_nothing_is_changed(saved: Saved, tmp_path: Path) -> None:
@@ -195,23 +169,7 @@ def test_a_run_whose_checkpoints_were_all_set_aside_is_not_started_afresh(run: R
         verify_checkpoints(run, run.config())
 
 
-def test_a_checkpoint_without_checksums_is_believed_and_the_log_says_so(
-    run: RunDir, caplog: pytest.LogCaptureFixture
-) -> None:
-    save(run, 4)
-    folder = save(run, 8)
-    sizes = [line.split(" ", 1)[1] for line in inventory(folder).splitlines()]
-    (folder / "COMPLETE").write_text("".join(f"{line}\n" for line in sizes))
-    with caplog.at_level(logging.WARNING):
-        verify_checkpoints(run, run.config())
-    assert latest_checkpoint(run) == folder and read_state(folder).step == 8
-    assert f"{folder} is of an earlier version and has no checksums" in caplog.text
-    (folder / "weights.bin").write_bytes(b"")
-    verify_checkpoints(run, run.config())
-    assert names(run) == ["damaged-step-000008-1", "step-000004"]
-
-
-def test_an_inventory_that_has_lost_its_first_line_is_not_one_of_an_earlier_version(run: RunDir) -> None:
+def test_an_inventory_that_has_lost_its_first_line_is_damaged(run: RunDir) -> None:
     save(run, 4)
     complete = save(run, 8) / "COMPLETE"
     complete.write_text(complete.read_text().partition("\n")[2])

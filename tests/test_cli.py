@@ -62,7 +62,7 @@ def test_status_tells_how_a_run_stands(run: RunDir) -> None:
 
 def test_a_finished_run_says_so_and_is_not_started_again(run: RunDir, tmp_path: Path) -> None:
     assert not run.finished
-    run.summary.write_text(json.dumps({"finished": True}))
+    run.mark_finished()
     assert run.finished
     again = tba("run", run.path, "--json")
     assert again.returncode == 0 and json.loads(again.stdout)["steps"] == 0

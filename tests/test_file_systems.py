@@ -40,7 +40,7 @@ from tba_hpc.run.checkpoints import TrainerState
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation, discard_evaluations, find_evaluation, write_evaluation
 from tba_hpc.run.files import make_folder
-from tba_hpc.run.metrics import MetricsWriter, read_metrics
+from tba_hpc.run.metrics import MetricsWriter
 
 REAL_TIME = time.time
 LAYOUT = WeightLayout.of([("a", (3, 5))], "F32")
@@ -221,13 +221,12 @@ def test_a_resume_looks_for_more_than_is_listed(run: RunDir, moods: Moods) -> No
     assert found == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-@pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO])
 def test_a_server_that_was_away_makes_no_shard_missed_that_was_never_sealed(
-    run: RunDir, moods: Moods, error: int
+    run: RunDir, moods: Moods
 ) -> None:
     """The first look beyond the last one fails, the second finds that there is none; nothing to wait for."""
     sealed(run, searcher=0, groups=1)
-    moods.opened = raises(error, "000001.h5", times=1)
+    moods.opened = raises(errno.ESTALE, "000001.h5", times=1)
     began = time.monotonic()
     assert indices(PendingShards(run, patience=1.0).read_all({}, [0])) == [0]
     assert time.monotonic() - began < 1.0
@@ -454,10 +453,9 @@ def test_what_several_ranks_have_written_and_a_disk_has_lost_ends_the_attempt(
     assert FileSearcherExchange(run.weights, 0, deadline=60).poll() is None
 
 
-@pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO])
 @pytest.mark.parametrize("at", ["the folder", "a part", "the whole"])
 def test_an_evaluation_that_cannot_be_seen_for_a_moment_is_waited_for(
-    tmp_path: Path, moods: Moods, monkeypatch: pytest.MonkeyPatch, at: str, error: int
+    tmp_path: Path, moods: Moods, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     run, listdir = RunDir.create(tabular_run.make_config(tmp_path)), os.listdir
     part = Evaluation(split="validation", step=8, correct=1, total=4, tokens=9, truncated=0)
@@ -467,7 +465,7 @@ def test_an_evaluation_that_cannot_be_seen_for_a_moment_is_waited_for(
     if at == "the whole":
         write_evaluation(run, 1, 2, part)
     looks = {"the folder": ("-000008", 1), "a part": ("-0002.json", 1), "the whole": ("-000008.json", 2)}
-    rule = raises(error, *looks[at])
+    rule = raises(errno.ESTALE, *looks[at])
     moods.opened = rule if at != "the folder" else moods.opened
     monkeypatch.setattr(os, "listdir", lambda path: (at == "the folder" and rule(path), listdir(path))[1])
     assert find_evaluation(run, "validation", 8) is None
@@ -552,8 +550,7 @@ def live(path: Path, seed: int, sent: signal.Signals | None, nth: int) -> None:
     tabular_run._live(path, sent, nth)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_run_on_a_moody_file_system_loses_nothing_and_nobody(seed: int, tmp_path: Path) -> None:
+def test_a_run_on_a_moody_file_system_loses_nothing_and_nobody(tmp_path: Path) -> None:
     """Two kills and a change of the number of searchers; the audit sees the files as they are."""
     run = RunDir.create(tabular_run.make_config(tmp_path))
     context = multiprocessing.get_context("forkserver")
@@ -562,43 +559,13 @@ def test_a_run_on_a_moody_file_system_loses_nothing_and_nobody(seed: int, tmp_pa
     ):
         run.adapt([f"launch.searchers={searchers}"])
         run.begin_attempt()
-        process = context.Process(target=live, args=(run.path, 10 * seed + attempt, sent, nth))
+        process = context.Process(target=live, args=(run.path, attempt, sent, nth))
         process.start()
         process.join(80)
         assert process.exitcode == (-sent if sent else 0)
     verdict = audit(run)
     assert verdict.finished and verdict.clean, verdict.problems
     assert not list(run.shards.glob("*/*.refused"))
-
-
-def live_without_room(path: Path) -> None:
-    """A start on a disk that has no room for two of the checkpoints."""
-    full = ("step-000016", "step-000024")
-
-    def synced(flushed: Path) -> None:
-        if flushed.parent.name in full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    Moods(synced=synced).install(setattr)
-    tabular_run._live(path, None, 0)
-
-
-def test_a_run_goes_on_without_the_checkpoints_that_a_disk_has_no_room_for(tmp_path: Path) -> None:
-    run = RunDir.create(tabular_run.make_config(tmp_path, launch={"searchers": 2}))
-    run.begin_attempt()
-    process = multiprocessing.get_context("forkserver").Process(target=live_without_room, args=(run.path,))
-    process.start()
-    process.join(80)
-    assert process.exitcode == 0
-    records = read_metrics(run.metrics_file("trainer"))
-    saved, postponed = (
-        [record["step"] for record in records if record.get("event") == event]
-        for event in ("checkpoint", "postponed")
-    )
-    assert (saved, postponed) == ([8, 32, 40], [16, 24])
-    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-000032", "step-000040"]
-    verdict = audit(run)
-    assert verdict.finished and verdict.clean, verdict.problems
 
 
 def test_a_searcher_reads_no_shards_but_its_own(tmp_path: Path, moods: Moods) -> None:

@@ -46,7 +46,7 @@ from tba_hpc.loops.searcher import Searcher
 from tba_hpc.loops.trainer import MARGIN_SECONDS, Trainer, is_late
 from tba_hpc.run.checkpoints import Checkpoints, TrainerState, latest_checkpoint, read_state
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.evaluations import Evaluation, find_evaluation, read_evaluation, read_part, write_evaluation
+from tba_hpc.run.evaluations import Evaluation, find_evaluation, read_part, write_evaluation
 from tba_hpc.run.metrics import REWARD_EDGES, MetricsWriter, read_metrics, step_records
 from tba_hpc.tasks.tabular import (
     Table,
@@ -145,7 +145,7 @@ class TrainerParts:
             self.learner.layout,
             read_pending=PendingShards(self.run).read,
             progress=Progress(),
-            evaluated=lambda split, step: read_evaluation(self.run, split, step, 1) is not None,
+            evaluated=lambda split, step: find_evaluation(self.run, split, step) is not None,
         )
 
 
@@ -224,13 +224,13 @@ def test_evaluations_use_exactly_the_named_weights(tmp_path: Path) -> None:
     exchange = parts.file_exchange()
     trainer = parts.build(exchange)
     assert trainer.run() and publish_last(trainer)
-    while read_evaluation(run, "test", 40, 1) is None:
+    while find_evaluation(run, "test", 40) is None:
         time.sleep(0.01)
     exchange.close()
     thread.join(20)
 
-    last = read_evaluation(run, "test", 40, 1)
-    first = read_evaluation(run, "test", 0, 1)
+    last = find_evaluation(run, "test", 40)
+    first = find_evaluation(run, "test", 0)
     assert first is not None and last is not None
     for found, logits_PSV in ((first, TABLE.ref_logits_PSV), (last, parts.learner.policy_logits)):
         correct, perplexity = _greedy(logits_PSV)
@@ -272,7 +272,7 @@ def test_the_gap_between_engine_and_learner_is_measured(
     exchange_of_trainer = parts.file_exchange()
     trainer = parts.build(exchange_of_trainer)
     assert trainer.run() and publish_last(trainer)
-    while read_evaluation(run, "test", config.train.steps, 1) is None:
+    while find_evaluation(run, "test", config.train.steps) is None:
         time.sleep(0.01)
     exchange_of_trainer.close()
     thread.join(20)
@@ -635,7 +635,7 @@ def test_a_searcher_leaves_its_evaluation_when_the_trainer_ends_the_run(tmp_path
     run = RunDir.create(config)
     exchange = OneShot(wanted=0, version=12, evaluate="test")
     make_searcher(config, run, exchange, generator=Endless(TABLE)).run()
-    assert exchange.polled and read_evaluation(run, "test", 12, 1) is None
+    assert exchange.polled and find_evaluation(run, "test", 12) is None
 
 
 @pytest.mark.parametrize("version", [7, 12])

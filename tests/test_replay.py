@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,9 +32,7 @@ from tba_hpc.core.types import Shard
 from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange
 from tba_hpc.exchange.hdf5_shards import ShardError
 from tba_hpc.exchange.replay_exchange import RecordedShards, Recording
-from tba_hpc.run.bundles import pack
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.files import make_folder, publish
 from tba_hpc.run.metrics import read_metrics, step_records
 from tba_hpc.run.signals import StopFlag
 from tba_hpc.tasks.tabular import TabularLearner
@@ -49,10 +48,10 @@ def heard() -> Iterator[None]:
 
 
 def keep(run: RunDir) -> None:
-    """What is there now, as exchange.keep_shards keeps it."""
-    files = {key: path.read_bytes() for key, path in run.shard_files().items()}
-    make_folder(run.path / "kept")
-    publish(run.path / "kept" / f"{len(list((run.path / 'kept').iterdir())):06d}.bundle", pack(files))
+    """What is there now, as exchange.keep_shards keeps it, while the run goes on with it."""
+    for key, path in run.shard_files().items():
+        run.kept_file(*key).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, run.kept_file(*key))
 
 
 class Keeping(FileTrainerExchange):
@@ -162,9 +161,9 @@ def test_what_is_moved_while_it_is_replayed_is_found_again(tmp_path: Path) -> No
     for file in run.shard_files().values():
         file.unlink()
     np.testing.assert_array_equal(read(first).trajectories.logprobs, whole.trajectories.logprobs)
-    for bundle in (run.path / "kept").iterdir():
-        bundle.unlink()
-    with pytest.raises(ShardError, match=r"000000.bundle is gone, as its run is at work: record with"):
+    for path in run.kept_files().values():
+        path.unlink()
+    with pytest.raises(ShardError, match=r"000001.h5 is gone, as its run is at work: record with"):
         read(second)
 
 
@@ -271,13 +270,16 @@ def test_shards_that_are_gone_are_told_and_what_is_left_is_replayed_if_asked(tmp
     shards = _sealed(config, source, 8)
     keep(source)
     assert TrainerParts(config, source).build(ReplayExchange(shards, 0)).run()
-    (source.path / "kept/000000.bundle").unlink()
+    kept = source.kept_files()
+    aside = source.kept.rename(source.path / "aside")
     for path in source.shard_files().values():
         path.unlink(missing_ok=True)  # as the pruner does
     with pytest.raises(ConfigError, match=r"6 of the 6 shards .* are gone, .* exchange.keep_shards=1$"):
         again(source, partial=True)
-    files = {(0, index): b"" for index in range(2)}
-    publish(source.path / "kept/000000.bundle", pack(files))
+    aside.rename(source.kept)
+    for (_, index), path in kept.items():
+        if index >= 2:
+            path.unlink()
     with pytest.raises(ConfigError, match=r"4 of the 6 shards .*, or replay what is left with --partial"):
         again(source)
     read = read_recorded(source, config, _replay_of(source), partial=True)[0]

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import signal
 import stat
 import subprocess
 import sys
@@ -27,19 +26,17 @@ from tba_hpc.run.checkpoints import (
     latest_checkpoint,
     read_state,
 )
-from tba_hpc.run.directory import FORMAT, HISTORY, KEPT_ATTEMPTS, RunDir
+from tba_hpc.run.directory import FORMAT, KEPT_ATTEMPTS, RunDir
 from tba_hpc.run.evaluations import (
     Evaluation,
     discard_evaluations,
     find_evaluation,
     missing_parts,
-    read_evaluation,
     read_part,
     write_evaluation,
 )
 from tba_hpc.run.events import log_event, read_events
 from tba_hpc.run.files import DiskFullError, publish, write_atomic
-from tba_hpc.run.pruning import ShardPruner
 from tba_hpc.run.signals import StopFlag
 
 
@@ -294,6 +291,7 @@ def left_at(run: RunDir, step: int, *, finished: bool = False) -> None:
     checkpoint(run, replace(STATE, step=step))
     if finished:
         write_atomic(run.summary, json.dumps({"finished": True, "steps": step}))
+        run.mark_finished()
         log_event(run, "finished")
 
 
@@ -339,19 +337,16 @@ def test_a_run_does_not_end_before_the_step_that_it_has_reached(run: RunDir) -> 
     assert changes.create(config_in(run.path.parent, train={"steps": 80})).config().train.steps == 80
 
 
-def test_of_many_changes_the_newest_are_kept(run: RunDir) -> None:
+def test_every_config_that_was_changed_is_kept(run: RunDir) -> None:
     left_at(run, 1)
-    for every in range(1, HISTORY + 4):
+    for every in range(1, 4):
         changes.create(config_in(run.path.parent, checkpoint={"every": every}, evaluate={"every": 7}))
     kept = sorted(run.history.iterdir())
-    assert [path.name for path in (kept[0], kept[-1])] == [
-        "config-0004.yaml",
-        f"config-{HISTORY + 3:04d}.yaml",
-    ]
-    assert [load_config(path).checkpoint.every for path in kept] == list(range(3, HISTORY + 3))
+    assert [path.name for path in kept] == [f"config-{number:04d}.yaml" for number in (1, 2, 3)]
+    assert [load_config(path).checkpoint.every for path in kept] == [100, 1, 2]
     told = changes.told(run, config_in(run.path.parent, evaluate={"test_prompts": 9}))
     assert told == (
-        f"going on with checkpoint.every=100 (was {HISTORY + 3}), evaluate.every=50 (was 7), "
+        "going on with checkpoint.every=100 (was 3), evaluate.every=50 (was 7), "
         "evaluate.test_prompts=9 (was null); scores from here on are of other prompts than before "
         "(evaluate.test_prompts)"
     )
@@ -475,110 +470,13 @@ def test_a_second_checkpoint_of_a_step_leaves_the_first_alone(run: RunDir) -> No
     assert names(run) == ["step-000400.2"]  # not the name of the first, which would make it the oldest
 
 
-def test_shards_are_pruned_up_to_the_oldest_kept_checkpoint(run: RunDir) -> None:
-    def cursors(step: int) -> dict[int, int]:
-        return {0: step, 3: 2 * step}
-
-    for searcher, count in ((0, 6), (3, 12), (5, 2)):
-        run.shard_folder(searcher).mkdir()
-        for index in range(count):
-            run.shard_file(searcher, index).write_bytes(b"")
-    run.shard_file(0, 0).rename(run.shard_folder(0) / "000000.h5.refused")
-    removable = [checkpoint(run, replace(STATE, step=s, cursors=cursors(s)), keep=2) for s in (1, 3, 5)]
-    assert removable == [cursors(1), cursors(1), cursors(3)]
-
-    pruner = ShardPruner(run)
-    pruner.prune(removable[-1])
-    assert pruner.finish(60)
-    left = list(run.shard_files())
-    assert left == [*((0, i) for i in (3, 4, 5)), *((3, i) for i in range(6, 12)), (5, 0), (5, 1)]
-    assert (run.shard_folder(0) / "000000.h5.refused").exists()
-
-
-def test_what_cannot_be_deleted_is_told_and_tried_again(
-    run: RunDir, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A folder in the place of a shard; those beside it go. Once it is mended the next call takes it."""
-    run.shard_folder(0).mkdir()
-    for index in range(6):
-        run.shard_file(0, index).touch()
-    run.shard_file(0, 2).unlink()
-    run.shard_file(0, 2).mkdir()
-    pruner = ShardPruner(run)
-    pruner.prune({0: 4, 7: 3})  # of searcher 7 nothing is left
-    assert pruner.finish(60)
-    assert sorted(run.shard_files()) == [(0, 2), (0, 4), (0, 5)]
-    assert "cannot delete 1 of the merged shards" in caplog.text and "000002.h5" in caplog.text
-    run.shard_file(0, 2).rmdir()
-    run.shard_file(0, 2).touch()
-    pruner.prune({0: 5, 7: 3})
-    assert pruner.finish(60)
-    assert sorted(run.shard_files()) == [(0, 5)]
-
-
-PRUNER = """
-import sys
-from pathlib import Path
-from tba_hpc.run.directory import RunDir
-from tba_hpc.run.pruning import ShardPruner
-pruner = ShardPruner(RunDir(Path(sys.argv[1])))
-pruner.prune({0: 3000, 1: 3000})
-print("asked", flush=True)
-pruner.finish(60)
-"""
-
-
-def test_a_kill_while_shards_are_pruned_leaves_those_after_and_the_next_start_goes_on(run: RunDir) -> None:
-    """Never one that is needed; and an end of the process does not wait."""
-    for searcher in (0, 1):
-        run.shard_folder(searcher).mkdir()
-        for index in range(3100):
-            run.shard_file(searcher, index).touch()
-    process = subprocess.Popen([sys.executable, "-c", PRUNER, str(run.path)], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.readline()
-    process.kill()
-    process.communicate()
-    left = {s: [index for searcher, index in run.shard_files() if searcher == s] for s in (0, 1)}
-    for indices in left.values():
-        assert indices == list(range(indices[0], 3100)), "none is missing after the first"
-    pruner = ShardPruner(run)
-    pruner.prune({0: 3000, 1: 3000})
-    assert pruner.finish(60)
-    assert list(run.shard_files()) == [(s, index) for s in (0, 1) for index in range(3000, 3100)]
-
-
-CHECKPOINTER = """
-import itertools, sys
-from pathlib import Path
-from tba_hpc.run.checkpoints import TrainerState, begin_checkpoint, complete_checkpoint
-from tba_hpc.run.directory import FORMAT, HISTORY, RunDir
-run = RunDir(Path(sys.argv[1]))
-for step in itertools.count(int(sys.argv[2])):
-    folder = begin_checkpoint(run, step)
-    (folder / "weights.bin").write_bytes(step.to_bytes(4, "little") * 50_000)
-    complete_checkpoint(run, folder, TrainerState(step=step), keep=2)
-    print(step, flush=True)
-"""
-
-
-def test_a_killed_checkpointer_leaves_the_newest_complete_one_whole(run: RunDir) -> None:
-    step = 0
-    for attempt in range(5):
-        command = [sys.executable, "-c", CHECKPOINTER, str(run.path), str(step)]
-        writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert writer.stdout is not None
-        first = writer.stdout.readline()
-        time.sleep(0.01 + 0.013 * attempt)
-        writer.send_signal(signal.SIGKILL)
-        reported = [int(line) for line in [first, *writer.stdout.readlines()] if line.endswith("\n")]
-        writer.wait()
-        folder = latest_checkpoint(run)
-        assert folder is not None
-        state = read_state(folder)
-        assert state.step in (reported[-1], reported[-1] + 1)  # the kill may fall between COMPLETE and print
-        assert (folder / "weights.bin").read_bytes() == state.step.to_bytes(4, "little") * 50_000
-        step = state.step + 1
+def test_shards_are_needed_from_the_oldest_kept_checkpoint_on(run: RunDir) -> None:
+    states = [replace(STATE, step=step, cursors={0: step, 3: 2 * step}) for step in (1, 3, 5)]
+    assert [checkpoint(run, state, keep=2) for state in states] == [
+        states[0].cursors,
+        states[0].cursors,
+        states[1].cursors,
+    ]
 
 
 # --- Evaluations ---
@@ -590,17 +488,17 @@ def part(step: int, correct: int, total: int) -> Evaluation:
 
 def test_an_evaluation_is_there_when_all_parts_are(run: RunDir) -> None:
     write_evaluation(run, 0, 2, part(80, correct=3, total=5))
-    assert read_evaluation(run, "test", 80, 2) is None
+    assert find_evaluation(run, "test", 80) is None
     write_evaluation(run, 1, 3, part(80, correct=9, total=9))  # of an attempt with three searchers
-    assert read_evaluation(run, "test", 80, 2) is None
+    assert find_evaluation(run, "test", 80) is None
     write_evaluation(run, 1, 2, part(80, correct=1, total=3))
-    whole = read_evaluation(run, "test", 80, 2)
+    whole = find_evaluation(run, "test", 80)
     assert whole == replace(part(80, correct=4, total=8), truncated=2)
     assert whole is not None and whole.score == 0.5
-    assert read_evaluation(run, "validation", 80, 2) is None
+    assert find_evaluation(run, "validation", 80) is None
     assert [path.name for path in run.evaluations.iterdir()] == ["test-step-000080.json"]  # one file of all
     write_evaluation(run, 0, 2, part(80, correct=3, total=5))  # by an attempt that evaluates again
-    assert read_evaluation(run, "test", 80, 2) == find_evaluation(run, "test", 80) == whole
+    assert find_evaluation(run, "test", 80) == whole
     assert len(list(run.evaluations.iterdir())) == 1
 
 
@@ -616,7 +514,7 @@ def test_a_resume_discards_evaluations_of_steps_it_takes_again(run: RunDir) -> N
     write_evaluation(run, 0, 2, replace(part(90, 1, 1), split="validation"))  # the other part never came
     discard_evaluations(run, after=100)
     assert not list(run.evaluations.glob("*-000090*"))
-    found = [step for step in (80, 100, 120) if read_evaluation(run, "test", step, 1)]
+    found = [step for step in (80, 100, 120) if find_evaluation(run, "test", step)]
     assert found == [80, 100]
 
 
@@ -633,7 +531,7 @@ def test_a_held_out_evaluation_cut_short_is_gone_on_with(run: RunDir) -> None:
     assert list(run.evaluations.iterdir()) == []
 
 
-def test_parts_of_an_earlier_version_become_one_file_at_a_resume(run: RunDir) -> None:
+def test_parts_that_a_kill_left_beside_one_another_become_one_file_at_a_resume(run: RunDir) -> None:
     folder = run.evaluations / "validation-step-000040"
     folder.mkdir()
     for searcher in range(3):

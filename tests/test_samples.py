@@ -15,7 +15,7 @@ import pytest
 import tabular_run
 from byte_tokenizer import ByteTokenizer
 from recorded import new_run, write
-from test_keeping import prune
+from test_pruning import prune
 from tiny_models import make_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from typer.testing import CliRunner
@@ -26,13 +26,13 @@ from tba_hpc.core.types import BEHAVIOUR, Completion, Group, Prompt, Request, Sa
 from tba_hpc.exchange.hdf5_shards import ShardWriter, read_arrays
 from tba_hpc.report.audit import audit
 from tba_hpc.report.samples import Query, print_samples, run_tokenizer, select, write_page
-from tba_hpc.report.samples.life import surviving_merges
 from tba_hpc.report.samples.page import shade
 from tba_hpc.report.samples.select import sealed_shards
 from tba_hpc.report.samples.texts import pieces
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.history import History
 
 BYTES = ByteTokenizer()
 QUESTIONS = ("How many <eggs>?", "How many Pens?")
@@ -165,8 +165,11 @@ def test_a_resume_takes_back_the_merges_after_its_checkpoint() -> None:
         {"event": "resumed", "step": 5, "revision": 2},
         merge(3, 3, late=1),
     ]
-    found = surviving_merges(records)  # type: ignore[arg-type]
-    assert {key[1]: merge.all_new for key, merge in found.items()} == {0: True, 1: False, 3: False}
+    found = {merge.key[1]: merge for merge in History.of(records).merges}  # type: ignore[arg-type]
+    assert {index: (merge.duplicates, merge.left_out) for index, merge in found.items()} == {
+        **{0: (0, 0), 1: (3, 0)},
+        3: (0, 1),
+    }
 
 
 @pytest.fixture(scope="module")

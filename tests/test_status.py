@@ -217,7 +217,7 @@ def test_the_view_follows_a_run_through_its_phases(run: RunDir) -> None:
     evaluate(run, "test", 10, (45, 45))
     monitor.update()
     assert run_state(monitor).words == "last step done, writing the results"
-    run.summary.write_text(json.dumps({"finished": True}))
+    run.mark_finished()
     assert run_state(monitor).words == "finished at step 10" and "test 41.0 % → 90.0 %" in plain_line(monitor)
 
 

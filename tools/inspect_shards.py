@@ -2,7 +2,6 @@
 
     python tools/inspect_shards.py RUN                                    a line per shard
     python tools/inspect_shards.py RUN/shards/searcher-0003/000017.h5     one shard and its first trajectories
-    python tools/inspect_shards.py RUN/shards/bundles/000002.bundle       a line for each shard in it
 
 Takes ``--json``. Exit code 1 where a file is broken.
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -21,13 +19,10 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from tba_hpc.core.types import Shard
-from tba_hpc.exchange.hdf5_shards import ShardError, parse_shard, read_shard
-from tba_hpc.run.bundles import BundleError, Place, contents
+from tba_hpc.exchange.hdf5_shards import ShardError, read_shard
 from tba_hpc.run.directory import REFUSED, RunDir
 
 Row = dict[str, str | int | float | None]
-
-BUNDLE = ".bundle"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +40,14 @@ class Line:
 
 
 def main(
-    path: Annotated[Path, typer.Argument(help="A run directory, a bundle of shards, or one shard.")],
+    path: Annotated[Path, typer.Argument(help="A run directory, or one shard.")],
     rows: Annotated[int, typer.Option(min=0, help="Trajectories shown of one shard.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Counts, mean reward, weight versions and checksum state of shards."""
     if not path.exists():
         raise typer.BadParameter(f"{path} does not exist: give a run directory or a shard")
-    is_shard = path.is_file() and path.suffix != BUNDLE
+    is_shard = path.is_file()
     lines = [_line(path.name, path)] if is_shard else _lines(path)
     if not lines:
         raise typer.BadParameter(_no_shards(path))
@@ -88,30 +83,16 @@ def _report(lines: list[Line], head: list[Row], path: Path) -> None:
 
 
 def _lines(path: Path) -> list[Line]:
-    """Of all shards of a run directory, or of a bundle."""
-    if path.is_file():
-        return _bundled(path, path.name)
+    """Of all shards of a run directory."""
     run = RunDir(path)
     files = [*run.shard_files().values(), *run.shard_files(".h5" + REFUSED).values()]
     lines = [_line(str(file.relative_to(run.shards)), file) for file in files]
-    bundles = [_bundled(file, str(file.relative_to(run.shards))) for file in run.bundle_files().values()]
-    kept = [_bundled(file, str(file.relative_to(run.path))) for file in run.kept_files().values()]
-    return [*lines, *chain.from_iterable([*bundles, *kept])]
+    return lines + [_line(str(file.relative_to(run.path)), file) for file in run.kept_files().values()]
 
 
-def _bundled(bundle: Path, name: str) -> list[Line]:
+def _line(name: str, path: Path) -> Line:
     try:
-        places = contents(bundle)
-    except BundleError as error:
-        return [Line(name, str(error).removeprefix(f"{bundle} "))]
-    return [_line(f"{name}: {searcher}, {index}", place) for (searcher, index), place in places.items()]
-
-
-def _line(name: str, file: Path | Place) -> Line:
-    path = file.bundle if isinstance(file, Place) else file
-    try:
-        data = file.read() if isinstance(file, Place) else file.read_bytes()
-        trajectories = parse_shard(path, data).trajectories
+        trajectories = read_shard(path).trajectories
     except ShardError as error:
         return Line(name, str(error).removeprefix(f"{path} "))
     record = trajectories.record

@@ -32,7 +32,7 @@ from lab.lockstep_model import Run, measure
 from lab.runs import log, read_json, slug
 
 from tba_hpc.run.files import write_atomic
-from tba_hpc.run.orphans import die_with
+from tba_hpc.run.signals import die_with
 
 LAST = 3
 """Evaluations at the end whose mean is told as a run's outcome."""

@@ -1,6 +1,6 @@
 """A run as pandas tables: what ``tba_hpc.read`` gives to a notebook.
 
-It must not import pandas before it is asked for a table: nothing else of this package needs it.
+It imports pandas only when it is asked for a table: nothing else of this package needs it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class RunFrames:
-    """The tables of a run, each read when it is first asked for; another ``read`` reads them anew.
+    """The tables of a run, each read when it is first asked for; another ``read`` reads them again.
 
-    path: of the run directory. Raises ConfigError where it is none, ModuleNotFoundError without pandas.
+    path: of the run directory. Raises ConfigError if it is none, ModuleNotFoundError without pandas.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,35 +60,15 @@ class RunFrames:
     @cached_property
     def evaluations(self) -> DataFrame:
         """A row for each whole evaluation: split, step, score with its 95 % interval, perplexity, counts."""
+        counts = ["correct", "total", "tokens", "truncated"]
+        names = ["split", "step", "score", "low", "high", "perplexity", *counts]
         rows = []
         for found in read_evaluations(self.run).values():
             score = wilson(found.correct, found.total)
+            interval = {"score": score.value, "low": score.low, "high": score.high}
             rows.append(
-                {
-                    "split": found.split,
-                    "step": found.step,
-                    "score": score.value,
-                    "low": score.low,
-                    "high": score.high,
-                    "perplexity": found.perplexity,
-                    "correct": found.correct,
-                    "total": found.total,
-                    "tokens": found.tokens,
-                    "truncated": found.truncated,
-                }
+                {name: interval[name] if name in interval else getattr(found, name) for name in names}
             )
-        names = [
-            "split",
-            "step",
-            "score",
-            "low",
-            "high",
-            "perplexity",
-            "correct",
-            "total",
-            "tokens",
-            "truncated",
-        ]
         return _frame(rows, names).sort_values(["split", "step"], ignore_index=True)
 
     @cached_property

@@ -1,7 +1,7 @@
 """``tba replay``: another training on the shards that a run has recorded, without searchers or engines.
 
-It must not know how a step is taken. What was sampled stays as it is: the task, the generator, and the
-temperature at which log-probabilities were taken.
+What was sampled stays as it is: the task, the generator, and the temperature at which log-probabilities were
+taken.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def replay(
     """Train by the config of a run and ``overrides`` on its shards, in a run of its own beside it.
 
     As they came; ``delay`` steps later; or all at once. Another call goes on where it stopped. partial: also
-    where shards are gone. Raises ConfigError, and what training raises.
+    if shards are gone. Raises ConfigError, and what training raises.
     """
     source = RunDir.open(path)
     recorded = source.config()
@@ -96,7 +96,7 @@ def _leave_out_what_follows(train: dict[str, Any], given: Mapping[str, str]) -> 
 def read_recorded(
     source: RunDir, recorded: Config, config: Config, *, partial: bool
 ) -> tuple[Recording, RecordedShards]:
-    """What a run has recorded, as a replay by ``config`` needs it. Raises ConfigError where it is gone."""
+    """What a run has recorded, as a replay by ``config`` needs it. Raises ConfigError if it is gone."""
     before, now = recorded.train, config.train
     if now.reference.scored and now.reference != before.reference:
         raise ConfigError(

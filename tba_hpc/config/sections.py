@@ -420,7 +420,8 @@ class ExchangeSection(Section):
     """Most steps on the replay buffer alone since the last shard, or since a resume; then the trainer waits
     for one. Left out: five syncs, but at least 50. null: no limit."""
     seal_seconds: MayChange[float] = Field(2.0, gt=0)
-    """Longest time that a finished completion waits before it is sealed on disk, s."""
+    """Longest time that a finished completion waits before it is sealed on disk, s. Beyond 64 searchers it is
+    searchers/64 times that, so that a run of any size has as many files."""
     delta: MayChange[Literal["auto", "always", "never"]] = "auto"
     """Whether weights travel as their changes, exact to the bit, if that is less; never within a node, where
     they lie once in shared memory. auto: bfloat16, between nodes if it was quicker of late, and over files,

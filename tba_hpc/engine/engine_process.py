@@ -10,7 +10,7 @@ import gc
 import signal
 import sys
 
-from tba_hpc.run.orphans import die_with
+from tba_hpc.run.signals import die_with
 
 
 def main() -> None:

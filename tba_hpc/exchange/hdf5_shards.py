@@ -1,9 +1,8 @@
 """Shards and arrays on disk as HDF5: sealed whole, verified whole. The only module that imports h5py.
 
-It must not decide when to seal or what to merge. A file is an HDF5 image behind a user block of 512
-bytes, which holds one line of text: what the file is, its schema, its size and a BLAKE2b checksum of
-all that follows. So a truncated or damaged file is refused before HDF5 parses a byte of it, ``head -1``
-tells what a file is, and every HDF5 tool since 1.8 still reads it.
+A file is an HDF5 image behind a user block of 512 bytes, which holds one line of text: what the file is, its
+schema, its size and a BLAKE2b checksum of all that follows. So a truncated or damaged file is refused before
+HDF5 parses a byte of it, ``head -1`` shows what a file is, and every HDF5 tool since 1.8 still reads it.
 
 Images are made and parsed in memory: a full disk is met by one plain ``write``, HDF5's file locks are
 never taken, and gzip is left off because it saves a third of the bytes for ten times the time.
@@ -24,9 +23,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from tba_hpc.config import is_elastic
+from tba_hpc.config import Config, is_elastic
 from tba_hpc.core.types import RECORD, TRUNCATED, Group, Ragged, Shard, Trajectories, make_uid
-from tba_hpc.run.bundles import Bundles, Place
 from tba_hpc.run.directory import REFUSED, RunDir
 from tba_hpc.run.files import AGAIN_SECONDS, fsync, insist, make_folder, passes, publish, unless_away
 
@@ -43,6 +41,9 @@ LIBVER = ("earliest", "v110")
 
 EVERYBODY = range(1 << 20)
 """All numbers that a searcher may have: as many as there are in a uid."""
+
+SEARCHERS_AT_FULL_RATE = 64
+"""Searchers up to which each seals every ``exchange.seal_seconds``; more of them share that rate."""
 
 _MAX_ROWS = 1 << 20  # bits of the row in a uid
 _MAGIC = b"tba-hpc "
@@ -124,15 +125,6 @@ def parse_shard(path: Path, data: bytes) -> Shard:
     return Shard(attributes["searcher"], attributes["index"], trajectories)
 
 
-def is_shard(data: bytes) -> bool:
-    """Whether these are the bytes of a shard's file, all of them and as they were written."""
-    try:
-        _verify(Path(), "shard", data)
-    except ShardError:
-        return False
-    return True
-
-
 def _encode(kind: str, attributes: Mapping[str, int], arrays: Mapping[str, np.ndarray]) -> memoryview:
     """Bytes of a file: header and HDF5 image. The same values give the same bytes."""
     image = io.BytesIO()
@@ -204,6 +196,11 @@ def _verify(path: Path, kind: str, data: bytes) -> None:
 
 
 # --- The searcher's side ---
+
+
+def seal_interval(config: Config) -> float:
+    """Longest wait of a completion to be sealed, s: a run of any size makes as many files a second."""
+    return config.exchange.seal_seconds * max(1.0, config.launch.places / SEARCHERS_AT_FULL_RATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,8 +342,7 @@ class PendingShards:
     one before it: what others follow is waited for ``patience`` seconds, and is passed over, with a warning,
     only then. searchers: these numbers, or those below it, are looked for even where the listing of their
     folders lags. among: no others are read.
-    A file that cannot be used is set aside, logged, and left out; several ranks may read at once. Of a shard
-    that was bundled the copy in its bundle is read.
+    A file that cannot be used is set aside, logged, and left out; several ranks may read at once.
     """
 
     def __init__(
@@ -361,7 +357,6 @@ class PendingShards:
         self._searchers = range(searchers) if isinstance(searchers, int) else searchers
         self._among = among
         self._patience = patience
-        self._bundles = Bundles(run)
         self._missed: dict[Path, float] = {}  # since when, on the monotonic clock
         self._ahead: dict[Path, float] = {}  # the same of what comes after these
         self._given_up: set[Path] = set()
@@ -376,14 +371,11 @@ class PendingShards:
 
         For the beginning of an attempt, when nobody seals but searchers that come and go: files are also
         looked for by name, beyond the last one listed, and the listings are read until nothing new comes of
-        the others. In bundles only where the shards of all searchers are wanted, as by the leader: what is
-        bundled was merged, and it tells the others so.
+        the others.
         """
         cursors, more = dict(cursors), True
         while more:
             more = False
-            if searchers is None:
-                self._bundles.look(cursors)
             for searcher in self._all_searchers(cursors) if searchers is None else searchers:
                 for shard in self._read(searcher, cursors.get(searcher, 0), beyond=True):
                     yield shard
@@ -391,7 +383,6 @@ class PendingShards:
             if self._missed:
                 time.sleep(AGAIN_SECONDS)
                 more = True
-        self._bundles = Bundles(self._run)  # what was found in them is merged now
 
     def _all_searchers(self, cursors: Mapping[int, int]) -> list[int]:
         listed: list[int] = unless_away(self._run.shard_folders, otherwise=[])
@@ -402,7 +393,7 @@ class PendingShards:
         end = self._listed_end(searcher)
         while end is not None and (index < end or beyond):
             path = self._run.shard_file(searcher, index)
-            shard, error = self._look(path, self._bundles.find(searcher, index))
+            shard, error = self._look(path)
             if shard is not None:
                 yield shard
             elif error is not None:
@@ -419,7 +410,7 @@ class PendingShards:
         now = time.monotonic()
         for index in indices:
             path = self._run.shard_file(searcher, index)
-            if self._bundles.find(searcher, index) or unless_away(path.exists, otherwise=False):
+            if unless_away(path.exists, otherwise=False):
                 self._ahead.pop(path, None)
             else:
                 self._ahead.setdefault(path, now)
@@ -434,13 +425,13 @@ class PendingShards:
                 raise
             return 0 if self._gives_up(folder, error) else None
         self._missed.pop(folder, None)
-        return max(end, self._bundles.end(searcher))
+        return end
 
-    def _look(self, path: Path, copy: Place | None) -> tuple[Shard | None, OSError | None]:
+    def _look(self, path: Path) -> tuple[Shard | None, OSError | None]:
         """The shard, or why it cannot be read now; neither where it is, or was, set aside."""
         shard, missed = None, None
         try:
-            shard = self._read_or_set_aside(path, copy)
+            shard = self._read_or_set_aside(path)
         except OSError as error:
             if not isinstance(error, FileNotFoundError) and not passes(error):
                 raise
@@ -449,13 +440,13 @@ class PendingShards:
             self._missed.pop(path, None)
         return shard, missed
 
-    def _read_or_set_aside(self, path: Path, copy: Place | None) -> Shard | None:
+    def _read_or_set_aside(self, path: Path) -> Shard | None:
         for last in (False, True):  # twice: what a client has cached may lag behind what was sealed
             try:
-                return _read_in_place(self._run, path, copy)
+                return _read_in_place(self._run, path)
             except ShardError as error:
                 if last:
-                    set_aside(path, copy)
+                    set_aside(path)
                     log.warning("%s; set aside as %s%s", error, path.name, REFUSED)
                 else:
                     time.sleep(AGAIN_SECONDS)
@@ -476,29 +467,15 @@ class PendingShards:
         return True
 
 
-def _read_in_place(run: RunDir, path: Path, copy: Place | None) -> Shard:
-    shard = parse_shard(path, _image(path, copy))
+def _read_in_place(run: RunDir, path: Path) -> Shard:
+    shard = read_shard(path)
     if run.shard_file(shard.searcher, shard.index) != path:
         raise ShardError(f"{path} says that it is shard {shard.index} of searcher {shard.searcher}: a copy")
     return shard
 
 
-def _image(path: Path, copy: Place | None) -> bytes:
-    """The bytes of a shard's file, of its copy in a bundle if that is whole, or all that is left."""
-    if copy is None:
-        return path.read_bytes()
-    data = copy.read()
-    return path.read_bytes() if path.exists() and not is_shard(data) else data
-
-
-def set_aside(path: Path, copy: Place | None = None) -> None:
-    """Rename a broken file so that no reader meets it again; its index stays taken.
-
-    Of one that is only in a bundle the bytes there are kept under that name.
-    """
-    if copy is not None and not path.exists():
-        publish(_aside(path), copy.read())
-        return
+def set_aside(path: Path) -> None:
+    """Rename a broken file so that no reader meets it again; its index stays taken."""
     with contextlib.suppress(FileNotFoundError):  # another rank was faster
         path.rename(_aside(path))
 

@@ -1,24 +1,23 @@
 """The trainer's end of an exchange without searchers: it brings what another run has recorded, in its order.
 
-It must not know what is learned from it. The trainer's metrics of a run tell which shards each collection
-brought, before which step, and which weights were published by then; so a trainer that behaves the same gets
-the same trajectories at the same moments.
+The trainer's metrics of a run say which shards each collection brought, before which step, and which weights
+were published by then; so a trainer that behaves the same gets the same trajectories at the same moments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 
 from tba_hpc.core.types import BEHAVIOUR, Publication, Shard
-from tba_hpc.exchange.hdf5_shards import ShardError, parse_shard
-from tba_hpc.run.bundles import Key, Place
-from tba_hpc.run.directory import RunDir
-from tba_hpc.run.keeping import sealed_files
-from tba_hpc.run.metrics import MetricsTail, Record, number
+from tba_hpc.exchange.hdf5_shards import ShardError, read_shard
+from tba_hpc.run.directory import RunDir, ShardKey
+from tba_hpc.run.history import History
+from tba_hpc.run.pruning import sealed_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +27,14 @@ class Arrival:
     step: int
     sync: int
     revision: int
-    shards: tuple[Key, ...]
+    shards: tuple[ShardKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
     """The past of a run, less what its resumes took back.
 
-    arrivals: in order. published: versions of the weights that were, None where all that are due are. steps:
+    arrivals: in order. published: versions of the weights that were, None if all that are due are. steps:
     optimizer steps done.
     """
 
@@ -46,18 +45,14 @@ class Recording:
     @classmethod
     def of(cls, run: RunDir) -> Recording:
         """Read the trainer's metrics."""
-        arrivals: list[Arrival] = []
-        published: dict[int, int] = {}  # by step
-        for record in MetricsTail(run.metrics_file("trainer")).records():
-            event = record.get("event")
-            if event is None:
-                published[_whole(record, "step")] = _whole(record, "sync/version")
-            elif event == "merged":
-                _add(arrivals, record)
-            elif event in ("started", "resumed"):
-                arrivals = [one for one in arrivals if one.revision <= _whole(record, "revision")]
-                published = {at: version for at, version in published.items() if at <= _whole(record, "step")}
-        return cls(tuple(arrivals), frozenset(published.values()), max(published, default=0))
+        history = History.read(run)
+        arrivals = []
+        for revision, together in groupby(history.merges, attrgetter("revision")):
+            first, *others = together
+            keys = (first.key, *(merge.key for merge in others))
+            arrivals.append(Arrival(first.step, first.sync, revision, keys))
+        published = frozenset(step.sync for step in history.steps)
+        return cls(tuple(arrivals), published, history.last_step)
 
     def delayed(self, steps: int) -> Recording:
         """Every shard so many steps later."""
@@ -69,31 +64,15 @@ class Recording:
         keys = tuple(key for one in self.arrivals for key in one.shards)
         return replace(self, arrivals=(Arrival(0, 0, 1, keys),))
 
-    def only(self, there: Iterable[Key]) -> Recording:
+    def only(self, there: Iterable[ShardKey]) -> Recording:
         """Less the shards that are not there."""
         known = set(there)
         left = (replace(one, shards=tuple(k for k in one.shards if k in known)) for one in self.arrivals)
         return replace(self, arrivals=tuple(one for one in left if one.shards))
 
 
-def _add(arrivals: list[Arrival], record: Record) -> None:
-    key, revision, step = (
-        (_whole(record, "searcher"), _whole(record, "shard")),
-        _whole(record, "revision"),
-        _whole(record, "step"),
-    )
-    if arrivals and arrivals[-1].revision == revision:
-        arrivals[-1] = replace(arrivals[-1], shards=(*arrivals[-1].shards, key))
-    else:
-        arrivals.append(Arrival(step, _whole(record, "sync"), revision, (key,)))
-
-
-def _whole(record: Record, name: str) -> int:
-    return int(number(record, name, 0))
-
-
 class RecordedShards:
-    """The shards of a run that are still there: files of their own, in bundles, or kept. Read when asked for.
+    """The shards of a run that are still there, waiting, merged or kept. Read when asked for.
 
     behaviour: whether what sampled a trajectory is to be its reference, whatever was recorded.
     """
@@ -103,24 +82,18 @@ class RecordedShards:
         self._behaviour = behaviour
         self.places = sealed_files(run)
 
-    def __call__(self, key: Key) -> Shard:
-        """Raises ShardError where it is damaged, or gone by now; OSError where it cannot be read."""
+    def __call__(self, key: ShardKey) -> Shard:
+        """Raises ShardError if it is damaged, or gone by now; OSError if it cannot be read."""
         try:
-            path, data = _read(self.places[key])
-        except FileNotFoundError as error:
-            self.places = sealed_files(self._run)  # a run at work puts together what it has merged
-            if key not in self.places:
+            shard = read_shard(self.places[key])
+        except FileNotFoundError:  # its run is at work, and may have kept it meanwhile
+            kept = self._run.kept_file(*key)
+            if not kept.exists():
                 raise ShardError(
-                    f"{error.filename} is gone, as its run is at work: record with exchange.keep_shards=1"
+                    f"{self.places[key]} is gone, as its run is at work: record with exchange.keep_shards=1"
                 ) from None
-            path, data = _read(self.places[key])
-        shard = parse_shard(path, data)
+            shard = read_shard(kept)
         return _of_behaviour(shard) if self._behaviour else shard
-
-
-def _read(place: Path | Place) -> tuple[Path, bytes]:
-    """The file that a shard lies in, and the shard's bytes."""
-    return (place, place.read_bytes()) if isinstance(place, Path) else (place.bundle, place.read())
 
 
 def _of_behaviour(shard: Shard) -> Shard:
@@ -134,12 +107,12 @@ class ReplayExchange:
     """A TrainerExchange. ``step`` tells the trainer's step, and must be set before it runs.
 
     Where the trainer waits for more than was there at the time, as another config may have it, the next
-    arrival comes early; where nothing is left, a stop is requested. cursors: shards before these indices, by
+    arrival comes early; if nothing is left, a stop is requested. cursors: shards before these indices, by
     searcher, were merged by an attempt before.
     """
 
     def __init__(
-        self, recording: Recording, read: Callable[[Key], Shard], cursors: Mapping[int, int]
+        self, recording: Recording, read: Callable[[ShardKey], Shard], cursors: Mapping[int, int]
     ) -> None:
         merged = {key for one in recording.arrivals for key in one.shards if key[1] < cursors.get(key[0], 0)}
         self._left = [one for one in recording.arrivals if not merged.issuperset(one.shards)][::-1]
@@ -164,7 +137,7 @@ class ReplayExchange:
 
     def collect(self) -> list[Shard]:
         """What had come by now."""
-        due: list[Key] = []
+        due: list[ShardKey] = []
         while self._left and (self._is_due(self._left[-1]) or (self._waits and not due)):
             due += self._left.pop().shards
             self._waits = False

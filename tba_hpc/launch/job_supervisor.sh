@@ -352,9 +352,9 @@ spread() {           # spread RANKS HOST…: the host of each rank, in blocks as
 
 look_again() { ls "$1" >/dev/null 2>&1; }     # the leader may be on another node: a client of NFS keeps what it saw
 
-finished() {         # whether nothing is left to do; runs of earlier versions say so in their summary alone
+finished() {         # whether nothing is left to do
     look_again "$RUN"
-    [ -e "$RUN/finished" ] || grep -qs '"finished": true' "$RUN/summary.json"
+    [ -e "$RUN/finished" ]
 }
 
 refusal() {          # the sentence of the rank that first met something that only the user can mend, if any did

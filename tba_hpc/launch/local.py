@@ -40,7 +40,7 @@ from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.events import log_event
 from tba_hpc.run.metrics import MetricsTail, number
 from tba_hpc.run.notes import FAILED, REFUSED, at_work, first_note, log_file, rank_name
-from tba_hpc.run.orphans import die_with
+from tba_hpc.run.signals import die_with
 
 WATCH_SECONDS = 0.25
 """Pause between two looks at the processes and the metrics."""

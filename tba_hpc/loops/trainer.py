@@ -115,7 +115,6 @@ class Trainer:
         """Publish the weights of the first step, or of the checkpoint."""
         self._update_reference()
         self._freshness.begin(self._state.step, self._completed)
-        self._checkpoints.pruner.merged(self._state.cursors)
         self._publish_if_due()
 
     @property
@@ -202,8 +201,6 @@ class Trainer:
         """
         before, held = self._state.added, len(self._buffer)
         self._state = self._merger.merge(self._state, shards, sync=self._step_log.version)
-        if shards:
-            self._checkpoints.pruner.merged(self._state.cursors)
         filling = self._freshness.filling(self._state.step)
         more = len(self._buffer) - held if filling else self._state.added - before
         self._state = self._merger.evict_stale(self._state)

@@ -1,7 +1,4 @@
-"""Work that a thread does beside its caller, or that is done at once: either leaves a future, which raises.
-
-It must not know what the work is.
-"""
+"""Run a callable now or in a thread; both return a future, which raises what the callable raised."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ T = TypeVar("T")
 
 
 def beside(task: Callable[[], T]) -> Future[T]:
-    """Begin it in a thread of its own. A process that comes to its end waits for it."""
+    """Start it in a thread of its own. A process that ends waits for it."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="beside")
     done = pool.submit(task)
     pool.shutdown(wait=False)  # the thread ends with its task
@@ -21,7 +18,7 @@ def beside(task: Callable[[], T]) -> Future[T]:
 
 
 def at_once(task: Callable[[], T]) -> Future[T]:
-    """Do it now; whoever asks for the result is told what it raised."""
+    """Run it now."""
     done: Future[T] = Future()
     try:
         done.set_result(task())

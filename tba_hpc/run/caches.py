@@ -1,7 +1,4 @@
-"""Where engines and compilers keep what they make on a node: code that is run, so it must be ours alone.
-
-It must not know what is kept.
-"""
+"""Where engines and compilers keep what they make on a node: code that is run, so it must be ours alone."""
 
 from __future__ import annotations
 

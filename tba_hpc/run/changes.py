@@ -1,6 +1,6 @@
-"""What a resume changes of a run's config, what follows from it, and the event that tells of it.
+"""What a resume changes of a run's config, what follows from it, and the event that records it.
 
-It must not know what the ranks do with a config. Which keys may change is said beside them, in ``config``.
+Which keys may change is said beside them, in ``config``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tba_hpc.run.events import log_event
 
 
 def create(config: Config) -> RunDir:
-    """As ``RunDir.create``; an event tells what that changed. Raises ConfigError."""
+    """As ``RunDir.create``; an event records what that changed. Raises ConfigError."""
     run = RunDir.check(config)
     refuse_steps_behind(run, config)
     changed = changes(run, config)
@@ -37,7 +37,7 @@ def reached(run: RunDir) -> int:
 
 
 def refuse_steps_behind(run: RunDir, config: Config) -> None:
-    """Raise ConfigError where the run is to end before the step that it has reached."""
+    """Raise ConfigError if the run is to end before the step that it has reached."""
     if run.config_file.exists() and config.train.steps < (step := reached(run)):
         raise ConfigError(
             f"train.steps={config.train.steps} lies behind step {step}, which {run.path} has reached: give "
@@ -46,7 +46,7 @@ def refuse_steps_behind(run: RunDir, config: Config) -> None:
 
 
 def changes(run: RunDir, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys → (old, new value) where ``config`` goes on with a run that came to something.
+    """Dotted keys → (old, new value) if ``config`` goes on with a run that came to something.
 
     Ranks and place are left out: every start has its own.
     """
@@ -57,7 +57,7 @@ def changes(run: RunDir, config: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def told(run: RunDir, config: Config) -> str:
-    """The changes, and what follows from them, in one sentence; empty where there are none."""
+    """The changes, and what follows from them, in one sentence; empty if there are none."""
     changed = changes(run, config)
     if not changed:
         return ""

@@ -1,8 +1,7 @@
 """Checkpoints of a run: complete or not there, the newest few of them, and what they keep alive.
 
-It must not know what the learner's files and the arrays in them mean. A checkpoint is complete only when its
-last file, COMPLETE, exists, which holds the checksums of all others: a start verifies them before it believes
-a checkpoint.
+A checkpoint is complete only when its last file, COMPLETE, exists, which holds the checksums of all others: a
+start verifies them before it believes a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from tba_hpc.run.beside import at_once, beside
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import DiskFullError, fsync, is_for_room, make_durable, remove, write_atomic
 from tba_hpc.run.inventory import COMPLETE, damage, inventory, with_checksum
-from tba_hpc.run.keeping import ShardKeeper
-from tba_hpc.run.pruning import IsWhole, ShardPruner
+from tba_hpc.run.pruning import ShardPruner
 
 log = logging.getLogger(__name__)
 
@@ -98,20 +96,20 @@ Arrays = Mapping[str, np.ndarray]
 class Checkpoints:
     """Complete checkpoints of a run, the newest ``keep`` of them. write_arrays: makes a durable file.
 
-    beside: whether the caller goes on once all is copied, while a thread writes the copies. is_shard: as
-    ``ShardPruner``'s is_whole; keeper: as its keeper.
+    beside: whether the caller goes on once all is copied, while a thread writes the copies. kept_share,
+    kept_mb: of shards, as ``ShardPruner``'s share and most_mb.
     """
 
     run: RunDir
     keep: int
     write_arrays: Callable[[Path, Arrays], None]
     beside: bool = False
-    is_shard: IsWhole | None = None
-    keeper: ShardKeeper | None = None
+    kept_share: float = 0.0
+    kept_mb: int | None = None
     pruner: ShardPruner = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pruner", ShardPruner(self.run, self.is_shard, self.keeper))
+        object.__setattr__(self, "pruner", ShardPruner(self.run, self.kept_share, self.kept_mb))
 
     def save(
         self,
@@ -133,7 +131,7 @@ class Checkpoints:
             folder = begin_checkpoint(self.run, state.step)
             write = _or_nothing(folder, partial(learner.save, folder))
         except OSError as error:
-            return at_once(partial(_raise, _told(error, self.run.checkpoints)))
+            return at_once(partial(_raise, _in_words(error, self.run.checkpoints)))
 
         def complete() -> TrainerState:
             listed = write()
@@ -163,7 +161,7 @@ def _raise(error: Exception) -> NoReturn:
 
 
 def _or_nothing(folder: Path, fill: Callable[[], Result]) -> Result:
-    """``fill()``; where there is no room for it, half a checkpoint must not take what there is.
+    """``fill()``; if there is no room for it, half a checkpoint must not take what there is.
 
     Raises DiskFullError then.
     """
@@ -174,10 +172,10 @@ def _or_nothing(folder: Path, fill: Callable[[], Result]) -> Result:
             with suppress(OSError):
                 remove(folder)
                 _unfinished(folder).unlink(missing_ok=True)
-        raise _told(error, folder) from error
+        raise _in_words(error, folder) from error
 
 
-def _told(error: OSError, folder: Path) -> OSError:
+def _in_words(error: OSError, folder: Path) -> OSError:
     """An error of a checkpoint; for want of room, as a sentence."""
     if isinstance(error, DiskFullError) or not is_for_room(error):
         return error
@@ -190,7 +188,7 @@ def _told(error: OSError, folder: Path) -> OSError:
 def begin_checkpoint(run: RunDir, step: int) -> Path:
     """A new folder for the files of a checkpoint; incomplete ones of earlier attempts are removed.
 
-    ``step-000400``, or ``step-000400.1`` … where that step has a complete one already (stopped again
+    ``step-000400``, or ``step-000400.1`` … if that step has a complete one already (stopped again
     right after a resume): a complete checkpoint is never written over.
     """
     for folder in checkpoint_folders(run, complete=False):
@@ -199,7 +197,7 @@ def begin_checkpoint(run: RunDir, step: int) -> Path:
         remove(left)
     name = f"step-{step:06d}"
     saves = [int(folder.suffix[1:] or 0) for folder in run.checkpoints.glob(f"{name}*")]
-    again = max(saves, default=-1) + 1  # also where the first is gone: the newest must have the last name
+    again = max(saves, default=-1) + 1  # also if the first is gone: the newest must have the last name
     folder = run.checkpoints / (f"{name}.{again}" if again else name)
     _unfinished(folder).touch()
     folder.mkdir()
@@ -211,7 +209,7 @@ def complete_checkpoint(
 ) -> dict[int, int]:
     """Write ``state.json`` beside files that are durable already, and only then mark ``folder`` COMPLETE.
 
-    listed: their ``inventory``, where it is known. Checkpoints beyond the newest ``keep`` are deleted.
+    listed: their ``inventory``, if it is known. Checkpoints beyond the newest ``keep`` are deleted.
     Returns the cursors of the oldest one kept: shards before them are needed no more.
     Raises DiskFullError.
     """
@@ -239,14 +237,14 @@ def latest_checkpoint(run: RunDir) -> Path | None:
 
 
 def read_state(folder: Path) -> TrainerState:
-    """State of a complete checkpoint. Raises StateError where it is damaged, or of another version."""
+    """State of a complete checkpoint. Raises StateError if it is damaged, or of another version."""
     if fault := damage(folder, STATE_FILE):
         raise StateError(f"{folder} is damaged ({fault}): start the same run again to go on from another one")
     return TrainerState.from_json((folder / STATE_FILE).read_text())
 
 
 def _oldest_state(run: RunDir) -> TrainerState:
-    """Of the oldest complete checkpoint; where it cannot be read, of a fresh run, which needs all."""
+    """Of the oldest complete checkpoint; if it cannot be read, of a fresh run, which needs all."""
     oldest = next(iter(checkpoint_folders(run, complete=True)), None)
     try:
         return read_state(oldest) if oldest else TrainerState()
@@ -258,7 +256,7 @@ def _oldest_state(run: RunDir) -> TrainerState:
 def damaged_checkpoints(run: RunDir) -> dict[Path, str]:
     """Checkpoints newer than the newest one that is whole, from the newest on, and what is wrong with each.
 
-    Reads every byte of these and of the whole one. Raises StateError where there were checkpoints, and none
+    Reads every byte of these and of the whole one. Raises StateError if there were checkpoints, and none
     is whole.
     """
     faults: dict[Path, str] = {}
@@ -267,11 +265,11 @@ def damaged_checkpoints(run: RunDir) -> dict[Path, str]:
         if not fault:
             return faults
         faults[folder] = fault
-    told = [f"{folder.name}: {fault}" for folder, fault in faults.items()]
-    told += sorted(folder.name for folder in run.checkpoints.glob(f"{DAMAGED}*"))
-    if told:
+    faulty = [f"{folder.name}: {fault}" for folder, fault in faults.items()]
+    faulty += sorted(folder.name for folder in run.checkpoints.glob(f"{DAMAGED}*"))
+    if faulty:
         raise StateError(
-            f"no checkpoint in {run.checkpoints} is whole ({'; '.join(told)}): put a copy of one back, or "
+            f"no checkpoint in {run.checkpoints} is whole ({'; '.join(faulty)}): put a copy of one back, or "
             "choose another run.name to start afresh; nothing was deleted"
         )
     return {}

@@ -1,11 +1,7 @@
-"""The directory of a run: where everything lies, and whose config it holds.
-
-It must not know what is in the files, nor when they are written.
-"""
+"""The directory of a run: where everything lies, and whose config it holds."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -39,17 +35,27 @@ SEARCHERS_FIRST = "TBA_SEARCHERS_FIRST"
 OF_A_START = ("launch.", "run.root")
 """Config keys that belong to a start rather than to the run: how many ranks there are, and the place."""
 
-HISTORY = 20
-"""Most configs kept of those that a resume has changed."""
-
 NAMED = 3
 """Most keys that a refusal names, with their values."""
 
 REFUSED = ".refused"
-"""Added to the name of a shard or a bundle of them that was set aside."""
+"""Added to the name of a shard that was set aside."""
+
+ShardKey = tuple[int, int]
+"""Searcher and index of a shard."""
 
 KEPT_ATTEMPTS = 16
 """Attempts before the newest whose logs are kept: a file a rank each, of however many starts."""
+
+
+class _Below:
+    """A path of that name in a run's directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDir, _: type[RunDir]) -> Path:
+        return run.path / self._name
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +64,53 @@ class RunDir:
 
     path: Path
 
+    format_file = _Below("format")
+    """The FORMAT of everything below."""
+    config_file = _Below("config.yaml")
+    """The resolved config, all that the roles read."""
+    history = _Below("history")
+    """Configs that a resume has changed, and the summaries of the ends that it went beyond."""
+    modules = _Below("modules")
+    """Code of the user's that the config names, if it has any."""
+    track = _Below("track")
+    """What trackers keep of the run, and how far they know it."""
+    shards = _Below("shards")
+    """Sealed trajectories, a folder per searcher."""
+    weights = _Below("weights")
+    """Published weights (file exchange only)."""
+    checkpoints = _Below("checkpoints")
+    """One folder per checkpoint."""
+    references = _Below("references")
+    """Policies that became the reference, as Hugging Face folders."""
+    metrics = _Below("metrics")
+    """One JSONL file per role and rank."""
+    logs = _Below("logs")
+    """One folder per attempt; ``latest`` points to the newest."""
+    evaluations = _Below("evaluations")
+    """One folder per split and step."""
+    owners = _Below("owners")
+    """Who is at work on the run, and as which rank; see ``run.owners``."""
+    export = _Below("export")
+    """The trained model as a Hugging Face folder."""
+    events_file = _Below("events.jsonl")
+    """What happened to the run's ranks and jobs, over all its starts; see ``log_event``."""
+    report = _Below("report.html")
+    """The self-contained HTML page."""
+    summary = _Below("summary.json")
+    """The figures of a finished run."""
+    finished_file = _Below("finished")
+    """What the leading trainer leaves once nothing is left to do but the summary and the report."""
+    kept = _Below("kept")
+    """Shards that no resume needs and ``exchange.keep_shards`` keeps, a folder per searcher."""
+
     @classmethod
     def create(cls, config: Config) -> RunDir:
-        """Make ``config.run_dir``, or take it again where it holds a run of the same config (a resume).
+        """Make ``config.run_dir``, or take it again if it holds a run of the same config (a resume).
 
         Sets the process's umask to 077. A config that differs in what a resume may change (``MayChange``)
-        takes the place of the old one, which goes to the ``history``; where it asks for more steps than a
+        takes the place of the old one, which goes to the ``history``; if it asks for more steps than a
         finished run has, so does the summary, and the run is not finished any more. Raises ConfigError where
-        it differs in anything else, unless the run came to nothing; where the directory holds anything else
+        it differs in anything else, unless the run came to nothing; if the directory holds anything else
         or cannot be written.
         """
         run = cls.check(config)
@@ -129,7 +174,7 @@ class RunDir:
             make_folder(folder)
 
     def _refuse_unwritable(self) -> None:
-        """Raise OSError where nothing can be written where the directory is, or is to be."""
+        """Raise OSError if nothing can be written where the directory is, or is to be."""
         place = next(path for path in (self.path, *self.path.parents) if path.exists())
         tempfile.TemporaryFile(dir=place).close()  # rights alone do not tell it to root, nor on /proc
 
@@ -186,17 +231,13 @@ class RunDir:
         if all(key.startswith(OF_A_START) for key in differing_keys(old, new)):
             return
         self.history.mkdir(exist_ok=True)
-        numbers = sorted(int(path.stem.removeprefix("config-")) for path in self.history.glob("config-*"))
-        number = max(numbers, default=0) + 1
+        number = 1 + len(list(self.history.glob("config-*.yaml")))
         write_atomic(self.history / f"config-{number:04d}.yaml", dump_config(old))
         # Before the config: a kill between these leaves a run whose end is to be written again, no more.
         if self.finished and new.train.steps > old.train.steps:
             with suppress(FileNotFoundError):  # a kill may have come before it was written
                 self.summary.rename(self.history / f"summary-{number:04d}.json")
             self.finished_file.unlink(missing_ok=True)
-        for gone in numbers[: -HISTORY + 1]:
-            (self.history / f"config-{gone:04d}.yaml").unlink()
-            (self.history / f"summary-{gone:04d}.json").unlink(missing_ok=True)
 
     def config(self) -> Config:
         """The frozen config. Raises ConfigError."""
@@ -209,106 +250,14 @@ class RunDir:
             *(self.metrics, self.logs, self.evaluations),
         )
 
-    @property
-    def format_file(self) -> Path:
-        """The FORMAT of everything below."""
-        return self.path / "format"
-
-    @property
-    def config_file(self) -> Path:
-        """The resolved config, all that the roles read."""
-        return self.path / "config.yaml"
-
-    @property
-    def history(self) -> Path:
-        """Configs that a resume has changed, and the summaries of the ends that it went beyond."""
-        return self.path / "history"
-
-    @property
-    def modules(self) -> Path:
-        """Code of the user's that the config names, if it has any."""
-        return self.path / "modules"
-
-    @property
-    def track(self) -> Path:
-        """What trackers keep of the run, and how far they know it."""
-        return self.path / "track"
-
-    @property
-    def shards(self) -> Path:
-        """Sealed trajectories, a folder per searcher."""
-        return self.path / "shards"
-
-    @property
-    def weights(self) -> Path:
-        """Published weights (file exchange only)."""
-        return self.path / "weights"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One folder per checkpoint."""
-        return self.path / "checkpoints"
-
-    @property
-    def references(self) -> Path:
-        """Policies that became the reference, as Hugging Face folders."""
-        return self.path / "references"
-
     def reference(self, step: int) -> Path:
         """The policy of ``step``, which became the reference."""
         return self.references / f"step-{step:06d}"
 
     @property
-    def metrics(self) -> Path:
-        """One JSONL file per role and rank."""
-        return self.path / "metrics"
-
-    @property
-    def logs(self) -> Path:
-        """One folder per attempt; ``latest`` points to the newest."""
-        return self.path / "logs"
-
-    @property
-    def evaluations(self) -> Path:
-        """One folder per split and step."""
-        return self.path / "evaluations"
-
-    @property
-    def owners(self) -> Path:
-        """Who is at work on the run, and as which rank; see ``run.owners``."""
-        return self.path / "owners"
-
-    @property
-    def export(self) -> Path:
-        """The trained model as a Hugging Face folder."""
-        return self.path / "export"
-
-    @property
-    def events_file(self) -> Path:
-        """What happened to the run's ranks and jobs, over all its starts; see ``log_event``."""
-        return self.path / "events.jsonl"
-
-    @property
-    def report(self) -> Path:
-        """The self-contained HTML page."""
-        return self.path / "report.html"
-
-    @property
-    def summary(self) -> Path:
-        """The figures of a finished run."""
-        return self.path / "summary.json"
-
-    @property
-    def finished_file(self) -> Path:
-        """What the leading trainer leaves once nothing is left to do but the summary and the report."""
-        return self.path / "finished"
-
-    @property
     def finished(self) -> bool:
-        """Whether nothing is left to do; runs of earlier versions say so in their summary alone."""
-        return self.finished_file.exists() or (
-            self.summary.exists() and bool(json.loads(self.summary.read_text())["finished"])
-        )
+        """Whether nothing is left to do."""
+        return self.finished_file.exists()
 
     def mark_finished(self) -> None:
         """Make ``finished`` true, until more steps are asked for."""
@@ -320,49 +269,31 @@ class RunDir:
 
     def shard_folder(self, searcher: int) -> Path:
         """Where a searcher seals its shards."""
-        return self.shards / f"searcher-{searcher:04d}"
+        return self.shards / _folder_of(searcher)
 
     def shard_file(self, searcher: int, index: int) -> Path:
         """Path of one shard."""
         return self.shard_folder(searcher) / f"{index:06d}.h5"
 
-    def shard_files(self, suffix: str = ".h5") -> dict[tuple[int, int], Path]:
+    def shard_files(self, suffix: str = ".h5") -> dict[ShardKey, Path]:
         """All visible shards by (searcher, index), ascending; files of other names are left alone."""
-        return {
-            (searcher, index): self.shard_folder(searcher) / f"{index:06d}{suffix}"
-            for searcher in self.shard_folders()
-            for index in self.shard_indices(searcher, suffix)
-        }
+        return _shards_in(self.shards, suffix)
 
     def shard_folders(self) -> list[int]:
         """Searchers that have a folder of shards, ascending."""
-        return _numbers(self.shards, "searcher-", "", digits=4)
+        return _searchers_in(self.shards)
 
     def shard_indices(self, searcher: int, suffix: str = ".h5") -> list[int]:
-        """Indices of a searcher's visible shards, ascending; none where it has no folder."""
+        """Indices of a searcher's visible shards, ascending; none if it has no folder."""
         return _numbers(self.shard_folder(searcher), "", suffix, digits=6)
 
-    @property
-    def bundles(self) -> Path:
-        """Merged shards, the files of many in one; there only where there were many."""
-        return self.shards / "bundles"
+    def kept_file(self, searcher: int, index: int) -> Path:
+        """Path of one of these."""
+        return self.kept / _folder_of(searcher) / f"{index:06d}.h5"
 
-    def bundle_file(self, number: int) -> Path:
-        """Path of one bundle."""
-        return self.bundles / f"{number:06d}.bundle"
-
-    def bundle_files(self) -> dict[int, Path]:
-        """All visible bundles by number, ascending."""
-        return _bundles(self.bundles)
-
-    @property
-    def kept(self) -> Path:
-        """Shards that no resume needs and ``exchange.keep_shards`` keeps, in bundles; see ``run.keeping``."""
-        return self.path / "kept"
-
-    def kept_files(self) -> dict[int, Path]:
-        """All visible bundles of these by number, ascending."""
-        return _bundles(self.kept)
+    def kept_files(self) -> dict[ShardKey, Path]:
+        """All of these by (searcher, index), ascending."""
+        return _shards_in(self.kept, ".h5")
 
     def begin_attempt(self) -> Path:
         """A new folder ``logs/attempt-001`` …, which ``logs/latest`` names from now on.
@@ -395,13 +326,26 @@ class RunDir:
         return int(self.attempt.name.removeprefix("attempt-"))
 
 
-def _bundles(folder: Path) -> dict[int, Path]:
-    """The bundles in a folder by number, ascending."""
-    return {number: folder / f"{number:06d}.bundle" for number in _numbers(folder, "", ".bundle", digits=6)}
+def _folder_of(searcher: int) -> str:
+    return f"searcher-{searcher:04d}"
+
+
+def _searchers_in(folder: Path) -> list[int]:
+    """Those that have a folder there, ascending."""
+    return _numbers(folder, "searcher-", "", digits=4)
+
+
+def _shards_in(folder: Path, suffix: str) -> dict[ShardKey, Path]:
+    """The shards in the searchers' folders there, ascending."""
+    return {
+        (searcher, index): folder / _folder_of(searcher) / f"{index:06d}{suffix}"
+        for searcher in _searchers_in(folder)
+        for index in _numbers(folder / _folder_of(searcher), "", suffix, digits=6)
+    }
 
 
 def _numbers(folder: Path, prefix: str, suffix: str, *, digits: int) -> list[int]:
-    """The numbers of what a folder holds under such names, ascending; none where there is no folder."""
+    """The numbers of what a folder holds under such names, ascending; none if there is no folder."""
     try:
         names = listing(folder)
     except FileNotFoundError:

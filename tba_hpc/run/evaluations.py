@@ -1,7 +1,4 @@
-"""Evaluations of a run on disk: every searcher's part of each, and, once all are there, their sum alone.
-
-It must not know who evaluates, nor how.
-"""
+"""Evaluations of a run on disk: every searcher's part of each, and, once all are there, their sum alone."""
 
 from __future__ import annotations
 
@@ -96,33 +93,27 @@ def write_evaluation(run: RunDir, searcher: int, searchers: int, part: Evaluatio
 
 
 def read_part(run: RunDir, searcher: int, searchers: int, split: Split, step: int) -> Evaluation | None:
-    """One searcher's part of an evaluation that is not whole yet; None where it has not come."""
+    """One searcher's part of an evaluation that is not whole yet; None if it has not come."""
     return _read(_folder(run, split, step) / _part_name(searcher, searchers))
 
 
 def missing_parts(run: RunDir, split: Split, step: int, searchers: int) -> list[int]:
-    """Places of the searchers whose parts have not come, where ``searchers`` of them make an evaluation."""
+    """Places of the searchers whose parts have not come, if ``searchers`` of them make an evaluation."""
     if _read(_whole_file(run, split, step)):
         return []
     there = _part_names(_folder(run, split, step))
     return [searcher for searcher in range(searchers) if _part_name(searcher, searchers) not in there]
 
 
-def read_evaluation(run: RunDir, split: Split, step: int, searchers: int) -> Evaluation | None:
-    """The sum of all parts; None until every searcher's part is there."""
-    folder = _folder(run, split, step)
-    # Again where the last searcher has put them together meanwhile.
-    return _read(whole := _whole_file(run, split, step)) or _sum_of_parts(folder, searchers) or _read(whole)
-
-
 def find_evaluation(run: RunDir, split: Split, step: int) -> Evaluation | None:
-    """As ``read_evaluation``, whatever number of searchers made it."""
-    if whole := _read(_whole_file(run, split, step)):
+    """The sum of all parts, however many searchers made it; None until every searcher's part is there."""
+    path, folder = _whole_file(run, split, step), _folder(run, split, step)
+    if whole := _read(path):
         return whole
-    names = _part_names(_folder(run, split, step))
-    counts = sorted({int(name.removesuffix(".json").rpartition("-")[2]) for name in names})
-    found = (read_evaluation(run, split, step, searchers) for searchers in counts)
-    return next((evaluation for evaluation in found if evaluation), _read(_whole_file(run, split, step)))
+    counts = {int(name.removesuffix(".json").rpartition("-")[2]) for name in _part_names(folder)}
+    sums = (_sum_of_parts(folder, searchers) for searchers in sorted(counts))
+    # Again, for the last searcher may have put them together meanwhile.
+    return next((found for found in sums if found), None) or _read(path)
 
 
 def evaluations_on_disk(run: RunDir) -> dict[str, tuple[Split, int]]:
@@ -176,13 +167,13 @@ def _read(path: Path) -> Evaluation | None:
 
 
 def _part_names(folder: Path) -> set[str]:
-    """Of all parts, in one listing; none where the folder is gone."""
+    """Of all parts, in one listing; none if the folder is gone."""
     there: list[Path] = _if_there(lambda: list(folder.iterdir()), otherwise=[])
     return {path.name for path in there if path.name.startswith("searcher-")}
 
 
 def _if_there(read: Callable[[], Result], *, otherwise: Result) -> Result:
-    """What a file or folder holds, ``otherwise`` where it is not there, or not to be seen just now."""
+    """What a file or folder holds, ``otherwise`` if it is not there, or not to be seen just now."""
     with suppress(FileNotFoundError):
         return unless_away(read, otherwise=otherwise)
     return otherwise

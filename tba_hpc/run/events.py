@@ -1,7 +1,4 @@
-"""What happened to the ranks and jobs of a run, over all its starts: a JSON line each in ``events.jsonl``.
-
-It must not know what follows from an event.
-"""
+"""What happened to the ranks and jobs of a run, over all its starts: a JSON line each in ``events.jsonl``."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ def log_event(run: RunDir, event: str, **extra: object) -> None:
     hung        srun outlived its step
     orphan      a step from before the last requeue was cancelled
     finished    the run is finished
-    refused     the user must mend something; ``sentence``
+    refused     the user must fix something; ``sentence``
     ===========  ====================================================================================
 
     ``job_supervisor.sh`` writes such lines too. A line that cannot be written, on a full disk, is left out.

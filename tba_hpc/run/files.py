@@ -1,7 +1,4 @@
-"""Files that become visible whole and durable or not at all, and files of JSON lines.
-
-It must not know what they hold. Imports no torch.
-"""
+"""Files that become visible whole and durable or not at all, and files of JSON lines."""
 
 from __future__ import annotations
 
@@ -56,9 +53,9 @@ def is_for_room(error: BaseException | None) -> bool:
 def publish(path: Path, data: bytes | memoryview, *, replace: bool = True) -> None:
     """Make ``data`` visible as ``path``, whole and durable, or not at all.
 
-    Temporary file, fsync, rename, fsync of the folder. replace: whether ``path`` may exist; where it must
+    Temporary file, fsync, rename, fsync of the folder. replace: whether ``path`` may exist; if it must
     not, FileExistsError is raised to all but one of any number of writers, on whatever hosts. Raises
-    DiskFullError where there is no room (disk, quota or file size limit).
+    DiskFullError if there is no room (disk, quota or file size limit).
     """
     # Process numbers come twice on two hosts.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
@@ -84,7 +81,7 @@ def publish(path: Path, data: bytes | memoryview, *, replace: bool = True) -> No
 
 
 def _name_once(temporary: Path, path: Path) -> None:
-    """Give a file its lasting name. Raises FileExistsError where that is taken; rename would replace it."""
+    """Give a file its lasting name. Raises FileExistsError if that is taken; rename would replace it."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -99,7 +96,7 @@ def _name_once(temporary: Path, path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, where they are missing; their names are durable then."""
+    """Make a folder, and those above it, if they are missing; their names are durable then."""
     missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -118,26 +115,26 @@ def passes(error: OSError) -> bool:
 
 
 def insist(do: Callable[[], Result], *, seconds: float) -> Result:
-    """``do()``; again and again where the disk is full or its server away, for so many seconds.
+    """``do()``; again and again if the disk is full or its server away, for so many seconds.
 
     Raises what ``do`` raised last.
     """
     give_up = time.monotonic() + seconds
-    told = False
+    warned = False
     while True:
         try:
             return do()
         except OSError as error:
             if not passes(error) or time.monotonic() >= give_up:
                 raise
-            if not told:
+            if not warned:
                 log.warning("%s; tried again for %g s", error, seconds)
-            told = True
+            warned = True
         time.sleep(AGAIN_SECONDS)
 
 
 def unless_away(do: Callable[[], Result], *, otherwise: Result) -> Result:
-    """``do()``, or ``otherwise`` where the disk is full or its server away just now."""
+    """``do()``, or ``otherwise`` if the disk is full or its server away just now."""
     try:
         return do()
     except OSError as error:

@@ -1,39 +1,37 @@
 """The inventory of a folder: size and checksum of every file in it, in its last one, COMPLETE.
 
-It must not know what the files hold. The first line of an inventory has a checksum of all its other lines;
-these have checksum, bytes and path of a file each.
+The first line of an inventory has a checksum of all its other lines; these have checksum, bytes and path of a
+file each. A checksum is BLAKE3, which finds accidents and sums several GB a second.
 """
 
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
-import zlib
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-log = logging.getLogger(__name__)
+from blake3 import blake3
 
 COMPLETE = "COMPLETE"
 """Name of the file that holds the inventory."""
 
-PART_BYTES = 64 << 20
-"""What each part of a checksum is of: the parts are read beside one another, also those of one large file."""
+READ_BYTES = 8 << 20
+"""One read of a file that is summed up: enough for all cores to share."""
 
-READ_BYTES = 1 << 20
-"""One read: it stays in the cache of the core that sums it up."""
+READERS = 8
+"""Most files that are read at once."""
 
-_TITLE = "tba-hpc inventory crc32="
-_LINE = re.compile(r"(?:([0-9a-f]{8,}) )?(\d+) (.+)")
+_TITLE = "tba-hpc inventory blake3="
+_LINE = re.compile(r"([0-9a-f]{32}) (\d+) (.+)")
 
 
 class _File(NamedTuple):
-    """A line. checksum: empty in an inventory of an earlier version, which has no first line either."""
+    """A line."""
 
     checksum: str
     size: int
@@ -43,19 +41,14 @@ class _File(NamedTuple):
 class SummedFile:
     """A new file that is summed up while it is written, so that nobody has to read it back.
 
-    A context manager: the file is durable when the block has ended. ``checksum`` is then as of ``checksums``,
-    ``size`` in bytes. Large writes are summed up, and parts that are whole go to the disk, in threads of its
-    own meanwhile.
+    A context manager: the file is durable when the block has ended. ``size`` is in bytes.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
-        self.checksum = ""
-        self._part = 0  # CRC-32 of the part that is being written
+        self._sum = blake3(max_threads=blake3.AUTO)
         self._file = path.open("wb", buffering=0)
-        self._beside = ThreadPoolExecutor(2)  # a checksum and a flush
-        self._flush: Future[None] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -65,23 +58,18 @@ class SummedFile:
     ) -> None:
         try:
             if kind is None:
-                if self.size % PART_BYTES or not self.size:
-                    self._end_part()
                 os.fsync(self._file.fileno())
-                if self._flush:
-                    self._flush.result()  # the system tells one of two callers that a write failed
         finally:
-            self._beside.shutdown()
             self._file.close()
 
     def write(self, data: bytes | memoryview) -> int:
         """Append; returns how many bytes that were."""
         left = memoryview(data).cast("B")
         written = len(left)
+        self._sum.update(left)
         while left:
-            piece = left[: PART_BYTES - self.size % PART_BYTES]
-            self._append(piece)
-            left = left[len(piece) :]
+            left = left[self._file.write(left) :]
+        self.size += written
         return written
 
     def flush(self) -> None:
@@ -89,32 +77,7 @@ class SummedFile:
 
     def line(self, folder: Path) -> str:
         """The file's line in the inventory of ``folder``."""
-        return f"{self.checksum} {self.size} {self.path.relative_to(folder)}\n"
-
-    def _append(self, piece: memoryview) -> None:
-        """Write what lies within one part."""
-        if len(piece) < READ_BYTES:
-            self._part = zlib.crc32(piece, self._part)
-            self._to_file(piece)
-        else:  # both let other threads run
-            summed = self._beside.submit(zlib.crc32, piece, self._part)
-            self._to_file(piece)
-            self._part = summed.result()
-        self.size += len(piece)
-        if self.size % PART_BYTES == 0:
-            self._end_part()
-
-    def _to_file(self, piece: memoryview) -> None:
-        while piece:
-            piece = piece[self._file.write(piece) :]
-
-    def _end_part(self) -> None:
-        self.checksum += f"{self._part:08x}"
-        self._part = 0
-        if self._flush is None or self._flush.done():
-            if self._flush:
-                self._flush.result()
-            self._flush = self._beside.submit(os.fdatasync, self._file.fileno())
+        return _line(_File(_text(self._sum), self.size, str(self.path.relative_to(folder))))
 
 
 def inventory(folder: Path, *names: str, known: str = "") -> str:
@@ -125,22 +88,21 @@ def inventory(folder: Path, *names: str, known: str = "") -> str:
     summed_up = {line.split(" ", 2)[2] for line in known.splitlines()}
     everything = (path for path in folder.rglob("*") if path.is_file() and path.name != COMPLETE)
     files = [folder / name for name in names] or sorted(everything)
-    files = [file for file in files if str(file.relative_to(folder)) not in summed_up]
-    lines = zip(checksums(files), files, strict=True)
-    return known + "".join(
-        f"{summed} {file.stat().st_size} {file.relative_to(folder)}\n" for summed, file in lines
-    )
+    found = ((path, str(path.relative_to(folder))) for path in files)
+    left = {path: name for path, name in found if name not in summed_up}
+    sums = zip(checksums(list(left)), left.items(), strict=True)
+    return known + "".join(_line(_File(summed, path.stat().st_size, name)) for summed, (path, name) in sums)
 
 
 def with_checksum(lines: str) -> str:
     """The whole of an inventory, for COMPLETE."""
-    return f"{_TITLE}{zlib.crc32(lines.encode()):08x}\n{lines}"
+    return f"{_TITLE}{_text(blake3(lines.encode()))}\n{lines}"
 
 
 def damage(folder: Path, *only: str) -> str:
-    """What is wrong with the files of a folder, or with these alone, in a few words; empty where nothing is.
+    """What is wrong with the files of a folder, or with these alone, in a few words; empty if nothing is.
 
-    Files that COMPLETE does not name are left alone. Raises OSError where the file system does not answer.
+    Files that COMPLETE does not name are left alone. Raises OSError if the file system does not answer.
     """
     try:
         return _damage(folder, only)
@@ -159,42 +121,39 @@ def _damage(folder: Path, only: Sequence[str]) -> str:
     for file in files:
         if (size := (folder / file.path).stat().st_size) != file.size:
             return f"{file.path} has {size} bytes, not {file.size}"
-    if not files[0].checksum:
-        log.warning("%s is of an earlier version and has no checksums: it is not verified", folder)
-        return ""
     now = checksums([folder / file.path for file in files])
     wrong = [file.path for file, summed in zip(files, now, strict=True) if file.checksum != summed]
     return f"{wrong[0]} is corrupt: its checksum does not match" if wrong else ""
 
 
+def _line(file: _File) -> str:
+    return f"{file.checksum} {file.size} {file.path}\n"
+
+
 def _parse(data: bytes) -> list[_File]:
-    """The lines of COMPLETE; none where it is damaged."""
+    """The lines of COMPLETE; none if it is damaged."""
     text = data.decode(errors="replace")
-    lines = text.partition("\n")[2] if text.startswith(_TITLE[:4]) else text
-    found = [_LINE.fullmatch(line) for line in lines.removesuffix("\n").split("\n")]
-    files = [_File(line[1] or "", int(line[2]), line[3]) for line in found if line]
-    whole = text == with_checksum(lines) or not any(file.checksum for file in files)
-    return files if whole and len(files) == len(found) else []
+    lines = text.partition("\n")[2]
+    if text != with_checksum(lines):
+        return []
+    found = (_LINE.fullmatch(line) for line in lines.splitlines())
+    return [_File(line[1], int(line[2]), line[3]) for line in found if line]
 
 
 def checksums(paths: Sequence[Path]) -> list[str]:
-    """A checksum of each file: CRC-32 of every 64 MiB of it, in hexadecimal, one after the other.
-
-    It tells accidents, not forgery. All cores that this process may use read at once, in bounded memory.
-    """
-    parts = [(path, start) for path in paths for start in range(0, path.stat().st_size or 1, PART_BYTES)]
-    sums = dict.fromkeys(paths, "")
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for (path, _), part in zip(parts, pool.map(lambda part: _crc32(*part), parts), strict=True):
-            sums[path] += f"{part:08x}"
-    return list(sums.values())
+    """A checksum of each file, in hexadecimal. Several files are read at once, in bounded memory."""
+    with ThreadPoolExecutor(READERS) as pool:
+        return list(pool.map(_checksum, paths))
 
 
-def _crc32(path: Path, start: int) -> int:
-    """Of at most PART_BYTES from ``start``."""
-    total, left, buffer = 0, PART_BYTES, memoryview(bytearray(READ_BYTES))
+def _checksum(path: Path) -> str:
+    summed = blake3(max_threads=blake3.AUTO)
+    buffer = memoryview(bytearray(min(READ_BYTES, 1 + path.stat().st_size)))
     with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        while left and (got := file.readinto(buffer[:left])):
-            total, left = zlib.crc32(buffer[:got], total), left - got
-    return total
+        while got := file.readinto(buffer):
+            summed.update(buffer[:got])
+    return _text(summed)
+
+
+def _text(summed: blake3) -> str:
+    return summed.hexdigest(length=16)

@@ -1,7 +1,4 @@
-"""How much memory a process may still take, on its machine and under the limits of its control groups.
-
-It must not know what for.
-"""
+"""How much memory a process may still take, on its machine and under the limits of its control groups."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Code of the user's that a config names: it lies beside the config, and a run keeps a copy.
 
 So every rank finds the same code, on whatever machine and in whatever container it runs, and what is edited
-later changes no running job. It must not know what the code is for.
+later changes no running job.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def find_file(name: str) -> Path | None:
 def keep(run: RunDir, config: Config, beside: Path) -> None:
     """Copy what ``config`` names of a folder, and what that imports of it, into the run.
 
-    In place of what was kept before; where the folder has nothing of it, that stays.
+    In place of what was kept before; if the folder has nothing of it, that stays.
     """
     found = sorted(set(_named(config, beside)))
     if not found or beside.resolve() == run.modules.resolve():

@@ -1,7 +1,4 @@
-"""What a rank leaves to its launcher: its log, that all are at work, the sentence that says why it ended.
-
-It must not know who launched it.
-"""
+"""What a rank leaves to its launcher: its log, that all are at work, the sentence that says why it ended."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import write_atomic
 
 REFUSED = 2
-"""Exit status of a rank, a run or a command that ended by something that only the user can mend."""
+"""Exit status of a rank, a run or a command that ended by something that only the user can fix."""
 
 FAILED = 1
 """Exit status of a rank or a run that another start may save: a peer is missing, an engine died."""
@@ -24,7 +21,7 @@ AT_WORK = "at-work"
 """Name of a file in an attempt's folder; ``job_supervisor.sh`` looks for it, too."""
 
 Kind = Literal["refused", "failed"]
-"""How a rank ended that leaves a note: by something that only the user can mend, or otherwise."""
+"""How a rank ended that leaves a note: by something that only the user can fix, or otherwise."""
 
 
 def rank_name(role: Role, index: int) -> str:

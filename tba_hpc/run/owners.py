@@ -1,10 +1,9 @@
 """Who is at work on a run: one launcher or Slurm job, one process for each rank; a second one is refused.
 
-It must not know what an owner does with the run. Locks of the kernel say nothing across hosts on many shared
-file systems, so an owner is a file, made whole by ``os.link``, which one of any number of rivals does. The
-files of a name are numbered, and the highest counts; one that follows a dead owner takes the next number, so
-that nobody ever removes a file that a rival has just made. The newest file stays when its owner leaves, as
-nobody's: numbers never come again.
+Kernel locks say nothing across hosts on many shared file systems, so an owner is a file, made whole by
+``os.link``, which only one of any number of rivals can do. The files of a name are numbered, and the highest
+counts; who follows a dead owner takes the next number, so that nobody removes a file that a rival has just
+made. The newest file stays when its owner leaves, as nobody's: numbers are never used again.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ LEAVE_SECONDS = 10.0
 """Time that a rank gives to one of its own name, whose launcher has died, to leave."""
 
 GONE_SECONDS = 0.02
-"""Pause before another look where a claim was gone by the time it was read."""
+"""Pause before another look if a claim was gone by the time it was read."""
 
 LOOK_SECONDS = 0.2
 """Pause between two looks at an owner who is to leave."""
@@ -124,7 +123,7 @@ class Claim:
 
 
 def refuse_owned(run: RunDir) -> None:
-    """Raise OwnedError where somebody else is at work on the run; nothing is left behind."""
+    """Raise OwnedError if somebody else is at work on the run; nothing is left behind."""
     claim = _newest(run, LAUNCH)
     if not _is_free(run, claim, Owner.this(os.getpid())):
         raise OwnedError(_sentence(run, claim))
@@ -163,7 +162,7 @@ class Lease:
 
 @contextmanager
 def leased(run: RunDir, names: Iterable[str], *, me: Owner | None = None) -> Iterator[Lease | None]:
-    """Own the first of these names that nobody has, while the block runs; None where all are taken.
+    """Own the first of these names that nobody has, while the block runs; None if all are taken.
 
     Never waits for a holder: a name is free once that has left, is dead, or was silent for SILENT_SECONDS.
     Sets the process's umask to 077. A frozen process ends as one that ``owned`` ends. me: this process, as
@@ -171,18 +170,15 @@ def leased(run: RunDir, names: Iterable[str], *, me: Owner | None = None) -> Ite
     """
     os.umask(0o077)
     me = me or Owner.this(os.getpid(), alike=True)
-    mine = next((claim for name in names if (claim := _claim_if_free(run, name, me))), None)
-    if mine is None:
+    for name in names:
+        with suppress(OwnedError):
+            mine = _claim(run, name, me, wait=False)
+            break
+    else:
         yield None
         return
     with _held(run, mine):
         yield Lease(mine.stem, _number(mine))
-
-
-def _claim_if_free(run: RunDir, name: str, me: Owner) -> Path | None:
-    with suppress(OwnedError):
-        return _claim(run, name, me, wait=False)
-    return None
 
 
 def holders(run: RunDir, names: Iterable[str]) -> dict[str, Owner]:
@@ -208,7 +204,7 @@ def _is_heard_of(claim: Claim, now: float) -> bool:
 
 
 def _sign_of(file: Path) -> float:
-    """When an owner's file was touched last; 0 where it is gone."""
+    """When an owner's file was touched last; 0 if it is gone."""
     return _unless_gone(lambda: file.stat().st_mtime, otherwise=0.0)
 
 
@@ -216,7 +212,7 @@ def _sign_of(file: Path) -> float:
 def _held(run: RunDir, mine: Path) -> Iterator[None]:
     """Give signs of life under a claim while the block runs, then leave it as nobody's."""
     left = threading.Event()
-    threading.Thread(target=_beat, args=(run, mine.stem, mine, left), name="owner", daemon=True).start()
+    threading.Thread(target=_beat, args=(run, mine, left), name="owner", daemon=True).start()
     try:
         yield
     finally:
@@ -225,14 +221,13 @@ def _held(run: RunDir, mine: Path) -> Iterator[None]:
             write_atomic(mine, Owner().to_json())
 
 
-def _beat(run: RunDir, name: str, mine: Path, left: threading.Event) -> None:
-    """Give signs of life until ``left``; end the process where another has taken over."""
+def _beat(run: RunDir, mine: Path, left: threading.Event) -> None:
+    """Give signs of life until ``left``; end the process if another has taken over."""
     while not left.wait(BEAT_SECONDS):
         with suppress(OSError):  # a file server that is away for a while
-            if _newest(run, name).number > _number(mine):
-                print(
-                    f"{name} of {run.path} has another owner: this process ends", file=sys.stderr, flush=True
-                )
+            if _newest(run, mine.stem).number > _number(mine):
+                sentence = f"{mine.stem} of {run.path} has another owner: this process ends"
+                print(sentence, file=sys.stderr, flush=True)
                 os._exit(FAILED)
             os.utime(mine)
 
@@ -262,7 +257,7 @@ def _patience(owner: Owner) -> float:
 
 
 def _take(run: RunDir, name: str, number: int, me: Owner) -> Path | None:
-    """Make the claim of that number, and remove earlier ones; None where a rival was faster."""
+    """Make the claim of that number, and remove earlier ones; None if a rival was faster."""
     mine = run.owners / f"{name}.{number:06d}"
     try:
         publish(mine, me.to_json().encode(), replace=False)
@@ -345,35 +340,24 @@ def _is_free(run: RunDir, claim: Claim, me: Owner) -> bool:
 
 
 def _is_silent(run: RunDir, claim: Claim) -> bool:
-    """Whether an owner gives no sign of life any more.
+    """Whether an owner gives no sign of life any more, by the clock that stamps the files.
 
-    By the clock that stamps the files, unless it has been set: then this host's agrees neither with it nor
-    with the sign, and the owner is watched for longer than it goes without one.
+    A sign from the future is of before that clock was set back: a live owner gives the next one soon.
     """
-    clock, sign = _clock(run), _last_sign(run, claim)
-    if -BEAT_SECONDS < clock - sign <= SILENT_SECONDS:
-        return False
-    if clock > sign and abs(clock - time.time()) < SILENT_SECONDS / 2:
-        return True
-    end = time.monotonic() + 1.5 * BEAT_SECONDS
-    while time.monotonic() < end:
-        if _last_sign(run, claim) != sign:
-            return False
-        time.sleep(LOOK_SECONDS)
-    return True
+    return abs(_clock(run) - _last_sign(run, claim)) > SILENT_SECONDS
 
 
 def _is_beside(claim: Claim, me: Owner) -> bool:
     """Whether the owner may be at work in the same job, on another node: two ``tba run``, or two alike.
 
-    A requeued job starts anew, and one job starts its ranks one step after the other.
+    A requeued job starts afresh, and one job starts its ranks one step after the other.
     """
     several = claim.name == LAUNCH or claim.owner.alike
     return bool(several and claim.owner.pid and claim.owner.restarts == me.restarts)
 
 
 def _began(pid: int) -> int | None:
-    """When a process of this machine began, in clock ticks since boot; None where it is gone."""
+    """When a process of this machine began, in clock ticks since boot; None if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -388,7 +372,7 @@ def _machine() -> str:
 
 
 def _is_working(run: RunDir, owner: Owner) -> bool | None:
-    """Whether the owner's job has processes, as Slurm says; None where it cannot be asked."""
+    """Whether the owner's job has processes, as Slurm says; None if it cannot be asked."""
     command = ["squeue", "--noheader", f"--jobs={owner.job}", "--format=%T %k"]
     plain = {key: value for key, value in os.environ.items() if not key.startswith("SQUEUE_")}
     try:
@@ -402,7 +386,7 @@ def _is_working(run: RunDir, owner: Owner) -> bool | None:
 
 
 def _is_of(run: RunDir, comment: str) -> bool:
-    """Whether a job's comment, where it has one, names the run: ids come back after years."""
+    """Whether a job's comment, if it has one, names the run: ids come back after years."""
     return comment in ("", "(null)") or (Path(comment).exists() and run.path.samefile(comment))
 
 

@@ -1,9 +1,15 @@
-"""Being asked to stop: a flag that signals set and loops read at safe points."""
+"""Being asked to stop: a flag that signals set; processes that end with the one that started them."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
 from types import FrameType
+
+PR_SET_PDEATHSIG = 1
+
+_libc = ctypes.CDLL(None)
 
 
 class StopFlag:
@@ -30,3 +36,13 @@ class StopFlag:
 
     def _set(self, number: int, frame: FrameType | None) -> None:
         self.is_set = True
+
+
+def die_with(parent: int, number: int) -> None:
+    """In a new process: have the kernel send it signal ``number`` once its ``parent`` is gone.
+
+    However the parent ended. A process whose parent is gone already ends here.
+    """
+    _libc.prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -55,6 +55,8 @@ def work(role: str, run: Path) -> None:
             (run / "shards" / f"{done:06d}.h5").touch()
             done += 1
     if world.rank == 0:
+        if done >= steps:
+            (run / "finished").touch()
         (run / "summary.json").write_text(json.dumps({"finished": done >= steps, "steps": done}))
     anyone(world, False)
 

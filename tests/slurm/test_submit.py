@@ -614,7 +614,7 @@ def test_without_slurm_it_says_so_and_offers_the_local_way(tmp_path: Path, files
 def test_a_finished_run_is_not_submitted(cluster: Cluster, tmp_path: Path, files: list[str]) -> None:
     _submit(*files)
     cluster.clear()
-    (tmp_path / "runs/small-seed0/summary.json").write_text('{"finished": true}')
+    (tmp_path / "runs/small-seed0/finished").touch()
     done = _submit(*files)
     assert done.returncode == 0
     assert "finished already" in done.stdout

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from scale import Row, row
 from tba_hpc.config import parse_config
+from tba_hpc.exchange.hdf5_shards import seal_interval
 from tba_hpc.report.digest import KEEP_SECONDS, KeptDigest, SearcherDigest, TrainerDigest
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import REWARD_EDGES, Record
-from tba_hpc.run.pruning import BUNDLED, LOOSE, ShardPruner
 
 SEARCHERS, HOURS = 256, 72
 """The run that issue and README speak of."""
@@ -35,9 +35,6 @@ SHARDS_PER_SECOND = 0.5
 
 STEP_SECONDS = 2.0
 """Between two optimizer steps."""
-
-SHARD = bytes(20_000)
-"""The file of one that is bundled: a tenth of a real one, which has 209 kB."""
 
 UNKEPT_SECONDS = 1800
 """Of each searcher's records that are parsed where no digest is kept."""
@@ -224,33 +221,14 @@ def without_digests(searchers: int, hours: float) -> list[Row]:
     ]
 
 
-def files_of_a_day(searchers: int, interval: float = 1000.0, keep: int = 2) -> list[Row]:
-    """Shards stay until the oldest checkpoint kept covers them: a tenth of that time is played."""
-    shards = int(searchers * SHARDS_PER_SECOND * interval * (keep + 1))
-    files, each = bundled_files(searchers, rounds=shards // searchers // 10)
-    live = LOOSE + 10 * (files - LOOSE)
+def files_of_a_day(searchers: int, interval: float = 100 * STEP_SECONDS, keep: int = 2) -> list[Row]:
+    """Shards stay until the oldest checkpoint kept covers them."""
+    tree = {"model": {"path": "none/such"}, "launch": {"searchers": searchers}}
+    shards = searchers / seal_interval(parse_config(tree)) * interval
     rest = 2 * searchers + 17 * (searchers + 1)
-    what = f"{searchers} searchers, a checkpoint every {interval:g} s, {keep} kept"
+    what = f"{searchers} searchers, a checkpoint every {interval:g} s"
     return [
-        row(f"shards not yet to be pruned, {what}", shards, "shards", "–"),
-        row("live files of these (bundles × 10)", live, "files", "≤ 20k"),
-        row("bundling, beside the loop, per shard", 1e3 * each, "ms", "–"),
+        row(f"shards between two checkpoints, {what}", shards, "files", "≤ 10k"),
+        row(f"shards on disk, {what}, {keep} kept", (keep + 1) * shards, "files", ""),
         row("metrics, digests and logs of 17 attempts", rest, "files", ""),
     ]
-
-
-def bundled_files(searchers: int, rounds: int) -> tuple[int, float]:
-    """Files of so many shards of each searcher once all are merged; seconds per shard of bundling them."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = RunDir(Path(folder))
-        for searcher in range(searchers):
-            run.shard_folder(searcher).mkdir(parents=True)
-            for index in range(rounds):
-                run.shard_file(searcher, index).write_bytes(SHARD)
-        pruner, began = ShardPruner(run, bool), time.perf_counter()
-        pruner.merged(dict.fromkeys(range(searchers), rounds))
-        while (left := len(run.shard_files())) >= LOOSE + BUNDLED:
-            time.sleep(0.1)
-        seconds = time.perf_counter() - began
-        pruner.finish(60)
-        return len(run.shard_files()) + len(run.bundle_files()), seconds / (searchers * rounds - left)

@@ -1,7 +1,7 @@
 """Proves from what lies on disk that a run lost no acknowledged trajectory, doubled none, skipped no prompt.
 
-It must not trust any one witness: shards, metrics, checkpoints, completed and buffer are held against each
-other. A trajectory is acknowledged when its shard is sealed. It is safe in a checkpoint, which holds the
+It trusts no single witness: shards, metrics, checkpoints, completed and buffer are held against each other. A
+trajectory is acknowledged when its shard is sealed. It is safe in a checkpoint, which holds the
 buffer, or in its shard, which a resume merges first; what a trainer merged and did not yet checkpoint is
 safe only in its shard.
 """
@@ -85,14 +85,14 @@ def audit(run: RunDir) -> Audit:
         attempts=evidence.history.starts,
         steps=evidence.history.last_step,
         redone=tuple(evidence.history.redone),
-        shards=sum(1 for sealed in evidence.counts.values() if sealed.trajectories),
-        trajectories=sum(sealed.trajectories for sealed in evidence.counts.values()),
-        tokens=sum(sealed.tokens for sealed in evidence.counts.values()),
+        shards=sum(1 for size in evidence.sizes.values() if size.trajectories),
+        trajectories=sum(size.trajectories for size in evidence.sizes.values()),
+        tokens=sum(size.tokens for size in evidence.sizes.values()),
         duplicates=sum(merge.duplicates for merge in evidence.history.merges),
         evicted=sum(merge.evicted for merge in evidence.history.merges) + evidence.history.dropped(),
         dropped=sum(merge.left_out for merge in evidence.history.merges),
         merged=sum(merge.trajectories for merge in evidence.saved_merges),
-        pending=sum(file.trajectories for file in evidence.waiting.values()),
+        pending=sum(file.size.trajectories for file in evidence.waiting.values()),
         checks=every_check(evidence),
         notes=tuple(_notes(evidence)),
     )
@@ -104,7 +104,7 @@ def _notes(evidence: Evidence) -> list[str]:
         f"shards/searcher-{searcher:04d}/{index:06d}.h5 was set aside: it {file.fault or 'is whole now'}"
         for (searcher, index), file in evidence.refused.items()
     ]
-    pending = sum(file.trajectories for file in evidence.waiting.values())
+    pending = sum(file.size.trajectories for file in evidence.waiting.values())
     over = [
         f"{count(pending, 'trajectory')} came after the last merge: the run is over, nothing trains on them"
     ]

@@ -1,7 +1,4 @@
-"""The promises of a run, each checked against all that its directory tells.
-
-It must not read or write anything: evidence in, sentences out.
-"""
+"""The promises of a run, each checked against all that its directory tells: evidence in, sentences out."""
 
 from __future__ import annotations
 
@@ -15,7 +12,8 @@ import numpy as np
 from tba_hpc.config import is_elastic
 from tba_hpc.core.wording import count
 from tba_hpc.report.audit.evidence import Checkpoint, Evidence
-from tba_hpc.report.audit.history import Merge, Seals, ShardKey, whole
+from tba_hpc.run.directory import ShardKey
+from tba_hpc.run.history import Merge, Seals
 
 SHOWN = 5
 """Most request_ids or steps that one sentence names."""
@@ -69,21 +67,22 @@ def check_files(evidence: Evidence) -> Check:
     """Every file under the name of a shard is that shard, every byte of it."""
     faults = {key: file.fault for key, file in sorted(evidence.files.items()) if file.fault}
     violations = [Violation(f"the file of {_shard(key)} {fault}") for key, fault in faults.items()]
-    violations += [Violation(f"neither table of the bundle {name} is whole") for name in evidence.broken]
-    told = f"{count(len(evidence.files), 'file')}, every checksum verified"
-    return Check("shard files are whole", told, tuple(violations))
+    looked_at = f"{count(len(evidence.files), 'file')}, every checksum verified"
+    return Check("shard files are whole", looked_at, tuple(violations))
 
 
 def check_seals(evidence: Evidence) -> Check:
     """Every sealed shard is in the newest checkpoint, or lies on disk for the next start."""
     merged = {merge.key for merge in evidence.saved_merges}
     safe = merged | set(evidence.waiting)
-    lost = [_lost(evidence, key, of.trajectories) for key, of in evidence.counts.items() if key not in safe]
-    told = (
-        f"{count(len(evidence.counts), 'shard')}: {len(merged):,} in a checkpoint, "
+    lost = [
+        _lost(evidence, key, size.trajectories) for key, size in evidence.sizes.items() if key not in safe
+    ]
+    looked_at = (
+        f"{count(len(evidence.sizes), 'shard')}: {len(merged):,} in a checkpoint, "
         f"{len(evidence.waiting):,} on disk beyond it"
     )
-    return Check("no seal is lost", told, (*_sealed_again(evidence.seals), *lost))
+    return Check("no seal is lost", looked_at, (*_sealed_again(evidence.seals), *lost))
 
 
 def _lost(evidence: Evidence, key: ShardKey, number: int) -> Violation:
@@ -100,12 +99,12 @@ def _lost(evidence: Evidence, key: ShardKey, number: int) -> Violation:
 
 
 def _sealed_again(seals: Mapping[int, Seals]) -> Iterator[Violation]:
-    """An index is sealed again only where the file before has vanished."""
+    """An index is sealed again only if the file before has vanished."""
     for searcher, of in seals.items():
-        for index, counts in of.trajectories.items():
-            if gone := sum(counts[:-1]):
+        for index, sizes in of.sizes.items():
+            if gone := sum(size.trajectories for size in sizes[:-1]):
                 yield Violation(
-                    f"{_shard((searcher, index))} was sealed {len(counts)} times: "
+                    f"{_shard((searcher, index))} was sealed {len(sizes)} times: "
                     f"{count(gone, 'acknowledged trajectory')} sealed before under that index are lost",
                     lost=gone,
                 )
@@ -122,8 +121,8 @@ def check_merges(evidence: Evidence) -> Check:
         *(Violation(f"no merge of the revisions between {a} and {b} is on record") for a, b in gaps),
         *chain.from_iterable(_contradictions(evidence, merge) for merge in merges),
     )
-    told = f"{count(len(merges), 'merge')} in {count(revisions[-1], 'revision')}"
-    return Check("every shard merged once", told, violations)
+    looked_at = f"{count(len(merges), 'merge')} in {count(revisions[-1], 'revision')}"
+    return Check("every shard merged once", looked_at, violations)
 
 
 def _merged_again(first: Merge, again: Merge) -> Violation:
@@ -136,14 +135,14 @@ def _merged_again(first: Merge, again: Merge) -> Violation:
 def _contradictions(evidence: Evidence, merge: Merge) -> Iterator[Violation]:
     """Where the searcher, the file or the buffer tell another story than the merge."""
     searcher, index = merge.key
-    sealed = evidence.seals.get(searcher, Seals()).trajectories.get(index, [merge.trajectories])[-1]
-    file = evidence.files.get(merge.key)
-    there = file and (file.trajectories, file.tokens, file.request_ids)
-    if sealed != merge.trajectories:
+    sealed = evidence.seals.get(searcher, Seals()).sizes.get(index)
+    file, brought = evidence.files.get(merge.key), (merge.trajectories, merge.tokens)
+    if sealed and sealed[-1].trajectories != merge.trajectories:
         yield Violation(
-            f"{_shard(merge.key)} was sealed with {sealed} trajectories, merged {merge.trajectories}"
+            f"{_shard(merge.key)} was sealed with {sealed[-1].trajectories} trajectories, "
+            f"merged {merge.trajectories}"
         )
-    if file and not file.fault and there != (merge.trajectories, merge.tokens, merge.request_ids):
+    if file and not file.fault and (file.size, file.request_ids) != (brought, merge.request_ids):
         yield Violation(f"{_shard(merge.key)} lies on disk with other contents than were merged")
     if merge.trajectories != merge.added + merge.duplicates + merge.left_out:
         left_out = f", and {merge.left_out} stayed out by rule" if merge.left_out else ""
@@ -168,8 +167,8 @@ def check_prompts(evidence: Evidence) -> Check:
         *chain.from_iterable(_passed_over(searcher, of, sealed) for searcher, of in evidence.seals.items()),
     )
     end = max(times, default=-1) + 1
-    told = f"{len(times):,} of the first {end:,} sealed, {end - len(times):,} still open"
-    return Check("no prompt skipped or doubled", told, violations)
+    looked_at = f"{len(times):,} of the first {end:,} sealed, {end - len(times):,} still open"
+    return Check("no prompt skipped or doubled", looked_at, violations)
 
 
 def _times_taken(evidence: Evidence, sealed: RequestIds) -> Counter[int]:
@@ -197,7 +196,7 @@ def _sealed_twice(evidence: Evidence, sealed: RequestIds, times: Counter[int]) -
             doubled=samples * sum(times[request_id] - 1 for request_id in doubled),
         )
     for key, request_ids in sealed.items():
-        sealed_there = evidence.counts[key].trajectories if key in evidence.counts else 0
+        sealed_there = evidence.sizes[key].trajectories if key in evidence.sizes else 0
         if (extra := sealed_there - samples * len(request_ids)) > 0:
             yield Violation(
                 f"{_shard(key)} holds {extra} trajectories more than {samples} for each of its prompts",
@@ -241,15 +240,15 @@ def check_buffer(evidence: Evidence) -> Check:
     readable = [checkpoint for checkpoint in evidence.checkpoints if not checkpoint.fault]
     violations = chain.from_iterable(_buffer_violations(evidence, checkpoint) for checkpoint in readable[-1:])
     state = evidence.newest
-    told = (
+    looked_at = (
         f"{state.trajectories:,} = {state.added - state.evicted:,} stored + {state.duplicates:,} duplicates "
         f"+ {state.evicted:,} evicted"
     )
     late = sum(merge.late for merge in evidence.saved_merges)
     again = sum(merge.again for merge in evidence.saved_merges)
-    told += f" + {late:,} dropped as too late" if late else ""
-    told += f" + {again:,} of requests answered before" if again else ""
-    return Check("trajectories used or evicted", told, tuple(violations))
+    looked_at += f" + {late:,} dropped as too late" if late else ""
+    looked_at += f" + {again:,} of requests answered before" if again else ""
+    return Check("trajectories used or evicted", looked_at, tuple(violations))
 
 
 def _buffer_violations(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violation]:
@@ -303,8 +302,8 @@ def check_checkpoints(evidence: Evidence) -> Check:
         *chain.from_iterable(_miscounted(evidence, checkpoint) for checkpoint in usable),
         *chain.from_iterable(_missing_shards(evidence, checkpoint) for checkpoint in usable[:1]),
     )
-    told = ", ".join(checkpoint.name for checkpoint in evidence.checkpoints) or "none yet"
-    return Check("checkpoints agree with merges", told, violations)
+    looked_at = ", ".join(checkpoint.name for checkpoint in evidence.checkpoints) or "none yet"
+    return Check("checkpoints agree with merges", looked_at, violations)
 
 
 def _miscounted(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violation]:
@@ -323,7 +322,7 @@ def _miscounted(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[Violatio
 def _missing_shards(evidence: Evidence, oldest: Checkpoint) -> Iterator[Violation]:
     """Shards that the newest checkpoint holds and a resume from the oldest one kept would merge again."""
     cursors = oldest.state.cursors
-    merged = {merge.key for merge in evidence.saved_merges if merge.key in evidence.counts}
+    merged = {merge.key for merge in evidence.saved_merges if merge.key in evidence.sizes}
     for searcher, index in sorted(merged - set(evidence.files)):
         if index >= cursors.get(searcher, 0):
             yield Violation(
@@ -337,7 +336,7 @@ def _missing_shards(evidence: Evidence, oldest: Checkpoint) -> Iterator[Violatio
 def check_steps(evidence: Evidence) -> Check:
     """Steps follow one another, count what was merged, and reach the newest checkpoint and evaluation."""
     history, newest = evidence.history, evidence.newest
-    steps = [whole(record, "step") for record, *_ in history.steps]
+    steps = [taken.step for taken in history.steps]
     breaks = [pair for pair in pairwise([0, *steps]) if pair[1] != pair[0] + 1]
     violations = [
         Violation(f"step {after} follows step {before} in trainer.jsonl") for before, after in breaks
@@ -359,12 +358,10 @@ def _miscounted_steps(evidence: Evidence) -> Iterator[Violation]:
     """The counters in the records of steps are sums over the merges before them."""
     for name in ("added", "duplicates", "evicted"):
         sums = np.cumsum([0, *(getattr(merge, name) for merge in evidence.history.merges)])
-        steps = [
-            (record, sums[merges] + dropped * (name == "evicted"))
-            for record, merges, dropped in evidence.history.steps
-        ]
         wrong = [
-            whole(record, "step") for record, so_far in steps if whole(record, f"buffer/{name}") != so_far
+            taken.step
+            for taken in evidence.history.steps
+            if getattr(taken, name) != sums[taken.merges] + taken.dropped * (name == "evicted")
         ]
         if wrong:
             yield Violation(f"{_some('step', wrong)}: buffer/{name} is not the sum over the merges on record")

@@ -1,6 +1,6 @@
 """Reads what lies in a run directory for the audit, in an order that a run under way cannot confuse.
 
-It must not judge: what contradicts what is decided in ``checks``. Changes nothing on disk.
+It changes nothing on disk. ``checks`` decides what contradicts what.
 """
 
 from __future__ import annotations
@@ -8,18 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from tba_hpc.config import Config
 from tba_hpc.core.types import Shard, make_uid
-from tba_hpc.exchange.hdf5_shards import ShardError, parse_shard, read_arrays
-from tba_hpc.report.audit.history import History, Merge, Seals, ShardKey
-from tba_hpc.report.digest import Sealed
+from tba_hpc.exchange.hdf5_shards import ShardError, read_arrays, read_shard
 from tba_hpc.report.summary import index_of, searcher_files
-from tba_hpc.run.bundles import BundleError, Place, contents
 from tba_hpc.run.checkpoints import (
     BUFFER_FILE,
     PROMPTS_FILE,
@@ -28,38 +24,36 @@ from tba_hpc.run.checkpoints import (
     checkpoint_folders,
     read_state,
 )
-from tba_hpc.run.directory import REFUSED, RunDir
+from tba_hpc.run.directory import REFUSED, RunDir, ShardKey
 from tba_hpc.run.evaluations import evaluations_on_disk
+from tba_hpc.run.history import EMPTY, History, Merge, Seals, ShardSize
 from tba_hpc.run.inventory import damage
-from tba_hpc.run.metrics import MetricsTail, Record
+from tba_hpc.run.metrics import MetricsTail
 
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """A file under the name of a shard, or in a bundle. fault: why it is not that shard, else empty.
+    """A file under the name of a shard. fault: why it is not that shard, else empty.
 
     foreign: it is whole, but of another shard: nobody sealed it under this name.
     """
 
     fault: str = ""
     foreign: bool = False
-    trajectories: int = 0
-    tokens: int = 0
+    size: ShardSize = EMPTY
     request_ids: tuple[int, ...] = ()
 
     @classmethod
-    def read(cls, file: Path | Place, key: ShardKey) -> ShardFile:
+    def read(cls, path: Path, key: ShardKey) -> ShardFile:
         """Verify a file. Raises FileNotFoundError."""
-        path = file.bundle if isinstance(file, Place) else file
-        data = file.read() if isinstance(file, Place) else file.read_bytes()
         try:
-            shard = parse_shard(path, data)
+            shard = read_shard(path)
         except ShardError as error:
             return cls(fault=str(error).removeprefix(f"{path} "))
         fault = _mistaken(shard, key)
-        record = shard.trajectories
-        tokens, request_ids = len(record.completions.values), tuple(record.request_ids.tolist())
-        return cls(fault, bool(fault), len(record), tokens, request_ids)
+        found = shard.trajectories
+        size = ShardSize(len(found), len(found.completions.values))
+        return cls(fault, bool(fault), size, tuple(found.request_ids.tolist()))
 
 
 def _mistaken(shard: Shard, key: ShardKey) -> str:
@@ -101,10 +95,9 @@ class Checkpoint:
 class Evidence:
     """All that a run directory tells.
 
-    counts: of every shard that anything told of by the time the disk was looked at, 0 where nobody says how
-    many. files, refused: by shard, the visible files, bundled ones too, and those set aside. broken:
-    bundles of which nothing can be found any more. evaluations: steps of those on disk. leftovers: files of
-    killed writers.
+    sizes: of every shard that anything told of by the time the disk was looked at, 0 if nobody says how
+    many. files, refused: by shard, the visible files and those set aside. evaluations: steps of those on
+    disk. leftovers: files of killed writers.
     """
 
     run: RunDir
@@ -112,10 +105,9 @@ class Evidence:
     finished: bool
     history: History
     seals: dict[int, Seals]
-    counts: dict[ShardKey, Sealed]
+    sizes: dict[ShardKey, ShardSize]
     files: dict[ShardKey, ShardFile]
     refused: dict[ShardKey, ShardFile]
-    broken: list[str]
     checkpoints: list[Checkpoint]
     evaluations: list[int]
     leftovers: list[str]
@@ -125,32 +117,26 @@ class Evidence:
         """Read a run at any moment.
 
         What metrics tell of is on disk by then, so the shards are read after them. What has left their
-        folders since is in a bundle, and what has left these is in a checkpoint, so they come next. What
-        checkpoints count is in the metrics, which are read on.
+        folders since is in a checkpoint, so these come next. What checkpoints count is in the metrics, which
+        are read on.
         """
         finished, tail = run.finished, MetricsTail(run.metrics_file("trainer"))
         records = tail.new()
         seals = {index_of(path): Seals.of(MetricsTail(path).records()) for path in searcher_files(run)}
-        told = _told(records, seals)
         files = _shard_files(run.shard_files())
-        bundled, broken = _bundled(run)
         refused = _shard_files(run.shard_files(".h5" + REFUSED))
-        for key, file in _shard_files(bundled).items():
-            if (key not in files or files[key].fault) and not (file.fault and key in refused):
-                files[key] = file
         checkpoints = _checkpoints(run)
         evaluations = [step for _, step in evaluations_on_disk(run).values()]
-        history = History.of(records + tail.new())
+        merged_by_then = [Merge.of(record) for record in records if record.get("event") == "merged"]
         return cls(
             run=run,
             config=run.config(),
             finished=finished,
-            history=history,
+            history=History.of(records + tail.new()),
             seals=seals,
-            counts=_counts(told, files, refused),
+            sizes=_sizes(merged_by_then, seals, files, refused),
             files=files,
             refused=refused,
-            broken=broken,
             checkpoints=checkpoints,
             evaluations=sorted(evaluations),
             leftovers=_leftovers(run),
@@ -158,7 +144,7 @@ class Evidence:
 
     @property
     def newest(self) -> TrainerState:
-        """State of the newest checkpoint that can be read; of a fresh run where there is none."""
+        """State of the newest checkpoint that can be read; of a fresh run if there is none."""
         states = [checkpoint.state for checkpoint in self.checkpoints if not checkpoint.fault]
         return states[-1] if states else TrainerState()
 
@@ -178,53 +164,31 @@ class Evidence:
         }
 
 
-def _told(records: Iterable[Record], seals: dict[int, Seals]) -> dict[ShardKey, Sealed]:
-    """What is in every shard that a searcher sealed or the trainer merged, by their metrics."""
-    merges = (Merge.of(record) for record in records if record.get("event") == "merged")
-    merged = {merge.key: Sealed(merge.trajectories, merge.tokens) for merge in merges}
-    sealed = {
-        (searcher, index): Sealed(counts[-1], of.tokens[index])
-        for searcher, of in seals.items()
-        for index, counts in of.trajectories.items()
-    }
-    return sealed | merged | {key: seal for key, seal in sealed.items() if seal.tokens}
+def _sizes(
+    merges: Iterable[Merge],
+    seals: Mapping[int, Seals],
+    files: Mapping[ShardKey, ShardFile],
+    refused: Mapping[ShardKey, ShardFile],
+) -> dict[ShardKey, ShardSize]:
+    """What is in every shard that is on disk, was merged or sealed, and of indices passed over: nothing.
 
-
-def _counts(
-    told: dict[ShardKey, Sealed], files: dict[ShardKey, ShardFile], refused: dict[ShardKey, ShardFile]
-) -> dict[ShardKey, Sealed]:
-    """The same with what lies on disk, less files that nobody sealed, and with indices passed over."""
-    on_disk = {
-        key: Sealed(file.trajectories, file.tokens)
-        for key, file in chain(refused.items(), files.items())
-        if not file.foreign
+    Searchers are believed first, then the trainer. A file that nobody sealed under its name is none.
+    """
+    on_disk = [*refused.items(), *files.items()]
+    known = {key: file.size for key, file in on_disk if not file.foreign}
+    known |= {merge.key: ShardSize(merge.trajectories, merge.tokens) for merge in merges}
+    known |= {
+        (searcher, index): sizes[-1] for searcher, of in seals.items() for index, sizes in of.sizes.items()
     }
-    known = on_disk | told
-    foreign = {
-        key for key, file in chain(refused.items(), files.items()) if file.foreign and key not in known
-    }
-    last: dict[int, int] = {}
+    ends: dict[int, int] = {}
     for searcher, index in known:
-        last[searcher] = max(index, last.get(searcher, 0))
-    passed = {(searcher, index): Sealed(0, 0) for searcher, end in last.items() for index in range(end)}
-    return {key: sealed for key, sealed in sorted((passed | known).items()) if key not in foreign}
+        ends[searcher] = max(index, ends.get(searcher, 0))
+    foreign = {key for key, file in on_disk if file.foreign and key not in known}
+    passed = {(searcher, index): EMPTY for searcher, end in ends.items() for index in range(end)}
+    return {key: size for key, size in sorted((passed | known).items()) if key not in foreign}
 
 
-def _bundled(run: RunDir) -> tuple[dict[ShardKey, Place], list[str]]:
-    """Where the shards of all bundles lie, and the bundles that do not tell."""
-    places: dict[ShardKey, Place] = {}
-    broken = []
-    for path in run.bundle_files().values():
-        try:
-            places |= contents(path)
-        except BundleError:
-            broken.append(path.name)
-        except FileNotFoundError:  # pruned
-            continue
-    return places, broken
-
-
-def _shard_files(paths: Mapping[ShardKey, Path | Place]) -> dict[ShardKey, ShardFile]:
+def _shard_files(paths: Mapping[ShardKey, Path]) -> dict[ShardKey, ShardFile]:
     """What lies under the names; files that were pruned meanwhile are left out."""
     found = {}
     for key, path in paths.items():

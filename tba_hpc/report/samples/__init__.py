@@ -1,14 +1,13 @@
 """``tba samples``: what the model of a run has said, and what became of it.
 
-It must not train, nor need a run's processes: shards are never changed once they are sealed, so running and
-crashed runs are read like finished ones.
+Shards are never changed once they are sealed, so running and crashed runs are read like finished ones.
 """
 
 from __future__ import annotations
 
 from tba_hpc.report.samples.page import write_page
-from tba_hpc.report.samples.select import ORDERS, Order, Query, Selection, select
+from tba_hpc.report.samples.select import Query, Selection, SortBy, select
 from tba_hpc.report.samples.show import print_samples
 from tba_hpc.report.samples.texts import run_tokenizer
 
-__all__ = ["ORDERS", "Order", "Query", "Selection", "print_samples", "run_tokenizer", "select", "write_page"]
+__all__ = ["Query", "Selection", "SortBy", "print_samples", "run_tokenizer", "select", "write_page"]

@@ -1,12 +1,12 @@
 """Where a trajectory is in the buffer's life, as far as metrics and checkpoints tell.
 
-It must not know what a trajectory says. A run may be at work meanwhile: what is told is of the moment of the
-newest checkpoint that can be read, and of the merges on record.
+A run may be at work meanwhile: what is said is of the moment of the newest checkpoint that can be read, and
+of the merges on record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,10 +14,9 @@ import numpy as np
 
 from tba_hpc.core.types import Ragged
 from tba_hpc.exchange.hdf5_shards import ShardError, read_arrays
-from tba_hpc.run.bundles import Key
 from tba_hpc.run.checkpoints import BUFFER_FILE, StateError, checkpoint_folders, read_state
-from tba_hpc.run.directory import RunDir
-from tba_hpc.run.metrics import MetricsTail, Record, number
+from tba_hpc.run.directory import RunDir, ShardKey
+from tba_hpc.run.history import History, Merge
 
 State = Literal["waiting", "merged", "buffer", "duplicate", "evicted", "left"]
 """waiting: sealed, not merged. merged: since the newest checkpoint. buffer: in it then. duplicate: of one
@@ -25,20 +24,11 @@ that was in it then. evicted: by a rule of the buffer. left: evicted, or a dupli
 
 
 @dataclass(frozen=True, slots=True)
-class Merge:
-    """When a shard came into the buffer. step: optimizer steps done. all_new: no trajectory stayed out."""
-
-    step: int
-    revision: int
-    all_new: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Life:
     """What became of a trajectory.
 
     merged_step: optimizer steps done when it was merged. uses: steps that had learned from it by the newest
-    checkpoint, None where that does not tell.
+    checkpoint, None if that does not tell.
     """
 
     state: State
@@ -54,7 +44,7 @@ class Lives:
     in its buffer, by uid. texts: what that is, see ``identity``.
     """
 
-    merges: Mapping[Key, Merge]
+    merges: Mapping[ShardKey, Merge]
     step: int | None = None
     revision: int = -1
     uses: Mapping[int, int] = field(default_factory=dict)
@@ -63,7 +53,7 @@ class Lives:
     @classmethod
     def read(cls, run: RunDir) -> Lives:
         """As of now; one checkpoint that is damaged, or deleted meanwhile, gives way to the one before."""
-        merges = surviving_merges(MetricsTail(run.metrics_file("trainer")).records())
+        merges = {merge.key: merge for merge in History.read(run).merges}
         for folder in reversed(checkpoint_folders(run, complete=True)):
             try:
                 state, buffer = read_state(folder), read_arrays(folder / BUFFER_FILE)
@@ -76,7 +66,7 @@ class Lives:
             return cls(merges, state.step, state.revision, uses, frozenset(texts))
         return cls(merges)
 
-    def of(self, key: Key, record: np.void, tokens: np.ndarray) -> Life:
+    def of(self, key: ShardKey, record: np.void, tokens: np.ndarray) -> Life:
         """Of a trajectory of the shard ``key``: its row of RECORD and its completion."""
         merge = self.merges.get(key)
         if merge is None:
@@ -88,30 +78,10 @@ class Lives:
             return Life("buffer", merge.step, self.uses[uid])
         if identity(record, tokens) in self.texts:
             return Life("duplicate", merge.step)
-        return Life("evicted" if merge.all_new else "left", merge.step)
+        stayed_out = merge.duplicates or merge.left_out
+        return Life("left" if stayed_out else "evicted", merge.step)
 
 
 def identity(record: np.void, tokens: np.ndarray) -> tuple[int, bytes]:
     """Equal for the same completion of the same prompt."""
     return int(record["prompt_id"]), tokens.astype(np.int32).tobytes()
-
-
-def surviving_merges(records: Iterable[Record]) -> dict[Key, Merge]:
-    """The merges of the trainer's metrics, by shard, less those that a resume took back."""
-    merges: dict[Key, Merge] = {}
-    for record in records:
-        event = record.get("event")
-        if event == "merged":
-            merges[_whole(record, "searcher"), _whole(record, "shard")] = Merge(
-                _whole(record, "step"),
-                _whole(record, "revision"),
-                not any(_whole(record, name) for name in ("duplicates", "late", "again")),
-            )
-        elif event in ("started", "resumed"):
-            last = _whole(record, "revision")
-            merges = {key: merge for key, merge in merges.items() if merge.revision <= last}
-    return merges
-
-
-def _whole(record: Record, name: str) -> int:
-    return int(number(record, name, 0))

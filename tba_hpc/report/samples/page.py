@@ -1,6 +1,6 @@
 """Writes trajectories as one self-contained HTML page, each token coloured by log π_behaviour/π_ref.
 
-It must not know how they were found. The page has no script and fetches nothing.
+The page has no script and fetches nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Card:
 
 
 def write_page(path: Path, run: RunDir, selection: Selection, decode: Decode) -> None:
-    """Write the page. Raises ConfigError where nothing can be written there."""
+    """Write the page. Raises ConfigError if nothing can be written there."""
     text = template("samples.html.j2").render(
         title=f"What {run.path.name} says",
         subtitle=summary(selection),
@@ -80,7 +80,7 @@ def _tokens(sample: Sample, decode: Decode) -> Iterator[Token]:
 
 
 def shade(log_ratio: float) -> str:
-    """The class of a token's colour, empty where both policies say about the same."""
+    """The class of a token's colour, empty if both policies say about the same."""
     strength = bisect_right(EDGES, abs(log_ratio))
     return f"{'up' if log_ratio > 0 else 'down'}{strength}" if strength else ""
 

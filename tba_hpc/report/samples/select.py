@@ -1,28 +1,24 @@
 """Finds trajectories in the shards of a run: the best, the worst, those of a prompt, those with a word.
 
-It must not know how they are shown. Shards are read one after the other, and only what is asked for is kept,
-so a run may be larger than memory.
+Shards are read one after the other, and only what is asked for is kept, so a run may be larger than memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
 from tba_hpc.core.types import BEHAVIOUR, Shard, Trajectories
-from tba_hpc.exchange.hdf5_shards import ShardError, parse_shard
+from tba_hpc.exchange.hdf5_shards import ShardError, read_shard
 from tba_hpc.report.samples.life import Life, Lives, identity
 from tba_hpc.report.samples.texts import Decode
-from tba_hpc.run.bundles import Place
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.keeping import sealed_files
+from tba_hpc.run.pruning import sealed_files
 
-Order = Literal["newest", "oldest", "best", "worst", "changed"]
-ORDERS: tuple[Order, ...] = get_args(Order)
+SortBy = Literal["newest", "oldest", "best", "worst", "changed"]
 
 Rank = tuple[float, int, int]
 
@@ -33,11 +29,11 @@ class Query:
 
     order: newest or oldest weights first, best or worst reward, or furthest from the reference. limit: so
     many, equal answers to a prompt once; None: all. prompt: only answers to this one. versions: only what
-    weights of these optimizer steps have sampled, both ends included. text: only where question or answer
+    weights of these optimizer steps have sampled, both ends included. text: only if question or answer
     have it, in letters of either case.
     """
 
-    order: Order = "newest"
+    order: SortBy = "newest"
     limit: int | None = 10
     prompt: int | None = None
     versions: tuple[int, int] | None = None
@@ -49,7 +45,7 @@ class Sample:
     """A trajectory, what is known of it, and its arrays, which JSON leaves out.
 
     shard: its searcher, its index, and the row in it. log_ratio: mean over its tokens of log π_behaviour −
-    log π_ref, nats, None where the sampling weights are the reference, or the trainer scores it. staleness:
+    log π_ref, nats, None if the sampling weights are the reference, or the trainer scores it. staleness:
     optimizer steps between the weights that sampled its first token and its merge; None before that.
     """
 
@@ -114,7 +110,7 @@ class Selection:
 
 @dataclass(slots=True)
 class _Best:
-    """The first ``limit`` by rank, each text once; all where there is no limit."""
+    """The first ``limit`` by rank, each text once; all if there is no limit."""
 
     limit: int | None
     ranked: dict[object, tuple[Rank, Sample]] = field(default_factory=dict)
@@ -156,23 +152,15 @@ def select(run: RunDir, query: Query, decode: Decode) -> Selection:
 
 def sealed_shards(run: RunDir) -> Iterator[Shard]:
     """The whole shards of a run, by searcher and index; those that move meanwhile are followed."""
-    files, tried = sealed_files(run), set()
-    while left := [key for key in files if key not in tried]:
-        for key in left:
-            tried.add(key)
+    for key, path in sealed_files(run).items():
+        for place in (path, run.kept_file(*key)):
             try:
-                yield _read(files[key])
-            except FileNotFoundError:  # bundled, kept or pruned meanwhile
-                if (now := sealed_files(run).get(key, files[key])) != files[key]:
-                    files[key] = now
-                    tried.discard(key)
-            except ShardError:  # the audit tells of it
+                yield read_shard(place)
+                break
+            except FileNotFoundError:  # kept or deleted meanwhile
                 continue
-
-
-def _read(file: Path | Place) -> Shard:
-    path = file.bundle if isinstance(file, Place) else file
-    return parse_shard(path, file.read() if isinstance(file, Place) else file.read_bytes())
+            except ShardError:  # the audit names it
+                break
 
 
 def _rows(trajectories: Trajectories, query: Query) -> list[int]:
@@ -199,7 +187,7 @@ def _question(trajectories: Trajectories, row: int, decode: Decode) -> str:
 
 
 def _log_ratios(trajectories: Trajectories) -> list[float | None]:
-    """Mean over the tokens of each completion; None where the reference is what sampled, or unknown yet."""
+    """Mean over the tokens of each completion; None if the reference is what sampled, or unknown yet."""
     difference_T = trajectories.logprobs.astype(np.float64) - trajectories.ref_logprobs
     offsets, length_N = trajectories.completions.offsets, trajectories.completions.lengths
     unknown_N = _sums(np.isnan(difference_T), offsets) > 0
@@ -214,7 +202,7 @@ def _sums(value_T: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     return sums[offsets[1:]] - sums[offsets[:-1]]
 
 
-def _ranks(trajectories: Trajectories, order: Order) -> list[Rank]:
+def _ranks(trajectories: Trajectories, order: SortBy) -> list[Rank]:
     """What comes first has the highest; among equals the newest does."""
     record = trajectories.record
     newest_N, uid_N = record["version_newest"].tolist(), record["uid"].tolist()

@@ -1,7 +1,6 @@
-"""Shows trajectories in the terminal, a screen at a time where it is one, or as JSON.
+"""Shows trajectories in the terminal, a screen at a time if it is one, or as JSON.
 
-It must not know how they were found. What a model or a data file says is text: its control characters are
-seen, and not obeyed.
+What a model or a data file says is text: its control characters are shown, not obeyed.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tba_hpc.report.samples.select import Sample, Selection
 from tba_hpc.report.terminal import Terminal
 
 PAGER = "-RFX"
-"""For less: obey colours, end at once where all fits on a screen, leave the text there."""
+"""For less: obey colours, end at once if all fits on a screen, leave the text there."""
 
 STATES = {
     "waiting": "not merged",
@@ -78,7 +77,7 @@ def state(life: Life) -> str:
 
 
 def ending(sample: Sample) -> str:
-    """The completion, with a mark where the token limit cut it off."""
+    """The completion, with a mark if the token limit cut it off."""
     return f"{sample.completion} […cut off]" if sample.truncated else sample.completion
 
 

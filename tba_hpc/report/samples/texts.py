@@ -1,6 +1,6 @@
 """Tokens as text, whole and one by one, with the quickest tokenizer that a run's model has.
 
-It must not import torch unless the model's files leave no other way.
+It imports torch only if the model's files leave no other way.
 """
 
 from __future__ import annotations

@@ -1,0 +1,185 @@
+"""Shards that no resume needs: what is deleted, what is kept for people, in how much room; kills."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import tabular_run
+from killer import Killer, in_a_process
+from test_hdf5_shards import sealed
+
+from tba_hpc.core.types import Shard
+from tba_hpc.exchange.hdf5_shards import SEARCHERS_AT_FULL_RATE, read_shard, seal_interval
+from tba_hpc.report.audit import audit
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.history import History
+from tba_hpc.run.pruning import ShardPruner, place_of, sealed_files
+
+INSPECT = Path(__file__).parents[1] / "tools" / "inspect_shards.py"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.shards.mkdir(parents=True)
+    return run
+
+
+def seal(run: RunDir, searcher: int, count: int) -> list[Shard]:
+    """So many more shards of a searcher."""
+    return [sealed(run, searcher, groups=1)[1] for _ in range(count)]
+
+
+def write(run: RunDir, searcher: int, count: int, size: int) -> None:
+    """Files under the names of shards."""
+    run.shard_folder(searcher).mkdir(exist_ok=True)
+    for index in range(count):
+        run.shard_file(searcher, index).write_bytes(bytes(size))
+
+
+def prune(run: RunDir, share: float, cursors: dict[int, int], most_mb: int | None = None) -> None:
+    """Delete what is before the cursors, and keep a share of it."""
+    pruner = ShardPruner(run, share, most_mb)
+    pruner.prune(cursors)
+    assert pruner.finish(60)
+
+
+@pytest.mark.parametrize(
+    ("searchers", "elastic", "seconds"), [(1, 0, 2), (64, 0, 2), (96, 32, 4), (1024, 0, 32)]
+)
+def test_a_run_of_any_size_seals_as_many_shards_a_second(
+    tmp_path: Path, searchers: int, elastic: int, seconds: float
+) -> None:
+    launch = {"searchers": searchers, "elastic": elastic}
+    config = tabular_run.make_config(tmp_path, launch=launch, exchange={"seal_seconds": 2.0})
+    assert seal_interval(config) == seconds
+    assert (searchers + elastic) / seconds <= SEARCHERS_AT_FULL_RATE / 2.0
+
+
+def test_a_share_is_spread_evenly_over_the_run_and_has_its_first_shard() -> None:
+    for searcher in range(5):
+        kept = [index for index in range(2000) if place_of((searcher, index)) < 0.1]
+        assert len(kept) == pytest.approx(200, abs=4)
+        assert max(b - a for a, b in pairwise(kept)) <= 13
+    assert place_of((0, 0)) == 0
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3, 0.0])
+def test_the_share_is_kept_bit_by_bit_and_the_rest_is_deleted(run: RunDir, share: float) -> None:
+    seal(run, 0, 14)
+    seal(run, 1, 5)
+    before = {key: path.read_bytes() for key, path in sealed_files(run).items()}
+    for cursors in ({0: 12, 1: 3}, {0: 14, 1: 5}):
+        prune(run, share, cursors)
+        left = {key for key in before if key[1] >= cursors[key[0]] or place_of(key) < share}
+        assert {key: path.read_bytes() for key, path in sealed_files(run).items()} == {
+            key: before[key] for key in sorted(left)
+        }
+    assert not run.shard_files() and run.kept.exists() == (share > 0)
+
+
+def test_if_there_is_no_room_every_second_one_goes_old_and_new(run: RunDir) -> None:
+    size = 1 << 18
+    write(run, 0, 64, size)
+    pruner = ShardPruner(run, 1.0, 5)  # room for 20
+    for end in (16, 32, 48, 64):
+        pruner.prune({0: end})
+    assert pruner.finish(60)
+    kept = [index for _, index in sealed_files(run)]
+    places = [place_of((0, index)) for index in range(64)]
+    share = next(share for share in (1 / 8, 1 / 4, 1 / 2) if max(places[index] for index in kept) < share)
+    assert kept == [index for index in range(64) if places[index] < share]
+    assert 8 <= len(kept) <= 20 and kept[0] == 0 and kept[-1] > 48
+    write(run, 0, 80, size)
+    prune(run, 1.0, {0: 80}, most_mb=5)
+    assert 10 <= len(run.kept_files()) <= 20
+
+
+def test_what_cannot_be_deleted_is_named_and_tried_again(
+    run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder in the place of a shard; those beside it go. Once that is gone the next call takes it."""
+    write(run, 0, 6, 0)
+    run.shard_file(0, 2).unlink()
+    run.shard_file(0, 2).mkdir()
+    run.shard_file(0, 1).rename(run.shard_folder(0) / "000001.h5.refused")
+    pruner = ShardPruner(run)
+    pruner.prune({0: 4, 7: 3})  # of searcher 7 nothing is left
+    assert pruner.finish(60)
+    assert sorted(run.shard_files()) == [(0, 2), (0, 4), (0, 5)]
+    assert "cannot delete 1 of the merged shards" in caplog.text and "000002.h5" in caplog.text
+    run.shard_file(0, 2).rmdir()
+    run.shard_file(0, 2).touch()
+    pruner.prune({0: 5, 7: 3})
+    assert pruner.finish(60)
+    assert sorted(run.shard_files()) == [(0, 5)]
+    assert (run.shard_folder(0) / "000001.h5.refused").exists()
+
+
+def test_a_full_disk_keeps_nothing_from_being_deleted(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    seal(run, 0, 4)
+    monkeypatch.setattr(Path, "rename", full)
+    prune(run, 1.0, {0: 3})
+    assert list(sealed_files(run)) == [(0, 3)]
+
+
+def _prune_until_killed(path: Path, nth: int) -> None:
+    pruner = ShardPruner(RunDir(path), 0.5)
+    Killer(path, nth)
+    pruner._prune({0: 8})
+
+
+def test_a_kill_before_any_change_to_files_takes_none_that_is_wanted(tmp_path: Path) -> None:
+    wanted = [key for key in ((0, index) for index in range(9)) if place_of(key) < 0.5 or key[1] == 8]
+    nth, killed = 1, True
+    while killed:
+        run = RunDir(tmp_path / str(nth))
+        run.shards.mkdir(parents=True)
+        seal(run, 0, 9)
+        code = in_a_process(_prune_until_killed, run.path, nth)
+        assert code in (0, -signal.SIGKILL)
+        killed = code != 0
+        there = list(run.shard_files())
+        assert there == [key for key in there if key[1] >= there[0][1]], "the oldest go first"
+        for _ in range(2):
+            assert set(wanted) <= set(sealed_files(run))
+            for path in sealed_files(run).values():
+                read_shard(path)
+            prune(run, 0.5, {0: 8})
+        assert list(sealed_files(run)) == wanted
+        nth += 1
+    assert nth > 5
+
+
+def test_a_killed_run_keeps_all_that_it_has_trained_on_and_its_audit_is_clean(tmp_path: Path) -> None:
+    config = tabular_run.make_config(tmp_path, exchange={"keep_shards": 1.0, "seal_seconds": 0.02})
+    run = RunDir.create(config)
+    for sent, nth in ((signal.SIGKILL, 25), (None, 0)):
+        process = tabular_run.start(run, searchers=2, sent=sent, nth=nth)
+        process.join(80)
+        assert process.exitcode == (-sent if sent else 0)
+    verdict = audit(run)
+    assert verdict.clean and verdict.finished, verdict.problems
+    files = sealed_files(run)
+    assert {merge.key for merge in History.read(run).merges} <= files.keys() and run.kept_files()
+    assert sum(len(read_shard(path).trajectories) for path in files.values()) == verdict.trajectories
+
+
+def test_a_run_without_a_shard_is_told_as_one(tmp_path: Path) -> None:
+    run = RunDir.create(tabular_run.make_config(tmp_path))
+    shown = subprocess.run([sys.executable, INSPECT, run.path], capture_output=True, text=True)
+    assert shown.returncode == 2 and "keep_shards=1" in shown.stderr
+    seal(run, 0, 3)
+    prune(run, 1.0, {0: 3})
+    shown = subprocess.run([sys.executable, INSPECT, run.path, "--json"], capture_output=True, text=True)
+    assert shown.returncode == 0 and shown.stdout.count("kept/searcher-0000/0") == 3
