@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import tabular_run
 import torch
-from tba_hpc.report.audit import audit
+from lab.tabular_learner import TabularLearner
 from tiny_models import make_random_model
 
 from tba_hpc.exchange.hdf5_shards import read_arrays, write_arrays
+from tba_hpc.report.audit import audit
 from tba_hpc.report.monitor import RunMonitor
 from tba_hpc.report.run_state import run_state
 from tba_hpc.report.status import facts
@@ -40,7 +41,6 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.inventory import damage, inventory
 from tba_hpc.run.metrics import read_metrics
 from tba_hpc.runtime import verify_checkpoints
-from tba_hpc.tasks.tabular import TabularLearner
 
 # --- Every kind of damage ---
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lab.tabular_learner import TabularLearner
 from test_loops import (
     TABLE,
     ReplayExchange,
@@ -36,7 +37,6 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import make_folder, publish
 from tba_hpc.run.metrics import read_metrics, step_records
 from tba_hpc.run.signals import StopFlag
-from tba_hpc.tasks.tabular import TabularLearner
 
 
 @pytest.fixture(autouse=True)
