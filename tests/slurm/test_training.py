@@ -42,6 +42,8 @@ SITE = {
     "signal_seconds": 60,
 }
 TABULAR, STEPS = "tabular-seed0", 200
+SETTINGS = (f"train.steps={STEPS}", "buffer.capacity_per_prompt=100", "buffer.capacity=1000")
+"""The buffer is large enough for all that can be, so that it holds the first request of each."""
 START_SECONDS = 240
 """Longest wait for engines on a busy machine."""
 
@@ -54,7 +56,8 @@ def submit(cluster: Cluster, root: Path, *options: str, nodes: int = 3) -> tuple
     (root / "site.yaml").write_text(yaml.safe_dump(SITE))
     command = [
         *(sys.executable, "tools/submit.py", "--config", str(CONFIG), "--nodes", str(nodes), "--json"),
-        *("--site", f"{root}/site.yaml", "--run-root", str(root), "--set", f"train.steps={STEPS}"),
+        *("--site", f"{root}/site.yaml", "--run-root", str(root)),
+        *(word for setting in SETTINGS for word in ("--set", setting)),
         *options,
     ]
     done = subprocess.run(command, cwd=REPOSITORY, env=_environment(cluster), capture_output=True, text=True)
