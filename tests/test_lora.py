@@ -438,10 +438,10 @@ def _refuses_others(generator: VllmGenerator, update: WeightUpdate) -> None:
 
 
 def _refusal(generator: VllmGenerator, update: WeightUpdate) -> str:
-    generator._loading = False  # after a refusal a run ends; a test goes on
     generator.load(update)
     with pytest.raises(ConfigError) as refused:
         while True:
             generator.step()
+    generator._loading = False  # after a refusal a run ends; a test goes on
     assert "\n" not in str(refused.value)
     return str(refused.value)
