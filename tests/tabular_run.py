@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import safetensors.numpy
+from lab.tabular import Table, TabularGenerator, TabularReference, TabularTask
+from lab.tabular_learner import TabularLearner
 
 from tba_hpc import runtime
 from tba_hpc.config import Config, parse_config
@@ -29,7 +31,6 @@ from tba_hpc.loops.scorer import Scorer
 from tba_hpc.loops.searcher import Searcher
 from tba_hpc.report import digest, page
 from tba_hpc.run.directory import RunDir
-from tba_hpc.tasks.tabular import Table, TabularGenerator, TabularLearner, TabularReference, TabularTask
 
 TABLE = Table()
 STEPS, EVERY = 40, 8

@@ -19,6 +19,7 @@ import tabular_run
 import test_loops
 import torch
 from killer import Killer, in_a_process
+from lab.tabular_learner import STATE_FILE, TabularLearner
 from test_hdf5_shards import small_disk as small_disk
 from test_loops import ReplayExchange, TrainerParts
 
@@ -42,8 +43,6 @@ from tba_hpc.run.files import DiskFullError
 from tba_hpc.run.inventory import READ_BYTES, SummedFile, damage, inventory, with_checksum
 from tba_hpc.run.memory import free_memory
 from tba_hpc.run.metrics import number, read_metrics
-from tba_hpc.tasks import tabular
-from tba_hpc.tasks.tabular import TabularLearner
 
 # --- Files that are summed up while they are written ---
 
@@ -306,7 +305,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_is_put_off(
     for name in ("step-000005", "step-000040"):
         ours, expected = run.checkpoints / name, parts.run.checkpoints / name
         assert read_state(ours).revision == read_state(expected).revision
-        assert (ours / tabular.STATE_FILE).read_bytes() == (expected / tabular.STATE_FILE).read_bytes()
+        assert (ours / STATE_FILE).read_bytes() == (expected / STATE_FILE).read_bytes()
         for file in (BUFFER_FILE, PROMPTS_FILE):
             np.testing.assert_equal(read_arrays(ours / file), read_arrays(expected / file))
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tabular_run
 import torch
+from lab.tabular_learner import TabularLearner
 
 from tba_hpc.exchange.hdf5_shards import read_arrays, write_arrays
 from tba_hpc.report.audit import audit
@@ -36,7 +37,6 @@ from tba_hpc.run.checkpoints import (
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import read_metrics
 from tba_hpc.runtime import verify_checkpoints
-from tba_hpc.tasks.tabular import TabularLearner
 
 # --- Every kind of damage ---
 

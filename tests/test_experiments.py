@@ -19,11 +19,11 @@ from lab.lockstep import Setup, SparseTable
 from lab.pace import Paced
 from lab.results import Result, Spread
 from lab.runs import Options
+from lab.tabular import Table, total_variation
 
 from tba_hpc.config import BufferSection, LearningRate, TrainSection, load_config
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation, write_evaluation
-from tba_hpc.tasks.tabular import Table, total_variation
 
 REPOSITORY = Path(__file__).parents[1]
 

@@ -20,7 +20,7 @@ ROOMS = list(tomllib.loads((REPOSITORY / "docs/rooms.toml").read_text()))
 HEAVY = {"vllm", "deepspeed", "mpi4py", "h5py", "submitit", "peft", "wandb"}
 
 TORCH_IS_THEIRS = (
-    *("objectives", "learner", "engine.vllm", "tasks.tabular"),
+    *("objectives", "learner", "engine.vllm"),
     *("tasks.classifier", "tasks.embedder", "tasks.guard", "tasks.reward_model", "tasks.text_model"),
 )
 """What computes. Everything else a login node may import, where neither torch nor an MPI library is."""

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lab.tabular import Table, TabularGenerator, TabularReference, TabularTask, total_variation
+from lab.tabular_learner import TabularLearner
 
 from tba_hpc.config import Config, parse_config
 from tba_hpc.core.buffer import ReplayBuffer
@@ -48,14 +50,6 @@ from tba_hpc.run.checkpoints import Checkpoints, TrainerState, latest_checkpoint
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation, find_evaluation, read_part, write_evaluation
 from tba_hpc.run.metrics import REWARD_EDGES, MetricsWriter, read_metrics, step_records
-from tba_hpc.tasks.tabular import (
-    Table,
-    TabularGenerator,
-    TabularLearner,
-    TabularReference,
-    TabularTask,
-    total_variation,
-)
 
 TABLE = Table()
 BETA = 0.25

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import tabular_run
 from lab.lockstep import Setup, train
+from lab.tabular import Table
+from lab.tabular_learner import TabularLearner
 from test_loops import TABLE
 from test_replay import heard, in_lockstep  # noqa: F401
 
@@ -21,7 +23,6 @@ from tba_hpc.exchange.hdf5_shards import read_shard
 from tba_hpc.report.audit import audit
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import read_metrics, step_records
-from tba_hpc.tasks.tabular import Table, TabularLearner
 
 DECAY = 0.8
 EMA = f"train.reference={{name: ema, decay: {DECAY}}}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lab.tabular_learner import TabularLearner
 from test_loops import (
     TABLE,
     ReplayExchange,
@@ -35,7 +36,6 @@ from tba_hpc.exchange.replay_exchange import RecordedShards, Recording
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import read_metrics, step_records
 from tba_hpc.run.signals import StopFlag
-from tba_hpc.tasks.tabular import TabularLearner
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lab.tabular import TabularTask
 from test_loops import TABLE, TrainerParts, make_config, make_searcher
 
 from tba_hpc.config import Config, ConfigError
@@ -18,7 +19,6 @@ from tba_hpc.core.types import Completion, Prompt
 from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import read_metrics, step_records
-from tba_hpc.tasks.tabular import TabularTask
 
 STEPS = 6
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lab.tabular import TabularGenerator, TabularReference, TabularTask
 from test_loops import TABLE, OneShot, answers, make_config, make_searcher
 
 from tba_hpc.config import ConfigError
@@ -20,7 +21,6 @@ from tba_hpc.loops.search_log import Sums
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import MetricsWriter, read_metrics
 from tba_hpc.runtime import SearchParts, _online_evaluator
-from tba_hpc.tasks.tabular import TabularGenerator, TabularReference, TabularTask
 
 S = 12
 """Completions of a group."""

@@ -9,6 +9,16 @@ import pytest
 import safetensors.numpy
 from lab import lockstep
 from lab.lockstep import Setup
+from lab.tabular import (
+    Table,
+    TabularGenerator,
+    TabularReference,
+    TabularTask,
+    TabularTokenizer,
+    log_softmax,
+    total_variation,
+)
+from lab.tabular_learner import TabularLearner
 
 from tba_hpc.config import BufferSection, ConfigError, TrainSection
 from tba_hpc.core.batch import with_reference_power
@@ -25,16 +35,6 @@ from tba_hpc.core.types import (
     Trajectories,
     TrajectoryBatch,
     WeightUpdate,
-)
-from tba_hpc.tasks.tabular import (
-    Table,
-    TabularGenerator,
-    TabularLearner,
-    TabularReference,
-    TabularTask,
-    TabularTokenizer,
-    log_softmax,
-    total_variation,
 )
 
 BETA = 0.25

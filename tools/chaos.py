@@ -1,6 +1,6 @@
 """A seeded storm of faults over a run, on a Slurm cluster brought up on this machine; prints what it cost.
 
-    python tools/chaos.py [--faults 100] [--seed 0] [--nodes 3] [--model FOLDER] [--json]
+    python tools/chaos.py [--faults 100] [--seed 0] [--nodes 3] [--model FOLDER | --tabular] [--json]
 
 The quickstart trains as a heterogeneous job on ``--nodes`` of six nodes. Engines and ranks are killed,
 engines hang, nodes crash (and boot again later), the job is preempted and asked to stop, checkpoints, shards
@@ -9,6 +9,8 @@ second searcher try to join: one fault after the other, each when the run has re
 on for a few optimizer steps, some already while the ranks start. Then the run, shortened to a few more steps,
 must come to its end by itself, and ``tba audit`` must find every trajectory once, but those of damaged
 shards, which it must name. Where it does not, the exit status is 1 and the ends of the logs are shown.
+``--tabular``: the model is the enumerable one of ``lab.tabular``: it has no engines to be killed, and its
+ranks start in no time.
 
 A tool of a source checkout: cluster and faults are ``slurm_testbed``'s. Needs root and Slurm's daemons.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -71,6 +74,14 @@ SETTINGS = (
     "evaluate.test_prompts=64",
     "launch.timeout_seconds=80",  # an engine that is silent for 40 s is replaced
 )
+
+TABULAR = (
+    *(setting for setting in SETTINGS if setting.startswith(("run.", "checkpoint."))),
+    "model.path=lab.tabular:Slow",
+    "evaluate.validation_prompts=0",
+    "launch.timeout_seconds=60",
+)
+"""Of a run of the enumerable model, on top of ``tools/lab/tabular.yaml``."""
 
 STEPS_BETWEEN = 4
 """Optimizer steps, at most, from a recovery to the next fault."""
@@ -247,11 +258,15 @@ class Fault:
         return 0 if self.start_up else self.steps_before + STEPS_STRUCK + without + kind.needs
 
 
-def plan(count: int, seed: int) -> list[Fault]:
-    """``count`` faults, the same for the same seed; every kind is among them where there is room."""
+def plan(count: int, seed: int, *, engines: bool = True) -> list[Fault]:
+    """``count`` faults, the same for the same seed; every kind is among them where there is room.
+
+    engines: whether there are any that faults may strike.
+    """
     random = Random(seed)
-    weights = [kind.weight for kind in KINDS.values()]
-    kinds = [*KINDS, *random.choices(list(KINDS), weights, k=max(0, count - len(KINDS)))][:count]
+    among = [name for name, kind in KINDS.items() if engines or kind.cost != "engine"]
+    weights = [KINDS[name].weight for name in among]
+    kinds = [*among, *random.choices(among, weights, k=max(0, count - len(among)))][:count]
     random.shuffle(kinds)
     planned: list[Fault] = []
     for kind in kinds:
@@ -400,6 +415,7 @@ class Storm:
     cluster: Cluster
     run: RunDir
     job: int
+    engines: bool
     strikes: list[Strike] = field(default_factory=list)
     spoiled: dict[tuple[int, int], int] = field(default_factory=dict)
     _down: list[str] = field(default_factory=list)
@@ -517,7 +533,8 @@ class Storm:
     @property
     def _complete(self) -> bool:
         ranks = self._ranks
-        return len(ranks) == self._size and all(rank.engine for rank in ranks if rank.role == "searcher")
+        built = all(rank.engine for rank in ranks if rank.role == "searcher") if self.engines else True
+        return len(ranks) == self._size and built
 
     def wait_for(self, probe: Callable[[], object], what: str) -> None:
         """Wait for a true value. Raises NotSurvived after DEADLINE, or when the run is over first."""
@@ -565,17 +582,30 @@ def disk(size: str) -> Iterator[Path]:
             subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+def config_of(options: argparse.Namespace) -> tuple[Path, list[str]]:
+    """The config of the run, and what is set besides; ``prepare`` has been called."""
+    if options.tabular:
+        return HOME / "tools/lab/tabular.yaml", [*TABULAR]
+    return HOME / "configs/quickstart.yaml", [*SETTINGS, f"model.path={options.model or MODEL}"]
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Have the ranks find the enumerable model, before the cluster inherits this environment."""
+    if options.tabular:
+        os.environ["PYTHONPATH"] = f"{HOME / 'tools'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+
+
 def submit(cluster: Cluster, root: Path, options: argparse.Namespace, steps: int) -> Storm:
     """Submit the run as a user would."""
     (root / "site.yaml").write_text(yaml.safe_dump(SITE))
-    settings = [*SETTINGS, f"model.path={options.model}", f"train.steps={steps}"]
+    config, settings = config_of(options)
     said = cluster.run(
-        *(sys.executable, HOME / "tools" / "submit.py", "--config", HOME / "configs" / "quickstart.yaml"),
+        *(sys.executable, HOME / "tools" / "submit.py", "--config", config),
         *("--nodes", str(options.nodes), "--site", root / "site.yaml", "--run-root", root, "--json"),
-        *(word for setting in settings for word in ("--set", setting)),
+        *(word for setting in [*settings, f"train.steps={steps}"] for word in ("--set", setting)),
     )
     job = json.loads(said)
-    return Storm(cluster, RunDir.open(Path(job["run"])), int(job["job"]))
+    return Storm(cluster, RunDir.open(Path(job["run"])), int(job["job"]), engines=not options.tabular)
 
 
 # --- The tables ---
@@ -669,7 +699,8 @@ def main() -> None:
     options = _options()
     if reason := missing():
         sys.exit(f"chaos: no Slurm cluster can be brought up here: {reason}")
-    planned = plan(options.faults, options.seed)
+    prepare(options)
+    planned = plan(options.faults, options.seed, engines=not options.tabular)
     with disk(DISK) as scratch, Cluster() as cluster:
         storm = submit(cluster, scratch, options, steps_for(planned))
         try:
@@ -710,12 +741,19 @@ def model_folder(text: str) -> Path:
     return folder
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is trained."""
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", type=model_folder, help=f"a tiny model; default: {MODEL.name}")
+    model.add_argument("--tabular", action="store_true", help="train the enumerable model instead")
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=100, help="how many")
     parser.add_argument("--seed", type=int, default=0, help="of the order, the moments and the victims")
     parser.add_argument("--nodes", type=int, default=3, choices=(2, 3, 4), help="nodes of the run, of six")
-    parser.add_argument("--model", type=model_folder, default=str(MODEL), help="a tiny model")
+    add_model(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser.parse_args()
 

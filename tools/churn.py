@@ -1,6 +1,7 @@
 """Nodes lent to a run come and go, on a Slurm cluster brought up on this machine; prints what it cost.
 
-    python tools/churn.py [--counts 0 4 1 6] [--pause 20 40] [--minutes 10] [--seed 0] [--model FOLDER]
+    python tools/churn.py [--counts 0 4 1 6] [--pause 20 40] [--minutes 10] [--seed 0]
+                          [--model FOLDER | --tabular]
 
 The quickstart trains as a job of two nodes, with places for searchers besides its own; an array of one-node
 jobs lends it nodes of a partition from which a higher one takes them back. After each pause another number of
@@ -32,7 +33,7 @@ from random import Random
 
 import psutil
 import yaml
-from chaos import DEADLINE, HOME, MODEL, SETTINGS, SITE, STEPS_AFTER, History, model_folder
+from chaos import DEADLINE, HOME, SITE, STEPS_AFTER, History, add_model, config_of, prepare
 from slurm_testbed import faults
 from slurm_testbed.cluster import ENDED, Cluster, missing
 
@@ -235,18 +236,18 @@ def begin(cluster: Cluster, root: Path, options: argparse.Namespace) -> Churn:
     files = {"own.yaml": {**SITE, "partition": "main"}, "lent.yaml": {**SITE, "partition": "low"}}
     for name, site in files.items():
         (root / name).write_text(yaml.safe_dump(site))
+    config, given = config_of(options)
     settings = [
-        *SETTINGS,
+        *given,
         "run.name=churn",
-        f"model.path={options.model}",
         f"train.steps={FOREVER}",
-        "train.prompts_per_step=8",
+        f"train.prompts_per_step={4 if options.tabular else 8}",
         "train.learning_rate={schedule: constant, peak: 1.0e-5}",
         f"launch.elastic={nodes}",
     ]
     submit = (sys.executable, HOME / "tools" / "submit.py")
     own = cluster.run(
-        *(*submit, "--config", HOME / "configs" / "quickstart.yaml", "--nodes", "2", "--json"),
+        *(*submit, "--config", config, "--nodes", "2", "--json"),
         *("--site", root / "own.yaml", "--run-root", root),
         *(word for setting in settings for word in ("--set", setting)),
     )
@@ -263,6 +264,7 @@ def main() -> None:
     options = _options()
     if reason := missing():
         sys.exit(f"churn: no Slurm cluster can be brought up here: {reason}")
+    prepare(options)
     nodes = max(options.counts)
     with tempfile.TemporaryDirectory() as folder, Cluster(nodes=nodes + 2) as cluster:
         churn = begin(cluster, Path(folder), options)
@@ -293,7 +295,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="how long they come and go")
     parser.add_argument("--seed", type=int, default=0, help="of the pauses and of who is killed")
-    parser.add_argument("--model", type=model_folder, default=str(MODEL), help="a tiny model")
+    add_model(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser.parse_args()
 

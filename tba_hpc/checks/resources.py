@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tba_hpc.config import Config, is_local
+from tba_hpc.core.own_code import is_own
 from tba_hpc.core.types import Resource
 from tba_hpc.tasks import TASKS, task_resources
 
@@ -27,7 +28,7 @@ def resources(config: Config, *, of_custom_task: bool = True) -> list[Resource]:
     files = {"task.train_file": config.task.train_file, "task.test_file": config.task.test_file}
     asked = of_custom_task or config.task.name in TASKS
     return [
-        *(Resource("model", key, name) for key, name in models.items() if name),
+        *(Resource("model", key, name) for key, name in models.items() if name and not is_own(name)),
         *(Resource("file", key, name) for key, name in files.items() if name),
         *(task_resources(config.task) if asked else []),
     ]

@@ -70,7 +70,8 @@ class LoraSection(Section):
 
 class ModelSection(Section):
     path: str = Field(min_length=1)
-    """Folder or hub name of the policy to start from; it is also the reference."""
+    """Folder or hub name of the policy to start from, also the reference; or ``module:Class`` of your own, as
+    tba_hpc.core.ports.Backend says."""
     dtype: Dtype = "bfloat16"
     """Type of the weights in training, in the exchange and in the engines (master weights are float32)."""
     context_length: int = Field(1024, ge=2)

@@ -1,4 +1,4 @@
-"""Functions of the user's that a config names as ``module:function``."""
+"""Functions and classes of the user's that a config names as ``module:function``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
 
-from tba_hpc.config import ConfigError
+from tba_hpc.config import ConfigError, is_local
+
+
+def is_own(name: str) -> bool:
+    """Whether ``name`` is of that kind, and no path."""
+    return ":" in name and not is_local(name)
 
 
 def find_function(key: str, name: str) -> Callable[..., Any]:

@@ -251,6 +251,39 @@ class Learner(Protocol):
         """Let the following ranks go."""
 
 
+class SharedLearner(Learner, Protocol):
+    """A learner of which every trainer rank holds a part."""
+
+    def follow(self, slot: Callable[[], np.ndarray]) -> None:
+        """Obey the leader until it closes the learner.
+
+        ``slot`` gives the uint8 buffer [layout.nbytes] that this rank's part of the weights goes into: it is
+        called once for each ``write_weights`` of the leader.
+        """
+
+
+class Backend(Protocol):
+    """What ``model.path`` stands for: a policy, by what it is trained and by what it is sampled.
+
+    The usual one, of Hugging Face models, is the runtime's. One of your own is a class that is called with
+    the run's Config and named as ``model.path=module:Class``; the module is found where reward functions are.
+    """
+
+    def tokenizer(self) -> Tokenizer:
+        """A new one: each is used in one thread."""
+
+    def generator(self, *, seed: int) -> Generator:
+        """A searcher's."""
+
+    def reference(self, folder_of: Callable[[int], Path]) -> Reference:
+        """The initial policy, in a searcher; ``folder_of``: where those that become it are exported."""
+
+    def learner(
+        self, *, rank: int, ranks: int, store: Path, folder_of: Callable[[int], Path]
+    ) -> SharedLearner:
+        """A trainer rank's; ``store``: a private folder, new for this attempt, that all of them share."""
+
+
 class TrainerExchange(Protocol):
     """The leading trainer's end of the exchange. No call waits for a searcher, except ``close``."""
 

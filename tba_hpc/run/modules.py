@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tba_hpc.config import Config, shipped
+from tba_hpc.core.own_code import is_own
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import remove
 
@@ -62,11 +63,12 @@ def keep(run: RunDir, config: Config, beside: Path) -> None:
 def _named(config: Config, folder: Path) -> Iterator[Path]:
     task = config.task
     names = [
+        config.model.path,
         task.name,
         config.train.objective.name,
         *(reward.function for reward in task.reward.values() if reward.function),
     ]
-    yield from _modules({name.partition(".")[0].partition(":")[0] for name in names if ":" in name}, folder)
+    yield from _modules({name.partition(".")[0].partition(":")[0] for name in names if is_own(name)}, folder)
     for word in (word for reward in task.reward.values() for word in reward.program or ()):
         path = folder / word
         if not Path(word).is_absolute() and ".." not in Path(word).parts and path.is_file():

@@ -1,4 +1,7 @@
-"""A short storm: every kind of fault at least once, over a run that comes to its end with nothing lost."""
+"""A short storm: every kind of fault at least once, over a run that comes to its end with nothing lost.
+
+The model is the enumerable one, which has no engines; ``make storm`` brews longer ones over a language model.
+"""
 
 import json
 import subprocess
@@ -17,16 +20,14 @@ pytestmark = [
 ]
 
 REPOSITORY = Path(__file__).parents[2]
-FAULTS, SEED = 15, 64
+FAULTS, SEED = 13, 14
 """A storm in which some of the faults strike while the ranks start."""
 
 
-def test_a_run_survives_a_storm_of_every_kind_of_fault(model: Path) -> None:
-    options = ["--faults", str(FAULTS), "--seed", str(SEED), "--nodes", "2", "--json"]
+def test_a_run_survives_a_storm_of_every_kind_of_fault() -> None:
+    options = ["--faults", str(FAULTS), "--seed", str(SEED), "--nodes", "2", "--tabular", "--json"]
     command = [sys.executable, "tools/chaos.py", *options]
-    done = subprocess.run(
-        [*command, "--model", str(model)], cwd=REPOSITORY, capture_output=True, text=True, timeout=1400
-    )
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=1400)
     assert done.returncode == 0, done.stderr
     *kinds, whole = json.loads(done.stdout)["faults"]
     assert len(kinds) == FAULTS and whole["struck"] == whole["survived"] == FAULTS

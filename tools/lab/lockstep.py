@@ -3,7 +3,7 @@
 So staleness and the number of searchers are exact, not the outcome of a race for the cores. It must not know
 which experiment it serves.
 
-Shape letters as in tba_hpc/tasks/tabular.py, and: M words of a prompt that are rewarded.
+Shape letters as in tools/lab/tabular.py, and: M words of a prompt that are rewarded.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from itertools import islice
 
 import numpy as np
 
+from lab.tabular import Table, TabularGenerator, TabularReference, TabularTask
+from lab.tabular_learner import TabularLearner
 from tba_hpc.config import BufferSection, TrainSection
 from tba_hpc.core import schedules
 from tba_hpc.core.batch import staleness, token_ages
@@ -35,7 +37,6 @@ from tba_hpc.core.types import (
     WeightUpdate,
     spans,
 )
-from tba_hpc.tasks.tabular import Table, TabularGenerator, TabularLearner, TabularReference, TabularTask
 
 REFERENCE_SCALE = 0.3
 """Standard deviation of the reference's logits."""

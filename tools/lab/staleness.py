@@ -19,8 +19,8 @@ from lab.lockstep import Setup, SparseTable
 from lab.lockstep_model import Run
 from lab.results import Panel, Result, Row, Series, Spread
 from lab.runs import Options, log
+from lab.tabular import total_variation
 from tba_hpc.config import Config, LearningRate, TrainSection
-from tba_hpc.tasks.tabular import total_variation
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "TB": {"objective": "trajectory_balance"},

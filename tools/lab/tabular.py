@@ -1,51 +1,32 @@
-"""A world small enough to enumerate: task, generator, reference and learner whose optimum is known exactly.
+"""A world small enough to enumerate: a policy whose optimum is known exactly.
 
 The policy is a table of logits per (prompt, prefix of the completion), so that the target distribution
-π_ref·exp(r/β)/Z can be written down and reached. The four classes implement the ports as any backend
-does; they know nothing of each other beyond the ``Table``.
+π_ref·exp(r/β)/Z can be written down and reached. Task, generator and reference are here, the learner in
+``tabular_learner``; they implement the ports as any backend does, and share nothing but the ``Table``.
+``Tabular`` is all of it as the model of a run, whose ranks start in no time: with ``tools`` on PYTHONPATH,
+``tba run tools/lab/tabular.yaml``.
 
 Shape letters: P prompts, C completions that exist, S prefixes that can go on, V tokens that can follow.
 """
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
 
 import numpy as np
-import safetensors.torch
-import torch
-from torch import Tensor
+import safetensors.numpy
 
-from tba_hpc.config import TrainSection
-from tba_hpc.config.variants import EmaReference
-from tba_hpc.core.batch import micro_batches
-from tba_hpc.core.skipped_steps import SkippedSteps
-from tba_hpc.core.types import (
-    Completion,
-    Group,
-    PaddedBatch,
-    Prompt,
-    Request,
-    Split,
-    TrajectoryBatch,
-    WeightLayout,
-    WeightUpdate,
-)
-from tba_hpc.objectives import Groups, figures, make_objective, rate_by_ess
-from tba_hpc.run.files import publish
-
-STATE_FILE = "tabular.pt"
-"""What a learner saves into a checkpoint: logits, AdamW's state, number of skipped steps, average."""
+from tba_hpc.config import Config
+from tba_hpc.core.ports import SharedLearner
+from tba_hpc.core.types import Completion, Group, Prompt, Request, Split, WeightUpdate
 
 EXPORT_FILE = "model.safetensors"
-"""What it exports: its logits."""
-
-DEFAULTS = TrainSection()
+"""What a learner exports: its logits."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +142,7 @@ class TabularTokenizer:
     """Letters are a, b, …; prompts A, B, …; the end of a sequence has no text."""
 
     def __init__(self, table: Table) -> None:
+        self.table = table
         self.eos_token_id = table.eos
         self.vocab_size = table.eos + 1 + table.prompts
         lower = [chr(ord("a") + i) for i in range(table.letters)]
@@ -206,6 +188,15 @@ class TabularTask:
         ]
 
 
+class World(TabularTask):
+    """The task of a run whose model is a ``Tabular``: that of its table."""
+
+    def __init__(
+        self, tokenizer: TabularTokenizer, *, train_file: str | None = None, test_file: str | None = None
+    ) -> None:
+        super().__init__(tokenizer.table)
+
+
 class TabularReference:
     """The table's reference policy, what a learner has exported to ``folder_of`` a step, or other logits."""
 
@@ -220,8 +211,8 @@ class TabularReference:
     def load(self, step: int) -> None:
         """Become the policy of ``step``."""
         assert self._folder_of is not None, "a frozen reference is never reset"
-        exported = safetensors.torch.load((self._folder_of(step) / EXPORT_FILE).read_bytes())
-        self.step, self.logits_PSV = step, exported["logits"].numpy()
+        exported = safetensors.numpy.load((self._folder_of(step) / EXPORT_FILE).read_bytes())
+        self.step, self.logits_PSV = step, exported["logits"]
 
     def logprobs(self, group: Group) -> list[np.ndarray]:
         """Per completion, float32 [T]."""
@@ -296,7 +287,7 @@ class _Decoding:
 
     def __init__(self, table: Table, request: Request) -> None:
         self._table = table
-        self._request = request
+        self.request = request
         self._tokens_NL = np.zeros((request.n, table.length), np.int32)
         self._logprob_NL = np.zeros((request.n, table.length), np.float32)
         self._versions = np.zeros((request.n, 2), np.int32)
@@ -318,8 +309,8 @@ class _Decoding:
         """Sample one token for every open completion."""
         t, rows = self._steps, np.flatnonzero(self._open_N)
         prefix_N = self._table.prefixes(self._tokens_NL[rows, : t + 1])[:, -1]
-        logprob_NV = self._table.next_logprobs(logits_PSV[self._request.prompt.id, prefix_N])
-        token_N = _draw(rng, logprob_NV, self._request.sampling.temperature / self._table.temperature)
+        logprob_NV = self._table.next_logprobs(logits_PSV[self.request.prompt.id, prefix_N])
+        token_N = _draw(rng, logprob_NV, self.request.sampling.temperature / self._table.temperature)
         self._tokens_NL[rows, t] = token_N
         self._logprob_NL[rows, t] = logprob_NV[np.arange(len(rows)), token_N]
         self._versions[rows, min(t, 1) :] = version
@@ -338,7 +329,7 @@ class _Decoding:
             )
             for tokens, logprobs, length in rows
         ]
-        return Group(self._request, tuple(completions), self._versions)
+        return Group(self.request, tuple(completions), self._versions)
 
 
 def _draw(rng: np.random.Generator, logprob_NV: np.ndarray, temperature: float) -> np.ndarray:
@@ -348,130 +339,66 @@ def _draw(rng: np.random.Generator, logprob_NV: np.ndarray, temperature: float) 
     return (logprob_NV / temperature + rng.gumbel(size=logprob_NV.shape)).argmax(1)
 
 
-class TabularLearner:
-    """A table of logits, the reference's at first, trained by AdamW on one rank.
+class Tabular:
+    """A backend on the default table."""
 
-    train: the objective and the optimizer's settings. folder_of: where the policy of a step is exported,
-    for a trainer that computes a reference that is reset.
-    """
+    step_seconds = 0.0
+    """What an optimizer step takes at least."""
 
-    def __init__(
-        self,
-        table: Table,
-        train: TrainSection = DEFAULTS,
-        folder_of: Callable[[int], Path] | None = None,
-    ) -> None:
-        self.layout = WeightLayout.of([("logits", table.shape)], "F32")
-        self._table = table
-        self._objective = make_objective(train, max_tokens=table.length)
-        self._by_ess = train.learning_rate.by_ess
-        self._logits = torch.nn.Parameter(torch.from_numpy(table.ref_logits_PSV.copy()))
-        self._optimizer = torch.optim.AdamW([self._logits], betas=train.adam_betas, weight_decay=0.0)
-        self._skipped = SkippedSteps()
-        self._reference = TabularReference(table, folder_of)
-        self._decay = train.reference.decay if isinstance(train.reference, EmaReference) else None
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._table = Table()
 
-    @property
-    def policy_logits(self) -> np.ndarray:
-        """float32 [P, S, V]: a copy of the logits now."""
-        return self._logits.detach().numpy().copy()
+    def tokenizer(self) -> TabularTokenizer:
+        """Of the table."""
+        return TabularTokenizer(self._table)
 
-    @property
-    def policy_PC(self) -> np.ndarray:
-        """float64: probability of every completion now."""
-        return self._table.probabilities(self._logits.detach().numpy())
+    def generator(self, *, seed: int) -> TabularGenerator:
+        """Begins as the table's reference."""
+        return TabularGenerator(self._table, seed=seed)
 
-    def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
-        """One optimizer step; metrics: as DeepSpeedLearner's.
+    def reference(self, folder_of: Callable[[int], Path]) -> TabularReference:
+        """The table's, or what the learner has exported."""
+        return TabularReference(self._table, folder_of)
 
-        Where loss or norm is not finite, nothing changes. Raises ConfigError where that goes on.
-        """
-        (padded,) = micro_batches(batch, batch.groups)
-        output = self._objective(Groups.of(self._logprobs(padded), padded), beta)
-        self._optimizer.zero_grad()
-        output.loss.backward()
-        assert self._logits.grad is not None
-        norm, loss_B = self._logits.grad.norm(), output.loss_BK.detach().mean(1)
-        found = figures({name: float(value) for name, value in output.metrics.items()})
-        if self._by_ess:
-            learning_rate = rate_by_ess(learning_rate, found["ess"])
-        if output.loss.isfinite() and norm.isfinite():
-            self._optimizer.param_groups[0]["lr"] = learning_rate
-            self._optimizer.step()
-            self._skipped.taken()
-            self._move_average()
-        else:
-            self._skipped.skipped(padded.prompt_id_B[~loss_B.isfinite().numpy()].tolist())
-        return {
-            **found,
-            "loss": float(output.loss.detach()),
-            "grad_norm": float(norm),
-            "learning_rate": learning_rate,
-            "tokens": float(batch.completion_length_N.sum()),
-            "skipped_steps": float(self._skipped.total),
-        }
+    def learner(
+        self, *, rank: int, ranks: int, store: Path, folder_of: Callable[[int], Path]
+    ) -> SharedLearner:
+        """The leader alone computes; other ranks are there."""
+        from lab.tabular_learner import TabularGroup  # torch takes longer to import than all the rest
 
-    def _move_average(self) -> None:
-        if self._decay is not None:
-            average_PSV = torch.from_numpy(self._reference.logits_PSV)
-            self._reference.logits_PSV = average_PSV.lerp(self._logits.detach(), 1 - self._decay).numpy()
-
-    def reference_logprobs(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
-        """float32 [T]: by the average, or the policy of ``step``, that of 0 being the table's reference."""
-        if self._decay is None and step != self._reference.step:
-            self._reference.load(step)
-        prompt_N = np.repeat(batch.prompt_id_B, batch.group_size).tolist()
-        rows = zip(prompt_N, batch.prompt_length_N.tolist(), range(len(prompt_N)), strict=True)
-        return np.concatenate(
-            [
-                self._reference.of_tokens(prompt, batch.sequences.row(row)[start:])
-                for prompt, start, row in rows
-            ]
+        return TabularGroup(
+            self._table,
+            self._config.train,
+            folder_of,
+            rank=rank,
+            ranks=ranks,
+            store=store,
+            step_seconds=self.step_seconds,
         )
 
-    def write_weights(self, out: np.ndarray) -> None:
-        """Copy the logits into ``out``, uint8 [layout.nbytes]."""
-        out[:] = self._logits.detach().numpy().reshape(-1).view(np.uint8)
 
-    def save(self, folder: Path) -> Callable[[], str]:
-        """Copy logits and optimizer; returns what writes them into an existing folder."""
-        file = io.BytesIO()
-        optimizer, skipped = self._optimizer.state_dict(), self._skipped.total
-        average = torch.from_numpy(self._reference.logits_PSV) if self._decay is not None else None
-        state = {"logits": self._logits.detach(), "optimizer": optimizer, "skipped": skipped}
-        torch.save({**state, "average": average}, file)
+class Unhurried(Tabular):
+    """With steps long enough for something to happen to a run, and without a busy core per searcher."""
 
-        def write() -> str:
-            publish(folder / STATE_FILE, file.getvalue())
-            return ""
+    step_seconds = 0.1
 
-        return write
+    def generator(self, *, seed: int) -> TabularGenerator:
+        """Its steps take time, too."""
+        return UnhurriedGenerator(self._table, seed=seed)
 
-    def load(self, folder: Path) -> None:
-        """Restore exactly what ``save`` wrote."""
-        saved = torch.load(folder / STATE_FILE, weights_only=True)
-        with torch.no_grad():
-            self._logits.copy_(saved["logits"])
-        self._optimizer.load_state_dict(saved["optimizer"])
-        self._skipped.total = saved["skipped"]
-        if self._decay is not None:
-            self._reference.logits_PSV = saved["average"].numpy()
 
-    def export(self, folder: Path) -> None:
-        """Write the logits as model.safetensors; no library knows this architecture."""
-        folder.mkdir(parents=True, exist_ok=True)
-        publish(folder / EXPORT_FILE, safetensors.torch.save({"logits": self._logits.detach()}))
+class Slow(Unhurried):
+    """With steps about as long as those of the quickstart."""
 
-    def close(self) -> None:
-        """No other rank follows."""
+    step_seconds = 0.5
 
-    def _logprobs(self, padded: PaddedBatch) -> Tensor:
-        """float32 [N, L], with gradient: log-probability of each completion token, 0 elsewhere."""
-        mask_NL = padded.completion_mask_NL
-        prompt_N = padded.tokens_NL[:, 0] - self._table.prompt_token(0)
-        row_T = np.nonzero(mask_NL)[0]
-        prefix_T = self._table.prefixes(padded.tokens_NL[:, 1:])[mask_NL[:, 1:]]
-        cells = prompt_N[row_T], prefix_T, padded.tokens_NL[mask_NL]
-        logprob_PSV = (self._logits / self._table.temperature).log_softmax(-1)
-        logprob_T = logprob_PSV[tuple(map(torch.from_numpy, cells))]
-        return torch.zeros(mask_NL.shape).masked_scatter(torch.from_numpy(mask_NL), logprob_T)
+
+class UnhurriedGenerator(TabularGenerator):
+    """A generator that waits before each token, for longest in an evaluation on the test split."""
+
+    def step(self) -> list[Group]:
+        """Advance every request by one token; return the groups that are now whole."""
+        tested = any(decoding.request.split == "test" for decoding in self._decoding)
+        time.sleep(1.0 if tested else 0.02)
+        return super().step()

@@ -1,0 +1,99 @@
+"""An engine without vLLM, over the real protocol: what a searcher's rank does about its engine needs no more.
+
+A completion is as many tokens 1 as it may have, of the log-probability that the first weight says (0 before
+there are any). ``generator.engine`` says how it behaves; ``vllm_generator.ENGINE`` names it.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+
+import msgspec
+import numpy as np
+from tba_hpc.run.orphans import die_with
+
+from tba_hpc.core.types import WeightLayout
+from tba_hpc.engine.engine_channel import (
+    COMMANDS,
+    Channel,
+    Command,
+    Died,
+    EngineSettings,
+    Finished,
+    Load,
+    Loaded,
+    Misfit,
+    Progress,
+    Ready,
+    Refused,
+    Submit,
+    map_weights,
+)
+
+BEAT_SECONDS = 0.02
+
+
+class Behaviour(msgspec.Struct):
+    """How long it takes to be built, and to complete a request; its last word; what it lacks of weights."""
+
+    build_seconds: float = 0.0
+    request_seconds: float = 0.0
+    refuse: str = ""
+    die: str = ""
+    misfit: str = ""
+
+
+def main() -> None:
+    """Serve the rank that started this process until it hangs up."""
+    settings, parent, descriptor = sys.argv[1:]
+    die_with(int(parent), signal.SIGKILL)
+    asked = msgspec.json.decode(settings, type=EngineSettings).arguments
+    behaviour = msgspec.convert(asked, Behaviour)
+    channel = Channel(socket.socket(fileno=int(descriptor)), COMMANDS)
+    time.sleep(behaviour.build_seconds)
+    for word, reason in ((Refused, behaviour.refuse), (Died, behaviour.die)):
+        if reason:
+            channel.send(word(reason))
+            sys.exit(1)
+    channel.send(Ready())
+    serve(channel, behaviour)
+
+
+def serve(channel: Channel[Command], behaviour: Behaviour) -> None:
+    """Complete one request after the other."""
+    waiting: list[Submit] = []
+    version, logprob = 0, 0.0
+    while not channel.closed:
+        for command in channel.receive(0 if waiting else BEAT_SECONDS):
+            match command:
+                case Submit():
+                    waiting.append(command)
+                case Load() if behaviour.misfit:
+                    channel.send(Misfit(behaviour.misfit))
+                case Load():
+                    assert WeightLayout.from_json(command.layout).nbytes == len(map_weights(command.path))
+                    version, logprob = command.version, float(map_weights(command.path)[:4].view("f4")[0])
+                    channel.send(Loaded(version, 0.0))
+        time.sleep(behaviour.request_seconds if waiting else 0)
+        finished = [completed(waiting.pop(0), version, logprob)] if waiting else []
+        channel.send(Progress(0.0, sum(len(one.stopped) for one in finished), finished))
+
+
+def completed(request: Submit, version: int, logprob: float) -> Finished:
+    """All of a request's completions."""
+    length = request.sampling.max_tokens
+    return Finished(
+        request=request.request,
+        tokens=np.ones(request.n * length, np.int32).tobytes(),
+        logprobs=np.full(request.n * length, logprob, np.float32).tobytes(),
+        lengths=np.full(request.n, length, np.int32).tobytes(),
+        stopped=bytes(request.n),
+        versions=np.full((request.n, 2), version, np.int32).tobytes(),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""A rank and the process of its engine, by a stub that speaks the real protocol: death, silence, refusal."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tba_hpc.config import ConfigError, GeneratorSection, ModelSection
+from tba_hpc.core.ports import EngineError
+from tba_hpc.core.types import Group, Prompt, Publication, Request, Sampling, WeightLayout, WeightUpdate
+from tba_hpc.engine import vllm_generator
+from tba_hpc.engine.vllm_generator import KEYS, VllmGenerator, remedy
+from tba_hpc.tasks.redteam import VICTIM_KEYS
+
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=5)
+
+
+@pytest.fixture(autouse=True)
+def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_generator, "ENGINE", "stub_engine")
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
+
+
+@pytest.fixture
+def made() -> Iterator[list[VllmGenerator]]:
+    """Those to be closed in the end."""
+    generators: list[VllmGenerator] = []
+    yield generators
+    for generator in generators:
+        generator.close()
+
+
+def make(
+    made: list[VllmGenerator], *, start_seconds: float = 60, silence_seconds: float = 60, **behaviour: object
+) -> VllmGenerator:
+    section = GeneratorSection(engine=behaviour)
+    limits = {"start_seconds": start_seconds, "silence_seconds": silence_seconds}
+    made.append(VllmGenerator(ModelSection(path="tiny"), section, seed=0, **limits))
+    return made[-1]
+
+
+def request(number: int, n: int = 4) -> Request:
+    return Request(Prompt(number, np.arange(3, dtype=np.int32), ""), number, n, SAMPLING)
+
+
+def weights(version: int, first: float) -> WeightUpdate:
+    layout = WeightLayout.of([("a", (3,))], "F32")
+    return WeightUpdate(Publication(version=version), layout, np.array([first, 0, 0], np.float32).view("u1"))
+
+
+def until_ended(generator: VllmGenerator) -> None:
+    """Step until it raises."""
+    while True:
+        assert generator.step() == []
+
+
+def drain(generator: VllmGenerator) -> list[Group]:
+    groups: list[Group] = []
+    while generator.in_flight:
+        groups += generator.step()
+    return groups
+
+
+def test_what_is_asked_while_it_is_built_waits_for_it(made: list[VllmGenerator]) -> None:
+    generator = make(made, build_seconds=0.3)
+    generator.submit(request(7))
+    generator.load(weights(3, -0.5))
+    assert not generator._engine.ready and generator.in_flight == 4 and not generator.loading
+    (group,) = drain(generator)
+    assert group.request.id == 7 and generator.in_flight == 0
+    assert (generator.version, generator.loading) == (3, False)
+    assert [completion.logprobs.tolist() for completion in group.completions] == [[-0.5] * 5] * 4
+    assert {completion.finish_reason for completion in group.completions} == {"length"}
+    assert group.versions.tolist() == [[3, 3]] * 4
+
+
+@pytest.mark.parametrize("failures", [("KILL", "STOP"), ("STOP", "KILL")], ids="-".join)
+def test_an_engine_that_fails_is_rebuilt_and_loses_nothing(
+    made: list[VllmGenerator], failures: tuple[str, str]
+) -> None:
+    """At work, and the next one while it is built: killed, or it hangs. The weights due come back with it."""
+    generator = make(made, request_seconds=0.01)
+    generator.load(weights(14, -2.0))
+    for number in range(100):
+        generator.submit(request(number))
+    groups: list[Group] = []
+    while len(groups) < 10:
+        groups += generator.step()
+    for name in failures:
+        failed = generator._engine
+        failed._start_seconds = failed._silence_seconds = 0.5
+        os.kill(failed.pid, getattr(signal, f"SIG{name}"))
+        while generator._engine is failed:
+            groups += generator.step()
+        assert not psutil.pid_exists(failed.pid)
+    groups += drain(generator)
+    assert generator.rebuilds == 2
+    assert sorted(group.request.id for group in groups) == list(range(100))
+    assert all((group.versions == 14).all() for group in groups)
+    assert {float(row) for group in groups for one in group.completions for row in one.logprobs} == {-2.0}
+
+
+def test_it_gives_up_where_no_engine_survives(made: list[VllmGenerator]) -> None:
+    generator = make(made)
+    generator.submit(request(0))
+    with pytest.raises(EngineError, match=r"died 4 times without .* \(the last one was ended by SIGKILL\)"):
+        while True:
+            os.kill(generator._engine.pid, signal.SIGKILL)
+            assert generator.step() == []
+    assert generator.rebuilds == 3
+
+
+def test_its_last_word_is_told_and_what_helps_against_it(made: list[VllmGenerator]) -> None:
+    generator = make(made, die="OutOfMemoryError: CUDA out of memory")
+    said = (
+        r"\(the last one failed: OutOfMemoryError: CUDA out of memory\): lower "
+        r"generator.gpu_memory_utilization and generator.kv_cache_mb, or let fewer ranks share a GPU; "
+    )
+    with pytest.raises(EngineError, match=said):
+        until_ended(generator)
+
+
+def test_building_has_a_limit_of_its_own(made: list[VllmGenerator]) -> None:
+    """An engine is silent while it is built, for longer than one at work may be; that, too, has an end."""
+    generator = make(made, build_seconds=0.8, silence_seconds=0.3)
+    while not generator._engine.ready:
+        assert generator.step() == []
+    assert generator.rebuilds == 0
+    late = r"died 4 times .*\(the last one was not built within 0.2 s, by launch.timeout_seconds\)"
+    with pytest.raises(EngineError, match=late):
+        until_ended(make(made, build_seconds=60, start_seconds=0.2))
+
+
+def test_what_it_refuses_is_the_users_to_mend(made: list[VllmGenerator]) -> None:
+    refused = make(made, refuse="max_model_len (256) is greater than the model's")
+    message = (
+        r"^vLLM cannot serve model.path=tiny with this configuration: max_model_len \(256\) is greater than "
+        r"the model's; check model.context_length, .* and generator.engine$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        until_ended(refused)
+    assert refused.rebuilds == 0
+    misfit = make(made, misfit="took no new value for a.weight")
+    misfit.load(weights(1, 0.0))
+    with pytest.raises(ConfigError, match=r"vLLM cannot follow .*=tiny: its model of it took no new value"):
+        until_ended(misfit)
+    assert misfit.version == 0
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(made: list[VllmGenerator]) -> None:
+    generator = make(made)
+    long = Request(Prompt(3, np.zeros(1020, np.int32), ""), 0, 4, SAMPLING)
+    with pytest.raises(ValueError, match=r"prompt 3 has 1020 tokens .*context_length=1024: raise"):
+        generator.submit(long)
+    assert generator.in_flight == 0
+
+
+@pytest.mark.parametrize("keys", [KEYS, VICTIM_KEYS], ids=["policy", "victim"])
+def test_a_remedy_names_the_key_that_helps(keys: Sequence[str]) -> None:
+    """By what vLLM 0.32 says: of memory that is not free, of a KV cache that is too small, of all else."""
+    share, cache = next(k for k in keys if "gpu_memory" in k), next(k for k in keys if "kv_cache" in k)
+    taken = "Free memory on device cuda:0 (20/80 GiB) on startup is less than desired GPU memory utilization"
+    assert remedy(taken, keys) == f"lower {share}, or let fewer ranks share a GPU"
+    for small in (
+        "No available memory for the cache blocks",
+        "To serve at least one request with the model's max seq len (640), (0.08 GiB KV cache is needed",
+    ):
+        assert remedy(small, keys).startswith(f"raise {cache} or, where it is not set, {share}, or lower ")
+    assert share in remedy("Total number of attention heads must be divisible", keys)

@@ -1,0 +1,209 @@
+"""The learner of the enumerable world: a table of logits, and AdamW."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from lab.tabular import EXPORT_FILE, Table, TabularReference
+from tba_hpc.config import TrainSection
+from tba_hpc.config.variants import EmaReference
+from tba_hpc.core.batch import micro_batches
+from tba_hpc.core.skipped_steps import SkippedSteps
+from tba_hpc.core.types import PaddedBatch, TrajectoryBatch, WeightLayout
+from tba_hpc.learner.trainer_group import Message, TrainerGroup
+from tba_hpc.objectives import Groups, figures, make_objective, rate_by_ess
+from tba_hpc.run.files import publish
+
+STATE_FILE = "tabular.pt"
+"""What is saved into a checkpoint: logits, AdamW's state, number of skipped steps, average."""
+
+DEFAULTS = TrainSection()
+
+WRITE, CLOSE = 1, 2
+"""Commands to the ranks that follow."""
+
+DEADLINE = 60.0
+"""Longest wait for another rank, s."""
+
+
+class TabularLearner:
+    """A table of logits, the reference's at first, trained by AdamW on one rank.
+
+    train: the objective and the optimizer's settings. folder_of: where the policy of a step is exported,
+    for a trainer that computes a reference that is reset.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        train: TrainSection = DEFAULTS,
+        folder_of: Callable[[int], Path] | None = None,
+    ) -> None:
+        self.layout = WeightLayout.of([("logits", table.shape)], "F32")
+        self._table = table
+        self._objective = make_objective(train, max_tokens=table.length)
+        self._by_ess = train.learning_rate.by_ess
+        self._logits = torch.nn.Parameter(torch.from_numpy(table.ref_logits_PSV.copy()))
+        self._optimizer = torch.optim.AdamW([self._logits], betas=train.adam_betas, weight_decay=0.0)
+        self._skipped = SkippedSteps()
+        self._reference = TabularReference(table, folder_of)
+        self._decay = train.reference.decay if isinstance(train.reference, EmaReference) else None
+
+    @property
+    def policy_logits(self) -> np.ndarray:
+        """float32 [P, S, V]: a copy of the logits now."""
+        return self._logits.detach().numpy().copy()
+
+    @property
+    def policy_PC(self) -> np.ndarray:
+        """float64: probability of every completion now."""
+        return self._table.probabilities(self._logits.detach().numpy())
+
+    def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
+        """One optimizer step; metrics: as DeepSpeedLearner's.
+
+        Where loss or norm is not finite, nothing changes. Raises ConfigError where that goes on.
+        """
+        (padded,) = micro_batches(batch, batch.groups)
+        output = self._objective(Groups.of(self._logprobs(padded), padded), beta)
+        self._optimizer.zero_grad()
+        output.loss.backward()
+        assert self._logits.grad is not None
+        norm, loss_B = self._logits.grad.norm(), output.loss_BK.detach().mean(1)
+        found = figures({name: float(value) for name, value in output.metrics.items()})
+        if self._by_ess:
+            learning_rate = rate_by_ess(learning_rate, found["ess"])
+        if output.loss.isfinite() and norm.isfinite():
+            self._optimizer.param_groups[0]["lr"] = learning_rate
+            self._optimizer.step()
+            self._skipped.taken()
+            self._move_average()
+        else:
+            self._skipped.skipped(padded.prompt_id_B[~loss_B.isfinite().numpy()].tolist())
+        return {
+            **found,
+            "loss": float(output.loss.detach()),
+            "grad_norm": float(norm),
+            "learning_rate": learning_rate,
+            "tokens": float(batch.completion_length_N.sum()),
+            "skipped_steps": float(self._skipped.total),
+        }
+
+    def _move_average(self) -> None:
+        if self._decay is not None:
+            average_PSV = torch.from_numpy(self._reference.logits_PSV)
+            self._reference.logits_PSV = average_PSV.lerp(self._logits.detach(), 1 - self._decay).numpy()
+
+    def reference_logprobs(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
+        """float32 [T]: by the average, or the policy of ``step``, that of 0 being the table's reference."""
+        if self._decay is None and step != self._reference.step:
+            self._reference.load(step)
+        prompt_N = np.repeat(batch.prompt_id_B, batch.group_size).tolist()
+        rows = zip(prompt_N, batch.prompt_length_N.tolist(), range(len(prompt_N)), strict=True)
+        return np.concatenate(
+            [
+                self._reference.of_tokens(prompt, batch.sequences.row(row)[start:])
+                for prompt, start, row in rows
+            ]
+        )
+
+    def write_weights(self, out: np.ndarray) -> None:
+        """Copy the logits into ``out``, uint8 [layout.nbytes]."""
+        out[:] = self._logits.detach().numpy().reshape(-1).view(np.uint8)
+
+    def save(self, folder: Path) -> Callable[[], str]:
+        """Copy logits and optimizer; returns what writes them into an existing folder."""
+        file = io.BytesIO()
+        optimizer, skipped = self._optimizer.state_dict(), self._skipped.total
+        average = torch.from_numpy(self._reference.logits_PSV) if self._decay is not None else None
+        state = {"logits": self._logits.detach(), "optimizer": optimizer, "skipped": skipped}
+        torch.save({**state, "average": average}, file)
+
+        def write() -> str:
+            publish(folder / STATE_FILE, file.getvalue())
+            return ""
+
+        return write
+
+    def load(self, folder: Path) -> None:
+        """Restore exactly what ``save`` wrote."""
+        saved = torch.load(folder / STATE_FILE, weights_only=True)
+        with torch.no_grad():
+            self._logits.copy_(saved["logits"])
+        self._optimizer.load_state_dict(saved["optimizer"])
+        self._skipped.total = saved["skipped"]
+        if self._decay is not None:
+            self._reference.logits_PSV = saved["average"].numpy()
+
+    def export(self, folder: Path) -> None:
+        """Write the logits as model.safetensors; no library knows this architecture."""
+        folder.mkdir(parents=True, exist_ok=True)
+        publish(folder / EXPORT_FILE, safetensors.torch.save({"logits": self._logits.detach()}))
+
+    def close(self) -> None:
+        """No other rank follows."""
+
+    def _logprobs(self, padded: PaddedBatch) -> Tensor:
+        """float32 [N, L], with gradient: log-probability of each completion token, 0 elsewhere."""
+        mask_NL = padded.completion_mask_NL
+        prompt_N = padded.tokens_NL[:, 0] - self._table.prompt_token(0)
+        row_T = np.nonzero(mask_NL)[0]
+        prefix_T = self._table.prefixes(padded.tokens_NL[:, 1:])[mask_NL[:, 1:]]
+        cells = prompt_N[row_T], prefix_T, padded.tokens_NL[mask_NL]
+        logprob_PSV = (self._logits / self._table.temperature).log_softmax(-1)
+        logprob_T = logprob_PSV[tuple(map(torch.from_numpy, cells))]
+        return torch.zeros(mask_NL.shape).masked_scatter(torch.from_numpy(mask_NL), logprob_T)
+
+
+class TabularGroup(TabularLearner):
+    """One learner of several trainer ranks, of which the leader does all the work."""
+
+    def __init__(
+        self,
+        table: Table,
+        train: TrainSection,
+        folder_of: Callable[[int], Path],
+        *,
+        rank: int,
+        ranks: int,
+        store: Path,
+        step_seconds: float,
+    ) -> None:
+        super().__init__(table, train, folder_of)
+        self._group = TrainerGroup.join(store, rank=rank, ranks=ranks, deadline=DEADLINE)
+        self._step_seconds = step_seconds
+
+    def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
+        """One optimizer step, and a pause."""
+        time.sleep(self._step_seconds)
+        return super().step(batch, learning_rate=learning_rate, beta=beta)
+
+    def write_weights(self, out: np.ndarray) -> None:
+        """Copy the logits into ``out``, uint8 [layout.nbytes], and into that of every other rank."""
+        super().write_weights(out)
+        self._group.tell(Message(WRITE, payload=out.tobytes()))
+        self._written()
+
+    def close(self) -> None:
+        """Let the other ranks go."""
+        self._group.tell(Message(CLOSE))
+        self._group.leave()
+
+    def follow(self, slot: Callable[[], np.ndarray]) -> None:
+        """Take the weights until the leader closes the group."""
+        while (message := self._group.hear()).command != CLOSE:
+            slot()[:] = np.frombuffer(message.payload, np.uint8)
+            self._written()
+        self._group.leave()
+
+    def _written(self) -> None:
+        with self._group.together():
+            self._group.barrier()
