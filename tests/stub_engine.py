@@ -13,7 +13,6 @@ import time
 
 import msgspec
 import numpy as np
-from tba_hpc.run.orphans import die_with
 
 from tba_hpc.core.types import WeightLayout
 from tba_hpc.engine.engine_channel import (
@@ -32,6 +31,7 @@ from tba_hpc.engine.engine_channel import (
     Submit,
     map_weights,
 )
+from tba_hpc.run.signals import die_with
 
 BEAT_SECONDS = 0.02
 

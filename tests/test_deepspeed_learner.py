@@ -42,7 +42,8 @@ from learner_worker import (
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, make_family_model, make_random_model
 
-from tba_hpc.config import Config, LossNormaliser, TrainSection, parse_config
+from tba_hpc.config import Config, TrainSection, parse_config
+from tba_hpc.config.variants import LossNormaliser
 from tba_hpc.core.ports import ExchangeError
 from tba_hpc.core.types import TrajectoryBatch, WeightLayout
 from tba_hpc.exchange.hdf5_shards import write_arrays
