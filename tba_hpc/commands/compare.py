@@ -1,6 +1,6 @@
 """``tba compare``: runs beside one another: what differs in their configs, what they came to, their curves.
 
-It must not know how figures are drawn: ``report.plots`` does. Changes nothing of a run.
+It reads runs and changes nothing of them.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _figures(run: Compared) -> dict[str, str]:
         "optimizer steps": f"{summary.steps:,}" + ("" if summary.finished else ", unfinished"),
         "training time": duration(summary.train_seconds),
         "trajectories": f"{summary.trajectories:,}",
-        "worries": f"{len(summary.worries)}",
+        "alerts": f"{len(summary.alerts)}",
     }
 
 

@@ -738,11 +738,6 @@ class EvaluateSection(Section):
     """Prompts of each of these splits whose answers are kept as text, at every evaluation, for the report."""
 
 
-class MetricsSection(Section):
-    tensorboard: MayChange[bool] = False
-    """Also write TensorBoard event files under metrics/tensorboard."""
-
-
 class WandbSection(Section):
     project: MayChange[str] = Field(min_length=1)
     """Project in Weights & Biases."""
@@ -831,7 +826,6 @@ class Config(Section):
     exchange: ExchangeSection = ExchangeSection()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluate: EvaluateSection = EvaluateSection()
-    metrics: MetricsSection = MetricsSection()
     track: TrackSection = TrackSection()
     launch: LaunchSection = LaunchSection()
 

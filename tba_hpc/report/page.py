@@ -127,7 +127,7 @@ def render(data: RunData, config: Config) -> str:
         finished=summary.finished,
         subtitle=_subtitle(config),
         tiles=tiles(summary),
-        worries=summary.worries if data.trainer.step or data.searchers else None,
+        alerts=summary.alerts if data.trainer.step or data.searchers else None,
         plots=plots(data, config.train) if data.trainer.step else [],
         answers=answers(data.test()),
         printable=printable,
@@ -295,10 +295,10 @@ def _time(seconds: float) -> str:
 
 def events(data: RunData) -> list[HistoryRow]:
     """The run's history: starts, resumes, checkpoints, ends, and what went wrong."""
-    told, forgotten = data.trainer.told, data.trainer.forgotten
-    minutes = run_minutes(data) if told else None
-    lines = [HistoryRow("", "", f"{forgotten:,} rows before these", "")] if forgotten else []
-    for row in told:
+    rows, older = data.trainer.events, data.trainer.older_events
+    minutes = run_minutes(data) if rows else None
+    lines = [HistoryRow("", "", f"{older:,} rows before these", "")] if older else []
+    for row in rows:
         into = duration(60 * float(minutes(np.array([row.time]))[0])) if minutes else ""
         what = row.event if row.times == 1 else f"{row.times} × {row.event}, the last"
         lines.append(HistoryRow(_utc(row.time), into, what, f"{row.step}"))
@@ -307,14 +307,14 @@ def events(data: RunData) -> list[HistoryRow]:
 
 def _skipped_steps(data: RunData) -> list[HistoryRow]:
     """A line, if there were any."""
-    times, last = data.history.skipped, data.history.last_skip
+    times, last = data.trends.skipped, data.trends.last_skip
     what = f"{times} × optimizer step skipped: loss or gradient norm not finite"
     return [HistoryRow("", "", what, f"{last}")] if times else []
 
 
 def _dropped_unlearned(data: RunData) -> list[HistoryRow]:
     """A line, if any trajectories were."""
-    what = dropped_unlearned(data.history.by_length)
+    what = dropped_unlearned(data.trends.by_length)
     return [HistoryRow("", "", f"dropped unlearned, too stale or too late: {what}", "")] if what else []
 
 

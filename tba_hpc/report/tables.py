@@ -63,7 +63,7 @@ def print_summary(
                 "skipped steps": summary.skipped_steps or None,
                 "rejected trajectories": summary.rejected or None,
                 "dropped trajectories": summary.dropped or None,
-                "worry": next(iter(summary.worries), None),
+                "alert": next(iter(summary.alerts), None),
             }
         ),
         **{name: str(path) for name, path in places.items() if path.exists()},

@@ -64,7 +64,7 @@ def search_record(second: float, version: int, rng: random.Random) -> Record:
         "search/busy_share": rng.random(),
         "search/rebuilds": 0,
         "search/seal_share": rng.random() / 100,
-        "search/paused_seconds": 0.0,
+        "search/paused_share": 0.0,
         "search/propagation_seconds": rng.random(),
         "search/pending_shards": 1,
         "search/rejected": 0,
@@ -145,7 +145,7 @@ def lay_down(path: Path, digest: TrainerDigest | SearcherDigest, tail: list[Reco
         file.write(b"\n" + text)
     kept: KeptDigest[TrainerDigest] | KeptDigest[SearcherDigest] = KeptDigest.__new__(KeptDigest)
     kept._metrics, kept._digest = path, digest  # not to fold the hole
-    kept.keep(0, lambda: hole + 1)
+    kept.keep(hole + 1)
 
 
 WAYS = {
@@ -154,7 +154,7 @@ WAYS = {
     "status": "from tba_hpc.report.monitor import RunMonitor as M; m = M(run, run.config()); m.update()\n"
     "from tba_hpc.report.status import figures; figures(m)",
     "a second look of the status": "from tba_hpc.report.monitor import RunMonitor as M\n"
-    "m = M(run, run.config()); m.update(); began = time.monotonic(); m.update(); m.worries",
+    "m = M(run, run.config()); m.update(); began = time.monotonic(); m.update(); m.alerts",
 }
 """What a reader does with a run, as programs; each in a process of its own, whose peak of memory is noted."""
 

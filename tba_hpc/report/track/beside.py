@@ -1,6 +1,6 @@
-"""The follower beside a trainer: a process of its own, whose end or failure concerns nobody.
+"""Runs ``tba track`` beside a trainer, in a process whose failure does not stop training.
 
-It must not know what is followed. It ends when its input does, so that it outlives no trainer.
+It ends when its input does, so that it outlives no trainer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tba_hpc.run.directory import RunDir
 log = logging.getLogger(__name__)
 
 END_SECONDS = 60.0
-"""Longest wait for what is left to tell once training has ended."""
+"""Longest wait for what is left to send once training has ended."""
 
 LOG = "tracker.log"
 

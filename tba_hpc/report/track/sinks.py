@@ -1,6 +1,6 @@
-"""Where a run is told: TensorBoard's event files, or Weights & Biases. The only module that imports wandb.
+"""Where figures go: TensorBoard's event files, or Weights & Biases. The only module that imports wandb.
 
-It must not know where figures come from. A library is imported when its sink is made.
+A library is imported when its sink is made.
 """
 
 from __future__ import annotations
