@@ -539,6 +539,7 @@ def few_effective(view: View) -> Found | None:
 )
 def engine_gap(view: View) -> Found | None:
     """Engine and learner give the same weights different probabilities."""
+    float32 = view.config.model.dtype == "float32"
     for name in ("search/engine_gap", "train/engine_gap"):
         values = view.values(name)
         bound = min(LARGE_GAP, max(NOTABLE_GAP, GAP_GROWTH * values[0])) if values else 0.0
@@ -549,13 +550,9 @@ def engine_gap(view: View) -> Found | None:
                 f"engine gap {_few(now)} nats/token",
                 f"Engine and learner differ by {_few(now)} nats per token at the same weights{grew}",
                 since,
-                remedy="Check that the engine loads all weights" if _float32(view.config) else "",
+                remedy="Check that the engine loads all weights" if float32 else "",
             )
     return None
-
-
-def _float32(config: Config) -> bool:
-    return config.model.dtype == "float32"
 
 
 @rule(

@@ -91,9 +91,9 @@ class RunRecords:
 
     @property
     def newest(self) -> float:
-        """Time of the newest record, unix seconds; 0 where there is none.
+        """Time of the newest record, unix seconds; 0 if there is none.
 
-        Not of searchers that come and go: they live on when the run is gone.
+        Not of elastic searchers: they outlive the run.
         """
         own = [record for searcher, record in self.searchers.items() if not is_elastic(searcher)]
         return max(series([self.latest, *own], "time"), default=0.0)
@@ -115,7 +115,7 @@ class RunMonitor:
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
     job: list[QueueEntry] = field(default_factory=list)
     visitors: dict[int, Owner] = field(default_factory=dict)
-    """Searchers that come and go, as far as they are there."""
+    """Elastic searchers that are there."""
     _asked: float = -QUEUE_SECONDS
     _opened: float = field(default_factory=time.time)
     _tails: dict[Path, MetricsTail] = field(default_factory=dict)

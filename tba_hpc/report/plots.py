@@ -105,7 +105,7 @@ def plots(data: RunData, train: TrainSection) -> list[Plot]:
 
 
 def _plot(title: str, note: str, draw: Callable[[Axes], bool]) -> Plot | None:
-    """Draw one figure; None where there was nothing to draw."""
+    """Draw one figure; None if there was nothing to draw."""
     with rc_context({**STYLE, "svg.hashsalt": title}):
         figure = Figure(figsize=(5.0, 2.5), layout="constrained")
         if not draw(figure.add_subplot()):

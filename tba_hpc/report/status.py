@@ -1,7 +1,7 @@
 """Shows how a run stands: live on a terminal, once for a look, as JSON for scripts.
 
-It only reads, so it may follow a run from anywhere; where the output is no terminal, the live display is
-one plain line every few seconds.
+It only reads, so it may follow a run from anywhere. If the output is no terminal, the live display is one
+plain line every few seconds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.run.metrics import Record, number
 
 LINE_SECONDS = 5.0
-"""Pause between two plain lines where the output is no terminal."""
+"""Pause between two plain lines if the output is no terminal."""
 
 REFRESH_SECONDS = 1.0
 """Pause between two looks at the run."""
@@ -92,7 +92,7 @@ def _scores(evaluations: Sequence[Evaluation]) -> str:
 
 
 def _perplexity(config: Config, evaluations: Sequence[Evaluation]) -> str:
-    """Of the last evaluation, and under which policy where that changes."""
+    """Of the last evaluation, and under which policy if that changes."""
     last = evaluations[-1].perplexity if evaluations else None
     if last is None or config.train.reference.name != "reset":
         return _or_nothing(last, "{:.3f}")
@@ -124,7 +124,7 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
 
 
 def visitors(monitor: RunMonitor) -> list[dict[str, Any]]:
-    """Searchers that come and go, as far as they are there; since: unix s; job, of Slurm, may be empty."""
+    """Elastic searchers that are there; since: unix s; job, of Slurm, may be empty."""
     return [
         {
             "searcher": searcher,
@@ -196,7 +196,7 @@ def _component(component: QueueEntry) -> str:
 
 
 def figures(monitor: RunMonitor, size_of: SizeOf = unknown_size) -> dict[str, Any]:
-    """Everything that is shown, as values for JSON; None where there is no value yet."""
+    """Everything that is shown, as values for JSON; None if there is no value yet."""
     now, latest, attempt = run_state(monitor), monitor.progress.latest, monitor.attempt
     validation, test = monitor.evaluated("validation"), monitor.evaluated("test")
     train, trends = monitor.config.train, monitor.trends
@@ -319,7 +319,7 @@ class LiveDisplay:
     """Follows a run on the console: ``with LiveDisplay(run, config) as display: display.refresh()``.
 
     Looks and draws only inside ``refresh``, so its owner decides when; no thread is started. queue: how
-    Slurm sees the run's job, where that may have one.
+    Slurm sees the run's job, if it may have one.
     """
 
     def __init__(

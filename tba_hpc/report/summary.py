@@ -37,7 +37,7 @@ MANY_SEARCHERS = 4
 """Above this number the searchers are shown together: their rates by the mean, their curves as a band."""
 
 SizeOf = Callable[[Path], Sealed]
-"""Reads what a shard file holds: of one that was sealed just before a kill no metrics tell."""
+"""Reads what a shard file holds: a seal just before a kill may be in no metrics."""
 
 
 def unknown_size(_: Path) -> Sealed:
@@ -90,17 +90,17 @@ class Counts:
         """
         cursor = merged.cursors.get(searcher, 0)
         waiting = {index: sealed for index, sealed in seals.items() if index >= cursor}
-        for index in _untold(run, searcher, cursor, waiting):
+        for index in _unlogged(run, searcher, cursor, waiting):
             waiting[index] = size_of(run.shard_file(searcher, index))
         self.shards += len(waiting)
         self.trajectories += sum(sealed.trajectories for sealed in waiting.values())
         self.tokens += sum(sealed.tokens for sealed in waiting.values())
 
 
-def _untold(run: RunDir, searcher: int, cursor: int, told: Mapping[int, Sealed]) -> Iterator[int]:
-    """Shards on disk from ``cursor`` on that their searcher did not live to tell of."""
-    end = max(told, default=cursor - 1) + 1
-    between = (index for index in range(cursor, end) if index not in told)
+def _unlogged(run: RunDir, searcher: int, cursor: int, logged: Mapping[int, Sealed]) -> Iterator[int]:
+    """Shards on disk from ``cursor`` on that their searcher did not live to log."""
+    end = max(logged, default=cursor - 1) + 1
+    between = (index for index in range(cursor, end) if index not in logged)
     for index in itertools.chain(between, itertools.count(end)):
         if run.shard_file(searcher, index).exists():
             yield index
@@ -205,7 +205,7 @@ def read_evaluations(run: RunDir, known: Mapping[str, Evaluation] | None = None)
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a run came to. pass_at_1 is on the held-out test split; None where it was not measured.
+    """What a run came to. pass_at_1 is on the held-out test split; None if it was not measured.
 
     score_name: what the task calls that score, such as pass@1 or win rate. perplexity: of the same answers
     under the policy of step ``perplexity_reference``; None, too, without a reference model, and before where
@@ -341,5 +341,5 @@ def write_summary(run: RunDir, summary: Summary) -> None:
 
 
 def series(records: Iterable[Record], name: str) -> list[float]:
-    """The values of a scalar, where it is there."""
+    """The values of a scalar, if it is there."""
     return [value for record in records if (value := number(record, name)) is not None]

@@ -121,7 +121,7 @@ class MetricsWriter:
     def sync(self) -> None:
         """Make all records durable. Raises DiskFullError if some wait for space.
 
-        Any other OSError is final: what the disk has lost is only told once, so no later sync may succeed.
+        Any other OSError is final: a disk reports a loss only once, so a later sync proves nothing.
         """
         with self._lock:
             self._write()
@@ -191,7 +191,7 @@ class MetricsTail:
     def _whole_lines(self) -> bytes:
         """The next lines that are complete, CHUNK bytes of them, or one that is longer."""
         try:
-            file = self._path.open("rb")  # anew each time: NFS shows what is new to those who open
+            file = self._path.open("rb")  # each time: NFS shows what is new to those who open
         except FileNotFoundError:
             return b""
         with file:
@@ -262,7 +262,7 @@ class Clock:
         return time.perf_counter() - self._since
 
     def reset(self) -> dict[str, float]:
-        """Seconds per name since the last reset; counting starts anew."""
+        """Seconds per name since the last reset, and start over."""
         total, self._total = self._total, {}
         self._since = time.perf_counter()
         return total

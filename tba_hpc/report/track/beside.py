@@ -28,7 +28,7 @@ FOLLOW = ["-m", "tba_hpc", "track", "--until-eof"]
 
 @contextmanager
 def tracked(run: RunDir, config: Config) -> Iterator[None]:
-    """Follow the run while the block runs, where its config names a tracker. One warning where that fails."""
+    """Follow the run while the block runs, if its config names a tracker. One warning if that fails."""
     if not config.track.wanted:
         yield
         return

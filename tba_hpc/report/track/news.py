@@ -17,7 +17,7 @@ TRAINER = "trainer"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Figures by name at an optimizer step. time: unix seconds, None where nobody knows.
+    """Figures by name at an optimizer step. time: unix seconds, None if unknown.
 
     answers: some of an evaluation's, by the name of its split. again: whether training resumes from this
     step, and what was reported of later ones is taken back.
@@ -31,7 +31,7 @@ class Point:
 
 
 class News:
-    """Reads a run from where ``state`` says, which is JSON; anew where it says nothing."""
+    """Reads a run from where ``state``, which is JSON, says; from the start if it says nothing."""
 
     def __init__(self, run: RunDir, state: Mapping[str, Any]) -> None:
         self._run = run

@@ -88,7 +88,7 @@ class TensorBoardSink:
 class WandbSink:
     """One run of W&B, whatever number of starts: they have the same id. Offline, each start has a folder.
 
-    No code, console, machine data or environment is told: the config, the figures and some answers are all.
+    It gets the config, figures and some answers; no code, console output, machine data or environment.
     Raises ConfigError without the library.
     """
 
