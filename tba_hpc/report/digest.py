@@ -375,7 +375,7 @@ def kept_digest(metrics: Path, digest: D) -> tuple[D, MetricsTail]:
     """The digest as it was kept, or ``digest``, and what follows the file from where it ends."""
     try:
         head, _, body = digest_file(metrics).read_bytes().partition(b"\n")
-        kept: D = _adapter(type(digest)).validate_json(body)
+        kept: D = _adapter(type(digest).__name__).validate_json(body)
         end = json.loads(head)[f"format {FORMAT}"]
         fits = _is_line_end(metrics, end)
     except (OSError, ValueError, LookupError):
@@ -391,9 +391,9 @@ def _is_line_end(metrics: Path, end: int) -> bool:
 
 
 @functools.cache
-def _adapter(kind: type[D]) -> TypeAdapter[Any]:
-    """Reads and writes digests of that kind; made when it is needed, as that takes a moment."""
-    return TypeAdapter(kind)
+def _adapter(kind: str) -> TypeAdapter[Any]:
+    """Reads and writes the class of that name; made when it is needed, as that takes a moment."""
+    return TypeAdapter(TrainerDigest if kind == TrainerDigest.__name__ else SearcherDigest)
 
 
 class KeptDigest(Generic[D]):
@@ -420,7 +420,7 @@ class KeptDigest(Generic[D]):
         """Write the digest of the file's first ``end`` bytes; a full disk keeps the old one."""
         self._next = time.monotonic() + KEEP_SECONDS
         try:
-            body = _adapter(type(self._digest)).dump_json(self._digest).decode()
+            body = _adapter(type(self._digest).__name__).dump_json(self._digest).decode()
             write_atomic(digest_file(self._metrics), json.dumps({f"format {FORMAT}": end}) + "\n" + body)
         except OSError as error:
             if not is_for_room(error):
