@@ -9,7 +9,6 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -98,17 +97,16 @@ def plots(data: RunData, train: TrainSection) -> list[Plot]:
     """Every figure of the page; at least one step was taken."""
     score = score_name_of(data.evaluations)
     drawn = [
-        _plot(score if draw is _score else title, note, partial(draw, data=data, train=train))
-        for title, note, draw in PLOTS
+        _plot(score if draw is _score else title, note, draw, data, train) for title, note, draw in PLOTS
     ]
     return [plot for plot in drawn if plot]
 
 
-def _plot(title: str, note: str, draw: Callable[[Axes], bool]) -> Plot | None:
-    """Draw one figure; None if there was nothing to draw."""
+def _plot(title: str, note: str, draw: Callable[..., bool], *given: object) -> Plot | None:
+    """Draw one figure of what is given; None if there was nothing to draw."""
     with rc_context({**STYLE, "svg.hashsalt": title}):
         figure = Figure(figsize=(5.0, 2.5), layout="constrained")
-        if not draw(figure.add_subplot()):
+        if not draw(figure.add_subplot(), *given):
             return None
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
@@ -539,9 +537,9 @@ def overlays(runs: Sequence[RunData], *, kl: bool = True) -> list[Plot]:
     """
     score = score_name_of(evaluation for data in runs for evaluation in data.evaluations)
     drawn = [
-        _plot(score, "validation, and held-out before and after", partial(_scores, runs=runs)),
+        _plot(score, "validation, and held-out before and after", _scores, runs),
         *(
-            _plot(title, note, partial(_over, runs=runs, name=name))
+            _plot(title, note, _over, runs, name)
             for title, note, name in OVERLAID
             if kl or name != "search/kl"
         ),
