@@ -21,7 +21,7 @@ from scale import Row, row
 from tba_hpc.config import parse_config
 from tba_hpc.report.digest import KEEP_SECONDS, KeptDigest, SearcherDigest, TrainerDigest
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.metrics import REWARD_EDGES, Record
+from tba_hpc.run.metrics import REWARD_EDGES, Record, record_seconds
 from tba_hpc.run.pruning import BUNDLED, LOOSE, ShardPruner
 
 SEARCHERS, HOURS = 256, 72
@@ -44,7 +44,7 @@ UNKEPT_SECONDS = 1800
 
 
 def search_record(second: float, version: int, rng: random.Random) -> Record:
-    """What a searcher logs once a second."""
+    """What a searcher logs."""
     histogram = [0.0] * (len(REWARD_EDGES) + 1)
     histogram[33], histogram[36] = rng.randrange(20), rng.randrange(20)
     return {
@@ -72,7 +72,7 @@ def search_record(second: float, version: int, rng: random.Random) -> Record:
 
 
 def searcher_records(seconds: range, rng: random.Random) -> Iterator[Record]:
-    """Of one searcher: a record a second, and its seals."""
+    """Of one searcher: its records at these seconds, and its seals."""
     for second in seconds:
         yield search_record(second, int(second / STEP_SECONDS), rng)
         if rng.random() < SHARDS_PER_SECOND * seconds.step:
@@ -117,7 +117,7 @@ def make_run(root: Path, searchers: int, seconds: int) -> RunDir:
         "launch": {"searchers": searchers},
     }
     run, rng = RunDir.create(parse_config(tree)), random.Random(0)
-    last = range(int(seconds - KEEP_SECONDS), seconds)
+    last = range(int(seconds - KEEP_SECONDS), seconds, int(record_seconds(searchers)))
     pick = range(0, last.start, THINNING)
     few = range(0, last.start, THINNING * int(STEP_SECONDS))
     trainer = TrainerDigest()
@@ -217,7 +217,7 @@ def without_digests(searchers: int, hours: float) -> list[Row]:
                 for record in searcher_records(range(UNKEPT_SECONDS), rng):
                     file.write(json.dumps(record) + "\n")
         seconds, megabytes = cost(run, "summary")
-    times = searchers / few * 3600 * hours / UNKEPT_SECONDS
+    times = searchers / few * 3600 * hours / UNKEPT_SECONDS / record_seconds(searchers)
     return [
         row(f"summary without digests (× {times:,.0f})", seconds * times / 60, "min", ""),
         row("summary without digests: peak of memory", megabytes, "MB", "≤ 500"),
