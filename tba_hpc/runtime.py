@@ -95,7 +95,7 @@ from tba_hpc.run.evaluations import (
 )
 from tba_hpc.run.files import DiskFullError, insist
 from tba_hpc.run.inventory import COMPLETE, damage
-from tba_hpc.run.metrics import MetricsWriter, Value
+from tba_hpc.run.metrics import MetricsWriter, Value, record_seconds
 from tba_hpc.run.notes import FAILED, REFUSED, note_at_work, rank_name, redirect_output, write_note
 from tba_hpc.run.owners import owned
 from tba_hpc.run.signals import StopFlag
@@ -220,7 +220,7 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
     """Restore what the last checkpoint holds, train, and bring the run to its end."""
     _end_imports()
     folder, saved, completed, buffer = _restore(run, config)
-    metrics = _metrics(run, config, "trainer", 0)
+    metrics = _metrics(run, "trainer", 0)
     state = merge_pending(
         config,
         _pending_shards(run, config).read_all(saved.cursors),
@@ -278,7 +278,7 @@ def replay(
     verify_checkpoints(run, config)
     learner = learner or _learner_alone(run, config)
     folder, saved, completed, buffer = _restore(run, config)
-    metrics = _metrics(run, config, "trainer", 0)
+    metrics = _metrics(run, "trainer", 0)
     state = merge_pending(config, (), state=saved, buffer=buffer, completed=completed, metrics=metrics)
     if folder:
         learner.load(folder)
@@ -322,7 +322,7 @@ def verify_checkpoints(run: RunDir, config: Config) -> None:
     Raises StateError where there were checkpoints and none is whole; all stay as they are then.
     """
     for folder, fault in damaged_checkpoints(run).items():
-        metrics, step = _metrics(run, config, "trainer", 0), int(folder.stem.removeprefix("step-"))
+        metrics, step = _metrics(run, "trainer", 0), int(folder.stem.removeprefix("step-"))
         # First: a rank that dies between the two tells it twice, not never.
         metrics.log({"event": "damaged", "step": step, "checkpoint": folder.name, "fault": fault})
         metrics.close()
@@ -444,7 +444,7 @@ class SearchParts:
         task = load_task(config.task, backend.tokenizer(), partial(_serve, seed=seed))
         refuse_long_prompts(task, config)
         refuse_few_prompts(task, config)
-        metrics = _metrics(run, config, "searcher", index)
+        metrics = _metrics(run, "searcher", index)
         metrics.log(started(config, index))
         decode = backend.tokenizer().decode  # the task's own is in use in another thread
         reference = _load_reference(run, config, backend)
@@ -478,6 +478,7 @@ class SearchParts:
             metrics=self.metrics,
             stop_asked=stop_asked,
             sequences=(section.prompts_in_flight + PROMPTS_AHEAD) * section.completions_per_prompt,
+            log_seconds=record_seconds(config.launch.places),
         )
 
 
@@ -726,13 +727,12 @@ def _rendezvous(run: RunDir) -> Path:
     return folder
 
 
-def _metrics(run: RunDir, config: Config, role: Role, index: int) -> MetricsWriter:
-    events = run.metrics / "tensorboard" / rank_name(role, index) if config.metrics.tensorboard else None
+def _metrics(run: RunDir, role: Role, index: int) -> MetricsWriter:
     path = run.metrics_file(role, index)
     digest = (
         KeptDigest(path, TrainerDigest()) if role == "trainer" else KeptDigest(path, SearcherDigest(index))
     )
-    return MetricsWriter(path, tensorboard=events, digest=digest)
+    return MetricsWriter(path, digest=digest)
 
 
 def _seed(config: Config, searcher: int, *more: int) -> int:

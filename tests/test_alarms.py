@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from tba_hpc.config import parse_config
-from tba_hpc.report.curves import History
-from tba_hpc.report.worries import ALARM_STEPS, View, Worry, runaway_policy, sinking_answers, worries
+from tba_hpc.report.alerts import EARLY_STEPS, RULES, Found, View, alerts, runaway_policy, sinking_answers
+from tba_hpc.report.curves import Trends
 from tba_hpc.run.evaluations import Evaluation
 
 RUNS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "recorded_alarms.json").read_text())[
@@ -29,13 +29,13 @@ WELL = [name for name in RUNS if name not in SPOILED]
 
 def views(name: str) -> Iterator[View]:
     """What there is to see after each step."""
-    run, history = RUNS[name], History()
+    run, trends = RUNS[name], Trends()
     tree = {"model": {"path": "m"}, "train": {"steps": len(run["series"]["reward"])}}
     config = parse_config(tree, run["overrides"])
     for step in range(1, config.train.steps + 1):
         known = {f"train/{figure}": values[step - 1] for figure, values in run["series"].items()}
-        history.take({"step": step, "train/length": run["length"], **known})
-        yield View(history, config, evaluated(run, step))
+        trends.take({"step": step, "train/length": run["length"], **known})
+        yield View(trends, config, evaluated(run, step))
 
 
 def evaluated(run: dict[str, Any], until: int) -> list[Evaluation]:
@@ -53,18 +53,18 @@ def fall(name: str) -> int:
     reward = RUNS[name]["series"]["reward"]
     return next(
         step
-        for step in range(2 * ALARM_STEPS, len(reward))
-        if fmean(reward[step - ALARM_STEPS : step]) < fmean(reward[: step - ALARM_STEPS]) / 2
+        for step in range(2 * EARLY_STEPS, len(reward))
+        if fmean(reward[step - EARLY_STEPS : step]) < fmean(reward[: step - EARLY_STEPS]) / 2
     )
 
 
-def first(check: Callable[[View], Worry | None], name: str) -> int:
+def first(check: Callable[[View], Found | None], name: str) -> int:
     """The step after which an alarm rings."""
-    return next(view.history.steps for view in views(name) if check(view))
+    return next(view.trends.steps for view in views(name) if check(view))
 
 
 def test_both_ring_well_before_the_rewards_of_a_collapse_fall() -> None:
-    assert first(sinking_answers, "collapse") == ALARM_STEPS <= fall("collapse") - 80
+    assert first(sinking_answers, "collapse") == EARLY_STEPS <= fall("collapse") - 80
     assert first(runaway_policy, "collapse") <= fall("collapse") - 25
 
 
@@ -73,8 +73,8 @@ def test_both_ring_where_old_data_keep_a_run_from_learning() -> None:
 
 
 @pytest.mark.parametrize("name", WELL)
-def test_runs_that_learn_from_data_of_any_age_worry_nobody(name: str) -> None:
-    assert not any(worries(view.history, view.config, view.evaluations) for view in views(name))
+def test_runs_that_learn_from_data_of_any_age_raise_none(name: str) -> None:
+    assert not any(alerts(view.trends, view.config, view.evaluations) for view in views(name))
 
 
 def test_an_alarm_names_the_strongest_setting_that_is_left() -> None:
@@ -88,26 +88,27 @@ def test_an_alarm_names_the_strongest_setting_that_is_left() -> None:
     }
     for override, key in keys.items():
         config = parse_config({"model": {"path": "m"}}, [override])
-        worry = sinking_answers(replace(last, config=config))
-        assert worry and worry.short.endswith(f"since step 40: {key}"), worry
-        assert key in worry.sentence and "lower train.learning_rate.peak=1e-05" in worry.sentence.lower()
+        view = replace(last, config=config)
+        (alert,) = [one for rule in RULES if rule.find is sinking_answers and (one := rule.alert(view))]
+        assert alert.short.endswith(f"since step 40: {key}"), alert
+        assert key in alert.sentence and "lower train.learning_rate.peak=1e-05" in alert.sentence.lower()
 
 
 def test_a_resume_forgets_the_steps_that_it_takes_back() -> None:
     """So a run that goes on from before it was spoiled begins without an alarm."""
-    history = History()
+    trends = Trends()
     for step in range(1, 61):
         drift = -9.0 if step > 30 else 0.0
-        history.take({"step": step, "train/length": 10.0, "train/better_log_weight": drift})
-    spoiled = View(history, parse_config({"model": {"path": "m"}}), [])
+        trends.take({"step": step, "train/length": 10.0, "train/better_log_weight": drift})
+    spoiled = View(trends, parse_config({"model": {"path": "m"}}), [])
     assert sinking_answers(spoiled)
-    history.take({"event": "resumed", "step": 30})
+    trends.take({"event": "resumed", "step": 30})
     assert not sinking_answers(spoiled)
 
 
 def test_a_long_run_keeps_its_newest_steps_one_by_one() -> None:
-    history = History()
+    trends = Trends()
     for step in range(1, 2_001):
-        history.take({"step": step, "train/log_weight": float(step)})
-    points = history.newest["train/log_weight"].points
+        trends.take({"step": step, "train/log_weight": float(step)})
+    points = trends.newest["train/log_weight"].points
     assert [point[:2] for point in points] == [(step, step) for step in range(1_881, 2_001)]

@@ -524,7 +524,7 @@ def test_what_a_resume_may_change_is_said_beside_each_key() -> None:
     config = parse_config({"model": {"path": "a"}, "task": {"options": {"size": 3}}})
     keys = differences(config, parse_config({"model": {"path": "b"}})).keys()
     assert keys == {"model.path", "task.options.size"} and not any(map(may_change, keys))
-    may = {"train.steps", "train.horizon", "checkpoint.keep", "evaluate.test_prompts", "metrics.tensorboard"}
+    may = {"train.steps", "train.horizon", "checkpoint.keep", "evaluate.test_prompts"}
     may |= {"launch.timeout_seconds", "launch.searchers", "run.root"}
     may |= {"checkpoint.snapshot"}
     assert all(map(may_change, may))

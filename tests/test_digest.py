@@ -12,9 +12,8 @@ import pytest
 from recorded import new_run, search, step
 
 from tba_hpc.report import digest as digests
-from tba_hpc.report.curves import Curve
+from tba_hpc.report.curves import Curve, Histograms
 from tba_hpc.report.digest import (
-    Histograms,
     KeptDigest,
     SearcherDigest,
     Spread,
@@ -98,10 +97,10 @@ def test_a_digest_that_does_not_fit_its_file_is_made_again(tmp_path: Path, damag
     kept.write_bytes(
         {
             "cut": head + b"\n" + body[:-9],
-            "other format": head.replace(b"format 1", b"format 0") + b"\n" + body,
+            "other format": head.replace(b"format ", b"format 9") + b"\n" + body,
             "no JSON": b"\x00" * 500,
-            "longer than the file": json.dumps({"format 1": end + 7}).encode() + b"\n" + body,
-            "in a line": json.dumps({"format 1": end - 7}).encode() + b"\n" + body,
+            "longer than the file": json.dumps({f"format {digests.FORMAT}": end + 7}).encode() + b"\n" + body,
+            "in a line": json.dumps({f"format {digests.FORMAT}": end - 7}).encode() + b"\n" + body,
         }[damage]
     )
     found, _ = read_digest(path, SearcherDigest(0))
@@ -129,7 +128,7 @@ def test_what_resumes_take_back_is_counted_once(tmp_path: Path) -> None:
     assert (found.step, found.redone, found.starts) == (40, 40, 3)
     assert (merged.shards, merged.trajectories, merged.duplicates, merged.evicted) == (40, 200, 40, 20)
     assert merged.tokens == sum(range(50, 90)) and merged.cursors == {0: 14, 1: 13, 2: 13}
-    assert [(point.step, point.value) for point in found.line("train/loss").points] == [
+    assert [(point.step, point.value) for point in found.trends.curves["train/loss"].points] == [
         (at, 1 / at) for at in range(1, 41)
     ]
     assert found.staleness.points == [(at, [1, 2, 3]) for at in range(1, 41)]

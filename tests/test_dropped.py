@@ -1,4 +1,4 @@
-"""What was dropped before anything was learned from it, by length: counted, shown, and worried about."""
+"""What was dropped before anything was learned from it, by length: counted, shown, and an alert."""
 
 import re
 from pathlib import Path
@@ -14,10 +14,10 @@ from tba_hpc.core.prompts import CompletedRequests
 from tba_hpc.loops.freshness import Freshness
 from tba_hpc.loops.merger import Merger, by_tenths
 from tba_hpc.report import page
-from tba_hpc.report.curves import History
+from tba_hpc.report.alerts import alerts
+from tba_hpc.report.curves import Trends
 from tba_hpc.report.summary import RunData
 from tba_hpc.report.tables import dropped_unlearned
-from tba_hpc.report.worries import worries
 from tba_hpc.run.checkpoints import TrainerState
 from tba_hpc.run.metrics import MetricsWriter, read_metrics
 
@@ -48,16 +48,16 @@ def test_an_eviction_tells_of_what_no_step_has_learned_from(tmp_path: Path) -> N
 CAME = [1000, 1000, 1000, 500, 400, 300, 200, 100, 0, 0]
 
 
-def told(*unlearned: int) -> History:
+def told(*unlearned: int) -> Trends:
     """Of a run that all of these came to."""
-    history = History()
-    history.take({"time": 0.0, "event": "merged", "step": 1, "lengths": CAME})
-    history.take({"time": 0.0, "event": "evicted", "step": 1, "unlearned": [*unlearned]})
-    return history
+    trends = Trends()
+    trends.take({"time": 0.0, "event": "merged", "step": 1, "lengths": CAME})
+    trends.take({"time": 0.0, "event": "evicted", "step": 1, "unlearned": [*unlearned]})
+    return trends
 
 
 def test_the_share_of_every_tenth_is_told_where_anything_was_dropped(tmp_path: Path) -> None:
-    assert dropped_unlearned(History().by_length) == dropped_unlearned(told(*[0] * 10).by_length) == ""
+    assert dropped_unlearned(Trends().by_length) == dropped_unlearned(told(*[0] * 10).by_length) == ""
     words = "95 of 4,500 trajectories (2.1 %); of each tenth of generator.max_tokens, in %: "
     assert (
         dropped_unlearned(told(10, 0, 0, 0, 0, 0, 20, 65, 0, 0).by_length) == words + "1 0 0 0 0 0 10 65 0 0"
@@ -92,12 +92,12 @@ def test_the_share_of_every_tenth_is_told_where_anything_was_dropped(tmp_path: P
         ((99, 99, 99, 50, 40, 30, 20, 10, 0, 0), {"max_staleness": 4}, {}, None),
     ],
 )
-def test_that_long_completions_are_dropped_is_a_worry(
+def test_that_long_completions_are_dropped_raises_an_alert(
     unlearned: tuple[int, ...], exchange: dict[str, object], buffer: dict[str, object], remedy: str | None
 ) -> None:
     """Of 1,000 completions beyond the fourth tenth: more than 1 %, and twice the share of the others."""
     config = parse_config({"model": {"path": "m"}, "exchange": exchange, "buffer": buffer})
-    found = [worry.sentence for worry in worries(told(*unlearned), config, [])]
+    found = [alert.sentence for alert in alerts(told(*unlearned), config, [])]
     assert len(found) == (remedy is not None)
     if remedy:
         (sentence,) = found

@@ -274,7 +274,7 @@ def fresh(version: int, count: int, **figures: object) -> dict[str, object]:
 def test_searchers_are_averaged_by_what_they_sampled(run: RunDir) -> None:
     write(run.metrics_file("searcher", 0), [fresh(0, 300, kl=1.0), fresh(2, 100, kl=4.0), fresh(3, 0)])
     write(run.metrics_file("searcher", 1), [fresh(0, 100, kl=3.0)])
-    steps, values = plots._by_version(RunData.read(run), "search/kl")
+    steps, values = plots._course(RunData.read(run), "search/kl")
     assert (steps.tolist(), values.tolist()) == ([0, 2], [1.5, 4.0])
 
 
@@ -307,23 +307,23 @@ def test_the_page_shows_what_the_searchers_and_the_batch_are_like(run: RunDir) -
     assert "1 × optimizer step skipped: loss or gradient norm not finite" in shown
 
 
-def test_the_page_begins_with_what_to_worry_about(run: RunDir) -> None:
-    assert "What to worry about" not in (text := written(run)) and "No figure" not in text
+def test_the_page_begins_with_the_alerts(run: RunDir) -> None:
+    assert "<h2>Alerts</h2>" not in (text := written(run)) and "No figure" not in text
     resumed_run(run)
     text = written(run)
-    assert "No figure of this run asks for attention" in text and "What to worry about" not in text
+    assert "No figure of this run asks for attention" in text and "<h2>Alerts</h2>" not in text
     write(run.metrics_file("searcher", 0), [search(4666.0, 9, 9.0, rejected=40, trajectories=10)])
     text = written(run)
-    where = [text.index(words) for words in ("What to worry about", "40 of 66 trajectories", "pass@1 before")]
+    where = [text.index(words) for words in ("<h2>Alerts</h2>", "40 of 66 trajectories", "pass@1 before")]
     assert where == sorted(where) and text.count("40 of 66 trajectories") == 1
     summary = summarise(run, run.config())
-    assert summary.rejected == 40 and summary.worries[0].startswith("40 of 66 trajectories (61 %) were set")
+    assert summary.rejected == 40 and summary.alerts[0].startswith("40 of 66 trajectories (61 %) were set")
 
 
 def test_the_summary_tells_how_it_went(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     resumed_run(run)
     print_summary(run, summarise(run, run.config()))
-    assert not re.search("KL|entropy|worry|rejected|skipped", capsys.readouterr().out)
+    assert not re.search("KL|entropy|alert|rejected|skipped", capsys.readouterr().out)
     record = search(4666.0, 9, 9.0, version=1, kl=0.75, entropy=0.1, rejected=40)
     write(run.metrics_file("searcher", 0), [record])
     print_summary(run, summarise(run, run.config()))
@@ -332,7 +332,7 @@ def test_the_summary_tells_how_it_went(run: RunDir, capsys: pytest.CaptureFixtur
         "KL on fresh samples +0.75",
         "entropy +0.1",
         "rejected trajectories +40",
-        "worry +40 of 60",
+        "alert +40 of 60",
     ):
         assert re.search(shown, text), text
 

@@ -12,7 +12,6 @@ import argparse
 import ast
 import tomllib
 import types
-import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
@@ -27,7 +26,8 @@ from tba_hpc.cli import app
 from tba_hpc.config import Config, Section, may_change
 from tba_hpc.config.variants import choices
 from tba_hpc.launch.plan import Site
-from tba_hpc.run import metrics
+from tba_hpc.run import metric_table
+from tba_hpc.run.metrics import RECORDS_PER_SECOND
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PACKAGE = DOCS.parent / "tba_hpc"
@@ -129,9 +129,41 @@ def sections_in(field: FieldInfo) -> list[type[Section]]:
 
 
 def metrics_page() -> str:
-    """The table of names that metrics.py holds."""
-    head, _, table = typing.cast(str, metrics.__doc__).partition("\n\n")
-    return f"# Every metric\n\n{head.replace('``', '`')}\n\n```text\n{table.strip()}\n```\n"
+    """What metric_table.py holds."""
+    parts = [
+        "# Every metric",
+        "A JSON line per record in `RUN/metrics`, one file per role and rank: `trainer.jsonl`, "
+        "`searcher-0003.jsonl`. Every record has `time` (unix seconds). Shares lie in 0…1, seconds are wall "
+        "time, log and nats are natural.",
+        "## trainer.jsonl, a record per optimizer step",
+        _metrics_table(metric_table.STEP),
+        "### Its events",
+        "With `event`, `step`, `buffer/size` and `revision`.",
+        _names_table("event", metric_table.TRAINER_EVENTS),
+        "## searcher-NNNN.jsonl, a record per second",
+        f"Of more than {RECORDS_PER_SECOND} searchers each logs less often, so that all of them write "
+        f"{RECORDS_PER_SECOND} records per second. Counts are since the record before.",
+        _metrics_table(metric_table.SEARCH),
+        "### Its events",
+        _names_table("event", metric_table.SEARCHER_EVENTS),
+        "## Fields of events",
+        _names_table("field", metric_table.FIELDS),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _metrics_table(table: dict[str, metric_table.Metric]) -> str:
+    rows = [f"| `{name}` | {one.unit} | {_cell(one.meaning)} |" for name, one in table.items()]
+    return "\n".join(["| name | unit | meaning |", "|---|---|---|", *rows])
+
+
+def _names_table(head: str, table: dict[str, str]) -> str:
+    rows = [f"| `{name}` | {_cell(meaning)} |" for name, meaning in table.items()]
+    return "\n".join([f"| {head} | meaning |", "|---|---|", *rows])
+
+
+def _cell(text: str) -> str:
+    return text.replace("``", "`").replace("|", "\\|")
 
 
 def commands_page() -> str:

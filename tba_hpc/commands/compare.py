@@ -1,6 +1,6 @@
 """``tba compare``: runs beside one another: what differs in their configs, what they came to, their curves.
 
-It must not know how figures are drawn: ``report.plots`` does. Changes nothing of a run.
+It reads runs and changes nothing of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEFT_OUT = "KL and perplexity are left out: these runs have different references
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A run among others. before, after: the score on the held-out prompts, None where it was not measured.
+    """A run among others. before, after: the score on the held-out prompts, None if it was not measured.
 
     gain: of ``after`` over that of the first run, as of unpaired prompts; None of the first run itself.
     """
@@ -46,7 +46,7 @@ class Compared:
 
 
 def compare(paths: Sequence[Path]) -> list[Compared]:
-    """Read some runs, at any moment of them. Raises ConfigError where there is only one, or one is no run."""
+    """Read some runs, at any moment of them. Raises ConfigError if there is only one, or one is no run."""
     if len(set(paths)) < 2:
         raise ConfigError(f"{paths[0]} alone is nothing to compare: name two runs or more")
     runs = [RunDir.open(path) for path in dict.fromkeys(paths)]
@@ -137,7 +137,7 @@ def _figures(run: Compared) -> dict[str, str]:
         "optimizer steps": f"{summary.steps:,}" + ("" if summary.finished else ", unfinished"),
         "training time": duration(summary.train_seconds),
         "trajectories": f"{summary.trajectories:,}",
-        "worries": f"{len(summary.worries)}",
+        "alerts": f"{len(summary.alerts)}",
     }
 
 

@@ -30,7 +30,6 @@ from tba_hpc.config.sections import (
     LearningRate,
     LoraSection,
     MayChange,
-    MetricsSection,
     ModelSection,
     RewardSection,
     RunSection,

@@ -455,11 +455,6 @@ class EvaluateSection(Section):
     """Held-out prompts evaluated before the first and after the last step. null: all."""
 
 
-class MetricsSection(Section):
-    tensorboard: MayChange[bool] = False
-    """Also write TensorBoard event files under metrics/tensorboard."""
-
-
 class WandbSection(Section):
     project: MayChange[str] = Field(min_length=1)
     """Project in Weights & Biases."""
@@ -556,7 +551,6 @@ class Config(Section):
     exchange: ExchangeSection = ExchangeSection()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluate: EvaluateSection = EvaluateSection()
-    metrics: MetricsSection = MetricsSection()
     track: TrackSection = TrackSection()
     launch: LaunchSection = LaunchSection()
 

@@ -1,6 +1,6 @@
 """What a searcher's records say of the completions scored since the record before, as sums that add up.
 
-It must not know what scored them; ``metrics`` says what each name means.
+``metric_table`` says what each name means.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ def _no_rewards() -> np.ndarray:
     return np.zeros(len(REWARD_EDGES) + 1, np.int64)
 
 
-class Parts(dict[str, float]):
+class RewardParts(dict[str, float]):
     """Sums by name; ``+`` adds up name by name."""
 
-    def __add__(self, other: Parts) -> Parts:
-        return Parts({name: self.get(name, 0.0) + other.get(name, 0.0) for name in {**self, **other}})
+    def __add__(self, other: RewardParts) -> RewardParts:
+        return RewardParts({name: self.get(name, 0.0) + other.get(name, 0.0) for name in {**self, **other}})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +50,7 @@ class Sums:
     histogram: np.ndarray = field(default_factory=_no_rewards)
     checked: int = 0
     gap: float = 0.0
-    parts: Parts = field(default_factory=Parts)
+    parts: RewardParts = field(default_factory=RewardParts)
 
     @classmethod
     def of(
@@ -83,7 +83,7 @@ class Sums:
             compared=compared,
             kl=logprob - _total(ref_logprobs) if compared and ref_logprobs is not None else 0.0,
             histogram=np.bincount(np.digitize(reward_K, REWARD_EDGES), minlength=len(REWARD_EDGES) + 1),
-            parts=Parts({name: float(sum(values)) for name, values in (parts or {}).items()}),
+            parts=RewardParts({name: float(sum(values)) for name, values in (parts or {}).items()}),
         )
 
     @classmethod
@@ -98,7 +98,7 @@ class Sums:
         return Sums(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
     def figures(self) -> dict[str, Value]:
-        """What a record says; None where there is nothing to take a mean of."""
+        """What a record says; None if there is nothing to take a mean of."""
         return {
             "search/groups": self.groups,
             "search/trajectories": self.completions,

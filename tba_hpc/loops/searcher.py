@@ -20,9 +20,6 @@ from tba_hpc.run.metrics import Clock, MetricsWriter
 PENDING_SHARDS = 64
 """Back-pressure: unmerged shards at which a searcher pauses."""
 
-LOG_SECONDS = 1.0
-"""Seconds between two metric records."""
-
 IDLE_SECONDS = 0.005
 """Pause of a loop that has nothing to generate."""
 
@@ -42,7 +39,8 @@ class Searcher:
     """One engine's loop.
 
     sequences: completions that the engine works on at once. pending_shards: unmerged shards at which
-    generation pauses. report: takes a searcher's place among those that evaluate, their number, and its part.
+    generation pauses. log_seconds: between two metric records. report: takes a searcher's place among those
+    that evaluate, their number, and its part.
     """
 
     def __init__(
@@ -58,6 +56,7 @@ class Searcher:
         stop_asked: Callable[[], bool],
         sequences: int,
         pending_shards: int = PENDING_SHARDS,
+        log_seconds: float = 1.0,
     ) -> None:
         self._generator = generator
         self._scorer = scorer
@@ -69,6 +68,7 @@ class Searcher:
         self._stop_asked = stop_asked
         self._sequences = sequences
         self._pending_shards = pending_shards
+        self._log_seconds = log_seconds
         self._upcoming: Request | None = None
         self._budget_end: int | None = None  # the first request that may not be issued yet
         self._set_aside = 0  # groups without a single reward, each of which another one may replace
@@ -226,7 +226,7 @@ class Searcher:
         self._exchange.close()
 
     def _log_if_due(self) -> None:
-        if time.monotonic() - self._logged >= LOG_SECONDS:
+        if time.monotonic() - self._logged >= self._log_seconds:
             self._log()
 
     def _log(self) -> None:
@@ -244,7 +244,7 @@ class Searcher:
                 "search/busy_share": (self._busy_seconds - before) / seconds,
                 "search/rebuilds": self._generator.rebuilds,
                 "search/seal_share": tally.seal_seconds / seconds,
-                "search/paused_seconds": spent.get("paused", 0.0),
+                "search/paused_share": spent.get("paused", 0.0) / seconds,
                 "search/load_seconds": tally.load_seconds or None,
                 "search/propagation_seconds": tally.propagation_seconds or None,
                 "search/pending_shards": self._exchange.pending,

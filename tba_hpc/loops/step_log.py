@@ -1,7 +1,4 @@
-"""The record of every optimizer step in the trainer's metrics; ``metrics`` says what each name means.
-
-It must not know what the trainer does between two steps, only how long it took.
-"""
+"""The record of every optimizer step in the trainer's metrics; ``metric_table`` says what each name means."""
 
 from __future__ import annotations
 

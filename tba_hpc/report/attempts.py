@@ -1,7 +1,4 @@
-"""What a run's events tell of its attempts: how each of them ended, and the faults that were met.
-
-It must not know how this is shown, nor what the ranks did meanwhile: that is in their metrics.
-"""
+"""What a run's events tell of its attempts: how each of them ended, and the faults that were met."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ class Attempt:
     """A start of the ranks, or of a job that came to none (``name`` is empty).
 
     job, restarts: Slurm's job and how often it was requeued before; start, end: unix seconds, ``end`` None
-    while the attempt goes on or where nobody noted it. outcome: one of ENDS, KILLED, empty while it goes
+    while the attempt goes on or if nobody noted it. outcome: one of ENDS, KILLED, empty while it goes
     on; note: exit status or sentence. requeued: the job went back to the queue after it.
     """
 

@@ -1,58 +1,39 @@
-"""A run's figures as curves over its steps, folded record by record in bounded memory.
+"""The course of a run's figures, folded record by record in bounded memory: a few hundred points each.
 
-A day's records of many searchers come to a few dozen points a figure, which average its noise away. What was
-folded of several files adds up. It must not know which figures are healthy.
+What was folded of several files adds up.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, Self, TypeVar
 
 from tba_hpc.report.attempts import STARTS, CumulativeCounter
+from tba_hpc.run.metric_table import CURVES
 from tba_hpc.run.metrics import TENTHS, Record, number
 
-SPANS = 64
-"""Most points of a curve: enough to see a trend, and each of many records."""
+POINTS = 256
+"""Most points of a curve: as many as a plot has room for."""
+
+TREND_POINTS = 64
+"""Most points of a trend: each of many records, so that noise averages out."""
 
 LATEST_STEPS, LATEST_COMPLETIONS = 16, 256
-"""What a figure of "now" is the mean of, where a point is not of more by itself."""
+"""What a current value is the mean of, unless a point is of more by itself."""
 
-OF_STEPS = (
-    "train/grad_norm",
-    "train/log_ratio",
-    "train/ess",
-    "train/clip_share",
-    "train/engine_gap",
-    "train/flat_groups",
-    "train/length",
-    "train/replay_ratio",
-    "train/wait_share",
-)
-"""Figures of optimizer steps that are followed."""
+STEP_CURVES = tuple(name for name in CURVES if not name.startswith("search/"))
+FRESH_CURVES = tuple(name for name in CURVES if name.startswith("search/"))
+"""Means of a searcher's record, weighted by its trajectories."""
 
-OF_FRESH = (
-    "search/reward",
-    "search/kl",
-    "search/entropy",
-    "search/length",
-    "search/truncated_share",
-    "search/flat_groups",
-    "search/engine_gap",
-)
-"""Figures of fresh completions that are followed: means of a record, weighed by its trajectories."""
-
-
-OF_NEWEST = ("train/log_weight", "train/better_log_weight")
-"""Figures of optimizer steps that may tell within some dozen steps what comes."""
+EARLY_SIGNS = ("train/log_weight", "train/better_log_weight")
+"""Figures that show a collapse within some dozen steps."""
 
 NEWEST_STEPS = 120
-"""So many of the newest steps are kept one by one."""
-
-AFTER_START = 2
-"""Optimizer steps after the first weights of a start in which a policy has not yet moved far."""
-
+"""Steps of which these are kept one by one."""
 
 V = TypeVar("V")
 
@@ -76,7 +57,7 @@ class Spans(ABC, Generic[V]):
     sums: dict[int, V]
 
     def add(self, other: Self) -> None:
-        """Count all values of another one as well: as if this one had taken them."""
+        """Count all values of another one as well."""
         while self.width < other.width:
             self._widen()
         for span, value in other.sums.items():
@@ -111,6 +92,28 @@ class Spans(ABC, Generic[V]):
 
 
 @dataclass
+class Histograms(Spans[list[int]]):
+    """Counts per bin over spans of steps."""
+
+    spans: int = TREND_POINTS
+    width: int = 1
+    sums: dict[int, list[int]] = field(default_factory=dict)
+
+    def take(self, step: int, counts: Sequence[float]) -> None:
+        """Count one more histogram, of ``step``."""
+        self._take(step, [int(count) for count in counts])
+
+    @staticmethod
+    def _sum(one: list[int], other: list[int]) -> list[int]:
+        return [a + b for a, b in itertools.zip_longest(one, other, fillvalue=0)]
+
+    @property
+    def points(self) -> list[tuple[int, list[int]]]:
+        """Where a span begins, and its counts; by step."""
+        return [(span * self.width, counts) for span, counts in sorted(self.sums.items())]
+
+
+@dataclass
 class Curve(Spans[tuple[float, float]]):
     """Weighted means over spans of steps.
 
@@ -118,7 +121,7 @@ class Curve(Spans[tuple[float, float]]):
     """
 
     latest_weight: float
-    spans: int = SPANS
+    spans: int = POINTS
     width: int = 1
     sums: dict[int, tuple[float, float]] = field(default_factory=dict)
 
@@ -147,6 +150,7 @@ class Curve(Spans[tuple[float, float]]):
         totals = list(self.sums.values())
         return sum(total for total, _ in totals) / sum(weight for _, weight in totals) if totals else None
 
+    @property
     def latest(self) -> float | None:
         """Mean of the newest points that together have the weight for it, or of all; None of nothing."""
         total = weights = 0.0
@@ -156,6 +160,13 @@ class Curve(Spans[tuple[float, float]]):
             total, weights = total + point.value * point.weight, weights + point.weight
         return total / weights if weights else None
 
+    @property
+    def trend(self) -> Curve:
+        """The same with TREND_POINTS at most."""
+        coarse = replace(self, spans=TREND_POINTS, sums=dict(self.sums))
+        coarse._bound()
+        return coarse
+
 
 class Newest(Curve):
     """The values of the newest steps, each for itself: spans of a long run would hide what begins in them."""
@@ -163,45 +174,6 @@ class Newest(Curve):
     def _bound(self) -> None:
         while len(self.sums) > self.spans:
             del self.sums[min(self.sums)]
-
-
-def _fresh_curve() -> Curve:
-    return Curve(LATEST_COMPLETIONS)
-
-
-@dataclass
-class AcrossStarts:
-    """The KL of a searcher's completions shortly before each of its starts, and shortly after.
-
-    A resume goes on with the weights of the stop, or of some steps before: the two are about the same.
-    before, last: by version, of the attempt before and of this one; first: of the first versions of this one,
-    which ``began`` with that version.
-    """
-
-    before: Curve | None = None
-    last: Curve = field(default_factory=_fresh_curve)
-    first: Curve = field(default_factory=_fresh_curve)
-    began: int | None = None
-
-    def start(self) -> None:
-        """What comes now is of another attempt."""
-        if self.last.sums:
-            self.before = self.last
-        self.last, self.first, self.began = _fresh_curve(), _fresh_curve(), None
-
-    def take(self, version: int, kl: float, weight: float) -> None:
-        """One more mean of so many completions, sampled by the weights of ``version``."""
-        self.began = version if self.began is None else self.began
-        self.last.take(version, kl, weight)
-        if version <= self.began + AFTER_START:
-            self.first.take(version, kl, weight)
-
-    @property
-    def change(self) -> tuple[float, float] | None:
-        """Before and after the last start; None where one is not known."""
-        before = self.before.latest() if self.before else None
-        after = self.first.latest()
-        return None if before is None or after is None else (before, after)
 
 
 @dataclass
@@ -221,36 +193,35 @@ class ByLength:
                 counts[:] = [int(a + b) for a, b in zip(counts, more, strict=True)]
 
     def lost(self, first: int = 0, end: int = TENTHS) -> float:
-        """Share of what came of these tenths, 0 … 1, that was dropped; 0 where nothing came."""
+        """Share of what came of these tenths, 0 … 1, that was dropped; 0 if nothing came."""
         return sum(self.unlearned[first:end]) / max(1, sum(self.came[first:end]))
 
 
 @dataclass
-class History:
-    """The curves of a run, by the names of the metrics, and what is counted since its start."""
+class Trends:
+    """The curves of a run, by the names of the metrics, and what is counted since its start.
+
+    initial_kl: search/kl of the initial weights' samples alone, a single point. first_log_ratio:
+    train/log_ratio of the first step, if that is plainly against π_ref. paused: share of its time that a
+    searcher with trained weights was idle, by version. beta: of the last step. last_skip: the last step that
+    was skipped.
+    """
 
     curves: dict[str, Curve] = field(
         default_factory=lambda: {
-            **{name: Curve(LATEST_STEPS) for name in OF_STEPS},
-            **{name: _fresh_curve() for name in OF_FRESH},
+            **{name: Curve(LATEST_STEPS) for name in STEP_CURVES},
+            **{name: Curve(LATEST_COMPLETIONS) for name in FRESH_CURVES},
         }
     )
     newest: dict[str, Newest] = field(
-        default_factory=lambda: {name: Newest(LATEST_STEPS, NEWEST_STEPS) for name in OF_NEWEST}
+        default_factory=lambda: {name: Newest(LATEST_STEPS, NEWEST_STEPS) for name in EARLY_SIGNS}
     )
-    initial_kl: Curve = field(default_factory=_fresh_curve)
-    """search/kl of what the initial weights sampled alone: a single point, at step 0."""
+    initial_kl: Curve = field(default_factory=lambda: Curve(LATEST_COMPLETIONS))
     first_log_ratio: float | None = None
-    """train/log_ratio of the first step, where that is plainly against π_ref."""
-    starts: dict[int, AcrossStarts] = field(default_factory=dict)
-    """search/kl across the last start of each searcher."""
-    paused: Curve = field(default_factory=_fresh_curve)
-    """Share of its time that a searcher with trained weights was idle, by version."""
+    paused: Curve = field(default_factory=lambda: Curve(LATEST_COMPLETIONS))
     steps: int = 0
     beta: float | None = None
-    """β of the last step."""
     last_skip: int | None = None
-    """The last step that was skipped."""
     trajectories: int = 0
     by_length: ByLength = field(default_factory=ByLength)
     skips: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("train/skipped_steps"))
@@ -272,49 +243,48 @@ class History:
             self.last_skip = int(step)
         if step == 1 and number(record, "train/reference_power", 1.0) == 1.0:
             self.first_log_ratio = number(record, "train/log_ratio")
-        self._follow(record, OF_STEPS, int(step), 1.0)
-        for name, curve in self.newest.items():
-            if (value := number(record, name)) is not None:
-                curve.take(int(step), value)
+        self._follow(self.curves, record, STEP_CURVES, int(step), 1.0)
+        self._follow(self.newest, record, EARLY_SIGNS, int(step), 1.0)
 
     def _go_back(self, step: int) -> None:
         self.steps = min(self.steps, step)
-        for curve in [*(self.curves[name] for name in OF_STEPS), *self.newest.values()]:
+        for curve in [*(self.curves[name] for name in STEP_CURVES), *self.newest.values()]:
             curve.cut(step)
 
-    def add(self, other: History) -> None:
+    def take_search(self, searcher: int, record: Record) -> None:
+        """One more record of a searcher."""
+        self.rejections.setdefault(searcher, CumulativeCounter("search/rejected")).take(record)
+        version, count = number(record, "search/version"), number(record, "search/trajectories", 0.0)
+        paused = number(record, "search/paused_share")
+        if version and paused is not None:
+            self.paused.take(int(version), paused)
+        if version is None or not count:
+            return
+        self.trajectories += int(count)
+        self._follow(self.curves, record, FRESH_CURVES, int(version), count)
+        if version == 0 and (kl := number(record, "search/kl")) is not None:
+            self.initial_kl.take(0, kl, count)
+
+    @staticmethod
+    def _follow(
+        curves: dict[str, Curve] | dict[str, Newest],
+        record: Record,
+        names: Sequence[str],
+        step: int,
+        weight: float,
+    ) -> None:
+        for name in names:
+            if (value := number(record, name)) is not None and math.isfinite(value):
+                curves[name].take(step, value, weight)
+
+    def add(self, other: Trends) -> None:
         """Count what was folded of other files of the run as well."""
         for name, curve in other.curves.items():
             self.curves[name].add(curve)
         self.initial_kl.add(other.initial_kl)
         self.paused.add(other.paused)
-        self.starts |= other.starts
         self.rejections |= other.rejections
         self.trajectories += other.trajectories
-
-    def take_search(self, searcher: int, record: Record) -> None:
-        """One more record of a searcher."""
-        self.rejections.setdefault(searcher, CumulativeCounter("search/rejected")).take(record)
-        starts = self.starts.setdefault(searcher, AcrossStarts())
-        if record.get("event") == "started":
-            starts.start()
-        version, count = number(record, "search/version"), number(record, "search/trajectories", 0.0)
-        paused = number(record, "search/paused_seconds")
-        if version and paused is not None:
-            self.paused.take(int(version), min(1.0, paused))  # a record is of about a second
-        if version is None or not count:
-            return
-        self.trajectories += int(count)
-        self._follow(record, OF_FRESH, int(version), count)
-        if (kl := number(record, "search/kl")) is not None:
-            starts.take(int(version), kl, count)
-            if version == 0:
-                self.initial_kl.take(0, kl, count)
-
-    def _follow(self, record: Record, names: tuple[str, ...], step: int, weight: float) -> None:
-        for name in names:
-            if (value := number(record, name)) is not None:
-                self.curves[name].take(step, value, weight)
 
     @property
     def skipped(self) -> int:
@@ -326,13 +296,13 @@ class History:
         """Trajectories set aside, in all attempts."""
         return sum(counter.total for counter in self.rejections.values())
 
-    def points(self, name: str) -> list[Point]:
+    def trend(self, name: str) -> list[Point]:
         """Of a metric, by step."""
-        return self.curves[name].points
+        return self.curves[name].trend.points
 
     def latest(self, name: str) -> float | None:
-        """What a metric is now; None where it was never recorded."""
-        return self.curves[name].latest()
+        """What a metric is now; None if it was never recorded."""
+        return self.curves[name].latest
 
     @property
     def engine_gap(self) -> float | None:

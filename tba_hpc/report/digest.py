@@ -1,19 +1,17 @@
-"""What a metrics file comes to: folded record by record in bounded memory, and kept beside the file.
+"""What a metrics file comes to, folded record by record in bounded memory, and kept beside the file.
 
-Who writes the file folds what it writes (``KeptDigest``), so that a reader has only the last lines to parse,
-however long the run. A digest holds nothing that the lines do not: where none is kept, or it does not fit
-its file, the lines are folded again. It must not know how figures are shown.
+Whoever writes the file keeps its digest (``KeptDigest``), so that a reader has only the last lines to parse,
+however long the run. It holds nothing that the lines do not: if it is missing or does not fit its file, the
+lines are folded again.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -21,24 +19,17 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from pydantic import TypeAdapter
 
 from tba_hpc.report.attempts import STARTS, CumulativeCounter
-from tba_hpc.report.curves import Curve, History, Spans
+from tba_hpc.report.curves import Curve, Histograms, Trends
 from tba_hpc.run.files import is_for_room, write_atomic
 from tba_hpc.run.metrics import MetricsTail, Record, number
-from tba_hpc.run.parts import is_finished, open_part
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Version of the files of digests; those of another are made again from the lines."""
 
 KEEP_SECONDS = 60.0
-"""Pause between two writings of a digest: lines of so long are parsed by whoever reads the file."""
-
-POINTS = 256
-"""Most points of a curve that is drawn: as many as a figure has room for."""
-
-HISTOGRAM_SPANS = 64
-"""Spans of steps that histograms are kept for."""
+"""Between two writings of a digest: lines of so long are parsed by whoever reads the file."""
 
 SEALS = 2048
 """Newest seals of a searcher that are remembered: more than were ever sealed beyond a checkpoint."""
@@ -46,32 +37,17 @@ SEALS = 2048
 CHECKPOINTS = 16
 """Newest checkpoints to which the counts can go back; a resume takes the newest one that is whole."""
 
-TOLD, DAMAGED = 256, 32
-"""Newest rows of the trainer's history that are remembered, and damaged checkpoints."""
+SHOWN_EVENTS, DAMAGED = 256, 32
+"""Newest events of the trainer that are remembered, and damaged checkpoints."""
 
 PACE_STEPS = 20
 """Steps whose mean duration the estimate of the time left is made from."""
 
-DULL = ("filling", "merged", "evicted", "snapshot")
-"""Events of the trainer of which there are many and that tell nothing to a reader of a report."""
+ROUTINE = ("filling", "merged", "evicted", "snapshot")
+"""Events of the trainer that a report leaves out."""
 
 PHASES = ("started", "resumed", "filling", "waiting", "stopped", "finished")
-"""Events that tell what the trainer is doing from then on."""
-
-OF_STEPS_DRAWN = (
-    *("train/loss", "train/grad_norm", "train/log_ratio", "train/ess", "train/clip_share", "train/reward"),
-    *("train/log_weight", "train/better_log_weight"),
-    *("train/flat_groups", "train/length", "train/replay_ratio", "train/engine_gap", "train/wait_share"),
-    *("train/skipped_steps", "train/learning_rate", "train/beta", "staleness/mean", "staleness/max"),
-    *("buffer/size", "buffer/added", "buffer/duplicates", "buffer/evicted", "sync/publish_stall_seconds"),
-)
-"""Figures of optimizer steps that are drawn, or of which the mean is shown."""
-
-OF_FRESH_DRAWN = (
-    *("search/reward", "search/kl", "search/entropy", "search/length", "search/truncated_share"),
-    *("search/flat_groups", "search/engine_gap"),
-)
-"""Figures of fresh completions that are drawn."""
+"""Events that say what the trainer does from then on."""
 
 WAITS = ("search/seal_share", "search/propagation_seconds", "search/load_seconds", "search/busy_share")
 """Figures of a searcher of which mean and 95th percentile are shown."""
@@ -125,28 +101,6 @@ class Spread:
         return 0.0 if place == self.LEAST else math.exp(self.BASE * (place + 0.5))
 
 
-@dataclass
-class Histograms(Spans[list[int]]):
-    """Counts per bin over spans of steps."""
-
-    spans: int = HISTOGRAM_SPANS
-    width: int = 1
-    sums: dict[int, list[int]] = field(default_factory=dict)
-
-    def take(self, step: int, counts: Sequence[float]) -> None:
-        """Count one more histogram, of ``step``."""
-        self._take(step, [int(count) for count in counts])
-
-    @staticmethod
-    def _sum(one: list[int], other: list[int]) -> list[int]:
-        return [a + b for a, b in itertools.zip_longest(one, other, fillvalue=0)]
-
-    @property
-    def points(self) -> list[tuple[int, list[int]]]:
-        """Where a span begins, and its counts; by step."""
-        return [(span * self.width, counts) for span, counts in sorted(self.sums.items())]
-
-
 class Sealed(NamedTuple):
     """What a shard holds: trajectories, and the tokens of their completions."""
 
@@ -158,7 +112,7 @@ class Sealed(NamedTuple):
 class Merged:
     """What the surviving history of a run has merged; cursors: per searcher, the shard that comes next.
 
-    dropped: trajectories that came too late, or answered a request anew.
+    dropped: trajectories that came too late, or answered a request a second time.
     """
 
     revision: int = 0
@@ -199,7 +153,7 @@ class Stretch:
 
 
 @dataclass
-class Told:
+class EventRow:
     """Events of one kind that followed one another: how many, the time and the step of the last."""
 
     event: str
@@ -208,23 +162,17 @@ class Told:
     step: int
 
 
-def _drawn() -> dict[str, Curve]:
-    return {}
-
-
 @dataclass
 class TrainerDigest:
     """The trainer's records.
 
-    phase: the last event of PHASES, or ``training``; ending: the last of those but ``filling`` and
-    ``waiting``. postponed: the newest checkpoint for which there was no room, if none was complete since.
-    latest: the newest value of every figure. step: the last one done. redone: steps taken back
-    by all resumes. saved: what was merged by the newest checkpoints, by revision. drawn: curves by step.
-    told: rows of the history, the newest of them; forgotten: rows before.
+    phase: the last event of PHASES, or ``training``. postponed: the newest checkpoint for which there was no
+    space, if none was complete since. latest: the newest value of every figure. step: the last one done.
+    redone: steps taken back by all resumes. saved: what was merged by the newest checkpoints, by revision.
+    events: the newest rows of the run's history; older_events: how many came before.
     """
 
-    history: History = field(default_factory=History)
-    drawn: dict[str, Curve] = field(default_factory=_drawn)
+    trends: Trends = field(default_factory=Trends)
     stalls: Spread = field(default_factory=Spread)
     staleness: Histograms = field(default_factory=Histograms)
     phase: str = ""
@@ -241,12 +189,12 @@ class TrainerDigest:
     merged: Merged = field(default_factory=Merged)
     saved: list[Merged] = field(default_factory=list)
     stretches: list[Stretch] = field(default_factory=list)
-    told: list[Told] = field(default_factory=list)
-    forgotten: int = 0
+    events: list[EventRow] = field(default_factory=list)
+    older_events: int = 0
 
     def take(self, record: Record) -> None:
         """One more record."""
-        self.history.take(record)
+        self.trends.take(record)
         event = record.get("event")
         if event in ("merged", "evicted"):
             self.merged.take(record)
@@ -254,15 +202,12 @@ class TrainerDigest:
             self._take_step(record)
         else:
             self._take_event(str(event), record)
-        if event != "damaged":  # told before the start that it belongs to
+        if event != "damaged":  # logged before the start that it belongs to
             self._stretch(str(event or ""), record)
 
     def _take_step(self, record: Record) -> None:
         self.phase, self.step = "training", _whole(record, "step")
         self.step_times = [*self.step_times, number(record, "time", 0.0)][-PACE_STEPS - 1 :]
-        for name in OF_STEPS_DRAWN:
-            if (value := number(record, name)) is not None and math.isfinite(value):
-                self.drawn.setdefault(name, Curve(1, spans=POINTS)).take(self.step, value)
         if (stall := number(record, "sync/publish_stall_seconds")) is not None:
             self.stalls.take(stall)
         if isinstance(counts := record.get("staleness/histogram"), list):
@@ -289,11 +234,11 @@ class TrainerDigest:
         if event in (*PHASES, "checkpoint"):
             self.step = int(number(record, "step", self.step))
             self.latest = {**self.latest, **record}
-        if event not in DULL:
-            self._tell(event, record)
+        if event not in ROUTINE:
+            self._show(event, record)
 
     def _save(self, revision: int) -> None:
-        """What a checkpoint holds: what was merged when it was copied, which may be told before."""
+        """What a checkpoint holds: what was merged when it was copied, which may be logged before."""
         if all(saved.revision != revision for saved in self.saved):
             self.saved = [*self.saved, self.merged.copy()][-CHECKPOINTS:]
 
@@ -302,8 +247,6 @@ class TrainerDigest:
         self.starts += 1
         self.redone += max(0, self.step - step)
         self.step = step
-        for curve in self.drawn.values():
-            curve.cut(step)
         self.staleness.cut(step)
         self.saved = [saved for saved in self.saved if saved.revision <= revision]
         if self.merged.revision != revision:  # else nothing came after the checkpoint
@@ -316,23 +259,19 @@ class TrainerDigest:
         now = self.stretches[-1]
         now.end, now.last, now.event = when, step, event
 
-    def _tell(self, event: str, record: Record) -> None:
-        last = self.told[-1] if self.told else None
+    def _show(self, event: str, record: Record) -> None:
+        last = self.events[-1] if self.events else None
         times = 1 + (last.times if last and last.event == event else 0)
-        row = Told(event, times, number(record, "time", 0.0), _whole(record, "step"))
-        self.told[len(self.told) - (times > 1) :] = [row]
-        if len(self.told) > TOLD:
-            del self.told[0]
-            self.forgotten += 1
+        row = EventRow(event, times, number(record, "time", 0.0), _whole(record, "step"))
+        self.events[len(self.events) - (times > 1) :] = [row]
+        if len(self.events) > SHOWN_EVENTS:
+            del self.events[0]
+            self.older_events += 1
 
     @property
     def seconds(self) -> float:
         """Wall time of all attempts."""
         return sum(stretch.end - stretch.start for stretch in self.stretches)
-
-    def line(self, name: str) -> Curve:
-        """A figure by step; without a point where it was never recorded."""
-        return self.drawn.get(name, Curve(1))
 
 
 @dataclass
@@ -341,16 +280,15 @@ class SearcherDigest:
 
     stays: seconds of its starts but the last, each to its last record; since, until: of that one, unix
     seconds. tokens: generated, those lost with their searcher included. rates: tokens per second by
-    unix second; at_work: the same while it generated. seals: its newest, by index. drawn: curves by version.
-    last: the last record that is no event.
+    unix second; at_work: the same while it generated. seals: its newest, by index. last: the last record that
+    is no event.
     """
 
     index: int
-    history: History = field(default_factory=History)
-    drawn: dict[str, Curve] = field(default_factory=_drawn)
+    trends: Trends = field(default_factory=Trends)
     rewards: Histograms = field(default_factory=Histograms)
     waits: dict[str, Spread] = field(default_factory=dict)
-    rates: Curve = field(default_factory=lambda: Curve(1, spans=POINTS))
+    rates: Curve = field(default_factory=lambda: Curve(1))
     at_work: Spread = field(default_factory=Spread)
     tokens: int = 0
     rebuilds: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("search/rebuilds"))
@@ -362,7 +300,7 @@ class SearcherDigest:
 
     def take(self, record: Record) -> None:
         """One more record."""
-        self.history.take_search(self.index, record)
+        self.trends.take_search(self.index, record)
         self._take_time(record)
         self.rebuilds.take(record)
         take_seal(self.seals, record)
@@ -374,7 +312,9 @@ class SearcherDigest:
         for name in WAITS:
             if (value := number(record, name)) is not None:
                 self.waits.setdefault(name, Spread()).take(value)
-        self._take_fresh(record)
+        version, counts = number(record, "search/version"), record.get("search/reward_histogram")
+        if version is not None and isinstance(counts, list):
+            self.rewards.take(int(version), counts)
 
     def _take_time(self, record: Record) -> None:
         when = number(record, "time", self.until)
@@ -393,16 +333,6 @@ class SearcherDigest:
             self.rates.take(int(when), rate)
             if rate:
                 self.at_work.take(rate)
-
-    def _take_fresh(self, record: Record) -> None:
-        version, count = number(record, "search/version"), number(record, "search/trajectories", 0.0)
-        if version is None:
-            return
-        if isinstance(counts := record.get("search/reward_histogram"), list):
-            self.rewards.take(int(version), counts)
-        for name in OF_FRESH_DRAWN:
-            if count and (value := number(record, name)) is not None:
-                self.drawn.setdefault(name, Curve(1, spans=POINTS)).take(int(version), value, count)
 
 
 def take_seal(seals: dict[int, Sealed], record: Record) -> None:
@@ -433,7 +363,7 @@ def digest_file(metrics: Path) -> Path:
 def read_digest(metrics: Path, digest: D) -> tuple[D, MetricsTail]:
     """The digest of all whole lines of a file, and what follows the file from there.
 
-    digest: a fresh one, which is returned where none is kept.
+    digest: a fresh one, which is returned if none is kept.
     """
     digest, tail = kept_digest(metrics, digest)
     for record in tail.records():
@@ -446,28 +376,23 @@ def kept_digest(metrics: Path, digest: D) -> tuple[D, MetricsTail]:
     try:
         head, _, body = digest_file(metrics).read_bytes().partition(b"\n")
         kept: D = _adapter(type(digest).__name__).validate_json(body)
-        place = json.loads(head)
-        part, end = place.get("part", 0), place[f"format {FORMAT}"]
-        fits = _is_line_end(metrics, part, end)
+        end = json.loads(head)[f"format {FORMAT}"]
+        fits = _is_line_end(metrics, end)
     except (OSError, ValueError, LookupError):
         fits = False
-    return (kept, MetricsTail(metrics, part=part, start=end)) if fits else (digest, MetricsTail(metrics))
+    return (kept, MetricsTail(metrics, place=end)) if fits else (digest, MetricsTail(metrics))
 
 
-def _is_line_end(metrics: Path, part: int, end: int) -> bool:
+def _is_line_end(metrics: Path, end: int) -> bool:
     """Whether the lines of a file can end there."""
-    if end == 0:
-        return part == 0 or is_finished(metrics, part - 1)
-    if not (opened := open_part(metrics, part)):
-        return False
-    with opened[0] as file:
+    with metrics.open("rb") as file:
         file.seek(end - 1)
         return file.read(1) == b"\n"
 
 
 @functools.cache
 def _adapter(kind: str) -> TypeAdapter[Any]:
-    """Reads and writes the class of that name; made where it is needed, as that takes a moment."""
+    """Reads and writes the class of that name; made when it is needed, as that takes a moment."""
     return TypeAdapter(TrainerDigest if kind == TrainerDigest.__name__ else SearcherDigest)
 
 
@@ -480,25 +405,23 @@ class KeptDigest(Generic[D]):
     def __init__(self, metrics: Path, digest: D) -> None:
         self._metrics = metrics
         self._digest: D = read_digest(metrics, digest)[0]
-        self._next = time.monotonic() + KEEP_SECONDS
+        self._next = 0.0  # one that did not fit the file is replaced at once
 
     def take(self, record: Record) -> None:
         """One more record is in the file."""
         self._digest.take(record)
 
-    @property
-    def due(self) -> bool:
-        """Whether ``keep`` was called long ago."""
-        return time.monotonic() >= self._next
+    def keep_if_due(self, end: int) -> None:
+        """``keep``, unless that was a moment ago."""
+        if time.monotonic() >= self._next:
+            self.keep(end)
 
-    def keep(self, part: int, make_durable: Callable[[], int]) -> None:
-        """Write the digest of all that is in a part, once that is durable; a full disk keeps the old."""
+    def keep(self, end: int) -> None:
+        """Write the digest of the file's first ``end`` bytes; a full disk keeps the old one."""
         self._next = time.monotonic() + KEEP_SECONDS
         try:
-            # First: a digest must not be of lines that a crash takes.
-            place = {f"format {FORMAT}": make_durable(), "part": part}
             body = _adapter(type(self._digest).__name__).dump_json(self._digest).decode()
-            write_atomic(digest_file(self._metrics), json.dumps(place) + "\n" + body)
+            write_atomic(digest_file(self._metrics), json.dumps({f"format {FORMAT}": end}) + "\n" + body)
         except OSError as error:
             if not is_for_room(error):
                 raise

@@ -1,6 +1,6 @@
 """Shows what a run's ranks and batch scripts have logged: the end of each log, or all that comes.
 
-It only reads, so it may follow a run from anywhere. It must not know what a line means.
+It only reads, so it may follow a run from anywhere.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _name(rank: str) -> str:
 
 
 def print_ends(run: RunDir, rank: str | None, attempt: int | None, *, lines: int) -> None:
-    """Print the last ``lines`` of each log, each below its path. Raises ConfigError where there is none."""
+    """Print the last ``lines`` of each log, each below its path. Raises ConfigError if there is none."""
     files = log_files(run, rank, attempt)
     if not files:
         what = f"log of {rank}" if rank else "log"

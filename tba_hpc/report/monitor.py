@@ -1,6 +1,6 @@
 """The figures of a run, folded from its files as they grow; cheap enough to look every second.
 
-It must not know how they are shown, nor start a process: how the job stands in the queue, it is told.
+It starts no process: a caller that may asks Slurm how the job stands.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from pathlib import Path
 
 from tba_hpc.config import Config, is_elastic
 from tba_hpc.core.types import Split
+from tba_hpc.report.alerts import Alert, alerts
 from tba_hpc.report.attempts import Attempt, CumulativeCounter, Event, attempts, count_faults
-from tba_hpc.report.curves import History
+from tba_hpc.report.curves import Trends
 from tba_hpc.report.digest import Sealed, SearcherDigest, TrainerDigest, kept_digest, take_seal
 from tba_hpc.report.summary import (
     Counts,
@@ -25,10 +26,9 @@ from tba_hpc.report.summary import (
     series,
     unknown_size,
 )
-from tba_hpc.report.worries import Worry, worries
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
-from tba_hpc.run.metrics import MetricsTail, Record, number
+from tba_hpc.run.metrics import MetricsTail, Record, number, record_seconds
 from tba_hpc.run.notes import rank_name
 from tba_hpc.run.owners import Owner, holders
 
@@ -36,10 +36,7 @@ QUEUE_SECONDS = 10.0
 """Shortest pause between two questions to Slurm."""
 
 FRESH_SECONDS = 60.0
-"""A searcher that is silent for longer generates nothing; clocks of nodes may differ by less."""
-
-DULL = b'"search/rebuilds": 0'
-"""In a searcher's line of which a sample is enough once newer ones are there."""
+"""A searcher silent for longer, and for two records, is not at work; clocks of nodes may differ by less."""
 
 QueueEntry = dict[str, str]
 """A component of a Slurm job; see ``launch.slurm_queue.job_states``."""
@@ -49,7 +46,7 @@ Queue = Callable[[RunDir], list[QueueEntry]]
 
 
 @dataclass
-class Progress:
+class RunRecords:
     """What the metrics of all ranks say. searchers: the last record of each; seals: its newest, by index."""
 
     trainer: TrainerDigest = field(default_factory=TrainerDigest)
@@ -59,23 +56,23 @@ class Progress:
 
     def begin_search(self, digest: SearcherDigest) -> None:
         """What a searcher has done by now; its next records follow."""
-        self.history.add(digest.history)
+        self.trends.add(digest.trends)
         self._rebuilds[digest.index], self.seals[digest.index] = digest.rebuilds, digest.seals
         if digest.last:
             self.searchers[digest.index] = digest.last
 
     def take_search(self, searcher: int, record: Record) -> None:
         """One more record of a searcher."""
-        self.history.take_search(searcher, record)
+        self.trends.take_search(searcher, record)
         self._rebuilds[searcher].take(record)
         take_seal(self.seals[searcher], record)
         if "event" not in record:
             self.searchers[searcher] = record
 
     @property
-    def history(self) -> History:
+    def trends(self) -> Trends:
         """Of the trainer and of all searchers."""
-        return self.trainer.history
+        return self.trainer.trends
 
     @property
     def rebuilds(self) -> int:
@@ -94,9 +91,9 @@ class Progress:
 
     @property
     def newest(self) -> float:
-        """Time of the newest record, unix seconds; 0 where there is none.
+        """Time of the newest record, unix seconds; 0 if there is none.
 
-        Not of searchers that come and go: they live on when the run is gone.
+        Not of elastic searchers: they outlive the run.
         """
         own = [record for searcher, record in self.searchers.items() if not is_elastic(searcher)]
         return max(series([self.latest, *own], "time"), default=0.0)
@@ -109,7 +106,7 @@ class RunMonitor:
     run: RunDir
     config: Config
     queue: Queue = lambda _: []
-    progress: Progress = field(default_factory=Progress)
+    progress: RunRecords = field(default_factory=RunRecords)
     events: list[Event] = field(default_factory=list)
     """Of launchers and batch scripts; not those of submissions, after which a run may wait for days."""
     submissions: dict[str, str] = field(default_factory=dict)
@@ -118,7 +115,7 @@ class RunMonitor:
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
     job: list[QueueEntry] = field(default_factory=list)
     visitors: dict[int, Owner] = field(default_factory=dict)
-    """Searchers that come and go, as far as they are there."""
+    """Elastic searchers that are there."""
     _asked: float = -QUEUE_SECONDS
     _opened: float = field(default_factory=time.time)
     _tails: dict[Path, MetricsTail] = field(default_factory=dict)
@@ -153,7 +150,7 @@ class RunMonitor:
         if path not in self._tails:
             digest, self._tails[path] = kept_digest(path, SearcherDigest(searcher))
             self.progress.begin_search(digest)
-        for record in self._tails[path].new(dull=DULL):  # all are new where no digest is kept
+        for record in self._tails[path].records():
             self.progress.take_search(searcher, record)
 
     def _ask_slurm(self) -> None:
@@ -212,16 +209,17 @@ class RunMonitor:
     @property
     def rates(self) -> list[float]:
         """Tokens per second of each searcher that is at work."""
-        since = max(self._begun, time.time() - FRESH_SECONDS)
+        silent = max(FRESH_SECONDS, 2 * record_seconds(self.config.launch.places))
+        since = max(self._begun, time.time() - silent)
         records = [record for _, record in sorted(self.progress.searchers.items())]
         return series([r for r in records if number(r, "time", 0.0) >= since], "search/tokens_per_second")
 
     @property
     def faults(self) -> dict[str, int]:
         """How often each kind of fault happened."""
-        told = self.progress.trainer
+        trainer = self.progress.trainer
         return count_faults(
-            self.events, rebuilds=self.progress.rebuilds, lost=told.lost, damaged=told.damages
+            self.events, rebuilds=self.progress.rebuilds, lost=trainer.lost, damaged=trainer.damages
         )
 
     def counts(self, size_of: SizeOf = unknown_size) -> Counts:
@@ -232,14 +230,14 @@ class RunMonitor:
         return counts
 
     @property
-    def history(self) -> History:
+    def trends(self) -> Trends:
         """The run's figures as curves."""
-        return self.progress.history
+        return self.progress.trends
 
     @property
-    def worries(self) -> list[Worry]:
-        """What there is to worry about by now, the worst first."""
-        return worries(self.history, self.config, list(self.evaluations.values()))
+    def alerts(self) -> list[Alert]:
+        """What is wrong by now, the worst first."""
+        return alerts(self.trends, self.config, list(self.evaluations.values()))
 
     def evaluated(self, split: Split) -> list[Evaluation]:
         """The complete evaluations of a split, by step."""

@@ -1,7 +1,4 @@
-"""Writes ``report.html``: a run on one self-contained page, plots and all, for any browser or printer.
-
-It must not know how figures are drawn: ``plots`` does.
-"""
+"""Writes ``report.html``: a run on one self-contained page, plots and all, for any browser or printer."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class AnswersRow:
-    """A question, and its answers before and, where that is known, after."""
+    """A question, and its answers before and, if known, after."""
 
     question: str
     answers: tuple[Answer, ...]
@@ -127,7 +124,7 @@ def render(data: RunData, config: Config) -> str:
         finished=summary.finished,
         subtitle=_subtitle(config),
         tiles=tiles(summary),
-        worries=summary.worries if data.trainer.step or data.searchers else None,
+        alerts=summary.alerts if data.trainer.step or data.searchers else None,
         plots=plots(data, config.train) if data.trainer.step else [],
         answers=answers(data.test()),
         printable=printable,
@@ -195,14 +192,14 @@ def tiles(summary: Summary) -> list[Tile]:
 
 
 def answers(evaluations: Sequence[Evaluation]) -> Answers | None:
-    """What the first and the last evaluation keep of the same prompts; None where that is nothing."""
-    told = [evaluation for evaluation in evaluations if evaluation.answers]
-    if not told:
+    """What the first and the last evaluation keep of the same prompts; None if that is nothing."""
+    known = [evaluation for evaluation in evaluations if evaluation.answers]
+    if not known:
         return None
-    ends = (told[0], told[-1]) if len(told) > 1 else (told[0],)
+    ends = (known[0], known[-1]) if len(known) > 1 else (known[0],)
     by_prompt = [{answer.prompt: answer for answer in evaluation.answers} for evaluation in ends]
     both = [prompt for prompt in by_prompt[0] if prompt in by_prompt[-1]]
-    rows = [tuple(known[prompt] for known in by_prompt) for prompt in both]
+    rows = [tuple(answers[prompt] for answers in by_prompt) for prompt in both]
     return Answers(
         before_step=ends[0].step,
         after_step=ends[1].step if len(ends) > 1 else None,
@@ -229,60 +226,50 @@ def promises(data: RunData) -> list[Promise]:
     wait, waits = Spread(), data.waits
     if (share := number(data.trainer.latest, "train/wait_share")) is not None:
         wait.take(share)
-    return [
-        _promise(
+    measured: tuple[tuple[str, str, Spread, Callable[[float], str], float | None], ...] = (
+        (
             "Trainer wait",
             "wall time outside forward, backward and optimizer, after warm-up",
-            wait,
-            _share,
-            WAIT_GOAL,
+            *(wait, _share, WAIT_GOAL),
         ),
-        _promise(
+        (
             "Publish stall",
             "the trainer's loop stands still to hand over weights",
-            data.trainer.stalls,
-            _time,
+            *(data.trainer.stalls, _time, None),
         ),
-        _promise(
+        (
             "Propagation",
             "publish called to loaded in a searcher",
-            waits["search/propagation_seconds"],
-            _time,
+            *(waits["search/propagation_seconds"], _time, None),
         ),
-        _promise(
+        (
             "Loading weights",
             "a searcher's engine stands still to take new weights",
-            waits["search/load_seconds"],
-            _time,
+            *(waits["search/load_seconds"], _time, None),
         ),
-        _promise(
+        (
             "Sealing shards",
             "a searcher's wall time spent making trajectories durable",
-            waits["search/seal_share"],
-            _share,
-            SEAL_GOAL,
+            *(waits["search/seal_share"], _share, SEAL_GOAL),
         ),
-        _promise(
+        (
             "Searcher busy",
             "a searcher's wall time inside the engine",
-            waits["search/busy_share"],
-            _share,
+            *(waits["search/busy_share"], _share, None),
         ),
-    ]
+    )
+    return [_promise(*row) for row in measured]
 
 
 def _promise(
-    name: str, meaning: str, values: Spread, show: Callable[[float], str], goal: float | None = None
+    name: str, meaning: str, values: Spread, show: Callable[[float], str], goal: float | None
 ) -> Promise:
-    average = values.mean
+    average, bound = values.mean, "" if goal is None else f"≤ {show(goal)}"
     if average is None:
-        return Promise(name, meaning, NOTHING, NOTHING, NOTHING if goal is None else f"≤ {show(goal)}", "")
+        return Promise(name, meaning, NOTHING, NOTHING, bound or NOTHING, "")
     high = show(values.quantile(0.95)) if values.count > 1 else ""
-    if goal is None:
-        return Promise(name, meaning, show(average), high, "", "")
-    return Promise(
-        name, meaning, show(average), high, f"≤ {show(goal)}", "good" if average <= goal else "bad"
-    )
+    verdict = "" if goal is None else "good" if average <= goal else "bad"
+    return Promise(name, meaning, show(average), high, bound, verdict)
 
 
 def _share(value: float) -> str:
@@ -295,10 +282,10 @@ def _time(seconds: float) -> str:
 
 def events(data: RunData) -> list[HistoryRow]:
     """The run's history: starts, resumes, checkpoints, ends, and what went wrong."""
-    told, forgotten = data.trainer.told, data.trainer.forgotten
-    minutes = run_minutes(data) if told else None
-    lines = [HistoryRow("", "", f"{forgotten:,} rows before these", "")] if forgotten else []
-    for row in told:
+    rows, older = data.trainer.events, data.trainer.older_events
+    minutes = run_minutes(data) if rows else None
+    lines = [HistoryRow("", "", f"{older:,} rows before these", "")] if older else []
+    for row in rows:
         into = duration(60 * float(minutes(np.array([row.time]))[0])) if minutes else ""
         what = row.event if row.times == 1 else f"{row.times} × {row.event}, the last"
         lines.append(HistoryRow(_utc(row.time), into, what, f"{row.step}"))
@@ -307,28 +294,28 @@ def events(data: RunData) -> list[HistoryRow]:
 
 def _skipped_steps(data: RunData) -> list[HistoryRow]:
     """A line, if there were any."""
-    times, last = data.history.skipped, data.history.last_skip
+    times, last = data.trends.skipped, data.trends.last_skip
     what = f"{times} × optimizer step skipped: loss or gradient norm not finite"
     return [HistoryRow("", "", what, f"{last}")] if times else []
 
 
 def _dropped_unlearned(data: RunData) -> list[HistoryRow]:
     """A line, if any trajectories were."""
-    what = dropped_unlearned(data.history.by_length)
+    what = dropped_unlearned(data.trends.by_length)
     return [HistoryRow("", "", f"dropped unlearned, too stale or too late: {what}", "")] if what else []
 
 
 def _of_searchers(data: RunData) -> list[HistoryRow]:
     """Engines rebuilt and trajectories set aside, a line per searcher that had any."""
-    told = []
+    rows = []
     for index, searcher in data.searchers.items():
         for times, what in (
             (searcher.rebuilds, "engine rebuilt"),
             (searcher.rejected, "trajectory set aside: reward not finite, or the task's code raised"),
         ):
             if times:
-                told.append(HistoryRow("", "", f"searcher {index}: {times} × {what}", ""))
-    return told
+                rows.append(HistoryRow("", "", f"searcher {index}: {times} × {what}", ""))
+    return rows
 
 
 def faults(data: RunData) -> dict[str, int]:
@@ -353,7 +340,7 @@ def attempt_rows(data: RunData) -> list[AttemptRow]:
 
 
 def _end(attempt: Attempt, part: Sequence[Stretch]) -> float:
-    """When an attempt ended; the trainer's last word, where nobody noted it."""
+    """When an attempt ended; the trainer's last word, if nobody noted it."""
     return attempt.end or max([attempt.start, *(stretch.end for stretch in part)])
 
 

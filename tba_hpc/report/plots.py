@@ -1,6 +1,6 @@
 """The figures of the report page, each an SVG element whose colours are the page's CSS variables.
 
-So they follow light and dark mode. It must not know the page around them.
+So they follow light and dark mode.
 """
 
 from __future__ import annotations
@@ -89,73 +89,24 @@ class Plot:
     svg: str
 
 
+Draw = Callable[[Axes, RunData, TrainSection], bool]
+"""Draws one figure; whether there was anything to draw."""
+
+
 def plots(data: RunData, train: TrainSection) -> list[Plot]:
     """Every figure of the page; at least one step was taken."""
+    score = score_name_of(data.evaluations)
     drawn = [
-        _plot(score_name_of(data.evaluations), "greedy", lambda ax: _score(ax, data)),
-        _plot(
-            "Score and distance", "a point per evaluation, and its step", lambda ax: _pareto(ax, data, train)
-        ),
-        _plot("Reward", "mean per completion", lambda ax: _both(ax, data, "search/reward", "train/reward")),
-        _plot(
-            "Rewards of fresh completions",
-            "share of them, at the beginning and at the end",
-            lambda ax: _rewards(ax, data),
-        ),
-        _plot("KL", "fresh samples to the reference, nats per completion", lambda ax: _kl(ax, data)),
-        _plot(
-            "Log-ratio",
-            "policy to reference on the batch, replayed data: no KL",
-            lambda ax: _curve(ax, data, "train/log_ratio", BLUE),
-        ),
-        _plot("Entropy", "of fresh samples, nats per token", lambda ax: _entropy(ax, data)),
-        _plot("Off-policy", "effective sample size, clip share; of a batch", lambda ax: _ratios(ax, data)),
-        _plot(
-            "Drift",
-            "batch under the policy to what sampled it, nats per completion",
-            lambda ax: _drift(ax, data),
-        ),
-        _plot(
-            "Engine gap",
-            "engine to learner at the same weights, nats per token",
-            lambda ax: _gap(ax, data),
-        ),
-        _plot(
-            "Groups without variance",
-            "share of groups with one reward for all",
-            lambda ax: _both(ax, data, "search/flat_groups", "train/flat_groups", shares=True),
-        ),
-        _plot("Loss", "of the objective", lambda ax: _curve(ax, data, "train/loss", BLUE)),
-        _plot("Gradient norm", "before clipping", lambda ax: _curve(ax, data, "train/grad_norm", ROSE)),
-        _plot("Skipped steps", "so far: loss or norm not finite", lambda ax: _skipped(ax, data)),
-        _plot(
-            "Length",
-            "tokens per completion",
-            lambda ax: _both(ax, data, "search/length", "train/length"),
-        ),
-        _plot(
-            "Truncated", "share of completions cut off by the token limit", lambda ax: _truncated(ax, data)
-        ),
-        _plot(
-            "Replay ratio",
-            "steps that learned from a trajectory of the batch",
-            lambda ax: _curve(ax, data, "train/replay_ratio", BLUE),
-        ),
-        _plot("Staleness", "optimizer steps, mean and largest of a batch", lambda ax: _staleness(ax, data)),
-        _plot("Staleness, all batches", "share of trajectories", lambda ax: _histogram(ax, data)),
-        _plot("Searchers", "tokens per second, by minute of the run", lambda ax: _throughput(ax, data)),
-        _plot("Trainer wait", "share of wall time outside the optimizer step", lambda ax: _wait(ax, data)),
-        _plot("Replay buffer", "trajectories", lambda ax: _buffer(ax, data)),
-        _plot("Schedules", "learning rate and β", lambda ax: _schedules(ax, data)),
+        _plot(score if draw is _score else title, note, draw, data, train) for title, note, draw in PLOTS
     ]
     return [plot for plot in drawn if plot]
 
 
-def _plot(title: str, note: str, draw: Callable[[Axes], bool]) -> Plot | None:
-    """Draw one figure; None where there was nothing to draw."""
+def _plot(title: str, note: str, draw: Callable[..., bool], *given: object) -> Plot | None:
+    """Draw one figure of what is given; None if there was nothing to draw."""
     with rc_context({**STYLE, "svg.hashsalt": title}):
         figure = Figure(figsize=(5.0, 2.5), layout="constrained")
-        if not draw(figure.add_subplot()):
+        if not draw(figure.add_subplot(), *given):
             return None
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
@@ -173,14 +124,9 @@ def _themed(svg: str, title: str) -> str:
     return svg
 
 
-def _by_step(data: RunData, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """A figure of the trainer over its steps: two float arrays."""
-    return _columns(data.trainer.line(name))
-
-
-def _by_version(data: RunData, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """A metric of fresh completions, the mean over those of all searchers, by the weights in use."""
-    return _columns(data.fresh.get(name, Curve(1)))
+def _course(data: RunData, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """A metric over the steps: two float arrays. Of fresh completions by the weights that sampled them."""
+    return _columns(data.trends.curves[name])
 
 
 def _columns(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
@@ -221,14 +167,7 @@ def _legend(ax: Axes, columns: int = 3) -> None:
     ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0, borderpad=0.2)
 
 
-def _curve(ax: Axes, data: RunData, name: str, color: str) -> bool:
-    x, y = _by_step(data, name)
-    _line(ax, x, y, color)
-    _steps_axis(ax, data)
-    return len(x) > 0
-
-
-def _score(ax: Axes, data: RunData) -> bool:
+def _score(ax: Axes, data: RunData, train: TrainSection) -> bool:
     validation = [evaluation for evaluation in data.evaluations if evaluation.split == "validation"]
     ax.plot(
         [evaluation.step for evaluation in validation],
@@ -293,87 +232,71 @@ def _scatter(
     return len(found)
 
 
-def _both(ax: Axes, data: RunData, fresh: str, batch: str, *, shares: bool = False) -> bool:
-    """A figure of fresh completions and of the batch."""
-    lines = (
-        (_by_version(data, fresh), ORANGE, "searchers, fresh"),
-        (_by_step(data, batch), BLUE, "training batch"),
-    )
-    return _lines(ax, data, lines, shares=shares)
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Draws metrics over the steps, those that there are; each with its colour and, among several, its label.
+
+    shares: whether the axis shows 0 to 100 %. finish: what else the axes need.
+    """
+
+    lines: tuple[tuple[str, str, str | None], ...]
+    shares: bool = False
+    finish: Callable[[Axes], object] = id
+
+    @classmethod
+    def one(cls, name: str, color: str = BLUE, **options: Any) -> Lines:
+        """A single metric."""
+        return cls(((name, color, None),), **options)
+
+    @classmethod
+    def both(cls, what: str, **options: Any) -> Lines:
+        """A metric of fresh completions and of the batch."""
+        fresh, batch = (
+            (f"search/{what}", ORANGE, "searchers, fresh"),
+            (f"train/{what}", BLUE, "training batch"),
+        )
+        return cls((fresh, batch), **options)
+
+    def __call__(self, ax: Axes, data: RunData, train: TrainSection) -> bool:
+        known = [(_course(data, name), color, label) for name, color, label in self.lines]
+        known = [line for line in known if len(line[0][0])]
+        for (x, y), color, label in known:
+            _line(ax, x, y, color, label)
+        if self.shares:
+            ax.set_ylim(-0.02, 1.02)
+            _percent_axis(ax)
+        _steps_axis(ax, data)
+        if any(label for _, _, label in known):
+            _legend(ax)
+        self.finish(ax)
+        return bool(known)
 
 
-def _lines(
-    ax: Axes,
-    data: RunData,
-    lines: Sequence[tuple[tuple[np.ndarray, np.ndarray], str, str]],
-    *,
-    shares: bool = False,
-) -> bool:
-    """Curves over the steps, those that there are; each with its colour and label."""
-    known = [line for line in lines if len(line[0][0])]
-    for (x, y), color, label in known:
-        _line(ax, x, y, color, label)
-    if shares:
-        ax.set_ylim(-0.02, 1.02)
-        _percent_axis(ax)
-    _steps_axis(ax, data)
-    if known:
-        _legend(ax)
-    return bool(known)
-
-
-def _gap(ax: Axes, data: RunData) -> bool:
-    """On a scale where float32's 1e-5 and bfloat16's 1e-2 both show."""
-    drawn = _both(ax, data, "search/engine_gap", "train/engine_gap")
+def _log_scale(ax: Axes) -> None:
+    """So that float32's 1e-5 and bfloat16's 1e-2 both show."""
     ax.set_yscale("log")
     low, high = ax.get_ylim()
     ax.set_ylim(min(low, 1e-5), max(high, 1e-1))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    return drawn
 
 
-def _kl(ax: Axes, data: RunData) -> bool:
-    x, y = _by_version(data, "search/kl")
-    _line(ax, x, y, ORANGE)
-    ax.axhline(0, color=MUTED, linewidth=0.8)
-    _steps_axis(ax, data)
-    return len(x) > 0
+def _small_share(ax: Axes) -> None:
+    """From 0 to a little above the largest value, 5 % at least."""
+    values = [y for line in ax.get_lines() for y in np.atleast_1d(np.asarray(line.get_ydata(), float))]
+    ax.set_ylim(0, max(0.05, 1.15 * max(values, default=0.0)))
+    _percent_axis(ax)
 
 
-def _entropy(ax: Axes, data: RunData) -> bool:
-    x, y = _by_version(data, "search/entropy")
-    _line(ax, x, y, ORANGE)
-    ax.set_ylim(bottom=0)
-    _steps_axis(ax, data)
-    return len(x) > 0
-
-
-def _ratios(ax: Axes, data: RunData) -> bool:
-    lines = (
-        (_by_step(data, "train/ess"), BLUE, "effective sample size"),
-        (_by_step(data, "train/clip_share"), ROSE, "clipped, capped or masked"),
-    )
-    return _lines(ax, data, lines, shares=True)
-
-
-def _drift(ax: Axes, data: RunData) -> bool:
-    lines = (
-        (_by_step(data, "train/log_weight"), BLUE, "all completions"),
-        (_by_step(data, "train/better_log_weight"), ROSE, "those above their group's mean reward"),
-    )
-    return _lines(ax, data, lines)
-
-
-def _skipped(ax: Axes, data: RunData) -> bool:
+def _skipped(ax: Axes, data: RunData, train: TrainSection) -> bool:
     """Nothing to see where every step was taken."""
-    x, y = _by_step(data, "train/skipped_steps")
+    x, y = _course(data, "train/skipped_steps")
     ax.plot(x, y, color=ROSE, drawstyle="steps-post")
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     _steps_axis(ax, data)
     return bool(y.any())
 
 
-def _rewards(ax: Axes, data: RunData) -> bool:
+def _rewards(ax: Axes, data: RunData, train: TrainSection) -> bool:
     """How rewards were spread early and late, over bins as wide as rewards are large."""
     found = [(at, np.array(row)) for at, row in data.rewards.points if len(row) == len(REWARD_EDGES) + 1]
     if not any(counts.any() for _, counts in found):
@@ -404,19 +327,10 @@ def _bin_name(index: int) -> str:
     return f"{edges[index]} … {edges[index + 1]}"
 
 
-def _truncated(ax: Axes, data: RunData) -> bool:
-    x, y = _by_version(data, "search/truncated_share")
-    _line(ax, x, y, ORANGE)
-    ax.set_ylim(0, max(0.05, 1.15 * y.max()) if len(y) else 1)
-    _percent_axis(ax)
-    _steps_axis(ax, data)
-    return len(x) > 0
-
-
-def _staleness(ax: Axes, data: RunData) -> bool:
-    x, largest = _by_step(data, "staleness/max")
+def _staleness(ax: Axes, data: RunData, train: TrainSection) -> bool:
+    x, largest = _course(data, "staleness/max")
     ax.fill_between(x, 0, largest, color=BLUE, alpha=0.14, linewidth=0, label="up to the largest")
-    x, average = _by_step(data, "staleness/mean")
+    x, average = _course(data, "staleness/mean")
     _line(ax, x, average, BLUE, "mean")
     ax.set_ylim(bottom=0)
     _steps_axis(ax, data)
@@ -424,7 +338,7 @@ def _staleness(ax: Axes, data: RunData) -> bool:
     return len(x) > 0
 
 
-def _histogram(ax: Axes, data: RunData) -> bool:
+def _histogram(ax: Axes, data: RunData, train: TrainSection) -> bool:
     rows = [row for _, row in data.trainer.staleness.points]
     total = np.zeros(max(map(len, rows), default=0))
     for row in rows:
@@ -449,7 +363,7 @@ def run_minutes(data: RunData) -> Callable[[np.ndarray], np.ndarray]:
     return lambda unix: np.interp(unix, knots, minutes)
 
 
-def _throughput(ax: Axes, data: RunData) -> bool:
+def _throughput(ax: Axes, data: RunData, train: TrainSection) -> bool:
     minutes = run_minutes(data)
     curves = [_columns(searcher.rates) for searcher in data.searchers.values()]
     curves = [(minutes(when), rate) for when, rate in curves if len(when)]
@@ -475,8 +389,8 @@ def _band(ax: Axes, curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     _line(ax, grid, rates.mean(0), BLUE, f"mean of {len(curves)} searchers")
 
 
-def _wait(ax: Axes, data: RunData) -> bool:
-    x, y = _by_step(data, "train/wait_share")
+def _wait(ax: Axes, data: RunData, train: TrainSection) -> bool:
+    x, y = _course(data, "train/wait_share")
     ax.plot(x, y, color=BLUE, marker="o" if len(x) == 1 else None, markersize=4)
     ax.set_ylim(0, max(0.06, 1.15 * y.max()) if len(y) else 1)
     ax.axhline(WAIT_GOAL, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label="goal")
@@ -486,7 +400,7 @@ def _wait(ax: Axes, data: RunData) -> bool:
     return len(x) > 0
 
 
-def _buffer(ax: Axes, data: RunData) -> bool:
+def _buffer(ax: Axes, data: RunData, train: TrainSection) -> bool:
     drawn = 0
     for name, color, label in (
         ("buffer/size", BLUE, "held"),
@@ -494,7 +408,7 @@ def _buffer(ax: Axes, data: RunData) -> bool:
         ("buffer/duplicates", ORANGE, "duplicates"),
         ("buffer/evicted", ROSE, "evicted"),
     ):
-        x, y = _by_step(data, name)
+        x, y = _course(data, name)
         ax.plot(x, y, color=color, label=label, marker="o" if len(x) == 1 else None, markersize=4)
         drawn += len(x)
     ax.set_ylim(bottom=0)
@@ -504,14 +418,14 @@ def _buffer(ax: Axes, data: RunData) -> bool:
     return drawn > 0
 
 
-def _schedules(ax: Axes, data: RunData) -> bool:
-    x, rate = _by_step(data, "train/learning_rate")
+def _schedules(ax: Axes, data: RunData, train: TrainSection) -> bool:
+    x, rate = _course(data, "train/learning_rate")
     marker = "o" if len(x) == 1 else None
     ax.plot(x, rate, color=BLUE, marker=marker, label="learning rate (left)")
     ax.set_ylim(0, 1.15 * rate.max() if len(rate) and rate.max() > 0 else 1)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1e}" if value else "0"))
     twin = ax.twinx()
-    x, beta = _by_step(data, "train/beta")
+    x, beta = _course(data, "train/beta")
     ax.plot([], [], color=ORANGE, label="β (right)")
     twin.plot(x, beta, color=ORANGE, marker=marker)
     twin.set_ylim(0, 1.3 * beta.max() if len(beta) else 1)
@@ -519,6 +433,81 @@ def _schedules(ax: Axes, data: RunData) -> bool:
     _steps_axis(ax, data)
     _legend(ax)
     return len(x) > 0
+
+
+PLOTS: tuple[tuple[str, str, Draw], ...] = (
+    ("score", "greedy", _score),
+    ("Score and distance", "a point per evaluation, and its step", _pareto),
+    ("Reward", "mean per completion", Lines.both("reward")),
+    ("Rewards of fresh completions", "share of them, at the beginning and at the end", _rewards),
+    (
+        "KL",
+        "fresh samples to the reference, nats per completion",
+        Lines.one("search/kl", ORANGE, finish=lambda ax: ax.axhline(0, color=MUTED, linewidth=0.8)),
+    ),
+    (
+        "Log-ratio",
+        "policy to reference on the batch, replayed data: no KL",
+        Lines.one("train/log_ratio"),
+    ),
+    (
+        "Entropy",
+        "of fresh samples, nats per token",
+        Lines.one("search/entropy", ORANGE, finish=lambda ax: ax.set_ylim(bottom=0)),
+    ),
+    (
+        "Off-policy",
+        "effective sample size, clip share; of a batch",
+        Lines(
+            (
+                ("train/ess", BLUE, "effective sample size"),
+                ("train/clip_share", ROSE, "clipped, capped or masked"),
+            ),
+            shares=True,
+        ),
+    ),
+    (
+        "Drift",
+        "batch under the policy to what sampled it, nats per completion",
+        Lines(
+            (
+                ("train/log_weight", BLUE, "all completions"),
+                ("train/better_log_weight", ROSE, "those above their group's mean reward"),
+            )
+        ),
+    ),
+    (
+        "Engine gap",
+        "engine to learner at the same weights, nats per token",
+        Lines.both("engine_gap", finish=_log_scale),
+    ),
+    (
+        "Groups without variance",
+        "share of groups with one reward for all",
+        Lines.both("flat_groups", shares=True),
+    ),
+    ("Loss", "of the objective", Lines.one("train/loss")),
+    ("Gradient norm", "before clipping", Lines.one("train/grad_norm", ROSE)),
+    ("Skipped steps", "so far: loss or norm not finite", _skipped),
+    ("Length", "tokens per completion", Lines.both("length")),
+    (
+        "Truncated",
+        "share of completions cut off by the token limit",
+        Lines.one("search/truncated_share", ORANGE, finish=_small_share),
+    ),
+    (
+        "Replay ratio",
+        "steps that learned from a trajectory of the batch",
+        Lines.one("train/replay_ratio"),
+    ),
+    ("Staleness", "optimizer steps, mean and largest of a batch", _staleness),
+    ("Staleness, all batches", "share of trajectories", _histogram),
+    ("Searchers", "tokens per second, by minute of the run", _throughput),
+    ("Trainer wait", "share of wall time outside the optimizer step", _wait),
+    ("Replay buffer", "trajectories", _buffer),
+    ("Schedules", "learning rate and β", _schedules),
+)
+"""Title, note, and what draws it; the first has the name of the task's score for its title."""
 
 
 # --- Runs laid over each other ---
@@ -548,41 +537,35 @@ def overlays(runs: Sequence[RunData], *, kl: bool = True) -> list[Plot]:
     """
     score = score_name_of(evaluation for data in runs for evaluation in data.evaluations)
     drawn = [
-        _plot(score, "validation, and held-out before and after", lambda ax: _scores(ax, runs)),
+        _plot(score, "validation, and held-out before and after", _scores, runs),
         *(
-            _plot(title, note, lambda ax, name=name: _over(ax, runs, name, _by_version))  # type: ignore[misc]
-            for title, note, name in (
-                ("Reward", "mean per fresh completion", "search/reward"),
-                ("KL", "fresh samples to the reference, nats per completion", "search/kl"),
-                ("Entropy", "of fresh samples, nats per token", "search/entropy"),
-                ("Length", "tokens per fresh completion", "search/length"),
-            )
+            _plot(title, note, _over, runs, name)
+            for title, note, name in OVERLAID
             if kl or name != "search/kl"
-        ),
-        *(
-            _plot(title, note, lambda ax, name=name: _over(ax, runs, name, _by_step))  # type: ignore[misc]
-            for title, note, name in (
-                ("Loss", "of the objective: not to be compared between objectives", "train/loss"),
-                ("Gradient norm", "before clipping", "train/grad_norm"),
-                ("Effective sample size", "share of a batch", "train/ess"),
-                ("Staleness", "optimizer steps, mean of a batch", "staleness/mean"),
-                ("Replay ratio", "steps that learned from a trajectory of the batch", "train/replay_ratio"),
-            )
         ),
     ]
     return [plot for plot in drawn if plot]
 
 
-def _over(
-    ax: Axes,
-    runs: Sequence[RunData],
-    name: str,
-    columns: Callable[[RunData, str], tuple[np.ndarray, np.ndarray]],
-) -> bool:
+OVERLAID = (
+    ("Reward", "mean per fresh completion", "search/reward"),
+    ("KL", "fresh samples to the reference, nats per completion", "search/kl"),
+    ("Entropy", "of fresh samples, nats per token", "search/entropy"),
+    ("Length", "tokens per fresh completion", "search/length"),
+    ("Loss", "of the objective: not to be compared between objectives", "train/loss"),
+    ("Gradient norm", "before clipping", "train/grad_norm"),
+    ("Effective sample size", "share of a batch", "train/ess"),
+    ("Staleness", "optimizer steps, mean of a batch", "staleness/mean"),
+    ("Replay ratio", "steps that learned from a trajectory of the batch", "train/replay_ratio"),
+)
+"""Title, note and metric."""
+
+
+def _over(ax: Axes, runs: Sequence[RunData], name: str) -> bool:
     """A figure of each run, smoothed."""
     drawn = 0
     for index, data in enumerate(runs):
-        (x, y), line = columns(data, name), run_line(index)
+        (x, y), line = _course(data, name), run_line(index)
         marker = "o" if len(x) == 1 else None
         ax.plot(x, _smooth(y), color=line.color, linestyle=line.dashes, marker=marker, markersize=4)
         drawn += len(x)

@@ -1,7 +1,6 @@
-"""How a run stands, in a sentence, and what the user types next where it is the user's turn.
+"""How a run stands, in a sentence, and what the user types next if it is the user's turn.
 
-It puts together what three witnesses say: Slurm's queue, the events of the launchers, and the metrics of
-the ranks. It must not read files: the monitor does.
+It puts together what Slurm's queue, the launchers' events and the ranks' metrics say.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ AT_WORK = {
 """Slurm's states of a job that has nodes."""
 
 UNKNOWN = "UNKNOWN"
-"""State of a job where Slurm cannot be asked, or does not answer."""
+"""State of a job if Slurm cannot be asked, or does not answer."""
 
 FORGOTTEN = "FORGOTTEN"
 """State of a job that ended so long ago that Slurm does not know how."""
@@ -77,7 +76,7 @@ def run_state(monitor: RunMonitor) -> RunState:
 
 
 def job_of(monitor: RunMonitor) -> list[QueueEntry]:
-    """The components of the run's job; none where the run was started otherwise since that job ended."""
+    """The components of the run's job; none if the run was started otherwise since that job ended."""
     states = {component["state"] for component in monitor.job}
     if not monitor.job or not monitor.events or states & {*WAITING, *AT_WORK}:
         return monitor.job
@@ -149,7 +148,7 @@ def _without_a_job(monitor: RunMonitor) -> RunState:
 
 
 def _ended(monitor: RunMonitor) -> RunState | None:
-    """The end that a launcher noted, where no launcher is left."""
+    """The end that a launcher noted, if no launcher is left."""
     note = monitor.attempt.note if monitor.attempt else ""
     match _last_event(monitor):
         case "refused":
@@ -210,7 +209,7 @@ PHASES: dict[str, Callable[[RunMonitor], RunState]] = {
 
 
 def _with_silence(monitor: RunMonitor, found: RunState) -> RunState:
-    """The same, with a hint where all are silent for longer than any rank waits for another."""
+    """The same, with a hint if all are silent for longer than any rank waits for another."""
     silence = monitor.silence or 0.0
     if silence < max(SILENT_SECONDS, monitor.config.launch.timeout_seconds):
         return found

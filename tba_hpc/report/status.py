@@ -1,7 +1,7 @@
 """Shows how a run stands: live on a terminal, once for a look, as JSON for scripts.
 
-It only reads, so it may follow a run from anywhere; where the output is no terminal, the live display is
-one plain line every few seconds.
+It only reads, so it may follow a run from anywhere. If the output is no terminal, the live display is one
+plain line every few seconds.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rich.text import Text
 
 from tba_hpc.config import Config
 from tba_hpc.core.wording import count
+from tba_hpc.report.alerts import line
 from tba_hpc.report.attempts import Attempt, fault_words
 from tba_hpc.report.monitor import Queue, QueueEntry, RunMonitor
 from tba_hpc.report.run_state import RunState, job_of, run_state
@@ -38,13 +39,12 @@ from tba_hpc.report.summary import (
 )
 from tba_hpc.report.tables import NOTHING, dropped_unlearned, duration, percent
 from tba_hpc.report.terminal import Terminal
-from tba_hpc.report.worries import line
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.run.metrics import Record, number
 
 LINE_SECONDS = 5.0
-"""Pause between two plain lines where the output is no terminal."""
+"""Pause between two plain lines if the output is no terminal."""
 
 REFRESH_SECONDS = 1.0
 """Pause between two looks at the run."""
@@ -70,15 +70,15 @@ def _left(monitor: RunMonitor, now: RunState) -> list[str]:
 
 def cells(monitor: RunMonitor) -> dict[str, str]:
     """Column title → value, the numbers a user watches. Reward, KL and entropy are of fresh completions."""
-    latest, history = monitor.progress.latest, monitor.history
+    latest, trends = monitor.progress.latest, monitor.trends
     validation, test = monitor.evaluated("validation"), monitor.evaluated("test")
     return {
         monitor.score_name: _scores(validation[-1:]),
         "test": _scores(test[:1] + test[1:][-1:]),
         "perplexity": _perplexity(monitor.config, [*test[:1], *validation, *test[1:]]),
-        "reward": _or_nothing(history.latest("search/reward"), "{:.3f}"),
-        "KL": _or_nothing(history.latest("search/kl"), "{:.2f}"),
-        "entropy": _or_nothing(history.latest("search/entropy"), "{:.3f}"),
+        "reward": _or_nothing(trends.latest("search/reward"), "{:.3f}"),
+        "KL": _or_nothing(trends.latest("search/kl"), "{:.2f}"),
+        "entropy": _or_nothing(trends.latest("search/entropy"), "{:.3f}"),
         "loss": _show(latest, "train/loss", "{:.4f}"),
         "staleness": _show(latest, "staleness/mean", "{:.1f}"),
         "trainer wait": _show(latest, "train/wait_share", "{:.1%}"),
@@ -92,7 +92,7 @@ def _scores(evaluations: Sequence[Evaluation]) -> str:
 
 
 def _perplexity(config: Config, evaluations: Sequence[Evaluation]) -> str:
-    """Of the last evaluation, and under which policy where that changes."""
+    """Of the last evaluation, and under which policy if that changes."""
     last = evaluations[-1].perplexity if evaluations else None
     if last is None or config.train.reference.name != "reset":
         return _or_nothing(last, "{:.3f}")
@@ -103,7 +103,7 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
     """What else there is to say, by title: who is at work where, what is safe, what went wrong, what next."""
     attempt, job = monitor.attempt, job_of(monitor)
     saved, age, silence = monitor.progress.trainer.checkpoint, monitor.checkpoint_age, monitor.silence
-    said = {
+    found = {
         "attempt": _attempt(attempt) if attempt and attempt.name else "",
         "job": _job(job[0]["job"], attempt) if job else "",
         **{_role(component): _component(component) for component in job},
@@ -113,18 +113,18 @@ def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
         "damaged": ", ".join(
             f"{damage['checkpoint']}: {damage['fault']}" for damage in monitor.progress.trainer.damaged
         ),
-        "worries": line(monitor.worries),
+        "alerts": line(monitor.alerts),
         "set aside": _set_aside(monitor),
-        "dropped unlearned": dropped_unlearned(monitor.history.by_length),
+        "dropped unlearned": dropped_unlearned(monitor.trends.by_length),
         "faults": " · ".join(fault_words(monitor.faults)),
         "last word": f"{duration(silence)} ago" if silence is not None else "",
         "next": now.command,
     }
-    return {title: text for title, text in said.items() if text}
+    return {title: text for title, text in found.items() if text}
 
 
 def visitors(monitor: RunMonitor) -> list[dict[str, Any]]:
-    """Searchers that come and go, as far as they are there; since: unix s; job, of Slurm, may be empty."""
+    """Elastic searchers that are there; since: unix s; job, of Slurm, may be empty."""
     return [
         {
             "searcher": searcher,
@@ -168,8 +168,8 @@ def done(counts: Counts) -> dict[str, str]:
 
 def _set_aside(monitor: RunMonitor) -> str:
     """Trajectories without a usable reward, and steps without a finite loss or gradient norm."""
-    history = monitor.history
-    counts = {"trajectory": history.rejected, "optimizer step": history.skipped}
+    trends = monitor.trends
+    counts = {"trajectory": trends.rejected, "optimizer step": trends.skipped}
     return ", ".join(f"{count(number, thing)}" for thing, number in counts.items() if number)
 
 
@@ -196,10 +196,10 @@ def _component(component: QueueEntry) -> str:
 
 
 def figures(monitor: RunMonitor, size_of: SizeOf = unknown_size) -> dict[str, Any]:
-    """Everything that is shown, as values for JSON; None where there is no value yet."""
+    """Everything that is shown, as values for JSON; None if there is no value yet."""
     now, latest, attempt = run_state(monitor), monitor.progress.latest, monitor.attempt
     validation, test = monitor.evaluated("validation"), monitor.evaluated("test")
-    train, history = monitor.config.train, monitor.history
+    train, trends = monitor.config.train, monitor.trends
     comparable = same_reference(train, test)
     return {
         "run": str(monitor.run.path),
@@ -222,24 +222,24 @@ def figures(monitor: RunMonitor, size_of: SizeOf = unknown_size) -> dict[str, An
         "test_pass_at_1": [evaluation.score for evaluation in test],
         "test_perplexity": [e.perplexity if e in comparable else None for e in test],
         "test_perplexity_reference": reference_of(train, test[-1]) if test else None,
-        "reward": history.latest("search/reward"),
+        "reward": trends.latest("search/reward"),
         "batch_reward": number(latest, "train/reward"),
         "loss": number(latest, "train/loss"),
-        "kl": history.latest("search/kl"),
-        "log_ratio": history.latest("train/log_ratio"),
-        "entropy": history.latest("search/entropy"),
-        "ess": history.latest("train/ess"),
-        "clip_share": history.latest("train/clip_share"),
-        "engine_gap": history.engine_gap,
-        "flat_groups": history.latest("search/flat_groups"),
-        "batch_flat_groups": history.latest("train/flat_groups"),
-        "length": history.latest("search/length"),
-        "truncated_share": history.latest("search/truncated_share"),
-        "replay_ratio": history.latest("train/replay_ratio"),
-        "skipped_steps": history.skipped,
-        "rejected": history.rejected,
-        "by_length": asdict(history.by_length),
-        "worries": [worry.sentence for worry in monitor.worries],
+        "kl": trends.latest("search/kl"),
+        "log_ratio": trends.latest("train/log_ratio"),
+        "entropy": trends.latest("search/entropy"),
+        "ess": trends.latest("train/ess"),
+        "clip_share": trends.latest("train/clip_share"),
+        "engine_gap": trends.engine_gap,
+        "flat_groups": trends.latest("search/flat_groups"),
+        "batch_flat_groups": trends.latest("train/flat_groups"),
+        "length": trends.latest("search/length"),
+        "truncated_share": trends.latest("search/truncated_share"),
+        "replay_ratio": trends.latest("train/replay_ratio"),
+        "skipped_steps": trends.skipped,
+        "rejected": trends.rejected,
+        "by_length": asdict(trends.by_length),
+        "alerts": [alert.sentence for alert in monitor.alerts],
         "staleness": number(latest, "staleness/mean"),
         "trainer_wait_share": number(latest, "train/wait_share"),
         "buffer": number(latest, "buffer/size"),
@@ -277,7 +277,7 @@ def plain_line(monitor: RunMonitor) -> str:
         parts.append(f"step {monitor.progress.step}/{steps}")
     if monitor.progress.step and (monitor.phase or now.over):
         parts += [f"{title} {value}" for title, value in cells(monitor).items() if value != NOTHING]
-    worst = [f"worry: {worry.short}" for worry in monitor.worries[:1]]
+    worst = [f"alert: {alert.short}" for alert in monitor.alerts[:1]]
     return " · ".join([*parts, *fault_words(monitor.faults), *worst])
 
 
@@ -319,7 +319,7 @@ class LiveDisplay:
     """Follows a run on the console: ``with LiveDisplay(run, config) as display: display.refresh()``.
 
     Looks and draws only inside ``refresh``, so its owner decides when; no thread is started. queue: how
-    Slurm sees the run's job, where that may have one.
+    Slurm sees the run's job, if it may have one.
     """
 
     def __init__(
@@ -399,7 +399,7 @@ def print_status(
         print(json.dumps(figures(monitor, size_of), indent=2))
         return
     console, now = console or Terminal(), run_state(monitor)
-    told = {**heading(monitor, now), **cells(monitor), **done(monitor.counts(size_of))}
-    for title, value in {**told, **facts(monitor, now)}.items():
-        # As long as it is: a path or a command that was broken into lines cannot be copied.
+    values = {**heading(monitor, now), **cells(monitor), **done(monitor.counts(size_of))}
+    for title, value in {**values, **facts(monitor, now)}.items():
+        # Unwrapped: a path or a command broken into lines cannot be copied.
         console.print(Text.assemble((f"{title:<12} ", "dim"), value), soft_wrap=True)

@@ -1,7 +1,7 @@
 """The headline numbers of a run, from its metrics and evaluations: what ``summary.json`` holds.
 
-Reads what the ranks wrote and nothing else, so a summary can be taken at any time, on any machine, and in
-constant memory: of each metrics file its digest, and the lines after that.
+Reads only what the ranks wrote, so a summary can be taken at any time, on any machine, and in constant
+memory: of each metrics file its digest, and the lines after that.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any
 
 from tba_hpc.config import Config, TrainSection
 from tba_hpc.core import schedules
-from tba_hpc.report.curves import OF_FRESH, OF_STEPS, Curve, History
+from tba_hpc.report.alerts import alerts
+from tba_hpc.report.curves import Curve, Histograms, Trends
 from tba_hpc.report.digest import (
-    POINTS,
     WAITS,
-    Histograms,
     Merged,
     Sealed,
     SearcherDigest,
@@ -27,18 +26,18 @@ from tba_hpc.report.digest import (
     TrainerDigest,
     read_digest,
 )
-from tba_hpc.report.worries import worries
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation, evaluations_on_disk, find_evaluation
 from tba_hpc.run.events import read_events
 from tba_hpc.run.files import listing, write_atomic
+from tba_hpc.run.metric_table import CURVES
 from tba_hpc.run.metrics import Record, number
 
 MANY_SEARCHERS = 4
 """Above this number the searchers are shown together: their rates by the mean, their curves as a band."""
 
 SizeOf = Callable[[Path], Sealed]
-"""Reads what a shard file holds: of one that was sealed just before a kill no metrics tell."""
+"""Reads what a shard file holds: a seal just before a kill may be in no metrics."""
 
 
 def unknown_size(_: Path) -> Sealed:
@@ -91,17 +90,17 @@ class Counts:
         """
         cursor = merged.cursors.get(searcher, 0)
         waiting = {index: sealed for index, sealed in seals.items() if index >= cursor}
-        for index in _untold(run, searcher, cursor, waiting):
+        for index in _unlogged(run, searcher, cursor, waiting):
             waiting[index] = size_of(run.shard_file(searcher, index))
         self.shards += len(waiting)
         self.trajectories += sum(sealed.trajectories for sealed in waiting.values())
         self.tokens += sum(sealed.tokens for sealed in waiting.values())
 
 
-def _untold(run: RunDir, searcher: int, cursor: int, told: Mapping[int, Sealed]) -> Iterator[int]:
-    """Shards on disk from ``cursor`` on that their searcher did not live to tell of."""
-    end = max(told, default=cursor - 1) + 1
-    between = (index for index in range(cursor, end) if index not in told)
+def _unlogged(run: RunDir, searcher: int, cursor: int, logged: Mapping[int, Sealed]) -> Iterator[int]:
+    """Shards on disk from ``cursor`` on that their searcher did not live to log."""
+    end = max(logged, default=cursor - 1) + 1
+    between = (index for index in range(cursor, end) if index not in logged)
     for index in itertools.chain(between, itertools.count(end)):
         if run.shard_file(searcher, index).exists():
             yield index
@@ -127,7 +126,7 @@ class SearcherData:
     @classmethod
     def of(cls, digest: SearcherDigest) -> SearcherData:
         """From its metrics."""
-        rebuilds, rejected = digest.rebuilds.total, digest.history.rejected
+        rebuilds, rejected = digest.rebuilds.total, digest.trends.rejected
         rate = digest.at_work.mean
         return cls(digest.seconds, digest.tokens, digest.rates, rate, rebuilds, rejected)
 
@@ -136,16 +135,14 @@ class SearcherData:
 class RunData:
     """Everything a report is made of.
 
-    finished: whether nothing is left to do. counts: see ``Counts``. history, fresh, rewards, waits: over all
-    searchers. evaluations: the complete ones, by split and step. events: what befell the run, see
-    ``run.events.log_event``.
+    finished: whether nothing is left to do. counts: see ``Counts``. rewards, waits: over all searchers.
+    evaluations: the complete ones, by split and step. events: see ``run.events.log_event``.
     """
 
     finished: bool
     trainer: TrainerDigest
     counts: Counts
     searchers: dict[int, SearcherData] = field(default_factory=dict)
-    fresh: dict[str, Curve] = field(default_factory=dict)
     rewards: Histograms = field(default_factory=Histograms)
     waits: dict[str, Spread] = field(default_factory=lambda: {name: Spread() for name in WAITS})
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -171,17 +168,15 @@ class RunData:
 
     def _add(self, digest: SearcherDigest) -> None:
         self.searchers[digest.index] = SearcherData.of(digest)
-        self.history.add(digest.history)
-        for name, curve in digest.drawn.items():
-            self.fresh.setdefault(name, Curve(1, spans=POINTS)).add(curve)
+        self.trends.add(digest.trends)
         self.rewards.add(digest.rewards)
         for name, spread in digest.waits.items():
             self.waits[name].add(spread)
 
     @property
-    def history(self) -> History:
+    def trends(self) -> Trends:
         """Its figures as curves; steps that were done twice count once."""
-        return self.trainer.history
+        return self.trainer.trends
 
     def test(self) -> list[Evaluation]:
         """Evaluations on the held-out split, by step."""
@@ -190,12 +185,8 @@ class RunData:
 
 def searcher_files(run: RunDir) -> list[Path]:
     """Metrics files of the searchers, by index."""
-    names = listing(run.metrics) if run.metrics.is_dir() else []
-    # Parts of it, too: while one is finished there is no file of the name for a moment, or after a kill.
-    found = {
-        name.partition(".jsonl")[0] for name in names if name.startswith("searcher-") and ".jsonl" in name
-    }
-    return [run.metrics / f"{stem}.jsonl" for stem in sorted(found)]
+    names = sorted(listing(run.metrics)) if run.metrics.is_dir() else []
+    return [run.metrics / name for name in names if name.startswith("searcher-") and name.endswith(".jsonl")]
 
 
 def index_of(path: Path) -> int:
@@ -214,7 +205,7 @@ def read_evaluations(run: RunDir, known: Mapping[str, Evaluation] | None = None)
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a run came to. pass_at_1 is on the held-out test split; None where it was not measured.
+    """What a run came to. pass_at_1 is on the held-out test split; None if it was not measured.
 
     score_name: what the task calls that score, such as pass@1 or win rate. perplexity: of the same answers
     under the policy of step ``perplexity_reference``; None, too, without a reference model, and before where
@@ -225,8 +216,8 @@ class Summary:
     searcher_tokens_per_second: of all searchers together, while they ran.
     searcher_seconds: for which searchers were there, added up; goodput: acknowledged tokens per such second.
     publish_stall_seconds, seal_share, staleness, propagation_seconds: means over the run.
-    figures: what the metrics of these names were at last. skipped_steps, rejected: optimizer steps not taken,
-    trajectories set aside. worries: sentences, the worst first.
+    figures: the last values of these metrics. skipped_steps, rejected: optimizer steps not taken,
+    trajectories set aside. alerts: sentences, the worst first.
     """
 
     pass_at_1_before: float | None
@@ -260,7 +251,7 @@ class Summary:
     figures: dict[str, float | None]
     skipped_steps: int
     rejected: int
-    worries: list[str]
+    alerts: list[str]
 
     @property
     def gain(self) -> float | None:
@@ -277,7 +268,7 @@ def summarise(run: RunDir, config: Config, size_of: SizeOf = unknown_size) -> Su
 
 def summary_of(data: RunData, config: Config) -> Summary:
     """The same from files already read."""
-    test, trainer, history = data.test(), data.trainer, data.history
+    test, trainer, trends = data.test(), data.trainer, data.trends
     alike = same_reference(config.train, test)
     reference = reference_of(config.train, test[-1]) if alike else None
     return Summary(
@@ -297,14 +288,14 @@ def summary_of(data: RunData, config: Config) -> Summary:
         searcher_seconds=(offered := sum(searcher.seconds for searcher in data.searchers.values())),
         goodput=data.counts.tokens / offered if offered else None,
         trainer_wait_share=number(trainer.latest, "train/wait_share"),
-        publish_stall_seconds=trainer.line("sync/publish_stall_seconds").mean,
+        publish_stall_seconds=trends.curves["sync/publish_stall_seconds"].mean,
         seal_share=data.waits["search/seal_share"].mean,
-        staleness=trainer.line("staleness/mean").mean,
+        staleness=trends.curves["staleness/mean"].mean,
         propagation_seconds=data.waits["search/propagation_seconds"].mean,
-        figures={name: history.latest(name) for name in (*OF_FRESH, *OF_STEPS)},
-        skipped_steps=history.skipped,
-        rejected=history.rejected,
-        worries=[worry.sentence for worry in worries(history, config, data.evaluations)],
+        figures={name: trends.latest(name) for name in CURVES},
+        skipped_steps=trends.skipped,
+        rejected=trends.rejected,
+        alerts=[alert.sentence for alert in alerts(trends, config, data.evaluations)],
     )
 
 
@@ -350,5 +341,5 @@ def write_summary(run: RunDir, summary: Summary) -> None:
 
 
 def series(records: Iterable[Record], name: str) -> list[float]:
-    """The values of a scalar, where it is there."""
+    """The values of a scalar, if it is there."""
     return [value for record in records if (value := number(record, name)) is not None]

@@ -1,7 +1,4 @@
-"""Tables for the terminal that are JSON on request, and how values look in them.
-
-It must not know what a run is doing.
-"""
+"""Tables for the terminal that are JSON on request, and how values look in them."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import TENTHS
 
 NOTHING = "–"
-"""Shown where there is no value yet."""
+"""Shown if there is no value yet."""
 
 Cell = str | int | float | bool | None
 
@@ -63,7 +60,7 @@ def print_summary(
                 "skipped steps": summary.skipped_steps or None,
                 "rejected trajectories": summary.rejected or None,
                 "dropped trajectories": summary.dropped or None,
-                "worry": next(iter(summary.worries), None),
+                "alert": next(iter(summary.alerts), None),
             }
         ),
         **{name: str(path) for name, path in places.items() if path.exists()},
@@ -73,7 +70,7 @@ def print_summary(
 
 
 def policy_of(summary: Summary) -> str | None:
-    """Under which policy the perplexities are; None where there are none."""
+    """Under which policy the perplexities are; None if there are none."""
     known = summary.perplexity_before is not None or summary.perplexity_after is not None
     return policy_name(summary.perplexity_reference or 0) if known else None
 
@@ -139,7 +136,7 @@ def percent(share: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Minutes and seconds, hours where there are any: 2:05, 1:02:05."""
+    """Minutes and seconds, hours if there are any: 2:05, 1:02:05."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

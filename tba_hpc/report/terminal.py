@@ -1,7 +1,4 @@
-"""The console for all that is shown of a run: what a model, a data file or a stranger's run says is text.
-
-It must not know what is shown.
-"""
+"""The console for all that is shown of a run: what a model, a data file or a stranger's run says is text."""
 
 from __future__ import annotations
 

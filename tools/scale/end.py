@@ -22,7 +22,7 @@ from tba_hpc.config import parse_config
 from tba_hpc.exchange.hdf5_shards import seal_interval
 from tba_hpc.report.digest import KEEP_SECONDS, KeptDigest, SearcherDigest, TrainerDigest
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.metrics import REWARD_EDGES, Record
+from tba_hpc.run.metrics import REWARD_EDGES, Record, record_seconds
 
 SEARCHERS, HOURS = 256, 72
 """The run that issue and README speak of."""
@@ -41,7 +41,7 @@ UNKEPT_SECONDS = 1800
 
 
 def search_record(second: float, version: int, rng: random.Random) -> Record:
-    """What a searcher logs once a second."""
+    """What a searcher logs."""
     histogram = [0.0] * (len(REWARD_EDGES) + 1)
     histogram[33], histogram[36] = rng.randrange(20), rng.randrange(20)
     return {
@@ -61,7 +61,7 @@ def search_record(second: float, version: int, rng: random.Random) -> Record:
         "search/busy_share": rng.random(),
         "search/rebuilds": 0,
         "search/seal_share": rng.random() / 100,
-        "search/paused_seconds": 0.0,
+        "search/paused_share": 0.0,
         "search/propagation_seconds": rng.random(),
         "search/pending_shards": 1,
         "search/rejected": 0,
@@ -69,7 +69,7 @@ def search_record(second: float, version: int, rng: random.Random) -> Record:
 
 
 def searcher_records(seconds: range, rng: random.Random) -> Iterator[Record]:
-    """Of one searcher: a record a second, and its seals."""
+    """Of one searcher: its records at these seconds, and its seals."""
     for second in seconds:
         yield search_record(second, int(second / STEP_SECONDS), rng)
         if rng.random() < SHARDS_PER_SECOND * seconds.step:
@@ -114,7 +114,7 @@ def make_run(root: Path, searchers: int, seconds: int) -> RunDir:
         "launch": {"searchers": searchers},
     }
     run, rng = RunDir.create(parse_config(tree)), random.Random(0)
-    last = range(int(seconds - KEEP_SECONDS), seconds)
+    last = range(int(seconds - KEEP_SECONDS), seconds, int(record_seconds(searchers)))
     pick = range(0, last.start, THINNING)
     few = range(0, last.start, THINNING * int(STEP_SECONDS))
     trainer = TrainerDigest()
@@ -142,7 +142,7 @@ def lay_down(path: Path, digest: TrainerDigest | SearcherDigest, tail: list[Reco
         file.write(b"\n" + text)
     kept: KeptDigest[TrainerDigest] | KeptDigest[SearcherDigest] = KeptDigest.__new__(KeptDigest)
     kept._metrics, kept._digest = path, digest  # not to fold the hole
-    kept.keep(0, lambda: hole + 1)
+    kept.keep(hole + 1)
 
 
 WAYS = {
@@ -151,7 +151,7 @@ WAYS = {
     "status": "from tba_hpc.report.monitor import RunMonitor as M; m = M(run, run.config()); m.update()\n"
     "from tba_hpc.report.status import figures; figures(m)",
     "a second look of the status": "from tba_hpc.report.monitor import RunMonitor as M\n"
-    "m = M(run, run.config()); m.update(); began = time.monotonic(); m.update(); m.worries",
+    "m = M(run, run.config()); m.update(); began = time.monotonic(); m.update(); m.alerts",
 }
 """What a reader does with a run, as programs; each in a process of its own, whose peak of memory is noted."""
 
@@ -214,7 +214,7 @@ def without_digests(searchers: int, hours: float) -> list[Row]:
                 for record in searcher_records(range(UNKEPT_SECONDS), rng):
                     file.write(json.dumps(record) + "\n")
         seconds, megabytes = cost(run, "summary")
-    times = searchers / few * 3600 * hours / UNKEPT_SECONDS
+    times = searchers / few * 3600 * hours / UNKEPT_SECONDS / record_seconds(searchers)
     return [
         row(f"summary without digests (× {times:,.0f})", seconds * times / 60, "min", ""),
         row("summary without digests: peak of memory", megabytes, "MB", "≤ 500"),

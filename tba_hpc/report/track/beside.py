@@ -1,6 +1,6 @@
-"""The follower beside a trainer: a process of its own, whose end or failure concerns nobody.
+"""Runs ``tba track`` beside a trainer, in a process whose failure does not stop training.
 
-It must not know what is followed. It ends when its input does, so that it outlives no trainer.
+It ends when its input does, so that it outlives no trainer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tba_hpc.run.directory import RunDir
 log = logging.getLogger(__name__)
 
 END_SECONDS = 60.0
-"""Longest wait for what is left to tell once training has ended."""
+"""Longest wait for what is left to send once training has ended."""
 
 LOG = "tracker.log"
 
@@ -28,7 +28,7 @@ FOLLOW = ["-m", "tba_hpc", "track", "--until-eof"]
 
 @contextmanager
 def tracked(run: RunDir, config: Config) -> Iterator[None]:
-    """Follow the run while the block runs, where its config names a tracker. One warning where that fails."""
+    """Follow the run while the block runs, if its config names a tracker. One warning if that fails."""
     if not config.track.wanted:
         yield
         return

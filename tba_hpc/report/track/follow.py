@@ -1,7 +1,4 @@
-"""Tells a run to its trackers, once or as it goes; how far they know it stands in RUN/track.
-
-It must not know what they do with it.
-"""
+"""Sends a run's figures to its trackers, once or as it goes; RUN/track says how far it has got."""
 
 from __future__ import annotations
 
@@ -27,15 +24,15 @@ OWNER = "tracker"
 
 
 def require_trackers(config: Config) -> None:
-    """Raise ConfigError where a tracker is asked for whose library is not installed."""
+    """Raise ConfigError if the library of a wanted tracker is not installed."""
     if config.track.wandb and find_spec("wandb") is None:
         raise ConfigError("track.wandb needs the package of that name: pip install 'wandb==0.31.0'")
 
 
 def follow(run: RunDir, config: Config, *, goes_on: Callable[[float], bool] = lambda _: False) -> None:
-    """Tell all that there is, and what comes while ``goes_on``, which waits for the seconds it is given.
+    """Send all that there is, and what comes while ``goes_on``, which waits for the seconds it is given.
 
-    Raises ConfigError where no tracker is asked for, OwnedError where another process follows the run.
+    Raises ConfigError if no tracker is wanted, OwnedError if another process follows the run.
     """
     if not config.track.wanted:
         raise ConfigError(
@@ -47,7 +44,7 @@ def follow(run: RunDir, config: Config, *, goes_on: Callable[[float], bool] = la
         followers = [_Follower(run, name, config) for name in config.track.wanted]
         more = True
         while more:
-            more = goes_on(PAUSE_SECONDS)  # first: what came until then is told below
+            more = goes_on(PAUSE_SECONDS)  # first: what came until then is sent below
             ended = [follower.look() for follower in followers]
             more = more and not (all(ended) and run.finished)
         for follower in followers:
@@ -68,7 +65,7 @@ class _Follower:
         )
 
     def look(self) -> bool:
-        """Tell what is new; whether the trainer has ended by then."""
+        """Send what is new; whether the trainer has ended by then."""
         self._sink.tell(self._news.look())
         write_atomic(self._file, json.dumps({**self._news.state(), **self._sink.state()}))
         return self._news.ended

@@ -1,7 +1,4 @@
-"""What a run has written since the last look, as figures at optimizer steps.
-
-It must not know who is told.
-"""
+"""What a run has written since the last look, as figures at optimizer steps."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tba_hpc.report.summary import searcher_files
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer, evaluations_on_disk, find_evaluation
 from tba_hpc.run.metrics import MetricsTail, Record, number
@@ -19,10 +17,10 @@ TRAINER = "trainer"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Figures by name at an optimizer step. time: unix seconds, None where nobody knows.
+    """Figures by name at an optimizer step. time: unix seconds, None if unknown.
 
-    answers: some of an evaluation's, by the name of its split. again: whether training goes on from this
-    step, and what was told of later ones is taken back.
+    answers: some of an evaluation's, by the name of its split. again: whether training resumes from this
+    step, and what was reported of later ones is taken back.
     """
 
     step: int
@@ -33,13 +31,11 @@ class Point:
 
 
 class News:
-    """Reads a run from where ``state`` says, which is JSON; anew where it says nothing."""
+    """Reads a run from where ``state``, which is JSON, says; from the start if it says nothing."""
 
     def __init__(self, run: RunDir, state: Mapping[str, Any]) -> None:
         self._run = run
-        self._places: dict[str, tuple[int, int]] = {
-            n: (p, o) for n, (p, o) in state.get("places", {}).items()
-        }
+        self._places: dict[str, int] = dict(state.get("places", {}))
         self._evaluated: set[str] = set(state.get("evaluated", ()))
         self._tails: dict[str, MetricsTail] = {}
         self.ended = False
@@ -47,14 +43,14 @@ class News:
 
     def state(self) -> dict[str, Any]:
         """How far it has read."""
-        places = {name: list(tail.place) for name, tail in self._tails.items()}
+        places = {name: tail.place for name, tail in self._tails.items()}
         return {"places": {**self._places, **places}, "evaluated": sorted(self._evaluated)}
 
     def look(self) -> list[Point]:
         """What is new: of the trainer, of all searchers together, and whole evaluations."""
         points = list(self._of_trainer(self._records(TRAINER)))
         fresh: dict[int, list[Record]] = defaultdict(list)
-        for path in sorted(self._run.metrics.glob("searcher-*.jsonl")):
+        for path in searcher_files(self._run):
             for record in self._records(path.stem):
                 if "search/version" in record:
                     fresh[int(number(record, "search/version", 0))].append(record)
@@ -63,8 +59,8 @@ class News:
 
     def _records(self, name: str) -> Iterable[Record]:
         if name not in self._tails:
-            part, start = self._places.get(name, (0, 0))
-            self._tails[name] = MetricsTail(self._run.metrics / f"{name}.jsonl", part=part, start=start)
+            path = self._run.metrics / f"{name}.jsonl"
+            self._tails[name] = MetricsTail(path, place=self._places.get(name, 0))
         return self._tails[name].records()
 
     def _of_trainer(self, records: Iterable[Record]) -> Iterable[Point]:
@@ -74,8 +70,7 @@ class News:
                 yield Point(step, _scalars(record), time=number(record, "time"))
             elif event == "resumed":
                 yield Point(step, again=True)
-            if event != "full":
-                self.ended = event in ("stopped", "finished")
+            self.ended = event in ("stopped", "finished")
 
     def _of_evaluations(self) -> list[Point]:
         if not self._run.evaluations.is_dir():

@@ -1,6 +1,6 @@
-"""Where a run is told: TensorBoard's event files, or Weights & Biases. The only module that imports wandb.
+"""Where figures go: TensorBoard's event files, or Weights & Biases. The only module that imports wandb.
 
-It must not know where figures come from. A library is imported when its sink is made.
+A library is imported when its sink is made.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class TensorBoardSink:
 class WandbSink:
     """One run of W&B, whatever number of starts: they have the same id. Offline, each start has a folder.
 
-    No code, console, machine data or environment is told: the config, the figures and some answers are all.
+    It gets the config, figures and some answers; no code, console output, machine data or environment.
     Raises ConfigError without the library.
     """
 

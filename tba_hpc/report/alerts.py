@@ -1,0 +1,686 @@
+"""What is wrong with a run, in sentences: the figure, since when, why it matters, which key to change.
+
+Pure functions of the run's curves. A threshold is where a figure is wrong for nearly every task, so that a
+healthy run raises no alert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import hypot, sqrt
+from statistics import fmean, pstdev
+
+from tba_hpc.config import Config
+from tba_hpc.config.variants import RatioCap, Unbounded
+from tba_hpc.report.curves import Point, Trends
+from tba_hpc.run.evaluations import Evaluation
+
+SHOWN = 3
+"""Alerts that a line has room for."""
+
+LEAST_POINTS = 6
+"""Points of a curve below which it has no trend."""
+
+MIN_COMPLETIONS = 200
+"""Completions before a reward that never changes is remarkable: a tenth of them right would have shown."""
+
+SOLVED = 0.9
+"""Score from which on certainty, and groups with equal rewards, are success."""
+
+INITIAL_KL = 0.02
+"""Nats per token: at version 0 policy and reference are the same, and engines differ by less in any dtype."""
+
+REJECTED_SHARE = 0.01
+"""A task may have no reward for a few completions in a thousand; more is a mistake in it."""
+
+SCORE_FALL, SCORE_SAG = 0.1, 0.15
+"""Falls of a score that are remarkable for any number of prompts: lasting ones, and those it recovers from;
+runs that end well sag by some points. With few prompts it takes FALL_ERRORS."""
+
+FALL_ERRORS = 3.0
+"""Standard errors of a difference that chance does not explain."""
+
+SMOOTH = 3
+"""Neighbouring points whose mean a peak or a trough of the reward is."""
+
+LOST, FALL_NOISE = 0.5, 6.0
+"""Share of the reward's range by which it must fall to count; and how often over its noise, since the largest
+fall of some dozen values that differ by chance alone is four to five times that."""
+
+NEAR, FAR = 0.1, 1.0
+"""Nats per token from the reference: below the first a KL is never dear, above the second the text is another
+language to the reference."""
+
+OVERPAID = 2.0
+"""How often over β·KL may cost what the reward has risen by; at the optimum it costs at most once that."""
+
+COLLAPSED_ENTROPY, LITTLE_ENTROPY = 0.1, 0.05
+"""Share of its first entropy, and nats per token, below both of which a policy hardly explores."""
+
+COLLAPSED_GROUPS = 0.5
+"""Share of fresh groups without variance up to which completions still differ in what matters."""
+
+TRIFLE = 0.1
+"""Share of the reward's range by which it must rise in a quarter of a run to be rising."""
+
+EARLY_STEPS = 20
+"""Steps that an early sign is the mean of: a tenth of what a collapse takes, and enough to average chance."""
+
+SUNK, SUNK_PER_TOKEN = 1.0, 0.03
+"""Nats, and nats per token, by both of which rewarded answers must have become less likely. Recorded runs
+that learn from data 10 to 99 steps old stay above −.01 a token; those that do not come to −.04 to −1."""
+
+RUNAWAY, LEVEL_STEPS = 2.0, 40
+"""Times the level of the steps before, at least so many, at which the policy runs away from its data."""
+
+FEW_EFFECTIVE = 0.1
+"""Share of a batch that a reweighted gradient is of; below a tenth a few completions are all of a step."""
+
+LARGE_GAP, NOTABLE_GAP, GAP_GROWTH = 0.05, 0.01, 4.0
+"""Nats per token. bfloat16 alone makes about .01; the smaller one counts if it is a multiple of the first
+value."""
+
+FLAT_SHARE = 0.8
+"""Groups without variance give no gradient: four fifths of a step are wasted."""
+
+LONG, LONGER = 0.5, 0.15
+"""Truncated share that is too much anywhere, and a rise of it that shows answers growing without end."""
+
+STARVED, STARVED_MORE = 0.01, 2.0
+"""Share of the long completions that may be dropped unlearned, and how often that of the short ones."""
+
+WASTED = 0.5
+"""Share of its time that a role may wait: at half of it, half of the machines would do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """short: the figure and the key to change, for a line; sentence: all of it, for a page."""
+
+    short: str
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A figure that is wrong. short: for a line; words: for a page; since: the first step at which it was.
+
+    key, remedy: in place of the rule's.
+    """
+
+    short: str
+    words: str
+    since: int | None = None
+    key: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the rules look at. evaluations: complete ones, of both splits."""
+
+    trends: Trends
+    config: Config
+    evaluations: Sequence[Evaluation]
+
+    @property
+    def by_step(self) -> list[Evaluation]:
+        """Evaluations, oldest first."""
+        return sorted(self.evaluations, key=lambda evaluation: evaluation.step)
+
+    @property
+    def solved(self) -> bool:
+        """Whether the last evaluation, or without any the reward, leaves little to learn."""
+        scores = [evaluation.score for evaluation in self.by_step]
+        reward = self.trends.latest("search/reward")
+        known = scores or ([] if reward is None else [reward])
+        return bool(known) and known[-1] >= SOLVED
+
+    @property
+    def still_rises(self) -> bool:
+        """Whether the reward of the last quarter is above that of the one before, by more than a trifle."""
+        known = self.values("search/reward")
+        quarter = len(known) // 4
+        if quarter == 0:
+            return True
+        trifle = TRIFLE * (max(known) - min(known))
+        return fmean(known[-quarter:]) - fmean(known[-2 * quarter : -quarter]) > trifle
+
+    def values(self, name: str) -> list[float]:
+        """The points of a metric's trend, by step."""
+        return [point.value for point in self.trends.trend(name)]
+
+    def held(self, name: str, wrong: Callable[[float], bool]) -> tuple[float, int] | None:
+        """A metric now, and since which step it is wrong at every point; None if it is not wrong now."""
+        now, since = self.trends.latest(name), _since(self.trends.trend(name), wrong)
+        return (now, since) if now is not None and since is not None and wrong(now) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """find: the figure, if it is wrong. key: to change first. why, remedy: may name keys of the config as
+    ``{train.beta}``.
+    """
+
+    find: Find
+    key: str
+    why: str
+    remedy: str
+
+    def alert(self, view: View) -> Alert | None:
+        """The alert, if there is a reason for it."""
+        found = self.find(view)
+        if found is None:
+            return None
+        since = "" if found.since is None else f" since step {found.since}"
+        key, sections = found.key or self.key, dict(view.config)
+        why, remedy = self.why.format(**sections), (found.remedy or self.remedy).format(**sections)
+        return Alert(f"{found.short}{since}: {key}", f"{found.words}{since}: {why}. {remedy}.")
+
+
+Find = Callable[[View], Found | None]
+
+RULES: list[Rule] = []
+"""From what spoils a run to what wastes it, in the order of this file."""
+
+
+def rule(key: str, why: str, remedy: str) -> Callable[[Find], Find]:
+    """Make a rule of a function that finds a wrong figure."""
+
+    def register(find: Find) -> Find:
+        RULES.append(Rule(find, key, why, remedy))
+        return find
+
+    return register
+
+
+def alerts(trends: Trends, config: Config, evaluations: Sequence[Evaluation]) -> list[Alert]:
+    """All that is wrong, the worst first."""
+    view = View(trends, config, evaluations)
+    return [alert for rule in RULES if (alert := rule.alert(view))]
+
+
+def line(found: Sequence[Alert]) -> str:
+    """The worst few in one line."""
+    return " · ".join(alert.short for alert in found[:SHOWN])
+
+
+def _since(points: Sequence[Point], wrong: Callable[[float], bool]) -> int | None:
+    """First step of the stretch up to now in which every point is wrong; None if the last is not."""
+    first = None
+    for point in reversed(points):
+        if not wrong(point.value):
+            break
+        first = point.step
+    return first
+
+
+def _smooth(points: Sequence[Point], width: int = SMOOTH) -> list[Point]:
+    """Means of a few neighbours, which chance seldom makes a peak of."""
+    windows = (points[i : i + width] for i in range(len(points) - width + 1))
+    return [
+        Point(window[width // 2].step, fmean(point.value for point in window), width) for window in windows
+    ]
+
+
+def _few(value: float) -> str:
+    """Two digits or more: 0.044, 1.3, 250."""
+    return f"{value:.2g}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+# --- The rules ---
+
+RATE = "train.learning_rate.peak={train.learning_rate.peak:g}"
+
+
+@rule(
+    key="train.learning_rate.peak",
+    why="loss or gradient norm was not finite, so the weights are running away",
+    remedy=f"Lower {RATE}, or bound exchange.max_staleness",
+)
+def skipped_steps(view: View) -> Found | None:
+    """Steps whose loss or gradient norm was not finite."""
+    trends = view.trends
+    if not trends.skipped:
+        return None
+    last = f"the last at step {trends.last_skip}"
+    return Found(
+        f"{trends.skipped} steps skipped, {last}",
+        f"{trends.skipped} of {trends.steps} optimizer steps were skipped, {last}",
+    )
+
+
+@rule(
+    key="the reference is another model",
+    why="the reference is not the model that the run began with, or engine and reference compute "
+    "different distributions, so every β·KL is off",
+    remedy="Check model.path and that nothing in RUN/references was replaced, then start over",
+)
+def wrong_reference(view: View) -> Found | None:
+    """At version 0 the policy is the reference, and log π − log π_ref is 0."""
+    if view.config.train.reference.name == "behaviour":
+        return None
+    kl, figure = view.trends.initial_kl.latest, "KL of fresh samples"
+    if kl is None:
+        kl, figure = view.trends.first_log_ratio, "log-ratio"
+    lengths = view.values("search/length")
+    if kl is None or abs(kl) <= max(0.1, INITIAL_KL * (lengths[0] if lengths else 0.0)):
+        return None
+    return Found(
+        f"{figure} {_few(kl)} nats at the start",
+        f"The {figure} is {_few(kl)} nats per completion at version 0, and must be 0",
+    )
+
+
+@rule(
+    key="nothing to learn",
+    why="without a difference there is nothing to learn",
+    remedy="Check the task's reward against a few completions, the format of answers that it expects "
+    "(task.name, task.options), and whether {model.path} can solve the task at all; "
+    "generator.temperature adds variety",
+)
+def constant_reward(view: View) -> Found | None:
+    """Every completion has had the same reward."""
+    points, count = view.trends.trend("search/reward"), view.trends.trajectories
+    values, flat = [point.value for point in points], view.values("search/flat_groups")
+    if count < MIN_COMPLETIONS or max(values) - min(values) > 1e-9 or (flat and min(flat) < 1):
+        return None
+    truncated = view.trends.latest("search/truncated_share")
+    cut = f", {_share(truncated)} of them cut off at generator.max_tokens" if truncated else ""
+    reward = _few(values[-1])
+    return Found(
+        f"reward always {reward}",
+        f"The reward is {reward} for every one of {count:,} completions since step {points[0].step}{cut}",
+    )
+
+
+@rule(
+    key="task.name",
+    why="their reward was not finite or the task's code raised, and the rest is a biased sample",
+    remedy="The searchers' logs name the prompts; fix the code of task.name={task.name} or its data",
+)
+def rejected_rewards(view: View) -> Found | None:
+    """Trajectories set aside for lack of a usable reward."""
+    rejected = view.trends.rejected
+    total = rejected + view.trends.trajectories
+    if not rejected or rejected / total <= REJECTED_SHARE:
+        return None
+    share = _share(rejected / total)
+    return Found(
+        f"{share} of the rewards rejected", f"{rejected:,} of {total:,} trajectories ({share}) were set aside"
+    )
+
+
+@rule(
+    key="train.learning_rate.peak",
+    why="the policy is unlearning, most often because steps are too large",
+    remedy=f"Lower {RATE}, by a factor of three to begin with, or hold the policy nearer to its "
+    "reference by a higher train.beta",
+)
+def falling(view: View) -> Found | None:
+    """The policy became worse, by its score or else by its reward."""
+    return falling_score(view) or falling_reward(view)
+
+
+def falling_score(view: View) -> Found | None:
+    """An evaluation is well below an earlier one, and so is the last, or it was far below."""
+    found = view.by_step
+    falls = [(a, b) for i, a in enumerate(found) for b in found[i + 1 :] if _comparable(a, b)]
+    if not falls:
+        return None
+    high, low = max(falls, key=lambda fall: fall[0].score - fall[1].score)
+    last = next(evaluation for evaluation in reversed(found) if evaluation.split == low.split)
+    error = hypot(_standard_error(high), _standard_error(low))
+    lasting = high.score - last.score > max(SCORE_FALL, FALL_ERRORS * error)
+    if high.score - low.score <= max(SCORE_FALL if lasting else SCORE_SAG, FALL_ERRORS * error):
+        return None
+    return _fall(last.score_name, (high.step, high.score), (low.step, low.score), last.score, _share)
+
+
+def _standard_error(evaluation: Evaluation) -> float:
+    """Of its score, after one more right and one more wrong answer: a few prompts never prove a 0."""
+    share = (evaluation.correct + 1) / (evaluation.total + 2)
+    return sqrt(share * (1 - share) / evaluation.total)
+
+
+def _comparable(before: Evaluation, after: Evaluation) -> bool:
+    """Splits may differ in difficulty, but hardly by a factor of two."""
+    return before.split == after.split or after.score < before.score / 2
+
+
+def falling_reward(view: View) -> Found | None:
+    """Fresh rewards fell, by more than chance moves them, and by much of all that they ever moved."""
+    points, now = view.trends.trend("search/reward"), view.trends.latest("search/reward")
+    if len(points) < LEAST_POINTS or now is None:
+        return None
+    smooth = _smooth(points)
+    high, low = max(
+        ((high, low) for i, high in enumerate(smooth) for low in smooth[i:]),
+        key=lambda fall: fall[0].value - fall[1].value,
+    )
+    values = [point.value for point in smooth]
+    noise = pstdev([b.value - a.value for a, b in pairwise(points)]) / sqrt(2 * SMOOTH)
+    if high.value - low.value <= max(LOST * (max(values) - min(values)), FALL_NOISE * noise, 1e-9):
+        return None
+    return _fall("reward", high[:2], low[:2], now, _few)
+
+
+def _fall(
+    what: str,
+    high: tuple[int, float],
+    low: tuple[int, float],
+    now: float,
+    show: Callable[[float], str],
+) -> Found:
+    """high, low: a step and the value there."""
+    return Found(
+        f"{what} fell from {show(high[1])} to {show(low[1])} at step {low[0]}",
+        f"The {what} fell from {show(high[1])} at step {high[0]} to {show(low[1])} at step {low[0]}, and is "
+        f"{show(now)} now",
+    )
+
+
+@rule(
+    key="exchange.max_staleness",
+    why="good and bad ones sink together, which comes before a collapse",
+    remedy="",
+)
+def sinking_answers(view: View) -> Found | None:
+    """What is rewarded has become less likely since it was sampled: good and bad answers sink together."""
+    length, means = view.trends.latest("train/length"), _of_rewarded(view)
+    if not length or not means or view.solved:
+        return None
+    since = _since(means, lambda value: value < -max(SUNK, SUNK_PER_TOKEN * length))
+    if since is None:
+        return None
+    now = -means[-1].value
+    return Found(
+        f"rewarded answers {_few(now)} nats less likely",
+        f"Answers above their group's mean reward are {_few(now)} nats, {_few(now / length)} per token, less "
+        "likely than when they were sampled,",
+        since,
+        *_against_age(view.config),
+    )
+
+
+@rule(
+    key="exchange.max_staleness",
+    why="that comes before a collapse",
+    remedy="",
+)
+def runaway_policy(view: View) -> Found | None:
+    """The policy is twice as far from what sampled its data as before, and what is rewarded does not gain."""
+    points = [
+        point._replace(value=abs(point.value)) for point in view.trends.newest["train/log_weight"].points
+    ]
+    before, recent, rewarded = points[:-EARLY_STEPS], points[-EARLY_STEPS:], _of_rewarded(view)
+    if len(before) < LEVEL_STEPS or not rewarded or rewarded[-1].value >= 0 or view.solved:
+        return None
+    level, now = (fmean(point.value for point in part) for part in (before, recent))
+    if min(point.value for point in recent) <= max(SUNK, RUNAWAY * level):
+        return None
+    return Found(
+        f"policy {_few(now)} nats from its data, before {_few(level)},",
+        f"The policy is {_few(now)} nats per completion away from the weights that sampled what it learns "
+        f"from, after {_few(level)} before, and rewarded answers do not gain,",
+        recent[0].step,
+        *_against_age(view.config),
+    )
+
+
+def _of_rewarded(view: View) -> list[Point]:
+    """How much likelier answers above their group's mean are than when they were sampled: smoothed."""
+    return _smooth(view.trends.newest["train/better_log_weight"].points, EARLY_STEPS)
+
+
+def _against_age(config: Config) -> tuple[str, str]:
+    """What bounds the pull of old data: the strongest setting alone, and all of them in a sentence."""
+    train = config.train
+    live = getattr(train.objective, "log_z", "") == "policy"
+    free = isinstance(train.ratio_bound, Unbounded) and not train.objective.bounded
+    settings = ["train.objective.log_z=behaviour"] * live + ["train.ratio_bound=taper"] * free
+    lower = "exchange.max_staleness or lower train.learning_rate.peak={train.learning_rate.peak:g}"
+    if not settings:
+        return "exchange.max_staleness", f"Bound {lower}"
+    return settings[0], f"Set {' and '.join(settings)}, or bound {lower}"
+
+
+@rule(
+    key="train.learning_rate.peak, train.beta",
+    why="the policy no longer writes what its reference would",
+    remedy=f"Lower {RATE}, warm up longer (train.learning_rate.warmup_steps), or raise train.beta",
+)
+def distant_policy(view: View) -> Found | None:
+    """The policy is far from its reference: farther than the reward pays for, or wherever it is."""
+    trends = view.trends
+    kl, length = trends.latest("search/kl"), trends.latest("search/length")
+    if kl is None or not length or kl <= NEAR * length:
+        return None
+    gain, cost = _gain(view), kl * (trends.beta or 0.0)
+    dear = gain is not None and cost > OVERPAID * gain
+    since = _since(trends.trend("search/kl"), lambda value: value > NEAR * length)
+    if since is None or (kl <= FAR * length and not dear):
+        return None
+    paid = f" (β·KL is {_few(cost)}, the reward has risen by {_few(gain or 0.0)})" if dear else ""
+    return Found(
+        f"KL {_few(kl)} nats",
+        f"The KL of fresh samples is {_few(kl)} nats per completion, {_few(kl / length)} per token{paid}, "
+        "and high",
+        since,
+    )
+
+
+def _gain(view: View) -> float | None:
+    """By how much the reward rose, if the objective weighs that against the KL to one reference.
+
+    Then β·KL ≤ E[r] − E_ref[r] at the optimum, since the reference itself is a candidate.
+    """
+    train = view.config.train
+    tempered = train.reference_temperature[0][1] * train.target_temperature[0][1] != 1
+    rewards = view.values("search/reward")
+    weighs = train.objective.name not in ("dr_grpo", "gspo", "topr", "online_dpo")
+    if not weighs or train.reference.name != "frozen" or tempered or not rewards:
+        return None
+    return max(rewards) - rewards[0]
+
+
+@rule(
+    key="train.beta, generator.temperature",
+    why="the policy repeats itself and finds nothing new",
+    remedy=f"Raise train.beta or generator.temperature, or lower {RATE}",
+)
+def collapsed_entropy(view: View) -> Found | None:
+    """The policy is certain of what it writes, and no better for it."""
+    values, flat = view.values("search/entropy"), view.trends.latest("search/flat_groups")
+    if len(values) < LEAST_POINTS or view.solved or view.still_rises:
+        return None
+    if flat is not None and flat <= COLLAPSED_GROUPS:
+        return None
+    bound = min(LITTLE_ENTROPY, COLLAPSED_ENTROPY * values[0])
+    if not (held := view.held("search/entropy", lambda value: value < bound)):
+        return None
+    now, since = held
+    return Found(
+        f"entropy {_few(now)} nats",
+        f"The entropy of fresh tokens is {_few(now)} nats, from {_few(values[0])} at first, while the score "
+        "does not rise,",
+        since,
+    )
+
+
+@rule(
+    key="exchange.max_staleness",
+    why="the policy has moved so far from the weights that sampled that a few completions are all that "
+    "{train.objective.name} learns from",
+    remedy=f"Bound exchange.max_staleness, raise buffer.most_on_policy, or lower {RATE}; "
+    "trajectory_balance does not reweight",
+)
+def few_effective(view: View) -> Found | None:
+    """Few completions carry the gradient of an objective that reweights them or takes them for its own."""
+    train = view.config.train
+    if not train.objective.policy_gradient and not isinstance(train.ratio_bound, RatioCap):
+        return None  # trajectory balance holds for any sampling distribution
+    if not (held := view.held("train/ess", lambda value: value < FEW_EFFECTIVE)):
+        return None
+    now, since = held
+    return Found(f"ESS {_share(now)}", f"The effective sample size is {_share(now)} of a batch", since)
+
+
+@rule(
+    key="model.dtype",
+    why="what is learned from was sampled by another policy than its log-probabilities say",
+    remedy="Set model.dtype to float32 (it is {model.dtype}); train.ratio_bound limits the damage",
+)
+def engine_gap(view: View) -> Found | None:
+    """Engine and learner give the same weights different probabilities."""
+    float32 = view.config.model.dtype == "float32"
+    for name in ("search/engine_gap", "train/engine_gap"):
+        values = view.values(name)
+        bound = min(LARGE_GAP, max(NOTABLE_GAP, GAP_GROWTH * values[0])) if values else 0.0
+        if held := view.held(name, lambda value, bound=bound: value > bound):  # type: ignore[misc]
+            now, since = held
+            grew = f", from {_few(values[0])} at first," if now > GAP_GROWTH * values[0] else ""
+            return Found(
+                f"engine gap {_few(now)} nats/token",
+                f"Engine and learner differ by {_few(now)} nats per token at the same weights{grew}",
+                since,
+                remedy="Check that the engine loads all weights" if float32 else "",
+            )
+    return None
+
+
+@rule(
+    key="",
+    why="the gradient of train.objective={train.objective.name} takes them for the policy's own and is "
+    "biased",
+    remedy="Leave that out, or train by trajectory_balance, which holds for any sampler and any choice",
+)
+def biased_samples(view: View) -> Found | None:
+    """What an objective takes for samples of the policy is filtered before it learns from it."""
+    train, generator, buffer = view.config.train, view.config.generator, view.config.buffer
+    own, gradient = train.objective.own_samples, train.objective.policy_gradient
+    filters = {
+        f"generator.top_p={generator.top_p:g}": own and generator.top_p < 1,
+        f"generator.min_tokens={generator.min_tokens}": own and generator.min_tokens > 0,
+        f"buffer.duplicates={buffer.duplicates.name}": gradient and buffer.duplicates.name != "none",
+        f"buffer.reward_temperature={buffer.reward_temperature}": gradient and buffer.chooses_by_reward,
+    }
+    keys = [key for key, applies in filters.items() if applies]
+    if not keys or not view.trends.trend("search/reward"):
+        return None
+    return Found("biased gradient", f"Samples are filtered by {' and '.join(keys)}", key=keys[0])
+
+
+@rule(
+    key="train.completions_per_prompt",
+    why="they give no gradient, the prompts are too hard or too easy",
+    remedy="Choose prompts that are sometimes solved (task.train_file), or raise "
+    "train.completions_per_prompt, generator.completions_per_prompt or generator.temperature",
+)
+def flat_groups(view: View) -> Found | None:
+    """Most groups teach nothing."""
+    batch = view.values("train/flat_groups")
+    name, where = ("train/flat_groups", "a batch") if batch else ("search/flat_groups", "fresh completions")
+    held = view.held(name, lambda value: value > FLAT_SHARE)
+    if held is None or view.solved:
+        return None
+    now, since = held
+    return Found(
+        f"{_share(now)} of groups without variance",
+        f"{_share(now)} of the groups of {where} have one reward for all completions",
+        since,
+    )
+
+
+@rule(
+    key="generator.max_tokens",
+    why="an answer without its end is seldom rewarded",
+    remedy="Raise it (and model.context_length), or ask for short answers in the task's prompt or reward",
+)
+def truncated(view: View) -> Found | None:
+    """Completions run into the token limit."""
+    values, now = view.values("search/truncated_share"), view.trends.latest("search/truncated_share")
+    if now is None:
+        return None
+    grew = now - values[0] > LONGER
+    bound = values[0] + LONGER if grew else LONG
+    if not (held := view.held("search/truncated_share", lambda value: value > bound)):
+        return None
+    now, since = held
+    first = f", from {_share(values[0])} at first," if grew else ""
+    limit = view.config.generator.max_tokens
+    return Found(
+        f"{_share(now)} truncated",
+        f"{_share(now)} of fresh completions are cut off at generator.max_tokens={limit}{first}",
+        since,
+    )
+
+
+@rule(
+    key="",
+    why="what takes long comes too late, and the policy is taught short answers",
+    remedy="",
+)
+def starved_lengths(view: View) -> Found | None:
+    """Long completions are dropped before anything is learned from them, more often than short ones."""
+    by_length, config = view.trends.by_length, view.config
+    tenths = max((i + 1 for i, came in enumerate(by_length.came) if came), default=0)
+    long, short = by_length.lost(tenths // 2, tenths), by_length.lost(0, tenths // 2)
+    if sum(by_length.came[tenths // 2 :]) < MIN_COMPLETIONS or long <= max(STARVED, STARVED_MORE * short):
+        return None
+    bounded = config.exchange.max_staleness is not None
+    bound = "exchange.max_staleness" if bounded else "buffer.max_age_steps"
+    queue = "Set buffer.replay_limit=1, so that steps wait for what would be too stale. "
+    return Found(
+        f"{_share(long)} of long completions dropped unlearned",
+        f"{_share(long)} of the completions of more than {tenths // 2} tenths of "
+        f"generator.max_tokens={config.generator.max_tokens} were dropped before any step learned from them, "
+        f"{_share(short)} of the others",
+        key=bound,
+        remedy=f"{queue * (bounded and not config.buffer.oldest_first)}Raise {bound}, or lower "
+        "generator.prompts_in_flight={generator.prompts_in_flight}, so that each is sampled sooner",
+    )
+
+
+@rule(
+    key="launch.searchers",
+    why="completions come too slowly",
+    remedy="Add launch.searchers, or loosen exchange.max_staleness, buffer.replay_limit or "
+    "exchange.max_steps_without_data, whichever it waits for",
+)
+def waiting_trainer(view: View) -> Found | None:
+    """The trainer stands still for lack of data."""
+    share = view.values("train/wait_share")[-1:]
+    if not share or share[0] <= WASTED or view.config.exchange.max_staleness == 0:
+        return None
+    waits = f"{_share(share[0])} of"
+    return Found(
+        f"trainer waits {waits} the time",
+        f"The trainer has waited {waits} its time up to step {view.trends.steps}",
+    )
+
+
+@rule(
+    key="launch.trainers",
+    why="the trainer takes less than they give",
+    remedy="Give it more of the machines (launch.trainers), or loosen exchange.max_staleness",
+)
+def idle_searchers(view: View) -> Found | None:
+    """Searchers stand still for lack of weights."""
+    points = view.trends.paused.trend.points
+    if len(points) < LEAST_POINTS or view.config.exchange.max_staleness == 0:
+        return None
+    idle = sorted(point.value for point in points)[len(points) // 2]
+    if idle <= WASTED:
+        return None
+    return Found(
+        f"searchers idle {_share(idle)} of the time",
+        f"Searchers have been idle {_share(idle)} of their time",
+        points[0].step,
+    )
