@@ -18,7 +18,7 @@ import typer
 
 from tba_hpc.config import BufferSection
 from tba_hpc.core.buffer import ReplayBuffer
-from tba_hpc.core.types import RECORD, Ragged, Trajectories
+from tba_hpc.core.types import LIVE_RECORD, RECORD, Ragged, Trajectories, as_record
 
 LIVE = (1_000, 10_000, 100_000)
 NEW = 128
@@ -55,9 +55,12 @@ def milliseconds(live: int, **nearness: object) -> float:
     first.merge(completions(rng, live), 0)
     state = first.state()
     by_embeddings = "similarity_limit" in nearness
+    if by_embeddings:
+        dtype = np.dtype([*LIVE_RECORD.descr, ("embedding", "<f4", (SIZE,))])
+        state["record"] = as_record(state["record"], dtype)
+        state["record"]["embedding"] = embed(first.trajectories().completions)
     buffer = ReplayBuffer(plain.model_copy(update=nearness), 0, embed=embed if by_embeddings else None)
-    buffer.restore({**state, "embeddings": embed(first.trajectories().completions)})
-    buffer.merge(completions(rng, 1), 0)  # spells the words of all
+    buffer.restore(state)
     new = completions(rng, NEW)
     start = time.process_time()
     buffer.merge(new, 1)
