@@ -107,7 +107,7 @@ class ReplayBuffer:
 
     def _clear(self) -> None:
         self._groups: dict[int, Columns] = {}  # by number, oldest first, each beside its prompt alone
-        self._numbers = count()
+        self._numbers, self._serials = count(), count()
         self._oldest = 0  # no group has a lower number
         self._live: dict[int, dict[Key, int]] = {}  # per prompt: completion to group, oldest first
         self._requests = Counter[int]()  # groups of each
@@ -246,12 +246,12 @@ class ReplayBuffer:
         self._note_used_up(number)
 
     def _keys(self, group: Trajectories) -> list[Key]:
-        """A number per completion: equal (but for 2⁻⁶⁴) if its tokens are, or always another.
+        """A number per new completion: equal (but for 2⁻⁶⁴) if its tokens are, or always another.
 
         Python's own hash of bytes, which nobody can aim at: a quarter of the time of a cryptographic one.
         """
         if self._config.deduplicate is False:
-            return group.record["uid"].tolist()
+            return list(islice(self._serials, len(group)))
         data = group.completions.values.astype("<i4", copy=False).tobytes()
         return [
             hash(data[4 * start : 4 * end]) for start, end in pairwise(group.completions.offsets.tolist())
@@ -321,7 +321,8 @@ class ReplayBuffer:
             return 0
         group = self._group(number)
         prompt = _prompt_of(group)
-        live, keys = self._live[prompt], self._keys(group)
+        live = self._live[prompt]
+        keys = [key for key, of in live.items() if of == number]  # in the order of the rows
         kinds = list(_kinds(group.record))
         for row in gone:
             del live[keys[row]]
@@ -356,7 +357,7 @@ class ReplayBuffer:
         if excess <= 0:
             return
         for number in numbers:
-            gone = self._remove(number, np.arange(len(self._group(number))) < excess)
+            gone = self._remove(number, np.arange(len(self._groups[number][0])) < excess)
             self.evicted += gone
             excess -= gone
             if not excess:

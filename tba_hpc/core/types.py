@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -301,7 +301,7 @@ class Trajectories:
         return self.record, *ragged, *(getattr(self, name) for name in PER_TOKEN)
 
     @classmethod
-    def of(cls, columns: Columns, **fields: int) -> Self:
+    def of(cls, columns: Columns, **fields: Any) -> Self:
         """Inverse of ``columns``. ``fields``: what a subclass has besides."""
         record, prompts, prompt_offsets, completions, completion_offsets, *per_token = columns
         ragged = Ragged(prompts, prompt_offsets), Ragged(completions, completion_offsets)
@@ -312,7 +312,7 @@ class Trajectories:
         return dict(zip(COLUMNS, self.columns, strict=True))
 
     @classmethod
-    def from_arrays(cls, arrays: Mapping[str, np.ndarray], **fields: int) -> Self:
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray], **fields: Any) -> Self:
         """Inverse of ``to_arrays``, which there may be others beside."""
         return cls.of(tuple(arrays[name] for name in COLUMNS), **fields)
 
@@ -320,7 +320,7 @@ class Trajectories:
         """Raise ValueError with one sentence if the arrays contradict each other."""
         tokens = len(self.completions.values)
         rules = {
-            "record dtype": self.record.dtype.descr[: len(RECORD)] == RECORD.descr,
+            "record dtype": self.record.dtype.descr[: len(RECORD.descr)] == RECORD.descr,
             "one completion per record": len(self.completions) == len(self.record),
             "completion offsets": _well_formed(self.completions),
             "prompt offsets": _well_formed(self.prompts),
@@ -347,9 +347,8 @@ def _well_formed(ragged: Ragged) -> bool:
 def as_record(record: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """A copy with the fields of ``dtype``; those that ``record`` lacks are 0."""
     made = np.zeros(len(record), dtype)
-    for name in record.dtype.names:
-        if name in dtype.names:
-            made[name] = record[name]
+    for name in (record.dtype.fields or {}).keys() & (dtype.fields or {}).keys():
+        made[name] = record[name]
     return made
 
 
