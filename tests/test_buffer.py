@@ -1038,7 +1038,7 @@ def test_an_empty_buffer_with_embeddings_restores(tmp_path: Path) -> None:
         assert again.merge(pack(items), 1) == Merged(2, 1, 0)
 
 
-def test_completions_are_embedded_once() -> None:
+def test_completions_are_embedded_once(tmp_path: Path) -> None:
     seen = list[int]()
 
     def embed(completions: Ragged) -> np.ndarray:
@@ -1050,9 +1050,11 @@ def test_completions_are_embedded_once() -> None:
     for revision in range(20):
         real.merge(pack(random_items(rng, 10, 10 * revision)), revision)
     assert seen == [10] * 20
-    state = real.state()
+    write_arrays(tmp_path / "buffer.h5", real.state())
+    state = read_arrays(tmp_path / "buffer.h5")
     again = ReplayBuffer(section, 0, embed=embed)
     again.restore(state)
+    assert_equal_states(again.state(), real.state())
     assert len(seen) == 20
     live = real.trajectories().completions
     assert state["record"]["embedding"].tobytes() == letter_shares(live).tobytes()
