@@ -10,7 +10,7 @@ import json
 import multiprocessing
 import os
 import resource
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 
 from tba_hpc.config import Config, parse_config
 from tba_hpc.core.batch import take_groups
-from tba_hpc.core.types import BEHAVIOUR, Ragged, TrajectoryBatch, WeightLayout
+from tba_hpc.core.types import BEHAVIOUR, LIVE_RECORD, Ragged, TrajectoryBatch, WeightLayout
 from tba_hpc.learner import deepspeed_learner, hf_model
 from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 from tba_hpc.run.beside import beside
@@ -69,27 +69,29 @@ def make_config(
 def make_batch(seed: int) -> TrajectoryBatch:
     """Random groups of very different lengths: B = 4, K = 4."""
     random = np.random.default_rng(seed)
-    rows, prompt_lengths = [], []
+    prompts, completions = [], []
     for group in range(GROUPS):
-        prompt = random.integers(3, 90, random.integers(2, 9))
-        for _ in range(GROUP_SIZE):
-            completion = random.integers(3, 90, random.integers(1, 6 * (group + 1)))
-            rows.append(np.concatenate([prompt, completion]))
-            prompt_lengths.append(len(prompt))
-    sequences = Ragged.from_rows(rows, np.int32)
-    tokens = int(sequences.lengths.sum() - sum(prompt_lengths))
+        prompts.append(random.integers(3, 90, random.integers(2, 9)))
+        completions += [
+            random.integers(3, 90, random.integers(1, 6 * (group + 1))) for _ in range(GROUP_SIZE)
+        ]
+    record = np.zeros(len(completions), LIVE_RECORD)
+    record["prompt_id"] = record["prompt_row"] = np.arange(len(record)) // GROUP_SIZE
+    record["reward"] = random.random(len(record))
+    tokens = sum(map(len, completions))
+    ref_logprobs = random.normal(-3, 1, tokens).astype(np.float32)
+    record["version_oldest"] = -random.integers(0, 13, len(record))
+    record["version_newest"] = record["version_oldest"] // 2
+    for name in ("version_oldest", "version_newest"):
+        record[name][::3] = 0  # every third is on-policy
     return TrajectoryBatch(
+        record,
+        Ragged.from_rows(prompts, np.int32),
+        Ragged.from_rows(completions, np.int32),
+        np.zeros(tokens, np.float32),
+        ref_logprobs,
         group_size=GROUP_SIZE,
-        sequences=sequences,
-        prompt_length_N=np.array(prompt_lengths, np.int64),
-        reward_N=random.random(len(rows)).astype(np.float32),
-        value_N=np.zeros(len(rows), np.float32),
-        version_N=np.zeros(len(rows), np.int32),
-        on_policy_N=np.arange(len(rows)) % 3 == 0,
-        logprobs=np.zeros(tokens, np.float32),
-        ref_logprobs=random.normal(-3, 1, tokens).astype(np.float32),
-        ages=random.integers(0, 13, tokens).astype(np.int32),
-        prompt_id_B=np.arange(GROUPS),
+        step=0,
     )
 
 
@@ -100,8 +102,8 @@ SPOILT_PROMPT = 2
 def spoilt(reward: float) -> TrajectoryBatch:
     """A batch in which one completion's reward is ``reward``."""
     batch = make_batch(5)
-    first = np.arange(len(batch.reward_N)) == SPOILT_PROMPT * GROUP_SIZE
-    return replace(batch, reward_N=np.where(first, np.float32(reward), batch.reward_N))
+    batch.record["reward"][SPOILT_PROMPT * GROUP_SIZE] = reward
+    return batch
 
 
 @dataclass(frozen=True)

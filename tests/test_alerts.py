@@ -226,7 +226,7 @@ STALE: dict[str, Any] = {"train": {"objective": "grpo"}}
             {},
             None,
             {"train": {"objective": "rloo"}, "generator": {"top_p": 0.9, "min_tokens": 5}},
-            "filtered by generator.top_p=0.9 and generator.min_tokens=5 and buffer.duplicates=equal .*=rloo .*biased",
+            "by generator.top_p=0.9 and generator.min_tokens=5 and buffer.duplicates=equal .*=rloo .*biased",
         ),
         (
             {},

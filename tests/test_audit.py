@@ -246,7 +246,7 @@ def drop_a_trajectory_from_the_buffer(run: RunDir) -> Damage:
     path = newest(run) / "buffer.h5"
     arrays = read_arrays(path)
     kept = len(arrays["record"]) - 1
-    write_arrays(path, {**arrays, "record": arrays["record"][:kept], "revision": arrays["revision"][:kept]})
+    write_arrays(path, {**arrays, "record": arrays["record"][:kept]})
     complete_again(path.parent)
     return Damage(f"the buffer holds {kept} trajectories, not {kept + 1}", lost=1)
 

@@ -15,9 +15,8 @@ from tba_hpc.core.batch import (
     staleness,
     take_groups,
     to_arrays,
-    token_ages,
 )
-from tba_hpc.core.types import RECORD, PaddedBatch, Ragged, TrajectoryBatch
+from tba_hpc.core.types import LIVE_RECORD, RECORD, Ragged, TrajectoryBatch, offsets_of, token_ages
 
 
 def make_batch(groups: int, size: int = 3, *, seed: int = 0, longest: int = 30) -> TrajectoryBatch:
@@ -31,20 +30,27 @@ def batch_of(
     prompt_length_N: np.ndarray, completion_length_N: np.ndarray, size: int, rng: np.random.Generator
 ) -> TrajectoryBatch:
     rows, groups = len(completion_length_N), len(completion_length_N) // size
-    offsets = np.concatenate([[0], np.cumsum(prompt_length_N + completion_length_N)])
-    completion_tokens = completion_length_N.sum()
+    record = np.zeros(rows, LIVE_RECORD)
+    record["reward"] = np.arange(rows)
+    record["value"] = record["reward"] + 0.5
+    record["version_oldest"] = rng.integers(0, 50, rows)
+    record["version_newest"] = record["version_oldest"] + rng.integers(0, 9, rows)
+    record["sync"] = 50
+    for name in ("version_oldest", "version_newest"):
+        record[name][::3] = 50
+    completion_tokens = int(completion_length_N.sum())
+    logprobs, ref_logprobs = -rng.random((2, completion_tokens)).astype(np.float32)
+    record["prompt_id"] = np.repeat(rng.permutation(groups * 5)[:groups], size)
+    record["prompt_row"] = np.arange(rows) // size
+    prompts = offsets_of(prompt_length_N[::size])
     return TrajectoryBatch(
+        record,
+        Ragged(np.arange(1, prompts[-1] + 1, dtype=np.int32), prompts),
+        Ragged(np.arange(1, completion_tokens + 1, dtype=np.int32) + 10_000, offsets_of(completion_length_N)),
+        logprobs,
+        ref_logprobs,
         group_size=size,
-        sequences=Ragged(np.arange(1, offsets[-1] + 1, dtype=np.int32), offsets),
-        prompt_length_N=prompt_length_N,
-        reward_N=np.arange(rows, dtype=np.float32),
-        value_N=np.arange(rows, dtype=np.float32) + 0.5,
-        version_N=rng.integers(0, 50, rows).astype(np.int32),
-        on_policy_N=np.arange(rows) % 3 == 0,
-        logprobs=-rng.random(completion_tokens).astype(np.float32),
-        ref_logprobs=-rng.random(completion_tokens).astype(np.float32),
-        ages=np.arange(completion_tokens, dtype=np.int32),
-        prompt_id_B=rng.permutation(groups * 5)[:groups],
+        step=50,
     )
 
 
@@ -56,7 +62,7 @@ Row = tuple[
 def rows_of(batch: TrajectoryBatch) -> list[Row]:
     """Every row as plain values, taken apart one by one."""
     found, start = [], 0
-    for i in range(len(batch.reward_N)):
+    for i in range(len(batch)):
         tokens = batch.sequences.row(i).tolist()
         end = start + len(tokens) - int(batch.prompt_length_N[i])
         found.append(
@@ -140,15 +146,15 @@ def test_arrays_round_trip_bit_by_bit() -> None:
 
 
 def test_a_batch_of_views_survives_the_wire() -> None:
-    """The buffer hands out every second offset of an array; safetensors writes memory, not strides."""
+    """safetensors writes memory, not strides."""
     batch = make_batch(4)
-    offsets = np.repeat(batch.sequences.offsets, 2)[::2]
-    strided = replace(batch, sequences=Ragged(batch.sequences.values, offsets))
-    assert not offsets.flags.c_contiguous
+    logprobs = np.repeat(batch.logprobs, 2)[::2]
+    strided = replace(batch, logprobs=logprobs, record=np.repeat(batch.record, 2)[::2])
+    assert not logprobs.flags.c_contiguous
     assert rows_of(from_arrays(wire.load(wire.save(to_arrays(strided))))) == rows_of(batch)
 
 
-def unpadded(micro: PaddedBatch) -> list[list[tuple[int, float, float, int, tuple[int, ...]]]]:
+def unpadded(micro: TrajectoryBatch) -> list[list[tuple[int, float, float, int, tuple[int, ...]]]]:
     """Groups of (prompt id, reward, value, prompt length, tokens), padding checked and left out."""
     rows = []
     for i, length in enumerate(micro.length_N):

@@ -26,7 +26,6 @@ from killer import Killer, in_a_process
 from learner_worker import (
     BETA,
     GROUP_SIZE,
-    GROUPS,
     LEARNING_RATE,
     SPOILT_PROMPT,
     Plan,
@@ -703,9 +702,9 @@ def _gradients(folder: Path, rank: int, config: Config) -> None:
     torch.set_num_threads(1)
     ranks = config.launch.trainers
     learner = DeepSpeedLearner.create(config, rank=rank, ranks=ranks, store=folder / "store", deadline=60)
-    value_N = np.random.default_rng(0).random(GROUPS * GROUP_SIZE, np.float32)
     behaviour = np.load(folder / "behaviour.npy").astype(np.float32)
-    batch = replace(make_batch(7), logprobs=behaviour, value_N=value_N)
+    batch = replace(make_batch(7), logprobs=behaviour)
+    batch.record["value"] = np.random.default_rng(0).random(len(batch), np.float32)
     for number, settings in enumerate(SETTINGS):
         asked = TrainSection(**settings)
         objective = {key: getattr(asked, key) for key in ("objective", "ratio_bound", "loss_normaliser")}

@@ -12,8 +12,7 @@ from learner_worker import BETA, make_batch, make_config, run
 from tiny_models import make_random_model
 
 from tba_hpc.config import ConfigError, TrainSection, parse_config
-from tba_hpc.core.batch import pad, token_ages
-from tba_hpc.core.types import RECORD
+from tba_hpc.core.types import RECORD, token_ages
 from tba_hpc.learner.hf_model import load_policy
 from tba_hpc.objectives import make_objective
 from tba_hpc.objectives.common import Groups
@@ -112,12 +111,11 @@ def test_the_learner_steps_on_it(ranks: int, budget: int | None, tmp_path: Path)
     config = make_config(folder, ranks=ranks, context_length=48, **settings)
     done = run(tmp_path / "run", config, [("step", 1)])
     model, batch = load_policy(str(folder), "float32"), make_batch(1)
-    rows = pad(batch)
-    tokens_NL = torch.from_numpy(rows.tokens_NL)
+    tokens_NL = torch.from_numpy(batch.tokens_NL)
     logprob_NLV = model(input_ids=tokens_NL).logits.log_softmax(-1).detach()
     policy_NL = torch.zeros(tokens_NL.shape)
     policy_NL[:, 1:] = logprob_NLV[:, :-1].gather(2, tokens_NL[:, 1:, None])[..., 0]
-    groups = Groups.of(policy_NL * torch.from_numpy(rows.completion_mask_NL), rows)
+    groups = Groups.of(policy_NL * torch.from_numpy(batch.completion_mask_NL), batch)
     loss = make_objective(config.train, max_tokens=24)(groups, BETA).loss.item()
     assert done.losses() == [pytest.approx(loss, rel=1e-5)]
     frozen = TrainSection()

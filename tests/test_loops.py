@@ -444,8 +444,8 @@ def test_a_sync_is_what_arrived_between_two_publishes_in_however_many_collection
     config = make_config(tmp_path, train={"steps": 6})
     parts = TrainerParts(config, RunDir.create(config))
     assert parts.build(Trickle(_sealed(config, parts.run, 9), 0)).run()
-    stored = parts.buffer.state()
-    shard_N = (stored["record"]["uid"] >> 20 & 0xFFFFFF).astype(int)
+    stored = parts.buffer.state()["record"]
+    shard_N = (stored["uid"] >> 20 & 0xFFFFFF).astype(int)
     np.testing.assert_array_equal(stored["sync"], 2 * (shard_N // 3))
     np.testing.assert_array_equal(stored["revision"], shard_N + 1)
     assert set(shard_N[stored["sync"] == 4]) == {6, 7}, "the ninth would have come before the next publish"

@@ -191,7 +191,7 @@ def test_every_trajectory_of_a_run_is_where_its_checkpoint_and_its_audit_say(tra
     verdict, folder = audit(trained), latest_checkpoint(trained)
     assert folder is not None and found.read == len(found.samples) == verdict.trajectories
     buffer = read_arrays(folder / "buffer.h5")
-    uses = dict(zip(buffer["record"]["uid"].tolist(), buffer["uses"].tolist(), strict=True))
+    uses = dict(zip(buffer["record"]["uid"].tolist(), buffer["record"]["uses"].tolist(), strict=True))
     states: dict[str, list[int]] = {}
     for sample in found.samples:
         states.setdefault(sample.life.state, []).append(sample.uid)

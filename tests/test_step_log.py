@@ -1,6 +1,7 @@
 """The record of a step."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,41 +9,27 @@ import pytest
 
 from tba_hpc.config import BufferSection, TrainSection
 from tba_hpc.core.buffer import ReplayBuffer
-from tba_hpc.core.types import Ragged, TrajectoryBatch
+from tba_hpc.core.types import LIVE_RECORD, Ragged, TrajectoryBatch
 from tba_hpc.loops.step_log import StepLog
 from tba_hpc.run.metrics import MetricsWriter, read_metrics
 
-BATCH = TrajectoryBatch(
-    group_size=2,
-    sequences=Ragged.from_rows([np.array([1, 2])] * 2, np.int32),
-    prompt_length_N=np.ones(2, np.int64),
-    reward_N=np.ones(2, np.float32),
-    value_N=np.zeros(2, np.float32),
-    version_N=np.zeros(2, np.int32),
-    on_policy_N=np.zeros(2, bool),
-    logprobs=np.zeros(2, np.float32),
-    ref_logprobs=np.zeros(2, np.float32),
-    ages=np.zeros(2, np.int32),
-    prompt_id_B=np.zeros(1, np.int64),
-)
+
+def batch_of(lengths: Sequence[int], rewards: Sequence[float]) -> TrajectoryBatch:
+    """Groups of two answers of so many tokens to one prompt."""
+    record = np.zeros(len(lengths), LIVE_RECORD)
+    record["reward"] = rewards
+    completions = Ragged.from_rows([np.ones(length) for length in lengths], np.int32)
+    logprobs = np.zeros(sum(lengths), np.float32)
+    prompts = Ragged.from_rows([np.ones(2)], np.int32)
+    return TrajectoryBatch(record, prompts, completions, logprobs, logprobs, group_size=2, step=0)
+
+
+BATCH = batch_of([1, 1], [1, 1])
 
 
 def test_groups_without_variance_and_lengths_are_of_the_batch(tmp_path: Path) -> None:
     """Three groups of two, one of them with two rewards; completions of 1, 2, 3, 4, 5 and 3 tokens."""
-    lengths = np.array([1, 2, 3, 4, 5, 3])
-    batch = TrajectoryBatch(
-        group_size=2,
-        sequences=Ragged.from_rows([np.ones(2 + length) for length in lengths], np.int32),
-        prompt_length_N=np.full(6, 2),
-        reward_N=np.array([0, 0, 0, 1, 1, 1], np.float32),
-        value_N=np.zeros(6, np.float32),
-        version_N=np.zeros(6, np.int32),
-        on_policy_N=np.zeros(6, bool),
-        logprobs=np.zeros(lengths.sum(), np.float32),
-        ref_logprobs=np.zeros(lengths.sum(), np.float32),
-        ages=np.zeros(lengths.sum(), np.int32),
-        prompt_id_B=np.arange(3),
-    )
+    batch = batch_of([1, 2, 3, 4, 5, 3], [0, 0, 0, 1, 1, 1])
     log = StepLog(
         TrainSection(), ReplayBuffer(BufferSection(), 0), MetricsWriter(tmp_path / "trainer.jsonl"), version=0
     )

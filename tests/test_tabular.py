@@ -94,8 +94,8 @@ def batch_of_all(table: Table, beta: float) -> TrajectoryBatch:
     batch = buffer.sample(0, groups=table.prompts, group_size=len(table.completions))
     ref_PC = table.probabilities(table.ref_logits_PSV)
     value_P = beta * np.log((ref_PC * np.exp(table.reward_PC / beta)).sum(1))
-    prompt_N = batch.prompt_id_B.repeat(batch.group_size)
-    return replace(batch, value_N=value_P[prompt_N].astype(np.float32))
+    batch.record["value"] = value_P[batch.record["prompt_id"]]
+    return batch
 
 
 def stale_buffer(table: Table, seed: int) -> ReplayBuffer:
@@ -457,7 +457,8 @@ def test_a_loss_that_is_not_finite_changes_nothing(
     table = Table()
     buffer, learner, other = stale_buffer(table, 0), TabularLearner(table), TabularLearner(table)
     good = [buffer.sample(step, groups=4, group_size=4) for step in range(3)]
-    bad = replace(good[0], reward_N=np.where(np.arange(16) == 6, np.float32(reward), good[0].reward_N))
+    bad = replace(good[0], record=good[0].record.copy())
+    bad.record["reward"][6] = reward
     with caplog.at_level(logging.WARNING):
         found = [
             learner.step(batch, learning_rate=0.1, beta=BETA)["skipped_steps"]

@@ -22,7 +22,7 @@ def of_ranks(batch: TrajectoryBatch, ranks: int, budget: int, per_row: int) -> l
 def rows(part: Part, per_row: int) -> list[list[int]]:
     """Tokens of every row of every micro-batch, its prompt once, counted one by one."""
     found = []
-    for micro in part.micro_batches():
+    for micro, _ in part.micro_batches():
         prompts, lengths = micro.prompt_length_N.tolist(), micro.length_N.tolist()
         found.append(
             [
@@ -48,7 +48,7 @@ def test_no_micro_batch_has_more_tokens_and_every_sequence_is_in_one(
         for part in mine:
             for tokens in rows(part, per_row):
                 assert len(tokens) * max(tokens) <= budget
-            assert sorted(np.concatenate(part.sequences).tolist()) == list(range(len(part.batch.reward_N)))
+            assert sorted(np.concatenate(part.sequences).tolist()) == list(range(len(part.batch)))
         prompts = np.concatenate([part.batch.prompt_id_B for part in mine])
         assert sorted(prompts.tolist()) == sorted(share.prompt_id_B.tolist())
 
@@ -69,7 +69,7 @@ def test_rectangles_hold_the_tokens_and_places_their_completions() -> None:
     batch = make_batch(5, 4)
     for part in parts(batch, rank=0, ranks=1, budget=60, per_row=2):
         places = []
-        for chosen, micro in zip(part.sequences, part.micro_batches(), strict=True):
+        for chosen, (micro, place_T) in zip(part.sequences, part.micro_batches(), strict=True):
             for row, sequence in enumerate(chosen.tolist()):
                 tokens = micro.tokens_NL[row]
                 assert tokens[: micro.length_N[row]].tolist() == part.batch.sequences.row(sequence).tolist()
@@ -78,8 +78,8 @@ def test_rectangles_hold_the_tokens_and_places_their_completions() -> None:
                 part.batch.logprobs[start:end]
                 for start, end in (_span(part.batch, sequence) for sequence in chosen.tolist())
             ]
-            np.testing.assert_array_equal(part.batch.logprobs[micro.place_T], np.concatenate(values))
-            places += micro.place_T.tolist()
+            np.testing.assert_array_equal(part.batch.logprobs[place_T], np.concatenate(values))
+            places += place_T.tolist()
         assert sorted(places) == list(range(len(part.batch.logprobs)))
 
 
@@ -102,7 +102,7 @@ def test_by_hand() -> None:
 def test_the_largest_micro_batch_does_not_depend_on_the_size_of_groups(size: int) -> None:
     batch = make_batch(2, size, longest=30)
     (first, *_) = parts(batch, rank=0, ranks=1, budget=LONGEST, per_row=1)
-    assert max(micro.tokens_NL.size for micro in first.micro_batches()) <= LONGEST
+    assert max(micro.tokens_NL.size for micro, _ in first.micro_batches()) <= LONGEST
 
 
 def test_a_sequence_that_does_not_fit_is_named_by_its_lengths() -> None:

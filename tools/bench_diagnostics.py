@@ -22,7 +22,7 @@ import torch
 
 from tba_hpc.config import Config, load_config
 from tba_hpc.core.batch import micro_batches
-from tba_hpc.core.types import PaddedBatch, Ragged, TrajectoryBatch
+from tba_hpc.core.types import LIVE_RECORD, Ragged, TrajectoryBatch
 from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 from tba_hpc.objectives import Groups
 from tba_hpc.objectives.common import clip_acts, token_share
@@ -75,25 +75,16 @@ def _batch(config: Config) -> TrajectoryBatch:
     random, size = np.random.default_rng(0), config.train.completions_per_prompt
     groups = config.train.prompts_per_step
     length_N = np.clip(random.gamma(4, COMPLETION / 4, groups * size).astype(np.int64), 1, 40)
-    prompts = np.repeat(random.integers(3, 60, (groups, PROMPT)), size, axis=0)
-    rows = [np.concatenate([p, random.integers(3, 60, n)]) for p, n in zip(prompts, length_N, strict=True)]
+    prompts = Ragged.from_rows(list(random.integers(3, 60, (groups, PROMPT))), np.int32)
+    completions = Ragged.from_rows([random.integers(3, 60, n) for n in length_N], np.int32)
     logprobs = random.normal(-1, 0.3, length_N.sum()).astype(np.float32)
-    return TrajectoryBatch(
-        group_size=size,
-        sequences=Ragged.from_rows(rows, np.int32),
-        prompt_length_N=np.full(len(rows), PROMPT),
-        reward_N=random.integers(0, 2, len(rows)).astype(np.float32),
-        value_N=np.zeros(len(rows), np.float32),
-        version_N=np.zeros(len(rows), np.int32),
-        on_policy_N=np.ones(len(rows), bool),
-        logprobs=logprobs,
-        ref_logprobs=logprobs,
-        ages=np.zeros(len(logprobs), np.int32),
-        prompt_id_B=np.arange(groups),
-    )
+    record = np.zeros(len(length_N), LIVE_RECORD)
+    record["prompt_id"] = record["prompt_row"] = np.arange(len(record)) // size
+    record["reward"] = random.integers(0, 2, len(record))
+    return TrajectoryBatch(record, prompts, completions, logprobs, logprobs, group_size=size, step=0)
 
 
-def _groups(micro: PaddedBatch, batch: TrajectoryBatch) -> Groups:
+def _groups(micro: TrajectoryBatch, batch: TrajectoryBatch) -> Groups:
     policy_NL = torch.from_numpy(micro.logprob_NL).clone().requires_grad_()
     return Groups.of(policy_NL, micro, batch_tokens=float(batch.completion_length_N.mean()))
 

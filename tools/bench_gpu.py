@@ -36,6 +36,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tba_hpc.config import Config, parse_config
 from tba_hpc.core.types import (
+    LIVE_RECORD,
     Completion,
     Group,
     Prompt,
@@ -277,21 +278,16 @@ def make_config(model: Path, shape: Shape, zero_stage: int) -> Config:
 def make_batch(shape: Shape) -> TrajectoryBatch:
     """Random tokens, rewards and reference log-probabilities."""
     random, rows = np.random.default_rng(0), shape.groups * shape.group_size
-    tokens_NL = random.integers(1, shape.vocabulary, (rows, shape.prompt + shape.completion))
-    logprobs = random.normal(-3, 1, rows * shape.completion).astype(np.float32)
-    return TrajectoryBatch(
-        group_size=shape.group_size,
-        sequences=Ragged.from_rows(list(tokens_NL), np.int32),
-        prompt_length_N=np.full(rows, shape.prompt, np.int64),
-        reward_N=random.random(rows).astype(np.float32),
-        value_N=np.zeros(rows, np.float32),
-        version_N=np.zeros(rows, np.int32),
-        on_policy_N=np.ones(rows, bool),
-        logprobs=logprobs,
-        ref_logprobs=logprobs,
-        ages=np.zeros(len(logprobs), np.int32),
-        prompt_id_B=np.arange(shape.groups),
+    prompts, completions = (
+        Ragged.from_rows(list(random.integers(1, shape.vocabulary, size)), np.int32)
+        for size in ((shape.groups, shape.prompt), (rows, shape.completion))
     )
+    logprobs = random.normal(-3, 1, rows * shape.completion).astype(np.float32)
+    record = np.zeros(rows, LIVE_RECORD)
+    record["prompt_id"] = record["prompt_row"] = np.arange(rows) // shape.group_size
+    record["reward"] = random.random(rows)
+    size = shape.group_size
+    return TrajectoryBatch(record, prompts, completions, logprobs, logprobs, group_size=size, step=0)
 
 
 def make_group(shape: Shape) -> Group:

@@ -24,7 +24,7 @@ import torch
 from scale.checkpoint import make_model
 
 from tba_hpc.config import parse_config
-from tba_hpc.core.types import Ragged, TrajectoryBatch
+from tba_hpc.core.types import LIVE_RECORD, Ragged, TrajectoryBatch
 from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 
 PROMPT, GROUPS = 32, 2
@@ -105,26 +105,15 @@ def _peak() -> int:
 
 
 def _batch(size: int, completion: int) -> TrajectoryBatch:
-    random, rows = np.random.default_rng(0), []
-    for _ in range(GROUPS):
-        prompt = random.integers(2, 128, PROMPT)
-        for length in random.integers(completion // 2, completion + 1, size):
-            rows.append(np.concatenate([prompt, random.integers(2, 128, length)]))
-    sequences, number = Ragged.from_rows(rows, np.int32), len(rows)
-    tokens = len(sequences.values) - PROMPT * number
-    return TrajectoryBatch(
-        group_size=size,
-        sequences=sequences,
-        prompt_length_N=np.full(number, PROMPT),
-        reward_N=random.random(number, np.float32),
-        value_N=np.zeros(number, np.float32),
-        version_N=np.zeros(number, np.int32),
-        on_policy_N=np.zeros(number, bool),
-        logprobs=np.full(tokens, -4.5, np.float32),
-        ref_logprobs=np.full(tokens, -4.5, np.float32),
-        ages=np.zeros(tokens, np.int32),
-        prompt_id_B=np.arange(GROUPS),
-    )
+    random, number = np.random.default_rng(0), GROUPS * size
+    prompts = Ragged.from_rows(list(random.integers(2, 128, (GROUPS, PROMPT))), np.int32)
+    length_N = random.integers(completion // 2, completion + 1, number)
+    completions = Ragged.from_rows([random.integers(2, 128, length) for length in length_N], np.int32)
+    record = np.zeros(number, LIVE_RECORD)
+    record["prompt_id"] = record["prompt_row"] = np.arange(number) // size
+    record["reward"] = random.random(number)
+    logprobs = np.full(length_N.sum(), -4.5, np.float32)
+    return TrajectoryBatch(record, prompts, completions, logprobs, logprobs, group_size=size, step=1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Whole groups of a batch: split over ranks by token count, padded into micro-batches, sent as plain arrays.
+"""Whole groups of a batch: split over ranks and into micro-batches by token count, sent as plain arrays.
 
-It must not know how a batch was sampled or what is learned from it. Imports no torch.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tba_hpc.core.types import PaddedBatch, Ragged, TrajectoryBatch, offsets_of, spans
+from tba_hpc.core.types import LIVE_RECORD, TrajectoryBatch
 
 GATHERED = 300
 """What gathering costs a token of a sequence, in tokens that it could have looked at instead."""
@@ -102,22 +102,7 @@ def with_reference_power(batch: TrajectoryBatch, power: float) -> TrajectoryBatc
 
 def take_groups(batch: TrajectoryBatch, groups: np.ndarray) -> TrajectoryBatch:
     """The given groups, whole, in the given order."""
-    size = batch.group_size
-    rows = rows_of(groups, size)
-    tokens, _ = spans(offsets_of(batch.completion_length_N), rows)
-    return TrajectoryBatch(
-        group_size=size,
-        sequences=batch.sequences.take(rows),
-        prompt_length_N=batch.prompt_length_N[rows],
-        reward_N=batch.reward_N[rows],
-        value_N=batch.value_N[rows],
-        version_N=batch.version_N[rows],
-        on_policy_N=batch.on_policy_N[rows],
-        logprobs=batch.logprobs[tokens],
-        ref_logprobs=batch.ref_logprobs[tokens],
-        ages=batch.ages[tokens],
-        prompt_id_B=batch.prompt_id_B[groups],
-    )
+    return batch.take(rows_of(groups, batch.group_size))
 
 
 def rows_of(groups: np.ndarray, size: int) -> np.ndarray:
@@ -125,7 +110,7 @@ def rows_of(groups: np.ndarray, size: int) -> np.ndarray:
     return (groups[:, None] * size + np.arange(size)).ravel()
 
 
-def micro_batches(batch: TrajectoryBatch, groups_per_micro_batch: int) -> Iterator[PaddedBatch]:
+def micro_batches(batch: TrajectoryBatch, groups_per_micro_batch: int) -> Iterator[TrajectoryBatch]:
     """All groups, whole, ``groups_per_micro_batch`` at a time (the last may have fewer).
 
     Groups of like length meet, so that little is padding; the longest come first, so that a lack of
@@ -133,7 +118,7 @@ def micro_batches(batch: TrajectoryBatch, groups_per_micro_batch: int) -> Iterat
     """
     order = np.argsort(-_tokens_of_groups(batch), kind="stable")
     for start in range(0, batch.groups, groups_per_micro_batch):
-        yield pad(take_groups(batch, order[start : start + groups_per_micro_batch]))
+        yield take_groups(batch, order[start : start + groups_per_micro_batch])
 
 
 def staleness(batch: TrajectoryBatch, version: int) -> np.ndarray:
@@ -144,93 +129,21 @@ def staleness(batch: TrajectoryBatch, version: int) -> np.ndarray:
     return np.abs(version - batch.version_N)
 
 
-def token_ages(record_N: np.ndarray, length_N: np.ndarray, step: int) -> np.ndarray:
-    """int32 [T]: optimizer steps from the weights that sampled each token of some completions to ``step``.
-
-    record_N: RECORD [N]; length_N: int64, tokens. A record has the versions of the first token and of the
-    last. In between they are taken to rise evenly, to the nearest whole one: exact where one version sampled
-    all, or changes come evenly. Below 0 where a resume took the steps back that made the weights.
-    """
-    oldest_N, newest_N = step - record_N["version_oldest"], step - record_N["version_newest"]
-    place_T = np.arange(length_N.sum()) - np.repeat(offsets_of(length_N)[:-1], length_N)
-    younger_N = (newest_N - oldest_N) / np.maximum(1, length_N - 1)  # from token to token
-    age_T = np.repeat(oldest_N, length_N) + np.repeat(younger_N, length_N) * place_T
-    return np.rint(age_T).astype(np.int32)
-
-
 def to_arrays(batch: TrajectoryBatch) -> dict[str, np.ndarray]:
-    """The batch as named contiguous arrays, for a wire without pickle (safetensors ignores strides)."""
-    arrays = {
-        "group_size": np.array(batch.group_size, np.int64),
-        "tokens": batch.sequences.values,
-        "offsets": batch.sequences.offsets,
-        "prompt_length_N": batch.prompt_length_N,
-        "reward_N": batch.reward_N,
-        "value_N": batch.value_N,
-        "version_N": batch.version_N,
-        "on_policy_N": batch.on_policy_N,
-        "logprobs": batch.logprobs,
-        "ref_logprobs": batch.ref_logprobs,
-        "ages": batch.ages,
-        "prompt_id_B": batch.prompt_id_B,
-    }
-    return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    """The batch as named contiguous arrays of numbers, as safetensors takes them."""
+    arrays = {name: np.ascontiguousarray(array) for name, array in batch.to_arrays().items()}
+    form = np.array([batch.group_size, batch.step], np.int64)
+    return {**arrays, "record": arrays["record"].view(np.uint8), "form": form}
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray]) -> TrajectoryBatch:
     """Inverse of ``to_arrays``."""
-    return TrajectoryBatch(
-        group_size=int(arrays["group_size"]),
-        sequences=Ragged(arrays["tokens"], arrays["offsets"]),
-        prompt_length_N=arrays["prompt_length_N"],
-        reward_N=arrays["reward_N"],
-        value_N=arrays["value_N"],
-        version_N=arrays["version_N"],
-        on_policy_N=arrays["on_policy_N"],
-        logprobs=arrays["logprobs"],
-        ref_logprobs=arrays["ref_logprobs"],
-        ages=arrays["ages"],
-        prompt_id_B=arrays["prompt_id_B"],
-    )
-
-
-def rectangle(sequences: Ragged) -> np.ndarray:
-    """int64 [N, L]: the sequences, padded on the right with 0 to the longest."""
-    length_N = sequences.lengths
-    tokens_NL = np.zeros((len(length_N), int(length_N.max())), np.int64)
-    tokens_NL[np.arange(tokens_NL.shape[1]) < length_N[:, None]] = sequences.values
-    return tokens_NL
-
-
-def pad(batch: TrajectoryBatch) -> PaddedBatch:
-    """All of a batch as rectangles."""
-    length_N = batch.sequences.lengths
-    tokens_NL = rectangle(batch.sequences)
-    position_L = np.arange(tokens_NL.shape[1])
-    completion_NL = (position_L < length_N[:, None]) & (position_L >= batch.prompt_length_N[:, None])
-    return PaddedBatch(
-        group_size=batch.group_size,
-        tokens_NL=tokens_NL,
-        prompt_length_N=batch.prompt_length_N,
-        length_N=length_N,
-        logprob_NL=_spread(batch.logprobs, completion_NL),
-        ref_logprob_NL=_spread(batch.ref_logprobs, completion_NL),
-        age_NL=_spread(batch.ages, completion_NL),
-        reward_N=batch.reward_N,
-        value_N=batch.value_N,
-        on_policy_N=batch.on_policy_N,
-        prompt_id_B=batch.prompt_id_B,
-    )
+    group_size, step = arrays["form"].tolist()
+    record = arrays["record"].view(LIVE_RECORD)
+    return TrajectoryBatch.from_arrays({**arrays, "record": record}, group_size=group_size, step=step)
 
 
 def _tokens_of_groups(batch: TrajectoryBatch) -> np.ndarray:
     """int64 [B]: tokens of a group's completions, and of its prompt once, as the learner computes them."""
     completions_B = batch.completion_length_N.reshape(-1, batch.group_size).sum(1)
     return completions_B + batch.prompt_length_N[:: batch.group_size]
-
-
-def _spread(value_T: np.ndarray, mask_NL: np.ndarray) -> np.ndarray:
-    """[N, L]: the values in their places, row by row, 0 elsewhere."""
-    value_NL = np.zeros(mask_NL.shape, value_T.dtype)
-    value_NL[mask_NL] = value_T
-    return value_NL

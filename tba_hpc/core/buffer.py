@@ -1,7 +1,9 @@
 """The replay buffer: completions per prompt, bounded in number, sampled as groups (MOP).
 
-It must not know where trajectories come from or what is learned from them. Imports no torch. How they lie in
-memory is the ``store``'s; here they are known by their slots there.
+Imports no torch. What is stored is a group: the completions that one request brought. A group is never
+written again: when some of it leave or are used, a new one takes its place. So a snapshot is the list of the
+groups of that moment. A group is a bare tuple of the columns of its ``Trajectories``, which the garbage
+collector does not look into: as objects, those of a million trajectories would hold up the loop.
 """
 
 from __future__ import annotations
@@ -9,18 +11,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import accumulate, cycle, groupby, islice, pairwise
-from operator import itemgetter
+from itertools import count, cycle, islice, pairwise
+from typing import Any
 
 import numpy as np
 from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cdist
 
 from tba_hpc.config import BufferSection
-from tba_hpc.core.batch import rows_of, take_groups, token_ages
-from tba_hpc.core.store import Column, Store, StoreSnapshot
-from tba_hpc.core.types import RECORD, Ragged, Trajectories, TrajectoryBatch, offsets_of, spans
+from tba_hpc.core.batch import rows_of, take_groups
+from tba_hpc.core.types import (
+    LIVE_RECORD,
+    PER_TOKEN,
+    Columns,
+    Ragged,
+    Trajectories,
+    TrajectoryBatch,
+    as_record,
+    joined,
+    offsets_of,
+    spans,
+)
 
 Key = int
 """What tells the live completions of a prompt apart."""
@@ -30,23 +41,11 @@ _REPLAY = int.from_bytes(b"replay")  # keeps this stream apart from others of th
 UNIFORM_MIX = 0.1
 """Share of uniform probability mixed into the softmax over reward."""
 
-COMPARED_AT_ONCE = 128
-"""New completions whose edit distances or cosines to all others are held at once: memory against speed."""
-
-SPARE_SLOTS = 1 << 13
-"""For trajectories that come before others have left."""
-
-MERGED_AT_ONCE = 64
-"""Shards whose arrays are brought in together: the more, the less each costs, and the longer all take."""
-
 Embed = Callable[[Ragged], np.ndarray]
 """Embeddings of completions (int32 tokens), float32 [N, D], rows of length 1."""
 
 ReferenceLogprobs = Callable[[TrajectoryBatch], np.ndarray]
 """log π_ref of all completion tokens of a batch, float32 [T], rows in order."""
-
-NearAmong = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Which of some slots [M] and others [O] are near each other, bool [M, O]."""
 
 KIND = np.dtype([("version_oldest", "<i4"), ("reference", "<i4")])
 """The fields of RECORD by which a trajectory becomes stale."""
@@ -97,71 +96,69 @@ class ReplayBuffer:
         self._seed = seed
         self._value_beta = value_beta
         self._merged = 0
-        self._duplicates = 0
-        self._evicted = 0
-        self._revision = self._sync = -1
-        self._replay_ratio = 0.0
-        self._prompts = _Prompts()
-        self._store = self._new_store()
-        # Per prompt with live trajectories: key to slot, oldest first. Plain dicts of numbers: the garbage
-        # collector does not look into them.
-        self._slots_of: dict[int, dict[Key, int]] = {}
-        self._used_up: set[int] = set()  # slots, of which some may have left
-        self._everyone = _Draw()
-        self._recent = _Draw()
+        self.duplicates = 0
+        """Trajectories given up so far for one that is equal or near."""
+        self.evicted = 0
+        """Trajectories that left for want of room, or were dropped, so far."""
+        self.replay_ratio = 0.0
+        """Mean over the last batch of the steps that have learned from a trajectory, that batch included.
 
-    def _new_store(self) -> Store:
-        spelled = self._config.near_duplicates is not None
-        return Store(self._config.capacity + SPARE_SLOTS, spelled=spelled)
+        Each trajectory counts once, however often the batch repeats it. 1: all were new.
+        """
+        self._revision = self._sync = -1
+        self._clear()
+
+    def _clear(self) -> None:
+        self._groups: dict[int, Columns] = {}  # by number, oldest first, each beside its prompt alone
+        self._numbers, self._serials = count(), count()
+        self._oldest = 0  # no group has a lower number
+        self._live: dict[int, dict[Key, int]] = {}  # per prompt: completion to group, oldest first
+        self._requests = Counter[int]()  # groups of each
+        self._kinds = Counter[tuple[int, int]]()  # trajectories of each
+        self._used_up: set[int] = set()  # groups with trajectories that are; some may have left
+        self._everyone, self._recent = _Draw(), _Draw()
 
     def __len__(self) -> int:
         """Live trajectories."""
-        return self._merged - self._duplicates - self._evicted
+        return self._merged - self.duplicates - self.evicted
 
     @property
     def prompts(self) -> int:
         """Prompts that have live trajectories."""
-        return len(self._slots_of)
+        return len(self._live)
 
     @property
     def requests(self) -> int:
-        """Requests of which trajectories live; counted when first asked for, and kept from then on."""
-        return len(self._store.requests)
+        """Requests of which trajectories live."""
+        return len(self._requests)
 
     @property
     def unlearned(self) -> int:
         """Requests of which trajectories live and none was ever in a batch; it looks at every live one."""
-        slots = self._store.in_order()
-        requests, used = self._store.record["request_id"][slots], self._store.uses[slots] > 0
-        return len(np.unique(requests)) - len(np.unique(requests[used]))
+        record = self._record()
+        used = record["request_id"][record["uses"] > 0]
+        return self.requests - len(np.unique(used))
 
     @property
     def kinds(self) -> np.ndarray:
-        """KIND [M]: those that there are among the live trajectories; counted as ``requests``."""
-        return np.array(list(self._store.kinds), KIND)
+        """KIND [M]: those that there are among the live trajectories."""
+        return np.array(list(self._kinds), KIND)
 
     @property
     def added(self) -> int:
         """Trajectories merged so far, less the duplicates."""
-        return self._merged - self._duplicates
+        return self._merged - self.duplicates
 
-    @property
-    def duplicates(self) -> int:
-        """Trajectories given up so far for one that is equal or near."""
-        return self._duplicates
+    def _record(self) -> np.ndarray:
+        """LIVE_RECORD [N] of all live trajectories, oldest first."""
+        return joined([columns[0] for columns in self._groups.values()] or [_NOTHING[0]])
 
-    @property
-    def evicted(self) -> int:
-        """Trajectories that left for want of room, or were dropped, so far."""
-        return self._evicted
+    def _group(self, number: int) -> Trajectories:
+        return Trajectories.of(self._groups[number])
 
-    @property
-    def replay_ratio(self) -> float:
-        """Steps that have learned so far from a trajectory of the last batch, that batch included: the mean.
-
-        Each trajectory counts once, however often the batch repeats it. 1: all were new.
-        """
-        return self._replay_ratio
+    def _numbers_of(self, prompt: int) -> list[int]:
+        """Of the groups of a prompt, oldest first."""
+        return list(dict.fromkeys(self._live.get(prompt, {}).values()))
 
     # --- Merging ---
 
@@ -169,7 +166,7 @@ class ReplayBuffer:
         """Add what arrived in ``revision``, by ``sync``; neither may be lower than that of the last merge.
 
         sync: numbers what arrives between two publishes, in however many revisions; None: a revision is one.
-        Where it is the version published last, as the trainer's is, batches tell what is on-policy.
+        If it is the version published last, as the trainer's is, batches tell what is on-policy.
         A completion equal to a live one of its prompt replaces it (and is as young as it arrived), unless
         ``deduplicate`` is off: then each is stored. With ``near_duplicates`` or ``similarity_limit``, one
         that is near to live ones of its prompt replaces them if its reward is higher than all of theirs, and
@@ -177,291 +174,249 @@ class ReplayBuffer:
         Then the oldest leave: of a prompt above ``capacity_per_prompt``, and of all above ``capacity``.
         "Most recent" are from now on the live trajectories of this sync, unless it brought nothing.
         """
-        (merged,) = self.merge_each([trajectories], revision, sync=sync)
-        return merged
+        sync = revision if sync is None else sync
+        assert revision >= self._revision, f"revision {revision} comes after revision {self._revision}"
+        assert sync >= self._sync, f"sync {sync} comes after sync {self._sync}"
+        if not len(trajectories):
+            return Merged(0, 0, 0)
+        if sync > self._sync:
+            self._recent = _Draw()
+        self._revision, self._sync = revision, sync
+        arrived = replace(trajectories, record=self._live_record(trajectories))
+        duplicates = sum(self._enter(group) for group in self._split(arrived))
+        self._merged += len(trajectories)
+        self.duplicates += duplicates
+        evicted = self._evict_excess(set(arrived.record["prompt_id"].tolist()))
+        return Merged(len(trajectories) - duplicates, duplicates, evicted)
 
     def merge_each(
         self, parts: Sequence[Trajectories], revision: int, *, sync: int | None = None
     ) -> list[Merged]:
-        """As ``merge`` of one after the other, and what each did; cheaper than so many calls."""
-        sync = revision if sync is None else sync
-        assert revision >= self._revision, f"revision {revision} comes after revision {self._revision}"
-        assert sync >= self._sync, f"sync {sync} comes after sync {self._sync}"
-        return [
-            merged
-            for first in range(0, len(parts), MERGED_AT_ONCE)
-            for merged in self._merge_together(parts[first : first + MERGED_AT_ONCE], revision, sync)
-        ]
+        """As ``merge`` of one after the other, and what each did."""
+        return [self.merge(part, revision, sync=sync) for part in parts]
 
-    def _merge_together(self, parts: Sequence[Trajectories], revision: int, sync: int) -> list[Merged]:
-        """All come at once; then part by part they take their places, and others leave for them."""
-        found = [part for part in parts if len(part)]
-        if not found:
-            return [Merged(0, 0, 0)] * len(parts)
-        if sync > self._sync:
-            self._recent = _Draw()
-        self._revision, self._sync = revision, sync
-        prompts = [prompt for part in found for prompt in self._prompts.intern(part)]
-        slots = self._store_all(found, prompts, revision, sync)
-        keys = self._keys(found)
-        new = self._all_new(slots, prompts, keys)
-        if new is not None:
-            merged = self._take_in_new(new, [len(part) for part in parts])
-        else:
-            merged = [
-                self._take_in(slots[start:end], prompts[start:end], keys[start:end])
-                for start, end in pairwise(accumulate(map(len, parts), initial=0))
-            ]
-        self._store.settle()
-        return merged
-
-    def _store_all(
-        self, parts: Sequence[Trajectories], prompts: list[int], revision: int, sync: int
-    ) -> list[int]:
-        """Bring the arrays of all parts in; returns their slots."""
-        record = np.concatenate([part.record for part in parts], dtype=RECORD)  # else it compares all fields
-        record["prompt_row"] = prompts
-        # Now, since of a request's equal or evicted completions there will be no trace.
-        value: float | np.ndarray = 0.0
+    def _live_record(self, arrived: Trajectories) -> np.ndarray:
+        """Their record in the buffer; with embeddings, if trajectories are compared by these."""
+        dtype, fields = LIVE_RECORD, dict[str, int | np.ndarray]()
+        if self._embed:
+            fields["embedding"] = embedding_ND = self._embed(arrived.completions)
+            dtype = np.dtype([*LIVE_RECORD.descr, ("embedding", "<f4", embedding_ND.shape[1:])])
         if self._value_beta is not None:
-            value = np.concatenate([soft_values(part, self._value_beta) for part in parts])
-        completions = parts[0].completions
-        if len(parts) > 1:
-            completions = Ragged.concat([part.completions for part in parts])
-        embeddings = None
-        if self._embed:  # a part at a time: what comes with it must not change the last bits
-            embeddings = np.concatenate([self._embed(part.completions) for part in parts])
-        return self._store.add(
-            record,
-            completions,
-            _joined([part.logprobs for part in parts]),
-            _joined([part.ref_logprobs for part in parts]),
-            revision=revision,
-            sync=sync,
-            uses=0,
-            value=value,
-            embeddings=embeddings,
-        ).tolist()
+            # Now, since of a request's equal or evicted completions there will be no trace.
+            fields["value"] = soft_values(arrived, self._value_beta)
+        record = as_record(arrived.record, dtype)
+        for name, value in {**fields, "revision": self._revision, "sync": self._sync}.items():
+            record[name] = value
+        return record
 
-    def _all_new(
-        self, slots: list[int], prompts: list[int], keys: Sequence[Key]
-    ) -> dict[int, dict[Key, int]] | None:
-        """Keys and slots by prompt, where none is a duplicate and no prompt becomes too full, as most often.
-
-        None where the order of coming and leaving must be looked at.
-        """
-        if self._config.near_duplicates is not None or self._config.similarity_limit is not None:
-            return None
-        new: dict[int, dict[Key, int]] = {}
-        for slot, prompt, key in zip(slots, prompts, keys, strict=True):
-            group = new.get(prompt)
-            if group is None:
-                group = new[prompt] = {}
-            group[key] = slot
-        if sum(map(len, new.values())) < len(slots):
-            return None
-        for prompt, group in new.items():
-            live = self._slots_of.get(prompt, {})
-            if len(live) + len(group) > self._config.capacity_per_prompt or not live.keys().isdisjoint(group):
-                return None
-        return new
-
-    def _take_in_new(self, new: dict[int, dict[Key, int]], sizes: Sequence[int]) -> list[Merged]:
-        """Enter what several shards of these sizes brought: for each leave as many as it has no room for.
-
-        Whether the oldest leave in between or at the end is one, as none is replaced.
-        """
-        room = self._config.capacity - len(self)
-        excess = [max(0, end - max(start, room)) for start, end in pairwise(accumulate(sizes, initial=0))]
-        for prompt, group in new.items():
-            if (live := self._slots_of.get(prompt)) is None:
-                self._slots_of[prompt] = group
+    def _split(self, arrived: Trajectories) -> Iterator[Trajectories]:
+        """Runs of completions of one request, each beside its prompt alone."""
+        record = arrived.record
+        changes = (np.diff(record["request_id"]) != 0) | (np.diff(record["prompt_id"]) != 0)
+        starts = [0, *(np.flatnonzero(changes) + 1).tolist()]
+        prompt_ids, prompt_rows = record["prompt_id"][starts].tolist(), record["prompt_row"][starts].tolist()
+        ends = [*starts[1:], len(record)]
+        for start, end, prompt, row in zip(starts, ends, prompt_ids, prompt_rows, strict=True):
+            if live := self._live.get(prompt):
+                tokens = self._group(next(iter(live.values()))).prompts
             else:
-                live.update(group)
-            self._everyone.add(prompt)
-            self._recent.add(prompt)
-        self._merged += sum(sizes)
-        self._evict_oldest(())
-        return [Merged(size, 0, evicted) for size, evicted in zip(sizes, excess, strict=True)]
+                tokens = Ragged.from_rows([arrived.prompts.row(row)], np.int32)
+            group = arrived.between(start, end, tokens)
+            group.record["prompt_row"] = 0
+            yield group
 
-    def _take_in(self, slots: list[int], prompts: list[int], keys: Sequence[Key]) -> Merged:
-        """Enter what one shard brought, less duplicates; then the oldest leave."""
-        if not slots:
-            return Merged(0, 0, 0)
-        duplicates = self._enter(slots, prompts, keys)
-        self._merged += len(slots)
-        self._duplicates += duplicates
-        evicted = self._evict_oldest(dict.fromkeys(prompts))
-        return Merged(len(slots) - duplicates, duplicates, evicted)
-
-    def _keys(self, parts: Sequence[Trajectories]) -> Sequence[Key]:
-        """Fingerprints; or, where equal completions are different ones, numbers that none has yet."""
-        if self._config.deduplicate is False:
-            return range(self._merged, self._merged + sum(map(len, parts)))
-        return [key for part in parts for key in _fingerprints(part.completions)]
-
-    def _enter(self, slots: list[int], prompts: list[int], keys: Sequence[Key]) -> int:
-        """Enter trajectories, less duplicates; returns how many, new or old, were given up."""
-        share, limit = self._config.near_duplicates, self._config.similarity_limit
-        if share is not None:
-            return self._insert_distinct(slots, prompts, keys, partial(self._near_by_edits, share=share))
-        if limit is not None:
-            return self._insert_distinct(slots, prompts, keys, partial(self._near_by_cosine, limit=limit))
-        return self._insert(slots, prompts, keys)
-
-    def _insert(self, slots: list[int], prompts: list[int], keys: Sequence[Key]) -> int:
-        """Enter live slots under their prompts and keys; returns how many replaced an older one."""
-        slots_of, replaced = self._slots_of, list[int]()
-        for slot, prompt, key in zip(slots, prompts, keys, strict=True):
-            group = slots_of.get(prompt)
-            if group is None:
-                group = slots_of[prompt] = {}
-            if (older := group.pop(key, None)) is not None:
-                replaced.append(older)
-            group[key] = slot
-        for prompt in dict.fromkeys(prompts):
-            self._everyone.add(prompt)
-            self._recent.add(prompt)
-        self._store.remove(replaced)
-        return len(replaced)
-
-    def _insert_distinct(
-        self, slots: list[int], prompts: list[int], keys: Sequence[Key], near_among: NearAmong
-    ) -> int:
-        """As ``_insert``, but of rows near each other only the best stays; returns how many were given up."""
+    def _enter(self, group: Trajectories) -> int:
+        """Store a group less duplicates; returns how many trajectories, new or old, were given up."""
+        prompt, keys = _prompt_of(group), self._keys(group)
+        live = self._live.get(prompt, {})
         given_up = 0
-        for prompt, found in groupby(zip(slots, prompts, keys, strict=True), itemgetter(1)):
-            same = list(found)
-            near_slots = self._near([slot for slot, _, _ in same], prompt, near_among)
-            for (slot, _, key), near in zip(same, near_slots, strict=True):
-                given_up += self._insert_best(slot, prompt, key, near)
+        if self._compares_all or len(set(keys)) < len(keys) or not live.keys().isdisjoint(keys):
+            stay, given_up = self._resolve(group, keys)
+            group, keys = group.take(stay), [keys[row] for row in stay.tolist()]
+        if len(group):
+            self._store(group, keys)
+            self._everyone.add(prompt)
+            self._recent.add(prompt)
         return given_up
 
-    def _insert_best(self, slot: int, prompt: int, key: Key, near: np.ndarray) -> int:
-        """Enter a trajectory if it is better than all ``near`` ones, which leave; or give it up.
+    def _store(self, group: Trajectories, keys: Sequence[Key]) -> None:
+        """A group that has no duplicates, the youngest from now on."""
+        number, prompt = next(self._numbers), _prompt_of(group)
+        self._groups[number] = group.columns
+        self._live.setdefault(prompt, {}).update(dict.fromkeys(keys, number))
+        self._requests[int(group.record["request_id"][0])] += 1
+        self._kinds.update(_kinds(group.record))
+        self._note_used_up(number)
 
-        One that is there already, to the letter, it replaces instead. Returns how many were given up.
+    def _keys(self, group: Trajectories) -> list[Key]:
+        """A number per new completion: equal (but for 2⁻⁶⁴) if its tokens are, or always another.
+
+        Python's own hash of bytes, which nobody can aim at: a quarter of the time of a cryptographic one.
         """
-        if key in self._slots_of.get(prompt, ()):
-            return self._insert([slot], [prompt], [key])
-        reward = self._store.record["reward"]
-        if (reward[near] >= reward[slot]).any():
-            self._store.remove([slot])
-            return 1
-        for worse in _fingerprints(self._store.texts(near)[0]):
-            del self._slots_of[prompt][worse]
-        self._store.remove(near)
-        return len(near) + self._insert([slot], [prompt], [key])
-
-    def _near(self, slots: Sequence[int], prompt: int, near_among: NearAmong) -> Iterator[np.ndarray]:
-        """For each of these, all of ``prompt``: the live ones, int64, that are older than it and near it.
-
-        Near: of the same prompt, and so by ``near_among``. Any may leave between one and the next. Looks at
-        every older one of the prompt: for the cost see docs/lab-book.md.
-        """
-        for start in range(0, len(slots), COMPARED_AT_ONCE):
-            mine = np.array(slots[start : start + COMPARED_AT_ONCE])
-            older = np.array(list(self._slots_of.get(prompt, {}).values()), np.int64)
-            others = np.concatenate([older, mine])
-            for i, found in enumerate(near_among(mine, others)):
-                found[len(older) + i :] = False
-                yield others[found & self._store.live[others]]
-
-    def _near_by_edits(self, mine: np.ndarray, others: np.ndarray, *, share: float) -> np.ndarray:
-        """NearAmong: at an edit distance below ``share`` of both lengths together."""
-        limit = share * (self._store.lengths(mine)[:, None] + self._store.lengths(others))
-        word = self._store.words.__getitem__
-        distance = cdist(
-            [word(slot) for slot in mine.tolist()],
-            [word(slot) for slot in others.tolist()],
-            scorer=Levenshtein.distance,
-            score_cutoff=int(limit.max()),
-            dtype=np.int32,
-        )
-        near: np.ndarray = distance < limit
-        return near
-
-    def _near_by_cosine(self, mine: np.ndarray, others: np.ndarray, *, limit: float) -> np.ndarray:
-        """NearAmong: embeddings at a cosine above ``limit``."""
-        near: np.ndarray = self._store.embeddings(mine) @ self._store.embeddings(others).T > limit
-        return near
-
-    def _evict_oldest(self, touched: Iterable[int]) -> int:
-        """Let the oldest leave, first of every touched prompt that is too full, then of all."""
-        limit = self._config.capacity_per_prompt
-        leaving = [
-            slot
-            for prompt in touched
-            if len(self._slots_of[prompt]) > limit
-            for slot in self._pop_oldest(prompt, len(self._slots_of[prompt]) - limit)
+        if self._config.deduplicate is False:
+            return list(islice(self._serials, len(group)))
+        data = group.completions.values.astype("<i4", copy=False).tobytes()
+        return [
+            hash(data[4 * start : 4 * end]) for start, end in pairwise(group.completions.offsets.tolist())
         ]
-        self._store.remove(leaving)
-        self._evicted += len(leaving)
-        excess = max(0, len(self) - self._config.capacity)
-        if excess:
-            oldest = self._store.remove_oldest(excess)
-            prompts = self._store.record["prompt_row"][oldest].tolist()
-            for prompt, count in Counter(prompts).items():
-                self._pop_oldest(prompt, count)  # the oldest of all are the oldest of their prompts
-        self._evicted += excess
-        return len(leaving) + excess
 
-    def _pop_oldest(self, prompt: int, count: int) -> list[int]:
-        """Take the oldest of a prompt out, as many as ``count``; returns their slots."""
-        group = self._slots_of[prompt]
-        if count == len(group):
-            return list(self._slots_of.pop(prompt).values())
-        return [group.pop(key) for key in list(islice(group, count))]
+    @property
+    def _compares_all(self) -> bool:
+        return self._config.near_duplicates is not None or self._config.similarity_limit is not None
+
+    def _resolve(self, group: Trajectories, keys: Sequence[Key]) -> tuple[np.ndarray, int]:
+        """Rows of a new group that stay, int64; and how many trajectories, new or old, were given up.
+
+        The old ones among these leave. Looks at all live ones of the prompt: for the cost see the lab book.
+        """
+        live = self._live.get(_prompt_of(group), {})
+        numbers = self._numbers_of(_prompt_of(group))
+        older = [self._group(number) for number in numbers]
+        all_keys, first = [*live, *keys], len(live)
+        reward = np.concatenate([one.record["reward"] for one in [*older, group]])
+        stays = np.arange(len(all_keys)) < first
+        place_of = {key: place for place, key in enumerate(live)}
+        for place, near_N in enumerate(self._near(older, group), first):
+            key = all_keys[place]
+            if key in place_of:
+                stays[place_of[key]] = False
+            else:
+                rivals = np.flatnonzero(near_N & stays)
+                if (reward[rivals] >= reward[place]).any():
+                    continue
+                stays[rivals] = False
+                for rival in rivals.tolist():
+                    del place_of[all_keys[rival]]
+            stays[place], place_of[key] = True, place
+        offsets = offsets_of(map(len, older)).tolist()
+        for number, (start, end) in zip(numbers, pairwise(offsets), strict=True):
+            self._remove(number, ~stays[start:end])
+        return np.flatnonzero(stays[first:]), int((~stays).sum())
+
+    def _near(self, older: Sequence[Trajectories], group: Trajectories) -> np.ndarray:
+        """bool [M, N]: which of the group are near which of all live ones of its prompt, the group included.
+
+        At an edit distance below ``near_duplicates`` of both lengths together, or with embeddings at a cosine
+        above ``similarity_limit``.
+        """
+        together, first = [*older, group], sum(map(len, older))
+        share, limit = self._config.near_duplicates, self._config.similarity_limit
+        if share is not None:
+            words = [word for one in together for word in _words(one.completions)]
+            length_N = np.array([len(word) for word in words])
+            bound = share * (length_N[first:, None] + length_N)
+            most, score = int(bound.max()), Levenshtein.distance
+            near: np.ndarray = (
+                cdist(words[first:], words, scorer=score, score_cutoff=most, dtype=np.int32) < bound
+            )
+        elif limit is not None:
+            near = group.record["embedding"] @ joined([one.record["embedding"] for one in together]).T > limit
+        else:
+            near = np.zeros((len(group), first + len(group)), np.bool_)
+        return near
+
+    # --- Leaving ---
+
+    def _remove(self, number: int, leaves: np.ndarray) -> int:
+        """Let those trajectories of a group go that bool [K] marks; returns how many."""
+        gone = leaves.nonzero()[0].tolist()
+        if not gone:
+            return 0
+        group = self._group(number)
+        prompt = _prompt_of(group)
+        live = self._live[prompt]
+        keys = [key for key, of in live.items() if of == number]  # in the order of the rows
+        kinds = list(_kinds(group.record))
+        for row in gone:
+            del live[keys[row]]
+            _subtract(self._kinds, kinds[row])
+        if not live:
+            del self._live[prompt]
+        if len(gone) < len(group):
+            self._groups[number] = group.take((~leaves).nonzero()[0]).columns
+        else:
+            del self._groups[number]
+            _subtract(self._requests, int(group.record["request_id"][0]))
+        return len(gone)
+
+    def _evict_excess(self, touched: Iterable[int]) -> int:
+        """Let the oldest leave, first of every touched prompt that is too full, then of all."""
+        before, limit = self.evicted, self._config.capacity_per_prompt
+        for prompt in touched:
+            if (excess := len(self._live.get(prompt, ())) - limit) > 0:
+                self._evict_oldest(self._numbers_of(prompt), excess)
+        self._evict_oldest(self._from_oldest(), len(self) - self._config.capacity)
+        return self.evicted - before
+
+    def _from_oldest(self) -> Iterator[int]:
+        """Numbers of groups, while those before leave."""
+        while True:
+            if self._oldest in self._groups:
+                yield self._oldest
+            self._oldest += 1
+
+    def _evict_oldest(self, numbers: Iterable[int], excess: int) -> None:
+        """Let so many trajectories go, the first of the first groups."""
+        if excess <= 0:
+            return
+        for number in numbers:
+            gone = self._remove(number, np.arange(len(self._groups[number][0])) < excess)
+            self.evicted += gone
+            excess -= gone
+            if not excess:
+                return
 
     def evict_where(self, unwanted: Callable[[np.ndarray], np.ndarray]) -> int:
         """Evict the live trajectories whose RECORD [N] is ``unwanted``, bool [N]; returns how many."""
-        slots = self._store.in_order()
-        return self._evict(slots[unwanted(self._store.record[slots])])
+        unwanted_N = unwanted(self._record())
+        offsets = offsets_of(len(columns[0]) for columns in self._groups.values())
+        found = np.searchsorted(offsets, np.flatnonzero(unwanted_N), "right") - 1
+        numbers = list(self._groups)
+        return self._evict(
+            (numbers[place], unwanted_N[offsets[place] : offsets[place + 1]])
+            for place in np.unique(found).tolist()
+        )
+
+    def _evict(self, leaving: Iterable[tuple[int, np.ndarray]]) -> int:
+        """Let trajectories go: numbers of groups, and which of each; returns how many."""
+        gone = sum(self._remove(number, leaves) for number, leaves in leaving)
+        self.evicted += gone
+        return gone
 
     def unlearned_lengths(self, wanted: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """int64 [N], tokens: of live completions whose RECORD [N] is ``wanted``, bool [N], of new requests.
 
         New: no step has learned from what lives of them.
         """
-        slots = self._store.in_order()
-        request_N, used_N = self._store.record["request_id"][slots], self._store.uses[slots] > 0
-        new_N = ~np.isin(request_N, request_N[used_N])
-        return self._store.lengths(slots[new_N & wanted(self._store.record[slots])])
+        record = self._record()
+        groups = self._groups.values() or [_NOTHING]
+        length_N = joined([Trajectories.of(columns).completions.lengths for columns in groups])
+        new_N = ~np.isin(record["request_id"], record["request_id"][record["uses"] > 0])
+        return length_N[new_N & wanted(record)]
 
     def evict_used_up(self, group_size: int) -> int:
         """Evict what ``replay_limit`` steps have learned from; returns how many trajectories.
 
-        And what is left of their prompts where it is fewer than ``group_size``: a group of a few leftovers,
+        And what is left of their prompts if it is fewer than ``group_size``: a group of a few leftovers,
         repeated, would teach little. The cost depends on the batches since the last call alone.
         """
-        leaving = np.array(sorted(self._used_up), np.int64)
+        touched = {_prompt_of(self._group(number)) for number in self._used_up if number in self._groups}
         self._used_up.clear()
-        leaving = leaving[self._store.live[leaving] & self._is_used_up(leaving)]
-        prompts = np.unique(self._store.record["prompt_row"][leaving]).tolist()
-        groups = [np.array(list(self._slots_of[prompt].values())) for prompt in prompts]
-        left = [group[~self._is_used_up(group)] for group in groups]
-        few = [slots for slots in left if len(slots) < group_size]
-        return self._evict(np.concatenate([leaving, *few]))
+        leaving = list[tuple[int, np.ndarray]]()
+        for prompt in touched:
+            numbers = self._numbers_of(prompt)
+            used_up = [self._is_used_up(number) for number in numbers]
+            few = sum(int((~one).sum()) for one in used_up) < group_size
+            leaving += [(number, one | few) for number, one in zip(numbers, used_up, strict=True)]
+        return self._evict(leaving)
 
-    def _is_used_up(self, slots: np.ndarray) -> np.ndarray:
-        limit = self._config.replay_limit
-        used_up: np.ndarray = self._store.uses[slots] >= (np.inf if limit is None else limit)
+    def _note_used_up(self, number: int) -> None:
+        if self._config.replay_limit is not None and self._is_used_up(number).any():
+            self._used_up.add(number)
+
+    def _is_used_up(self, number: int) -> np.ndarray:
+        used_up: np.ndarray = self._group(number).record["uses"] >= self._config.replay_limit
         return used_up
-
-    def _evict(self, leaving: np.ndarray) -> int:
-        """Let live trajectories go; returns how many."""
-        gone = set(leaving.tolist())
-        prompts, counts = np.unique(self._store.record["prompt_row"][leaving], return_counts=True)
-        for prompt, count in zip(prompts.tolist(), counts.tolist(), strict=True):
-            group = self._slots_of[prompt]
-            if count == len(group):
-                del self._slots_of[prompt]
-            else:
-                self._slots_of[prompt] = {key: slot for key, slot in group.items() if slot not in gone}
-        self._evicted += len(gone)
-        self._store.remove(leaving)
-        self._store.settle()
-        return len(gone)
 
     # --- Sampling ---
 
@@ -483,87 +438,113 @@ class ReplayBuffer:
         per batch while the buffer has others: a recent draw that has run out goes on among all prompts.
 
         To be in a batch is a use of a trajectory, see ``evict_used_up``; to be in it twice is one, too.
-        On-policy is what version ``step`` sampled and its own sync brought: what came before that version was
-        published, yet bears its number, is of steps that a resume took back.
-
         Randomness depends on (seed, step) alone. The cost depends on B, K and the trajectories of the
         drawn prompts, not on how much is stored.
 
         ``reference``: computes log-probabilities; it is given the groups in which some are not known yet.
         They are kept, so that it is asked for those of a trajectory once.
         """
-        assert self._slots_of, "the buffer is filled before it is sampled"
+        assert self._live, "the buffer is filled before it is sampled"
         rng = np.random.default_rng([self._seed, _REPLAY, step])
         drawn = self._queued(groups) if self._config.oldest_first else self._drawn(rng, groups)
-        slots = np.concatenate([self._choose(rng, prompt, group_size, recent=new) for prompt, new in drawn])
-        self._count_uses(np.unique(slots))
-        batch = self._batch(slots, group_size, step)
-        return batch if reference is None else self._refer(slots, batch, reference)
+        rows = [row for prompt, new in drawn for row in self._choose(rng, prompt, group_size, recent=new)]
+        self._count_uses(set(rows))
+        batch = TrajectoryBatch.from_arrays(self._gather(rows), group_size=group_size, step=step)
+        return batch if reference is None else self._refer(rows, batch, reference)
+
+    def _gather(self, rows: Sequence[tuple[int, int]]) -> dict[str, np.ndarray]:
+        """A copy of rows of groups, as arrays, without embeddings."""
+        numbers = list(dict.fromkeys(number for number, _ in rows))
+        groups = [self._groups[number] for number in numbers]
+        starts = offsets_of(len(record) for record, *_ in groups)[:-1].tolist()
+        start_of = dict(zip(numbers, starts, strict=True))
+        found = Trajectories.concat(groups).take(np.array([start_of[number] + row for number, row in rows]))
+        return {**found.to_arrays(), "record": as_record(found.record, LIVE_RECORD)}
 
     def _refer(
-        self, slots: np.ndarray, batch: TrajectoryBatch, reference: ReferenceLogprobs
+        self, rows: Sequence[tuple[int, int]], batch: TrajectoryBatch, reference: ReferenceLogprobs
     ) -> TrajectoryBatch:
-        """The batch with what it lacks of the reference's log-probabilities; the store has it then, too."""
-        offsets = offsets_of(batch.completion_length_N)
+        """The batch with what it lacks of the reference's log-probabilities, which are kept."""
+        offsets = batch.completions.offsets
         unknown_T = np.flatnonzero(np.isnan(batch.ref_logprobs))
         unknown_N = np.diff(np.searchsorted(unknown_T, offsets)) > 0
         groups = np.flatnonzero(unknown_N.reshape(batch.groups, -1).any(1))
         if not len(groups):
             return batch
         ref_logprobs = batch.ref_logprobs.copy()
-        rows, unknown = rows_of(groups, batch.group_size), np.flatnonzero(unknown_N)
-        ref_logprobs[spans(offsets, rows)[0]] = reference(take_groups(batch, groups))
-        self._store.refer(slots[unknown], ref_logprobs[spans(offsets, unknown)[0]])
+        whole_T, _ = spans(offsets, rows_of(groups, batch.group_size))
+        ref_logprobs[whole_T] = reference(take_groups(batch, groups))
+        for place in np.flatnonzero(unknown_N).tolist():
+            number, row = rows[place]
+            group = self._group(number)
+            kept = group.ref_logprobs.copy()
+            start, end = group.completions.offsets[row : row + 2]
+            kept[start:end] = ref_logprobs[offsets[place] : offsets[place + 1]]
+            self._groups[number] = replace(group, ref_logprobs=kept).columns
         return replace(batch, ref_logprobs=ref_logprobs)
 
     def _drawn(self, rng: np.random.Generator, groups: int) -> Iterator[tuple[int, bool]]:
         """Prompts by MOP, and whether a group is of the most recent sync; lazily, as ``rng`` is shared."""
         taken = set[int]()
         for most_recent in (rng.random(groups) < self._config.most_on_policy).tolist():
-            if len(taken) == len(self._slots_of):
+            if len(taken) == len(self._live):
                 taken.clear()
             prompt = self._recent.draw(rng, taken, self._is_recent) if most_recent else None
             recent = prompt is not None
             if prompt is None:
-                prompt = self._everyone.draw(rng, taken, self._slots_of.__contains__)
+                prompt = self._everyone.draw(rng, taken, self._live.__contains__)
             assert prompt is not None
             taken.add(prompt)
             yield prompt, recent
 
     def _queued(self, groups: int) -> Iterator[tuple[int, bool]]:
         """Prompts by the weights that sampled their oldest trajectory, and then by when it came."""
-        record = self._store.record[self._store.in_order()]
-        rows = record["prompt_row"][np.argsort(record["version_oldest"], kind="stable")].tolist()
-        return ((prompt, False) for prompt in islice(cycle(dict.fromkeys(rows)), groups))
+        record = self._record()
+        prompts = record["prompt_id"][np.argsort(record["version_oldest"], kind="stable")].tolist()
+        return ((prompt, False) for prompt in islice(cycle(dict.fromkeys(prompts)), groups))
 
-    def _count_uses(self, slots: np.ndarray) -> None:
-        """One more of each."""
-        self._store.uses[slots] += 1
-        self._replay_ratio = float(self._store.uses[slots].mean())
-        if self._config.replay_limit is not None:
-            self._used_up.update(slots[self._is_used_up(slots)].tolist())
+    def _count_uses(self, rows: set[tuple[int, int]]) -> None:
+        """One more of each row of a group."""
+        uses = list[int]()
+        chosen = dict[int, list[int]]()
+        for number, row in rows:
+            chosen.setdefault(number, []).append(row)
+        for number, some in chosen.items():
+            record, *others = self._groups[number]
+            record = joined([record])
+            record["uses"][some] += 1
+            uses += record["uses"][some].tolist()
+            self._groups[number] = (record, *others)
+            self._note_used_up(number)
+        self.replay_ratio = float(np.mean(uses))
 
     def _is_recent(self, prompt: int) -> bool:
         """Whether the youngest live trajectory of a prompt is of the most recent sync."""
-        group = self._slots_of.get(prompt)
-        return group is not None and bool(self._store.sync[next(reversed(group.values()))] == self._sync)
+        live = self._live.get(prompt)
+        return live is not None and self._group(next(reversed(live.values()))).record["sync"][0] == self._sync
 
-    def _choose(self, rng: np.random.Generator, prompt: int, count: int, *, recent: bool) -> np.ndarray:
-        """int64 [K] slots of a prompt.
+    def _choose(
+        self, rng: np.random.Generator, prompt: int, count: int, *, recent: bool
+    ) -> list[tuple[int, int]]:
+        """K trajectories of a prompt: the number of the group, and the row there.
 
         Gumbel top-k: the largest of log weight + Gumbel noise are a draw without replacement by weight.
         """
-        group = self._slots_of[prompt]
-        slots = np.fromiter(group.values(), np.int64, len(group))
-        if recent:
-            slots = slots[self._store.sync[slots] == self._sync]
-        weight = self._weights(self._store.record["reward"][slots], equal=recent)
+        numbers = self._numbers_of(prompt)
+        groups = [self._group(number) for number in numbers]
+        rows = [
+            (number, row) for number, group in zip(numbers, groups, strict=True) for row in range(len(group))
+        ]
+        reward_N, sync_N = (
+            np.concatenate([group.record[name] for group in groups]) for name in ("reward", "sync")
+        )
+        among = np.flatnonzero(sync_N == self._sync) if recent else np.arange(len(rows))
+        weight = self._weights(reward_N[among], equal=recent)
         log_weight = np.log(np.maximum(weight, np.finfo(weight.dtype).tiny))
-        distinct = slots[np.argsort(-log_weight - rng.gumbel(size=len(slots)))[:count]]
-        if len(distinct) == count:
-            return distinct
-        repeats = rng.choice(slots, count - len(distinct), p=weight)
-        return np.concatenate([distinct, repeats])
+        chosen = among[np.argsort(-log_weight - rng.gumbel(size=len(among)))[:count]]
+        if len(chosen) < count:
+            chosen = np.concatenate([chosen, rng.choice(among, count - len(chosen), p=weight)])
+        return [rows[place] for place in chosen.tolist()]
 
     def _weights(self, reward_N: np.ndarray, *, equal: bool) -> np.ndarray:
         """float64 [N]: probability of each trajectory of a prompt, by reward unless ``equal``."""
@@ -574,35 +555,11 @@ class ReplayBuffer:
         odds = np.exp((reward_N.astype(np.float64) - reward_N.max()) / temperature)
         return (1 - mix) * odds / odds.sum() + mix * uniform
 
-    def _batch(self, slots: np.ndarray, group_size: int, step: int) -> TrajectoryBatch:
-        record = self._store.record[slots]
-        on_policy_N = self._store.sync[slots] == step
-        for end in ("version_oldest", "version_newest"):
-            on_policy_N &= record[end] == step
-        prompts = self._prompts.take(record["prompt_row"].astype(np.int64))
-        completions, logprobs, ref_logprobs = self._store.texts(slots)
-        turns = np.arange(2 * len(slots)).reshape(2, -1).T.ravel()  # prompt, completion, prompt, …
-        pairs = Ragged.concat([prompts, completions]).take(turns)
-        return TrajectoryBatch(
-            group_size=group_size,
-            sequences=Ragged(pairs.values, pairs.offsets[::2]),
-            prompt_length_N=prompts.lengths,
-            reward_N=record["reward"].copy(),
-            value_N=self._store.value[slots],
-            version_N=record["version_oldest"].copy(),
-            on_policy_N=on_policy_N,
-            logprobs=logprobs,
-            ref_logprobs=ref_logprobs,
-            ages=token_ages(record, completions.lengths, step),
-            prompt_id_B=record["prompt_id"][::group_size].copy(),
-        )
-
     # --- Saving ---
 
     def trajectories(self) -> Trajectories:
-        """A copy of all live trajectories, oldest first; ``prompts`` holds every prompt ever seen."""
-        snapshot = self._store.snapshot()
-        return Trajectories(snapshot.columns()["record"], self._prompts.ragged, *snapshot.texts())
+        """A copy of all live trajectories, oldest first."""
+        return Trajectories.from_arrays(self.state())
 
     def state(self) -> dict[str, np.ndarray]:
         """Plain arrays from which ``restore`` makes a buffer that goes on exactly as this one would."""
@@ -611,36 +568,19 @@ class ReplayBuffer:
     def snapshot(self) -> BufferSnapshot:
         """The state of this moment, of which little is copied now; see ``BufferSnapshot``."""
         return BufferSnapshot(
-            counters=(self._merged, self._duplicates, self._evicted),
+            counters=(self._merged, self.duplicates, self.evicted),
             newest=(self._revision, self._sync),
-            live=self._store.snapshot(),
-            prompt_ids=self._prompts.ids,
-            prompts=self._prompts.ragged,
+            groups=list(self._groups.values()),
             draws={"everyone": self._everyone.piles, "recent": self._recent.piles},
-            embedded=self._embed is not None,
         )
 
     def restore(self, arrays: dict[str, np.ndarray]) -> None:
         """Become the buffer whose ``state`` the arrays are; what was here before is dropped."""
-        completions = Ragged(arrays["completion_tokens"], arrays["completion_offsets"])
-        prompts = Ragged(arrays["prompt_tokens"], arrays["prompt_offsets"])
-        self._prompts = _Prompts.restore(arrays["prompt_id"], prompts)
-        self._store = self._new_store()
-        slots = self._store.add(
-            arrays["record"],
-            completions,
-            arrays["logprobs"],
-            arrays["ref_logprobs"],
-            revision=arrays["revision"],
-            sync=arrays["sync"],
-            uses=arrays["uses"],
-            value=arrays.get("value", 0.0),  # checkpoints of older versions have none, and no use for any
-            embeddings=arrays["embeddings"] if self._embed else None,
-        )
-        self._slots_of, self._used_up = {}, set(slots[self._is_used_up(slots)].tolist())
-        keys = _fingerprints(completions) if self._config.deduplicate is not False else range(len(slots))
-        self._insert(slots.tolist(), arrays["record"]["prompt_row"].tolist(), keys)
-        self._merged, self._duplicates, self._evicted = arrays["counters"].tolist()
+        self._clear()
+        stored = Trajectories.from_arrays(arrays)
+        for group in self._split(stored) if len(stored) else ():
+            self._store(group, self._keys(group))
+        self._merged, self.duplicates, self.evicted = arrays["counters"].tolist()
         self._revision, self._sync = arrays["newest"].tolist()
         self._everyone = _Draw(arrays["everyone_waiting"], arrays["everyone_drawn"])
         self._recent = _Draw(arrays["recent_waiting"], arrays["recent_drawn"])
@@ -650,59 +590,54 @@ class ReplayBuffer:
 class BufferSnapshot:
     """The state of a replay buffer at a moment; any thread may ask for the arrays while the buffer goes on.
 
-    To keep it keeps the memory of what has left the buffer since.
+    To keep it keeps the memory of what has left the buffer since. draws: prompts, by draw and pile.
     """
 
     counters: tuple[int, int, int]
     newest: tuple[int, int]
-    live: StoreSnapshot
-    prompt_ids: list[int]
-    prompts: Ragged
+    groups: Sequence[Columns]
     draws: Mapping[str, Mapping[str, list[int]]]
-    embedded: bool
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Plain arrays from which ``ReplayBuffer.restore`` makes the buffer of that moment; a copy of all."""
-        columns = self.live.columns()
-        completions, logprobs, ref_logprobs = self.live.texts()
         draws = {
             f"{draw}_{pile}": np.array(prompts, np.int64)
             for draw, piles in self.draws.items()
             for pile, prompts in piles.items()
         }
-        embeddings = columns.get("embeddings", np.empty((0, 1), np.float32))
+        live = Trajectories.concat(self.groups or [_NOTHING])
         return {
             "counters": np.array(self.counters, np.int64),
             "newest": np.array(self.newest, np.int64),
-            "record": columns["record"],
-            "revision": columns["revision"],
-            "sync": columns["sync"],
-            "uses": self.live.uses_N,
-            "value": columns["value"],
-            "completion_tokens": completions.values,
-            "completion_offsets": completions.offsets,
-            "logprobs": logprobs,
-            "ref_logprobs": ref_logprobs,
-            "prompt_id": np.array(self.prompt_ids, np.int64),
-            "prompt_tokens": self.prompts.values,
-            "prompt_offsets": self.prompts.offsets,
-            **({"embeddings": embeddings} if self.embedded else {}),
+            **live.to_arrays(),
             **draws,
         }
 
 
-def _joined(arrays: list[np.ndarray]) -> np.ndarray:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+_NO_TOKENS = Ragged.from_rows([], np.int32)
+_NOTHING = Trajectories(
+    np.empty(0, LIVE_RECORD), _NO_TOKENS, _NO_TOKENS, *(np.empty(0, np.float32) for _ in PER_TOKEN)
+).columns
 
 
-def _fingerprints(completions: Ragged) -> list[int]:
-    """A number per completion that is equal where its tokens are, and (2⁻⁶⁴) only there; of this process.
+def _prompt_of(group: Trajectories) -> int:
+    return int(group.record["prompt_id"][0])
 
-    Python's own hash of bytes, which nobody can aim at: a quarter of the time of a cryptographic one.
-    """
-    data = completions.values.astype("<i4", copy=False).tobytes()
-    ends = (completions.offsets * 4).tolist()
-    return [hash(data[start:end]) for start, end in pairwise(ends)]
+
+def _kinds(record: np.ndarray) -> Iterator[tuple[int, int]]:
+    return zip(record["version_oldest"].tolist(), record["reference"].tolist(), strict=True)
+
+
+def _subtract(counts: Counter[Any], one: object) -> None:
+    counts[one] -= 1
+    if not counts[one]:
+        del counts[one]
+
+
+def _words(completions: Ragged) -> list[str]:
+    """Tokens as characters, which is what edit distances are computed of."""
+    text = completions.values.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
+    return [text[start:end] for start, end in pairwise(completions.offsets.tolist())]
 
 
 class _Draw:
@@ -760,52 +695,3 @@ def _pop(pile: list[int], place: int) -> int:
     prompt, pile[place] = pile[place], pile[-1]
     pile.pop()
     return prompt
-
-
-class _Prompts:
-    """The tokens of every prompt seen, once each; prompts are known to the buffer by their row here."""
-
-    def __init__(self) -> None:
-        self._row_of: dict[int, int] = {}
-        self._tokens = Column(np.int32)
-        self._offsets = Column(np.int64, [0])
-
-    @classmethod
-    def restore(cls, ids: np.ndarray, prompts: Ragged) -> _Prompts:
-        """Inverse of ``ids``, int64 [P], and ``ragged``."""
-        made = cls()
-        made._row_of = {prompt: row for row, prompt in enumerate(ids.tolist())}
-        made._tokens.append(prompts.values)
-        made._offsets.append(prompts.offsets[1:])
-        return made
-
-    @property
-    def ids(self) -> list[int]:
-        """Of all prompts, a copy."""
-        return list(self._row_of)
-
-    @property
-    def ragged(self) -> Ragged:
-        """A view of all prompts, which stays as it is."""
-        return Ragged(self._tokens.values, self._offsets.values)
-
-    def intern(self, trajectories: Trajectories) -> list[int]:
-        """The row here of every trajectory's prompt, which is added where it is new."""
-        record = trajectories.record
-        there_N = record["prompt_row"].tolist()
-        id_of = dict(zip(there_N, record["prompt_id"].tolist(), strict=True))
-        for there in sorted(id_of):
-            if id_of[there] not in self._row_of:
-                self._append(id_of[there], trajectories.prompts.row(there))
-        row_of = {there: self._row_of[prompt] for there, prompt in id_of.items()}
-        return [row_of[there] for there in there_N]
-
-    def _append(self, prompt: int, tokens: np.ndarray) -> None:
-        self._row_of[prompt] = len(self._row_of)
-        self._tokens.append(tokens)
-        self._offsets.append([len(self._tokens)])
-
-    def take(self, rows: np.ndarray) -> Ragged:
-        """A copy of the given rows."""
-        index_T, offsets = spans(self._offsets.values, rows)
-        return Ragged(self._tokens.values[index_T], offsets)

@@ -1,6 +1,6 @@
 """Micro-batches filled up to a number of tokens, a group over several if need be; equally many on every rank.
 
-It must not know what is learned from them. Imports no torch.
+Imports no torch.
 
 Shape letters: B groups of K sequences, N in all; R rows of a group, S sequences each behind their prompt.
 """
@@ -13,23 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.batch import balance, rectangle, take_groups
-from tba_hpc.core.types import TrajectoryBatch, offsets_of, spans
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MicroBatch:
-    """Some sequences, S after each other of one prompt.
-
-    tokens_NL: int64, 0 to the right of a sequence. prompt_length_N, length_N: int64, tokens of the prompt,
-    and of prompt and completion together. place_T: int64, of the completions' tokens, sequence after
-    sequence, among those of the part's groups.
-    """
-
-    tokens_NL: np.ndarray
-    prompt_length_N: np.ndarray
-    length_N: np.ndarray
-    place_T: np.ndarray
+from tba_hpc.core.batch import balance, take_groups
+from tba_hpc.core.types import TrajectoryBatch, spans
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,17 +29,11 @@ class Part:
     groups: np.ndarray
     sequences: tuple[np.ndarray, ...]
 
-    def micro_batches(self) -> Iterator[MicroBatch]:
-        """One by one."""
-        offsets = offsets_of(self.batch.completion_length_N)
+    def micro_batches(self) -> Iterator[tuple[TrajectoryBatch, np.ndarray]]:
+        """One by one: its sequences, and where their completions' tokens are among the part's, int64 [T]."""
+        offsets = self.batch.completions.offsets
         for chosen in self.sequences:
-            some = self.batch.sequences.take(chosen)
-            yield MicroBatch(
-                tokens_NL=rectangle(some),
-                prompt_length_N=self.batch.prompt_length_N[chosen],
-                length_N=some.lengths,
-                place_T=spans(offsets, chosen)[0],
-            )
+            yield self.batch.take(chosen), spans(offsets, chosen)[0]
 
 
 def most_per_row(batch: TrajectoryBatch, budget: int) -> int:

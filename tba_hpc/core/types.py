@@ -9,9 +9,9 @@ Shape letters, used in names throughout the project:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -36,11 +36,35 @@ RECORD = np.dtype(
         ("reward", "<f4"),
         ("version_oldest", "<i4"),  # weights (optimizer step) that sampled the first token
         ("version_newest", "<i4"),  # weights that sampled the last token
-        ("truncated", "u1"),  # 1 where the token limit ended it, not EOS or a stop string
+        ("truncated", "u1"),  # 1 if the token limit ended it, not EOS or a stop string
         ("reference", "<i4"),  # policy (optimizer step) of ref_logprobs: 0 the initial one, or BEHAVIOUR
     ]
 )
-"""Fixed-width part of a trajectory; the ragged parts lie in flat arenas beside it."""
+"""What a searcher records of a trajectory. A field added here is kept from the shard to the objective."""
+
+LIVE_RECORD = np.dtype(
+    [
+        *RECORD.descr,
+        ("revision", "<i8"),  # of the buffer: the merge that brought it
+        ("sync", "<i8"),  # the sync that brought it
+        ("uses", "<i4"),  # steps that have learned from it
+        ("value", "<f4"),  # V̂ of its request (buffer.soft_values), 0 if none is wanted
+    ]
+)
+"""And what the trainer adds when it merges it: the record in the buffer, its checkpoints and batches."""
+
+PER_TOKEN = ("logprobs", "ref_logprobs")
+"""Fields of Trajectories that have a value per completion token."""
+
+COLUMNS = (
+    "record",
+    *("prompt_tokens", "prompt_offsets", "completion_tokens", "completion_offsets"),
+    *PER_TOKEN,
+)
+"""Names of all arrays of Trajectories, in a shard, a checkpoint and a message."""
+
+Columns = tuple[np.ndarray, ...]
+"""All arrays of Trajectories, in the order of COLUMNS."""
 
 
 def make_uid(searcher: int, shard: int, row: int) -> int:
@@ -83,15 +107,13 @@ class Ragged:
     @classmethod
     def concat(cls, parts: Sequence[Ragged]) -> Ragged:
         """Rows of all parts, in order. ``parts`` must not be empty."""
-        return cls(
-            np.concatenate([part.values for part in parts]),
-            offsets_of(np.concatenate([part.lengths for part in parts])),
-        )
+        offsets = offsets_of(joined([part.lengths for part in parts]))
+        return cls(joined([part.values for part in parts]), offsets)
 
     @property
     def lengths(self) -> np.ndarray:
         """int64 [N]."""
-        return np.diff(self.offsets)
+        return self.offsets[1:] - self.offsets[:-1]
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -114,15 +136,33 @@ def offsets_of(lengths: Iterable[int] | np.ndarray) -> np.ndarray:
     return offsets
 
 
+def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """np.concatenate of contiguous arrays of one dtype, at least one, but a thousand at a time.
+
+    One call for 100,000 groups would keep the other threads waiting. Records are joined as bytes: numpy
+    copies them field by field, which takes ten times as long.
+    """
+    dtype = arrays[0].dtype
+    if dtype.names:
+        return joined([array.view(np.uint8) for array in arrays]).view(dtype)
+    made = np.empty((sum(map(len, arrays)), *arrays[0].shape[1:]), dtype)
+    end = 0
+    for first in range(0, len(arrays), 1024):
+        some = arrays[first : first + 1024]
+        start, end = end, end + sum(map(len, some))
+        np.concatenate(some, out=made[start:end])
+    return made
+
+
 def spans(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Where the tokens of ``rows`` lie in an arena, int64 [T], and offsets of their copies, int64 [N + 1].
 
     The cost depends on the rows asked for, not on the size of the arena.
     """
     start_N = offsets[rows]
-    packed = offsets_of(offsets[rows + 1] - start_N)
-    index_T = np.arange(packed[-1]) + np.repeat(start_N - packed[:-1], np.diff(packed))
-    return index_T, packed
+    length_N = offsets[rows + 1] - start_N
+    packed = offsets_of(length_N)
+    return np.arange(packed[-1]) + (start_N - packed[:-1]).repeat(length_N), packed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,12 +230,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectories:
-    """N scored completions as structure of arrays; what a shard holds.
+    """N scored completions: what a shard holds, a group in the buffer, and a batch.
 
-    record: RECORD [N]. prompts: Ragged int32 [P rows], each distinct prompt once.
-    completions: Ragged int32 [N rows]. logprobs, ref_logprobs: float32 [T], aligned with
-    ``completions.values``, of the sampling policy and of the reference that the record names, both at
-    model.logprob_temperature. ref_logprobs are NaN until the trainer has computed them, where it is to.
+    record: RECORD [N], or a dtype that begins with its fields, as LIVE_RECORD does. prompts: Ragged int32
+    [P rows], each distinct prompt once. completions: Ragged int32 [N rows]. logprobs, ref_logprobs: float32
+    [T], aligned with ``completions.values``, of the sampling policy and of the reference that the record
+    names, both at model.logprob_temperature. ref_logprobs are NaN until the trainer has computed them, if it
+    is to.
     """
 
     record: np.ndarray
@@ -215,25 +256,71 @@ class Trajectories:
         np.not_equal(request_id_N[1:], request_id_N[:-1], out=first_N[1:])
         return request_id_N[first_N]
 
-    def where(self, wanted_N: np.ndarray) -> Trajectories:
-        """Those that bool [N] marks, in order: a copy, or these themselves where they are all wanted."""
-        if wanted_N.all():
-            return self
-        rows = np.flatnonzero(wanted_N)
-        index_T, _ = spans(self.completions.offsets, rows)
-        return Trajectories(
-            self.record[rows],
-            self.prompts,
-            self.completions.take(rows),
-            self.logprobs[index_T],
-            self.ref_logprobs[index_T],
+    def take(self, rows: np.ndarray) -> Self:
+        """A copy of the given rows, in the given order (repeats allowed), beside the same prompts."""
+        index_T, offsets = spans(self.completions.offsets, rows)
+        return replace(
+            self,
+            record=self.record[rows],
+            completions=Ragged(self.completions.values[index_T], offsets),
+            **{name: getattr(self, name)[index_T] for name in PER_TOKEN},
         )
 
+    def between(self, start: int, end: int, prompts: Ragged | None = None) -> Trajectories:
+        """A copy of consecutive rows, beside the same ``prompts`` or the given ones."""
+        offsets = self.completions.offsets[start : end + 1]
+        first, last = offsets[0], offsets[-1]
+        return Trajectories(
+            joined([self.record[start:end]]),
+            self.prompts if prompts is None else prompts,
+            Ragged(self.completions.values[first:last].copy(), offsets - first),
+            *(getattr(self, name)[first:last].copy() for name in PER_TOKEN),
+        )
+
+    @staticmethod
+    def concat(parts: Sequence[Columns]) -> Trajectories:
+        """All rows of the columns of several, at least one, in order. Prompts that some share come once."""
+        records, prompts, prompt_offsets, completions, offsets, *per_token = zip(*parts, strict=True)
+        distinct = {id(one): Ragged(one, o) for one, o in zip(prompts, prompt_offsets, strict=True)}
+        first = dict(zip(distinct, offsets_of(map(len, distinct.values()))[:-1].tolist(), strict=True))
+        record = joined(records)
+        shift = np.array([first[id(one)] for one in prompts], np.uint32)
+        record["prompt_row"] += shift.repeat([len(one) for one in records])
+        return Trajectories(
+            record,
+            Ragged.concat(list(distinct.values())),
+            Ragged(joined(completions), offsets_of(joined([one[1:] - one[:-1] for one in offsets]))),
+            *map(joined, per_token),
+        )
+
+    @property
+    def columns(self) -> Columns:
+        """The arrays themselves."""
+        prompts, completions = self.prompts, self.completions
+        ragged = (prompts.values, prompts.offsets, completions.values, completions.offsets)
+        return self.record, *ragged, *(getattr(self, name) for name in PER_TOKEN)
+
+    @classmethod
+    def of(cls, columns: Columns, **fields: Any) -> Self:
+        """Inverse of ``columns``. ``fields``: what a subclass has besides."""
+        record, prompts, prompt_offsets, completions, completion_offsets, *per_token = columns
+        ragged = Ragged(prompts, prompt_offsets), Ragged(completions, completion_offsets)
+        return cls(record, *ragged, *per_token, **fields)
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """The columns by their names."""
+        return dict(zip(COLUMNS, self.columns, strict=True))
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray], **fields: Any) -> Self:
+        """Inverse of ``to_arrays``, which there may be others beside."""
+        return cls.of(tuple(arrays[name] for name in COLUMNS), **fields)
+
     def check(self) -> None:
-        """Raise ValueError with one sentence where the arrays contradict each other."""
+        """Raise ValueError with one sentence if the arrays contradict each other."""
         tokens = len(self.completions.values)
         rules = {
-            "record dtype": self.record.dtype == RECORD,
+            "record dtype": self.record.dtype.descr[: len(RECORD.descr)] == RECORD.descr,
             "one completion per record": len(self.completions) == len(self.record),
             "completion offsets": _well_formed(self.completions),
             "prompt offsets": _well_formed(self.prompts),
@@ -257,68 +344,137 @@ def _well_formed(ragged: Ragged) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TrajectoryBatch:
-    """B whole groups of K trajectories, prompt-major: rows ``i*K … i*K + K - 1`` are group ``i``; N = B·K.
+def as_record(record: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A copy with the fields of ``dtype``; those that ``record`` lacks are 0."""
+    made = np.zeros(len(record), dtype)
+    for name in (record.dtype.fields or {}).keys() & (dtype.fields or {}).keys():
+        made[name] = record[name]
+    return made
 
-    sequences: Ragged int32 [N rows], prompt then completion. prompt_length_N: int64. reward_N: float32.
-    value_N: float32, V̂ of the request that each answers (``buffer.soft_values``), 0 where none is wanted.
-    version_N: int32, the oldest version of each. on_policy_N: bool, whether all of it was sampled by the
-    weights that are to learn from it now. logprobs, ref_logprobs: float32, one per completion token, rows in
-    order; ages: int32, as many, optimizer steps since the weights that sampled each. prompt_id_B: int64.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrajectoryBatch(Trajectories):
+    """B whole groups of K = ``group_size`` trajectories, for optimizer step ``step``; N = B·K.
+
+    Prompt-major: rows ``i*K … i*K + K - 1`` are group ``i``. record: LIVE_RECORD. As rectangles [N, L] its
+    sequences, prompt then completion, are padded on the right with 0 to the longest.
     """
 
-    group_size: int
-    sequences: Ragged
-    prompt_length_N: np.ndarray
-    reward_N: np.ndarray
-    value_N: np.ndarray
-    version_N: np.ndarray
-    on_policy_N: np.ndarray
-    logprobs: np.ndarray
-    ref_logprobs: np.ndarray
-    ages: np.ndarray
-    prompt_id_B: np.ndarray
+    group_size: int = field(kw_only=True)
+    step: int = field(kw_only=True)
 
     @property
     def groups(self) -> int:
         """B."""
-        return len(self.prompt_id_B)
+        return len(self.record) // self.group_size
+
+    @property
+    def prompt_id_B(self) -> np.ndarray:
+        """int64."""
+        return self.record["prompt_id"][:: self.group_size].copy()
+
+    @property
+    def reward_N(self) -> np.ndarray:
+        """float32."""
+        return self.record["reward"].copy()
+
+    @property
+    def value_N(self) -> np.ndarray:
+        """float32: V̂ of the request that each answers."""
+        return self.record["value"].copy()
+
+    @property
+    def version_N(self) -> np.ndarray:
+        """int32: the oldest version of each."""
+        return self.record["version_oldest"].copy()
+
+    @property
+    def on_policy_N(self) -> np.ndarray:
+        """bool: whether version ``step`` sampled all of it, and its own sync brought it.
+
+        What came before that version was published, yet bears its number, is of steps a resume took back.
+        """
+        names = ("sync", "version_oldest", "version_newest")
+        return np.logical_and.reduce([self.record[name] == self.step for name in names])
+
+    @property
+    def ages(self) -> np.ndarray:
+        """int32, per completion token: optimizer steps from the weights that sampled it to ``step``."""
+        return token_ages(self.record, self.completion_length_N, self.step)
+
+    @property
+    def prompt_length_N(self) -> np.ndarray:
+        """int64."""
+        return self.prompts.lengths[self.record["prompt_row"]]
 
     @property
     def completion_length_N(self) -> np.ndarray:
-        """int64 [N]."""
-        return self.sequences.lengths - self.prompt_length_N
+        """int64."""
+        return self.completions.lengths
 
+    @property
+    def length_N(self) -> np.ndarray:
+        """int64: of prompt and completion together."""
+        return self.prompt_length_N + self.completion_length_N
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PaddedBatch:
-    """B whole groups of K rows as rectangles; N = B·K rows, prompt-major, L the longest sequence.
+    @property
+    def sequences(self) -> Ragged:
+        """int32 [N rows]: prompt and completion together."""
+        prompts = self.prompts.take(self.record["prompt_row"].astype(np.int64))
+        turns = np.arange(2 * len(self)).reshape(2, -1).T.ravel()  # prompt, completion, prompt, …
+        pairs = Ragged.concat([prompts, self.completions]).take(turns)
+        return Ragged(pairs.values, pairs.offsets[::2])
 
-    tokens_NL: int64, prompt then completion, 0 to the right of it.
-    prompt_length_N, length_N: int64, tokens of the prompt, and of prompt and completion together.
-    logprob_NL, ref_logprob_NL: float32, of the completions' tokens under the weights that sampled them and
-    under the reference, 0 elsewhere; age_NL: int32, likewise.
-    reward_N, value_N: float32. on_policy_N: bool, as in TrajectoryBatch. prompt_id_B: int64.
-    """
-
-    group_size: int
-    tokens_NL: np.ndarray
-    prompt_length_N: np.ndarray
-    length_N: np.ndarray
-    logprob_NL: np.ndarray
-    ref_logprob_NL: np.ndarray
-    age_NL: np.ndarray
-    reward_N: np.ndarray
-    value_N: np.ndarray
-    on_policy_N: np.ndarray
-    prompt_id_B: np.ndarray
+    @property
+    def tokens_NL(self) -> np.ndarray:
+        """int64."""
+        sequences = self.sequences
+        length_N = sequences.lengths
+        tokens_NL = np.zeros((len(length_N), int(length_N.max())), np.int64)
+        tokens_NL[np.arange(tokens_NL.shape[1]) < length_N[:, None]] = sequences.values
+        return tokens_NL
 
     @property
     def completion_mask_NL(self) -> np.ndarray:
         """bool: where the tokens of the completions are."""
-        position_L = np.arange(self.tokens_NL.shape[1])
-        return (position_L >= self.prompt_length_N[:, None]) & (position_L < self.length_N[:, None])
+        length_N = self.length_N
+        position_L = np.arange(length_N.max())
+        return (position_L >= self.prompt_length_N[:, None]) & (position_L < length_N[:, None])
+
+    @property
+    def logprob_NL(self) -> np.ndarray:
+        """float32: at completion tokens, 0 elsewhere; as the next two."""
+        return self._spread(self.logprobs)
+
+    @property
+    def ref_logprob_NL(self) -> np.ndarray:
+        """float32."""
+        return self._spread(self.ref_logprobs)
+
+    @property
+    def age_NL(self) -> np.ndarray:
+        """int32."""
+        return self._spread(self.ages)
+
+    def _spread(self, value_T: np.ndarray) -> np.ndarray:
+        mask_NL = self.completion_mask_NL
+        value_NL = np.zeros(mask_NL.shape, value_T.dtype)
+        value_NL[mask_NL] = value_T
+        return value_NL
+
+
+def token_ages(record_N: np.ndarray, length_N: np.ndarray, step: int) -> np.ndarray:
+    """int32 [T]: optimizer steps from the weights that sampled each token of some completions to ``step``.
+
+    record_N: RECORD [N]; length_N: int64, tokens. A record has the versions of the first token and of the
+    last. In between they are taken to rise evenly, to the nearest whole one: exact if one version sampled
+    all, or changes come evenly. Below 0 if a resume took the steps back that made the weights.
+    """
+    oldest_N, newest_N = step - record_N["version_oldest"], step - record_N["version_newest"]
+    place_T = np.arange(length_N.sum()) - np.repeat(offsets_of(length_N)[:-1], length_N)
+    younger_N = (newest_N - oldest_N) / np.maximum(1, length_N - 1)  # from token to token
+    age_T = np.repeat(oldest_N, length_N) + np.repeat(younger_N, length_N) * place_T
+    return np.rint(age_T).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,16 +86,7 @@ def shard_image(shard: Shard) -> memoryview:
     trajectories = shard.trajectories
     trajectories.check()
     attributes = {"searcher": shard.searcher, "index": shard.index, "count": len(trajectories)}
-    arrays = {
-        "record": trajectories.record,
-        "prompt_tokens": trajectories.prompts.values,
-        "prompt_offsets": trajectories.prompts.offsets,
-        "completion_tokens": trajectories.completions.values,
-        "completion_offsets": trajectories.completions.offsets,
-        "logprobs": trajectories.logprobs,
-        "ref_logprobs": trajectories.ref_logprobs,
-    }
-    return _encode("shard", attributes, arrays)
+    return _encode("shard", attributes, trajectories.to_arrays())
 
 
 def with_image(shard: Shard) -> Shard:
@@ -111,13 +102,7 @@ def read_shard(path: Path) -> Shard:
 def parse_shard(path: Path, data: bytes) -> Shard:
     """As ``read_shard``, of a file whose bytes are at hand; ``path`` is what it is called in errors."""
     attributes, arrays = _decode(path, "shard", data)
-    trajectories = Trajectories(
-        record=arrays["record"],
-        prompts=Ragged(arrays["prompt_tokens"], arrays["prompt_offsets"]),
-        completions=Ragged(arrays["completion_tokens"], arrays["completion_offsets"]),
-        logprobs=arrays["logprobs"],
-        ref_logprobs=arrays["ref_logprobs"],
-    )
+    trajectories = Trajectories.from_arrays(arrays)
     try:
         trajectories.check()
     except ValueError as error:

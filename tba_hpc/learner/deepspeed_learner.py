@@ -45,14 +45,12 @@ from tba_hpc.config.variants import EmaReference
 from tba_hpc.core import batch as batches
 from tba_hpc.core import token_budget
 from tba_hpc.core.skipped_steps import SkippedSteps
-from tba_hpc.core.token_budget import MicroBatch, Part
+from tba_hpc.core.token_budget import Part
 from tba_hpc.core.types import (
     LoraWeights,
-    PaddedBatch,
     TrajectoryBatch,
     WeightLayout,
     WeightSlot,
-    offsets_of,
     spans,
 )
 from tba_hpc.learner.averaged_reference import AveragedReference
@@ -320,7 +318,7 @@ class DeepSpeedLearner:
         sums: dict[str, Tensor] = {}
         losses: list[tuple[np.ndarray, Tensor]] = []
         for groups, output in self._backward(batch, beta):
-            share = len(groups.reward_N) / len(batch.reward_N)
+            share = len(groups) / len(batch)
             for name, part in {"loss": output.loss.detach(), **output.metrics}.items():
                 sums[name] = sums.get(name, 0.0) + share * part.double()
             losses.append((groups.prompt_id_B, output.loss_BK.detach().mean(1)))
@@ -345,7 +343,9 @@ class DeepSpeedLearner:
             "skipped_steps": float(self._skipped.total),
         }
 
-    def _backward(self, batch: TrajectoryBatch, beta: float) -> Iterator[tuple[PaddedBatch, ObjectiveOutput]]:
+    def _backward(
+        self, batch: TrajectoryBatch, beta: float
+    ) -> Iterator[tuple[TrajectoryBatch, ObjectiveOutput]]:
         """Add the gradient of this rank's groups, and tell of each what the objective said."""
         budget = self._config.train.tokens_per_micro_batch
         if budget is not None:
@@ -363,18 +363,18 @@ class DeepSpeedLearner:
             yield micro, output
 
     def _objective_of(
-        self, policy_NL: Tensor, groups: PaddedBatch, batch: TrajectoryBatch, beta: float
+        self, policy_NL: Tensor, groups: TrajectoryBatch, batch: TrajectoryBatch, beta: float
     ) -> ObjectiveOutput:
         mean_tokens = float(batch.completion_length_N.mean())
         return self._objective(Groups.of(policy_NL, groups, batch_tokens=mean_tokens), beta)
 
-    def _weighed(self, output: ObjectiveOutput, groups: PaddedBatch, batch: TrajectoryBatch) -> Tensor:
+    def _weighed(self, output: ObjectiveOutput, groups: TrajectoryBatch, batch: TrajectoryBatch) -> Tensor:
         """The loss of some groups as the part that it is of the batch's.
 
         DeepSpeed takes the mean of the ranks' gradients: times their number, that is the sum. It skips the
         step, on all ranks, where the norm is not finite; so a loss that is not makes the gradient NaN.
         """
-        scale = self._group.ranks * len(groups.reward_N) / len(batch.reward_N)
+        scale = self._group.ranks * len(groups) / len(batch)
         return output.loss * torch.where(output.loss.detach().isfinite(), scale, math.nan)
 
     # --- Micro-batches by tokens ---
@@ -383,12 +383,12 @@ class DeepSpeedLearner:
         """How many sequences of a group share a row: one number for the whole batch, on all ranks."""
         most = token_budget.most_per_row(batch, budget)
         return self._logprobs.sequences_per_row(
-            batch.group_size, batch.prompt_length_N, batch.sequences.lengths, most=most
+            batch.group_size, batch.prompt_length_N, batch.length_N, most=most
         )
 
     def _backward_part(
         self, part: Part, per_row: int, batch: TrajectoryBatch, beta: float
-    ) -> Iterator[tuple[PaddedBatch, ObjectiveOutput]]:
+    ) -> Iterator[tuple[TrajectoryBatch, ObjectiveOutput]]:
         """Add the gradient of whole groups, of which no micro-batch need hold all.
 
         A loss sees the policy through the log-probabilities alone: dL/dθ = Σ_t dL/dlog π_t · dlog π_t/dθ. So
@@ -397,9 +397,9 @@ class DeepSpeedLearner:
         """
         alone = len(part.sequences) == 1
         with torch.set_grad_enabled(alone):
-            logprobs = [self._logprobs_of(self._engine, micro, per_row) for micro in part.micro_batches()]
-            computed_T = torch.cat(logprobs)
-        order_T = np.argsort(np.concatenate([micro.place_T for micro in part.micro_batches()]))
+            micros, places = zip(*part.micro_batches(), strict=True)
+            computed_T = torch.cat([self._logprobs_of(self._engine, micro, per_row) for micro in micros])
+        order_T = np.argsort(np.concatenate(places))
         policy_T = computed_T[self._tensor(order_T)]
         if not alone:
             policy_T.requires_grad_()
@@ -409,27 +409,25 @@ class DeepSpeedLearner:
             self._engine.backward(loss, scale_wrt_gas=False)
         else:
             (slope_T,) = torch.autograd.grad(loss, policy_T)
-            for micro in part.micro_batches():
+            for micro, place_T in zip(micros, places, strict=True):
                 logprob_T = self._logprobs_of(self._engine, micro, per_row)
-                along = logprob_T @ slope_T[self._tensor(micro.place_T)]
+                along = logprob_T @ slope_T[self._tensor(place_T)]
                 self._engine.backward(along, scale_wrt_gas=False)
         yield from found
 
-    def _logprobs_of(self, policy: nn.Module, micro: MicroBatch, per_row: int) -> Tensor:
+    def _logprobs_of(self, policy: nn.Module, micro: TrajectoryBatch, per_row: int) -> Tensor:
         """float32 [T]: of the micro-batch's completions, sequence after sequence, by a PolicyLogprobs."""
         arrays = (micro.tokens_NL, micro.prompt_length_N, micro.length_N)
-        tokens_NL, prompt_length_N, length_N = map(self._tensor, arrays)
-        policy_NL = policy(tokens_NL, prompt_length_N, length_N, per_row, per_row)
-        place_L = torch.arange(policy_NL.shape[1], device=policy_NL.device)
-        return policy_NL[(place_L >= prompt_length_N[:, None]) & (place_L < length_N[:, None])]
+        policy_NL = policy(*map(self._tensor, arrays), per_row, per_row)
+        return policy_NL[self._tensor(micro.completion_mask_NL)]
 
     def _objective_by_group(
         self, policy_T: Tensor, part: Part, batch: TrajectoryBatch, beta: float
-    ) -> Iterator[tuple[PaddedBatch, ObjectiveOutput]]:
+    ) -> Iterator[tuple[TrajectoryBatch, ObjectiveOutput]]:
         """Each group by itself, so that no budget changes what a loss looks at."""
         tokens_B = part.batch.completion_length_N.reshape(part.batch.groups, -1).sum(1)
         for group, logprob_T in enumerate(policy_T.split(tokens_B.tolist())):
-            rows = batches.pad(batches.take_groups(part.batch, np.array([group])))
+            rows = batches.take_groups(part.batch, np.array([group]))
             mask_NL = self._tensor(rows.completion_mask_NL)
             nothing_NL = torch.zeros(mask_NL.shape, device=mask_NL.device)
             policy_NL = nothing_NL.masked_scatter(mask_NL, logprob_T)
@@ -446,18 +444,17 @@ class DeepSpeedLearner:
     @torch.no_grad()
     def _refer(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
         """float32 [T]: each rank computes its groups, and the sum over all puts them together."""
-        longest = int((batch.prompt_length_N + batch.completion_length_N).max())
-        budget = self._config.train.tokens_per_micro_batch or batch.group_size * longest
+        budget = self._config.train.tokens_per_micro_batch or batch.group_size * int(batch.length_N.max())
         per_row = self._per_row(batch, budget)
         place = {"rank": self._group.rank, "ranks": self._group.ranks}
-        offsets = offsets_of(batch.completion_length_N)
+        offsets = batch.completions.offsets
         logprob_T = np.zeros(offsets[-1])
         with self._reference_of(step) as reference:
             for part in token_budget.parts(batch, **place, budget=budget, per_row=per_row):
-                place_T, _ = spans(offsets, batches.rows_of(part.groups, batch.group_size))
-                for micro in part.micro_batches():
+                whole_T, _ = spans(offsets, batches.rows_of(part.groups, batch.group_size))
+                for micro, place_T in part.micro_batches():
                     found = self._logprobs_of(reference, micro, per_row)
-                    logprob_T[place_T[micro.place_T]] = found.cpu().numpy()
+                    logprob_T[whole_T[place_T]] = found.cpu().numpy()
         return self._group.total(logprob_T).astype(np.float32)
 
     def _reference_of(self, step: int) -> AbstractContextManager[nn.Module]:

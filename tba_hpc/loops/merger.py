@@ -134,7 +134,8 @@ class Merger:
             again = self._completed.among(record["request_id"])
         late = self._freshness.is_late(record, step) & ~again
         self._completed.add(record["request_id"])
-        kept = shard.trajectories.where(~(late | again)) if (late | again).any() else shard.trajectories
+        out = late | again
+        kept = shard.trajectories.take(np.flatnonzero(~out)) if out.any() else shard.trajectories
         return Sifted(
             kept,
             shard.trajectories.completions.lengths[late],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tba_hpc.config.variants import LossNormaliser
-from tba_hpc.core.types import PaddedBatch
+from tba_hpc.core.types import TrajectoryBatch
 
 MAX_LOG_RATIO = 20.0
 """Nats up to which a ratio of probabilities is what it is; beyond, it stays at e^20 = 4.9e8 without gradient.
@@ -44,7 +44,7 @@ class Groups:
     age_BKL: Tensor | None = None
 
     @classmethod
-    def of(cls, policy_NL: Tensor, rows: PaddedBatch, *, batch_tokens: float | None = None) -> Groups:
+    def of(cls, policy_NL: Tensor, rows: TrajectoryBatch, *, batch_tokens: float | None = None) -> Groups:
         """The groups that ``rows`` holds, prompt-major; ``policy_NL``: float32 [N, L] with gradient."""
 
         def grouped(array: np.ndarray) -> Tensor:

@@ -20,12 +20,13 @@ from lab.tabular import Table, TabularGenerator, TabularReference, TabularTask
 from lab.tabular_learner import TabularLearner
 from tba_hpc.config import BufferSection, TrainSection
 from tba_hpc.core import schedules
-from tba_hpc.core.batch import staleness, token_ages
+from tba_hpc.core.batch import staleness
 from tba_hpc.core.buffer import ReplayBuffer, soft_values
 from tba_hpc.core.ports import Reference, Task
 from tba_hpc.core.prompts import CompletedRequests, PromptOrder
 from tba_hpc.core.types import (
     BEHAVIOUR,
+    LIVE_RECORD,
     RECORD,
     Group,
     Publication,
@@ -35,7 +36,7 @@ from tba_hpc.core.types import (
     Trajectories,
     TrajectoryBatch,
     WeightUpdate,
-    spans,
+    as_record,
 )
 
 REFERENCE_SCALE = 0.3
@@ -201,46 +202,25 @@ class Queue:
 
     def __init__(self, *, value_beta: float | None = None) -> None:
         self._value_beta = value_beta
-        self._merged: deque[tuple[Trajectories, np.ndarray]] = deque()
+        self._merged: deque[Trajectories] = deque()
         self._row = 0
 
     def merge(self, trajectories: Trajectories, revision: int) -> None:
         """Add groups of equal size, all of one sync."""
-        self._merged.append((trajectories, soft_values(trajectories, self._value_beta)))
+        record = as_record(trajectories.record, LIVE_RECORD)
+        record["value"] = soft_values(trajectories, self._value_beta)
+        record["sync"] = record["version_oldest"]
+        self._merged.append(replace(trajectories, record=record))
 
     def sample(self, step: int, *, groups: int, group_size: int) -> TrajectoryBatch:
         """The oldest groups not yet sampled; a sync must have brought a multiple of ``groups``."""
-        (source, value_N), count = self._merged[0], groups * group_size
-        rows = np.arange(self._row, self._row + count)
-        self._row += count
+        source, start = self._merged[0], self._row
+        self._row += groups * group_size
+        taken = source.between(start, self._row).to_arrays()
         if self._row == len(source):
             self._merged.popleft()
             self._row = 0
-        return _batch(source, value_N, rows, group_size, step)
-
-
-def _batch(
-    source: Trajectories, value_N: np.ndarray, rows: np.ndarray, group_size: int, step: int
-) -> TrajectoryBatch:
-    record = source.record[rows]
-    prompts = source.prompts.take(record["prompt_row"].astype(np.int64))
-    token_T, _ = spans(source.completions.offsets, rows)
-    both = zip(range(len(rows)), rows, strict=True)
-    return TrajectoryBatch(
-        group_size=group_size,
-        sequences=Ragged.from_rows(
-            [np.concatenate([prompts.row(i), source.completions.row(row)]) for i, row in both], np.int32
-        ),
-        prompt_length_N=prompts.lengths,
-        reward_N=record["reward"].copy(),
-        value_N=value_N[rows],
-        version_N=record["version_oldest"].copy(),
-        on_policy_N=(record["version_oldest"] == step) & (record["version_newest"] == step),
-        logprobs=source.logprobs[token_T],
-        ref_logprobs=source.ref_logprobs[token_T],
-        ages=token_ages(record, source.completions.lengths[rows], step),
-        prompt_id_B=record["prompt_id"][::group_size].copy(),
-    )
+        return TrajectoryBatch.from_arrays(taken, group_size=group_size, step=step)
 
 
 def _all_groups(generator: TabularGenerator) -> list[Group]:

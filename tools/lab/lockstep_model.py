@@ -23,9 +23,9 @@ from lab.runs import QUICKSTART
 from lab.small_llama import Sampler, SmallLlama, Weights
 from tba_hpc.config import Config, load_config
 from tba_hpc.core import schedules
-from tba_hpc.core.batch import micro_batches, pad, staleness, with_reference_power
+from tba_hpc.core.batch import micro_batches, staleness, with_reference_power
 from tba_hpc.core.prompts import CompletedRequests, training_requests
-from tba_hpc.core.types import BEHAVIOUR, Group, PaddedBatch, TrajectoryBatch
+from tba_hpc.core.types import BEHAVIOUR, Group, TrajectoryBatch
 from tba_hpc.learner.behaviour_reference import BehaviourReference
 from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, load_tokenizer
 from tba_hpc.objectives import Groups, figures, make_objective
@@ -184,7 +184,7 @@ class Learner:
         sums: dict[str, float] = {}
         for rows in micro_batches(batch, self._train.groups_per_micro_batch):
             for name, part in self._backward(rows, batch, beta).items():
-                share = len(rows.reward_N) / len(batch.reward_N)
+                share = len(rows) / len(batch)
                 sums[name] = sums.get(name, 0.0) + share * float(part)
         norm = torch.nn.utils.clip_grad_norm_(
             self.policy.parameters(), self._train.gradient_clip or float("inf")
@@ -196,12 +196,12 @@ class Learner:
         found.pop("engine_gap", None)  # there is no engine
         return {**found, "grad_norm": float(norm)}
 
-    def _backward(self, rows: PaddedBatch, batch: TrajectoryBatch, beta: float) -> Mapping[str, Tensor]:
+    def _backward(self, rows: TrajectoryBatch, batch: TrajectoryBatch, beta: float) -> Mapping[str, Tensor]:
         """Add the gradient of some groups; what the objective says of them."""
         mean_tokens = float(batch.completion_length_N.mean())
         groups = Groups.of(_of(self._logprobs, rows), rows, batch_tokens=mean_tokens)
         output = self._objective(groups, beta)
-        (output.loss * len(rows.reward_N) / len(batch.reward_N)).backward()
+        (output.loss * len(rows) / len(batch)).backward()
         kl = groups.log_ratio_BK.detach().mean()
         return {"kl": kl, "loss": output.loss.detach(), **output.metrics}
 
@@ -214,12 +214,11 @@ class Learner:
         if at != wanted:
             reference.model.load_state_dict(self.policy.state_dict())
             self._reference = (wanted, reference)
-        rows = pad(batch)
-        logprob_NL = _of(reference, rows).numpy()
-        return replace(batch, ref_logprobs=logprob_NL[rows.completion_mask_NL])
+        logprob_NL = _of(reference, batch).numpy()
+        return replace(batch, ref_logprobs=logprob_NL[batch.completion_mask_NL])
 
 
-def _of(logprobs: PolicyLogprobs, rows: PaddedBatch) -> Tensor:
+def _of(logprobs: PolicyLogprobs, rows: TrajectoryBatch) -> Tensor:
     """float32 [N, L]."""
     arrays = (rows.tokens_NL, rows.prompt_length_N, rows.length_N)
     found: Tensor = logprobs(*map(torch.from_numpy, arrays), rows.group_size)

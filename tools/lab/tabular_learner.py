@@ -17,7 +17,7 @@ from tba_hpc.config import TrainSection
 from tba_hpc.config.variants import EmaReference
 from tba_hpc.core.batch import micro_batches
 from tba_hpc.core.skipped_steps import SkippedSteps
-from tba_hpc.core.types import PaddedBatch, TrajectoryBatch, WeightLayout
+from tba_hpc.core.types import TrajectoryBatch, WeightLayout
 from tba_hpc.learner.trainer_group import Message, TrainerGroup
 from tba_hpc.objectives import Groups, figures, make_objective, rate_by_ess
 from tba_hpc.run.files import publish
@@ -107,11 +107,10 @@ class TabularLearner:
         if self._decay is None and step != self._reference.step:
             self._reference.load(step)
         prompt_N = np.repeat(batch.prompt_id_B, batch.group_size).tolist()
-        rows = zip(prompt_N, batch.prompt_length_N.tolist(), range(len(prompt_N)), strict=True)
         return np.concatenate(
             [
-                self._reference.of_tokens(prompt, batch.sequences.row(row)[start:])
-                for prompt, start, row in rows
+                self._reference.of_tokens(prompt, batch.completions.row(row))
+                for row, prompt in enumerate(prompt_N)
             ]
         )
 
@@ -151,7 +150,7 @@ class TabularLearner:
     def close(self) -> None:
         """No other rank follows."""
 
-    def _logprobs(self, padded: PaddedBatch) -> Tensor:
+    def _logprobs(self, padded: TrajectoryBatch) -> Tensor:
         """float32 [N, L], with gradient: log-probability of each completion token, 0 elsewhere."""
         mask_NL = padded.completion_mask_NL
         prompt_N = padded.tokens_NL[:, 0] - self._table.prompt_token(0)

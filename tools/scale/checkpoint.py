@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from scale import Row, row
 from tba_hpc.config import Config, parse_config
-from tba_hpc.core.types import Ragged, TrajectoryBatch
+from tba_hpc.core.types import LIVE_RECORD, Ragged, TrajectoryBatch
 from tba_hpc.exchange.hdf5_shards import write_arrays
 from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 from tba_hpc.run.checkpoints import Checkpoints, TrainerState, latest_checkpoint
@@ -140,19 +140,12 @@ def _lead(run: RunDir, learner: DeepSpeedLearner, ranks: int) -> Iterator[Row]:
 
 def _batch() -> TrajectoryBatch:
     """Two groups of two completions of a token each."""
-    return TrajectoryBatch(
-        group_size=2,
-        sequences=Ragged.from_rows([np.array([3, 4 + i]) for i in range(4)], np.int32),
-        prompt_length_N=np.ones(4, np.int64),
-        reward_N=np.arange(4, dtype=np.float32),
-        value_N=np.zeros(4, np.float32),
-        version_N=np.zeros(4, np.int32),
-        on_policy_N=np.ones(4, np.bool_),
-        logprobs=np.zeros(4, np.float32),
-        ref_logprobs=np.zeros(4, np.float32),
-        ages=np.zeros(4, np.int32),
-        prompt_id_B=np.arange(2),
-    )
+    record = np.zeros(4, LIVE_RECORD)
+    record["prompt_id"], record["reward"] = [0, 0, 1, 1], np.arange(4)
+    prompts = Ragged.from_rows([np.array([3])], np.int32)
+    completions = Ragged.from_rows([np.array([4 + i]) for i in range(4)], np.int32)
+    logprobs = np.zeros(4, np.float32)
+    return TrajectoryBatch(record, prompts, completions, logprobs, logprobs, group_size=2, step=0)
 
 
 def _memcpy_seconds(size: int) -> float:

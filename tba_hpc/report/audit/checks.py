@@ -269,19 +269,18 @@ def _buffer_violations(evidence: Evidence, checkpoint: Checkpoint) -> Iterator[V
     fullest = max(Counter(record["prompt_id"].tolist()).values(), default=0)
     if len(record) > limits.capacity or fullest > limits.capacity_per_prompt:
         yield Violation(f"{checkpoint.name}: the buffer holds more than its capacity")
-    if strangers := _strangers(evidence.history.until(state.revision), record, checkpoint.buffer["revision"]):
+    if strangers := _strangers(evidence.history.until(state.revision), record):
         yield Violation(
             f"{checkpoint.name}: no merge on record brought {strangers} trajectories of the buffer"
         )
 
 
-def _strangers(merges: Iterable[Merge], record: np.ndarray, revision_N: np.ndarray) -> int:
+def _strangers(merges: Iterable[Merge], record: np.ndarray) -> int:
     """How many trajectories lie in the buffer that no merge of their revision and request brought."""
     brought = {
         (*merge.key, merge.revision, request_id) for merge in merges for request_id in merge.request_ids
     }
-    columns = (record["uid"], revision_N, record["request_id"])
-    stored = zip(*(column.tolist() for column in columns), strict=True)
+    stored = zip(*(record[name].tolist() for name in ("uid", "revision", "request_id")), strict=True)
     return sum(
         (uid >> 44, uid >> 20 & 0xFFFFFF, revision, request_id) not in brought
         for uid, revision, request_id in stored

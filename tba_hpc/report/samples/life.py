@@ -62,7 +62,7 @@ class Lives:
             record = buffer["record"]
             completions = Ragged(buffer["completion_tokens"], buffer["completion_offsets"])
             texts = {identity(record[i], completions.row(i)) for i in range(len(record))}
-            uses = dict(zip(record["uid"].tolist(), buffer["uses"].tolist(), strict=True))
+            uses = dict(zip(record["uid"].tolist(), record["uses"].tolist(), strict=True))
             return cls(merges, state.step, state.revision, uses, frozenset(texts))
         return cls(merges)
 

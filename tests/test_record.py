@@ -1,0 +1,80 @@
+"""A trajectory is one record from the shard to the micro-batch: whatever field it has arrives there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import safetensors.numpy as wire
+
+from tba_hpc.config import BufferSection
+from tba_hpc.core.batch import from_arrays, micro_batches, to_arrays
+from tba_hpc.core.buffer import ReplayBuffer
+from tba_hpc.core.token_budget import Part, parts
+from tba_hpc.core.types import LIVE_RECORD, PER_TOKEN, RECORD, Ragged, Shard, Trajectories, TrajectoryBatch
+from tba_hpc.exchange.hdf5_shards import read_shard, write_shard
+
+GROUPS, SIZE = 5, 4
+
+
+def random_trajectories(random: np.random.Generator) -> Trajectories:
+    """Random bytes in every field but those that say which prompt and request it is."""
+    number = GROUPS * SIZE
+    record = random.integers(0, 100, (number, RECORD.itemsize), np.uint8).view(RECORD)[:, 0]
+    record["prompt_id"] = record["request_id"] = record["prompt_row"] = np.arange(number) // SIZE
+    record["reward"] = random.random(number)
+    prompts = Ragged.from_rows([random.integers(0, 99, 3) for _ in range(GROUPS)], np.int32)
+    completions = Ragged.from_rows([random.integers(0, 99, random.integers(1, 9)) for _ in record], np.int32)
+    per_token = (random.random(len(completions.values), np.float32) for _ in PER_TOKEN)
+    return Trajectories(record, prompts, completions, *per_token)
+
+
+def by_uid(trajectories: Trajectories) -> dict[int, tuple[object, ...]]:
+    """All that is known of each, but for where its prompt lies."""
+    found = {}
+    for row, record in enumerate(trajectories.record):
+        start, end = trajectories.completions.offsets[row : row + 2]
+        found[int(record["uid"])] = (
+            *(record[name] for name in RECORD.names or () if name != "prompt_row"),
+            trajectories.prompts.row(record["prompt_row"]).tolist(),
+            trajectories.completions.row(row).tolist(),
+            *(getattr(trajectories, name)[start:end].tolist() for name in PER_TOKEN),
+        )
+    return found
+
+
+def test_every_field_survives_shard_buffer_checkpoint_batch_wire_and_micro_batch(tmp_path: Path) -> None:
+    made = random_trajectories(np.random.default_rng(0))
+    write_shard(tmp_path / "shard.h5", Shard(0, 0, made))
+    first = ReplayBuffer(BufferSection(), 0)
+    first.merge(read_shard(tmp_path / "shard.h5").trajectories, 0)
+    buffer = ReplayBuffer(BufferSection(), 0)
+    buffer.restore(first.state())
+    batch = buffer.sample(7, groups=GROUPS, group_size=SIZE)
+    sent = from_arrays(wire.load(wire.save(to_arrays(batch))))
+    assert (sent.group_size, sent.step, sent.record.dtype) == (SIZE, 7, LIVE_RECORD)
+    assert by_uid(made) == by_uid(first.trajectories()) == by_uid(batch) == by_uid(sent)
+    budgeted = [
+        micro for part in parts(sent, rank=0, ranks=1, budget=30, per_row=2) for micro in micros(part)
+    ]
+    for some in (list(micro_batches(sent, 2)), budgeted):
+        assert len(some) > 1
+        assert by_uid(made) == {uid: row for micro in some for uid, row in by_uid(micro).items()}
+
+
+def micros(part: Part) -> list[TrajectoryBatch]:
+    return [micro for micro, _ in part.micro_batches()]
+
+
+def test_taking_and_joining_are_inverse() -> None:
+    made = random_trajectories(np.random.default_rng(1))
+    groups = [made.between(start, start + SIZE) for start in range(0, len(made), SIZE)]
+    again = Trajectories.concat([group.columns for group in groups])
+    assert {name: a.tobytes() for name, a in again.to_arrays().items()} == {
+        name: a.tobytes() for name, a in made.to_arrays().items()
+    }
+    rows = np.array([7, 0, 7, 19])
+    one_by_one = [made.between(row, row + 1).columns for row in rows.tolist()]
+    taken = made.take(rows)
+    for name, array in Trajectories.concat(one_by_one).to_arrays().items():
+        assert array.tobytes() == taken.to_arrays()[name].tobytes()
