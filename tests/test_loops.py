@@ -747,9 +747,7 @@ def test_what_an_earlier_attempt_has_evaluated_is_not_evaluated_again(tmp_path: 
         done=partial(read_part, run),
     )
     assert evaluator.start("test", 12) == (0, 2, done) and not evaluator.busy
-    for split, step, share in (("test", 11, None), ("test", 12, (0, 1))):
-        assert evaluator.start(split, step, share) is None and evaluator.busy
-        evaluator.abandon()
+    assert evaluator.start("test", 11) is None and evaluator.busy
 
 
 def test_a_few_answers_are_kept_in_words_until_the_evaluation_is_whole(tmp_path: Path) -> None:

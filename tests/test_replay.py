@@ -50,8 +50,10 @@ def heard() -> Iterator[None]:
 def keep(run: RunDir) -> None:
     """What is there now, as exchange.keep_shards keeps it, while the run goes on with it."""
     for key, path in run.shard_files().items():
-        run.kept_file(*key).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, run.kept_file(*key))
+        kept = run.kept_file(*key)
+        if not kept.exists():  # those that are may be deleted meanwhile
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, kept)
 
 
 class Keeping(FileTrainerExchange):
