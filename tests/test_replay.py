@@ -253,7 +253,7 @@ REFUSED = {
     "generator.temperature=0.5": "is not how the shards of .* were made, with 1.0: leave it out",
     "task.name=math": "task.name=math is not how",
     "model.logprob_temperature=2": "model.logprob_temperature=2",
-    "train.reference=frozen": "did not record, with train.reference=behaviour",
+    "train.reference=frozen": "did not record, with train.reference={name: behaviour}: leave it out",
 }
 
 
