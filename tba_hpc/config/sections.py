@@ -439,9 +439,9 @@ class CheckpointSection(Section):
     keep: MayChange[int] = Field(2, ge=1)
     """Complete checkpoints kept."""
     snapshot: MayChange[str | None] = "memory"
-    """Where trainer ranks copy their state to, so that training goes on while it is written: "memory" (if twice
-    the checkpoint's bytes are not free, training waits for the disk), or a folder on a disk of each node.
-    null: nowhere; training waits until all is written."""
+    """Where trainer ranks copy their state to, so that training goes on while it is written: "memory" (if
+    twice the checkpoint's bytes are not free, training waits for the disk), or a folder on a disk of each
+    node. null: nowhere; training waits until all is written."""
 
 
 class EvaluateSection(Section):
