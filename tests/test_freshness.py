@@ -308,7 +308,7 @@ def test_silence_excludes_who_owes_and_ends_the_run_where_all_do(caplog: pytest.
     with pytest.raises(ExchangeError, match=r"holds 0 of the 2 groups that step 0 needs.*searchers 0, which"):
         bounded.exclude_unresponsive(0, 12.0)
     free = Freshness(config_of(), ReplayBuffer(config.buffer, 0))
-    with pytest.raises(ExchangeError, match=r"holds 0 of 4 initial completions.*raise generator.start_secon"):
+    with pytest.raises(ExchangeError, match=r"holds 0 of 4 initial completions.*raise launch.timeout_secon"):
         free.exclude_unresponsive(0, 12.0)
 
 
