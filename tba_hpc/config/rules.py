@@ -215,6 +215,11 @@ def _of_the_buffer(config: Config) -> Iterator[str]:
 def _of_the_exchange(config: Config) -> Iterator[str]:
     exchange, launch = config.exchange, config.launch
     bound, every, alone = exchange.max_staleness, exchange.sync_every, exchange.max_steps_without_data
+    if (place := config.checkpoint.snapshot) not in (None, "memory") and not str(place).startswith("/"):
+        yield (
+            f"checkpoint.snapshot={place} is neither memory, null nor a path from the root: name a folder on "
+            "a disk of the node"
+        )
     if not launch.places:
         yield "launch.searchers=0 with launch.elastic=0 leaves nobody to search: raise one of them"
     if bound is not None and every > bound + 1:

@@ -440,10 +440,10 @@ class CheckpointSection(Section):
     """Optimizer steps between checkpoints."""
     keep: MayChange[int] = Field(2, ge=1)
     """Complete checkpoints kept."""
-    snapshot: MayChange[str | None] = Field("memory", pattern=r"^(memory|/.*)$")
-    """Where trainer ranks copy their state to, so that training goes on while the copy is written: "memory",
-    which takes as many bytes as the checkpoint has (where twice as many are not free, training waits for
-    the disk); or a folder on a disk of each node; null: nowhere, training waits until all is written."""
+    snapshot: MayChange[str | None] = "memory"
+    """Where trainer ranks copy their state to, so that training goes on while it is written: "memory" (if
+    twice the checkpoint's bytes are not free, training waits for the disk), or a folder on a disk of each
+    node. null: nowhere; training waits until all is written."""
 
 
 class EvaluateSection(Section):
