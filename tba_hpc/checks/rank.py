@@ -61,7 +61,7 @@ def broadcast(world: MpiWorld) -> float:
     began = time.monotonic()
     _spread_once(world, memory)
     seconds = time.monotonic() - began
-    if zlib.crc32(memoryview(memory.slot(0))) != int(told):
+    if zlib.crc32(memory.slot(0).data) != int(told):
         raise ExchangeError(
             f"{NBYTES} bytes came to {world.hostname} damaged: the network between the nodes corrupts data; "
             "tell the administrators"
@@ -74,7 +74,7 @@ def _connected(world: MpiWorld) -> tuple[NodeMemory, bytes]:
     if world.rank != LEADER:
         return world.connect()
     data = np.random.default_rng(0).integers(0, 256, NBYTES, np.uint8)
-    told = str(zlib.crc32(memoryview(data))).encode()
+    told = str(zlib.crc32(data.data)).encode()
     layout = WeightLayout.of([("weights", (NBYTES // 4,))], "F32")
     memory = world.connect_peers(layout, bucket_mb=32, told=told)
     memory.slot(0)[:] = data
