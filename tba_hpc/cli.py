@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tba_hpc.checks.facts import Facts, refuse
-from tba_hpc.checks.lists import CONFIG, FILES, RUN
 from tba_hpc.config import Config, ConfigError, dump_config, load_config
 from tba_hpc.core.ports import EngineError, ExchangeError
 from tba_hpc.core.types import Role, Split
@@ -76,6 +74,9 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Train on this machine, from the start or from where the run stopped."""
+    from tba_hpc.checks.facts import Facts, refuse
+    from tba_hpc.checks.lists import RUN
+
     resolved = _resolve(config, overrides or [])
     require_trackers(resolved)
     run_dir = RunDir.check(resolved)
@@ -392,7 +393,8 @@ def doctor(
 ) -> None:
     """Say what this cluster or machine has and what of it will go wrong; exit 1 where a run would fail."""
     from tba_hpc.checks import doctor as doctor_checks
-    from tba_hpc.checks.facts import job_environment, judge
+    from tba_hpc.checks.facts import Facts, job_environment, judge
+    from tba_hpc.checks.lists import CONFIG
     from tba_hpc.launch.plan import load_site
 
     if launch and site is None:
@@ -603,6 +605,9 @@ def _span(text: str | None) -> tuple[int, int] | None:
 
 def _resolve(path: Path, overrides: list[str]) -> Config:
     """The config of a file, or the frozen one of a run directory; local files it names must exist."""
+    from tba_hpc.checks.facts import Facts, refuse
+    from tba_hpc.checks.lists import FILES
+
     if path.is_dir():
         path, overrides = _frozen(path, overrides)
     config = load_config(path, overrides)
