@@ -570,10 +570,8 @@ def _begin(generator: VllmGenerator, *requests: Request) -> list[Group]:
     return groups
 
 
-def test_an_engine_that_is_killed_is_rebuilt_with_the_weights_due(served: Served) -> None:
-    if served.tied:
-        pytest.skip("once is enough")
-    model, generator = served.load(served.other, version=14), served.generator
+def test_an_engine_that_is_killed_is_rebuilt_with_the_weights_due(keeping: Served) -> None:
+    model, generator = keeping.load(keeping.other, version=14), keeping.generator
     groups, rebuilds = _begin(generator, *map(_request, range(20))), generator.rebuilds
     os.kill(generator._engine.pid, signal.SIGKILL)
     groups += _drain(generator)
