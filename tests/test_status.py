@@ -253,18 +253,17 @@ def test_faults_of_all_attempts_are_counted(run: RunDir) -> None:
     write(first, [started, search(1.0, 1, 1), search(2.0, 1, 1, rebuilds=2), started, search(3.0, 1, 1)])
     quiet = [search(float(i), 1, 1) for i in range(100)]
     write(second, [*quiet, search(100.0, 1, 1, rebuilds=1), started, *quiet])
-    lost = {"time": time.time(), "event": "lost", "step": 4, "searcher": 1}
     damaged = {"time": time.time(), "event": "damaged", "step": 4, "checkpoint": "step-000004", "fault": "…"}
-    write(run.metrics_file("trainer"), [lost, damaged])
+    write(run.metrics_file("trainer"), [damaged])
     monitor = look(run)
     write(first, [search(4.0, 1, 1, rebuilds=1)])
     monitor.update()
     assert monitor.progress.searchers[1]["time"] == 99.0
-    counts = {"rebuilds": 4, "lost": 1, "failed": 2, "killed": 1, "unreachable": 1, "hung": 1, "orphan": 1}
+    counts = {"rebuilds": 4, "failed": 2, "killed": 1, "unreachable": 1, "hung": 1, "orphan": 1}
     assert monitor.faults == {**counts, "damaged": 1, "requeue": 1}
     assert facts(monitor, run_state(monitor))["damaged"] == "step-000004: …"
     assert facts(monitor, run_state(monitor))["faults"].startswith(
-        "4 × engine rebuilt · 1 × searcher lost · 1 × damaged checkpoint set aside · 2 × ranks failed"
+        "4 × engine rebuilt · 1 × damaged checkpoint set aside · 2 × ranks failed"
     )
 
 

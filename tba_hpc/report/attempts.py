@@ -22,7 +22,6 @@ KILLED = "killed"
 
 FAULTS = {
     "rebuilds": "engine rebuilt",
-    "lost": "searcher lost",
     "damaged": "damaged checkpoint set aside",
     "failed": "ranks failed",
     KILLED: "ended without a word",
@@ -105,14 +104,14 @@ def failures_in_a_row(found: Sequence[Attempt]) -> int:
     return next((count for count, outcome in enumerate(outcomes) if outcome != "failed"), len(outcomes))
 
 
-def count_faults(events: Sequence[Event], *, rebuilds: int, lost: int, damaged: int) -> dict[str, int]:
+def count_faults(events: Sequence[Event], *, rebuilds: int, damaged: int) -> dict[str, int]:
     """How often each of FAULTS happened.
 
-    rebuilds, lost, damaged: engines rebuilt, searchers lost, checkpoints set aside, from the metrics.
+    rebuilds, damaged: engines rebuilt, checkpoints set aside, from the metrics.
     """
     kinds = [event.get("event") for event in events]
     killed = sum(attempt.outcome == KILLED for attempt in attempts(events))
-    known = {"rebuilds": rebuilds, "lost": lost, "damaged": damaged, KILLED: killed}
+    known = {"rebuilds": rebuilds, "damaged": damaged, KILLED: killed}
     return {kind: known.get(kind, kinds.count(kind)) for kind in FAULTS}
 
 

@@ -181,7 +181,6 @@ class TrainerDigest:
     postponed: Record = field(default_factory=dict)
     damaged: list[Record] = field(default_factory=list)
     damages: int = 0
-    lost: int = 0
     step: int = 0
     starts: int = 0
     redone: int = 0
@@ -229,8 +228,6 @@ class TrainerDigest:
         elif event == "damaged":
             self.damaged = [*self.damaged, record][-DAMAGED:]
             self.damages += 1
-        elif event == "lost":
-            self.lost += 1
         if event in (*PHASES, "checkpoint"):
             self.step = int(number(record, "step", self.step))
             self.latest = {**self.latest, **record}

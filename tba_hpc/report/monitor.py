@@ -218,9 +218,7 @@ class RunMonitor:
     def faults(self) -> dict[str, int]:
         """How often each kind of fault happened."""
         trainer = self.progress.trainer
-        return count_faults(
-            self.events, rebuilds=self.progress.rebuilds, lost=trainer.lost, damaged=trainer.damages
-        )
+        return count_faults(self.events, rebuilds=self.progress.rebuilds, damaged=trainer.damages)
 
     def counts(self, size_of: SizeOf = unknown_size) -> Counts:
         """What the run has done by now."""

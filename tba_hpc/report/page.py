@@ -321,7 +321,7 @@ def _of_searchers(data: RunData) -> list[HistoryRow]:
 def faults(data: RunData) -> dict[str, int]:
     """How often each kind of fault happened."""
     rebuilds = sum(searcher.rebuilds for searcher in data.searchers.values())
-    return count_faults(data.events, rebuilds=rebuilds, lost=data.trainer.lost, damaged=data.trainer.damages)
+    return count_faults(data.events, rebuilds=rebuilds, damaged=data.trainer.damages)
 
 
 def attempt_rows(data: RunData) -> list[AttemptRow]:

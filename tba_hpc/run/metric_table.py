@@ -170,7 +170,6 @@ TRAINER_EVENTS = {
     "checkpoint": "the checkpoint of ``step`` is complete",
     "postponed": "the checkpoint of ``step`` was not written for lack of space: ``fault``; the next is tried",
     "damaged": "a checkpoint was set aside and the one before is used: ``checkpoint``, ``fault``",
-    "lost": "a searcher died and the run goes on: ``searcher``, ``host``",
     "stopped": "training stopped early; a checkpoint holds it",
     "finished": "the last step is done",
 }
