@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slurm]
 SEAT = """
 import json, os, sys
 from pathlib import Path
-from tba_hpc.placement import Placement
+from tba_hpc.launch.placement import Placement
 from tba_hpc.run.directory import RunDir
 run = RunDir.open(Path(sys.argv[2]))
 role = {"train": "trainer", "search": "searcher"}[sys.argv[1]]
