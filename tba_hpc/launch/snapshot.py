@@ -1,4 +1,4 @@
-"""A copy of this package beside a run, for its job: later edits change no running job."""
+"""A copy of this package beside a run, for its job: what is edited later changes no running job."""
 
 from __future__ import annotations
 
