@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -198,12 +199,30 @@ def test_owners_give_signs_of_life(run: RunDir) -> None:
     holder.communicate()
 
 
-def test_a_sign_of_life_from_the_future_makes_nobody_immortal(run: RunDir) -> None:
-    """As the file server's clock leaves it when it is set back."""
-    claimed(run, ELSEWHERE, ago=-3600)
-    assert is_free(run)
-    claimed(run, ELSEWHERE, ago=-5)
-    assert not is_free(run)
+@pytest.mark.parametrize("step", [3600.0, -3600.0])
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_file_servers_clock_that_is_set_makes_nobody_dead_nor_immortal(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, step: float, alive: bool
+) -> None:
+    """The last sign is of before; the next ones of a live owner bear the new time."""
+    monkeypatch.setattr(owners, "BEAT_SECONDS", 0.6)
+    monkeypatch.setattr(owners, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(owners, "_clock", lambda run: time.time() + step)
+    file, over = claimed(run, ELSEWHERE, ago=1), threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.3):
+            os.utime(file, (time.time() + step,) * 2)
+
+    owner = threading.Thread(target=beat)
+    if alive:
+        owner.start()
+    began = time.monotonic()
+    assert is_free(run) == (not alive)
+    assert time.monotonic() - began < 5
+    over.set()
+    if alive:
+        owner.join()
 
 
 def test_who_was_frozen_while_another_took_over_ends_at_once(run: RunDir) -> None:

@@ -340,11 +340,22 @@ def _is_free(run: RunDir, claim: Claim, me: Owner) -> bool:
 
 
 def _is_silent(run: RunDir, claim: Claim) -> bool:
-    """Whether an owner gives no sign of life any more, by the clock that stamps the files.
+    """Whether an owner gives no sign of life any more.
 
-    A sign from the future is of before that clock was set back: a live owner gives the next one soon.
+    By the clock that stamps the files, unless it has been set: then this host's agrees neither with it nor
+    with the sign, and the owner is watched for longer than it goes without one.
     """
-    return abs(_clock(run) - _last_sign(run, claim)) > SILENT_SECONDS
+    clock, sign = _clock(run), _last_sign(run, claim)
+    if -BEAT_SECONDS < clock - sign <= SILENT_SECONDS:
+        return False
+    if clock > sign and abs(clock - time.time()) < SILENT_SECONDS / 2:
+        return True
+    end = time.monotonic() + 1.5 * BEAT_SECONDS
+    while time.monotonic() < end:
+        if _last_sign(run, claim) != sign:
+            return False
+        time.sleep(LOOK_SECONDS)
+    return True
 
 
 def _is_beside(claim: Claim, me: Owner) -> bool:
