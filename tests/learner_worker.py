@@ -169,7 +169,8 @@ def join(processes: list[multiprocessing.Process]) -> list[int | None]:
 
 
 def log_to(path: Path) -> None:
-    """Send this process's output to a file."""
+    """In a rank's process: send its output to a file, and let a batch have several chunks of log-probabilities."""
+    hf_model.CHUNK_TOKENS = 16
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -182,7 +183,6 @@ def _work(folder: Path, config: Config, plan: Plan, rank: int, fused: bool) -> N
     os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = "7"  # as under mpiexec: not this group's numbering
     torch.set_num_threads(1)
     ranks = config.launch.trainers
-    hf_model.CHUNK_TOKENS = 16
     learner = DeepSpeedLearner.create(
         config, rank=rank, ranks=ranks, store=folder / "store", deadline=DEADLINE
     )
