@@ -169,7 +169,7 @@ def join(processes: list[multiprocessing.Process]) -> list[int | None]:
 
 
 def log_to(path: Path) -> None:
-    """In a rank's process: send its output to a file, and let a batch have several chunks of log-probabilities."""
+    """In a rank's process: send its output to a file; a batch has several chunks of log-probabilities."""
     hf_model.CHUNK_TOKENS = 16
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
