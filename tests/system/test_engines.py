@@ -102,7 +102,7 @@ def test_an_adapter_is_trained_killed_and_goes_on(model: Path, tmp_path: Path) -
     """LoRA all through, over files; that engines have the adapter is what the evaluations' gaps say."""
     settings = ("model.lora={rank: 4}", "train.learning_rate.peak=5.0e-4", "exchange.transport=files")
     process = start(model, tmp_path, *settings)
-    wait_for(lambda: steps_done(tmp_path) >= 6, process)
+    wait_for(lambda: "checkpoint" in trainer_events(tmp_path), process)
     process.kill()
     process.communicate()
     run = run_to_end(model, tmp_path, *settings)
