@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -121,13 +122,24 @@ class MetricsWriter:
     def sync(self) -> None:
         """Make all records durable. Raises DiskFullError if some wait for space.
 
-        Any other OSError is final: a disk reports a loss only once, so a later sync proves nothing.
+        Any other OSError is final, even for want of space: a disk reports a loss only once, so that a later
+        sync proves nothing.
         """
         with self._lock:
             self._write()
             if self._unwritten:
                 raise self._no_space()
-        os.fsync(self._file.fileno())
+        try:
+            os.fsync(self._file.fileno())
+            return
+        except OSError as error:
+            fault = error.strerror
+        # Outside the handler: no caller is to take this for a full disk that is worth waiting for.
+        raise OSError(
+            errno.EIO,
+            f"records in {self._path} may be lost ({fault}): free space, then start the same run again, "
+            "which goes on from its last checkpoint",
+        )
 
     def close(self) -> None:
         """Write what is left, and release the file."""
