@@ -20,9 +20,8 @@ from slurm_testbed.faults import held_leader, preempt
 from tiny_models import make_random_model
 
 from tba_hpc.config import differing_keys, dump_config, load_config
-from tba_hpc.exchange.hdf5_shards import read_arrays
+from tba_hpc.exchange.hdf5_shards import read_shard
 from tba_hpc.report.audit import audit
-from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import OF_A_START, RunDir
 from tba_hpc.run.events import read_events
 from tba_hpc.run.metrics import read_metrics, step_records
@@ -42,8 +41,8 @@ SITE = {
     "signal_seconds": 60,
 }
 TABULAR, STEPS = "tabular-seed0", 200
-SETTINGS = (f"train.steps={STEPS}", "buffer.capacity_per_prompt=100", "buffer.capacity=1000")
-"""The buffer is large enough for all that can be, so that it holds the first request of each."""
+SETTINGS = (f"train.steps={STEPS}", "exchange.keep_shards=1")
+"""What was generated is read from the shards: how far searchers run ahead hangs on timing."""
 START_SECONDS = 240
 """Longest wait for engines on a busy machine."""
 
@@ -167,11 +166,10 @@ def schedule(run: RunDir) -> list[tuple[float, ...]]:
 
 
 def prompts(run: RunDir) -> dict[int, int]:
-    """Prompt by its request_id in the run's sequence, of all that the last checkpoint's buffer holds."""
-    folder = latest_checkpoint(run)
-    assert folder is not None
-    record = read_arrays(folder / "buffer.h5")["record"]
-    return dict(zip(record["request_id"].tolist(), record["prompt_id"].tolist(), strict=True))
+    """Prompt by its request_id in the run's sequence, of all shards, which the run keeps."""
+    files = [path for folder in ("kept", "shards") for path in run.path.glob(f"{folder}/searcher-*/*.h5")]
+    records = [read_shard(path).trajectories.record[["request_id", "prompt_id"]] for path in files]
+    return dict(pair for record in records for pair in record.tolist())
 
 
 def held_out(run: RunDir) -> dict[str, int]:
