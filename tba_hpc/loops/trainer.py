@@ -74,6 +74,7 @@ class Trainer:
         self._step_log = StepLog(config.train, buffer, metrics, version=state.step)
         self._last_arrival = 0.0  # of completions that were new, on the monotonic clock
         self._published: Publication | None = None  # with the weights that searchers have
+        self._put_off = False
         self._evaluated = state.step  # by the weights of which step, or the attempt's first one
         self._saving = Saving(
             config,
@@ -145,6 +146,7 @@ class Trainer:
         with self._step_log.clock("publish"):
             publication = self._freshness.publication(step, evaluate=evaluate, published=time.time())
             started = self._exchange.publish(publication, self._learner.write_weights)
+        self._put_off = not started  # what it allows searchers is counted on
         if started:
             self._published = publication
             self._evaluated = step if evaluate else self._evaluated
@@ -161,6 +163,7 @@ class Trainer:
         step, published = self._state.step, self._published
         return (
             published is None
+            or self._put_off
             or step >= published.version + self._config.exchange.sync_every
             or self._freshness.reference != published.reference
             or self._freshness.exhausted(step)
