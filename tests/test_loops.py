@@ -356,10 +356,6 @@ class ReplayExchange:
         """What the last publish brought."""
         return [self._arrived.popleft() for _ in range(len(self._arrived))]
 
-    def lost(self) -> list[tuple[int, str]]:
-        """Nobody."""
-        return []
-
     def close(self) -> list[Shard]:
         """Nothing is left."""
         return []
@@ -385,6 +381,21 @@ def _losses(run: RunDir) -> list[tuple[float, ...]]:
     names = ("step", "train/loss", "train/grad_norm", "train/reward", "staleness/mean", "buffer/size")
     records = step_records(read_metrics(run.metrics_file("trainer")))
     return [tuple(float(record[name]) for name in names) for record in records]  # type: ignore[arg-type]
+
+
+def test_a_publish_that_is_put_off_stays_due(tmp_path: Path) -> None:
+    """Its rollout budget is granted already: without it searchers and trainer would wait for each other."""
+    config = make_config(tmp_path, exchange={"max_staleness": 8})
+    run = RunDir.create(config)
+    exchange = ReplayExchange(_sealed(config, run, 2), 0)
+    trainer = TrainerParts(config, run).build(exchange)
+    trainer._begin()
+    assert not trainer._publish_is_due, "the first weights are out, and searchers have all that is missing"
+    busy = pytest.MonkeyPatch()
+    busy.setattr(exchange, "publish", lambda publication, write: False)
+    assert not trainer.publish(evaluate=None) and trainer._publish_is_due
+    busy.undo()
+    assert trainer._publish_if_due() and not trainer._publish_is_due
 
 
 @pytest.mark.parametrize(
