@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from tba_hpc.config import Config, ConfigError
 from tba_hpc.core.ports import ExchangeError
 from tba_hpc.core.prompts import refuse_few_prompts
 from tba_hpc.core.types import Completion, Prompt
-from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange
+from tba_hpc.exchange.file_exchange import FileSearcherExchange
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import read_metrics, step_records
 
@@ -37,20 +36,7 @@ def bounded(
     )
 
 
-class Losing(FileTrainerExchange):
-    """Tells of a death in its second round, as the exchange over MPI does."""
-
-    looks = 0
-
-    def lost(self) -> list[tuple[int, str]]:
-        """Searcher 1."""
-        self.looks += 1
-        return [(1, "node7")] if self.looks == 2 else []
-
-
-def go(
-    config: Config, task: TabularTask, exchange_of: type[FileTrainerExchange] = FileTrainerExchange
-) -> list[int]:
+def go(config: Config, task: TabularTask) -> list[int]:
     """A run with searcher 0 alone, however many there should be; the largest staleness of every step."""
     run = RunDir.create(config)
     parts, patience = TrainerParts(config, run), config.launch.timeout_seconds
@@ -58,7 +44,7 @@ def go(
     searcher = make_searcher(config, run, exchange, task=task, most_rejected=1_000_000)
     thread = threading.Thread(target=searcher.run)
     thread.start()
-    exchange = parts.file_exchange(exchange_of)
+    exchange = parts.file_exchange()
     try:
         assert parts.build(exchange).run()
     finally:
@@ -78,12 +64,6 @@ def test_a_searcher_that_never_comes_is_made_up_for_after_one_deadline(
     ]
     assert "holds 2 of the 4 groups that step 0 needs and no new one has arrived for 1 s" in warning
     assert "see the logs of searchers 1, which owe them" in warning
-
-
-def test_a_death_that_is_told_of_is_made_up_for_at_once(tmp_path: Path) -> None:
-    before = time.monotonic()
-    assert go(bounded(tmp_path, searchers=2, deadline=60), TabularTask(TABLE), Losing) == [0] * STEPS
-    assert time.monotonic() - before < 60
 
 
 def test_too_few_prompts_for_a_step_are_refused(tmp_path: Path) -> None:
