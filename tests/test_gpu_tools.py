@@ -1,4 +1,4 @@
-"""The tools for GPUs, on a CPU with tiny models: every stage runs, and keeps its figures when it fails."""
+"""The acceptance test for GPUs, on a CPU with tiny models: stages run, and failed ones keep their figures."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gpu_acceptance
 import pytest
 
 ROOT = Path(__file__).parents[1]
 
 
-def acceptance(out: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def acceptance(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "tools/gpu_acceptance.py"), "--tiny", "--out", str(out), *words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **variables}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 
@@ -26,85 +27,57 @@ def figures(out: Path, stage: str) -> dict[str, object]:
     return {figure["what"]: figure["value"] for figure in record["figures"]}
 
 
-def test_what_is_installed(tmp_path: Path) -> None:
-    done = acceptance(tmp_path, "installation")
+@pytest.mark.engine
+def test_stages_without_an_engine(tmp_path: Path) -> None:
+    done = acceptance(tmp_path, "installation", "learner", "delta")
+    assert done.returncode == 0, done.stderr
     found = figures(tmp_path, "installation")
-    assert done.returncode == 0 and found["GPUs"] == 0 and found["torch"]
-    assert found["workers can be forked after a look at the GPUs"] is True
+    assert found["GPUs"] == 0 and found["workers can be forked after a look at the GPUs"] is True
     assert f"torch: {found['torch']}" in done.stdout
+    found = figures(tmp_path, "learner")
+    assert {"optimizer step", "peak memory ÷ the planner's", "weights copied out ÷ copy"} <= found.keys()
+    found = figures(tmp_path, "delta")
+    assert 0 < found["weights that a step at 1e-6 changes"] < 0.25 and 0 < found["bytes ÷ all"] < 1
+    assert found["applied, they are the new weights to the bit"] is True
 
 
 @pytest.mark.engine
-def test_the_engine_agrees_better_with_the_learner_where_logits_are_float32(tmp_path: Path) -> None:
-    assert acceptance(tmp_path, "engine").returncode == 0
+def test_engine_stages(tmp_path: Path) -> None:
+    """The engine agrees better with the learner if logits are float32, also under new weights."""
+    done = acceptance(tmp_path, "engine", "keep_kv")
+    assert done.returncode == 0, done.stderr
     found = figures(tmp_path, "engine")
     gaps = [
         found[f"log-probability, engine less learner, logits in {dtype}: standard deviation"]
         for dtype in ("float32", "bfloat16")
     ]
     assert 0 < gaps[0] < gaps[1]
-
-
-@pytest.mark.engine
-def test_the_learner(tmp_path: Path) -> None:
-    assert acceptance(tmp_path, "learner").returncode == 0
-    assert {"optimizer step", "peak memory", "peak memory ÷ the planner's"} <= figures(
-        tmp_path, "learner"
-    ).keys()
-
-
-@pytest.mark.engine
-def test_live_weights(tmp_path: Path) -> None:
-    assert acceptance(tmp_path, "reload").returncode == 0
-    found = figures(tmp_path, "reload")
     assert found["all completions are of the newest weights"] is True
     assert found["log-probability under the new weights, engine less learner: mean"] < 0.05
-
-
-@pytest.mark.engine
-def test_changed_weights_and_kept_caches(tmp_path: Path) -> None:
-    assert acceptance(tmp_path, "delta", "keep_kv").returncode == 0
-    found = figures(tmp_path, "delta")
-    assert 0 < found["weights that a step at 1e-6 changes"] < 0.25 and 0 < found["bytes ÷ all"] < 1
-    assert found["applied, they are the new weights to the bit"] is True
     found = figures(tmp_path, "keep_kv")
-    for name in ("caches kept", "caches computed anew"):
+    for name in ("caches kept", "caches recomputed"):
         assert found[f"generation, {name}"] > 0 and found[f"loads meanwhile, {name}"] > 0
 
 
 @pytest.mark.system
-def test_a_whole_run(tmp_path: Path) -> None:
-    """Of the three stages that are one; runs as such are the business of ``system/``."""
+def test_a_stage_that_is_a_run(tmp_path: Path) -> None:
+    """One of three; runs as such are the business of ``system/``."""
     done = acceptance(tmp_path, "shared")
     assert done.returncode == 0, done.stderr
     found = figures(tmp_path, "shared")
     assert found["steps"] == 4 and found["published ÷ all weights"] < 1
 
 
-@pytest.mark.engine
-def test_the_bench_saves_each_row_as_it_comes(tmp_path: Path) -> None:
-    assert acceptance(tmp_path, "bench").returncode == 0
-    found = figures(tmp_path, "bench")
-    names = (
-        "matrix product",
-        "optimizer step",
-        "peak memory",
-        "weights copied",
-        "reference",
-        "weights loaded",
-    )
-    assert [any(what.startswith(name) for what in found) for name in names] == [True] * 6
+def test_a_stage_that_fails_keeps_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(stage: gpu_acceptance.Stage) -> None:
+        stage.note("before", 1, "s")
+        raise ValueError("no more\nof this")
 
-
-@pytest.mark.engine
-def test_a_stage_that_fails_keeps_what_it_has_and_costs_no_other(tmp_path: Path) -> None:
-    """vLLM cannot read a variable of its own; the weights were weighed before."""
-    done = acceptance(tmp_path, "reload", "installation", VLLM_CPU_KVCACHE_SPACE="none")
-    assert done.returncode == 1 and "reload: failed" in done.stdout and "installation: ok" in done.stdout
-    record = json.loads((tmp_path / "reload.json").read_text())
-    assert record["state"].startswith("failed: ConfigError: vLLM cannot serve model.path=")
-    assert [figure["what"] for figure in record["figures"]] == ["weights", "one copy to the device"]
-    assert figures(tmp_path, "installation")["GPUs"] == 0
+    monkeypatch.setitem(gpu_acceptance.STAGES, "broken", broken)
+    assert gpu_acceptance.run_inside("broken", tmp_path, tiny=True) == 1
+    record = json.loads((tmp_path / "broken.json").read_text())
+    assert record["state"] == "failed: ValueError: no more"
+    assert record["figures"] == [{"what": "before", "value": 1, "unit": "s"}]
 
 
 def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,8 +19,6 @@ from tba_hpc.report.audit import audit
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.history import History
 from tba_hpc.run.pruning import ShardPruner, place_of, sealed_files
-
-INSPECT = Path(__file__).parents[1] / "tools" / "inspect_shards.py"
 
 
 @pytest.fixture
@@ -173,13 +169,3 @@ def test_a_killed_run_keeps_all_that_it_has_trained_on_and_its_audit_is_clean(tm
     files = sealed_files(run)
     assert {merge.key for merge in History.read(run).merges} <= files.keys() and run.kept_files()
     assert sum(len(read_shard(path).trajectories) for path in files.values()) == verdict.trajectories
-
-
-def test_a_run_without_a_shard_is_told_as_one(tmp_path: Path) -> None:
-    run = RunDir.create(tabular_run.make_config(tmp_path))
-    shown = subprocess.run([sys.executable, INSPECT, run.path], capture_output=True, text=True)
-    assert shown.returncode == 2 and "keep_shards=1" in shown.stderr
-    seal(run, 0, 3)
-    prune(run, 1.0, {0: 3})
-    shown = subprocess.run([sys.executable, INSPECT, run.path, "--json"], capture_output=True, text=True)
-    assert shown.returncode == 0 and shown.stdout.count("kept/searcher-0000/0") == 3

