@@ -1,6 +1,7 @@
 """Shards on disk: what is sealed comes back bit by bit, what is broken is refused with a sentence."""
 
 import dataclasses
+import io
 import itertools
 import multiprocessing
 import os
@@ -10,7 +11,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -31,6 +32,7 @@ from tba_hpc.core.types import (
     Trajectories,
     make_uid,
 )
+from tba_hpc.exchange import hdf5_shards
 from tba_hpc.exchange.hdf5_shards import (
     HEADER_BYTES,
     PendingShards,
@@ -226,7 +228,7 @@ def test_an_index_is_never_used_twice(run: RunDir) -> None:
     assert seal_one(first_index=3) == 4  # more was sealed since that checkpoint
 
 
-DUELS = 1000
+DUELS = 200
 
 
 def duel(folder: Path, mine: int, together: Barrier, told: Connection) -> None:
@@ -246,7 +248,7 @@ def duel(folder: Path, mine: int, together: Barrier, told: Connection) -> None:
 
 
 def test_of_two_that_seal_one_index_one_is_refused(tmp_path: Path) -> None:
-    """1,000 duels: nothing is overwritten, and what is acknowledged once is on disk once."""
+    """Many duels: nothing is overwritten, and what is acknowledged once is on disk once."""
     fork = multiprocessing.get_context("fork")
     together, results = fork.Barrier(2), [fork.Pipe(duplex=False) for _ in range(2)]
     duellists = [
@@ -330,6 +332,60 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
         read_shard(path)
     write_arrays(path, {"record": np.zeros(3, RECORD)})
     with pytest.raises(ShardError, match="holds arrays, where shard was expected"):
+        read_shard(path)
+
+
+def forge(path: Path, write: Callable[[h5py.File], None]) -> None:
+    """Change a shard as somebody may who can compute its checksum."""
+    image = io.BytesIO(path.read_bytes())
+    with h5py.File(image, "r+") as file:
+        write(file)
+    data = image.getbuffer()
+    data[:HEADER_BYTES] = hdf5_shards._header("shard", data[HEADER_BYTES:])
+    path.write_bytes(data)
+
+
+def put(name: str, *arguments: object, **options: object) -> Callable[[h5py.File], None]:
+    """Replace an array."""
+
+    def write(file: h5py.File) -> None:
+        del file[name]
+        file.create_dataset(name, *arguments, **options)
+
+    return write
+
+
+def link(name: str, target: object) -> Callable[[h5py.File], None]:
+    """Replace an array by a link."""
+
+    def write(file: h5py.File) -> None:
+        del file[name]
+        file[name] = target
+
+    return write
+
+
+FORGED = {
+    "another file's bytes": put("logprobs", (4,), "f4", external=[("/etc/hostname", 0, 16)]),
+    "another file's array": link("logprobs", h5py.ExternalLink("/tmp/other.h5", "/logprobs")),
+    "a soft link": link("logprobs", h5py.SoftLink("/ref_logprobs")),
+    "a group": lambda file: file.create_group("more"),
+    "numbers that are not there": put("logprobs", (1 << 33,), "f4"),
+    "chunks": put("logprobs", (1 << 33,), "f4", chunks=(1024,)),
+    "text": put("logprobs", data=["a", "b"]),
+    "another type": put("completion_tokens", data=np.zeros(4, np.int64)),
+    "another shape": put("logprobs", data=np.zeros((2, 2), np.float32)),
+    "nothing": lambda file: file.__delitem__("record"),
+    "no index": lambda file: file.attrs.__delitem__("index"),
+    "a text for an index": lambda file: file.attrs.__setitem__("index", "one"),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_forged_shard_reads_no_other_file_and_takes_no_memory(what: str, run: RunDir) -> None:
+    path, _ = sealed(run)
+    forge(path, FORGED[what])
+    with pytest.raises(ShardError, match="was not written by tba-hpc"):
         read_shard(path)
 
 

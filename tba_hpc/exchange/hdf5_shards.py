@@ -1,11 +1,11 @@
 """Shards and arrays on disk as HDF5: sealed whole, verified whole. The only module that imports h5py.
 
-A file is an HDF5 image behind a user block of 512 bytes, which holds one line of text: what the file is, its
-schema, its size and a BLAKE2b checksum of all that follows. So a truncated or damaged file is refused before
-HDF5 parses a byte of it, ``head -1`` shows what a file is, and every HDF5 tool since 1.8 still reads it.
+A file is an HDF5 image behind a user block of 512 bytes with one line of text: what the file is, its schema,
+its size, and a BLAKE2b checksum of the rest. So a damaged file is refused before HDF5 parses a byte of
+it, ``head -1`` shows what a file is, and every HDF5 tool since 1.8 still reads it. Images are made and parsed
+in memory: a full disk fails one plain ``write``, and HDF5's file locks are never taken.
 
-Images are made and parsed in memory: a full disk is met by one plain ``write``, HDF5's file locks are
-never taken, and gzip is left off because it saves a third of the bytes for ten times the time.
+The checksum is no signature: only plain arrays that lie in the image are read, no links, no other files.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import h5py
 import numpy as np
 
 from tba_hpc.config import Config, is_elastic
-from tba_hpc.core.types import RECORD, TRUNCATED, Group, Ragged, Shard, Trajectories, make_uid
+from tba_hpc.core.types import COLUMNS, RECORD, TRUNCATED, Group, Ragged, Shard, Trajectories, make_uid
 from tba_hpc.run.directory import REFUSED, RunDir
 from tba_hpc.run.files import AGAIN_SECONDS, fsync, insist, make_folder, passes, publish, unless_away
 
@@ -45,6 +46,9 @@ EVERYBODY = range(1 << 20)
 SEARCHERS_AT_FULL_RATE = 64
 """Searchers up to which each seals every ``exchange.seal_seconds``; more of them share that rate."""
 
+_DTYPES = dict(
+    zip(COLUMNS, (RECORD, np.int32, np.int64, np.int32, np.int64, np.float32, np.float32), strict=True)
+)
 _MAX_ROWS = 1 << 20  # bits of the row in a uid
 _MAGIC = b"tba-hpc "
 _START = re.compile(_MAGIC + rb"(\w+) schema=(\d+) bytes=(\d+) ")
@@ -70,9 +74,10 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 def write_shard(path: Path, shard: Shard) -> None:
     """Seal a shard: durable and visible when this returns. What is sealed is never replaced.
 
-    Raises ValueError (check), DiskFullError, and FileExistsError where ``path`` holds anything else.
+    Raises ValueError (check), DiskFullError, and FileExistsError if ``path`` holds anything else.
     """
-    data = shard_image(shard) if shard.image is None else shard.image
+    data = shard.image or with_image(shard).image
+    assert data is not None
     try:
         publish(path, data, replace=False)
     except FileExistsError:
@@ -81,33 +86,32 @@ def write_shard(path: Path, shard: Shard) -> None:
         fsync(path.parent)  # an error came after the name was given, and this is another try
 
 
-def shard_image(shard: Shard) -> memoryview:
-    """The bytes of a shard's file. Raises ValueError (check)."""
+def with_image(shard: Shard) -> Shard:
+    """The same shard with the bytes of its file. Raises ValueError (check)."""
     trajectories = shard.trajectories
     trajectories.check()
     attributes = {"searcher": shard.searcher, "index": shard.index, "count": len(trajectories)}
-    return _encode("shard", attributes, trajectories.to_arrays())
-
-
-def with_image(shard: Shard) -> Shard:
-    """The same shard with the bytes of its file at hand. Raises ValueError (check)."""
-    return replace(shard, image=shard_image(shard))
+    return replace(shard, image=_encode("shard", attributes, trajectories.to_arrays()))
 
 
 def read_shard(path: Path) -> Shard:
-    """Read a shard. Raises ShardError where it is truncated, corrupt, foreign, too new, inconsistent."""
+    """Read a shard. Raises ShardError if it is truncated, corrupt, foreign, too new, inconsistent."""
     return parse_shard(path, path.read_bytes())
 
 
 def parse_shard(path: Path, data: bytes) -> Shard:
-    """As ``read_shard``, of a file whose bytes are at hand; ``path`` is what it is called in errors."""
+    """Like ``read_shard``, from the bytes of a file; ``path`` is what it is called in errors."""
     attributes, arrays = _decode(path, "shard", data)
-    trajectories = Trajectories.from_arrays(arrays)
+    wrong = {*_DTYPES, "searcher", "index"} - {*arrays, *attributes}
+    wrong |= {n for n in _DTYPES.keys() & arrays if arrays[n].dtype != _DTYPES[n] or arrays[n].ndim != 1}
+    if wrong:
+        raise ShardError(f"{path} was not written by tba-hpc ({min(wrong)} is missing or of another type)")
     try:
+        trajectories = Trajectories.from_arrays(arrays)
         trajectories.check()
+        return Shard(attributes["searcher"], attributes["index"], trajectories)
     except ValueError as error:
         raise ShardError(f"{path}: {error}") from None
-    return Shard(attributes["searcher"], attributes["index"], trajectories)
 
 
 def _encode(kind: str, attributes: Mapping[str, int], arrays: Mapping[str, np.ndarray]) -> memoryview:
@@ -125,30 +129,52 @@ def _encode(kind: str, attributes: Mapping[str, int], arrays: Mapping[str, np.nd
 def _decode(path: Path, kind: str, data: bytes) -> tuple[dict[str, int], dict[str, np.ndarray]]:
     """Attributes (those that are numbers) and arrays of a file, verified first."""
     _verify(path, kind, data)
-    # The low-level interface takes .6 ms for a shard, h5py.File over the same bytes 1.1 ms.
-    with contextlib.closing(h5py.h5f.open_file_image(data)) as file:
-        group = h5py.h5g.open(file, b"/")
-        attributes = {
-            name.decode(): int(_values(h5py.h5a.open(group, name))) for name in _attribute_names(group)
-        }
-        return attributes, {name.decode(): _values(h5py.h5d.open(group, name)) for name in group}
+    try:
+        # The low-level interface takes .6 ms for a shard, h5py.File over the same bytes 1.1 ms.
+        with contextlib.closing(h5py.h5f.open_file_image(data)) as file:
+            group = h5py.h5g.open(file, b"/")
+            return _attributes(group), {name.decode(): _array(group, name, len(data)) for name in group}
+    except (_ForeignError, OSError, RuntimeError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise ShardError(f"{path} was not written by tba-hpc ({error}): move it elsewhere") from None
 
 
-def _attribute_names(group: h5py.h5g.GroupID) -> list[bytes]:
-    """Of the attributes that are numbers."""
+class _ForeignError(Exception):
+    """An image holds what no writer of ours puts there."""
+
+
+def _attributes(group: h5py.h5g.GroupID) -> dict[str, int]:
+    """Those that are numbers."""
     names: list[bytes] = []
     h5py.h5a.iterate(group, lambda name, *_: names.append(name))
-    names.remove(b"format")
-    return names
+    return {name.decode(): _number(h5py.h5a.open(group, name)) for name in names if name != b"format"}
 
 
-def _values(stored: h5py.h5d.DatasetID | h5py.h5a.AttrID) -> np.ndarray:
-    """A copy of what a dataset or an attribute holds."""
-    values = np.empty(stored.shape, stored.dtype)
-    if isinstance(stored, h5py.h5a.AttrID):
-        stored.read(values)
-    else:
-        stored.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
+def _number(attribute: h5py.h5a.AttrID) -> int:
+    if attribute.shape != () or attribute.dtype.kind not in "iu":
+        raise _ForeignError(f"attribute {attribute.name.decode()} is no number")
+    value = np.empty((), attribute.dtype)
+    attribute.read(value)
+    return int(value)
+
+
+def _array(group: h5py.h5g.GroupID, name: bytes, room: int) -> np.ndarray:
+    """A copy of an array; refused unless its numbers lie in this file of ``room`` bytes, in one piece.
+
+    HDF5 would follow links to other files, and read arrays from files that are only named here.
+    """
+    if group.links.get_info(name).type != h5py.h5l.TYPE_HARD:
+        raise _ForeignError(f"{name.decode()} is a link")
+    dataset = h5py.h5o.open(group, name)
+    if not isinstance(dataset, h5py.h5d.DatasetID):
+        raise _ForeignError(f"{name.decode()} is no array")
+    stored = dataset.get_create_plist()
+    dtype, shape = dataset.dtype, dataset.shape or ()
+    nbytes = prod(shape) * dtype.itemsize
+    in_one_piece = stored.get_layout() == h5py.h5d.CONTIGUOUS and stored.get_external_count() == 0
+    if not in_one_piece or dtype.hasobject or not dataset.get_storage_size() == nbytes <= room:
+        raise _ForeignError(f"{name.decode()} does not lie in it as a plain array")
+    values = np.empty(shape, dtype)
+    dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
     return values
 
 
@@ -195,12 +221,25 @@ class _Scored:
     ref_logprobs: Sequence[np.ndarray]
     reference: int
 
+    def records(self, prompt_row: int) -> np.ndarray:
+        """RECORD rows, uid left open."""
+        request, completions = self.group.request, self.group.completions
+        record = np.zeros(len(completions), RECORD)
+        record["prompt_id"] = request.prompt.id
+        record["request_id"] = request.id
+        record["prompt_row"] = prompt_row
+        record["reward"] = self.rewards
+        record["version_oldest"], record["version_newest"] = self.group.versions.T
+        record["truncated"] = [TRUNCATED * (c.finish_reason == "length") for c in completions]
+        record["reference"] = self.reference
+        return record
+
 
 class ShardWriter:
     """Collects a searcher's scored groups and seals them as shards: a trajectory is acknowledged by ``seal``.
 
     Indices go up by one and are never used twice in a run. ``first_index``: the trainer's cursor of this
-    searcher, for shards may have been merged, checkpointed and pruned; files on disk, those set aside
+    searcher, since shards may have been merged, checkpointed and pruned; files on disk, those set aside
     included, count as well. patience: how long a full disk is waited for, s.
     """
 
@@ -231,7 +270,7 @@ class ShardWriter:
 
     @property
     def age(self) -> float:
-        """Seconds that the oldest unsealed completion has waited; 0 where there is none."""
+        """Seconds that the oldest unsealed completion has waited; 0 if there is none."""
         return self._clock() - self._since if self._open else 0.0
 
     def append(
@@ -255,10 +294,10 @@ class ShardWriter:
         self._open.append(_Scored(group, rewards, ref_logprobs, reference))
 
     def seal(self) -> Shard | None:
-        """Make the open shard durable and return it; None where it is empty.
+        """Make the open shard durable and return it; None if it is empty.
 
-        Raises DiskFullError where the disk stays full; the groups then stay open, and a later call tries
-        again. Raises ShardError where another writer of this searcher has sealed the shard of that index.
+        Raises DiskFullError if the disk stays full; the groups then stay open, and a later call tries
+        again. Raises ShardError if another writer of this searcher has sealed the shard of that index.
         """
         if not self._open:
             return None
@@ -291,7 +330,7 @@ def _collect(scored: Sequence[_Scored], searcher: int, index: int) -> Trajectori
     prompts = {one.group.request.prompt.id: one.group.request.prompt for one in scored}
     prompt_rows = {prompt_id: row for row, prompt_id in enumerate(prompts)}
     completions = [completion for one in scored for completion in one.group.completions]
-    record = np.concatenate([_records(one, prompt_rows) for one in scored])
+    record = np.concatenate([one.records(prompt_rows[one.group.request.prompt.id]) for one in scored])
     assert len(record) <= _MAX_ROWS, f"a shard holds at most {_MAX_ROWS} trajectories"
     record["uid"] = np.arange(len(record), dtype=np.uint64) + np.uint64(make_uid(searcher, index, 0))
     return Trajectories(
@@ -303,20 +342,6 @@ def _collect(scored: Sequence[_Scored], searcher: int, index: int) -> Trajectori
     )
 
 
-def _records(scored: _Scored, prompt_rows: Mapping[int, int]) -> np.ndarray:
-    """RECORD rows of one group, uid left open."""
-    request, completions = scored.group.request, scored.group.completions
-    record = np.zeros(len(completions), RECORD)
-    record["prompt_id"] = request.prompt.id
-    record["request_id"] = request.id
-    record["prompt_row"] = prompt_rows[request.prompt.id]
-    record["reward"] = scored.rewards
-    record["version_oldest"], record["version_newest"] = scored.group.versions.T
-    record["truncated"] = [TRUNCATED * (c.finish_reason == "length") for c in completions]
-    record["reference"] = scored.reference
-    return record
-
-
 # --- The trainer's side ---
 
 
@@ -324,26 +349,24 @@ class PendingShards:
     """Reads the shards of a run that are not merged yet, in order per searcher, one in memory at a time.
 
     A searcher's indices have no gaps, but a client of a shared file system may see a file late, and a later
-    one before it: what others follow is waited for ``patience`` seconds, and is passed over, with a warning,
-    only then. searchers: these numbers, or those below it, are looked for even where the listing of their
-    folders lags. among: no others are read.
-    A file that cannot be used is set aside, logged, and left out; several ranks may read at once.
+    one before it. A file that others follow is waited for ``patience`` seconds, and only then passed over,
+    with a warning. A file that cannot be used is set aside, logged, and left out; several ranks may read at
+    once. searchers: looked for even if the listing of their folders lags. among: no others are read.
     """
 
     def __init__(
         self,
         run: RunDir,
         *,
-        searchers: int | Sequence[int] = 0,
+        searchers: Sequence[int] = (),
         patience: float = 0.0,
         among: range = EVERYBODY,
     ) -> None:
         self._run = run
-        self._searchers = range(searchers) if isinstance(searchers, int) else searchers
+        self._searchers = searchers
         self._among = among
         self._patience = patience
         self._missed: dict[Path, float] = {}  # since when, on the monotonic clock
-        self._ahead: dict[Path, float] = {}  # the same of what comes after these
         self._given_up: set[Path] = set()
 
     def read(self, cursors: Mapping[int, int]) -> Iterator[Shard]:
@@ -354,9 +377,8 @@ class PendingShards:
     def read_all(self, cursors: Mapping[int, int], searchers: Iterable[int] | None = None) -> Iterator[Shard]:
         """All at or beyond the cursors, of the given searchers or of all: waits for those that are missed.
 
-        For the beginning of an attempt, when nobody seals but searchers that come and go: files are also
-        looked for by name, beyond the last one listed, and the listings are read until nothing new comes of
-        the others.
+        For the beginning of an attempt, when only elastic searchers may be sealing: files are also looked for
+        by name, beyond the last one listed, and the listings are read until the others bring nothing new.
         """
         cursors, more = dict(cursors), True
         while more:
@@ -374,34 +396,26 @@ class PendingShards:
         return sorted(number for number in {*listed, *cursors, *self._searchers} if number in self._among)
 
     def _read(self, searcher: int, index: int, *, beyond: bool = False) -> Iterator[Shard]:
-        """One searcher's, as far as none is missed. beyond: look for more than is listed."""
+        """One searcher's, up to the first that is missed. beyond: look for more than is listed."""
         end = self._listed_end(searcher)
         while end is not None and (index < end or beyond):
-            path = self._run.shard_file(searcher, index)
-            shard, error = self._look(path)
-            if shard is not None:
-                yield shard
-            elif error is not None:
+            path, shard = self._run.shard_file(searcher, index), None
+            try:
+                shard = self._load(path)
+            except OSError as error:
+                if not isinstance(error, FileNotFoundError) and not passes(error):
+                    raise
                 if index >= end and isinstance(error, FileNotFoundError):
                     self._missed.pop(path, None)  # its server may have been away at an earlier look
                     return
                 if not self._gives_up(path, error):
-                    self._look_ahead(searcher, range(index + 1, end))
                     return
+            if shard is not None:
+                yield shard
             index += 1
 
-    def _look_ahead(self, searcher: int, indices: range) -> None:
-        """Count for how long others are missed, too: several are given up together, not one by one."""
-        now = time.monotonic()
-        for index in indices:
-            path = self._run.shard_file(searcher, index)
-            if unless_away(path.exists, otherwise=False):
-                self._ahead.pop(path, None)
-            else:
-                self._ahead.setdefault(path, now)
-
     def _listed_end(self, searcher: int) -> int | None:
-        """The index after the last one listed; None where the listing is to be tried again."""
+        """The index after the last one listed; None if the listing is to be tried again."""
         folder = self._run.shard_folder(searcher)
         try:
             end = max(self._run.shard_indices(searcher), default=-1) + 1
@@ -412,34 +426,38 @@ class PendingShards:
         self._missed.pop(folder, None)
         return end
 
-    def _look(self, path: Path) -> tuple[Shard | None, OSError | None]:
-        """The shard, or why it cannot be read now; neither where it is, or was, set aside."""
-        shard, missed = None, None
-        try:
-            shard = self._read_or_set_aside(path)
-        except OSError as error:
-            if not isinstance(error, FileNotFoundError) and not passes(error):
-                raise
-            missed = None if _is_aside(path) else error
-        if missed is None:
-            self._missed.pop(path, None)
-        return shard, missed
-
-    def _read_or_set_aside(self, path: Path) -> Shard | None:
+    def _load(self, path: Path) -> Shard | None:
+        """The shard; None if it is set aside, now or before. Raises OSError if it cannot be read now."""
+        shard = None
         for last in (False, True):  # twice: what a client has cached may lag behind what was sealed
             try:
-                return _read_in_place(self._run, path)
+                shard = self._read_in_place(path)
+                break
+            except FileNotFoundError:
+                if not _is_aside(path):
+                    raise
+                break
             except ShardError as error:
-                if last:
-                    set_aside(path)
-                    log.warning("%s; set aside as %s%s", error, path.name, REFUSED)
-                else:
+                if not last:
                     time.sleep(AGAIN_SECONDS)
-        return None
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # another rank was faster
+                    path.rename(_aside(path))
+                log.warning("%s; set aside as %s%s", error, path.name, REFUSED)
+        self._missed.pop(path, None)
+        return shard
+
+    def _read_in_place(self, path: Path) -> Shard:
+        shard = read_shard(path)
+        if self._run.shard_file(shard.searcher, shard.index) != path:
+            raise ShardError(
+                f"{path} says that it is shard {shard.index} of searcher {shard.searcher}: a copy"
+            )
+        return shard
 
     def _gives_up(self, path: Path, error: OSError) -> bool:
         """Whether something has been missed for so long that the run goes on without it."""
-        since = self._missed.setdefault(path, self._ahead.get(path, time.monotonic()))
+        since = self._missed.setdefault(path, time.monotonic())
         if path not in self._given_up and time.monotonic() - since < self._patience:
             return False
         del self._missed[path]
@@ -452,20 +470,8 @@ class PendingShards:
         return True
 
 
-def _read_in_place(run: RunDir, path: Path) -> Shard:
-    shard = read_shard(path)
-    if run.shard_file(shard.searcher, shard.index) != path:
-        raise ShardError(f"{path} says that it is shard {shard.index} of searcher {shard.searcher}: a copy")
-    return shard
-
-
-def set_aside(path: Path) -> None:
-    """Rename a broken file so that no reader meets it again; its index stays taken."""
-    with contextlib.suppress(FileNotFoundError):  # another rank was faster
-        path.rename(_aside(path))
-
-
 def _aside(path: Path) -> Path:
+    """The name of a broken file that no reader meets again; its index stays taken."""
     return path.with_name(path.name + REFUSED)
 
 

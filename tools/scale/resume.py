@@ -115,7 +115,7 @@ def lead(path: Path, first: int) -> tuple[float, int, int]:
     began = time.perf_counter()
     merge_pending(
         config,
-        PendingShards(run, searchers=SEARCHERS).read_all(dict.fromkeys(range(SEARCHERS), first)),
+        PendingShards(run, searchers=range(SEARCHERS)).read_all(dict.fromkeys(range(SEARCHERS), first)),
         state=TrainerState(),
         buffer=ReplayBuffer(config.buffer, 0),
         completed=CompletedRequests(),
@@ -139,7 +139,7 @@ def join_seconds(run: RunDir, config: Config) -> float:
     leader = FileTrainerExchange(
         run.weights,
         WeightLayout.of([("weight", (1000,))], "F32"),
-        read_pending=PendingShards(run, searchers=SEARCHERS).read,
+        read_pending=PendingShards(run, searchers=range(SEARCHERS)).read,
         progress=Progress(completed, dict.fromkeys(range(SEARCHERS), PENDING)),
         evaluated=lambda split, step: True,
     )
