@@ -242,7 +242,7 @@ def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -
         write_arrays,
         beside=config.checkpoint.snapshot is not None,
         kept_share=config.exchange.keep_shards,
-        kept_mb=config.exchange.keep_shards_mb,
+        kept_mb=config.exchange.kept_mb,
     )
     with StopFlag() as stop:
         trainer = Trainer(

@@ -448,7 +448,7 @@ def test_a_copy_is_of_its_moment_wherever_it_lies(
 def test_a_folder_for_copies_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.snapshot=.*/none is no folder .* choose memory"):
         Snapshot(str(tmp_path / "none"), local_ranks=1, gpu=False)
-    with pytest.raises(ConfigError, match=r"snapshot=ram is neither memory, null nor a path from the root"):
+    with pytest.raises(ConfigError, match=r"snapshot=ram is neither memory, null nor an absolute path"):
         tabular_run.make_config(tmp_path, checkpoint={"snapshot": "ram"})
 
 

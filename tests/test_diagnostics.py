@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tba_hpc.objectives import Groups, figures, rate_by_ess
+from tba_hpc.objectives import Groups, figures
 from tba_hpc.objectives.diagnostics import moments
 
 
@@ -52,10 +52,6 @@ def test_two_weights_by_hand() -> None:
     """Weights 1 and 3: 16 / (2 · 10), and half of log 3."""
     found = figures_of(groups_of([[0.0, math.log(3)]]))
     assert found == {"ess": pytest.approx(0.8), "log_weight": pytest.approx(math.log(3) / 2)}
-
-
-def test_a_rate_by_ess_goes_to_nothing_with_the_batch() -> None:
-    assert [rate_by_ess(1e-5, ess) for ess in (1.0, 0.25, 0.0, math.nan)] == [1e-5, 5e-6, 0.0, 0.0]
 
 
 def test_the_gap_is_of_the_tokens_that_the_policy_itself_has_sampled() -> None:

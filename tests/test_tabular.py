@@ -421,20 +421,6 @@ def test_the_learner_says_how_far_its_policy_is_from_the_samplers() -> None:
     assert stale["ess"] < 0.95 and "engine_gap" not in stale
 
 
-def test_a_rate_by_ess_is_the_rate_of_a_shorter_step() -> None:
-    """A second step on one batch, at .3 times the root of the ESS that the first has made: bit by bit."""
-    table = Table()
-    batch = stale_buffer(table, 0).sample(0, groups=4, group_size=5)
-    plain, by_ess = TabularLearner(table), TabularLearner(table, TrainSection(learning_rate={"by_ess": True}))
-    first = by_ess.step(batch, learning_rate=0.3, beta=BETA)
-    plain.step(batch, learning_rate=0.3 * first["ess"] ** 0.5, beta=BETA)
-    second = by_ess.step(batch, learning_rate=0.3, beta=BETA)
-    assert second["ess"] < 0.95 and second["learning_rate"] == 0.3 * second["ess"] ** 0.5
-    taken = plain.step(batch, learning_rate=second["learning_rate"], beta=BETA)
-    np.testing.assert_array_equal(by_ess.policy_logits, plain.policy_logits)
-    assert taken == second
-
-
 def test_a_restored_learner_goes_on_bit_by_bit(tmp_path: Path) -> None:
     table = Table()
     buffer, learner, restored = stale_buffer(table, 0), TabularLearner(table), TabularLearner(table)

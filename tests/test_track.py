@@ -155,17 +155,22 @@ def history(run: RunDir) -> list[dict[str, Any]]:
     return rows
 
 
-OFFLINE = ("track.wandb={project: p, mode: offline}",)
+WANDB = "track.wandb.project=p"
+
+
+@pytest.fixture(autouse=True)
+def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
 
 
 def test_wandb_gets_each_figure_once_in_one_run_over_two_starts(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="pip install 'wandb==0.31.0'")
     run = new_run(tmp_path)
     write(run.metrics_file("trainer"), [step(s, 1000.0, loss=float(s)) for s in (1, 2)])
-    follow(run, config_of(run, *OFFLINE))
+    follow(run, config_of(run, WANDB))
     write(run.metrics_file("trainer"), [step(s, 1000.0, loss=float(s)) for s in (3, 4)])
     evaluate(run, "test", 4, (40, 45))
-    follow(run, config_of(run, *OFFLINE))
+    follow(run, config_of(run, WANDB))
     rows = history(run)
     losses = [(row["optimizer_step"], row["train/loss"]) for row in rows if "train/loss" in row]
     assert losses == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
@@ -180,7 +185,7 @@ def test_wandb_gets_answers_as_a_table(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="pip install 'wandb==0.31.0'")
     run = new_run(tmp_path)
     evaluate(run, "test", 4, (40, 45), answers=ANSWERS)
-    follow(run, config_of(run, *OFFLINE))
+    follow(run, config_of(run, WANDB))
     (row,) = (row for row in history(run) if "test/pass@1" in row)
     assert row["optimizer_step"] == 4
     (file,) = run.track.glob("wandb/offline-run-*/files/media/table/test/*.json")
@@ -194,7 +199,7 @@ def test_nothing_of_the_environment_is_told(tmp_path: Path, monkeypatch: pytest.
     pytest.importorskip("wandb", reason="pip install 'wandb==0.31.0'")
     monkeypatch.setenv("JUDGE_KEY", "s3cret-of-mine")
     run = new_run(tmp_path)
-    follow(run, config_of(run, *OFFLINE))
+    follow(run, config_of(run, WANDB))
     told = b"".join(path.read_bytes() for path in run.track.rglob("*") if path.is_file())
     assert b"s3cret-of-mine" not in told and b"models/<tiny>" in told.replace(b"\\u003c", b"<").replace(
         b"\\u003e", b">"

@@ -46,7 +46,6 @@ def test_the_sentence_names_both_products_and_what_to_lower() -> None:
     ("overrides", "says"),
     [
         (("exchange.max_staleness=12", "train.learning_rate.peak=2.5e-6"), False),
-        (("exchange.max_staleness=12", "train.learning_rate.by_ess=true"), False),
         (("model.path=of/ours", "exchange.max_staleness=12"), True),
         (("model.path=of/ours", "exchange.max_staleness=12", "train.objective=topr"), False),
         (("model.path=of/ours", "task.name=jsonl", "exchange.max_staleness=12"), False),

@@ -104,7 +104,9 @@ def _override(tree: dict[str, Any], text: str) -> None:
     for section in sections:
         if section in CHOICES and isinstance(tree.get(section), str):
             tree[section] = {"name": tree[section]}
-        tree = tree.setdefault(section, {})
+        if tree.get(section) is None:  # also what a frozen config says of a section that is left out
+            tree[section] = {}
+        tree = tree[section]
         if not isinstance(tree, dict):
             raise ConfigError(f"--set {text}: {section} is a value, not a section; remove what follows it")
     try:

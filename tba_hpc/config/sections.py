@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     PlainSerializer,
@@ -25,9 +26,11 @@ from tba_hpc.config.variants import (
     EqualDuplicates,
     FrozenReference,
     LossNormaliser,
+    ModelReference,
     NoDuplicates,
     Oapl,
     ObjectiveChoice,
+    Positive,
     RatioBound,
     RatioTaper,
     ReferenceChoice,
@@ -38,6 +41,9 @@ from tba_hpc.config.variants import (
 )
 
 Dtype = Literal["float32", "bfloat16"]
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Text = Annotated[str, Field(min_length=1)]
 T = TypeVar("T")
 
 MAY_CHANGE = "may change"
@@ -48,41 +54,41 @@ MayChange = Annotated[T, MAY_CHANGE]
 
 class RunSection(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the run; part of the default run directory."""
+    """Name of the run and, with the seed, of its directory."""
     root: MayChange[str] = "runs"
-    """Folder in which run directories are made."""
+    """Folder of run directories."""
     seed: int = Field(0, ge=0)
-    """Seed of everything random: prompt order, sampling, replay."""
+    """Seed of prompt order, sampling and replay."""
 
 
 class LoraSection(Section):
-    """LoRA: the weights W of the policy are frozen; trained, published and checkpointed is an adapter s·B·A
-    beside each, s = alpha/rank. There is no dropout: log-probabilities must be the sampler's."""
+    """LoRA: train, publish and checkpoint adapters s·B·A, s = alpha/rank, beside frozen weights. No dropout:
+    the learner's log-probabilities must be the sampler's."""
 
-    rank: int = Field(16, ge=1)
+    rank: Count = 16
     """r: rows of A, columns of B."""
-    alpha: float = Field(32.0, gt=0)
+    alpha: Positive = 32.0
     """Scale of the adapter times its rank."""
-    targets: tuple[Annotated[str, Field(min_length=1)], ...] | None = Field(None, min_length=1)
-    """Linear layers that get an adapter: names, or ends of paths, such as q_proj or self_attn.q_proj. null:
-    all but the output layer."""
+    targets: tuple[Text, ...] | None = Field(None, min_length=1)
+    """Linear layers with an adapter: names or ends of paths, such as q_proj or self_attn.q_proj. null: all
+    but the output layer."""
 
 
 class ModelSection(Section):
-    path: str = Field(min_length=1)
-    """Folder or hub name of the policy to start from, also the reference; or ``module:Class`` of your own, as
-    tba_hpc.core.ports.Backend says."""
+    path: Text
+    """Folder or hub name of the initial policy, also the reference; or ``module:Class`` of your own, see
+    tba_hpc.core.ports.Backend."""
     dtype: Dtype = "bfloat16"
-    """Type of the weights in training, in the exchange and in the engines (master weights are float32)."""
+    """Type of the weights in training, exchange and engines (master weights are float32)."""
     context_length: int = Field(1024, ge=2)
-    """Longest sequence, prompt and completion together, in tokens."""
-    logprob_temperature: float | None = Field(None, gt=0)
-    """T of the policy, softmax(logits/T): log-probabilities of policy, reference and sampler are taken at it,
-    whatever the sampling temperature. Left out: 1, but generator.temperature with an objective that needs
-    samples of the very policy it trains (oapl, rloo, proximal_rloo, grpo, dr_grpo, gspo, topr)."""
+    """Longest prompt and completion together, in tokens."""
+    logprob_temperature: Positive | None = None
+    """T of the policy, softmax(logits/T), for all log-probabilities. Left out: 1, but generator.temperature
+    for objectives that need samples of the policy they train (oapl, rloo, proximal_rloo, grpo, dr_grpo, gspo,
+    topr)."""
     fp32_head: bool = True
-    """Whether bfloat16 logits are computed in float32, in learner, reference and engine alike, so that their
-    log-probabilities differ less. float32 weights always have float32 logits."""
+    """Compute bfloat16 models' logits in float32, in learner, reference and engine, which brings their
+    log-probabilities closer together."""
     lora: LoraSection | None = None
     """Train a LoRA adapter; {} takes its defaults. null: train all weights."""
 
@@ -93,33 +99,33 @@ class ModelSection(Section):
 
 
 class RewardSection(Section):
-    """One of a task's rewards: a function of yours, a judge behind a URL, or a program."""
+    """One of a task's rewards: your function, a judge behind a URL, or a program."""
 
     function: str | None = None
-    """``module:function`` of your own; tba_hpc.tasks.rewards says what it is given. Beside the config, in the
-    folder of the command, or installed."""
+    """``module:function`` of your own, beside the config, in the working directory, or installed; its
+    arguments are described in tba_hpc.tasks.rewards."""
     url: MayChange[str | None] = None
-    """Address of a judge, which gets a JSON POST for each completion. With ``model``, an OpenAI-style chat
-    endpoint in full, such as http://host:8000/v1/chat/completions."""
+    """Address of a judge, which gets a JSON POST per completion. With ``model``: an OpenAI-style chat
+    endpoint, such as http://host:8000/v1/chat/completions."""
     program: tuple[str, ...] | None = Field(None, min_length=1)
-    """Words of a command, run once for each completion without a shell; ``python`` is the run's interpreter,
-    and files are looked for where functions are. Only its time and memory are limited (docs/own-task.md)."""
+    """Command run once per completion, without a shell; ``python`` is the run's interpreter, and files are
+    found as functions are. Only its time and memory are limited (docs/own-task.md)."""
     weight: float = 1.0
-    """Factor of this reward in the sum of all rewards."""
+    """Factor of this reward in the sum."""
     model: str | None = None
-    """Name of the judge's model; the judge is then asked by chat, and the last number it writes counts."""
+    """Model of a chat judge; the last number in its reply counts."""
     prompt: str | None = None
-    """What such a judge is asked: a text with {completion}, and {field} for fields of the row."""
+    """Prompt of a chat judge, with {completion} and {field} for fields of the row."""
     key_variable: str | None = Field(None, pattern=r"^[A-Za-z_]\w*$")
-    """Environment variable of the searchers that holds the judge's key; the key itself is written nowhere."""
-    seconds: MayChange[float] = Field(30.0, gt=0)
-    """Timeout of one answer of a judge, or one run of a program, s."""
-    concurrency: MayChange[int] = Field(8, ge=1)
-    """Requests to the judge, or programs, that a searcher runs at once (count)."""
+    """Environment variable with the judge's key, which is written nowhere."""
+    seconds: MayChange[Positive] = 30.0
+    """Timeout of a judge's answer or a program's run, s."""
+    concurrency: MayChange[Count] = 8
+    """Requests or programs of a searcher at a time."""
     memory_mb: int = Field(1024, ge=16)
     """Address space of each process of a program, MiB."""
     when_killed: float | None = None
-    """Reward of a completion whose program ran past ``seconds`` or was killed. null: it is set aside."""
+    """Reward if the program timed out or was killed. null: the completion is set aside."""
 
     @model_validator(mode="after")
     def _check(self) -> RewardSection:
@@ -129,17 +135,15 @@ class RewardSection(Section):
 
 class TaskSection(Section):
     name: str = "gsm8k"
-    """A task of tba_hpc.tasks, or ``module:Class`` of your own, beside the config, in the folder of the
-    command, or installed."""
+    """A task of tba_hpc.tasks, or ``module:Class`` of your own, found as reward functions are."""
     reward: dict[str, RewardSection] = Field(default_factory=dict)
-    """Rewards of a task that takes them from you (jsonl): ``module:function``, or several rewards by name,
-    which are added up by their weights."""
+    """Rewards of the task jsonl: ``module:function``, or several by name, summed by weight."""
     train_file: str | None = None
-    """Local JSONL with the training problems. null: the task's own source (hub or generator)."""
+    """JSONL with training problems. null: the task's own source."""
     test_file: str | None = None
-    """Local JSONL with the held-out problems. null: the task's own source, or a slice of train_file."""
+    """JSONL with held-out problems. null: the task's own source, or a slice of train_file."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the task's own."""
+    """The task's own keyword arguments."""
 
     @field_validator("reward", mode="before")
     @classmethod
@@ -153,75 +157,68 @@ class TaskSection(Section):
 
 
 class GeneratorSection(Section):
-    completions_per_prompt: int = Field(24, ge=1)
-    """S: completions sampled per prompt; at least the K that are trained on."""
-    temperature: float = Field(0.7, gt=0)
+    completions_per_prompt: Count = 24
+    """S: completions sampled per prompt, at least train.completions_per_prompt."""
+    temperature: Positive = 0.7
     """Sampling temperature in training; evaluation is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus mass; below 1 the sampler lacks full support, and the objective its guarantee."""
-    tempered_share: float = Field(0.0, ge=0, le=1)
-    """Share of the training prompts whose completions are sampled at a temperature of tempered_range."""
+    tempered_share: Share = 0.0
+    """Share of training prompts sampled at a temperature from tempered_range instead."""
     tempered_range: tuple[float, float] = (0.5, 2.0)
-    """Lowest and highest of these temperatures, drawn uniformly for each prompt."""
-    max_tokens: int = Field(512, ge=1)
+    """Range of these temperatures, drawn uniformly per prompt."""
+    max_tokens: Count = 512
     """Longest completion, in tokens."""
     min_tokens: int = Field(0, ge=0)
-    """Shortest training completion, in tokens: it cannot end before."""
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Texts (special tokens too) that end a completion, in training and evaluation. They belong to it, up to
-    the token that completes the text; no end-of-sequence token follows or is in its log-probability."""
-    prompts_in_flight: MayChange[int] = Field(8, ge=1)
-    """Prompts that a searcher's engine works on at once."""
-    kv_cache_mb: MayChange[int | None] = Field(None, ge=1)
-    """Memory of the engine's KV cache on each of its GPUs, MiB. null: what gpu_memory_utilization leaves when
-    the engine is built, which is wrong if other ranks on the same GPU start meanwhile."""
+    """Shortest completion in training, in tokens."""
+    stop: tuple[Text, ...] = ()
+    """Strings (also special tokens) that end a completion, in training and evaluation. They are part of it,
+    up to the token that completes the string; no end-of-sequence token follows."""
+    prompts_in_flight: MayChange[Count] = 8
+    """Prompts in a searcher's engine at a time."""
+    kv_cache_mb: MayChange[Count | None] = None
+    """KV cache on each GPU of the engine, MiB. null: what gpu_memory_utilization leaves when the engine is
+    built; set it if other ranks start on the same GPU."""
     gpu_memory_utilization: MayChange[float] = Field(0.85, gt=0, le=1)
-    """Share of a GPU's memory for the engine; leave room for the reference policy beside it. That much must
-    be free when the engine starts, even if kv_cache_mb is set."""
-    tensor_parallel: MayChange[int] = Field(1, ge=1)
+    """Share of a GPU's memory for the engine, which must be free when it starts, even with kv_cache_mb; leave
+    room for the reference."""
+    tensor_parallel: MayChange[Count] = 1
     """GPUs per engine; it must divide the model's attention heads."""
     keep_kv: MayChange[bool] = False
-    """Whether completions in flight keep their KV cache when weights change, instead of recomputing it:
-    faster, but what follows is sampled by the new weights over keys and values of older ones. Versions and
-    log-probabilities are those of that sampling. Completions that begin later never meet an older cache."""
-    engine: MayChange[dict[str, Any]] = Field(default_factory=dict)
-    """Arguments of vLLM's engine (EngineArgs), passed on as they are, such as ``quantization: fp8`` or
-    ``max_num_batched_tokens: 16384``; none that another key sets. ``tba plan`` does not know them."""
-
-    @field_validator("engine")
-    @classmethod
-    def _leave_ours_alone(cls, engine: dict[str, Any]) -> dict[str, Any]:
-        rules.check_engine_arguments(engine)
-        return engine
+    """Keep the KV cache of completions in flight when weights change: faster, but later tokens are sampled
+    over older weights' keys and values. Versions and log-probabilities describe that sampling."""
+    engine: MayChange[Annotated[dict[str, Any], AfterValidator(rules.check_engine_arguments)]] = Field(
+        default_factory=dict
+    )
+    """Further vLLM EngineArgs, such as ``quantization: fp8`` or ``max_num_batched_tokens: 16384``, except
+    those that other keys set. ``tba plan`` does not know them."""
 
 
 class BufferSection(Section):
-    most_on_policy: float = Field(0.5, ge=0, le=1)
-    """m: probability that a group is taken from what arrived at the most recent sync."""
+    most_on_policy: Share = 0.5
+    """m: probability that a group comes from the most recent sync."""
     oldest_first: bool | None = None
-    """Whether a step takes the completions of the oldest weights, as a queue, instead of by most_on_policy.
-    With exchange.max_staleness it waits for those that would be too stale for any later step, so none is
-    dropped for its age and long answers are learned from, too. Needs replay_limit. Left out: true if that
-    and max_staleness are set."""
-    capacity_per_prompt: int = Field(100, ge=1)
+    """Take completions of the oldest weights first, as a queue, instead of by most_on_policy. With
+    exchange.max_staleness a step waits for those that would soon be too stale, so none is dropped for its
+    age. Needs replay_limit. Left out: true if that and max_staleness are set."""
+    capacity_per_prompt: Count = 100
     """Trajectories kept per prompt; the oldest leave first."""
-    capacity: int = Field(100_000, ge=1)
+    capacity: Count = 100_000
     """Trajectories kept in all; the oldest leave first."""
-    reward_temperature: float | None = Field(1.0, gt=0)
-    """Temperature of the softmax over reward inside a prompt. null: uniform, the default of on-policy runs
+    reward_temperature: Positive | None = 1.0
+    """Temperature of the softmax over rewards within a prompt. null: uniform, the default of on-policy runs
     (exchange.max_staleness=0 with a policy gradient)."""
-    initial_completions: int = Field(500, ge=1)
-    """Completions in the buffer before the first step (without max_staleness); no more are waited for than
-    capacity_per_prompt allows for all training prompts."""
+    initial_completions: Count = 500
+    """Completions in the buffer before the first step (without max_staleness), at most capacity_per_prompt
+    for each training prompt."""
     duplicates: Duplicates = EqualDuplicates()
-    """Which completions of a prompt count as duplicates, of which one is kept. Left out: equal, but none in
-    on-policy runs (see reward_temperature)."""
-    replay_limit: int | None = Field(None, ge=1)
-    """Steps that may learn from a trajectory; then it is evicted, and with it the rest of its prompt if less
-    than a group is left. The trainer waits if fewer prompts than a step needs are left. null: no limit."""
-    max_age_steps: int | None = Field(None, ge=1)
-    """Largest age on arrival, in steps since the weights that sampled a trajectory; older ones are dropped
-    and counted. null: no limit. (exchange.max_staleness limits the age in use.)"""
+    """Which completions of a prompt are duplicates. Left out: equal; none in on-policy runs."""
+    replay_limit: Count | None = None
+    """Steps that may learn from a trajectory; then it is evicted, and the rest of its prompt if too few for a
+    group. The trainer waits if too few prompts are left for a step. null: no limit."""
+    max_age_steps: Count | None = None
+    """Largest age on arrival, in steps since the sampling weights; older trajectories are dropped. null: no
+    limit. (exchange.max_staleness limits the age in use.)"""
 
     @property
     def deduplicate(self) -> bool:
@@ -251,16 +248,13 @@ class BufferSection(Section):
 
 class LearningRate(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up: constant, or a decay to zero that ends at the horizon."""
-    peak: float = Field(1e-5, gt=0)
+    """Constant after warm-up, or a decay to zero that ends at the horizon."""
+    peak: Positive = 1e-5
     """Highest learning rate."""
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up from zero."""
-    decay_steps: int | None = Field(None, ge=1)
-    """Steps of the decay; before it the rate is constant. null: all that follow the warm-up."""
-    by_ess: bool = False
-    """Whether the rate is multiplied by √ESS, the batch's effective sample size as a share (train/ess): the
-    further a batch is from the policy, the shorter the step (VCPO, arXiv 2602.17616)."""
+    decay_steps: Count | None = None
+    """Steps of the decay; before it the rate is constant. null: all after warm-up."""
 
 
 def _schedule(value: Any, info: ValidationInfo) -> tuple[tuple[int, float], ...]:
@@ -292,82 +286,67 @@ Schedule = Annotated[
 """A positive number as a function of the step: pairs (step, value), linear in between, constant after."""
 
 
-def _constant(value: float) -> Any:
-    """Default of a Schedule."""
-    return Field(value, validate_default=True)
-
-
 class TrainSection(Section):
     objective: ObjectiveChoice = TrajectoryBalance()
-    """The loss: trajectory balance (TB), TBA′, OAPL, a baseline, or a function of your own."""
+    """The loss: trajectory balance, TBA′, OAPL, a baseline, or your own function."""
     ratio_bound: RatioBound = Unbounded()
-    """Limit on what stale data may pull: a weight of each token's gradient. It does not move TB's optimum,
-    where all residuals are 0. Left out: taper with trajectory_balance and tba_prime, else none. Not for
-    objectives with a bound of their own (proximal_rloo, grpo, dr_grpo, gspo, topr) or pairs (online_dpo)."""
+    """Bound on the pull of stale data, a weight on each token's gradient; TB's optimum stays where it is.
+    Left out: taper with trajectory_balance and tba_prime, else none. Not for proximal_rloo, grpo, dr_grpo,
+    gspo and topr, which have their own, or online_dpo."""
     reference: ReferenceChoice = FrozenReference()
-    """π_ref. Left out: frozen, but behaviour with oapl."""
+    """π_ref. Left out: frozen; behaviour with oapl."""
     loss_normaliser: LossNormaliser | None = None
-    """What a completion's loss, summed over its tokens, is divided by: nothing (sum), its own tokens, the
-    mean number of tokens of the batch's completions, or generator.max_tokens. null: as the objective was
-    published, completion_tokens for GRPO and sum for the others."""
-    steps: MayChange[int] = Field(1000, ge=1)
-    """Optimizer steps in all. A run may go on to more, even when finished, or end earlier, but not before the
-    step it has reached. A decaying learning rate is then laid out anew; the last step resets no reference."""
-    horizon: MayChange[int | None] = Field(None, ge=1)
+    """Divisor of a completion's loss, which is summed over tokens: none (sum), its own tokens, the batch's
+    mean, or generator.max_tokens. null: as published, completion_tokens for GRPO, else sum."""
+    steps: MayChange[Count] = 1000
+    """Optimizer steps. A run, even a finished one, may go on to more, or end earlier, but not before the step
+    it has reached. A decaying learning rate is then laid out for the new length."""
+    horizon: MayChange[Count | None] = None
     """Step at which the learning rate has decayed; a run may end before. null: steps."""
-    prompts_per_step: int = Field(8, ge=1)
+    prompts_per_step: Count = 8
     """B: groups per optimizer step."""
     completions_per_prompt: int = Field(20, ge=2)
     """K: trajectories per group."""
-    groups_per_micro_batch: int = Field(1, ge=1)
+    groups_per_micro_batch: Count = 1
     """Groups per forward and backward pass on a rank; memory against speed."""
-    tokens_per_micro_batch: MayChange[int | None] = Field(None, ge=1)
-    """Most tokens of such a pass, in place of groups_per_micro_batch: prompts, completions and padding as
-    computed, a prompt once for the completions that share its row. Larger groups are split, and computed once
-    more without gradient for what their completions share, so memory does not depend on
-    completions_per_prompt. At least model.context_length. null: by groups."""
+    tokens_per_micro_batch: MayChange[Count | None] = None
+    """Most tokens per forward and backward pass, in place of groups_per_micro_batch: prompts, completions and
+    padding, a prompt once for the completions that share its row. Larger groups are split and computed twice,
+    so memory does not depend on K. At least model.context_length. null: by groups."""
     learning_rate: LearningRate = LearningRate()
-    """Learning rate as a function of the step."""
-    beta: Schedule = _constant(0.1)
+    """Learning rate by step."""
+    beta: Schedule = Field(0.1, validate_default=True)
     """β of the target π* ∝ π_ref·exp(r/β): a number, or numbers by step, linear in between and constant after
     the last, such as {0: 1.0, 128: 0.05}."""
-    target_temperature: Schedule = _constant(1.0)
-    """T: tempers the whole target, π* ∝ [π_ref^(1/γ)·exp(r/β)]^(1/T); above 1 it is flatter. As beta."""
-    reference_temperature: Schedule = _constant(1.0)
-    """γ: tempers the reference in it; above 1 fluency counts less. As beta."""
+    target_temperature: Schedule = Field(1.0, validate_default=True)
+    """T tempers the target, π* ∝ [π_ref^(1/γ)·exp(r/β)]^(1/T): higher is flatter. By step, as beta."""
+    reference_temperature: Schedule = Field(1.0, validate_default=True)
+    """γ tempers the reference in it: higher, and fluency counts less. By step, as beta."""
     adam_betas: tuple[float, float] = (0.9, 0.99)
     """AdamW's decay rates."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's weight decay."""
-    gradient_clip: float | None = Field(1.0, gt=0)
-    """Largest global gradient norm, of the loss as loss_normaliser scales it. null: no limit."""
+    gradient_clip: Positive | None = 1.0
+    """Largest global gradient norm, of the normalised loss. null: no limit."""
     zero_stage: Literal[1, 2, 3] = 2
-    """What DeepSpeed shards over the trainer ranks: 1 optimizer, 2 and gradients, 3 and weights."""
+    """What DeepSpeed shards over trainer ranks: optimizer (1), also gradients (2), also weights (3)."""
     gradient_checkpointing: MayChange[bool] = False
     """Recompute activations in the backward pass: memory against speed."""
-    deepspeed: MayChange[dict[str, Any]] = Field(default_factory=dict)
-    """Settings of DeepSpeed under its own names, merged into the learner's; none that another key decides.
-    {zero_optimization: {offload_optimizer: {device: cpu}}} keeps AdamW's state and the float32 master weights
-    in host memory."""
-
-    @property
-    def reference_scored_by(self) -> Literal["searcher", "trainer"] | None:
-        """Which rank computes log π_ref with a model of the reference; None if there is no such model."""
-        match self.reference:
-            case FrozenReference(scored_by=rank) | ResetReference(scored_by=rank):
-                return rank
-            case _:
-                return None
+    deepspeed: MayChange[Annotated[dict[str, Any], AfterValidator(rules.check_deepspeed_settings)]] = Field(
+        default_factory=dict
+    )
+    """Further DeepSpeed settings, except those that other keys set. {zero_optimization: {offload_optimizer:
+    {device: cpu}}} keeps AdamW's state and master weights in host memory."""
 
     @property
     def searcher_has_reference(self) -> bool:
         """Whether searchers hold a model of the reference."""
-        return self.reference_scored_by == "searcher"
+        return isinstance(self.reference, ModelReference) and self.reference.scored_by == "searcher"
 
     @property
     def trainer_has_reference(self) -> bool:
         """Whether the trainer scores each trajectory once by a model of the reference."""
-        return self.reference_scored_by == "trainer"
+        return isinstance(self.reference, ModelReference) and self.reference.scored_by == "trainer"
 
     @property
     def value_beta(self) -> float | None:
@@ -385,12 +364,6 @@ class TrainSection(Section):
         """``loss_normaliser``, or the objective's own."""
         return self.loss_normaliser or self.objective.normaliser
 
-    @field_validator("deepspeed")
-    @classmethod
-    def _leave_ours_alone(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        rules.check_deepspeed_settings(settings)
-        return settings
-
     @model_validator(mode="after")
     def _settle(self) -> TrainSection:
         """Fill in what follows from the objective."""
@@ -404,75 +377,72 @@ class TrainSection(Section):
 QUEUE_STALENESS = 8
 """Steps: at about that age engines are as busy as without a bound, and data teach nearly as fast as fresh."""
 
+KEPT_MB = 1024
+"""Most room for kept shards, MiB, unless all are kept."""
+
 
 class ExchangeSection(Section):
     transport: Literal["mpi", "files"] = "mpi"
-    """mpi: broadcast and gather in one world, for the run's own searchers (launch.searchers). files: the
-    shared file system."""
-    sync_every: int = Field(2, ge=1)
-    """k: optimizer steps between two syncs."""
+    """mpi: one MPI world of the run's own ranks. files: the shared file system."""
+    sync_every: Count = 2
+    """k: optimizer steps between syncs."""
     max_staleness: int | None = Field(None, ge=0)
-    """Most steps between the weights that sampled a trajectory and those that learn from it: the trainer
-    waits for fresh ones, searchers for newer weights. 0: synchronous, on-policy. null: no bound, as in TBA.
-    Left out: null; but 8, or 2k − 1 if that is more, if buffer.replay_limit=1 and launch.elastic=0."""
-    max_steps_without_data: MayChange[int | None] = Field(
-        default_factory=lambda exchange: max(50, 5 * int(exchange["sync_every"])), ge=1
+    """Most steps between the weights that sample a trajectory and those that learn from it; trainer and
+    searchers wait for each other. 0: on-policy. null: no bound, as in TBA. Left out: null, but 8, or 2k − 1
+    if more, with buffer.replay_limit=1 and launch.elastic=0."""
+    max_steps_without_data: MayChange[Count | None] = Field(
+        default_factory=lambda exchange: max(50, 5 * int(exchange["sync_every"]))
     )
-    """Most steps on the replay buffer alone since the last shard, or since a resume; then the trainer waits
-    for one. Left out: five syncs, but at least 50. null: no limit."""
-    seal_seconds: MayChange[float] = Field(2.0, gt=0)
-    """Longest time that a finished completion waits before it is sealed on disk, s. Beyond 64 searchers it is
-    searchers/64 times that, so that a run of any size has as many files."""
+    """Most steps since the last shard, or since a resume; then the trainer waits for one. Left out: five
+    syncs, but at least 50. null: no limit."""
+    seal_seconds: MayChange[Positive] = 2.0
+    """Longest time until a finished completion is sealed on disk, s; beyond 64 searchers, searchers/64 times
+    that."""
     delta: MayChange[Literal["auto", "always", "never"]] = "auto"
-    """Whether weights travel as their changes, exact to the bit, if that is less; never within a node, where
-    they lie once in shared memory. auto: bfloat16, between nodes if it was quicker of late, and over files,
-    which takes memory for two more copies at the trainer (one rank) and one per searcher. always: at any
-    cost. never: whole each time."""
-    keep_shards: MayChange[float] = Field(0.0, ge=0, le=1)
-    """Share of the merged shards kept in RUN/kept, evenly over the run, for ``tba samples``. 1: all; 0: none,
-    they are deleted once no resume needs them."""
-    keep_shards_mb: MayChange[int | None] = Field(1024, ge=1)
-    """Most room for these, MiB: beyond it every second of them goes, over the whole run. null: no bound."""
+    """Send weights as lossless changes if that is less; never within a node. auto: bfloat16, between nodes
+    when faster, and over files with one trainer rank, at the cost of two more copies at the trainer and one
+    per searcher."""
+    keep_shards: MayChange[Share] = 0.0
+    """Share of merged shards kept in RUN/kept, evenly over the run, for ``tba samples``. 1: all, for ``tba
+    replay``. Below 1, every second is deleted whenever they take more than 1 GiB."""
+
+    @property
+    def kept_mb(self) -> int | None:
+        """Most room for kept shards, MiB; None: no limit."""
+        return None if self.keep_shards == 1 else KEPT_MB
 
 
 class CheckpointSection(Section):
-    every: MayChange[int] = Field(100, ge=1)
+    every: MayChange[Count] = 100
     """Optimizer steps between checkpoints."""
-    keep: MayChange[int] = Field(2, ge=1)
+    keep: MayChange[Count] = 2
     """Complete checkpoints kept."""
     snapshot: MayChange[str | None] = "memory"
-    """Where trainer ranks copy their state to, so that training goes on while it is written: "memory" (if
-    twice the checkpoint's bytes are not free, training waits for the disk), or a folder on a disk of each
-    node. null: nowhere; training waits until all is written."""
+    """Where trainer ranks copy their state, so that training goes on while it is written: memory (if the copy
+    fits into half of what is free), or a folder on a disk of each node. null: training waits."""
 
 
 class EvaluateSection(Section):
-    every: MayChange[int] = Field(50, ge=1)
+    every: MayChange[Count] = 50
     """Optimizer steps between evaluations on the validation split."""
     validation_prompts: MayChange[int] = Field(128, ge=0)
-    """Prompts of the validation split used for these; 0: none."""
-    test_prompts: MayChange[int | None] = Field(None, ge=1)
+    """Validation prompts used; 0: none."""
+    test_prompts: MayChange[Count | None] = None
     """Held-out prompts evaluated before the first and after the last step. null: all."""
 
 
 class WandbSection(Section):
-    project: MayChange[str] = Field(min_length=1)
-    """Project in Weights & Biases."""
-    entity: MayChange[str | None] = None
-    """User or team. null: the default of the key, which WANDB_API_KEY or ``wandb login`` gives."""
-    group: MayChange[str | None] = None
-    """Group of runs there, such as an experiment's."""
-    mode: MayChange[Literal["online", "offline"]] = "online"
-    """online: to the server, live. offline: to RUN/track/wandb, for ``wandb sync`` later."""
+    project: MayChange[Text]
+    """Project in Weights & Biases. WANDB_ENTITY, WANDB_RUN_GROUP and WANDB_MODE=offline work as usual."""
 
 
 class TrackSection(Section):
-    """Trackers that follow the run, by a process beside the leading trainer; see also ``tba track``."""
+    """Trackers that follow the run in a process beside the leading trainer; see also ``tba track``."""
 
     wandb: MayChange[WandbSection | None] = None
-    """A run in Weights & Biases, one however often it is resumed. null: none."""
+    """Log to Weights & Biases, as one run over all resumes. null: no."""
     tensorboard: MayChange[bool] = False
-    """Write steps, searchers' means and scores of evaluations to RUN/track/tensorboard."""
+    """Write event files to RUN/track/tensorboard."""
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -485,19 +455,21 @@ FIRST_ELASTIC = 5000
 """Number of the first elastic searcher; below are the run's own. Kept apart, because launch.searchers may
 change while an elastic one goes on under its number."""
 
+Ranks = Annotated[int, Field(ge=0, lt=FIRST_ELASTIC)]
+
 
 class LaunchSection(Section):
-    trainers: MayChange[int] = Field(1, ge=1)
+    trainers: MayChange[Count] = 1
     """Trainer ranks, one per GPU."""
-    searchers: MayChange[int] = Field(1, ge=0, lt=FIRST_ELASTIC)
+    searchers: MayChange[Ranks] = 1
     """Searcher ranks, one engine each, that start and end with the trainer; 0: only elastic ones."""
-    elastic: MayChange[int] = Field(0, ge=0, lt=FIRST_ELASTIC)
-    """Places for elastic searchers, which come and go while the run trains, each started by ``tba search
-    RUN`` on any machine that sees the run directory. Prompts of an empty place wait for who comes."""
-    timeout_seconds: MayChange[float] = Field(600.0, gt=0)
-    """Longest wait for another rank at work, s; then the run ends and says who is missing. Starting a rank or
-    an engine may take three times as long, and an elastic searcher waits six times as long for a trainer in
-    the queue. An engine silent for half of it is replaced; a full disk is waited for half of it."""
+    elastic: MayChange[Ranks] = 0
+    """Slots for elastic searchers, which join and leave at any time: ``tba search RUN`` on any machine that
+    sees the run directory. Prompts of a free slot wait."""
+    timeout_seconds: MayChange[Positive] = 600.0
+    """Longest wait for another rank, s; then the run ends and names it. Starts of ranks and engines may take
+    three times as long; elastic searchers wait six times as long for a queued trainer. A silent engine is
+    replaced after half of it, and a full disk is waited for half of it."""
 
     @property
     def start_seconds(self) -> float:
@@ -511,7 +483,7 @@ class LaunchSection(Section):
 
     @property
     def silence_seconds(self) -> float:
-        """Longest silence of an engine at work; then it is killed and built anew."""
+        """Longest silence of an engine at work; then it is killed and rebuilt."""
         return self.timeout_seconds / 2
 
     @property
@@ -521,11 +493,11 @@ class LaunchSection(Section):
 
     @property
     def places(self) -> int:
-        """Among how many searchers, there or not, the requests of a run are shared out."""
+        """Number of searchers, present or not, that the requests of a run are split among."""
         return self.searchers + self.elastic
 
     def place_of(self, searcher: int) -> int:
-        """Place of a searcher among these: it asks the requests whose number leaves this rest."""
+        """Place of a searcher among these: it takes the requests whose id leaves this remainder."""
         return searcher if searcher < FIRST_ELASTIC else self.searchers + searcher - FIRST_ELASTIC
 
     @property
@@ -585,12 +557,10 @@ class Config(Section):
             self._fill("model", logprob_temperature=self.generator.temperature if sampled else 1.0)
         queue = self.buffer.replay_limit == 1 and not self.launch.elastic
         if queue and "max_staleness" not in self.exchange.model_fields_set:
-            bound = max(QUEUE_STALENESS, 2 * self.exchange.sync_every - 1)
-            self._fill("exchange", max_staleness=bound)
+            self._fill("exchange", max_staleness=max(QUEUE_STALENESS, 2 * self.exchange.sync_every - 1))
+        given, used_up = self.buffer.model_fields_set, self.buffer.replay_limit is not None
         if self.buffer.oldest_first is None:
-            bounded = self.exchange.max_staleness is not None
-            self._fill("buffer", oldest_first=bounded and self.buffer.replay_limit is not None)
-        given = self.buffer.model_fields_set
+            self._fill("buffer", oldest_first=used_up and self.exchange.max_staleness is not None)
         if self.on_policy and "duplicates" not in given:
             self._fill("buffer", duplicates=NoDuplicates())
         if self.on_policy and "reward_temperature" not in given:

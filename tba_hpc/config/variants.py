@@ -1,6 +1,6 @@
-"""What a config chooses by name, each choice with keys of its own: objective, bound, reference, duplicates.
+"""Config values chosen by name, each with keys of its own: objective, ratio bound, reference, duplicates.
 
-``{name: oapl, value_beta: 1}``; the name alone is short for its defaults. Imports no heavy library.
+``{name: oapl, value_beta: 1}``; the name alone takes the defaults. Imports no heavy library.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 LossNormaliser = Literal["sum", "completion_tokens", "batch_tokens", "max_tokens"]
+LogZ = Literal["behaviour", "policy", "none"]
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 OWN = "module:function"
-"""Tag of an objective of the user's own."""
+"""Tag of a user's own objective."""
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, docstrings as descriptions."""
+    """Base of all sections: frozen, no unknown keys, attribute docstrings as descriptions."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -28,8 +31,8 @@ class ObjectiveSection(Section):
     """A loss over whole groups.
 
     policy_gradient: unbiased only on completions as the policy sampled them. own_samples: log-probabilities
-    and samples are of one policy. bounded: its own formula bounds old data, train.ratio_bound is not for it.
-    tapered: train.ratio_bound is taper if left out. normaliser: what the published loss is divided by.
+    and samples must be of one policy. bounded: limits stale data itself, so takes no train.ratio_bound.
+    tapered: train.ratio_bound defaults to taper. normaliser: divisor of the published loss.
     """
 
     policy_gradient: ClassVar[bool] = False
@@ -39,40 +42,30 @@ class ObjectiveSection(Section):
     normaliser: ClassVar[LossNormaliser] = "sum"
 
 
-LogZ = Literal["behaviour", "policy", "none"]
-
-
 class TrajectoryBalance(ObjectiveSection):
     tapered = True
-
     name: Literal["trajectory_balance"] = "trajectory_balance"
-    """TB, the squared residual of VarGrad."""
+    """TB: the squared residual of VarGrad."""
     log_z: LogZ = "behaviour"
-    """Log-probabilities in the estimate of log Z. behaviour: of the weights that sampled, so that a group's
-    completions cannot sink together as data age. policy: current ones, equation 7 to the letter, for (nearly)
-    fresh data or a large replay buffer. none: no KL in it; differences of engine and learner then count as
-    reward."""
-    gap_clip: float | None = Field(None, gt=0)
-    """Nats beyond which a residual pulls no harder. null: no limit."""
+    """Log-probabilities in the estimate of log Z. behaviour: of the sampling weights; a group's completions
+    then cannot sink together on old data. policy: current ones, the paper's equation 7, for fresh or mostly
+    replayed data. none: no KL term; engine-learner mismatch then counts as reward."""
 
 
 class TbaPrime(ObjectiveSection):
     tapered = True
-
     name: Literal["tba_prime"] = "tba_prime"
-    """TBA′, for large models: the KL inside the advantage, token by token."""
+    """TBA′, for large models: the KL inside the advantage, per token."""
     log_z: LogZ = "behaviour"
-    """Whose KL the group's mean is of; see trajectory_balance."""
+    """As in trajectory_balance, for the KL in the group's mean."""
 
 
 class Oapl(ObjectiveSection):
     own_samples = True
-
     name: Literal["oapl"] = "oapl"
-    """OAPL: regression on optimal advantages against the lagged policy."""
-    value_beta: float | None = Field(None, gt=0)
-    """β₁ of V̂ = β₁·log mean exp(r/β₁) over all completions of a request, in units of the reward. null:
-    train.beta of step 0, with which the target is π_lag·exp(r/β)/Z."""
+    """OAPL: regression on optimal advantages against the sampling policy."""
+    value_beta: Positive | None = None
+    """β₁ of V̂ = β₁·log mean exp(r/β₁) over all completions of a request. null: train.beta at step 0."""
 
 
 class PolicyGradient(ObjectiveSection):
@@ -81,8 +74,8 @@ class PolicyGradient(ObjectiveSection):
 
 class Shifted(PolicyGradient):
     baseline_shift: float = 0.0
-    """δ added to the advantages' baseline, in units of the reward. Below 0 successes pull more than failures
-    push, as stale data asks for (AsymRE)."""
+    """Added to the baseline, in units of the reward. Negative: successes pull more than failures push, for
+    stale data (AsymRE)."""
 
 
 class Rloo(Shifted):
@@ -92,27 +85,23 @@ class Rloo(Shifted):
 
 class ProximalRloo(Shifted):
     bounded = True
-
     name: Literal["proximal_rloo"] = "proximal_rloo"
     """RLOO under PPO's clip."""
-    ratio_clip: float = Field(0.2, gt=0, lt=1)
-    """How far π_θ/π_behaviour may leave 1 before its gradient stops."""
+    ratio_clip: Fraction = 0.2
+    """ε: the gradient stops where π_θ/π_behaviour leaves 1 ± ε."""
 
 
 class ClippedTokens(PolicyGradient):
     bounded = True
-
-    ratio_clip: float = Field(0.2, gt=0, lt=1)
-    """How far π_θ/π_behaviour of a token may leave 1 before its gradient stops."""
-    second_moment_limit: float | None = Field(None, gt=0)
-    """Instead of clipping, mask the tokens furthest beyond 1 until the mean of (log π_θ/π_behaviour)² over
-    the others beyond it, per micro-batch (per group, if those are filled by tokens), is at most this, nats²
-    (M2PO: .04). null: clip."""
+    ratio_clip: Fraction = 0.2
+    """ε: the gradient stops where a token's π_θ/π_behaviour leaves 1 ± ε."""
+    second_moment_limit: Positive | None = None
+    """Mask the tokens furthest beyond 1 until the mean squared log-ratio of the others beyond it is at most
+    this, nats² (M2PO: .04), instead of clipping. null: clip."""
 
 
 class Grpo(ClippedTokens):
     normaliser = "completion_tokens"
-
     name: Literal["grpo"] = "grpo"
     """Group-relative policy optimisation."""
 
@@ -124,80 +113,74 @@ class DrGrpo(ClippedTokens, Shifted):
 
 class Gspo(PolicyGradient):
     bounded = True
-
     name: Literal["gspo"] = "gspo"
-    """GRPO with one ratio for a completion: the geometric mean of its tokens'."""
-    ratio_clip: tuple[Annotated[float, Field(gt=0, lt=1)], Annotated[float, Field(gt=0)]] = (3e-4, 4e-4)
-    """How far that ratio may fall below and rise above 1 before its gradient stops."""
+    """GRPO with one ratio per completion, the geometric mean of its tokens'."""
+    ratio_clip: tuple[Fraction, Positive] = (3e-4, 4e-4)
+    """How far that ratio may fall below and rise above 1."""
 
 
 class Topr(PolicyGradient):
     bounded = True
-
     name: Literal["topr"] = "topr"
-    """REINFORCE whose negatives are weighed by min(1, π_θ/π_behaviour) of the completion."""
+    """REINFORCE; negatives are weighted by min(1, π_θ/π_behaviour) of the completion."""
 
 
 class OnlineDpo(ObjectiveSection):
     bounded = True
-
     name: Literal["online_dpo"] = "online_dpo"
     """DPO on the best and the worst completion of a group."""
 
 
 class OwnObjective(ObjectiveSection):
     name: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    """A function of your own, beside the config, in the folder of the command, or installed: it gets
-    tba_hpc.objectives.Groups and β, and returns a loss for each completion."""
+    """Your own function of tba_hpc.objectives.Groups and β that returns a loss per completion."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of its own."""
+    """Its keyword arguments."""
 
 
-# --- How much stale data may pull ---
+# --- Bounds on stale data ---
+
+PerTokenOrSequence = Literal["token", "sequence"]
 
 
 class Unbounded(Section):
     name: Literal["none"] = "none"
-    """Data of any age pull alike."""
+    """Data of any age count alike."""
 
 
 class RatioCap(Section):
     name: Literal["cap"] = "cap"
-    """Weigh by min(cap, π_θ/π_behaviour) (TBA′, CISPO, GFlowRL)."""
-    cap: float = Field(8.0, gt=0)
+    """Weight min(cap, π_θ/π_behaviour) (TBA′, CISPO)."""
+    cap: Positive = 8.0
     """Largest weight."""
-    of: Literal["token", "sequence"] = "token"
-    """Whether each token is weighed by its own ratio, or all by the completion's."""
+    of: PerTokenOrSequence = "token"
+    """Ratio of each token, or of the whole completion."""
 
 
 class RatioTaper(Section):
     name: Literal["taper"] = "taper"
-    """Weigh what is pushed down by min(1, π_θ/π_behaviour), and nothing else (TOPR)."""
-    of: Literal["token", "sequence"] = "sequence"
-    """Whether each token is weighed by its own ratio, or all by the completion's."""
+    """Weight min(1, π_θ/π_behaviour), only for what is pushed down (TOPR)."""
+    of: PerTokenOrSequence = "sequence"
+    """As for cap."""
 
 
 class SequenceMask(Section):
     name: Literal["mask"] = "mask"
-    """Leave out completions that are pushed down and have become unlikely (OPSM)."""
-    limit: float = Field(0.5, gt=0)
-    """Mean of log π_behaviour/π_θ over a completion's tokens from which on it is left out, nats per token."""
+    """Skip completions that are pushed down and have become unlikely (OPSM)."""
+    limit: Positive = 0.5
+    """Mean log π_behaviour/π_θ per token from which they are skipped, nats."""
 
 
 # --- References ---
 
 
-class ReferenceSection(Section):
-    """What π_ref is. scored: whether a model of it scores every trajectory once."""
+class ModelReference(Section):
+    """A model of π_ref, which scores every trajectory once."""
 
     scored: ClassVar[bool] = True
-
-
-class ModelReference(ReferenceSection):
     scored_by: Literal["searcher", "trainer"] = "searcher"
-    """Who computes log π_ref. searcher: of everything, as it is generated. trainer: of what it samples, once;
-    searchers then hold no second model, and log no KL of fresh samples. Each trainer rank's copy stays in
-    host memory, and visits the GPU when needed; with model.lora, frozen is the policy without adapter."""
+    """Who computes log π_ref. searcher: all completions, when generated. trainer: only what it samples,
+    once, with a copy in host memory; searchers then hold no second model and log no KL."""
 
 
 class FrozenReference(ModelReference):
@@ -205,40 +188,35 @@ class FrozenReference(ModelReference):
     """The initial model."""
 
 
-class BehaviourIsReference(ReferenceSection):
-    scored = False
-
+class BehaviourIsReference(Section):
+    scored: ClassVar[bool] = False
     name: Literal["behaviour"] = "behaviour"
-    """The weights that sampled; no model is loaded (always with OAPL)."""
+    """The sampling weights; no model is loaded (always with OAPL)."""
 
 
 class ResetReference(ModelReference):
     name: Literal["reset"] = "reset"
-    """The policy itself, anew every so many steps."""
+    """The policy, as it was at the last reset."""
     every: int = Field(50, ge=1)
-    """ρ: optimizer steps between two resets."""
+    """ρ: optimizer steps between resets."""
 
 
-class EmaReference(ReferenceSection):
-    scored = False
-
+class EmaReference(Section):
+    scored: ClassVar[bool] = False
     name: Literal["ema"] = "ema"
-    """A moving average of the policy's weights: decay·average + (1 − decay)·policy after every step. The
-    trainer ranks shard it over their host memory, in float32, and compute log π_ref whenever a trajectory is
-    learned from. Not with model.lora."""
-    decay: float = Field(0.9, gt=0, lt=1)
-    """Share that stays in a step; the average lags decay/(1 − decay) steps behind."""
+    """Moving average of the policy's weights: decay·average + (1 − decay)·policy after every step; in float32
+    and host memory, sharded over trainer ranks. Not with model.lora."""
+    decay: Fraction = 0.9
+    """The average lags decay/(1 − decay) steps behind."""
 
 
-class LaggedReference(ReferenceSection):
-    scored = False
-
+class LaggedReference(Section):
+    scored: ClassVar[bool] = False
     name: Literal["lagged"] = "lagged"
-    """Such an average to first order, without a model: per token log π_ref = log π_θ − c·(log π_θ −
-    log π_behaviour), c = decay/((1 − decay)·Δ), Δ the steps since the weights that sampled it (π_θ if 0). Not
-    with a target_temperature or reference_temperature."""
-    decay: float = Field(0.9, gt=0, lt=1)
-    """Of that average."""
+    """First-order approximation of that average, without a model: per token log π_ref = log π_θ −
+    c·(log π_θ − log π_behaviour), c = decay/((1 − decay)·Δ), Δ the data's age in steps (π_θ if 0)."""
+    decay: Fraction = 0.9
+    """That of the average."""
 
 
 # --- Duplicates ---
@@ -246,35 +224,35 @@ class LaggedReference(ReferenceSection):
 
 class NoDuplicates(Section):
     name: Literal["none"] = "none"
-    """Every completion is stored: groups are as the policy sampled them."""
+    """Store every completion; groups are as sampled."""
 
 
 class EqualDuplicates(Section):
     name: Literal["equal"] = "equal"
-    """Equal completions: the newest is kept."""
+    """Of equal completions, keep the newest."""
 
 
 class EditDuplicates(Section):
     name: Literal["edits"] = "edits"
-    """Completions that few edits of tokens turn into each other: the better one is kept."""
+    """Of completions a small edit distance apart, keep the better."""
     limit: float = Field(0.25, gt=0, le=0.5)
-    """Share of the tokens of both below which edits are few."""
+    """Edits as a share of the tokens of both."""
 
 
 class EmbeddingDuplicates(Section):
     name: Literal["embeddings"] = "embeddings"
-    """Completions whose embeddings are alike: the better one is kept."""
+    """Of completions with similar embeddings, keep the better."""
     limit: float = Field(0.4, ge=0, lt=1)
-    """Cosine of the embeddings above which they are alike."""
+    """Cosine similarity."""
     model: str = "sentence-transformers/all-MiniLM-L6-v2"
-    """Folder or hub name of the sentence encoder; the leading trainer runs it."""
+    """Folder or hub name of the sentence encoder, which the leading trainer runs."""
 
 
 # --- Unions ---
 
 
 def _by_name(first: str) -> BeforeValidator:
-    """A name alone is a choice with its defaults; keys without a name are of the ``first`` choice."""
+    """A bare name takes the defaults; keys without a name belong to the ``first`` choice."""
 
     def whole(value: object) -> object:
         if isinstance(value, str):
@@ -305,17 +283,14 @@ ObjectiveChoice = Annotated[
     Discriminator(_kind),
     _by_name("trajectory_balance"),
 ]
-
 RatioBound = Annotated[
     Unbounded | RatioCap | RatioTaper | SequenceMask, Discriminator("name"), _by_name("none")
 ]
-
 ReferenceChoice = Annotated[
     FrozenReference | BehaviourIsReference | ResetReference | EmaReference | LaggedReference,
     Discriminator("name"),
     _by_name("frozen"),
 ]
-
 Duplicates = Annotated[
     NoDuplicates | EqualDuplicates | EditDuplicates | EmbeddingDuplicates,
     Discriminator("name"),
@@ -324,7 +299,7 @@ Duplicates = Annotated[
 
 
 def choices(annotation: Any) -> dict[str, type[Section]]:
-    """By tag, the sections that a union by name chooses from; {} if ``annotation`` is no such union."""
+    """By tag, the sections of a union by name; {} if ``annotation`` is no such union."""
     parts = [get_args(part)[0] if hasattr(part, "__metadata__") else part for part in get_args(annotation)]
     found = [part for part in parts if isinstance(part, type) and issubclass(part, Section)]
     return {_tag(part): part for part in found} if len(found) > 1 else {}

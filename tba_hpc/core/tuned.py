@@ -30,11 +30,11 @@ def beyond_tuned(config: Config) -> tuple[str, str] | None:
     """What is found, and a remedy, where rate × age exceeds that of the shipped config it is nearest to.
 
     The highest stable rate falls as 1/age (arXiv 2607.01083). Nearest: of the same model, or else of the same
-    task and objective. None, too, where there is none, or the rate follows the age by itself.
+    task and objective. None, too, where there is none.
     """
     rate, age = config.train.learning_rate.peak, expected_age(config)
     alike = _alike(config)
-    if not alike or config.train.learning_rate.by_ess:
+    if not alike:
         return None
     name = max(alike, key=lambda name: _product(alike[name]))
     tuned, tuned_age = alike[name].train.learning_rate.peak, expected_age(alike[name])

@@ -66,7 +66,7 @@ from tba_hpc.learner.hf_model import (
 from tba_hpc.learner.snapshot import Snapshot
 from tba_hpc.learner.trainer_group import Message, TrainerGroup, is_lost_peer
 from tba_hpc.learner.trainer_reference import TrainerReference
-from tba_hpc.objectives import Groups, ObjectiveOutput, figures, make_objective, rate_by_ess
+from tba_hpc.objectives import Groups, ObjectiveOutput, figures, make_objective
 from tba_hpc.run.beside import at_once, beside
 from tba_hpc.run.checkpoints import StateError
 from tba_hpc.run.files import DiskFullError, fsync, is_for_room, make_durable, write_atomic
@@ -212,8 +212,7 @@ class DeepSpeedLearner:
 
         Groups must divide evenly over the ranks. Metrics: ``loss`` and the objective's own, means over the
         batch; the ``figures`` of the batch; ``grad_norm`` before clipping; ``tokens`` of the completions; the
-        ``learning_rate``, which ``by_ess`` lowers where the config asks for that;
-        ``skipped_steps`` so far.
+        ``learning_rate``; ``skipped_steps`` so far.
         Where loss or norm is not finite, weights and optimizer stay as they are, and the norm is infinite.
         Raises ConfigError where that happens too often in a row.
         """
@@ -324,8 +323,6 @@ class DeepSpeedLearner:
             losses.append((groups.prompt_id_B, output.loss_BK.detach().mean(1)))
         totals = self._group.total(np.array([float(part) for part in sums.values()]))
         found = figures(dict(zip(sums, totals.tolist(), strict=True)))
-        if self._config.train.learning_rate.by_ess:
-            learning_rate = rate_by_ess(learning_rate, found["ess"])
         for parameters in self._engine.optimizer.param_groups:
             parameters["lr"] = learning_rate
         self._engine.step()

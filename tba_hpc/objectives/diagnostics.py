@@ -6,7 +6,6 @@ of the moments of a whole batch. It must not know any loss.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from torch import Tensor, float64
@@ -61,8 +60,3 @@ def figures(means: Mapping[str, float]) -> dict[str, float]:
         **({"better_log_weight": risen / better} if better else {}),
         **({"engine_gap": gap / tokens} if tokens else {}),
     }
-
-
-def rate_by_ess(learning_rate: float, ess: float) -> float:
-    """``learning_rate`` times √ESS; 0 where the ESS is no number, lest the weights become none."""
-    return learning_rate * math.sqrt(ess) if ess > 0 else 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tba_hpc.config.variants import LogZ
 from tba_hpc.objectives.common import Groups, ObjectiveOutput, group_mean
@@ -13,9 +12,7 @@ LOG_RATIO_LIMIT = 10.0
 """TBA′: nats that one token's log π_θ/π_ref may add to the KL estimate."""
 
 
-def trajectory_balance(
-    groups: Groups, beta: float, *, log_z: LogZ = "behaviour", gap_clip: float | None = None
-) -> ObjectiveOutput:
+def trajectory_balance(groups: Groups, beta: float, *, log_z: LogZ = "behaviour") -> ObjectiveOutput:
     """VarGrad trajectory balance (§3): β/2 · mean over all rows of residual².
 
         log Ẑ(x_i)  = mean_j [ log π_ref(y_ij|x_i) − log π_μ(y_ij|x_i) + r_ij/β ]
@@ -33,11 +30,8 @@ def trajectory_balance(
     reference's (``schedules.reference_power``), for log Ẑ needs no probabilities that add up: of log R =
     [log π_ref/γ + r/β]/T, as in red-teaming, the optimum is π_ref^(1/γT)·exp(r/βT)/Z.
 
-    gap_clip: beyond this many nats the residual counts linearly (Huber): no row pulls harder than one at the
-    limit, and the minimum stays where it is.
-
     Metrics: log_z (mean over groups, nats), log_ratio (mean of log π_θ/π_ref, nats per completion),
-    residual (mean absolute value, nats), clip_share (share of rows beyond gap_clip, where there is one).
+    residual (mean absolute value, nats).
     """
     log_z_B1 = group_mean(groups.reward_BK / beta - _kl(groups, log_z).sum(2))
     residual_BK = log_z_B1 + groups.log_ratio_BK - groups.reward_BK / beta
@@ -46,9 +40,7 @@ def trajectory_balance(
         "log_ratio": groups.log_ratio_BK.detach().mean(),
         "residual": residual_BK.detach().abs().mean(),
     }
-    if gap_clip is not None:
-        metrics["clip_share"] = (residual_BK.detach().abs() > gap_clip).double().mean()
-    return ObjectiveOutput(beta / 2 * _squared(residual_BK, gap_clip), metrics)
+    return ObjectiveOutput(beta / 2 * residual_BK.square(), metrics)
 
 
 def tba_prime(groups: Groups, beta: float, *, log_z: LogZ = "behaviour") -> ObjectiveOutput:
@@ -77,11 +69,3 @@ def _kl(groups: Groups, whose: LogZ) -> Tensor:
 
 def _clamped(log_ratio_BKL: Tensor) -> Tensor:
     return log_ratio_BKL.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).sum(2)
-
-
-def _squared(residual_BK: Tensor, limit: float | None) -> Tensor:
-    if limit is None:
-        return residual_BK.square()
-    return 2 * functional.huber_loss(
-        residual_BK, torch.zeros_like(residual_BK), reduction="none", delta=limit
-    )

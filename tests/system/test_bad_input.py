@@ -50,7 +50,7 @@ def test_before_anything_is_made(tmp_path: Path, model: Path) -> None:
     )
     refused(
         tba("run", CONFIG, *settings(model__path=model, launch__trainers=3)),
-        "train.prompts_per_step=8 cannot be split over 3 trainer ranks: use a multiple of 3",
+        "train.prompts_per_step=8 cannot be split over launch.trainers=3: use a multiple of that",
     )
     refused(tba("report", str(tmp_path)), "is not a run directory")
     assert not (tmp_path / "runs").exists()

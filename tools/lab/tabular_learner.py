@@ -19,7 +19,7 @@ from tba_hpc.core.batch import micro_batches
 from tba_hpc.core.skipped_steps import SkippedSteps
 from tba_hpc.core.types import TrajectoryBatch, WeightLayout
 from tba_hpc.learner.trainer_group import Message, TrainerGroup
-from tba_hpc.objectives import Groups, figures, make_objective, rate_by_ess
+from tba_hpc.objectives import Groups, figures, make_objective
 from tba_hpc.run.files import publish
 
 STATE_FILE = "tabular.pt"
@@ -50,7 +50,6 @@ class TabularLearner:
         self.layout = WeightLayout.of([("logits", table.shape)], "F32")
         self._table = table
         self._objective = make_objective(train, max_tokens=table.length)
-        self._by_ess = train.learning_rate.by_ess
         self._logits = torch.nn.Parameter(torch.from_numpy(table.ref_logits_PSV.copy()))
         self._optimizer = torch.optim.AdamW([self._logits], betas=train.adam_betas, weight_decay=0.0)
         self._skipped = SkippedSteps()
@@ -79,8 +78,6 @@ class TabularLearner:
         assert self._logits.grad is not None
         norm, loss_B = self._logits.grad.norm(), output.loss_BK.detach().mean(1)
         found = figures({name: float(value) for name, value in output.metrics.items()})
-        if self._by_ess:
-            learning_rate = rate_by_ess(learning_rate, found["ess"])
         if output.loss.isfinite() and norm.isfinite():
             self._optimizer.param_groups[0]["lr"] = learning_rate
             self._optimizer.step()

@@ -11,7 +11,7 @@ from typing import Any
 
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.report.track.news import News
-from tba_hpc.report.track.sinks import Sink, TensorBoardSink, WandbSink
+from tba_hpc.report.track.sinks import Sink, TensorBoardSink, WandbSink, wandb_mode
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import make_folder, write_atomic
 from tba_hpc.run.owners import owned
@@ -56,7 +56,7 @@ class _Follower:
 
     def __init__(self, run: RunDir, name: str, config: Config) -> None:
         section = config.track.wandb
-        mode = f"-{section.mode}" if name == "wandb" and section else ""
+        mode = f"-{wandb_mode()}" if name == "wandb" else ""
         self._file = run.track / f"{name}{mode}.json"
         state = _read(self._file)
         self._news = News(run, state)

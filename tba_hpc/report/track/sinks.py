@@ -5,6 +5,7 @@ A library is imported when its sink is made.
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -85,6 +86,11 @@ class TensorBoardSink:
         self._writer.close()
 
 
+def wandb_mode() -> str:
+    """What W&B's own variable WANDB_MODE says: online, offline, …"""
+    return os.environ.get("WANDB_MODE", "online")
+
+
 class WandbSink:
     """One run of W&B, whatever number of starts: they have the same id. Offline, each start has a folder.
 
@@ -104,15 +110,11 @@ class WandbSink:
         make_folder(run.track)
         self._id = state.get("id") or secrets.token_hex(4)
         self._count = int(state.get("count", 0))
-        online = section.mode == "online"
         self._run = wandb.init(
             project=section.project,
-            entity=section.entity,
-            group=section.group,
             name=run.path.name,
             id=self._id,
-            resume="allow" if online else None,
-            mode=section.mode,
+            resume="allow" if wandb_mode() == "online" else None,
             dir=str(run.track),
             config=config.model_dump(mode="json"),
             settings=wandb.Settings(
