@@ -11,10 +11,10 @@ import pytest
 import torch
 from known_models import KNOWN
 from learner_worker import DEADLINE, join, make_batch, make_config, start
-from tiny_models import FAMILIES, make_family_model, make_random_model
+from tiny_models import make_family_model, make_random_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from tba_hpc.checks.planner.memory import activation_bytes, trainer_need
+from tba_hpc.checks.planner.memory import activation_bytes, trainer_items
 from tba_hpc.checks.planner.shapes import BYTES, adapter_weights, load_shape, shape_of
 from tba_hpc.checks.planner.workload import workload_of
 from tba_hpc.config import Config, Dtype, LoraSection
@@ -25,24 +25,33 @@ from tba_hpc.learner.lora import Lora
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@pytest.mark.parametrize("name", KNOWN)
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+}
+"""Qwen3-30B-A3B, with fewer layers."""
+
+
+@pytest.mark.parametrize("name", ["mixture", *(name for name in KNOWN if not name.startswith("."))])
 def test_weights_are_those_of_transformers(name: str) -> None:
-    """Of every model in the planner's table; encoders have a pooler or not, less than one in a hundred."""
-    fields = dict(KNOWN[name])
+    """Less norms and biases; encoders have a pooler or not, less than one in a hundred."""
+    fields = dict((KNOWN | {"mixture": MIXTURE})[name])
     encoder = fields["model_type"] in ("bert", "roberta")
     kind, shape = (AutoModel if encoder else AutoModelForCausalLM), shape_of(fields)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     with torch.device("meta"):
         model = kind.from_config(config)
     counted = sum(parameter.numel() for parameter in model.parameters())
-    assert shape.parameters == pytest.approx(counted, rel=0.01 if encoder else 0)
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_weights_of_other_families_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    folder = make_family_model(tmp_path, kind)
-    counted = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
-    assert load_shape(str(folder)).parameters == counted
+    assert shape.parameters == pytest.approx(counted, rel=0.01 if encoder else 0.002)
 
 
 WIDE = {
@@ -117,13 +126,16 @@ def test_an_adapter_has_as_many_weights_as_the_planner_says(
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
-    ("dtype", "lora"),
-    [("float32", None), ("bfloat16", None), ("bfloat16", LoraSection(rank=16))],
-    ids=["float32", "bfloat16", "an adapter"],
+    ("stage", "ranks", "dtype", "lora"),
+    [
+        (2, 1, "float32", None),
+        (2, 2, "bfloat16", None),
+        (3, 2, "bfloat16", None),
+        (2, 1, "bfloat16", LoraSection(rank=16)),
+        (3, 2, "bfloat16", LoraSection(rank=16)),
+    ],
 )
-@pytest.mark.parametrize("stage", [2, 3])
 def test_a_learner_holds_what_the_planner_says(
     stage: int, dtype: Dtype, ranks: int, lora: LoraSection | None, tmp_path: Path
 ) -> None:
@@ -135,7 +147,7 @@ def test_a_learner_holds_what_the_planner_says(
     folder = make_random_model(tmp_path / "model", tied=False, hidden=hidden, layers=4, vocab=2048)
     config = make_config(folder, ranks=ranks, dtype=dtype, zero_stage=stage)
     config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
-    items = {item.name: item.bytes for item in trainer_need(workload_of(config)).items}
+    items = trainer_items(workload_of(config))
     names = ("weights", "adapter", "float32 masters", "AdamW", "gradients")
     planned = sum(items.get(name, 0) for name in names)
     (tmp_path / "store").mkdir()

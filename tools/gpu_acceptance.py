@@ -51,7 +51,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from tba_hpc.checks.planner.estimate import estimate
 from tba_hpc.checks.planner.hardware import GPUS, gpus_named
-from tba_hpc.checks.planner.memory import CONTEXT, trainer_need
+from tba_hpc.checks.planner.memory import CONTEXT, trainer_items
 from tba_hpc.checks.planner.workload import workload_of
 from tba_hpc.config import Config, load_config, parse_config
 from tba_hpc.core.types import (
@@ -297,7 +297,7 @@ def learner(stage: Stage) -> None:
         stage.note("model FLOP utilisation", shape.step_flops / seconds / 1e12 / sheet)
     work = workload_of(config, prompt_tokens=shape.prompt, completion_tokens=shape.completion)
     stage.note("peak memory", peak_bytes() / (1 << 30), "GiB")
-    stage.note("peak memory ÷ the planner's", peak_bytes() / (trainer_need(work).bytes - CONTEXT))
+    stage.note("peak memory ÷ the planner's", peak_bytes() / (sum(trainer_items(work).values()) - CONTEXT))
     weights = np.zeros(trainer.layout.nbytes, np.uint8)
     copied = best(lambda: trainer.write_weights(weights))
     stage.note("weights copied out ÷ copy", copied / copy_seconds(weights)[0])

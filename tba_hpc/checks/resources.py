@@ -49,8 +49,15 @@ def place(resource: Resource, environment: Mapping[str, str]) -> Path | None:
     path = Path(resource.name)
     if resource.kind == "file":
         return path if path.is_file() else None
-    folder = path if is_here(resource) else snapshot(resource.name, environment)
-    return folder if folder and (folder / "config.json").is_file() and _has_weights(folder) else None
+    config = find_file(resource.name, "config.json", environment)
+    return config.parent if config and _has_weights(config.parent) else None
+
+
+def find_file(model: str, name: str, environment: Mapping[str, str]) -> Path | None:
+    """A file of a model's folder, or of its newest version in the hub's cache; None if it is not there."""
+    here = is_local(model) or Path(model).is_dir()
+    folder = Path(model).expanduser() if here else snapshot(model, environment)
+    return folder / name if folder and (folder / name).is_file() else None
 
 
 def missing(config: Config, environment: Mapping[str, str], *, of_custom_task: bool = True) -> list[Resource]:

@@ -1,19 +1,16 @@
-"""A run on given GPUs, estimated before it starts: whether it fits, how fast, at what cost; what would fit.
-
-All is arithmetic on the config and the assumptions in ``hardware``.
-"""
+"""A run on given GPUs, estimated before it starts: whether it fits, how fast, at what cost."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tba_hpc.checks.planner import seconds
-from tba_hpc.checks.planner.hardware import GIB, GPUS, Gpu, require_dtype
-from tba_hpc.checks.planner.memory import Need, searcher_need, trainer_need
-from tba_hpc.checks.planner.seconds import Span, total
+from tba_hpc.checks.planner.hardware import GIB, GPUS, Gpu
+from tba_hpc.checks.planner.memory import KV_CACHE, Items, engine_items, searcher_items, trainer_items
+from tba_hpc.checks.planner.seconds import Seconds, group_seconds, step_seconds
 from tba_hpc.checks.planner.workload import Workload, workload_of
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.core.wording import count
@@ -38,40 +35,42 @@ SEARCHER_REMEDIES = (
 MOST_REMEDIES = 3
 """Most changes that are suggested together, and most suggestions."""
 
+TRAINER, SEARCHER, FURTHER = "trainer", "searcher", "searcher's further GPUs"
+"""What a rank is called; the last: an engine on all but the first of its GPUs."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """GPUs that hold the same. problem: why it does not fit, else empty."""
+    """GPUs that hold the same ranks. problem: why these do not fit, else empty."""
 
     count: int
-    needs: tuple[Need, ...]
+    ranks: tuple[str, ...]
+    bytes: float
     problem: str
 
     @property
-    def bytes(self) -> float:
-        """Bytes that all of its ranks take together."""
-        return sum(need.bytes for need in self.needs)
-
-    @property
     def name(self) -> str:
-        """Its ranks: trainer + 2 × searcher."""
-        return _names(self.needs)
+        """trainer + 2 × searcher."""
+        counts = Counter(self.ranks)
+        return " + ".join(who if number == 1 else f"{number} × {who}" for who, number in counts.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """All of it. gpus: of a node, nodes: of the run. step, group: their parts, for mean lengths.
+    """All of it. gpus: of a node, nodes: of the run. items: bytes of a rank, by its name.
 
-    searchers_needed: how many give each step fresh groups. hours: to the last step; gpu_hours: of all GPUs.
+    step, group: seconds for mean lengths. searchers_needed: how many give each step fresh groups. hours: to
+    the last step; gpu_hours: of all GPUs.
     """
 
     gpu: Gpu
     gpus: int
     nodes: int
     work: Workload
+    items: dict[str, Items]
     devices: tuple[Device, ...]
-    step: tuple[Span, ...]
-    group: tuple[Span, ...]
+    step: Seconds
+    group: Seconds
     searchers_needed: float
     bottleneck: str
     hours: float
@@ -99,168 +98,156 @@ def estimate(
     as for ``workload_of``. Raises ConfigError if a model is unknown, the GPU lacks its dtype, or there are no
     searchers.
     """
-    if not config.launch.searchers:
-        raise ConfigError(
-            "launch.searchers=0 leaves no searcher to estimate: plan with --set launch.searchers=N, as many "
-            "elastic searchers as will join"
-        )
-    require_dtype(gpu, config.model.dtype)
+    _require(config, gpu)
     work = workload_of(config, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
-    asked = config.launch.trainers + config.launch.searchers * config.generator.tensor_parallel
-    per_node = gpus or asked
-    nodes = _nodes(config, per_node) if spread else 1
-    devices = tuple(
-        Device(count=number, needs=needs, problem=_problem(needs, gpu, work))
-        for needs, number in _placed(work, gpu, per_node, spread=spread)
-    )
-    shared = any({"trainer", "searcher"} <= {need.who for need in device.needs} for device in devices)
-    cache = _cache(devices)
-    step = tuple(seconds.step_spans(work, gpu, per_node))
-    group = tuple(seconds.group_spans(work, gpu, cache))
-    needed, bottleneck, hours = _course(work, step, group, shared=shared)
+    trainers, engines = config.launch.trainers, config.launch.searchers * config.generator.tensor_parallel
+    per_node = gpus or trainers + engines
+    nodes = math.ceil(trainers / per_node) + math.ceil(engines / per_node) if spread else 1
+    items = {
+        TRAINER: trainer_items(work),
+        SEARCHER: searcher_items(work, gpu),
+        FURTHER: engine_items(work, gpu),
+    }
+    placed = _placed(config, per_node, spread=spread)
+    devices = tuple(_device(ranks, number, items, gpu, work) for ranks, number in placed.items())
+    step = step_seconds(work, gpu, per_node)
+    group = group_seconds(work, gpu, items[SEARCHER][KV_CACHE])
+    at_work, fresh = sum(step.values()), config.train.prompts_per_step * sum(group.values())
+    shared = any({TRAINER, SEARCHER} <= set(device.ranks) for device in devices)
+    bottleneck, seconds = _course(config, at_work, fresh, shared=shared)
+    hours = seconds * config.train.steps / 3600
     return Estimate(
         gpu=gpu,
         gpus=per_node,
         nodes=nodes,
         work=work,
+        items=items,
         devices=devices,
         step=step,
         group=group,
-        searchers_needed=needed,
+        searchers_needed=fresh / at_work,
         bottleneck=bottleneck,
         hours=hours,
-        gpu_hours=hours * min(asked, per_node * nodes),
+        gpu_hours=hours * min(trainers + engines, per_node * nodes),
     )
 
 
-def _cache(devices: Sequence[Device]) -> float:
-    """Bytes of an engine's KV cache."""
-    searchers = (need for device in devices for need in device.needs if need.who == "searcher")
-    return next(item.bytes for item in next(searchers).items if item.name == "engine: KV cache")
+def _require(config: Config, gpu: Gpu) -> None:
+    if not config.launch.searchers:
+        raise ConfigError(
+            "launch.searchers=0 leaves no searcher to estimate: plan with --set launch.searchers=N, as many "
+            "elastic searchers as will join"
+        )
+    if config.model.dtype == "bfloat16" and not gpu.bf16:
+        raise ConfigError(
+            f"--gpu {gpu.name} cannot compute in model.dtype=bfloat16: add --set model.dtype=float32 (twice "
+            "the memory), or choose another GPU"
+        )
 
 
-def _placed(work: Workload, gpu: Gpu, gpus: int, *, spread: bool) -> Iterator[tuple[tuple[Need, ...], int]]:
-    """The ranks on a GPU, and on how many GPUs there are the same."""
-    config, ranks = work.config, work.config.generator.tensor_parallel
-    trainer = trainer_need(work)
-    engine = [searcher_need(work, gpu, place) for place in range(ranks)]
+def _placed(config: Config, gpus: int, *, spread: bool) -> Counter[tuple[str, ...]]:
+    """On how many GPUs there are which ranks."""
+    ranks = [TRAINER] * config.launch.trainers
+    ranks += [SEARCHER, *[FURTHER] * (config.generator.tensor_parallel - 1)] * config.launch.searchers
     if spread:
-        yield (trainer,), config.launch.trainers
-        yield (engine[0],), config.launch.searchers
-        if ranks > 1:
-            yield (engine[1],), (ranks - 1) * config.launch.searchers
-        return
-    on: list[list[Need]] = [[] for _ in range(gpus)]
-    for number in range(config.launch.trainers):
-        on[number % gpus].append(trainer)
-    for number in range(config.launch.searchers * ranks):
-        on[(config.launch.trainers + number) % gpus].append(engine[number % ranks])
-    groups: dict[tuple[str, ...], list[list[Need]]] = {}
-    for needs in on:
-        groups.setdefault(tuple(need.who for need in needs), []).append(needs)
-    for alike in groups.values():
-        if alike[0]:
-            yield tuple(alike[0]), len(alike)
+        return Counter((rank,) for rank in ranks)
+    return Counter(tuple(ranks[number::gpus]) for number in range(min(gpus, len(ranks))))
 
 
-def _names(needs: Sequence[Need]) -> str:
-    counts = Counter(need.who for need in needs)
-    return " + ".join(who if number == 1 else f"{number} × {who}" for who, number in counts.items())
+def _device(ranks: tuple[str, ...], number: int, items: dict[str, Items], gpu: Gpu, work: Workload) -> Device:
+    used = sum(sum(items[rank].values()) for rank in ranks)
+    device = Device(count=number, ranks=ranks, bytes=used, problem="")
+    problem = _too_large(device, gpu)
+    if not problem and set(ranks) != {TRAINER}:
+        problem = _engine_problem(device, items[FURTHER], gpu, work)
+    named = f"{gpu.name} with {device.name} {problem}" if problem else ""
+    return Device(count=number, ranks=ranks, bytes=used, problem=named)
 
 
-def _problem(needs: Sequence[Need], gpu: Gpu, work: Workload) -> str:
-    """Why these do not fit on a GPU; empty if they do."""
-    room, used = (1 - MARGIN) * gpu.bytes, sum(need.bytes for need in needs)
-    where = f"{gpu.name} with {_names(needs)}"
-    heads, ranks = work.policy.heads, work.config.generator.tensor_parallel
-    if heads % ranks and any(need.engine for need in needs):
+def _too_large(device: Device, gpu: Gpu) -> str:
+    """What to say if these ranks do not fit on a GPU; empty if they do."""
+    room = (1 - MARGIN) * gpu.bytes
+    if device.bytes <= room:
+        return ""
+    return (
+        f"would need {device.bytes / GIB:.1f} GiB, and {room / GIB:.1f} of its {gpu.memory:g} GiB can be "
+        f"counted on: {(device.bytes - room) / GIB:.1f} GiB too much"
+    )
+
+
+def _engine_problem(device: Device, engine: Items, gpu: Gpu, work: Workload) -> str:
+    """What to say if an engine would not start although all fits."""
+    generator, longest = work.config.generator, work.config.model.context_length
+    heads, ranks, cache = work.policy.heads, generator.tensor_parallel, engine[KV_CACHE]
+    if heads % ranks:
         return (
-            f"{where} will not let an engine start: generator.tensor_parallel={ranks} does not divide the "
-            f"{heads} attention heads of {work.config.model.path}"
+            f"cannot start an engine: generator.tensor_parallel={ranks} does not divide the {heads} "
+            f"attention heads of {work.config.model.path}"
         )
-    if used > room:
+    if cache < (least := longest * work.cache_bytes):
         return (
-            f"{where} would need {used / GIB:.1f} GiB, and {room / GIB:.1f} of its {gpu.memory:g} "
-            f"GiB can be counted on: {(used - room) / GIB:.1f} GiB too much"
+            f"has too little: a KV cache of {cache / GIB:.2f} GiB does not hold one sequence of {longest:,} "
+            f"tokens ({least / GIB:.2f} GiB), which vLLM requires"
         )
-    if lacking := next((need.too_little for need in needs if need.too_little), ""):
-        return f"{where} has too little: {lacking}"
-    engines = [need for need in needs if need.free]
-    if len(needs) > 1 and engines and work.config.generator.kv_cache_mb is None:
+    if len(device.ranks) > 1 and generator.kv_cache_mb is None:
         return (
-            f"{where} leaves each engine a KV cache by chance, as it is measured while the others start: set "
+            "gives each engine an unpredictable KV cache, measured while the others start: set "
             "generator.kv_cache_mb"
         )
-    for need in engines:
-        if used - need.engine + need.free > gpu.bytes:
-            return (
-                f"{where} will not let an engine start: vLLM wants generator.gpu_memory_utilization of it, "
-                f"{need.free / GIB:.1f} GiB, free, and all else takes {(used - need.engine) / GIB:.1f} GiB"
-            )
+    free, others = generator.gpu_memory_utilization * gpu.bytes, device.bytes - sum(engine.values())
+    if others + free > gpu.bytes:
+        return (
+            "cannot start an engine: vLLM wants generator.gpu_memory_utilization of it, "
+            f"{free / GIB:.1f} GiB, free, and all else takes {others / GIB:.1f} GiB"
+        )
     return ""
 
 
-def _nodes(config: Config, gpus: int) -> int:
-    """Nodes of a job whose roles have nodes of their own."""
-    searchers = config.launch.searchers * config.generator.tensor_parallel
-    return -(-config.launch.trainers // gpus) + -(-searchers // gpus)
+def _course(config: Config, at_work: float, fresh: float, *, shared: bool) -> tuple[str, float]:
+    """The bottleneck in words, and seconds of a step. at_work: of the trainer; fresh: of one searcher.
 
-
-def _course(
-    work: Workload, step: Sequence[Span], group: Sequence[Span], *, shared: bool
-) -> tuple[float, str, float]:
-    """Searchers needed, the bottleneck in words, and hours; shared: trainer and searchers share a GPU."""
-    config, searchers = work.config, work.config.launch.searchers
-    at_work, fresh = total(step), config.train.prompts_per_step * total(group)
-    needed = fresh / at_work
-    waits = config.selective and needed > searchers
-    brought = f"{count(searchers, 'searcher')} can bring a step's groups in {fresh / searchers:.3g} s"
-    learned = f"the trainer learns from them in {at_work:.3g} s"
+    shared: trainer and searchers share a GPU.
+    """
+    searchers = config.launch.searchers
+    brought = fresh / searchers
+    words = (
+        f"{count(searchers, 'searcher')} can bring a step's groups in {brought:.3g} s, the trainer learns "
+        f"from them in {at_work:.3g} s"
+    )
     if shared:
-        per_step = at_work + fresh
-        bottleneck = f"the GPU that they share: {brought}, {learned}, and one waits for the other"
-    elif needed > searchers:
-        per_step = fresh / searchers if waits else at_work
-        what = "waits" if waits else "goes on with older data from its buffer"
-        bottleneck = f"the searchers: {brought}, {learned} and {what}"
-    else:
-        per_step = at_work
-        bottleneck = f"the trainer: {brought}, {learned}"
-    return needed, bottleneck, per_step * config.train.steps / 3600
+        return f"the GPU that they share: {words}, and one waits for the other", at_work + fresh
+    if brought <= at_work:
+        return f"the trainer: {words}", at_work
+    if config.selective:
+        return f"the searchers: {words} and waits", brought
+    return f"the searchers: {words} and goes on with older data from its buffer", at_work
 
 
 def suggestions(config: Config, given: Estimate, *, spread: bool) -> list[list[str]]:
     """What would make it fit: few changes of the config, as ``--set`` takes them; else a larger GPU."""
-    wanted = [*_remedies(given)]
-    found: list[list[str]] = []
+    wanted, found = list(_remedies(given)), list[list[str]]()
     for number in range(1, MOST_REMEDIES + 1):
         for changes in itertools.combinations(wanted, number):
-            if len({change.partition("=")[0] for change in changes}) == number and _fits(
-                config, changes, given, spread=spread
-            ):
+            keys = {change.partition("=")[0] for change in changes}
+            if len(keys) == number and _fits(config, changes, given, spread=spread):
                 found.append(list(changes))
                 if len(found) == MOST_REMEDIES:
                     return found
         if found:
             break
-    for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory):
-        if (
-            gpu.memory > given.gpu.memory
-            and (gpu.bf16 or config.model.dtype != "bfloat16")
-            and not estimate(config, gpu, gpus=given.gpus, spread=spread).problems
-        ):
+    able = [gpu for gpu in GPUS.values() if gpu.bf16 or config.model.dtype != "bfloat16"]
+    for gpu in able:
+        larger = gpu.memory > given.gpu.memory
+        if larger and not estimate(config, gpu, gpus=given.gpus, spread=spread).problems:
             return [*found, [f"--gpu {gpu.name}"]]
     return found
 
 
 def _remedies(given: Estimate) -> Iterator[str]:
     """What may help those ranks that do not fit."""
-    troubled = [device for device in given.devices if device.problem]
-    names = {need.who for device in troubled for need in device.needs}
-    if any(name.startswith("searcher") for name in names):
-        yield from SEARCHER_REMEDIES
-    if "trainer" in names:
-        yield from TRAINER_REMEDIES
+    troubled = {rank for device in given.devices if device.problem for rank in device.ranks}
+    yield from SEARCHER_REMEDIES if troubled - {TRAINER} else ()
+    yield from TRAINER_REMEDIES if TRAINER in troubled else ()
 
 
 def _fits(config: Config, changes: Sequence[str], given: Estimate, *, spread: bool) -> bool:
@@ -268,10 +255,6 @@ def _fits(config: Config, changes: Sequence[str], given: Estimate, *, spread: bo
         changed = parse_config(config.model_dump(mode="json", exclude_unset=True), list(changes))
     except ConfigError:
         return False
-    gpus = given.gpus if spread or _shared(given) else None
+    shared = any(len(device.ranks) > 1 for device in given.devices)  # then there are no more GPUs
+    gpus = given.gpus if spread or shared else None
     return not estimate(changed, given.gpu, gpus=gpus, spread=spread).problems
-
-
-def _shared(given: Estimate) -> bool:
-    """Whether ranks share GPUs, so that there are no more of them to be had."""
-    return any(len(device.needs) > 1 for device in given.devices)

@@ -1,6 +1,6 @@
-"""Shapes of models, from their config.json: how many weights, where, and how many a token passes.
+"""Shapes of models from their config.json: how many weights, and how many a token passes.
 
-The file comes from a folder, from the Hugging Face cache, or from the hub; no library of models is loaded.
+The file comes from a folder, the Hugging Face cache or the hub; neither torch nor transformers is imported.
 """
 
 from __future__ import annotations
@@ -12,22 +12,35 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tba_hpc.checks.resources import hub_cache, snapshot
+from tba_hpc.checks.resources import find_file, hub_cache
 from tba_hpc.config import ConfigError, LoraSection, is_local
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Of a weight."""
 
+UNGATED = {"gpt2", "gpt_neox", "bert", "roberta"}
+"""Models whose MLP has two matrices instead of three, and whose norms are LayerNorm."""
+
+LEARNED_POSITIONS = {"gpt2", "bert", "roberta"}
+"""Models with a table of positions; their output layer is tied unless config.json says otherwise."""
+
+GPT2_FIELDS = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "n_inner": "intermediate_size",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A decoder, or an encoder of texts.
+    """Dimensions of a decoder or a text encoder.
 
-    heads: of queries. query, key_value: width of all heads together. inner: hidden width of an MLP, of one
-    expert if there are several. matrices: weights of a layer's linear maps, all experts together; active:
-    those that a token passes. others: a layer's norms and biases. table: embeddings, of positions too. head:
-    weights of the output layer, 0 if it is tied to the embedding or there is none. vocabulary: 0 if no
-    logits are computed. disk_bytes: of a weight in its files. gated: whether the MLP has a gate.
+    query, key_value: width of all heads together. inner: hidden width of an MLP, of one expert if there are
+    several. matrices: weights of a layer's linear maps, all experts together; active: those that a token
+    passes. table: embeddings, learned positions included. head: weights of an untied output layer.
+    vocabulary: 0 if no logits are computed. disk_bytes: of a weight in the model's files.
     """
 
     kind: str
@@ -40,7 +53,6 @@ class Shape:
     experts_per_token: int
     matrices: int
     active: int
-    others: int
     table: int
     head: int
     vocabulary: int
@@ -49,71 +61,56 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """All weights."""
-        return self.layers * (self.matrices + self.others) + self.table + self.head + self._last_norm
+        """All weights but norms and biases, which are some hundredths of a percent of large models."""
+        return self.layers * self.matrices + self.table + self.head
 
     @property
     def key_value_heads(self) -> int:
-        """Of keys and values: fewer than ``heads`` where queries share them."""
+        """Heads of keys and values, fewer than ``heads`` under grouped-query attention."""
         return self.heads * self.key_value // self.query
 
-    @property
-    def _last_norm(self) -> int:
-        return {"rms": 1, "layer": 2, "none": 0}[NORMS.get(self.kind, "rms")] * self.hidden
-
     def forward_flops(self, tokens: float, *, attended: float, scored: float) -> float:
-        """Of ``tokens`` that look at ``attended`` others each on average, ``scored`` of them with logits."""
+        """Of ``tokens`` that attend to ``attended`` others each on average; ``scored`` have logits."""
         linear = 2 * self.layers * self.active * tokens
         attention = 4 * self.layers * self.query * attended * tokens
         return linear + attention + 2 * self.hidden * self.vocabulary * scored
 
     def kv_bytes(self, weight_bytes: int) -> int:
-        """Of the attention cache, per token."""
+        """KV cache per token."""
         return 2 * self.layers * self.key_value * weight_bytes
-
-    @property
-    def linear_layers(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of a layer's, by name, that torch has as such: no experts, nor GPT-2's."""
-        hidden, inner = self.hidden, self.inner
-        if self.kind == "gpt2":
-            return {}
-        if not self.gated:
-            fused = {"query_key_value": (hidden, 3 * hidden), "dense": (hidden, hidden)}
-            return {**fused, "dense_h_to_4h": (hidden, inner), "dense_4h_to_h": (inner, hidden)}
-        attention = {
-            "q_proj": (hidden, self.query),
-            "k_proj": (hidden, self.key_value),
-            "v_proj": (hidden, self.key_value),
-            "o_proj": (self.query, hidden),
-        }
-        if self.active != self.matrices:
-            return attention
-        mlp = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
-        return attention | mlp
 
     def without_head(self) -> Shape:
         """The same as a classifier or an embedder: no logits over the vocabulary."""
         return replace(self, head=0, vocabulary=0)
 
+    @property
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of a layer's nn.Linear modules by name; experts and GPT-2 have none."""
+        hidden, inner = self.hidden, self.inner
+        if self.kind == "gpt2":
+            return {}
+        if not self.gated:
+            attention = {"query_key_value": (hidden, 3 * hidden), "dense": (hidden, hidden)}
+            return {**attention, "dense_h_to_4h": (hidden, inner), "dense_4h_to_h": (inner, hidden)}
+        attention = dict.fromkeys(("k_proj", "v_proj"), (hidden, self.key_value))
+        attention |= {"q_proj": (hidden, self.query), "o_proj": (self.query, hidden)}
+        if self.active != self.matrices:
+            return attention
+        mlp = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+        return attention | mlp
+
 
 def adapter_weights(shape: Shape, lora: LoraSection, path: str) -> int:
-    """Weights of an adapter of LoRA. Raises ConfigError if a target names no linear layer."""
+    """Weights of a LoRA adapter. Raises ConfigError if a target names no linear layer."""
     layers = shape.linear_layers
-    wanted = [target.rpartition(".")[2] for target in lora.targets or layers]
-    if not layers or set(wanted) - layers.keys():
-        unknown = f"targets={next(name for name in wanted if name not in layers)}" if layers else "rank"
+    wanted = {target.rpartition(".")[2] for target in lora.targets or layers}
+    unknown = sorted(wanted - layers.keys())
+    if unknown or not layers:
         raise ConfigError(
-            f"model.lora.{unknown} names no linear layer of model.path={path} that LoRA can adapt: it has "
-            f"{', '.join(layers) or 'none'}"
+            f"model.lora.{f'targets={unknown[0]}' if unknown else 'rank'} names no linear layer of "
+            f"model.path={path} that LoRA can adapt: it has {', '.join(layers) or 'none'}"
         )
-    return shape.layers * lora.rank * sum(sum(layers[name]) for name in set(wanted))
-
-
-NORMS = {"gpt_neox": "layer", "gpt2": "layer", "bert": "none", "roberta": "none"}
-"""What normalises the last hidden states; all others by root mean square."""
-
-TIED = {"gpt2", "bert", "roberta"}
-"""Whose output layer is the embedding unless config.json says otherwise."""
+    return shape.layers * lora.rank * sum(sum(layers[name]) for name in wanted)
 
 
 def load_shape(path: str, key: str = "model.path") -> Shape:
@@ -130,9 +127,8 @@ def load_shape(path: str, key: str = "model.path") -> Shape:
 
 def _config_file(path: str, key: str) -> Path:
     """The config.json of a folder or hub name, downloaded unless it is cached. Raises ConfigError."""
-    here = Path(path).expanduser() if is_local(path) or Path(path).is_dir() else snapshot(path, os.environ)
-    if here and (here / "config.json").is_file():
-        return here / "config.json"
+    if found := find_file(path, "config.json", os.environ):
+        return found
     reason = "no such file"
     if not is_local(path):
         from huggingface_hub import hf_hub_download
@@ -150,25 +146,20 @@ def _config_file(path: str, key: str) -> Path:
 def shape_of(fields: Mapping[str, Any]) -> Shape:
     """From the fields of a config.json. KeyError names one that is missing."""
     fields = {**fields, **fields.get("text_config", {})}
-    if fields["model_type"] == "gpt2":
-        return _gpt2(fields)
-    if fields["model_type"] in ("gpt_neox", "bert", "roberta"):
-        return _with_biases(fields)
-    return _gated(fields)
-
-
-def _gated(fields: Mapping[str, Any]) -> Shape:
-    """Llama and its kin: RMSNorm, grouped queries, a gated MLP, perhaps of experts."""
-    kind, hidden, heads = fields["model_type"], fields["hidden_size"], fields["num_attention_heads"]
-    size = fields.get("head_dim") or hidden // heads
-    query, key_value = heads * size, (fields.get("num_key_value_heads") or heads) * size
+    kind = fields["model_type"]
+    if kind == "gpt2":
+        fields |= {GPT2_FIELDS.get(name, name): value for name, value in fields.items() if value is not None}
+        fields.setdefault("intermediate_size", 4 * fields["hidden_size"])
+    hidden, heads, words = fields["hidden_size"], fields["num_attention_heads"], fields["vocab_size"]
+    head_size = fields.get("head_dim") or hidden // heads
+    query, key_value = heads * head_size, (fields.get("num_key_value_heads") or heads) * head_size
     experts = fields.get("num_experts") or fields.get("num_local_experts") or 0
-    inner = fields.get("moe_intermediate_size") if experts else None
-    inner = inner or fields["intermediate_size"]
-    attention, expert = 2 * hidden * (query + key_value), 3 * hidden * inner
     each = fields["num_experts_per_tok"] if experts else 1
-    biases = query + 2 * key_value if kind == "qwen2" or fields.get("attention_bias") else 0
-    biases += hidden if fields.get("attention_bias") else 0
+    inner = (fields.get("moe_intermediate_size") if experts else None) or fields["intermediate_size"]
+    mlp = (2 if kind in UNGATED else 3) * hidden * inner
+    shared = 2 * hidden * (query + key_value) + experts * hidden  # attention and the router
+    positions = fields["max_position_embeddings"] if kind in LEARNED_POSITIONS else 0
+    tied = fields.get("tie_word_embeddings", kind in LEARNED_POSITIONS)
     return Shape(
         kind=kind,
         layers=fields["num_hidden_layers"],
@@ -178,59 +169,11 @@ def _gated(fields: Mapping[str, Any]) -> Shape:
         key_value=key_value,
         inner=inner,
         experts_per_token=each,
-        matrices=attention + max(experts, 1) * expert + experts * hidden,
-        active=attention + each * expert + experts * hidden,
-        others=2 * hidden + biases + (2 * size if kind.startswith("qwen3") else 0),
-        table=fields["vocab_size"] * hidden,
-        head=0 if _tied(fields) else fields["vocab_size"] * hidden,
-        vocabulary=fields["vocab_size"],
-        disk_bytes=_disk_bytes(fields),
-        gated=True,
-    )
-
-
-def _with_biases(fields: Mapping[str, Any]) -> Shape:
-    """GPT-NeoX (Pythia); BERT and RoBERTa, whose tables are of positions and types, too, and have a norm."""
-    hidden, inner, words = fields["hidden_size"], fields["intermediate_size"], fields["vocab_size"]
-    table, matrices = words * hidden, 4 * hidden**2 + 2 * hidden * inner
-    if fields["model_type"] != "gpt_neox":
-        table += (fields["max_position_embeddings"] + fields.get("type_vocab_size", 2) + 2) * hidden
-    return Shape(
-        kind=fields["model_type"],
-        layers=fields["num_hidden_layers"],
-        hidden=hidden,
-        heads=fields["num_attention_heads"],
-        query=hidden,
-        key_value=hidden,
-        inner=inner,
-        experts_per_token=1,
-        matrices=matrices,
-        active=matrices,
-        others=9 * hidden + inner,
-        table=table,
-        head=0 if _tied(fields) else words * hidden,
+        matrices=shared + max(experts, 1) * mlp,
+        active=shared + each * mlp,
+        table=(words + positions) * hidden,
+        head=0 if tied else words * hidden,
         vocabulary=words,
-        disk_bytes=_disk_bytes(fields),
-        gated=False,
+        disk_bytes=BYTES[fields.get("dtype") or fields.get("torch_dtype") or "float32"],
+        gated=kind not in UNGATED,
     )
-
-
-def _gpt2(fields: Mapping[str, Any]) -> Shape:
-    hidden = fields["n_embd"]
-    like = {
-        "model_type": "gpt2",
-        "hidden_size": hidden,
-        "num_hidden_layers": fields["n_layer"],
-        "num_attention_heads": fields["n_head"],
-        "intermediate_size": fields.get("n_inner") or 4 * hidden,
-    }
-    shape = _with_biases({**fields, **like, "max_position_embeddings": 0})
-    return replace(shape, table=(fields["vocab_size"] + fields["n_positions"]) * hidden)
-
-
-def _tied(fields: Mapping[str, Any]) -> bool:
-    return bool(fields.get("tie_word_embeddings", fields["model_type"] in TIED))
-
-
-def _disk_bytes(fields: Mapping[str, Any]) -> int:
-    return BYTES[fields.get("dtype") or fields.get("torch_dtype") or "float32"]

@@ -1,17 +1,18 @@
-"""Shows an estimate: tables for the terminal, or JSON."""
+"""Shows an estimate: a table for the terminal, or JSON."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from tba_hpc.checks.planner.estimate import Device, Estimate
+from tba_hpc.checks.planner.estimate import SEARCHER, Estimate
 from tba_hpc.checks.planner.hardware import GIB
-from tba_hpc.checks.planner.seconds import Span, total
+from tba_hpc.checks.planner.memory import KV_CACHE
 from tba_hpc.core.tuned import beyond_tuned
 from tba_hpc.core.wording import count
 from tba_hpc.report.tables import duration
@@ -28,65 +29,59 @@ def print_estimate(estimate: Estimate, suggestions: Sequence[Sequence[str]], *, 
     console = Terminal()
     for line in _head(estimate):
         console.print(Text(line))
-    for device in estimate.devices:
-        console.print(_memory(device, estimate))
-    console.print(_times(estimate))
+    console.print(_table(estimate))
     for line in (*_course(estimate), *_verdict(estimate, suggestions)):
         console.print(Text(line))
 
 
 def _head(estimate: Estimate) -> Iterator[str]:
     work, config = estimate.work, estimate.work.config
+    adapter = f" and an adapter of {work.adapter / 1e6:.4g} M, which is trained" if work.adapter else ""
+    weights = f"{work.policy.parameters / 1e9:.4g} G weights in {config.model.dtype}{adapter}"
     yield (
-        f"{config.model.path}: {work.policy.parameters / 1e9:.4g} G weights in {config.model.dtype}"
-        f"{f' and {work.adapter / 1e6:.4g} M of an adapter, which is trained' if work.adapter else ''}; "
+        f"{config.model.path}: {weights}; "
         f"{count(config.launch.trainers, 'trainer')}, {count(config.launch.searchers, 'searcher')} on "
         f"{count(estimate.nodes, 'node')} with {estimate.gpus} {estimate.gpu.name}"
     )
     yield (
         f"mean tokens: {work.prompt:g} of a prompt, {work.completion:g} of a completion (at most "
-        f"{work.longest}), assumed; say yours by --prompt-tokens and --completion-tokens"
+        f"{work.longest}), assumed; set yours with --prompt-tokens and --completion-tokens"
+    )
+    cached = estimate.items[SEARCHER][KV_CACHE] / work.cache_bytes
+    yield (
+        f"at most {work.micro_batch(work.longest):,.0f} tokens in a micro-batch; an engine's KV cache holds "
+        f"{cached:,.0f} tokens of {work.cache_bytes / 1024:,.0f} KiB, for {work.sequences} sequences"
     )
 
 
-def _memory(device: Device, estimate: Estimate) -> Table:
-    on = f" on each of {device.count} GPUs" if device.count > 1 else ""
-    table = _table(f"{device.name}{on}", "GiB")
-    for need in device.needs:
-        for item in need.items:
-            who = f"{need.who}: " if len(device.needs) > 1 else ""
-            table.add_row(Text(who + item.name), f"{item.bytes / GIB:.2f}", Text(item.formula))
-    style = "red" if device.problem else "bold"
-    table.add_row(Text("all", style), Text(f"{device.bytes / GIB:.2f}", style), f"of {estimate.gpu.memory:g}")
+def _table(estimate: Estimate) -> Table:
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("memory")
+    table.add_column("GiB", justify="right")
+    for device in estimate.devices:
+        style = "red" if device.problem else "bold"
+        on = f"{device.name}, on {count(device.count, 'GPU')} of {estimate.gpu.memory:g}"
+        table.add_row(Text(on, style), Text(f"{device.bytes / GIB:.2f}", style))
+        for who, number in Counter(device.ranks).items():
+            times = f"{number} × " if number > 1 else ""
+            for name, nbytes in estimate.items[who].items():
+                table.add_row(Text(f"  {times}{name}"), f"{nbytes / GIB:.2f}")
+    table.add_row(Text("times", "dim"), Text("s", "dim"))
+    for title, spans in {"a step": estimate.step, "a group, on one searcher": estimate.group}.items():
+        table.add_row(Text(title, "bold"), Text(f"{sum(spans.values()):,.3g}", "bold"))
+        for name, seconds in spans.items():
+            table.add_row(Text(f"  {name}"), f"{seconds:,.3g}")
     return table
-
-
-def _times(estimate: Estimate) -> Table:
-    table = _table("times", "s")
-    for name, spans in _spans(estimate).items():
-        table.add_row(Text(name, "bold"), Text(_seconds(total(spans)), "bold"), "")
-        for span in spans:
-            table.add_row(Text(f"  {span.name}"), _seconds(span.seconds), Text(span.formula))
-    return table
-
-
-def _spans(estimate: Estimate) -> dict[str, Sequence[Span]]:
-    return {
-        "a step": estimate.step,
-        "a group, on one searcher": estimate.group,
-    }
 
 
 def _course(estimate: Estimate) -> Iterator[str]:
-    config = estimate.work.config
     yield f"bottleneck: {estimate.bottleneck}"
     yield f"searchers that keep the trainer in fresh groups: {estimate.searchers_needed:.1f}"
     yield (
-        f"{count(config.train.steps, 'step')}: {duration(3600 * estimate.hours)}, "
+        f"{count(estimate.work.config.train.steps, 'step')}: {duration(3600 * estimate.hours)}, "
         f"{estimate.gpu_hours:.3g} GPU-hours, without start-up, checkpoints and evaluations"
     )
-    for note in _notes(estimate):
-        yield f"note: {note}"
+    yield from (f"note: {note}" for note in _notes(estimate))
     yield CAVEAT
 
 
@@ -97,8 +92,7 @@ def _notes(estimate: Estimate) -> list[str]:
 
 
 def _verdict(estimate: Estimate, suggestions: Sequence[Sequence[str]]) -> Iterator[str]:
-    for problem in estimate.problems:
-        yield f"does not fit: {problem}"
+    yield from (f"does not fit: {problem}" for problem in estimate.problems)
     for changes in suggestions:
         yield "  would fit with " + " ".join(c if c.startswith("--") else f"--set {c}" for c in changes)
     if estimate.problems and not suggestions:
@@ -120,18 +114,11 @@ def as_values(estimate: Estimate, suggestions: Sequence[Sequence[str]]) -> dict[
                 "count": device.count,
                 "bytes": device.bytes,
                 "problem": device.problem or None,
-                "items": [
-                    {"rank": need.who, "name": item.name, "bytes": item.bytes, "formula": item.formula}
-                    for need in device.needs
-                    for item in need.items
-                ],
+                "items": {who: estimate.items[who] for who in device.ranks},
             }
             for device in estimate.devices
         ],
-        "seconds": {
-            name: [{"name": span.name, "seconds": span.seconds, "formula": span.formula} for span in spans]
-            for name, spans in _spans(estimate).items()
-        },
+        "seconds": {"step": estimate.step, "group": estimate.group},
         "bottleneck": estimate.bottleneck,
         "searchers_needed": estimate.searchers_needed,
         "hours": estimate.hours,
@@ -140,15 +127,3 @@ def as_values(estimate: Estimate, suggestions: Sequence[Sequence[str]]) -> dict[
         "fits": not estimate.problems,
         "suggestions": [list(changes) for changes in suggestions],
     }
-
-
-def _table(title: str, unit: str) -> Table:
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column(title)
-    table.add_column(unit, justify="right")
-    table.add_column("of", overflow="fold", style="dim")
-    return table
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"

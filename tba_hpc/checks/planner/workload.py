@@ -8,19 +8,15 @@ from typing import Literal
 from tba_hpc.checks.planner.shapes import BYTES, Shape, adapter_weights, load_shape
 from tba_hpc.config import Config
 
-READERS = ("reward_model", "gold_model", "classifier", "guard", "embedder")
-"""Task options that name a model that reads whole texts on the searcher's GPU."""
-
-READER_BATCH = {"guard": 16, "classifier": 64}
-"""Texts that such a model reads at once unless the task's ``batch`` says so; 32 for others."""
+READERS = {"reward_model": 32, "gold_model": 32, "classifier": 64, "guard": 16, "embedder": 32}
+"""Task options that name a model that reads whole texts on the searcher's GPU, and their default batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One run. prompt, completion: mean tokens; longest: most tokens of a completion.
+    """One run. prompt, completion: mean tokens. adapter: LoRA weights, 0 if all weights are trained.
 
-    adapter: LoRA weights, 0 if all weights are trained. readers: by task option. victim: of the red-teaming
-    task. embedder: of the trainer's buffer.
+    readers: by task option. victim: of the red-teaming task. embedder: of the trainer's buffer.
     """
 
     config: Config
@@ -31,7 +27,11 @@ class Workload:
     embedder: Shape | None
     prompt: float
     completion: float
-    longest: int
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a completion."""
+        return self.config.generator.max_tokens
 
     @property
     def weight_bytes(self) -> int:
@@ -50,32 +50,26 @@ class Workload:
 
     @property
     def published_bytes(self) -> float:
-        """Bytes of the weights that travel."""
+        """Bytes that a publication sends."""
         return self.weight_bytes * self.trained
 
     @property
-    def group(self) -> int:
-        """K: trajectories of a group in training."""
-        return self.config.train.completions_per_prompt
-
-    @property
-    def groups_per_rank(self) -> float:
-        """Groups of an optimizer step that one trainer rank learns from."""
-        return self.config.train.prompts_per_step / self.config.launch.trainers
-
-    def micro_batch(self, completion: float) -> float:
-        """Tokens of a micro-batch if completions have so many; prompts count with each of their sequences."""
-        train, group = self.config.train, self.group * (self.prompt + completion)
-        most = self.groups_per_rank * group
-        if train.tokens_per_micro_batch is not None:
-            return min(train.tokens_per_micro_batch, most)
-        return min(train.groups_per_micro_batch * group, most)
+    def sequences_per_rank(self) -> float:
+        """Sequences of an optimizer step that one trainer rank learns from."""
+        train = self.config.train
+        return train.prompts_per_step * train.completions_per_prompt / self.config.launch.trainers
 
     @property
     def sequences(self) -> int:
         """Sequences that an engine works on at once."""
         generator = self.config.generator
         return generator.prompts_in_flight * generator.completions_per_prompt
+
+    @property
+    def cache_bytes(self) -> float:
+        """KV cache of a token on one of an engine's GPUs; more GPUs than key-value heads hold copies."""
+        ranks = min(self.config.generator.tensor_parallel, self.policy.key_value_heads)
+        return self.policy.kv_bytes(self.weight_bytes) / ranks
 
     @property
     def trainer_reference(self) -> Literal["no", "model", "adapter off", "average"]:
@@ -85,10 +79,13 @@ class Workload:
             return "average" if train.reference.name == "ema" else "no"
         return "adapter off" if self.adapter and train.reference.name == "frozen" else "model"
 
-    @property
-    def has_reference(self) -> bool:
-        """Whether searchers hold a model of the reference."""
-        return self.config.train.searcher_has_reference
+    def micro_batch(self, completion: float) -> float:
+        """Tokens of a micro-batch if completions have so many; prompts count with each of their sequences."""
+        train, length = self.config.train, self.prompt + completion
+        tokens: float | None = train.tokens_per_micro_batch
+        if tokens is None:
+            tokens = train.groups_per_micro_batch * train.completions_per_prompt * length
+        return min(tokens, self.sequences_per_rank * length)
 
 
 def workload_of(
@@ -98,8 +95,8 @@ def workload_of(
 
     Mean lengths: None takes a quarter of the room for prompts and half of ``generator.max_tokens``.
     """
-    generator, options = config.generator, config.task.options
-    room = config.model.context_length - generator.max_tokens
+    longest, options = config.generator.max_tokens, config.task.options
+    room = config.model.context_length - longest
     readers = {
         option: load_shape(str(options[option]), f"task.options.{option}").without_head()
         for option in READERS
@@ -115,6 +112,5 @@ def workload_of(
         victim=load_shape(str(victim), "task.options.victim") if victim else None,
         embedder=load_shape(embedder, "buffer.duplicates.model").without_head() if embedder else None,
         prompt=min(prompt_tokens or room / 4, room),
-        completion=min(completion_tokens or generator.max_tokens / 2, generator.max_tokens),
-        longest=generator.max_tokens,
+        completion=min(completion_tokens or longest / 2, longest),
     )
