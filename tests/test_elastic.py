@@ -28,7 +28,7 @@ from tba_hpc.core.ports import ExchangeError
 from tba_hpc.core.prompts import CompletedRequests, Progress, PromptOrder
 from tba_hpc.core.types import Group, Publication, Split, WeightLayout
 from tba_hpc.exchange.file_exchange import ElasticSearcherExchange, FileSearcherExchange, FileTrainerExchange
-from tba_hpc.exchange.hdf5_shards import PendingShards, ShardError, ShardWriter
+from tba_hpc.exchange.hdf5_shards import PendingShards, ShardWriter
 from tba_hpc.exchange.hybrid_exchange import HybridTrainerExchange
 from tba_hpc.loops.elastic import Attendance, EvaluatorSeat, NoPlaceError, comes_by_itself, leased_place
 from tba_hpc.loops.ending import Watch
@@ -150,7 +150,7 @@ def test_the_silent_make_room_and_others_of_the_same_job_do_not(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    there = Owner(host="node7", machine="another", pid=4711, began=1, job="17", alike=True)
+    there = Owner(host="node7", machine="another", pid=4711, began=1, job="17", elastic=True)
     run.owners.mkdir()
     files = [run.owners / f"searcher-500{i}.000001" for i in range(3)]
     for file in files:
@@ -172,7 +172,7 @@ def test_their_signs_of_life_are_none_of_a_job_that_is_gone(run: RunDir, tmp_pat
     job = Owner(host="node7", machine="another", job="17")
     (run.owners / "launch.000001").write_text(job.to_json())
     os.utime(run.owners / "launch.000001", (0, 0))
-    rank = run.owners / "searcher-0000.000001"
+    rank = run.owners / "trainer-0000.000001"
     rank.write_text(replace(job, pid=4711).to_json())
     with leased_place(run, run.config()), pytest.raises(owners.OwnedError):
         owners.refuse_owned(run)
@@ -300,7 +300,7 @@ def test_requests_are_answered_once_over_any_history(seed: int, tmp_path: Path) 
             case "freeze" if visitors:
                 frozen.append(holders.pop(int(random.choice(visitors))))
             case "thaw" if frozen:
-                with suppress(ShardError):  # for as long as it takes to see that its place is another's
+                with suppress(ExchangeError):  # for as long as it takes to see that its place is another's
                     frozen.pop().work(random)
             case "merge":
                 before = len(read_metrics(run.metrics_file("trainer")))
@@ -329,7 +329,7 @@ def test_requests_are_answered_once_over_any_history(seed: int, tmp_path: Path) 
                 for searcher, holder in list(holders.items()):
                     try:
                         holder.work(random)
-                    except ShardError:  # one that had been frozen came first
+                    except ExchangeError:  # one that had been frozen came first
                         del holders[searcher]
     merger = Merger(config, buffer, completed, Freshness(config, buffer), metrics)
     before = len(read_metrics(run.metrics_file("trainer")))

@@ -20,6 +20,7 @@ import h5py
 import numpy as np
 import pytest
 
+from tba_hpc.core.ports import ExchangeError
 from tba_hpc.core.types import (
     RECORD,
     Completion,
@@ -241,8 +242,8 @@ def duel(folder: Path, mine: int, together: Barrier, told: Connection) -> None:
         try:
             writer.seal()
             won.append(number)
-        except ShardError as error:
-            assert "another process is searcher 0 of this run; end one of the two" in str(error)
+        except ExchangeError as error:
+            assert "sealed already, by a process that was searcher 0 before" in str(error)
             assert len(writer) == 1
     told.send(won)
 

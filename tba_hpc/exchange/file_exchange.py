@@ -59,6 +59,7 @@ from tba_hpc.run.files import (
     unless_away,
     write_atomic,
 )
+from tba_hpc.run.owners import end_if_superseded
 
 log = logging.getLogger(__name__)
 
@@ -289,6 +290,7 @@ class FileTrainerExchange:
         self._sync(self._entry(publication))
 
     def _announce(self) -> None:
+        self._insist(end_if_superseded)
         self._insist(lambda: self._manifest.write(self._folder))
 
     def _remove_leftovers(self) -> None:

@@ -25,9 +25,11 @@ import h5py
 import numpy as np
 
 from tba_hpc.config import Config, is_elastic
+from tba_hpc.core.ports import ExchangeError
 from tba_hpc.core.types import COLUMNS, RECORD, TRUNCATED, Group, Ragged, Shard, Trajectories, make_uid
 from tba_hpc.run.directory import REFUSED, RunDir
 from tba_hpc.run.files import AGAIN_SECONDS, fsync, insist, make_folder, passes, publish, unless_away
+from tba_hpc.run.owners import end_if_superseded
 
 log = logging.getLogger(__name__)
 
@@ -297,19 +299,25 @@ class ShardWriter:
         """Make the open shard durable and return it; None if it is empty.
 
         Raises DiskFullError if the disk stays full; the groups then stay open, and a later call tries
-        again. Raises ShardError if another writer of this searcher has sealed the shard of that index.
+        again. Raises ExchangeError if another writer of this searcher has sealed the shard of that index.
         """
         if not self._open:
             return None
         trajectories = _collect(self._open, self._searcher, self._index)
         shard = with_image(Shard(self._searcher, self._index, trajectories))
         path = self._run.shard_file(self._searcher, self._index)
+
+        def write() -> None:
+            end_if_superseded()  # the successor's shard of this index may be merged and deleted already
+            write_shard(path, shard)
+            end_if_superseded()  # else whoever takes over from here on finds the shard
+
         try:
-            insist(lambda: write_shard(path, shard), seconds=self._patience)
+            insist(write, seconds=self._patience)
         except FileExistsError:
-            raise ShardError(
-                f"{path} is sealed already: another process is searcher {self._searcher} of this run; end "
-                "one of the two, and start this one again"
+            raise ExchangeError(
+                f"{path} is sealed already, by a process that was searcher {self._searcher} before and was "
+                "frozen meanwhile: start this searcher again, which goes on behind that shard"
             ) from None
         self._index += 1
         self._open = []

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import FrameType
 from typing import Self
 
@@ -28,7 +27,7 @@ from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.run.files import unless_away
 from tba_hpc.run.metrics import MetricsWriter
 from tba_hpc.run.notes import rank_name
-from tba_hpc.run.owners import Owner, is_any_held, leased
+from tba_hpc.run.owners import clock, holders, leased
 from tba_hpc.run.signals import StopFlag
 
 NO_PLACE = 3
@@ -97,9 +96,11 @@ class Attendance:
         """As of the last look, or of the one before where the file system was away."""
         if time.monotonic() - self._looked >= LOOK_SECONDS:
             self._looked = time.monotonic()
-            look = partial(is_any_held, self._run, self._names)
-            self._anybody = unless_away(look, otherwise=self._anybody)
+            self._anybody = unless_away(self._look, otherwise=self._anybody)
         return self._anybody
+
+    def _look(self) -> bool:
+        return bool(holders(self._run, self._names, now=clock(self._run)))
 
 
 @contextmanager
@@ -128,7 +129,6 @@ class EvaluatorSeat:
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._me = Owner.this(os.getpid(), alike=True)
         self._stay = ExitStack()
         self._held = False
         self._tried = -SEAT_SECONDS
@@ -142,7 +142,7 @@ class EvaluatorSeat:
 
     def _take(self) -> bool:
         with ExitStack() as trial:
-            lease = trial.enter_context(leased(self._run, [EVALUATOR], me=self._me))
+            lease = trial.enter_context(leased(self._run, [EVALUATOR]))
             self._stay = trial.pop_all()
         return lease is not None
 

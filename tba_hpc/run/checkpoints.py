@@ -25,6 +25,7 @@ from tba_hpc.run.beside import at_once, beside
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import DiskFullError, fsync, is_for_room, make_durable, remove, write_atomic
 from tba_hpc.run.inventory import COMPLETE, damage, inventory, with_checksum
+from tba_hpc.run.owners import end_if_superseded
 from tba_hpc.run.pruning import ShardPruner
 
 log = logging.getLogger(__name__)
@@ -191,6 +192,7 @@ def begin_checkpoint(run: RunDir, step: int) -> Path:
     ``step-000400``, or ``step-000400.1`` … if that step has a complete one already (stopped again
     right after a resume): a complete checkpoint is never written over.
     """
+    end_if_superseded()  # the successor's may be among them
     for folder in checkpoint_folders(run, complete=False):
         remove(folder)
     for left in run.checkpoints.glob(".*.tmp"):
@@ -216,6 +218,7 @@ def complete_checkpoint(
     listed = inventory(folder) if listed is None else listed
     fsync(run.checkpoints)  # its name, and the mark beside it
     write_atomic(folder / STATE_FILE, state.to_json())
+    end_if_superseded()
     write_atomic(folder / COMPLETE, with_checksum(listed + inventory(folder, STATE_FILE)))
     _unfinished(folder).unlink(missing_ok=True)
     for old in checkpoint_folders(run, complete=True)[:-keep]:

@@ -1,9 +1,13 @@
-"""Who is at work on a run: one launcher or Slurm job, one process for each rank; a second one is refused.
+"""Who is at work on a run: one launcher or Slurm job, one process per rank; a second one is refused.
 
-Kernel locks say nothing across hosts on many shared file systems, so an owner is a file, made whole by
-``os.link``, which only one of any number of rivals can do. The files of a name are numbered, and the highest
-counts; who follows a dead owner takes the next number, so that nobody removes a file that a rival has just
-made. The newest file stays when its owner leaves, as nobody's: numbers are never used again.
+Kernel locks do not work across hosts on many shared file systems, so a claim is a file made by ``os.link``,
+which succeeds for one of any number of rivals. Claims of a name are numbered, and the highest counts: who
+follows a dead owner takes the next number, so that nobody removes a file that a rival has just made. The
+newest file stays when its owner leaves, as nobody's: a number is never used twice.
+
+An owner touches its file every BEAT_SECONDS. One on another host that is silent for SILENT_SECONDS has lost
+its claim to whoever wants it; if it was only frozen it ends as soon as it notices, and looks before anything
+that it writes counts (``end_if_superseded``).
 """
 
 from __future__ import annotations
@@ -12,17 +16,16 @@ import errno
 import json
 import os
 import secrets
+import select
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import publish, write_atomic
@@ -35,39 +38,35 @@ BEAT_SECONDS = 10.0
 """Time between two signs of life of an owner."""
 
 SILENT_SECONDS = 60.0
-"""An owner on another host is taken for dead after so long without a sign of life."""
+"""An owner on another host that gives no sign of life for so long is taken for dead."""
 
 LEAVE_SECONDS = 10.0
-"""Time that a rank gives to one of its own name, whose launcher has died, to leave."""
-
-GONE_SECONDS = 0.02
-"""Pause before another look if a claim was gone by the time it was read."""
+"""Time for a rank to leave whose launcher has died, before its successor is refused."""
 
 LOOK_SECONDS = 0.2
-"""Pause between two looks at an owner who is to leave."""
+"""Pause between two looks at a claim."""
 
 SQUEUE_SECONDS = 5.0
-"""Time that squeue has to answer."""
+"""Timeout of squeue."""
 
 AT_WORK = {"RUNNING", "SUSPENDED", "STOPPED"}
 """Slurm's states of a job whose processes may write; one that waits in the queue has none."""
 
-
-Result = TypeVar("Result")
-Fallback = TypeVar("Fallback")
+_ours: set[Path] = set()
+"""Claims of this process."""
 
 
 class OwnedError(ValueError):
-    """Somebody else is at work on this; the message is one sentence."""
+    """Another process is at work on this; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """machine: where process numbers mean the same. pid 0: a Slurm job owns, through whatever process.
+    """Nobody, if there is neither a process nor a job.
 
-    began: start of the process, in clock ticks since boot, for its number comes again. job, restarts: of
-    Slurm, may be empty. since: unix seconds. alike: the job may have others like it at work, on other nodes.
-    With neither process nor job it is nobody.
+    machine: within which process numbers are unique. pid 0: a Slurm job, through whatever process. began:
+    start of the process, clock ticks since boot, as its number may be used again. job, restarts: Slurm's, or
+    empty. since: unix seconds. elastic: several such owners may be at work in one job.
     """
 
     host: str = ""
@@ -77,10 +76,10 @@ class Owner:
     job: str = ""
     restarts: str = ""
     since: float = 0.0
-    alike: bool = False
+    elastic: bool = False
 
     @classmethod
-    def this(cls, pid: int, *, alike: bool = False) -> Owner:
+    def this(cls, pid: int, *, elastic: bool = False) -> Owner:
         """This process, or with ``pid`` 0 the Slurm job that it is part of."""
         return cls(
             host=socket.gethostname(),
@@ -90,7 +89,7 @@ class Owner:
             job=os.environ.get("SLURM_JOB_ID", ""),
             restarts=os.environ.get("SLURM_RESTART_COUNT", ""),
             since=time.time(),
-            alike=alike,
+            elastic=elastic,
         )
 
     @property
@@ -109,12 +108,12 @@ class Owner:
 
 
 UNKNOWN = Owner(host="unknown", machine="unknown", pid=-1)
-"""Who made a claim of which the file is damaged: believed for as long as it gives signs of life."""
+"""Owner of a damaged claim, which counts for as long as there are signs of life."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The claim to a name that counts: its number, its file (None: there was none yet), who made it."""
+    """The claim to a name that counts. file: None if there was none yet."""
 
     name: str
     number: int = 0
@@ -123,14 +122,14 @@ class Claim:
 
 
 def refuse_owned(run: RunDir) -> None:
-    """Raise OwnedError if somebody else is at work on the run; nothing is left behind."""
+    """Raise OwnedError if another process is at work on the run; writes nothing."""
     claim = _newest(run, LAUNCH)
     if not _is_free(run, claim, Owner.this(os.getpid())):
         raise OwnedError(_sentence(run, claim))
 
 
 def owner_at_work(run: RunDir) -> Owner | None:
-    """Who is at work on the run, None for nobody; nothing is left behind."""
+    """Who is at work on the run, None for nobody; writes nothing."""
     claim = _newest(run, LAUNCH)
     return None if _is_free(run, claim, Owner.this(os.getpid())) else claim.owner
 
@@ -142,34 +141,32 @@ def claim_for_job(run: RunDir) -> None:
 
 @contextmanager
 def owned(run: RunDir, name: str = LAUNCH) -> Iterator[None]:
-    """Own the run, or what a rank of this name owns, while the block runs. Raises OwnedError.
+    """Own the run, or a rank's name, while the block runs. Raises OwnedError.
 
-    A rank waits for one of its name that may be about to leave, or dead. Sets the process's umask to 077.
-    A process that was frozen for so long that another took over ends as soon as it goes on, with FAILED.
+    A rank waits for one of its name that may be leaving or dead. Sets the process's umask to 077. If another
+    process takes over meanwhile, as this one was frozen, this one ends with FAILED.
     """
     os.umask(0o077)
-    with _held(run, _claim(run, name, Owner.this(os.getpid()), wait=name != LAUNCH)):
+    with _held(_claim(run, name, Owner.this(os.getpid()), wait=name != LAUNCH)):
         yield
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A name that this process owns for as long as it likes. number: of the claim, which comes only once."""
+    """A name that this process owns for as long as it likes. number: of the claim, used only once."""
 
     name: str
     number: int
 
 
 @contextmanager
-def leased(run: RunDir, names: Iterable[str], *, me: Owner | None = None) -> Iterator[Lease | None]:
-    """Own the first of these names that nobody has, while the block runs; None if all are taken.
+def leased(run: RunDir, names: Iterable[str]) -> Iterator[Lease | None]:
+    """Own the first of these names that is free, while the block runs; None if all are taken.
 
-    Never waits for a holder: a name is free once that has left, is dead, or was silent for SILENT_SECONDS.
-    Sets the process's umask to 077. A frozen process ends as one that ``owned`` ends. me: this process, as
-    it has tried before, for a try that an error cut short may have come as far as to own a name.
+    Never waits. Otherwise as ``owned``.
     """
     os.umask(0o077)
-    me = me or Owner.this(os.getpid(), alike=True)
+    me = Owner.this(os.getpid(), elastic=True)
     for name in names:
         with suppress(OwnedError):
             mine = _claim(run, name, me, wait=False)
@@ -177,66 +174,78 @@ def leased(run: RunDir, names: Iterable[str], *, me: Owner | None = None) -> Ite
     else:
         yield None
         return
-    with _held(run, mine):
+    with _held(mine):
         yield Lease(mine.stem, _number(mine))
 
 
-def holders(run: RunDir, names: Iterable[str]) -> dict[str, Owner]:
-    """Who of these has given a sign of life lately, by this host's clock; nothing is written."""
-    return {claim.name: claim.owner for claim in _claims(run, names) if _is_heard_of(claim, time.time())}
-
-
-def is_any_held(run: RunDir, names: Iterable[str]) -> bool:
-    """Whether anybody who has one of these names has given a sign of life lately, by the files' clock."""
-    claims = _claims(run, names)
-    now = _clock(run) if claims else 0.0
-    return any(_is_heard_of(claim, now) for claim in claims)
-
-
-def _claims(run: RunDir, names: Iterable[str]) -> list[Claim]:
-    """Those of processes that have not left."""
+def holders(run: RunDir, names: Iterable[str], *, now: float | None = None) -> dict[str, Owner]:
+    """Owners of these names with a recent sign of life. now: unix seconds, by default this host's clock."""
     there = {file.stem for file in run.owners.glob("*.*")} if run.owners.is_dir() else set()
-    return [claim for name in names if name in there and (claim := _newest(run, name)).owner.pid]
+    claims = [claim for name in names if name in there and (claim := _newest(run, name)).owner.pid]
+    now = time.time() if now is None else now
+    return {claim.name: claim.owner for claim in claims if now - _last_sign(claim.file) < SILENT_SECONDS}
 
 
-def _is_heard_of(claim: Claim, now: float) -> bool:
-    return claim.file is not None and now - _sign_of(claim.file) < SILENT_SECONDS
+def end_if_superseded() -> None:
+    """End this process if another has taken over a name of its.
+
+    To be called before something counts that it has written. Raises OSError if the file system cannot tell.
+    """
+    for mine in list(_ours):
+        if _highest(mine) > _number(mine):
+            _end(f"{mine.stem} of {mine.parent.parent} has another owner: this process ends\n")
 
 
-def _sign_of(file: Path) -> float:
-    """When an owner's file was touched last; 0 if it is gone."""
-    return _unless_gone(lambda: file.stat().st_mtime, otherwise=0.0)
+def clock(run: RunDir) -> float:
+    """Unix seconds by the clock that stamps the files of all hosts."""
+    file = run.owners / f".{secrets.token_hex(8)}.tmp"
+    file.touch()
+    try:
+        return file.stat().st_mtime
+    finally:
+        file.unlink()
 
 
 @contextmanager
-def _held(run: RunDir, mine: Path) -> Iterator[None]:
+def _held(mine: Path) -> Iterator[None]:
     """Give signs of life under a claim while the block runs, then leave it as nobody's."""
     left = threading.Event()
-    threading.Thread(target=_beat, args=(run, mine, left), name="owner", daemon=True).start()
+    _ours.add(mine)
+    threading.Thread(target=_beat, args=(mine, left), name="owner", daemon=True).start()
     try:
         yield
     finally:
         left.set()
-        with suppress(OSError):  # on a full disk; that this process is gone will be seen, too
+        _ours.discard(mine)
+        with suppress(OSError):  # a full disk; that this process is gone will be seen, too
             write_atomic(mine, Owner().to_json())
 
 
-def _beat(run: RunDir, mine: Path, left: threading.Event) -> None:
-    """Give signs of life until ``left``; end the process if another has taken over."""
+def _beat(mine: Path, left: threading.Event) -> None:
+    """Give signs of life until ``left``."""
     while not left.wait(BEAT_SECONDS):
         with suppress(OSError):  # a file server that is away for a while
-            if _newest(run, mine.stem).number > _number(mine):
-                sentence = f"{mine.stem} of {run.path} has another owner: this process ends"
-                print(sentence, file=sys.stderr, flush=True)
-                os._exit(FAILED)
+            end_if_superseded()
             os.utime(mine)
+
+
+def _end(sentence: str) -> None:
+    """End this process at once, whatever its standard error is: closed, a broken pipe, one that is full."""
+    try:
+        if sys.stderr and not sys.stderr.closed and select.select([], [sys.stderr], [], 0)[1]:
+            os.write(sys.stderr.fileno(), sentence.encode())
+    finally:
+        os._exit(FAILED)
 
 
 # --- Claims ---
 
 
 def _claim(run: RunDir, name: str, me: Owner, *, wait: bool) -> Path:
-    """Make ``me`` the owner; returns the file that says so. Raises OwnedError, ConfigError."""
+    """Make ``me`` the owner; returns the file that says so. Raises OwnedError, ConfigError.
+
+    wait: for an owner to leave, for so long that one that is still there is at work.
+    """
     with run.writing():
         run.owners.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -245,15 +254,12 @@ def _claim(run: RunDir, name: str, me: Owner, *, wait: bool) -> Path:
         if _is_free(run, claim, me):
             if mine := _take(run, name, claim.number + 1, me):
                 return mine
-        elif time.monotonic() - began > wait * _patience(claim.owner):
+            continue
+        is_here = claim.owner.machine == me.machine
+        seconds = LEAVE_SECONDS if is_here else SILENT_SECONDS + BEAT_SECONDS
+        if not wait or time.monotonic() - began > seconds:
             raise OwnedError(_sentence(run, claim))
-        else:
-            time.sleep(LOOK_SECONDS)
-
-
-def _patience(owner: Owner) -> float:
-    """After so many seconds an owner who is there still is no leftover."""
-    return LEAVE_SECONDS if owner.machine == _machine() else SILENT_SECONDS + BEAT_SECONDS
+        time.sleep(LOOK_SECONDS)
 
 
 def _take(run: RunDir, name: str, number: int, me: Owner) -> Path | None:
@@ -263,47 +269,55 @@ def _take(run: RunDir, name: str, number: int, me: Owner) -> Path | None:
         publish(mine, me.to_json().encode(), replace=False)
     except FileExistsError:
         return None
-    files = list(run.owners.glob(f"{name}.*"))
-    beyond = any(_number(file) > number for file in files)  # a rival removed the claim that had this number
-    for file in [mine] if beyond else files:
-        if beyond or _number(file) < number:
+    if _highest(mine) > number:  # a rival has removed the claim that had this number
+        mine.unlink(missing_ok=True)
+        return None
+    for file in run.owners.glob(f"{name}.*"):
+        if _number(file) < number:
             file.unlink(missing_ok=True)
-    return None if beyond else mine
+    return mine
 
 
 def _newest(run: RunDir, name: str) -> Claim:
-    """The claim to a name that counts; a listing may still show one that was superseded."""
+    """The claim to a name that counts. On NFS a listing may still show one that was removed."""
     give_up = time.monotonic() + SILENT_SECONDS
     while file := max(run.owners.glob(f"{name}.*"), key=_number, default=None):
-        owner = _unless_gone(partial(_read, file), otherwise=None)
-        if owner is not None:
-            return Claim(name, _number(file), file, owner)
+        try:
+            return Claim(name, _number(file), file, _read(file))
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
         if time.monotonic() >= give_up:
             return Claim(name, _number(file), file, UNKNOWN)
-        time.sleep(GONE_SECONDS)
+        time.sleep(LOOK_SECONDS / 10)
     return Claim(name)
-
-
-def _unless_gone(do: Callable[[], Result], *, otherwise: Fallback) -> Result | Fallback:
-    """``do()``, or ``otherwise`` of a file that another host has removed; NFS may say ESTALE then."""
-    try:
-        return do()
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ESTALE):
-            raise
-        return otherwise
 
 
 def _read(file: Path) -> Owner:
     """Who made a claim. Raises OSError."""
     try:
         return Owner(**json.loads(file.read_bytes()))
-    except (ValueError, TypeError):  # half of it, or other bits: what a crash or a disk has left
+    except (ValueError, TypeError):  # half of it, or other bits: left by a crash or a disk
         return UNKNOWN
+
+
+def _highest(claim: Path) -> int:
+    """The highest number among the claims to the same name."""
+    return max(map(_number, claim.parent.glob(f"{claim.stem}.*")), default=0)
 
 
 def _number(file: Path) -> int:
     return int(file.suffix[1:])
+
+
+def _last_sign(file: Path | None) -> float:
+    """When a claim was last touched, by the file system's clock; 0 if it is gone."""
+    try:
+        return file.stat().st_mtime if file else 0.0
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            raise
+        return 0.0
 
 
 def _sentence(run: RunDir, claim: Claim) -> str:
@@ -311,7 +325,7 @@ def _sentence(run: RunDir, claim: Claim) -> str:
     what = str(run.path) if claim.name == LAUNCH else f"{claim.name} of {run.path}"
     if owner == UNKNOWN:
         return (
-            f"{what} may be at work already: {claim.file} is damaged and does not tell who it is; if nobody "
+            f"{what} may be at work already: {claim.file} is damaged and does not tell by whom; if nobody "
             f"is, try again in {SILENT_SECONDS:.0f} s"
         )
     stop = f"kill -USR1 {owner.pid} (on {owner.host})" if owner.pid else f"scancel {owner.job}"
@@ -326,45 +340,31 @@ def _sentence(run: RunDir, claim: Claim) -> str:
 def _is_free(run: RunDir, claim: Claim, me: Owner) -> bool:
     """Whether nobody is at work under a claim."""
     owner = claim.owner
-    if owner == me or not (owner.pid or owner.job):
+    if not (owner.pid or owner.job):
         return True
     if owner.pid and owner.machine == me.machine:
-        return _began(owner.pid) != owner.began
-    if owner.job and owner.job == me.job and not _is_beside(claim, me):
+        left_by_us = owner.pid == me.pid and claim.file not in _ours  # an error cut a try short
+        return left_by_us or _began(owner.pid) != owner.began
+    if _is_of_an_earlier_start(claim, me):
         return True
-    # An MPI rank starts no processes, and its launcher has asked already.
-    slurm_says = _is_working(run, owner) if owner.job and claim.name == LAUNCH else None
-    if slurm_says is False or (slurm_says and not owner.pid):
-        return not slurm_says
-    return _is_silent(run, claim)
+    # An MPI rank starts no processes, and its launcher has asked Slurm already.
+    at_work = _is_at_work(owner.job) if owner.job and claim.name == LAUNCH else None
+    if at_work is False or (at_work and not owner.pid):
+        return not at_work
+    # A job's launcher gives no signs of life, but its ranks do.
+    files = [claim.file] if owner.pid else run.owners.glob("trainer-*")
+    return abs(clock(run) - max(map(_last_sign, files), default=0.0)) > SILENT_SECONDS
 
 
-def _is_silent(run: RunDir, claim: Claim) -> bool:
-    """Whether an owner gives no sign of life any more.
+def _is_of_an_earlier_start(claim: Claim, me: Owner) -> bool:
+    """Whether the owner was at work in this process's own job, but cannot be any more.
 
-    By the clock that stamps the files, unless it has been set: then this host's agrees neither with it nor
-    with the sign, and the owner is watched for longer than it goes without one.
+    A requeued job starts all its processes again, and one job starts its ranks one step after the other; but
+    two ``tba run`` or two elastic searchers may be at work in one job.
     """
-    clock, sign = _clock(run), _last_sign(run, claim)
-    if -BEAT_SECONDS < clock - sign <= SILENT_SECONDS:
-        return False
-    if clock > sign and abs(clock - time.time()) < SILENT_SECONDS / 2:
-        return True
-    end = time.monotonic() + 1.5 * BEAT_SECONDS
-    while time.monotonic() < end:
-        if _last_sign(run, claim) != sign:
-            return False
-        time.sleep(LOOK_SECONDS)
-    return True
-
-
-def _is_beside(claim: Claim, me: Owner) -> bool:
-    """Whether the owner may be at work in the same job, on another node: two ``tba run``, or two alike.
-
-    A requeued job starts afresh, and one job starts its ranks one step after the other.
-    """
-    several = claim.name == LAUNCH or claim.owner.alike
-    return bool(several and claim.owner.pid and claim.owner.restarts == me.restarts)
+    owner = claim.owner
+    several = owner.elastic or (claim.name == LAUNCH and owner.pid)
+    return bool(owner.job) and owner.job == me.job and not (several and owner.restarts == me.restarts)
 
 
 def _began(pid: int) -> int | None:
@@ -377,14 +377,14 @@ def _began(pid: int) -> int | None:
 
 
 def _machine() -> str:
-    """What tells machines, and containers on one, apart: a host's name may be that of others, too."""
+    """Tells machines, and containers on one, apart: host names need not be unique."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
-def _is_working(run: RunDir, owner: Owner) -> bool | None:
-    """Whether the owner's job has processes, as Slurm says; None if it cannot be asked."""
-    command = ["squeue", "--noheader", f"--jobs={owner.job}", "--format=%T %k"]
+def _is_at_work(job: str) -> bool | None:
+    """Whether a job has processes, as Slurm says; None if it cannot be asked."""
+    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
     plain = {key: value for key, value in os.environ.items() if not key.startswith("SQUEUE_")}
     try:
         seen = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_SECONDS, env=plain)
@@ -392,33 +392,4 @@ def _is_working(run: RunDir, owner: Owner) -> bool | None:
         return None
     if seen.returncode:
         return False if "Invalid job id" in seen.stderr else None
-    parts = [line.partition(" ")[::2] for line in seen.stdout.splitlines()]
-    return any(state in AT_WORK and (owner.pid or _is_of(run, comment)) for state, comment in parts)
-
-
-def _is_of(run: RunDir, comment: str) -> bool:
-    """Whether a job's comment, if it has one, names the run: ids come back after years."""
-    return comment in ("", "(null)") or (Path(comment).exists() and run.path.samefile(comment))
-
-
-def _last_sign(run: RunDir, claim: Claim) -> float:
-    """When an owner last gave a sign of life, a job by its ranks; by the file system's clock."""
-    if claim.owner.pid:
-        return _sign_of(claim.file) if claim.file else 0.0
-    ranks = (file for file in run.owners.glob("[!.]*") if not _is_leased(file))
-    return max(map(_sign_of, ranks), default=0.0)
-
-
-def _is_leased(file: Path) -> bool:
-    """Whether it is a claim of one that comes and goes, which lives on without the run's job."""
-    return _unless_gone(lambda: _read(file).alike, otherwise=False)
-
-
-def _clock(run: RunDir) -> float:
-    """The time by the clock that stamps the files of all hosts."""
-    file = run.owners / f".{secrets.token_hex(8)}.tmp"
-    file.touch()
-    try:
-        return file.stat().st_mtime
-    finally:
-        file.unlink()
+    return not AT_WORK.isdisjoint(seen.stdout.split())
