@@ -34,7 +34,7 @@ from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
 from tba_hpc.run.files import DiskFullError
 from tba_hpc.run.notes import REFUSED, write_note
-from tba_hpc.run.owners import OwnedError, claim_for_job, owned, refuse_owned
+from tba_hpc.run.owners import OwnedError, owned, refuse_owned
 
 if TYPE_CHECKING:
     from tba_hpc.report.summary import Summary
@@ -100,7 +100,7 @@ def run(
             typer.echo("".join(f"{sentence}\n" for sentence in changes), nl=False, err=as_json)
             modules.keep(create_run(resolved), resolved, modules.folder_of(config))
             _launch(run_dir, resolved, quiet=as_json)
-    _show_results(run_dir, anew=False, as_json=as_json)
+    _show_results(run_dir, anew=not run_dir.finished, as_json=as_json)
 
 
 @app.command()
@@ -225,21 +225,6 @@ def take_snapshot(run: RunPath) -> None:
     from tba_hpc.launch import snapshot
 
     typer.echo(snapshot.take(RunDir.open(run).path, os.environ.get("SLURM_JOB_ID", "")))
-
-
-@app.command(hidden=True)
-def sides(job: str) -> None:
-    """Print, by component, the nodes that a het Slurm job must not get so that its ranks make one world."""
-    from tba_hpc.launch.sides import sides_of_job
-
-    for number, nodes in sides_of_job(job).items():
-        typer.echo(f"{number} {nodes}")
-
-
-@app.command(hidden=True)
-def claim(run: RunPath) -> None:
-    """Make the Slurm job of this process the owner of RUN, unless another one is at work on it."""
-    claim_for_job(RunDir.open(run))
 
 
 @app.command()

@@ -5,7 +5,6 @@ import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from tba_hpc.commands.lend import lend
 from tba_hpc.config import ConfigError, parse_config, shipped
 from tba_hpc.launch.plan import Site, load_site, plan, searchers_of_a_node
-from tba_hpc.launch.sbatch import SUPERVISOR, Job, batch_script, elastic_script
+from tba_hpc.launch.sbatch import SUPERVISOR, TBA, Job, batch_script, elastic_script
 from tba_hpc.run.directory import RunDir
 
 REPOSITORY = Path(__file__).parents[1]
@@ -54,8 +53,8 @@ def test_scripts_of_elastic_searchers_are_as_accepted(name: str) -> None:
     site = load_site(SITES[name])
     config = parse_config({"model": {"path": "none"}, "launch": {"elastic": 32}})
     searcher = searchers_of_a_node(config, site)
-    code = Path("/shared/runs/math-seed0/code/tba_hpc/launch/elastic_supervisor.sh")
-    job = Job(name="tba-search-math", run=Path("/shared/runs/math-seed0"), supervisor=code)
+    code = Path("/shared/runs/math-seed0/code/tba_hpc/launch/job_supervisor.sh")
+    job = Job(name="tba-search-math", run=Path("/shared/runs/math-seed0"), supervisor=code, rank=TBA)
     _assert_as_accepted(f"{name}.elastic", elastic_script(job, 4, searcher, site))
 
 
@@ -337,74 +336,22 @@ def test_steps_get_the_environment_of_the_script_and_no_options_of_a_shell() -> 
     assert _bash(program, STEP_MEMORY="") == "SLURM_EXPORT_ENV=ALL\n\n"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "hosts", "expected"),
-    [
-        (4, "a b", "a a b b"),
-        (7, "a b", "a a a a b b b"),
-        (2, "a b c", "a b"),
-        (3, "a", "a a a"),
-        (3, "a b c", "a b c"),
-    ],
-)
-def test_ranks_are_spread_in_blocks(ranks: int, hosts: str, expected: str) -> None:
-    assert _bash(f"source {SUPERVISOR}; spread {ranks} {hosts}").split() == expected.split()
-
-
-def test_only_the_leaders_word_makes_a_run_finished(tmp_path: Path) -> None:
-    check = f"source {SUPERVISOR}; finished && echo yes || echo no"
-    assert _bash(check, RUN=str(tmp_path)) == "no\n"
-    (tmp_path / "finished").touch()
-    assert _bash(check, RUN=str(tmp_path)) == "yes\n"
-
-
-def test_progress_is_a_shard_or_a_checkpoint_sealed_since_the_start(tmp_path: Path) -> None:
-    check = f"source {SUPERVISOR}; progress && echo yes || echo no"
-    for folder in ("slurm", "shards/searcher-0000", "checkpoints/step-000002"):
-        (tmp_path / folder).mkdir(parents=True)
-    old = tmp_path / "shards/searcher-0000/000000.h5"
-    old.touch()
-    os.utime(old, (1, 1))
-    (tmp_path / "slurm/start").touch()
-    os.utime(tmp_path / "slurm/start", (2, 2))
-    assert _bash(check, RUN=str(tmp_path)) == "no\n"
-    (tmp_path / "checkpoints/step-000002/state.json").touch()
-    assert _bash(check, RUN=str(tmp_path)) == "no\n", "a checkpoint without COMPLETE is none"
-    (tmp_path / "shards/searcher-5000").mkdir()
-    (tmp_path / "shards/searcher-5000/000000.h5").touch()
-    assert _bash(check, RUN=str(tmp_path)) == "no\n", "searchers of other jobs work on"
-    (tmp_path / "checkpoints/step-000002/COMPLETE").touch()
-    assert _bash(check, RUN=str(tmp_path)) == "yes\n"
-
-
-def test_ranks_that_were_asked_before_they_listened_have_stopped_not_failed(tmp_path: Path) -> None:
-    check = f"source {SUPERVISOR}; STOP=1; for code in 14 137 138; do unheard $code && echo $code; done; true"
-    for folder in ("slurm", "logs/latest"):
-        (tmp_path / folder).mkdir(parents=True)
-    assert _bash(check, RUN=str(tmp_path)) == "14\n138\n", "137: they hung, and were ended"
-    (tmp_path / "logs/latest/at-work").touch()
-    assert _bash(check, RUN=str(tmp_path)) == "", "the trainer was at work"
-    (tmp_path / "logs/latest/at-work").unlink()
-    (tmp_path / "logs/latest/refused-trainer-0000.txt").write_text("there is no such model\n")
-    assert _bash(check, RUN=str(tmp_path)) == "", "one met what only the user can mend"
-
-
-def test_awaiting_survives_signals_and_returns_the_childs_status() -> None:
+def test_awaiting_survives_signals_and_returns_the_childs_status(tmp_path: Path) -> None:
     program = f"""
     source {SUPERVISOR}; say() {{ :; }}; SAVE_SECONDS=60
-    (trap 'exit 7' USR1; for i in $(seq 100); do sleep 0.05; done) & STEP=$!
+    (trap 'exit 7' USR1; for i in $(seq 100); do sleep 0.05; done) & step=$!
     (sleep 0.3; kill -USR1 $$) &
-    await $STEP; echo "$? $STOP"; kill $GUARD
+    await_step $step; echo "$? $STOP"
     """
-    assert _bash(program) == "7 1\n"
+    (tmp_path / "slurm").mkdir()
+    assert _bash(program, RUN=str(tmp_path)) == "7 1\n"
+    assert (tmp_path / "slurm/asked").exists()
 
 
 WATCHED = """
-say() { :; }; SLURM_JOB_ID=1; unset SECONDS; SECONDS=0  # bash counts it no more
-mkdir -p "$RUN/owners" "$RUN/slurm"; cd "$RUN"
-now=0  # time goes by in the fakes alone
-sleep() { now=$((now + $1)) SECONDS=$now; command sleep 0.01; rank; [ $now -lt 600 ]; }
-squeue() { echo $now >> asked; echo 1.batch; step; true; }
+say() { :; }; SLURM_JOB_ID=1 now=0 WATCH_SECONDS=60; mkdir -p "$RUN/owners" "$RUN/slurm"; cd "$RUN"
+sleep() { now=$((now + $1)); command sleep 0.02; rank; [ $now -lt 600 ]; }  # time passes in the fakes alone
+squeue() { echo 1.batch; step; true; }
 command sleep 60 & srun=$!
 watch_step "$srun"
 echo $now; kill "$srun" 2>/dev/null; true
@@ -414,142 +361,65 @@ echo $now; kill "$srun" 2>/dev/null; true
 @pytest.mark.parametrize(
     ("rank", "step", "seconds"),
     [
-        ("touch owners/trainer", "echo 1.3", 600),
-        (":", "echo 1.3", 600),
         ("touch owners/trainer", ":", 600),
-        ("[ $now -gt 200 ] || touch owners/trainer", ":", 230),
-        ("touch owners/searcher-5000.000001; [ $now -gt 200 ] || touch owners/trainer", ":", 230),
-        ("[ $now -gt 200 ] || touch owners/trainer", "[ $now -gt 300 ] || echo 1.3", 350),
-        (":", ":", 150),
-        (":", "[ $now -gt 300 ] || echo 1.3", 390),
+        (":", "echo 1.3", 600),
+        ("[ $now -gt 200 ] || touch owners/trainer", ":", 300),
+        ("touch owners/searcher-5000.000001; [ $now -gt 200 ] || touch owners/trainer", ":", 300),
+        (":", "[ $now -gt 300 ] || echo 1.3", 420),
+        ("[ $now = 120 ] || touch owners/trainer", "[ $now -gt 300 ] || echo 1.3", 600),
+        (":", "[ $now = 120 ] || echo 1.3", 600),
     ],
-    ids=[
-        "ranks-at-work",
-        "silent-ranks",
-        "a-glitch",
-        "its-step-ended",
-        "its-step-ended-others-search-on",
-        "its-silent-step-ended",
-        "it-never-had-one",
-        "its-silent-step-ended-late",
-    ],
+    ids=["at-work", "silent", "ended", "ended-others-search-on", "ended-late", "silent-once", "hidden-once"],
 )
 def test_an_srun_that_outlives_its_step_is_ended(tmp_path: Path, rank: str, step: str, seconds: int) -> None:
-    """rank, step: what leaves a sign of life, and what squeue shows. At most a question in two minutes."""
+    """rank, step: what leaves a sign of life, and what squeue shows."""
     program = f"source {SUPERVISOR}; rank() {{ {rank}; }}; step() {{ {step}; }}; {WATCHED}"
     assert int(_bash(program, RUN=str(tmp_path))) == seconds
-    asked = tmp_path / "asked"
-    times = [int(time) for time in asked.read_text().split()] if asked.exists() else []
-    assert all(later - before >= 120 for before, later in pairwise(times))
-    assert bool(times) != (rank == "touch owners/trainer"), (
-        "ranks that give signs of life are not asked after"
-    )
 
 
 FAKES = """
-say() { :; }; event() { :; }; ending() { false; }; refuse() { echo "refused: $1"; exit 2; }
+say() { :; }; ending() { false; }; TRAINERS=1 SEARCHERS=4 SAVE_SECONDS=60 RELAUNCHES=2
 allocated() { case ${1:-} in 0) echo node2 ;; 1) seq -f node%g 3 4 ;; *) seq -f node%g 2 4 ;; esac; }
 lines() { tr , '\\n' <<< "$1"; }
 scontrol() { if [ $2 = hostnames ]; then lines "$3"; else lines "$3" | sort | paste -sd,; fi; }
 timeout() { shift 3; "$@"; }
+srun() { echo x >> "$RUN/sruns"; printf '%s\\n' node2 node4; }
+tba() { printf '%s|' "${@//$'\\n'/ }" >> "$RUN/asked"; echo >> "$RUN/asked"; echo noise; echo "$ANSWER"; }
+TBA=(tba)
 """
 
 
 @pytest.mark.parametrize(
-    ("answers", "placed"),
+    ("het", "answer", "result"),
     [
-        ("node2 node3 node4", "yes 2"),
-        ("node2 node4", "no answer came from node3 4"),
-        ("node2 !node3 node4", "refused: node3 does not see"),
-        ("", "no answer came from node2 node3 node4 4"),
+        ("2", "go 3 4 attempt-001", "0 go 2"),
+        ("1", "go 2 2 attempt-001", "0 go 1"),
+        ("2", "look", "1 look 4"),
+        ("1", "queue 0=a 1=b", "1 queue 1"),
     ],
 )
-def test_one_step_of_a_component_tells_which_nodes_answer(tmp_path: Path, answers: str, placed: str) -> None:
-    """srun says who answers, whom it was not asked for left out; two steps a look, and at most two looks."""
-    program = f"""
-    source {SUPERVISOR}; {FAKES}
-    srun() {{ echo x >> "$RUN/sruns"; printf "%s\n" {answers}; }}
-    if place_components; then echo "yes $(wc -l < "$RUN/sruns")"; else echo "$WHY $(wc -l < "$RUN/sruns")"; fi
-    """
-    done = subprocess.run(
-        ["bash", "-c", program],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "RUN": str(tmp_path), "SLURM_JOB_ID": "1"},
-    )
-    assert done.stdout.strip().startswith(placed), done.stderr
-
-
-def test_a_homogeneous_job_does_without_a_node_that_does_not_answer(tmp_path: Path) -> None:
-    (tmp_path / "slurm").mkdir()
-    program = f"""
-    source {SUPERVISOR}; {FAKES} NODES=3 TRAINER_NODES=1 TRAINERS=1 SEARCHERS_PER_NODE=2
-    srun() {{ echo x >> "$RUN/sruns"; printf "%s\n" node2 node4; }}
-    place_ranks && echo $NODES_LEFT $SEARCHERS $(wc -l < "$RUN/sruns") $(cat "$RUN/slurm/hosts")
-    """
-    assert _bash(program, RUN=str(tmp_path), SLURM_JOB_ID="1") == "2 2 1 node2 node4 node4\n"
-
-
-def test_a_job_of_trainers_alone_ends_with_a_lost_node_and_is_queued_again() -> None:
-    """Unlike one that goes on with fewer searchers."""
-    config = parse_config(
-        {"model": {"path": "none"}, "train": {"prompts_per_step": 12}, "launch": {"elastic": 4}}
-    )
-    job = Job(name="tba-math", run=Path("/shared/runs/math-seed0"))
-    text = batch_script(job, plan(config, Site(), 3, 3), Site())
-    assert "trainers alone" in text and "--no-kill" not in text and "#SBATCH --requeue" in text
-
-
-@pytest.mark.parametrize(
-    ("answers", "placed"),
-    [
-        ("node2 node4 node5", "3 node2 node2 node4 node4 node5 node5"),
-        ("node2 node4", "no answer came from node5"),
-    ],
-)
-def test_a_job_of_trainers_alone_needs_all_its_nodes(tmp_path: Path, answers: str, placed: str) -> None:
-    (tmp_path / "slurm").mkdir()
-    program = f"""
-    source {SUPERVISOR}; {FAKES} NODES=3 TRAINER_NODES=3 TRAINERS=6 SEARCHERS=0 SEARCHERS_PER_NODE=0
-    allocated() {{ printf "%s\n" node2 node4 node5; }}
-    srun() {{ printf "%s\n" {answers}; }}
-    if place_ranks; then echo $NODES_LEFT $(cat "$RUN/slurm/hosts"); else echo "$WHY"; fi
-    """
-    assert _bash(program, RUN=str(tmp_path), SLURM_JOB_ID="1").splitlines()[-1] == placed
-
-
-@pytest.mark.parametrize(
-    ("sealed", "said", "status"),
-    [
-        (True, "this site does not requeue: submit the same run again to go on", 0),
-        (False, "nothing was sealed (no answer came from node3), and this site does not requeue", 2),
-    ],
-)
-def test_a_job_that_may_not_requeue_succeeds_only_with_work_done(
-    tmp_path: Path, sealed: bool, said: str, status: int
+def test_one_step_of_a_component_tells_which_nodes_answer(
+    tmp_path: Path, het: str, answer: str, result: str
 ) -> None:
-    for folder in ("slurm", "shards", "checkpoints"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "slurm/allocated").touch()
-    os.utime(tmp_path / "slurm/allocated", (1, 1))
-    if sealed:
-        (tmp_path / "shards/000000.h5").touch()
-    program = f"""
-    source {SUPERVISOR}; REQUEUE=no WHY="no answer came from node3"; state_of() {{ echo RUNNING; }}
-    requeue
-    """
-    done = subprocess.run(
-        ["bash", "-c", program],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "RUN": str(tmp_path), "SLURM_JOB_ID": "1"},
+    """What srun says is passed on; two steps a look in a het job, and at most two looks."""
+    show = 'place; echo "$? $NEXT $(wc -l < "$RUN/sruns")"'
+    said = _bash(
+        f"source {SUPERVISOR}; {FAKES} {show}",
+        RUN=str(tmp_path),
+        SLURM_JOB_ID="1",
+        SLURM_HET_SIZE=het,
+        ANSWER=answer,
     )
-    assert (done.returncode, said in done.stdout) == (status, True), done.stdout + done.stderr
+    assert said == f"{result}\n"
+    asked = (tmp_path / "asked").read_text().splitlines()[0]
+    first, second = ("node2", "node3 node4") if het == "2" else ("node2 node3 node4", "")
+    answers = "node2 node4 node2 node4" if het == "2" else "node2 node4"
+    assert asked.startswith(f"supervise|start|{tmp_path}|")
+    assert f"|--first|{first}|--second|{second}|--answers|{answers}|" in asked
 
 
 QUEUE = """
-say() { echo "$1"; }; event() { :; }; for_good() { false; }; count_idle() { :; }; choose_sides() { :; }
-ANSWER_SECONDS=9 ANSWER_PAUSE=0 REQUEUE=yes
+say() { echo "$1"; }; event() { :; }; ANSWER_SECONDS=9 ANSWER_PAUSE=0
 nth() { echo x >> "$RUN/$1"; [ "$(wc -l < "$RUN/$1")" -ge "$2" ]; }
 """
 """``nth NAME N``: whether it was called so often under that name."""
@@ -576,7 +446,7 @@ def test_a_controller_that_is_silent_for_a_while_costs_no_requeue(
     program = f"""
     source {SUPERVISOR}; {QUEUE}
     squeue() {{ {squeue}; }}; scontrol() {{ {scontrol}; }}
-    (requeue); echo $?
+    (refuse_end; queue_again); echo $?
     """
     said = _bash(program, RUN=str(tmp_path), SLURM_JOB_ID="1")
     assert fnmatch(said, ends.replace("…", "*").replace("[", "[[]"))
@@ -587,11 +457,54 @@ def test_of_an_array_one_job_is_looked_at_and_queued_again(tmp_path: Path) -> No
     program = f"""
     source {SUPERVISOR}; {QUEUE}
     squeue() {{ echo "$@" >> "$RUN/asked"; echo RUNNING; }}; scontrol() {{ echo "$@" >> "$RUN/asked"; }}
-    (requeue); cat "$RUN/asked"
+    (refuse_end; queue_again); cat "$RUN/asked"
     """
     array = {"SLURM_ARRAY_JOB_ID": "36", "SLURM_ARRAY_TASK_ID": "2"}
     said = _bash(program, RUN=str(tmp_path), SLURM_JOB_ID="36", **array)
     assert "--jobs=36_2 " in said and said.endswith("requeue 36_2\n")
+
+
+LIFE = """
+say() { :; }; event() { :; }; place_caches() { :; }; job_end() { :; }; ending() { false; }
+SLURM_NTASKS=1 RELAUNCHES=2 SAVE_SECONDS=60 TRAINERS=1 SEARCHERS=1
+squeue() { echo "7 n1"; }
+state() { echo RUNNING; }; sleep() { command sleep 0.01; }
+scontrol() { [ "$1" != requeue ] || echo "requeued $2" > "$RUN/said"; }
+tba() { echo -n "$2 " >> "$RUN/turns"; read -r answer < "$RUN/answers"; sed -i 1d "$RUN/answers"
+    [ "$answer" != crash ] && echo "$answer"; }
+TBA=(tba)
+ranks() { return 9; }
+"""
+
+
+@pytest.mark.parametrize(
+    ("life", "answers", "turns", "ends"),
+    [
+        ("run_to_the_end", "exit 2", "begin", 2),
+        ("run_to_the_end", "go, go 1 1 a, exit 0", "begin start ended", 0),
+        ("run_to_the_end", "go, go 1 1 a, again 1, go 1 1 b, exit 9", "begin start ended start ended", 9),
+        ("run_to_the_end", "go, go 1 1 a, queue, queue", "begin start ended leave", "requeued"),
+        ("run_to_the_end", "go, look, queue, queue", "begin start start leave", "requeued"),
+        ("run_to_the_end", "go, go 1 1 a, crash, crash", "begin start ended leave", "requeued"),
+        ("REQUEUE=no run_to_the_end", "go, go 1 1 a, crash, crash", "begin start ended leave", 1),
+        ("run_to_the_end", "crash", "begin", 1),
+        ("search_for_a_while", "again 1, queue", "searched searched", "requeued"),
+        ("search_for_a_while", "exit 3", "searched", 3),
+        ("STOP=1; search_for_a_while", "", "", "requeued"),
+    ],
+)
+def test_a_job_does_what_it_is_told_at_every_turn(
+    tmp_path: Path, life: str, answers: str, turns: str, ends: int | str
+) -> None:
+    """Where nobody answers, a job goes back to the queue rather than to ruin."""
+    (tmp_path / "answers").write_text(answers.replace(", ", "\n") + "\n")
+    for name in ("turns", "said", "config.yaml"):
+        (tmp_path / name).touch()
+    program = f"source {SUPERVISOR}; {LIFE}\n({life}); echo $?"
+    code = int(_bash(program, RUN=str(tmp_path), SLURM_JOB_ID="7"))
+    assert (tmp_path / "turns").read_text().split() == turns.split()
+    requeued = "requeued 7" in (tmp_path / "said").read_text()
+    assert ((code, requeued) == (0, True)) if ends == "requeued" else ((code, requeued) == (ends, False))
 
 
 # --- Nodes lent to a run ---
@@ -614,126 +527,7 @@ def test_elastic_searchers_are_an_array_of_jobs_with_as_many_as_fit_a_node(
     assert {*wanted, "--gres=gpu:4", "--requeue", "--open-mode=append", "--signal=B:USR1@300"} <= {
         *directives
     }
-    assert text.endswith("\nsearch_for_a_while\n") and "elastic_supervisor.sh" in text
+    assert text.endswith("\nsearch_for_a_while\n")
     assert '--ntasks="$1" --cpus-per-task=8 --kill-on-bad-exit=0 ' in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     assert not (run.path / "slurm").exists()
-
-
-# --- elastic_supervisor.sh ---
-
-
-@pytest.mark.parametrize(
-    ("asked", "codes", "finished", "ends"),
-    [
-        (True, "0", False, "requeued 7\n0\n"),
-        (True, "0", True, "0\n"),
-        (False, "0", True, "0\n"),
-        (False, "0", False, "requeued 7\n0\n"),  # preempted by TERM, of which only the searchers heard
-        (False, "3", False, "0\n"),  # no place
-        (False, "137 1 0", False, "requeued 7\n0\n"),  # two failures that another start mends
-        (False, "137 1 3", False, "0\n"),
-        (False, "1 1 137 0", False, "137\n"),  # more than RELAUNCHES
-        (False, "2 0", False, "2\n"),  # what only the user can mend
-    ],
-)
-def test_a_job_that_searches_comes_back_until_the_run_is_finished(
-    asked: bool, codes: str, finished: bool, ends: str, tmp_path: Path
-) -> None:
-    assert _searched(tmp_path, codes, asked=asked, finished=finished) == ends
-
-
-def test_searchers_that_were_there_for_long_have_not_failed_at_once(tmp_path: Path) -> None:
-    assert _searched(tmp_path, "1 1 137 0", long_seconds=0) == "requeued 7\n0\n"
-
-
-def test_searchers_that_slurm_ends_with_their_job_are_not_started_again(tmp_path: Path) -> None:
-    assert _searched(tmp_path, "137 0", state="COMPLETING") == "0\n"
-    assert (tmp_path / "codes").read_text() == "0\n", "the second start never was"
-
-
-def _searched(
-    run: Path,
-    codes: str,
-    *,
-    asked: bool = False,
-    finished: bool = False,
-    long_seconds: int = 300,
-    state: str = "RUNNING",
-) -> str:
-    """What a job did, and its status; its searchers end with these codes, start by start.
-
-    asked: to stop, while they are there. finished: the run, when they end. state: of the job, for Slurm.
-    """
-    (run / "config.yaml").touch()
-    (run / "slurm").mkdir()
-    (run / "codes").write_text(codes.replace(" ", "\n") + "\n")
-    over = 'touch "$RUN/finished"' if finished else ":"
-    ask = "(command sleep 0.3; kill -USR1 $me) &" if asked else ""
-    program = f"""
-    exec 3>&1
-    (
-        SLURM_JOB_ID=7 SLURM_NTASKS=1 REQUEUE=yes RELAUNCHES=2 SAVE_SECONDS=60
-        source {SUPERVISOR.with_name("elastic_supervisor.sh")}; say() {{ :; }}
-        LONG_SECONDS={long_seconds}
-        squeue() {{ echo {state}; }}
-        sleep() {{ command sleep 0.05; }}
-        scontrol() {{ echo "$1d" "$2" >&3; }}
-        insist() {{ kill -USR1 "$1"; }}
-        ranks() {{
-            local asked=0 code; trap 'asked=1' USR1
-            for i in $(seq 100); do [ $asked = {int(asked)} ] && break; sleep; done
-            read -r code < "$RUN/codes"; sed -i 1d "$RUN/codes"
-            {over}; exit "$code"
-        }}
-        me=$BASHPID; {ask}
-        search_for_a_while
-    )
-    echo $?
-    """
-    return _bash(program, RUN=str(run))
-
-
-# --- keep_searching.sh ---
-
-
-@pytest.mark.parametrize(
-    ("codes", "ends", "starts"),
-    [
-        ("0", 0, 1),
-        ("2 0", 2, 1),  # what only the user can mend
-        ("3 0", 3, 1),  # no place
-        ("137 1 0", 0, 3),
-        ("1 1 137 0", 137, 3),  # more than twice in a row
-    ],
-)
-def test_an_elastic_searcher_is_started_again_by_itself(
-    codes: str, ends: int, starts: int, tmp_path: Path
-) -> None:
-    assert _kept(tmp_path, codes, status=ends) == starts
-
-
-def test_of_a_searcher_that_was_there_for_long_no_crash_is_counted(tmp_path: Path) -> None:
-    assert _kept(tmp_path, "1 1 1 1 0", LONG_SECONDS="0") == 5
-
-
-def test_a_searcher_that_was_asked_to_go_is_not_started_again(tmp_path: Path) -> None:
-    """Though it crashed on its way, as one that is still importing does."""
-    assert _kept(tmp_path, "138 0", before="kill -USR1 $PPID; sleep 0.3") == 1
-    assert (tmp_path / "said").read_text() == "", "that was no crash"
-
-
-def _kept(folder: Path, codes: str, *, before: str = ":", status: int = 0, **variables: str) -> int:
-    """How often a searcher that ends with these codes, start by start, is started."""
-    (folder / "codes").write_text(codes.replace(" ", "\n") + "\n")
-    searcher = folder / "searcher"
-    searcher.write_text(
-        f'#!/bin/bash\necho >> "{folder}/starts"\n{before}\n'
-        f'read -r code < "{folder}/codes"; sed -i 1d "{folder}/codes"; exit "$code"\n'
-    )
-    searcher.chmod(0o700)
-    names = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURMD_NODENAME": "node1"}
-    kept = SUPERVISOR.with_name("keep_searching.sh")
-    program = f'sleep() {{ :; }}; export -f sleep; bash "{kept}" 2 "{searcher}"'
-    (folder / "said").write_text(_bash(program, status, **names, **variables))
-    return len((folder / "starts").read_text().splitlines())

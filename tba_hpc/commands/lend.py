@@ -14,7 +14,7 @@ from tba_hpc.config import Config, ConfigError
 from tba_hpc.core.wording import count
 from tba_hpc.launch import slurm, snapshot
 from tba_hpc.launch.plan import Site, load_site, searchers_of_a_node
-from tba_hpc.launch.sbatch import ELASTIC_SUPERVISOR, TBA, Job, elastic_script
+from tba_hpc.launch.sbatch import SUPERVISOR, TBA, Job, elastic_script
 from tba_hpc.run.directory import RunDir
 
 
@@ -49,8 +49,9 @@ def lend(
     job = Job(
         name=f"tba-search-{config.run.name}",
         run=run.path,
-        supervisor=code / ELASTIC_SUPERVISOR.relative_to(snapshot.PACKAGE.parent),
+        supervisor=code / SUPERVISOR.relative_to(snapshot.PACKAGE.parent),
         code=None if site.container else code,
+        rank=[*site.python, *TBA[1:]],
         tba=[*site.python, *TBA[1:]],
     )
     text = elastic_script(job, nodes, searcher, site)

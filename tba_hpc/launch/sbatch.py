@@ -1,7 +1,7 @@
 """The batch script of a plan, as text: pure, so that golden files can hold it.
 
-What a script does is in two places: the text made here says who works where; ``job_supervisor.sh``,
-which it sources, brings the run to its end. Facts behind the options: ``docs/slurm.md``.
+The text made here says who works where; ``job_supervisor.sh``, which it sources, brings the run to its end.
+Facts behind the options: ``docs/slurm.md``.
 """
 
 from __future__ import annotations
@@ -33,9 +33,6 @@ SUPERVISOR = Path(__file__).with_name("job_supervisor.sh")
 
 VERBS: dict[Role, tuple[str, str]] = {"trainer": ("train", "$TRAINERS"), "searcher": ("search", "$SEARCHERS")}
 """What the ranks of a role are started as, and the variable with their number."""
-
-ELASTIC_SUPERVISOR = Path(__file__).with_name("elastic_supervisor.sh")
-"""The one of jobs of elastic searchers."""
 
 SPARE_SECONDS = 30
 """Kept back of the time between signal and end, for the requeue itself."""
@@ -71,7 +68,7 @@ def batch_script(job: Job, plan: Plan, site: Site) -> str:
         _settings(job, plan, site),
         _surroundings(job, plan, site),
         _het_step(plan, site) if het else _homogeneous_step(plan, site),
-        f"run_to_the_end {'place_components' if het else 'place_ranks'}\n",
+        "run_to_the_end\n",
     ]
     return "\n".join(parts)
 
@@ -113,7 +110,9 @@ def _homogeneous_header(job: Job, plan: Plan, site: Site) -> str:
     roles = "both roles" if plan.searcher.ranks else "trainers alone, which need every node of it"
     text = _common(job, site) + f"\n# One allocation for {roles}.\n" + _directives(options)
     if plan.nodes > 1 and plan.searcher.ranks:
-        text += "# A lost node, unless the first, does not end the job: the ranks start again on the rest.\n"
+        text += (
+            "# A lost node does not end the job, unless it is the first: the ranks start again on the rest.\n"
+        )
         text += "#SBATCH --no-kill\n"
     return text
 
@@ -275,8 +274,7 @@ def _homogeneous_step(plan: Plan, site: Site) -> str:
 def elastic_script(job: Job, nodes: int, searcher: Component, site: Site) -> str:
     """Text of the sbatch file of an array of ``nodes`` one-node jobs of elastic searchers.
 
-    job: its supervisor is ELASTIC_SUPERVISOR. searcher: those of one node. Raises ConfigError as
-    ``batch_script`` does.
+    searcher: those of one node. Raises ConfigError as ``batch_script`` does.
     """
     nobody = Component(role="trainer", nodes=1, ranks=0, ranks_per_node=0, cpus_per_rank=0)
     plan = Plan(form="homogeneous", nodes=1, trainer=nobody, searcher=searcher, why="")
@@ -296,18 +294,18 @@ def elastic_script(job: Job, nodes: int, searcher: Component, site: Site) -> str
         *_setup(site),
         _settings(job, plan, site),
         _surroundings(job, plan, site),
-        _elastic_step(job, searcher, site),
+        _elastic_step(searcher, site),
         "search_for_a_while\n",
     ]
     return "\n".join(parts)
 
 
-def _elastic_step(job: Job, searcher: Component, site: Site) -> str:
-    # Each searcher is on its own, so there is no MPI among them.
+def _elastic_step(searcher: Component, site: Site) -> str:
+    # Each searcher is on its own, so there is no MPI among them; "${RANK[@]}" is `tba` inside the container.
     cpus = f"--cpus-per-task={searcher.cpus_per_rank}"
     srun = f'srun --mpi=none --ntasks="$1" {cpus} --kill-on-bad-exit=0{_extra(site)}{step_options(site)}'
     return (
         "ranks() {   # so many searchers, each for itself\n"
-        f'    exec {srun} \\\n        bash "$SEARCHING" "$RELAUNCHES" {inside(job.tba, site)} search "$RUN"\n'
+        f'    exec {srun} \\\n        "${{RANK[@]}}" supervise keep "$RUN" --relaunches "$RELAUNCHES"\n'
         "}\n"
     )

@@ -6,10 +6,13 @@ import json
 import os
 import time
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import parse_json_lines
+
+if TYPE_CHECKING:  # it imports the config, which batch scripts do without
+    from tba_hpc.run.directory import RunDir
 
 
 def log_event(run: RunDir, event: str, **extra: object) -> None:
@@ -38,10 +41,15 @@ def log_event(run: RunDir, event: str, **extra: object) -> None:
 
     ``job_supervisor.sh`` writes such lines too. A line that cannot be written, on a full disk, is left out.
     """
+    append_event(run.events_file, event, **extra)
+
+
+def append_event(file: Path, event: str, **extra: object) -> None:
+    """As ``log_event``, to a file."""
     job, restarts = os.environ.get("SLURM_JOB_ID", ""), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     line = json.dumps({"time": time.time(), "event": event, "job": job, "restarts": restarts, **extra})
-    with suppress(OSError), run.events_file.open("ab", buffering=0) as file:
-        file.write(line.encode() + b"\n")
+    with suppress(OSError), file.open("ab", buffering=0) as events:
+        events.write(line.encode() + b"\n")
 
 
 def read_events(run: RunDir) -> list[dict[str, Any]]:

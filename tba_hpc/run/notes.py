@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from tba_hpc.core.types import Role
-from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import write_atomic
+
+if TYPE_CHECKING:  # they import config and numpy, which batch scripts do without
+    from tba_hpc.core.types import Role
+    from tba_hpc.run.directory import RunDir
 
 REFUSED = 2
 """Exit status of a rank, a run or a command that ended by something that only the user can fix."""

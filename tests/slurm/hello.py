@@ -1,6 +1,6 @@
-"""A run in miniature, in place of ``tba`` under Slurm: ``create``, ``prepare``, and ranks that count steps.
+"""A run in miniature, in place of ``tba`` under Slurm: ``create``, ``supervise``, and ranks that count steps.
 
-Each rank leaves RUN/ranks/<start>-<rank>.json. A step is 0.1 s and seals a file in RUN/shards. HELLO_STEPS is
+Each rank leaves RUN/ranks/<start>-<rank>.json. A step is 0.1 s and seals a shard. HELLO_STEPS is
 how many there are. USR1 or TERM ends the ranks together, as the real ones do. With HELLO_SENTENCE, a sentence
 for the user, the searchers refuse to work.
 """
@@ -17,15 +17,6 @@ from typing import Any
 asked: list[int] = []
 
 
-def prepare(run: Path, overrides: list[str]) -> None:
-    """What ``tba prepare`` does before each start; here it also counts the starts."""
-    for folder in ("shards", "checkpoints", "logs", "ranks"):
-        (run / folder).mkdir(exist_ok=True)
-    (run / "logs" / "latest").mkdir(exist_ok=True)
-    with (run / "starts").open("a") as file:
-        print(" ".join(overrides), file=file)
-
-
 def work(role: str, run: Path) -> None:
     """A rank: says who it is, then takes part in every step."""
     from mpi4py import MPI
@@ -40,7 +31,8 @@ def work(role: str, run: Path) -> None:
         "restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         "job_end": float(os.environ["TBA_JOB_END"]),
     }
-    start = len((run / "starts").read_text().splitlines())
+    start = int(os.environ["TBA_ATTEMPT"].removeprefix("attempt-"))
+    (run / "ranks").mkdir(exist_ok=True)
     half = run / "ranks" / f"{start}-{world.rank}.part"  # tests look while ranks write
     half.write_text(json.dumps(record))
     half.rename(half.with_suffix(".json"))
@@ -48,11 +40,13 @@ def work(role: str, run: Path) -> None:
         (run / "logs" / "latest" / f"refused-searcher-{world.rank:04d}.txt").write_text(sentence + "\n")
         sys.exit(2)
     time.sleep(0.5)  # as MpiWorld.join does, and why
-    steps, done = int(os.environ["HELLO_STEPS"]), len(list((run / "shards").iterdir()))
+    shards = run / "shards/searcher-0000"
+    shards.mkdir(parents=True, exist_ok=True)
+    steps, done = int(os.environ["HELLO_STEPS"]), len(list(shards.iterdir()))
     while not anyone(world, bool(asked)) and not anyone(world, world.rank == 0 and done >= steps):
         time.sleep(0.1)
         if world.rank == 0:
-            (run / "shards" / f"{done:06d}.h5").touch()
+            (shards / f"{done:06d}.h5").touch()
             done += 1
     if world.rank == 0:
         if done >= steps:
@@ -76,19 +70,12 @@ if __name__ == "__main__":
     verb, place = sys.argv[1], Path(sys.argv[2])
     if verb == "create":
         print(os.environ["HELLO_RUN"])
-    elif verb == "sides":
-        from tba_hpc.launch.sides import sides_of_job
-
-        print(*(f"{number} {nodes}" for number, nodes in sides_of_job(str(place)).items()), sep="\n")
     elif verb == "snapshot":
         print(Path(__file__).parents[2])
-    elif verb == "claim":
-        from tba_hpc.run.directory import RunDir
-        from tba_hpc.run.owners import claim_for_job
+    elif verb == "supervise":
+        from tba_hpc.launch import supervise
 
-        claim_for_job(RunDir.open(place))
-    elif verb == "prepare":
-        prepare(place, sys.argv[3:])
+        sys.exit(supervise.main(sys.argv[2:]))
     else:
         from tba_hpc.run.directory import RunDir
         from tba_hpc.run.notes import rank_name

@@ -18,7 +18,7 @@ from slurm_testbed.cluster import Cluster
 from tba_hpc.config import parse_config
 from tba_hpc.launch import LaunchError, slurm, stop
 from tba_hpc.launch.plan import plan, searchers_of_a_node
-from tba_hpc.launch.sbatch import ELASTIC_SUPERVISOR, Job, batch_script, elastic_script
+from tba_hpc.launch.sbatch import Job, batch_script, elastic_script
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event
 from tests.slurm.test_submit import (
@@ -31,6 +31,7 @@ from tests.slurm.test_submit import (
     _ranks,
     _run,
     _site,
+    _starts,
     _working,
 )
 
@@ -54,6 +55,11 @@ run.mark_finished()
 VISITOR = """
 import os, signal, sys, time
 from pathlib import Path
+if sys.argv[1] == "supervise":
+    from tba_hpc.launch import supervise
+    if sys.argv[2] != "keep":
+        sys.exit(supervise.main(sys.argv[2:]))
+    sys.exit(supervise.keep([sys.executable, __file__, "search", sys.argv[3]], 3))
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
 Path(sys.argv[2], f"visitor-{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', 0)}").touch()
 time.sleep(600)
@@ -95,7 +101,7 @@ def test_a_waiting_job_is_stopped_at_once_and_never_trains(cluster: Cluster, tmp
     (run.path / "slurm/stop").write_text(f"{job.job_id}\n")
     cluster.run("scontrol", "release", job.job_id)
     assert cluster.wait(int(job.job_id)) == "COMPLETED"
-    assert _events(run) == ["allocated", "stopped"] and not (run.path / "starts").exists()
+    assert _events(run) == ["allocated", "stopped"] and not _starts(run)
 
 
 def test_a_cancelled_job_ends_at_once(cluster: Cluster, tmp_path: Path) -> None:
@@ -171,7 +177,7 @@ def test_all_nodes_train_where_searchers_come_by_themselves(cluster: Cluster, tm
     ]
     hosts = [host for *_, host in seats]
     assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
-    assert (run.path / "starts").read_text() == "--set launch.trainers=4 --set launch.searchers=0\n"
+    assert _starts(run) == [(4, 0)]
 
 
 def test_of_lent_nodes_the_one_that_must_go_comes_back_and_the_others_stay(
@@ -218,9 +224,8 @@ def _lent(folder: Path, *, nodes: int) -> tuple[RunDir, Path, int]:
     program = folder / "visitor.py"
     program.write_text(VISITOR)
     site = _site(requeue=True)
-    job = Job(
-        name="visitors", run=run.path, supervisor=ELASTIC_SUPERVISOR, tba=(sys.executable, str(program))
-    )
+    tba = (sys.executable, str(program))
+    job = Job(name="visitors", run=run.path, rank=tba, tba=tba)
     script = elastic_script(job, nodes, searchers_of_a_node(run.config(), site), site)
     return run, program, int(slurm.submit_elastic(run, script))
 

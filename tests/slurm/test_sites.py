@@ -16,7 +16,7 @@ from slurm_testbed.cluster import Cluster
 
 from tba_hpc.launch import slurm
 from tba_hpc.launch.plan import Site, load_site, plan, searchers_of_a_node
-from tba_hpc.launch.sbatch import ELASTIC_SUPERVISOR, Job, batch_script, elastic_script
+from tba_hpc.launch.sbatch import Job, batch_script, elastic_script
 from tba_hpc.run.directory import RunDir
 from tests.slurm import stand_ins
 from tests.slurm.test_submit import HELLO, REPOSITORY, _config, _finished, _ranks
@@ -121,13 +121,18 @@ def test_the_script_of_a_site_runs(
     _finished(cluster, run, slurm.submit(run, script))
 
     assert [(rank["role"], rank["size"]) for rank in _ranks(run, 1)] == [("train", 2), ("search", 2)]
-    assert place.said.count(place.where) == (4 if place.where else 0), "claim, prepare and both ranks"
+    assert place.said.count(place.where) == (5 if place.where else 0), "begin, start, ended and both ranks"
     place.assert_set_up()
 
 
 VISITOR = """
 import os, sys, time
 from pathlib import Path
+if sys.argv[1] == "supervise":
+    from tba_hpc.launch import supervise
+    if sys.argv[2] != "keep":
+        sys.exit(supervise.main(sys.argv[2:]))
+    sys.exit(supervise.keep([sys.executable, __file__, "search", sys.argv[3]], 3))
 run = Path(sys.argv[2])
 (run / f"{sys.argv[1]}-{os.environ['SLURM_PROCID']}").write_text(os.environ.get("OMPI_COMM_WORLD_SIZE", ""))
 while len(list(run.glob("search-*"))) < 2:
@@ -148,14 +153,14 @@ def test_a_node_of_a_site_is_lent(
     site = place.site.model_copy(update={"gpus_per_node": 2})
     run = RunDir.create(_config(tmp_path / "runs"))
     (run.path / "slurm").mkdir()
-    job = Job(name="visitors", run=run.path, supervisor=ELASTIC_SUPERVISOR, tba=place.program)
+    job = Job(name="visitors", run=run.path, rank=place.program, tba=place.program)
     script = elastic_script(job, 1, searchers_of_a_node(run.config(), site), site)
     array = int(slurm.submit_elastic(run, script))
     assert cluster.wait(array) == "COMPLETED", _said(run)
     assert "the run is finished" in _said(run)
     assert sorted(file.name for file in run.path.glob("search-*")) == ["search-0", "search-1"]
     assert not any(file.read_text() for file in run.path.glob("search-*")), "no MPI world of theirs"
-    assert place.said.count(place.where) == (2 if place.where else 0)
+    assert place.said.count(place.where) == (3 if place.where else 0), "two searchers, and what comes next"
     place.assert_set_up()
 
 

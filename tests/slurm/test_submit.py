@@ -34,6 +34,9 @@ HELLO = (sys.executable, str(Path(__file__).with_name("hello.py")))
 BLANK = "#!/bin/bash\n#SBATCH --output=/dev/null\n"
 SUBMIT = (sys.executable, str(REPOSITORY / "tools" / "submit.py"))
 
+NO_NODES = "place() { NEXT=queue; return 1; }\nrun_to_the_end"
+"""In place of the last line of a script: no nodes will ever do."""
+
 pytestmark = [pytest.mark.mpi, pytest.mark.slurm]
 
 
@@ -83,8 +86,14 @@ def _log(run: RunDir) -> str:
 
 
 def _events(run: RunDir) -> list[str]:
-    """What happened, in order; whether srun hangs after its step is Slurm's affair, and chance."""
-    return [event["event"] for event in read_events(run) if event["event"] != "hung"]
+    """What happened, in order, but for starts; whether srun hangs after its step is chance."""
+    return [event["event"] for event in read_events(run) if event["event"] not in ("hung", "start")]
+
+
+def _starts(run: RunDir) -> list[tuple[int, int]]:
+    """The numbers of trainers and searchers, start by start."""
+    starts = [event for event in read_events(run) if event["event"] == "start"]
+    return [(event["trainers"], event["searchers"]) for event in starts]
 
 
 def _working(cluster: Cluster, run: RunDir, start: int, ranks: int = 6) -> None:
@@ -115,7 +124,7 @@ def test_all_ranks_are_one_world_with_their_roles_hosts_and_gpus(
     assert len(set(hosts)) == 3
     assert {rank["gpus"] for rank in ranks} == {"0,1"}
     assert all(0 < rank["job_end"] - time.time() < 600 for rank in ranks)
-    assert (run.path / "starts").read_text() == "--set launch.trainers=2 --set launch.searchers=4\n"
+    assert _starts(run) == [(2, 4)]
 
 
 def test_one_node_holds_both_roles(cluster: Cluster, tmp_path: Path) -> None:
@@ -178,10 +187,8 @@ def test_cancel_ends_all_components_for_good(cluster: Cluster, tmp_path: Path) -
 def test_nodes_of_a_cancelled_job_are_not_called_unreachable(cluster: Cluster, tmp_path: Path) -> None:
     """Nothing starts on them any more while its script looks which of them answer."""
     run, script = _run(tmp_path, _site(), 2)
-    cancelled = (
-        'late() { scancel "$SLURM_JOB_ID"; until ending; do :; done; place_components; }\nrun_to_the_end late'
-    )
-    job = slurm.submit(run, script.replace("run_to_the_end place_components", cancelled))
+    late = 'watch_leader() { scancel "$SLURM_JOB_ID"; until ending; do :; done; }\nrun_to_the_end'
+    job = slurm.submit(run, script.replace("run_to_the_end", late))
     assert cluster.wait(int(job.job_id)) == "CANCELLED"
     cluster.until(lambda: "Slurm is ending this job" in _log(run), "the script's last word")
     assert _events(run) == ["allocated"] and "does not answer" not in _log(run)
@@ -225,8 +232,8 @@ def test_a_second_job_on_the_run_refuses_to_start(cluster: Cluster, tmp_path: Pa
     _working(cluster, run, 1, 4)
     intruder = cluster.submit(script)
     assert cluster.wait(intruder) == "FAILED"
-    assert f"job {job.job_id} is at work on {run.path}" in _log(run)
-    assert len((run.path / "starts").read_text().splitlines()) == 1
+    assert f"{run.path} is at work already: Slurm job {job.job_id}" in _log(run)
+    assert len(_starts(run)) == 1
 
 
 @pytest.mark.parametrize(
@@ -282,7 +289,7 @@ def test_a_stop_before_the_ranks_listen_still_requeues(cluster: Cluster, tmp_pat
     run, script = _run(tmp_path, _site(3))
     slow = script.replace("ranks() {", "sleep 2; ranks() {").replace("exec srun", "sleep 3; exec srun")
     job = slurm.submit(run, slow)
-    cluster.until(lambda: (run.path / "starts").exists(), "the first start", 60, seen=lambda: _log(run))
+    cluster.until(lambda: _starts(run), "the first start", 60, seen=lambda: _log(run))
     cluster.run("scancel", "--batch", "--signal=USR1", job.job_id)
     _finished(cluster, run, job)
     assert cluster.jobs(int(job.job_id))[0]["Restarts"] == "1"
@@ -324,7 +331,7 @@ def test_a_program_that_always_fails_is_given_up(cluster: Cluster, tmp_path: Pat
     job = slurm.submit(run, script)
     assert cluster.wait(int(job.job_id)) == "FAILED"
     assert "failure 2 in a row" in _log(run) and "giving up" in _log(run)
-    assert len((run.path / "starts").read_text().splitlines()) == 2
+    assert len(_starts(run)) == 2
 
 
 def test_what_only_the_user_can_mend_ends_the_job_at_once(cluster: Cluster, tmp_path: Path) -> None:
@@ -333,14 +340,13 @@ def test_what_only_the_user_can_mend_ends_the_job_at_once(cluster: Cluster, tmp_
     job = slurm.submit(run, script)
     assert cluster.wait(int(job.job_id)) == "FAILED"
     assert sentence in _log(run)
-    assert len((run.path / "starts").read_text().splitlines()) == 1
+    assert len(_starts(run)) == 1
     assert _events(run) == ["allocated", "refused"] and read_events(run)[-1]["sentence"] == sentence
 
 
 def test_starts_that_seal_nothing_do_not_follow_each_other_for_ever(cluster: Cluster, tmp_path: Path) -> None:
     run, script = _run(tmp_path, _site(relaunches=1), 2)
-    assert "run_to_the_end place_components" in script
-    job = slurm.submit(run, script.replace("place_components", "false"))  # no nodes will ever do
+    job = slurm.submit(run, script.replace("run_to_the_end", NO_NODES))
     assert cluster.wait(int(job.job_id)) == "FAILED"
     assert "2 starts of this job in a row sealed nothing: give it more wall time" in _log(run)
     assert _events(run) == ["allocated", "requeue", "allocated", "refused"]
@@ -448,9 +454,9 @@ def test_searchers_that_come_first_join_the_real_world(
 
 def test_a_job_that_may_not_requeue_and_did_nothing_has_failed(cluster: Cluster, tmp_path: Path) -> None:
     run, script = _run(tmp_path, _site(requeue=False), 2)
-    job = slurm.submit(run, script.replace("run_to_the_end place_components", "run_to_the_end false"))
+    job = slurm.submit(run, script.replace("run_to_the_end", NO_NODES))
     assert cluster.wait(int(job.job_id)) == "FAILED"
-    assert "nothing was sealed (nobody says why), and this site does not requeue" in _log(run)
+    assert "nothing was sealed, and this site does not requeue" in _log(run)
     assert _events(run) == ["allocated", "refused"]
 
 
@@ -479,7 +485,20 @@ def test_a_homogeneous_job_goes_on_without_a_lost_node(cluster: Cluster, tmp_pat
     ranks = _ranks(run, 2)
     assert [rank["size"] for rank in ranks] == [4] * 4
     assert [rank["restarts"] for rank in ranks] == [0] * 4
-    assert (run.path / "starts").read_text().splitlines()[1].endswith("launch.searchers=2")
+    assert _starts(run)[1] == (2, 2)
+    job.cancel()
+
+
+def test_a_homogeneous_job_is_requeued_without_its_first_node(cluster: Cluster, tmp_path: Path) -> None:
+    """Slurm leaves it running on the others, without its script: a watchdog there requeues it."""
+    run, script = _run(tmp_path, _site(600), homogeneous=True)
+    job = slurm.submit(run, script.replace("run_to_the_end", "WATCH_SECONDS=2; run_to_the_end"))
+    _working(cluster, run, 1)
+    cluster.crash("node1")
+    cluster.until(lambda: len(_ranks(run, 2)) == 6, "the second start", 240, seen=lambda: _log(run))
+    ranks = _ranks(run, 2)
+    assert {rank["restarts"] for rank in ranks} == {1}
+    assert "node1" not in {rank["host"] for rank in ranks}
     job.cancel()
 
 

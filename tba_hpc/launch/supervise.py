@@ -1,0 +1,416 @@
+"""What a batch script does next: ``tba supervise TURN RUN``, which ``job_supervisor.sh`` asks at every turn.
+
+It may run in a container that lacks Slurm's commands: it knows the files of the run and what the script tells
+it. The last line of its output is the answer, a word of NEXT and what belongs to it. Light to import: only
+the turns ``begin`` and ``start`` need configs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from tba_hpc.run.events import append_event
+from tba_hpc.run.files import listing, write_atomic
+from tba_hpc.run.notes import AT_WORK, REFUSED, first_note
+
+NEXT = Literal["go", "look", "again", "queue", "exit"]
+"""Start the ranks; look at the nodes once more; start them again; back to the queue; end with a status."""
+
+NO_PLACE = 3
+"""Exit status of an elastic searcher that found no free place (``loops.elastic``)."""
+
+FIRST_ELASTIC = 5000
+"""Number of the first elastic searcher (``config``)."""
+
+LONG_SECONDS = 300
+"""Searchers that lived for so long have not failed in a row."""
+
+NEAR_END_SECONDS = 120
+"""With so little time left besides that for a save, an allocation was too short rather than preempted."""
+
+
+class Turn(argparse.Namespace):
+    """What the script tells: its settings, and how things stand. ``supervise`` lists what each turn needs."""
+
+    turn: str
+    run: Path
+    code: int
+    stop: bool
+    ending: bool
+    failures: int
+    seconds: int
+    relaunches: int
+    save_seconds: int
+    requeue: str
+    nodes: str
+    first: list[str]
+    second: list[str]
+    answers: list[str]
+    ascending: list[str]
+    last_look: bool
+    het: bool
+    trainers: int
+    searchers: int
+    trainer_nodes: int
+    searchers_per_node: int
+
+    def log(self, event: str, **extra: object) -> None:
+        """A line of the run's history."""
+        append_event(self.run / "events.jsonl", event, **extra)
+
+    def refuse(self, sentence: str) -> str:
+        """End the job for good with what only the user can fix."""
+        self.log("refused", sentence=sentence)
+        say(sentence)
+        return f"exit {REFUSED}"
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do."""
+        return "finished" in listing(self.run)
+
+    def mark(self, name: str) -> Path:
+        """A file of the job's, whose time says when something happened by the clock of the file system."""
+        return self.run / "slurm" / name
+
+
+def say(sentence: str) -> None:
+    """A line of the job's log."""
+    job, restarts = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
+    print(f"[{time.strftime('%F %T')} job {job} restart {restarts}] {sentence}", file=sys.stderr, flush=True)
+
+
+# --- Turns ---
+
+
+def begin(turn: Turn) -> str:
+    """The job has its ``nodes``: it takes the run, unless another job is at work on it."""
+    from tba_hpc.run.directory import RunDir
+    from tba_hpc.run.owners import claim_for_job
+
+    claim_for_job(RunDir.open(turn.run))
+    write_atomic(turn.mark("job"), os.environ["SLURM_JOB_ID"] + "\n")
+    turn.mark("allocated").touch()
+    turn.log("allocated", nodes=turn.nodes)
+    if turn.finished:
+        say(f"the run is finished already: {turn.run}/summary.json")
+        return "exit 0"
+    if _for_good(turn):
+        turn.log("stopped")
+        return "exit 0"
+    return "go"
+
+
+def start(turn: Turn) -> str:
+    """Which nodes answered is known (a "!" before those that do not see the run): place the ranks.
+
+    The answer ``go`` comes with the number of nodes, that of searchers, and the attempt; ``queue`` with the
+    nodes that each component must not get, as ``0=node1,node2``.
+    """
+    if blind := next((answer[1:] for answer in turn.answers if answer[0] == "!"), None):
+        sentence = f"{blind} does not see {turn.run}: put run.root on a file system that all nodes share"
+        return turn.refuse(sentence)
+    hosts = [*turn.first, *turn.second]
+    missing = [host for host in hosts if host not in turn.answers]
+    if missing and not turn.last_look:
+        say(f"no answer yet from {' '.join(missing)}: asking once more")
+        return "look"
+    for host in missing:
+        turn.log("unreachable", nodes=host)
+        say(f"{host} does not answer")
+    try:
+        return _het(turn, missing) if turn.het else _homogeneous(turn, missing)
+    except _UnfitError as unfit:
+        say(f"these nodes will not do: {unfit}")
+        return f"queue {' '.join(unfit.sides)}"
+
+
+class _UnfitError(Exception):
+    """These nodes will not do. sides: what each component is to leave next time."""
+
+    def __init__(self, why: str, sides: Sequence[str] = ()) -> None:
+        super().__init__(why)
+        self.sides = sides
+
+
+def _het(turn: Turn, missing: Sequence[str]) -> str:
+    """Every node is needed, since Slurm requeues the whole job if one is lost."""
+    hosts = [*turn.first, *turn.second]
+    if not (turn.first and turn.second):
+        raise _UnfitError("Slurm names no nodes of one component")
+    if missing:
+        raise _UnfitError(f"no answer came from {' '.join(missing)}")
+    if len({*hosts}) < len(hosts):  # a component 0 that was restarted alone; srun starts no step on that
+        raise _UnfitError("its components share a node")
+    if hosts == turn.ascending:
+        return _go(turn, len(hosts), turn.searchers)
+    # PMIx takes the nodes of a het step in Slurm's own order, srun in that of the components (22.05 to 26.05
+    # at least): if they differ, the first collective hangs. `tba submit` sees to it before; a job by hand
+    # cannot.
+    why = f"its nodes are not in Slurm's own order, component 0 first: {' '.join(hosts)}"
+    from tba_hpc.config import ConfigError
+    from tba_hpc.launch import LaunchError
+    from tba_hpc.launch.sides import sides_of_job
+
+    try:
+        sides = sides_of_job(os.environ["SLURM_JOB_ID"])
+    except (ConfigError, LaunchError) as error:
+        return turn.refuse(f"{why}; {error}")
+    raise _UnfitError(why, [f"{number}={nodes}" for number, nodes in sides.items()])
+
+
+def _homogeneous(turn: Turn, missing: Sequence[str]) -> str:
+    """The first nodes train, and any number of others search; without own searchers all must train."""
+    there = [host for host in turn.first if host not in missing]
+    if turn.searchers_per_node == 0:
+        if missing:
+            raise _UnfitError(f"no answer came from {' '.join(missing)}")
+        train, search, searchers = there, [], 0
+    elif len(turn.first) == 1:
+        train, search, searchers = there, there, turn.searchers
+    else:
+        train, search = there[: turn.trainer_nodes], there[turn.trainer_nodes :]
+        searchers = len(search) * turn.searchers_per_node
+    if turn.searchers_per_node and not search:
+        raise _UnfitError("no node is left to search")
+    ranks = [*spread(turn.trainers, train), *spread(searchers, search)]
+    turn.mark("hosts").write_text("".join(f"{host}\n" for host in ranks))
+    return _go(turn, len(there), searchers)
+
+
+def spread(ranks: int, hosts: Sequence[str]) -> list[str]:
+    """The host of each rank, in blocks as even as can be."""
+    return [hosts[rank * len(hosts) // ranks] for rank in range(ranks)]
+
+
+def _go(turn: Turn, nodes: int, searchers: int) -> str:
+    """Set how many ranks there are, and begin their logs."""
+    from tba_hpc.run.directory import RunDir
+
+    run = RunDir.open(turn.run)
+    run.adapt([f"launch.trainers={turn.trainers}", f"launch.searchers={searchers}"])
+    logs = run.begin_attempt()
+    turn.log("start", attempt=logs.name, trainers=turn.trainers, searchers=searchers)
+    turn.mark("start").touch()
+    say(f"starting {turn.trainers} trainer ranks and {searchers} searchers; their logs: {run.logs}/latest")
+    return f"go {nodes} {searchers} {logs.name}"
+
+
+def ended(turn: Turn) -> str:
+    """The ranks have ended with status ``code``, after so many ``failures`` in a row."""
+    if turn.finished:
+        turn.log("finished")
+        say(f"the run is finished: {turn.run}/report.html")
+        return "exit 0"
+    logs = turn.run / "logs/latest"
+    listing(logs)
+    sentence = first_note(logs, "refused")
+    if turn.code == 0 or (turn.stop and (_saved(turn) or _unheard(turn, logs, sentence))):
+        turn.log("stopped")
+        return "queue"
+    if sentence:
+        return turn.refuse(sentence)
+    if turn.ending:
+        return "queue"
+    turn.log("failed", code=turn.code)
+    failures = (0 if _progress(turn, "start") else turn.failures) + 1
+    say(f"the ranks ended with status {turn.code} (failure {failures} in a row): see {logs}")
+    return "queue" if turn.stop else _retry(turn, failures)
+
+
+def _retry(turn: Turn, failures: int) -> str:
+    if failures <= turn.relaunches:
+        return f"again {failures}"
+    say("giving up")
+    return f"exit {turn.code}"
+
+
+def _unheard(turn: Turn, logs: Path, sentence: str | None) -> bool:
+    """Whether the request to stop ended the ranks before they listened to it, by whatever status.
+
+    Not if they hung and were killed. The leader says when all have come together.
+    """
+    return turn.code != 128 + signal.SIGKILL and not sentence and not (logs / AT_WORK).exists()
+
+
+def _saved(turn: Turn) -> bool:
+    """Whether a checkpoint was completed after the request to stop, whatever its ranks did then."""
+    return _newer(turn.run / "checkpoints", "COMPLETE", turn.mark("asked"))
+
+
+def leave(turn: Turn) -> str:
+    """The job is about to go back to the queue, unless that is of no use or not wanted."""
+    if _for_good(turn):
+        _draw(turn)
+        return "exit 0"
+    if turn.requeue == "no":
+        if not _progress(turn, "allocated"):
+            return turn.refuse(
+                "nothing was sealed, and this site does not requeue: see the job's log, then submit the same "
+                "run again"
+            )
+        say("stopped, and this site does not requeue: submit the same run again to go on")
+        return "exit 0"
+    idle = _count_idle(turn)
+    if idle > turn.relaunches:
+        turn.mark("idle").unlink()
+        return turn.refuse(
+            f"{idle} starts of this job in a row sealed nothing: give it more wall time (--time, site key "
+            "time), or, if the nodes would not do, other nodes or the form without het job (--homogeneous)"
+        )
+    turn.log("requeue")
+    return "queue"
+
+
+def _count_idle(turn: Turn) -> int:
+    """Allocations in a row that sealed nothing, leaving out those that a preemption cut short."""
+    idle = 0
+    with suppress(OSError, ValueError):
+        idle = int(turn.mark("idle").read_text())
+    if _progress(turn, "allocated"):
+        idle = 0
+    elif not turn.stop or _at_the_end(turn):
+        idle += 1
+    write_atomic(turn.mark("idle"), f"{idle}\n")
+    return idle
+
+
+def _at_the_end(turn: Turn) -> bool:
+    """Whether the wall time of this allocation is nearly over."""
+    end = float(os.environ.get("TBA_JOB_END", "inf"))
+    return end - time.time() < turn.save_seconds + NEAR_END_SECONDS
+
+
+def _for_good(turn: Turn) -> bool:
+    """Whether ``tba stop`` has named this job, which then ends."""
+    listing(turn.run / "slurm")
+    note = turn.mark("stop")
+    if not note.exists() or note.read_text().strip() != os.environ["SLURM_JOB_ID"]:
+        return False
+    note.unlink()
+    say("stopped for good, as asked: submit the same run again to go on")
+    return True
+
+
+def _draw(turn: Turn) -> None:
+    """The report, for which the ranks had no time."""
+    from tba_hpc.loops.ending import size_of_shard
+    from tba_hpc.report.page import write_report
+    from tba_hpc.run.directory import RunDir
+
+    write_report(RunDir.open(turn.run), size_of_shard)
+
+
+def _progress(turn: Turn, mark: str) -> bool:
+    """Whether this job has sealed anything after a mark: a checkpoint or a shard.
+
+    Elastic searchers seal whatever becomes of this job.
+    """
+    since = turn.mark(mark)
+    folders = (turn.run / "shards").glob("searcher-*")
+    own = (folder for folder in folders if int(folder.name.rpartition("-")[2]) < FIRST_ELASTIC)
+    return _newer(turn.run / "checkpoints", "COMPLETE", since) or any(
+        _newer(folder, "*.h5", since) for folder in own
+    )
+
+
+def _newer(folder: Path, pattern: str, mark: Path) -> bool:
+    """Whether a file below a folder has changed after a mark."""
+    since = mark.stat().st_mtime_ns if mark.exists() else time.time_ns()
+    for file in folder.rglob(pattern):
+        with suppress(FileNotFoundError):  # pruned meanwhile
+            if file.stat().st_mtime_ns > since:
+                return True
+    return False
+
+
+# --- Elastic searchers ---
+
+
+def searched(turn: Turn) -> str:
+    """A node's elastic searchers have ended with status ``code`` after so many ``seconds``."""
+    if turn.finished:
+        say("the run is finished")
+        return "exit 0"
+    # Preempted by a plain TERM, searchers leave in peace before the script has heard of anything.
+    if turn.stop or turn.ending or turn.code == 0:
+        return "queue"
+    if turn.code == REFUSED:
+        return f"exit {REFUSED}"
+    if turn.code == NO_PLACE:
+        say("the run has as many elastic searchers as it takes: this job is not needed")
+        return "exit 0"
+    failures = (0 if turn.seconds >= LONG_SECONDS else turn.failures) + 1
+    say(f"the searchers ended with status {turn.code} (failure {failures} in a row)")
+    return _retry(turn, failures)
+
+
+def keep(command: Sequence[str], relaunches: int) -> int:
+    """Run an elastic searcher, again if it crashes while its neighbours go on; its last exit status.
+
+    Slurm signals all processes of a step, the searcher too: one that was asked to leave is not started again.
+    """
+    asked: list[int] = []
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: asked.append(number))
+    failures = 0
+    while True:
+        began = time.monotonic()
+        code = subprocess.run(command).returncode
+        code = code if code >= 0 else 128 - code
+        if asked or code in (0, REFUSED, NO_PLACE):
+            return code
+        failures = (0 if time.monotonic() - began >= LONG_SECONDS else failures) + 1
+        if failures > relaunches:
+            return code
+        who = f"searcher {os.environ['SLURM_PROCID']} of {os.environ['SLURM_NTASKS']}"
+        node = os.environ["SLURMD_NODENAME"]
+        say(f"{who} on {node} ended with status {code} (failure {failures} in a row): starting it again")
+        time.sleep(2)
+
+
+# --- The command ---
+
+TURNS = {"begin": begin, "start": start, "ended": ended, "leave": leave, "searched": searched}
+
+
+def read_turn(words: Sequence[str]) -> Turn:
+    """The arguments of the command."""
+    parser = argparse.ArgumentParser("tba supervise")
+    parser.add_argument("turn", choices=[*TURNS, "keep"])
+    parser.add_argument("run", type=Path)
+    for flag in ("stop", "ending", "last-look", "het"):
+        parser.add_argument(f"--{flag}", type=lambda text: text == "1", default=False)
+    for number in ("code", "failures", "seconds", "relaunches", "save-seconds"):
+        parser.add_argument(f"--{number}", type=int, default=0)
+    for number in ("trainers", "searchers", "trainer-nodes", "searchers-per-node"):
+        parser.add_argument(f"--{number}", type=int, default=0)
+    for text in ("requeue", "nodes"):
+        parser.add_argument(f"--{text}", default="")
+    for hosts in ("first", "second", "answers", "ascending"):
+        parser.add_argument(f"--{hosts}", type=str.split, default=[])
+    return parser.parse_args(words, namespace=Turn())
+
+
+def main(words: Sequence[str]) -> int:
+    """The command; its exit status."""
+    turn = read_turn(words)
+    if turn.turn == "keep":
+        return keep([sys.executable, "-P", "-m", "tba_hpc", "search", str(turn.run)], turn.relaunches)
+    for number in (signal.SIGUSR1, signal.SIGTERM):  # what the job is asked, its script passes on
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        print(TURNS[turn.turn](turn))
+    except ValueError as error:  # ConfigError, OwnedError, DiskFullError
+        say(str(error))
+        return REFUSED
+    return 0

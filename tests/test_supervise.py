@@ -1,0 +1,350 @@
+"""What a batch script does next, decided from the files of the run and what the script tells."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba_hpc.config import parse_config
+from tba_hpc.launch import supervise
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import read_events
+from tba_hpc.run.owners import owned
+
+POLICY = ["--relaunches", "2", "--save-seconds", "60", "--requeue", "yes"]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run that job 7 has begun."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    made = RunDir.create(
+        parse_config(
+            {
+                "run": {"root": str(tmp_path)},
+                "model": {"path": "none"},
+                "train": {"prompts_per_step": 12},
+                "launch": {"elastic": 1},
+            }
+        )
+    )
+    (made.path / "slurm").mkdir()
+    for mark in ("allocated", "start", "asked"):
+        _touch(made.path / "slurm" / mark, 10)
+    made.begin_attempt()
+    return made
+
+
+def _touch(path: Path, at: float) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    os.utime(path, (at, at))
+
+
+def _next(run: RunDir, turn: str, *options: object) -> str:
+    """The answer to a turn."""
+    return supervise.TURNS[turn](
+        supervise.read_turn([turn, str(run.path), *POLICY, *map(str, options)])
+    ).strip()
+
+
+def _events(run: RunDir) -> list[str]:
+    return [event["event"] for event in read_events(run)]
+
+
+def _command(run: RunDir, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tba_hpc", "supervise", words[0], str(run.path), *words[1:]],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_the_answer_is_the_last_line_and_its_import_is_light(run: RunDir) -> None:
+    """It runs several times a job, on nodes whose file system may be slow."""
+    done = _command(run, "ended", "--code", "3", "--relaunches", "2")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "again 1")
+    assert "job 7 restart 0] the ranks ended with status 3 (failure 1 in a row)" in done.stderr
+    show = "import sys, tba_hpc.launch.supervise; print(*{name.partition('.')[0] for name in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
+    assert not {"numpy", "pydantic", "torch", "yaml"} & {*loaded.stdout.split()}
+
+
+# --- begin ---
+
+
+def test_a_job_takes_the_run_and_notes_its_nodes(run: RunDir) -> None:
+    assert _next(run, "begin", "--nodes", "n1,n2") == "go"
+    assert (run.path / "slurm/job").read_text() == "7\n"
+    (event,) = read_events(run)
+    assert (event["event"], event["nodes"], event["job"]) == ("allocated", "n1,n2", "7")
+
+
+def test_a_job_does_not_begin_beside_another_owner(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID")
+    with owned(run):
+        monkeypatch.setenv("SLURM_JOB_ID", "8")
+        done = _command(run, "begin", "--nodes", "n1")
+    assert done.returncode == 2 and "is at work already" in done.stderr and _events(run) == []
+
+
+def test_nothing_is_left_to_do_for_a_finished_or_stopped_run(run: RunDir) -> None:
+    (run.path / "slurm/stop").write_text("7\n")
+    assert _next(run, "begin") == "exit 0" and _events(run) == ["allocated", "stopped"]
+    assert not (run.path / "slurm/stop").exists()
+    (run.path / "slurm/stop").write_text("6\n")
+    assert _next(run, "begin") == "go", "another job was meant"
+    run.mark_finished()
+    assert _next(run, "begin") == "exit 0"
+
+
+# --- start ---
+
+
+def _place(run: RunDir, answers: str, *, look: int = 1, **options: object) -> str:
+    """The answer, where the ranks of both roles may start; nodes n2 n3 n4."""
+    words = {"trainers": 2, "searchers": 4, "answers": answers, "last-look": look, **options}
+    return _next(run, "start", *(f"--{key.replace('_', '-')}={value}" for key, value in words.items()))
+
+
+HET = {"het": 1, "first": "n2", "second": "n3 n4", "ascending": "n2 n3 n4"}
+ONE = {"first": "n2 n3 n4", "trainer_nodes": 1, "searchers_per_node": 2}
+
+
+def test_a_start_sets_the_ranks_and_begins_their_logs(run: RunDir) -> None:
+    assert _place(run, "n4 n2 n3", **HET) == "go 3 4 attempt-002"
+    assert (run.config().launch.trainers, run.config().launch.searchers) == (2, 4)
+    assert (run.path / "slurm/start").stat().st_mtime > 10
+    assert read_events(run)[-1]["attempt"] == run.attempt.name == "attempt-002"
+    hosts = ("--het=1", "--first=n2", "--second=n3", "--answers=n2 n3", "--ascending=n2 n3")
+    done = _command(run, "start", *hosts, "--trainers=5", "--searchers=1")
+    assert done.returncode == 2 and "use a multiple of 5" in done.stderr
+    assert run.attempt.name == "attempt-002"
+
+
+@pytest.mark.parametrize(
+    ("answers", "options", "answer", "why"),
+    [
+        ("n2 n4", HET, "queue", "no answer came from n3"),
+        ("", HET, "queue", "no answer came from n2 n3 n4"),
+        ("n2 n3", HET | {"second": "n2 n3"}, "queue", "its components share a node"),
+        ("n2", HET | {"second": ""}, "queue", "Slurm names no nodes of one component"),
+        ("n2 !n3 n4", HET, "exit 2", "n3 does not see"),
+        ("n2 n4", ONE, "go 2 2 attempt-002", ""),
+        ("n3 n4", ONE, "go 2 2 attempt-002", ""),
+        ("n2", ONE, "queue", "no node is left to search"),
+        ("n2 n4", ONE | {"searchers_per_node": 0, "trainers": 6}, "queue", "no answer came from n3"),
+        ("n2 n3 n4", ONE | {"searchers_per_node": 0, "trainers": 6}, "go 3 0 attempt-002", ""),
+    ],
+)
+def test_which_nodes_will_do(
+    run: RunDir,
+    capsys: pytest.CaptureFixture[str],
+    answers: str,
+    options: dict[str, Any],
+    answer: str,
+    why: str,
+) -> None:
+    assert _place(run, answers, **options) == answer
+    assert why in capsys.readouterr().err
+    hosts = f"{options['first']} {options.get('second', '')}".split()
+    missing = [host for host in hosts if host not in answers] if "!" not in answers else []
+    assert [event["nodes"] for event in read_events(run) if event["event"] == "unreachable"] == missing
+
+
+def test_before_a_node_is_given_up_it_is_asked_twice(run: RunDir) -> None:
+    assert _place(run, "n2 n4", look=0, **HET) == "look"
+    assert _place(run, "n2 n4", look=0, **ONE) == "look"
+    assert _events(run) == []
+
+
+def test_the_first_nodes_train_and_ranks_lie_in_blocks(run: RunDir) -> None:
+    _place(run, "n2 n4", **ONE)
+    assert (run.path / "slurm/hosts").read_text().split() == ["n2", "n2", "n4", "n4"]
+    _place(run, "n2", **ONE | {"first": "n2", "searchers": 3, "searchers_per_node": 3})
+    assert (run.path / "slurm/hosts").read_text().split() == ["n2"] * 5
+    assert supervise.spread(7, ["a", "b"]) == [*"aaaabbb"]
+    assert supervise.spread(2, ["a", "b", "c"]) == [*"ab"]
+
+
+def test_a_job_by_hand_that_lies_the_wrong_way_round_is_given_sides(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tba_hpc.launch.sides.sides_of_job", lambda job: {0: "n2,n9", 1: f"job{job}"})
+    assert _place(run, "n2 n3 n4", **HET | {"ascending": "n3 n4 n2"}) == "queue 0=n2,n9 1=job7"
+
+
+def test_nodes_that_cannot_be_sorted_end_the_job(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(run.path))  # no Slurm, as in a container
+    assert _place(run, "n2 n3 n4", **HET | {"ascending": "n3 n4 n2"}) == "exit 2"
+    assert "its nodes are not in Slurm's own order" in read_events(run)[-1]["sentence"]
+
+
+# --- ended ---
+
+
+def test_only_the_leaders_word_makes_a_run_finished(run: RunDir) -> None:
+    assert _next(run, "ended", "--code", 0) == "queue"
+    run.mark_finished()
+    assert _next(run, "ended", "--code", 137) == "exit 0"
+    assert _events(run) == ["stopped", "finished"]
+
+
+def test_failures_in_a_row_are_counted_until_something_is_sealed(run: RunDir) -> None:
+    assert _next(run, "ended", "--code", 9, "--failures", 1) == "again 2"
+    assert _next(run, "ended", "--code", 9, "--failures", 2) == "exit 9"
+    _touch(run.path / "shards/searcher-5000/000000.h5", 20)
+    assert _next(run, "ended", "--code", 9, "--failures", 2) == "exit 9", "an elastic searcher's"
+    _touch(run.path / "checkpoints/step-000002/state.json", 20)
+    assert _next(run, "ended", "--code", 9, "--failures", 2) == "exit 9", "no checkpoint without COMPLETE"
+    _touch(run.path / "shards/searcher-0000/000000.h5", 5)
+    assert _next(run, "ended", "--code", 9, "--failures", 2) == "exit 9", "from before the start"
+    _touch(run.path / "checkpoints/step-000002/COMPLETE", 20)
+    assert _next(run, "ended", "--code", 9, "--failures", 2) == "again 1"
+    assert {*_events(run)} == {"failed"} and read_events(run)[-1]["code"] == 9
+
+
+def test_what_fails_while_slurm_ends_the_job_is_no_failure(run: RunDir) -> None:
+    assert _next(run, "ended", "--code", 143, "--ending", 1) == "queue" and _events(run) == []
+
+
+def test_what_only_the_user_can_fix_ends_the_job(run: RunDir) -> None:
+    (run.attempt / "refused-trainer-0000.txt").write_text('no such model: "x"\n')
+    for stop in (0, 1):
+        assert _next(run, "ended", "--code", 2, "--stop", stop) == "exit 2"
+    assert [event["sentence"] for event in read_events(run)] == ['no such model: "x"'] * 2
+
+
+@pytest.mark.parametrize(
+    ("code", "at_work", "saved", "event"),
+    [
+        (14, False, False, "stopped"),  # USR1 before they listened
+        (137, False, False, "failed"),  # they hung and were killed
+        (138, True, False, "failed"),
+        (137, True, True, "stopped"),  # killed on the way out, after the checkpoint
+    ],
+)
+def test_a_stop_before_the_ranks_listen_or_after_their_checkpoint_is_no_failure(
+    run: RunDir, code: int, at_work: bool, saved: bool, event: str
+) -> None:
+    if at_work:
+        (run.attempt / "at-work").touch()
+    _touch(run.path / "checkpoints/step-000001/COMPLETE", 20 if saved else 5)
+    assert _next(run, "ended", "--code", code, "--stop", 1) == "queue"
+    assert _events(run) == [event]
+
+
+# --- leave ---
+
+
+def test_a_job_named_by_tba_stop_ends_instead_of_going_back(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "_draw", lambda turn: None)
+    (run.path / "slurm/stop").write_text("7\n")
+    assert _next(run, "leave", "--stop", 1) == "exit 0" and _events(run) == []
+    assert _next(run, "leave", "--stop", 1) == "queue" and _events(run) == ["requeue"]
+
+
+def test_a_stopped_run_gets_its_report_after_its_ranks_have_left(run: RunDir) -> None:
+    (run.path / "slurm/stop").write_text("7\n")
+    assert _next(run, "leave", "--stop", 1) == "exit 0"
+    assert run.report.exists() and json.loads(run.summary.read_text())["finished"] is False
+
+
+@pytest.mark.parametrize(("sealed", "answer"), [(True, "exit 0"), (False, "exit 2")])
+def test_a_job_that_may_not_requeue_succeeds_only_with_work_done(
+    run: RunDir, sealed: bool, answer: str
+) -> None:
+    if sealed:
+        _touch(run.path / "shards/searcher-0000/000000.h5", 20)
+    assert _next(run, "leave", "--requeue", "no") == answer
+    assert _events(run) == ([] if sealed else ["refused"])
+
+
+def test_allocations_that_seal_nothing_do_not_follow_each_other_for_ever(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run.path / "slurm/idle").write_text("a[$(touch X)]")  # not a number: as if nothing was counted
+    assert [_next(run, "leave") for _ in range(3)] == ["queue", "queue", "exit 2"]
+    assert _events(run) == ["requeue", "requeue", "refused"]
+    assert [_next(run, "leave", "--stop", 1) for _ in range(4)] == ["queue"] * 4, "preempted"
+    monkeypatch.setenv("TBA_JOB_END", str(time.time() + 100))
+    assert [_next(run, "leave", "--stop", 1) for _ in range(2)] == ["queue"] * 2
+    _touch(run.path / "shards/searcher-0000/000000.h5", 20)
+    assert _next(run, "leave") == "queue" and (run.path / "slurm/idle").read_text() == "0\n"
+
+
+# --- Elastic searchers ---
+
+
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [
+        (["--code", "0"], "queue"),  # preempted by TERM, of which only the searchers heard
+        (["--code", "1", "--stop", "1"], "queue"),
+        (["--code", "1", "--ending", "1"], "queue"),
+        (["--code", "2"], "exit 2"),
+        (["--code", "3"], "exit 0"),  # no place
+        (["--code", "137"], "again 1"),
+        (["--code", "137", "--failures", "2"], "exit 137"),
+        (["--code", "137", "--failures", "2", "--seconds", "300"], "again 1"),
+    ],
+)
+def test_a_job_of_elastic_searchers_comes_back_until_the_run_is_finished(
+    run: RunDir, options: list[str], answer: str
+) -> None:
+    assert _next(run, "searched", *options) == answer
+    run.mark_finished()
+    assert _next(run, "searched", *options) == "exit 0"
+    assert _events(run) == [], "events are the run's own"
+
+
+SEARCHER = """
+import os, signal, sys
+from pathlib import Path
+codes = Path(sys.argv[1])
+code, *rest = codes.read_text().split()
+codes.write_text(" ".join(rest))
+if code == "asked":
+    os.kill(os.getppid(), signal.SIGUSR1)
+    code = "1"
+os.kill(os.getpid(), signal.SIGKILL) if code == "kill" else sys.exit(int(code))
+"""
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "left"),
+    [
+        ("0 9", 0, 1),
+        ("2 0", 2, 1),  # what only the user can fix
+        ("3 0", 3, 1),  # no place
+        ("kill 1 0 9", 0, 1),
+        ("1 1 kill 0", 137, 1),
+        ("asked 0", 1, 1),  # it was asked to leave, and crashed on its way
+    ],
+)
+def test_an_elastic_searcher_that_crashes_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: str, code: int, left: int
+) -> None:
+    (tmp_path / "codes").write_text(codes)
+    for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURMD_NODENAME"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(supervise.time, "sleep", lambda seconds: None)
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert supervise.keep([sys.executable, "-c", SEARCHER, str(tmp_path / "codes")], 2) == code
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert len((tmp_path / "codes").read_text().split()) == left
