@@ -90,7 +90,7 @@ def test_a_run_that_is_stopped_before_publishes_and_exports_nothing_more(
     run, exchange = end(tmp_path, monkeypatch, stop_at="filling")
     assert events(run) == ["started", "filling", "checkpoint", "stopped"]
     assert {publication.version for publication in exchange.publications} == {0} and exchange.closed
-    assert not run.export.exists() and not run.finished and run.report.exists()
+    assert not run.export.exists() and not run.finished and run.summary.exists()
 
 
 def test_a_stop_at_the_last_evaluation_leaves_only_that_to_do(

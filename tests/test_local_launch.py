@@ -186,10 +186,20 @@ def test_missing_mpiexec_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_environment_of_the_ranks() -> None:
-    assert local.child_environment({"A": "b"}, root=False) == {"A": "b", "OMP_NUM_THREADS": "1"}
-    chosen = local.child_environment({"OMP_NUM_THREADS": "8"}, root=True)
-    assert chosen["OMP_NUM_THREADS"] == "8"
-    assert chosen["OMPI_ALLOW_RUN_AS_ROOT"] == chosen["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
+    ours = local.environment_of(Path("/m"), {"A": "b"})
+    assert (ours["A"], ours["OMP_NUM_THREADS"], ours["OMPI_MCA_btl_sm_backing_directory"]) == ("b", "1", "/m")
+    assert local.environment_of(Path("/m"), {"OMP_NUM_THREADS": "8"})["OMP_NUM_THREADS"] == "8"
+    assert (ours.get("OMPI_ALLOW_RUN_AS_ROOT") == "1") == (os.geteuid() == 0)
+
+
+def test_shared_memory_that_is_too_full_for_mpi_is_told_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir.create(config_of(tmp_path))
+    monkeypatch.setattr(local, "RANK_MEMORY", 1 << 60)
+    with pytest.raises(local.LaunchError, match=r"/dev/shm has \d+ MiB free, and MPI needs .* of 3 ranks"):
+        local.launch(run, run.config())
+    assert not read_events(run)
 
 
 @pytest.mark.parametrize("transport", [MPI, "files"])

@@ -12,7 +12,6 @@ that way runs at the speed of memory, as no network does.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -32,7 +31,7 @@ from tba_hpc.core.prompts import Progress
 from tba_hpc.core.types import RECORD, Publication, Ragged, Shard, Trajectories, WeightLayout, make_uid
 from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange
 from tba_hpc.exchange.hdf5_shards import with_image
-from tba_hpc.launch.local import child_environment, find_mpiexec
+from tba_hpc.launch.local import environment_of, find_mpiexec
 from tba_hpc.report.tables import print_rows
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ def run_world(ranks: int, arguments: list[str]) -> dict[str, Any]:
         placement = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "--mca", "osc", "^ucx"]
         program = [sys.executable, "-m", "mpi4py", __file__, *arguments, str(result)]
         command = [str(find_mpiexec()), *placement, "-n", str(ranks), *program]
-        environment = child_environment(os.environ, root=os.geteuid() == 0)
+        environment = environment_of(Path(folder))
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
         if done.returncode:
             sys.exit(f"the world of {ranks} ranks failed:\n{done.stdout}{done.stderr}")

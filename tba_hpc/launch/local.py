@@ -1,8 +1,8 @@
 """Starts every role of a run on this machine, waits for them, and says in a sentence why one failed.
 
-Where ranks make one world (``Config.one_world``) one mpiexec starts them; over files each is a process of
-its own. The launcher never trains: it forwards signals, shows progress, and leaves no process behind. If
-ranks fail it starts them all again from the last checkpoint, as long as that gets the run further.
+Ranks that make one world (``Config.one_world``) are started by one mpiexec; over files each is a process of
+its own. The launcher forwards signals, shows progress, and leaves no process behind. If ranks fail it starts
+all of them again from the last checkpoint, as long as that gets the run further.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import re
 import shlex
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,6 @@ import psutil
 from rich.console import Console
 
 from tba_hpc.config import Config
-from tba_hpc.core.types import Role
 from tba_hpc.core.wording import first_words
 from tba_hpc.launch import LaunchError, mpi_library
 from tba_hpc.launch.deafness import calls, deafen, listeners
@@ -63,13 +61,19 @@ SETTLE_SECONDS = 3.0
 SHARED_MEMORY, PRIVATE = Path("/dev/shm"), "tba-hpc-world-"
 """Where the files of MPI go while it runs, and how the names of their folders begin."""
 
+RANK_MEMORY = 16 << 20
+"""Shared memory that Open MPI asks for at the start of each rank, bytes."""
+
 FILES_OF_MPI = (
     "OMPI_MCA_btl_sm_backing_directory",
     "OMPI_MCA_osc_sm_backing_directory",
     "PRTE_MCA_prte_tmpdir_base",
     "OMPI_MCA_orte_tmpdir_base",  # Open MPI 4
 )
-"""Where Open MPI is told to put its files."""
+"""Environment variables that tell Open MPI where to put its files."""
+
+AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+"""Environment variables that allow Open MPI to run as root."""
 
 MPIEXEC = "mpiexec"
 """Name of the one process that an MPI world is to the launcher."""
@@ -90,12 +94,6 @@ def mpiexec_command(
     train = ["-n", str(trainers), *program, "train", str(run_dir)]
     search = [":", "-n", str(searchers), *program, "search", str(run_dir)] if searchers else []
     return [str(mpiexec), *placement, *train, *search]
-
-
-def rank_command(run_dir: Path, role: Role, index: int, *, program: Sequence[str]) -> list[str]:
-    """One rank as a process of its own (files transport)."""
-    verb = {"trainer": "train", "searcher": "search"}[role]
-    return [*program, verb, str(run_dir), "--index", str(index)]
 
 
 def find_mpiexec(path: str | None = None, environment: Mapping[str, str] = os.environ) -> Path:
@@ -128,57 +126,55 @@ def refuse_other_mpiexec(mpiexec: Path) -> None:
         )
 
 
-def child_environment(base: Mapping[str, str], *, root: bool) -> dict[str, str]:
-    """Environment of the ranks: one OpenMP thread unless chosen, Open MPI's leave to run as root."""
-    allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if root else {}
-    return {"OMP_NUM_THREADS": "1", **base, **allow}
+def environment_of(memory: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment of the ranks: one machine, one OpenMP thread unless chosen, MPI's files in ``memory``."""
+    ours = {
+        **mpi_library.one_machine(base),
+        **dict.fromkeys(FILES_OF_MPI, str(memory)),
+        "OMP_NUM_THREADS": "1",
+    }
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
+    return {**ours, **base, **root}
 
 
-def mpi_environment(folder: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment of mpiexec: one machine, and its files go to ``folder``."""
-    return {**mpi_library.one_machine(environment), **dict.fromkeys(FILES_OF_MPI, str(folder))}
+def refuse_little_memory(ranks: int) -> None:
+    """Raise LaunchError if shared memory is too full for MPI, which would say so in the middle of its log."""
+    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else math.inf
+    if free < ranks * RANK_MEMORY:
+        raise LaunchError(
+            f"{SHARED_MEMORY} has {int(free) >> 20} MiB free, and MPI needs {RANK_MEMORY >> 20} for each of "
+            f"{ranks} ranks: make room (in a container: --shm-size), or set exchange.transport=files"
+        )
 
 
 @contextmanager
 def private_memory() -> Iterator[Path]:
     """A folder in shared memory for the files of MPI, which killed ranks leave behind.
 
-    A launcher that was killed itself leaves the folder, too: the next one of the same user removes it.
+    A launcher that was killed leaves the folder, too: the next one of the same user removes it.
     """
     place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-    _remove_abandoned(place)
-    with (
-        tempfile.TemporaryDirectory(prefix=PRIVATE, dir=place, ignore_cleanup_errors=True) as folder,
-        _held(Path(folder)),
-    ):
-        yield Path(folder)
-
-
-def _remove_abandoned(place: Path) -> None:
-    """Remove what ``private_memory`` made in ``place`` for launchers of this user that are gone."""
     for folder in place.glob(f"{PRIVATE}*"):
-        with suppress(OSError):  # another launcher may be at it, too
-            status = folder.lstat()
-            mine = status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode)
-            if mine and time.time() - status.st_mtime > SETTLE_SECONDS:  # else perhaps not yet held
+        with suppress(OSError):  # another user's, or another launcher is at it
+            if time.time() - folder.lstat().st_mtime > SETTLE_SECONDS:  # else perhaps not yet held
                 with _held(folder):
                     shutil.rmtree(folder)
+    with (
+        tempfile.TemporaryDirectory(prefix=PRIVATE, dir=place, ignore_cleanup_errors=True) as name,
+        _held(Path(name)),
+    ):
+        yield Path(name)
 
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock, which the kernel gives back however its holder ends. Raises BlockingIOError."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Hold a folder's lock, which the kernel releases however its holder ends. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
         os.close(descriptor)
-
-
-def world_rank_name(rank: int, trainers: int) -> str:
-    """Name of a rank by its number in the MPI world; see ``run.notes.rank_name``."""
-    return rank_name("trainer", rank) if rank < trainers else rank_name("searcher", rank - trainers)
 
 
 @dataclass
@@ -227,23 +223,10 @@ class Child:
     def kill(self) -> None:
         """End everything in its session, also what outlived it."""
         for pid in psutil.pids():
-            if _session(pid) == self.process.pid:
-                _kill(pid)
+            with suppress(ProcessLookupError):
+                if os.getsid(pid) == self.process.pid:
+                    os.kill(pid, signal.SIGKILL)
         self.process.wait()
-
-
-def _session(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # it ended by itself meanwhile
 
 
 @dataclass
@@ -313,29 +296,29 @@ def commands(run: RunDir, config: Config, *, program: Sequence[str] | None = Non
     Raises LaunchError where mpiexec is missing.
     """
     trainers, searchers = config.launch.trainers, config.launch.searchers
+    python = [sys.executable, "-P"]  # modules of the working directory come last: runtime.py
     if config.one_world:
-        program = program or [sys.executable, "-m", "mpi4py", "-m", "tba_hpc"]
         mpiexec = find_mpiexec()
         if mpi_library.VARIABLE in os.environ:
             refuse_other_mpiexec(mpiexec)
-        world = mpiexec_command(
-            run.path, trainers=trainers, searchers=searchers, mpiexec=mpiexec, program=program
-        )
-        return {MPIEXEC: world}
-    program = program or [sys.executable, "-m", "tba_hpc"]
-    ranks: list[tuple[Role, int]] = [
-        *(("trainer", index) for index in range(trainers)),
-        *(("searcher", index) for index in range(searchers)),
-    ]
+        program = program or [*python, "-m", "mpi4py", "-m", "tba_hpc"]
+        return {
+            MPIEXEC: mpiexec_command(
+                run.path, trainers=trainers, searchers=searchers, mpiexec=mpiexec, program=program
+            )
+        }
+    program = program or [*python, "-m", "tba_hpc"]
+    ranks = [("trainer", "train", index) for index in range(trainers)]
+    ranks += [("searcher", "search", index) for index in range(searchers)]
     return {
-        rank_name(role, index): rank_command(run.path, role, index, program=program) for role, index in ranks
+        f"{role}-{index:04d}": [*program, verb, str(run.path), "--index", str(index)]
+        for role, verb, index in ranks
     }
 
 
 def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path, *, ranks: int) -> Ranks:
     """Start all ``ranks``, with their output in ``logs`` and MPI's files in ``memory``."""
-    base = {**mpi_environment(memory), **os.environ, ATTEMPT: logs.name}
-    environment = child_environment(base, root=os.geteuid() == 0)
+    environment = {**environment_of(memory), ATTEMPT: logs.name}
     world = Ranks(ranks=ranks if MPIEXEC in commands else 0)
     for name, command in commands.items():
         # mpiexec ends its ranks on SIGTERM, but would leave them behind on SIGKILL.
@@ -385,6 +368,8 @@ def launch(
     """
     console = console or Terminal()
     processes = commands(run, config, program=program)
+    if config.one_world:
+        refuse_little_memory(config.launch.trainers + config.launch.searchers)
     before = -1.0
     with listening() as asked:
         while True:
@@ -414,12 +399,8 @@ def _attempt(
     if asked.kill:
         log_event(run, "aborted")
         again = shlex.join(["tba", "run", str(run.path)])
-        console.print(
-            f"killed; to go on from the last checkpoint: {again}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        text = f"killed; to go on from the last checkpoint: {again}"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
         return code
     if asked.stop and not at_work(logs):
         console.print("stopped before the roles were up: nothing was done, nothing is lost", highlight=False)
@@ -500,10 +481,10 @@ def failure(logs: Path, world: Ranks, code: int, trainers: int) -> str:
 def _failed_rank(mpiexec_log: Path, trainers: int) -> str | None:
     """Name of the first rank that mpiexec reports as failed."""
     text = mpiexec_log.read_text(errors="replace") if mpiexec_log.exists() else ""
-    match = FAILED_RANK.search(text)
-    if not match:
+    if not (match := FAILED_RANK.search(text)):
         return None
-    return world_rank_name(int(match[1]), trainers)
+    rank = int(match[1])
+    return rank_name("trainer", rank) if rank < trainers else rank_name("searcher", rank - trainers)
 
 
 def _tail(log: Path) -> list[str]:

@@ -14,6 +14,7 @@ from tba_hpc.config import Config, LaunchSection
 from tba_hpc.core.ports import ExchangeError, Learner, TrainerExchange
 from tba_hpc.loops.trainer import Trainer
 from tba_hpc.report.digest import Sealed
+from tba_hpc.report.summary import summarise, write_summary
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import find_evaluation, missing_parts
 from tba_hpc.run.metrics import MetricsTail, number
@@ -37,7 +38,7 @@ def end_run(
     learner: Learner,
     exchange: TrainerExchange,
 ) -> None:
-    """Let everybody go, and leave a summary and a report; a model, too, where the run is ``finished``.
+    """Let everybody go, and leave a summary; a model and a report, too, if the run is ``finished``.
 
     finished: whether the last step was taken; a resume has only this end left to do where a stop was asked
     for meanwhile. Once nothing is left to train or to measure the run is marked as finished; a kill between
@@ -56,9 +57,12 @@ def end_run(
     elif published:
         trainer.log_event("stopped")
     exchange.close()
-    from tba_hpc.report.page import write_report  # matplotlib costs every start a second
+    if complete:
+        from tba_hpc.report.page import write_report  # matplotlib costs every start a second
 
-    write_report(run, size_of_shard)
+        write_report(run, size_of_shard)
+    else:  # drawing takes longer than a job may have to stop: whoever started the ranks draws
+        write_summary(run, summarise(run, config, size_of_shard))
 
 
 def size_of_shard(path: Path) -> Sealed:

@@ -52,7 +52,7 @@ def test_every_library_carries_weights_and_shards(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     mpi = WHEEL if name == "wheel" else request.getfixturevalue(name)
-    environment = local.mpi_environment(tmp_path, mpi.environment)  # as on a laptop
+    environment = local.environment_of(tmp_path, mpi.environment)  # as on a laptop
     outcome = run_world(3, [PROGRAM, tmp_path], mpi=mpi, environment=environment)
     assert outcome.code == 0, outcome.output
     facts = json.loads((tmp_path / "facts.json").read_text())
