@@ -126,7 +126,7 @@ def _live(path: Path, sent: signal.Signals | None, nth: int) -> None:
     ranks = [threading.Thread(target=_search, args=(run, config, s)) for s in range(config.launch.searchers)]
     for rank in ranks:
         rank.start()
-    runtime.verify_checkpoints(run, config)
+    runtime.verify_checkpoints(run)
     runtime._lead(run, config, runtime.Placement(0, 0, 1, None), MarkedLearner(run, sent, nth))
     for rank in ranks:
         rank.join()
@@ -135,7 +135,7 @@ def _live(path: Path, sent: signal.Signals | None, nth: int) -> None:
 def _search(run: RunDir, config: Config, index: int) -> None:
     exchange = FileSearcherExchange(run.weights, index, deadline=config.launch.timeout_seconds)
     progress = runtime._join(run, config, index, exchange)
-    task, metrics = TabularTask(TABLE), runtime._metrics(run, "searcher", index)
+    task, metrics = TabularTask(TABLE), runtime._metrics(run, index)
     metrics.log(runtime.started(config, index))
     writer = runtime._shard_writer(run, config, index, progress)
     Searcher(
@@ -169,7 +169,7 @@ def _visit(path: Path) -> None:
     elastic.SEAT_SECONDS = 0.05
     digest.KEEP_SECONDS = 0.1
     with elastic.leaving_at_once(), elastic.leased_place(run, config) as place:
-        metrics = runtime._metrics(run, "searcher", place.searcher)
+        metrics = runtime._metrics(run, place.searcher)
         metrics.log(runtime.started(config, place.searcher))
         generator, task = TabularGenerator(TABLE, seed=place.searcher + place.lease), TabularTask(TABLE)
         reference = _reference(run, config)

@@ -11,9 +11,9 @@ from lab.tabular import Tabular, World
 from tba_hpc.checks.resources import missing, resources
 from tba_hpc.config import ConfigError, load_config
 from tba_hpc.core.own_code import is_own
+from tba_hpc.engine.hf_backend import HfBackend, make_backend
 from tba_hpc.run import modules
 from tba_hpc.run.directory import RunDir
-from tba_hpc.runtime import HfBackend, make_backend
 from tba_hpc.tasks import load_task
 
 TABULAR = Path(__file__).parents[1] / "tools" / "lab" / "tabular.yaml"

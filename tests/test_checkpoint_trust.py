@@ -16,6 +16,7 @@ import torch
 from lab.tabular_learner import TabularLearner
 
 from tba_hpc.exchange.hdf5_shards import read_arrays, write_arrays
+from tba_hpc.loops.restoring import verify_checkpoints
 from tba_hpc.report.audit import audit
 from tba_hpc.report.monitor import RunMonitor
 from tba_hpc.report.run_state import run_state
@@ -36,7 +37,6 @@ from tba_hpc.run.checkpoints import (
 )
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import read_metrics
-from tba_hpc.runtime import verify_checkpoints
 
 # --- Every kind of damage ---
 
@@ -129,11 +129,11 @@ def test_random_damages_are_met_and_the_checkpoint_before_is_used(saved: Saved, 
     assert newest is not None
     files = sorted(str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file())
     assert {"COMPLETE", "state.json", BUFFER_FILE, PROMPTS_FILE} < set(files)
-    config, learner = saved.run.config(), TabularLearner(tabular_run.TABLE)
+    learner = TabularLearner(tabular_run.TABLE)
     for case in range(60):
         harm, name = KINDS[case % len(KINDS)], files[case // len(KINDS) % len(files)]
         run = saved.damaged(tmp_path / str(case), name, harm, case)
-        verify_checkpoints(run, config)
+        verify_checkpoints(run)
         folder = latest_checkpoint(run)
         assert folder is not None and names(run) == ["damaged-step-000006-1", "step-000003"], (harm, name)
         (event,) = read_metrics(run.metrics_file("trainer"))
@@ -157,16 +157,16 @@ def test_where_none_is_whole_a_sentence_says_so_and_nothing_is_changed(saved: Sa
         with pytest.raises(
             StateError, match=r"step-000006: state.json has \d+ bytes, not .*step-000003: buf"
         ):
-            verify_checkpoints(run, run.config())
+            verify_checkpoints(run)
         assert names(run) == ["step-000003", "step-000006"] and not run.metrics_file("trainer").exists()
 
 
 def test_a_run_whose_checkpoints_were_all_set_aside_is_not_started_afresh(run: RunDir) -> None:
-    verify_checkpoints(run, run.config())  # a fresh one has nothing to verify
+    verify_checkpoints(run)  # a fresh one has nothing to verify
     save(run, 4)
     set_aside(run.checkpoints / "step-000004")
     with pytest.raises(StateError, match=r"is whole .damaged-step-000004-1.: put a copy of one back"):
-        verify_checkpoints(run, run.config())
+        verify_checkpoints(run)
 
 
 def test_an_inventory_that_has_lost_its_first_line_is_damaged(run: RunDir) -> None:
@@ -191,7 +191,7 @@ def test_the_same_step_may_be_damaged_twice(run: RunDir) -> None:
     save(run, 4)
     for _ in range(2):
         (save(run, 8) / "weights.bin").unlink()
-        verify_checkpoints(run, run.config())
+        verify_checkpoints(run)
     assert names(run) == ["damaged-step-000008-1", "damaged-step-000008-2", "step-000004"]
 
 

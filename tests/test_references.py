@@ -16,11 +16,11 @@ from tba_hpc.config import Config, parse_config
 from tba_hpc.core.types import BEHAVIOUR
 from tba_hpc.exchange.file_exchange import Manifest
 from tba_hpc.exchange.hdf5_shards import read_arrays, read_shard
+from tba_hpc.loops.restoring import require_reference
 from tba_hpc.report.audit import audit
 from tba_hpc.run.checkpoints import BUFFER_FILE, StateError, checkpoint_folders
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import read_metrics, step_records
-from tba_hpc.runtime import require_reference
 
 BOUNDED = {"initial_completions": 15, "capacity_per_prompt": 40, "capacity": 400}
 

@@ -1,0 +1,71 @@
+"""What ``model.path`` stands for: a Hugging Face model, by DeepSpeed and vLLM, or a class of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tba_hpc.config import Config
+from tba_hpc.core.own_code import find_function, is_own
+from tba_hpc.core.ports import Backend, Generator, Reference, SharedLearner, Tokenizer
+from tba_hpc.run import modules
+from tba_hpc.run.directory import RunDir
+
+
+@dataclass(frozen=True, slots=True)
+class HfBackend:
+    """A Hugging Face model; its libraries are imported when needed. Methods raise ConfigError."""
+
+    config: Config
+
+    def tokenizer(self) -> Tokenizer:
+        """That of the model's folder."""
+        from tba_hpc.learner.hf_model import load_tokenizer
+
+        return load_tokenizer(self.config.model.path)
+
+    def generator(self, *, seed: int) -> Generator:
+        """On an engine of its own, which is still being built on return."""
+        from tba_hpc.engine.vllm_generator import VllmGenerator
+
+        launch = self.config.launch
+        return VllmGenerator(
+            self.config.model,
+            self.config.generator,
+            seed=seed,
+            start_seconds=launch.start_seconds,
+            silence_seconds=launch.silence_seconds,
+        )
+
+    def reference(self, folder_of: Callable[[int], Path]) -> Reference:
+        """The model itself."""
+        from tba_hpc.learner.hf_reference import load_reference
+
+        return load_reference(self.config, folder_of)
+
+    def learner(
+        self, *, rank: int, ranks: int, store: Path, folder_of: Callable[[int], Path]
+    ) -> SharedLearner:
+        """A rank of the group that meets in ``store``. Raises ExchangeError, too."""
+        from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
+
+        return DeepSpeedLearner.create(
+            self.config,
+            rank=rank,
+            ranks=ranks,
+            store=store,
+            references=folder_of,
+            deadline=self.config.launch.timeout_seconds,
+            start_deadline=self.config.launch.start_seconds,
+        )
+
+
+def make_backend(run: RunDir, config: Config) -> Backend:
+    """The backend of a config. Raises ConfigError if a class of the user's own is not found."""
+    modules.use(run.modules)
+    path = config.model.path
+    if not is_own(path):
+        return HfBackend(config)
+    backend: Backend = find_function(f"model.path={path}", path)(config)
+    return backend

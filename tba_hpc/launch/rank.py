@@ -1,0 +1,101 @@
+"""A rank around its loop: place, log, GPUs and stop flag; its errors become sentences for the launcher."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+from tba_hpc.config import Config, ConfigError
+from tba_hpc.core.ports import EngineError, ExchangeError
+from tba_hpc.core.types import Role
+from tba_hpc.core.wording import printable
+from tba_hpc.exchange.hdf5_shards import ShardError
+from tba_hpc.launch.placement import Placement, refuse_index
+from tba_hpc.run.checkpoints import StateError
+from tba_hpc.run.directory import ATTEMPT, RunDir
+from tba_hpc.run.files import DiskFullError
+from tba_hpc.run.notes import FAILED, REFUSED, Kind, rank_name, redirect_output, write_note
+from tba_hpc.run.owners import owned
+from tba_hpc.run.signals import StopFlag
+
+log = logging.getLogger(__name__)
+
+REFUSALS = (ConfigError, StateError, ShardError, DiskFullError)
+"""Errors that only the user can fix; the message is a sentence that says how."""
+
+FAILURES = (EngineError, ExchangeError, OSError)
+"""Errors that another start may not meet again; the message is a sentence, too."""
+
+
+@contextmanager
+def placed(run: RunDir, role: Role, index: int | None) -> Iterator[tuple[Config, Placement]]:
+    """A rank in its place, with its own log and GPUs; an error ends it with a note for the launcher.
+
+    A rank that is one too many, or that no launcher has started, leaves none: log and notes are those of the
+    ranks at work.
+    """
+    config = run.config()
+    refuse_index(config, role, index)
+    with noted(run, role, index or 0) if ATTEMPT in os.environ else nullcontext():
+        placement = Placement.join(config, role, index)
+    with owned(run, rank_name(role, placement.index)):
+        redirect_output(run, role, placement.index)
+        with noted(run, role, placement.index):
+            placement.choose_gpus()
+            yield config, placement
+
+
+@contextmanager
+def led() -> Iterator[StopFlag]:
+    """For a rank that the leader ends. After a request to stop, ranks that are missing were still starting
+    and had nothing to save, so their absence is no error.
+    """
+    end_imports()
+    with StopFlag() as stop:
+        try:
+            yield stop
+        except ExchangeError as error:
+            if not stop.is_set:
+                raise
+            log.info("asked to stop, and so were the others: %s", error)
+
+
+def end_imports() -> None:
+    """Re-enable the garbage collector, which ``cli`` disables, for what is allocated from here on."""
+    gc.freeze()
+    gc.enable()
+
+
+@contextmanager
+def told(tell: Callable[[str, Kind], None], *, tracebacks: bool) -> Iterator[None]:
+    """End an error in ``tell`` of its sentence and kind, and the exit status that belongs to it.
+
+    tracebacks: log them for errors that only the user can fix, too. ``job_supervisor.sh`` decides by the kind
+    whether to start the ranks again.
+    """
+    try:
+        yield
+    except (*REFUSALS, *FAILURES) as error:
+        refused = isinstance(error, REFUSALS)
+        if tracebacks or not refused:
+            log.exception("this rank ends")
+        tell(str(error), "refused" if refused else "failed")
+        raise SystemExit(REFUSED if refused else FAILED) from None
+
+
+@contextmanager
+def noted(run: RunDir, role: Role, index: int) -> Iterator[None]:
+    """Leave an error to the launcher as a note."""
+    with told(lambda sentence, kind: write_note(run, role, index, sentence, kind), tracebacks=True):
+        yield
+
+
+@contextmanager
+def printed() -> Iterator[None]:
+    """Print an error; no note is left, which would be one of the run's own ranks."""
+    with told(lambda sentence, _: print(f"tba: {printable(sentence)}", file=sys.stderr), tracebacks=False):
+        yield
