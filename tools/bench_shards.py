@@ -3,13 +3,12 @@
     python tools/bench_shards.py rates        records/s sealed and read, against write() + fsync of the bytes
     python tools/bench_shards.py durability   kill a real writer 50 times, then read all that it acknowledged
 
-Both take ``--json``. ``--folder`` chooses the file system (default: a temporary folder here).
-SIGKILL proves the order of steps, not the disk's own cache: for that, trust fsync or cut the power.
+Both take ``--json``; ``--folder`` chooses the file system (default: a temporary folder here). SIGKILL proves
+the order of steps, not the disk's own cache.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -20,54 +19,24 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, ParamSpec
+from typing import Annotated
 
 import numpy as np
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling
 from tba_hpc.exchange.hdf5_shards import ShardError, ShardWriter, read_shard
+from tba_hpc.report.tables import Cell, print_rows
 from tba_hpc.run.directory import RunDir
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
-
-P = ParamSpec("P")
 
 COMPLETIONS = 16
 """Completions per group."""
 
 Folder = Annotated[Path | None, typer.Option(help="Folder on the file system to measure.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Medians over the shards of rollouts that are ``tokens`` long on average."""
-
-    tokens: int
-    shard_bytes: int
-    seal_ms: float
-    raw_ms: float
-    seal_over_raw: float
-    sealed_per_second: int
-    read_per_second: int
-
-
-@dataclass(frozen=True, slots=True)
-class Durability:
-    """What was found after the last kill."""
-
-    kills: int
-    acknowledged: int
-    lost: int
-    bad_files: int
-    doubled: int
-    shards: int
 
 
 @app.command()
@@ -77,10 +46,10 @@ def rates(
     folder: Folder = None,
     as_json: Json = False,
 ) -> None:
-    """Commit and read rates of two workloads: rollouts of 177 tokens, and the quickstart's of 26."""
+    """Seal and read rates of two workloads: rollouts of 177 tokens, and the quickstart's of 26."""
     with _scratch(folder) as scratch:
-        results = [_rates(RunDir(scratch / str(tokens)), tokens, shards, records) for tokens in (177, 26)]
-    _show(f"shards of {records} trajectories", [asdict(result) for result in results], as_json)
+        rows = [_rates(RunDir(scratch / str(tokens)), tokens, shards, records) for tokens in (177, 26)]
+    print_rows(rows, as_json=as_json)
 
 
 @app.command()
@@ -90,16 +59,22 @@ def durability(
     folder: Folder = None,
     as_json: Json = False,
 ) -> None:
-    """Kill writers at random moments; exit code 1 where anything acknowledged is lost or a file is bad."""
+    """Kill writers at random moments; exit code 1 if anything acknowledged is lost or a file is bad."""
     moments = random.Random(seed)
     with _scratch(folder) as scratch:
         run = RunDir(scratch / "run")
         acknowledged = {uid for _ in range(kills) for uid in _kill_a_writer(run, moments.uniform(0, 0.08))}
-        result = _survey(run, kills, acknowledged)
-    _show(f"{kills} × SIGKILL", [asdict(result)], as_json)
-    if not as_json:
-        print(f"{result.bad_files} bad files, {result.lost} lost of {result.acknowledged} acknowledged")
-    raise typer.Exit(int(result.bad_files + result.lost + result.doubled > 0))
+        found, bad = _survey(run)
+    lost, doubled = len(acknowledged - set(found)), len(found) - len(set(found))
+    row = {
+        "kills": kills,
+        "acknowledged": len(acknowledged),
+        "lost": lost,
+        "doubled": doubled,
+        "bad files": bad,
+    }
+    print_rows([row], as_json=as_json)
+    raise typer.Exit(int(lost + doubled + bad > 0))
 
 
 @app.command()
@@ -115,33 +90,31 @@ def write(run: Path) -> None:
         request_id += 1
 
 
-def _rates(run: RunDir, tokens: int, shards: int, records: int) -> Rates:
+def _rates(run: RunDir, tokens: int, shards: int, records: int) -> dict[str, Cell]:
     """Seal and raw write take turns, so that both meet the same neighbours on the machine."""
     writer = ShardWriter(run, 0)
     groups = [_scored(request_id, tokens) for request_id in range(records // COMPLETIONS)]
-    seal, raw = [], []
+
+    def seal() -> None:
+        for group, rewards, ref_logprobs in groups:
+            writer.append(group, rewards, ref_logprobs)
+        writer.seal()
+
+    sealing, writing = [], []
     for turn in range(shards):
-        seal.append(_seconds(_seal, writer, groups))
+        sealing.append(_seconds(seal))
         data = list(run.shard_files().values())[-1].read_bytes()
-        raw.append(_seconds(_write_raw, run.shards / f"raw-{turn}", data))
-    read = statistics.median(_seconds(read_shard, path) for path in run.shard_files().values())
-    sealing, writing = statistics.median(seal), statistics.median(raw)
-    return Rates(
-        tokens=tokens,
-        shard_bytes=len(data),
-        seal_ms=1e3 * sealing,
-        raw_ms=1e3 * writing,
-        seal_over_raw=statistics.median(s / r for s, r in zip(seal, raw, strict=True)),
-        sealed_per_second=round(records / sealing),
-        read_per_second=round(records / read),
-    )
-
-
-def _seal(writer: ShardWriter, groups: list[tuple[Group, list[float], list[np.ndarray]]]) -> None:
-    """All that a searcher pays, the packing of its groups included."""
-    for group, rewards, ref_logprobs in groups:
-        writer.append(group, rewards, ref_logprobs)
-    writer.seal()
+        writing.append(_seconds(lambda: _write_raw(run.shards / f"raw-{turn}", data)))  # noqa: B023
+    read = statistics.median(_seconds(lambda: read_shard(path)) for path in run.shard_files().values())  # noqa: B023
+    return {
+        "tokens": tokens,
+        "shard, bytes": len(data),
+        "seal, ms": 1e3 * statistics.median(sealing),
+        "raw, ms": 1e3 * statistics.median(writing),
+        "seal ÷ raw": statistics.median(s / r for s, r in zip(sealing, writing, strict=True)),
+        "sealed/s": round(records / statistics.median(sealing)),
+        "read/s": round(records / read),
+    }
 
 
 def _write_raw(path: Path, data: bytes) -> None:
@@ -151,9 +124,9 @@ def _write_raw(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _seconds(call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> float:
+def _seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
-    call(*args, **kwargs)
+    call()
     return time.perf_counter() - start
 
 
@@ -170,25 +143,17 @@ def _kill_a_writer(run: RunDir, delay: float) -> list[int]:
     return [int(uid) for line in lines if line.endswith("\n") for uid in line.split()]
 
 
-def _survey(run: RunDir, kills: int, acknowledged: set[int]) -> Durability:
-    """Read every visible file."""
+def _survey(run: RunDir) -> tuple[list[int], int]:
+    """Uids of all visible files, and how many files are bad."""
     found: list[int] = []
-    bad_files = 0
-    paths = list(run.shard_files().values())
-    for path in paths:
+    bad = 0
+    for path in run.shard_files().values():
         try:
             found += read_shard(path).trajectories.record["uid"].tolist()
         except ShardError as error:
             print(error, file=sys.stderr)
-            bad_files += 1
-    return Durability(
-        kills=kills,
-        acknowledged=len(acknowledged),
-        lost=len(acknowledged - set(found)),
-        bad_files=bad_files,
-        doubled=len(found) - len(set(found)),
-        shards=len(paths),
-    )
+            bad += 1
+    return found, bad
 
 
 def _scored(request_id: int, tokens: int) -> tuple[Group, list[float], list[np.ndarray]]:
@@ -212,23 +177,6 @@ def _scored(request_id: int, tokens: int) -> tuple[Group, list[float], list[np.n
 def _scratch(folder: Path | None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="bench_shards-", dir=folder or Path.cwd()) as path:
         yield Path(path)
-
-
-def _show(title: str, rows: list[dict[str, str | int | float]], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(rows))
-        return
-    table = Table(title=title, box=SIMPLE_HEAD)
-    for name in rows[0]:
-        heading = name.replace("_per_second", "/s").replace("_over_", " ÷ ").replace("_", " ")
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(_cell, row.values()))
-    Console().print(table)
-
-
-def _cell(value: str | int | float) -> str:
-    return f"{value:,.2f}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measures what a checkpoint costs: the trainer's stall, the writing beside it, the verification of a start.
+"""What a checkpoint costs: the trainer's stall, the writing beside it, the verification of a start.
 
 A real learner and real files, in a temporary folder (TMPDIR chooses the disk): .67 GB and 2.7 GB of state,
 for one rank and for two. Each ratio is of medians taken in turn by one process, which does nothing else while
@@ -13,16 +13,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from gpu_acceptance import TINY, make_batch, make_model
 
 from scale import Row, row
-from tba_hpc.config import Config, parse_config
-from tba_hpc.core.types import LIVE_RECORD, Ragged, TrajectoryBatch
+from tba_hpc.config import parse_config
 from tba_hpc.exchange.hdf5_shards import write_arrays
 from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 from tba_hpc.run.checkpoints import Checkpoints, TrainerState, latest_checkpoint
@@ -34,8 +33,6 @@ SAVES, WARM = 8, 3
 """The first of them takes new memory for its copy, and a disk gives new blocks; medians are of the others."""
 
 LOADS = 5
-VOCABULARY = 128
-DEADLINE = 120.0
 
 
 def measure(sizes: tuple[int, ...] = (40, 160), ranks: tuple[int, ...] = (1, 2)) -> list[Row]:
@@ -44,11 +41,24 @@ def measure(sizes: tuple[int, ...] = (40, 160), ranks: tuple[int, ...] = (1, 2))
 
 
 def _measured(millions: int, ranks: int) -> list[Row]:
+    hidden = round((millions * 1e6 / LAYERS / 16) ** 0.5 / 64) * 64
+    shape = replace(TINY, hidden=hidden, layers=LAYERS, head_size=64)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        make_model(root / "model", millions)
         (root / "store").mkdir()
-        run = RunDir.create(_config(root, ranks))
+        tree = {
+            "run": {"root": folder, "name": "bench"},
+            "model": {
+                "path": str(make_model(root / "model", shape)),
+                "dtype": "float32",
+                "context_length": 64,
+            },
+            "generator": {"max_tokens": 32, "completions_per_prompt": 4},
+            "train": {"prompts_per_step": TINY.groups, "completions_per_prompt": TINY.group_size},
+            "checkpoint": {"snapshot": "memory"},
+            "launch": {"trainers": ranks},
+        }
+        run = RunDir.create(parse_config(tree))
         context = multiprocessing.get_context("spawn")
         rows: multiprocessing.SimpleQueue[list[Row]] = context.SimpleQueue()
         workers = [context.Process(target=_work, args=(root, run.path, rank, rows)) for rank in range(ranks)]
@@ -60,46 +70,11 @@ def _measured(millions: int, ranks: int) -> list[Row]:
         return rows.get()
 
 
-def make_model(folder: Path, millions: int) -> None:
-    """A random Llama of about so many million parameters, with a tokenizer that nobody uses."""
-    hidden = round((millions * 1e6 / LAYERS / 16) ** 0.5 / 64) * 64
-    shape = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64,
-        max_position_embeddings=64,
-        eos_token_id=0,
-        pad_token_id=1,
-    )
-    LlamaForCausalLM(shape).save_pretrained(folder)
-    words = {word: i for i, word in enumerate(["<eos>", "<pad>", *map(chr, range(0x100, 0x100 + 126))])}
-    backend = Tokenizer(models.BPE(vocab=words, merges=[]))
-    backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
-    tokenizer.save_pretrained(folder)
-
-
-def _config(root: Path, ranks: int, snapshot: str | None = "memory") -> Config:
-    return parse_config(
-        {
-            "run": {"root": str(root), "name": "bench"},
-            "model": {"path": str(root / "model"), "dtype": "float32", "context_length": 64},
-            "generator": {"max_tokens": 32, "completions_per_prompt": 2},
-            "train": {"prompts_per_step": 2, "completions_per_prompt": 2},
-            "checkpoint": {"snapshot": snapshot},
-            "launch": {"trainers": ranks},
-        }
-    )
-
-
 def _work(root: Path, path: Path, rank: int, rows: multiprocessing.SimpleQueue[list[Row]]) -> None:
     run = RunDir.open(path)
     config = run.config()
     ranks = config.launch.trainers
-    learner = DeepSpeedLearner.create(config, rank=rank, ranks=ranks, store=root / "store", deadline=DEADLINE)
+    learner = DeepSpeedLearner.create(config, rank=rank, ranks=ranks, store=root / "store", deadline=120)
     if rank == 0:
         rows.put(list(_lead(run, learner, ranks)))
         learner.close()
@@ -108,7 +83,7 @@ def _work(root: Path, path: Path, rank: int, rows: multiprocessing.SimpleQueue[l
 
 
 def _lead(run: RunDir, learner: DeepSpeedLearner, ranks: int) -> Iterator[Row]:
-    learner.step(_batch(), learning_rate=1e-5, beta=0.1)  # the optimizer has no state before
+    learner.step(make_batch(TINY), learning_rate=1e-5, beta=0.1)  # the optimizer has no state before
     checkpoints = Checkpoints(run, 1, write_arrays, beside=True)
     stalls, writes, copying, plain = [], [], [], []
     for step in range(SAVES):
@@ -136,16 +111,6 @@ def _lead(run: RunDir, learner: DeepSpeedLearner, ranks: int) -> Iterator[Row]:
     yield row(f"{of}plain write and fsync", raw, "s", "")
     yield row(f"{of}verification ÷ load", check / load, "", "≤ .15")
     yield row(f"{of}load", load, "s", "")
-
-
-def _batch() -> TrajectoryBatch:
-    """Two groups of two completions of a token each."""
-    record = np.zeros(4, LIVE_RECORD)
-    record["prompt_id"], record["reward"] = [0, 0, 1, 1], np.arange(4)
-    prompts = Ragged.from_rows([np.array([3])], np.int32)
-    completions = Ragged.from_rows([np.array([4 + i]) for i in range(4)], np.int32)
-    logprobs = np.zeros(4, np.float32)
-    return TrajectoryBatch(record, prompts, completions, logprobs, logprobs, group_size=2, step=0)
 
 
 def _memcpy_seconds(size: int) -> float:
