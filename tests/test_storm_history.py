@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from chaos import History
+from slurm_testbed.trial import History
 
 from tba_hpc.run.directory import RunDir
 

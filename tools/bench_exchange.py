@@ -2,9 +2,8 @@
 
     python tools/bench_exchange.py weights    publish stall and propagation of the weights
     python tools/bench_exchange.py merge      trajectories/s from offered shards to a sampled buffer
-    python tools/bench_exchange.py delta      what has changed ÷ whole weights: bytes, stall, propagation
 
-All take ``--json`` and start mpiexec themselves. Believe the ratios, not the seconds: each is of one run.
+Both take ``--json`` and start mpiexec themselves. Believe the ratios, not the seconds: each is of one run.
 "nodes" makes every rank a node of its own, so that the weights take the way between nodes; on one machine
 that way runs at the speed of memory, as no network does.
 """
@@ -12,7 +11,6 @@ that way runs at the speed of memory, as no network does.
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
 import subprocess
 import sys
@@ -20,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import numpy as np
 import typer
@@ -29,7 +27,6 @@ from tba_hpc.config import BufferSection
 from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.prompts import Progress
 from tba_hpc.core.types import RECORD, Publication, Ragged, Shard, Trajectories, WeightLayout, make_uid
-from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange
 from tba_hpc.exchange.hdf5_shards import with_image
 from tba_hpc.launch.local import environment_of, find_mpiexec
 from tba_hpc.report.tables import print_rows
@@ -40,8 +37,6 @@ if TYPE_CHECKING:
     from tba_hpc.exchange.mpi_exchange import MpiSearcherExchange, MpiTrainerExchange
     from tba_hpc.exchange.mpi_world import MpiWorld
 
-    Trainer = MpiTrainerExchange | FileTrainerExchange
-    Searcher = MpiSearcherExchange | FileSearcherExchange
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -52,7 +47,6 @@ PROMPTS, COMPLETIONS, TOKENS = 16, 16, 100
 
 SIZES = [10.0, 100.0, 1000.0]
 RANKS = [1, 4, 16, 64]
-Travel = Literal["auto", "always", "never"]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Measured rounds.")]
 
@@ -87,37 +81,6 @@ def merge(
 ) -> None:
     """From sealed shards, offered at once, to a replay buffer that is sampled after every round."""
     rows = [run_world(1 + n, ["merge-rank", str(max(1, shards // n))]) for n in searchers]
-    print_rows(rows, as_json=as_json)
-
-
-@app.command()
-def delta(
-    megabytes: Annotated[float, typer.Option("--mb", help="Size of the weights, MB.")] = 1000.0,
-    changed: Annotated[float, typer.Option(help="Share of the words that change each time.")] = 0.01,
-    searchers: Annotated[int, typer.Option(min=1)] = 1,
-    rounds: Rounds = 5,
-    folder: Annotated[Path, typer.Option(help="Where weights lie as files.")] = Path(),
-    as_json: Json = False,
-) -> None:
-    """Publishes of what has changed ÷ publishes of all, between emulated nodes and over files; medians.
-
-    stall: publish over one copy, both with what has changed; visible and propagation as in ``weights``.
-    """
-    arguments = [str(megabytes), str(changed), str(rounds), str(folder)]
-    rows = []
-    for way in ("nodes", "files"):
-        whole, new = (
-            run_world(1 + searchers, ["delta-rank", way, mode, *arguments]) for mode in ("never", "always")
-        )
-        row = {
-            "way": way,
-            "MB": megabytes,
-            "changed": changed,
-            "bytes ÷": new["bytes"],
-            "stall": new["stall"],
-        }
-        ratios = {f"{name} ÷": new[name] / whole[name] for name in ("visible", "propagation")}
-        rows.append({**row, **ratios, "visible, ms": 1e3 * new["visible"]})
     print_rows(rows, as_json=as_json)
 
 
@@ -156,11 +119,11 @@ def join(memory: str) -> MpiWorld:
     )
 
 
-def open_trainer(world: MpiWorld, layout: WeightLayout, mode: Travel = "never") -> MpiTrainerExchange:
+def open_trainer(world: MpiWorld, layout: WeightLayout) -> MpiTrainerExchange:
     """The trainer's end, without a disk."""
     from tba_hpc.exchange.mpi_exchange import MpiTrainerExchange
 
-    return MpiTrainerExchange.open(world, layout, bucket_mb=BUCKET_MB, delta=mode, progress=Progress())
+    return MpiTrainerExchange.open(world, layout, bucket_mb=BUCKET_MB, delta="never", progress=Progress())
 
 
 def open_searcher(world: MpiWorld) -> MpiSearcherExchange:
@@ -170,28 +133,19 @@ def open_searcher(world: MpiWorld) -> MpiSearcherExchange:
     return MpiSearcherExchange.open(world)
 
 
-def layout_of(megabytes: float) -> WeightLayout:
-    """One bfloat16 tensor."""
-    return WeightLayout.of([("weights", (int(megabytes * 1e6) // 2,))], "BF16")
-
-
 def publish(
-    exchange: Trainer,
+    exchange: MpiTrainerExchange,
     source: np.ndarray,
     clock: np.ndarray,
     *,
-    changed: float = 0.0,
-    busy_from: int = sys.maxsize,
-    after: Callable[[int], None] = lambda version: None,
+    busy_from: int,
 ) -> None:
     """Publish a version for each row of the trainer's clock: called, returned, seconds of a copy just before.
 
-    changed: share of the words that are others each time. From the version ``busy_from`` on this thread runs
-    Python while the weights travel.
+    From the version ``busy_from`` on this thread runs Python while the weights travel.
     """
-    rng, copy, words = np.random.default_rng(0), np.zeros_like(source), source.view(np.uint16)
+    copy = np.zeros_like(source)
     for version in range(len(clock)):
-        words[rng.integers(0, len(words), int(changed * len(words)))] ^= 1
         time.sleep(0.2)
         start = time.monotonic()
         np.copyto(copy, source)
@@ -203,7 +157,6 @@ def publish(
         clock[version, 1] = time.monotonic()
         while not exchange.gather():  # until the round is over
             (spin if version >= busy_from else time.sleep)(0.01)
-        after(version)
     exchange.close()
 
 
@@ -214,12 +167,7 @@ def spin(seconds: float) -> None:
         sum(i * i for i in range(1000))
 
 
-def take(
-    exchange: Searcher,
-    nbytes: int,
-    clock: np.ndarray,
-    after: Callable[[int], None] = lambda version: None,
-) -> None:
+def take(exchange: MpiSearcherExchange, nbytes: int, clock: np.ndarray) -> None:
     """Fill a searcher's clock: weights polled, weights copied."""
     private = np.zeros(nbytes, np.uint8)
     while not exchange.closed:
@@ -228,14 +176,15 @@ def take(
             clock[version, 0] = time.monotonic()
             np.copyto(private, update.data)
             clock[version, 1] = time.monotonic()
-            after(version)
         time.sleep(0.0005)
 
 
 def medians(world: MpiWorld, clock: np.ndarray, rounds: slice) -> dict[str, float]:
-    """Seconds of what happened in these rounds, by all ranks' clocks."""
+    """At the trainer, seconds of what happened in these rounds, by all ranks' clocks."""
     table = np.empty((world.comm.size, *clock.shape))
     world.comm.Gather(clock, table, 0)
+    if world.role == "searcher":
+        return {}
     called, returned, memcpy = table[0, rounds].T
     visible, copied, _ = table[1:, rounds].max(axis=0).T
     times = {
@@ -251,7 +200,8 @@ def medians(world: MpiWorld, clock: np.ndarray, rounds: slice) -> dict[str, floa
 @app.command(hidden=True)
 def weights_rank(memory: str, megabytes: float, rounds: int, result: Path) -> None:
     """One rank of the weights benchmark; the first round warms up, in the last ``rounds`` Python is busy."""
-    layout, world = layout_of(megabytes), join(memory)
+    layout = WeightLayout.of([("weights", (int(megabytes * 1e6) // 2,))], "BF16")
+    world = join(memory)
     private = np.random.default_rng(0).integers(0, 256, layout.nbytes, np.uint8)
     clock = np.zeros((1 + 2 * rounds, 3))
     if world.role == "trainer":
@@ -298,64 +248,6 @@ def timed(world: MpiWorld, work: Callable[[], None], rounds: int) -> float:
         world.comm.Barrier()
         seconds.append(time.monotonic() - start)
     return statistics.median(seconds[1:])
-
-
-@app.command(hidden=True)
-def delta_rank(
-    way: str, mode: Travel, megabytes: float, changed: float, rounds: int, folder: Path, result: Path
-) -> None:
-    """One rank of the delta benchmark; over files MPI only starts it.
-
-    The first two rounds have nothing to compare with, or to patch.
-    """
-    layout, world, place = layout_of(megabytes), join("nodes"), folder / "bench-delta"
-    clock, sizes = np.zeros((2 + rounds, 3)), []
-    if world.role == "trainer":
-        shutil.rmtree(place, ignore_errors=True)
-        world.comm.Barrier()
-        exchange, size = delta_trainer(world, layout, way, mode, place)
-        source = np.random.default_rng(0).integers(0, 1 << 62, layout.nbytes // 8, np.int64).view(np.uint8)
-
-        def taken(version: int) -> None:
-            while way == "files" and not (place / f"taken-{version}").exists():
-                time.sleep(0.01)
-            sizes.append(size())
-
-        publish(exchange, source, clock, changed=changed, after=taken)
-    else:
-        world.comm.Barrier()
-        files = FileSearcherExchange(place, world.index, deadline=DEADLINE) if way == "files" else None
-        note = (lambda version: (place / f"taken-{version}").touch()) if files else lambda version: None
-        take(files or open_searcher(world), layout.nbytes, clock, note)
-    found = medians(world, clock, slice(2, None))
-    if world.role == "trainer":
-        shutil.rmtree(place, ignore_errors=True)
-        share = statistics.median(sizes[2:]) / layout.nbytes
-        result.write_text(json.dumps({**found, "bytes": share}))
-
-
-def delta_trainer(
-    world: MpiWorld, layout: WeightLayout, way: str, mode: Travel, place: Path
-) -> tuple[Trainer, Callable[[], int]]:
-    """The trainer's end, and what tells the bytes of its last publish."""
-    if way == "files":
-        exchange = FileTrainerExchange(
-            place,
-            layout,
-            read_pending=lambda cursors: (),
-            progress=Progress(),
-            evaluated=lambda split, version: True,
-            delta=mode == "always",
-        )
-        return exchange, lambda: max(place.glob("step-*"), key=lambda path: path.name).stat().st_size
-    over_mpi = open_trainer(world, layout, mode)
-    seen = [0]
-
-    def sent() -> int:
-        seen.append(over_mpi._memory.travelled)
-        return seen[-1] - seen[-2]
-
-    return over_mpi, sent
 
 
 @app.command(hidden=True)

@@ -1,8 +1,8 @@
-"""Measures what a run costs at scale: resume, end, replay buffer, checkpoints.
+"""Measures what a run costs at scale: its end, replay buffer, checkpoints.
 
-    python tools/bench_scale.py [resume] [end] [buffer] [checkpoint] [--json]
+    python tools/bench_scale.py [end] [buffer] [checkpoint] [--json]
 
-Without a name, all of them, about a quarter of an hour on two cores. Each is a module of ``tools/scale`` and
+Without a name, all of them, some ten minutes on two cores. Each is a module of ``tools/scale`` and
 has a process of its own, so that none pays for another's memory. What is extrapolated says so in its row.
 Believe the ratios, not the seconds.
 """
@@ -19,7 +19,7 @@ import typer
 
 from tba_hpc.report.tables import Cell, print_rows
 
-Bench = Literal["resume", "end", "buffer", "checkpoint"]
+Bench = Literal["end", "buffer", "checkpoint"]
 MEASURE = "import json; from scale.{} import measure; print(json.dumps(measure()))"
 
 

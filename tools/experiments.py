@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from lab import asynchrony, group_size, pace, replay, searchers, staleness
+from lab import asynchrony, group_size, pace, scores, sparse, staleness
 from lab.results import Result, from_json, provenance, write
 from lab.runs import Options, log
 
@@ -42,10 +42,10 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "staleness": staleness.EXACT,
     "staleness_arithmetic": staleness.ARITHMETIC,
     "group_size": group_size.GROUP_SIZE,
-    "replay": replay.ARITHMETIC,
-    "replay_sparse": replay.SPARSE,
-    "searchers": searchers.SEARCHERS,
-    "searchers_arithmetic": searchers.ARITHMETIC,
+    "replay": scores.SHARE,
+    "replay_sparse": sparse.SHARE,
+    "searchers": sparse.SEARCHERS,
+    "searchers_arithmetic": scores.SEARCHERS,
 }
 
 

@@ -97,7 +97,7 @@ class Asynchrony:
 
     def arms(self, options: Options) -> dict[str, Config]:
         """The config of every arm's first run; the peer reads that of a synchronous arm."""
-        return {arm: self.study.config(arm, options.seeds[0], options) for arm in self.study.arms}
+        return self.study.configs(options)
 
     def measure(self, options: Options) -> Result:
         """All rates of all arms with the tuning seed, then each arm's best with the others."""

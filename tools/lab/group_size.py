@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lab import scores
+from lab import scores, skill
 from lab.results import Panel, Result, Series, Spread
 from lab.runs import Options, Study
 from lab.sampling import completion_of
@@ -68,12 +68,12 @@ class GroupSize:
             )
             for size in SIZES
         },
-        scores.EVALUATED,
+        skill.EVALUATED,
     )
 
     def arms(self, options: Options) -> dict[str, Config]:
         """The config of every arm's first run."""
-        return {name: self.study.config(name, options.seeds[0], options) for name in self.study.arms}
+        return self.study.configs(options)
 
     def measure(self, options: Options) -> Result:
         """Runs first: they make the models whose gradients are measured."""

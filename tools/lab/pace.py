@@ -104,8 +104,7 @@ class Pace:
 
     def arms(self, options: Options) -> dict[str, Config]:
         """The config of every arm's first run; the peer reads that of a synchronous arm."""
-        study = self._study(options)
-        return {arm: study.config(arm, options.seeds[0], options) for arm in study.arms}
+        return self._study(options).configs(options)
 
     def measure(self, options: Options) -> Result:
         """All arms, seeds outermost, so that a machine's moods meet all alike."""

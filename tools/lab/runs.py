@@ -1,7 +1,4 @@
-"""Whole runs of the product, one after the other, each started once: ``tba run CONFIG --set …``.
-
-It must not know what is compared.
-"""
+"""Whole runs of the product, one after the other, each started once: ``tba run CONFIG --set …``."""
 
 from __future__ import annotations
 
@@ -69,6 +66,10 @@ class Study:
     def config(self, arm: str, seed: int, options: Options) -> Config:
         """The config of one run. Raises ConfigError."""
         return load_config(QUICKSTART, self.overrides(arm, seed, options))
+
+    def configs(self, options: Options) -> dict[str, Config]:
+        """The config of every arm's first run."""
+        return {arm: self.config(arm, options.seeds[0], options) for arm in self.arms}
 
     def overrides(self, arm: str, seed: int, options: Options) -> list[str]:
         """What ``--set`` gets, one each."""

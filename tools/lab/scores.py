@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+from lab import skill
 from lab.curves import Curve, sag, swing
 from lab.results import Panel, Result, Row, Series, Spread
 from lab.runs import Options, Study
@@ -17,8 +18,6 @@ NOTES = (
     "validation problems over the last third of a run; sag: its largest fall from a peak; both in points.",
     "Staleness: steps between the weights that sampled and those that train, mean over a run's batches.",
 )
-
-EVALUATED = ("evaluate.every=10", "evaluate.validation_prompts=256")
 
 
 @dataclass(frozen=True)
@@ -46,26 +45,20 @@ class Scored:
 
 @dataclass(frozen=True)
 class Scores:
-    """An experiment that is no more than a study's runs and their scores.
-
-    panels: arms by the title of the panel that shows them; none: one panel for all.
-    """
+    """An experiment that is no more than a study's runs and their scores."""
 
     question: str
     study: Study
-    panels: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def arms(self, options: Options) -> dict[str, Config]:
         """The config of every arm's first run."""
-        return {arm: self.study.config(arm, options.seeds[0], options) for arm in self.study.arms}
+        return self.study.configs(options)
 
     def measure(self, options: Options) -> Result:
         """All runs, then their scores."""
         scored = score(self.study, options)
         rows = [row(arm, of_seeds) for arm, of_seeds in scored.items()]
-        shown = self.panels or {"": list(scored)}
-        panels = [panel({arm: scored[arm] for arm in arms}, title) for title, arms in shown.items()]
-        return Result(rows, panels, NOTES)
+        return Result(rows, [panel(scored)], NOTES)
 
 
 def score(study: Study, options: Options) -> dict[str, dict[int, Scored]]:
@@ -90,10 +83,37 @@ def row(arm: str, of_seeds: Mapping[int, Scored]) -> Row:
     }
 
 
-def panel(scored: Mapping[str, Mapping[int, Scored]], title: str = "") -> Panel:
+def panel(scored: Mapping[str, Mapping[int, Scored]]) -> Panel:
     """Validation pass@1 over steps."""
     series = [
         Series(arm, [[(step, 100 * value) for step, value in run.curve] for run in of_seeds.values()])
         for arm, of_seeds in scored.items()
     ]
-    return Panel("step", "pass@1, validation, %", series, title)
+    return Panel("step", "pass@1, validation, %", series)
+
+
+SHARE = Scores(
+    "How much replay? m on arithmetic",
+    Study(
+        {f"m = {m:g}": (f"buffer.most_on_policy={m}",) for m in (0.0, 0.5, 0.95, 1.0)},
+        skill.UNTUNED,
+        steps=350,
+        model=skill.MODEL,
+    ),
+)
+
+SEARCHERS = Scores(
+    "Do more searchers help where few completions are right? Whole runs on arithmetic",
+    Study(
+        {
+            f"{n} searcher{'s' * (n > 1)}": (
+                f"launch.searchers={n}",
+                f"buffer.initial_completions={128 * n}",
+            )
+            for n in (1, 2, 4)
+        },
+        skill.UNTUNED,
+        steps=300,
+        model=skill.SPARSE,
+    ),
+)

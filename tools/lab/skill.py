@@ -1,19 +1,20 @@
 """The task of the whole runs: a skill that is gained over hundreds of steps, unlike the quickstart's mode.
 
 The model works everything out but takes four of six verbs mostly for their opposite, and the other two now
-and then; a completion is right where it took every verb rightly. It must not know what is compared.
+and then; a completion is right if it took every verb rightly.
 """
 
 from __future__ import annotations
 
 from lab.runs import Model
-from lab.scores import EVALUATED
 
 MODEL = Model("misreading-model", ("--worked", "--misread=0.8"), seed=100)
 SPARSE = Model("sparse-model", ("--worked", "--misread=0.9"), seed=100)
 COUNTING = Model(
     "misreading-counting-model", ("--worked", "--counted", "--misread=0.6", "--steps=1600"), seed=100
 )
+
+EVALUATED = ("evaluate.every=10", "evaluate.validation_prompts=256")
 
 RATE = 1.25e-4
 

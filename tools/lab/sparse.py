@@ -1,13 +1,14 @@
 """A sparse stand-in for red-teaming: one prompt, 8 of 5,461 completions rewarded, all far apart.
 
-It measures what red-teaming is judged by (success, diversity), exactly, from the policy's table. It must not
-know what is compared. Shape letters as in lockstep.
+What red-teaming is judged by (success, diversity) is exact here, from the policy's table. Two experiments:
+more searchers for the same trainer, and the share m of recent data. Shape letters as in lockstep.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ MODES, LETTERS, LENGTH = 8, 4, 6
 STEPS, EVALUATIONS = 400, 40
 BETA = 0.1
 KEPT = 0.1
-"""A mode counts as kept where the policy gives it this share of the probability it has at the optimum."""
+"""A mode counts as kept if the policy gives it this share of the probability it has at the optimum."""
 
 TRAIN = TrainSection(
     steps=STEPS,
@@ -33,7 +34,11 @@ TRAIN = TrainSection(
 )
 REPLAY = BufferSection(capacity=200_000, capacity_per_prompt=200_000, reward_temperature=BETA)
 """Everything is kept, and replayed by reward."""
+
 SYNC_EVERY = 10
+COUNTS, SHARES = (1, 2, 4, 8), (0.0, 0.5, 0.95, 1.0)
+LOG_Z: tuple[LogZ, ...] = ("behaviour", "policy")
+ON_POLICY: dict[str, Any] = {"buffer": None, "sync_every": 1, "ahead": True, "groups_per_step": 8}
 
 NOTES = (
     f"One prompt, {MODES} rewarded words of {LENGTH} letters (of {LETTERS}) among 5,461 completions; TB, β = "
@@ -44,6 +49,9 @@ NOTES = (
     "share of places at which two rewarded samples differ; both exact, of the last policy. Last row: the "
     "optimum.",
 )
+
+Ways = Mapping[str, "list[list[Quality]]"]
+"""By arm and seed, the way of a policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +66,40 @@ class Quality:
     diversity: float
 
 
-def setup(seed: int, options: Options, *, log_z: LogZ = "behaviour", **changes: object) -> Setup:
-    """A run with TBA's defaults, less what ``changes``."""
-    changed = {"steps": options.steps or STEPS, "objective": TrajectoryBalance(log_z=log_z)}
-    train = TRAIN.model_copy(update={**changed, "ratio_bound": Unbounded()})
-    table = SparseTable(prompts=1, letters=LETTERS, length=LENGTH, modes=MODES, seed=seed)
-    plain = Setup(
-        table=table, train=train, buffer=REPLAY, sync_every=SYNC_EVERY, groups_per_step=2, seed=seed
-    )
-    return Setup(**{**vars(plain), **changes})
+@dataclass(frozen=True)
+class Sparse:
+    """Arms by name, each the setup of a run with a seed."""
+
+    question: str
+    setups: Mapping[str, Callable[[int, Options], Setup]]
+
+    def arms(self, options: Options) -> dict[str, list[Setup]]:
+        """One per seed of each arm."""
+        return {arm: [setup(seed, options) for seed in options.seeds] for arm, setup in self.setups.items()}
+
+    def measure(self, options: Options) -> Result:
+        """One row per arm, one for the optimum."""
+        arms, ways = self.arms(options), {}
+        for arm, setups in arms.items():
+            log.print(arm, style="dim")
+            ways[arm] = [_follow(one) for one in setups]
+        rows = [_row(arm, [way[-1] for way in of_seeds]) for arm, of_seeds in ways.items()]
+        tables = [one.table for one in next(iter(arms.values())) if isinstance(one.table, SparseTable)]
+        best = [quality(Moment(0, 0, MODES, 0.0, table.optimum(BETA)), table) for table in tables]
+        return Result([*rows, {**_row("optimum", best), "trajectories": None}], _panels(ways), NOTES)
+
+
+def _setup(*, log_z: LogZ = "behaviour", **changes: Any) -> Callable[[int, Options], Setup]:
+    """Runs with TBA's defaults, less what ``changes``."""
+
+    def setup(seed: int, options: Options) -> Setup:
+        changed = {"steps": options.steps or STEPS, "objective": TrajectoryBalance(log_z=log_z)}
+        train = TRAIN.model_copy(update={**changed, "ratio_bound": Unbounded()})
+        table = SparseTable(prompts=1, letters=LETTERS, length=LENGTH, modes=MODES, seed=seed)
+        common = {"buffer": REPLAY, "sync_every": SYNC_EVERY, "groups_per_step": 2}
+        return Setup(**{"table": table, "train": train, "seed": seed, **common, **changes})
+
+    return setup
 
 
 def quality(moment: Moment, table: SparseTable) -> Quality:
@@ -92,33 +125,11 @@ def diversity(table: SparseTable, weight_C: np.ndarray) -> float:
     return float(1 - ((share_LV / weight_C.sum()) ** 2).sum(1).mean())
 
 
-def follow(arms: Mapping[str, Sequence[Setup]]) -> dict[str, list[list[Quality]]]:
-    """Every arm and seed: the way of its policy."""
-    found = {}
-    for arm, setups in arms.items():
-        log.print(arm, style="dim")
-        found[arm] = [_follow(one) for one in setups]
-    return found
-
-
 def _follow(one: Setup) -> list[Quality]:
     table = one.table
     assert isinstance(table, SparseTable)
     moments = lockstep.train(one, every=max(1, one.train.steps // EVALUATIONS))
     return [quality(moment, table) for moment in moments]
-
-
-def result(found: Mapping[str, list[list[Quality]]], arms: Mapping[str, Sequence[Setup]]) -> Result:
-    """One row per arm, one for the optimum."""
-    rows = [_row(arm, [way[-1] for way in ways]) for arm, ways in found.items()]
-    tables = [one.table for one in next(iter(arms.values()))]
-    best = [
-        quality(Moment(0, 0, MODES, 0.0, table.optimum(BETA)), table)
-        for table in tables
-        if isinstance(table, SparseTable)
-    ]
-    optimum = {**_row("optimum", best), "trajectories": None}
-    return Result([*rows, optimum], panels(found), NOTES)
 
 
 def _row(arm: str, ends: Sequence[Quality]) -> Row:
@@ -132,16 +143,33 @@ def _row(arm: str, ends: Sequence[Quality]) -> Row:
     }
 
 
-def panels(found: Mapping[str, list[list[Quality]]]) -> list[Panel]:
+def _panels(ways: Ways) -> list[Panel]:
     """Modes kept, success and diversity against trajectories, from the first ones on."""
+
+    def series(arm: str, name: str) -> Series:
+        return Series(arm, [[(m.trajectories, getattr(m, name)) for m in way[1:]] for way in ways[arm]])
+
     names = {"kept": "modes kept", "success": "success", "diversity": "diversity"}
     return [
-        Panel(
-            "trajectories", label, [_series(arm, ways, name) for arm, ways in found.items()], logarithmic=True
-        )
+        Panel("trajectories", label, [series(arm, name) for arm in ways], logarithmic=True)
         for name, label in names.items()
     ]
 
 
-def _series(arm: str, ways: list[list[Quality]], name: str) -> Series:
-    return Series(arm, [[(moment.trajectories, getattr(moment, name)) for moment in way[1:]] for way in ways])
+SEARCHERS = Sparse(
+    "Do more searchers find more, and does diversity drop?",
+    {f"{n} searcher{'s' * (n > 1)}": _setup(searchers=n) for n in COUNTS}
+    | {"synchronous": _setup(**ON_POLICY)},
+)
+"""The synchronous on-policy run has the trajectories of four searchers."""
+
+SHARE = Sparse(
+    "How much replay? m on the sparse task",
+    {
+        f"m = {m:g}, log Z of the {log_z}": _setup(
+            log_z=log_z, searchers=4, buffer=REPLAY.model_copy(update={"most_on_policy": m})
+        )
+        for m in SHARES
+        for log_z in LOG_Z
+    },
+)

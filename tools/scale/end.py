@@ -1,9 +1,8 @@
-"""The end of a long run with many searchers: summary, report, status; the files that it leaves.
+"""The end of a long run with many searchers: summary, report, status.
 
 The metrics are those of ``searchers`` over ``hours``: what readers see of them, digests and last lines, is
 made by the code of a run from every THINNING-th record, so that all curves span the whole time; the lines
-before are holes of the length that they would have. What a run without digests costs, as one of an earlier
-version, is measured on a share of the lines, and multiplied.
+before are holes of the length that they would have.
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from scale import Row, row
 from tba_hpc.config import parse_config
-from tba_hpc.exchange.hdf5_shards import seal_interval
 from tba_hpc.report.digest import KEEP_SECONDS, KeptDigest, SearcherDigest, TrainerDigest
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import REWARD_EDGES, Record, record_seconds
@@ -35,9 +32,6 @@ SHARDS_PER_SECOND = 0.5
 
 STEP_SECONDS = 2.0
 """Between two optimizer steps."""
-
-UNKEPT_SECONDS = 1800
-"""Of each searcher's records that are parsed where no digest is kept."""
 
 
 def search_record(second: float, version: int, rng: random.Random) -> Record:
@@ -189,46 +183,4 @@ def measure(searchers: int = SEARCHERS, hours: float = HOURS) -> list[Row]:
             rows.append(row(f"{way}: peak of memory", megabytes, "MB", goals[1]))
         size = sum(path.stat().st_size for path in run.metrics.glob("*.digest.json")) / 1e6
         rows.append(row("digests on disk", size, "MB", ""))
-    rows += [keeping(), *without_digests(searchers, hours), *files_of_a_day(searchers)]
     return rows
-
-
-def keeping() -> dict[str, object]:
-    """What folding costs who writes, beside the line itself."""
-    rng = random.Random(0)
-    records, digest = list(searcher_records(range(0, 20_000, 2), rng)), SearcherDigest(0)
-    began = time.perf_counter()
-    for record in records:
-        digest.take(record)
-    return row("folding a searcher's record", 1e6 * (time.perf_counter() - began) / len(records), "µs", "")
-
-
-def without_digests(searchers: int, hours: float) -> list[Row]:
-    """The same from lines alone; memory does not grow with them, time is multiplied by their number."""
-    rng, few = random.Random(0), 4
-    with tempfile.TemporaryDirectory() as folder:
-        tree = {"run": {"root": folder, "name": "short"}, "model": {"path": "none/such"}}
-        run = RunDir.create(parse_config(tree))
-        for index in range(few):
-            with run.metrics_file("searcher", index).open("w") as file:
-                for record in searcher_records(range(UNKEPT_SECONDS), rng):
-                    file.write(json.dumps(record) + "\n")
-        seconds, megabytes = cost(run, "summary")
-    times = searchers / few * 3600 * hours / UNKEPT_SECONDS / record_seconds(searchers)
-    return [
-        row(f"summary without digests (× {times:,.0f})", seconds * times / 60, "min", ""),
-        row("summary without digests: peak of memory", megabytes, "MB", "≤ 500"),
-    ]
-
-
-def files_of_a_day(searchers: int, interval: float = 100 * STEP_SECONDS, keep: int = 2) -> list[Row]:
-    """Shards stay until the oldest checkpoint kept covers them."""
-    tree = {"model": {"path": "none/such"}, "launch": {"searchers": searchers}}
-    shards = searchers / seal_interval(parse_config(tree)) * interval
-    rest = 2 * searchers + 17 * (searchers + 1)
-    what = f"{searchers} searchers, a checkpoint every {interval:g} s"
-    return [
-        row(f"shards between two checkpoints, {what}", shards, "files", "≤ 10k"),
-        row(f"shards on disk, {what}, {keep} kept", (keep + 1) * shards, "files", ""),
-        row("metrics, digests and logs of 17 attempts", rest, "files", ""),
-    ]

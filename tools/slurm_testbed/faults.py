@@ -108,11 +108,6 @@ def _engine(rank: RankProcess) -> int:
     return rank.engine
 
 
-def crash_node(cluster: Cluster, node: str) -> None:
-    """Power failure of a node; ``cluster.start(node)`` boots it again."""
-    cluster.crash(node)
-
-
 def preempt(cluster: Cluster, *, seconds: float = 120) -> None:
     """A job of a higher partition wants all nodes that are up for a moment; returns once it has had them."""
     script = "#!/bin/bash\n#SBATCH --output=/dev/null\nsleep 1\n"

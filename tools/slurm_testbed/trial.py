@@ -1,0 +1,217 @@
+"""A run on the cluster: submitted as a user would, followed by its records, ended when it is time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slurm_testbed import faults
+from slurm_testbed.cluster import ENDED, Cluster
+from tba_hpc.report.summary import index_of, searcher_files
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.events import read_events
+from tba_hpc.run.metrics import MetricsTail, Record, number
+
+HOME = Path(__file__).resolve().parents[2]
+MODEL = HOME / ".cache/tiny-model-seed0"
+
+SITE = {
+    "gpus_per_node": 1,
+    "cpus_per_node": 2,
+    "memory": "3000",
+    "time": "24:00:00",
+    "signal_seconds": 60,
+    "relaunches": 10,  # deaths that may follow each other before anything is sealed
+}
+
+COMMON = (
+    "train.steps=1000000",  # until it is told to end
+    "train.learning_rate={schedule: constant, peak: 1.0e-5}",
+    "checkpoint.every=5",
+    "evaluate.validation_prompts=0",
+)
+QUICKSTART = ("buffer.initial_completions=64", "evaluate.test_prompts=64", "launch.timeout_seconds=80")
+TABULAR = ("model.path=lab.tabular:Slow", "launch.timeout_seconds=60")
+"""Settings of the two models' runs."""
+
+STEPS_AFTER = 3
+"""Optimizer steps to the end, once the run is told to end."""
+
+DEADLINE = 300
+"""Seconds after which something that should happen counts as not happening."""
+
+LOOK_SECONDS = 0.5
+
+TAKEOVERS = ("started", "resumed")
+"""Events of a trainer that takes over: from nothing, or from a checkpoint."""
+
+
+class NotSurvived(Exception):
+    """The run did not get where it should; the message says what was waited for, and ends with the logs."""
+
+
+@dataclass
+class History:
+    """Events and metrics of a run, read as they come."""
+
+    run: RunDir
+    events: list[dict[str, Any]] = field(default_factory=list)
+    trainer: list[Record] = field(default_factory=list)
+    searchers: dict[int, list[Record]] = field(default_factory=dict)
+    _tails: dict[Path, MetricsTail] = field(default_factory=dict)
+
+    def update(self) -> None:
+        """Read what is new."""
+        self.events = read_events(self.run)
+        self.trainer += self._new(self.run.metrics_file("trainer"))
+        for path in searcher_files(self.run):
+            self.searchers.setdefault(index_of(path), []).extend(self._new(path))
+
+    def _new(self, path: Path) -> list[Record]:
+        return self._tails.setdefault(path, MetricsTail(path)).new()
+
+    @property
+    def step(self) -> int:
+        """The newest optimizer step."""
+        return int(number(self.trainer[-1], "step", 0)) if self.trainer else 0
+
+    def times(self, event: str, *, after: float = 0.0) -> list[float]:
+        """When events of that name happened, later than ``after``."""
+        return [e["time"] for e in self.events if e["event"] == event and e["time"] > after]
+
+    def of_trainer(self, *events: str, after: float = 0.0) -> list[float]:
+        """When the trainer recorded one of these events; without any, when it took steps."""
+        wanted = events or (None,)
+        return [time_of(r) for r in self.trainer if r.get("event") in wanted and time_of(r) > after]
+
+    def first_step(self, *, after: float) -> float | None:
+        """When a trainer that took over later than ``after`` had taken its first step."""
+        resumes = self.of_trainer(*TAKEOVERS, after=after)
+        return next(iter(self.of_trainer(after=resumes[0])), None) if resumes else None
+
+    def resumes_behind(self) -> int:
+        """How often a trainer took over from an older checkpoint than the newest whole one."""
+        whole, behind = {0}, 0
+        for record in self.trainer:
+            event, step = record.get("event"), int(number(record, "step", 0))
+            if event == "checkpoint":
+                whole.add(step)
+            elif event == "damaged":
+                whole.discard(step)
+            elif event in TAKEOVERS:
+                behind += step < max(whole)
+        return behind
+
+
+def time_of(record: Record) -> float:
+    """Unix time of a record."""
+    return number(record, "time", 0.0)
+
+
+@dataclass
+class Trial:
+    """A submitted run."""
+
+    cluster: Cluster
+    run: RunDir
+    job: int
+
+    def __post_init__(self) -> None:
+        self.history = History(self.run)
+
+    def wait_for(self, probe: Callable[[], object], what: str) -> None:
+        """Wait for a true value. Raises NotSurvived after DEADLINE, or when the run is over first."""
+        end = time.monotonic() + DEADLINE
+        while True:
+            self.history.update()
+            if probe():
+                return
+            if self.run.finished:
+                raise NotSurvived(f"the run was over before {what}")
+            state = self.cluster.state(self.job)
+            if time.monotonic() > end or state in ENDED:
+                raise NotSurvived(f"the job is {state}, waiting for {what} ({DEADLINE} s)\n{self._logs()}")
+            time.sleep(LOOK_SECONDS)
+
+    def _logs(self) -> str:
+        files = [*self.run.path.glob("slurm/job-*.log"), *self.run.attempt.glob("*")]
+        texts = ((file, file.read_text(errors="replace")[-3000:]) for file in sorted(files) if file.is_file())
+        return "\n".join(f"--- {file}\n{text}" for file, text in texts)
+
+    def end(self, *jobs: int) -> None:
+        """Have the run stop, and end a few steps after it has come back; wait for it and for ``jobs``."""
+        asked = time.time()
+        faults.ask_to_stop(self.cluster, self.job)
+        self.wait_for(lambda: self.history.of_trainer("stopped", after=asked), "the run to stop")
+        self.run.adapt([f"train.steps={self.history.step + STEPS_AFTER}"])
+        self.wait_for(lambda: self.run.finished, "the end of the run")
+        for job in (self.job, *jobs):
+            # The first component's end is that of the run: others may have failed with a node.
+            self.cluster.until(
+                lambda: self.cluster.state(job).split("+")[0] in ENDED,  # noqa: B023
+                f"job {job} to end",
+                DEADLINE,
+            )
+
+
+def submit(
+    cluster: Cluster,
+    root: Path,
+    options: argparse.Namespace,
+    *words: str,
+    partition: str,
+    settings: Sequence[str],
+) -> tuple[RunDir, int]:
+    """A run of the model that the options name, and its job."""
+    if options.tabular:
+        os.environ["PYTHONPATH"] = f"{HOME / 'tools'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+        config, of_model = HOME / "tools/lab/tabular.yaml", [*TABULAR]
+    else:
+        config = HOME / "configs/quickstart.yaml"
+        of_model = [*QUICKSTART, f"model.path={options.model or MODEL}"]
+    pairs = [*COMMON, *of_model, *settings, f"run.root={root}"]
+    sets = [word for pair in pairs for word in ("--set", pair)]
+    job = _submitted(cluster, root, partition, "--config", str(config), *words, *sets)
+    return RunDir.open(Path(job["run"])), int(job["job"])
+
+
+def submit_elastic(cluster: Cluster, root: Path, run: RunDir, nodes: int, partition: str) -> int:
+    """An array of jobs that search for a run."""
+    words = ("--elastic", str(run.path), "--nodes", str(nodes))
+    return int(_submitted(cluster, root, partition, *words)["job"])
+
+
+def _submitted(cluster: Cluster, root: Path, partition: str, *words: str) -> dict[str, Any]:
+    site = root / f"{partition}.yaml"
+    site.write_text(yaml.safe_dump({**SITE, "partition": partition}))
+    program = (sys.executable, str(HOME / "tools/submit.py"))
+    return json.loads(cluster.run(*program, *words, "--site", str(site), "--json"))
+
+
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """A command line with what every trial takes."""
+    parser = argparse.ArgumentParser(description=description)
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", type=_model_folder, help=f"a tiny model; default: {MODEL.name}")
+    model.add_argument("--tabular", action="store_true", help="train the enumerable model instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _model_folder(text: str) -> Path:
+    folder = Path(text).absolute()
+    if not (folder / "config.json").exists():
+        raise argparse.ArgumentTypeError(
+            f"{folder} holds no model: make one with 'python tools/make_tiny_model.py --out {folder}'"
+        )
+    return folder
