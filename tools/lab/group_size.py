@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lab import scores, skill
 from lab.results import Panel, Result, Series, Spread
 from lab.runs import Options, Study
-from lab.sampling import completion_of
+from lab.sampling import Sampler
 from tba_hpc.config import Config
 from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, load_tokenizer
 from tba_hpc.objectives import Groups
@@ -131,32 +131,22 @@ def _gradient(logprobs: PolicyLogprobs, pool: Pool, size: int, rng: np.random.Ge
     return torch.cat([weight.grad.flatten() for weight in logprobs.parameters() if weight.grad is not None])
 
 
-@torch.no_grad()
 def sample_pool(model: PreTrainedModel, task: Arithmetic, eos: int, seed: int) -> Pool:
     """Completions of the first training prompts at temperature 1."""
-    torch.manual_seed(seed)
-    rows, prompt_length, length, reward = [], [], [], []
-    for prompt in task.prompts("train")[:POOL_PROMPTS]:
-        start = torch.from_numpy(prompt.tokens).long()[None]
-        tokens_CL = model.generate(  # type: ignore[operator]  # of a mixin that this type does not know
-            input_ids=start,
-            do_sample=True,
-            top_k=0,
-            num_return_sequences=POOL_COMPLETIONS,
-            max_new_tokens=POOL_TOKENS,
-        )
-        answers = [completion_of(row, eos) for row in tokens_CL[:, start.shape[1] :].tolist()]
-        rows.append(torch.nn.functional.pad(tokens_CL, (0, 256 - tokens_CL.shape[1])))
-        prompt_length.append(start.shape[1])
-        length.append([start.shape[1] + len(answer.tokens) for answer in answers])
-        reward.append(task.rewards(prompt, answers))
-    longest = int(np.max(length))
-    return Pool(
-        torch.stack(rows)[:, :, :longest],
-        torch.tensor(prompt_length),
-        torch.tensor(length),
-        torch.tensor(reward),
+    sampler = Sampler(model, eos=eos, max_tokens=POOL_TOKENS, seed=seed)
+    prompts = task.prompts("train")[:POOL_PROMPTS]
+    groups = sampler.sample(model.state_dict(), [prompt.tokens for prompt in prompts], POOL_COMPLETIONS)
+    length_PC = torch.tensor(
+        [[len(p.tokens) + len(c.tokens) for c in group] for p, group in zip(prompts, groups, strict=True)]
     )
+    tokens_PCL = torch.zeros((*length_PC.shape, int(length_PC.max())), dtype=torch.int64)
+    for p, (prompt, group) in enumerate(zip(prompts, groups, strict=True)):
+        for c, completion in enumerate(group):
+            whole = np.concatenate([prompt.tokens, completion.tokens])
+            tokens_PCL[p, c, : len(whole)] = torch.from_numpy(whole)
+    reward = [task.rewards(prompt, group) for prompt, group in zip(prompts, groups, strict=True)]
+    prompt_length_P = torch.tensor([len(prompt.tokens) for prompt in prompts])
+    return Pool(tokens_PCL, prompt_length_P, length_PC, torch.tensor(reward))
 
 
 GROUP_SIZE = GroupSize()

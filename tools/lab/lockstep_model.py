@@ -1,7 +1,7 @@
 """Trainer and searcher in lockstep on a whole model, in one process, so that staleness is exact.
 
 The task and the model are those of ``lab.skill``; config, objective, schedules and log-probabilities the
-product's. It must not know what is compared.
+product's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from lab import skill
 from lab.lockstep import Queue, scored
 from lab.runs import QUICKSTART
-from lab.small_llama import Sampler, SmallLlama, Weights
+from lab.sampling import Sampler
 from tba_hpc.config import Config, load_config
 from tba_hpc.core import schedules
 from tba_hpc.core.batch import micro_batches, staleness, with_reference_power
@@ -98,7 +98,7 @@ class Lockstep:
         self._task = load_task(config.task, tokenizer)
         self._learner = Learner(config)
         self._sampler = Sampler(
-            SmallLlama(self._learner.policy.config, config.model.context_length),
+            load_policy(config.model.path, config.model.dtype),
             eos=tokenizer.eos_token_id,
             max_tokens=config.generator.max_tokens,
             seed=run.seed,
@@ -171,9 +171,9 @@ class Learner:
             self.policy.parameters(), betas=train.adam_betas, weight_decay=train.weight_decay
         )
 
-    def weights(self) -> Weights:
+    def weights(self) -> Mapping[str, Tensor]:
         """A copy."""
-        return {name: value.detach().clone() for name, value in self.policy.named_parameters()}
+        return {name: value.clone() for name, value in self.policy.state_dict().items()}
 
     def step(self, batch: TrajectoryBatch, step: int) -> dict[str, float]:
         """One optimizer step; none where the gradient is not finite."""

@@ -1,14 +1,73 @@
-"""From what ``generate`` of transformers returns to what our tasks take."""
+"""Completions by transformers' ``generate``, as our tasks and objectives take them.
+
+Shape letters: B prompts of up to P tokens, N completions of up to L tokens, V vocabulary.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from tba_hpc.core.types import Completion
 
+ROWS = 512
+"""Completions that are sampled together."""
 
-def completion_of(tokens: list[int], eos: int) -> Completion:
-    """Up to the end of the sequence, or cut off; log-probabilities, which no reward looks at, are 0."""
+
+def completion_of(tokens: list[int], eos: int, logprobs: np.ndarray | None = None) -> Completion:
+    """Up to the end of the sequence, or cut off; log-probabilities are 0 if there are none."""
     ended = tokens[: tokens.index(eos) + 1] if eos in tokens else tokens
     array = np.array(ended, np.int32)
-    return Completion(array, np.zeros(len(array), np.float32), "stop" if eos in tokens else "length")
+    logprobs = np.zeros(len(array), np.float32) if logprobs is None else logprobs[: len(array)]
+    return Completion(array, logprobs, "stop" if eos in tokens else "length")
+
+
+class Sampler:
+    """Draws completions; ``seed`` decides which. The model is only a place for weights."""
+
+    def __init__(self, model: PreTrainedModel, *, eos: int, max_tokens: int, seed: int) -> None:
+        self._model = model
+        self._eos = eos
+        self._max_tokens = max_tokens
+        self._seed = 1_000_003 * seed
+
+    @torch.no_grad()
+    def sample(
+        self, weights: Mapping[str, Tensor], prompts: Sequence[np.ndarray], n: int, *, greedy: bool = False
+    ) -> list[tuple[Completion, ...]]:
+        """``n`` completions of every prompt, at temperature 1 unless they are to be the likeliest."""
+        self._model.load_state_dict(weights)
+        torch.manual_seed(self._seed)
+        self._seed += 1
+        at_once = max(1, ROWS // n)
+        parts = (prompts[i : i + at_once] for i in range(0, len(prompts), at_once))
+        return [group for part in parts for group in self._sample(part, n, greedy)]
+
+    def _sample(self, prompts: Sequence[np.ndarray], n: int, greedy: bool) -> list[tuple[Completion, ...]]:
+        width = max(map(len, prompts))
+        token_BP = torch.full((len(prompts), width), self._eos)
+        visible_BP = torch.zeros_like(token_BP)
+        for row, prompt in enumerate(prompts):
+            token_BP[row, width - len(prompt) :] = torch.from_numpy(prompt)
+            visible_BP[row, width - len(prompt) :] = 1
+        found = self._model.generate(  # type: ignore[operator]  # of a mixin that this type does not know
+            input_ids=token_BP,
+            attention_mask=visible_BP,
+            **({"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}),
+            num_return_sequences=n,
+            max_new_tokens=self._max_tokens,
+            eos_token_id=self._eos,
+            pad_token_id=self._eos,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        token_NL = found.sequences[:, width:]
+        logprob_NLV = torch.stack(found.logits, 1).log_softmax(2)
+        logprob_NL = logprob_NLV.gather(2, token_NL[:, :, None])[:, :, 0].numpy()
+        rows = zip(token_NL.tolist(), logprob_NL, strict=True)
+        completions = [completion_of(tokens, self._eos, logprobs) for tokens, logprobs in rows]
+        return [tuple(completions[i : i + n]) for i in range(0, len(completions), n)]
