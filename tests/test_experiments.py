@@ -128,7 +128,7 @@ def test_a_course_ends_with_its_last_three_evaluations() -> None:
 
 
 def test_table_and_plot_are_made_again_from_the_json_alone(tmp_path: Path) -> None:
-    """To the byte, the plot too; a curve of a seed is one line of the file."""
+    """To the byte, the plot too."""
     lines = [results.Series(f"arm {i}", [[(0, 1.5), (40, 2.0)], [(0, 0.5), (20, 3.0)]]) for i in range(8)]
     panels = [
         results.Panel("step", "pass@1", lines, "a", level=1.0),
@@ -146,7 +146,6 @@ def test_table_and_plot_are_made_again_from_the_json_alone(tmp_path: Path) -> No
     for name in ("table.md", "table.json", "plot.png"):
         assert (tmp_path / "b/replay" / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
     assert (tmp_path / "a/table.md").read_text() == text
-    assert "[[0, 1.5], [40, 2.0]]" in source.read_text()
 
 
 def test_an_arm_has_one_look_in_all_panels_and_a_line_in_the_legend() -> None:

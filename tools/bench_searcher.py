@@ -2,11 +2,10 @@
 
     python tools/bench_searcher.py [--model FOLDER] [--rounds 8] [--json]
 
-Arms: ``bare`` is a process that hands all prompts to ``LLM.generate`` at once; ``generator`` refills our
-generator as groups end; ``searcher`` is the real loop of tba_hpc.loops.searcher, with rewards, reference
-log-probabilities and seals on disk. An arm's figure is the median over rounds of its tokens per second
-divided by bare's of the same round; the arm without reference shows what that costs.
-MODEL: see tools/make_tiny_model.py; the task is the quickstart's.
+Arms: ``bare`` is a process that hands all prompts to ``LLM.generate`` at once; ``searcher`` is the real loop
+of tba_hpc.loops.searcher, with rewards, reference log-probabilities and seals on disk; the arm without
+reference shows what that costs. An arm's figure is the median over rounds of its tokens per second divided by bare's of
+the same round. MODEL: see tools/make_tiny_model.py; the task is the quickstart's.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,10 +40,9 @@ from tba_hpc.learner.hf_reference import HfReference
 from tba_hpc.loops.online_evaluation import OnlineEvaluator
 from tba_hpc.loops.scorer import Scorer
 from tba_hpc.loops.searcher import Searcher
-from tba_hpc.report.summary import series
-from tba_hpc.report.tables import print_rows
+from tba_hpc.report.tables import Cell, print_rows
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.metrics import MetricsWriter, read_metrics
+from tba_hpc.run.metrics import MetricsWriter
 from tba_hpc.runtime import PROMPTS_AHEAD
 from tba_hpc.tasks import load_task
 
@@ -67,15 +65,12 @@ def main() -> None:
         with ProcessPoolExecutor(1, get_context("spawn"), build_bare, (bench.settings,)) as bare:
             arms: dict[str, Arm] = {
                 "bare": lambda requests: bare.submit(generate_bare, requests).result(),
-                "generator": bench.refill,
-                "searcher without reference": lambda requests: bench.searcher(requests, BehaviourReference()),
-                "searcher": bench.searcher,
+                "searcher without reference": lambda requests: bench.search(requests, BehaviourReference()),
+                "searcher": lambda requests: bench.search(requests, bench.reference),
             }
             rates = measure(arms, bench.requests(options.prompts), options.rounds)
-        rows = summarize(rates)
-        rows[-1]["sealing"] = statistics.mean(bench.logged("search/seal_share"))
         bench.generator.close()
-    print_rows(rows, as_json=options.json)
+    print_rows(summarize(rates), as_json=options.json)
 
 
 _llm: LLM
@@ -101,21 +96,16 @@ def generate_bare(requests: list[Request]) -> int:
 
 
 class Bench:
-    """A searcher's engine and what its arms need besides."""
+    """A searcher's engine and what its loop needs besides."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._sequences = (
-            config.generator.prompts_in_flight + PROMPTS_AHEAD
-        ) * config.generator.completions_per_prompt
         self.settings = engine_settings(config.model, config.generator, seed=0)
         self._run = RunDir.create(config)
-        tokenizer = load_tokenizer(config.model.path)
-        self._task = load_task(config.task, tokenizer, partial(VllmVictim, seed=1))
+        self._task = load_task(config.task, load_tokenizer(config.model.path), partial(VllmVictim, seed=1))
         policy = load_policy(config.model.path, config.model.dtype)
         self._update = own_weights(policy.state_dict())
-        self._reference = HfReference(policy)
-        self._metrics = self._run.metrics_file("searcher")
+        self.reference = HfReference(policy)
         self.generator = VllmGenerator(config.model, config.generator, seed=0)
 
     def requests(self, count: int) -> list[Request]:
@@ -127,78 +117,43 @@ class Bench:
             for i in range(count)
         ]
 
-    def refill(self, requests: list[Request]) -> int:
-        """Our generator alone: at least ``sequences`` in flight while prompts last."""
-        waiting, tokens = iter(requests), 0
-        while True:
-            while self.generator.in_flight < self._sequences and (request := next(waiting, None)):
-                self.generator.submit(request)
-            if not self.generator.in_flight:
-                return tokens
-            for group in self.generator.step():
-                tokens += sum(len(completion.tokens) for completion in group.completions)
-
-    def searcher(self, requests: list[Request], reference: Reference | None = None) -> int:
+    def search(self, requests: list[Request], reference: Reference) -> int:
         """The whole loop, on an exchange that gives the weights once and takes shards at once."""
-        shards, feed = ShardWriter(self._run, 0), Feed(requests)
-        reference = reference or self._reference
+        section, shards = self._config.generator, ShardWriter(self._run, 0)
         publication = replace(self._update.publication, reference=reference.step)
-        update = replace(self._update, publication=publication)
-        sink = Sink(update, feed, self.generator, sum(request.n for request in requests))
-        searcher = Searcher(
+        exchange = Feed(replace(self._update, publication=publication), self.generator, requests)
+        seal_seconds = self._config.exchange.seal_seconds
+        Searcher(
             generator=self.generator,
-            scorer=Scorer(
-                self._task,
-                reference,
-                shards,
-                seal_seconds=self._config.exchange.seal_seconds,
-            ),
-            exchange=sink,
-            requests=feed,
+            scorer=Scorer(self._task, reference, shards, seal_seconds=seal_seconds),
+            exchange=exchange,
+            requests=exchange.feed(),
             evaluator=OnlineEvaluator(self._task, searcher=0, searchers=1, max_tokens=1, limits={}),
             report=lambda place, places, part: None,
-            metrics=MetricsWriter(self._metrics),
+            metrics=MetricsWriter(self._run.metrics_file("searcher")),
             stop_asked=lambda: False,
-            sequences=self._sequences,
+            sequences=(section.prompts_in_flight + PROMPTS_AHEAD) * section.completions_per_prompt,
             pending_shards=1,
-        )
-        searcher.run()
-        return sink.tokens
-
-    def logged(self, name: str) -> list[float]:
-        """What the searcher logged of a metric, interval by interval."""
-        return series(read_metrics(self._metrics), name)
-
-
-class Feed:
-    """The prompts, and whether they have run out."""
-
-    def __init__(self, requests: list[Request]) -> None:
-        self._requests = iter(requests)
-        self.exhausted = False
-
-    def __iter__(self) -> Feed:
-        return self
-
-    def __next__(self) -> Request:
-        request = next(self._requests, None)
-        if request is None:
-            self.exhausted = True
-            raise StopIteration
-        return request
+        ).run()
+        return exchange.tokens
 
 
 @dataclass
-class Sink:
+class Feed:
     """A SearcherExchange that gives weights once and is closed when nothing is left to generate."""
 
     update: WeightUpdate | None
-    feed: Feed
     generator: VllmGenerator
-    wanted: int
+    requests: list[Request]
     pending: int = 0
     trajectories: int = 0
     tokens: int = 0
+    exhausted: bool = False
+
+    def feed(self) -> Iterator[Request]:
+        """The requests; it notices their end."""
+        yield from self.requests
+        self.exhausted = True
 
     def poll(self) -> WeightUpdate | None:
         """The weights, at the first call."""
@@ -216,11 +171,12 @@ class Sink:
     @property
     def closed(self) -> bool:
         """Whether the prompts have run out and the engine is empty."""
-        return self.feed.exhausted and self.generator.in_flight == 0
+        return self.exhausted and self.generator.in_flight == 0
 
     def close(self) -> None:
         """Every completion must have come as a sealed trajectory."""
-        assert self.trajectories == self.wanted, (self.trajectories, self.wanted)
+        wanted = sum(request.n for request in self.requests)
+        assert self.trajectories == wanted, (self.trajectories, wanted)
 
 
 def measure(arms: dict[str, Arm], requests: list[Request], rounds: int) -> dict[str, list[float]]:
@@ -242,21 +198,17 @@ def measure(arms: dict[str, Arm], requests: list[Request], rounds: int) -> dict[
     return rates
 
 
-def summarize(rates: dict[str, list[float]]) -> list[dict[str, str | int | float | bool | None]]:
+def summarize(rates: dict[str, list[float]]) -> list[dict[str, Cell]]:
     """Per arm: median tokens per second, and median, least and greatest ratio to bare's of the same round."""
-    rows: list[dict[str, str | int | float | bool | None]] = []
+    rows: list[dict[str, Cell]] = []
     for name, values in rates.items():
         ratios = [rate / base for rate, base in zip(values, rates["bare"], strict=True)]
-        rows.append(
-            {
-                "arm": name,
-                "tokens/s": statistics.median(values),
-                "÷ bare": statistics.median(ratios),
-                "least": min(ratios),
-                "greatest": max(ratios),
-                "sealing": None,
-            }
-        )
+        row: dict[str, Cell] = {
+            "arm": name,
+            "tokens/s": statistics.median(values),
+            "÷ bare": statistics.median(ratios),
+        }
+        rows.append({**row, "least": min(ratios), "greatest": max(ratios)})
     return rows
 
 

@@ -24,46 +24,29 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from lab import skill
 from lab.lockstep_model import Run, measure
-from lab.runs import log, read_json, slug
+from lab.runs import read_json, slug
 
 from tba_hpc.run.files import write_atomic
 from tba_hpc.run.signals import die_with
 
-LAST = 3
-"""Evaluations at the end whose mean is told as a run's outcome."""
-
 
 def runs(arms: list[dict[str, Any]]) -> Iterator[tuple[str, Run]]:
-    """Every run with the name of its arm, arms innermost, so that they can soon be compared."""
-    expanded = [list(_expand(arm)) for arm in arms]
-    longest = max(map(len, expanded), default=0)
-    yield from (found[i] for i in range(longest) for found in expanded if i < len(found))
-
-
-def _expand(arm: Mapping[str, Any]) -> Iterator[tuple[str, Run]]:
-    varied = {key: value for key, value in arm.items() if key not in ("name", "overrides")}
-    lists = [value if isinstance(value, list) else [value] for value in varied.values()]
-    for values in product(*lists):
-        given = dict(zip(varied, values, strict=True))
-        yield arm["name"], Run(overrides=overrides(arm.get("overrides", {})), **given)
+    """Every run with the name of its arm."""
+    for arm in arms:
+        varied = {key: value for key, value in arm.items() if key not in ("name", "overrides")}
+        lists = [value if isinstance(value, list) else [value] for value in varied.values()]
+        for values in product(*lists):
+            given = dict(zip(varied, values, strict=True))
+            yield arm["name"], Run(overrides=overrides(arm.get("overrides", {})), **given)
 
 
 def overrides(tree: Mapping[str, Any]) -> tuple[str, ...]:
-    """{"train.rate": 1} and {"train": {"rate": 1}} as ``train.rate=1``."""
-    return tuple(_overrides(tree))
-
-
-def _overrides(tree: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in tree.items():
-        if "." not in key and isinstance(value, dict):
-            yield from _overrides({f"{key}.{name}": inner for name, inner in value.items()})
-        else:
-            yield f"{key}={json.dumps(value)}"
+    """As ``--set`` takes them: {"train.beta": 1} as ``train.beta=1``."""
+    return tuple(f"{key}={json.dumps(value)}" for key, value in tree.items())
 
 
 def file_of(folder: Path, name: str, run: Run) -> Path:
@@ -72,26 +55,17 @@ def file_of(folder: Path, name: str, run: Run) -> Path:
     return folder / f"{slug(name)}-{what}.json"
 
 
-def line(name: str, found: Mapping[str, Any]) -> str:
-    """What is said of a finished run."""
-    scores = [100 * score for _, score in found["curve"]]
-    curve, seconds = " ".join(f"{score:.0f}" for score in scores), sum(found["seconds"].values())
-    what = f"{name} seed {found['seed']} lag {found['lag']} rate {found['rate']:g}"
-    return f"{what}: {mean(scores[-LAST:]):.1f} %   [{curve}]   {seconds:.0f} s"
-
-
 def made(path: Path, run: Run) -> bool:
     """Whether the file is of a run with the same settings."""
-    found = read_json(path)
-    settings = json.loads(json.dumps(asdict(run)))
+    found, settings = read_json(path), json.loads(json.dumps(asdict(run)))
     return found is not None and settings == {key: found.get(key) for key in settings}
 
 
 def keep(path: Path, name: str, run: Run) -> str:
-    """Make a run, in a process of its own, and its file; what is said of it."""
+    """Make a run, in a process of its own, and its file; returns its scores, %."""
     found = {"name": name, **measure(run)}
     write_atomic(path, json.dumps(found) + "\n")
-    return line(name, found)
+    return " ".join(f"{100 * score:.0f}" for _, score in found["curve"])
 
 
 def screen(wanted: Mapping[Path, tuple[str, Run]], workers: int) -> bool:
@@ -104,12 +78,12 @@ def screen(wanted: Mapping[Path, tuple[str, Run]], workers: int) -> bool:
         for job in as_completed(jobs):
             error = job.exception()
             failed |= error is not None
-            print(f"{jobs[job].stem} failed: {error}" if error else job.result(), flush=True)
+            print(f"{jobs[job].stem}: {f'failed: {error}' if error else job.result()}", flush=True)
     return not failed
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run what is missing. Exit status 1 where a run failed."""
+    """Run what is missing. Exit status 1 if a run failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -117,13 +91,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the figures, one file a run")
     parser.add_argument("--workers", type=int, default=1, help="runs at a time, a core each (default 1)")
     arguments = parser.parse_args(argv)
-    arms = json.loads(arguments.arms.read_text())
-    wanted = {file_of(arguments.out, name, run): (name, run) for name, run in runs(arms)}
-    for _, run in wanted.values():
+    named = list(runs(json.loads(arguments.arms.read_text())))
+    for _, run in named:
         run.config()  # whatever is wrong is said before hours have gone
     arguments.out.mkdir(parents=True, exist_ok=True)
     skill.MODEL.make(0)
-    log.print(f"{sum(made(path, run) for path, (_, run) in wanted.items())} of {len(wanted)} are there")
+    wanted = {file_of(arguments.out, name, run): (name, run) for name, run in named}
     sys.exit(0 if screen(wanted, arguments.workers) else 1)
 
 

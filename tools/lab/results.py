@@ -1,6 +1,6 @@
 """What an experiment leaves: a table as Markdown and JSON, a plot, and where, when and how it was measured.
 
-Table and plot can be made again from the JSON alone. It must not know how anything was measured.
+Table and plot can be made again from the JSON alone.
 """
 
 from __future__ import annotations
@@ -154,25 +154,11 @@ def write(result: Result, folder: Path, *, title: str, origin: Mapping[str, obje
 
 
 def to_json(result: Result, title: str, origin: Mapping[str, object]) -> str:
-    """All that table and plot are made of, for ``from_json``; a line for a row, and for a seed's curve."""
+    """All that table and plot are made of, for ``from_json``."""
     plain = [{name: _plain(cell) for name, cell in row.items()} for row in result.rows]
     panels = [asdict(panel) for panel in result.panels]
     record = {"title": title, **origin, "rows": plain, "notes": list(result.notes), "panels": panels}
-    return _folded(record) + "\n"
-
-
-def _folded(value: object, indent: str = "") -> str:
-    """JSON with a line for a text, and for what has at most 100 characters or holds but numbers and pairs."""
-    text = json.dumps(value, ensure_ascii=False)
-    inner = indent + "  "
-    only_numbers = isinstance(value, list | tuple) and not any(mark in text for mark in '{"')
-    if isinstance(value, str) or len(text) <= 100 or only_numbers:
-        return text
-    if isinstance(value, dict):
-        parts = [f"{inner}{json.dumps(key)}: {_folded(part, inner)}" for key, part in value.items()]
-        return "{\n" + ",\n".join(parts) + f"\n{indent}}}"
-    assert isinstance(value, list | tuple)
-    return "[\n" + ",\n".join(inner + _folded(part, inner) for part in value) + f"\n{indent}]"
+    return json.dumps(record, ensure_ascii=False) + "\n"
 
 
 def from_json(text: str) -> tuple[Result, str, dict[str, object]]:

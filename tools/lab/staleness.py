@@ -1,6 +1,6 @@
 """Objectives on equally stale data: where they end and how steady they are at lags of 1 to 50 steps.
 
-Twice: on the enumerable policy, where the lag is exact and the optimum known; in whole runs on arithmetic.
+Twice, in lockstep: on the enumerable policy, whose optimum is known, and on a whole model.
 """
 
 from __future__ import annotations
@@ -35,13 +35,6 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "AsymRE": {"objective": {"name": "rloo", "baseline_shift": -0.1}},
 }
 """Keys of the config, by name."""
-
-LAGS = (1, 10, 50)
-WHOLE_RUN_RATES = (6.25e-5, 1.25e-4)
-OAPL_BETA = "train.beta=0.5"
-"""Best of .02, .1 and .5 in 120 steps. It says how far a policy may be from what sampled, not from π_ref."""
-
-EVALUATIONS_OF_RUNS = ("evaluate.every=20", "evaluate.validation_prompts=128", "evaluate.test_prompts=256")
 
 LAGS = (1, 10, 50)
 RATES, TUNING_SEED = (0.1, 0.2, 0.4), 100
