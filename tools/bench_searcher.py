@@ -4,8 +4,8 @@
 
 Arms: ``bare`` is a process that hands all prompts to ``LLM.generate`` at once; ``searcher`` is the real loop
 of tba_hpc.loops.searcher, with rewards, reference log-probabilities and seals on disk; the arm without
-reference shows what that costs. An arm's figure is the median over rounds of its tokens per second divided by bare's of
-the same round. MODEL: see tools/make_tiny_model.py; the task is the quickstart's.
+reference shows what that costs. An arm's figure is the median over rounds of its tokens per second divided by
+bare's of the same round. MODEL: see tools/make_tiny_model.py; the task is the quickstart's.
 """
 
 from __future__ import annotations
