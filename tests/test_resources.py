@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tba_hpc.checks.config_checks import check_engine_arguments, check_files
-from tba_hpc.checks.facts import Facts
-from tba_hpc.checks.findings import Finding
+from tba_hpc.checks.facts import Facts, Finding
 from tba_hpc.checks.resources import (
     missing,
     missing_sentence,
@@ -156,18 +155,18 @@ def test_local_files_must_exist_also_those_of_a_tasks_options(tmp_path: Path) ->
         "model": {"path": str(tmp_path)},
         "task": {"name": "tldr", "options": {"reward_model": "./no/reward"}},
     }
-    finding = check_files(Facts(config=parse_config(tree)))
-    assert finding is not None and finding.level == "problem"
+    (finding,) = check_files(Facts(config=parse_config(tree)))
+    assert finding.level == "problem"
     assert finding.sentence.startswith("task.options.reward_model=./no/reward does not exist: check the")
 
 
 def test_an_argument_that_vllm_does_not_know_is_refused_before_an_engine_starts() -> None:
-    def check(name: str) -> Finding | None:
+    def check(name: str) -> list[Finding]:
         tree = {"model": {"path": "a"}, "generator": {"engine": {name: 64}}}
-        return check_engine_arguments(Facts(config=parse_config(tree)))
+        return list(check_engine_arguments(Facts(config=parse_config(tree))))
 
-    assert check("max_num_batched_tokens") is None
-    finding = check("max_batched_tokens")
-    assert finding is not None and finding.level == "problem"
+    assert check("max_num_batched_tokens") == []
+    (finding,) = check("max_batched_tokens")
+    assert finding.level == "problem"
     assert finding.sentence.startswith("generator.engine.max_batched_tokens is no argument")
     assert finding.sentence.endswith("did you mean 'max_num_batched_tokens'?")

@@ -62,8 +62,8 @@ def test_planner_and_doctor_say_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HF_HOME", cache_shapes(tmp_path)["HF_HOME"])
     config = load_config(Path("math_gsm8k"), ["exchange.max_staleness=12"])
     (note,) = json.loads(json.dumps(as_values(estimate(config, GPUS["h100-80"]), [])))["notes"]
-    finding = check_rate(Facts(config=config))
-    assert finding is not None and finding.level == "warning" and finding.sentence == note
+    (finding,) = check_rate(Facts(config=config))
+    assert finding.level == "warning" and finding.sentence == note
     assert note.startswith("train.learning_rate.peak=1e-05 with data that may be 12 steps old")
 
 

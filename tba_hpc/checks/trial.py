@@ -1,7 +1,6 @@
-"""Starts ranks on the cluster as a run would: whether they make one MPI world, and what their nodes have.
+"""Starts ranks on the cluster as a run would: whether they make one MPI world, and what their nodes lack.
 
-The batch script is that of every run; only the ranks differ: each is a ``tba greet`` (``rank.py``), which
-joins the world, notes what its node has, takes part in a broadcast, and ends.
+The batch script is that of every run; only the ranks differ: each is a ``tba greet`` (``rank.py``).
 """
 
 from __future__ import annotations
@@ -10,15 +9,14 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from tba_hpc.checks.findings import Finding, ok, problem, warning
-from tba_hpc.checks.loaded import World
-from tba_hpc.checks.machine import Machine
+from tba_hpc.checks.facts import Facts, Finding, ok, problem, warning
+from tba_hpc.checks.slurm_checks import check_job_requeue
 from tba_hpc.config import Config, parse_config
 from tba_hpc.launch import slurm, slurm_queue
 from tba_hpc.launch.plan import Plan, Site, plan
@@ -47,7 +45,11 @@ JOIN_SECONDS = 60
 WATCH_SECONDS, QUEUE_SECONDS = 0.5, 30.0
 """Pause between two looks at a job that runs, and the longest at one that waits."""
 
-TITLE = "one MPI world"
+TITLE, BROADCAST = "one MPI world", "MPI between nodes"
+"""Names of findings."""
+
+WORLD = "world"
+"""Under this name the leader leaves what all ranks found together; nodes do under theirs."""
 
 ALONE = re.compile(r"alone in its MPI world.*--mpi=(\w+)")
 """The sentence of a rank that was started without the others, and the plugin it asks for."""
@@ -60,35 +62,17 @@ TROUBLE = re.compile(
 PMIX_TROUBLE = re.compile(r"PMIX ERROR|selected pml|An error occurred in MPI_Init")
 """What ranks under PMIx say that could not start, or not read what their peers told PMIx."""
 
-WORLD = "world.json"
-"""Name of the leader's file in the folder of the attempt."""
-
-_MACHINE, _WORLD = TypeAdapter(Machine), TypeAdapter(World)
+_FINDINGS = TypeAdapter(list[Finding])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """What became of a trial start.
-
-    machines: the nodes whose ranks joined. world: what these found out together, None if they made none.
-    trouble: what its log says went wrong. job: its fields, as Slurm took it.
-    """
-
-    finding: Finding
-    machines: tuple[Machine, ...] = ()
-    world: World | None = None
-    trouble: str = ""
-    job: Mapping[str, str] = field(default_factory=dict)
+def write_findings(run: RunDir, name: str, findings: list[Finding]) -> None:
+    """Leave what a node, or the leader, has found."""
+    write_atomic(run.attempt / f"findings-{name}.json", _FINDINGS.dump_json(findings).decode())
 
 
-def note_machine(run: RunDir, machine: Machine) -> None:
-    """In the first rank of a node: write down what the node has."""
-    write_atomic(run.attempt / f"node-{machine.host}.json", _MACHINE.dump_json(machine).decode())
-
-
-def note_world(run: RunDir, world: World) -> None:
-    """In the leader: write down what the ranks have found out together so far."""
-    write_atomic(run.attempt / WORLD, _WORLD.dump_json(world).decode())
+def read_site(run: RunDir) -> Site:
+    """The site file of the trial that this rank belongs to."""
+    return Site.model_validate_json((run.path / "site.json").read_text())
 
 
 def prepare(
@@ -120,54 +104,55 @@ def prepare(
     return config, split, batch_script(job, split, site)
 
 
-def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> Trial:
-    """Submit a trial start, and wait ``seconds`` for its end. Raises ConfigError for a read-only ``root``."""
+def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> list[Finding]:
+    """Submit a trial start, wait ``seconds`` for its end: what it finds, whether there is one world first.
+
+    Raises ConfigError for a read-only ``root``.
+    """
     config, split, script = prepare(site.model_copy(update=SHORT), root, model, lay_out=choose_sides)
     run = RunDir.create(config)
+    write_atomic(run.path / "site.json", site.model_dump_json())
     try:
         job = slurm.submit(run, script)
     except slurm.SubmitError as error:
         shutil.rmtree(run.path)
-        return Trial(finding=problem(TITLE, str(error), "the site file says what to ask for"))
-    taken = slurm_queue.job_fields(job.job_id)
+        return [problem(TITLE, str(error), "the site file says what to ask for")]
+    facts = Facts(site=site, job=slurm_queue.job_fields(job.job_id))
     try:
         late = _wait(run, job.job_id, seconds)
     finally:
         job.cancel(check=False)
-    trial = _read(run, site, split, late, taken)
-    if trial.finding.level == "warning" or run.finished:  # else its logs are needed
+    left = {
+        file.stem.removeprefix("findings-"): _FINDINGS.validate_json(file.read_bytes())
+        for file in sorted(run.attempt.glob("findings-*.json"))
+    }
+    world = left.pop(WORLD, None)
+    findings = late or _verdict(run, site, split, sorted(left), joined=world is not None)
+    if findings[0].level == "warning" or run.finished:  # else its logs are needed
         shutil.rmtree(run.path)
-    return trial
+    return [*findings, *_of_nodes(left), *check_job_requeue(facts), *(world or [])]
 
 
-def _read(run: RunDir, site: Site, split: Plan, late: Finding | None, job: Mapping[str, str]) -> Trial:
-    """What an ended trial has left."""
-    machines = [_MACHINE.validate_json(file.read_bytes()) for file in sorted(run.attempt.glob("node-*.json"))]
-    log = "".join(log.read_text(errors="replace") for log in run.path.glob("slurm/job-*.log"))
-    trouble = first_note(run.attempt, "*") or "; ".join(list(dict.fromkeys(TROUBLE.findall(log)))[:3])
-    trouble = trouble or "no error in its log"
-    file = run.attempt / WORLD
-    world = _WORLD.validate_json(file.read_bytes()) if file.exists() else None
-    finding = late or _verdict(run, site, split, machines, world, log, trouble)
-    return Trial(
-        finding=finding,
-        machines=tuple(machines),
-        world=world,
-        trouble=f"{trouble}; see {run.path}",
-        job=job,
-    )
+def _of_nodes(left: dict[str, list[Finding]]) -> list[Finding]:
+    """One finding for all nodes that have the same; what is well is not said of each."""
+    hosts: dict[Finding, list[str]] = {}
+    for host, findings in left.items():
+        for finding in findings:
+            if finding.level != "ok" or finding.name in ("GPUs", "network"):
+                hosts.setdefault(finding, []).append(host)
+    return [replace(finding, found=f"{', '.join(on)}: {finding.found}") for finding, on in hosts.items()]
 
 
-def _wait(run: RunDir, job: str, seconds: float) -> Finding | None:
+def _wait(run: RunDir, job: str, seconds: float) -> list[Finding]:
     """Wait until the run's job has ended or gone back to the queue; what to say if that takes too long."""
     end, pause = time.monotonic() + seconds, WATCH_SECONDS
     while (active := slurm_queue.active_job(run)) and not _requeued(run):
         if time.monotonic() > end:
-            return _too_late(job, active[1], seconds)
+            return [_too_late(job, active[1], seconds)]
         # A queue may be long, and its server is asked by everybody.
         pause = min(1.5 * pause, QUEUE_SECONDS) if active[1] == "PENDING" else WATCH_SECONDS
         time.sleep(min(pause, max(0.0, end - time.monotonic())))
-    return None
+    return []
 
 
 def _requeued(run: RunDir) -> bool:
@@ -182,30 +167,24 @@ def _too_late(job: str, state: str, seconds: float) -> Finding:
     return problem(TITLE, found, "a node or the network may hang: try other nodes")
 
 
-def _verdict(
-    run: RunDir,
-    site: Site,
-    split: Plan,
-    machines: Sequence[Machine],
-    world: World | None,
-    log: str,
-    trouble: str,
-) -> Finding:
-    """Whether the ranks of an ended trial made one world."""
-    ranks, hosts = split.trainer.ranks + split.searcher.ranks, [machine.host for machine in machines]
-    how = " ".join(["srun", *site.mpi_option])
-    if world and len(hosts) == NODES:
-        return ok(TITLE, f"{how} joined {ranks} ranks on {' and '.join(hosts)} ({split.form} job)")
+def _verdict(run: RunDir, site: Site, split: Plan, hosts: Sequence[str], *, joined: bool) -> list[Finding]:
+    """Whether the ranks of an ended trial made one world; joined: and exchanged messages."""
+    log = "".join(log.read_text(errors="replace") for log in run.path.glob("slurm/job-*.log"))
+    trouble = first_note(run.attempt, "*") or "; ".join(list(dict.fromkeys(TROUBLE.findall(log)))[:3])
+    trouble = trouble or "no error in its log"
+    ranks, how = split.trainer.ranks + split.searcher.ranks, " ".join(["srun", *site.mpi_option])
+    if len(hosts) == NODES:
+        one = ok(TITLE, f"{how} joined {ranks} ranks on {' and '.join(hosts)} ({split.form} job)")
+        found = f"the ranks joined, but their messages did not arrive: {trouble}; see {run.path}"
+        remedy = "set network_interface to the network that all nodes share, or try other nodes"
+        return [one] if joined else [one, problem(BROADCAST, found, remedy)]
     if alone := ALONE.search(trouble):
         found = f"{how} started {ranks} ranks, each in a world of its own"
-        return problem(TITLE, found, f"set mpi: {alone[1]} in the site file")
+        return [problem(TITLE, found, f"set mpi: {alone[1]} in the site file")]
     if not log:
-        return problem(
-            TITLE,
-            f"the first node wrote no log: it does not see {run.path}, or could not start the job",
-            "put runs on a file system that all nodes share: --run-root",
-        )
+        found = f"the first node wrote no log: it does not see {run.path}, or could not start the job"
+        return [problem(TITLE, found, "put runs on a file system that all nodes share: --run-root")]
     remedy = f"see {run.path}"
     if PMIX_TROUBLE.search(log):
         remedy += "; PMIX_MCA_gds: hash under environment in the site file may help"
-    return problem(TITLE, f"{how} failed: {trouble}", remedy)
+    return [problem(TITLE, f"{how} failed: {trouble}", remedy)]

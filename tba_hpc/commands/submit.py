@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tba_hpc.checks.facts import Facts, login_python, refuse
-from tba_hpc.checks.findings import Finding, warning
+from tba_hpc.checks.facts import Facts, Finding, login_python, refuse, warning
 from tba_hpc.checks.lists import SUBMIT, before_submission
 from tba_hpc.checks.slurm_checks import check_job_requeue
 from tba_hpc.commands.order import Order, last_job, script_of
@@ -190,8 +189,8 @@ def _typed() -> list[object]:
 def _done(ready: Ready, job: slurm.BatchJob | None) -> dict[str, Any]:
     """What was done, as JSON: job (None: the run is finished), run, commands, warnings, the split."""
     warnings = [*ready.warnings, *_left_out(ready.script)]
-    if job and (taken := check_job_requeue(Facts(site=ready.site, job=slurm_queue.job_fields(job.job_id)))):
-        warnings.append(taken)
+    if job:
+        warnings += check_job_requeue(Facts(site=ready.site, job=slurm_queue.job_fields(job.job_id)))
     return {
         "job": job.job_id if job else None,
         "run": str(ready.run.path),

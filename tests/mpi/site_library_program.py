@@ -12,7 +12,7 @@ from pathlib import Path
 from contracts.exchange_program import LAYOUT, Flags, SearcherSide, TrainerSide, same_shard, shard_of
 from mpi4py import MPI
 
-from tba_hpc.checks.loaded import describe
+from tba_hpc.checks.library import describe
 from tba_hpc.core.prompts import Progress
 from tba_hpc.core.types import Shard
 from tba_hpc.exchange.mpi_exchange import MpiSearcherExchange, MpiTrainerExchange

@@ -1,0 +1,73 @@
+"""Which MPI library a process has loaded.
+
+It must not import mpi4py: a process that has loaded it describes itself, by ``describe``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tba_hpc.core.wording import first_words
+
+LOOK = (
+    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+    "from tba_hpc.checks.library import describe; print(describe(MPI.Get_library_version()).to_json())"
+)
+"""Program that loads MPI without starting it, which some libraries refuse outside of a job."""
+
+NAME = re.compile(r"libmpi(ch|_(?!cxx)[a-z]+(_\d+)?)?\.so[.\d]*")
+"""File names of MPI libraries; MPICH's may have names of their own, and those of Cray the compiler's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """An MPI library. version: as it calls itself. path: its file.
+
+    own: whether it came with packages of this Python. pmix: whether it has loaded a PMIx, by which ranks
+    under srun find each other.
+    """
+
+    version: str
+    path: str = ""
+    own: bool = False
+    pmix: bool = False
+
+    @property
+    def plugin(self) -> str:
+        """The plugin of srun by which its ranks find each other; empty for an MPICH built with PMIx."""
+        if "Open MPI" in self.version:
+            return "pmix"
+        if self.pmix:
+            return ""
+        return "cray_shasta" if "CRAY" in self.version else "pmi2"
+
+    def to_json(self) -> str:
+        """JSON text that from_json reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Library:
+        """Inverse of to_json."""
+        return cls(**json.loads(text))
+
+
+def describe(version: str) -> Library:
+    """The library of this process, given the text of MPI_Get_library_version."""
+    files = mapped_files(Path("/proc/self/maps").read_text())
+    path = next((file for file in files if NAME.fullmatch(file.name)), None)
+    return Library(
+        version=first_words(version),
+        path=str(path or ""),
+        own=path is not None and path.parent == Path(sys.prefix).resolve() / "lib",
+        pmix=any(file.name.startswith("libpmix.so") for file in files),
+    )
+
+
+def mapped_files(maps: str) -> list[Path]:
+    """Files of the text of /proc/PID/maps, each once."""
+    columns = [line.split(maxsplit=5) for line in maps.splitlines()]
+    return list(dict.fromkeys(Path(column[5]) for column in columns if column[5:] and column[5][0] == "/"))
