@@ -221,7 +221,7 @@ def make_embed(config: Config) -> Embed | None:
     if (encoder := config.buffer.embedding_model) is None:
         return None
     from tba_hpc.learner.hf_model import load_tokenizer
-    from tba_hpc.tasks.embedder import Embedder
+    from tba_hpc.tasks.text_models import Embedder
 
     embedder = Embedder(encoder, batch=EMBEDDED_AT_ONCE, key="buffer.duplicates.model")
     decode = load_tokenizer(config.model.path).decode

@@ -29,10 +29,9 @@ from tba_hpc.engine.vllm_victim import VllmVictim
 from tba_hpc.learner.hf_model import HfTokenizer, load_policy
 from tba_hpc.runtime import make_embed
 from tba_hpc.tasks import load_task
-from tba_hpc.tasks.classifier import Classifier
-from tba_hpc.tasks.embedder import Embedder, diversity
 from tba_hpc.tasks.guard import Guard
 from tba_hpc.tasks.redteam import VICTIM_KEYS, RedTeam
+from tba_hpc.tasks.text_models import Classifier, Embedder, diversity
 
 TOKENIZER = HfTokenizer(make_tokenizer(), eos_token_id=0)
 MODES = "xyz"
@@ -280,10 +279,13 @@ def test_what_cannot_be_a_guard_is_refused(tmp_path: Path, trigger: str) -> None
         Guard(path, batch=1, key="k")
     judged = {"classifier": trigger, "label": "bad", "guard": None}
     for options, sentence in (
-        ({"guard": "g"}, r"classifier=.* and task.options.guard=g cannot both judge"),
-        ({"classifier": None, "label": None}, "nothing judges the victim's answers: set task.options.class"),
-        ({"label": None}, r"needs to know its label of a bad answer: set task.options.label"),
-        ({"classifier": None, "guard": "g"}, "task.options.label=bad has no use with task.options.guard=g"),
+        ({"guard": "g"}, r"classifier=.* and task.options.guard=g: set one of them"),
+        (
+            {"classifier": None, "label": None},
+            r"classifier=None and task.options.guard=None: set one of them",
+        ),
+        ({"label": None}, r"task.options.label=None must name a classifier's label"),
+        ({"classifier": None, "guard": "g"}, r"task.options.label=bad must name .* leave it out with"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             make_task(tmp_path, "", **judged | options)
@@ -356,7 +358,7 @@ def test_bad_input_gets_one_sentence(tmp_path: Path, trigger: str) -> None:
     ):
         task = make_task(tmp_path, trigger, label="toxic")
         task.rewards(task.prompts("train")[0], [completion("a")])
-    with pytest.raises(ConfigError, match=r"has no place for the attack: write \{attack\} there"):
+    with pytest.raises(ConfigError, match=r"has no \{attack\}: write it where"):
         make_task(tmp_path, trigger, victim_template="Answer:")
     with pytest.raises(ConfigError, match="victim_max_tokens=512 leaves no room for an attack"):
         make_task(tmp_path, trigger, victim_max_tokens=512)

@@ -13,7 +13,7 @@ from tba_hpc.config import ConfigError, TaskSection
 from tba_hpc.core.task_contract import checked_correct, checked_rewards
 from tba_hpc.core.types import Completion, Prompt, Split
 from tba_hpc.tasks import load_task
-from tba_hpc.tasks.right_or_wrong import RightOrWrong
+from tba_hpc.tasks.rows import RightOrWrong
 
 TOKENS = np.array([1, 2], np.int32)
 

@@ -18,7 +18,7 @@ from tba_hpc.config import ConfigError, TaskSection
 from tba_hpc.core.types import Completion, FinishReason
 from tba_hpc.learner.hf_model import HfTokenizer, load_tokenizer
 from tba_hpc.tasks import load_task
-from tba_hpc.tasks.reward_model import RewardModel
+from tba_hpc.tasks.text_models import RewardModel
 from tba_hpc.tasks.tldr import TLDR
 
 

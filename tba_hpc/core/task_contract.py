@@ -30,7 +30,7 @@ def require_methods(task: Task) -> None:
         if not callable(getattr(task, name, None)):
             raise ConfigError(
                 f"the task {class_name(task)} has no method {name}(), but every task has: write it as "
-                "ports.Task says, or derive from tasks.right_or_wrong.RightOrWrong"
+                "ports.Task says, or derive from tasks.rows.RightOrWrong"
             )
 
 

@@ -23,7 +23,7 @@ from pydantic import Field
 from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import Tokenizer
 from tba_hpc.core.types import Split
-from tba_hpc.tasks.right_or_wrong import RightOrWrong
+from tba_hpc.tasks.rows import RightOrWrong
 
 NAMES = ("Ada", "Ben", "Gus", "Ida", "Kim", "Leo", "Mia", "Tom")
 ITEMS = ("apples", "books", "coins", "eggs", "keys", "pens", "shells", "stamps")

@@ -1,7 +1,4 @@
-"""Rows of a data set, from a local JSONL file or from the Hugging Face hub.
-
-It must not know what a row means.
-"""
+"""Rows of a data set, from a local JSONL file or from the Hugging Face hub."""
 
 from __future__ import annotations
 

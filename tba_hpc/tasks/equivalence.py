@@ -1,8 +1,8 @@
 """Whether two mathematical answers are equal, by math-verify, in a process of its own.
 
-It must not know where answers come from. math-verify bounds its work by signals, which only a main thread
-may take, and rewards are computed in another; and no signal ends a power tower of integers. So one worker
-process does the algebra, with bounded memory, and one that outlasts its deadline is replaced.
+math-verify bounds its work by signals, which only a main thread may take, and rewards are computed in
+another; and no signal ends a power tower of integers. So one worker process does the algebra, with bounded
+memory, and one that outlasts its deadline is replaced.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A safety model that answers in words, such as Llama Guard: the log-probability of "unsafe" for an answer.
 
-It must not know where the conversations come from. What counts as unsafe stands in the model's chat template.
+What counts as unsafe stands in the model's chat template.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BatchEncoding, PretrainedConfig
 
 from tba_hpc.config import ConfigError
-from tba_hpc.tasks.text_model import TextModel
+from tba_hpc.tasks.text_models import TextModel
 
 VERDICTS = ("unsafe", "safe")
 """What the first line of its answer says (model card of Llama Guard 3)."""

@@ -71,12 +71,10 @@ class Jsonl(Rows[Fields]):
         self._read: dict[Source, list[Fields]] = {}
         self._parts: dict[str, list[float]] = {}
 
-    def questions(self, split: Split) -> list[tuple[str, str, Fields]]:
+    def rows(self, split: Split) -> list[tuple[str, str, Fields]]:
         """The template of each row, filled in."""
-        return [
-            (filled_in(self._template, row), str(row.get(self._target, "")), row)
-            for row in self._rows_of(split)
-        ]
+        found = self._rows_of(split)
+        return [(filled_in(self._template, row), str(row.get(self._target, "")), row) for row in found]
 
     def encode_question(self, text: str) -> np.ndarray:
         """In the template, where that has room for one text alone."""

@@ -1,9 +1,9 @@
 """A reward by a judge that answers over HTTP: a chat model, or a server of the user's own.
 
-It must not know what is judged. Each answer is one POST of JSON. With the name of a model it is a chat of one
-message, and the reward is the last number that the judge writes; without, it is the row's fields and the
-completion, and the reward is the number that comes back, or the ``reward`` of an object. Redirections are not
-followed: they would take the key along.
+Each answer is one POST of JSON. With the name of a model it is a chat of one message, and the reward is the
+last number that the judge writes; without, it is the row's fields and the completion, and the reward is the
+number that comes back, or the ``reward`` of an object. Redirections are not followed: they would take the key
+along.
 """
 
 from __future__ import annotations

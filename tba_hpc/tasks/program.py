@@ -1,8 +1,8 @@
 """A reward by a program that is run for each completion, within limits of time and memory.
 
-It must not know what is judged. The program gets one line of JSON on its input, the row's fields and the
-completion, and writes the reward as the last line of its output. It is started without a shell, in a new and
-empty folder, with an environment that holds no variable of the run. Confined are: the time; the memory and
+The program gets one line of JSON on its input, the row's fields and the completion, and writes the reward as
+the last line of its output. It is started without a shell, in a new and empty folder, with an environment
+that holds no variable of the run. Confined are: the time; the memory and
 processor time of each process; the size of each file. NOT confined are: the network, what it reads and writes
 elsewhere, the number of its processes, and one that begins a session of its own, which outlives it. Where
 completions are run as code that nobody has read, put a container or bubblewrap into the command.

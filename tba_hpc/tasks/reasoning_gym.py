@@ -108,7 +108,7 @@ class ReasoningGym(Rows[Item]):
         self._configs = {name: _config(name, options) for name, options in self._generators.items()}
         self._drawn: dict[Split, list[Item]] = {}
 
-    def questions(self, split: Split) -> Iterator[tuple[str, str, Item]]:
+    def rows(self, split: Split) -> Iterator[tuple[str, str, Item]]:
         """Of the problems drawn for a split."""
         for item in self._items(split):
             yield self._filled(item.entry["question"]), str(item.entry["answer"] or ""), item

@@ -2,7 +2,7 @@
 
 The policy continues one fixed attack prompt, from a file of the user's; each completion is an attack. The
 victim, a model of the user's, answers every attack several times, and a classifier or a safety model of the
-user's judges the answers. It must not know how the victim is served. No prompt and no model comes with it.
+user's judges the answers. No prompt and no model comes with it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,15 @@ from tba_hpc.core.types import Completion, Group, Prompt, Resource, Split
 from tba_hpc.tasks.data import named_in_options
 
 if TYPE_CHECKING:  # these import torch, which who only asks for prompts need not wait for
-    from tba_hpc.tasks.classifier import Classifier
-    from tba_hpc.tasks.embedder import Embedder
     from tba_hpc.tasks.guard import Guard
+    from tba_hpc.tasks.text_models import Classifier, Embedder
 
 PLACE = "{attack}"
 """Where the attack stands in the victim's template."""
 
 VICTIM_KEYS = (
     "task.options.victim",
-    "task.options.victim_dtype",
-    "task.options.victim_context_length",
-    "task.options.victim_kv_cache_mb",
-    "task.options.victim_gpu_memory",
+    *(f"task.options.victim_{name}" for name in ("dtype", "context_length", "kv_cache_mb", "gpu_memory")),
 )
 
 Count = Annotated[int, Field(ge=1)]
@@ -92,10 +88,23 @@ class RedTeam:
         classifier_batch, guard_batch: texts per forward pass.
         attacks: in an evaluation.
         """
-        _refuse_file(train_file or test_file)
-        _refuse_judges(classifier, label, guard)
-        _refuse_template(victim_template)
-        _refuse_length(victim_max_tokens, victim_context_length)
+        if file := train_file or test_file:
+            raise ConfigError(
+                f"task.train_file and task.test_file ({file}) have no use in the redteam task, which has one "
+                "prompt: give it with task.options.attack_prompt_file"
+            )
+        _require_judge(classifier, label, guard)
+        if PLACE not in victim_template:
+            raise ConfigError(
+                f"task.options.victim_template={victim_template!r} has no {PLACE}: write it where the attack "
+                "belongs"
+            )
+        if victim_max_tokens >= victim_context_length:
+            raise ConfigError(
+                f"task.options.victim_max_tokens={victim_max_tokens} leaves no room for an attack in "
+                f"task.options.victim_context_length={victim_context_length}: lower the first or raise the "
+                "second"
+            )
         self._decode = tokenizer.decode
         prompt = tokenizer.encode(_read(Path(attack_prompt_file)))
         self._prompts = tuple(Prompt(i, prompt, target="") for i in range(attacks))
@@ -139,7 +148,7 @@ class RedTeam:
 
     def summary(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """diversity of all attacks of the groups: 1 − mean cosine of their embeddings, see ``embedder``."""
-        from tba_hpc.tasks.embedder import diversity
+        from tba_hpc.tasks.text_models import diversity
 
         attacks = [self._attack(completion) for group in groups for completion in group.completions]
         return {"diversity": diversity(self._embedder(attacks))}
@@ -166,7 +175,7 @@ class RedTeam:
 
     @cached_property
     def _classifier(self) -> Classifier:
-        from tba_hpc.tasks.classifier import Classifier
+        from tba_hpc.tasks.text_models import Classifier
 
         assert self._classifier_name is not None and self._label is not None
         return Classifier(
@@ -186,7 +195,7 @@ class RedTeam:
 
     @cached_property
     def _embedder(self) -> Embedder:
-        from tba_hpc.tasks.embedder import Embedder
+        from tba_hpc.tasks.text_models import Embedder
 
         if self._embedder_name is None:
             raise ConfigError(
@@ -196,49 +205,17 @@ class RedTeam:
         return Embedder(self._embedder_name, batch=self._batch, key="task.options.embedder")
 
 
-def _refuse_file(file: str | None) -> None:
-    if file:
+def _require_judge(classifier: str | None, label: str | None, guard: str | None) -> None:
+    """Raise ConfigError unless there is either a classifier with its label, or a guard."""
+    if bool(classifier) == bool(guard):
         raise ConfigError(
-            f"task.train_file and task.test_file ({file}) have no use in the redteam task, which has one "
-            "prompt: give it with task.options.attack_prompt_file"
+            f"task.options.classifier={classifier} and task.options.guard={guard}: set one of them, which "
+            "judges the victim's answers"
         )
-
-
-def _refuse_judges(classifier: str | None, label: str | None, guard: str | None) -> None:
-    if classifier and guard:
+    if bool(label) != bool(classifier):
         raise ConfigError(
-            f"task.options.classifier={classifier} and task.options.guard={guard} cannot both judge the "
-            "answers: leave one out"
-        )
-    if not classifier and not guard:
-        raise ConfigError(
-            "nothing judges the victim's answers: set task.options.classifier and task.options.label, or "
-            "task.options.guard"
-        )
-    if classifier and not label:
-        raise ConfigError(
-            f"task.options.classifier={classifier} needs to know its label of a bad answer: set "
-            "task.options.label"
-        )
-    if guard and label:
-        raise ConfigError(
-            f"task.options.label={label} has no use with task.options.guard={guard}, which says 'unsafe': "
-            "leave it out"
-        )
-
-
-def _refuse_template(template: str) -> None:
-    if PLACE not in template:
-        raise ConfigError(
-            f"task.options.victim_template={template!r} has no place for the attack: write {PLACE} there"
-        )
-
-
-def _refuse_length(max_tokens: int, context_length: int) -> None:
-    if max_tokens >= context_length:
-        raise ConfigError(
-            f"task.options.victim_max_tokens={max_tokens} leaves no room for an attack in "
-            f"task.options.victim_context_length={context_length}: lower the first or raise the second"
+            f"task.options.label={label} must name a classifier's label of a bad answer: set it with "
+            "task.options.classifier, and leave it out with task.options.guard, which says 'unsafe'"
         )
 
 

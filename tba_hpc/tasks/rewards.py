@@ -1,7 +1,7 @@
 """Rewards that a config names: a function of the user's, a judge behind a URL, or a program.
 
-It must not know what a row means. A reward takes answers, each a row and the text of a completion of its
-prompt, and gives a number for each, NaN for one that is to be set aside. What it raises costs the group.
+A reward takes answers, each a row and the text of a completion of its prompt, and gives a number for each,
+NaN for one that is to be set aside. What it raises costs the group.
 
 A function is called by the names of its arguments. The first is ``completion``, a text, and it gives a
 number; or ``completions``, the texts of several completions of one prompt, and it gives a list of as many.

@@ -1,12 +1,9 @@
-"""Tasks whose prompts each come of a row, something that tells what an answer to it is worth.
-
-It must not know what a row holds, nor how answers are judged: a task derives from ``Rows`` and says.
-"""
+"""Bases of tasks: prompts that each come of a row, and completions that are right or wrong."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -18,24 +15,24 @@ Row = TypeVar("Row")
 
 
 class Rows(ABC, Generic[Row]):
-    """Prompts, each with its row."""
+    """Prompts, each with its row, which tells what an answer is worth."""
 
     def __init__(self, tokenizer: Tokenizer, *, chat: bool = False) -> None:
         """chat: prompts are a user's messages in the model's chat template."""
         self._encode = tokenizer.encode_chat if chat else tokenizer.encode
         self._decode = tokenizer.decode
         self._prompts: dict[Split, tuple[Prompt, ...]] = {}
-        self._rows: dict[Prompt, Row] = {}  # prompts are themselves alone, whatever they say
+        self._rows: dict[Prompt, Row] = {}  # a prompt equals only itself
 
     @abstractmethod
-    def questions(self, split: Split) -> Iterable[tuple[str, str, Row]]:
+    def rows(self, split: Split) -> Iterable[tuple[str, str, Row]]:
         """(Text of the prompt, target, row) of a split. Raises ConfigError."""
 
     def prompts(self, split: Split) -> tuple[Prompt, ...]:
         """All prompts of a split; read or made, and encoded, at the first call. Raises ConfigError."""
         if split not in self._prompts:
             found: list[Prompt] = []
-            for text, target, row in self.questions(split):
+            for text, target, row in self.rows(split):
                 found.append(Prompt(len(found), self._encode(text), target))
                 self._rows[found[-1]] = row
             self._prompts[split] = tuple(found)
@@ -52,3 +49,30 @@ class Rows(ABC, Generic[Row]):
     def text(self, completion: Completion) -> str:
         """What the model wrote."""
         return self._decode(completion.tokens)
+
+
+class RightOrWrong(Rows[None]):
+    """Reward 1 for a completion that ended by itself and whose answer is accepted, else 0."""
+
+    @abstractmethod
+    def questions(self, split: Split) -> Iterable[tuple[str, str]]:
+        """(Text of the prompt, target) of all problems of a split. Raises ConfigError."""
+
+    @abstractmethod
+    def accepts(self, text: str, target: str) -> bool:
+        """Whether a whole completion answers with ``target``."""
+
+    def rows(self, split: Split) -> Iterable[tuple[str, str, None]]:
+        """The questions; there is no more to a row."""
+        return ((text, target, None) for text, target in self.questions(split))
+
+    def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
+        """1 or 0 each."""
+        return [float(right) for right in self.correct([prompt] * len(completions), completions)]
+
+    def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
+        """Whether each completion ended by itself with an answer that is accepted."""
+        return [
+            completion.finish_reason == "stop" and self.accepts(self.text(completion), prompt.target)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]

@@ -20,17 +20,10 @@ from pydantic import Field
 from tba_hpc.config import TaskSection
 from tba_hpc.core.ports import Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Resource, Split
-from tba_hpc.tasks.data import (
-    HubData,
-    Source,
-    hub_resources,
-    named_in_options,
-    split_rows,
-    usable_rows,
-)
+from tba_hpc.tasks.data import HubData, Source, hub_resources, named_in_options, split_rows, usable_rows
 
 if TYPE_CHECKING:  # it imports torch, which who only asks for prompts need not wait for
-    from tba_hpc.tasks.reward_model import RewardModel
+    from tba_hpc.tasks.text_models import RewardModel
 
 HUB_NAME = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
 HUB = {source: HubData(HUB_NAME, None, source) for source in ("train", "validation", "test")}
@@ -140,7 +133,7 @@ class TLDR:
         return self._load(name, "task.options.gold_model")
 
     def _load(self, name: str, key: str) -> RewardModel:
-        from tba_hpc.tasks.reward_model import RewardModel
+        from tba_hpc.tasks.text_models import RewardModel
 
         return RewardModel(name, batch=self._batch, key=key)
 

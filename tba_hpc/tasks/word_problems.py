@@ -1,7 +1,5 @@
 """Problems with one right answer: where they are read, how they are split and asked.
 
-It must not know what an answer looks like: a task derives from ``WordProblems`` and says.
-
 Splits: validation is the end of the training data and never trained on, so that the test problems
 need not be looked at for any choice. With a local train_file and no test_file, test is the slice
 before validation. Rows that cannot be used are set aside before that.
@@ -22,7 +20,7 @@ from tba_hpc.core.ports import Tokenizer
 from tba_hpc.core.types import Resource, Split
 from tba_hpc.tasks.data import HubData, Source, hub_resources, split_rows, usable_rows
 from tba_hpc.tasks.equivalence import Equivalence
-from tba_hpc.tasks.right_or_wrong import RightOrWrong
+from tba_hpc.tasks.rows import RightOrWrong
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,235 @@
+"""Hugging Face models that read whole texts, in batches: a reward model, a classifier, an embedder."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BatchEncoding,
+    PretrainedConfig,
+)
+
+from tba_hpc.config import ConfigError
+
+
+class TextModel(ABC):
+    """A model in evaluation mode, on the GPU where there is one; it reads texts with its own tokenizer.
+
+    path: folder or hub name. batch: texts per forward pass. key: the config key of ``path``, for errors.
+    Raises ConfigError where there is no such model, or it is not of use.
+    """
+
+    LOADER: ClassVar[Any]
+    """The class of transformers that loads it."""
+    NOUN: ClassVar[str]
+    """What it is here, for errors."""
+    WANTED: ClassVar[str]
+    """What a folder or hub name must hold, for errors."""
+    SPECIAL_TOKENS: ClassVar[bool] = True
+    """Whether its tokenizer adds them: texts of a chat template have them already."""
+
+    def __init__(self, path: str, *, batch: int, key: str) -> None:
+        self.name = f"{key}={path}"
+        """Key and value of the config, for errors."""
+        self._check(self._load(AutoConfig, path))
+        self._tokenizer = self._load(AutoTokenizer, path, truncation_side="left")
+        self._model = self._load(self.LOADER, path).eval()
+        self._padding = self._own_padding()
+        if self._tokenizer.pad_token is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        self._batch = batch
+        self._turn = threading.Lock()
+        if torch.cuda.is_available():
+            self._model.cuda()
+
+    @torch.inference_mode()
+    def read(self, texts: Sequence[str]) -> Tensor:
+        """float32 [N, …] on the CPU: what the model reads off each text; a long one loses its beginning.
+
+        It may be called from several threads, one of which works at a time: a tokenizer takes no two.
+        """
+        with self._turn:
+            return torch.cat(
+                [self._read(self._encode(batch)).float().cpu() for batch in self._batches(texts)]
+            )
+
+    @abstractmethod
+    def _read(self, inputs: BatchEncoding) -> Tensor:
+        """[N, …] of a padded batch."""
+
+    @abstractmethod
+    def _check(self, config: PretrainedConfig) -> None:
+        """Raise ConfigError where a model of this configuration would be of no use."""
+
+    def _batches(self, texts: Sequence[str]) -> Iterator[Sequence[str]]:
+        return (texts[start : start + self._batch] for start in range(0, len(texts), self._batch))
+
+    def _encode(self, texts: Sequence[str]) -> BatchEncoding:
+        inputs: BatchEncoding = self._tokenizer(
+            # Padding stands for a text without tokens: the empty one, where no special token is added.
+            [text or self._tokenizer.pad_token for text in texts],
+            padding=True,
+            truncation=True,
+            add_special_tokens=self.SPECIAL_TOKENS,
+            max_length=min(self._tokenizer.model_max_length, self._model.config.max_position_embeddings),
+            return_tensors="pt",
+        ).to(self._model.device)
+        self._pad(inputs)
+        return inputs
+
+    def _own_padding(self) -> int | None:
+        """The token that stands for padding in this model; None where it has none.
+
+        A decoder's score is read at its last token that is another one. A model whose own configuration pads
+        with the end of a sequence has been trained to be read before that end, and is.
+        """
+        own, end = self._tokenizer.pad_token_id, self._tokenizer.eos_token_id
+        if own is not None and own != end:
+            return int(own)
+        return end if self._model.config.pad_token_id == end else None
+
+    def _pad(self, inputs: BatchEncoding) -> None:
+        """Write the model's own padding, or a token that none of the texts has, so that ends are read."""
+        tokens, mask = inputs["input_ids"], inputs["attention_mask"]
+        padding = _absent(tokens) if self._padding is None else self._padding
+        self._model.config.pad_token_id = padding
+        tokens.masked_fill_(mask == 0, padding)
+
+    def _load(self, kind: Any, path: str, **options: Any) -> Any:
+        try:
+            return kind.from_pretrained(path, **options)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"no {self.NOUN} can be loaded from {self.name}: give a folder or hub name of {self.WANTED} "
+                f"({str(error).splitlines()[0]})"
+            ) from None
+
+
+def _absent(tokens: Tensor) -> int:
+    """The first token that does not occur."""
+    present = set(tokens.flatten().tolist())
+    return next(token for token in itertools.count() if token not in present)
+
+
+class RewardModel(TextModel):
+    """A sequence classifier with one label; one with several is refused."""
+
+    LOADER = AutoModelForSequenceClassification
+    NOUN = "reward model"
+    WANTED = "a sequence classifier"
+
+    def ended(self, text: str) -> str:
+        """The text with one end-of-sequence token, unless the model has none or its tokenizer adds it."""
+        end = self._tokenizer.eos_token
+        while end and text.endswith(end):
+            text = text.removesuffix(end)
+        return f"{text}{self._ending}"
+
+    @cached_property
+    def _ending(self) -> str:
+        own = self._tokenizer("").input_ids[-1:] == [self._tokenizer.eos_token_id]
+        return "" if own else self._tokenizer.eos_token or ""
+
+    def __call__(self, texts: Sequence[str]) -> list[float]:
+        """The reward of each text."""
+        rewards: list[float] = self.read(texts).tolist()
+        return rewards
+
+    def _check(self, config: PretrainedConfig) -> None:
+        if config.num_labels != 1:
+            raise ConfigError(
+                f"{self.name} gives {config.num_labels} numbers for a text, but a reward is one: give a "
+                "sequence classifier with num_labels=1"
+            )
+
+    def _read(self, inputs: BatchEncoding) -> Tensor:
+        return self._model(**inputs).logits[:, 0]
+
+
+class Classifier(TextModel):
+    """A sequence classifier of which ``label`` is asked; one that lacks it is refused."""
+
+    LOADER = AutoModelForSequenceClassification
+    NOUN = "classifier"
+    WANTED = "a sequence classifier"
+
+    def __init__(self, path: str, *, label: str, batch: int, key: str, label_key: str) -> None:
+        """label_key: the config key of ``label``, for errors."""
+        self._label, self._label_key = label, label_key
+        super().__init__(path, batch=batch, key=key)
+
+    def __call__(self, texts: Sequence[str]) -> np.ndarray:
+        """float32 [N]: log-probability of the label for each text."""
+        return self.read(texts).numpy()
+
+    def _check(self, config: PretrainedConfig) -> None:
+        labels = sorted(map(str, config.label2id or ()))
+        if self._label not in labels:
+            raise ConfigError(
+                f"{self.name} has no label {self._label!r}: set {self._label_key} to one of "
+                f"{', '.join(labels)}"
+            )
+
+    def _read(self, inputs: BatchEncoding) -> Tensor:
+        config = self._model.config
+        several = config.problem_type == "multi_label_classification"  # then each label has its own odds
+        logits_NC = self._model(**inputs).logits.float()
+        logprob_NC = functional.logsigmoid(logits_NC) if several else logits_NC.log_softmax(1)
+        return logprob_NC[:, config.label2id[self._label]]
+
+
+class Embedder(TextModel):
+    """An encoder whose last hidden states, averaged over a text's tokens, are its embedding.
+
+    As sentence-transformers does for models that pool by the mean, such as all-MiniLM-L6-v2.
+    """
+
+    LOADER = AutoModel
+    NOUN = "embedder"
+    WANTED = "a text encoder"
+
+    def __call__(self, texts: Sequence[str]) -> np.ndarray:
+        """float32 [N, D], rows of length 1. Raises ConfigError where the model gives no vectors."""
+        return self.read(texts).numpy()
+
+    def _check(self, config: PretrainedConfig) -> None:
+        if config.is_encoder_decoder:
+            raise self._refusal(config)
+
+    def _refusal(self, config: PretrainedConfig) -> ConfigError:
+        return ConfigError(
+            f"{self.name} gives no vector for each token of a text (it is of type {config.model_type}): give "
+            "a text encoder such as sentence-transformers/all-MiniLM-L6-v2"
+        )
+
+    def _read(self, inputs: BatchEncoding) -> Tensor:
+        hidden_NLD = getattr(self._model(**inputs), "last_hidden_state", None)
+        if hidden_NLD is None:
+            raise self._refusal(self._model.config)
+        mask_NL1 = inputs["attention_mask"][:, :, None]
+        # The sum points where the mean does.
+        return functional.normalize((hidden_NLD.float() * mask_NL1).sum(1), dim=1)
+
+
+def diversity(embedding_ND: np.ndarray) -> float:
+    """1 − mean cosine over all pairs of different rows, which have length 1; 0 where all are the same.
+
+    NaN for fewer than two rows. The measure of red-teaming in TBA and in arXiv 2405.18540.
+    """
+    rows = embedding_ND.astype(np.float64)
+    pairs = len(rows) * (len(rows) - 1)
+    cosines = np.square(rows.sum(0)).sum() - np.square(rows).sum()  # of all pairs, without making them
+    return float(1 - cosines / pairs) if pairs else float("nan")
