@@ -1,7 +1,7 @@
-"""The command ``tba``: run, submit, the two roles, report, evaluate. It imports nothing slow before it must.
+"""The command ``tba``. It imports nothing slow before it must.
 
-An error that the user can mend is one sentence on stderr and exit status 2; the ranks leave theirs in
-the logs of the attempt, where ``tba run`` finds it.
+An error that the user can fix is one sentence on stderr and exit status 2; the ranks leave theirs in the logs
+of the attempt, where ``tba run`` finds it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -36,46 +37,63 @@ from tba_hpc.run.files import DiskFullError
 from tba_hpc.run.notes import REFUSED, write_note
 from tba_hpc.run.owners import OwnedError, owned, refuse_owned
 
-if TYPE_CHECKING:
-    from tba_hpc.report.summary import Summary
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Trajectory Balance with Asynchrony: post-train language models with reinforcement learning.",
-)
+TRAINING = "Train"
+RESULTS = "Results"
+BEFORE = "Before a run"
+SCRIPTS = "For batch scripts"
 
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=value", help="Override one key; repeatable.")
 ]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
-Index = Annotated[
-    int | None, typer.Option("--index", help="Rank within the role, where no MPI launcher gives it.")
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the config and the commands; start nothing.")]
+ConfigPath = Annotated[Path, typer.Argument(help="A YAML config, or the name of a shipped one.")]
+ConfigOrRun = Annotated[Path, typer.Argument(help="A config, the name of a shipped one, or a run directory.")]
+SitePath = Annotated[Path | None, typer.Option(help="The cluster: a site file, or a shipped one's name.")]
+RunRoot = Annotated[Path | None, typer.Option(help="Folder of run directories; all nodes must see it.")]
+Subject = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run, or a model's folder or hub name.")]
+TaskConfig = Annotated[Path | None, typer.Option(help="Of a MODEL: the config with its task.")]
+Index = Annotated[int | None, typer.Option(help="Rank within the role, if no MPI launcher gives it.")]
 VERBS: dict[str, Role] = {"train": "trainer", "search": "searcher"}
-AGAIN = "train once more with --set run.name=…, or go on to more steps with --set train.steps=…"
+AGAIN = "train again with --set run.name=…, or continue to more steps with --set train.steps=…"
 WaitSeconds = Annotated[
     float | None,
-    typer.Option("--wait", min=0, metavar="SECONDS", help="Return when it has ended; fail after so long."),
+    typer.Option("--wait", min=0, metavar="SECONDS", help="Return when it has ended; fail after this long."),
 ]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page there.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
-@app.command()
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"tba-hpc {version('tba-hpc')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _tba(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Trajectory Balance with Asynchrony: post-train language models with reinforcement learning."""
+
+
+@app.command(rich_help_panel=TRAINING)
 def run(
-    config: Annotated[
-        Path,
-        typer.Argument(help="A YAML config, the name of a shipped one, or a run directory to go on with."),
-    ],
+    config: ConfigOrRun,
     overrides: Overrides = None,
-    dry_run: DryRun = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the config and the commands; start nothing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train on this machine, from the start or from where the run stopped."""
     from tba_hpc.checks.facts import Facts, refuse
     from tba_hpc.checks.lists import RUN
+    from tba_hpc.launch import local
+    from tba_hpc.report.terminal import Terminal
 
     resolved = _resolve(config, overrides or [])
     require_trackers(resolved)
@@ -87,8 +105,6 @@ def run(
         refuse(RUN, Facts(config=resolved, beside=modules.folder_of(config)))
     changes = [sentence] if not done and (sentence := told(run_dir, resolved)) else []
     if dry_run:
-        from tba_hpc.launch import local
-
         commands = [shlex.join(command) for command in local.commands(run_dir, resolved).values()]
         remarks = "".join(f"# {line}\n" for line in [*changes, *commands])
         typer.echo(dump_config(resolved) + remarks, nl=False)
@@ -99,52 +115,44 @@ def run(
         with owned(run_dir):
             typer.echo("".join(f"{sentence}\n" for sentence in changes), nl=False, err=as_json)
             modules.keep(create_run(resolved), resolved, modules.folder_of(config))
-            _launch(run_dir, resolved, quiet=as_json)
+            if code := local.launch(run_dir, resolved, console=Terminal(stderr=as_json)):
+                raise typer.Exit(code)
     _show_results(run_dir, anew=not run_dir.finished, as_json=as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAINING)
 def submit(
     nodes: Annotated[int, typer.Option(help="Nodes in all.")],
     config: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="A YAML config, the name of a shipped one, or a run directory to go on with. "
-            "Default: math_gsm8k. Repeatable: a job each."
-        ),
+        list[Path] | None, typer.Option(help="As for tba run; default math_gsm8k. Repeatable: a job each.")
     ] = None,
-    seeds: Annotated[
-        str | None, typer.Option(help="A run and a job for each run.seed, such as 0-4 or 0,2,7.")
-    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="A job for each run.seed, such as 0-4 or 0,2,7.")] = None,
     after: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Start when the job of that run has ended.")
     ] = None,
     trainer_nodes: Annotated[int | None, typer.Option(help="Nodes that train; default: one in four.")] = None,
-    site: Annotated[
-        Path | None,
-        typer.Option(help="The cluster: a site file, or the name of a shipped one. Default: generic."),
-    ] = None,
+    site: SitePath = None,
     time: Annotated[
         str | None, typer.Option(help="Wall time of the job, as for sbatch; it requeues itself.")
     ] = None,
-    homogeneous: Annotated[bool, typer.Option(help="One allocation for both roles, no het job.")] = False,
+    homogeneous: Annotated[
+        bool, typer.Option("--homogeneous", help="One allocation for both roles, no het job.")
+    ] = False,
     overrides: Overrides = None,
-    run_root: Annotated[
-        Path | None, typer.Option(help="Folder for run directories; all nodes must see it.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option(help="Print the batch script; submit nothing.")] = False,
-    wait: Annotated[bool, typer.Option(help="Return when the job has ended, with its success.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    run_root: RunRoot = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the batch script; submit nothing.")
+    ] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Return when the job has ended, with its success.")
+    ] = False,
+    as_json: AsJson = False,
     elastic: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN",
-            help="Start elastic searchers for RUN, a job for each node.",
-        ),
+        Path | None, typer.Option(metavar="RUN", help="Start elastic searchers for RUN, a job per node.")
     ] = None,
     partition: Annotated[str | None, typer.Option(help="Of elastic searchers; default: the site's.")] = None,
 ) -> None:
-    """Submit a run to Slurm, or go on with one; the job brings the run to its end by itself."""
+    """Submit a run to Slurm, or resume one; the job requeues itself until the run is finished."""
     from tba_hpc.commands import order as ordered
 
     if elastic:
@@ -185,20 +193,14 @@ def submit(
 
 
 def _refuse_idle(options: Mapping[str, object], why: str) -> None:
-    """Raise ConfigError where one of these options was given, which would change nothing."""
+    """Raise ConfigError if one of these options, which would change nothing, is given."""
     if given := next((option for option, value in options.items() if value), None):
         raise ConfigError(f"{given} {why}")
 
 
-@app.command()
-def fetch(
-    config: Annotated[Path, typer.Argument(help="As for tba run.")],
-    site: Annotated[
-        Path | None, typer.Option(help="The cluster whose jobs will need it: its HF_HOME.")
-    ] = None,
-    overrides: Overrides = None,
-) -> None:
-    """Bring the models and data that a config names into the Hugging Face cache, where jobs find them."""
+@app.command(rich_help_panel=BEFORE)
+def fetch(config: ConfigOrRun, site: SitePath = None, overrides: Overrides = None) -> None:
+    """Download a config's models and data into the Hugging Face cache, or that of the site's HF_HOME."""
     from tba_hpc.commands import fetch as hub
     from tba_hpc.launch.plan import load_site
 
@@ -206,50 +208,9 @@ def fetch(
     hub.fetch(load_config(path, settings), load_site(site) if site else None)
 
 
-@app.command()
-def create(
-    config: Annotated[Path, typer.Argument(help="A YAML config, or the name of a shipped one.")],
-    overrides: Overrides = None,
-) -> None:
-    """Make the run directory of a config, or check that it holds the same run, and print its path."""
-    resolved = _resolve(config, overrides or [])
-    refuse_owned(RunDir.check(resolved))  # whose config it would change
-    made = create_run(resolved)
-    modules.keep(made, resolved, modules.folder_of(config))
-    typer.echo(made.path)
-
-
-@app.command("snapshot", hidden=True)
-def take_snapshot(run: RunPath) -> None:
-    """Copy this package for the Slurm job of this process, which has the same copy at each of its starts."""
-    from tba_hpc.launch import snapshot
-
-    typer.echo(snapshot.take(RunDir.open(run).path, os.environ.get("SLURM_JOB_ID", "")))
-
-
-@app.command()
-def prepare(run: RunPath, overrides: Overrides = None) -> None:
-    """Before every start of RUN's ranks by a batch script: set how many there are, begin new logs."""
-    run_dir = RunDir.open(run)
-    run_dir.adapt(overrides or [])
-    launch, logs = run_dir.config().launch, run_dir.begin_attempt()
-    log_event(run_dir, "start", attempt=logs.name, trainers=launch.trainers, searchers=launch.searchers)
-
-
-@app.command()
-def train(run: RunPath, index: Index = None) -> None:
-    """Be a trainer rank of RUN (started by mpiexec or srun)."""
-    gc.disable()  # until it is at work: what is imported stays, and looking through it takes seconds
-    keep_caches_private(os.environ)
-    from tba_hpc import runtime
-
-    runtime.train(_open(run), index)
-    gc.freeze()  # else the interpreter's end looks through hundreds of MB of modules, for seconds
-
-
-@app.command()
+@app.command(rich_help_panel=TRAINING)
 def search(run: RunPath, index: Index = None) -> None:
-    """Search for RUN: as a rank, started by mpiexec or srun; or, typed by hand anywhere, for a while."""
+    """Join RUN as an elastic searcher; or run one searcher rank, started by mpiexec or srun."""
     gc.disable()
     keep_caches_private(os.environ)
     from tba_hpc import runtime
@@ -263,18 +224,16 @@ def search(run: RunPath, index: Index = None) -> None:
     gc.freeze()
 
 
-@app.command("replay")
+@app.command("replay", rich_help_panel=RESULTS)
 def replay_run(
     run: RunPath,
     overrides: Overrides = None,
-    delay: Annotated[int, typer.Option(min=0, help="Let shards come so many steps later.")] = 0,
-    at_once: Annotated[bool, typer.Option("--at-once", help="Let all come before the first step.")] = False,
-    partial: Annotated[
-        bool, typer.Option("--partial", help="Replay what is left where some are gone.")
-    ] = False,
+    delay: Annotated[int, typer.Option(min=0, help="Let shards arrive this many steps later.")] = 0,
+    at_once: Annotated[bool, typer.Option("--at-once", help="Let all arrive before the first step.")] = False,
+    partial: Annotated[bool, typer.Option("--partial", help="Use what is left if shards are gone.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train anew on the shards that RUN has recorded, without engines: --set train.objective=oapl."""
+    """Train again on RUN's recorded shards, without engines: --set train.objective=oapl."""
     from tba_hpc.commands.replay import replay
 
     logging.basicConfig(level=logging.WARNING, format="tba: %(message)s")
@@ -282,16 +241,14 @@ def replay_run(
     _show_results(made, anew=True, as_json=as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=RESULTS)
 def track(
     run: RunPath,
     overrides: Overrides = None,
-    go_on: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with what comes, until RUN is finished.")
-    ] = False,
+    go_on: Annotated[bool, typer.Option("--follow", "-f", help="Continue until RUN is finished.")] = False,
     until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
 ) -> None:
-    """Tell W&B or TensorBoard what RUN has written: --set track.wandb.project=NAME."""
+    """Send RUN's metrics to W&B or TensorBoard: --set track.wandb.project=NAME."""
     from tba_hpc.report.track import beside, follow
 
     run_dir = RunDir.open(run)
@@ -300,13 +257,13 @@ def track(
     follow.follow(run_dir, config, goes_on=goes_on)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAINING)
 def status(
     run: RunPath,
     once: Annotated[bool, typer.Option("--once", help="Print the state once and end.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show how RUN stands, live; from any machine that sees its directory, over plain ssh."""
+    """Show RUN's progress, live, on any machine that sees its directory."""
     from tba_hpc.launch.slurm_queue import job_states
     from tba_hpc.report.status import follow, print_status
 
@@ -319,27 +276,27 @@ def status(
         follow(run_dir, run_dir.config(), job_states)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAINING)
 def logs(
     run: RunPath,
     rank: Annotated[
         str | None, typer.Option(help="One log: trainer-0, searcher-3, mpiexec, or batch; default: all.")
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with what comes, over requeues, until the end.")
+        bool, typer.Option("--follow", "-f", help="Continue, over requeues, until the end.")
     ] = False,
-    attempt: Annotated[int | None, typer.Option(help="Of this start of the ranks; default: newest.")] = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="So many of the end of each.")] = 20,
+    attempt: Annotated[int | None, typer.Option(help="Number of the start; default: the newest.")] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Last lines of each.")] = 20,
 ) -> None:
-    """Show what the ranks and the batch script of RUN have logged, each below the path of its log."""
+    """Show the logs of RUN's ranks and batch script, each below its path."""
     from tba_hpc.report.logs import follow_logs, print_ends
 
     (follow_logs if follow else print_ends)(RunDir.open(run), rank, attempt, lines=lines)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAINING)
 def stop(run: RunPath, wait: WaitSeconds = None) -> None:
-    """Ask RUN, here or as a Slurm job, to checkpoint at its next safe point and end."""
+    """Ask RUN, here or as a Slurm job, to write a checkpoint and end."""
     from tba_hpc.launch import stop as launched
 
     run_dir = RunDir.open(run)
@@ -348,9 +305,9 @@ def stop(run: RunPath, wait: WaitSeconds = None) -> None:
         launched.await_end(run_dir, seconds=wait)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAINING)
 def cancel(run: RunPath, wait: WaitSeconds = None) -> None:
-    """End RUN at once, here or as a Slurm job, without waiting for a checkpoint; nothing sealed is lost."""
+    """End RUN at once, here or as a Slurm job, without a checkpoint; sealed shards are kept."""
     from tba_hpc.launch import stop as launched
 
     run_dir = RunDir.open(run)
@@ -359,24 +316,22 @@ def cancel(run: RunPath, wait: WaitSeconds = None) -> None:
         launched.await_end(run_dir, seconds=wait)
 
 
-@app.command()
+@app.command(rich_help_panel=RESULTS)
 def report(run: RunPath, as_json: AsJson = False) -> None:
-    """Write RUN/summary.json and RUN/report.html anew and print the summary of RUN."""
+    """Rewrite RUN/summary.json and RUN/report.html and print the summary."""
     _show_results(RunDir.open(run), anew=True, as_json=as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=BEFORE)
 def doctor(
-    site: Annotated[Path | None, typer.Option(help="The cluster, as for tba submit.")] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="Look for the models and data of this config, too.")
-    ] = None,
-    run_root: Annotated[Path | None, typer.Option(help="Folder for run directories.")] = None,
+    site: SitePath = None,
+    config: Annotated[Path | None, typer.Option(help="Check this config's models and data, too.")] = None,
+    run_root: RunRoot = None,
     launch: Annotated[bool, typer.Option("--launch", help="Start a short job on two nodes, too.")] = False,
     wait: Annotated[float, typer.Option(help="Longest wait for that job, seconds.")] = 600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Say what this cluster or machine has and what of it will go wrong; exit 1 where a run would fail."""
+    """Check this cluster or machine; exit 1 if a run would fail."""
     from tba_hpc.checks import doctor as doctor_checks
     from tba_hpc.checks.facts import Facts, job_environment, judge
     from tba_hpc.checks.lists import CONFIG
@@ -403,7 +358,7 @@ def doctor(
 
 @app.command(hidden=True)
 def greet(verb: str, run: RunPath) -> None:
-    """Be a rank of the job that ``tba doctor --launch`` starts."""
+    """Run one rank of the job that ``tba doctor --launch`` starts."""
     from tba_hpc.checks import rank
 
     run_dir, role = _open(run), VERBS[verb]
@@ -414,14 +369,13 @@ def greet(verb: str, run: RunPath) -> None:
         raise typer.Exit(REFUSED) from None
 
 
-@app.command("plan")
+@app.command("plan", rich_help_panel=BEFORE)
 def plan_run(
-    config: Annotated[Path, typer.Argument(help="A YAML config, or the name of a shipped one.")],
-    site: Annotated[Path | None, typer.Option(help="The cluster, as for tba submit.")] = None,
+    config: ConfigPath,
+    site: SitePath = None,
     gpu: Annotated[str | None, typer.Option(help="Kind of GPU, such as a100-40 or h100-80.")] = None,
     gpus: Annotated[
-        int | None,
-        typer.Option(min=1, help="GPUs of this machine; default: one for each trainer and engine."),
+        int | None, typer.Option(min=1, help="GPUs of this machine; default: one per trainer and engine.")
     ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Nodes in all, as for tba submit.")] = None,
     prompt_tokens: Annotated[float | None, typer.Option(min=1, help="Mean length of a prompt.")] = None,
@@ -445,9 +399,9 @@ def plan_run(
     raise typer.Exit(int(not fits))
 
 
-@app.command()
+@app.command(rich_help_panel=RESULTS)
 def audit(run: RunPath, as_json: AsJson = False) -> None:
-    """Prove from the files of RUN that nothing was lost, doubled or skipped; exit 1 where something was."""
+    """Prove from RUN's files that nothing was lost, doubled or skipped; exit 1 if something was."""
     from tba_hpc.report.audit import audit, print_audit
 
     verdict = audit(RunDir.open(run))
@@ -455,12 +409,10 @@ def audit(run: RunPath, as_json: AsJson = False) -> None:
     raise typer.Exit(int(not verdict.clean))
 
 
-@app.command()
+@app.command(rich_help_panel=RESULTS)
 def evaluate(
-    what: Annotated[
-        str, typer.Argument(metavar="RUN|MODEL", help="A finished run, a model's folder or name.")
-    ],
-    config: Annotated[Path | None, typer.Option(help="Of a MODEL: the config with its task.")] = None,
+    what: Subject,
+    config: TaskConfig = None,
     task: Annotated[
         str | None, typer.Option(help="Of a MODEL: its task, with --set for its options.")
     ] = None,
@@ -469,13 +421,15 @@ def evaluate(
     samples: Annotated[
         int, typer.Option(min=0, help="Completions per prompt for pass@k; 0: greedy only.")
     ] = 0,
-    temperature: Annotated[float | None, typer.Option(min=1e-3, help="Of these; none: as trained.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use so many prompts; none: all.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=1e-3, help="Of these; default: as trained.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts used; default: all.")] = None,
     reference: Annotated[str | None, typer.Option(help="Measure perplexity under this model.")] = None,
-    show: Annotated[int, typer.Option(min=0, help="Print the answers to the first N prompts, too.")] = 0,
+    show: Annotated[int, typer.Option(min=0, help="Print the answers to the first N prompts.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Say how good a model is at a task, with confidence intervals, and how far from the reference."""
+    """Score a model on a task, with confidence intervals, and its perplexity under the reference."""
     from tba_hpc.evaluate import find_target, measure, print_result
 
     _import_from_here()
@@ -484,26 +438,25 @@ def evaluate(
     print_result(result, as_json=as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=RESULTS)
 def ask(
-    what: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="As for tba evaluate.")],
-    question: Annotated[str, typer.Argument(help="What to ask, put as the run's task puts its problems.")],
-    config: Annotated[Path | None, typer.Option(help="Of a MODEL: the config with its task.")] = None,
+    what: Subject,
+    question: Annotated[str, typer.Argument(help="Put as the run's task puts its problems.")],
+    config: TaskConfig = None,
     overrides: Overrides = None,
-    samples: Annotated[int, typer.Option(min=1, help="So many answers.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, help="Number of answers.")] = 1,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="0: greedy. Default: that, or for several as trained.")
+        float | None, typer.Option(min=0, help="0: greedy. Default: that, or as trained for several.")
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Longest answer; default: as trained.")
     ] = None,
     chat: Annotated[
-        bool | None,
-        typer.Option("--chat/--plain", help="In the model's chat template; default: as the task."),
+        bool | None, typer.Option("--chat/--plain", help="Use the chat template; default: as the task.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put a question to the model of RUN, or to any MODEL, with transformers: no engine is started."""
+    """Ask a model a question, with transformers instead of an engine."""
     from tba_hpc.commands import ask as asking
 
     _import_from_here()
@@ -521,20 +474,18 @@ def ask(
 
 
 def _import_from_here() -> None:
-    """Find a task's module where ``tba run`` does: its ranks have the working directory in their path."""
+    """Find a task's module as ``tba run`` does, whose ranks have the working directory in their path."""
     if "" not in sys.path:
         sys.path.insert(0, "")
 
 
-@app.command("compare")
+@app.command("compare", rich_help_panel=RESULTS)
 def compare_runs(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN …", help="Run directories.")],
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page there, too, with their curves.")
-    ] = None,
+    html: Html = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what differs in the configs of some runs, and what they came to, with 95 % intervals."""
+    """Compare the configs and results of runs, with 95 % intervals."""
     from tba_hpc.commands import compare
 
     compared = compare.compare(runs)
@@ -543,25 +494,23 @@ def compare_runs(
     compare.print_comparison(compared, as_json=as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=RESULTS)
 def samples(
     run: RunPath,
     by: Annotated[
         Literal["newest", "oldest", "best", "worst", "changed"],
-        typer.Option(help="Weights' age, reward, or mean log π/π_ref of a token."),
+        typer.Option(help="Order: by age of the weights, reward, or mean log π/π_ref per token."),
     ] = "newest",
     prompt: Annotated[int | None, typer.Option(help="Answers to the prompt of this id.")] = None,
     steps: Annotated[
-        str | None, typer.Option(metavar="A-B", help="Sampled by the weights of these optimizer steps.")
+        str | None, typer.Option(metavar="A-B", help="Sampled by the weights of these steps.")
     ] = None,
-    text: Annotated[str, typer.Option(help="Where question or answer have it, in either case.")] = "",
-    limit: Annotated[int, typer.Option(min=0, help="So many, equal ones once; 0: all.")] = 10,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page with coloured tokens there instead.")
-    ] = None,
+    text: Annotated[str, typer.Option(help="In question or answer, in either case.")] = "",
+    limit: Annotated[int, typer.Option(min=0, help="Most shown, equal ones once; 0: all.")] = 10,
+    html: Html = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read what the model of RUN has said: prompts, completions, rewards, and what became of them."""
+    """Read RUN's completions: prompt, text, reward, and what became of them."""
     from tba_hpc.report import samples as trajectories
 
     run_dir = RunDir.open(run)
@@ -573,6 +522,44 @@ def samples(
         typer.echo(html, err=as_json)
     if as_json or not html:
         trajectories.print_samples(selection, as_json=as_json)
+
+
+@app.command(rich_help_panel=SCRIPTS)
+def create(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Make the run directory of a config, or check that it holds the same run, and print its path."""
+    resolved = _resolve(config, overrides or [])
+    refuse_owned(RunDir.check(resolved))  # whose config it would change
+    made = create_run(resolved)
+    modules.keep(made, resolved, modules.folder_of(config))
+    typer.echo(made.path)
+
+
+@app.command("snapshot", hidden=True)
+def take_snapshot(run: RunPath) -> None:
+    """Copy this package for this Slurm job, which uses the same copy at each of its starts."""
+    from tba_hpc.launch import snapshot
+
+    typer.echo(snapshot.take(RunDir.open(run).path, os.environ.get("SLURM_JOB_ID", "")))
+
+
+@app.command(rich_help_panel=SCRIPTS)
+def prepare(run: RunPath, overrides: Overrides = None) -> None:
+    """Set how many ranks RUN has and begin new logs; before every start of its ranks."""
+    run_dir = RunDir.open(run)
+    run_dir.adapt(overrides or [])
+    launch, logs = run_dir.config().launch, run_dir.begin_attempt()
+    log_event(run_dir, "start", attempt=logs.name, trainers=launch.trainers, searchers=launch.searchers)
+
+
+@app.command(rich_help_panel=SCRIPTS)
+def train(run: RunPath, index: Index = None) -> None:
+    """Run one trainer rank of RUN; mpiexec or srun starts it."""
+    gc.disable()  # until it is at work: imports stay, and scanning them takes seconds
+    keep_caches_private(os.environ)
+    from tba_hpc import runtime
+
+    runtime.train(_open(run), index)
+    gc.freeze()  # else the interpreter scans hundreds of MB of modules at its end, for seconds
 
 
 def _span(text: str | None) -> tuple[int, int] | None:
@@ -589,7 +576,7 @@ def _span(text: str | None) -> tuple[int, int] | None:
 
 
 def _resolve(path: Path, overrides: list[str]) -> Config:
-    """The config of a file, or the frozen one of a run directory; local files it names must exist."""
+    """The config of a file or a run directory; local files it names must exist."""
     from tba_hpc.checks.facts import Facts, refuse
     from tba_hpc.checks.lists import FILES
 
@@ -601,7 +588,7 @@ def _resolve(path: Path, overrides: list[str]) -> Config:
 
 
 def _frozen(path: Path, overrides: list[str]) -> tuple[Path, list[str]]:
-    """The config of a run directory, and what makes it one of a run right there, wherever it was made."""
+    """The config file of a run directory, with overrides for where it lies now."""
     run = RunDir.open(path)
     name = run.config().run_dir.name
     if run.path.name != name:
@@ -610,7 +597,7 @@ def _frozen(path: Path, overrides: list[str]) -> tuple[Path, list[str]]:
 
 
 def _open(path: Path) -> RunDir:
-    """The run directory of a rank, which logs what it does."""
+    """The run directory of a rank; its log goes to stderr."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
@@ -618,47 +605,26 @@ def _open(path: Path) -> RunDir:
 
 
 def _show_results(run_dir: RunDir, *, anew: bool, as_json: bool) -> None:
-    from tba_hpc.report.tables import print_summary
-
-    print_summary(run_dir, _results(run_dir, anew=anew), as_json=as_json)
-
-
-def _results(run_dir: RunDir, *, anew: bool) -> Summary:
-    """Write the summary, and the report where it is missing or is to be made anew."""
+    """Write the summary, and the report if it is missing or ``anew``; print the summary."""
     from tba_hpc.loops.ending import size_of_shard
+    from tba_hpc.report.tables import print_summary
 
     if anew or not run_dir.report.exists():
         from tba_hpc.report.page import write_report  # matplotlib costs a second
 
-        return write_report(run_dir, size_of_shard)
-    from tba_hpc.report.summary import summarise, write_summary
+        summary = write_report(run_dir, size_of_shard)
+    else:
+        from tba_hpc.report.summary import summarise, write_summary
 
-    summary = summarise(run_dir, run_dir.config(), size_of_shard)
-    write_summary(run_dir, summary)
-    return summary
-
-
-def _launch(run_dir: RunDir, config: Config, *, quiet: bool) -> None:
-    """Run all roles; exit with their status unless they finished or stopped on request."""
-    from tba_hpc.launch import local
-    from tba_hpc.report.terminal import Terminal
-
-    code = local.launch(run_dir, config, console=Terminal(stderr=quiet))
-    if code:
-        raise typer.Exit(code)
+        summary = summarise(run_dir, run_dir.config(), size_of_shard)
+        write_summary(run_dir, summary)
+    print_summary(run_dir, summary, as_json=as_json)
 
 
 def main(command: Callable[[], None] = app, name: str = "tba") -> None:
     """Entry point: print a user's error as one sentence, which begins with ``name``."""
     try:
         command()
-    except (
-        ConfigError,
-        OwnedError,
-        StateError,
-        DiskFullError,
-        EngineError,
-        LaunchError,
-    ) as error:
+    except (ConfigError, OwnedError, StateError, DiskFullError, EngineError, LaunchError) as error:
         print(f"{name}: {printable(str(error))}", file=sys.stderr)
         sys.exit(REFUSED)

@@ -6,6 +6,7 @@ import json
 import resource
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def test_prepare_sets_the_ranks_of_a_start_and_nothing_else(run: RunDir) -> None
     refused = tba("prepare", run.path, "--set", "train.prompts_per_step=4")
     assert refused.returncode == 2 and "may not change it to train.prompts_per_step=4" in refused.stderr
     uneven = tba("prepare", run.path, "--set", "launch.trainers=3")
-    assert uneven.returncode == 2 and "use a multiple of 3" in uneven.stderr
+    assert uneven.returncode == 2 and "use a multiple of that" in uneven.stderr
     assert run.config().launch.trainers == 2 and run.attempt.name == "attempt-001"
 
 
@@ -68,6 +69,21 @@ def test_a_finished_run_says_so_and_is_not_started_again(run: RunDir, tmp_path: 
     assert again.returncode == 0 and json.loads(again.stdout)["steps"] == 0
     assert f"{run.path} is finished" in again.stderr and "--set run.name=" in again.stderr
     assert not list(run.logs.iterdir())
+
+
+@pytest.mark.parametrize(
+    "command", [("ask", "runs/absent", "2 + 2?"), ("evaluate", "runs/absent", "--task=math")]
+)
+def test_a_run_that_does_not_exist_is_refused_at_once(command: tuple[str, ...], tmp_path: Path) -> None:
+    """Without asking a hub for a model of that name."""
+    (tmp_path / "runs").mkdir()
+    done = subprocess.run([TBA, *command], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    said = "tba: runs/absent does not exist, as a run or a model's folder: check the path\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
+def test_version() -> None:
+    assert tba("--version").stdout == f"tba-hpc {version('tba-hpc')}\n"
 
 
 # --- Submit, without Slurm ---

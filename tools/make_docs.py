@@ -20,7 +20,7 @@ import typer
 import typer.main
 import yaml
 from pydantic.fields import FieldInfo
-from typer.cli import get_docs_for_click
+from typer.core import TyperCommand, TyperGroup
 
 from tba_hpc.cli import app
 from tba_hpc.config import Config, Section, may_change
@@ -167,10 +167,27 @@ def _cell(text: str) -> str:
 
 
 def commands_page() -> str:
-    """What each command's --help says."""
-    command = typer.main.get_command(app)
-    text = get_docs_for_click(obj=command, ctx=typer.Context(command, info_name="tba"), name="tba")
-    return text.replace("# `tba`", "# Every command", 1)
+    """Every command that ``tba --help`` shows, by group, with its arguments and options."""
+    program = typer.main.get_command(app)
+    assert isinstance(program, TyperGroup)
+    groups: dict[str, list[Any]] = {}
+    for command in program.commands.values():
+        if isinstance(command, TyperCommand) and not command.hidden:
+            groups.setdefault(str(command.rich_help_panel), []).append(command)
+    parts = ["# Every command", "`tba --help` and `tba COMMAND --help` say the same."]
+    for group, commands in groups.items():
+        parts += [f"## {group}", *(_command(command) for command in commands)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _command(command: TyperCommand) -> str:
+    context = typer.Context(command)
+    arguments = [one.metavar or one.name for one in command.params if one.param_type_name == "argument"]
+    told = [one for one in command.params if (one.metavar, one.param_type_name) != ("RUN", "argument")]
+    records = [record for one in told if (record := one.get_help_record(context))]
+    rows = "\n".join(f"- `{names}`: {text}" for names, text in records)
+    heading = " ".join(["### tba", str(command.name), *map(str, arguments)])
+    return f"{heading}\n\n{command.help or ''}\n\n{rows}".replace("``", "`")
 
 
 def design_page() -> str:

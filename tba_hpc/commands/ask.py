@@ -19,7 +19,7 @@ from tba_hpc.config import Config, ConfigError, GeneratorSection, ModelSection
 from tba_hpc.core.ports import Asking, Tokenizer, Victim
 from tba_hpc.core.types import Sampling
 from tba_hpc.core.wording import count
-from tba_hpc.evaluate.target import find_target
+from tba_hpc.evaluate.target import find_target, refuse_missing
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.tasks import make_task
 
@@ -72,6 +72,7 @@ def ask(
     """
     if samples > 1 and temperature == 0:
         raise ConfigError(f"--samples {samples} with --temperature 0 would be the same answer: leave out one")
+    refuse_missing(name)
     from tba_hpc.learner.hf_answers import HfAnswers
 
     if config or (Path(name) / "config.yaml").is_file():

@@ -33,6 +33,7 @@ def find_target(
     model, a model without a task.
     """
     modules.use(Path.cwd())  # as ranks do, which are started as modules
+    refuse_missing(name)
     if (Path(name) / "config.yaml").is_file():
         settings, model = _run(name, overrides, named=config or task), str(RunDir(Path(name)).export)
     elif config:
@@ -47,6 +48,15 @@ def find_target(
             "evaluated, with --config FILE or --task NAME"
         )
     return _checked(settings, model, reference or settings.model.path)
+
+
+def refuse_missing(name: str) -> None:
+    """Raise ConfigError if ``name`` is a path below a folder that is here, and leads nowhere.
+
+    Any other name may be a model on a hub.
+    """
+    if not Path(name).exists() and Path(name).parts[0] != name and Path(Path(name).parts[0]).is_dir():
+        raise ConfigError(f"{name} does not exist, as a run or a model's folder: check the path")
 
 
 def _run(name: str, overrides: list[str], *, named: Path | str | None) -> Config:
