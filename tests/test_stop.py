@@ -141,6 +141,18 @@ def test_cancel_kills_a_launcher_that_does_not_listen(
     assert events(run) == ["start", "aborted"]
 
 
+def test_a_process_that_is_not_of_the_run_gets_no_signal(run: RunDir) -> None:
+    """A file of a stranger's run directory may name any process of ours."""
+    with subprocess.Popen(["sleep", "60"]) as stranger:
+        run.owners.mkdir()
+        (run.owners / "launch.000001").write_text(Owner.this(stranger.pid).to_json())
+        for ask in (stop.stop, stop.cancel):
+            with pytest.raises(LaunchError, match=rf"process {stranger.pid} on .* is not seen to be at work"):
+                ask(run)
+        assert stranger.poll() is None
+        stranger.kill()
+
+
 def test_a_run_at_work_elsewhere_is_not_touched(run: RunDir) -> None:
     run.owners.mkdir()
     claim = run.owners / "launch.000001"

@@ -10,6 +10,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,11 +118,12 @@ def attempt(site: Site, root: Path, model: str | None, *, seconds: float) -> lis
     except slurm.SubmitError as error:
         shutil.rmtree(run.path)
         return [problem(TITLE, str(error), "the site file says what to ask for")]
-    facts = Facts(site=site, job=slurm_queue.job_fields(job.job_id))
+    facts = Facts(site=site, job=slurm_queue.job_fields(job))
     try:
-        late = _wait(run, job.job_id, seconds)
+        late = _wait(run, job, seconds)
     finally:
-        job.cancel(check=False)
+        with suppress(slurm_queue.SlurmError):
+            slurm_queue.ask("scancel", job)
     left = {
         file.stem.removeprefix("findings-"): _FINDINGS.validate_json(file.read_bytes())
         for file in sorted(run.attempt.glob("findings-*.json"))

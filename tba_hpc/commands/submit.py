@@ -65,7 +65,7 @@ def submit(orders: Sequence[Order], *, wait: bool, as_json: bool) -> bool:
     found: dict[Path, list[Finding]] = {}
     ready = [_check(order, found) for order in orders]
     _refuse_twins(ready)
-    jobs: list[slurm.BatchJob | None] = []
+    jobs: list[str | None] = []
     done: list[dict[str, Any]] = []
     try:
         for one in ready:
@@ -148,23 +148,23 @@ def _awaited(path: Path) -> tuple[str | None, list[Finding]]:
     return None, [warning("after", found, "submit that run first where this one is to follow it")]
 
 
-def _submit(ready: Ready) -> slurm.BatchJob:
+def _submit(ready: Ready) -> str:
     text, changes = ready.script, told(ready.run, ready.config)
     modules.keep(create_run(ready.config), ready.config, ready.order.beside)
     snapshot.take(ready.run.path)
     job = slurm.submit(ready.run, text)
-    log_event(ready.run, "submitted", job=job.job_id, restarts=0, command=_again(ready.order, ready.run))
+    log_event(ready.run, "submitted", job=job, restarts=0, command=_again(ready.order, ready.run))
     print(changes, file=sys.stderr, end="\n" if changes else "")
     return job
 
 
-def _ends_well(run: RunDir, job: slurm.BatchJob | None) -> bool:
+def _ends_well(run: RunDir, job: str | None) -> bool:
     """Wait for the end of a job; whether its run is finished."""
     if job is None:
         return True
-    job.wait()
+    state = slurm_queue.await_job(run)
     if not run.finished:
-        print(f"job {job.job_id} ended as {job.state}: see {run.logs}/latest", file=sys.stderr)
+        print(f"job {job} ended as {state}: see {run.logs}/latest", file=sys.stderr)
     return run.finished
 
 
@@ -186,15 +186,15 @@ def _typed() -> list[object]:
     return [sys.executable, program] if program.suffix else [program, "submit"]
 
 
-def _done(ready: Ready, job: slurm.BatchJob | None) -> dict[str, Any]:
+def _done(ready: Ready, job: str | None) -> dict[str, Any]:
     """What was done, as JSON: job (None: the run is finished), run, commands, warnings, the split."""
     warnings = [*ready.warnings, *_left_out(ready.script)]
     if job:
-        warnings += check_job_requeue(Facts(site=ready.site, job=slurm_queue.job_fields(job.job_id)))
+        warnings += check_job_requeue(Facts(site=ready.site, job=slurm_queue.job_fields(job)))
     return {
-        "job": job.job_id if job else None,
+        "job": job,
         "run": str(ready.run.path),
-        "commands": _commands(ready, job.job_id) if job else {},
+        "commands": _commands(ready, job) if job else {},
         "warnings": [*ready.split.remarks, *(finding.sentence for finding in warnings)] if job else [],
         **asdict(ready.split),
     }

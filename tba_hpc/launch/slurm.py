@@ -1,8 +1,7 @@
-"""Submits batch scripts through submitit and waits for their end, het jobs included.
+"""Submits batch scripts through submitit, het jobs included.
 
-The only module that imports submitit, of which three things are left: it runs sbatch, reads the job's id, and
-polls its state at bearable intervals for all waiting jobs at once. It knows no het jobs and needs accounting,
-so the script's text is ours (``sbatch.py``), nothing is pickled, and states come from ``scontrol``.
+The only module that imports submitit, which runs sbatch and reads the job's id: it knows no het jobs and asks
+the accounting for states, so the script's text is ours (``sbatch.py``), and states come from ``slurm_queue``.
 """
 
 from __future__ import annotations
@@ -16,23 +15,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from submitit import SlurmExecutor, SlurmJob
+from submitit import SlurmExecutor
 from submitit.core.utils import FailedJobError
-from submitit.slurm.slurm import SlurmInfoWatcher
 
 from tba_hpc.launch import LaunchError
-from tba_hpc.launch.slurm_queue import active_job, fields
-from tba_hpc.report.run_state import FORGOTTEN
+from tba_hpc.launch.slurm_queue import active_job
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import write_atomic
-
-ENDED = frozenset(
-    {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
-)
-"""States after which a job does not run again."""
-
-WATCH_SECONDS = 10
-"""Longest pause between two looks at a job."""
 
 REMEDIES = {
     "accounting/qos policy": "qos or time, ask for fewer --nodes, or wait for your other jobs",
@@ -70,74 +59,27 @@ class SubmitError(LaunchError):
     """The run was not submitted; the message is for the user."""
 
 
-class Watcher(SlurmInfoWatcher):
-    """States from ``scontrol``: no accounting, no lag, components of a het job folded into one state."""
+class _Executor(SlurmExecutor):
+    """submitit's, for a script of ours: it may have several components, and nothing is pickled."""
 
-    def _make_command(self) -> list[str] | None:
-        return ["scontrol", "-o", "show", "jobs"] if self._registered - self._finished else None
-
-    def read_info(self, string: bytes | str) -> dict[str, dict[str, str]]:
-        """Info by job id, a het job under its leader's; jobs that Slurm has forgotten have ended."""
-        text = string if isinstance(string, str) else string.decode()
-        components: dict[str, list[dict[str, str]]] = {}
-        for line in text.splitlines():
-            values = fields(line)
-            if "JobId" in values:
-                components.setdefault(values.get("HetJobId", values["JobId"]), []).append(values)
-        found = {job: _fold(parts) for job, parts in components.items()}
-        return {job: {"JobID": job, "State": FORGOTTEN} for job in self._registered} | found
-
-    def is_done(self, job_id: str, mode: str = "standard") -> bool:
-        """Whether the job will not run again."""
-        return self.get_state(job_id, mode=mode) in ENDED | {FORGOTTEN}
-
-
-def _fold(components: list[dict[str, str]]) -> dict[str, str]:
-    """One job out of its components: not over before all are, and failed if one is."""
-    states = [component["JobState"] for component in components]
-    going_on = [state for state in states if state not in ENDED]
-    worst = [state for state in states if state != "COMPLETED"]
-    nodes = [component.get("NodeList", "") for component in components]
-    return {
-        "JobID": components[0].get("HetJobId", components[0]["JobId"]),
-        "State": (going_on or worst or states)[0],
-        "NodeList": ",".join(node for node in nodes if node and node != "(null)"),
-    }
-
-
-class BatchJob(SlurmJob[None]):
-    """A submitted batch script: ``state``, ``done()``, ``wait()``, ``cancel()``; it has no result."""
-
-    watcher = Watcher(delay_s=WATCH_SECONDS)
-
-
-class HetSlurmExecutor(SlurmExecutor):
-    """Submits batch scripts of ours, with any number of components."""
-
-    job_class = BatchJob
-
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, script: str) -> None:
         super().__init__(folder)
-        self._script = ""
+        self._script = script
 
     @classmethod
     def name(cls) -> str:
         """As submitit calls its Slurm executor."""
         return "slurm"
 
-    def submit_script(self, script: str) -> BatchJob:
-        """Submit the text. Raises SubmitError with Slurm's own message and what to change."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._script = script
+    def submit_script(self) -> str:
+        """The id of the job. Raises SubmitError with Slurm's own message and what to change."""
         try:
-            job = self._submit_command("")
+            return str(self._submit_command("").job_id)
         except FailedJobError as error:
             raise SubmitError(refusal(str(error))) from None
         finally:
             for leftover in self.folder.glob(".submission_file_*"):
                 leftover.unlink()
-        assert isinstance(job, BatchJob)
-        return job
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         return self._script
@@ -147,7 +89,7 @@ class HetSlurmExecutor(SlurmExecutor):
         return ["env", *unset, "sbatch", str(submission_file_path)]
 
     def _num_tasks(self) -> int:
-        return 1  # the batch script; its ranks are its own affair
+        return 1  # the batch script, which starts the ranks
 
 
 def require_slurm() -> None:
@@ -196,22 +138,25 @@ def would_take(script: str) -> str:
     return done.stderr.strip().removeprefix("sbatch: ")
 
 
-def submit(run: RunDir, script: str) -> BatchJob:
-    """Submit a run's batch script, unless a job of the run is queued or running. Raises SubmitError."""
-    folder = run.path / "slurm"
-    folder.mkdir(exist_ok=True)
+def submit(run: RunDir, script: str) -> str:
+    """Submit a run's batch script; the job's id. Raises SubmitError, also if the run has a job already."""
+    folder = _folder(run)
     with _alone(folder):
         refuse_active(run)
-        submitted = HetSlurmExecutor(folder).submit_script(script)
-        write_atomic(folder / "job", f"{submitted.job_id}\n")
-    return submitted
+        job = _Executor(folder, script).submit_script()
+        write_atomic(folder / "job", f"{job}\n")
+    return job
 
 
 def submit_elastic(run: RunDir, script: str) -> str:
     """Submit jobs of elastic searchers, beside the run's own job; their id. Raises SubmitError."""
+    return _Executor(_folder(run), script).submit_script()
+
+
+def _folder(run: RunDir) -> Path:
     folder = run.path / "slurm"
     folder.mkdir(exist_ok=True)
-    return str(HetSlurmExecutor(folder).submit_script(script).job_id)
+    return folder
 
 
 def refuse_active(run: RunDir) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from pathlib import Path
 
 from tba_hpc.launch import LaunchError
@@ -19,6 +20,9 @@ ANSWER_SECONDS = 30.0
 
 SQUEUE_SECONDS = 5.0
 """Timeout of squeue when a status is asked for."""
+
+WATCH_SECONDS = 10.0
+"""Pause between two looks at a job."""
 
 SQUEUE_FIELDS = {
     "id": "%i",
@@ -78,6 +82,18 @@ def active_job(run: RunDir) -> tuple[str, str] | None:
     """(id, state) of the run's job while Slurm has it queued or running."""
     active = [row for row in job_states(run) if row["state"] in {*WAITING, *AT_WORK}]
     return (active[0]["job"], active[0]["state"]) if active else None
+
+
+def await_job(run: RunDir) -> str:
+    """Wait until the run's job is neither queued nor running; the state in which it ended.
+
+    Silence of Slurm is no end.
+    """
+    while True:
+        states = [row["state"] for row in job_states(run)]
+        if not {*states} & {*WAITING, *AT_WORK, UNKNOWN}:
+            return next((state for state in states if state != "COMPLETED"), "COMPLETED")
+        time.sleep(WATCH_SECONDS)
 
 
 def job_states(run: RunDir) -> list[dict[str, str]]:

@@ -1,6 +1,6 @@
 """Asks a run to checkpoint and end, or ends it at once, wherever it is at work: ``tba stop``, ``tba cancel``.
 
-``job_supervisor.sh`` reads the file that says "end, do not requeue".
+``supervise.py`` reads the file that says "end, do not requeue".
 """
 
 from __future__ import annotations
@@ -8,13 +8,15 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
 
 from tba_hpc.launch import LaunchError
-from tba_hpc.launch.slurm import WATCH_SECONDS
-from tba_hpc.launch.slurm_queue import job_states
+from tba_hpc.launch.slurm_queue import WATCH_SECONDS, ask, job_states
 from tba_hpc.report.run_state import AT_WORK, UNKNOWN, WAITING
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event, read_events
@@ -26,6 +28,9 @@ ASK_SECONDS = 10.0
 
 KILLED_SECONDS = 10.0
 """Time within which a killed process is gone."""
+
+PATH_LONG = 4096
+"""Arguments of so many characters are no paths."""
 
 LOOK_SECONDS = 0.25
 """Pause before the second look at who is at work; it grows to WATCH_SECONDS."""
@@ -54,6 +59,7 @@ def stop(run: RunDir) -> str:
         case ActiveJob() as job:
             return _stop_job(run, job)
         case owner:
+            _refuse_stranger(run, owner)
             _signal(owner, signal.SIGUSR1)
             return f"{owner} is asked to checkpoint and end; to go on then: {_again(run)}"
 
@@ -64,9 +70,10 @@ def cancel(run: RunDir) -> str:
         case None:
             return _nobody(run)
         case ActiveJob() as job:
-            _scancel(job.number)
+            ask("scancel", job.number)
             said = f"job {job.number} is cancelled"
         case owner:
+            _refuse_stranger(run, owner)
             _end(run, owner)
             said = f"{owner} is ended"
     return f"{said}; nothing sealed is lost, and it goes on from its last checkpoint: {_again(run)}"
@@ -120,17 +127,32 @@ def _stop_job(run: RunDir, job: ActiveJob) -> str:
     # First the file: a job that starts meanwhile reads it, too.
     write_atomic(run.path / "slurm/stop", f"{job.number}\n")
     if job.waiting:
-        _scancel("--state=PENDING", job.number)
+        ask("scancel", "--state=PENDING", job.number)
         return f"job {job.number} was waiting in the queue, and is cancelled; to go on: {_again(run)}"
-    _scancel("--batch", "--signal=USR1", job.number)
+    ask("scancel", "--batch", "--signal=USR1", job.number)
     return f"job {job.number} is asked to checkpoint and end, not to requeue; to go on then: {_again(run)}"
 
 
-def _scancel(*words: str) -> None:
-    """Raises LaunchError with Slurm's own words."""
-    done = subprocess.run(["scancel", *words], capture_output=True, text=True)
-    if done.returncode:
-        raise LaunchError(f"'{shlex.join(['scancel', *words])}' failed: {' '.join(done.stderr.split())}")
+def _refuse_stranger(run: RunDir, owner: Owner) -> None:
+    """Raise LaunchError if neither a process nor a child of it has the run directory among its arguments.
+
+    A file of a stranger's run directory may name any process of ours.
+    """
+    with suppress(psutil.Error):
+        launcher = psutil.Process(owner.pid)
+        words = [word for one in (launcher, *launcher.children()) for word in _paths(one)]
+        if run.path.resolve() not in words:
+            raise LaunchError(
+                f"{owner} is not seen to be at work on {run.path}, though a file there says so: look with ps, "
+                f"then end it yourself with kill -USR1 {owner.pid}"
+            )
+
+
+def _paths(process: psutil.Process) -> list[Path]:
+    """The arguments of a process, as paths."""
+    with suppress(psutil.Error, OSError):
+        return [Path(process.cwd(), word).resolve() for word in process.cmdline() if len(word) < PATH_LONG]
+    return []
 
 
 def _signal(owner: Owner, number: signal.Signals) -> None:

@@ -72,12 +72,12 @@ def test_a_stopped_job_saves_and_ends_instead_of_going_back_to_the_queue(
 ) -> None:
     run, script = _run(tmp_path, _site(10_000))
     job = slurm.submit(run, script)
-    log_event(run, "submitted", job=job.job_id, restarts=0, command="tba submit --config it")
+    log_event(run, "submitted", job=job, restarts=0, command="tba submit --config it")
     _working(cluster, run, 1)
-    said = f"job {job.job_id} is asked to checkpoint and end, not to requeue; to go on then: "
+    said = f"job {job} is asked to checkpoint and end, not to requeue; to go on then: "
     assert stop.stop(run) == f"{said}tba submit --config it"
     stop.await_end(run, seconds=60)
-    assert cluster.wait(int(job.job_id)) == "COMPLETED", _log(run)
+    assert cluster.wait(int(job)) == "COMPLETED", _log(run)
     assert "stopped for good, as asked" in _log(run) and "back to the queue" not in _log(run)
     assert not json.loads(run.summary.read_text())["finished"], "the ranks have ended by themselves"
     assert _events(run) == ["submitted", "allocated", "signal", "stopped"]
@@ -90,17 +90,15 @@ def test_a_waiting_job_is_stopped_at_once_and_never_trains(cluster: Cluster, tmp
     run, script = _run(tmp_path, _site(3))
     held = script.replace("#SBATCH --time", "#SBATCH --hold\n#SBATCH --time", 1)
     job = slurm.submit(run, held)
-    with pytest.raises(LaunchError, match=rf"job {job.job_id} \(pending\) is at work on .* tba cancel"):
+    with pytest.raises(LaunchError, match=rf"job {job} \(pending\) is at work on .* tba cancel"):
         stop.await_end(run, seconds=0)
-    assert stop.stop(run).startswith(
-        f"job {job.job_id} was waiting in the queue, and is cancelled; to go on: "
-    )
-    assert cluster.wait(int(job.job_id)) == "CANCELLED"
+    assert stop.stop(run).startswith(f"job {job} was waiting in the queue, and is cancelled; to go on: ")
+    assert cluster.wait(int(job)) == "CANCELLED"
     # One that gets its nodes in the very moment reads that it is not wanted.
     job = slurm.submit(run, held)
-    (run.path / "slurm/stop").write_text(f"{job.job_id}\n")
-    cluster.run("scontrol", "release", job.job_id)
-    assert cluster.wait(int(job.job_id)) == "COMPLETED"
+    (run.path / "slurm/stop").write_text(f"{job}\n")
+    cluster.run("scontrol", "release", job)
+    assert cluster.wait(int(job)) == "COMPLETED"
     assert _events(run) == ["allocated", "stopped"] and not _starts(run)
 
 
@@ -109,10 +107,10 @@ def test_a_cancelled_job_ends_at_once(cluster: Cluster, tmp_path: Path) -> None:
     job = slurm.submit(run, script)
     _working(cluster, run, 1)
     said = stop.cancel(run)
-    assert said.startswith(f"job {job.job_id} is cancelled; nothing sealed is lost")
+    assert said.startswith(f"job {job} is cancelled; nothing sealed is lost")
     assert said.endswith(f"tba submit --config {run.path} --nodes N")
     stop.await_end(run, seconds=60)
-    assert cluster.wait(int(job.job_id)) == "CANCELLED"
+    assert cluster.wait(int(job)) == "CANCELLED"
     assert "requeue" not in _events(run)
 
 
@@ -122,11 +120,11 @@ def test_a_job_waits_for_another_through_its_requeues(cluster: Cluster, tmp_path
     _working(cluster, first, 1)
     second = RunDir.create(_config(tmp_path / "second"))
     (second.path / "slurm").mkdir()
-    order = Job(name="second", run=second.path, after=job.job_id, rank=HELLO, tba=HELLO)
+    order = Job(name="second", run=second.path, after=job, rank=HELLO, tba=HELLO)
     waiting = slurm.submit(second, batch_script(order, plan(second.config(), _site(3), 3), _site(3)))
-    cluster.run("scancel", "--batch", "--signal=USR1", job.job_id)
-    cluster.wait(int(job.job_id), "PENDING")
-    assert {part["Reason"] for part in cluster.jobs(int(waiting.job_id))} >= {"Dependency"}
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    cluster.wait(int(job), "PENDING")
+    assert {part["Reason"] for part in cluster.jobs(int(waiting))} >= {"Dependency"}
     _working(cluster, first, 2)
     assert not _ranks(second, 1), "the first job was only back in the queue"
     _finished(cluster, first, job)
@@ -148,7 +146,7 @@ def test_ranks_without_mpi_take_their_places_from_slurm(cluster: Cluster, tmp_pa
     if form == "het, searchers first":
         split = replace(split, first="searcher")
     job = slurm.submit(run, batch_script(order, split, site))
-    assert cluster.wait(int(job.job_id)) == "COMPLETED", _log(run)
+    assert cluster.wait(int(job)) == "COMPLETED", _log(run)
     seats = [json.loads(file.read_text()) for file in sorted(run.path.glob("seat-*"))]
     assert [(role, index, gpu) for role, index, gpu, _ in seats] == [
         *(("searcher", 0, 0), ("searcher", 1, 1), ("searcher", 2, 0), ("searcher", 3, 1)),
@@ -170,7 +168,7 @@ def test_all_nodes_train_where_searchers_come_by_themselves(cluster: Cluster, tm
     site = _site().model_copy(update={"mpi": "none"})
     order = Job(name="seats", run=run.path, rank=(sys.executable, str(program)), tba=HELLO)
     job = slurm.submit(run, batch_script(order, plan(config, site, 2, 2), site))
-    assert cluster.wait(int(job.job_id)) == "COMPLETED", _log(run)
+    assert cluster.wait(int(job)) == "COMPLETED", _log(run)
     seats = [json.loads(file.read_text()) for file in sorted(run.path.glob("seat-*"))]
     assert [(role, index, gpu) for role, index, gpu, _ in seats] == [
         ("trainer", index, index % 2) for index in range(4)

@@ -102,9 +102,9 @@ def _working(cluster: Cluster, run: RunDir, start: int, ranks: int = 6) -> None:
     time.sleep(0.3)
 
 
-def _finished(cluster: Cluster, run: RunDir, job: slurm.BatchJob, seconds: float = 480) -> None:
+def _finished(cluster: Cluster, run: RunDir, job: str, seconds: float = 480) -> None:
     """Wait for the end of the job; the run must be finished."""
-    state = cluster.wait(int(job.job_id), seconds=seconds)
+    state = cluster.wait(int(job), seconds=seconds)
     assert state == "COMPLETED", _log(run)
     assert json.loads(run.summary.read_text())["finished"], _log(run)
 
@@ -166,21 +166,19 @@ def test_the_job_tells_its_state_and_wait_returns_at_its_end(cluster: Cluster, t
     run, script = _run(tmp_path, _site(10))
     job = slurm.submit(run, script)
     _working(cluster, run, 1)
-    assert job.get_info()["State"] == "RUNNING"
-    assert job.get_info()["NodeList"] == "node1,node[2-3]"
-    assert not job.done(force_check=True)
-    job.wait()
-    assert job.state == "COMPLETED"
+    shown = slurm_queue.job_states(run)
+    assert [(row["job"], row["state"]) for row in shown] == [(job, "RUNNING")] * 2
+    assert [row["nodes"] for row in shown] == ["node1", "node[2-3]"]
+    assert slurm_queue.await_job(run) == "COMPLETED" and run.finished
 
 
 def test_cancel_ends_all_components_for_good(cluster: Cluster, tmp_path: Path) -> None:
     run, script = _run(tmp_path, _site(10_000))
     job = slurm.submit(run, script)
     _working(cluster, run, 1)
-    job.cancel()
+    cluster.run("scancel", job)
     cluster.until(lambda: not cluster.run("squeue", "-h"), "the end of script and ranks", 30)
-    assert job.get_info()["State"] == "CANCELLED"
-    assert cluster.state(int(job.job_id)) == "CANCELLED"
+    assert slurm_queue.await_job(run) == "CANCELLED"
     assert not run.summary.exists() or not json.loads(run.summary.read_text())["finished"]
 
 
@@ -189,7 +187,7 @@ def test_nodes_of_a_cancelled_job_are_not_called_unreachable(cluster: Cluster, t
     run, script = _run(tmp_path, _site(), 2)
     late = 'watch_leader() { scancel "$SLURM_JOB_ID"; until ending; do :; done; }\nrun_to_the_end'
     job = slurm.submit(run, script.replace("run_to_the_end", late))
-    assert cluster.wait(int(job.job_id)) == "CANCELLED"
+    assert cluster.wait(int(job)) == "CANCELLED"
     cluster.until(lambda: "Slurm is ending this job" in _log(run), "the script's last word")
     assert _events(run) == ["allocated"] and "does not answer" not in _log(run)
 
@@ -197,15 +195,15 @@ def test_nodes_of_a_cancelled_job_are_not_called_unreachable(cluster: Cluster, t
 def test_a_run_that_is_queued_or_running_is_not_submitted_again(cluster: Cluster, tmp_path: Path) -> None:
     run, script = _run(tmp_path, _site(10_000))
     job = slurm.submit(run, script)
-    with pytest.raises(slurm.SubmitError, match=f"job {job.job_id} of this run is .* already.*scancel"):
+    with pytest.raises(slurm.SubmitError, match=f"job {job} of this run is .* already.*scancel"):
         slurm.submit(run, script)
     _working(cluster, run, 1)
     with pytest.raises(slurm.SubmitError, match="is running already"):
         slurm.submit(run, script)
-    job.cancel()
+    cluster.run("scancel", job)
     cluster.until(lambda: slurm_queue.active_job(run) is None, "the end of the job")
     again = slurm.submit(run, script)
-    assert int(again.job_id) > int(job.job_id)
+    assert int(again) > int(job)
 
 
 def test_two_submissions_at_once_make_one_job(cluster: Cluster, tmp_path: Path) -> None:
@@ -214,7 +212,7 @@ def test_two_submissions_at_once_make_one_job(cluster: Cluster, tmp_path: Path) 
 
     def attempt() -> None:
         try:
-            outcomes.append(slurm.submit(run, script).job_id)
+            outcomes.append(slurm.submit(run, script))
         except slurm.SubmitError:
             outcomes.append("refused")
 
@@ -232,7 +230,7 @@ def test_a_second_job_on_the_run_refuses_to_start(cluster: Cluster, tmp_path: Pa
     _working(cluster, run, 1, 4)
     intruder = cluster.submit(script)
     assert cluster.wait(intruder) == "FAILED"
-    assert f"{run.path} is at work already: Slurm job {job.job_id}" in _log(run)
+    assert f"{run.path} is at work already: Slurm job {job}" in _log(run)
     assert len(_starts(run)) == 1
 
 
@@ -279,8 +277,8 @@ def test_a_preempted_job_stops_by_itself_requeues_and_finishes(
     assert _events(run) == ["allocated", "signal", "stopped", "requeue", "allocated", "finished"]
     allocations = [event for event in read_events(run) if event["event"] == "allocated"]
     assert [(allocation["job"], allocation["restarts"]) for allocation in allocations] == [
-        (job.job_id, 0),
-        (job.job_id, 1),
+        (job, 0),
+        (job, 1),
     ]
     assert [allocation["nodes"] for allocation in allocations] == ["node1,node2,node3"] * 2
 
@@ -290,9 +288,9 @@ def test_a_stop_before_the_ranks_listen_still_requeues(cluster: Cluster, tmp_pat
     slow = script.replace("ranks() {", "sleep 2; ranks() {").replace("exec srun", "sleep 3; exec srun")
     job = slurm.submit(run, slow)
     cluster.until(lambda: _starts(run), "the first start", 60, seen=lambda: _log(run))
-    cluster.run("scancel", "--batch", "--signal=USR1", job.job_id)
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
     _finished(cluster, run, job)
-    assert cluster.jobs(int(job.job_id))[0]["Restarts"] == "1"
+    assert cluster.jobs(int(job))[0]["Restarts"] == "1"
     assert _events(run) == ["allocated", "signal", "stopped", "requeue", "allocated", "finished"]
 
 
@@ -309,9 +307,9 @@ def test_ranks_that_do_not_stop_in_time_are_ended_and_the_job_requeues(
     run, script = _run(tmp_path / "runs", _site(3), program=(str(deaf),))
     job = slurm.submit(run, script.replace("SAVE_SECONDS=30", "SAVE_SECONDS=2"))
     cluster.until(lambda: len(list(run.path.glob("deaf-*"))) == 6, "ranks", 60, seen=lambda: _log(run))
-    cluster.run("scancel", "--batch", "--signal=USR1", job.job_id)
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
     _finished(cluster, run, job)
-    assert cluster.jobs(int(job.job_id))[0]["Restarts"] == "1"
+    assert cluster.jobs(int(job))[0]["Restarts"] == "1"
     assert _events(run) == ["allocated", "signal", "failed", "requeue", "allocated", "finished"]
 
 
@@ -329,7 +327,7 @@ def test_a_killed_rank_costs_a_start_inside_the_allocation(cluster: Cluster, tmp
 def test_a_program_that_always_fails_is_given_up(cluster: Cluster, tmp_path: Path) -> None:
     run, script = _run(tmp_path, _site(relaunches=1), 2, program=("false",))
     job = slurm.submit(run, script)
-    assert cluster.wait(int(job.job_id)) == "FAILED"
+    assert cluster.wait(int(job)) == "FAILED"
     assert "failure 2 in a row" in _log(run) and "giving up" in _log(run)
     assert len(_starts(run)) == 2
 
@@ -338,7 +336,7 @@ def test_what_only_the_user_can_mend_ends_the_job_at_once(cluster: Cluster, tmp_
     sentence = r'model.path="C:\models" is no folder: give one'
     run, script = _run(tmp_path, _site(environment={"HELLO_SENTENCE": sentence}), 2)
     job = slurm.submit(run, script)
-    assert cluster.wait(int(job.job_id)) == "FAILED"
+    assert cluster.wait(int(job)) == "FAILED"
     assert sentence in _log(run)
     assert len(_starts(run)) == 1
     assert _events(run) == ["allocated", "refused"] and read_events(run)[-1]["sentence"] == sentence
@@ -347,7 +345,7 @@ def test_what_only_the_user_can_mend_ends_the_job_at_once(cluster: Cluster, tmp_
 def test_starts_that_seal_nothing_do_not_follow_each_other_for_ever(cluster: Cluster, tmp_path: Path) -> None:
     run, script = _run(tmp_path, _site(relaunches=1), 2)
     job = slurm.submit(run, script.replace("run_to_the_end", NO_NODES))
-    assert cluster.wait(int(job.job_id)) == "FAILED"
+    assert cluster.wait(int(job)) == "FAILED"
     assert "2 starts of this job in a row sealed nothing: give it more wall time" in _log(run)
     assert _events(run) == ["allocated", "requeue", "allocated", "refused"]
 
@@ -367,7 +365,7 @@ def test_a_lost_leader_node_does_not_strand_the_searchers(
     assert "node1" not in {rank["host"] for rank in ranks}
     at_work = [line for line in cluster.processes() if "hello.py" in line and "srun" not in line]
     assert len(at_work) == 6, "ranks from before the requeue are still there"
-    job.cancel()
+    cluster.run("scancel", job)
 
 
 def test_a_lost_searcher_node_requeues_a_het_job(cluster: Cluster, tmp_path: Path) -> None:
@@ -377,7 +375,7 @@ def test_a_lost_searcher_node_requeues_a_het_job(cluster: Cluster, tmp_path: Pat
     cluster.crash("node3")
     _working(cluster, run, 2)
     assert "node3" not in {rank["host"] for rank in _ranks(run, 2)}
-    job.cancel()
+    cluster.run("scancel", job)
 
 
 def test_a_job_by_hand_that_lies_the_wrong_way_round_changes_sides_once(
@@ -401,7 +399,7 @@ def test_a_job_by_hand_that_lies_the_wrong_way_round_changes_sides_once(
     cluster.submit(BLANK + "sleep 3\n", "-phigh", "-N6", "--exclusive")
     _working(cluster, run, 2)
     assert _excluded(cluster, job) == sides, "what was right once stays"
-    job.cancel()
+    cluster.run("scancel", job)
     cluster.run("scontrol", "update", "PartitionName=low", "GraceTime=30")
 
 
@@ -455,7 +453,7 @@ def test_searchers_that_come_first_join_the_real_world(
 def test_a_job_that_may_not_requeue_and_did_nothing_has_failed(cluster: Cluster, tmp_path: Path) -> None:
     run, script = _run(tmp_path, _site(requeue=False), 2)
     job = slurm.submit(run, script.replace("run_to_the_end", NO_NODES))
-    assert cluster.wait(int(job.job_id)) == "FAILED"
+    assert cluster.wait(int(job)) == "FAILED"
     assert "nothing was sealed, and this site does not requeue" in _log(run)
     assert _events(run) == ["allocated", "refused"]
 
@@ -471,9 +469,9 @@ def _only_node5_between(cluster: Cluster) -> list[int]:
     return others
 
 
-def _excluded(cluster: Cluster, job: slurm.BatchJob) -> list[str]:
+def _excluded(cluster: Cluster, job: str) -> list[str]:
     """The nodes that each component is not to get."""
-    return [component["ExcNodeList"] for component in cluster.jobs(int(job.job_id))]
+    return [component["ExcNodeList"] for component in cluster.jobs(int(job))]
 
 
 def test_a_homogeneous_job_goes_on_without_a_lost_node(cluster: Cluster, tmp_path: Path) -> None:
@@ -486,7 +484,7 @@ def test_a_homogeneous_job_goes_on_without_a_lost_node(cluster: Cluster, tmp_pat
     assert [rank["size"] for rank in ranks] == [4] * 4
     assert [rank["restarts"] for rank in ranks] == [0] * 4
     assert _starts(run)[1] == (2, 2)
-    job.cancel()
+    cluster.run("scancel", job)
 
 
 def test_a_homogeneous_job_is_requeued_without_its_first_node(cluster: Cluster, tmp_path: Path) -> None:
@@ -499,7 +497,7 @@ def test_a_homogeneous_job_is_requeued_without_its_first_node(cluster: Cluster, 
     ranks = _ranks(run, 2)
     assert {rank["restarts"] for rank in ranks} == {1}
     assert "node1" not in {rank["host"] for rank in ranks}
-    job.cancel()
+    cluster.run("scancel", job)
 
 
 def test_a_run_directory_that_nodes_do_not_see_is_said_so(cluster: Cluster) -> None:
