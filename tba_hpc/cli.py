@@ -432,7 +432,7 @@ def evaluate(
     """Score a model on a task, with confidence intervals, and its perplexity under the reference."""
     from tba_hpc.evaluate import find_target, measure, print_result
 
-    _import_from_here()
+    modules.use_here()
     target = find_target(what, config=config, task=task, overrides=overrides or [], reference=reference)
     result = measure(target, split=split, samples=samples, temperature=temperature, limit=limit, show=show)
     print_result(result, as_json=as_json)
@@ -459,7 +459,7 @@ def ask(
     """Ask a model a question, with transformers instead of an engine."""
     from tba_hpc.commands import ask as asking
 
-    _import_from_here()
+    modules.use_here()
     asked = asking.ask(
         what,
         question,
@@ -471,12 +471,6 @@ def ask(
         chat=chat,
     )
     asking.print_answers(asked, as_json=as_json)
-
-
-def _import_from_here() -> None:
-    """Find a task's module as ``tba run`` does, whose ranks have the working directory in their path."""
-    if "" not in sys.path:
-        sys.path.insert(0, "")
 
 
 @app.command("compare", rich_help_panel=RESULTS)
@@ -579,10 +573,11 @@ def _resolve(path: Path, overrides: list[str]) -> Config:
     """The config of a file or a run directory; local files it names must exist."""
     from tba_hpc.checks.facts import Facts, refuse
     from tba_hpc.checks.lists import FILES
+    from tba_hpc.commands.order import load_anchored
 
     if path.is_dir():
         path, overrides = _frozen(path, overrides)
-    config = load_config(path, overrides)
+    config = load_anchored(path, overrides)
     refuse(FILES, Facts(config=config))
     return config
 

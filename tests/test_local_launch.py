@@ -376,3 +376,16 @@ def test_ranks_write_their_own_log_and_error(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("", "")
     assert sorted((logs / "searcher-0003.log").read_text().split()) == ["err", "out"]
     assert local.refusal(logs) == "no disk"
+
+
+def test_modules_of_the_working_directory_come_after_all_others(tmp_path: Path) -> None:
+    """Anybody may have put a module of a library's name into a folder like /tmp."""
+    for transport in ("mpi", "files"):
+        config = config_of(tmp_path, transport)
+        for command in local.commands(RunDir(tmp_path), config).values():
+            assert "-P" in command
+    (tmp_path / "yaml.py").write_text("raise SystemExit('a stranger')")
+    (tmp_path / "mine.py").write_text("here = True")
+    look = "from tba_hpc.run import modules; modules.use_here(); import mine, yaml; print(yaml.__version__)"
+    done = subprocess.run([sys.executable, "-P", "-c", look], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from recorded import new_run
 
-from tba_hpc.commands.order import Order, parse_seeds, script, spread
+from tba_hpc.commands.order import Order, load_anchored, parse_seeds, script, spread
 from tba_hpc.config import ConfigError
 
 ORDER = Order(config=Path("math_gsm8k"), site=Path("generic"), nodes=4, overrides=["train.steps=5"])
@@ -24,6 +24,25 @@ def test_seeds_are_spans_and_numbers(text: str, seeds: list[int]) -> None:
 def test_other_seeds_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=f"--seeds {text} are no seeds: give for example 0-4"):
         parse_seeds(text)
+
+
+def test_so_many_seeds_are_no_submission() -> None:
+    with pytest.raises(ConfigError, match="--seeds 0-5000 are more than 500 runs: submit them in parts"):
+        parse_seeds("0-5000")
+
+
+def test_a_config_is_frozen_with_paths_that_hold_in_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "train.jsonl").touch()
+    (tmp_path / "my.yaml").write_text("{model: {path: model}, task: {train_file: train.jsonl}}")
+    monkeypatch.chdir(tmp_path)
+    config = load_anchored(Path("my.yaml"), [])
+    assert (config.run.root, config.model.path, config.task.train_file) == (
+        *(f"{tmp_path}/runs", f"{tmp_path}/model", f"{tmp_path}/train.jsonl"),
+    )
+    assert load_anchored(Path("math_gsm8k"), []).model.path == "realtreetune/rho-1b-sft-GSM8K"
 
 
 def test_each_config_runs_with_each_seed(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_a_script_to_edit_by_hand_makes_the_run_of_its_config(
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), **counts}
     done = subprocess.run(["bash", REPOSITORY / f"slurm/tba_{script}.sbatch"], env=environment, timeout=30)
     assert done.returncode == 2
-    wanted = f"-m tba_hpc create configs/{config}.yaml --set launch.trainers=1 --set launch.searchers=3"
+    wanted = f"-P -m tba_hpc create configs/{config}.yaml --set launch.trainers=1 --set launch.searchers=3"
     assert (tmp_path / "words").read_text().startswith(wanted)
 
 
@@ -162,8 +162,8 @@ def test_the_container_wraps_both_commands() -> None:
         "=(singularity exec --rocm --bind /scratch --bind /project --bind /var/spool/slurmd "
         '--bind "$RUN" /project/tba-hpc.sif'
     )
-    assert f"TBA{wrapped} python -m tba_hpc)" in script
-    assert f"RANK{wrapped} python -m mpi4py -m tba_hpc)" in script
+    assert f"TBA{wrapped} python -P -m tba_hpc)" in script
+    assert f"RANK{wrapped} python -P -m mpi4py -m tba_hpc)" in script
 
 
 @pytest.mark.parametrize(
@@ -187,14 +187,14 @@ def test_the_container_wraps_both_commands() -> None:
 def test_each_runtime_is_a_way_to_start_programs(runtime: str, keys: dict[str, Any], words: str) -> None:
     container = {"runtime": runtime, "image": "a.sif", "binds": ["/data"]} | keys
     script = _script(Site.model_validate({"container": container}), 2)
-    assert f"\nTBA=({words} python -m tba_hpc)\n" in script
-    assert f"\nRANK=({words} python -m mpi4py -m tba_hpc)\n" in script
+    assert f"\nTBA=({words} python -P -m tba_hpc)\n" in script
+    assert f"\nRANK=({words} python -P -m mpi4py -m tba_hpc)\n" in script
     assert "\nCACHES_IN=/tmp\n" in script, "what TMPDIR names may not be there inside"
 
 
 def test_no_driver_is_asked_for_where_there_are_no_gpus() -> None:
     script = _script(Site.model_validate({"gpus_per_node": 0, "container": {"image": "a.sif"}}), 2)
-    assert '\nTBA=(apptainer exec --bind "$RUN" a.sif python -m tba_hpc)\n' in script
+    assert '\nTBA=(apptainer exec --bind "$RUN" a.sif python -P -m tba_hpc)\n' in script
 
 
 @pytest.mark.parametrize("homogeneous", [False, True])
@@ -202,8 +202,8 @@ def test_pyxis_gets_every_program_inside_by_its_step(homogeneous: bool) -> None:
     container = {"runtime": "pyxis", "image": "/a.sqsh", "binds": ["/data"], "arguments": ["--x"]}
     script = _script(Site.model_validate({"container": container}), 2, homogeneous=homogeneous)
     inside = '--container-image=/a.sqsh "--container-mounts=/data:/data,$RUN:$RUN" --x'
-    assert f'--nodelist="$SLURMD_NODENAME" {inside} python -m tba_hpc)\n' in script
-    assert "\nRANK=(python -m mpi4py -m tba_hpc)\n" in script
+    assert f'--nodelist="$SLURMD_NODENAME" {inside} python -P -m tba_hpc)\n' in script
+    assert "\nRANK=(python -P -m mpi4py -m tba_hpc)\n" in script
     ranks = script[script.index("ranks() {") :]
     assert ranks.count(inside) == (1 if homogeneous else 2), "each component has an image of its own"
     assert "TBA=(srun --mpi=none " in script

@@ -147,7 +147,9 @@ def test_a_process_that_is_not_of_the_run_gets_no_signal(run: RunDir) -> None:
         run.owners.mkdir()
         (run.owners / "launch.000001").write_text(Owner.this(stranger.pid).to_json())
         for ask in (stop.stop, stop.cancel):
-            with pytest.raises(LaunchError, match=rf"process {stranger.pid} on .* is not seen to be at work"):
+            with pytest.raises(
+                LaunchError, match=rf"process {stranger.pid} on .* does not seem to be at work"
+            ):
                 ask(run)
         assert stranger.poll() is None
         stranger.kill()

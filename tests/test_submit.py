@@ -17,7 +17,7 @@ GENERIC = Path(__file__).parents[1] / "slurm/sites/generic.yaml"
     [
         ("/env/bin/tba", "/env/bin/tba submit"),
         ("/clone/tools/submit.py", f"{sys.executable} /clone/tools/submit.py"),
-        ("/env/tba_hpc/__main__.py", f"{sys.executable} -m tba_hpc submit"),
+        ("/env/tba_hpc/__main__.py", f"{sys.executable} -P -m tba_hpc submit"),
     ],
 )
 def test_what_submits_a_run_again_is_what_was_typed(

@@ -128,7 +128,7 @@ def test_a_start_sets_the_ranks_and_begins_their_logs(run: RunDir) -> None:
     assert read_events(run)[-1]["attempt"] == run.attempt.name == "attempt-002"
     hosts = ("--het=1", "--first=n2", "--second=n3", "--answers=n2 n3", "--ascending=n2 n3")
     done = _command(run, "start", *hosts, "--trainers=5", "--searchers=1")
-    assert done.returncode == 2 and "use a multiple of 5" in done.stderr
+    assert done.returncode == 2 and "cannot be split over launch.trainers=5" in done.stderr
     assert run.attempt.name == "attempt-002"
 
 

@@ -93,7 +93,7 @@ def test_submit_makes_a_script_that_nodes_can_run(python: Path, tmp_path: Path) 
     (tmp_path / "mine.yaml").write_text(CONFIG)
     made = _do("bash", "-c", f'{head}\n"${{TBA[@]}}" create mine.yaml', folder=tmp_path)
     assert made.stdout == f"{tmp_path}/runs/mine-seed0\n" and Path(made.stdout.strip()).is_dir()
-    assert f"\nRANK=({python} -m mpi4py -m tba_hpc)\n" in done.stdout
+    assert f"\nRANK=({python} -P -m mpi4py -m tba_hpc)\n" in done.stdout
 
 
 def test_doctor_examines_without_a_clone(python: Path, tmp_path: Path) -> None:
@@ -106,6 +106,6 @@ def test_run_starts_the_installed_package(python: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(CONFIG)
     tba = python.with_name("tba")
     done = _do(tba, "run", "mine.yaml", "--dry-run", folder=tmp_path)
-    assert f"# {python} -m tba_hpc train {tmp_path}/runs/mine-seed0 --index 0\n" in done.stdout
+    assert f"# {python} -P -m tba_hpc train {tmp_path}/runs/mine-seed0 --index 0\n" in done.stdout
     refused = _do(tba, "run", "quickstart", folder=tmp_path, status=2)
     assert "model.path=.cache/tiny-model-seed0 does not exist" in refused.stderr

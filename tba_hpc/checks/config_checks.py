@@ -81,7 +81,7 @@ def check_task(facts: Facts) -> Iterator[Finding]:
     words = [facts.fetched_by] if facts.fetched_by else []
     try:
         done = subprocess.run(
-            [facts.python, "-m", "tba_hpc.checks.task_check", *words],
+            [facts.python, "-P", "-m", "tba_hpc.checks.task_check", *words],
             input=dump_config(facts.config),
             env=around,
             capture_output=True,

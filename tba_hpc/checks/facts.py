@@ -17,7 +17,7 @@ from tba_hpc.launch.plan import Plan, Site
 
 Level = Literal["ok", "warning", "problem"]
 
-NO_SITE = Site(gpus_per_node=0, time="5", signal_seconds=10)
+NO_SITE = Site(gpus_per_node=0, time="5", signal_seconds=60)
 """Asks for as little as possible: for one machine, or a cluster without a site file."""
 
 

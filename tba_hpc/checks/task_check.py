@@ -20,6 +20,7 @@ from tba_hpc.core.own_code import find_function
 from tba_hpc.core.ports import Victim
 from tba_hpc.core.prompts import refuse_few_prompts, refuse_long_prompts
 from tba_hpc.learner.file_tokenizer import FileTokenizer
+from tba_hpc.run import modules
 from tba_hpc.run.notes import REFUSED
 from tba_hpc.tasks import load_task
 
@@ -76,6 +77,7 @@ def _serve(*_: object, **__: object) -> Victim:
 
 
 if __name__ == "__main__":
+    modules.use_here()
     try:
         asked = parse_config(yaml.safe_load(sys.stdin))
         if sys.argv[1:]:

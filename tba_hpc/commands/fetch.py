@@ -46,7 +46,7 @@ def fetch(config: Config, site: Site | None) -> None:
         )
     print(f"into {hub_home(environment)}", flush=True)
     done = subprocess.run(
-        [python, "-m", "tba_hpc.commands.fetch"], input=dump_config(config), env=environment, text=True
+        [python, "-P", "-m", "tba_hpc.commands.fetch"], input=dump_config(config), env=environment, text=True
     )
     if done.returncode:
         raise ConfigError(

@@ -12,12 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tba_hpc.checks.resources import is_here, resources
 from tba_hpc.config import Config, ConfigError, load_config, shipped
 from tba_hpc.launch import snapshot
 from tba_hpc.launch.plan import Plan, Site, load_site, plan, refuse_rank_overrides
 from tba_hpc.launch.sbatch import RANK, SUPERVISOR, TBA, Job, batch_script
 from tba_hpc.run import modules
 from tba_hpc.run.directory import RunDir
+
+MOST_SEEDS = 500
+"""Longest list of seeds, each of which is looked at before the first is submitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +60,21 @@ class Order:
         if path.is_dir():
             run_root, path = path.absolute().parent, RunDir.open(path).config_file
         refuse_rank_overrides(self.overrides)
+        overrides = [*self.overrides, *([f"run.root={json.dumps(str(run_root))}"] if run_root else [])]
         # One trainer fits every config: how many there will be is not known before the plan.
-        first = load_config(path, [*self.overrides, "launch.trainers=1"])
+        first = load_config(path, [*overrides, "launch.trainers=1"])
         split = plan(first, site, self.nodes, self.trainer_nodes, homogeneous=self.homogeneous)
-        root = (run_root or Path(first.run.root)).absolute()
-        overrides = [*self.overrides, *split.overrides, f"run.root={json.dumps(str(root))}"]
-        return load_config(path, overrides), split
+        return load_anchored(path, [*overrides, *split.overrides]), split
+
+
+def load_anchored(path: Path, overrides: Sequence[str]) -> Config:
+    """A config of which relative paths are made absolute, for use in any folder. Raises ConfigError."""
+    config = load_config(path, list(overrides))
+    named = resources(config, of_custom_task=False)
+    paths = {one.key: one.name for one in named if is_here(one) and Path(one.name).exists()}
+    paths["run.root"] = config.run.root
+    absolute = (f"{key}={json.dumps(str(Path(name).absolute()))}" for key, name in paths.items())
+    return load_config(path, [*overrides, *absolute])
 
 
 def default(kind: shipped.Kind, name: str) -> Path:
@@ -90,6 +103,8 @@ def parse_seeds(text: str) -> list[int]:
     spans = [range(int(part[1]), int(part[2] or part[1]) + 1) for part in parts if part]
     if len(spans) < len(parts) or not all(spans):
         raise ConfigError(f"--seeds {text} are no seeds: give for example 0-4, or 0,2,7-9")
+    if sum(map(len, spans)) > MOST_SEEDS:
+        raise ConfigError(f"--seeds {text} are more than {MOST_SEEDS} runs: submit them in parts")
     return list(dict.fromkeys(seed for span in spans for seed in span))
 
 

@@ -32,6 +32,9 @@ from tba_hpc.run.owners import refuse_owned
 CHECK_SECONDS = 60.0
 """Longest look at the task: hours in the queue may follow."""
 
+SHORT_SECONDS = 300
+"""With less time than this a start of large engines may seal nothing."""
+
 NOT_SUBMITTED = "finished"
 """In the column of jobs for a run of which nothing is left to do."""
 
@@ -116,7 +119,15 @@ def _warnings(config: Config, split: Plan, site: Site, order: Order) -> list[Fin
         beside=order.beside,
         seconds=CHECK_SECONDS,
     )
-    return refuse(SUBMIT, facts)
+    return [*_short_time(site), *refuse(SUBMIT, facts)]
+
+
+def _short_time(site: Site) -> list[Finding]:
+    """Whether a job may end before its engines are up."""
+    if site.seconds_to_train >= SHORT_SECONDS:
+        return []
+    found = f"time={site.time} leaves only {site.seconds_to_train:.0f} s to start engines and train"
+    return [warning("time", found, "ask for more: a job that seals nothing is given up after some starts")]
 
 
 def _left_out(script: str) -> list[Finding]:
@@ -182,7 +193,7 @@ def _typed() -> list[object]:
     """The program and command that were typed, ``tba submit`` or tools/submit.py, for use in any folder."""
     program = Path(sys.argv[0]).absolute()
     if program.name == "__main__.py":
-        return [sys.executable, "-m", "tba_hpc", "submit"]
+        return [sys.executable, "-P", "-m", "tba_hpc", "submit"]
     return [sys.executable, program] if program.suffix else [program, "submit"]
 
 

@@ -64,6 +64,7 @@ class HfBackend:
 def make_backend(run: RunDir, config: Config) -> Backend:
     """The backend of a config. Raises ConfigError if a class of the user's own is not found."""
     modules.use(run.modules)
+    modules.use_here()
     path = config.model.path
     if not is_own(path):
         return HfBackend(config)

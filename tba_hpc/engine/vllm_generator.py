@@ -312,7 +312,7 @@ class EngineProcess:
         with theirs:
             arguments = [msgspec.json.encode(settings).decode(), str(os.getpid()), str(theirs.fileno())]
             self._process = subprocess.Popen(
-                [*IGNORE_SIGNALS, sys.executable, "-m", ENGINE, *arguments],
+                [*IGNORE_SIGNALS, sys.executable, "-P", "-m", ENGINE, *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=_environment(),

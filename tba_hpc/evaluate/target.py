@@ -32,7 +32,7 @@ def find_target(
     default the model's own. Raises ConfigError with one sentence: no such run or model, a run without a
     model, a model without a task.
     """
-    modules.use(Path.cwd())  # as ranks do, which are started as modules
+    modules.use_here()
     refuse_missing(name)
     if (Path(name) / "config.yaml").is_file():
         settings, model = _run(name, overrides, named=config or task), str(RunDir(Path(name)).export)

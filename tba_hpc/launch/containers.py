@@ -41,8 +41,8 @@ def step_options(site: Site) -> str:
 
 
 def filled_in(text: str) -> str:
-    """A quoted shell word in which variables are filled in and nothing else happens."""
-    return '"' + re.sub(r'(["`\\])|\$(?=\()', r"\\\g<0>", text) + '"'
+    """A quoted shell word in which variables are filled in; no command or sum of it is evaluated."""
+    return '"' + re.sub(r'(["`\\])|\$(?=[(\[])', r"\\\g<0>", text) + '"'
 
 
 def word(text: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from tba_hpc.config import Config, ConfigError, Section, explain, shipped
 from tba_hpc.core.types import Role
@@ -29,6 +29,13 @@ COUNTED = re.compile(r"--(gres|gpus)\b|-G\b")
 
 NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 """``$NAME`` or ``${NAME}``; ``${NAME:-default}`` needs no variable."""
+
+
+SPARE_SECONDS = 30
+"""Kept back of the time between signal and end, for the requeue itself."""
+
+EARLY_SECONDS = 60
+"""So much earlier than asked Slurm may send the signal before the end of a job."""
 
 
 class Container(Section):
@@ -109,8 +116,9 @@ class Site(Section):
     """Whether to ask for whole nodes."""
     time: str = Field("24:00:00", pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$")
     """Wall time of the job until it ends or is requeued; a run that needs more requeues itself."""
-    signal_seconds: int = Field(300, ge=10)
-    """How long before the wall time ends the run is asked to checkpoint, s; Slurm may ask 60 s earlier."""
+    signal_seconds: int = Field(300, ge=2 * SPARE_SECONDS)
+    """How long before the wall time ends the run is asked to checkpoint, s, of which 30 are kept for the
+    requeue; Slurm may ask 60 s earlier."""
     requeue: bool = True
     """Whether jobs may requeue here; if not, submit again to go on."""
     hetjob: bool = True
@@ -197,14 +205,26 @@ class Site(Section):
         names = {key: ["".join(found) for found in NAME.findall(value)] for key, value in values.items()}
         return {key: list(dict.fromkeys(found)) for key, found in names.items() if found}
 
+    @property
+    def seconds_to_train(self) -> float:
+        """Wall time of the job before it may be asked to checkpoint, s."""
+        return self.seconds - self.signal_seconds - EARLY_SECONDS
+
+    @field_validator("time", mode="before")
+    @classmethod
+    def _not_sexagesimal(cls, time: object) -> object:
+        if isinstance(time, int):
+            raise ValueError(f"time={time} is a number, as YAML reads 1:20:00, too: quote it, as '1:20:00'")
+        return time
+
     @model_validator(mode="after")
     def _possible(self) -> Site:
         if self.mpi == "cray_shasta" and self.hetjob:
             raise ValueError("mpi: cray_shasta knows no het jobs: set hetjob: false")
-        if self.signal_seconds >= self.seconds:
+        if self.seconds_to_train <= 0:
             raise ValueError(
-                f"signal_seconds={self.signal_seconds} leaves nothing of time={self.time} to train in: ask "
-                "for more time, or reserve less of it"
+                f"signal_seconds={self.signal_seconds} leaves nothing of time={self.time} to train in, since "
+                f"Slurm may ask {EARLY_SECONDS} s earlier: ask for more time, or reserve less of it"
             )
         if self.container and self.venv:
             raise ValueError(

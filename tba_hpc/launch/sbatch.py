@@ -16,13 +16,13 @@ from tba_hpc.config import ConfigError
 from tba_hpc.core.types import Role
 from tba_hpc.launch import mpi_library
 from tba_hpc.launch.containers import TMP, filled_in, inside, step_options
-from tba_hpc.launch.plan import Component, ComponentSite, Plan, Site
+from tba_hpc.launch.plan import SPARE_SECONDS, Component, ComponentSite, Plan, Site
 from tba_hpc.run.directory import SEARCHERS_FIRST
 
-RANK: Sequence[str] = ("python", "-m", "mpi4py", "-m", "tba_hpc")
+RANK: Sequence[str] = ("python", "-P", "-m", "mpi4py", "-m", "tba_hpc")
 """A rank: under mpi4py an uncaught error on one rank ends the world instead of hanging it."""
 
-TBA: Sequence[str] = ("python", "-m", "tba_hpc")
+TBA: Sequence[str] = ("python", "-P", "-m", "tba_hpc")
 """The command ``tba`` where there is no MPI."""
 
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include")
@@ -33,9 +33,6 @@ SUPERVISOR = Path(__file__).with_name("job_supervisor.sh")
 
 VERBS: dict[Role, tuple[str, str]] = {"trainer": ("train", "$TRAINERS"), "searcher": ("search", "$SEARCHERS")}
 """What the ranks of a role are started as, and the variable with their number."""
-
-SPARE_SECONDS = 30
-"""Kept back of the time between signal and end, for the requeue itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +176,7 @@ def _settings(job: Job, plan: Plan, site: Site) -> str:
         "SEARCHERS_PER_NODE": plan.searcher.ranks // max(1, plan.searcher.nodes),
         "REQUEUE": "yes" if site.requeue else "no",
         "RELAUNCHES": site.relaunches,
-        "SAVE_SECONDS": max(1, site.signal_seconds - SPARE_SECONDS),
+        "SAVE_SECONDS": site.signal_seconds - SPARE_SECONDS,
     }
     mains |= {} if _step_memory(site) else {"STEP_MEMORY": ""}
     mains |= {"CACHES_IN": TMP} if site.container else {}
@@ -200,9 +197,8 @@ def _surroundings(job: Job, plan: Plan, site: Site) -> str:
     lines += _needs("mpi_library", site)
     for key, value in (names | site.environment).items():
         lines += [*_needs(f"environment.{key}", site), f"export {key}={filled_in(value)}"]
-    if job.code:  # before the folder that the job was submitted in, where an edited clone may be
-        path = f'{shlex.quote(str(job.code))}"${{PYTHONPATH:+:$PYTHONPATH}}:$PWD"'
-        lines += [f"export PYTHONSAFEPATH=1 PYTHONPATH={path}"]
+    if job.code:
+        lines += [f'export PYTHONPATH={shlex.quote(str(job.code))}"${{PYTHONPATH:+:$PYTHONPATH}}"']
     lines += [*_needs("container", site), f"TBA=({_tba(job, site)})", f"RANK=({inside(job.rank, site)})"]
     return "\n".join([*lines, "set -u"]) + "\n"
 

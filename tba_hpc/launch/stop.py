@@ -143,8 +143,8 @@ def _refuse_stranger(run: RunDir, owner: Owner) -> None:
         words = [word for one in (launcher, *launcher.children()) for word in _paths(one)]
         if run.path.resolve() not in words:
             raise LaunchError(
-                f"{owner} is not seen to be at work on {run.path}, though a file there says so: look with ps, "
-                f"then end it yourself with kill -USR1 {owner.pid}"
+                f"{owner} does not seem to be at work on {run.path}, though a file there says so: look with "
+                f"ps, then end it yourself with kill -USR1 {owner.pid}"
             )
 
 

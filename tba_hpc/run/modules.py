@@ -32,6 +32,12 @@ def use(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
+def use_here() -> None:
+    """Have modules of the working directory found after all others: anybody may write in one like /tmp."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
+
+
 def find_file(name: str) -> Path | None:
     """A file of a relative path, where modules are looked for."""
     places = (Path(folder or ".") / name for folder in sys.path)

@@ -144,7 +144,7 @@ def test_the_script_to_edit_by_hand_works(
     run = RunDir.create(_config(tmp_path))
     script = (REPOSITORY / "slurm/tba_math.sbatch").read_text()
     script = script.replace("--cpus-per-task=8", "--cpus-per-task=2")  # nodes here are small
-    for command in ("(python -m tba_hpc)", "(python -m mpi4py -m tba_hpc)"):
+    for command in ("(python -P -m tba_hpc)", "(python -P -m mpi4py -m tba_hpc)"):
         assert command in script
         script = script.replace(command, f"({' '.join(HELLO)})")
     job = cluster.submit(script, f"--output={tmp_path}/log")

@@ -23,7 +23,7 @@ END_SECONDS = 60.0
 
 LOG = "tracker.log"
 
-FOLLOW = ["-m", "tba_hpc", "track", "--until-eof"]
+FOLLOW = ["-P", "-m", "tba_hpc", "track", "--until-eof"]
 
 
 @contextmanager
