@@ -120,7 +120,7 @@ def _live(path: Path, sent: signal.Signals | None, nth: int) -> None:
     """All ranks of a start, as ``runtime`` builds them, less the engine and the optimizer's sharding."""
     run = RunDir.open(path)
     config = run.config()
-    page.render = lambda data, config: ""  # plots take longer than all the rest
+    page.render = lambda *_: ""  # plots take longer than all the rest
     file_exchange.POLL_SECONDS = 0.01  # this disk is not shared
     digest.KEEP_SECONDS = 0.1  # a start lasts a second or two
     ranks = [threading.Thread(target=_search, args=(run, config, s)) for s in range(config.launch.searchers)]

@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from tba_hpc.cli import app
 from tba_hpc.loops.ending import size_of_shard
 from tba_hpc.report.audit import Audit, audit
+from tba_hpc.report.data import Counts, searcher_files
 from tba_hpc.report.monitor import RunMonitor
 from tba_hpc.report.status import figures
-from tba_hpc.report.summary import Counts, searcher_files, summarise
+from tba_hpc.report.summary import summarise
 from tba_hpc.run.directory import RunDir
 
 NAMES = (

@@ -226,15 +226,15 @@ def test_status_tells_who_is_there_and_with_what_rate(run: RunDir) -> None:
     with leased_place(run, run.config()):
         log({"search/tokens_per_second": 1234.4})
         monitor.update()
-        told = facts(monitor, run_state(monitor))["come and go"]
-        (visitor,) = figures(monitor)["come_and_go"]
+        told = facts(monitor, run_state(monitor))["elastic"]
+        (visitor,) = figures(monitor)["elastic"]
     host = os.uname().nodename
     assert told.startswith(f"5000 on {host} for 0:0") and told.endswith(", 1,234 tokens/s")
     assert (visitor["searcher"], visitor["host"], visitor["job"]) == (FIRST_ELASTIC, host, "")
-    assert monitor.progress.newest == 0, "it says nothing of whether the run itself is alive"
+    assert monitor.data.newest == 0, "it says nothing of whether the run itself is alive"
     monitor = RunMonitor(run, run.config())
     monitor.update()
-    assert "come and go" not in facts(monitor, run_state(monitor))
+    assert "elastic" not in facts(monitor, run_state(monitor))
 
 
 # --- Requests over any history of comings and goings ---

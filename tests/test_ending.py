@@ -50,7 +50,7 @@ def end(
     patience: float = 20,
 ) -> tuple[RunDir, Exchange]:
     """Train and end a run; ``stop_at``: the last event of the trainer at which a stop is asked for."""
-    monkeypatch.setattr(page, "render", lambda data, config: "plots")
+    monkeypatch.setattr(page, "render", lambda *_: "plots")
     config = make_config(root, train={"steps": STEPS}, launch={"timeout_seconds": patience})
     run = RunDir.create(config)
     parts, exchange = TrainerParts(config, run), Exchange(_sealed(config, run, 10), 0)

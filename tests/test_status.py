@@ -155,7 +155,7 @@ def test_ctrl_c_twice_is_no_failure_of_the_ranks(run: RunDir) -> None:
     trained(run)
     monitor = look(run)
     assert run_state(monitor).words == "killed on request at step 4; it goes on from the last checkpoint"
-    assert monitor.attempts[-1].outcome == "aborted" and failures_in_a_row(monitor.attempts) == 0
+    assert monitor.data.attempts[-1].outcome == "aborted" and failures_in_a_row(monitor.data.attempts) == 0
 
 
 def test_a_job_of_the_tool_is_submitted_again_as_it_was(run: RunDir) -> None:
@@ -204,7 +204,7 @@ def test_the_view_follows_a_run_through_its_phases(run: RunDir) -> None:
     write(run.metrics_file("searcher", 1), [search(now, 5, 1234.0)])
     write(run.metrics_file("searcher", 0), [search(now, 5, 2345.0)])
     monitor.update()
-    assert (monitor.progress.step, monitor.eta) == (3, pytest.approx(70.0))
+    assert (monitor.data.step, monitor.eta) == (3, pytest.approx(70.0))
     line = plain_line(monitor)
     assert "] training · step 3/10 · test 41.0 % · reward 0.500 · loss 0.2500 · staleness 2.0" in line
     assert line.endswith("tokens/s 2,345 + 1,234")
@@ -218,17 +218,19 @@ def test_the_view_follows_a_run_through_its_phases(run: RunDir) -> None:
     monitor.update()
     assert run_state(monitor).words == "last step done, writing the results"
     run.mark_finished()
-    assert run_state(monitor).words == "finished at step 10" and "test 41.0 % → 90.0 %" in plain_line(monitor)
+    assert run_state(monitor).words.startswith(
+        "finished at step 10"
+    ) and "test 41.0 % → 90.0 %" in plain_line(monitor)
 
 
 def test_an_attempt_starts_with_the_step_but_not_the_pace_of_the_one_before(run: RunDir) -> None:
     resumed_run(run)
     happen(run, 5000.0, "start", attempt="attempt-003", trainers=1, searchers=2)
     monitor = look(run)
-    assert (monitor.phase, monitor.progress.step, monitor.eta, monitor.rates) == ("", 10, None, [])
+    assert (monitor.phase, monitor.data.step, monitor.eta, monitor.rates) == ("", 10, None, [])
     write(run.metrics_file("trainer"), [{"time": 5001.0, "event": "resumed", "step": 4}, step(5, 5002.0)])
     monitor.update()
-    assert (monitor.phase, monitor.progress.step, monitor.eta) == ("training", 5, None)
+    assert (monitor.phase, monitor.data.step, monitor.eta) == ("training", 5, None)
 
 
 def test_faults_of_all_attempts_are_counted(run: RunDir) -> None:
@@ -258,9 +260,9 @@ def test_faults_of_all_attempts_are_counted(run: RunDir) -> None:
     monitor = look(run)
     write(first, [search(4.0, 1, 1, rebuilds=1)])
     monitor.update()
-    assert monitor.progress.searchers[1]["time"] == 99.0
+    assert monitor.data.searchers[1].last["time"] == 99.0
     counts = {"rebuilds": 4, "failed": 2, "killed": 1, "unreachable": 1, "hung": 1, "orphan": 1}
-    assert monitor.faults == {**counts, "damaged": 1, "requeue": 1}
+    assert monitor.data.faults == {**counts, "damaged": 1, "requeue": 1}
     assert facts(monitor, run_state(monitor))["damaged"] == "step-000004: …"
     assert facts(monitor, run_state(monitor))["faults"].startswith(
         "4 × engine rebuilt · 1 × damaged checkpoint set aside · 2 × ranks failed"
@@ -278,11 +280,11 @@ def test_half_a_line_waits_for_its_other_half(run: RunDir) -> None:
     with run.events_file.open("a") as file:
         file.write('{"time": 5.0, "ev')
     monitor = look(run, queue("UNKNOWN"))
-    assert [event["event"] for event in monitor.events] == ["start"]
+    assert [event["event"] for event in monitor.data.events] == ["start"]
     with run.events_file.open("a") as file:
         file.write('ent": "signal", "job": "", "restarts": 0}\n')
     monitor.update()
-    assert [event["event"] for event in monitor.events] == ["start", "signal"]
+    assert [event["event"] for event in monitor.data.events] == ["start", "signal"]
 
 
 def test_slurm_is_asked_once_in_ten_seconds(run: RunDir) -> None:
@@ -356,12 +358,14 @@ def test_the_display_shows_fresh_completions_and_alerts(
     monitor = look(run)
     told = facts(monitor, run_state(monitor))
     assert told["set aside"] == "60 trajectories"
-    assert told["alerts"] == "58 % of the rewards rejected: task.name"
-    assert plain_line(monitor).endswith(" · alert: 58 % of the rewards rejected: task.name")
+    assert told["alerts"] == "60 trajectories (58 %) set aside without a reward: task.name"
+    assert plain_line(monitor).endswith(
+        " · alert: 60 trajectories (58 %) set aside without a reward: task.name"
+    )
     print_status(run, run.config(), no_job, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert (found["batch_reward"], found["rejected"], found["skipped_steps"]) == (0.44, 60, 0)
-    assert found["alerts"][-1].startswith("60 of 104 trajectories (58 %) were set aside")
+    assert found["alerts"][-1].startswith("60 trajectories (58 %) set aside")
 
 
 @pytest.mark.parametrize(
@@ -403,7 +407,9 @@ def test_without_a_terminal_the_display_is_plain_lines(run: RunDir) -> None:
             run.metrics_file("trainer"),
             [step(10, time.time()), {"time": time.time(), "event": "stopped", "step": 10}],
         )
-    assert out.getvalue() == "a note\n[0:00] stopped at step 10 · staleness 2.0\n"
+    assert (
+        out.getvalue() == "a note\n[0:00] stopped at step 10, waiting for the ranks to end · staleness 2.0\n"
+    )
 
 
 def test_on_a_terminal_the_display_is_redrawn_and_leaves_one_line(run: RunDir) -> None:

@@ -13,15 +13,13 @@ from typing import Any
 
 from tba_hpc.config import Config, ConfigError, differences, value_text
 from tba_hpc.evaluate.estimates import Estimate, difference, wilson
-from tba_hpc.report.summary import RunData, Summary, summary_of
+from tba_hpc.report.data import RunData
+from tba_hpc.report.summary import Summary, summary_of
 from tba_hpc.report.tables import NOTHING, Cell, duration, percent, print_rows
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.evaluations import Evaluation
-from tba_hpc.run.files import write_atomic
 
 NAMES = ("run.name", "run.root")
 """Keys that tell runs apart and nothing else."""
-
 
 OF_REFERENCE = ("perplexity before", "perplexity after", "KL")
 """Figures that say nothing beside those to another reference."""
@@ -50,47 +48,29 @@ def compare(paths: Sequence[Path]) -> list[Compared]:
     if len(set(paths)) < 2:
         raise ConfigError(f"{paths[0]} alone is nothing to compare: name two runs or more")
     runs = [RunDir.open(path) for path in dict.fromkeys(paths)]
-    found = [(run, run.config(), RunData.read(run)) for run in runs]
     unique = len({run.path.name for run in runs}) == len(runs)
-    first = _after(found[0][2].test())
-    return [
-        Compared(
-            name=run.path.name if unique else str(run.path),
-            config=config,
-            data=data,
-            summary=summary_of(data, config),
-            before=_score(data.test()[:1]),
-            after=(after := _after(data.test())),
-            gain=difference(after, first) if after and first and run is not runs[0] else None,
-        )
-        for run, config, data in found
-    ]
-
-
-def _after(test: list[Evaluation]) -> Estimate | None:
-    return _score(test[-1:]) if len(test) > 1 else None
-
-
-def _score(evaluations: list[Evaluation]) -> Estimate | None:
-    return next((wilson(e.correct, e.total) for e in evaluations), None)
+    found: list[Compared] = []
+    for run in runs:
+        data, config = RunData.read(run), run.config()
+        scores = [wilson(e.correct, e.total) for e in data.evaluated("test")]
+        before, after = scores[0] if scores else None, scores[-1] if len(scores) > 1 else None
+        first = found[0].after if found else None
+        gain = difference(after, first) if after and first else None
+        name, summary = run.path.name if unique else str(run.path), summary_of(data, config)
+        found.append(Compared(name, config, data, summary, before, after, gain))
+    return found
 
 
 def config_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
     """A row for each key whose values differ, by run."""
-    base = runs[0].config
-    each = [differences(base, run.config) for run in runs]
-    keys = dict.fromkeys(key for pairs in each for key in pairs if key not in NAMES)
-    of_base = {key: was for pairs in each for key, (was, _) in pairs.items()}
-    return [
-        {
-            "key": key,
-            **{
-                run.name: value_text(pairs[key][1] if key in pairs else of_base[key])
-                for run, pairs in zip(runs, each, strict=True)
-            },
-        }
-        for key in keys
-    ]
+    each = [differences(runs[0].config, run.config) for run in runs]
+    of_base = {key: was for pairs in each for key, (was, _) in pairs.items() if key not in NAMES}
+    rows = []
+    for key, was in of_base.items():
+        values = [pairs[key][1] if key in pairs else was for pairs in each]
+        row = {run.name: value_text(value) for run, value in zip(runs, values, strict=True)}
+        rows.append({"key": key, **row})
+    return rows
 
 
 def score_rows(runs: Sequence[Compared]) -> list[dict[str, str]]:
@@ -125,7 +105,7 @@ def _figures(run: Compared) -> dict[str, str]:
         "score": summary.score_name,
         "before": _share(run.before),
         "after": _share(run.after),
-        "more than the first": _points(run.gain),
+        "difference to the first": _points(run.gain),
         "held-out prompts": _number(summary.test_prompts),
         "perplexity before": _number(summary.perplexity_before),
         "perplexity after": _number(summary.perplexity_after),
@@ -172,23 +152,17 @@ def print_comparison(runs: Sequence[Compared], *, as_json: bool = False) -> None
 
 def values(runs: Sequence[Compared]) -> dict[str, Any]:
     """Everything but the curves in plain values: keys that differ, and by run its scores and its summary."""
-    each = {
-        run.name: {
-            **{name: asdict(found) if found else None for name, found in _scores(run).items()},
-            "summary": asdict(run.summary),
-        }
-        for run in runs
-    }
+    each = {}
+    for run in runs:
+        scores = {"before": run.before, "after": run.after, "gain": run.gain}
+        known = {name: asdict(found) if found else None for name, found in scores.items()}
+        each[run.name] = {**known, "summary": asdict(run.summary)}
     return {"config": config_rows(runs), "runs": each}
-
-
-def _scores(run: Compared) -> dict[str, Estimate | None]:
-    return {"before": run.before, "after": run.after, "gain": run.gain}
 
 
 def write_comparison(path: Path, runs: Sequence[Compared]) -> None:
     """Write both tables and the curves, laid over each other, as one page. Raises ConfigError."""
-    from tba_hpc.report.page import footer, template  # matplotlib costs a second
+    from tba_hpc.report.page import footer, template, write_html  # matplotlib costs a second
     from tba_hpc.report.plots import overlays, run_line
 
     text = template("compare.html.j2").render(
@@ -200,9 +174,4 @@ def write_comparison(path: Path, runs: Sequence[Compared]) -> None:
         note="" if share_reference(runs) else LEFT_OUT,
         footer=footer(),
     )
-    try:
-        write_atomic(path, text)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {path} ({error.strerror}): choose another place with --html"
-        ) from None
+    write_html(path, text)

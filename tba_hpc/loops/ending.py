@@ -13,10 +13,14 @@ from pathlib import Path
 from tba_hpc.config import Config, LaunchSection
 from tba_hpc.core.ports import ExchangeError, Learner, TrainerExchange
 from tba_hpc.loops.trainer import Trainer
+<<<<<<< HEAD
 from tba_hpc.report.digest import Sealed
 from tba_hpc.report.summary import summarise, write_summary
+=======
+>>>>>>> 44d3b86 (One reading of a run's files for status, summary, report and compare)
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import find_evaluation, missing_parts
+from tba_hpc.run.history import EMPTY, ShardSize
 from tba_hpc.run.metrics import MetricsTail, number
 
 POLL_SECONDS = 0.1
@@ -65,15 +69,15 @@ def end_run(
         write_summary(run, summarise(run, config, size_of_shard))
 
 
-def size_of_shard(path: Path) -> Sealed:
+def size_of_shard(path: Path) -> ShardSize:
     """What a shard file holds; nothing where it cannot be read."""
     from tba_hpc.exchange.hdf5_shards import ShardError, read_shard
 
     try:
         trajectories = read_shard(path).trajectories
     except (OSError, ShardError):
-        return Sealed(0, 0)
-    return Sealed(len(trajectories), len(trajectories.completions.values))
+        return EMPTY
+    return ShardSize(len(trajectories), len(trajectories.completions.values))
 
 
 def publish_last(trainer: Trainer) -> bool:

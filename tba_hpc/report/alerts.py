@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import hypot, sqrt
-from statistics import fmean, pstdev
+from statistics import fmean, median, pstdev
 
 from tba_hpc.config import Config
 from tba_hpc.config.variants import RatioCap, Unbounded
@@ -72,9 +72,6 @@ SUNK, SUNK_PER_TOKEN = 1.0, 0.03
 """Nats, and nats per token, by both of which rewarded answers must have become less likely. Recorded runs
 that learn from data 10 to 99 steps old stay above −.01 a token; those that do not come to −.04 to −1."""
 
-RUNAWAY, LEVEL_STEPS = 2.0, 40
-"""Times the level of the steps before, at least so many, at which the policy runs away from its data."""
-
 FEW_EFFECTIVE = 0.1
 """Share of a batch that a reweighted gradient is of; below a tenth a few completions are all of a step."""
 
@@ -105,12 +102,8 @@ class Alert:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A figure that is wrong. short: for a line; words: for a page; since: the first step at which it was.
+    """A figure that is wrong. since: the first step at which it was. key, remedy: in place of the rule's."""
 
-    key, remedy: in place of the rule's.
-    """
-
-    short: str
     words: str
     since: int | None = None
     key: str = ""
@@ -133,10 +126,9 @@ class View:
     @property
     def solved(self) -> bool:
         """Whether the last evaluation, or without any the reward, leaves little to learn."""
-        scores = [evaluation.score for evaluation in self.by_step]
         reward = self.trends.latest("search/reward")
-        known = scores or ([] if reward is None else [reward])
-        return bool(known) and known[-1] >= SOLVED
+        scores = [evaluation.score for evaluation in self.by_step]
+        return (scores[-1] if scores else reward or 0.0) >= SOLVED
 
     @property
     def still_rises(self) -> bool:
@@ -158,6 +150,9 @@ class View:
         return (now, since) if now is not None and since is not None and wrong(now) else None
 
 
+Find = Callable[[View], Found | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """find: the figure, if it is wrong. key: to change first. why, remedy: may name keys of the config as
@@ -171,22 +166,20 @@ class Rule:
 
     def alert(self, view: View) -> Alert | None:
         """The alert, if there is a reason for it."""
-        found = self.find(view)
-        if found is None:
+        if not (found := self.find(view)):
             return None
         since = "" if found.since is None else f" since step {found.since}"
         key, sections = found.key or self.key, dict(view.config)
         why, remedy = self.why.format(**sections), (found.remedy or self.remedy).format(**sections)
-        return Alert(f"{found.short}{since}: {key}", f"{found.words}{since}: {why}. {remedy}.")
+        sentence = found.words[0].upper() + found.words[1:]
+        return Alert(f"{found.words}{since}: {key}", f"{sentence}{since}: {why}. {remedy}.")
 
-
-Find = Callable[[View], Found | None]
 
 RULES: list[Rule] = []
 """From what spoils a run to what wastes it, in the order of this file."""
 
 
-def rule(key: str, why: str, remedy: str) -> Callable[[Find], Find]:
+def rule(key: str, why: str, remedy: str = "") -> Callable[[Find], Find]:
     """Make a rule of a function that finds a wrong figure."""
 
     def register(find: Find) -> Find:
@@ -247,35 +240,27 @@ RATE = "train.learning_rate.peak={train.learning_rate.peak:g}"
 def skipped_steps(view: View) -> Found | None:
     """Steps whose loss or gradient norm was not finite."""
     trends = view.trends
-    if not trends.skipped:
-        return None
-    last = f"the last at step {trends.last_skip}"
-    return Found(
-        f"{trends.skipped} steps skipped, {last}",
-        f"{trends.skipped} of {trends.steps} optimizer steps were skipped, {last}",
-    )
+    words = f"{trends.skipped} of {trends.steps} optimizer steps skipped, the last at step {trends.last_skip}"
+    return Found(words) if trends.skipped else None
 
 
 @rule(
     key="the reference is another model",
-    why="the reference is not the model that the run began with, or engine and reference compute "
-    "different distributions, so every β·KL is off",
+    why="at version 0 it must be 0; the reference is not the model that the run began with, or engine and "
+    "reference compute different distributions, so every β·KL is off",
     remedy="Check model.path and that nothing in RUN/references was replaced, then start over",
 )
 def wrong_reference(view: View) -> Found | None:
     """At version 0 the policy is the reference, and log π − log π_ref is 0."""
     if view.config.train.reference.name == "behaviour":
         return None
-    kl, figure = view.trends.initial_kl.latest, "KL of fresh samples"
+    kl, figure = view.trends.initial_kl.latest, "KL"
     if kl is None:
         kl, figure = view.trends.first_log_ratio, "log-ratio"
     lengths = view.values("search/length")
     if kl is None or abs(kl) <= max(0.1, INITIAL_KL * (lengths[0] if lengths else 0.0)):
         return None
-    return Found(
-        f"{figure} {_few(kl)} nats at the start",
-        f"The {figure} is {_few(kl)} nats per completion at version 0, and must be 0",
-    )
+    return Found(f"{figure} of {_few(kl)} nats per completion at the start")
 
 
 @rule(
@@ -287,17 +272,13 @@ def wrong_reference(view: View) -> Found | None:
 )
 def constant_reward(view: View) -> Found | None:
     """Every completion has had the same reward."""
-    points, count = view.trends.trend("search/reward"), view.trends.trajectories
-    values, flat = [point.value for point in points], view.values("search/flat_groups")
+    count, values = view.trends.trajectories, view.values("search/reward")
+    flat = view.values("search/flat_groups")
     if count < MIN_COMPLETIONS or max(values) - min(values) > 1e-9 or (flat and min(flat) < 1):
         return None
     truncated = view.trends.latest("search/truncated_share")
     cut = f", {_share(truncated)} of them cut off at generator.max_tokens" if truncated else ""
-    reward = _few(values[-1])
-    return Found(
-        f"reward always {reward}",
-        f"The reward is {reward} for every one of {count:,} completions since step {points[0].step}{cut}",
-    )
+    return Found(f"reward {_few(values[-1])} for every one of {count:,} completions{cut}")
 
 
 @rule(
@@ -308,13 +289,9 @@ def constant_reward(view: View) -> Found | None:
 def rejected_rewards(view: View) -> Found | None:
     """Trajectories set aside for lack of a usable reward."""
     rejected = view.trends.rejected
-    total = rejected + view.trends.trajectories
-    if not rejected or rejected / total <= REJECTED_SHARE:
-        return None
-    share = _share(rejected / total)
-    return Found(
-        f"{share} of the rewards rejected", f"{rejected:,} of {total:,} trajectories ({share}) were set aside"
-    )
+    share = rejected / max(1, rejected + view.trends.trajectories)
+    words = f"{rejected:,} trajectories ({_share(share)}) set aside without a reward"
+    return Found(words) if share > REJECTED_SHARE else None
 
 
 @rule(
@@ -325,10 +302,10 @@ def rejected_rewards(view: View) -> Found | None:
 )
 def falling(view: View) -> Found | None:
     """The policy became worse, by its score or else by its reward."""
-    return falling_score(view) or falling_reward(view)
+    return _falling_score(view) or _falling_reward(view)
 
 
-def falling_score(view: View) -> Found | None:
+def _falling_score(view: View) -> Found | None:
     """An evaluation is well below an earlier one, and so is the last, or it was far below."""
     found = view.by_step
     falls = [(a, b) for i, a in enumerate(found) for b in found[i + 1 :] if _comparable(a, b)]
@@ -340,7 +317,8 @@ def falling_score(view: View) -> Found | None:
     lasting = high.score - last.score > max(SCORE_FALL, FALL_ERRORS * error)
     if high.score - low.score <= max(SCORE_FALL if lasting else SCORE_SAG, FALL_ERRORS * error):
         return None
-    return _fall(last.score_name, (high.step, high.score), (low.step, low.score), last.score, _share)
+    fall = f"{_share(high.score)} at step {high.step} to {_share(low.score)} at step {low.step}"
+    return Found(f"{last.score_name} fell from {fall}, now {_share(last.score)}")
 
 
 def _standard_error(evaluation: Evaluation) -> float:
@@ -354,89 +332,37 @@ def _comparable(before: Evaluation, after: Evaluation) -> bool:
     return before.split == after.split or after.score < before.score / 2
 
 
-def falling_reward(view: View) -> Found | None:
+def _falling_reward(view: View) -> Found | None:
     """Fresh rewards fell, by more than chance moves them, and by much of all that they ever moved."""
     points, now = view.trends.trend("search/reward"), view.trends.latest("search/reward")
     if len(points) < LEAST_POINTS or now is None:
         return None
     smooth = _smooth(points)
-    high, low = max(
-        ((high, low) for i, high in enumerate(smooth) for low in smooth[i:]),
-        key=lambda fall: fall[0].value - fall[1].value,
-    )
+    falls = [(high, low) for i, high in enumerate(smooth) for low in smooth[i:]]
+    high, low = max(falls, key=lambda fall: fall[0].value - fall[1].value)
     values = [point.value for point in smooth]
     noise = pstdev([b.value - a.value for a, b in pairwise(points)]) / sqrt(2 * SMOOTH)
     if high.value - low.value <= max(LOST * (max(values) - min(values)), FALL_NOISE * noise, 1e-9):
         return None
-    return _fall("reward", high[:2], low[:2], now, _few)
-
-
-def _fall(
-    what: str,
-    high: tuple[int, float],
-    low: tuple[int, float],
-    now: float,
-    show: Callable[[float], str],
-) -> Found:
-    """high, low: a step and the value there."""
-    return Found(
-        f"{what} fell from {show(high[1])} to {show(low[1])} at step {low[0]}",
-        f"The {what} fell from {show(high[1])} at step {high[0]} to {show(low[1])} at step {low[0]}, and is "
-        f"{show(now)} now",
-    )
+    fall = f"{_few(high.value)} at step {high.step} to {_few(low.value)} at step {low.step}"
+    return Found(f"reward fell from {fall}, now {_few(now)}")
 
 
 @rule(
     key="exchange.max_staleness",
     why="good and bad ones sink together, which comes before a collapse",
-    remedy="",
 )
 def sinking_answers(view: View) -> Found | None:
-    """What is rewarded has become less likely since it was sampled: good and bad answers sink together."""
-    length, means = view.trends.latest("train/length"), _of_rewarded(view)
+    """What is rewarded has become less likely since it was sampled."""
+    length, means = view.trends.latest("train/length"), _smooth(view.trends.rewarded, EARLY_STEPS)
     if not length or not means or view.solved:
         return None
     since = _since(means, lambda value: value < -max(SUNK, SUNK_PER_TOKEN * length))
     if since is None:
         return None
     now = -means[-1].value
-    return Found(
-        f"rewarded answers {_few(now)} nats less likely",
-        f"Answers above their group's mean reward are {_few(now)} nats, {_few(now / length)} per token, less "
-        "likely than when they were sampled,",
-        since,
-        *_against_age(view.config),
-    )
-
-
-@rule(
-    key="exchange.max_staleness",
-    why="that comes before a collapse",
-    remedy="",
-)
-def runaway_policy(view: View) -> Found | None:
-    """The policy is twice as far from what sampled its data as before, and what is rewarded does not gain."""
-    points = [
-        point._replace(value=abs(point.value)) for point in view.trends.newest["train/log_weight"].points
-    ]
-    before, recent, rewarded = points[:-EARLY_STEPS], points[-EARLY_STEPS:], _of_rewarded(view)
-    if len(before) < LEVEL_STEPS or not rewarded or rewarded[-1].value >= 0 or view.solved:
-        return None
-    level, now = (fmean(point.value for point in part) for part in (before, recent))
-    if min(point.value for point in recent) <= max(SUNK, RUNAWAY * level):
-        return None
-    return Found(
-        f"policy {_few(now)} nats from its data, before {_few(level)},",
-        f"The policy is {_few(now)} nats per completion away from the weights that sampled what it learns "
-        f"from, after {_few(level)} before, and rewarded answers do not gain,",
-        recent[0].step,
-        *_against_age(view.config),
-    )
-
-
-def _of_rewarded(view: View) -> list[Point]:
-    """How much likelier answers above their group's mean are than when they were sampled: smoothed."""
-    return _smooth(view.trends.newest["train/better_log_weight"].points, EARLY_STEPS)
+    words = f"answers above their group's mean reward {_few(now)} nats less likely than when sampled"
+    return Found(f"{words} ({_few(now / length)} per token)", since, *_against_age(view.config))
 
 
 def _against_age(config: Config) -> tuple[str, str]:
@@ -445,7 +371,7 @@ def _against_age(config: Config) -> tuple[str, str]:
     live = getattr(train.objective, "log_z", "") == "policy"
     free = isinstance(train.ratio_bound, Unbounded) and not train.objective.bounded
     settings = ["train.objective.log_z=behaviour"] * live + ["train.ratio_bound=taper"] * free
-    lower = "exchange.max_staleness or lower train.learning_rate.peak={train.learning_rate.peak:g}"
+    lower = f"exchange.max_staleness or lower {RATE}"
     if not settings:
         return "exchange.max_staleness", f"Bound {lower}"
     return settings[0], f"Set {' and '.join(settings)}, or bound {lower}"
@@ -460,20 +386,14 @@ def distant_policy(view: View) -> Found | None:
     """The policy is far from its reference: farther than the reward pays for, or wherever it is."""
     trends = view.trends
     kl, length = trends.latest("search/kl"), trends.latest("search/length")
-    if kl is None or not length or kl <= NEAR * length:
+    if kl is None or not length or not (held := view.held("search/kl", lambda value: value > NEAR * length)):
         return None
     gain, cost = _gain(view), kl * (trends.beta or 0.0)
     dear = gain is not None and cost > OVERPAID * gain
-    since = _since(trends.trend("search/kl"), lambda value: value > NEAR * length)
-    if since is None or (kl <= FAR * length and not dear):
+    if kl <= FAR * length and not dear:
         return None
     paid = f" (β·KL is {_few(cost)}, the reward has risen by {_few(gain or 0.0)})" if dear else ""
-    return Found(
-        f"KL {_few(kl)} nats",
-        f"The KL of fresh samples is {_few(kl)} nats per completion, {_few(kl / length)} per token{paid}, "
-        "and high",
-        since,
-    )
+    return Found(f"KL of {_few(kl)} nats per completion, {_few(kl / length)} per token{paid}", held[1])
 
 
 def _gain(view: View) -> float | None:
@@ -492,7 +412,7 @@ def _gain(view: View) -> float | None:
 
 @rule(
     key="train.beta, generator.temperature",
-    why="the policy repeats itself and finds nothing new",
+    why="the policy repeats itself, and its score does not rise",
     remedy=f"Raise train.beta or generator.temperature, or lower {RATE}",
 )
 def collapsed_entropy(view: View) -> Found | None:
@@ -505,13 +425,7 @@ def collapsed_entropy(view: View) -> Found | None:
     bound = min(LITTLE_ENTROPY, COLLAPSED_ENTROPY * values[0])
     if not (held := view.held("search/entropy", lambda value: value < bound)):
         return None
-    now, since = held
-    return Found(
-        f"entropy {_few(now)} nats",
-        f"The entropy of fresh tokens is {_few(now)} nats, from {_few(values[0])} at first, while the score "
-        "does not rise,",
-        since,
-    )
+    return Found(f"entropy of {_few(held[0])} nats per token, from {_few(values[0])} at first,", held[1])
 
 
 @rule(
@@ -526,10 +440,8 @@ def few_effective(view: View) -> Found | None:
     train = view.config.train
     if not train.objective.policy_gradient and not isinstance(train.ratio_bound, RatioCap):
         return None  # trajectory balance holds for any sampling distribution
-    if not (held := view.held("train/ess", lambda value: value < FEW_EFFECTIVE)):
-        return None
-    now, since = held
-    return Found(f"ESS {_share(now)}", f"The effective sample size is {_share(now)} of a batch", since)
+    held = view.held("train/ess", lambda value: value < FEW_EFFECTIVE)
+    return Found(f"effective sample size {_share(held[0])} of a batch", held[1]) if held else None
 
 
 @rule(
@@ -539,20 +451,15 @@ def few_effective(view: View) -> Found | None:
 )
 def engine_gap(view: View) -> Found | None:
     """Engine and learner give the same weights different probabilities."""
-    float32 = view.config.model.dtype == "float32"
-    for name in ("search/engine_gap", "train/engine_gap"):
-        values = view.values(name)
-        bound = min(LARGE_GAP, max(NOTABLE_GAP, GAP_GROWTH * values[0])) if values else 0.0
-        if held := view.held(name, lambda value, bound=bound: value > bound):  # type: ignore[misc]
-            now, since = held
-            grew = f", from {_few(values[0])} at first," if now > GAP_GROWTH * values[0] else ""
-            return Found(
-                f"engine gap {_few(now)} nats/token",
-                f"Engine and learner differ by {_few(now)} nats per token at the same weights{grew}",
-                since,
-                remedy="Check that the engine loads all weights" if float32 else "",
-            )
-    return None
+    name = "search/engine_gap" if view.values("search/engine_gap") else "train/engine_gap"
+    values = view.values(name) or [0.0]
+    bound = min(LARGE_GAP, max(NOTABLE_GAP, GAP_GROWTH * values[0]))
+    if not (held := view.held(name, lambda value: value > bound)):
+        return None
+    grew = f", from {_few(values[0])} at first," if held[0] > GAP_GROWTH * values[0] else ""
+    remedy = "Check that the engine loads all weights" if view.config.model.dtype == "float32" else ""
+    words = f"engine and learner differ by {_few(held[0])} nats per token{grew}"
+    return Found(words, held[1], remedy=remedy)
 
 
 @rule(
@@ -572,9 +479,9 @@ def biased_samples(view: View) -> Found | None:
         f"buffer.reward_temperature={buffer.reward_temperature}": gradient and buffer.chooses_by_reward,
     }
     keys = [key for key, applies in filters.items() if applies]
-    if not keys or not view.trends.trend("search/reward"):
+    if not keys or not view.values("search/reward"):
         return None
-    return Found("biased gradient", f"Samples are filtered by {' and '.join(keys)}", key=keys[0])
+    return Found(f"samples filtered by {' and '.join(keys)}", key=keys[0])
 
 
 @rule(
@@ -585,17 +492,11 @@ def biased_samples(view: View) -> Found | None:
 )
 def flat_groups(view: View) -> Found | None:
     """Most groups teach nothing."""
-    batch = view.values("train/flat_groups")
-    name, where = ("train/flat_groups", "a batch") if batch else ("search/flat_groups", "fresh completions")
+    name = "train/flat_groups" if view.values("train/flat_groups") else "search/flat_groups"
     held = view.held(name, lambda value: value > FLAT_SHARE)
     if held is None or view.solved:
         return None
-    now, since = held
-    return Found(
-        f"{_share(now)} of groups without variance",
-        f"{_share(now)} of the groups of {where} have one reward for all completions",
-        since,
-    )
+    return Found(f"{_share(held[0])} of the groups have one reward for all completions", held[1])
 
 
 @rule(
@@ -605,46 +506,34 @@ def flat_groups(view: View) -> Found | None:
 )
 def truncated(view: View) -> Found | None:
     """Completions run into the token limit."""
-    values, now = view.values("search/truncated_share"), view.trends.latest("search/truncated_share")
-    if now is None:
-        return None
-    grew = now - values[0] > LONGER
+    name = "search/truncated_share"
+    values, now = view.values(name), view.trends.latest(name)
+    grew = now is not None and now - values[0] > LONGER
     bound = values[0] + LONGER if grew else LONG
-    if not (held := view.held("search/truncated_share", lambda value: value > bound)):
+    if not (held := view.held(name, lambda value: value > bound)):
         return None
-    now, since = held
     first = f", from {_share(values[0])} at first," if grew else ""
     limit = view.config.generator.max_tokens
-    return Found(
-        f"{_share(now)} truncated",
-        f"{_share(now)} of fresh completions are cut off at generator.max_tokens={limit}{first}",
-        since,
-    )
+    return Found(f"{_share(held[0])} of completions cut off at generator.max_tokens={limit}{first}", held[1])
 
 
-@rule(
-    key="",
-    why="what takes long comes too late, and the policy is taught short answers",
-    remedy="",
-)
+@rule(key="", why="what takes long comes too late, and the policy is taught short answers")
 def starved_lengths(view: View) -> Found | None:
     """Long completions are dropped before anything is learned from them, more often than short ones."""
     by_length, config = view.trends.by_length, view.config
-    tenths = max((i + 1 for i, came in enumerate(by_length.came) if came), default=0)
-    long, short = by_length.lost(tenths // 2, tenths), by_length.lost(0, tenths // 2)
-    if sum(by_length.came[tenths // 2 :]) < MIN_COMPLETIONS or long <= max(STARVED, STARVED_MORE * short):
+    half = max((i + 1 for i, came in enumerate(by_length.came) if came), default=0) // 2
+    long, short = by_length.lost(half), by_length.lost(0, half)
+    if sum(by_length.came[half:]) < MIN_COMPLETIONS or long <= max(STARVED, STARVED_MORE * short):
         return None
     bounded = config.exchange.max_staleness is not None
     bound = "exchange.max_staleness" if bounded else "buffer.max_age_steps"
-    queue = "Set buffer.replay_limit=1, so that steps wait for what would be too stale. "
+    queue = bounded and not config.buffer.oldest_first
+    raise_it = f"Raise {bound}, or lower generator.prompts_in_flight={{generator.prompts_in_flight}}"
     return Found(
-        f"{_share(long)} of long completions dropped unlearned",
-        f"{_share(long)} of the completions of more than {tenths // 2} tenths of "
-        f"generator.max_tokens={config.generator.max_tokens} were dropped before any step learned from them, "
-        f"{_share(short)} of the others",
+        f"{_share(long)} of the completions longer than {half} tenths of generator.max_tokens dropped "
+        f"unlearned, {_share(short)} of the others",
         key=bound,
-        remedy=f"{queue * (bounded and not config.buffer.oldest_first)}Raise {bound}, or lower "
-        "generator.prompts_in_flight={generator.prompts_in_flight}, so that each is sampled sooner",
+        remedy=("Set buffer.replay_limit=1, so that steps wait for them. " if queue else "") + raise_it,
     )
 
 
@@ -659,11 +548,7 @@ def waiting_trainer(view: View) -> Found | None:
     share = view.values("train/wait_share")[-1:]
     if not share or share[0] <= WASTED or view.config.exchange.max_staleness == 0:
         return None
-    waits = f"{_share(share[0])} of"
-    return Found(
-        f"trainer waits {waits} the time",
-        f"The trainer has waited {waits} its time up to step {view.trends.steps}",
-    )
+    return Found(f"trainer has waited {_share(share[0])} of its time")
 
 
 @rule(
@@ -676,11 +561,5 @@ def idle_searchers(view: View) -> Found | None:
     points = view.trends.paused.trend.points
     if len(points) < LEAST_POINTS or view.config.exchange.max_staleness == 0:
         return None
-    idle = sorted(point.value for point in points)[len(points) // 2]
-    if idle <= WASTED:
-        return None
-    return Found(
-        f"searchers idle {_share(idle)} of the time",
-        f"Searchers have been idle {_share(idle)} of their time",
-        points[0].step,
-    )
+    idle = median(point.value for point in points)
+    return Found(f"searchers idle {_share(idle)} of their time", points[0].step) if idle > WASTED else None

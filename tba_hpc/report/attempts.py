@@ -128,10 +128,11 @@ class CumulativeCounter:
     total: int = 0
     last: int = 0
 
-    def take(self, record: Record) -> None:
-        """Count one more record of a rank."""
+    def take(self, record: Record) -> int:
+        """Count one more record of a rank; returns how much that adds."""
         if record.get("event") in STARTS:
             self.last = 0
         now = int(number(record, self.name, self.last))
-        self.total += max(0, now - self.last)
-        self.last = now
+        more, self.last = max(0, now - self.last), now
+        self.total += more
+        return more

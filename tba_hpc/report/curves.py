@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Generic, NamedTuple, Self, TypeVar
+from typing import NamedTuple
 
 from tba_hpc.report.attempts import STARTS, CumulativeCounter
 from tba_hpc.run.metric_table import CURVES
@@ -29,13 +29,17 @@ STEP_CURVES = tuple(name for name in CURVES if not name.startswith("search/"))
 FRESH_CURVES = tuple(name for name in CURVES if name.startswith("search/"))
 """Means of a searcher's record, weighted by its trajectories."""
 
-EARLY_SIGNS = ("train/log_weight", "train/better_log_weight")
-"""Figures that show a collapse within some dozen steps."""
-
 NEWEST_STEPS = 120
-"""Steps of which these are kept one by one."""
+"""Steps of which ``Trends.rewarded`` is kept one by one: a collapse takes some dozen."""
 
-V = TypeVar("V")
+WAITS = (
+    "sync/publish_stall_seconds",
+    "search/propagation_seconds",
+    "search/load_seconds",
+    "search/seal_share",
+    "search/busy_share",
+)
+"""Figures of which mean and 95th percentile are shown."""
 
 
 class Point(NamedTuple):
@@ -46,98 +50,77 @@ class Point(NamedTuple):
     weight: float
 
 
-class Spans(ABC, Generic[V]):
-    """Sums over equal spans of steps, in whatever order values come.
+@dataclass
+class Spans:
+    """Vectors added up over equal spans of steps, in whatever order they come.
 
-    spans: the most of them; beyond that their width, in steps, doubles. sums: by the number of the span.
+    limit: the most spans; beyond that their width, in steps, doubles. sums: by the number of the span.
     """
 
-    spans: int
-    width: int
-    sums: dict[int, V]
+    limit: int = POINTS
+    width: int = 1
+    sums: dict[int, list[float]] = field(default_factory=dict)
 
-    def add(self, other: Self) -> None:
-        """Count all values of another one as well."""
+    def put(self, step: int, vector: list[float]) -> None:
+        """Add a vector, of ``step``."""
+        self._put(step // self.width, vector)
+        self._bound()
+
+    def add(self, other: Spans) -> None:
+        """Add all that another one holds."""
         while self.width < other.width:
             self._widen()
-        for span, value in other.sums.items():
-            self._put(span * other.width // self.width, value)
+        for span, vector in other.sums.items():
+            self._put(span * other.width // self.width, vector)
         self._bound()
 
     def cut(self, step: int) -> None:
         """Forget the spans that begin after ``step``: those steps are done again."""
-        self.sums = {span: value for span, value in self.sums.items() if span * self.width <= step}
+        self.sums = {span: vector for span, vector in self.sums.items() if span * self.width <= step}
 
-    @staticmethod
-    @abstractmethod
-    def _sum(one: V, other: V) -> V:
-        """Of two values of a span."""
+    @property
+    def rows(self) -> list[tuple[int, list[float]]]:
+        """Where a span begins, and its vector; by step."""
+        return [(span * self.width, vector) for span, vector in sorted(self.sums.items())]
 
-    def _take(self, step: int, value: V) -> None:
-        self._put(step // self.width, value)
-        self._bound()
-
-    def _put(self, span: int, value: V) -> None:
-        self.sums[span] = self._sum(self.sums[span], value) if span in self.sums else value
+    def _put(self, span: int, vector: list[float]) -> None:
+        there = self.sums.get(span)
+        self.sums[span] = _sum(there, vector) if there else vector
 
     def _bound(self) -> None:
-        while len(self.sums) > self.spans:
+        while len(self.sums) > self.limit:
             self._widen()
 
     def _widen(self) -> None:
         self.width *= 2
         halves, self.sums = self.sums, {}
-        for span, value in halves.items():
-            self._put(span // 2, value)
+        for span, vector in halves.items():
+            self._put(span // 2, vector)
+
+
+def _sum(one: list[float], other: list[float]) -> list[float]:
+    if len(one) == len(other):
+        return list(map(operator.add, one, other))
+    return [a + b for a, b in itertools.zip_longest(one, other, fillvalue=0)]
 
 
 @dataclass
-class Histograms(Spans[list[int]]):
-    """Counts per bin over spans of steps."""
+class Curve(Spans):
+    """Weighted means over spans of steps: of each span the sums of value · weight, and of the weights.
 
-    spans: int = TREND_POINTS
-    width: int = 1
-    sums: dict[int, list[int]] = field(default_factory=dict)
-
-    def take(self, step: int, counts: Sequence[float]) -> None:
-        """Count one more histogram, of ``step``."""
-        self._take(step, [int(count) for count in counts])
-
-    @staticmethod
-    def _sum(one: list[int], other: list[int]) -> list[int]:
-        return [a + b for a, b in itertools.zip_longest(one, other, fillvalue=0)]
-
-    @property
-    def points(self) -> list[tuple[int, list[int]]]:
-        """Where a span begins, and its counts; by step."""
-        return [(span * self.width, counts) for span, counts in sorted(self.sums.items())]
-
-
-@dataclass
-class Curve(Spans[tuple[float, float]]):
-    """Weighted means over spans of steps.
-
-    latest_weight: of what ``latest`` is the mean. sums: of value · weight, and of the weights.
+    latest_weight: of what ``latest`` is the mean.
     """
 
-    latest_weight: float
-    spans: int = POINTS
-    width: int = 1
-    sums: dict[int, tuple[float, float]] = field(default_factory=dict)
+    latest_weight: float = 1.0
 
     def take(self, step: int, value: float, weight: float = 1.0) -> None:
         """Count one more value, of ``step``."""
-        self._take(step, (value * weight, weight))
-
-    @staticmethod
-    def _sum(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
-        return one[0] + other[0], one[1] + other[1]
+        self.put(step, [value * weight, weight])
 
     @property
     def points(self) -> list[Point]:
         """By step."""
-        found = sorted(self.sums.items())
-        return [Point(span * self.width, total / weight, weight) for span, (total, weight) in found]
+        return [Point(step, total / weight, weight) for step, (total, weight) in self.rows]
 
     @property
     def values(self) -> list[float]:
@@ -147,33 +130,71 @@ class Curve(Spans[tuple[float, float]]):
     @property
     def mean(self) -> float | None:
         """Over all values; None of nothing."""
-        totals = list(self.sums.values())
-        return sum(total for total, _ in totals) / sum(weight for _, weight in totals) if totals else None
+        return _mean(self.points)
 
     @property
     def latest(self) -> float | None:
         """Mean of the newest points that together have the weight for it, or of all; None of nothing."""
-        total = weights = 0.0
+        newest, weight = [], 0.0
         for point in reversed(self.points):
-            if weights >= self.latest_weight:
+            if weight >= self.latest_weight:
                 break
-            total, weights = total + point.value * point.weight, weights + point.weight
-        return total / weights if weights else None
+            newest.append(point)
+            weight += point.weight
+        return _mean(newest)
 
     @property
     def trend(self) -> Curve:
         """The same with TREND_POINTS at most."""
-        coarse = replace(self, spans=TREND_POINTS, sums=dict(self.sums))
+        coarse = replace(self, limit=TREND_POINTS, sums=dict(self.sums))
         coarse._bound()
         return coarse
 
 
-class Newest(Curve):
-    """The values of the newest steps, each for itself: spans of a long run would hide what begins in them."""
+def _mean(points: Iterable[Point]) -> float | None:
+    total = weights = 0.0
+    for point in points:
+        total, weights = total + point.value * point.weight, weights + point.weight
+    return total / weights if weights else None
 
-    def _bound(self) -> None:
-        while len(self.sums) > self.spans:
-            del self.sums[min(self.sums)]
+
+@dataclass
+class Spread:
+    """Mean and quantiles of values from 0 up, the latter to 1 %.
+
+    bins: how many values lie within 2 % from 1.02**bin; LEAST for those of 0.
+    """
+
+    total: float = 0.0
+    count: int = 0
+    bins: dict[int, int] = field(default_factory=dict)
+
+    BASE = math.log(1.02)
+    LEAST = -4096
+
+    def take(self, value: float) -> None:
+        """Count one more value."""
+        bin_ = math.floor(math.log(value) / self.BASE) if value > 0 else self.LEAST
+        self.add(Spread(value, 1, {bin_: 1}))
+
+    def add(self, other: Spread) -> None:
+        """Count all values of another one as well."""
+        self.total += other.total
+        self.count += other.count
+        for bin_, count in other.bins.items():
+            self.bins[bin_] = self.bins.get(bin_, 0) + count
+
+    @property
+    def mean(self) -> float | None:
+        """Of all values; None of nothing."""
+        return self.total / self.count if self.count else None
+
+    def quantile(self, share: float) -> float:
+        """The value that ``share`` of all do not exceed; of at least one."""
+        places = sorted(self.bins)
+        passed = itertools.accumulate(self.bins[place] for place in places)
+        place = next(at for at, count in zip(places, passed, strict=True) if count >= share * self.count)
+        return 0.0 if place == self.LEAST else math.exp(self.BASE * (place + 0.5))
 
 
 @dataclass
@@ -197,104 +218,109 @@ class ByLength:
         return sum(self.unlearned[first:end]) / max(1, sum(self.came[first:end]))
 
 
+def _curves() -> dict[str, Curve]:
+    latest = {**dict.fromkeys(STEP_CURVES, LATEST_STEPS), **dict.fromkeys(FRESH_CURVES, LATEST_COMPLETIONS)}
+    return {name: Curve(latest_weight=weight) for name, weight in latest.items()}
+
+
 @dataclass
 class Trends:
     """The curves of a run, by the names of the metrics, and what is counted since its start.
 
-    initial_kl: search/kl of the initial weights' samples alone, a single point. first_log_ratio:
-    train/log_ratio of the first step, if that is plainly against π_ref. paused: share of its time that a
-    searcher with trained weights was idle, by version. beta: of the last step. last_skip: the last step that
-    was skipped.
+    rewarded: train/better_log_weight of the newest steps. initial_kl: search/kl of the initial weights'
+    samples alone, a single point. first_log_ratio: train/log_ratio of the first step, if that is plainly
+    against π_ref. paused: share of its time that a searcher with trained weights was idle, by version.
+    rewards, staleness: histograms by version and by step. beta: of the last step. last_skip: the last step
+    that was skipped. rejected: trajectories set aside, in all attempts.
     """
 
-    curves: dict[str, Curve] = field(
-        default_factory=lambda: {
-            **{name: Curve(LATEST_STEPS) for name in STEP_CURVES},
-            **{name: Curve(LATEST_COMPLETIONS) for name in FRESH_CURVES},
-        }
-    )
-    newest: dict[str, Newest] = field(
-        default_factory=lambda: {name: Newest(LATEST_STEPS, NEWEST_STEPS) for name in EARLY_SIGNS}
-    )
-    initial_kl: Curve = field(default_factory=lambda: Curve(LATEST_COMPLETIONS))
+    curves: dict[str, Curve] = field(default_factory=_curves)
+    rewarded: list[Point] = field(default_factory=list)
+    initial_kl: Curve = field(default_factory=lambda: Curve(latest_weight=LATEST_COMPLETIONS))
     first_log_ratio: float | None = None
-    paused: Curve = field(default_factory=lambda: Curve(LATEST_COMPLETIONS))
+    paused: Curve = field(default_factory=Curve)
+    rewards: Spans = field(default_factory=lambda: Spans(TREND_POINTS))
+    staleness: Spans = field(default_factory=lambda: Spans(TREND_POINTS))
+    waits: dict[str, Spread] = field(default_factory=lambda: {name: Spread() for name in WAITS})
     steps: int = 0
     beta: float | None = None
     last_skip: int | None = None
     trajectories: int = 0
+    rejected: int = 0
     by_length: ByLength = field(default_factory=ByLength)
     skips: CumulativeCounter = field(default_factory=lambda: CumulativeCounter("train/skipped_steps"))
-    rejections: dict[int, CumulativeCounter] = field(default_factory=dict)
 
     def take(self, record: Record) -> None:
         """One more record of the trainer. What a resume takes back is forgotten, as far as spans tell."""
-        before = self.skips.total
-        self.skips.take(record)
+        skipped = self.skips.take(record)
         self.by_length.take(record)
-        step = number(record, "step")
-        if step is not None and record.get("event") in STARTS:
-            self._go_back(int(step))
-        if step is None or "event" in record:
+        step = int(number(record, "step", 0))
+        if record.get("event") in STARTS:
+            self._go_back(step)
+        if "event" in record:
             return
-        self.steps = max(self.steps, int(step))
+        self.steps = max(self.steps, step)
         self.beta = number(record, "train/beta") or self.beta
-        if self.skips.total > before:
-            self.last_skip = int(step)
+        self.last_skip = step if skipped else self.last_skip
         if step == 1 and number(record, "train/reference_power", 1.0) == 1.0:
             self.first_log_ratio = number(record, "train/log_ratio")
-        self._follow(self.curves, record, STEP_CURVES, int(step), 1.0)
-        self._follow(self.newest, record, EARLY_SIGNS, int(step), 1.0)
+        if (rewarded := number(record, "train/better_log_weight")) is not None:
+            self.rewarded = [*self.rewarded, Point(step, rewarded, 1.0)][-NEWEST_STEPS:]
+        self._follow(record, STEP_CURVES, step, 1.0)
+        self._count_waits(record)
+        self._count_histogram(self.staleness, step, record, "staleness/histogram")
 
     def _go_back(self, step: int) -> None:
         self.steps = min(self.steps, step)
-        for curve in [*(self.curves[name] for name in STEP_CURVES), *self.newest.values()]:
+        self.rewarded = [point for point in self.rewarded if point.step <= step]
+        for curve in [*(self.curves[name] for name in STEP_CURVES), self.staleness]:
             curve.cut(step)
 
-    def take_search(self, searcher: int, record: Record) -> None:
+    def take_search(self, record: Record) -> None:
         """One more record of a searcher."""
-        self.rejections.setdefault(searcher, CumulativeCounter("search/rejected")).take(record)
-        version, count = number(record, "search/version"), number(record, "search/trajectories", 0.0)
-        paused = number(record, "search/paused_share")
-        if version and paused is not None:
-            self.paused.take(int(version), paused)
-        if version is None or not count:
+        self._count_waits(record)
+        if (version := number(record, "search/version")) is None:
             return
+        step, count = int(version), number(record, "search/trajectories", 0.0)
+        if step and (paused := number(record, "search/paused_share")) is not None:
+            self.paused.take(step, paused)
         self.trajectories += int(count)
-        self._follow(self.curves, record, FRESH_CURVES, int(version), count)
-        if version == 0 and (kl := number(record, "search/kl")) is not None:
+        self._follow(record, FRESH_CURVES, step, count)
+        self._count_histogram(self.rewards, step, record, "search/reward_histogram")
+        if count and step == 0 and (kl := number(record, "search/kl")) is not None:
             self.initial_kl.take(0, kl, count)
 
-    @staticmethod
-    def _follow(
-        curves: dict[str, Curve] | dict[str, Newest],
-        record: Record,
-        names: Sequence[str],
-        step: int,
-        weight: float,
-    ) -> None:
-        for name in names:
+    def _follow(self, record: Record, curves: Iterable[str], step: int, weight: float) -> None:
+        for name in curves if weight else ():
             if (value := number(record, name)) is not None and math.isfinite(value):
-                curves[name].take(step, value, weight)
+                self.curves[name].take(step, value, weight)
+
+    def _count_waits(self, record: Record) -> None:
+        for name, spread in self.waits.items():
+            if (value := number(record, name)) is not None:
+                spread.take(value)
+
+    @staticmethod
+    def _count_histogram(spans: Spans, step: int, record: Record, name: str) -> None:
+        if isinstance(counts := record.get(name), list):
+            spans.put(step, counts)
 
     def add(self, other: Trends) -> None:
-        """Count what was folded of other files of the run as well."""
+        """Count what was folded of a searcher's file as well."""
         for name, curve in other.curves.items():
             self.curves[name].add(curve)
+        for name, spread in other.waits.items():
+            self.waits[name].add(spread)
         self.initial_kl.add(other.initial_kl)
         self.paused.add(other.paused)
-        self.rejections |= other.rejections
+        self.rewards.add(other.rewards)
         self.trajectories += other.trajectories
+        self.rejected += other.rejected
 
     @property
     def skipped(self) -> int:
         """Optimizer steps not taken, in all attempts."""
         return self.skips.total
-
-    @property
-    def rejected(self) -> int:
-        """Trajectories set aside, in all attempts."""
-        return sum(counter.total for counter in self.rejections.values())
 
     def trend(self, name: str) -> list[Point]:
         """Of a metric, by step."""
@@ -303,9 +329,3 @@ class Trends:
     def latest(self, name: str) -> float | None:
         """What a metric is now; None if it was never recorded."""
         return self.curves[name].latest
-
-    @property
-    def engine_gap(self) -> float | None:
-        """As the searchers measure it now, or else the trainer."""
-        fresh = self.latest("search/engine_gap")
-        return self.latest("train/engine_gap") if fresh is None else fresh

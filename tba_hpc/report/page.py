@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup
 
-from tba_hpc.config import Config, dump_config
+from tba_hpc.config import Config, ConfigError, dump_config
 from tba_hpc.core.wording import count, printable
-from tba_hpc.report.attempts import KILLED, Attempt, attempts, count_faults, fault_words
-from tba_hpc.report.digest import Spread, Stretch
-from tba_hpc.report.plots import WAIT_GOAL, plots, run_minutes
-from tba_hpc.report.summary import RunData, SizeOf, Summary, summary_of, unknown_size, write_summary
+from tba_hpc.report.attempts import KILLED, Attempt, fault_words
+from tba_hpc.report.data import RunData, SizeOf, unknown_size
+from tba_hpc.report.digest import Stretch
+from tba_hpc.report.plots import plots, run_minutes
+from tba_hpc.report.summary import Summary, summary_of, write_summary
 from tba_hpc.report.tables import NOTHING, dropped_unlearned, duration, percent
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer, Evaluation
 from tba_hpc.run.files import write_atomic
-from tba_hpc.run.metrics import number
 
 TEMPLATES = Path(__file__).parent
-
-SEAL_GOAL = 0.01
-"""Largest share of its time that a searcher should spend sealing shards."""
 
 OUTCOMES = {
     "finished": "finished",
@@ -40,9 +37,8 @@ OUTCOMES = {
 """Ends of an attempt → words."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """A headline number."""
+class Tile(NamedTuple):
+    """A headline number, and what it became."""
 
     name: str
     value: str
@@ -51,37 +47,23 @@ class Tile:
     gain: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswersRow:
-    """A question, and its answers before and, if known, after."""
+class Answers(NamedTuple):
+    """The same questions answered at one step, and at a later one if there is any; rows: an answer each."""
 
-    question: str
-    answers: tuple[Answer, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """The same questions answered at one step, and at a later one if there is any."""
-
-    before_step: int
-    after_step: int | None
-    rows: tuple[AnswersRow, ...]
+    steps: tuple[int, ...]
+    rows: list[tuple[Answer, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """A measured promise about waiting, with its goal if it has one."""
+class Wait(NamedTuple):
+    """How long something stood still."""
 
     name: str
     meaning: str
     mean: str
     high: str
-    goal: str
-    verdict: str
 
 
-@dataclass(frozen=True, slots=True)
-class HistoryRow:
+class HistoryRow(NamedTuple):
     """A row of the table of what happened in a run."""
 
     time: str
@@ -90,8 +72,7 @@ class HistoryRow:
     step: str
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptRow:
+class AttemptRow(NamedTuple):
     """A row of the table of attempts; ``left`` and ``width`` of its bar in percent of the run's time."""
 
     name: str
@@ -108,29 +89,28 @@ class AttemptRow:
 
 def write_report(run: RunDir, size_of: SizeOf = unknown_size) -> Summary:
     """Write ``summary.json``, and then ``report.html``, from one look at a run at any moment of it."""
-    data, config = RunData.read(run, size_of), run.config()
-    summary = summary_of(data, config)
+    data, config = RunData.read(run), run.config()
+    summary = summary_of(data, config, size_of)
     write_summary(run, summary)
-    write_atomic(run.report, render(data, config))
+    write_atomic(run.report, render(data, config, summary))
     return summary
 
 
-def render(data: RunData, config: Config) -> str:
+def render(data: RunData, config: Config, summary: Summary) -> str:
     """The page as HTML text."""
-    summary = summary_of(data, config)
+    begun = bool(data.step or data.searchers)
     return template("page.html.j2").render(
         title=f"{config.run.name}, seed {config.run.seed}",
-        state=_state(data, summary, config),
-        finished=summary.finished,
+        state=_state(data, config),
+        finished=data.finished,
         subtitle=_subtitle(config),
         tiles=tiles(summary),
-        alerts=summary.alerts if data.trainer.step or data.searchers else None,
-        plots=plots(data, config.train) if data.trainer.step else [],
-        answers=answers(data.test()),
-        printable=printable,
-        promises=promises(data),
+        alerts=summary.alerts if begun else None,
+        plots=plots(data, config.train) if data.step else [],
+        answers=answers(data.evaluated("test")),
+        waits=waits(data),
         attempts=attempt_rows(data),
-        faults=fault_words(faults(data)),
+        faults=fault_words(data.faults),
         events=events(data),
         config=dump_config(config),
         footer=footer(),
@@ -138,11 +118,29 @@ def render(data: RunData, config: Config) -> str:
 
 
 def template(name: str) -> Template:
-    """A template of this folder; what it is given is text, never HTML."""
-    loader = FileSystemLoader(TEMPLATES)
-    return Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, loader=loader
-    ).get_template(name)
+    """A template of this folder; what it is given is text, never HTML, and control characters are shown."""
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        loader=FileSystemLoader(TEMPLATES),
+        finalize=_shown,
+    )
+    return environment.get_template(name)
+
+
+def _shown(value: Any) -> Any:
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def write_html(path: Path, text: str) -> None:
+    """Write a page where the user wants it. Raises ConfigError if nothing can be written there."""
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path} ({error.strerror}): choose another place with --html"
+        ) from None
 
 
 def footer() -> str:
@@ -150,45 +148,49 @@ def footer() -> str:
     return f"tba-hpc · written {_utc(time.time())} UTC"
 
 
-def _state(data: RunData, summary: Summary, config: Config) -> str:
-    if summary.finished:
+def _state(data: RunData, config: Config) -> str:
+    if data.finished:
         return "finished"
     stretches = data.trainer.stretches
     word = "stopped" if stretches and stretches[-1].event == "stopped" else "unfinished"
-    return f"{word} at step {summary.steps} of {config.train.steps}"
+    return f"{word} at step {data.step} of {config.train.steps}"
 
 
 def _subtitle(config: Config) -> str:
-    ranks = config.launch
+    ranks, objective = config.launch, config.train.objective.name.replace("_", " ")
     roles = f"{count(ranks.trainers, 'trainer')} + {count(ranks.searchers, 'searcher')}"
-    model = Path(config.model.path).name
-    return f"{config.task.name} · {model} · {config.train.objective.name.replace('_', ' ')} · {roles}"
+    return f"{config.task.name} · {Path(config.model.path).name} · {objective} · {roles}"
 
 
 def tiles(summary: Summary) -> list[Tile]:
     """The headline numbers."""
-    before, after, gain = summary.pass_at_1_before, summary.pass_at_1_after, summary.gain
-    sign = "" if gain is None else f"{'+' if gain >= 0 else '−'}{abs(100 * gain):.1f} points"
-    prompts = f"greedy, {summary.test_prompts:,} held-out prompts" if summary.test_prompts else "not measured"
     steps = count(summary.steps, "step")
     attempts = "" if summary.attempts < 2 else f" in {summary.attempts} attempts"
     rate, goodput = summary.searcher_tokens_per_second, summary.goodput
     rates = [f"{rate:,.0f} per second"] if rate else []
     rates += [f"{goodput:,.0f} acknowledged per searcher and second"] if goodput else []
     per_step = summary.trajectories / summary.steps if summary.steps else 0
+    staleness = NOTHING if summary.staleness is None else f"{summary.staleness:.1f}"
     return [
-        Tile(
-            f"{summary.score_name} before → after",
-            NOTHING if before is None else percent(before),
-            prompts,
-            then="" if after is None else percent(after),
-            gain=sign,
-        ),
+        _score_tile(summary),
         Tile("Training time", duration(summary.train_seconds), steps + attempts),
         Tile("Trajectories", f"{summary.trajectories:,}", f"{per_step:,.0f} per step"),
         Tile("Tokens generated", _compact(summary.generated_tokens), ", ".join(rates)),
-        Tile("Staleness", _or_dash(summary.staleness, "{:.1f}"), "mean, in steps"),
+        Tile("Staleness", staleness, "mean, in steps"),
     ]
+
+
+def _score_tile(summary: Summary) -> Tile:
+    before, after, gain = summary.pass_at_1_before, summary.pass_at_1_after, ""
+    if before is not None and after is not None:
+        gain = f"{100 * (after - before):+.1f} points".replace("-", "−")
+    return Tile(
+        f"{summary.score_name} before → after",
+        NOTHING if before is None else percent(before),
+        f"greedy, {summary.test_prompts:,} held-out prompts" if summary.test_prompts else "not measured",
+        then="" if after is None else percent(after),
+        gain=gain,
+    )
 
 
 def answers(evaluations: Sequence[Evaluation]) -> Answers | None:
@@ -200,11 +202,7 @@ def answers(evaluations: Sequence[Evaluation]) -> Answers | None:
     by_prompt = [{answer.prompt: answer for answer in evaluation.answers} for evaluation in ends]
     both = [prompt for prompt in by_prompt[0] if prompt in by_prompt[-1]]
     rows = [tuple(answers[prompt] for answers in by_prompt) for prompt in both]
-    return Answers(
-        before_step=ends[0].step,
-        after_step=ends[1].step if len(ends) > 1 else None,
-        rows=tuple(AnswersRow(row[0].question, row) for row in rows),
-    )
+    return Answers(tuple(evaluation.step for evaluation in ends), rows)
 
 
 def _compact(value: int) -> str:
@@ -214,62 +212,32 @@ def _compact(value: int) -> str:
     return f"{value:,}"
 
 
-def _or_dash(value: float | None, style: str) -> str:
-    return NOTHING if value is None else style.format(value)
-
-
 # --- Tables ---
 
 
-def promises(data: RunData) -> list[Promise]:
+def waits(data: RunData) -> list[Wait]:
     """How long trainer and searchers stood still."""
-    wait, waits = Spread(), data.waits
-    if (share := number(data.trainer.latest, "train/wait_share")) is not None:
-        wait.take(share)
-    measured: tuple[tuple[str, str, Spread, Callable[[float], str], float | None], ...] = (
-        (
-            "Trainer wait",
-            "wall time outside forward, backward and optimizer, after warm-up",
-            *(wait, _share, WAIT_GOAL),
-        ),
-        (
-            "Publish stall",
-            "the trainer's loop stands still to hand over weights",
-            *(data.trainer.stalls, _time, None),
-        ),
-        (
-            "Propagation",
-            "publish called to loaded in a searcher",
-            *(waits["search/propagation_seconds"], _time, None),
-        ),
-        (
-            "Loading weights",
-            "a searcher's engine stands still to take new weights",
-            *(waits["search/load_seconds"], _time, None),
-        ),
-        (
-            "Sealing shards",
-            "a searcher's wall time spent making trajectories durable",
-            *(waits["search/seal_share"], _share, SEAL_GOAL),
-        ),
-        (
-            "Searcher busy",
-            "a searcher's wall time inside the engine",
-            *(waits["search/busy_share"], _share, None),
-        ),
+    share = data.trainer.latest.get("train/wait_share")
+    trainer = "wall time outside forward, backward and optimizer, after warm-up"
+    shown = _share(share) if isinstance(share, float | int) else NOTHING
+    measured = (
+        ("Publish stall", "sync/publish_stall_seconds", "the trainer's loop hands over weights", _time),
+        ("Propagation", "search/propagation_seconds", "publish called to loaded in a searcher", _time),
+        ("Loading weights", "search/load_seconds", "a searcher's engine takes new weights", _time),
+        ("Sealing shards", "search/seal_share", "a searcher makes trajectories durable", _share),
+        ("Searcher busy", "search/busy_share", "a searcher's wall time inside the engine", _share),
     )
-    return [_promise(*row) for row in measured]
+    return [
+        Wait("Trainer wait", trainer, shown, ""),
+        *(_wait(data, name, metric, meaning, show) for name, metric, meaning, show in measured),
+    ]
 
 
-def _promise(
-    name: str, meaning: str, values: Spread, show: Callable[[float], str], goal: float | None
-) -> Promise:
-    average, bound = values.mean, "" if goal is None else f"≤ {show(goal)}"
-    if average is None:
-        return Promise(name, meaning, NOTHING, NOTHING, bound or NOTHING, "")
-    high = show(values.quantile(0.95)) if values.count > 1 else ""
-    verdict = "" if goal is None else "good" if average <= goal else "bad"
-    return Promise(name, meaning, show(average), high, bound, verdict)
+def _wait(data: RunData, name: str, metric: str, meaning: str, show: Callable[[float], str]) -> Wait:
+    values = data.trends.waits[metric]
+    if values.mean is None:
+        return Wait(name, meaning, NOTHING, NOTHING)
+    return Wait(name, meaning, show(values.mean), show(values.quantile(0.95)) if values.count > 1 else "")
 
 
 def _share(value: float) -> str:
@@ -282,74 +250,52 @@ def _time(seconds: float) -> str:
 
 def events(data: RunData) -> list[HistoryRow]:
     """The run's history: starts, resumes, checkpoints, ends, and what went wrong."""
-    rows, older = data.trainer.events, data.trainer.older_events
-    minutes = run_minutes(data) if rows else None
+    older, trends, minutes = data.trainer.older_events, data.trends, run_minutes(data)
     lines = [HistoryRow("", "", f"{older:,} rows before these", "")] if older else []
-    for row in rows:
-        into = duration(60 * float(minutes(np.array([row.time]))[0])) if minutes else ""
+    for row in data.trainer.events:
+        into = duration(60 * float(minutes(np.array([row.time]))[0]))
         what = row.event if row.times == 1 else f"{row.times} × {row.event}, the last"
         lines.append(HistoryRow(_utc(row.time), into, what, f"{row.step}"))
-    return [*lines, *_skipped_steps(data), *_dropped_unlearned(data), *_of_searchers(data)]
-
-
-def _skipped_steps(data: RunData) -> list[HistoryRow]:
-    """A line, if there were any."""
-    times, last = data.trends.skipped, data.trends.last_skip
-    what = f"{times} × optimizer step skipped: loss or gradient norm not finite"
-    return [HistoryRow("", "", what, f"{last}")] if times else []
-
-
-def _dropped_unlearned(data: RunData) -> list[HistoryRow]:
-    """A line, if any trajectories were."""
-    what = dropped_unlearned(data.trends.by_length)
-    return [HistoryRow("", "", f"dropped unlearned, too stale or too late: {what}", "")] if what else []
-
-
-def _of_searchers(data: RunData) -> list[HistoryRow]:
-    """Engines rebuilt and trajectories set aside, a line per searcher that had any."""
-    rows = []
+    if trends.skipped:
+        what = f"{trends.skipped} × optimizer step skipped: loss or gradient norm not finite"
+        lines.append(HistoryRow("", "", what, f"{trends.last_skip}"))
+    if dropped := dropped_unlearned(trends.by_length):
+        lines.append(HistoryRow("", "", f"dropped unlearned, too stale or too late: {dropped}", ""))
     for index, searcher in data.searchers.items():
         for times, what in (
-            (searcher.rebuilds, "engine rebuilt"),
-            (searcher.rejected, "trajectory set aside: reward not finite, or the task's code raised"),
+            (searcher.rebuilds.total, "engine rebuilt"),
+            (searcher.rejected.total, "trajectory set aside: reward not finite, or the task's code raised"),
         ):
             if times:
-                rows.append(HistoryRow("", "", f"searcher {index}: {times} × {what}", ""))
-    return rows
-
-
-def faults(data: RunData) -> dict[str, int]:
-    """How often each kind of fault happened."""
-    rebuilds = sum(searcher.rebuilds for searcher in data.searchers.values())
-    return count_faults(data.events, rebuilds=rebuilds, damaged=data.trainer.damages)
+                lines.append(HistoryRow("", "", f"searcher {index}: {times} × {what}", ""))
+    return lines
 
 
 def attempt_rows(data: RunData) -> list[AttemptRow]:
     """The attempts of the run, each with what its trainer did."""
-    found, stretches = attempts(data.events), data.trainer.stretches
-    cuts = [*(attempt.start for attempt in found), math.inf]
+    found, stretches = data.attempts, data.trainer.stretches
+    until = [*(attempt.start for attempt in found[1:]), math.inf]
     parts = [
-        [stretch for stretch in stretches if since <= stretch.start < until]
-        for since, until in itertools.pairwise(cuts)
+        [stretch for stretch in stretches if attempt.start <= stretch.start < end]
+        for attempt, end in zip(found, until, strict=False)
     ]
-    ends = [_end(attempt, part) for attempt, part in zip(found, parts, strict=True)]
+    ends = [  # of the trainer's last word, if nobody noted it
+        attempt.end or max([attempt.start, *(stretch.end for stretch in part)])
+        for attempt, part in zip(found, parts, strict=True)
+    ]
     return [
         _attempt_row(attempt, part, end, since=found[0].start, until=max(ends))
         for attempt, part, end in zip(found, parts, ends, strict=True)
     ]
 
 
-def _end(attempt: Attempt, part: Sequence[Stretch]) -> float:
-    """When an attempt ended; the trainer's last word, if nobody noted it."""
-    return attempt.end or max([attempt.start, *(stretch.end for stretch in part)])
-
-
 def _attempt_row(
     attempt: Attempt, part: Sequence[Stretch], end: float, *, since: float, until: float
 ) -> AttemptRow:
     whole = max(until - since, 1e-9)
-    steps = [f"{part[0].first}", f"{part[-1].last}"] if part else []
-    outcome = attempt.outcome or _last_word(part)
+    # The trainer writes the page before the launcher knows of its end.
+    last = part[-1].event if part and part[-1].event in ("stopped", "finished") else ""
+    outcome = attempt.outcome or last
     words = OUTCOMES.get(outcome, "" if attempt.end else "at work")
     requeued = "back to the queue" if attempt.requeued else ""
     bad = outcome in ("failed", "refused", KILLED)
@@ -359,18 +305,12 @@ def _attempt_row(
         start=_utc(attempt.start),
         lasted=duration(end - attempt.start),
         ranks=f"{attempt.trainers} + {attempt.searchers}" if attempt.name else NOTHING,
-        steps=" → ".join(steps) or NOTHING,
+        steps=f"{part[0].first} → {part[-1].last}" if part else NOTHING,
         outcome=", ".join(filter(None, [words, attempt.note, requeued])),
         verdict="bad" if bad else "good" if outcome == "finished" else "",
         left=100 * (attempt.start - since) / whole,
         width=100 * (end - attempt.start) / whole,
     )
-
-
-def _last_word(part: Sequence[Stretch]) -> str:
-    """How the trainer says that an attempt ended: it writes the page before the launcher knows."""
-    event = part[-1].event if part else ""
-    return event if event in ("stopped", "finished") else ""
 
 
 def _utc(unix: float) -> str:

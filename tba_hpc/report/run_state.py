@@ -6,7 +6,6 @@ It puts together what Slurm's queue, the launchers' events and the ranks' metric
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tba_hpc.report.attempts import failures_in_a_row
@@ -17,14 +16,8 @@ WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT",
 """Slurm's states of a job that waits for its nodes, for the first time or again."""
 
 AT_WORK = {
-    "CONFIGURING",
-    "RUNNING",
-    "COMPLETING",
-    "SIGNALING",
-    "STAGE_OUT",
-    "RESIZING",
-    "STOPPED",
-    "SUSPENDED",
+    *("CONFIGURING", "RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT"),
+    *("RESIZING", "STOPPED", "SUSPENDED"),
 }
 """Slurm's states of a job that has nodes."""
 
@@ -33,9 +26,6 @@ UNKNOWN = "UNKNOWN"
 
 FORGOTTEN = "FORGOTTEN"
 """State of a job that ended so long ago that Slurm does not know how."""
-
-ASIDES = {"unreachable", "hung", "orphan"}
-"""Events that do not change how a run stands."""
 
 SILENT_SECONDS = 600.0
 """Engines may take so long to start."""
@@ -64,8 +54,10 @@ class RunState:
 
 def run_state(monitor: RunMonitor) -> RunState:
     """How the run stands as of the monitor's last update."""
-    if monitor.run.finished or _last_event(monitor) == "finished":
-        return RunState("finished", f"finished at step {monitor.progress.step}")
+    if monitor.run.finished or monitor.last_event == "finished":
+        ending = monitor.last_event == "start" and (monitor.silence or 0) < SILENT_SECONDS
+        ranks = ", waiting for its ranks to end" if ending else ""
+        return RunState("finished", f"finished at step {monitor.data.step}{ranks}")
     job = job_of(monitor)
     states = {component["state"] for component in job}
     if states & WAITING:
@@ -77,53 +69,41 @@ def run_state(monitor: RunMonitor) -> RunState:
 
 def job_of(monitor: RunMonitor) -> list[QueueEntry]:
     """The components of the run's job; none if the run was started otherwise since that job ended."""
-    states = {component["state"] for component in monitor.job}
-    if not monitor.job or not monitor.events or states & {*WAITING, *AT_WORK}:
+    states, events = {component["state"] for component in monitor.job}, monitor.data.events
+    if not monitor.job or not events or states & {*WAITING, *AT_WORK}:
         return monitor.job
-    last = monitor.events[-1]["job"]
+    last = events[-1]["job"]
     return monitor.job if last and int(last) <= int(monitor.job[0]["job"]) else []
 
 
 def _in_the_queue(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
     waiting = next(component for component in job if component["state"] in WAITING)
-    reason, step = waiting["reason"], monitor.progress.step
-    held = any(word in reason.lower() for word in ("held", "hold"))
+    reason, step, events = waiting["reason"], monitor.data.step, monitor.data.events
+    held = "held" in reason.lower() or "hold" in reason.lower()
     release = f"scontrol release {waiting['job']}" if held else ""
     if not _heard_of(monitor, job):
         return RunState("queued", f"queued ({reason})", release)
-    return RunState("requeued", f"{_why(monitor)}, back in the queue at step {step} ({reason})", release)
-
-
-def _why(monitor: RunMonitor) -> str:
-    """Why the job went back to the queue, as far as it was noted before."""
-    kinds = {
-        event["event"] for event in monitor.events if event["restarts"] == monitor.events[-1]["restarts"]
-    }
-    if "signal" in kinds:
-        return "preempted or out of time"
-    return "nodes unreachable" if "requeue" in kinds else "preempted or a node lost"
+    kinds = {event["event"] for event in events if event["restarts"] == events[-1]["restarts"]}
+    why = "nodes unreachable" if "requeue" in kinds else "preempted or a node lost"
+    why = "preempted or out of time" if "signal" in kinds else why
+    return RunState("requeued", f"{why}, back in the queue at step {step} ({reason})", release)
 
 
 def _heard_of(monitor: RunMonitor, job: list[QueueEntry]) -> bool:
     """Whether the job's batch script has begun."""
-    return any(event["job"] == job[0]["job"] for event in monitor.events)
-
-
-def _unheard(job: list[QueueEntry]) -> RunState:
-    """A job of which there is no word yet."""
-    if job[0]["state"] == UNKNOWN:
-        return RunState("queued", f"submitted as job {job[0]['job']}, which squeue tells nothing about here")
-    return RunState("starting", f"job {job[0]['job']} has its nodes, no word from it yet")
+    return any(event["job"] == job[0]["job"] for event in monitor.data.events)
 
 
 def _in_a_job(monitor: RunMonitor, job: list[QueueEntry], states: set[str]) -> RunState:
     """While the batch script may react to what happens."""
-    step = monitor.progress.step
+    step, job_id = monitor.data.step, job[0]["job"]
     if not _heard_of(monitor, job):
-        return _unheard(job)
+        if job[0]["state"] == UNKNOWN:
+            return RunState("queued", f"submitted as job {job_id}, which squeue tells nothing about here")
+        return RunState("starting", f"job {job_id} has its nodes, no word from it yet")
     if "SUSPENDED" in states:
         return RunState("suspended", f"suspended by Slurm at step {step}")
-    match _last_event(monitor):
+    match monitor.last_event:
         case "failed":
             return RunState("relaunching", f"the ranks failed after step {step}, to be started again")
         case "stopped" | "requeue":
@@ -134,14 +114,14 @@ def _in_a_job(monitor: RunMonitor, job: list[QueueEntry], states: set[str]) -> R
 def _after_a_job(monitor: RunMonitor, job: list[QueueEntry]) -> RunState:
     job_id, state = job[0]["job"], job[0]["state"]
     how = "" if state == FORGOTTEN else f" ({state.lower().replace('_', ' ')})"
-    gone = RunState("gone", f"job {job_id} is gone{how}, the run is at step {monitor.progress.step}")
+    gone = RunState("gone", f"job {job_id} is gone{how}, the run is at step {monitor.data.step}")
     ended = _ended(monitor) if _heard_of(monitor, job) else None
     return replace(ended or gone, command=_submit(monitor, job_id))
 
 
 def _without_a_job(monitor: RunMonitor) -> RunState:
     again = shlex.join(["tba", "run", str(monitor.run.path)])
-    if not monitor.events and not monitor.progress.newest:
+    if not monitor.data.events and not monitor.data.newest:
         return RunState("created", "not started yet", again)
     ended = _ended(monitor)
     return replace(ended, command=again) if ended else _with_silence(monitor, _at_work(monitor))
@@ -149,63 +129,51 @@ def _without_a_job(monitor: RunMonitor) -> RunState:
 
 def _ended(monitor: RunMonitor) -> RunState | None:
     """The end that a launcher noted, if no launcher is left."""
-    note = monitor.attempt.note if monitor.attempt else ""
-    match _last_event(monitor):
+    note, step = monitor.attempt.note if monitor.attempt else "", monitor.data.step
+    match monitor.last_event:
         case "refused":
             return RunState("refused", note)
         case "stopped":
-            return RunState("stopped", f"stopped at step {monitor.progress.step}")
+            return RunState("stopped", f"stopped at step {step}")
         case "changed":
-            step, end = monitor.progress.step, monitor.config.train.steps
+            end = monitor.config.train.steps
             return RunState("stopped", f"stopped at step {step}, its config changed, to go on to step {end}")
         case "aborted":
-            step = monitor.progress.step
-            return RunState(
-                "aborted", f"killed on request at step {step}; it goes on from the last checkpoint"
-            )
+            words = f"killed on request at step {step}; it goes on from the last checkpoint"
+            return RunState("aborted", words)
         case "failed":
-            count = failures_in_a_row(monitor.attempts)
+            count = failures_in_a_row(monitor.data.attempts)
             often = f" {count} times in a row" if count > 1 else ""
-            return RunState(
-                "failed", f"gave up: the ranks failed{often}, {note}; see {monitor.run.logs}/latest"
-            )
+            words = f"gave up: the ranks failed{often}, {note}; see {monitor.run.logs}/latest"
+            return RunState("failed", words)
     return None
 
 
 def _at_work(monitor: RunMonitor) -> RunState:
     """What the ranks of the newest attempt do."""
-    if _last_event(monitor) == "signal" and monitor.phase not in ("stopped", "finished"):
+    step, phase, last = monitor.data.step, monitor.phase, monitor.last_event
+    if last == "signal" and phase not in ("stopped", "finished"):
         return RunState("stopping", "asked to stop: to the next safe point, then a checkpoint")
-    return PHASES.get(monitor.phase, _starting)(monitor)
-
-
-def _starting(monitor: RunMonitor) -> RunState:
-    if _last_event(monitor) == "allocated":
+    match phase:
+        case "filling":
+            wanted = monitor.config.buffer.initial_completions
+            size = int(number(monitor.data.trainer.latest, "buffer/size", 0))
+            return RunState("filling", f"filling the buffer {min(size, wanted)}/{wanted}")
+        case "training":
+            return RunState("training", "training")
+        case "waiting":
+            return RunState("training", "training waits for completions: none came for a while")
+        case "finished":
+            rest = "writing the results" if monitor.tested else "final evaluation"
+            return RunState("finishing", f"last step done, {rest}")
+        case "stopped":
+            return RunState("stopping", f"stopped at step {step}, waiting for the ranks to end")
+    if last == "allocated":
         return RunState("starting", "looking which nodes answer")
     if monitor.rates:
         return RunState("evaluating", "first completions, evaluation before training")
-    up = monitor.phase in ("started", "resumed")
+    up = phase in ("started", "resumed")
     return RunState("starting", "engines are up, first weights on their way" if up else "starting engines…")
-
-
-def _filling(monitor: RunMonitor) -> RunState:
-    wanted = monitor.config.buffer.initial_completions
-    size = int(number(monitor.progress.latest, "buffer/size", 0))
-    return RunState("filling", f"filling the buffer {min(size, wanted)}/{wanted}")
-
-
-def _finishing(monitor: RunMonitor) -> RunState:
-    rest = "writing the results" if monitor.tested else "final evaluation"
-    return RunState("finishing", f"last step done, {rest}")
-
-
-PHASES: dict[str, Callable[[RunMonitor], RunState]] = {
-    "filling": _filling,
-    "training": lambda monitor: RunState("training", "training"),
-    "waiting": lambda monitor: RunState("training", "training waits for completions: none came for a while"),
-    "finished": _finishing,
-    "stopped": lambda monitor: RunState("stopping", f"stopped at step {monitor.progress.step}"),
-}
 
 
 def _with_silence(monitor: RunMonitor, found: RunState) -> RunState:
@@ -219,14 +187,8 @@ def _with_silence(monitor: RunMonitor, found: RunState) -> RunState:
 
 def _submit(monitor: RunMonitor, job: str) -> str:
     """What submits the run again: as the submission noted it, or a guess for a script sent by hand."""
-    if job in monitor.submissions:
-        return monitor.submissions[job]
-    allocations = [str(event["nodes"]) for event in monitor.events if event["event"] == "allocated"]
+    if job in monitor.data.submissions:
+        return monitor.data.submissions[job]
+    allocations = [str(event["nodes"]) for event in monitor.data.events if event["event"] == "allocated"]
     nodes = len(allocations[-1].split(",")) if allocations else "N"
     return f"tba submit --config {shlex.quote(str(monitor.run.path))} --nodes {nodes}"
-
-
-def _last_event(monitor: RunMonitor) -> str:
-    """The last event that changed how the run stands."""
-    kinds = (str(event["event"]) for event in reversed(monitor.events))
-    return next((kind for kind in kinds if kind not in ASIDES), "")

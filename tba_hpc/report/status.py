@@ -26,17 +26,10 @@ from tba_hpc.config import Config
 from tba_hpc.core.wording import count
 from tba_hpc.report.alerts import line
 from tba_hpc.report.attempts import Attempt, fault_words
+from tba_hpc.report.data import MANY_SEARCHERS, Counts, SizeOf, unknown_size
 from tba_hpc.report.monitor import Queue, QueueEntry, RunMonitor
 from tba_hpc.report.run_state import RunState, job_of, run_state
-from tba_hpc.report.summary import (
-    MANY_SEARCHERS,
-    Counts,
-    SizeOf,
-    policy_name,
-    reference_of,
-    same_reference,
-    unknown_size,
-)
+from tba_hpc.report.summary import policy_name, reference_of, same_reference
 from tba_hpc.report.tables import NOTHING, dropped_unlearned, duration, percent
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.directory import RunDir
@@ -53,16 +46,6 @@ REFRESH_SECONDS = 1.0
 # --- Values ---
 
 
-def heading(monitor: RunMonitor, now: RunState) -> dict[str, str]:
-    """Which run it is, and how far."""
-    steps = f"{monitor.progress.step}/{monitor.config.train.steps}"
-    return {
-        "run": str(monitor.run.path),
-        "state": now.words,
-        "step": ", ".join([steps, *_left(monitor, now)]),
-    }
-
-
 def _left(monitor: RunMonitor, now: RunState) -> list[str]:
     """How long training goes on, if it does."""
     return [f"{duration(monitor.eta)} left"] if now.state == "training" and monitor.eta is not None else []
@@ -70,19 +53,19 @@ def _left(monitor: RunMonitor, now: RunState) -> list[str]:
 
 def cells(monitor: RunMonitor) -> dict[str, str]:
     """Column title → value, the numbers a user watches. Reward, KL and entropy are of fresh completions."""
-    latest, trends = monitor.progress.latest, monitor.trends
-    validation, test = monitor.evaluated("validation"), monitor.evaluated("test")
+    latest, trends = monitor.data.trainer.latest, monitor.trends
+    validation, test = monitor.data.evaluated("validation"), monitor.data.evaluated("test")
     return {
-        monitor.score_name: _scores(validation[-1:]),
+        monitor.data.score_name: _scores(validation[-1:]),
         "test": _scores(test[:1] + test[1:][-1:]),
         "perplexity": _perplexity(monitor.config, [*test[:1], *validation, *test[1:]]),
-        "reward": _or_nothing(trends.latest("search/reward"), "{:.3f}"),
-        "KL": _or_nothing(trends.latest("search/kl"), "{:.2f}"),
-        "entropy": _or_nothing(trends.latest("search/entropy"), "{:.3f}"),
-        "loss": _show(latest, "train/loss", "{:.4f}"),
-        "staleness": _show(latest, "staleness/mean", "{:.1f}"),
-        "trainer wait": _show(latest, "train/wait_share", "{:.1%}"),
-        "buffer": _show(latest, "buffer/size", "{:,.0f}"),
+        "reward": _show(trends.latest("search/reward"), "{:.3f}"),
+        "KL": _show(trends.latest("search/kl"), "{:.2f}"),
+        "entropy": _show(trends.latest("search/entropy"), "{:.3f}"),
+        "loss": _show(number(latest, "train/loss"), "{:.4f}"),
+        "staleness": _show(number(latest, "staleness/mean"), "{:.1f}"),
+        "trainer wait": _show(number(latest, "train/wait_share"), "{:.1%}"),
+        "buffer": _show(number(latest, "buffer/size"), "{:,.0f}"),
         "tokens/s": _rates(monitor.rates),
     }
 
@@ -93,84 +76,75 @@ def _scores(evaluations: Sequence[Evaluation]) -> str:
 
 def _perplexity(config: Config, evaluations: Sequence[Evaluation]) -> str:
     """Of the last evaluation, and under which policy if that changes."""
-    last = evaluations[-1].perplexity if evaluations else None
-    if last is None or config.train.reference.name != "reset":
-        return _or_nothing(last, "{:.3f}")
-    return f"{last:.3f} under {policy_name(reference_of(config.train, evaluations[-1]))}"
+    text = _show(evaluations[-1].perplexity if evaluations else None, "{:.3f}")
+    if text == NOTHING or config.train.reference.name != "reset":
+        return text
+    return f"{text} under {policy_name(reference_of(config.train, evaluations[-1]))}"
+
+
+def _show(value: float | None, style: str) -> str:
+    return NOTHING if value is None else style.format(value)
+
+
+def _rates(rates: Sequence[float]) -> str:
+    """Tokens per second of each searcher; of many, their number times the mean."""
+    if len(rates) > MANY_SEARCHERS:
+        return f"{len(rates)} × {sum(rates) / len(rates):,.0f}"
+    return " + ".join(f"{rate:,.0f}" for rate in rates) or NOTHING
 
 
 def facts(monitor: RunMonitor, now: RunState) -> dict[str, str]:
     """What else there is to say, by title: who is at work where, what is safe, what went wrong, what next."""
-    attempt, job = monitor.attempt, job_of(monitor)
-    saved, age, silence = monitor.progress.trainer.checkpoint, monitor.checkpoint_age, monitor.silence
+    attempt, job, trainer = monitor.attempt, job_of(monitor), monitor.data.trainer
+    age, silence, trends = monitor.checkpoint_age, monitor.silence, monitor.trends
+    step = number(trainer.checkpoint, "step", 0)
+    aside = {"trajectory": trends.rejected, "optimizer step": trends.skipped}
     found = {
         "attempt": _attempt(attempt) if attempt and attempt.name else "",
         "job": _job(job[0]["job"], attempt) if job else "",
         **{_role(component): _component(component) for component in job},
-        "come and go": " · ".join(_visitor(visitor) for visitor in visitors(monitor)),
-        "checkpoint": f"step {number(saved, 'step', 0):.0f}, {duration(age)} ago" if age is not None else "",
-        "postponed": _postponed(monitor.progress.trainer.postponed),
-        "damaged": ", ".join(
-            f"{damage['checkpoint']}: {damage['fault']}" for damage in monitor.progress.trainer.damaged
-        ),
+        "elastic": " · ".join(_elastic_words(searcher) for searcher in elastic_searchers(monitor)),
+        "checkpoint": f"step {step:.0f}, {duration(age)} ago" if age is not None else "",
+        "postponed": _postponed(trainer.postponed),
+        "damaged": ", ".join(f"{one.get('checkpoint')}: {one.get('fault')}" for one in trainer.damaged),
         "alerts": line(monitor.alerts),
-        "set aside": _set_aside(monitor),
-        "dropped unlearned": dropped_unlearned(monitor.trends.by_length),
-        "faults": " · ".join(fault_words(monitor.faults)),
+        "set aside": ", ".join(count(number, thing) for thing, number in aside.items() if number),
+        "dropped unlearned": dropped_unlearned(trends.by_length),
+        "faults": " · ".join(fault_words(monitor.data.faults)),
         "last word": f"{duration(silence)} ago" if silence is not None else "",
         "next": now.command,
     }
     return {title: text for title, text in found.items() if text}
 
 
-def visitors(monitor: RunMonitor) -> list[dict[str, Any]]:
-    """Elastic searchers that are there; since: unix s; job, of Slurm, may be empty."""
+def elastic_searchers(monitor: RunMonitor) -> list[dict[str, Any]]:
+    """Those that are there; since: unix s; job, of Slurm, may be empty."""
+    digests = monitor.data.searchers
     return [
         {
             "searcher": searcher,
             "host": owner.host,
             "job": owner.job,
             "since": owner.since,
-            "tokens_per_second": number(
-                monitor.progress.searchers.get(searcher, {}), "search/tokens_per_second"
-            ),
+            "tokens_per_second": number(digests[searcher].last, "search/tokens_per_second")
+            if searcher in digests
+            else None,
         }
-        for searcher, owner in sorted(monitor.visitors.items())
+        for searcher, owner in sorted(monitor.elastic.items())
     ]
 
 
-def _visitor(visitor: Mapping[str, Any]) -> str:
-    rate, job = visitor["tokens_per_second"], visitor["job"]
+def _elastic_words(searcher: Mapping[str, Any]) -> str:
+    rate, job = searcher["tokens_per_second"], searcher["job"]
     return (
-        f"{visitor['searcher']} on {visitor['host']}{f' (job {job})' if job else ''} for "
-        f"{duration(max(0.0, time.time() - visitor['since']))}{f', {rate:,.0f} tokens/s' if rate else ''}"
+        f"{searcher['searcher']} on {searcher['host']}{f' (job {job})' if job else ''} for "
+        f"{duration(max(0.0, time.time() - searcher['since']))}{f', {rate:,.0f} tokens/s' if rate else ''}"
     )
 
 
 def _postponed(record: Record) -> str:
     """The checkpoint that there was no room for, if none came after it."""
-    return f"the checkpoint of step {number(record, 'step', 0):.0f}: {record['fault']}" if record else ""
-
-
-def done(counts: Counts) -> dict[str, str]:
-    """What the run has done, as ``tba audit`` counts it too."""
-    if not counts.attempts:
-        return {}
-    redone = {"redone": count(counts.redone, "step")} if counts.redone else {}
-    dropped = f", {counts.dropped:,} dropped (too late, or asked twice)" if counts.dropped else ""
-    return {
-        "acknowledged": f"{count(counts.trajectories, 'trajectory')} in {count(counts.shards, 'shard')}, "
-        f"{count(counts.tokens, 'token')}",
-        "merged": f"{count(counts.duplicates, 'duplicate')}, {counts.evicted:,} evicted{dropped}",
-        **redone,
-    }
-
-
-def _set_aside(monitor: RunMonitor) -> str:
-    """Trajectories without a usable reward, and steps without a finite loss or gradient norm."""
-    trends = monitor.trends
-    counts = {"trajectory": trends.rejected, "optimizer step": trends.skipped}
-    return ", ".join(f"{count(number, thing)}" for thing, number in counts.items() if number)
+    return f"the checkpoint of step {number(record, 'step', 0):.0f}: {record.get('fault')}" if record else ""
 
 
 def _attempt(attempt: Attempt) -> str:
@@ -195,12 +169,48 @@ def _component(component: QueueEntry) -> str:
     return ", ".join(filter(None, [" ".join(filter(None, [state, nodes])), until, since]))
 
 
+def done(counts: Counts) -> dict[str, str]:
+    """What the run has done, as ``tba audit`` counts it too."""
+    if not counts.attempts:
+        return {}
+    dropped = f", {counts.dropped:,} dropped (too late, or asked twice)" if counts.dropped else ""
+    found = {
+        "acknowledged": f"{count(counts.trajectories, 'trajectory')} in {count(counts.shards, 'shard')}, "
+        f"{count(counts.tokens, 'token')}",
+        "merged": f"{count(counts.duplicates, 'duplicate')}, {counts.evicted:,} evicted{dropped}",
+    }
+    return {**found, "redone": count(counts.redone, "step")} if counts.redone else found
+
+
+LATEST = {
+    "batch_reward": "train/reward",
+    "loss": "train/loss",
+    "staleness": "staleness/mean",
+    "trainer_wait_share": "train/wait_share",
+    "buffer": "buffer/size",
+}
+"""Keys of the JSON that are a figure of the last step."""
+
+SMOOTHED = {
+    "reward": "search/reward",
+    "kl": "search/kl",
+    "log_ratio": "train/log_ratio",
+    "entropy": "search/entropy",
+    "ess": "train/ess",
+    "clip_share": "train/clip_share",
+    "flat_groups": "search/flat_groups",
+    "batch_flat_groups": "train/flat_groups",
+    "length": "search/length",
+    "truncated_share": "search/truncated_share",
+    "replay_ratio": "train/replay_ratio",
+}
+"""Keys of the JSON that are a mean over the last steps or completions."""
+
+
 def figures(monitor: RunMonitor, size_of: SizeOf = unknown_size) -> dict[str, Any]:
     """Everything that is shown, as values for JSON; None if there is no value yet."""
-    now, latest, attempt = run_state(monitor), monitor.progress.latest, monitor.attempt
-    validation, test = monitor.evaluated("validation"), monitor.evaluated("test")
-    train, trends = monitor.config.train, monitor.trends
-    comparable = same_reference(train, test)
+    now, data, attempt, trends = run_state(monitor), monitor.data, monitor.attempt, monitor.trends
+    gap = trends.latest("search/engine_gap")
     return {
         "run": str(monitor.run.path),
         "state": now.state,
@@ -210,60 +220,40 @@ def figures(monitor: RunMonitor, size_of: SizeOf = unknown_size) -> dict[str, An
         "attempt": attempt.name if attempt else None,
         "restarts": attempt.restarts if attempt else None,
         "job": job_of(monitor),
-        "come_and_go": visitors(monitor),
-        "step": monitor.progress.step,
+        "elastic": elastic_searchers(monitor),
+        "step": data.step,
         "steps": monitor.config.train.steps,
-        "counts": asdict(monitor.counts(size_of)),
+        "counts": asdict(data.counts(size_of)),
         "seconds_left": monitor.eta if now.state == "training" else None,
-        "score_name": monitor.score_name,
-        "pass_at_1": validation[-1].score if validation else None,
-        "perplexity": validation[-1].perplexity if validation else None,
-        "perplexity_reference": reference_of(train, validation[-1]) if validation else None,
-        "test_pass_at_1": [evaluation.score for evaluation in test],
-        "test_perplexity": [e.perplexity if e in comparable else None for e in test],
-        "test_perplexity_reference": reference_of(train, test[-1]) if test else None,
-        "reward": trends.latest("search/reward"),
-        "batch_reward": number(latest, "train/reward"),
-        "loss": number(latest, "train/loss"),
-        "kl": trends.latest("search/kl"),
-        "log_ratio": trends.latest("train/log_ratio"),
-        "entropy": trends.latest("search/entropy"),
-        "ess": trends.latest("train/ess"),
-        "clip_share": trends.latest("train/clip_share"),
-        "engine_gap": trends.engine_gap,
-        "flat_groups": trends.latest("search/flat_groups"),
-        "batch_flat_groups": trends.latest("train/flat_groups"),
-        "length": trends.latest("search/length"),
-        "truncated_share": trends.latest("search/truncated_share"),
-        "replay_ratio": trends.latest("train/replay_ratio"),
+        **_evaluated(monitor),
+        **{key: trends.latest(name) for key, name in SMOOTHED.items()},
+        "engine_gap": trends.latest("train/engine_gap") if gap is None else gap,
+        **{key: number(data.trainer.latest, name) for key, name in LATEST.items()},
         "skipped_steps": trends.skipped,
         "rejected": trends.rejected,
         "by_length": asdict(trends.by_length),
         "alerts": [alert.sentence for alert in monitor.alerts],
-        "staleness": number(latest, "staleness/mean"),
-        "trainer_wait_share": number(latest, "train/wait_share"),
-        "buffer": number(latest, "buffer/size"),
         "searcher_tokens_per_second": monitor.rates,
-        "checkpoint_step": number(monitor.progress.trainer.checkpoint, "step"),
+        "checkpoint_step": number(data.trainer.checkpoint, "step"),
         "checkpoint_age_seconds": monitor.checkpoint_age,
         "silence_seconds": monitor.silence,
-        "faults": monitor.faults,
+        "faults": data.faults,
     }
 
 
-def _show(record: Record, name: str, style: str) -> str:
-    return _or_nothing(number(record, name), style)
-
-
-def _or_nothing(value: float | None, style: str) -> str:
-    return NOTHING if value is None else style.format(value)
-
-
-def _rates(rates: Sequence[float]) -> str:
-    """Tokens per second of each searcher; of many, their number times the mean."""
-    if len(rates) > MANY_SEARCHERS:
-        return f"{len(rates)} × {sum(rates) / len(rates):,.0f}"
-    return " + ".join(f"{rate:,.0f}" for rate in rates) or NOTHING
+def _evaluated(monitor: RunMonitor) -> dict[str, Any]:
+    train, last = monitor.config.train, monitor.data.evaluated("validation")[-1:]
+    test = monitor.data.evaluated("test")
+    comparable = same_reference(train, test)
+    return {
+        "score_name": monitor.data.score_name,
+        "pass_at_1": last[0].score if last else None,
+        "perplexity": last[0].perplexity if last else None,
+        "perplexity_reference": reference_of(train, last[0]) if last else None,
+        "test_pass_at_1": [evaluation.score for evaluation in test],
+        "test_perplexity": [e.perplexity if e in comparable else None for e in test],
+        "test_perplexity_reference": reference_of(train, test[-1]) if test else None,
+    }
 
 
 # --- Display ---
@@ -274,45 +264,31 @@ def plain_line(monitor: RunMonitor) -> str:
     now, steps = run_state(monitor), monitor.config.train.steps
     parts = [f"[{duration(monitor.elapsed)}] {now.words}"]
     if now.state == "training":
-        parts.append(f"step {monitor.progress.step}/{steps}")
-    if monitor.progress.step and (monitor.phase or now.over):
+        parts.append(f"step {monitor.data.step}/{steps}")
+    if monitor.data.step and (monitor.phase or now.over):
         parts += [f"{title} {value}" for title, value in cells(monitor).items() if value != NOTHING]
     worst = [f"alert: {alert.short}" for alert in monitor.alerts[:1]]
-    return " · ".join([*parts, *fault_words(monitor.faults), *worst])
+    return " · ".join([*parts, *fault_words(monitor.data.faults), *worst])
 
 
 def panel(monitor: RunMonitor) -> RenderableType:
     """The state of a run for a terminal: in words, as a bar, the numbers, the facts."""
-    now = run_state(monitor)
-    numbers = [_numbers(cells(monitor))] if monitor.progress.step else []
-    below = Group(_bar(monitor, now), *numbers, _grid(facts(monitor, now)))
-    return Group(Text.assemble(("> ", "cyan"), (now.words, "bold")), Padding(below, (0, 0, 0, 2)))
-
-
-def _bar(monitor: RunMonitor, now: RunState) -> Table:
-    """Steps done, the time that took, the time that is left."""
-    step, steps = monitor.progress.step, monitor.config.train.steps
-    bar = ProgressBar(total=steps, completed=step, width=28, complete_style="cyan", finished_style="green")
+    now, step, steps = run_state(monitor), monitor.data.step, monitor.config.train.steps
+    progress = Table.grid(padding=(0, 1))
     times = " · ".join([duration(monitor.elapsed), *_left(monitor, now)])
-    table = Table.grid(padding=(0, 1))
-    table.add_row(bar, Text(f"{step}/{steps}"), Text(times, style="dim"))
-    return table
-
-
-def _numbers(values: Mapping[str, str]) -> Columns:
-    """Titles above values, as many in a row as fit."""
-    cells = [Text.assemble((title, "dim"), "\n", value, justify="right") for title, value in values.items()]
-    return Columns(cells, padding=(0, 2))
-
-
-def _grid(values: Mapping[str, str]) -> Table:
-    """Titles and values in two columns."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
-    for title, value in values.items():
-        table.add_row(title, value)
-    return table
+    bar = ProgressBar(total=steps, completed=step, width=28, complete_style="cyan", finished_style="green")
+    progress.add_row(bar, Text(f"{step}/{steps}"), Text(times, style="dim"))
+    numbers = [
+        Text.assemble((title, "dim"), "\n", value, justify="right") for title, value in cells(monitor).items()
+    ]
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim")
+    grid.add_column(overflow="fold")
+    for title, value in facts(monitor, now).items():
+        grid.add_row(title, value)
+    shown: list[RenderableType] = [progress, *([Columns(numbers, padding=(0, 2))] if step else []), grid]
+    words = Text.assemble(("> ", "cyan"), (now.words, "bold"))
+    return Group(words, Padding(Group(*shown), (0, 0, 0, 2)))
 
 
 class LiveDisplay:
@@ -399,7 +375,9 @@ def print_status(
         print(json.dumps(figures(monitor, size_of), indent=2))
         return
     console, now = console or Terminal(), run_state(monitor)
-    values = {**heading(monitor, now), **cells(monitor), **done(monitor.counts(size_of))}
-    for title, value in {**values, **facts(monitor, now)}.items():
+    steps = f"{monitor.data.step}/{monitor.config.train.steps}"
+    heading = {"run": str(run.path), "state": now.words, "step": ", ".join([steps, *_left(monitor, now)])}
+    values = {**heading, **cells(monitor), **done(monitor.data.counts(size_of)), **facts(monitor, now)}
+    for title, value in values.items():
         # Unwrapped: a path or a command broken into lines cannot be copied.
         console.print(Text.assemble((f"{title:<12} ", "dim"), value), soft_wrap=True)

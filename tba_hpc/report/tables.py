@@ -31,53 +31,42 @@ def print_summary(
     if as_json:
         print_values(asdict(summary), as_json=True)
         return
-    shares = {
-        f"{summary.score_name} before": summary.pass_at_1_before,
-        f"{summary.score_name} after": summary.pass_at_1_after,
-        "trainer wait": summary.trainer_wait_share,
+    before, after, wait = summary.pass_at_1_before, summary.pass_at_1_after, summary.trainer_wait_share
+    under = summary.perplexity_reference
+    optional: dict[str, Cell] = {
+        "perplexity under the": None if under is None else policy_name(under),
+        "reward": summary.figures["search/reward"],
+        "KL on fresh samples": summary.figures["search/kl"],
+        "entropy": summary.figures["search/entropy"],
+        "skipped steps": summary.skipped_steps or None,
+        "rejected trajectories": summary.rejected or None,
+        "dropped trajectories": summary.dropped or None,
+        "alert": next(iter(summary.alerts), None),
     }
     places = {"model": run.export, "report": run.report, "summary": run.summary}
     values: dict[str, Cell] = {
-        **{name: None if share is None else percent(share) for name, share in shares.items()},
+        f"{summary.score_name} before": None if before is None else percent(before),
+        f"{summary.score_name} after{_of_step(summary)}": None if after is None else percent(after),
+        "trainer wait": None if wait is None else percent(wait),
         "held-out prompts": summary.test_prompts,
         "perplexity before": summary.perplexity_before,
         "perplexity after": summary.perplexity_after,
-        **_known(
-            {
-                "perplexity under the": policy_of(summary),
-                "reward": summary.figures["search/reward"],
-                "KL on fresh samples": summary.figures["search/kl"],
-                "entropy": summary.figures["search/entropy"],
-            }
-        ),
         "optimizer steps": summary.steps,
         "training time": duration(summary.train_seconds),
         "trajectories": summary.trajectories,
         "tokens": summary.tokens,
         "tokens per searcher-second": summary.goodput,
-        **_known(
-            {
-                "skipped steps": summary.skipped_steps or None,
-                "rejected trajectories": summary.rejected or None,
-                "dropped trajectories": summary.dropped or None,
-                "alert": next(iter(summary.alerts), None),
-            }
-        ),
+        **{name: value for name, value in optional.items() if value is not None},
         **{name: str(path) for name, path in places.items() if path.exists()},
-        **({"ask it": f'tba ask {shlex.quote(str(run.path))} "…"'} if run.export.exists() else {}),
+        **({"try it": f'tba ask {shlex.quote(str(run.path))} "…"'} if run.export.exists() else {}),
     }
     print_values(values, console=console)
 
 
-def policy_of(summary: Summary) -> str | None:
-    """Under which policy the perplexities are; None if there are none."""
-    known = summary.perplexity_before is not None or summary.perplexity_after is not None
-    return policy_name(summary.perplexity_reference or 0) if known else None
-
-
-def _known(values: Mapping[str, Cell]) -> dict[str, Cell]:
-    """Without those that there is no value of."""
-    return {name: value for name, value in values.items() if value is not None}
+def _of_step(summary: Summary) -> str:
+    """Which step's model the last evaluation is of, if the run has gone on since."""
+    step = summary.evaluated_step
+    return f" (step {step})" if step is not None and step != summary.steps else ""
 
 
 def print_values(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tba_hpc.report.summary import read_evaluations, searcher_files, series
+from tba_hpc.report.data import read_evaluations, searcher_files, series
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import Record, number, read_metrics, step_records
 

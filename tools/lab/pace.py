@@ -14,7 +14,7 @@ from lab.curves import tokens_per_second
 from lab.results import Panel, Result, Row, Series, Spread
 from lab.runs import Options, Study, slug
 from tba_hpc.config import Config
-from tba_hpc.report.summary import searcher_files, series
+from tba_hpc.report.data import searcher_files, series
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import read_metrics, step_records
 

@@ -10,7 +10,8 @@ from lab.curves import Curve, sag, swing
 from lab.results import Panel, Result, Row, Series, Spread
 from lab.runs import Options, Study
 from tba_hpc.config import Config
-from tba_hpc.report.summary import RunData, summary_of
+from tba_hpc.report.data import RunData
+from tba_hpc.report.summary import summary_of
 from tba_hpc.run.directory import RunDir
 
 NOTES = (
@@ -36,7 +37,7 @@ class Scored:
         data = RunData.read(run)
         summary = summary_of(data, run.config())
         assert summary.pass_at_1_before is not None and summary.pass_at_1_after is not None
-        validation = [(float(e.step), e.score) for e in data.evaluations if e.split == "validation"]
+        validation = [(float(e.step), e.score) for e in data.evaluated("validation")]
         staleness = summary.staleness or 0.0
         return cls(
             validation, summary.pass_at_1_before, summary.pass_at_1_after, staleness, summary.trajectories

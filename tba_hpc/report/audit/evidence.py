@@ -15,7 +15,7 @@ import numpy as np
 from tba_hpc.config import Config
 from tba_hpc.core.types import Shard, make_uid
 from tba_hpc.exchange.hdf5_shards import ShardError, read_arrays, read_shard
-from tba_hpc.report.summary import index_of, searcher_files
+from tba_hpc.report.data import index_of, searcher_files
 from tba_hpc.run.checkpoints import (
     BUFFER_FILE,
     PROMPTS_FILE,

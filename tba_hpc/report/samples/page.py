@@ -10,14 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tba_hpc.config import ConfigError
-from tba_hpc.core.wording import printable
-from tba_hpc.report.page import footer, template
+from tba_hpc.report.page import footer, template, write_html
 from tba_hpc.report.samples.select import Sample, Selection
 from tba_hpc.report.samples.show import facts, summary
 from tba_hpc.report.samples.texts import Decode, pieces
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.files import write_atomic
 
 EDGES = (0.1, 0.5, 1.5, 4.0)
 """Nats of |log π_behaviour − log π_ref| from which a token has the next stronger colour."""
@@ -55,18 +52,12 @@ def write_page(path: Path, run: RunDir, selection: Selection, decode: Decode) ->
         cards=[_card(sample, decode) for sample in selection.samples],
         footer=footer(),
     )
-    try:
-        write_atomic(path, text)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {path} ({error.strerror}): choose another place with --html"
-        ) from None
+    write_html(path, text)
 
 
 def _card(sample: Sample, decode: Decode) -> Card:
     reward, _, others = facts(sample).partition(" · ")
-    prompt = printable(sample.prompt.strip("\n"))
-    return Card(reward, others, prompt, list(_tokens(sample, decode)), sample.truncated)
+    return Card(reward, others, sample.prompt.strip("\n"), list(_tokens(sample, decode)), sample.truncated)
 
 
 def _tokens(sample: Sample, decode: Decode) -> Iterator[Token]:
@@ -76,7 +67,7 @@ def _tokens(sample: Sample, decode: Decode) -> Iterator[Token]:
         note = f"log π {logprob:.2f}"
         if has_reference:
             note += f", reference {ref_logprob:.2f}: {logprob - ref_logprob:+.2f}"
-        yield Token(printable(text) or END, shade(logprob - ref_logprob) if has_reference else "", note)
+        yield Token(text or END, shade(logprob - ref_logprob) if has_reference else "", note)
 
 
 def shade(log_ratio: float) -> str:

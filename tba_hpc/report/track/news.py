@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tba_hpc.report.summary import searcher_files
+from tba_hpc.report.data import searcher_files
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer, evaluations_on_disk, find_evaluation
 from tba_hpc.run.metrics import MetricsTail, Record, number

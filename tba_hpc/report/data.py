@@ -1,0 +1,216 @@
+"""Everything a run's files say of it, folded as they grow: what status, summary, report and compare show.
+
+Reads only what the ranks wrote, at any time, on any machine, in bounded memory: of each metrics file its
+digest, and the lines after that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tba_hpc.config import is_elastic
+from tba_hpc.core.types import Split
+from tba_hpc.report.attempts import Attempt, Event, attempts, count_faults
+from tba_hpc.report.curves import Trends
+from tba_hpc.report.digest import SearcherDigest, TrainerDigest, kept_digest
+from tba_hpc.run.directory import RunDir
+from tba_hpc.run.evaluations import Evaluation, evaluations_on_disk, find_evaluation
+from tba_hpc.run.files import listing
+from tba_hpc.run.history import EMPTY, ShardSize
+from tba_hpc.run.metrics import MetricsTail, Record, number
+
+MANY_SEARCHERS = 4
+"""Above this number the searchers are shown together: their rates by the mean, their curves as a band."""
+
+SizeOf = Callable[[Path], ShardSize]
+"""Reads what a shard file holds: a seal just before a kill may be in no metrics."""
+
+
+def unknown_size(_: Path) -> ShardSize:
+    """Of a shard that nobody can read here."""
+    return EMPTY
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a run has done, as ``tba status``, ``tba audit`` and the summary count it.
+
+    attempts: starts of the trainer's loop. steps: of the surviving history; redone: those that resumes took
+    back. shards, trajectories, tokens: acknowledged, which no accident takes back: merged by the surviving
+    history, or sealed beyond it; tokens are of completions. duplicates, evicted: what the replay buffer did
+    with those merged; dropped: those of them that it did not get, as they came too late or once more.
+    """
+
+    attempts: int
+    steps: int
+    redone: int
+    shards: int
+    trajectories: int
+    tokens: int
+    duplicates: int
+    evicted: int
+    dropped: int
+
+
+class RunData:
+    """A run as of the last ``update``.
+
+    finished: whether nothing is left to do. trends: of trainer and searchers; steps that were done twice
+    count once. events: of launchers and batch scripts, see ``run.events.log_event``; not those of
+    submissions, after which a run may wait for days. submissions: what submits the run again, by the job
+    submitted so. evaluations: the complete ones, by name.
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self.finished = False
+        self.trainer = TrainerDigest()
+        self.searchers: dict[int, SearcherDigest] = {}
+        self.events: list[Event] = []
+        self.submissions: dict[str, str] = {}
+        self.attempts: list[Attempt] = []
+        self.evaluations: dict[str, Evaluation] = {}
+        self._tails: dict[Path, MetricsTail] = {}
+
+    @classmethod
+    def read(cls, run: RunDir) -> RunData:
+        """Read a run directory at any moment, one file after the other."""
+        data = cls(run)
+        data.update()
+        return data
+
+    def update(self) -> None:
+        """Read what is new."""
+        self.finished = self.run.finished
+        self._read_events()
+        self._read_trainer(self.run.metrics_file("trainer"))
+        for path in searcher_files(self.run):
+            self._read_searcher(path)
+        self.evaluations = read_evaluations(self.run, self.evaluations)
+
+    def _read_events(self) -> None:
+        path = self.run.events_file
+        lines = self._tails.setdefault(path, MetricsTail(path)).new()
+        if new := [line for line in lines if _is_event(line)]:
+            submitted = [event for event in new if event["event"] == "submitted"]
+            self.submissions |= {str(event["job"]): str(event.get("command")) for event in submitted}
+            self.events += [event for event in new if event["event"] != "submitted"]
+            self.attempts = attempts(self.events)
+
+    def _read_trainer(self, path: Path) -> None:
+        if path not in self._tails:
+            self.trainer, self._tails[path] = kept_digest(path, self.trainer)
+        for record in self._tails[path].records():
+            self.trainer.take(record)
+
+    def _read_searcher(self, path: Path) -> None:
+        index = index_of(path)
+        if path not in self._tails:
+            digest, self._tails[path] = kept_digest(path, SearcherDigest(index))
+            self.trends.add(digest.trends)
+            digest.trends = self.trends  # what follows counts there
+            self.searchers[index] = digest
+        for record in self._tails[path].records():
+            self.searchers[index].take(record)
+
+    @property
+    def trends(self) -> Trends:
+        """See there."""
+        return self.trainer.trends
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.trainer.step
+
+    @property
+    def newest(self) -> float:
+        """Time of the newest record, unix seconds; 0 if there is none.
+
+        Not of elastic searchers: they outlive the run.
+        """
+        own = [digest.last for index, digest in self.searchers.items() if not is_elastic(index)]
+        return max(series([self.trainer.latest, *own], "time"), default=0.0)
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """How often each kind of fault happened."""
+        rebuilds = sum(digest.rebuilds.total for digest in self.searchers.values())
+        return count_faults(self.events, rebuilds=rebuilds, damaged=len(self.trainer.damaged))
+
+    def evaluated(self, split: Split) -> list[Evaluation]:
+        """The complete evaluations of a split, by step."""
+        return [found for found in self.evaluations.values() if found.split == split]
+
+    @property
+    def score_name(self) -> str:
+        """What the task calls its score, as far as an evaluation has said so."""
+        return next((evaluation.score_name for evaluation in self.evaluations.values()), "score")
+
+    def counts(self, size_of: SizeOf = unknown_size) -> Counts:
+        """What the run has done by now. size_of: of a shard that no metrics tell of."""
+        merged, trainer = self.trainer.merged, self.trainer
+        waiting = [
+            size
+            for index, digest in self.searchers.items()
+            for size in _waiting(self.run, digest, merged.cursors.get(index, 0), size_of)
+        ]
+        return Counts(
+            attempts=trainer.starts,
+            steps=trainer.step,
+            redone=trainer.redone,
+            shards=merged.shards + len(waiting),
+            trajectories=merged.trajectories + sum(size.trajectories for size in waiting),
+            tokens=merged.tokens + sum(size.tokens for size in waiting),
+            duplicates=merged.duplicates,
+            evicted=merged.evicted,
+            dropped=merged.dropped,
+        )
+
+
+def _is_event(line: Event) -> bool:
+    """Whether a line of events.jsonl, which anyone may have written, has what all events have."""
+    known = (("event", str), ("time", float | int), ("job", str), ("restarts", int))
+    job = str(line.get("job"))
+    return all(isinstance(line.get(name), kind) for name, kind in known) and (job.isdecimal() or not job)
+
+
+def _waiting(run: RunDir, digest: SearcherDigest, cursor: int, size_of: SizeOf) -> Iterator[ShardSize]:
+    """Of a searcher's shards that the trainer has not merged; some it did not live to log."""
+    logged = {index: size for index, size in digest.seals.items() if index >= cursor}
+    for index in itertools.count(cursor):
+        file = run.shard_file(digest.index, index)
+        if index in logged:
+            yield logged.pop(index)
+        elif file.exists():
+            yield size_of(file)
+        elif not logged:
+            return
+
+
+def searcher_files(run: RunDir) -> list[Path]:
+    """Metrics files of the searchers, by index."""
+    names = sorted(listing(run.metrics)) if run.metrics.is_dir() else []
+    return [run.metrics / name for name in names if name.startswith("searcher-") and name.endswith(".jsonl")]
+
+
+def index_of(path: Path) -> int:
+    """The 3 of ``searcher-0003.jsonl``."""
+    return int(path.stem.rpartition("-")[2])
+
+
+def read_evaluations(run: RunDir, known: dict[str, Evaluation] | None = None) -> dict[str, Evaluation]:
+    """All evaluations of which every part is there, by name; those in ``known`` are not read again."""
+    found = {
+        name: (known or {}).get(name) or find_evaluation(run, split, step)
+        for name, (split, step) in evaluations_on_disk(run).items()
+    }
+    return {name: evaluation for name, evaluation in sorted(found.items()) if evaluation and evaluation.total}
+
+
+def series(records: Iterable[Record], name: str) -> list[float]:
+    """The values of a scalar, if it is there."""
+    return [value for record in records if (value := number(record, name)) is not None]
