@@ -218,9 +218,8 @@ def test_the_view_follows_a_run_through_its_phases(run: RunDir) -> None:
     monitor.update()
     assert run_state(monitor).words == "last step done, writing the results"
     run.mark_finished()
-    assert run_state(monitor).words.startswith(
-        "finished at step 10"
-    ) and "test 41.0 % → 90.0 %" in plain_line(monitor)
+    assert run_state(monitor).words.startswith("finished at step 10")
+    assert "test 41.0 % → 90.0 %" in plain_line(monitor)
 
 
 def test_an_attempt_starts_with_the_step_but_not_the_pace_of_the_one_before(run: RunDir) -> None:
@@ -358,10 +357,8 @@ def test_the_display_shows_fresh_completions_and_alerts(
     monitor = look(run)
     told = facts(monitor, run_state(monitor))
     assert told["set aside"] == "60 trajectories"
-    assert told["alerts"] == "60 trajectories (58 %) set aside without a reward: task.name"
-    assert plain_line(monitor).endswith(
-        " · alert: 60 trajectories (58 %) set aside without a reward: task.name"
-    )
+    alert = "60 trajectories (58 %) set aside without a reward: task.name"
+    assert told["alerts"] == alert and plain_line(monitor).endswith(f" · alert: {alert}")
     print_status(run, run.config(), no_job, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert (found["batch_reward"], found["rejected"], found["skipped_steps"]) == (0.44, 60, 0)

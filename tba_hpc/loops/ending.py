@@ -13,11 +13,7 @@ from pathlib import Path
 from tba_hpc.config import Config, LaunchSection
 from tba_hpc.core.ports import ExchangeError, Learner, TrainerExchange
 from tba_hpc.loops.trainer import Trainer
-<<<<<<< HEAD
-from tba_hpc.report.digest import Sealed
 from tba_hpc.report.summary import summarise, write_summary
-=======
->>>>>>> 44d3b86 (One reading of a run's files for status, summary, report and compare)
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import find_evaluation, missing_parts
 from tba_hpc.run.history import EMPTY, ShardSize

@@ -16,7 +16,7 @@ import yaml
 
 from slurm_testbed import faults
 from slurm_testbed.cluster import ENDED, Cluster
-from tba_hpc.report.summary import index_of, searcher_files
+from tba_hpc.report.data import index_of, searcher_files
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
 from tba_hpc.run.metrics import MetricsTail, Record, number
