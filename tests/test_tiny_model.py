@@ -1,10 +1,14 @@
-"""The tiny model of the quickstart: its data, its cache, and that transformers and vLLM load it."""
+"""The tiny model of the quickstart: its data, its cache, and that transformers loads it.
+
+That vLLM answers as transformers does is ``test_evaluate.py``'s.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import get_args
@@ -14,10 +18,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tba_hpc.config import GeneratorSection, ModelSection, load_config
-from tba_hpc.core.types import Request, Sampling, Split
+from tba_hpc.config import load_config
+from tba_hpc.core.types import Split
 from tba_hpc.learner.hf_model import load_tokenizer
-from tba_hpc.tasks.arithmetic import Arithmetic, Problem, draw_problems, is_correct
+from tba_hpc.tasks.arithmetic import Problem, draw_problems, is_correct
 from tba_hpc.tasks.gsm8k import GSM8K
 
 REPOSITORY = Path(__file__).parents[1]
@@ -38,6 +42,15 @@ def load_tool() -> ModuleType:
 
 
 tool = load_tool()
+VALIDATION = tool.VALIDATION
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_problems() -> Iterator[None]:
+    """To examine a model with, but that of the quickstart: most are hardly taught."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tool, "VALIDATION", 8)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +84,10 @@ def test_the_folder_loads_and_says_what_it_is(folder: Path) -> None:
     assert not list(folder.parent.glob(".tiny-*"))
 
 
-def test_the_same_recipe_gives_the_same_bytes_and_another_seed_does_not(folder: Path, tmp_path: Path) -> None:
-    for seed, same in ((5, True), (6, False)):
-        tool.make(tool.Recipe(seed, FEW_STEPS), tmp_path / str(seed))
-        made = (tmp_path / str(seed) / "model.safetensors").read_bytes()
-        assert (made == (folder / "model.safetensors").read_bytes()) is same
+def test_the_same_recipe_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+    tool.make(tool.Recipe(5, FEW_STEPS), tmp_path / "again")
+    made = (tmp_path / "again" / "model.safetensors").read_bytes()
+    assert made == (folder / "model.safetensors").read_bytes()
 
 
 def test_a_second_call_finds_the_model_and_another_recipe_replaces_it(
@@ -163,34 +175,11 @@ def test_every_gsm8k_question_fits_the_shipped_config(folder: Path) -> None:
     assert longest + config.generator.max_tokens <= config.model.context_length <= tool.CONTEXT
 
 
-@pytest.mark.engine
-def test_vllm_loads_it_and_answers_as_transformers_do(folder: Path) -> None:
-    from tba_hpc.engine.vllm_generator import VllmGenerator
-
-    task = Arithmetic(load_tokenizer(str(folder)), validation_problems=16)
-    greedy = Sampling(temperature=0.0, top_p=1.0, max_tokens=tool.ANSWER_TOKENS)
-    generator = VllmGenerator(
-        ModelSection(path=str(folder), dtype="float32", context_length=256),
-        GeneratorSection(completions_per_prompt=1, prompts_in_flight=16, kv_cache_mb=16),
-        seed=0,
-    )
-    for prompt in task.prompts("validation"):
-        generator.submit(Request(prompt, prompt.id, 1, greedy, "validation"))
-    answers = {}
-    while generator.in_flight:
-        for group in generator.step():
-            answers[group.request.id] = group.completions[0]
-    generator.close()
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    expected = tool.answer(model, tokenizer, draw_problems("validation", 16, seed=0))
-    for i, text in enumerate(expected):
-        whole = answers[i].finish_reason == "stop"
-        assert (tokenizer.decode(answers[i].tokens, skip_special_tokens=True) if whole else "") == text
-
-
 @pytest.mark.system
-def test_the_model_of_the_quickstart_starts_between_30_and_55_percent() -> None:
+def test_the_model_of_the_quickstart_starts_between_30_and_55_percent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tool, "VALIDATION", VALIDATION)
     tool.main(["--seed", "0"])
     folder = REPOSITORY / ".cache" / "tiny-model-seed0"
     manifest = json.loads((folder / "manifest.json").read_text())

@@ -10,11 +10,11 @@ is printed and saved to OUT/STAGE.json the moment it is known. Stages, all by de
 
     installation  libraries, GPUs, whether workers can be forked after a look at them; products and copies
     engine        a random model of 1.2 billion parameters generates; its log-probabilities against the
-                  learner's, with logits in float32 on both sides, and without; the same after live weights
+                  learner's, with logits in float32 on both sides, and without; live weights against plain
+                  copies; generation under new weights every second, caches recomputed and kept
     learner       optimizer steps: model FLOP utilisation, peak memory against ``tba plan``; weights copied
                   out and reference log-probabilities against the machine's best
     delta         what a step at 1e-6 changes of the weights: bytes, and seconds to find and apply it
-    keep_kv       generation under new weights every second, with attention caches kept and recomputed
     quickstart    the quickstart's run, from a config to a report
     shared        a short run with LoRA, trainer and engine on one GPU, each within its share
     several       a short run of two trainer ranks and an engine over two GPUs; needs four of them
@@ -238,25 +238,29 @@ def installation(stage: Stage) -> None:
 
 
 def engine(stage: Stage) -> None:
-    """Generation, and how far its log-probabilities are from the learner's code; then live weights."""
+    """Two engines: generation, log-probabilities against the learner's code, live weights."""
     config = stage.config()
     for fp32_head in (True, False):
         model = config.model.model_copy(update={"fp32_head": fp32_head})
+        generator = config.generator.model_copy(update={"keep_kv": not fp32_head})
         name = f"logits in {'float32' if fp32_head else 'bfloat16'}"
         policy = load_policy(config.model.path, config.model.dtype)
         began = time.monotonic()
-        with engine_of(config.model_copy(update={"model": model})) as generator:
+        with engine_of(config.model_copy(update={"model": model, "generator": generator})) as running:
             stage.note(f"engine built, {name}", time.monotonic() - began, "s")
-            generate(generator, stage.shape)
+            generate(running, stage.shape)
             began = time.monotonic()
-            groups = generate(generator, stage.shape)
-            stage.note(f"generation, {name}", tokens_of(groups) / (time.monotonic() - began), "tokens/s")
+            groups = generate(running, stage.shape)
+            rate = tokens_of(groups) / (time.monotonic() - began)
+            stage.note(f"generation, {name}", rate, "tokens/s")
             gap = gaps(groups, HfReference(policy, fp32_head=fp32_head))
             what = f"log-probability, engine less learner, {name}"
             stage.note(f"{what}: standard deviation", float(gap.std()), "nats")
             stage.note(f"{what}: largest", float(np.abs(gap).max()), "nats")
             if fp32_head:
-                reload(stage, generator, policy)
+                reload(stage, running, policy)
+            name = "caches recomputed" if fp32_head else "caches kept"
+            under_new_weights(stage, running, policy, rate, name)
 
 
 def reload(stage: Stage, generator: VllmGenerator, policy: PreTrainedModel) -> None:
@@ -278,6 +282,29 @@ def reload(stage: Stage, generator: VllmGenerator, policy: PreTrainedModel) -> N
     gap = float(np.abs(gaps(groups[:4], HfReference(policy, chunk_tokens=256, fp32_head=True))).mean())
     stage.note("log-probability under the new weights, engine less learner: mean", gap)
     stage.note("all completions are of the newest weights", all(int(g.versions.min()) == 3 for g in groups))
+
+
+def under_new_weights(
+    stage: Stage, generator: VllmGenerator, policy: PreTrainedModel, rate: float, name: str
+) -> None:
+    """Requests in flight go on under weights that come every second; what their caches cost.
+
+    rate: tokens/s without new weights.
+    """
+    layout, data = published(policy)
+    first, began = generator.version + 1, time.monotonic()
+    last = first
+
+    def load_every_second() -> None:
+        nonlocal last
+        if time.monotonic() - began > last - first and not generator.loading:
+            generator.load(WeightUpdate(Publication(version=last), layout, data))
+            last += 1
+
+    groups = generate(generator, stage.shape, meanwhile=load_every_second)
+    new = tokens_of(groups) / (time.monotonic() - began)
+    stage.note(f"generation under new weights ÷ without, {name}", new / rate)
+    stage.note(f"loads meanwhile, {name}", last - first)
 
 
 def learner(stage: Stage) -> None:
@@ -331,27 +358,6 @@ def delta(stage: Stage) -> None:
     stage.note("bytes ÷ all", len(changes) / len(new))
     stage.note("applying changes ÷ copy", best(lambda: apply_changes(changes, old)) / copy)
     stage.note("applied, they are the new weights to the bit", bool(np.array_equal(old, new)))
-
-
-def keep_kv(stage: Stage) -> None:
-    """Requests in flight go on under weights that come every second; what their caches cost."""
-    config = stage.config()
-    layout, data = published(load_policy(config.model.path, config.model.dtype))
-    for keep, name in ((False, "caches recomputed"), (True, "caches kept")):
-        section = config.generator.model_copy(update={"keep_kv": keep})
-        with engine_of(config.model_copy(update={"generator": section})) as generator:
-            generate(generator, stage.shape)
-            loads, began = 0, time.monotonic()
-
-            def load_every_second(generator: VllmGenerator = generator, began: float = began) -> None:
-                nonlocal loads
-                if time.monotonic() - began > loads and not generator.loading:
-                    loads += 1
-                    generator.load(WeightUpdate(Publication(version=loads), layout, data))
-
-            groups = generate(generator, stage.shape, meanwhile=load_every_second)
-            stage.note(f"generation, {name}", tokens_of(groups) / (time.monotonic() - began), "tokens/s")
-            stage.note(f"loads meanwhile, {name}", loads)
 
 
 def quickstart(stage: Stage) -> None:
@@ -413,8 +419,7 @@ def several(stage: Stage) -> None:
 
 
 STAGES: dict[str, Callable[[Stage], None]] = {
-    stage.__name__: stage
-    for stage in (installation, engine, learner, delta, keep_kv, quickstart, shared, several)
+    stage.__name__: stage for stage in (installation, engine, learner, delta, quickstart, shared, several)
 }
 
 

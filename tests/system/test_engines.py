@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tba_hpc.report.summary import series
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.metrics import read_metrics
+from tba_hpc.run.metrics import Record, read_metrics
 
 from .test_run import assert_whole, finish, stop, tba, wait_for
 from .test_run import steps_done as steps_of
@@ -45,18 +46,14 @@ def start(model: Path, root: Path, *settings: str) -> subprocess.Popen[str]:
     return tba("run", "configs/quickstart.yaml", *(word for pair in pairs for word in ("--set", pair)))
 
 
-def run_to_end(model: Path, root: Path, *settings: str) -> RunDir:
-    """A run that must finish, whole; its directory."""
-    code, out, err = finish(start(model, root, *settings))
-    assert code == 0, out + err
-    run = RunDir.open(root / NAME)
-    assert_whole(run, STEPS, SAMPLES)
-    return run
-
-
 def steps_done(root: Path) -> int:
     """Optimizer steps in the metrics so far."""
     return steps_of(root, NAME)
+
+
+def searched(run: RunDir) -> list[Record]:
+    """Records of the only searcher."""
+    return read_metrics(run.metrics_file("searcher", 0))
 
 
 def trainer_events(root: Path) -> list[object]:
@@ -64,24 +61,17 @@ def trainer_events(root: Path) -> list[object]:
     return events_of(root, NAME)
 
 
-def test_stopped_by_ctrl_c_and_resumed_over_mpi(model: Path, tmp_path: Path) -> None:
-    """Its model loads by the libraries' own means, and is another than at first."""
-    process = start(model, tmp_path)
-    wait_for(lambda: steps_done(tmp_path) >= 5, process)
-    stop(process)
-    assert 5 <= steps_done(tmp_path) < STEPS
-    run = run_to_end(model, tmp_path)
-    assert "resumed" in trainer_events(tmp_path) and trainer_events(tmp_path)[-1] == "finished"
-    policy = AutoModelForCausalLM.from_pretrained(run.export)
-    assert AutoTokenizer.from_pretrained(run.export).eos_token_id is not None
-    old = AutoModelForCausalLM.from_pretrained(model).state_dict()
-    assert any(not torch.equal(tensor, old[name]) for name, tensor in policy.state_dict().items())
+def test_an_engine_is_killed_and_the_run_stopped_and_resumed(model: Path, tmp_path: Path) -> None:
+    """Over files that hold what has changed: bfloat16 at a small rate.
 
-
-def test_over_files_that_hold_what_has_changed(model: Path, tmp_path: Path) -> None:
-    """bfloat16 at a small rate; the engine dies amid changes, and the next one gets the weights due."""
-    settings = ("exchange.transport=files", "exchange.delta=always", "model.dtype=bfloat16", "train.steps=40")
-    process = start(model, tmp_path, *settings, "train.learning_rate.peak=1e-6", "evaluate.every=30")
+    Each new engine gets the weights due. The model loads by the libraries' own means, and is another than at
+    first.
+    """
+    settings = (
+        *("exchange.transport=files", "exchange.delta=always", "model.dtype=bfloat16", "train.steps=40"),
+        *("train.learning_rate.peak=1e-6", "evaluate.every=30"),
+    )
+    process = start(model, tmp_path, *settings)
     run = RunDir(tmp_path / NAME)
     wait_for(lambda: any(run.weights.glob("*.changes")) and steps_done(tmp_path) > 4, process)
     (engine,) = [
@@ -90,12 +80,21 @@ def test_over_files_that_hold_what_has_changed(model: Path, tmp_path: Path) -> N
         if "tba_hpc.engine.engine_process" in child.cmdline()
     ]
     engine.kill()
-    code, out, err = finish(process)
+    wait_for(lambda: 1 in series(searched(run), "search/rebuilds"), process)
+    stop(process)
+    stopped_at = steps_done(tmp_path)
+    assert 4 < stopped_at < 40
+
+    code, out, err = finish(start(model, tmp_path, *settings))
     assert code == 0, out + err
-    assert_whole(run, 40, SAMPLES)
-    records = read_metrics(run.metrics_file("searcher", 0))
-    assert max(record.get("search/rebuilds", 0) for record in records) == 1
-    assert max(record.get("search/version", 0) for record in records) == 40
+    assert_whole(RunDir.open(run.path), 40, SAMPLES)
+    assert "resumed" in trainer_events(tmp_path) and trainer_events(tmp_path)[-1] == "finished"
+    assert max(series(searched(run), "search/rebuilds")) == 1
+    assert max(series(searched(run), "search/version")) == 40
+    policy = AutoModelForCausalLM.from_pretrained(run.export)
+    assert AutoTokenizer.from_pretrained(run.export).eos_token_id is not None
+    old = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    assert any(not torch.equal(tensor, old[name]) for name, tensor in policy.state_dict().items())
 
 
 def test_an_adapter_is_trained_killed_and_goes_on(model: Path, tmp_path: Path) -> None:
@@ -105,11 +104,12 @@ def test_an_adapter_is_trained_killed_and_goes_on(model: Path, tmp_path: Path) -
     wait_for(lambda: "checkpoint" in trainer_events(tmp_path), process)
     process.kill()
     process.communicate()
-    run = run_to_end(model, tmp_path, *settings)
+    code, out, err = finish(start(model, tmp_path, *settings))
+    assert code == 0, out + err
+    run = RunDir.open(tmp_path / NAME)
+    assert_whole(run, STEPS, SAMPLES)
     assert "resumed" in trainer_events(tmp_path)
-
-    records = read_metrics(run.metrics_file("searcher", 0))
-    gaps = [float(str(record["search/engine_gap"])) for record in records if "search/engine_gap" in record]
+    gaps = series(searched(run), "search/engine_gap")
     assert gaps and max(gaps) < 1e-5
     before, after = (load_file(folder / "model.safetensors") for folder in (model, run.export))
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
