@@ -1,20 +1,13 @@
-"""Measures what durability costs and proves that it holds.
+"""Measures what durability costs.
 
-    python tools/bench_shards.py rates        records/s sealed and read, against write() + fsync of the bytes
-    python tools/bench_shards.py durability   kill a real writer 50 times, then read all that it acknowledged
-
-Both take ``--json``; ``--folder`` chooses the file system (default: a temporary folder here). SIGKILL proves
-the order of steps, not the disk's own cache.
+python tools/bench_shards.py rates    records/s sealed and read, against write() + fsync of the bytes
+python tools/bench_shards.py write    seal without end, for the test that kills it
 """
 
 from __future__ import annotations
 
 import os
-import random
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +19,7 @@ import numpy as np
 import typer
 
 from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling
-from tba_hpc.exchange.hdf5_shards import ShardError, ShardWriter, read_shard
+from tba_hpc.exchange.hdf5_shards import ShardWriter, read_shard
 from tba_hpc.report.tables import Cell, print_rows
 from tba_hpc.run.directory import RunDir
 
@@ -53,33 +46,8 @@ def rates(
 
 
 @app.command()
-def durability(
-    kills: Annotated[int, typer.Option(min=1, help="Writers killed.")] = 50,
-    seed: Annotated[int, typer.Option(help="Seed of the moments at which they are killed.")] = 0,
-    folder: Folder = None,
-    as_json: Json = False,
-) -> None:
-    """Kill writers at random moments; exit code 1 if anything acknowledged is lost or a file is bad."""
-    moments = random.Random(seed)
-    with _scratch(folder) as scratch:
-        run = RunDir(scratch / "run")
-        acknowledged = {uid for _ in range(kills) for uid in _kill_a_writer(run, moments.uniform(0, 0.08))}
-        found, bad = _survey(run)
-    lost, doubled = len(acknowledged - set(found)), len(found) - len(set(found))
-    row = {
-        "kills": kills,
-        "acknowledged": len(acknowledged),
-        "lost": lost,
-        "doubled": doubled,
-        "bad files": bad,
-    }
-    print_rows([row], as_json=as_json)
-    raise typer.Exit(int(lost + doubled + bad > 0))
-
-
-@app.command()
 def write(run: Path) -> None:
-    """The writer that gets killed: seals shards without end, prints the uids of each once it is sealed."""
+    """Seal shards without end; print the uids of each once it is sealed."""
     writer = ShardWriter(RunDir(run), 0)
     request_id = 0
     while True:
@@ -128,32 +96,6 @@ def _seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-
-
-def _kill_a_writer(run: RunDir, delay: float) -> list[int]:
-    """Uids that a writer acknowledged before it was killed, ``delay`` seconds after the first of them."""
-    command = [sys.executable, __file__, "write", str(run.path)]
-    writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert writer.stdout is not None
-    lines = [writer.stdout.readline()]
-    time.sleep(delay)
-    writer.send_signal(signal.SIGKILL)
-    lines += writer.stdout.readlines()
-    writer.wait()
-    return [int(uid) for line in lines if line.endswith("\n") for uid in line.split()]
-
-
-def _survey(run: RunDir) -> tuple[list[int], int]:
-    """Uids of all visible files, and how many files are bad."""
-    found: list[int] = []
-    bad = 0
-    for path in run.shard_files().values():
-        try:
-            found += read_shard(path).trajectories.record["uid"].tolist()
-        except ShardError as error:
-            print(error, file=sys.stderr)
-            bad += 1
-    return found, bad
 
 
 def _scored(request_id: int, tokens: int) -> tuple[Group, list[float], list[np.ndarray]]:

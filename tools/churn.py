@@ -53,7 +53,7 @@ class Churn(Trial):
     nodes: int = 0
     array: int = 0
     _held: list[int] = field(default_factory=list)
-    _lent: list[tuple[float, int]] = field(default_factory=list)
+    _changes: int = 0
 
     def lend(self, nodes: int) -> None:
         """Leave it so many; jobs of a higher partition hold the others."""
@@ -61,7 +61,7 @@ class Churn(Trial):
             self.cluster.run("scancel", str(self._held.pop()))
         while len(self._held) < self.nodes - nodes:
             self._held.append(self.cluster.submit(HOLD, "-phigh", "-N1", "--exclusive"))
-        self._lent.append((time.time(), nodes))
+        self._changes += 1
 
     def rage(self, counts: Sequence[int], seconds: float, pause: tuple[float, float], random: Random) -> None:
         """Change the number of nodes for so long, a pause between changes; then end the run."""
@@ -77,7 +77,7 @@ class Churn(Trial):
             if time.monotonic() >= end:
                 break
         self.lend(self.nodes)
-        self.wait_for(self._sealed, "a shard of an elastic searcher")
+        self.wait_for(lambda: self._elastic("sealed"), "a shard of an elastic searcher")
         self.end(self.array)
         self.history.update()
 
@@ -107,72 +107,38 @@ class Churn(Trial):
 
     def row(self, found: Audit) -> dict[str, Cell]:
         """The whole of it."""
-        steps, joins, sealed = step_records(self.history.trainer), self._joins(), self._sealed()
+        steps = step_records(self.history.trainer)
         waits = [number(r, "train/wait_share", 0.0) for r in steps if "train/wait_share" in r]
-        firsts = [first for _, first in joins if first is not None]
-        tokens = sum(number(record, "tokens", 0.0) for record in sealed)
-        lent, at_work = tokens / self._node_seconds(), tokens / max(1.0, self._seconds_at_work())
+        starts = self._starts()
+        joins = [time_of(r) - self._start_of(r) for r in self._elastic("joined")]
         return {
-            "changes": len(self._lent),
-            "starts": len(self._starts()),
-            "joined": sum(r.get("event") == "joined" for records in self._records() for r in records),
-            "shards": len(sealed),
+            "changes": self._changes,
+            "starts": len(starts),
+            "joined": len(joins),
+            "start to joined, median s": statistics.median(joins) if joins else None,
+            "shards": len(self._elastic("sealed")),
             "optimizer steps": self.history.step,
             "trainer wait, last, %": 100 * waits[-1] if waits else None,
-            "start to joined, median s": statistics.median([s for s, _ in joins]) if joins else None,
-            "start to first shard, median s": statistics.median(firsts) if firsts else None,
-            "start to first shard, at most, s": max(firsts, default=None),
-            "tokens per node-second": lent,
-            "of what they bring while they are at work, %": 100 * lent / at_work if tokens else None,
             "problems": len(found.problems),
             "lost": found.lost,
             "doubled": found.doubled,
         }
 
-    def _node_seconds(self) -> float:
-        """Offered to the elastic jobs, until the run was finished."""
-        ends = [*(when for when, _ in self._lent[1:]), self.run.finished_file.stat().st_mtime]
-        return sum(nodes * (end - when) for (when, nodes), end in zip(self._lent, ends, strict=True))
+    def _start_of(self, joined: Record) -> float:
+        """When its job last started the searcher that has joined."""
+        job, end = str(joined.get("job")), time_of(joined)
+        return max((when for when, of_job in self._starts() if of_job == job and when <= end), default=end)
 
-    def _joins(self) -> list[tuple[float, float | None]]:
-        """Of each time that a searcher joined: seconds since its job started it, and to its first shard."""
-        found: list[tuple[float, float | None]] = []
-        starts = self._starts()
-        for records in self._records():
-            for record in records:
-                joined, job = time_of(record), str(record.get("job"))
-                own = [when for when, of_job in starts if of_job == job and when <= joined]
-                if record.get("event") == "joined" and own:
-                    began = max(own)
-                    sealed = (time_of(r) for r in records if r.get("event") == "sealed")
-                    first = next((when for when in sealed if when > joined), None)
-                    found.append((joined - began, None if first is None else first - began))
-        return found
-
-    def _seconds_at_work(self) -> float:
-        """Of all elastic searchers, each time from its joining to its last word."""
-        total = 0.0
-        for records in self._records():
-            joined = [i for i, record in enumerate(records) if record.get("event") == "joined"]
-            for first, after in itertools.pairwise([*joined, len(records)]):
-                stay = itertools.takewhile(lambda r: r.get("event") != "started", records[first:after])
-                *_, last = stay
-                total += time_of(last) - time_of(records[first])
-        return total
+    def _elastic(self, event: str) -> list[Record]:
+        """What elastic searchers recorded under a name."""
+        of_searchers = (records for s, records in self.history.searchers.items() if is_elastic(s))
+        return [r for records in of_searchers for r in records if r.get("event") == event]
 
     def _starts(self) -> list[tuple[float, str]]:
         """(unix time, job) of each time that an elastic job started its searcher."""
         texts = (file.read_text(errors="replace") for file in self.run.path.glob("slurm/searchers-*.log"))
         began = (start for text in texts for start in BEGAN.findall(text))
         return sorted((datetime.fromisoformat(when).timestamp(), job) for when, job in began)
-
-    def _records(self) -> list[list[Record]]:
-        return [records for searcher, records in self.history.searchers.items() if is_elastic(searcher)]
-
-    def _sealed(self) -> list[Record]:
-        """Their shards."""
-        records = itertools.chain.from_iterable(self._records())
-        return [record for record in records if record.get("event") == "sealed"]
 
 
 def begin(cluster: Cluster, root: Path, options: argparse.Namespace) -> Churn:

@@ -14,7 +14,6 @@ is printed and saved to OUT/STAGE.json the moment it is known. Stages, all by de
                   copies; generation under new weights every second, caches recomputed and kept
     learner       optimizer steps: model FLOP utilisation, peak memory against ``tba plan``; weights copied
                   out and reference log-probabilities against the machine's best
-    delta         what a step at 1e-6 changes of the weights: bytes, and seconds to find and apply it
     quickstart    the quickstart's run, from a config to a report
     shared        a short run with LoRA, trainer and engine on one GPU, each within its share
     several       a short run of two trainer ranks and an engine over two GPUs; needs four of them
@@ -68,7 +67,6 @@ from tba_hpc.core.types import (
     WeightUpdate,
 )
 from tba_hpc.engine.vllm_generator import BEFORE_TORCH, VllmGenerator
-from tba_hpc.exchange.weight_changes import apply_changes, find_changes
 from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 from tba_hpc.learner.hf_model import load_policy
 from tba_hpc.learner.hf_reference import HfReference
@@ -206,12 +204,6 @@ class Stage:
             }
         )
 
-    def learner(self, config: Config) -> DeepSpeedLearner:
-        """One trainer rank."""
-        store = self.scratch / "store"
-        store.mkdir()
-        return DeepSpeedLearner.create(config, rank=0, ranks=1, store=store, deadline=300)
-
 
 # --- Stages ---
 
@@ -312,7 +304,9 @@ def learner(stage: Stage) -> None:
     shape, config = stage.shape, stage.config()
     rate = matmul_rate(shape.matmul)
     began = time.monotonic()
-    trainer = stage.learner(config)
+    store = stage.scratch / "store"
+    store.mkdir()
+    trainer = DeepSpeedLearner.create(config, rank=0, ranks=1, store=store, deadline=300)
     stage.note("learner made", time.monotonic() - began, "s")
     batch = make_batch(shape)
     seconds = best(lambda: trainer.step(batch, learning_rate=1e-6, beta=0.1))
@@ -335,29 +329,6 @@ def learner(stage: Stage) -> None:
     seconds = best(lambda: reference.logprobs(group))
     stage.note("reference log-probabilities of a group", seconds, "s")
     stage.note("reference log-probabilities ÷ matrix product", seconds * rate / shape.group_flops)
-
-
-def delta(stage: Stage) -> None:
-    """What a step changes of the published weights, which lie in host memory by then."""
-    trainer, batch = stage.learner(stage.config()), make_batch(stage.shape)
-    old, new = (np.zeros(trainer.layout.nbytes, np.uint8) for _ in range(2))
-    for out in (old, new):  # the first step writes all master weights
-        trainer.step(batch, learning_rate=1e-6, beta=0.1)
-        trainer.write_weights(out)
-    trainer.close()
-    stage.note("weights", len(new) / 1e9, "GB")
-    differing = float(np.mean(new.view(np.uint16) != old.view(np.uint16)))
-    stage.note("weights that a step at 1e-6 changes", differing)
-    copy, _ = copy_seconds(np.zeros(len(new), np.uint8))
-    stage.note("one copy from the device", copy, "s")
-    stage.note("finding changes ÷ copy", best(lambda: find_changes(new, old)) / copy)
-    changes = find_changes(new, old)
-    if changes is None:
-        stage.note("bytes ÷ all", 1.0)
-        return
-    stage.note("bytes ÷ all", len(changes) / len(new))
-    stage.note("applying changes ÷ copy", best(lambda: apply_changes(changes, old)) / copy)
-    stage.note("applied, they are the new weights to the bit", bool(np.array_equal(old, new)))
 
 
 def quickstart(stage: Stage) -> None:
@@ -419,7 +390,7 @@ def several(stage: Stage) -> None:
 
 
 STAGES: dict[str, Callable[[Stage], None]] = {
-    stage.__name__: stage for stage in (installation, engine, learner, delta, quickstart, shared, several)
+    stage.__name__: stage for stage in (installation, engine, learner, quickstart, shared, several)
 }
 
 

@@ -46,9 +46,8 @@ CONTEXT = 2048
 
 DEMONSTRATIONS = 10_000
 BATCH = 32
-WIDTH = 96
+WIDTH, LAYERS = 96, 2
 PEAK_RATE = 3e-3
-"""At that width."""
 WARMUP = 50
 WORKED_SHARE = 0.8
 """Share of the steps, from the start, in which every demonstration shows its work."""
@@ -75,17 +74,9 @@ class Recipe:
 
     seed: int
     steps: int
-    width: int = WIDTH
-    layers: int = 2
     counted: bool = False
     worked: bool = False
     misread: float | None = None
-    threads: int = 1
-
-    @property
-    def peak_rate(self) -> float:
-        """Of the learning rate: wider layers take smaller steps."""
-        return PEAK_RATE * WIDTH / self.width
 
     @property
     def fingerprint(self) -> str:
@@ -133,11 +124,11 @@ def make_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> LlamaForCa
     torch.manual_seed(recipe.seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=recipe.width,
-        intermediate_size=2 * recipe.width,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.width // HEAD,
-        num_key_value_heads=recipe.width // HEAD,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=WIDTH // HEAD,
+        num_key_value_heads=WIDTH // HEAD,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -206,9 +197,7 @@ def teach(
     recipe: Recipe,
 ) -> None:
     """Supervised fine-tuning, in place: AdamW, linear warm-up, then linear decay to zero."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=recipe.peak_rate, betas=(0.9, 0.99), weight_decay=0.01
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.99), weight_decay=0.01)
     shape = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, recipe.steps))
     data = batches(problems, tokenizer, recipe)
     for tokens, labels in track(data, "teaching", recipe.steps, console=Console(stderr=True)):
@@ -261,7 +250,7 @@ def examine(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, room: i
 
 def make(recipe: Recipe, out: Path) -> dict[str, object]:
     """Make the model in ``out`` and return its manifest."""
-    torch.set_num_threads(recipe.threads)  # the sums, and so the model, do not depend on the number of cores
+    torch.set_num_threads(1)  # the sums, and so the model, do not depend on the number of cores
     problems = draw_problems("train", DEMONSTRATIONS, recipe.seed)
     tokenizer = make_tokenizer(problems)
     model = make_model(tokenizer, recipe)
@@ -317,24 +306,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder (default: .cache/tiny-model-seed<SEED>)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, problems and batches (default 0)")
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps of 32 (default 1000)")
-    parser.add_argument("--width", type=int, default=WIDTH, help=f"of the layers (default {WIDTH})")
-    parser.add_argument("--layers", type=int, default=2, help="how many (default 2)")
     parser.add_argument("--counted", action="store_true", help="count every change out one by one")
     parser.add_argument("--worked", action="store_true", help="show the work in all, to the last step")
     parser.add_argument(
         "--misread", type=float, metavar="SHARE", help="how often most verbs are taken for their opposite"
     )
-    parser.add_argument(
-        "--threads", type=int, default=1, help="cores used; the result depends on it (default 1)"
-    )
     parser.add_argument("--json", action="store_true", help="print the manifest as JSON")
     arguments = parser.parse_args(argv)
-    if arguments.seed < 0 or min(arguments.steps, arguments.layers, arguments.threads) < 1:
-        parser.error("--seed must be at least 0, --steps, --layers and --threads at least 1")
+    if arguments.seed < 0 or arguments.steps < 1:
+        parser.error("--seed must be at least 0 and --steps at least 1")
     if arguments.misread is not None and not 0 <= arguments.misread <= 1:
         parser.error(f"--misread {arguments.misread:g} is no share: give one from 0 to 1")
-    if arguments.width < HEAD or arguments.width % HEAD:
-        parser.error(f"--width must be a multiple of {HEAD}, the width of an attention head")
     arguments.out = arguments.out or REPOSITORY / f".cache/tiny-model-seed{arguments.seed}"
     return arguments
 
