@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tba_hpc.config import Config, ConfigError, load_config, parse_config
+from tba_hpc.report.audit import audit
 from tba_hpc.report.monitor import RunMonitor
 from tba_hpc.report.run_state import run_state
 from tba_hpc.run import changes, directory
@@ -596,3 +597,25 @@ def test_events_are_lines_that_a_crash_may_tear(run: RunDir, monkeypatch: pytest
         **{"event": "refused", "job": "17", "restarts": 2},
         **{"sentence": 'no "model" at C:\\\nmodels'},
     }
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", '{"split": "test"}', '{"split": "test", "step": "x"}', "\x00\xff"]
+)
+def test_a_damaged_evaluation_counts_for_nothing_and_is_set_aside_at_a_resume(
+    run: RunDir, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_evaluation(run, 0, 1, part(80, 1, 1))
+    write_evaluation(run, 1, 2, part(100, 1, 1))
+    broken = [run.evaluations / "test-step-000080.json"]
+    broken += (run.evaluations / "test-step-000100").iterdir()
+    for path in broken:
+        path.write_bytes(content.encode("latin-1"))
+    assert find_evaluation(run, "test", 80) is find_evaluation(run, "test", 100) is None
+    assert sorted(audit(run).notes) == sorted(
+        f"{path.relative_to(run.path)} is damaged and not counted" for path in broken
+    )
+    discard_evaluations(run, after=100)
+    assert all(not path.exists() and str(path) in caplog.text for path in broken)
+    write_evaluation(run, 0, 1, part(80, 1, 1))
+    assert find_evaluation(run, "test", 80) == part(80, 1, 1)

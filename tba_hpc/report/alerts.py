@@ -23,73 +23,11 @@ SHOWN = 3
 LEAST_POINTS = 6
 """Points of a curve below which it has no trend."""
 
-MIN_COMPLETIONS = 200
-"""Completions before a reward that never changes is remarkable: a tenth of them right would have shown."""
-
-SOLVED = 0.9
-"""Score from which on certainty, and groups with equal rewards, are success."""
-
-INITIAL_KL = 0.02
-"""Nats per token: at version 0 policy and reference are the same, and engines differ by less in any dtype."""
-
-REJECTED_SHARE = 0.01
-"""A task may have no reward for a few completions in a thousand; more is a mistake in it."""
-
-SCORE_FALL, SCORE_SAG = 0.1, 0.15
-"""Falls of a score that are remarkable for any number of prompts: lasting ones, and those it recovers from;
-runs that end well sag by some points. With few prompts it takes FALL_ERRORS."""
-
-FALL_ERRORS = 3.0
-"""Standard errors of a difference that chance does not explain."""
-
 SMOOTH = 3
 """Neighbouring points whose mean a peak or a trough of the reward is."""
 
-LOST, FALL_NOISE = 0.5, 6.0
-"""Share of the reward's range by which it must fall to count; and how often over its noise, since the largest
-fall of some dozen values that differ by chance alone is four to five times that."""
-
-NEAR, FAR = 0.1, 1.0
-"""Nats per token from the reference: below the first a KL is never dear, above the second the text is another
-language to the reference."""
-
-OVERPAID = 2.0
-"""How often over β·KL may cost what the reward has risen by; at the optimum it costs at most once that."""
-
-COLLAPSED_ENTROPY, LITTLE_ENTROPY = 0.1, 0.05
-"""Share of its first entropy, and nats per token, below both of which a policy hardly explores."""
-
-COLLAPSED_GROUPS = 0.5
-"""Share of fresh groups without variance up to which completions still differ in what matters."""
-
-TRIFLE = 0.1
-"""Share of the reward's range by which it must rise in a quarter of a run to be rising."""
-
 EARLY_STEPS = 20
 """Steps that an early sign is the mean of: a tenth of what a collapse takes, and enough to average chance."""
-
-SUNK, SUNK_PER_TOKEN = 1.0, 0.03
-"""Nats, and nats per token, by both of which rewarded answers must have become less likely. Recorded runs
-that learn from data 10 to 99 steps old stay above −.01 a token; those that do not come to −.04 to −1."""
-
-FEW_EFFECTIVE = 0.1
-"""Share of a batch that a reweighted gradient is of; below a tenth a few completions are all of a step."""
-
-LARGE_GAP, NOTABLE_GAP, GAP_GROWTH = 0.05, 0.01, 4.0
-"""Nats per token. bfloat16 alone makes about .01; the smaller one counts if it is a multiple of the first
-value."""
-
-FLAT_SHARE = 0.8
-"""Groups without variance give no gradient: four fifths of a step are wasted."""
-
-LONG, LONGER = 0.5, 0.15
-"""Truncated share that is too much anywhere, and a rise of it that shows answers growing without end."""
-
-STARVED, STARVED_MORE = 0.01, 2.0
-"""Share of the long completions that may be dropped unlearned, and how often that of the short ones."""
-
-WASTED = 0.5
-"""Share of its time that a role may wait: at half of it, half of the machines would do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +66,16 @@ class View:
         """Whether the last evaluation, or without any the reward, leaves little to learn."""
         reward = self.trends.latest("search/reward")
         scores = [evaluation.score for evaluation in self.by_step]
-        return (scores[-1] if scores else reward or 0.0) >= SOLVED
+        return (scores[-1] if scores else reward or 0.0) >= 0.9
 
     @property
     def still_rises(self) -> bool:
-        """Whether the reward of the last quarter is above that of the one before, by more than a trifle."""
+        """Whether the reward of the last quarter is above that of the one before, by a tenth of its range."""
         known = self.values("search/reward")
         quarter = len(known) // 4
         if quarter == 0:
             return True
-        trifle = TRIFLE * (max(known) - min(known))
+        trifle = 0.1 * (max(known) - min(known))
         return fmean(known[-quarter:]) - fmean(known[-2 * quarter : -quarter]) > trifle
 
     def values(self, name: str) -> list[float]:
@@ -258,7 +196,8 @@ def wrong_reference(view: View) -> Found | None:
     if kl is None:
         kl, figure = view.trends.first_log_ratio, "log-ratio"
     lengths = view.values("search/length")
-    if kl is None or abs(kl) <= max(0.1, INITIAL_KL * (lengths[0] if lengths else 0.0)):
+    # Engines of any dtype differ by less than .02 nats per token.
+    if kl is None or abs(kl) <= max(0.1, 0.02 * (lengths[0] if lengths else 0.0)):
         return None
     return Found(f"{figure} of {_few(kl)} nats per completion at the start")
 
@@ -274,7 +213,8 @@ def constant_reward(view: View) -> Found | None:
     """Every completion has had the same reward."""
     count, values = view.trends.trajectories, view.values("search/reward")
     flat = view.values("search/flat_groups")
-    if count < MIN_COMPLETIONS or max(values) - min(values) > 1e-9 or (flat and min(flat) < 1):
+    # Were a tenth of them right, 200 would have shown it.
+    if count < 200 or max(values) - min(values) > 1e-9 or (flat and min(flat) < 1):
         return None
     truncated = view.trends.latest("search/truncated_share")
     cut = f", {_share(truncated)} of them cut off at generator.max_tokens" if truncated else ""
@@ -291,7 +231,7 @@ def rejected_rewards(view: View) -> Found | None:
     rejected = view.trends.rejected
     share = rejected / max(1, rejected + view.trends.trajectories)
     words = f"{rejected:,} trajectories ({_share(share)}) set aside without a reward"
-    return Found(words) if share > REJECTED_SHARE else None
+    return Found(words) if share > 0.01 else None  # a few in a thousand are no mistake of the task
 
 
 @rule(
@@ -306,7 +246,10 @@ def falling(view: View) -> Found | None:
 
 
 def _falling_score(view: View) -> Found | None:
-    """An evaluation is well below an earlier one, and so is the last, or it was far below."""
+    """An evaluation is well below an earlier one, and so is the last, or it was far below.
+
+    Well: 10 points, since runs that end well sag by some, and three standard errors.
+    """
     found = view.by_step
     falls = [(a, b) for i, a in enumerate(found) for b in found[i + 1 :] if _comparable(a, b)]
     if not falls:
@@ -314,8 +257,8 @@ def _falling_score(view: View) -> Found | None:
     high, low = max(falls, key=lambda fall: fall[0].score - fall[1].score)
     last = next(evaluation for evaluation in reversed(found) if evaluation.split == low.split)
     error = hypot(_standard_error(high), _standard_error(low))
-    lasting = high.score - last.score > max(SCORE_FALL, FALL_ERRORS * error)
-    if high.score - low.score <= max(SCORE_FALL if lasting else SCORE_SAG, FALL_ERRORS * error):
+    lasting = high.score - last.score > max(0.1, 3 * error)
+    if high.score - low.score <= max(0.1 if lasting else 0.15, 3 * error):
         return None
     fall = f"{_share(high.score)} at step {high.step} to {_share(low.score)} at step {low.step}"
     return Found(f"{last.score_name} fell from {fall}, now {_share(last.score)}")
@@ -333,7 +276,10 @@ def _comparable(before: Evaluation, after: Evaluation) -> bool:
 
 
 def _falling_reward(view: View) -> Found | None:
-    """Fresh rewards fell, by more than chance moves them, and by much of all that they ever moved."""
+    """Fresh rewards fell, by more than chance moves them, and by half of all that they ever moved.
+
+    The largest fall of some dozen values that differ by chance alone is four to five times the noise.
+    """
     points, now = view.trends.trend("search/reward"), view.trends.latest("search/reward")
     if len(points) < LEAST_POINTS or now is None:
         return None
@@ -342,7 +288,7 @@ def _falling_reward(view: View) -> Found | None:
     high, low = max(falls, key=lambda fall: fall[0].value - fall[1].value)
     values = [point.value for point in smooth]
     noise = pstdev([b.value - a.value for a, b in pairwise(points)]) / sqrt(2 * SMOOTH)
-    if high.value - low.value <= max(LOST * (max(values) - min(values)), FALL_NOISE * noise, 1e-9):
+    if high.value - low.value <= max(0.5 * (max(values) - min(values)), 6 * noise, 1e-9):
         return None
     fall = f"{_few(high.value)} at step {high.step} to {_few(low.value)} at step {low.step}"
     return Found(f"reward fell from {fall}, now {_few(now)}")
@@ -353,11 +299,15 @@ def _falling_reward(view: View) -> Found | None:
     why="good and bad ones sink together, which comes before a collapse",
 )
 def sinking_answers(view: View) -> Found | None:
-    """What is rewarded has become less likely since it was sampled."""
+    """What is rewarded has become less likely since it was sampled.
+
+    Recorded runs that learn from data 10 to 99 steps old stay above −.01 nats a token; those that do not come
+    to −.04 to −1.
+    """
     length, means = view.trends.latest("train/length"), _smooth(view.trends.rewarded, EARLY_STEPS)
     if not length or not means or view.solved:
         return None
-    since = _since(means, lambda value: value < -max(SUNK, SUNK_PER_TOKEN * length))
+    since = _since(means, lambda value: value < -max(1.0, 0.03 * length))
     if since is None:
         return None
     now = -means[-1].value
@@ -383,24 +333,25 @@ def _against_age(config: Config) -> tuple[str, str]:
     remedy=f"Lower {RATE}, warm up longer (train.learning_rate.warmup_steps), or raise train.beta",
 )
 def distant_policy(view: View) -> Found | None:
-    """The policy is far from its reference: farther than the reward pays for, or wherever it is."""
+    """The policy is far from its reference: farther than the reward pays for, or wherever it is.
+
+    Below .1 nats per token a KL is never dear; above 1 the text is another language to the reference. At the
+    optimum β·KL is at most what the reward has risen by.
+    """
     trends = view.trends
     kl, length = trends.latest("search/kl"), trends.latest("search/length")
-    if kl is None or not length or not (held := view.held("search/kl", lambda value: value > NEAR * length)):
+    if kl is None or not length or not (held := view.held("search/kl", lambda value: value > 0.1 * length)):
         return None
     gain, cost = _gain(view), kl * (trends.beta or 0.0)
-    dear = gain is not None and cost > OVERPAID * gain
-    if kl <= FAR * length and not dear:
+    dear = gain is not None and cost > 2 * gain
+    if kl <= length and not dear:
         return None
     paid = f" (β·KL is {_few(cost)}, the reward has risen by {_few(gain or 0.0)})" if dear else ""
     return Found(f"KL of {_few(kl)} nats per completion, {_few(kl / length)} per token{paid}", held[1])
 
 
 def _gain(view: View) -> float | None:
-    """By how much the reward rose, if the objective weighs that against the KL to one reference.
-
-    Then β·KL ≤ E[r] − E_ref[r] at the optimum, since the reference itself is a candidate.
-    """
+    """By how much the reward rose, if the objective weighs that against the KL to one reference."""
     train = view.config.train
     tempered = train.reference_temperature[0][1] * train.target_temperature[0][1] != 1
     rewards = view.values("search/reward")
@@ -420,9 +371,9 @@ def collapsed_entropy(view: View) -> Found | None:
     values, flat = view.values("search/entropy"), view.trends.latest("search/flat_groups")
     if len(values) < LEAST_POINTS or view.solved or view.still_rises:
         return None
-    if flat is not None and flat <= COLLAPSED_GROUPS:
+    if flat is not None and flat <= 0.5:  # completions still differ in what matters
         return None
-    bound = min(LITTLE_ENTROPY, COLLAPSED_ENTROPY * values[0])
+    bound = min(0.05, 0.1 * values[0])
     if not (held := view.held("search/entropy", lambda value: value < bound)):
         return None
     return Found(f"entropy of {_few(held[0])} nats per token, from {_few(values[0])} at first,", held[1])
@@ -440,7 +391,7 @@ def few_effective(view: View) -> Found | None:
     train = view.config.train
     if not train.objective.policy_gradient and not isinstance(train.ratio_bound, RatioCap):
         return None  # trajectory balance holds for any sampling distribution
-    held = view.held("train/ess", lambda value: value < FEW_EFFECTIVE)
+    held = view.held("train/ess", lambda value: value < 0.1)
     return Found(f"effective sample size {_share(held[0])} of a batch", held[1]) if held else None
 
 
@@ -450,13 +401,13 @@ def few_effective(view: View) -> Found | None:
     remedy="Set model.dtype to float32 (it is {model.dtype}); train.ratio_bound limits the damage",
 )
 def engine_gap(view: View) -> Found | None:
-    """Engine and learner give the same weights different probabilities."""
+    """Engine and learner give the same weights different probabilities; bfloat16 alone makes .01 nats."""
     name = "search/engine_gap" if view.values("search/engine_gap") else "train/engine_gap"
     values = view.values(name) or [0.0]
-    bound = min(LARGE_GAP, max(NOTABLE_GAP, GAP_GROWTH * values[0]))
+    bound = min(0.05, max(0.01, 4 * values[0]))
     if not (held := view.held(name, lambda value: value > bound)):
         return None
-    grew = f", from {_few(values[0])} at first," if held[0] > GAP_GROWTH * values[0] else ""
+    grew = f", from {_few(values[0])} at first," if held[0] > 4 * values[0] else ""
     remedy = "Check that the engine loads all weights" if view.config.model.dtype == "float32" else ""
     words = f"engine and learner differ by {_few(held[0])} nats per token{grew}"
     return Found(words, held[1], remedy=remedy)
@@ -491,9 +442,9 @@ def biased_samples(view: View) -> Found | None:
     "train.completions_per_prompt, generator.completions_per_prompt or generator.temperature",
 )
 def flat_groups(view: View) -> Found | None:
-    """Most groups teach nothing."""
+    """Four fifths of the groups teach nothing."""
     name = "train/flat_groups" if view.values("train/flat_groups") else "search/flat_groups"
-    held = view.held(name, lambda value: value > FLAT_SHARE)
+    held = view.held(name, lambda value: value > 0.8)
     if held is None or view.solved:
         return None
     return Found(f"{_share(held[0])} of the groups have one reward for all completions", held[1])
@@ -505,11 +456,11 @@ def flat_groups(view: View) -> Found | None:
     remedy="Raise it (and model.context_length), or ask for short answers in the task's prompt or reward",
 )
 def truncated(view: View) -> Found | None:
-    """Completions run into the token limit."""
+    """Half of the completions run into the token limit, or ever more do."""
     name = "search/truncated_share"
     values, now = view.values(name), view.trends.latest(name)
-    grew = now is not None and now - values[0] > LONGER
-    bound = values[0] + LONGER if grew else LONG
+    grew = now is not None and now - values[0] > 0.15
+    bound = values[0] + 0.15 if grew else 0.5
     if not (held := view.held(name, lambda value: value > bound)):
         return None
     first = f", from {_share(values[0])} at first," if grew else ""
@@ -523,7 +474,7 @@ def starved_lengths(view: View) -> Found | None:
     by_length, config = view.trends.by_length, view.config
     half = max((i + 1 for i, came in enumerate(by_length.came) if came), default=0) // 2
     long, short = by_length.lost(half), by_length.lost(0, half)
-    if sum(by_length.came[half:]) < MIN_COMPLETIONS or long <= max(STARVED, STARVED_MORE * short):
+    if sum(by_length.came[half:]) < 200 or long <= max(0.01, 2 * short):
         return None
     bounded = config.exchange.max_staleness is not None
     bound = "exchange.max_staleness" if bounded else "buffer.max_age_steps"
@@ -544,9 +495,9 @@ def starved_lengths(view: View) -> Found | None:
     "exchange.max_steps_without_data, whichever it waits for",
 )
 def waiting_trainer(view: View) -> Found | None:
-    """The trainer stands still for lack of data."""
+    """The trainer stands still for lack of data: half of the machines would do."""
     share = view.values("train/wait_share")[-1:]
-    if not share or share[0] <= WASTED or view.config.exchange.max_staleness == 0:
+    if not share or share[0] <= 0.5 or view.config.exchange.max_staleness == 0:
         return None
     return Found(f"trainer has waited {_share(share[0])} of its time")
 
@@ -562,4 +513,4 @@ def idle_searchers(view: View) -> Found | None:
     if len(points) < LEAST_POINTS or view.config.exchange.max_staleness == 0:
         return None
     idle = median(point.value for point in points)
-    return Found(f"searchers idle {_share(idle)} of their time", points[0].step) if idle > WASTED else None
+    return Found(f"searchers idle {_share(idle)} of their time", points[0].step) if idle > 0.5 else None

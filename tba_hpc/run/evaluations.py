@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 import operator
 import re
@@ -14,10 +15,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
+from pydantic import TypeAdapter
+
 from tba_hpc.core.ports import PASS_AT_1
 from tba_hpc.core.types import Split
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.files import remove, unless_away, write_atomic
+
+log = logging.getLogger(__name__)
+
+DAMAGED = "damaged-"
+"""Before the name of a file that was set aside."""
+
+PART = re.compile(r"searcher-\d+-of-(\d+)\.json")
 
 Result = TypeVar("Result")
 
@@ -80,6 +90,9 @@ class Evaluation:
         return math.exp(-self.ref_logprob / self.tokens)
 
 
+_FILE = TypeAdapter(Evaluation)
+
+
 def write_evaluation(run: RunDir, searcher: int, searchers: int, part: Evaluation) -> None:
     """Publish one searcher's part of an evaluation; the last one to do so makes one file of them all."""
     folder = _folder(run, part.split, part.step)
@@ -127,8 +140,12 @@ def discard_evaluations(run: RunDir, *, after: int) -> None:
     """Delete evaluations of steps beyond ``after``, which a resume takes again, and those cut short.
 
     Of the held-out split parts stay: that is evaluated again under the same weights, and each searcher goes
-    on with its own. Those that are whole become one file, if they were not yet.
+    on with its own. Those that are whole become one file, if they were not yet. Damaged files are set aside.
     """
+    for path in damaged_evaluations(run):
+        aside = path.with_name(DAMAGED + path.name)
+        log.warning("%s is damaged: it is set aside as %s and not counted", path, aside.name)
+        path.rename(aside)
     for split, step in evaluations_on_disk(run).values():
         whole = find_evaluation(run, split, step)
         if step > after:
@@ -157,19 +174,26 @@ def _sum_of_parts(folder: Path, searchers: int) -> Evaluation | None:
     return functools.reduce(operator.add, known) if len(known) == searchers else None
 
 
+def damaged_evaluations(run: RunDir) -> list[Path]:
+    """Files of evaluations that cannot be read; nothing counts them."""
+    files = sorted(run.evaluations.rglob("*.json")) if run.evaluations.is_dir() else []
+    known = [path for path in files if not path.name.startswith(DAMAGED) and path.is_file()]
+    return [path for path in known if _read(path) is None and path.exists()]
+
+
 def _read(path: Path) -> Evaluation | None:
-    text = _if_there(path.read_text, otherwise="")
-    if not text:
+    """None if there is no such file, or it is damaged."""
+    text = _if_there(path.read_bytes, otherwise=b"")
+    try:
+        return _FILE.validate_json(text) if text else None
+    except ValueError:
         return None
-    values = json.loads(text)
-    answers = tuple(Answer(**answer) for answer in values.pop("answers", ()))
-    return Evaluation(**values, answers=answers)
 
 
 def _part_names(folder: Path) -> set[str]:
     """Of all parts, in one listing; none if the folder is gone."""
     there: list[Path] = _if_there(lambda: list(folder.iterdir()), otherwise=[])
-    return {path.name for path in there if path.name.startswith("searcher-")}
+    return {path.name for path in there if PART.fullmatch(path.name)}
 
 
 def _if_there(read: Callable[[], Result], *, otherwise: Result) -> Result:

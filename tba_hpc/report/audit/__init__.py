@@ -47,19 +47,24 @@ class Audit:
     notes: tuple[str, ...]
 
     @property
+    def violations(self) -> list[Violation]:
+        """All that is wrong."""
+        return [violation for check in self.checks for violation in check.violations]
+
+    @property
     def lost(self) -> int:
         """Acknowledged trajectories that are nowhere; at least one for a shard that nobody counted."""
-        return sum(violation.lost for check in self.checks for violation in check.violations)
+        return sum(violation.lost for violation in self.violations)
 
     @property
     def doubled(self) -> int:
         """Trajectories that are in the surviving history more than once."""
-        return sum(violation.doubled for check in self.checks for violation in check.violations)
+        return sum(violation.doubled for violation in self.violations)
 
     @property
     def problems(self) -> tuple[str, ...]:
         """All that is wrong, a sentence each."""
-        return tuple(problem for check in self.checks for problem in check.problems)
+        return tuple(violation.sentence for violation in self.violations)
 
     @property
     def clean(self) -> bool:
@@ -100,16 +105,17 @@ def audit(run: RunDir) -> Audit:
 
 def _notes(evidence: Evidence) -> list[str]:
     """What is worth knowing and not wrong."""
-    aside = [
-        f"shards/searcher-{searcher:04d}/{index:06d}.h5 was set aside: it {file.fault or 'is whole now'}"
-        for (searcher, index), file in evidence.refused.items()
-    ]
     pending = sum(file.size.trajectories for file in evidence.waiting.values())
-    over = [
-        f"{count(pending, 'trajectory')} came after the last merge: the run is over, nothing trains on them"
+    over = f"{count(pending, 'trajectory')} came after the last merge: the run is over, none is trained on"
+    return [
+        *(
+            f"shards/searcher-{searcher:04d}/{index:06d}.h5 was set aside: it {file.fault or 'is whole now'}"
+            for (searcher, index), file in evidence.refused.items()
+        ),
+        *([over] if evidence.finished and pending else []),
+        *(f"{name} is damaged and not counted" for name in evidence.damaged),
+        *(f"{name} is what a writer that was killed leaves, or one at work" for name in evidence.leftovers),
     ]
-    left = [f"{name} is what a writer that was killed leaves, or one at work" for name in evidence.leftovers]
-    return aside + (over if evidence.finished and pending else []) + left
 
 
 def print_audit(verdict: Audit, *, as_json: bool = False) -> None:
@@ -117,20 +123,21 @@ def print_audit(verdict: Audit, *, as_json: bool = False) -> None:
     if as_json:
         print(verdict.to_json())
         return
-    print_rows([_row(check) for check in verdict.checks])
-    for line in (*verdict.problems, *(f"note: {note}" for note in verdict.notes), _summary(verdict)):
-        print(printable(line))
-
-
-def _row(check: Check) -> dict[str, str]:
-    broken = count(len(check.violations), "problem") if check.violations else "holds"
-    return {"promise": check.name, "": broken, "looked at": check.evidence}
-
-
-def _summary(verdict: Audit) -> str:
+    print_rows(
+        [
+            {
+                "promise": check.name,
+                "": count(len(check.violations), "problem") if check.violations else "holds",
+                "looked at": check.evidence,
+            }
+            for check in verdict.checks
+        ]
+    )
     done = f"{count(verdict.steps, 'step')} in {count(verdict.attempts, 'attempt')}"
-    return (
+    summary = (
         f"{verdict.trajectories:,} acknowledged trajectories: {verdict.merged:,} merged, "
         f"{verdict.pending:,} pending, {verdict.lost:,} lost, {verdict.doubled:,} doubled; "
         f"{done}, {verdict.steps_redone:,} redone"
     )
+    for line in (*verdict.problems, *(f"note: {note}" for note in verdict.notes), summary):
+        print(printable(line))

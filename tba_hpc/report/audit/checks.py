@@ -41,11 +41,6 @@ class Check:
     evidence: str
     violations: tuple[Violation, ...]
 
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """The violations as sentences."""
-        return tuple(violation.sentence for violation in self.violations)
-
 
 def every_check(evidence: Evidence) -> tuple[Check, ...]:
     """All checks, in the order of a trajectory's way."""
@@ -65,8 +60,8 @@ def every_check(evidence: Evidence) -> tuple[Check, ...]:
 
 def check_files(evidence: Evidence) -> Check:
     """Every file under the name of a shard is that shard, every byte of it."""
-    faults = {key: file.fault for key, file in sorted(evidence.files.items()) if file.fault}
-    violations = [Violation(f"the file of {_shard(key)} {fault}") for key, fault in faults.items()]
+    files = sorted(evidence.files.items())
+    violations = [Violation(f"the file of {_shard(key)} {file.fault}") for key, file in files if file.fault]
     looked_at = f"{count(len(evidence.files), 'file')}, every checksum verified"
     return Check("shard files are whole", looked_at, tuple(violations))
 
@@ -88,10 +83,9 @@ def check_seals(evidence: Evidence) -> Check:
 def _lost(evidence: Evidence, key: ShardKey, number: int) -> Violation:
     searcher, index = key
     file = evidence.files.get(key) or evidence.refused.get(key)
-    if index < evidence.newest.cursors.get(searcher, 0):
-        why = "the newest checkpoint is past it, but no merge of it is on record"
-    else:
-        why = "no checkpoint holds it"
+    passed = index < evidence.newest.cursors.get(searcher, 0)
+    why = "the newest checkpoint is past it, but no merge of it is on record" if passed else ""
+    why = why or "no checkpoint holds it"
     fault = file.fault if file else "is gone"
     why += f": its file {fault}" if fault else ""
     many = count(number, "acknowledged trajectory") if number else "nobody knows how many trajectories"
@@ -160,10 +154,9 @@ def check_prompts(evidence: Evidence) -> Check:
     merged = {merge.key: merge.request_ids for merge in evidence.saved_merges}
     sealed = {key: file.request_ids for key, file in evidence.waiting.items()} | merged
     times = _times_taken(evidence, sealed)
-    intact = [checkpoint for checkpoint in evidence.checkpoints if not checkpoint.fault]
     violations = (
         *_sealed_twice(evidence, sealed, times),
-        *chain.from_iterable(_completed_violations(evidence, checkpoint) for checkpoint in intact),
+        *chain.from_iterable(_completed_violations(evidence, checkpoint) for checkpoint in evidence.usable),
         *chain.from_iterable(_passed_over(searcher, of, sealed) for searcher, of in evidence.seals.items()),
     )
     end = max(times, default=-1) + 1
@@ -208,14 +201,11 @@ def _completed_violations(evidence: Evidence, checkpoint: Checkpoint) -> Iterato
     """The completed of a checkpoint marks what was merged by then, no more and no less."""
     merges = evidence.history.until(checkpoint.state.revision)
     merged = set(chain.from_iterable(merge.request_ids for merge in merges))
+    name = checkpoint.name
     if skipped := sorted(checkpoint.done - merged):
-        yield Violation(
-            f"{checkpoint.name}: {_some('request', skipped)} marked done, but never merged: skipped"
-        )
+        yield Violation(f"{name}: {_some('request', skipped)} marked done, but never merged: skipped")
     if again := sorted(merged - checkpoint.done):
-        yield Violation(
-            f"{checkpoint.name}: {_some('request', again)} merged, but not marked done: issued again"
-        )
+        yield Violation(f"{name}: {_some('request', again)} merged, but not marked done: issued again")
 
 
 def _passed_over(searcher: int, seals: Seals, sealed: RequestIds) -> Iterator[Violation]:
@@ -237,8 +227,8 @@ def _passed_over(searcher: int, seals: Seals, sealed: RequestIds) -> Iterator[Vi
 
 def check_buffer(evidence: Evidence) -> Check:
     """In the newest checkpoint every merged trajectory is stored, a duplicate, or evicted: once."""
-    readable = [checkpoint for checkpoint in evidence.checkpoints if not checkpoint.fault]
-    violations = chain.from_iterable(_buffer_violations(evidence, checkpoint) for checkpoint in readable[-1:])
+    newest = evidence.usable[-1:]
+    violations = chain.from_iterable(_buffer_violations(evidence, checkpoint) for checkpoint in newest)
     state = evidence.newest
     looked_at = (
         f"{state.trajectories:,} = {state.added - state.evicted:,} stored + {state.duplicates:,} duplicates "
@@ -289,15 +279,11 @@ def _strangers(merges: Iterable[Merge], record: np.ndarray) -> int:
 
 def check_checkpoints(evidence: Evidence) -> Check:
     """Every checkpoint is whole, counts what was merged by then, and finds the shards that come after it."""
-    usable = [checkpoint for checkpoint in evidence.checkpoints if not checkpoint.fault]
-    broken = [checkpoint for checkpoint in evidence.checkpoints if checkpoint.fault]
+    usable, broken = evidence.usable, [one for one in evidence.checkpoints if one.fault]
     back = [new for old, new in pairwise(usable) if new.state.revision < old.state.revision]
     violations = (
-        *(Violation(f"{checkpoint.name} {checkpoint.fault}") for checkpoint in broken),
-        *(
-            Violation(f"{checkpoint.name} holds fewer revisions than the checkpoint before it")
-            for checkpoint in back
-        ),
+        *(Violation(f"{one.name} {one.fault}") for one in broken),
+        *(Violation(f"{one.name} holds fewer revisions than the checkpoint before it") for one in back),
         *chain.from_iterable(_miscounted(evidence, checkpoint) for checkpoint in usable),
         *chain.from_iterable(_missing_shards(evidence, checkpoint) for checkpoint in usable[:1]),
     )
@@ -322,11 +308,9 @@ def _missing_shards(evidence: Evidence, oldest: Checkpoint) -> Iterator[Violatio
     """Shards that the newest checkpoint holds and a resume from the oldest one kept would merge again."""
     cursors = oldest.state.cursors
     merged = {merge.key for merge in evidence.saved_merges if merge.key in evidence.sizes}
-    for searcher, index in sorted(merged - set(evidence.files)):
-        if index >= cursors.get(searcher, 0):
-            yield Violation(
-                f"the file of {_shard((searcher, index))} is gone: {oldest.name} cannot do without it"
-            )
+    for key in sorted(merged - set(evidence.files)):
+        if key[1] >= cursors.get(key[0], 0):
+            yield Violation(f"the file of {_shard(key)} is gone: {oldest.name} cannot do without it")
 
 
 # --- Steps ---
@@ -334,23 +318,25 @@ def _missing_shards(evidence: Evidence, oldest: Checkpoint) -> Iterator[Violatio
 
 def check_steps(evidence: Evidence) -> Check:
     """Steps follow one another, count what was merged, and reach the newest checkpoint and evaluation."""
-    history, newest = evidence.history, evidence.newest
-    steps = [taken.step for taken in history.steps]
-    breaks = [pair for pair in pairwise([0, *steps]) if pair[1] != pair[0] + 1]
-    violations = [
-        Violation(f"step {after} follows step {before} in trainer.jsonl") for before, after in breaks
-    ]
-    violations += _miscounted_steps(evidence)
-    if newest.step > history.last_step:
-        violations.append(Violation(f"a checkpoint is of step {newest.step}, but {_ends(history.last_step)}"))
-    if late := [step for step in evidence.evaluations if step > history.last_step]:
-        violations.append(Violation(f"{_some('step', late)} evaluated, but {_ends(history.last_step)}"))
-    if evidence.finished and newest.step != (end := evidence.config.train.steps):
-        violations.append(
-            Violation(f"the run is finished, but its checkpoint is of step {newest.step}, not {end}")
-        )
+    history = evidence.history
     redone = f"{sum(history.redone)} redone after {count(len(history.redone), 'resume')}"
-    return Check("every step taken once", f"{count(len(steps), 'step')}, {redone}", tuple(violations))
+    looked_at = f"{count(len(history.steps), 'step')}, {redone}"
+    violations = (*_step_violations(evidence), *_miscounted_steps(evidence))
+    return Check("every step taken once", looked_at, violations)
+
+
+def _step_violations(evidence: Evidence) -> Iterator[Violation]:
+    history, saved = evidence.history, evidence.newest.step
+    ends = f"trainer.jsonl ends at step {history.last_step}"
+    for before, after in pairwise([0, *(taken.step for taken in history.steps)]):
+        if after != before + 1:
+            yield Violation(f"step {after} follows step {before} in trainer.jsonl")
+    if saved > history.last_step:
+        yield Violation(f"a checkpoint is of step {saved}, but {ends}")
+    if late := [step for step in evidence.evaluations if step > history.last_step]:
+        yield Violation(f"{_some('step', late)} evaluated, but {ends}")
+    if evidence.finished and saved != (end := evidence.config.train.steps):
+        yield Violation(f"the run is finished, but its checkpoint is of step {saved}, not {end}")
 
 
 def _miscounted_steps(evidence: Evidence) -> Iterator[Violation]:
@@ -366,16 +352,8 @@ def _miscounted_steps(evidence: Evidence) -> Iterator[Violation]:
             yield Violation(f"{_some('step', wrong)}: buffer/{name} is not the sum over the merges on record")
 
 
-def _ends(step: int) -> str:
-    return f"trainer.jsonl ends at step {step}"
-
-
-# --- Words ---
-
-
 def _shard(key: ShardKey) -> str:
-    searcher, index = key
-    return f"shard {index} of searcher {searcher}"
+    return f"shard {key[1]} of searcher {key[0]}"
 
 
 def _some(thing: str, numbers: Sequence[int]) -> str:

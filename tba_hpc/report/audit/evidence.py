@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from tba_hpc.config import Config
-from tba_hpc.core.types import Shard, make_uid
+from tba_hpc.core.types import make_uid
 from tba_hpc.exchange.hdf5_shards import ShardError, read_arrays, read_shard
 from tba_hpc.report.data import index_of, searcher_files
 from tba_hpc.run.checkpoints import (
@@ -25,7 +25,7 @@ from tba_hpc.run.checkpoints import (
     read_state,
 )
 from tba_hpc.run.directory import REFUSED, RunDir, ShardKey
-from tba_hpc.run.evaluations import evaluations_on_disk
+from tba_hpc.run.evaluations import damaged_evaluations, evaluations_on_disk
 from tba_hpc.run.history import EMPTY, History, Merge, Seals, ShardSize
 from tba_hpc.run.inventory import damage
 from tba_hpc.run.metrics import MetricsTail
@@ -50,20 +50,14 @@ class ShardFile:
             shard = read_shard(path)
         except ShardError as error:
             return cls(fault=str(error).removeprefix(f"{path} "))
-        fault = _mistaken(shard, key)
-        found = shard.trajectories
+        found, fault = shard.trajectories, ""
+        uids = make_uid(*key, 0) + np.arange(len(found), dtype=np.uint64)
+        if (shard.searcher, shard.index) != key:
+            fault = f"is a copy of shard {shard.index} of searcher {shard.searcher}"
+        elif not np.array_equal(found.record["uid"], uids):
+            fault = "holds trajectories that were sealed elsewhere"
         size = ShardSize(len(found), len(found.completions.values))
         return cls(fault, bool(fault), size, tuple(found.request_ids.tolist()))
-
-
-def _mistaken(shard: Shard, key: ShardKey) -> str:
-    """Why a whole shard is not the one of its name."""
-    if (shard.searcher, shard.index) != key:
-        return f"is a copy of shard {shard.index} of searcher {shard.searcher}"
-    uids = make_uid(*key, 0) + np.arange(len(shard.trajectories), dtype=np.uint64)
-    if not np.array_equal(shard.trajectories.record["uid"], uids):
-        return "holds trajectories that were sealed elsewhere"
-    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +91,7 @@ class Evidence:
 
     sizes: of every shard that anything told of by the time the disk was looked at, 0 if nobody says how
     many. files, refused: by shard, the visible files and those set aside. evaluations: steps of those on
-    disk. leftovers: files of killed writers.
+    disk. leftovers: files of killed writers. damaged: evaluations that cannot be read.
     """
 
     run: RunDir
@@ -111,6 +105,7 @@ class Evidence:
     checkpoints: list[Checkpoint]
     evaluations: list[int]
     leftovers: list[str]
+    damaged: list[str]
 
     @classmethod
     def read(cls, run: RunDir) -> Evidence:
@@ -140,13 +135,18 @@ class Evidence:
             checkpoints=checkpoints,
             evaluations=sorted(evaluations),
             leftovers=_leftovers(run),
+            damaged=[str(path.relative_to(run.path)) for path in damaged_evaluations(run)],
         )
+
+    @property
+    def usable(self) -> list[Checkpoint]:
+        """Checkpoints that can be read, oldest first."""
+        return [checkpoint for checkpoint in self.checkpoints if not checkpoint.fault]
 
     @property
     def newest(self) -> TrainerState:
         """State of the newest checkpoint that can be read; of a fresh run if there is none."""
-        states = [checkpoint.state for checkpoint in self.checkpoints if not checkpoint.fault]
-        return states[-1] if states else TrainerState()
+        return self.usable[-1].state if self.usable else TrainerState()
 
     @property
     def saved_merges(self) -> list[Merge]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tba_hpc.report.page import footer, template, write_html
 from tba_hpc.report.samples.select import Sample, Selection
@@ -23,8 +23,7 @@ END = "■"
 """Stands for a token without text, such as the end of a sequence."""
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(NamedTuple):
     """A token as it is shown. shade: up1 … up4, down1 … down4, or none; note: its log-probabilities."""
 
     text: str
@@ -32,8 +31,7 @@ class Token:
     note: str
 
 
-@dataclass(frozen=True, slots=True)
-class Card:
+class Card(NamedTuple):
     """A trajectory as it is shown."""
 
     reward: str

@@ -42,19 +42,21 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A trajectory, what is known of it, and its arrays, which JSON leaves out.
+    """A trajectory, what is known of it, and its arrays.
 
-    shard: its searcher, its index, and the row in it. log_ratio: mean over its tokens of log π_behaviour −
-    log π_ref, nats, None if the sampling weights are the reference, or the trainer scores it. staleness:
-    optimizer steps between the weights that sampled its first token and its merge; None before that.
+    searcher, shard, row: where it lies. log_ratio: mean over its tokens of log π_behaviour − log π_ref, nats,
+    None if the sampling weights are the reference, or the trainer scores it.
     """
 
     uid: int
-    shard: tuple[int, int, int]
+    searcher: int
+    shard: int
+    row: int
     prompt_id: int
     request_id: int
     reward: float
-    versions: tuple[int, int]
+    version_oldest: int
+    version_newest: int
     reference: int
     truncated: bool
     log_ratio: float | None
@@ -67,39 +69,23 @@ class Sample:
 
     @property
     def staleness(self) -> int | None:
-        """In optimizer steps."""
+        """Optimizer steps between the weights that sampled its first token and its merge; None before."""
         step = self.life.merged_step
-        return None if step is None else abs(step - self.versions[0])
+        return None if step is None else abs(step - self.version_oldest)
 
     def values(self) -> dict[str, Any]:
         """Everything in plain values but the arrays, their length as ``tokens``."""
-        searcher, index, row = self.shard
-        return {
-            "uid": self.uid,
-            "searcher": searcher,
-            "shard": index,
-            "row": row,
-            "prompt_id": self.prompt_id,
-            "request_id": self.request_id,
-            "reward": self.reward,
-            "version_oldest": self.versions[0],
-            "version_newest": self.versions[1],
-            "reference": self.reference,
-            "truncated": self.truncated,
-            "tokens": len(self.tokens),
-            "log_ratio": self.log_ratio,
-            **asdict(self.life),
-            "staleness": self.staleness,
-            "prompt": self.prompt,
-            "completion": self.completion,
-        }
+        told = {name: getattr(self, name) for name in self.__slots__}
+        for name in ("life", "logprobs", "ref_logprobs"):
+            del told[name]
+        return {**told, "tokens": len(self.tokens), **asdict(self.life), "staleness": self.staleness}
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     """What was found. read, found: trajectories that are still there, and those that the query is about.
 
-    checkpoint_step: as of which what they were used for is known. merged: how many the run has merged.
+    checkpoint_step: as of which what they were used for is known.
     """
 
     samples: list[Sample]
@@ -108,46 +94,28 @@ class Selection:
     checkpoint_step: int | None
 
 
-@dataclass(slots=True)
-class _Best:
-    """The first ``limit`` by rank, each text once; all if there is no limit."""
-
-    limit: int | None
-    ranked: dict[object, tuple[Rank, Sample]] = field(default_factory=dict)
-    bar: Rank = (-np.inf, 0, 0)
-
-    def wants(self, rank: Rank) -> bool:
-        return self.limit is None or len(self.ranked) < self.limit or rank > self.bar
-
-    def take(self, rank: Rank, same: object, sample: Sample) -> None:
-        if self.limit is None:
-            same = sample.uid
-        if same not in self.ranked or rank > self.ranked[same][0]:
-            self.ranked[same] = (rank, sample)
-        if self.limit is not None and len(self.ranked) > self.limit:
-            del self.ranked[min(self.ranked, key=lambda known: self.ranked[known][0])]
-        if len(self.ranked) == self.limit:
-            self.bar = min(rank for rank, _ in self.ranked.values())
-
-    def in_order(self) -> list[Sample]:
-        ranked = sorted(self.ranked.values(), key=lambda pair: pair[0], reverse=True)
-        return [sample for _, sample in ranked]
-
-
 def select(run: RunDir, query: Query, decode: Decode) -> Selection:
     """Look through all shards of a run that are there."""
-    lives, best, read, found = Lives.read(run), _Best(query.limit), 0, 0
+    lives, read, found = Lives.read(run), 0, 0
+    best: dict[object, tuple[Rank, Sample]] = {}
     for shard in sealed_shards(run):
         trajectories = shard.trajectories
         read += len(trajectories)
         rows = [row for row in _rows(trajectories, query) if _has_text(trajectories, row, query, decode)]
         found += len(rows)
         log_ratio_N, ranks = _log_ratios(trajectories), _ranks(trajectories, query.order)
+        rows.sort(key=lambda row: ranks[row], reverse=True)
         for row in rows:
-            if best.wants(ranks[row]):
-                same = identity(trajectories.record[row], trajectories.completions.row(row))
-                best.take(ranks[row], same, _sample(shard, row, log_ratio_N[row], lives, decode))
-    return Selection(best.in_order(), read, found, lives.step)
+            if len(best) == query.limit and ranks[row] <= min(rank for rank, _ in best.values()):
+                break
+            same: object = identity(trajectories.record[row], trajectories.completions.row(row))
+            same = int(trajectories.record["uid"][row]) if query.limit is None else same
+            if same not in best or ranks[row] > best[same][0]:
+                best[same] = (ranks[row], _sample(shard, row, log_ratio_N[row], lives, decode))
+            if query.limit is not None and len(best) > query.limit:
+                del best[min(best, key=lambda known: best[known][0])]
+    ranked = sorted(best.values(), key=lambda pair: pair[0], reverse=True)
+    return Selection([sample for _, sample in ranked], read, found, lives.step)
 
 
 def sealed_shards(run: RunDir) -> Iterator[Shard]:
@@ -189,54 +157,46 @@ def _question(trajectories: Trajectories, row: int, decode: Decode) -> str:
 def _log_ratios(trajectories: Trajectories) -> list[float | None]:
     """Mean over the tokens of each completion; None if the reference is what sampled, or unknown yet."""
     difference_T = trajectories.logprobs.astype(np.float64) - trajectories.ref_logprobs
-    offsets, length_N = trajectories.completions.offsets, trajectories.completions.lengths
-    unknown_N = _sums(np.isnan(difference_T), offsets) > 0
-    mean_N = _sums(np.nan_to_num(difference_T), offsets) / np.maximum(length_N, 1)
-    other_N = (trajectories.record["reference"] != BEHAVIOUR) & ~unknown_N
-    return [float(mean) if other else None for mean, other in zip(mean_N, other_N, strict=True)]
-
-
-def _sums(value_T: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """float64 [N]: of each row."""
-    sums = np.concatenate([[0.0], np.cumsum(value_T)])
-    return sums[offsets[1:]] - sums[offsets[:-1]]
+    offsets, own_N = trajectories.completions.offsets, trajectories.record["reference"] == BEHAVIOUR
+    means = [row_T.mean() if len(row_T) else 0.0 for row_T in np.split(difference_T, offsets[1:-1])]
+    return [None if own or np.isnan(mean) else float(mean) for mean, own in zip(means, own_N, strict=False)]
 
 
 def _ranks(trajectories: Trajectories, order: SortBy) -> list[Rank]:
     """What comes first has the highest; among equals the newest does."""
     record = trajectories.record
-    newest_N, uid_N = record["version_newest"].tolist(), record["uid"].tolist()
+    first_N = [0.0] * len(record)
+    if order == "changed":
+        first_N = [-np.inf if ratio is None else ratio for ratio in _log_ratios(trajectories)]
+    elif order in ("best", "worst"):
+        first_N = (record["reward"] * (1 if order == "best" else -1)).tolist()
     sign = -1 if order == "oldest" else 1
-    match order:
-        case "best":
-            first_N = record["reward"].tolist()
-        case "worst":
-            first_N = (-record["reward"]).tolist()
-        case "changed":
-            first_N = [-np.inf if ratio is None else ratio for ratio in _log_ratios(trajectories)]
-        case _:
-            first_N = [0.0] * len(record)
     return [
         (first, sign * newest, sign * uid)
-        for first, newest, uid in zip(first_N, newest_N, uid_N, strict=True)
+        for first, newest, uid in zip(
+            first_N, record["version_newest"].tolist(), record["uid"].tolist(), strict=True
+        )
     ]
 
 
 def _sample(shard: Shard, row: int, log_ratio: float | None, lives: Lives, decode: Decode) -> Sample:
-    trajectories, key = shard.trajectories, (shard.searcher, shard.index)
-    record, tokens = trajectories.record[row], trajectories.completions.row(row)
+    trajectories, record = shard.trajectories, shard.trajectories.record[row]
+    tokens = trajectories.completions.row(row)
     span = slice(*trajectories.completions.offsets[row : row + 2])
     return Sample(
         uid=int(record["uid"]),
-        shard=(*key, row),
+        searcher=shard.searcher,
+        shard=shard.index,
+        row=row,
         prompt_id=int(record["prompt_id"]),
         request_id=int(record["request_id"]),
         reward=float(record["reward"]),
-        versions=(int(record["version_oldest"]), int(record["version_newest"])),
+        version_oldest=int(record["version_oldest"]),
+        version_newest=int(record["version_newest"]),
         reference=int(record["reference"]),
         truncated=bool(record["truncated"]),
         log_ratio=log_ratio,
-        life=lives.of(key, record, tokens),
+        life=lives.of((shard.searcher, shard.index), record, tokens),
         prompt=_question(trajectories, row, decode),
         completion=decode(tokens),
         tokens=tokens.copy(),

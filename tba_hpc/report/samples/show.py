@@ -14,7 +14,6 @@ from rich.padding import Padding
 from rich.text import Text
 
 from tba_hpc.core.wording import count
-from tba_hpc.report.samples.life import Life
 from tba_hpc.report.samples.select import Sample, Selection
 from tba_hpc.report.terminal import Terminal
 
@@ -42,43 +41,26 @@ def print_samples(selection: Selection, *, as_json: bool = False, console: Conso
         for sample in selection.samples:
             console.print(Text(facts(sample), style="bold"))
             console.print(Padding(Text(sample.prompt.strip("\n"), style="dim"), (0, 0, 0, 2)))
-            console.print(Padding(Text(ending(sample)), (0, 0, 1, 2)))
+            cut_off = " […cut off]" if sample.truncated else ""
+            console.print(Padding(Text(sample.completion + cut_off), (0, 0, 1, 2)))
         console.print(Text(summary(selection), style="dim"))
 
 
 def facts(sample: Sample) -> str:
     """What is known of a trajectory, in a line."""
-    oldest, newest = sample.versions
+    oldest, newest, life = sample.version_oldest, sample.version_newest, sample.life
     weights = f"step {oldest}" if oldest == newest else f"steps {oldest}–{newest}"
+    stale = f", {count(sample.staleness or 0, 'step')} stale"
+    used = f", trained on {count(life.uses, 'time')}" if life.uses is not None else ""
     parts = [
         f"reward {sample.reward:.4g}",
         f"prompt {sample.prompt_id}, request {sample.request_id}",
         f"weights of {weights}",
-        merged(sample),
-        state(sample.life),
+        "" if life.merged_step is None else f"merged at step {life.merged_step}{stale}",
+        f"{STATES[life.state]}{used}",
+        "" if sample.log_ratio is None else f"log π/π_ref {sample.log_ratio:+.3f} a token",
     ]
-    if sample.log_ratio is not None:
-        parts.append(f"log π/π_ref {sample.log_ratio:+.3f} a token")
     return " · ".join(part for part in parts if part)
-
-
-def merged(sample: Sample) -> str:
-    """When it came into the buffer, and how stale it was then."""
-    if sample.life.merged_step is None:
-        return ""
-    stale = f", {count(sample.staleness or 0, 'step')} stale"
-    return f"merged at step {sample.life.merged_step}{stale}"
-
-
-def state(life: Life) -> str:
-    """Where it is in the buffer's life."""
-    used = f", trained on {count(life.uses, 'time')}" if life.uses is not None else ""
-    return f"{STATES[life.state]}{used}"
-
-
-def ending(sample: Sample) -> str:
-    """The completion, with a mark if the token limit cut it off."""
-    return f"{sample.completion} […cut off]" if sample.truncated else sample.completion
 
 
 def summary(selection: Selection) -> str:
