@@ -44,7 +44,6 @@ def make_config(
     settings = {
         "prompts_per_step": GROUPS,
         "completions_per_prompt": GROUP_SIZE,
-        "groups_per_micro_batch": 1,
         "gradient_clip": 5.0,
         "weight_decay": 0.01,
         "objective": {"name": "trajectory_balance", "log_z": "policy"},  # as the plain loop has it

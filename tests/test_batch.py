@@ -7,15 +7,9 @@ import numpy as np
 import pytest
 import safetensors.numpy as wire
 
-from tba_hpc.core.batch import (
-    balance,
-    from_arrays,
-    micro_batches,
-    split,
-    staleness,
-    take_groups,
-    to_arrays,
-)
+from tba_hpc.config import ConfigError, may_change, parse_config
+from tba_hpc.core.batch import Part, balance, from_arrays, plan, staleness, take_groups, to_arrays
+from tba_hpc.core.batch import rows_of as batch_rows
 from tba_hpc.core.types import LIVE_RECORD, RECORD, Ragged, TrajectoryBatch, offsets_of, token_ages
 
 
@@ -97,9 +91,9 @@ def test_take_groups_takes_whole_groups_in_order() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
-def test_split_deals_every_group_once_and_equally(ranks: int) -> None:
+def test_balance_deals_every_group_once_and_equally(ranks: int) -> None:
     batch = make_batch(6)
-    parts = [group_rows(part) for part in split(batch, ranks)]
+    parts = [group_rows(take_groups(batch, groups)) for groups in balance(batch, ranks)]
     assert [len(part) for part in parts] == [6 // ranks] * ranks
     assert sorted(itertools.chain(*parts)) == sorted(group_rows(batch))
 
@@ -154,73 +148,104 @@ def test_a_batch_of_views_survives_the_wire() -> None:
     assert rows_of(from_arrays(wire.load(wire.save(to_arrays(strided))))) == rows_of(batch)
 
 
-def unpadded(micro: TrajectoryBatch) -> list[list[tuple[int, float, float, int, tuple[int, ...]]]]:
-    """Groups of (prompt id, reward, value, prompt length, tokens), padding checked and left out."""
-    rows = []
-    for i, length in enumerate(micro.length_N):
-        assert not micro.tokens_NL[i, length:].any()
-        tokens = tuple(micro.tokens_NL[i, :length].tolist())
-        prompt = int(micro.prompt_id_B[i // micro.group_size])
-        figures = float(micro.reward_N[i]), float(micro.value_N[i]), int(micro.prompt_length_N[i])
-        rows.append((prompt, *figures, tokens))
-    return [rows[i : i + micro.group_size] for i in range(0, len(rows), micro.group_size)]
-
-
-@pytest.mark.parametrize("per_micro_batch", [1, 2, 3, 7, 20])
-def test_micro_batches_hold_every_group_once_and_whole(per_micro_batch: int) -> None:
-    batch = make_batch(7)
-    micros = list(micro_batches(batch, per_micro_batch))
-    found = [group for micro in micros for group in unpadded(micro)]
-    wanted = [[(*row[:3], *row[4:6]) for row in group] for group in group_rows(batch)]
-    assert sorted(found) == sorted(wanted)
-    assert all(len(micro.prompt_id_B) == per_micro_batch for micro in micros[:-1])
-
-
 def computed_tokens(group: list[Row]) -> int:
     """Of a group's completions, and of its prompt once."""
     prompt_length = group[0][4]
     return prompt_length + sum(len(row[5]) - prompt_length for row in group)
 
 
-def test_micro_batches_pad_to_their_own_longest_row_most_tokens_first() -> None:
-    batch, computed = make_batch(8), []
-    tokens = {group[0][0]: computed_tokens(group) for group in group_rows(batch)}
-    for micro in micro_batches(batch, 2):
-        assert micro.tokens_NL.dtype == np.int64
-        assert micro.tokens_NL.shape[1] == micro.length_N.max()
-        computed += [tokens[prompt] for prompt in micro.prompt_id_B.tolist()]
-    assert computed == sorted(tokens.values(), reverse=True)
-
-
-def test_logprobs_stand_at_the_tokens_of_their_completions() -> None:
+def test_rectangles_hold_every_token_at_its_place() -> None:
+    """Prompt, completion, padding; log-probabilities and ages at the completion's tokens, 0 elsewhere."""
     batch = make_batch(4)
-    wanted = {row[5]: (row[6], row[7], row[9]) for row in rows_of(batch)}
-    for micro in micro_batches(batch, 2):
-        for i, length in enumerate(micro.length_N):
-            tokens, mask = tuple(micro.tokens_NL[i, :length].tolist()), micro.completion_mask_NL[i]
-            found = micro.logprob_NL[i], micro.ref_logprob_NL[i], micro.age_NL[i]
-            assert [found_L.dtype for found_L in found] == [np.float32, np.float32, np.int32]
-            for found_L, values in zip(found, wanted[tokens], strict=True):
-                assert tuple(found_L[mask].tolist()) == tuple(values)
-                assert not found_L[~mask].any()
+    assert batch.tokens_NL.dtype == np.int64 and batch.tokens_NL.shape[1] == batch.length_N.max()
+    for i, (_, _, _, _, start, tokens, logprobs, ref_logprobs, _, ages) in enumerate(rows_of(batch)):
+        assert batch.tokens_NL[i].tolist() == [*tokens, *[0] * (batch.tokens_NL.shape[1] - len(tokens))]
+        mask = batch.completion_mask_NL[i]
+        assert np.flatnonzero(mask).tolist() == list(range(start, len(tokens)))
+        found = (batch.logprob_NL, batch.ref_logprob_NL, batch.age_NL)
+        for found_NL, values in zip(found, (logprobs, ref_logprobs, ages), strict=True):
+            assert found_NL.dtype == (np.int32 if values is ages else np.float32)
+            assert tuple(found_NL[i][mask].tolist()) == values and not found_NL[i][~mask].any()
 
 
-def test_micro_batches_know_what_is_on_policy() -> None:
-    batch = make_batch(4)
-    wanted = {row[5]: row[8] for row in rows_of(batch)}
-    found = {
-        tuple(tokens[:length].tolist()): bool(on_policy)
-        for micro in micro_batches(batch, 2)
-        for tokens, length, on_policy in zip(micro.tokens_NL, micro.length_N, micro.on_policy_N, strict=True)
-    }
-    assert found == wanted and len(set(found.values())) == 2
+# --- Micro-batches ---
+
+LONGEST = 40
+"""Tokens that no sequence of ``make_batch`` exceeds."""
 
 
-def test_completion_mask_marks_the_tokens_after_the_prompt() -> None:
-    (micro,) = micro_batches(make_batch(3), 3)
-    for i, mask in enumerate(micro.completion_mask_NL):
-        start, end = micro.prompt_length_N[i], micro.length_N[i]
-        assert np.flatnonzero(mask).tolist() == list(range(start, end))
+def plans(batch: TrajectoryBatch, ranks: int, budget: int | None, share: bool) -> list[list[Part]]:
+    return [plan(batch, rank=r, ranks=ranks, budget=budget, share_prompts=share) for r in range(ranks)]
+
+
+def tokens_of(batch: TrajectoryBatch, rows: np.ndarray, share: bool) -> int:
+    """As computed, counted one by one."""
+    lengths, prompts = batch.length_N.tolist(), batch.prompt_length_N.tolist()
+    if not share:
+        return len(rows) * max(lengths[row] for row in rows)
+    first_rows = {row // batch.group_size * batch.group_size for row in rows.tolist()}
+    return sum(lengths[row] - prompts[row] for row in rows) + sum(prompts[row] for row in first_rows)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("budget", [None, LONGEST, 70, 130, 10_000])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_micro_batches_keep_to_the_budget_and_hold_every_row_once(
+    ranks: int, budget: int | None, share: bool
+) -> None:
+    """And every group's rows follow each other, so that they can share a prompt."""
+    batch = make_batch(8, 6)
+    largest = max(tokens_of(batch, np.arange(g * 6, g * 6 + 6), share) for g in range(8))
+    for groups, parts in zip(balance(batch, ranks), plans(batch, ranks, budget, share), strict=True):
+        for part in parts:
+            rows = np.concatenate(part.micro_batches)
+            assert sorted(rows.tolist()) == sorted(batch_rows(part.groups, 6).tolist())
+            for some in part.micro_batches:
+                assert tokens_of(batch, some, share) <= (budget or largest)
+                assert len([*itertools.groupby(some // 6)]) == len(set((some // 6).tolist()))
+        assert sorted(np.concatenate([part.groups for part in parts]).tolist()) == groups.tolist()
+        assert budget is not None or all(len(part.micro_batches) == 1 for part in parts)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_have_equally_many_micro_batches_in_equally_many_parts(seed: int) -> None:
+    """Whatever they hold: a group of very long completions is on one of them only."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(1, 5, (6, 4)) * np.array([60, 1, 1, 5, 5, 20])[random.permutation(6), None]
+    batch = batch_of(np.repeat(random.integers(1, 9, 6), 4), lengths.ravel(), 4, random)
+    for ranks, share in itertools.product((2, 3), (True, False)):
+        shapes = [[len(part.micro_batches) for part in parts] for parts in plans(batch, ranks, 260, share)]
+        assert all(shape == shapes[0] for shape in shapes)
+        assert all(micro_batches == 1 for shape in shapes for micro_batches in shape[1:])
+
+
+@pytest.mark.parametrize(("share", "split"), [(True, [[1, 0], [2, 3]]), (False, [[1], [0, 2, 3]])])
+def test_micro_batches_by_hand(share: bool, split: list[list[int]]) -> None:
+    """Prompts of 2; completions 2, 8, 2, 2 and 1, 1, 1, 1: at 12 tokens the first group alone is split."""
+    batch = batch_of(np.full(8, 2), np.array([2, 8, 2, 2, 1, 1, 1, 1]), 4, np.random.default_rng(0))
+    first, second = plan(batch, rank=0, ranks=1, budget=12, share_prompts=share)
+    assert [rows.tolist() for rows in first.micro_batches] == split
+    assert [rows.tolist() for rows in second.micro_batches] == [[4, 5, 6, 7]]
+    assert (first.groups.tolist(), second.groups.tolist()) == ([0], [1])
+
+
+def test_a_sequence_that_does_not_fit_is_named_by_its_lengths() -> None:
+    batch = batch_of(np.full(4, 5), np.array([3, 9, 2, 4]), 2, np.random.default_rng(0))
+    sentence = (
+        r"train.tokens_per_micro_batch=13 is below one sequence, of 5 tokens of the prompt and 9 of the "
+        r"completion: raise it to at least 14$"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        plan(batch, rank=0, ranks=1, budget=13, share_prompts=True)
+    assert plan(batch, rank=0, ranks=1, budget=14, share_prompts=True)
+
+
+def test_a_budget_below_the_longest_sequence_is_refused_with_the_config() -> None:
+    tree = {"model": {"path": "m", "context_length": 1024}, "train": {"tokens_per_micro_batch": 1023}}
+    with pytest.raises(ConfigError, match=r"=1023 is below model.context_length=1024, the longest sequence"):
+        parse_config(tree)
+    assert parse_config(tree, ["train.tokens_per_micro_batch=1024"]).train.tokens_per_micro_batch == 1024
+    assert may_change("train.tokens_per_micro_batch")
 
 
 def test_staleness_counts_from_the_version_that_sampled() -> None:

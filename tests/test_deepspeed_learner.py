@@ -177,7 +177,6 @@ class Case:
     zero_stage: int
     tied: bool = False
     dtype: str = "float32"
-    groups_per_micro_batch: int = 1
     tokens_per_micro_batch: int | None = None
     gradient_checkpointing: bool = False
     gradient_clip: float | None = 5.0
@@ -210,7 +209,7 @@ OFFLOADED: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 LONGEST = 32
 """Tokens that a sequence of a batch has at most."""
 
-ONE_RANK = Case(1, 2, groups_per_micro_batch=3)
+ONE_RANK = Case(1, 2)
 ZERO_1 = Case(2, 1, tied=True)
 ZERO_2 = Case(2, 2)
 ZERO_3 = Case(2, 3, tied=True, gradient_checkpointing=True)
@@ -661,7 +660,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 BUDGETS = (LONGEST, 48, 10_000)
-"""Every group is split; some are; none is, and all are one micro-batch."""
+"""Several groups are split; one is; none is, and all are one micro-batch."""
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 2), (2, 1), (2, 2), (2, 3)])
@@ -733,7 +732,6 @@ def test_the_engine_computes_no_more_tokens_than_the_budget(runs: Runs, tmp_path
             first = [shape for *shape, gradient in of_rank if not gradient]
             second = [shape for *shape, gradient in of_rank if gradient]
             assert bool(first) == (budget < 10_000) and first == second[: len(first)]
-            assert budget > LONGEST or len(first) == len(second)
 
 
 def _note_tokens(folder: Path, rank: int, config: Config) -> None:

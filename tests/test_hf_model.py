@@ -25,9 +25,8 @@ from transformers import (
 )
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core import batch
-from tba_hpc.learner import sequence_attention
 from tba_hpc.learner.hf_model import HfTokenizer, LogprobHead, PolicyLogprobs, load_policy, load_tokenizer
+from tba_hpc.learner.shared_prompts import ATTENTION
 
 PROMPTS = torch.tensor([3, 1, 5, 2])
 LENGTHS = torch.tensor([9, 4, 6, 12])
@@ -103,23 +102,12 @@ GROUPS = (
 )
 """Two groups of three sequences each: 5 + 2 + 3 + 4 tokens, and 1 + 9 + 10 + 11."""
 
-MASKED, BY_SEQUENCE = (1e-9, 300), (1e9, 0)
-"""Prices of a mask and of gathering at which everybody, and nobody, takes the former."""
-
-
-@pytest.fixture(params=[MASKED, BY_SEQUENCE], ids=["masked", "by-sequence"])
-def price(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
-    chosen: tuple[float, float] = request.param
-    monkeypatch.setattr(batch, "MASKED_PRICE", {False: chosen[0]})
-    monkeypatch.setattr(batch, "GATHERED", chosen[1])
-    return chosen
+PROMPT = torch.arange(6) // 3
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "neox", "qwen2", "mistral", "falcon"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_completions_share_their_prompt_and_nothing_else(
-    kind: str, checkpointing: bool, price: tuple[float, float]
-) -> None:
+def test_completions_share_their_prompt_and_nothing_else(kind: str, checkpointing: bool) -> None:
     """Values and gradients are those of every sequence alone in its row."""
     model = make_model(kind)
     if checkpointing:
@@ -127,33 +115,31 @@ def test_completions_share_their_prompt_and_nothing_else(
     logprobs = PolicyLogprobs(model, chunk_tokens=1000, temperature=0.7)
     weight = torch.randn(GROUPS[0].shape, generator=torch.Generator().manual_seed(2))
 
-    def values_and_gradients(group_size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        values = logprobs(*GROUPS, group_size)
+    def values_and_gradients(prompt: torch.Tensor | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        values = logprobs(*GROUPS, prompt)
         return values, list(torch.autograd.grad((values * weight).sum(), list(model.parameters())))
 
     shapes: list[tuple[int, ...]] = []
     model.base_model.register_forward_pre_hook(
         lambda _, __, inputs: shapes.append(tuple(inputs["input_ids"].shape)), with_kwargs=True
     )
-    together, gradients = values_and_gradients(3)
-    alone, expected = values_and_gradients(1)
+    together, gradients = values_and_gradients(PROMPT)
+    alone, expected = values_and_gradients(None)
     if kind in ("mistral", "falcon"):
         assert shapes == [(6, 12), (6, 12)]
     else:
-        assert shapes == [(1, 14 + 31) if price is BY_SEQUENCE else (2, 31), (6, 12)]
+        assert shapes == [(1, 14 + 31), (6, 12)]
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
     for gradient, of_alone in zip(gradients, expected, strict=True):
         assert (gradient - of_alone).abs().max() < 1e-5 * of_alone.abs().max().clamp(min=1e-3)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_prompts_are_shared_in_models_of_every_family(
-    kind: str, price: tuple[float, float], tmp_path: Path
-) -> None:
+def test_prompts_are_shared_in_models_of_every_family(kind: str, tmp_path: Path) -> None:
     model = load_policy(str(make_family_model(tmp_path, kind)), "float32")
     logprobs = PolicyLogprobs(model, chunk_tokens=1000)
-    torch.testing.assert_close(logprobs(*GROUPS, 3), logprobs(*GROUPS), atol=1e-5, rtol=1e-5)
-    assert sequence_attention.NAME not in model.config.to_json_string(), "it would be exported"
+    torch.testing.assert_close(logprobs(*GROUPS, PROMPT), logprobs(*GROUPS), atol=1e-5, rtol=1e-5)
+    assert ATTENTION not in model.config.to_json_string(), "it would be exported"
 
 
 def test_output_bias_and_its_gradient() -> None:

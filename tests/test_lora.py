@@ -191,7 +191,7 @@ def adapted(case: Case, model: Path, section: LoraSection = EVERYWHERE, **option
     return config.model_copy(update={"model": config.model.model_copy(update={"lora": section})})
 
 
-ZERO_2 = Case(2, 2, groups_per_micro_batch=3)
+ZERO_2 = Case(2, 2)
 ZERO_3 = Case(2, 3, gradient_checkpointing=True)
 BF16 = Case(1, 3, dtype="bfloat16")
 """How an adapter is saved differs where parameters are shared out; other ways to train are no other to it."""

@@ -8,10 +8,9 @@ import numpy as np
 import safetensors.numpy as wire
 
 from tba_hpc.config import BufferSection
-from tba_hpc.core.batch import from_arrays, micro_batches, to_arrays
+from tba_hpc.core.batch import from_arrays, plan, to_arrays
 from tba_hpc.core.buffer import ReplayBuffer
-from tba_hpc.core.token_budget import Part, parts
-from tba_hpc.core.types import LIVE_RECORD, PER_TOKEN, RECORD, Ragged, Shard, Trajectories, TrajectoryBatch
+from tba_hpc.core.types import LIVE_RECORD, PER_TOKEN, RECORD, Ragged, Shard, Trajectories
 from tba_hpc.exchange.hdf5_shards import read_shard, write_shard
 
 GROUPS, SIZE = 5, 4
@@ -54,16 +53,10 @@ def test_every_field_survives_shard_buffer_checkpoint_batch_wire_and_micro_batch
     sent = from_arrays(wire.load(wire.save(to_arrays(batch))))
     assert (sent.group_size, sent.step, sent.record.dtype) == (SIZE, 7, LIVE_RECORD)
     assert by_uid(made) == by_uid(first.trajectories()) == by_uid(batch) == by_uid(sent)
-    budgeted = [
-        micro for part in parts(sent, rank=0, ranks=1, budget=30, per_row=2) for micro in micros(part)
-    ]
-    for some in (list(micro_batches(sent, 2)), budgeted):
-        assert len(some) > 1
-        assert by_uid(made) == {uid: row for micro in some for uid, row in by_uid(micro).items()}
-
-
-def micros(part: Part) -> list[TrajectoryBatch]:
-    return [micro for micro, _ in part.micro_batches()]
+    parts = plan(sent, rank=0, ranks=1, budget=30, share_prompts=True)
+    micros = [sent.take(rows) for part in parts for rows in part.micro_batches]
+    assert len(micros) > 1
+    assert by_uid(made) == {uid: row for micro in micros for uid, row in by_uid(micro).items()}
 
 
 def test_taking_and_joining_are_inverse() -> None:

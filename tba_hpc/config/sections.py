@@ -307,12 +307,10 @@ class TrainSection(Section):
     """B: groups per optimizer step."""
     completions_per_prompt: int = Field(20, ge=2)
     """K: trajectories per group."""
-    groups_per_micro_batch: Count = 1
-    """Groups per forward and backward pass on a rank; memory against speed."""
     tokens_per_micro_batch: MayChange[Count | None] = None
-    """Most tokens per forward and backward pass, in place of groups_per_micro_batch: prompts, completions and
-    padding, a prompt once for the completions that share its row. Larger groups are split and computed twice,
-    so memory does not depend on K. At least model.context_length. null: by groups."""
+    """Most tokens per forward and backward pass: completions and each group's prompt once, or padded sequences
+    where attention is not all full. Larger groups are split and computed twice, so memory does not depend on K.
+    At least model.context_length. null: as the step's largest group."""
     learning_rate: LearningRate = LearningRate()
     """Learning rate by step."""
     beta: Schedule = Field(0.1, validate_default=True)

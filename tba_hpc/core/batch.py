@@ -1,30 +1,17 @@
-"""Whole groups of a batch: split over ranks and into micro-batches by token count, sent as plain arrays.
+"""Whole groups of a batch: split over ranks and into micro-batches by tokens, and sent as plain arrays.
 
 Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tba_hpc.config import ConfigError
 from tba_hpc.core.types import LIVE_RECORD, TrajectoryBatch
-
-GATHERED = 300
-"""What gathering costs a token of a sequence, in tokens that it could have looked at instead."""
-
-PADDED = 1.4
-"""Tokens of sequences that are padded to others of like length, of those that they have."""
-
-CAUSAL = 0.6
-"""What attention costs that skips what comes later, of one that looks at everything."""
-
-MASKED_PRICE = {False: 1.0, True: 4.0}
-"""What an operation of attention costs under a mask, of one without: whether that is flash attention, which
-GPUs have for bfloat16. The price there is assumed; none has been measured.
-"""
 
 
 def balance(batch: TrajectoryBatch, ranks: int) -> list[np.ndarray]:
@@ -34,7 +21,8 @@ def balance(batch: TrajectoryBatch, ranks: int) -> list[np.ndarray]:
     the rank with the fewest tokens among those that still have room.
     """
     assert batch.groups % ranks == 0, "Config asks for a multiple of the trainer ranks"
-    tokens_B = _tokens_of_groups(batch)
+    completions_B = batch.completion_length_N.reshape(-1, batch.group_size).sum(1)
+    tokens_B = completions_B + batch.prompt_length_N[:: batch.group_size]
     shares: list[list[int]] = [[] for _ in range(ranks)]
     load = np.zeros(ranks)
     for group in np.argsort(-tokens_B, kind="stable").tolist():
@@ -44,55 +32,91 @@ def balance(batch: TrajectoryBatch, ranks: int) -> list[np.ndarray]:
     return [np.array(sorted(share), np.int64) for share in shares]
 
 
-def split(batch: TrajectoryBatch, ranks: int) -> list[TrajectoryBatch]:
-    """The part of every rank, as ``balance`` splits it."""
-    return [take_groups(batch, groups) for groups in balance(batch, ranks)]
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Whole groups of a batch, int64, and the micro-batches that compute them: rows of the batch, int64 each.
 
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Of some sequences: mean tokens of prompt and completion, and of both in the longest.
-
-    masked_price: see MASKED_PRICE.
+    Together the micro-batches hold every row of the groups once.
     """
 
-    prompt: float
-    completion: float
-    longest: float
-    masked_price: float
-
-    @classmethod
-    def of(cls, prompt_N: np.ndarray, whole_N: np.ndarray, *, flash: bool) -> Lengths:
-        """prompt_N, whole_N: int [N], tokens of the prompts, and with their completions; see MASKED_PRICE."""
-        prompt, whole = float(prompt_N.mean()), float(whole_N.mean())
-        return cls(prompt, whole - prompt, float(whole_N.max()), MASKED_PRICE[flash])
-
-    def masked(self, sequences: int, width: int) -> float:
-        """What a row of so many costs in which every token meets every other, visible or not.
-
-        It is padded to a row with the longest of all. Alone in it a sequence needs no mask. In 4·width
-        operations of a layer, as below: linear maps cost a token about 24·width².
-        """
-        row = self.longest + (sequences - 1) * self.completion
-        return row * (6 * width + (CAUSAL if sequences == 1 else self.masked_price) * row)
-
-    def by_sequence(self, sequences: int, width: int) -> float:
-        """The same where they share their prompt, nothing is padded, and attention gathers each of them."""
-        row, padded = self.prompt + sequences * self.completion, PADDED * (self.prompt + self.completion)
-        return row * 6 * width + sequences * padded * (CAUSAL * padded + GATHERED)
+    groups: np.ndarray
+    micro_batches: tuple[np.ndarray, ...]
 
 
-def sequences_per_row(group_size: int, *, lengths: Lengths, width: int, most: int | None = None) -> int:
-    """How many of a group's sequences to put into one row: the divisor of its size that costs least.
+def plan(
+    batch: TrajectoryBatch, *, rank: int, ranks: int, budget: int | None, share_prompts: bool
+) -> list[Part]:
+    """What a rank computes: as many parts, and as many micro-batches in each, as every other rank.
 
-    width: the model's hidden size. most: how many there may be, at least 1; None: all. The factors of
-    ``Lengths`` fit what two CPU cores took.
+    ZeRO moves weights and gradients between the ranks in every micro-batch, so they compute in step.
+    A micro-batch has at most ``budget`` tokens (None: as the largest group), padding included; with
+    ``share_prompts`` there is none, and a group's completions share its prompt. Groups that exceed the budget
+    come first, in one part of several micro-batches; ranks with fewer of them add smaller ones. Each further
+    part is one micro-batch of whole groups. Large ones come first, so that a lack of memory shows at once.
+    Raises ConfigError if a single sequence exceeds the budget.
     """
+    size, completion_N, length_N = batch.group_size, batch.completion_length_N, batch.length_N
 
-    def operations(sequences: int) -> float:
-        return min(lengths.masked(sequences, width), lengths.by_sequence(sequences, width)) / sequences
+    def tokens(rows: np.ndarray) -> int:
+        if not share_prompts:
+            return len(rows) * int(length_N[rows].max())
+        return int(completion_N[rows].sum() + batch.prompt_length_N[np.unique(rows // size) * size].sum())
 
-    return min((s for s in range(1, (most or group_size) + 1) if group_size % s == 0), key=operations)
+    rows_BK = np.arange(len(batch)).reshape(-1, size)
+    tokens_B = np.array([tokens(rows_K) for rows_K in rows_BK])
+    most = int(tokens_B.max()) if budget is None else budget
+    _require_room(batch, most)
+    shares = [share[np.argsort(-tokens_B[share], kind="stable")] for share in balance(batch, ranks)]
+    split = max(int((tokens_B[share] > most).sum()) for share in shares)
+
+    def runs(pieces: Callable[[np.ndarray], Sequence[np.ndarray]]) -> tuple[np.ndarray, ...]:
+        filled = _alike([_filled(pieces(share), tokens, most) for share in shares])[rank]
+        return tuple(np.concatenate(run) for run in filled)
+
+    def sequences(share: np.ndarray) -> Sequence[np.ndarray]:
+        longest_first_BK = rows_BK[share[:split]]
+        longest_first_BK = np.take_along_axis(
+            longest_first_BK, np.argsort(-completion_N[longest_first_BK], axis=1, kind="stable"), 1
+        )
+        return np.split(longest_first_BK.ravel(), longest_first_BK.size)
+
+    parts = [Part(shares[rank][:split], runs(sequences))] if split else []
+    wholes = runs(lambda share: list(rows_BK[share[split:]]))
+    return parts + [Part(rows[::size] // size, (rows,)) for rows in wholes]
+
+
+def _require_room(batch: TrajectoryBatch, budget: int) -> None:
+    longest = int(batch.length_N.argmax())
+    prompt, completion = int(batch.prompt_length_N[longest]), int(batch.completion_length_N[longest])
+    if prompt + completion > budget:
+        raise ConfigError(
+            f"train.tokens_per_micro_batch={budget} is below one sequence, of {prompt} tokens of the prompt "
+            f"and {completion} of the completion: raise it to at least {prompt + completion}"
+        )
+
+
+def _filled(
+    pieces: Sequence[np.ndarray], tokens: Callable[[np.ndarray], int], budget: int
+) -> list[list[np.ndarray]]:
+    """Runs of pieces of a batch's rows, in order, each of as many as fit into the budget."""
+    runs: list[list[np.ndarray]] = []
+    for piece in pieces:
+        if runs and tokens(np.concatenate([*runs[-1], piece])) <= budget:
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    return runs
+
+
+def _alike(runs_of_ranks: Sequence[list[list[np.ndarray]]]) -> Sequence[list[list[np.ndarray]]]:
+    """The same, in as many runs on every rank: with fewer, the longest of them are halved."""
+    number = max(len(runs) for runs in runs_of_ranks)
+    for runs in runs_of_ranks:
+        while len(runs) < number:
+            longest = max(range(len(runs)), key=lambda place: len(runs[place]))
+            run = runs[longest]
+            runs[longest : longest + 1] = [run[: len(run) // 2], run[len(run) // 2 :]]
+    return runs_of_ranks
 
 
 def with_reference_power(batch: TrajectoryBatch, power: float) -> TrajectoryBatch:
@@ -108,17 +132,6 @@ def take_groups(batch: TrajectoryBatch, groups: np.ndarray) -> TrajectoryBatch:
 def rows_of(groups: np.ndarray, size: int) -> np.ndarray:
     """int64: the rows of the given groups, of ``size`` rows each, in the given order."""
     return (groups[:, None] * size + np.arange(size)).ravel()
-
-
-def micro_batches(batch: TrajectoryBatch, groups_per_micro_batch: int) -> Iterator[TrajectoryBatch]:
-    """All groups, whole, ``groups_per_micro_batch`` at a time (the last may have fewer).
-
-    Groups of like length meet, so that little is padding; the longest come first, so that a lack of
-    memory shows at once.
-    """
-    order = np.argsort(-_tokens_of_groups(batch), kind="stable")
-    for start in range(0, batch.groups, groups_per_micro_batch):
-        yield take_groups(batch, order[start : start + groups_per_micro_batch])
 
 
 def staleness(batch: TrajectoryBatch, version: int) -> np.ndarray:
@@ -141,9 +154,3 @@ def from_arrays(arrays: Mapping[str, np.ndarray]) -> TrajectoryBatch:
     group_size, step = arrays["form"].tolist()
     record = arrays["record"].view(LIVE_RECORD)
     return TrajectoryBatch.from_arrays({**arrays, "record": record}, group_size=group_size, step=step)
-
-
-def _tokens_of_groups(batch: TrajectoryBatch) -> np.ndarray:
-    """int64 [B]: tokens of a group's completions, and of its prompt once, as the learner computes them."""
-    completions_B = batch.completion_length_N.reshape(-1, batch.group_size).sum(1)
-    return completions_B + batch.prompt_length_N[:: batch.group_size]

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
@@ -43,9 +43,8 @@ from transformers import PreTrainedModel
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.config.variants import EmaReference
 from tba_hpc.core import batch as batches
-from tba_hpc.core import token_budget
+from tba_hpc.core.batch import Part
 from tba_hpc.core.skipped_steps import SkippedSteps
-from tba_hpc.core.token_budget import Part
 from tba_hpc.core.types import (
     LoraWeights,
     TrajectoryBatch,
@@ -315,12 +314,12 @@ class DeepSpeedLearner:
 
     def _step(self, batch: TrajectoryBatch, learning_rate: float, beta: float) -> dict[str, float]:
         sums: dict[str, Tensor] = {}
-        losses: list[tuple[np.ndarray, Tensor]] = []
-        for groups, output in self._backward(batch, beta):
-            share = len(groups) / len(batch)
-            for name, part in {"loss": output.loss.detach(), **output.metrics}.items():
-                sums[name] = sums.get(name, 0.0) + share * part.double()
-            losses.append((groups.prompt_id_B, output.loss_BK.detach().mean(1)))
+        outputs = {}
+        for part in self._plan(batch):
+            outputs |= self._backward(part, batch, beta)
+        for output in outputs.values():
+            for name, value in {"loss": output.loss.detach(), **output.metrics}.items():
+                sums[name] = sums.get(name, 0.0) + value.double() / batch.groups
         totals = self._group.total(np.array([float(part) for part in sums.values()]))
         found = figures(dict(zip(sums, totals.tolist(), strict=True)))
         for parameters in self._engine.optimizer.param_groups:
@@ -331,7 +330,7 @@ class DeepSpeedLearner:
             if self._average:
                 self._average.move(self._made_whole(self.layout, self._average.slots))
         else:
-            self._skipped.skipped(self._not_finite(batch, losses))
+            self._skipped.skipped(self._not_finite(batch, outputs))
         return {
             **found,
             "learning_rate": learning_rate,
@@ -340,100 +339,78 @@ class DeepSpeedLearner:
             "skipped_steps": float(self._skipped.total),
         }
 
-    def _backward(
-        self, batch: TrajectoryBatch, beta: float
-    ) -> Iterator[tuple[TrajectoryBatch, ObjectiveOutput]]:
-        """Add the gradient of this rank's groups, and tell of each what the objective said."""
-        budget = self._config.train.tokens_per_micro_batch
-        if budget is not None:
-            per_row = self._per_row(batch, budget)
-            place = {"rank": self._group.rank, "ranks": self._group.ranks}
-            for part in token_budget.parts(batch, **place, budget=budget, per_row=per_row):
-                yield from self._backward_part(part, per_row, batch, beta)
-            return
-        mine = batches.split(batch, self._group.ranks)[self._group.rank]
-        for micro in batches.micro_batches(mine, self._config.train.groups_per_micro_batch):
-            inputs = (micro.tokens_NL, micro.prompt_length_N, micro.length_N)
-            policy_NL = self._engine(*map(self._tensor, inputs), micro.group_size)
-            output = self._objective_of(policy_NL, micro, batch, beta)
-            self._engine.backward(self._weighed(output, micro, batch), scale_wrt_gas=False)
-            yield micro, output
+    def _plan(self, batch: TrajectoryBatch) -> list[Part]:
+        """The micro-batches of this rank."""
+        return batches.plan(
+            batch,
+            rank=self._group.rank,
+            ranks=self._group.ranks,
+            budget=self._config.train.tokens_per_micro_batch,
+            share_prompts=self._logprobs.shares_prompts,
+        )
+
+    def _backward(self, part: Part, batch: TrajectoryBatch, beta: float) -> dict[int, ObjectiveOutput]:
+        """Add the gradient of whole groups; what the objective says of each.
+
+        A loss sees the policy through the log-probabilities alone: dL/dθ = Σ_t dL/dlog π_t · dlog π_t/dθ. So
+        with several micro-batches these are computed first, without gradient, then the slopes dL/dlog π_t of
+        whole groups, then each micro-batch again, with gradient.
+        """
+        once = len(part.micro_batches) == 1
+        places = [
+            self._tensor(spans(batch.completions.offsets, rows)[0]) for rows in part.micro_batches
+        ]  # of the micro-batches' tokens among the batch's
+        policy_T = torch.zeros(len(batch.logprobs), device=self._group.device)
+        with torch.set_grad_enabled(once):
+            computed = [self._logprobs_of(self._engine, batch, rows) for rows in part.micro_batches]
+            policy_T = policy_T.index_copy(0, torch.cat(places), torch.cat(computed))
+        if not once:
+            policy_T.requires_grad_()
+        outputs = {group: self._objective_of(group, policy_T, batch, beta) for group in part.groups.tolist()}
+        loss = torch.stack([self._weighed(output, batch) for output in outputs.values()]).sum()
+        if once:
+            self._engine.backward(loss, scale_wrt_gas=False)
+            return outputs
+        (slope_T,) = torch.autograd.grad(loss, policy_T)
+        for rows, place_T in zip(part.micro_batches, places, strict=True):
+            along = self._logprobs_of(self._engine, batch, rows) @ slope_T[place_T]
+            self._engine.backward(along, scale_wrt_gas=False)
+        return outputs
+
+    def _logprobs_of(self, policy: nn.Module, batch: TrajectoryBatch, rows: np.ndarray) -> Tensor:
+        """float32: of the tokens of these rows' completions, row after row, by a PolicyLogprobs."""
+        micro = batch.take(rows)
+        prompt_N = micro.record["prompt_row"].astype(np.int64)
+        arrays = (micro.tokens_NL, micro.prompt_length_N, micro.length_N, prompt_N)
+        policy_NL = policy(*map(self._tensor, arrays))
+        return policy_NL[self._tensor(micro.completion_mask_NL)]
 
     def _objective_of(
-        self, policy_NL: Tensor, groups: TrajectoryBatch, batch: TrajectoryBatch, beta: float
+        self, group: int, policy_T: Tensor, batch: TrajectoryBatch, beta: float
     ) -> ObjectiveOutput:
+        """A group by itself, so that the token budget changes nothing that a loss looks at."""
+        rows = batches.take_groups(batch, np.array([group]))
+        first, last = batch.completions.offsets[[group * batch.group_size, (group + 1) * batch.group_size]]
+        mask_NL = self._tensor(rows.completion_mask_NL)
+        policy_NL = torch.zeros(mask_NL.shape, device=mask_NL.device)
+        policy_NL = policy_NL.masked_scatter(mask_NL, policy_T[first:last])
         mean_tokens = float(batch.completion_length_N.mean())
-        return self._objective(Groups.of(policy_NL, groups, batch_tokens=mean_tokens), beta)
+        return self._objective(Groups.of(policy_NL, rows, batch_tokens=mean_tokens), beta)
 
-    def _weighed(self, output: ObjectiveOutput, groups: TrajectoryBatch, batch: TrajectoryBatch) -> Tensor:
-        """The loss of some groups as the part that it is of the batch's.
+    def _weighed(self, output: ObjectiveOutput, batch: TrajectoryBatch) -> Tensor:
+        """The loss of a group as the part that it is of the batch's.
 
         DeepSpeed takes the mean of the ranks' gradients: times their number, that is the sum. It skips the
         step, on all ranks, where the norm is not finite; so a loss that is not makes the gradient NaN.
         """
-        scale = self._group.ranks * len(groups) / len(batch)
+        scale = self._group.ranks / batch.groups
         return output.loss * torch.where(output.loss.detach().isfinite(), scale, math.nan)
 
-    # --- Micro-batches by tokens ---
-
-    def _per_row(self, batch: TrajectoryBatch, budget: int) -> int:
-        """How many sequences of a group share a row: one number for the whole batch, on all ranks."""
-        most = token_budget.most_per_row(batch, budget)
-        return self._logprobs.sequences_per_row(
-            batch.group_size, batch.prompt_length_N, batch.length_N, most=most
-        )
-
-    def _backward_part(
-        self, part: Part, per_row: int, batch: TrajectoryBatch, beta: float
-    ) -> Iterator[tuple[TrajectoryBatch, ObjectiveOutput]]:
-        """Add the gradient of whole groups, of which no micro-batch need hold all.
-
-        A loss sees the policy through the log-probabilities alone: dL/dθ = Σ_t dL/dlog π_t · dlog π_t/dθ. So
-        they are computed first, without gradient, then the slopes dL/dlog π_t of whole groups, then one
-        micro-batch after the other again, with gradient. Where there is only one, once is enough.
-        """
-        alone = len(part.sequences) == 1
-        with torch.set_grad_enabled(alone):
-            micros, places = zip(*part.micro_batches(), strict=True)
-            computed_T = torch.cat([self._logprobs_of(self._engine, micro, per_row) for micro in micros])
-        order_T = np.argsort(np.concatenate(places))
-        policy_T = computed_T[self._tensor(order_T)]
-        if not alone:
-            policy_T.requires_grad_()
-        found = list(self._objective_by_group(policy_T, part, batch, beta))
-        loss = torch.stack([self._weighed(output, group, batch) for group, output in found]).sum()
-        if alone:
-            self._engine.backward(loss, scale_wrt_gas=False)
-        else:
-            (slope_T,) = torch.autograd.grad(loss, policy_T)
-            for micro, place_T in zip(micros, places, strict=True):
-                logprob_T = self._logprobs_of(self._engine, micro, per_row)
-                along = logprob_T @ slope_T[self._tensor(place_T)]
-                self._engine.backward(along, scale_wrt_gas=False)
-        yield from found
-
-    def _logprobs_of(self, policy: nn.Module, micro: TrajectoryBatch, per_row: int) -> Tensor:
-        """float32 [T]: of the micro-batch's completions, sequence after sequence, by a PolicyLogprobs."""
-        arrays = (micro.tokens_NL, micro.prompt_length_N, micro.length_N)
-        policy_NL = policy(*map(self._tensor, arrays), per_row, per_row)
-        return policy_NL[self._tensor(micro.completion_mask_NL)]
-
-    def _objective_by_group(
-        self, policy_T: Tensor, part: Part, batch: TrajectoryBatch, beta: float
-    ) -> Iterator[tuple[TrajectoryBatch, ObjectiveOutput]]:
-        """Each group by itself, so that no budget changes what a loss looks at."""
-        tokens_B = part.batch.completion_length_N.reshape(part.batch.groups, -1).sum(1)
-        for group, logprob_T in enumerate(policy_T.split(tokens_B.tolist())):
-            rows = batches.take_groups(part.batch, np.array([group]))
-            mask_NL = self._tensor(rows.completion_mask_NL)
-            nothing_NL = torch.zeros(mask_NL.shape, device=mask_NL.device)
-            policy_NL = nothing_NL.masked_scatter(mask_NL, logprob_T)
-            yield rows, self._objective_of(policy_NL, rows, batch, beta)
-
-    def _not_finite(self, batch: TrajectoryBatch, losses: Iterable[tuple[np.ndarray, Tensor]]) -> list[int]:
+    def _not_finite(self, batch: TrajectoryBatch, outputs: Mapping[int, ObjectiveOutput]) -> list[int]:
         """The prompts of the batch whose group has a loss that is not finite, on whichever rank."""
-        mine = [prompt_id_B[~loss_B.isfinite().cpu().numpy()] for prompt_id_B, loss_B in losses]
-        flags = np.isin(batch.prompt_id_B, np.concatenate(mine)).astype(np.float64)
+        flags = np.zeros(batch.groups)
+        for group, output in outputs.items():
+            flags[group] = not output.loss.isfinite()
         return batch.prompt_id_B[self._group.total(flags) > 0].tolist()
 
     # --- The reference ---
@@ -441,17 +418,12 @@ class DeepSpeedLearner:
     @torch.no_grad()
     def _refer(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
         """float32 [T]: each rank computes its groups, and the sum over all puts them together."""
-        budget = self._config.train.tokens_per_micro_batch or batch.group_size * int(batch.length_N.max())
-        per_row = self._per_row(batch, budget)
-        place = {"rank": self._group.rank, "ranks": self._group.ranks}
-        offsets = batch.completions.offsets
-        logprob_T = np.zeros(offsets[-1])
+        logprob_T = np.zeros(len(batch.logprobs))
         with self._reference_of(step) as reference:
-            for part in token_budget.parts(batch, **place, budget=budget, per_row=per_row):
-                whole_T, _ = spans(offsets, batches.rows_of(part.groups, batch.group_size))
-                for micro, place_T in part.micro_batches():
-                    found = self._logprobs_of(reference, micro, per_row)
-                    logprob_T[whole_T[place_T]] = found.cpu().numpy()
+            for part in self._plan(batch):
+                for rows in part.micro_batches:
+                    place_T, _ = spans(batch.completions.offsets, rows)
+                    logprob_T[place_T] = self._logprobs_of(reference, batch, rows).cpu().numpy()
         return self._group.total(logprob_T).astype(np.float32)
 
     def _reference_of(self, step: int) -> AbstractContextManager[nn.Module]:

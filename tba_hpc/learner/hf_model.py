@@ -25,11 +25,9 @@ from transformers.integrations import deepspeed as zero
 from transformers.utils import logging as transformers_logging
 
 from tba_hpc.config import ConfigError, Dtype
-from tba_hpc.core.batch import Lengths, sequences_per_row
 from tba_hpc.core.types import WeightSlot
-from tba_hpc.learner import sequence_attention
 from tba_hpc.learner.file_tokenizer import NO_END
-from tba_hpc.learner.packed_groups import PackedGroups, SharedPrompts, pack, share_prompts
+from tba_hpc.learner.shared_prompts import ATTENTION, NO_MASK, share_prompts
 
 transformers_logging.disable_progress_bar()  # a rank writes to a log
 
@@ -249,86 +247,41 @@ class PolicyLogprobs(nn.Module):
         self.head = LogprobHead(
             model.get_output_embeddings(), chunk_tokens or CHUNK_TOKENS, temperature, fp32=fp32_head
         )
-        self._packs = _takes_any_mask(model)
-        if self._packs:
-            model.set_attn_implementation(sequence_attention.NAME)
+        self.shares_prompts = _takes_any_mask(model)
+        if self.shares_prompts:
+            model.set_attn_implementation(ATTENTION)
 
     def forward(
         self,
         tokens_NL: Tensor,
         prompt_length_N: Tensor,
         length_N: Tensor,
-        group_size: int = 1,
-        per_row: int | None = None,
+        prompt_N: Tensor | None = None,
     ) -> Tensor:
         """float32 [N, L]: log π(token | all before it) at completion tokens, 0 elsewhere.
 
         tokens_NL: int64, padded on the right with any token. prompt_length_N (at least 1) and length_N:
-        int64, tokens of the prompt, and of prompt and completion together. group_size: K rows after each
-        other have one prompt. per_row: how many of them are computed in one, a divisor of K that
-        ``sequences_per_row`` gave; None: what it gives.
+        int64, tokens of the prompt, and of prompt and completion together. prompt_N: int64; sequences next to
+        each other with the same number have one prompt. None: each is computed by itself.
         """
         position_L = torch.arange(tokens_NL.shape[1], device=tokens_NL.device)
         completion_NL = (position_L >= prompt_length_N[:, None]) & (position_L < length_N[:, None])
-        hidden_TD = self._hidden(tokens_NL, prompt_length_N, length_N, group_size, per_row)
+        if prompt_N is None or not self.shares_prompts:
+            found = self.model.base_model(input_ids=tokens_NL, use_cache=False)
+            hidden_TD = found.last_hidden_state[completion_NL.roll(-1, 1)]
+        else:
+            shared = share_prompts(tokens_NL, prompt_length_N, length_N, prompt_N)
+            found = self.model.base_model(
+                input_ids=shared.tokens_R[None],
+                position_ids=shared.position_R[None],
+                attention_mask=NO_MASK,
+                use_cache=False,
+                shared=shared,
+            )
+            hidden_TD = found.last_hidden_state[0, shared.before_T]
         logprob_T = self.head(hidden_TD, tokens_NL[completion_NL])
         nothing_NL = torch.zeros(tokens_NL.shape, device=tokens_NL.device)
         return nothing_NL.masked_scatter(completion_NL, logprob_T)
-
-    def _hidden(
-        self,
-        tokens_NL: Tensor,
-        prompt_length_N: Tensor,
-        length_N: Tensor,
-        group_size: int,
-        per_row: int | None,
-    ) -> Tensor:
-        """[T, D]: the hidden states from which the completions' tokens are predicted."""
-        groups = (tokens_NL, prompt_length_N, length_N)
-        if group_size == 1 or not self._packs:
-            return self._read_rows(pack(*groups, 1))
-        lengths = self._lengths(prompt_length_N.cpu().numpy(), length_N.cpu().numpy())
-        together = per_row or sequences_per_row(group_size, lengths=lengths, width=self._width)
-        if lengths.by_sequence(together, self._width) < lengths.masked(together, self._width):
-            return self._read_shared(share_prompts(*groups, together))
-        rows = pack(*groups, together)
-        if together == 1:  # no mask: nothing looks right
-            return self._read_rows(rows)
-        return self._read_rows(rows, position_ids=rows.position_BM, attention_mask=rows.visible_BMM[:, None])
-
-    def _read_rows(self, rows: PackedGroups, **apart: Tensor) -> Tensor:
-        found = self.model.base_model(input_ids=rows.tokens_BM, use_cache=False, **apart)
-        hidden_BMD: Tensor = found.last_hidden_state
-        return hidden_BMD[rows.row_T, rows.before_T]
-
-    def _read_shared(self, shared: SharedPrompts) -> Tensor:
-        found = self.model.base_model(
-            input_ids=shared.tokens_R[None],
-            position_ids=shared.position_R[None],
-            attention_mask=sequence_attention.NO_MASK,
-            use_cache=False,
-            shared=shared,
-        )
-        hidden_1RD: Tensor = found.last_hidden_state
-        return hidden_1RD[0, shared.before_T]
-
-    def sequences_per_row(
-        self, group_size: int, prompt_length_N: np.ndarray, length_N: np.ndarray, *, most: int | None = None
-    ) -> int:
-        """As ``batch.sequences_per_row`` for this model; 1 where its layers cannot keep them apart."""
-        if not self._packs:
-            return 1
-        lengths = self._lengths(prompt_length_N, length_N)
-        return sequences_per_row(group_size, lengths=lengths, width=self._width, most=most)
-
-    def _lengths(self, prompt_length_N: np.ndarray, length_N: np.ndarray) -> Lengths:
-        weight = self.head.weight
-        flash = weight.is_cuda and weight.dtype == torch.bfloat16
-        return Lengths.of(prompt_length_N, length_N, flash=flash)
-
-    @property
-    def _width(self) -> int:
-        return int(self.model.config.hidden_size)
 
 
 class LogprobHead(nn.Module):
@@ -452,7 +405,7 @@ def _takes_any_mask(model: PreTrainedModel) -> bool:
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
     return (
-        config._attn_implementation in ("sdpa", sequence_attention.NAME)
+        config._attn_implementation in ("sdpa", ATTENTION)
         and set(kinds) == {"full_attention"}
         and not model._is_stateful
         and not getattr(config, "alibi", False)

@@ -2,7 +2,7 @@
 
 It must not know which engine sampled them, and it never holds the logits of a whole group.
 
-Shape letters: K distinct completions of a group, P prompt tokens, L longest completion, D hidden size.
+Shape letters: K distinct completions of a group, L longest sequence.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from tba_hpc.config import Config
@@ -51,9 +50,9 @@ class HfReference:
         self._adapter_of = adapter_of
         self.model = model.eval().requires_grad_(False)
         self._adaptable = Adaptable(self.model)
-        self._head = PolicyLogprobs(
+        self._logprobs = PolicyLogprobs(
             self.model, chunk_tokens=chunk_tokens, temperature=temperature, fp32_head=fp32_head
-        ).head
+        )
 
     def load(self, step: int) -> None:
         """Become the policy of ``step``: its weights are copied into the old ones' memory."""
@@ -124,29 +123,16 @@ class HfReference:
 
     @torch.inference_mode()
     def _distinct_logprobs(self, prompt: np.ndarray, completions: Iterable[np.ndarray]) -> list[np.ndarray]:
-        rows = [torch.from_numpy(tokens.astype(np.int64)) for tokens in completions]
-        lengths = [len(row) for row in rows]
-        tokens_KL = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        real_KL = torch.arange(tokens_KL.shape[1]) < torch.tensor(lengths)[:, None]
-        tokens_KL, real_KL = tokens_KL.to(self.model.device), real_KL.to(self.model.device)
-        hidden_KLD = self._hidden(torch.from_numpy(prompt.astype(np.int64)), tokens_KL)
-        logprobs = self._head(hidden_KLD[real_KL], tokens_KL[real_KL]).cpu().numpy()
-        return np.split(logprobs, np.cumsum(lengths)[:-1])
-
-    def _hidden(self, prompt_P: Tensor, tokens_KL: Tensor) -> Tensor:
-        """Last hidden states [K, L, D]: those from which each completion token is predicted.
-
-        The prompt is computed once and its attention cache shared by all completions. They are padded on
-        the right, where causal attention never looks, so no mask is needed.
-        """
-        decoder, count = self.model.base_model, len(tokens_KL)
-        start = decoder(input_ids=prompt_P[None].to(self.model.device), use_cache=True)
-        first_K1D = start.last_hidden_state[:, -1:].expand(count, -1, -1)
-        if tokens_KL.shape[1] == 1:
-            return first_K1D
-        start.past_key_values.batch_repeat_interleave(count)
-        rest = decoder(input_ids=tokens_KL[:, :-1], past_key_values=start.past_key_values, use_cache=True)
-        return torch.cat([first_K1D, rest.last_hidden_state], dim=1)
+        arrays = [np.concatenate([prompt, tokens], dtype=np.int64) for tokens in completions]
+        sequences = [torch.from_numpy(array) for array in arrays]
+        length_K = torch.tensor([len(sequence) for sequence in sequences])
+        tokens_KL = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+        rows = (tokens_KL, torch.full_like(length_K, len(prompt)), length_K, torch.zeros_like(length_K))
+        logprob_KL = self._logprobs(*(row.to(self.model.device) for row in rows)).cpu().numpy()
+        return [
+            logprob_L[len(prompt) : length]
+            for logprob_L, length in zip(logprob_KL, length_K.tolist(), strict=True)
+        ]
 
 
 def load_reference(config: Config, folder_of: Callable[[int], Path]) -> HfReference:

@@ -62,7 +62,6 @@ class GroupSize:
             arm(size): (
                 f"train.completions_per_prompt={size}",
                 f"train.prompts_per_step={BATCH // size}",
-                f"train.groups_per_micro_batch={BATCH // size}",
                 f"generator.completions_per_prompt={6 * size // 5}",
                 f"generator.prompts_in_flight={max(1, 120 // size)}",
             )
@@ -119,7 +118,7 @@ def _gradient(logprobs: PolicyLogprobs, pool: Pool, size: int, rng: np.random.Ge
         pool.tokens_PCL[index].flatten(0, 1),
         pool.prompt_length_P[index[0]].expand(-1, size).flatten(),
         pool.length_PC[index].flatten(),
-        size,
+        torch.from_numpy(prompts).repeat_interleave(size),
     )
     policy_BKL = policy_NL.unflatten(0, (-1, size))
     fixed_BKL = policy_BKL.detach()  # the policy is its own sampler, and the reference

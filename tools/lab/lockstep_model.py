@@ -23,7 +23,7 @@ from lab.runs import QUICKSTART
 from lab.sampling import Sampler
 from tba_hpc.config import Config, load_config
 from tba_hpc.core import schedules
-from tba_hpc.core.batch import micro_batches, staleness, with_reference_power
+from tba_hpc.core.batch import plan, staleness, take_groups, with_reference_power
 from tba_hpc.core.prompts import CompletedRequests, training_requests
 from tba_hpc.core.types import BEHAVIOUR, Group, TrajectoryBatch
 from tba_hpc.learner.behaviour_reference import BehaviourReference
@@ -182,7 +182,9 @@ class Learner:
         beta = schedules.beta(self._train, step)
         self._optimizer.zero_grad()
         sums: dict[str, float] = {}
-        for rows in micro_batches(batch, self._train.groups_per_micro_batch):
+        budget = self._train.tokens_per_micro_batch
+        for part in plan(batch, rank=0, ranks=1, budget=budget, share_prompts=self._logprobs.shares_prompts):
+            rows = take_groups(batch, part.groups)
             for name, part in self._backward(rows, batch, beta).items():
                 share = len(rows) / len(batch)
                 sums[name] = sums.get(name, 0.0) + share * float(part)
@@ -220,6 +222,6 @@ class Learner:
 
 def _of(logprobs: PolicyLogprobs, rows: TrajectoryBatch) -> Tensor:
     """float32 [N, L]."""
-    arrays = (rows.tokens_NL, rows.prompt_length_N, rows.length_N)
-    found: Tensor = logprobs(*map(torch.from_numpy, arrays), rows.group_size)
+    arrays = (rows.tokens_NL, rows.prompt_length_N, rows.length_N, rows.record["prompt_row"].astype("int64"))
+    found: Tensor = logprobs(*map(torch.from_numpy, arrays))
     return found

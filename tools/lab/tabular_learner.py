@@ -15,7 +15,6 @@ from torch import Tensor
 from lab.tabular import EXPORT_FILE, Table, TabularReference
 from tba_hpc.config import TrainSection
 from tba_hpc.config.variants import EmaReference
-from tba_hpc.core.batch import micro_batches
 from tba_hpc.core.skipped_steps import SkippedSteps
 from tba_hpc.core.types import TrajectoryBatch, WeightLayout
 from tba_hpc.learner.trainer_group import Message, TrainerGroup
@@ -71,8 +70,7 @@ class TabularLearner:
 
         Where loss or norm is not finite, nothing changes. Raises ConfigError where that goes on.
         """
-        (padded,) = micro_batches(batch, batch.groups)
-        output = self._objective(Groups.of(self._logprobs(padded), padded), beta)
+        output = self._objective(Groups.of(self._logprobs(batch), batch), beta)
         self._optimizer.zero_grad()
         output.loss.backward()
         assert self._logits.grad is not None
@@ -84,7 +82,7 @@ class TabularLearner:
             self._skipped.taken()
             self._move_average()
         else:
-            self._skipped.skipped(padded.prompt_id_B[~loss_B.isfinite().numpy()].tolist())
+            self._skipped.skipped(batch.prompt_id_B[~loss_B.isfinite().numpy()].tolist())
         return {
             **found,
             "loss": float(output.loss.detach()),
