@@ -307,7 +307,8 @@ class History:
             self.values |= {item.uid: value for item, value in zip(items, values, strict=True)}
         self.revision += 1
         expected = [self.naive.merge(items, self.revision // 2) for items in shards]
-        found = self.real.merge_each(list(map(pack, shards)), self.revision, sync=self.revision // 2)
+        packed = map(pack, shards)
+        found = [self.real.merge(one, self.revision, sync=self.revision // 2) for one in packed]
         assert found == expected
         self.duplicates += sum(merged.duplicates for merged in found)
         self.evicted += sum(merged.evicted for merged in found)
@@ -371,24 +372,7 @@ def test_any_history_equals_the_naive_model(kind: dict[str, Any], seed: int) -> 
         history.check()
         snapshots.append((history.real.snapshot(), history.real.state()))
     for snapshot, state in snapshots:
-        assert_equal_states(snapshot.arrays(), state)
-
-
-@pytest.mark.parametrize("distinct", [False, True])
-@pytest.mark.parametrize("per_prompt, capacity", [(9, 80), (80, 80), (500, 3)])
-def test_shards_merged_at_once_or_one_by_one_leave_the_same(
-    distinct: bool, per_prompt: int, capacity: int
-) -> None:
-    """The state to the last byte, and what each of them did."""
-    rng, shards = np.random.default_rng(0), []
-    for i in range(200):
-        items = random_items(rng, 7, 10 * i, prompts=12)
-        shards.append(pack([replace(item, tokens=(item.uid,)) if distinct else item for item in items]))
-    one, other = (new_buffer(capacity_per_prompt=per_prompt, capacity=capacity) for _ in range(2))
-    assert one.merge_each(shards, 1, sync=0) == [other.merge(shard, 1, sync=0) for shard in shards]
-    assert (one.duplicates == 0) == distinct
-    assert_equal_states(one.state(), other.state())
-    assert one.merge_each([], 2) == []
+        assert_equal_states(snapshot(), state)
 
 
 def test_a_duplicate_replaces_the_older_and_becomes_the_youngest() -> None:
@@ -958,10 +942,11 @@ def test_a_snapshot_is_read_by_another_thread_while_the_buffer_goes_on() -> None
     rng = np.random.default_rng(0)
     real = new_buffer(capacity=2000, replay_limit=3)
     shards = [pack(random_items(rng, 100, 100 * i, prompts=500)) for i in range(120)]
-    real.merge_each(shards[:30], 1)
+    for shard in shards[:30]:
+        real.merge(shard, 1)
     expected, snapshot = real.state(), real.snapshot()
     with ThreadPoolExecutor() as pool:
-        found = [pool.submit(snapshot.arrays) for _ in range(20)]
+        found = [pool.submit(snapshot) for _ in range(20)]
         for i, shard in enumerate(shards[30:], 2):
             real.merge(shard, i)
             real.sample(i, groups=8, group_size=4)
@@ -969,7 +954,7 @@ def test_a_snapshot_is_read_by_another_thread_while_the_buffer_goes_on() -> None
         for arrays in found:
             assert_equal_states(arrays.result(), expected)
     restored = new_buffer(capacity=2000, replay_limit=3)
-    restored.restore(snapshot.arrays())
+    restored.restore(snapshot())
     assert_equal_states(restored.state(), expected)
 
 
@@ -981,7 +966,7 @@ def test_a_snapshot_copies_little(trajectories: int) -> None:
     tracemalloc.start()
     snapshot = real.snapshot()
     peak = tracemalloc.get_traced_memory()[1]
-    arrays = snapshot.arrays()
+    arrays = snapshot()
     gathered = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 40 * trajectories + 100_000

@@ -308,9 +308,9 @@ class TrainSection(Section):
     completions_per_prompt: int = Field(20, ge=2)
     """K: trajectories per group."""
     tokens_per_micro_batch: MayChange[Count | None] = None
-    """Most tokens per forward and backward pass: completions and each group's prompt once, or padded sequences
-    where attention is not all full. Larger groups are split and computed twice, so memory does not depend on K.
-    At least model.context_length. null: as the step's largest group."""
+    """Most tokens per forward and backward pass: completions, and a group's prompt once; padded sequences
+    with models whose attention is not all full. Larger groups are split and computed twice, so memory does
+    not depend on K. At least model.context_length. null: as the step's largest group."""
     learning_rate: LearningRate = LearningRate()
     """Learning rate by step."""
     beta: Schedule = Field(0.1, validate_default=True)

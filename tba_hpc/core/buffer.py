@@ -1,15 +1,15 @@
 """The replay buffer: completions per prompt, bounded in number, sampled as groups (MOP).
 
-Imports no torch. What is stored is a group: the completions that one request brought. A group is never
-written again: when some of it leave or are used, a new one takes its place. So a snapshot is the list of the
-groups of that moment. A group is a bare tuple of the columns of its ``Trajectories``, which the garbage
-collector does not look into: as objects, those of a million trajectories would hold up the loop.
+Imports no torch. It stores groups: the completions that one request brought. A group is immutable: if some of
+it leave or are used, a new one takes its place, so a snapshot is the list of groups. A group is a bare tuple
+of the columns of its ``Trajectories``, which the garbage collector does not look into: collecting the objects
+of a million trajectories would hold up the loop.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, cycle, islice, pairwise
 from typing import Any
@@ -33,10 +33,7 @@ from tba_hpc.core.types import (
     spans,
 )
 
-Key = int
-"""What tells the live completions of a prompt apart."""
-
-_REPLAY = int.from_bytes(b"replay")  # keeps this stream apart from others of the same seed
+_REPLAY = int.from_bytes(b"replay")  # keeps this random stream apart from others of the same seed
 
 UNIFORM_MIX = 0.1
 """Share of uniform probability mixed into the softmax over reward."""
@@ -55,8 +52,8 @@ KIND = np.dtype([("version_oldest", "<i4"), ("reference", "<i4")])
 class Merged:
     """What a merge did.
 
-    added: trajectories merged less the duplicates. duplicates: those given up for one that is equal or near,
-    whenever they came. evicted: those that left for want of room, whenever they came.
+    added: trajectories merged less the duplicates. duplicates: old or new ones, dropped for one that is equal
+    or near. evicted: old or new ones that left for want of room.
     """
 
     added: int
@@ -65,10 +62,10 @@ class Merged:
 
 
 def soft_values(trajectories: Trajectories, beta: float | None) -> np.ndarray:
-    """float32 [N]: V̂ = β·log mean exp(r/β), over all completions of the request that each answers.
+    """float32 [N]: V̂ = β·log mean exp(r/β) over all completions of the request; 0 if ``beta`` is None.
 
-    beta: in units of the reward; V̂ goes from the highest (β → 0) to their mean (β → ∞). None: all are 0. The
-    trajectories are of whole requests, as a shard's are.
+    V̂ goes from the highest reward (β → 0) to the mean (β → ∞). The trajectories are of whole requests, as a
+    shard's are.
     """
     if beta is None:
         return np.zeros(len(trajectories), np.float32)
@@ -83,8 +80,10 @@ def soft_values(trajectories: Trajectories, beta: float | None) -> np.ndarray:
 class ReplayBuffer:
     """Live trajectories of a run, each counted exactly once: merged = live + duplicates + evicted.
 
-    value_beta: β of the ``soft_values`` that trajectories keep from their merge on; None: they keep none.
-    embed: what ``similarity_limit`` compares completions by; each is embedded once, when it comes.
+    value_beta: β of the ``soft_values`` that are stored at the merge; None: none are. embed: for
+    ``similarity_limit``; each completion is embedded once, when it comes. duplicates, evicted: so far.
+    replay_ratio: mean over the distinct trajectories of the last batch of the steps that have learned from
+    each, that batch included; 1: all were new.
     """
 
     def __init__(
@@ -97,14 +96,8 @@ class ReplayBuffer:
         self._value_beta = value_beta
         self._merged = 0
         self.duplicates = 0
-        """Trajectories given up so far for one that is equal or near."""
         self.evicted = 0
-        """Trajectories that left for want of room, or were dropped, so far."""
         self.replay_ratio = 0.0
-        """Mean over the last batch of the steps that have learned from a trajectory, that batch included.
-
-        Each trajectory counts once, however often the batch repeats it. 1: all were new.
-        """
         self._revision = self._sync = -1
         self._clear()
 
@@ -112,7 +105,7 @@ class ReplayBuffer:
         self._groups: dict[int, Columns] = {}  # by number, oldest first, each beside its prompt alone
         self._numbers, self._serials = count(), count()
         self._oldest = 0  # no group has a lower number
-        self._live: dict[int, dict[Key, int]] = {}  # per prompt: completion to group, oldest first
+        self._live: dict[int, dict[int, int]] = {}  # per prompt: completion to group, oldest first
         self._requests = Counter[int]()  # groups of each
         self._kinds = Counter[tuple[int, int]]()  # trajectories of each
         self._used_up: set[int] = set()  # groups with trajectories that are; some may have left
@@ -129,19 +122,19 @@ class ReplayBuffer:
 
     @property
     def requests(self) -> int:
-        """Requests of which trajectories live."""
+        """Requests that have live trajectories."""
         return len(self._requests)
 
     @property
     def unlearned(self) -> int:
-        """Requests of which trajectories live and none was ever in a batch; it looks at every live one."""
+        """Requests with live trajectories of which none was ever in a batch; looks at every live one."""
         record = self._record()
         used = record["request_id"][record["uses"] > 0]
         return self.requests - len(np.unique(used))
 
     @property
     def kinds(self) -> np.ndarray:
-        """KIND [M]: those that there are among the live trajectories."""
+        """KIND [M]: the distinct ones of the live trajectories."""
         return np.array(list(self._kinds), KIND)
 
     @property
@@ -163,16 +156,14 @@ class ReplayBuffer:
     # --- Merging ---
 
     def merge(self, trajectories: Trajectories, revision: int, *, sync: int | None = None) -> Merged:
-        """Add what arrived in ``revision``, by ``sync``; neither may be lower than that of the last merge.
+        """Add what arrived in ``revision``; neither it nor ``sync`` may decrease.
 
-        sync: numbers what arrives between two publishes, in however many revisions; None: a revision is one.
-        If it is the version published last, as the trainer's is, batches tell what is on-policy.
-        A completion equal to a live one of its prompt replaces it (and is as young as it arrived), unless
-        ``deduplicate`` is off: then each is stored. With ``near_duplicates`` or ``similarity_limit``, one
-        that is near to live ones of its prompt replaces them if its reward is higher than all of theirs, and
-        else is not stored: no two live completions of a prompt are near each other.
-        Then the oldest leave: of a prompt above ``capacity_per_prompt``, and of all above ``capacity``.
-        "Most recent" are from now on the live trajectories of this sync, unless it brought nothing.
+        sync: numbers what arrives between two publishes; None: each revision is one. The live trajectories of
+        the last sync that brought any are the "most recent" ones. A completion equal to a live one of its
+        prompt replaces it, and is as young as it arrived, unless ``deduplicate`` is off. With
+        ``near_duplicates`` or ``similarity_limit``, one that is near to live ones of its prompt replaces them
+        if its reward is higher than all of theirs, and else is not stored. Then the oldest leave: of a prompt
+        above ``capacity_per_prompt``, and of all above ``capacity``.
         """
         sync = revision if sync is None else sync
         assert revision >= self._revision, f"revision {revision} comes after revision {self._revision}"
@@ -189,20 +180,14 @@ class ReplayBuffer:
         evicted = self._evict_excess(set(arrived.record["prompt_id"].tolist()))
         return Merged(len(trajectories) - duplicates, duplicates, evicted)
 
-    def merge_each(
-        self, parts: Sequence[Trajectories], revision: int, *, sync: int | None = None
-    ) -> list[Merged]:
-        """As ``merge`` of one after the other, and what each did."""
-        return [self.merge(part, revision, sync=sync) for part in parts]
-
     def _live_record(self, arrived: Trajectories) -> np.ndarray:
-        """Their record in the buffer; with embeddings, if trajectories are compared by these."""
+        """Their record in the buffer; with embeddings if these are compared."""
         dtype, fields = LIVE_RECORD, dict[str, int | np.ndarray]()
         if self._embed:
             fields["embedding"] = embedding_ND = self._embed(arrived.completions)
             dtype = np.dtype([*LIVE_RECORD.descr, ("embedding", "<f4", embedding_ND.shape[1:])])
         if self._value_beta is not None:
-            # Now, since of a request's equal or evicted completions there will be no trace.
+            # Now: of a request's equal or evicted completions there will be no trace.
             fields["value"] = soft_values(arrived, self._value_beta)
         record = as_record(arrived.record, dtype)
         for name, value in {**fields, "revision": self._revision, "sync": self._sync}.items():
@@ -210,7 +195,7 @@ class ReplayBuffer:
         return record
 
     def _split(self, arrived: Trajectories) -> Iterator[Trajectories]:
-        """Runs of completions of one request, each beside its prompt alone."""
+        """Completions of one request each, beside its prompt alone."""
         record = arrived.record
         changes = (np.diff(record["request_id"]) != 0) | (np.diff(record["prompt_id"]) != 0)
         starts = [0, *(np.flatnonzero(changes) + 1).tolist()]
@@ -226,21 +211,21 @@ class ReplayBuffer:
             yield group
 
     def _enter(self, group: Trajectories) -> int:
-        """Store a group less duplicates; returns how many trajectories, new or old, were given up."""
+        """Store a group less duplicates; returns how many trajectories, new or old, were dropped."""
         prompt, keys = _prompt_of(group), self._keys(group)
         live = self._live.get(prompt, {})
-        given_up = 0
+        dropped = 0
         if self._compares_all or len(set(keys)) < len(keys) or not live.keys().isdisjoint(keys):
-            stay, given_up = self._resolve(group, keys)
+            stay, dropped = self._resolve(group, keys)
             group, keys = group.take(stay), [keys[row] for row in stay.tolist()]
         if len(group):
             self._store(group, keys)
             self._everyone.add(prompt)
             self._recent.add(prompt)
-        return given_up
+        return dropped
 
-    def _store(self, group: Trajectories, keys: Sequence[Key]) -> None:
-        """A group that has no duplicates, the youngest from now on."""
+    def _store(self, group: Trajectories, keys: Sequence[int]) -> None:
+        """Add a group that has no duplicates."""
         number, prompt = next(self._numbers), _prompt_of(group)
         self._groups[number] = group.columns
         self._live.setdefault(prompt, {}).update(dict.fromkeys(keys, number))
@@ -248,10 +233,10 @@ class ReplayBuffer:
         self._kinds.update(_kinds(group.record))
         self._note_used_up(number)
 
-    def _keys(self, group: Trajectories) -> list[Key]:
-        """A number per new completion: equal (but for 2⁻⁶⁴) if its tokens are, or always another.
+    def _keys(self, group: Trajectories) -> list[int]:
+        """A number per completion: equal if its tokens are (or with probability 2⁻⁶⁴), unless all are kept.
 
-        Python's own hash of bytes, which nobody can aim at: a quarter of the time of a cryptographic one.
+        Python's salted hash of bytes: a quarter of the time of a cryptographic one.
         """
         if self._config.deduplicate is False:
             return list(islice(self._serials, len(group)))
@@ -264,11 +249,8 @@ class ReplayBuffer:
     def _compares_all(self) -> bool:
         return self._config.near_duplicates is not None or self._config.similarity_limit is not None
 
-    def _resolve(self, group: Trajectories, keys: Sequence[Key]) -> tuple[np.ndarray, int]:
-        """Rows of a new group that stay, int64; and how many trajectories, new or old, were given up.
-
-        The old ones among these leave. Looks at all live ones of the prompt: for the cost see the lab book.
-        """
+    def _resolve(self, group: Trajectories, keys: Sequence[int]) -> tuple[np.ndarray, int]:
+        """Rows of a new group that stay, int64; and how many trajectories, new or old, were dropped."""
         live = self._live.get(_prompt_of(group), {})
         numbers = self._numbers_of(_prompt_of(group))
         older = [self._group(number) for number in numbers]
@@ -296,8 +278,8 @@ class ReplayBuffer:
     def _near(self, older: Sequence[Trajectories], group: Trajectories) -> np.ndarray:
         """bool [M, N]: which of the group are near which of all live ones of its prompt, the group included.
 
-        At an edit distance below ``near_duplicates`` of both lengths together, or with embeddings at a cosine
-        above ``similarity_limit``.
+        By edit distance below ``near_duplicates`` of both lengths together, or cosine above
+        ``similarity_limit``.
         """
         together, first = [*older, group], sum(map(len, older))
         share, limit = self._config.near_duplicates, self._config.similarity_limit
@@ -318,7 +300,7 @@ class ReplayBuffer:
     # --- Leaving ---
 
     def _remove(self, number: int, leaves: np.ndarray) -> int:
-        """Let those trajectories of a group go that bool [K] marks; returns how many."""
+        """Remove the trajectories of a group that bool [K] marks; returns how many."""
         gone = leaves.nonzero()[0].tolist()
         if not gone:
             return 0
@@ -340,7 +322,7 @@ class ReplayBuffer:
         return len(gone)
 
     def _evict_excess(self, touched: Iterable[int]) -> int:
-        """Let the oldest leave, first of every touched prompt that is too full, then of all."""
+        """Evict the oldest: of every touched prompt that is too full, then of all."""
         before, limit = self.evicted, self._config.capacity_per_prompt
         for prompt in touched:
             if (excess := len(self._live.get(prompt, ())) - limit) > 0:
@@ -349,14 +331,14 @@ class ReplayBuffer:
         return self.evicted - before
 
     def _from_oldest(self) -> Iterator[int]:
-        """Numbers of groups, while those before leave."""
+        """Numbers of groups, oldest first, while those before leave."""
         while True:
             if self._oldest in self._groups:
                 yield self._oldest
             self._oldest += 1
 
     def _evict_oldest(self, numbers: Iterable[int], excess: int) -> None:
-        """Let so many trajectories go, the first of the first groups."""
+        """Evict ``excess`` trajectories, the first of the first groups."""
         if excess <= 0:
             return
         for number in numbers:
@@ -378,16 +360,13 @@ class ReplayBuffer:
         )
 
     def _evict(self, leaving: Iterable[tuple[int, np.ndarray]]) -> int:
-        """Let trajectories go: numbers of groups, and which of each; returns how many."""
+        """Evict trajectories: numbers of groups, and which of each; returns how many."""
         gone = sum(self._remove(number, leaves) for number, leaves in leaving)
         self.evicted += gone
         return gone
 
     def unlearned_lengths(self, wanted: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """int64 [N], tokens: of live completions whose RECORD [N] is ``wanted``, bool [N], of new requests.
-
-        New: no step has learned from what lives of them.
-        """
+        """int64 [N]: tokens of live completions whose RECORD is ``wanted`` and whose request no step used."""
         record = self._record()
         groups = self._groups.values() or [_NOTHING]
         length_N = joined([Trajectories.of(columns).completions.lengths for columns in groups])
@@ -397,8 +376,8 @@ class ReplayBuffer:
     def evict_used_up(self, group_size: int) -> int:
         """Evict what ``replay_limit`` steps have learned from; returns how many trajectories.
 
-        And what is left of their prompts if it is fewer than ``group_size``: a group of a few leftovers,
-        repeated, would teach little. The cost depends on the batches since the last call alone.
+        Also what is left of their prompts if fewer than ``group_size``: a few leftovers, repeated, would
+        teach little. The cost depends on the batches since the last call alone.
         """
         touched = {_prompt_of(self._group(number)) for number in self._used_up if number in self._groups}
         self._used_up.clear()
@@ -425,24 +404,17 @@ class ReplayBuffer:
     ) -> TrajectoryBatch:
         """B = ``groups`` groups of K = ``group_size`` trajectories, by MOP (TBA, §3).
 
-        With probability ``most_on_policy`` a group's prompt is drawn among those with trajectories of the
-        most recent sync, and its completions uniformly among these. Otherwise the prompt is drawn among
-        all, and its completions by softmax(reward / reward_temperature) mixed with UNIFORM_MIX of
-        uniform. Either way the completions are distinct while there are K, else all of them and repeats by
-        the same weights.
+        With probability ``most_on_policy`` a group's prompt is drawn among those with most recent
+        trajectories, and its completions uniformly among these. Otherwise the prompt is drawn among all, and
+        its completions by softmax(reward / reward_temperature) mixed with UNIFORM_MIX of uniform. Completions
+        are distinct while there are K, else all of them and repeats by the same weights. Each of the two
+        draws takes every prompt once before any again, and a batch has a prompt twice only if there are fewer
+        than B; a recent draw that has run out goes on among all prompts. With ``oldest_first`` prompts come
+        by the weights of their oldest trajectory, and then by when it came.
 
-        With ``oldest_first`` the prompts are instead those whose oldest trajectory is of the oldest weights,
-        and of these what came first.
-
-        Each of the two draws of prompts takes every prompt once before any again. A prompt comes once
-        per batch while the buffer has others: a recent draw that has run out goes on among all prompts.
-
-        To be in a batch is a use of a trajectory, see ``evict_used_up``; to be in it twice is one, too.
-        Randomness depends on (seed, step) alone. The cost depends on B, K and the trajectories of the
-        drawn prompts, not on how much is stored.
-
-        ``reference``: computes log-probabilities; it is given the groups in which some are not known yet.
-        They are kept, so that it is asked for those of a trajectory once.
+        Being in a batch is one use of a trajectory, however often, see ``evict_used_up``. Randomness depends
+        on (seed, step) alone; the cost on B, K and the trajectories of the drawn prompts. ``reference``
+        computes log-probabilities of groups with unknown ones; they are kept in the buffer.
         """
         assert self._live, "the buffer is filled before it is sampled"
         rng = np.random.default_rng([self._seed, _REPLAY, step])
@@ -453,7 +425,7 @@ class ReplayBuffer:
         return batch if reference is None else self._refer(rows, batch, reference)
 
     def _gather(self, rows: Sequence[tuple[int, int]]) -> dict[str, np.ndarray]:
-        """A copy of rows of groups, as arrays, without embeddings."""
+        """Rows of groups as arrays, without embeddings."""
         numbers = list(dict.fromkeys(number for number, _ in rows))
         groups = [self._groups[number] for number in numbers]
         starts = offsets_of(len(record) for record, *_ in groups)[:-1].tolist()
@@ -464,7 +436,7 @@ class ReplayBuffer:
     def _refer(
         self, rows: Sequence[tuple[int, int]], batch: TrajectoryBatch, reference: ReferenceLogprobs
     ) -> TrajectoryBatch:
-        """The batch with what it lacks of the reference's log-probabilities, which are kept."""
+        """The batch with the reference's log-probabilities where they were unknown; they are kept."""
         offsets = batch.completions.offsets
         unknown_T = np.flatnonzero(np.isnan(batch.ref_logprobs))
         unknown_N = np.diff(np.searchsorted(unknown_T, offsets)) > 0
@@ -484,7 +456,7 @@ class ReplayBuffer:
         return replace(batch, ref_logprobs=ref_logprobs)
 
     def _drawn(self, rng: np.random.Generator, groups: int) -> Iterator[tuple[int, bool]]:
-        """Prompts by MOP, and whether a group is of the most recent sync; lazily, as ``rng`` is shared."""
+        """Prompts by MOP, and whether the group is of most recent ones; lazily, as ``rng`` is shared."""
         taken = set[int]()
         for most_recent in (rng.random(groups) < self._config.most_on_policy).tolist():
             if len(taken) == len(self._live):
@@ -498,13 +470,13 @@ class ReplayBuffer:
             yield prompt, recent
 
     def _queued(self, groups: int) -> Iterator[tuple[int, bool]]:
-        """Prompts by the weights that sampled their oldest trajectory, and then by when it came."""
+        """Prompts for ``oldest_first``."""
         record = self._record()
         prompts = record["prompt_id"][np.argsort(record["version_oldest"], kind="stable")].tolist()
         return ((prompt, False) for prompt in islice(cycle(dict.fromkeys(prompts)), groups))
 
     def _count_uses(self, rows: set[tuple[int, int]]) -> None:
-        """One more of each row of a group."""
+        """Count a use of each (group, row)."""
         uses = list[int]()
         chosen = dict[int, list[int]]()
         for number, row in rows:
@@ -526,9 +498,9 @@ class ReplayBuffer:
     def _choose(
         self, rng: np.random.Generator, prompt: int, count: int, *, recent: bool
     ) -> list[tuple[int, int]]:
-        """K trajectories of a prompt: the number of the group, and the row there.
+        """K trajectories of a prompt, as (group, row).
 
-        Gumbel top-k: the largest of log weight + Gumbel noise are a draw without replacement by weight.
+        Gumbel top-k: the largest log weight + Gumbel noise are a draw without replacement by weight.
         """
         numbers = self._numbers_of(prompt)
         groups = [self._group(number) for number in numbers]
@@ -563,19 +535,30 @@ class ReplayBuffer:
 
     def state(self) -> dict[str, np.ndarray]:
         """Plain arrays from which ``restore`` makes a buffer that goes on exactly as this one would."""
-        return self.snapshot().arrays()
+        return self.snapshot()()
 
-    def snapshot(self) -> BufferSnapshot:
-        """The state of this moment, of which little is copied now; see ``BufferSnapshot``."""
-        return BufferSnapshot(
-            counters=(self._merged, self.duplicates, self.evicted),
-            newest=(self._revision, self._sync),
-            groups=list(self._groups.values()),
-            draws={"everyone": self._everyone.piles, "recent": self._recent.piles},
-        )
+    def snapshot(self) -> Callable[[], dict[str, np.ndarray]]:
+        """What makes the ``state`` of this moment, in any thread, while the buffer goes on.
+
+        Copies little now, but keeps the memory of what leaves the buffer until then.
+        """
+        counters = np.array([self._merged, self.duplicates, self.evicted], np.int64)
+        newest = np.array([self._revision, self._sync], np.int64)
+        groups = list(self._groups.values()) or [_NOTHING]
+        draws = {**self._everyone.arrays("everyone"), **self._recent.arrays("recent")}
+
+        def arrays() -> dict[str, np.ndarray]:
+            return {
+                "counters": counters,
+                "newest": newest,
+                **Trajectories.concat(groups).to_arrays(),
+                **draws,
+            }
+
+        return arrays
 
     def restore(self, arrays: dict[str, np.ndarray]) -> None:
-        """Become the buffer whose ``state`` the arrays are; what was here before is dropped."""
+        """Become the buffer whose ``state`` the arrays are."""
         self._clear()
         stored = Trajectories.from_arrays(arrays)
         for group in self._split(stored) if len(stored) else ():
@@ -584,34 +567,6 @@ class ReplayBuffer:
         self._revision, self._sync = arrays["newest"].tolist()
         self._everyone = _Draw(arrays["everyone_waiting"], arrays["everyone_drawn"])
         self._recent = _Draw(arrays["recent_waiting"], arrays["recent_drawn"])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BufferSnapshot:
-    """The state of a replay buffer at a moment; any thread may ask for the arrays while the buffer goes on.
-
-    To keep it keeps the memory of what has left the buffer since. draws: prompts, by draw and pile.
-    """
-
-    counters: tuple[int, int, int]
-    newest: tuple[int, int]
-    groups: Sequence[Columns]
-    draws: Mapping[str, Mapping[str, list[int]]]
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Plain arrays from which ``ReplayBuffer.restore`` makes the buffer of that moment; a copy of all."""
-        draws = {
-            f"{draw}_{pile}": np.array(prompts, np.int64)
-            for draw, piles in self.draws.items()
-            for pile, prompts in piles.items()
-        }
-        live = Trajectories.concat(self.groups or [_NOTHING])
-        return {
-            "counters": np.array(self.counters, np.int64),
-            "newest": np.array(self.newest, np.int64),
-            **live.to_arrays(),
-            **draws,
-        }
 
 
 _NO_TOKENS = Ragged.from_rows([], np.int32)
@@ -635,16 +590,16 @@ def _subtract(counts: Counter[Any], one: object) -> None:
 
 
 def _words(completions: Ragged) -> list[str]:
-    """Tokens as characters, which is what edit distances are computed of."""
+    """Tokens as characters, for edit distances."""
     text = completions.values.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
     return [text[start:end] for start, end in pairwise(completions.offsets.tolist())]
 
 
 class _Draw:
-    """Prompts in random order, each once before any comes again; a draw costs the same for any number.
+    """Prompts in random order, each once per pass, in constant time.
 
-    waiting: not yet drawn in this pass. drawn: the others. Prompts that have become useless are
-    dropped when a draw comes upon them.
+    waiting: not yet drawn in this pass. drawn: the others. Useless prompts are dropped when a draw meets
+    them.
     """
 
     def __init__(self, waiting: Iterable[int] = (), drawn: Iterable[int] = ()) -> None:
@@ -652,19 +607,21 @@ class _Draw:
         self._drawn = [int(prompt) for prompt in drawn]
         self._members = {*self._waiting, *self._drawn}
 
-    @property
-    def piles(self) -> dict[str, list[int]]:
-        """A copy of the arguments that make an equal draw."""
-        return {"waiting": self._waiting.copy(), "drawn": self._drawn.copy()}
+    def arrays(self, name: str) -> dict[str, np.ndarray]:
+        """The arguments of an equal draw, as NAME_waiting and NAME_drawn."""
+        return {
+            f"{name}_waiting": np.array(self._waiting, np.int64),
+            f"{name}_drawn": np.array(self._drawn, np.int64),
+        }
 
     def add(self, prompt: int) -> None:
-        """Let a prompt take part, from this pass on, unless it does already."""
+        """Let a prompt take part from this pass on."""
         if prompt not in self._members:
             self._members.add(prompt)
             self._waiting.append(prompt)
 
     def draw(self, rng: np.random.Generator, taken: set[int], useful: Callable[[int], bool]) -> int | None:
-        """The next useful prompt that is not taken, or None; those taken keep their turn."""
+        """The next useful prompt that is not taken, or None; taken ones keep their turn."""
         prompt = self._pick(self._waiting, rng, taken, useful)
         if prompt is None and (prompt := self._pick(self._drawn, rng, taken, useful)) is not None:
             self._drawn += self._waiting  # only taken prompts still wait: the next pass begins
@@ -676,10 +633,12 @@ class _Draw:
     def _pick(
         self, pile: list[int], rng: np.random.Generator, taken: set[int], useful: Callable[[int], bool]
     ) -> int | None:
-        """Remove a random prompt that is useful and not taken from a pile, and all useless ones met."""
+        """Remove a random prompt from a pile that is useful and not taken, and all useless ones met."""
         passed_over, found = [], None
         while pile and found is None:
-            prompt = _pop(pile, int(rng.integers(len(pile))))
+            place = int(rng.integers(len(pile)))
+            prompt, pile[place] = pile[place], pile[-1]
+            pile.pop()
             if not useful(prompt):
                 self._members.remove(prompt)
             elif prompt in taken:
@@ -688,10 +647,3 @@ class _Draw:
                 found = prompt
         pile += passed_over
         return found
-
-
-def _pop(pile: list[int], place: int) -> int:
-    """Remove what is at ``place``; the last takes its place."""
-    prompt, pile[place] = pile[place], pile[-1]
-    pile.pop()
-    return prompt

@@ -73,7 +73,7 @@ class Merger:
             return state
         revision = state.revision + 1
         sifted = self._sift_all(state, shards)
-        merged = self._buffer.merge_each([some.kept for some in sifted], revision, sync=sync)
+        merged = [self._buffer.merge(some.kept, revision, sync=sync) for some in sifted]
         self._metrics.log(
             *(
                 {

@@ -72,7 +72,7 @@ class Saving:
         if self._checkpoints.beside:
             self._metrics.log(state_event("snapshot", state, self._buffer))
         files: dict[str, Callable[[], Arrays]] = {
-            BUFFER_FILE: self._buffer.snapshot().arrays,
+            BUFFER_FILE: self._buffer.snapshot(),
             PROMPTS_FILE: partial(dict, done=self._completed.to_array()),
         }
         self._under_way = self._checkpoints.save(

@@ -88,7 +88,7 @@ def of_capacity(capacity: int) -> list[Row]:
     pauses = [seconds(buffer.snapshot) for _ in range(5)]
     snapshot = buffer.snapshot()
     with tempfile.TemporaryDirectory() as folder:
-        writing = seconds(lambda: write_arrays(Path(folder) / "buffer.h5", snapshot.arrays()))
+        writing = seconds(lambda: write_arrays(Path(folder) / "buffer.h5", snapshot()))
     size = f", {capacity:,} trajectories"
     return [
         row(f"merge of a shard of 32{size}", 1e3 * statistics.median(each), "ms", "0.15"),

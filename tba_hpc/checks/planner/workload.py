@@ -82,9 +82,7 @@ class Workload:
     def micro_batch(self, completion: float) -> float:
         """Tokens of a micro-batch if completions have so many; prompts count with each of their sequences."""
         train, length = self.config.train, self.prompt + completion
-        tokens: float | None = train.tokens_per_micro_batch
-        if tokens is None:
-            tokens = train.groups_per_micro_batch * train.completions_per_prompt * length
+        tokens = train.tokens_per_micro_batch or train.completions_per_prompt * length
         return min(tokens, self.sequences_per_rank * length)
 
 
