@@ -314,7 +314,7 @@ class DeepSpeedLearner:
 
     def _step(self, batch: TrajectoryBatch, learning_rate: float, beta: float) -> dict[str, float]:
         sums: dict[str, Tensor] = {}
-        outputs = {}
+        outputs: dict[int, ObjectiveOutput] = {}
         for part in self._plan(batch):
             outputs |= self._backward(part, batch, beta)
         for output in outputs.values():

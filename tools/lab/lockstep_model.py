@@ -185,9 +185,9 @@ class Learner:
         budget = self._train.tokens_per_micro_batch
         for part in plan(batch, rank=0, ranks=1, budget=budget, share_prompts=self._logprobs.shares_prompts):
             rows = take_groups(batch, part.groups)
-            for name, part in self._backward(rows, batch, beta).items():
+            for name, value in self._backward(rows, batch, beta).items():
                 share = len(rows) / len(batch)
-                sums[name] = sums.get(name, 0.0) + share * float(part)
+                sums[name] = sums.get(name, 0.0) + share * float(value)
         norm = torch.nn.utils.clip_grad_norm_(
             self.policy.parameters(), self._train.gradient_clip or float("inf")
         )
