@@ -84,7 +84,7 @@ def run_to_end(root: Path, *settings: str) -> RunDir:
 
 
 def wait_for(what: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    """Until ``what`` holds; fails where the run ends before."""
+    """Until ``what`` holds; fails if the run ends before."""
     end = time.monotonic() + START_SECONDS
     while not what():
         assert process.poll() is None, process.communicate()
@@ -124,12 +124,10 @@ def assert_whole(run: RunDir, steps: int = STEPS, samples: int = SAMPLES) -> Non
 
 
 def stop(process: subprocess.Popen[str]) -> str:
-    """Ctrl-C, obeyed soon; what the launcher printed."""
+    """Ctrl-C, obeyed; what the launcher printed."""
     process.send_signal(signal.SIGINT)
-    asked = time.monotonic()
     code, out, err = finish(process)
     assert code == 0, out + err
-    assert time.monotonic() - asked < 30
     return out
 
 
@@ -203,7 +201,7 @@ def test_a_finished_run_goes_on_to_more_steps_from_any_folder(tmp_path: Path) ->
     assert code == 2 and "train.steps=49 lies behind step 50, which" in err, err
 
 
-def test_a_damaged_checkpoint_is_told_and_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_set_aside_and_the_same_command_goes_on(tmp_path: Path) -> None:
     """A bit of the learner's state."""
     process = start(tmp_path)
     wait_for(lambda: steps_done(tmp_path) >= 6, process)
@@ -233,9 +231,8 @@ def test_started_twice_and_again_after_a_kill(tmp_path: Path) -> None:
     run = RunDir.open(tmp_path / NAME)
     before = (run.attempt, run.config_file.read_bytes(), run.events_file.read_bytes())
 
-    asked = time.monotonic()
     code, out, err = finish(start(tmp_path, *settings, "launch.searchers=2"))
-    assert code == 2 and time.monotonic() - asked < 20, out + err
+    assert code == 2, out + err
     assert f"{run.path} is at work already: process {process.pid} on {os.uname().nodename}, since 20" in err
     for index, sentence in (("0", "searcher-0000 of"), ("5", "--index 5 is no searcher of this run")):
         code, _, err = finish(tba("search", run.path, "--index", index))
@@ -327,7 +324,7 @@ def test_searchers_come_and_go_while_a_run_trains(tmp_path: Path) -> None:
     assert code == 0 and "is finished: there is nothing to search for" in out + err
 
 
-def test_a_run_of_a_trainer_alone_is_fed_and_evaluated_by_who_comes(tmp_path: Path) -> None:
+def test_a_run_of_a_trainer_alone_is_fed_by_elastic_searchers(tmp_path: Path) -> None:
     """By the transport of the shipped configs: with no searcher of its own it goes over files."""
     process = start(tmp_path, "launch.searchers=0", "launch.elastic=1")
     wait_for(lambda: bool([*tmp_path.glob("*/logs/latest/trainer-0000.log")]), process)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -65,10 +66,6 @@ class Spread:
         missing = len(self.values) - len(self.known)
         return f"{text} ({len(self.known)} of {len(self.values)})" if missing else text
 
-    def to_json(self) -> dict[str, object]:
-        """Mean, deviation, and every seed's value."""
-        return {"mean": self.mean, "sd": self.deviation, "values": list(self.values)}
-
 
 Cell = str | int | float | Spread | None
 Row = Mapping[str, Cell]
@@ -118,16 +115,11 @@ class Result:
 
 def machine() -> str:
     """Cores that this process may use, processor, memory, as the system names them."""
-    cores = len(os.sched_getaffinity(0))
-    memory = psutil.virtual_memory().total / 2**30
-    return f"{cores} cores of {_processor()}, {memory:.0f} GiB"
-
-
-def _processor() -> str:
     listing = Path("/proc/cpuinfo")
-    lines = listing.read_text().splitlines() if listing.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    names = re.findall(r"^model name\s*: (.*)", listing.read_text() if listing.exists() else "", re.M)
+    processor = next(iter(names), platform.machine())
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{len(os.sched_getaffinity(0))} cores of {processor}, {memory:.0f} GiB"
 
 
 def provenance(seeds: Sequence[int]) -> dict[str, object]:
@@ -155,26 +147,21 @@ def write(result: Result, folder: Path, *, title: str, origin: Mapping[str, obje
 
 def to_json(result: Result, title: str, origin: Mapping[str, object]) -> str:
     """All that table and plot are made of, for ``from_json``."""
-    plain = [{name: _plain(cell) for name, cell in row.items()} for row in result.rows]
-    panels = [asdict(panel) for panel in result.panels]
-    record = {"title": title, **origin, "rows": plain, "notes": list(result.notes), "panels": panels}
-    return json.dumps(record, ensure_ascii=False) + "\n"
+    return json.dumps({"title": title, **origin, **asdict(result)}, ensure_ascii=False) + "\n"
 
 
 def from_json(text: str) -> tuple[Result, str, dict[str, object]]:
     """What ``to_json`` was given: result, title, origin."""
     record = json.loads(text)
-    rows = [{name: _cell(value) for name, value in row.items()} for row in record.pop("rows")]
-    panels = [_panel(panel) for panel in record.pop("panels")]
+    rows = [
+        {name: Spread(cell["values"]) if isinstance(cell, dict) else cell for name, cell in row.items()}
+        for row in record.pop("rows")
+    ]
+    panels = [
+        Panel(**{**panel, "series": [Series(**series) for series in panel["series"]]})
+        for panel in record.pop("panels")
+    ]
     return Result(rows, panels, record.pop("notes")), record.pop("title"), record
-
-
-def _panel(record: dict[str, Any]) -> Panel:
-    return Panel(**{**record, "series": [Series(**series) for series in record["series"]]})
-
-
-def _cell(value: Any) -> Cell:
-    return Spread(value["values"]) if isinstance(value, dict) else value
 
 
 def draw(panels: Sequence[Panel]) -> Figure:
@@ -241,10 +228,6 @@ def _text(cell: Cell) -> str:
     if cell is None:
         return NOTHING
     return _number(cell) if isinstance(cell, float) else str(cell)
-
-
-def _plain(cell: Cell) -> object:
-    return cell.to_json() if isinstance(cell, Spread) else cell
 
 
 def _number(value: float) -> str:

@@ -6,7 +6,7 @@ Twice, in lockstep: on the enumerable policy, whose optimum is known, and on a w
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any, TypeVar
 
@@ -47,7 +47,7 @@ Key = tuple[str, int]
 """Objective, lag."""
 
 Figures = Mapping[str, Any]
-"""What a run in lockstep keeps."""
+"""What a run of lab.lockstep_model keeps."""
 
 T = TypeVar("T")
 
@@ -58,14 +58,11 @@ class Exact:
     question = "Which objectives bear stale data? Exact lags on an enumerable policy"
     steps = 300
 
-    def arms(self, options: Options) -> dict[tuple[str, float], dict[int, list[Setup]]]:
-        """What there is to run of each objective at each rate: by lag, one per seed."""
+    def arms(self, options: Options) -> dict[tuple[str, float, int], list[Setup]]:
+        """What there is to run, by objective, rate and lag: one per seed."""
         return {
-            (name, rate): {
-                lag: [self._setup(name, rate, lag, seed, options) for seed in options.seeds] for lag in LAGS
-            }
-            for name in OBJECTIVES
-            for rate in RATES
+            (name, rate, lag): [self._setup(name, rate, lag, seed, options) for seed in options.seeds]
+            for name, rate, lag in product(OBJECTIVES, RATES, LAGS)
         }
 
     def _setup(self, name: str, rate: float, lag: int, seed: int, options: Options) -> Setup:
@@ -94,11 +91,13 @@ class Exact:
         for name in OBJECTIVES:
             log.print(name, style="dim")
             tuned[name] = {rate: self._tune(name, rate, options) for rate in RATES}
-            best = max(RATES, key=tuned[name].__getitem__)
-            for lag, setups in arms[name, best].items():
-                found[name, lag] = [self._follow(setup) for setup in setups]
+            best = _best(tuned[name])
+            for lag in LAGS:
+                found[name, lag] = [self._follow(setup) for setup in arms[name, best, lag]]
         rows = [self._row(key, tuned[key[0]], runs) for key, runs in found.items()]
-        return Result(rows, [self._panel(lag, found) for lag in LAGS], self._notes(options, tuned))
+        curves = {key: [curve for curve, _ in runs] for key, runs in found.items()}
+        panels = [_panel("pass@1, %", lag, OBJECTIVES, curves) for lag in LAGS]
+        return Result(rows, panels, self._notes(options, tuned))
 
     def _tune(self, name: str, rate: float, options: Options) -> float:
         """Final pass@1 with the seed for it, %: mean over the lags."""
@@ -118,7 +117,7 @@ class Exact:
         curves = [curve for curve, _ in runs]
         return {
             "objective": name,
-            "rate": max(RATES, key=tuned.__getitem__),
+            "rate": _best(tuned),
             "lag": lag,
             "pass@1, %": Spread([_final(curve) for curve in curves]),
             "swing": Spread([100 * swing(curve) for curve in curves]),
@@ -143,13 +142,6 @@ class Exact:
             f"Rates, by pass@1 over all lags with seed {TUNING_SEED}, in % at "
             f"{', '.join(f'{rate:g}' for rate in RATES)}: {scores}.",
         )
-
-    def _panel(self, lag: int, found: Mapping[Key, list[tuple[Curve, float]]]) -> Panel:
-        series = [
-            Series(name, [[(step, 100 * value) for step, value in curve] for curve, _ in found[name, lag]])
-            for name in OBJECTIVES
-        ]
-        return Panel("step", "pass@1, %", series, f"lag {lag}")
 
 
 def _final(curve: Curve) -> float:
@@ -224,8 +216,11 @@ class WholeModel:
         }
         made = self._make(wanted, options)
         found = {key: [made[key, seed] for seed in options.seeds] for key in keys}
-        rows = [self._row(key, tuned[key], found.get(key, [])) for key in sorted(tuned, key=_by_lag)]
-        return Result(rows, [self._panel(lag, found) for lag in FORMS_AT], NOTES_OF_MODEL)
+        in_order = sorted(tuned, key=lambda key: (key[1], list(FORMS).index(key[0])))
+        rows = [self._row(key, tuned[key], found.get(key, [])) for key in in_order]
+        curves = {key: [run["curve"] for run in runs] for key, runs in found.items()}
+        panels = [_panel("pass@1, validation, %", lag, names, curves) for lag, names in FORMS_AT.items()]
+        return Result(rows, panels, NOTES_OF_MODEL)
 
     def _tune(self, key: Key, options: Options) -> dict[float, float]:
         """Pass@1 at the end of a shorter run with the seed for it, by rate, %."""
@@ -258,17 +253,14 @@ class WholeModel:
             "ESS": Spread([float(np.mean(run["series"]["ess"])) for run in runs]) if runs else None,
         }
 
-    def _panel(self, lag: int, found: Mapping[Key, Sequence[Figures]]) -> Panel:
-        series = [
-            Series(name, [[(step, 100 * value) for step, value in run["curve"]] for run in found[name, lag]])
-            for name in FORMS_AT[lag]
-        ]
-        return Panel("step", "pass@1, validation, %", series, f"lag {lag}")
 
-
-def _by_lag(key: Key) -> tuple[int, int]:
-    """The order of a table: by lag, and then as the forms are listed."""
-    return key[1], list(FORMS).index(key[0])
+def _panel(y: str, lag: int, names: Iterable[str], curves: Mapping[Key, Sequence[Curve]]) -> Panel:
+    """Pass@1 over steps, at one lag."""
+    series = [
+        Series(name, [[(step, 100 * value) for step, value in curve] for curve in curves[name, lag]])
+        for name in names
+    ]
+    return Panel("step", y, series, f"lag {lag}")
 
 
 def _best(tuned: Mapping[float, float]) -> float:
