@@ -103,16 +103,13 @@ def test_times_of_the_arms_and_their_ratios() -> None:
     ours = {0: course((1, 0.5), (2, 0.9)), 1: course((1, 0.5), (2, 0.7)), 2: course((1, 0.4))}
     theirs = {0: course((2, 0.5), (5, 0.9)), 1: course((2, 0.5), (4, 0.7)), 2: course((9, 0.8))}
     comparison = replace(asynchrony.QUICK, thresholds=(0.5, 0.7, 0.9))
-    tuning = {asynchrony.PEER: {1e-4: course((3, 0.5), (4, 0.6)), 2e-4: course((3, 0.6))}}
     best = {asynchrony.ASYNCHRONOUS: 1e-4, asynchrony.PEER: 2e-4}
-    result = comparison.result(tuning, best, {asynchrony.ASYNCHRONOUS: ours, asynchrony.PEER: theirs})
-    _, peer, slow, _ = result.rows
+    result = comparison.result(best, {asynchrony.ASYNCHRONOUS: ours, asynchrony.PEER: theirs})
+    _, peer = result.rows
     assert peer["rate"] == "0.0002"
     assert peer["s to 90 %"] == Spread([5.0, None, None])
     assert peer["steps to 90 %"] == Spread([50.0, None, None])
     assert peer["÷ asynchronous"] == Spread([2.5, 2.0, None])  # to 90 %, to 70 %; ours got no further
-    assert (slow["arm"], slow["rate"]) == (f"{asynchrony.PEER} (tuning)", "0.0001")
-    assert slow["s to 50 %"] == Spread([3.0]) and slow["÷ asynchronous"] is None
 
 
 def test_the_best_rate_is_the_first_at_the_highest_threshold_that_any_reaches() -> None:

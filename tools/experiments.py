@@ -23,17 +23,14 @@ from lab.runs import Options, log
 
 
 class Experiment(Protocol):
-    """Named arms, run with every seed."""
+    """``arms`` are run with every seed; ``question`` is the title of their table."""
 
     @property
-    def question(self) -> str:
-        """What it asks: the title of its table."""
+    def question(self) -> str: ...
 
-    def arms(self, options: Options) -> Mapping[Any, object]:
-        """What is compared, ready to run."""
+    def arms(self, options: Options) -> Mapping[Any, object]: ...
 
-    def measure(self, options: Options) -> Result:
-        """Run all arms with all seeds."""
+    def measure(self, options: Options) -> Result: ...
 
 
 EXPERIMENTS: Mapping[str, Experiment] = {
@@ -77,16 +74,14 @@ def main(argv: list[str] | None = None) -> None:
         result, title, origin = from_json(arguments.source.read_text())
         print(write(result, folder, title=title, origin=origin))
     else:
-        measure(EXPERIMENTS[arguments.name], Options(folder, tuple(arguments.seeds), arguments.steps))
+        options, experiment = (
+            Options(folder, tuple(arguments.seeds), arguments.steps),
+            EXPERIMENTS[arguments.name],
+        )
+        origin, began = provenance(options.seeds), time.monotonic()
+        print(write(experiment.measure(options), folder, title=experiment.question, origin=origin))
+        log.print(f"{(time.monotonic() - began) / 60:.1f} minutes", style="dim")
     log.print(f"table and plot in {folder}", style="dim", soft_wrap=True)
-
-
-def measure(experiment: Experiment, options: Options) -> None:
-    """Run everything, write and print what was found."""
-    origin, began = provenance(options.seeds), time.monotonic()
-    result = experiment.measure(options)
-    print(write(result, options.folder, title=experiment.question, origin=origin))
-    log.print(f"{(time.monotonic() - began) / 60:.1f} minutes", style="dim")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@
 
 It needs an interpreter that has trl (tools/experiments.py makes one) and writes greedy pass@1 on the
 validation prompts over seconds and steps of training; evaluation stops the clock. What the config says of
-B, K, lengths, temperature, steps, evaluation and the peak learning rate (constant here) holds here too. It
-must not know what it is compared with.
+B, K, lengths, temperature, steps, evaluation and the peak learning rate (constant here) holds here too.
 """
 
 from __future__ import annotations

@@ -50,20 +50,17 @@ TRL_PACKAGES = ("trl==1.16.*", "accelerate==1.15.*")
 
 NOTES = (
     f"Tuning: the same constant learning rates for all, seed {TUNING_SEED}; the best is the first to reach "
-    "the highest threshold that any of an arm's rates reaches. The rows without such a note are of other "
-    "seeds, at that rate; the two synchronous arms take the same steps, and so share their tuning. All start "
-    "from one model.",
+    "the highest threshold that any of an arm's rates reaches. The two synchronous arms take the same steps, "
+    "and so share their tuning. All start from one model.",
     "Seconds run from the first weights in an engine (TRL: from the start of training) to the optimizer step "
     "whose weights reach the threshold, on straight lines between evaluations on the validation prompts, "
-    "which no arm trains on; the start of processes and engines is left out for all.",
-    "Evaluations are off the clock for TRL and, by their tokens, for the synchronous arms; the asynchronous "
-    "arm pays for its own.",
+    "which no arm trains on. Evaluations are off the clock for TRL and, by their tokens, for the synchronous "
+    "arms; the asynchronous arm pays for its own.",
     "Every arm may use both cores: asynchronous, a trainer and an engine with a core each; synchronous, the "
     "same two in turn, or two engines and two trainers in turn; TRL, both for everything.",
     "÷ asynchronous: at the last of these thresholds that all arms of a seed reach. End: mean of the last "
     "three evaluations.",
-    "TRL: defaults of 1.16 (loss dapo, no KL term), no gradient checkpointing, Hugging Face generation; the "
-    "same prompts, reward, B, K and lengths as ours.",
+    "TRL: defaults of 1.16 (loss dapo, no KL term), no gradient checkpointing, Hugging Face generation.",
 )
 
 Courses = Mapping[str, Mapping[int, Course]]
@@ -112,7 +109,7 @@ class Asynchrony:
         for seed in options.seeds:
             for arm, rate in best.items():
                 found[arm][seed] = self._course(arm, rate, seed, options)
-        return self.result(tuning, best, found)
+        return self.result(best, found)
 
     def _course(self, arm: str, rate: float, seed: int, options: Options) -> Course:
         if arm == PEER:
@@ -122,27 +119,21 @@ class Asynchrony:
         run_dir = self.study.run(named(arm, rate), seed, options)
         return course_of(run_dir, evaluations_count=arm == ASYNCHRONOUS)
 
-    def result(
-        self, tuning: Mapping[str, Mapping[float, Course]], best: Mapping[str, float], found: Courses
-    ) -> Result:
-        """Rows: one per arm at its best, then one per run of the tuning."""
+    def result(self, best: Mapping[str, float], found: Courses) -> Result:
+        """One row and one line per arm, at its best rate."""
         rows = [
             {
-                **self._row(arm, f"{best[arm]:g}", list(found[arm].values())),
-                "÷ asynchronous": Spread([self._ratio(arm, found, seed) for seed in found[arm]]),
+                **self._row(arm, f"{best[arm]:g}", list(courses.values())),
+                "÷ asynchronous": Spread([self._ratio(arm, found, seed) for seed in courses]),
             }
-            for arm in found
+            for arm, courses in found.items()
         ]
-        tried = [
-            {**self._row(f"{arm} (tuning)", f"{rate:g}", [course]), "÷ asynchronous": None}
-            for arm, courses in tuning.items()
-            for rate, course in courses.items()
+        lines = [
+            Series(arm, [[(t, 100 * value) for t, value in one.over_seconds] for one in courses.values()])
+            for arm, courses in found.items()
         ]
-        seeds = {arm: list(courses.values()) for arm, courses in found.items()}
-        rates = {arm: list(courses.values()) for arm, courses in tuning.items()}
-        listed = ", ".join(f"{rate:g}" for rate in self.rates)
-        panels = [self._panel("each at its best rate", seeds), self._panel(f"tuning: {listed}", rates)]
-        return Result([*rows, *tried], panels, NOTES)
+        x, y, level = "seconds of training", "pass@1, validation, %", 100 * self.thresholds[-1]
+        return Result(rows, [Panel(x, y, lines, banded=False, level=level)], NOTES)
 
     def _row(self, arm: str, rate: str, courses: list[Course]) -> Row:
         """Times to each threshold, steps to the last, and the end; per course."""
@@ -170,23 +161,6 @@ class Asynchrony:
             if mine and reference and None not in times.values():
                 return mine / reference
         return None
-
-    def _panel(self, title: str, courses: Mapping[str, list[Course]]) -> Panel:
-        """Every course by itself."""
-        series = [
-            Series(
-                arm, [[(seconds, 100 * value) for seconds, value in course.over_seconds] for course in of_arm]
-            )
-            for arm, of_arm in courses.items()
-        ]
-        return Panel(
-            "seconds of training",
-            "pass@1, validation, %",
-            series,
-            title,
-            banded=False,
-            level=100 * self.thresholds[-1],
-        )
 
 
 def named(arm: str, rate: float) -> str:
