@@ -31,7 +31,13 @@ from tba_hpc.core.ports import (
     TrainerExchange,
     Victim,
 )
-from tba_hpc.core.prompts import Progress, refuse_few_prompts, refuse_long_prompts, training_requests
+from tba_hpc.core.prompts import (
+    Progress,
+    prompt_room,
+    refuse_few_prompts,
+    refuse_long_prompts,
+    training_requests,
+)
 from tba_hpc.core.types import Publication, Ragged, Request, Shard, Split, WeightLayout
 from tba_hpc.engine.hf_backend import make_backend
 from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange, FileTrainerFollower
@@ -376,7 +382,8 @@ class SearchParts:
         backend = make_backend(run, config)
         # First of all, since its process builds the engine while this one imports torch.
         generator = backend.generator(seed=seed)
-        task = load_task(config.task, backend.tokenizer(), partial(_serve, seed=seed))
+        serve = partial(_serve, seed=seed)
+        task = load_task(config.task, backend.tokenizer(), serve, room=prompt_room(config))
         refuse_long_prompts(task, config)
         refuse_few_prompts(task, config)
         metrics = _metrics(run, index)

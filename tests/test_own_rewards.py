@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,12 @@ def other(text): return 0
 def texts(completion): return "1"
 def few(completions): return [1.0]
 """
+BROKEN = {
+    "syntax_error": ("def f(completion:\n    return 1", r"SyntaxError: .* in .*syntax_error\.py, line 1\)"),
+    "raises": ("x = 1\ny = 1 / 0", r"ZeroDivisionError: .* in .*raises\.py, line 2\)"),
+    "lacks": ("import json\n\nimport nopkg", r"No module named 'nopkg' in .*lacks\.py, line 3\)"),
+}
+"""Modules that cannot be imported, and what is said of them."""
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +58,10 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def make(folder: Path, reward: Any, **options: Any) -> Jsonl:
+def make(folder: Path, reward: Any, *, room: int | None = None, **options: Any) -> Jsonl:
     options = {"validation_prompts": 1, **options}
     section = TaskSection(name="jsonl", train_file=str(folder / "rows.jsonl"), reward=reward, options=options)
-    task = load_task(section, ByteTokenizer())
+    task = load_task(section, ByteTokenizer(), room=room)
     assert isinstance(task, Jsonl)
     return task
 
@@ -113,6 +120,28 @@ def test_a_bad_function_is_refused_before_anything_runs(own: Path, reward: Any, 
     with pytest.raises(ConfigError) as error:
         make(own, reward)
     assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_module_that_cannot_be_imported_is_refused_with_its_line(own: Path, name: str) -> None:
+    text, sentence = BROKEN[name]
+    (own / f"{name}.py").write_text(text)
+    with pytest.raises(ConfigError, match=sentence):
+        make(own, f"{name}:f")
+
+
+def test_a_few_prompts_that_are_too_long_are_set_aside(own: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One of a hundred, and ids count those that are left; more of them are refused."""
+    rows = [{"prompt": f"{i}+1=" + "1" * 100 * (i == 5), "answer": str(i)} for i in range(102)]
+    (own / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    prompts = make(own, "own_rewards:few", room=88).prompts("train")
+    assert [prompt.id for prompt in prompts] == list(range(99))
+    assert [prompt.target for prompt in prompts[4:6]] == ["4", "6"]
+    assert "1 of 100 train prompts are too long: 104 tokens in '5+1=1" in caplog.text
+    with pytest.raises(
+        ConfigError, match=r"91 of 100 train prompts are too long: 5 tokens .* leaves 4: raise the"
+    ):
+        make(own, "own_rewards:few", room=4)
 
 
 @pytest.mark.parametrize("name", ["texts", "few"])
@@ -259,14 +288,86 @@ def test_a_busy_judge_is_asked_again_a_refusing_one_is_not_and_no_error_tells_th
         judge(server)([({}, "a")])  # it has gone
 
 
-def test_a_silent_judge_is_left_after_its_time(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_message_holds_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the judge repeats it, at the end of what is quoted too."""
+    monkeypatch.setenv("A_KEY", "s3cret-and-long")
     monkeypatch.setattr("tba_hpc.tasks.judge.RETRIES", 0)
-    told = threading.Event()
-    with serving(lambda n, body: (told.wait(60), (200, 1))[1]) as server:
-        judge = Judge("r", RewardSection(url=server.url, seconds=0.2))
-        with pytest.raises(JudgeError, match="timed out"):
+    for said in ({"error": "bad key Bearer s3cret-and-long"}, "x" * 68 + "s3cret-and-long"):
+        with serving(lambda n, body, said=said: (200, said)) as server:
+            judge = Judge("r", RewardSection(url=server.url, key_variable="A_KEY"))
+            with pytest.raises(JudgeError, match="which holds no reward") as error:
+                judge([({}, "a")])
+            assert "***" in str(error.value) and "s3cret" not in str(error.value)
+    with _raw(b"Bearer s3cret-and-long\r\n\r\n") as port:
+        judge = Judge("r", RewardSection(url=f"http://127.0.0.1:{port}/", key_variable="A_KEY"))
+        with pytest.raises(JudgeError, match=r"Bearer \*\*\*"):
             judge([({}, "a")])
-        told.set()
+    monkeypatch.setenv("A_KEY", "two\nlines")
+    with pytest.raises(ConfigError, match="holds characters that no key has"):
+        Judge("r", RewardSection(url="http://x/y", key_variable="A_KEY"))
+
+
+def test_a_proxy_is_never_asked_over_plain_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with serving(lambda n, body: (200, 4)) as server:
+        assert Judge("r", RewardSection(url=server.url))([({}, "a")]) == [4.0]
+
+
+def test_https_goes_through_the_proxy_which_sees_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tba_hpc.tasks.judge.RETRIES", 0)
+    monkeypatch.setenv("A_KEY", "s3cret")
+    heard: list[bytes] = []
+    with _raw(b"HTTP/1.1 407 Who are you\r\n\r\n", heard=heard) as port:
+        monkeypatch.setenv("https_proxy", f"http://me:pass@127.0.0.1:{port}")
+        judge = Judge("r", RewardSection(url="https://judge.example/v1", key_variable="A_KEY"))
+        with pytest.raises(JudgeError, match="407"):
+            judge([({}, "a")])
+    assert heard[0].startswith(b"CONNECT judge.example:443") and b"s3cret" not in heard[0]
+    assert b"Proxy-Authorization: Basic bWU6cGFzcw==" in heard[0]
+
+
+@pytest.mark.parametrize("begins", [b"", b"HTTP/1.1 200 OK\r\n\r\n"], ids=["the head", "the body"])
+def test_a_judge_that_drips_is_left_after_its_time(monkeypatch: pytest.MonkeyPatch, begins: bytes) -> None:
+    """Though each byte comes soon after the last."""
+    monkeypatch.setattr("tba_hpc.tasks.judge.RETRIES", 0)
+    with _raw(begins, drip=b"1") as port:
+        judge = Judge("r", RewardSection(url=f"http://127.0.0.1:{port}/", seconds=0.5))
+        with pytest.raises(JudgeError, match=r"timed out after 0\.5 s"):
+            judge([({}, "a")])
+
+
+@contextmanager
+def _raw(answer: bytes, *, drip: bytes = b"", heard: list[bytes] | None = None) -> Iterator[int]:
+    """The port of a server that answers one call with these bytes, then with ``drip`` again and again."""
+
+    def serve() -> None:
+        with server.accept()[0] as call, suppress(OSError):
+            said = call.recv(1 << 16)
+            if heard is not None:
+                heard.append(said)
+            call.sendall(answer)
+            while drip and not over.wait(0.1):
+                call.sendall(drip)
+
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield server.getsockname()[1]
+        over.set()
+        thread.join()
+
+
+def test_a_judge_that_is_away_or_refuses_is_named_before_the_start(own: Path) -> None:
+    with serving(lambda n, body: (401, 0) if n == 2 else (200, 1)) as server:
+        task = make(own, {"judge": {"url": server.url}})
+        task.require_judges()
+        assert server.asked[0][1] == {**ROWS[0], "completion": ""}
+        with pytest.raises(ConfigError, match=r"judge\.url=.* gave no answer \(status 401\): start"):
+            task.require_judges()
+    with pytest.raises(ConfigError, match=r"refused\): start the judge first"):
+        task.require_judges()  # it has gone
 
 
 def test_a_judge_is_asked_so_many_at_once(own: Path) -> None:
@@ -300,9 +401,9 @@ def test_a_program_gets_row_and_words_and_nothing_of_our_environment(
     assert program(own, text)(answers) == [1 + 15 + 3, 2 + 3]
 
 
-def test_what_runs_too_long_or_dies_is_killed_with_all_it_started(own: Path) -> None:
+def test_a_program_that_runs_too_long_or_dies_is_killed_with_its_session(own: Path) -> None:
     pid = own / "pid"
-    text = "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\n"
+    text = "import subprocess\nchild = subprocess.Popen(['sleep', '600'], process_group=0)\n"
     text += f"open({str(pid)!r}, 'w').write(str(child.pid)); os.kill(os.getpid(), 9)"
     assert program(own, text, when_killed=-1.0)([({}, "a")]) == [-1.0]
     deadline = time.monotonic() + 60

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tba_hpc.checks.config_checks import check_engine_arguments, check_files
+from tba_hpc.checks.config_checks import check_context_length, check_engine_arguments, check_files
 from tba_hpc.checks.facts import Facts, Finding
 from tba_hpc.checks.resources import (
     missing,
@@ -158,6 +158,27 @@ def test_local_files_must_exist_also_those_of_a_tasks_options(tmp_path: Path) ->
     (finding,) = check_files(Facts(config=parse_config(tree)))
     assert finding.level == "problem"
     assert finding.sentence.startswith("task.options.reward_model=./no/reward does not exist: check the")
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"max_position_embeddings": 2048}, True),
+        ({"n_positions": 1024}, True),
+        ({"text_config": {"max_position_embeddings": 2048}}, True),
+        ({"max_position_embeddings": 4096}, False),
+        ({"max_position_embeddings": 2048, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, False),
+        ({}, False),
+    ],
+)
+def test_more_context_than_the_model_has_positions_is_refused(
+    fields: dict[str, object], refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = parse_config({"model": {"path": str(tmp_path), "context_length": 4096}})
+    found = list(check_context_length(Facts(config=config)))
+    assert [finding.level for finding in found] == ["problem"] * refused
+    assert all("model.context_length=4096 is beyond the " in finding.found for finding in found)
 
 
 def test_an_argument_that_vllm_does_not_know_is_refused_before_an_engine_starts() -> None:

@@ -94,9 +94,10 @@ def test_a_searcher_that_only_rejects_ends_with_a_sentence(
     assert task.groups >= 7
 
 
-def test_one_group_with_a_reward_is_enough_to_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unusable", [math.nan, 1e300], ids=["NaN", "more than float32 holds"])
+def test_one_group_with_a_reward_is_enough_to_go_on(tmp_path: Path, unusable: float) -> None:
     def fault(prompt: Prompt, rewards: list[float], groups: int) -> list[float]:
-        return [math.nan] * (S - (groups % 3 == 0)) + rewards[: groups % 3 == 0]
+        return [unusable] * (S - (groups % 3 == 0)) + rewards[: groups % 3 == 0]
 
     run = search(tmp_path, Faulty(fault), wanted=20, limit=3)
     kept = sum(len(read_shard(path).trajectories) for path in run.shard_files().values())

@@ -124,7 +124,7 @@ MISTAKES = {
     "task={name: gsm8k, train_file: config.yaml}": "write a JSON object with a text 'question'",
     "task={name: 'nomodule:Class'}": "task.name=nomodule:Class cannot be imported (No module named",
     "task={name: arithmetic, options: {size: 3}}": "the task arithmetic has no option 'size'",
-    "generator.max_tokens=120": "less generator.max_tokens=120 leaves 8: raise the first or",
+    "generator.max_tokens=120": "less generator.max_tokens leaves 8: raise the first, lower",
 }
 
 
@@ -161,7 +161,7 @@ def test_prompts_are_read_as_the_model_would_and_their_number_counts(folder: Pat
     problems = [json.dumps({"question": "x" * length, "answer": "#### 1"}) for length in (20, 200)] * 3
     (folder / "train.jsonl").write_text("\n".join(problems))
     files = {"train_file": str(folder / "train.jsonl"), "test_file": str(folder / "train.jsonl")}
-    with pytest.raises(ConfigError, match=r"prompt 1 has 2\d\d tokens, but model.context_length=128"):
+    with pytest.raises(ConfigError, match=r"2 of 4 train prompts are too long: 2\d\d tokens .* leaves 88"):
         check(config_of(folder, name="gsm8k", options={"validation_problems": 2}, **files))
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import difflib
+import json
 import subprocess
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 from tba_hpc.checks.facts import Facts, Finding, Level, problem, warning
-from tba_hpc.checks.resources import missing, missing_sentence, resources
+from tba_hpc.checks.resources import find_file, missing, missing_sentence, resources
 from tba_hpc.config import dump_config, is_local
 from tba_hpc.core.tuned import beyond_tuned
 from tba_hpc.run.notes import REFUSED
@@ -26,6 +27,22 @@ def check_files(facts: Facts) -> Iterator[Finding]:
     for resource in resources(facts.config, of_custom_task=False):
         if is_local(resource.name) and not Path(resource.name).exists():
             yield problem("files", f"{resource} does not exist", f"check the path, seen from {Path.cwd()}")
+
+
+def check_context_length(facts: Facts) -> Iterator[Finding]:
+    """Whether the model takes sequences as long as model.context_length, if its config.json is here."""
+    config = facts.config
+    file = find_file(config.model.path, "config.json", facts.environment) if config else None
+    if config is None or file is None:
+        return
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    fields |= fields.get("text_config", {})
+    most = fields.get("max_position_embeddings") or fields.get("n_positions")
+    stretched = fields.get("rope_scaling") or (fields.get("rope_parameters") or {}).get("factor")
+    if most and not stretched and config.model.context_length > most:
+        found = f"model.context_length={config.model.context_length} is beyond the {most} positions of "
+        remedy = f"lower it to {most} at most"
+        yield problem("context length", f"{found}model.path={config.model.path}", remedy)
 
 
 def check_engine_arguments(facts: Facts) -> Iterator[Finding]:

@@ -13,7 +13,11 @@ from tba_hpc.launch.plan import Plan, Site
 JOBS = (slurm_checks.check_requeue, slurm_checks.check_gpu_request, slurm_checks.check_partitions)
 CONFIG = (config_checks.check_resources, config_checks.check_rate)
 
-FILES = (config_checks.check_files, config_checks.check_engine_arguments)
+FILES = (
+    config_checks.check_files,
+    config_checks.check_context_length,
+    config_checks.check_engine_arguments,
+)
 """Of any config that is to be used here."""
 
 RUN = (config_checks.check_task,)

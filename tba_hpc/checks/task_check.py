@@ -18,15 +18,19 @@ from tba_hpc.config import Config, ConfigError, is_local, parse_config
 from tba_hpc.config.variants import OwnObjective
 from tba_hpc.core.own_code import find_function
 from tba_hpc.core.ports import Victim
-from tba_hpc.core.prompts import refuse_few_prompts, refuse_long_prompts
+from tba_hpc.core.prompts import prompt_room, refuse_few_prompts, refuse_long_prompts
 from tba_hpc.learner.file_tokenizer import FileTokenizer
 from tba_hpc.run import modules
 from tba_hpc.run.notes import REFUSED
 from tba_hpc.tasks import load_task
+from tba_hpc.tasks.jsonl import Jsonl
 
 
-def check(config: Config) -> None:
-    """Load the task and look at all its prompts. Raises ConfigError."""
+def check(config: Config, *, ask_judges: bool = False) -> None:
+    """Load the task and look at all its prompts. Raises ConfigError.
+
+    ask_judges: whether judges must answer already, as where ranks start here at once.
+    """
     _require_model("buffer.duplicates.model", config.buffer.embedding_model)
     _require_folder(config.model.path)
     if isinstance(config.train.objective, OwnObjective) and find_spec("torch"):  # which losses import
@@ -34,9 +38,11 @@ def check(config: Config) -> None:
     tokenizer = FileTokenizer.find(config.model.path)
     if tokenizer is None:
         return
-    task = load_task(config.task, tokenizer, _serve)
+    task = load_task(config.task, tokenizer, _serve, room=prompt_room(config))
     refuse_long_prompts(task, config)
     refuse_few_prompts(task, config)
+    if ask_judges and isinstance(task, Jsonl):
+        task.require_judges()
 
 
 def _require_fetched(config: Config, remedy: str) -> None:
@@ -82,7 +88,7 @@ if __name__ == "__main__":
         asked = parse_config(yaml.safe_load(sys.stdin))
         if sys.argv[1:]:
             _require_fetched(asked, sys.argv[1])
-        check(asked)
+        check(asked, ask_judges=not sys.argv[1:])
     except ConfigError as error:
         print(" ".join(str(error).split()))
         sys.exit(REFUSED)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import traceback
 from collections.abc import Callable
 from difflib import get_close_matches
+from types import ModuleType
 from typing import Any
 
 from tba_hpc.config import ConfigError, is_local
@@ -18,13 +20,37 @@ def is_own(name: str) -> bool:
 def find_function(key: str, name: str) -> Callable[..., Any]:
     """The function behind ``name``; ``key``: what it is called in errors. Raises ConfigError."""
     module_name, _, function = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"{key} cannot be imported ({error}): put the module beside the config") from None
+    module = import_own(key, module_name)
     found = getattr(module, function, None)
     if not callable(found):
         close = get_close_matches(function, [one for one in vars(module) if callable(vars(module)[one])], n=1)
         meant = f"did you mean {close[0]!r}?" if close else "check the name"
         raise ConfigError(f"{key}: no function {function!r} there: {meant}")
     return found
+
+
+def import_own(key: str, name: str) -> ModuleType:
+    """A module of the user's. Raises ConfigError for whatever it raises, with the line where it did."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            raise ConfigError(
+                f"{key} cannot be imported ({error}): put the module beside the config, or install it"
+            ) from None
+        raise _refusal(key, name, error) from None
+    except Exception as error:
+        raise _refusal(key, name, error) from None
+
+
+def _refusal(key: str, name: str, error: Exception) -> ConfigError:
+    """Names the last line of the module itself that was executed, or the line that is no Python."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [(f.filename, f.lineno) for f in frames if f.filename.endswith(f"{name.replace('.', '/')}.py")]
+    place = (error.filename, error.lineno) if isinstance(error, SyntaxError) else lines[-1] if lines else None
+    where = f" in {place[0]}, line {place[1]}" if place else ""
+    what = error.msg if isinstance(error, SyntaxError) else str(error)
+    return ConfigError(
+        f"{key} cannot be imported ({type(error).__name__}: {what}{where}): correct it, or install what it "
+        "imports"
+    )

@@ -157,9 +157,14 @@ def _temperature(config: Config, request_id: int) -> float:
     return float(random.uniform(*section.tempered_range))
 
 
+def prompt_room(config: Config) -> int:
+    """Tokens that the longest completion leaves to a prompt."""
+    return config.model.context_length - config.generator.max_tokens
+
+
 def refuse_long_prompts(task: Task, config: Config) -> None:
     """Raise ConfigError where a prompt leaves no room for its completion."""
-    room = config.model.context_length - config.generator.max_tokens
+    room = prompt_room(config)
     for split in ("train", "validation", "test"):
         longest = max(task.prompts(split), key=lambda prompt: len(prompt.tokens), default=None)
         if longest is not None and len(longest.tokens) > room:

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from tba_hpc.config import Config, ConfigError, GeneratorSection
 from tba_hpc.core.ports import Generator, Reference, Summarising, Task, evaluation_temperature, score_name
+from tba_hpc.core.prompts import prompt_room
 from tba_hpc.core.task_contract import checked_correct, checked_prompts
 from tba_hpc.core.types import Group, Prompt, Request, Sampling, Split
 from tba_hpc.engine.vllm_generator import VllmGenerator
@@ -106,7 +107,7 @@ def measure(
     config, section = target.config, target.config.generator
     serve = partial(VllmVictim, seed=config.run.seed)
     tokenizer = load_tokenizer(config.model.path)
-    task = make_task(config.task, tokenizer, serve)
+    task = make_task(config.task, tokenizer, serve, room=prompt_room(config))
     prompts = _prompts(task, config.task.name, split, limit)
     _require_same_vocabulary(target)
     single, sampled = samplings(task, section, temperature)

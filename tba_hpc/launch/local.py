@@ -38,7 +38,7 @@ from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.events import log_event
 from tba_hpc.run.metrics import MetricsTail, number
 from tba_hpc.run.notes import FAILED, REFUSED, at_work, first_note, log_file, rank_name
-from tba_hpc.run.signals import die_with
+from tba_hpc.run.signals import die_with, kill_session
 
 WATCH_SECONDS = 0.25
 """Pause between two looks at the processes and the metrics."""
@@ -222,10 +222,7 @@ class Child:
 
     def kill(self) -> None:
         """End everything in its session, also what outlived it."""
-        for pid in psutil.pids():
-            with suppress(ProcessLookupError):
-                if os.getsid(pid) == self.process.pid:
-                    os.kill(pid, signal.SIGKILL)
+        kill_session(self.process.pid)
         self.process.wait()
 
 

@@ -39,6 +39,9 @@ ANSWERS_AT_ONCE = 16
 MOST_REJECTED = 10
 """Groups in a row without a usable reward, or answers that cannot be judged, at which a searcher ends."""
 
+LARGEST = float(np.finfo(np.float32).max)
+"""Rewards beyond it are set aside as not finite: shards hold float32."""
+
 TOLD_EVERY = 100
 """Of setbacks of one kind one in so many is logged."""
 
@@ -239,7 +242,7 @@ class Scorer:
 
     def _score(self, group: Group) -> Scored:
         rewards = self._rewards(group)
-        kept = [row for row, reward in enumerate(rewards) if math.isfinite(reward)]
+        kept = [row for row, reward in enumerate(rewards) if abs(reward) <= LARGEST]
         if len(kept) < len(rewards):
             group = Group(group.request, tuple(group.completions[row] for row in kept), group.versions[kept])
         parts = (
@@ -271,7 +274,7 @@ class Scorer:
             raise
         except Exception as raised:  # a user's code may raise anything
             rewards, error = [math.nan] * total, raised
-        rejected = sum(not math.isfinite(reward) for reward in rewards)
+        rejected = sum(not abs(reward) <= LARGEST for reward in rewards)
         if rejected < total:
             self._rejected.end_row()
         if rejected:

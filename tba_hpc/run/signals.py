@@ -1,11 +1,14 @@
-"""Being asked to stop: a flag that signals set; processes that end with the one that started them."""
+"""Signals: a flag for being asked to stop, processes that end with their parent, or with their session."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+from contextlib import suppress
 from types import FrameType
+
+import psutil
 
 PR_SET_PDEATHSIG = 1
 
@@ -36,6 +39,14 @@ class StopFlag:
 
     def _set(self, number: int, frame: FrameType | None) -> None:
         self.is_set = True
+
+
+def kill_session(leader: int) -> None:
+    """End all processes of the session that ``leader`` began, other process groups of it included."""
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError):
+            if os.getsid(pid) == leader:
+                os.kill(pid, signal.SIGKILL)
 
 
 def die_with(parent: int, number: int) -> None:

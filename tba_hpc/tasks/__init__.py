@@ -15,7 +15,6 @@ Task modules are imported when asked for: none costs another's libraries.
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -23,9 +22,11 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from tba_hpc.config import ConfigError, TaskSection
+from tba_hpc.core.own_code import import_own
 from tba_hpc.core.ports import Serve, Task, Tokenizer
 from tba_hpc.core.task_contract import checked_prompts, require_methods
 from tba_hpc.core.types import Resource, Split
+from tba_hpc.tasks.rows import Rows
 
 TASKS = {
     "arithmetic": "tba_hpc.tasks.arithmetic:Arithmetic",
@@ -43,12 +44,14 @@ CONTRACT = frozenset(("tokenizer", "train_file", "test_file", "serve", "reward")
 HELD_OUT: tuple[Split, ...] = ("validation", "test")
 
 
-def load_task(config: TaskSection, tokenizer: Tokenizer, serve: Serve | None = None) -> Task:
+def load_task(
+    config: TaskSection, tokenizer: Tokenizer, serve: Serve | None = None, *, room: int | None = None
+) -> Task:
     """As ``make_task``, to train on: all prompts are read and checked.
 
     Raises ConfigError, too, where there is no training problem, or prompts are not what ports.Task says.
     """
-    task = make_task(config, tokenizer, serve)
+    task = make_task(config, tokenizer, serve, room=room)
     if not checked_prompts(task, "train"):
         raise ConfigError(
             f"the task {config.name} has no training problem: check task.train_file and task.options"
@@ -58,10 +61,13 @@ def load_task(config: TaskSection, tokenizer: Tokenizer, serve: Serve | None = N
     return task
 
 
-def make_task(config: TaskSection, tokenizer: Tokenizer, serve: Serve | None = None) -> Task:
+def make_task(
+    config: TaskSection, tokenizer: Tokenizer, serve: Serve | None = None, *, room: int | None = None
+) -> Task:
     """The task that ``config`` names, with its options, encoding with ``tokenizer``.
 
-    serve: for tasks that have another model served. Raises ConfigError with one sentence: unknown task; a
+    serve: for tasks that have another model served. room: most tokens of a prompt; tasks.rows.Rows leave out
+    longer ones if these are few. Raises ConfigError with one sentence: unknown task; a
     class that is no task; unknown, ill-typed or missing option; a file that has no use; no ``serve``. Files
     are read when prompts are asked for, and may be missing or ill-formed then.
     """
@@ -84,6 +90,8 @@ def make_task(config: TaskSection, tokenizer: Tokenizer, serve: Serve | None = N
     _check_constructor(config.name, task_class, tokenizer, **given, **config.options)
     task: Task = task_class(tokenizer, **given, **config.options)
     require_methods(task)
+    if isinstance(task, Rows):
+        task.room = room
     return task
 
 
@@ -100,10 +108,7 @@ def _find(name: str) -> type:
     if name not in TASKS and ":" not in name:
         raise ConfigError(f"unknown task {name!r}{_nearest(name, TASKS)}, or module:Class of your own")
     module_name, _, class_name = TASKS.get(name, name).partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"task.name={name} cannot be imported ({error}): install or correct it") from None
+    module = import_own(f"task.name={name}", module_name)
     found = getattr(module, class_name, None)
     if not inspect.isclass(found):
         classes = [key for key, value in vars(module).items() if inspect.isclass(value)]

@@ -21,7 +21,7 @@ from tba_hpc.config import ConfigError, RewardSection
 from tba_hpc.core.ports import Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Split
 from tba_hpc.tasks.data import HubData, Source, split_rows, usable_rows
-from tba_hpc.tasks.judge import filled_in
+from tba_hpc.tasks.judge import Judge, filled_in
 from tba_hpc.tasks.rewards import Fields, Function, make_rewards
 from tba_hpc.tasks.rows import Rows
 
@@ -81,6 +81,12 @@ class Jsonl(Rows[Fields]):
         fields = set(re.findall(r"\{(\w+)\}", self._template))
         whole = filled_in(self._template, dict.fromkeys(fields, text)) if len(fields) == 1 else text
         return self._encode(whole)
+
+    def require_judges(self) -> None:
+        """Ask each judge once about the first row. Raises ConfigError where one does not answer."""
+        for reward in self._rewards.values():
+            if isinstance(reward, Judge):
+                reward.require(self.row(self.prompts("train")[0]))
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """The sum of all rewards, each by its weight; what each gave is kept for ``reward_parts``."""

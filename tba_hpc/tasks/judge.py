@@ -3,7 +3,7 @@
 Each answer is one POST of JSON. With the name of a model it is a chat of one message, and the reward is the
 last number that the judge writes; without, it is the row's fields and the completion, and the reward is the
 number that comes back, or the ``reward`` of an object. Redirections are not followed: they would take the key
-along.
+along. A proxy of the environment is used for https alone: over plain http it would read the key.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ import json
 import math
 import os
 import re
+import socket
 import time
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException
-from urllib import request
-from urllib.error import HTTPError
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from threading import Timer
+from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from tba_hpc.config import ConfigError, RewardSection
 
@@ -42,11 +46,6 @@ class JudgeError(RuntimeError):
     """A judge gave no reward; the message says what it did instead, and never holds the key."""
 
 
-class _NoRedirection(request.HTTPRedirectHandler):
-    def redirect_request(self, *_: object) -> None:
-        """Follow none."""
-
-
 class Judge:
     """A reward by asking one; as many answers at once as its section allows. Raises JudgeError.
 
@@ -56,11 +55,12 @@ class Judge:
     def __init__(
         self, key: str, section: RewardSection, *, pause: Callable[[float], None] = time.sleep
     ) -> None:
+        assert section.url is not None
         self._key = key
         self._section = section
+        self._url = section.url
         self._pause = pause
-        self._headers = {"Content-Type": "application/json", **_authorisation(key, section.key_variable)}
-        self._open = request.build_opener(_NoRedirection).open
+        self._secret = _secret(key, section.key_variable)
         self._pool = ThreadPoolExecutor(section.concurrency, "judge")
 
     def __call__(self, answers: Sequence[tuple[Mapping[str, object], str]]) -> list[float]:
@@ -68,28 +68,64 @@ class Judge:
         asked = [self._pool.submit(self._ask, *answer) for answer in answers]
         return [one.result() for one in asked]
 
+    def require(self, row: Mapping[str, object]) -> None:
+        """Ask once, of an empty completion. Raises ConfigError where nobody answers there, or refuses."""
+        try:
+            status, _ = self._post(json.dumps(self._question(row, "")).encode())
+        except (OSError, HTTPException) as error:
+            found = str(error) or type(error).__name__
+        else:
+            if status // 100 == 2 or status in BUSY:
+                return
+            found = f"status {status}"
+        sentence = (
+            f"{self._key}.url={self._url} gave no answer ({found}): start the judge first, or correct url"
+        )
+        raise ConfigError(self._masked(sentence))
+
     def _ask(self, row: Mapping[str, object], completion: str) -> float:
         body = json.dumps(self._question(row, completion)).encode()
         for again in range(RETRIES + 1):
             if again:
                 self._pause(min(FIRST_PAUSE * 2 ** (again - 1), LONGEST_PAUSE))
             try:
-                return self._reward(self._post(body))
-            except HTTPError as error:
-                found = f"status {error.code}"
-                if error.code not in BUSY:
-                    break
+                status, answer = self._post(body)
             except (OSError, HTTPException) as error:  # away, silent, or cut off
-                found = str(getattr(error, "reason", error)) or type(error).__name__
-        raise JudgeError(
-            f"{self._key}: {self._section.url} gave no answer ({found}; asked {again + 1} times)"
-        )
+                found = str(error) or type(error).__name__
+                continue
+            if status // 100 == 2:
+                return self._reward(answer)
+            found = f"status {status}"
+            if status not in BUSY:
+                break
+        raise self._error(f"gave no answer ({found}; asked {again + 1} times)")
 
-    def _post(self, body: bytes) -> bytes:
-        assert self._section.url is not None
-        asked = request.Request(self._section.url, body, self._headers)
-        with self._open(asked, timeout=self._section.seconds) as answer:
-            return bytes(answer.read(LONGEST_ANSWER))
+    def _post(self, body: bytes) -> tuple[int, bytes]:
+        """Status and answer, or OSError or HTTPException; all of it within the section's seconds."""
+        address, seconds = urlsplit(self._url), self._section.seconds
+        path = (address.path or "/") + (f"?{address.query}" if address.query else "")
+        headers = {"Content-Type": "application/json"}
+        headers |= {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
+        end = time.monotonic() + seconds
+        connection = _connection(address, seconds)
+        connection.connect()
+        # A socket's timeout bounds each read alone.
+        timer = Timer(max(0.0, end - time.monotonic()), _shut_down, [connection.sock])
+        timer.daemon = True
+        timer.start()
+        try:
+            connection.request("POST", path, body, headers)
+            answer = connection.getresponse()
+            data = answer.read(LONGEST_ANSWER)
+        except (OSError, HTTPException):
+            if time.monotonic() < end:
+                raise
+        finally:
+            timer.cancel()
+            connection.close()
+        if time.monotonic() >= end:
+            raise TimeoutError(f"timed out after {seconds:g} s")
+        return answer.status, data
 
     def _question(self, row: Mapping[str, object], completion: str) -> dict[str, object]:
         fields = {**row, "completion": completion}
@@ -109,10 +145,15 @@ class Judge:
                 numbers = NUMBER.findall(found["choices"][0]["message"]["content"] or "")
                 return float(numbers[-1]) if numbers else math.nan
             return float(found["reward"] if isinstance(found, dict) else found)
-        except (ValueError, LookupError, TypeError):
-            raise JudgeError(
-                f"{self._key}: {self._section.url} answered {answer[:80]!r}, which holds no reward"
-            ) from None
+        except (ValueError, LookupError, TypeError, RecursionError):
+            said = self._masked(answer.decode(errors="replace"))  # before it is cut
+            raise self._error(f"answered {said[:80]!r}, which holds no reward") from None
+
+    def _error(self, what: str) -> JudgeError:
+        return JudgeError(self._masked(f"{self._key}: {self._url} {what}"))
+
+    def _masked(self, text: str) -> str:
+        return text.replace(self._secret, "***") if self._secret else text
 
 
 def filled_in(template: str, fields: Mapping[str, object]) -> str:
@@ -120,11 +161,37 @@ def filled_in(template: str, fields: Mapping[str, object]) -> str:
     return re.sub(r"\{(\w+)\}", lambda m: str(fields[m[1]]) if m[1] in fields else m[0], template)
 
 
-def _authorisation(key: str, variable: str | None) -> dict[str, str]:
+def _secret(key: str, variable: str | None) -> str:
+    """The judge's key; empty for none. Raises ConfigError."""
     if variable is None:
-        return {}
-    if not (secret := os.environ.get(variable)):
+        return ""
+    secret = os.environ.get(variable, "").strip()
+    if not secret:
         raise ConfigError(
             f"{key}.key_variable={variable} is not set in the environment: export it where the run is started"
         )
-    return {"Authorization": f"Bearer {secret}"}
+    if not (secret.isascii() and secret.isprintable()):
+        raise ConfigError(f"{key}.key_variable={variable} holds characters that no key has: correct it")
+    return secret
+
+
+def _connection(address: SplitResult, seconds: float) -> HTTPConnection:
+    """To the judge, not yet open; over the environment's proxy for https."""
+    host = address.hostname or ""
+    if address.scheme == "http":
+        return HTTPConnection(host, address.port or 80, timeout=seconds)
+    named = "" if proxy_bypass(host) else getproxies().get("https", "")
+    proxy = urlsplit(named if "//" in named else f"//{named}")
+    if not proxy.hostname:
+        return HTTPSConnection(host, address.port or 443, timeout=seconds)
+    connection = HTTPSConnection(proxy.hostname, proxy.port or 3128, timeout=seconds)
+    user = f"{unquote(proxy.username or '')}:{unquote(proxy.password or '')}"
+    own = {"Proxy-Authorization": f"Basic {b64encode(user.encode()).decode()}"} if proxy.username else {}
+    connection.set_tunnel(host, address.port or 443, own)
+    return connection
+
+
+def _shut_down(connected: socket.socket) -> None:
+    """End reads of another thread; not by TLS, which would wait for the peer."""
+    with suppress(OSError):
+        socket.socket.shutdown(connected, socket.SHUT_RDWR)

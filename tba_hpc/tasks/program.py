@@ -10,7 +10,6 @@ completions are run as code that nobody has read, put a container or bubblewrap 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -25,6 +24,7 @@ from typing import BinaryIO
 
 from tba_hpc.config import ConfigError, RewardSection
 from tba_hpc.run.modules import find_file
+from tba_hpc.run.signals import kill_session
 
 LARGEST_FILE = 16 << 20
 """Bytes of a file that a program may write, its output included."""
@@ -135,9 +135,8 @@ def _environment(folder: str) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of its session; the number stays taken until the first process is waited for."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """Kill what is left of its session."""
+    kill_session(process.pid)
     process.wait()
 
 

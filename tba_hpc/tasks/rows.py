@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
 
+from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Split
+from tba_hpc.tasks.data import MOST_SET_ASIDE, NAMED
+
+log = logging.getLogger(__name__)
 
 Row = TypeVar("Row")
 
 
 class Rows(ABC, Generic[Row]):
-    """Prompts, each with its row, which tells what an answer is worth."""
+    """Prompts, each with its row, which tells what an answer is worth. room: most tokens of a prompt."""
 
     def __init__(self, tokenizer: Tokenizer, *, chat: bool = False) -> None:
         """chat: prompts are a user's messages in the model's chat template."""
@@ -23,6 +28,7 @@ class Rows(ABC, Generic[Row]):
         self._decode = tokenizer.decode
         self._prompts: dict[Split, tuple[Prompt, ...]] = {}
         self._rows: dict[Prompt, Row] = {}  # a prompt equals only itself
+        self.room: int | None = None
 
     @abstractmethod
     def rows(self, split: Split) -> Iterable[tuple[str, str, Row]]:
@@ -32,11 +38,31 @@ class Rows(ABC, Generic[Row]):
         """All prompts of a split; read or made, and encoded, at the first call. Raises ConfigError."""
         if split not in self._prompts:
             found: list[Prompt] = []
+            long: list[str] = []
             for text, target, row in self.rows(split):
-                found.append(Prompt(len(found), self._encode(text), target))
+                tokens = self._encode(text)
+                if self.room is not None and len(tokens) > self.room:
+                    long.append(f"{len(tokens)} tokens in {' '.join(text.split())[:60]!r}")
+                    continue
+                found.append(Prompt(len(found), tokens, target))
                 self._rows[found[-1]] = row
+            self._set_aside(split, long, len(found) + len(long))
             self._prompts[split] = tuple(found)
         return self._prompts[split]
+
+    def _set_aside(self, split: Split, long: Sequence[str], total: int) -> None:
+        """Say which prompts leave no room for a completion. Raises ConfigError if they are many."""
+        if not long:
+            return
+        more = f" and {len(long) - NAMED} more" if len(long) > NAMED else ""
+        found = f"{len(long)} of {total} {split} prompts are too long: {'; '.join(long[:NAMED])}{more}"
+        rule = f"model.context_length less generator.max_tokens leaves {self.room}"
+        if len(long) > MOST_SET_ASIDE * total:
+            raise ConfigError(
+                f"{found}; {rule}: raise the first, lower the second, or leave out such rows (up to "
+                f"{MOST_SET_ASIDE:.0%} are set aside)"
+            )
+        log.warning("%s; %s; they are set aside", found, rule)
 
     def encode_question(self, text: str) -> np.ndarray:
         """A question of somebody else's as this task would put it; see ports.Asking."""

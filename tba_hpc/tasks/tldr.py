@@ -11,7 +11,7 @@ A greedy completion counts as a win where the gold reward model likes it better 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -21,6 +21,7 @@ from tba_hpc.config import TaskSection
 from tba_hpc.core.ports import Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Resource, Split
 from tba_hpc.tasks.data import HubData, Source, hub_resources, named_in_options, split_rows, usable_rows
+from tba_hpc.tasks.rows import Rows
 
 if TYPE_CHECKING:  # it imports torch, which who only asks for prompts need not wait for
     from tba_hpc.tasks.text_models import RewardModel
@@ -37,7 +38,7 @@ Post = tuple[str, str]
 PenaltyMode = Literal["replace", "add"]
 
 
-class TLDR:
+class TLDR(Rows[None]):
     """Reward: the reward model's, or by ``eos_penalty`` for a completion that did not end by itself."""
 
     score_name = "win rate"
@@ -64,7 +65,7 @@ class TLDR:
         batch: texts per forward pass. validation_posts: taken off the end of a local train_file; the hub has
         a split.
         """
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer)
         self._files: dict[Source, str | None] = {
             "train": train_file,
             "validation": train_file,
@@ -74,17 +75,11 @@ class TLDR:
         self._eos_penalty, self._eos_penalty_mode = eos_penalty, eos_penalty_mode
         self._batch = batch
         self._validation_posts = validation_posts
-        self._prompts: dict[Split, tuple[Prompt, ...]] = {}
         self._wanted: dict[str, float] = {}  # gold rewards of people's summaries, by post and summary
 
-    def prompts(self, split: Split) -> tuple[Prompt, ...]:
-        """All posts of a split; ``target`` is the person's summary, without its end. Raises ConfigError."""
-        if split not in self._prompts:
-            self._prompts[split] = tuple(
-                Prompt(i, self._tokenizer.encode(query), summary)
-                for i, (query, summary) in enumerate(self._posts(split))
-            )
-        return self._prompts[split]
+    def rows(self, split: Split) -> Iterator[tuple[str, str, None]]:
+        """All posts of a split; the target is the person's summary, without its end. Raises ConfigError."""
+        return ((query, summary, None) for query, summary in self._posts(split))
 
     @classmethod
     def resources(cls, task: TaskSection) -> list[Resource]:
@@ -112,7 +107,7 @@ class TLDR:
         """
         gold, known, answers = self._gold_model, self._wanted, zip(prompts, completions, strict=True)
         mine = [self._text(gold, prompt, completion) for prompt, completion in answers]
-        theirs = [gold.ended(f"{self._tokenizer.decode(prompt.tokens)}{prompt.target}") for prompt in prompts]
+        theirs = [gold.ended(f"{self._decode(prompt.tokens)}{prompt.target}") for prompt in prompts]
         new = list(dict.fromkeys(text for text in theirs if text not in known))
         rewards = gold([*mine, *new])
         known.update(zip(new, rewards[len(mine) :], strict=True))
@@ -138,7 +133,7 @@ class TLDR:
         return RewardModel(name, batch=self._batch, key=key)
 
     def _text(self, model: RewardModel, prompt: Prompt, completion: Completion) -> str:
-        text = f"{self._tokenizer.decode(prompt.tokens)}{self._tokenizer.decode(completion.tokens)}"
+        text = f"{self._decode(prompt.tokens)}{self._decode(completion.tokens)}"
         return model.ended(text) if completion.finish_reason == "stop" else text
 
     def _posts(self, split: Split) -> Sequence[Post]:
