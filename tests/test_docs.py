@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from tba_hpc.cli import app
 from tba_hpc.config import Config, Section
 from tba_hpc.launch.plan import Site
+from tba_hpc.tasks import arithmetic
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -33,8 +34,8 @@ def test_a_page_that_is_not_as_the_code_says_is_named(tmp_path: Path) -> None:
 
 
 def test_every_key_has_its_meaning() -> None:
-    rows = re.findall(r"^\| `(\w+)`.*\| (.*) \|$", make_docs.config_page(), re.M)
-    assert len(rows) > 120 and [key for key, meaning in rows if not meaning] == []
+    rows = re.findall(r"^ *- `(\w+)`.*?:(.*)$", make_docs.config_page(), re.M)
+    assert len(rows) > 120 and [key for key, meaning in rows if not meaning.strip()] == []
 
 
 # --- Commands ---
@@ -69,6 +70,25 @@ def test_commands_of_the_documents_are_understood(page: str, command: str) -> No
         program.commands[words[1]].make_context(words[1], words[2:]).close()
     except typer.BadParameter as error:
         assert type(error) is not typer.BadParameter, f"{page}: {command}: {error}"
+
+
+@pytest.mark.parametrize(
+    "question", [shlex.split(command)[3] for _, command in _commands() if "tba ask" in command]
+)
+def test_questions_put_to_the_quickstart_are_such_as_it_was_trained_on(question: str) -> None:
+    """Its model knows no others, so a reader of the first page would get nonsense."""
+    name, start, item = re.match(r"(\w+) has (\d+) (\w+)\.", question).groups()  # type: ignore[union-attr]
+    changes = [(verb, int(number)) for verb, number in re.findall(rf"{name} (?!has)(\w+) (\d+)\.", question)]
+    signed = tuple(number if verb in arithmetic.GAINS else -number for verb, number in changes)
+    verbs = tuple(verb for verb, _ in changes)
+    problem = arithmetic.Problem(name, item, int(start), signed, verbs)
+    assert problem.question == f"{question}\n"
+    assert name in arithmetic.NAMES and item in arithmetic.ITEMS
+    assert set(verbs) <= {*arithmetic.GAINS, *arithmetic.LOSSES}
+    assert arithmetic.STEPS[0] <= len(changes) <= arithmetic.STEPS[1]
+    assert arithmetic.START[0] <= problem.start <= arithmetic.START[1]
+    assert all(arithmetic.CHANGE[0] <= number <= arithmetic.CHANGE[1] for _, number in changes)
+    assert all(0 <= total <= arithmetic.LARGEST for total in problem.totals)
 
 
 # --- Names ---

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import tomllib
 import types
 from collections.abc import Callable, Iterator
@@ -39,57 +40,60 @@ def config_page() -> str:
     """Every key of a config and of a site file."""
     parts = [
         "# Every key",
-        "A config is a YAML file of these sections; `--set section.key=value` overrides one key, and "
-        "`tba run CONFIG --dry-run` prints them all, resolved. A key with ↻ may change when a run goes on.",
+        "A config is a YAML file of these sections. `--set section.key=value` overrides one key; `tba run "
+        "CONFIG --dry-run` prints them all. Defaults are in brackets; a resume may change keys with ↻.",
         *(text for name, field in Config.model_fields.items() for text in _section(name, _model(field))),
         "## Site files",
         "What `--site` names, one for each cluster: see [Slurm](slurm.md).",
-        _table(Site, prefix=""),
+        _list(Site, prefix=""),
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def _section(name: str, model: type[Section]) -> Iterator[str]:
     yield f"## {name}"
-    yield _table(model, prefix=f"{name}.")
+    yield _list(model, prefix=f"{name}.")
     for key, field in model.model_fields.items():
         if among := choices(field.annotation):
             yield f"### {name}.{key}"
-            yield _table_of_choices(among)
+            yield _list_of_choices(among)
         elif inner := sections_in(field):
             yield f"### {name}.{key}"
-            yield _table(inner[0], prefix=f"{name}.{key}.")
+            yield _list(inner[0], prefix=f"{name}.{key}.")
 
 
-def _table_of_choices(among: dict[str, type[Section]]) -> str:
-    rows = ["| name | key | default | what it is |", "|---|---|---|---|"]
+def _list_of_choices(among: dict[str, type[Section]]) -> str:
+    rows, said = [], set[str]()
     for tag, model in among.items():
         fields = dict(model.model_fields)
-        rows.append(f"| `{tag}` | | | {_words(fields.pop('name'))} |")
-        rows += [f"| | `{key}` | {_default(field)} | {_meaning(field)} |" for key, field in fields.items()]
+        rows.append(f"- `{tag}`: {_words(fields.pop('name'))}")
+        for key, field in fields.items():
+            meaning = _meaning(field)
+            rows.append(f"    - `{key}` {_default(field)}: {'as above.' if meaning in said else meaning}")
+            said.add(meaning)
     return "\n".join(rows)
 
 
-def _table(model: type[Section], prefix: str) -> str:
-    rows = ["| key | default | what it is |", "|---|---|---|"]
+def _list(model: type[Section], prefix: str) -> str:
+    rows = []
     for key, field in model.model_fields.items():
-        mark = " ↻" if prefix and may_change(f"{prefix}{key}") else ""
-        rows.append(f"| `{key}`{mark} | {_default(field)} | {_meaning(field)} |")
+        mark = "↻" if prefix and may_change(f"{prefix}{key}") else ""
+        rows.append(f"- `{key}`{mark} {_default(field)}: {_meaning(field)}")
     return "\n".join(rows)
 
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
-        return "required"
+        return "(required)"
     if choices(field.annotation):
-        return f"`{field.default.name}`; below"
+        return f"({field.default.name}, below)"
     if sections_in(field):
-        return "below" if field.default is not None else "`null`; below"
+        return "(below)" if field.default is not None else "(null, below)"
     if field.default_factory is not None:
         if field.default_factory_takes_validated_data:
-            return "follows from others"
-        return f"`{_text(field.get_default(call_default_factory=True))}`"
-    return f"`{_text(field.default)}`"
+            return "(follows from others)"
+        return f"({_text(field.get_default(call_default_factory=True))})"
+    return f"({_text(field.default)})"
 
 
 def _text(value: object) -> str:
@@ -103,7 +107,7 @@ def _meaning(field: FieldInfo) -> str:
 
 
 def _words(field: FieldInfo) -> str:
-    return " ".join((field.description or "").split()).replace("``", "`").replace("|", "\\|")
+    return " ".join((field.description or "").split()).replace("``", "`")
 
 
 def _values(annotation: Any) -> list[object]:
@@ -136,34 +140,29 @@ def metrics_page() -> str:
         "`searcher-0003.jsonl`. Every record has `time` (unix seconds). Shares lie in 0…1, seconds are wall "
         "time, log and nats are natural.",
         "## trainer.jsonl, a record per optimizer step",
-        _metrics_table(metric_table.STEP),
+        _metrics_list(metric_table.STEP),
         "### Its events",
         "With `event`, `step`, `buffer/size` and `revision`.",
-        _names_table("event", metric_table.TRAINER_EVENTS),
+        _names_list(metric_table.TRAINER_EVENTS),
         "## searcher-NNNN.jsonl, a record per second",
         f"Of more than {RECORDS_PER_SECOND} searchers each logs less often, so that all of them write "
         f"{RECORDS_PER_SECOND} records per second. Counts are since the record before.",
-        _metrics_table(metric_table.SEARCH),
+        _metrics_list(metric_table.SEARCH),
         "### Its events",
-        _names_table("event", metric_table.SEARCHER_EVENTS),
+        _names_list(metric_table.SEARCHER_EVENTS),
         "## Fields of events",
-        _names_table("field", metric_table.FIELDS),
+        _names_list(metric_table.FIELDS),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _metrics_table(table: dict[str, metric_table.Metric]) -> str:
-    rows = [f"| `{name}` | {one.unit} | {_cell(one.meaning)} |" for name, one in table.items()]
-    return "\n".join(["| name | unit | meaning |", "|---|---|---|", *rows])
+def _metrics_list(table: dict[str, metric_table.Metric]) -> str:
+    rows = [f"- `{name}` ({one.unit}): {one.meaning}" for name, one in table.items()]
+    return "\n".join(rows).replace("``", "`")
 
 
-def _names_table(head: str, table: dict[str, str]) -> str:
-    rows = [f"| `{name}` | {_cell(meaning)} |" for name, meaning in table.items()]
-    return "\n".join([f"| {head} | meaning |", "|---|---|", *rows])
-
-
-def _cell(text: str) -> str:
-    return text.replace("``", "`").replace("|", "\\|")
+def _names_list(table: dict[str, str]) -> str:
+    return "\n".join(f"- `{name}`: {meaning}" for name, meaning in table.items()).replace("``", "`")
 
 
 def commands_page() -> str:
@@ -191,7 +190,7 @@ def _command(command: TyperCommand) -> str:
 
 
 def design_page() -> str:
-    """Rooms from the ground up, each with the first sentence of every module in it."""
+    """Rooms from the ground up, each with the first sentence of every module."""
     rooms = tomllib.loads((DOCS / "rooms.toml").read_text())
     parts = [
         "# Design: where things are",
@@ -209,16 +208,16 @@ def _modules(room: Path) -> str:
     """A list: the modules of a room, or the one that it is."""
     files = sorted(room.rglob("*.py")) if room.is_dir() else [room.with_suffix(".py")]
     return "\n".join(
-        f"- `{path.relative_to(PACKAGE)}` {_first_sentences(path)}"
+        f"- `{path.relative_to(PACKAGE)}` {_first_sentence(path)}"
         for path in files
         if path.name != "__init__.py" or path.stat().st_size > 200
     )
 
 
-def _first_sentences(module: Path) -> str:
-    """The first paragraph of its docstring, on one line."""
+def _first_sentence(module: Path) -> str:
+    """That of its docstring, on one line."""
     first, _, _ = (ast.get_docstring(ast.parse(module.read_text())) or "").partition("\n\n")
-    return " ".join(first.split()).replace("``", "`")
+    return re.split(r"(?<=[^D][^r]\.) ", " ".join(first.split()), maxsplit=1)[0].replace("``", "`")
 
 
 PAGES: dict[str, Callable[[], str]] = {
