@@ -51,9 +51,6 @@ def test_the_stage_of_engines(tmp_path: Path) -> None:
     assert 0 < gaps[0] < gaps[1]
     assert found["all completions are of the newest weights"] is True
     assert found["log-probability under the new weights, engine less learner: mean"] < 0.05
-    for name in ("caches kept", "caches recomputed"):
-        assert found[f"generation under new weights ÷ without, {name}"] > 0
-        assert found[f"loads meanwhile, {name}"] > 0
 
 
 @pytest.mark.system

@@ -1,11 +1,10 @@
-"""Measures the MPI exchange against plain memory copies and plain MPI, all in the same world.
+"""Measures the weights' way over MPI against plain memory copies and plain MPI, all in the same world.
 
-    python tools/bench_exchange.py weights    publish stall and propagation of the weights
-    python tools/bench_exchange.py merge      trajectories/s from offered shards to a sampled buffer
+    python tools/bench_exchange.py weights    publish stall and propagation
 
-Both take ``--json`` and start mpiexec themselves. Believe the ratios, not the seconds: each is of one run.
-"nodes" makes every rank a node of its own, so that the weights take the way between nodes; on one machine
-that way runs at the speed of memory, as no network does.
+Takes ``--json`` and starts mpiexec itself. Believe the ratios, not the seconds: each is of one run. "nodes"
+makes every rank a node of its own, so that the weights take the way between nodes; on one machine that way
+runs at the speed of memory, as no network does.
 """
 
 from __future__ import annotations
@@ -23,11 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import numpy as np
 import typer
 
-from tba_hpc.config import BufferSection
-from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.prompts import Progress
-from tba_hpc.core.types import RECORD, Publication, Ragged, Shard, Trajectories, WeightLayout, make_uid
-from tba_hpc.exchange.hdf5_shards import with_image
+from tba_hpc.core.types import Publication, WeightLayout
 from tba_hpc.launch.local import environment_of, find_mpiexec
 from tba_hpc.report.tables import print_rows
 
@@ -42,21 +38,15 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 DEADLINE = 120.0
 BUCKET_MB = 64
-PROMPTS, COMPLETIONS, TOKENS = 16, 16, 100
-"""A synthetic shard: prompts, completions per prompt, mean tokens per completion."""
-
 SIZES = [10.0, 100.0, 1000.0]
-RANKS = [1, 4, 16, 64]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Measured rounds.")]
 
 
 @app.command()
 def weights(
     megabytes: Annotated[list[float], typer.Option("--mb", help="Sizes of the weights, MB.")] = SIZES,
     searchers: Annotated[int, typer.Option(min=1)] = 2,
-    rounds: Rounds = 7,
-    as_json: Json = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 7,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Publish stall and propagation, within a node and between (emulated) nodes; medians over rounds.
 
@@ -70,17 +60,6 @@ def weights(
         for memory in ("shared", "nodes")
         for mb in megabytes
     ]
-    print_rows(rows, as_json=as_json)
-
-
-@app.command()
-def merge(
-    searchers: Annotated[list[int], typer.Option(help="Numbers of searcher ranks.")] = RANKS,
-    shards: Annotated[int, typer.Option(min=1, help="Shards of 256 trajectories in all.")] = 256,
-    as_json: Json = False,
-) -> None:
-    """From sealed shards, offered at once, to a replay buffer that is sampled after every round."""
-    rows = [run_world(1 + n, ["merge-rank", str(max(1, shards // n))]) for n in searchers]
     print_rows(rows, as_json=as_json)
 
 
@@ -248,62 +227,6 @@ def timed(world: MpiWorld, work: Callable[[], None], rounds: int) -> float:
         world.comm.Barrier()
         seconds.append(time.monotonic() - start)
     return statistics.median(seconds[1:])
-
-
-@app.command(hidden=True)
-def merge_rank(shards: int, result: Path) -> None:
-    """One rank of the merge benchmark."""
-    world = join("shared")
-    if world.role == "searcher":
-        offer_shards(world, shards)
-        return
-    exchange = open_trainer(world, WeightLayout.of([("weights", (1,))], "F32"))
-    buffer = ReplayBuffer(BufferSection(capacity=1_000_000), seed=0)
-    wanted = world.searchers * shards * PROMPTS * COMPLETIONS
-    merged = rounds = 0
-    world.comm.Barrier()
-    start = time.monotonic()
-    while merged < wanted:
-        exchange.gather()
-        if arrived := exchange.collect():
-            for shard in arrived:
-                buffer.merge(shard.trajectories, rounds)
-            buffer.sample(rounds, groups=8, group_size=COMPLETIONS)
-            merged += sum(len(shard.trajectories) for shard in arrived)
-            rounds += 1
-        time.sleep(0.0005)
-    rate = round(merged / (time.monotonic() - start))
-    exchange.close()
-    row = {"searchers": world.searchers, "trajectories": merged, "trajectories/s": rate, "rounds": rounds}
-    result.write_text(json.dumps(row))
-
-
-def offer_shards(world: MpiWorld, shards: int) -> None:
-    """A light searcher: offers its shards as fast as it can, then polls until the end."""
-    ready = [synthetic_shard(world.index, index) for index in range(shards)]
-    exchange = open_searcher(world)
-    world.comm.Barrier()
-    for shard in ready:
-        exchange.offer(shard)
-    while not exchange.closed:
-        time.sleep(0.005)
-
-
-def synthetic_shard(searcher: int, index: int) -> Shard:
-    """PROMPTS × COMPLETIONS trajectories of random tokens, all distinct."""
-    rng = np.random.default_rng([searcher, index])
-    n = PROMPTS * COMPLETIONS
-    record = np.zeros(n, RECORD)
-    record["uid"] = make_uid(searcher, index, 0) + np.arange(n, dtype=np.uint64)
-    record["prompt_row"] = np.repeat(np.arange(PROMPTS), COMPLETIONS)
-    record["prompt_id"] = (searcher << 20 | index) * PROMPTS + record["prompt_row"]
-    record["reward"] = rng.random(n)
-    lengths = rng.integers(TOKENS // 2, TOKENS * 3 // 2, n)
-    completions = Ragged.from_rows([rng.integers(0, 32000, length) for length in lengths], np.int32)
-    prompts = Ragged.from_rows([rng.integers(0, 32000, 64) for _ in range(PROMPTS)], np.int32)
-    logprobs, ref_logprobs = -rng.random((2, len(completions.values)), np.float32)
-    trajectories = Trajectories(record, prompts, completions, logprobs, ref_logprobs)
-    return with_image(Shard(searcher, index, trajectories))
 
 
 if __name__ == "__main__":

@@ -11,16 +11,15 @@ is printed and saved to OUT/STAGE.json the moment it is known. Stages, all by de
     installation  libraries, GPUs, whether workers can be forked after a look at them; products and copies
     engine        a random model of 1.2 billion parameters generates; its log-probabilities against the
                   learner's, with logits in float32 on both sides, and without; live weights against plain
-                  copies; generation under new weights every second, caches recomputed and kept
+                  copies
     learner       optimizer steps: model FLOP utilisation, peak memory against ``tba plan``; weights copied
-                  out and reference log-probabilities against the machine's best
+                  out against plain copies
     quickstart    the quickstart's run, from a config to a report
     shared        a short run with LoRA, trainer and engine on one GPU, each within its share
     several       a short run of two trainer ranks and an engine over two GPUs; needs four of them
 
-The machine's best is one large bfloat16 matrix product of as many FLOP, or one plain copy of as many bytes,
-measured in the same run. FLOP is what the mathematics needs: 2 per weight and token forward, twice that
-backward, causal attention, the output layer at completion tokens.
+FLOP is what the mathematics needs: 2 per weight and token forward, twice that backward, causal attention, the
+output layer at completion tokens.
 """
 
 from __future__ import annotations
@@ -119,29 +118,17 @@ class Shape:
         token_bytes = 2 * 2 * self.layers * self.hidden
         return math.ceil(self.group_size * blocks * BLOCK_TOKENS * token_bytes / (1 << 20))
 
-    def forward_flops(self, rows: int, length: int, *, after: int = 0, scored: int) -> float:
-        """Of ``rows`` sequences of ``length`` new tokens ``after`` others; ``scored``: tokens with logits."""
-        weights = self.layers * (4 + 3 * WIDTH) * self.hidden**2
-        attended = rows * length * (after + length / 2)
-        return (
-            2 * weights * rows * length
-            + 4 * self.layers * self.hidden * attended
-            + 2 * self.vocabulary * self.hidden * scored
-        )
-
     @property
     def step_flops(self) -> float:
         """Forward and backward, of a batch."""
-        rows = self.groups * self.group_size
-        return 3 * self.forward_flops(rows, self.prompt + self.completion, scored=rows * self.completion)
-
-    @property
-    def group_flops(self) -> float:
-        """Forward, of a group whose prompt is computed once."""
-        rows, length = self.group_size, self.completion
-        return self.forward_flops(1, self.prompt, scored=0) + self.forward_flops(
-            rows, length, after=self.prompt, scored=rows * length
+        rows, length = self.groups * self.group_size, self.prompt + self.completion
+        weights = self.layers * (4 + 3 * WIDTH) * self.hidden**2
+        forward = (
+            2 * weights * rows * length
+            + 4 * self.layers * self.hidden * rows * length * length / 2
+            + 2 * self.vocabulary * self.hidden * rows * self.completion
         )
+        return 3 * forward
 
 
 LARGE = Shape(
@@ -234,25 +221,22 @@ def engine(stage: Stage) -> None:
     config = stage.config()
     for fp32_head in (True, False):
         model = config.model.model_copy(update={"fp32_head": fp32_head})
-        generator = config.generator.model_copy(update={"keep_kv": not fp32_head})
         name = f"logits in {'float32' if fp32_head else 'bfloat16'}"
         policy = load_policy(config.model.path, config.model.dtype)
         began = time.monotonic()
-        with engine_of(config.model_copy(update={"model": model, "generator": generator})) as running:
+        with engine_of(config.model_copy(update={"model": model})) as running:
             stage.note(f"engine built, {name}", time.monotonic() - began, "s")
             generate(running, stage.shape)
             began = time.monotonic()
             groups = generate(running, stage.shape)
-            rate = tokens_of(groups) / (time.monotonic() - began)
-            stage.note(f"generation, {name}", rate, "tokens/s")
+            tokens = sum(len(completion.tokens) for group in groups for completion in group.completions)
+            stage.note(f"generation, {name}", tokens / (time.monotonic() - began), "tokens/s")
             gap = gaps(groups, HfReference(policy, fp32_head=fp32_head))
             what = f"log-probability, engine less learner, {name}"
             stage.note(f"{what}: standard deviation", float(gap.std()), "nats")
             stage.note(f"{what}: largest", float(np.abs(gap).max()), "nats")
             if fp32_head:
                 reload(stage, running, policy)
-            name = "caches recomputed" if fp32_head else "caches kept"
-            under_new_weights(stage, running, policy, rate, name)
 
 
 def reload(stage: Stage, generator: VllmGenerator, policy: PreTrainedModel) -> None:
@@ -276,31 +260,8 @@ def reload(stage: Stage, generator: VllmGenerator, policy: PreTrainedModel) -> N
     stage.note("all completions are of the newest weights", all(int(g.versions.min()) == 3 for g in groups))
 
 
-def under_new_weights(
-    stage: Stage, generator: VllmGenerator, policy: PreTrainedModel, rate: float, name: str
-) -> None:
-    """Requests in flight go on under weights that come every second; what their caches cost.
-
-    rate: tokens/s without new weights.
-    """
-    layout, data = published(policy)
-    first, began = generator.version + 1, time.monotonic()
-    last = first
-
-    def load_every_second() -> None:
-        nonlocal last
-        if time.monotonic() - began > last - first and not generator.loading:
-            generator.load(WeightUpdate(Publication(version=last), layout, data))
-            last += 1
-
-    groups = generate(generator, stage.shape, meanwhile=load_every_second)
-    new = tokens_of(groups) / (time.monotonic() - began)
-    stage.note(f"generation under new weights ÷ without, {name}", new / rate)
-    stage.note(f"loads meanwhile, {name}", last - first)
-
-
 def learner(stage: Stage) -> None:
-    """Steps, against the data sheet's FLOP/s and the planner's bytes; copies; the reference."""
+    """Steps, against the data sheet's FLOP/s and the planner's bytes; copies."""
     shape, config = stage.shape, stage.config()
     rate = matmul_rate(shape.matmul)
     began = time.monotonic()
@@ -323,12 +284,6 @@ def learner(stage: Stage) -> None:
     copied = best(lambda: trainer.write_weights(weights))
     stage.note("weights copied out ÷ copy", copied / copy_seconds(weights)[0])
     trainer.close()
-    torch.cuda.empty_cache()
-    policy = load_policy(config.model.path, config.model.dtype)
-    reference, group = HfReference(policy, fp32_head=config.model.fp32_head), make_group(shape)
-    seconds = best(lambda: reference.logprobs(group))
-    stage.note("reference log-probabilities of a group", seconds, "s")
-    stage.note("reference log-probabilities ÷ matrix product", seconds * rate / shape.group_flops)
 
 
 def quickstart(stage: Stage) -> None:
@@ -531,22 +486,14 @@ def published(policy: PreTrainedModel) -> tuple[WeightLayout, np.ndarray]:
     return layout, np.concatenate([tensor.flatten().view(torch.uint8).numpy() for tensor in tensors.values()])
 
 
-def generate(
-    generator: VllmGenerator, shape: Shape, *, meanwhile: Callable[[], None] = lambda: None
-) -> list[Group]:
-    """Groups of random prompts; ``meanwhile`` is called between two steps."""
+def generate(generator: VllmGenerator, shape: Shape) -> list[Group]:
+    """Groups of random prompts."""
     for number in range(GENERATED_GROUPS):
         generator.submit(replace(make_group(shape).request, id=number))
     groups: list[Group] = []
     while generator.in_flight:
         groups += generator.step()
-        meanwhile()
     return groups
-
-
-def tokens_of(groups: list[Group]) -> int:
-    """How many were generated."""
-    return sum(len(completion.tokens) for group in groups for completion in group.completions)
 
 
 def gaps(groups: list[Group], reference: HfReference) -> np.ndarray:
