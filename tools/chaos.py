@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -105,6 +106,10 @@ def _hit(role: Role, fault: Callable[[Storm, RankProcess], None]) -> Blow:
     return blow
 
 
+def _hang(storm: Storm, rank: RankProcess) -> None:
+    faults.strike(rank, engine=True, sent=signal.SIGSTOP)
+
+
 def _damage_checkpoint(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> RankProcess:
     """A bit of the newest one flips, and the leader dies: the one before must do."""
     storm.wait_for(lambda: len(checkpoint_folders(storm.run, complete=True)) > 1, "two checkpoints")
@@ -136,7 +141,8 @@ def _hide_shard(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> Ra
 def _tear_metrics(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> RankProcess:
     """The leader dies in the middle of a line of its records."""
     leader = storm.kill_leader()
-    faults.tear_line(storm.run.metrics_file("trainer"))
+    with storm.run.metrics_file("trainer").open("ab") as file:
+        file.write(b'{"time": 17')
     return leader
 
 
@@ -150,10 +156,10 @@ def _search_again(storm: Storm, ranks: Sequence[RankProcess], choice: float) -> 
 
 
 KINDS = {
-    "engine killed": Kind(_hit("searcher", lambda _, rank: faults.kill_engine(rank)), 20, "engine"),
-    "engine hung": Kind(_hit("searcher", lambda _, rank: faults.stop_engine(rank)), 15, "engine"),
-    "searcher killed": Kind(_hit("searcher", lambda _, rank: faults.kill_rank(rank)), 20),
-    "trainer killed": Kind(_hit("trainer", lambda _, rank: faults.kill_rank(rank)), 15),
+    "engine killed": Kind(_hit("searcher", lambda _, rank: faults.strike(rank, engine=True)), 20, "engine"),
+    "engine hung": Kind(_hit("searcher", _hang), 15, "engine"),
+    "searcher killed": Kind(_hit("searcher", lambda _, rank: faults.strike(rank)), 20),
+    "trainer killed": Kind(_hit("trainer", lambda _, rank: faults.strike(rank)), 15),
     "node crashed": Kind(_hit("searcher", lambda storm, rank: storm.crash(rank.node)), 7),
     "leader crashed": Kind(_hit("trainer", lambda storm, rank: storm.crash(rank.node)), 7),
     "preempted": Kind(lambda storm, *_: faults.preempt(storm.cluster, seconds=DEADLINE), 8),
@@ -262,7 +268,7 @@ class Storm(Trial):
     def kill_leader(self) -> RankProcess:
         """Kill the leading trainer, also while it stands still."""
         leader = self._ranks[0]
-        faults.kill_rank(leader)
+        faults.strike(leader)
         return leader
 
     @contextmanager

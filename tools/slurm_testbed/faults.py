@@ -1,7 +1,4 @@
-"""Faults for a run on the cluster: processes, nodes and jobs; its files, its disk, a second process at work.
-
-It must not know what a run is expected to do about them.
-"""
+"""Faults for a run on the cluster: processes and jobs; its files, its disk, a second process at work."""
 
 from __future__ import annotations
 
@@ -71,19 +68,11 @@ def _rank(node: str, pid: int, run: RunDir) -> RankProcess | None:
     return RankProcess(node=node, role=role, index=index, pid=pid, engine=engine)
 
 
-def kill_rank(rank: RankProcess) -> None:
-    """SIGKILL of a rank; its engine is left to itself."""
-    os.kill(rank.pid, signal.SIGKILL)
-
-
-def kill_engine(rank: RankProcess) -> None:
-    """SIGKILL of a searcher's engine."""
-    os.kill(_engine(rank), signal.SIGKILL)
-
-
-def stop_engine(rank: RankProcess) -> None:
-    """SIGSTOP of a searcher's engine: it hangs from here on."""
-    os.kill(_engine(rank), signal.SIGSTOP)
+def strike(rank: RankProcess, *, engine: bool = False, sent: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to a rank, whose engine is left to itself, or to its engine, which SIGSTOP makes hang."""
+    pid = rank.engine if engine else rank.pid
+    assert pid is not None, f"{rank.role} {rank.index} on {rank.node} has no engine process"
+    os.kill(pid, sent)
 
 
 @contextmanager
@@ -101,11 +90,6 @@ def held_leader(cluster: Cluster, run: RunDir) -> Iterator[None]:
         for rank in leader:
             with suppress(ProcessLookupError):
                 os.kill(rank.pid, signal.SIGCONT)
-
-
-def _engine(rank: RankProcess) -> int:
-    assert rank.engine is not None, f"{rank.role} {rank.index} on {rank.node} has no engine process"
-    return rank.engine
 
 
 def preempt(cluster: Cluster, *, seconds: float = 120) -> None:
@@ -133,12 +117,6 @@ def flip_bit(path: Path, place: float) -> None:
         file.write(bytes([byte[0] ^ 0x10]))
 
 
-def tear_line(path: Path) -> None:
-    """Append half a line to a file of lines, as a write that met a full disk does."""
-    with path.open("ab") as file:
-        file.write(b'{"time": 17')
-
-
 def fill_disk(folder: Path, seconds: float) -> None:
     """Leave no byte free on the file system of ``folder`` for so long."""
     ballast = folder / "ballast"
@@ -146,13 +124,10 @@ def fill_disk(folder: Path, seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:  # again and again: others may free some
             with suppress(OSError):
-                os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), _free(folder))
+                free = max(1, shutil.disk_usage(folder).free)
+                os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), free)
             time.sleep(0.1)
     ballast.unlink()
-
-
-def _free(folder: Path) -> int:
-    return max(1, shutil.disk_usage(folder).free)
 
 
 # --- A second process ---
