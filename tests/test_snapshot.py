@@ -51,26 +51,6 @@ def test_a_copy_is_whole_and_an_edit_makes_another(package: Path, tmp_path: Path
     assert sorted(path.name for path in (run / "code").iterdir()) == sorted([first.name, second.name])
 
 
-def test_the_newest_copies_stay(package: Path, tmp_path: Path) -> None:
-    taken = []
-    for number in range(5):
-        (package / "launch/x.py").write_text(str(number))
-        taken.append(snapshot.take(tmp_path, job=str(number)))
-        os.utime(taken[-1], (number, number))
-    assert {path.name for path in (tmp_path / "code").iterdir()} == {
-        *(path.name for path in taken[2:]),
-        *("job-2", "job-3", "job-4"),
-    }
-
-
-def test_lending_nodes_forgets_no_copy_that_the_job_of_the_run_may_use(package: Path, tmp_path: Path) -> None:
-    first = snapshot.take(tmp_path)
-    for number in range(5):
-        (package / "launch/x.py").write_text(str(number))
-        os.utime(snapshot.take(tmp_path, forget=False), (9e9 + number, 9e9 + number))
-    assert first.is_dir()
-
-
 def test_a_job_has_the_same_copy_at_each_of_its_starts(package: Path, tmp_path: Path) -> None:
     first = snapshot.take(tmp_path, job="7")
     (package / "launch/x.py").write_text("edited while it was in the queue again")
@@ -88,7 +68,7 @@ def test_a_job_imports_its_copy_though_it_was_submitted_from_a_clone(tmp_path: P
     lines = _script(Site(), code).splitlines()
     (line,) = [line for line in lines if "PYTHONPATH" in line]
     show = "import tba_hpc, tests; print(tba_hpc.__file__, *tests.__path__)"
-    command = [sys.executable, "-c", show]
+    command = [sys.executable, "-P", "-c", f"from tba_hpc.run import modules; modules.use_here(); {show}"]
     for before in ({}, {"PYTHONPATH": str(tmp_path)}):
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | before
         done = subprocess.run(

@@ -63,7 +63,7 @@ def lend(
         print(f"finished already, nothing to search for: {run.summary}")
         return
     warnings = _warnings(run, config, site, site_file)
-    snapshot.take(run.path, forget=False)
+    snapshot.take(run.path)
     number = slurm.submit_elastic(run, text)
     commands = {
         "watch": shlex.join(["tba", "status", str(run.path)]),

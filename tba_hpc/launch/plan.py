@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -347,30 +347,25 @@ def plan(
         return _trainers_alone(config, site, nodes, slots)
     if nodes == 1:
         return _within_a_node(config, site, trainer_nodes, slots, engine)
-    chosen = trainer_nodes is not None
-    train = trainer_nodes if trainer_nodes is not None else max(1, nodes // 4)
+    how = "one node in four, as in the paper" if trainer_nodes is None else "as asked"
+    train = max(1, nodes // 4) if trainer_nodes is None else trainer_nodes
     if not 1 <= train < nodes:
         raise ConfigError(
             f"--trainer-nodes {train} of --nodes {nodes} leaves no node for one of the roles: "
             f"use 1 to {nodes - 1}, or let searchers come by themselves (launch.elastic) and all nodes train"
         )
     trainer = _trainers(config, site, train, slots)
-    ranks = trainer.ranks
-    searcher = _component(
-        "searcher", site, nodes - train, (nodes - train) * (slots // engine), slots // engine
-    )
-    idle = _idle(train * slots - ranks, site, _why_idle(config, nodes, train, slots))
-    form: Form = "het" if site.hetjob and not homogeneous else "homogeneous"
-    how = "as asked" if chosen else "one node in four, as in the paper"
-    why = f"{count(train, 'node')} to train ({how}) and {count(nodes - train, 'node')} to search"
-    unused = _unused(site) if form == "homogeneous" else ""
-    return Plan(
-        form=form,
-        nodes=nodes,
-        trainer=trainer,
-        searcher=searcher,
-        why=why + _words(trainer, searcher) + (f"; {idle}" if idle else "") + unused,
-        remarks=(idle,) if idle else (),
+    engines, search = slots // engine, nodes - train
+    return _told(
+        Plan(
+            form="het" if site.hetjob and not homogeneous else "homogeneous",
+            nodes=nodes,
+            trainer=trainer,
+            searcher=_component("searcher", site, search, search * engines, engines),
+            why=f"{count(train, 'node')} to train ({how}) and {count(search, 'node')} to search",
+        ),
+        site,
+        idle=_idle(config, site, train * slots, trainer.ranks),
     )
 
 
@@ -386,38 +381,12 @@ def _trainers(config: Config, site: Site, nodes: int, slots: int) -> Component:
 
 
 def _trainers_alone(config: Config, site: Site, nodes: int, slots: int) -> Plan:
-    """All nodes train; searchers come by themselves."""
+    """All nodes train; all searchers are elastic."""
     trainer = _trainers(config, site, nodes, slots)
-    nobody = Component(
-        role="searcher", nodes=0, ranks=0, ranks_per_node=0, cpus_per_rank=trainer.cpus_per_rank
-    )
-    idle = _idle(nodes * slots - trainer.ranks, site, _why_idle(config, nodes + 1, nodes, slots))
-    places = f"{count(config.launch.elastic, 'place')} for searchers that come by themselves"
-    return Plan(
-        form="homogeneous",
-        nodes=nodes,
-        trainer=trainer,
-        searcher=nobody,
-        why=f"{count(nodes, 'node')} to train: {count(trainer.ranks, 'trainer rank')}, {places}"
-        + (f"; {idle}" if idle else ""),
-        remarks=(idle,) if idle else (),
-    )
-
-
-def _why_idle(config: Config, nodes: int, train: int, slots: int) -> str:
-    """Why places of trainer nodes stay empty, and what would fill them."""
-    prompts, places = config.train.prompts_per_step, train * slots
-    remedy = f"--set train.prompts_per_step={-(-prompts // places) * places} has work for all"
-
-    def left(train: int) -> int:
-        return train * slots - _divisor(config, train * slots)
-
-    # A node that would have no rank at all is refused.
-    others = [other for other in range(1, nodes) if _divisor(config, other * slots) >= other]
-    best = min(others, key=lambda other: (left(other), abs(other - train)))
-    if left(best) < left(train):
-        remedy += f", --trainer-nodes {best} leaves {left(best) or 'none'} idle"
-    return f"since the trainer ranks must divide train.prompts_per_step={prompts}: {remedy}"
+    nobody = replace(trainer, role="searcher", nodes=0, ranks=0, ranks_per_node=0)
+    why = f"{count(nodes, 'node')} to train, {count(config.launch.elastic, 'place')} for elastic searchers"
+    split = Plan(form="homogeneous", nodes=nodes, trainer=trainer, searcher=nobody, why=why)
+    return _told(split, site, idle=_idle(config, site, nodes * slots, trainer.ranks))
 
 
 def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, slots: int, engine: int) -> Plan:
@@ -433,22 +402,40 @@ def _within_a_node(config: Config, site: Site, trainer_nodes: int | None, slots:
             f"one node has room for {count(slots, _unit(site))}, too few for a trainer and an engine of "
             f"generator.tensor_parallel={engine}: use --nodes 2"
         )
-    most = ranks + searchers
-    trainer = _component("trainer", site, 1, ranks, most)
-    searcher = _component("searcher", site, 1, searchers, most)
-    why_idle = f"since an engine takes {engine}: generator.tensor_parallel=1 leaves none idle"
-    idle = _idle(slots - ranks - searchers * engine, site, why_idle)
-    return Plan(
+    split = Plan(
         form="homogeneous",
         nodes=1,
-        trainer=trainer,
-        searcher=searcher,
-        why="one node for both roles"
-        + _words(trainer, searcher)
-        + (f"; {idle}" if idle else "")
-        + _unused(site),
-        remarks=(idle,) if idle else (),
+        trainer=_component("trainer", site, 1, ranks, ranks + searchers),
+        searcher=_component("searcher", site, 1, searchers, ranks + searchers),
+        why="one node for both roles",
     )
+    left = slots - ranks - searchers * engine
+    why_idle = f"since an engine takes {engine}: generator.tensor_parallel=1 leaves none idle"
+    return _told(split, site, idle=_stay_idle(left, site, why_idle))
+
+
+def _told(split: Plan, site: Site, *, idle: str) -> Plan:
+    """A plan with all its words: its ranks, what stays idle, and what one allocation cannot have."""
+    words = [f"{split.why}: {count(split.trainer.ranks, 'trainer rank')}"]
+    words[0] += f", {count(split.searcher.ranks, 'searcher')}" if split.searcher.ranks else ""
+    words += [idle] if idle else []
+    if split.form == "homogeneous" and split.searcher.ranks and site.unused:
+        without = ", ".join(site.unused)
+        words.append(f"asked for as the trainer's, without {without}, which takes a het job")
+    return replace(split, why="; ".join(words), remarks=(idle,) if idle else ())
+
+
+def _idle(config: Config, site: Site, places: int, ranks: int) -> str:
+    """How many places of trainer nodes stay idle, why, and what would fill them; nothing if none does."""
+    prompts = config.train.prompts_per_step
+    remedy = f"--set train.prompts_per_step={-(-prompts // places) * places} has work for all"
+    why = f"since the trainer ranks must divide train.prompts_per_step={prompts}: {remedy}"
+    return _stay_idle(places - ranks, site, why)
+
+
+def _stay_idle(places: int, site: Site, why: str) -> str:
+    verb = "stays" if places == 1 else "stay"
+    return f"{count(places, _unit(site))} {verb} idle, {why}" if places else ""
 
 
 def _slots(config: Config, site: Site) -> tuple[int, int]:
@@ -483,24 +470,6 @@ def _component(role: Role, site: Site, nodes: int, ranks: int, ranks_per_node: i
     per_node = min(ranks_per_node, -(-ranks // nodes)) if nodes > 1 else ranks_per_node
     cpus = max(1, site.cpus_per_node // per_node)
     return Component(role=role, nodes=nodes, ranks=ranks, ranks_per_node=per_node, cpus_per_rank=cpus)
-
-
-def _words(trainer: Component, searcher: Component) -> str:
-    """The ranks of a split."""
-    return f": {count(trainer.ranks, 'trainer rank')}, {count(searcher.ranks, 'searcher')}"
-
-
-def _idle(places: int, site: Site, why: str) -> str:
-    """How many places stay empty, and why; nothing if none does."""
-    verb = "stays" if places == 1 else "stay"
-    return f"{count(places, _unit(site))} {verb} idle, {why}" if places else ""
-
-
-def _unused(site: Site) -> str:
-    """What the site says of searcher nodes that one allocation cannot have; nothing if it can have all."""
-    if not site.unused:
-        return ""
-    return f"; asked for as the trainer's, without {', '.join(site.unused)}, which takes a het job"
 
 
 def _unit(site: Site) -> str:

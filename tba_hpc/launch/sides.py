@@ -1,9 +1,8 @@
 """Which nodes each component of a het job may have, so that whatever Slurm chooses makes one MPI world.
 
-srun and PMIx number the nodes of a het step alike only where those of component 0 all come before those of
+srun and PMIx number the nodes of a het step alike only if those of component 0 all come before those of
 component 1 in Slurm's own order of names (``docs/slurm.md``). So the nodes are cut in two by name before a
-job is submitted, and each component is told to leave those beyond the cut; whose come first is free. It must
-not know what the components do.
+job is submitted, and each component excludes those beyond the cut; either may come first.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ GONE = re.compile(r"down|drain|drng|fail|err|unk|inval|\*$")
 
 CHOOSES_NODES = re.compile(r"^(-w|--nodelist|-F|--nodefile|-C|--constraint|--contiguous)\b")
 """Options of sbatch by which users choose nodes themselves."""
-
-DIGITS = "0123456789"
 
 EXCLUDES = re.compile(r"^(?:-x\s*|--exclude[=\s]\s*)(\S+)")
 RESERVES = re.compile(r"^--reservation[=\s]\s*(\S+)")
@@ -83,8 +80,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """first: which of two requests has the nodes before the cut, as component 0. leave: for each request, the
-    nodes beyond its side, which it must not get, in Slurm's order."""
+    """first: which of two requests has the nodes before the cut, as component 0. leave: what each must not
+    get, in Slurm's order."""
 
     first: int
     leave: tuple[tuple[str, ...], tuple[str, ...]]
@@ -104,32 +101,28 @@ def cut(
 ) -> Cut | None:
     """The best place to cut nodes that are in Slurm's ``order``, or None if no place leaves enough.
 
-    needed: nodes of each of two requests; fit: those that it could have. Best is where both could start at
-    once on idle nodes, then where both sides have the most nodes to spare, as a multiple of those needed,
-    at last where fewest are left out.
-    firsts: which request may come first, the preferred one before the other.
+    needed: nodes of each of two requests; fit: those that it could have. Best is a cut from which both could
+    start at once on idle nodes, then one that leaves both sides the most nodes to spare, as a multiple of
+    those needed. firsts: which request may come first, the preferred one first.
     """
-    best: tuple[float, ...] = ()
-    found = None
+    best: tuple[tuple[float, ...], int, int] = ((), 0, 0)
     for first in firsts:
         roles = (first, 1 - first)
-        kinds = (idle, up, frozenset(order))
-        # Of each kind: how many nodes each side has, over all places.
-        sides = [_sides(order, *(fit[role] & kind for role in roles)) for kind in kinds]
+        # Of idle nodes, of those that are up, and of all: how many each side has, over all places.
+        sides = [
+            _sides(order, *(fit[role] & kind for role in roles)) for kind in (idle, up, frozenset(order))
+        ]
         for place in range(len(order) + 1):
-            before, after = sides[-1][place]
-            if before < needed[roles[0]] or after < needed[roles[1]]:
-                continue
             spare = [
                 min(here / needed[role] for here, role in zip(side[place], roles, strict=True))
                 for side in sides
             ]
-            score = (float(spare[0] >= 1), *spare[1:], before + after)
-            if score > best:
-                best, found = score, (first, place)
-    if found is None:
+            score = (float(spare[0] >= 1), *spare[1:], sum(sides[-1][place]))
+            if spare[-1] >= 1 and score > best[0]:
+                best = (score, first, place)
+    if not best[0]:
         return None
-    first, place = found
+    _, first, place = best
     beyond = (order[place:], order[:place])
     leave = [tuple(node for node in beyond[role != first] if node in fit[role]) for role in (0, 1)]
     return Cut(first, (leave[0], leave[1]))
@@ -141,23 +134,6 @@ def _sides(order: Sequence[str], first: frozenset[str], second: frozenset[str]) 
     total = sum(node in second for node in order)
     gone = accumulate((node in second for node in order), initial=0)
     return [(here, total - there) for here, there in zip(before, gone, strict=True)]
-
-
-def compact(names: Sequence[str]) -> str:
-    """Names in Slurm's order as it writes them: ``node[1-3],login1``."""
-    runs: list[tuple[str, str, str]] = []  # stem, first and last number as written
-    for name in names:
-        stem = name.rstrip(DIGITS)
-        number = name.removeprefix(stem)
-        if runs and runs[-1][0] == stem and _follows(runs[-1][2], number):
-            runs[-1] = (stem, runs[-1][1], number)
-        else:
-            runs.append((stem, number, number))
-    return ",".join(stem + (first if first == last else f"[{first}-{last}]") for stem, first, last in runs)
-
-
-def _follows(number: str, other: str) -> bool:
-    return bool(number) and other == f"{int(number) + 1:0{len(number)}d}" and len(other) == len(number)
 
 
 def _has(features: frozenset[str], constraint: str) -> bool:
@@ -189,7 +165,7 @@ def choose_sides(plan: Plan, site: Site, ask: Ask | None = None) -> Plan:
             "the names of one role all come before those of the other, as one MPI world over a het job needs:"
             " ask for fewer --nodes, or for one partition and --homogeneous"
         )
-    leave = [_with(request.exclude, names) for request, names in zip(requests, found.leave, strict=True)]
+    leave = _excluded(requests, found, ask)
     return replace(
         plan,
         trainer=replace(plan.trainer, exclude=leave[0]),
@@ -198,9 +174,13 @@ def choose_sides(plan: Plan, site: Site, ask: Ask | None = None) -> Plan:
     )
 
 
-def _with(exclude: str, names: Sequence[str]) -> str:
-    """The user's own list of nodes to exclude, and more; empty if there are no more."""
-    return ",".join(filter(None, (exclude, compact(names)))) if names else ""
+def _excluded(requests: Sequence[NodeRequest], found: Cut, ask: Ask) -> list[str]:
+    """For each request: what it excludes and the nodes beyond the cut; empty if there are none of these."""
+    leave = []
+    for request, names in zip(requests, found.leave, strict=True):
+        beyond = ask("scontrol", "show", "hostlist", ",".join(names)).strip() if names else ""
+        leave.append(",".join(filter(None, (request.exclude, beyond))) if beyond else "")
+    return leave
 
 
 def _request(component: Component, site: Site, own: ComponentSite) -> NodeRequest:
@@ -243,8 +223,7 @@ def sides_of_job(job: str, ask: Ask | None = None) -> dict[int, str]:
             "the nodes that its components may have cannot be chosen so that those of component 0 come first "
             "by name: change the places of its two components, or leave that to 'tba submit'"
         )
-    leave = [_with(request.exclude, names) for request, names in zip(requests, chosen.leave, strict=True)]
-    return {number: nodes for number, nodes in enumerate(leave) if nodes}
+    return {number: nodes for number, nodes in enumerate(_excluded(requests, chosen, ask)) if nodes}
 
 
 def _request_of(job: Mapping[str, str]) -> NodeRequest:
@@ -300,10 +279,7 @@ def _fit(nodes: Sequence[Node], request: NodeRequest, ask: Ask) -> frozenset[str
 
 def _in_order(names: frozenset[str], ask: Ask) -> list[str]:
     """Slurm's own order of names."""
-    if not names:
-        return []
-    listed = compact(sorted(names, key=lambda name: (len(name), name)))
-    return _expanded(ask("scontrol", "show", "hostlistsorted", listed).strip(), ask)
+    return _expanded(ask("scontrol", "show", "hostlistsorted", ",".join(names)).strip(), ask) if names else []
 
 
 def _expanded(listed: str, ask: Ask) -> list[str]:

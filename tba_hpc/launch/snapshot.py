@@ -9,9 +9,6 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
 
-KEPT = 3
-"""Copies of a run that stay: its jobs follow one another, so that only the newest is in use."""
-
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 
@@ -20,11 +17,10 @@ def place(run: Path) -> Path:
     return run / "code" / _digest(PACKAGE)
 
 
-def take(run: Path, job: str = "", *, forget: bool = True) -> Path:
+def take(run: Path, job: str = "") -> Path:
     """Copy the package, unless it is there already; the folder to put on ``PYTHONPATH``.
 
-    job: id of a Slurm job that gets the same copy at each of its starts; "" where its script names the copy.
-    forget: whether old copies go; not for jobs beside the run's own, which may be at work with an old one.
+    job: id of a Slurm job that gets the same copy at each of its starts; "" if its script names the copy.
     """
     note = run / "code" / f"job-{job}"
     if job and note.exists() and (run / "code" / note.read_text()).is_dir():
@@ -32,11 +28,8 @@ def take(run: Path, job: str = "", *, forget: bool = True) -> Path:
     folder = place(run)
     if not folder.is_dir() or _digest(folder / PACKAGE.name) != folder.name:
         _copy(folder)
-    os.utime(folder)
     if job:
         note.write_text(folder.name)
-    if forget:
-        _forget(folder.parent)
     return folder
 
 
@@ -51,17 +44,6 @@ def _copy(folder: Path) -> None:
         shutil.rmtree(part)
         if not folder.is_dir():
             raise
-
-
-def _forget(folder: Path) -> None:
-    """Leave only the newest copies, and the notes that name them."""
-    copies = sorted(filter(Path.is_dir, folder.glob("[!.]*")), key=lambda copy: copy.stat().st_mtime)
-    for old in copies[:-KEPT]:
-        shutil.rmtree(old, ignore_errors=True)
-    names = {copy.name for copy in copies[-KEPT:]}
-    for note in folder.glob("job-*"):
-        if note.read_text() not in names:
-            note.unlink(missing_ok=True)
 
 
 def _digest(package: Path) -> str:
