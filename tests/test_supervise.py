@@ -8,18 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tba_hpc.config import parse_config
+from tba_hpc.config import FIRST_ELASTIC, parse_config
 from tba_hpc.launch import supervise
+from tba_hpc.loops.elastic import NO_PLACE
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import read_events
 from tba_hpc.run.owners import owned
 
-POLICY = ["--relaunches", "2", "--save-seconds", "60", "--requeue", "yes"]
+POLICY = {"relaunches": 2, "save_seconds": 60, "requeue": "yes"}
 
 
 @pytest.fixture
@@ -50,11 +52,10 @@ def _touch(path: Path, at: float) -> None:
     os.utime(path, (at, at))
 
 
-def _next(run: RunDir, turn: str, *options: object) -> str:
+def _next(run: RunDir, turn: str, **told: object) -> str:
     """The answer to a turn."""
-    return supervise.TURNS[turn](
-        supervise.read_turn([turn, str(run.path), *POLICY, *map(str, options)])
-    ).strip()
+    words = [f"{key}={value}" for key, value in (POLICY | told).items()]
+    return supervise.TURNS[turn](supervise.Turn.read(run.path, words)).strip()
 
 
 def _events(run: RunDir) -> list[str]:
@@ -72,7 +73,7 @@ def _command(run: RunDir, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_answer_is_the_last_line_and_its_import_is_light(run: RunDir) -> None:
     """It runs several times a job, on nodes whose file system may be slow."""
-    done = _command(run, "ended", "--code", "3", "--relaunches", "2")
+    done = _command(run, "ended", "code=3", "relaunches=2")
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "again 1")
     assert "job 7 restart 0] the ranks ended with status 3 (failure 1 in a row)" in done.stderr
     show = "import sys, tba_hpc.launch.supervise; print(*{name.partition('.')[0] for name in sys.modules})"
@@ -80,11 +81,15 @@ def test_the_answer_is_the_last_line_and_its_import_is_light(run: RunDir) -> Non
     assert not {"numpy", "pydantic", "torch", "yaml"} & {*loaded.stdout.split()}
 
 
+def test_numbers_of_rooms_that_are_slow_to_import_are_theirs() -> None:
+    assert supervise.FIRST_ELASTIC == FIRST_ELASTIC and supervise.NO_PLACE == NO_PLACE
+
+
 # --- begin ---
 
 
 def test_a_job_takes_the_run_and_notes_its_nodes(run: RunDir) -> None:
-    assert _next(run, "begin", "--nodes", "n1,n2") == "go"
+    assert _next(run, "begin", hosts="n1 n2").startswith("go tba-")
     assert (run.path / "slurm/job").read_text() == "7\n"
     (event,) = read_events(run)
     assert (event["event"], event["nodes"], event["job"]) == ("allocated", "n1,n2", "7")
@@ -94,7 +99,7 @@ def test_a_job_does_not_begin_beside_another_owner(run: RunDir, monkeypatch: pyt
     monkeypatch.delenv("SLURM_JOB_ID")
     with owned(run):
         monkeypatch.setenv("SLURM_JOB_ID", "8")
-        done = _command(run, "begin", "--nodes", "n1")
+        done = _command(run, "begin", "hosts=n1")
     assert done.returncode == 2 and "is at work already" in done.stderr and _events(run) == []
 
 
@@ -103,9 +108,17 @@ def test_nothing_is_left_to_do_for_a_finished_or_stopped_run(run: RunDir) -> Non
     assert _next(run, "begin") == "exit 0" and _events(run) == ["allocated", "stopped"]
     assert not (run.path / "slurm/stop").exists()
     (run.path / "slurm/stop").write_text("6\n")
-    assert _next(run, "begin") == "go", "another job was meant"
+    assert _next(run, "begin").startswith("go"), "another job was meant"
     run.mark_finished()
     assert _next(run, "begin") == "exit 0"
+
+
+def test_jobs_of_a_run_agree_on_a_name_for_their_caches_that_nobody_can_guess(run: RunDir) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        names = {*pool.map(lambda _: _next(run, "join"), range(24))}
+    (name,) = names
+    assert len(name) > len("go tba-") + 15
+    assert (run.path / "slurm/caches").stat().st_mode & 0o077 == 0
 
 
 # --- start ---
@@ -113,12 +126,12 @@ def test_nothing_is_left_to_do_for_a_finished_or_stopped_run(run: RunDir) -> Non
 
 def _place(run: RunDir, answers: str, *, look: int = 1, **options: object) -> str:
     """The answer, where the ranks of both roles may start; nodes n2 n3 n4."""
-    words = {"trainers": 2, "searchers": 4, "answers": answers, "last-look": look, **options}
-    return _next(run, "start", *(f"--{key.replace('_', '-')}={value}" for key, value in words.items()))
+    told = {"trainers": 2, "searchers": 4, "answers": answers, "last_look": look, **options}
+    return _next(run, "start", **told)
 
 
-HET = {"het": 1, "first": "n2", "second": "n3 n4", "ascending": "n2 n3 n4"}
-ONE = {"first": "n2 n3 n4", "trainer_nodes": 1, "searchers_per_node": 2}
+HET = {"het": 1, "hosts": "n2", "others": "n3 n4", "ascending": "n2 n3 n4"}
+ONE = {"hosts": "n2 n3 n4", "trainer_nodes": 1, "searchers_per_node": 2}
 
 
 def test_a_start_sets_the_ranks_and_begins_their_logs(run: RunDir) -> None:
@@ -126,8 +139,8 @@ def test_a_start_sets_the_ranks_and_begins_their_logs(run: RunDir) -> None:
     assert (run.config().launch.trainers, run.config().launch.searchers) == (2, 4)
     assert (run.path / "slurm/start").stat().st_mtime > 10
     assert read_events(run)[-1]["attempt"] == run.attempt.name == "attempt-002"
-    hosts = ("--het=1", "--first=n2", "--second=n3", "--answers=n2 n3", "--ascending=n2 n3")
-    done = _command(run, "start", *hosts, "--trainers=5", "--searchers=1")
+    hosts = ("het=1", "hosts=n2", "others=n3", "answers=n2 n3", "ascending=n2 n3")
+    done = _command(run, "start", *hosts, "trainers=5", "searchers=1")
     assert done.returncode == 2 and "cannot be split over launch.trainers=5" in done.stderr
     assert run.attempt.name == "attempt-002"
 
@@ -137,8 +150,8 @@ def test_a_start_sets_the_ranks_and_begins_their_logs(run: RunDir) -> None:
     [
         ("n2 n4", HET, "queue", "no answer came from n3"),
         ("", HET, "queue", "no answer came from n2 n3 n4"),
-        ("n2 n3", HET | {"second": "n2 n3"}, "queue", "its components share a node"),
-        ("n2", HET | {"second": ""}, "queue", "Slurm names no nodes of one component"),
+        ("n2 n3", HET | {"others": "n2 n3"}, "queue", "its components share a node"),
+        ("n2", HET | {"others": ""}, "queue", "Slurm names no nodes of one component"),
         ("n2 !n3 n4", HET, "exit 2", "n3 does not see"),
         ("n2 n4", ONE, "go 2 2 attempt-002", ""),
         ("n3 n4", ONE, "go 2 2 attempt-002", ""),
@@ -157,7 +170,7 @@ def test_which_nodes_will_do(
 ) -> None:
     assert _place(run, answers, **options) == answer
     assert why in capsys.readouterr().err
-    hosts = f"{options['first']} {options.get('second', '')}".split()
+    hosts = f"{options['hosts']} {options.get('others', '')}".split()
     missing = [host for host in hosts if host not in answers] if "!" not in answers else []
     assert [event["nodes"] for event in read_events(run) if event["event"] == "unreachable"] == missing
 
@@ -171,7 +184,7 @@ def test_before_a_node_is_given_up_it_is_asked_twice(run: RunDir) -> None:
 def test_the_first_nodes_train_and_ranks_lie_in_blocks(run: RunDir) -> None:
     _place(run, "n2 n4", **ONE)
     assert (run.path / "slurm/hosts").read_text().split() == ["n2", "n2", "n4", "n4"]
-    _place(run, "n2", **ONE | {"first": "n2", "searchers": 3, "searchers_per_node": 3})
+    _place(run, "n2", **ONE | {"hosts": "n2", "searchers": 3, "searchers_per_node": 3})
     assert (run.path / "slurm/hosts").read_text().split() == ["n2"] * 5
     assert supervise.spread(7, ["a", "b"]) == [*"aaaabbb"]
     assert supervise.spread(2, ["a", "b", "c"]) == [*"ab"]
@@ -194,34 +207,34 @@ def test_nodes_that_cannot_be_sorted_end_the_job(run: RunDir, monkeypatch: pytes
 
 
 def test_only_the_leaders_word_makes_a_run_finished(run: RunDir) -> None:
-    assert _next(run, "ended", "--code", 0) == "queue"
+    assert _next(run, "ended", code=0) == "queue"
     run.mark_finished()
-    assert _next(run, "ended", "--code", 137) == "exit 0"
+    assert _next(run, "ended", code=137) == "exit 0"
     assert _events(run) == ["stopped", "finished"]
 
 
 def test_failures_in_a_row_are_counted_until_something_is_sealed(run: RunDir) -> None:
-    assert _next(run, "ended", "--code", 9, "--failures", 1) == "again 2"
-    assert _next(run, "ended", "--code", 9, "--failures", 2) == "exit 9"
+    assert _next(run, "ended", code=9, failures=1) == "again 2"
+    assert _next(run, "ended", code=9, failures=2) == "exit 9"
     _touch(run.path / "shards/searcher-5000/000000.h5", 20)
-    assert _next(run, "ended", "--code", 9, "--failures", 2) == "exit 9", "an elastic searcher's"
+    assert _next(run, "ended", code=9, failures=2) == "exit 9", "an elastic searcher's"
     _touch(run.path / "checkpoints/step-000002/state.json", 20)
-    assert _next(run, "ended", "--code", 9, "--failures", 2) == "exit 9", "no checkpoint without COMPLETE"
+    assert _next(run, "ended", code=9, failures=2) == "exit 9", "no checkpoint without COMPLETE"
     _touch(run.path / "shards/searcher-0000/000000.h5", 5)
-    assert _next(run, "ended", "--code", 9, "--failures", 2) == "exit 9", "from before the start"
+    assert _next(run, "ended", code=9, failures=2) == "exit 9", "from before the start"
     _touch(run.path / "checkpoints/step-000002/COMPLETE", 20)
-    assert _next(run, "ended", "--code", 9, "--failures", 2) == "again 1"
+    assert _next(run, "ended", code=9, failures=2) == "again 1"
     assert {*_events(run)} == {"failed"} and read_events(run)[-1]["code"] == 9
 
 
 def test_what_fails_while_slurm_ends_the_job_is_no_failure(run: RunDir) -> None:
-    assert _next(run, "ended", "--code", 143, "--ending", 1) == "queue" and _events(run) == []
+    assert _next(run, "ended", code=143, ending=1) == "queue" and _events(run) == []
 
 
 def test_what_only_the_user_can_fix_ends_the_job(run: RunDir) -> None:
     (run.attempt / "refused-trainer-0000.txt").write_text('no such model: "x"\n')
     for stop in (0, 1):
-        assert _next(run, "ended", "--code", 2, "--stop", stop) == "exit 2"
+        assert _next(run, "ended", code=2, stop=stop) == "exit 2"
     assert [event["sentence"] for event in read_events(run)] == ['no such model: "x"'] * 2
 
 
@@ -240,7 +253,7 @@ def test_a_stop_before_the_ranks_listen_or_after_their_checkpoint_is_no_failure(
     if at_work:
         (run.attempt / "at-work").touch()
     _touch(run.path / "checkpoints/step-000001/COMPLETE", 20 if saved else 5)
-    assert _next(run, "ended", "--code", code, "--stop", 1) == "queue"
+    assert _next(run, "ended", code=code, stop=1) == "queue"
     assert _events(run) == [event]
 
 
@@ -252,13 +265,13 @@ def test_a_job_named_by_tba_stop_ends_instead_of_going_back(
 ) -> None:
     monkeypatch.setattr(supervise, "_draw", lambda turn: None)
     (run.path / "slurm/stop").write_text("7\n")
-    assert _next(run, "leave", "--stop", 1) == "exit 0" and _events(run) == []
-    assert _next(run, "leave", "--stop", 1) == "queue" and _events(run) == ["requeue"]
+    assert _next(run, "leave", stop=1) == "exit 0" and _events(run) == []
+    assert _next(run, "leave", stop=1) == "queue" and _events(run) == ["requeue"]
 
 
 def test_a_stopped_run_gets_its_report_after_its_ranks_have_left(run: RunDir) -> None:
     (run.path / "slurm/stop").write_text("7\n")
-    assert _next(run, "leave", "--stop", 1) == "exit 0"
+    assert _next(run, "leave", stop=1) == "exit 0"
     assert run.report.exists() and json.loads(run.summary.read_text())["finished"] is False
 
 
@@ -268,7 +281,7 @@ def test_a_job_that_may_not_requeue_succeeds_only_with_work_done(
 ) -> None:
     if sealed:
         _touch(run.path / "shards/searcher-0000/000000.h5", 20)
-    assert _next(run, "leave", "--requeue", "no") == answer
+    assert _next(run, "leave", requeue="no") == answer
     assert _events(run) == ([] if sealed else ["refused"])
 
 
@@ -278,9 +291,9 @@ def test_allocations_that_seal_nothing_do_not_follow_each_other_for_ever(
     (run.path / "slurm/idle").write_text("a[$(touch X)]")  # not a number: as if nothing was counted
     assert [_next(run, "leave") for _ in range(3)] == ["queue", "queue", "exit 2"]
     assert _events(run) == ["requeue", "requeue", "refused"]
-    assert [_next(run, "leave", "--stop", 1) for _ in range(4)] == ["queue"] * 4, "preempted"
+    assert [_next(run, "leave", stop=1) for _ in range(4)] == ["queue"] * 4, "preempted"
     monkeypatch.setenv("TBA_JOB_END", str(time.time() + 100))
-    assert [_next(run, "leave", "--stop", 1) for _ in range(2)] == ["queue"] * 2
+    assert [_next(run, "leave", stop=1) for _ in range(2)] == ["queue"] * 2
     _touch(run.path / "shards/searcher-0000/000000.h5", 20)
     assert _next(run, "leave") == "queue" and (run.path / "slurm/idle").read_text() == "0\n"
 
@@ -289,24 +302,25 @@ def test_allocations_that_seal_nothing_do_not_follow_each_other_for_ever(
 
 
 @pytest.mark.parametrize(
-    ("options", "answer"),
+    ("told", "answer"),
     [
-        (["--code", "0"], "queue"),  # preempted by TERM, of which only the searchers heard
-        (["--code", "1", "--stop", "1"], "queue"),
-        (["--code", "1", "--ending", "1"], "queue"),
-        (["--code", "2"], "exit 2"),
-        (["--code", "3"], "exit 0"),  # no place
-        (["--code", "137"], "again 1"),
-        (["--code", "137", "--failures", "2"], "exit 137"),
-        (["--code", "137", "--failures", "2", "--seconds", "300"], "again 1"),
+        ({"code": 0}, "queue"),  # preempted by TERM, of which only the searchers heard
+        ({"code": 1, "stop": 1}, "queue"),
+        ({"code": 1, "ending": 1}, "queue"),
+        ({"code": 2}, "exit 2"),
+        ({"code": 3}, "exit 0"),  # no place
+        ({"code": 137}, "again 1"),
+        ({"code": 137, "failures": 2}, "exit 137"),
+        ({"code": 137, "failures": 2, "seconds": 300}, "again 1"),
     ],
 )
 def test_a_job_of_elastic_searchers_comes_back_until_the_run_is_finished(
-    run: RunDir, options: list[str], answer: str
+    run: RunDir, told: dict[str, int], answer: str
 ) -> None:
-    assert _next(run, "searched", *options) == answer
+    assert _next(run, "join").startswith("go tba-") and _next(run, "join", stop=1) == "queue"
+    assert _next(run, "searched", **told) == answer
     run.mark_finished()
-    assert _next(run, "searched", *options) == "exit 0"
+    assert _next(run, "join") == _next(run, "searched", **told) == "exit 0"
     assert _events(run) == [], "events are the run's own"
 
 

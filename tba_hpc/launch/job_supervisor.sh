@@ -38,19 +38,10 @@ put it on a file system that the nodes see"
 
 here() { echo "${SLURMD_NODENAME:-$(hostname)}"; }
 
-place_caches() {     # what engines compile and keep, on the node itself: a home may be read-only there, and files go stale on NFS
-    # Its name is the run's: a requeued job finds it again. /tmp is everybody's, and what lies there is run as code:
-    # nobody can guess the name, and each rank sees that the folder is ours. HF_HOME is left alone: it has the models.
-    local place=${CACHES_IN:-${TMPDIR:-/tmp}} name draft keeper
+place_caches() {     # place_caches NAME: on the node itself; a home may be read-only there, and files go stale on NFS
+    local place=${CACHES_IN:-${TMPDIR:-/tmp}} keeper    # HF_HOME is left alone: it has the models
     [ -w "$place" ] || place=/tmp
-    mkdir -p "$RUN/slurm"
-    name=$(mktemp -u tba-XXXXXXXXXXXXXXXX)
-    if [ ! -s "$RUN/slurm/caches" ]; then    # of several jobs that get here at once the first names it
-        draft=$(mktemp "$RUN/slurm/caches.XXXXXXXX") && echo "$name" > "$draft" && ln "$draft" "$RUN/slurm/caches"
-        rm -f "$draft"
-    fi 2>/dev/null
-    [ -s "$RUN/slurm/caches" ] && read -r name < "$RUN/slurm/caches"
-    export TBA_CACHES=$place/$name
+    export TBA_CACHES=$place/$1
     for keeper in VLLM_CACHE_ROOT TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR FLASHINFER_WORKSPACE_BASE TVM_FFI_CACHE_DIR \
         TORCH_EXTENSIONS_DIR CUDA_CACHE_PATH HF_MODULES_CACHE MPLCONFIGDIR
     do
@@ -75,11 +66,11 @@ refuse() {           # refuse SENTENCE: end the job for good with what only the 
 
 NEXT='' WITH=() FAILURES=0
 
-ask() {              # ask TURN OPTION…: what comes next, as NEXT and the words WITH it; ends the job if that is the answer
+ask() {              # ask TURN KEY=VALUE…: what comes next, as NEXT and the words WITH it; ends the job if that is the answer
     local answer
     NEXT='' WITH=()
-    answer=$("${TBA[@]}" supervise "$1" "$RUN" --stop "$STOP" --failures "$FAILURES" --relaunches "${RELAUNCHES:-3}" \
-        --requeue "${REQUEUE:-yes}" --save-seconds "$SAVE_SECONDS" "${@:2}") || return
+    answer=$("${TBA[@]}" supervise "$1" "$RUN" "stop=$STOP" "failures=$FAILURES" "relaunches=${RELAUNCHES:-3}" \
+        "requeue=${REQUEUE:-yes}" "save_seconds=$SAVE_SECONDS" "${@:2}") || return
     read -r NEXT WITH <<< "${answer##*$'\n'}"
     read -ra WITH <<< "$WITH"
     [ "$NEXT" != exit ] || exit "${WITH[0]}"
@@ -253,20 +244,20 @@ probe() {            # probe "GROUP" HOST…: those that start a process; with a
 joined() { (IFS=,; echo "$*"); }
 
 place() {            # whether the ranks may start on the nodes that the job has
-    local look het=0 first second='' answers ascending=''
+    local look het=0 hosts others='' answers ascending=''
     for look in 0 1; do                      # another place in the queue would cost more than a second look
         if [ "${SLURM_HET_SIZE:-1}" -gt 1 ]; then
-            het=1 first=$(allocated 0) second=$(allocated 1)
-            answers=$(probe 0 $first & probe 1 $second; wait)
-            ascending=$(scontrol show hostnames "$(scontrol show hostlistsorted "$(joined $first $second)")")
+            het=1 hosts=$(allocated 0) others=$(allocated 1)
+            answers=$(probe 0 $hosts & probe 1 $others; wait)
+            ascending=$(scontrol show hostnames "$(scontrol show hostlistsorted "$(joined $hosts $others)")")
         else
-            first=$(allocated)
-            answers=$(probe '' $first)
+            hosts=$(allocated)
+            answers=$(probe '' $hosts)
         fi
-        [ "$(wc -w <<< "$answers")" -ge "$(wc -w <<< "$first $second")" ] || ! ending || return
-        ask start --het $het --last-look $look --first "$first" --second "$second" --answers "$answers" \
-            --ascending "$ascending" --trainers "$TRAINERS" --searchers "$SEARCHERS" \
-            --trainer-nodes "${TRAINER_NODES:-0}" --searchers-per-node "${SEARCHERS_PER_NODE:-0}" || exit
+        [ "$(wc -w <<< "$answers")" -ge "$(wc -w <<< "$hosts $others")" ] || ! ending || return
+        ask start "het=$het" "last_look=$look" "hosts=$hosts" "others=$others" "answers=$answers" \
+            "ascending=$ascending" "trainers=$TRAINERS" "searchers=$SEARCHERS" \
+            "trainer_nodes=${TRAINER_NODES:-0}" "searchers_per_node=${SEARCHERS_PER_NODE:-0}" || exit
         [ "$NEXT" = look ] || break
     done
     [ "$NEXT" = go ]
@@ -288,8 +279,8 @@ run_to_the_end() {   # start the ranks, again and again, until the run is finish
     mkdir -p "$RUN/slurm" || exit 2
     scontrol update "JobId=$SLURM_JOB_ID" "Comment=$RUN"
     job_end
-    ask begin --nodes "$(joined $(allocated))" || exit
-    place_caches
+    ask begin "hosts=$(allocated)" || exit
+    place_caches "${WITH[0]}"
     drop_orphans
     while [ "$STOP" = 0 ]; do
         watch_leader
@@ -302,7 +293,7 @@ run_to_the_end() {   # start the ranks, again and again, until the run is finish
         watch_step "$STEP" &
         await_step "$STEP" $!
         code=$?
-        ask ended --code $code --ending "$([ $code = 0 ] || ! ending || echo 1)"
+        ask ended "code=$code" "ending=$([ $code = 0 ] || ! ending || echo 1)"
         [ "$NEXT" = again ] || break
         FAILURES=${WITH[0]}
         sleep 2
@@ -319,15 +310,16 @@ search_for_a_while() {    # in a job of one node: elastic searchers, as many as 
     local code began searchers=${SLURM_NTASKS:-${SLURM_NTASKS_PER_NODE:-1}}
     unset TBA_ATTEMPT     # its ranks are others
     [ -r "$RUN/config.yaml" ] || { say "$(here) does not see $RUN: put it on a file system that all nodes share"; exit 2; }
-    if [ -e "$RUN/finished" ]; then say "the run is finished: there is nothing to search for"; exit 0; fi
-    place_caches
+    mkdir -p "$RUN/slurm"
+    ask join || exit
+    place_caches "${WITH[0]:-}"
     while [ "$STOP" = 0 ]; do
         say "searching for $RUN on $(here); searchers: $searchers"
         began=$SECONDS
         ranks "$searchers" &
         await_step $!
         code=$?
-        ask searched --code $code --seconds $((SECONDS - began)) --ending "$([ $code = 0 ] || ! ending || echo 1)"
+        ask searched "code=$code" "seconds=$((SECONDS - began))" "ending=$([ $code = 0 ] || ! ending || echo 1)"
         [ "$NEXT" = again ] || break
         FAILURES=${WITH[0]}
         sleep 2

@@ -302,6 +302,6 @@ def _elastic_step(searcher: Component, site: Site) -> str:
     srun = f'srun --mpi=none --ntasks="$1" {cpus} --kill-on-bad-exit=0{_extra(site)}{step_options(site)}'
     return (
         "ranks() {   # so many searchers, each for itself\n"
-        f'    exec {srun} \\\n        "${{RANK[@]}}" supervise keep "$RUN" --relaunches "$RELAUNCHES"\n'
+        f'    exec {srun} \\\n        "${{RANK[@]}}" supervise keep "$RUN" "relaunches=$RELAUNCHES"\n'
         "}\n"
     )

@@ -1,29 +1,27 @@
 """What a batch script does next: ``tba supervise TURN RUN``, which ``job_supervisor.sh`` asks at every turn.
 
 It may run in a container that lacks Slurm's commands: it knows the files of the run and what the script tells
-it. The last line of its output is the answer, a word of NEXT and what belongs to it. Light to import: only
-the turns ``begin`` and ``start`` need configs.
+it, as KEY=VALUE. The last line of its output is the answer: ``go`` (start the ranks), ``look`` (at the nodes
+once more), ``again`` (start the ranks again), ``queue`` (back to the queue) or ``exit``, and what belongs to
+it. Light to import: only the turns ``begin`` and ``start`` need configs.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
 
 from tba_hpc.run.events import append_event
-from tba_hpc.run.files import listing, write_atomic
+from tba_hpc.run.files import listing, publish, write_atomic
 from tba_hpc.run.notes import AT_WORK, REFUSED, first_note
-
-NEXT = Literal["go", "look", "again", "queue", "exit"]
-"""Start the ranks; look at the nodes once more; start them again; back to the queue; end with a status."""
 
 NO_PLACE = 3
 """Exit status of an elastic searcher that found no free place (``loops.elastic``)."""
@@ -37,31 +35,51 @@ LONG_SECONDS = 300
 NEAR_END_SECONDS = 120
 """With so little time left besides that for a save, an allocation was too short rather than preempted."""
 
+READ: dict[str, Callable[[str], object]] = {
+    "int": int,
+    "str": str,
+    "bool": "1".__eq__,
+    "list[str]": str.split,
+}
+"""How a value that the script tells is read, by the type of its field."""
 
-class Turn(argparse.Namespace):
-    """What the script tells: its settings, and how things stand. ``supervise`` lists what each turn needs."""
 
-    turn: str
+@dataclass(kw_only=True)
+class Turn:
+    """What the script tells.
+
+    code: status of the ranks that have ended, after so many ``failures`` in a row and ``seconds``. stop,
+    ending: whether the job was asked to stop, and whether Slurm ends it. hosts: of component 0, or of the job;
+    others: of component 1; ascending: all in Slurm's order; answers: those that start a process, with a "!"
+    if they do not see the run.
+    """
+
     run: Path
-    code: int
-    stop: bool
-    ending: bool
-    failures: int
-    seconds: int
-    relaunches: int
-    save_seconds: int
-    requeue: str
-    nodes: str
-    first: list[str]
-    second: list[str]
-    answers: list[str]
-    ascending: list[str]
-    last_look: bool
-    het: bool
-    trainers: int
-    searchers: int
-    trainer_nodes: int
-    searchers_per_node: int
+    code: int = 0
+    failures: int = 0
+    seconds: int = 0
+    stop: bool = False
+    ending: bool = False
+    relaunches: int = 3
+    save_seconds: int = 0
+    requeue: str = "yes"
+    het: bool = False
+    hosts: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
+    ascending: list[str] = field(default_factory=list)
+    last_look: bool = False
+    trainers: int = 0
+    searchers: int = 0
+    trainer_nodes: int = 0
+    searchers_per_node: int = 0
+
+    @classmethod
+    def read(cls, run: Path, words: Sequence[str]) -> Turn:
+        """From KEY=VALUE words."""
+        kinds = {one.name: str(one.type) for one in fields(cls)}
+        told = (word.partition("=")[::2] for word in words)
+        return cls(run=run, **{key: READ[kinds[key]](value) for key, value in told})  # type: ignore[arg-type]
 
     def log(self, event: str, **extra: object) -> None:
         """A line of the run's history."""
@@ -79,7 +97,7 @@ class Turn(argparse.Namespace):
         return "finished" in listing(self.run)
 
     def mark(self, name: str) -> Path:
-        """A file of the job's, whose time says when something happened by the clock of the file system."""
+        """A file of the job's; its time says when something happened, by the clock of the file system."""
         return self.run / "slurm" / name
 
 
@@ -93,33 +111,47 @@ def say(sentence: str) -> None:
 
 
 def begin(turn: Turn) -> str:
-    """The job has its ``nodes``: it takes the run, unless another job is at work on it."""
+    """The job has its nodes, ``hosts``: it takes the run, unless another job is at work on it.
+
+    ``go`` comes with the name of its folder of caches.
+    """
     from tba_hpc.run.directory import RunDir
     from tba_hpc.run.owners import claim_for_job
 
     claim_for_job(RunDir.open(turn.run))
     write_atomic(turn.mark("job"), os.environ["SLURM_JOB_ID"] + "\n")
     turn.mark("allocated").touch()
-    turn.log("allocated", nodes=turn.nodes)
+    turn.log("allocated", nodes=",".join(turn.hosts))
     if turn.finished:
         say(f"the run is finished already: {turn.run}/summary.json")
         return "exit 0"
     if _for_good(turn):
         turn.log("stopped")
         return "exit 0"
-    return "go"
+    return f"go {_caches(turn)}"
+
+
+def _caches(turn: Turn) -> str:
+    """Name of the folder in which engines keep what they compile; the same at each start, on all nodes.
+
+    It may lie in /tmp, which is everybody's, and is run as code: nobody can guess the name.
+    """
+    note = turn.mark("caches")
+    with suppress(FileExistsError):  # of several jobs the first one names it
+        publish(note, f"tba-{secrets.token_hex(8)}\n".encode(), replace=False)
+    return note.read_text().strip()
 
 
 def start(turn: Turn) -> str:
-    """Which nodes answered is known (a "!" before those that do not see the run): place the ranks.
+    """Which nodes answer is known: place the ranks on them.
 
-    The answer ``go`` comes with the number of nodes, that of searchers, and the attempt; ``queue`` with the
-    nodes that each component must not get, as ``0=node1,node2``.
+    ``go`` comes with the number of nodes, that of searchers, and the attempt; ``queue`` with the nodes that
+    each component must not get, as ``0=node1,node2``.
     """
     if blind := next((answer[1:] for answer in turn.answers if answer[0] == "!"), None):
         sentence = f"{blind} does not see {turn.run}: put run.root on a file system that all nodes share"
         return turn.refuse(sentence)
-    hosts = [*turn.first, *turn.second]
+    hosts = [*turn.hosts, *turn.others]
     missing = [host for host in hosts if host not in turn.answers]
     if missing and not turn.last_look:
         say(f"no answer yet from {' '.join(missing)}: asking once more")
@@ -144,8 +176,8 @@ class _UnfitError(Exception):
 
 def _het(turn: Turn, missing: Sequence[str]) -> str:
     """Every node is needed, since Slurm requeues the whole job if one is lost."""
-    hosts = [*turn.first, *turn.second]
-    if not (turn.first and turn.second):
+    hosts = [*turn.hosts, *turn.others]
+    if not (turn.hosts and turn.others):
         raise _UnfitError("Slurm names no nodes of one component")
     if missing:
         raise _UnfitError(f"no answer came from {' '.join(missing)}")
@@ -170,12 +202,12 @@ def _het(turn: Turn, missing: Sequence[str]) -> str:
 
 def _homogeneous(turn: Turn, missing: Sequence[str]) -> str:
     """The first nodes train, and any number of others search; without own searchers all must train."""
-    there = [host for host in turn.first if host not in missing]
+    there = [host for host in turn.hosts if host not in missing]
     if turn.searchers_per_node == 0:
         if missing:
             raise _UnfitError(f"no answer came from {' '.join(missing)}")
         train, search, searchers = there, [], 0
-    elif len(turn.first) == 1:
+    elif len(turn.hosts) == 1:
         train, search, searchers = there, there, turn.searchers
     else:
         train, search = there[: turn.trainer_nodes], there[turn.trainer_nodes :]
@@ -214,7 +246,11 @@ def ended(turn: Turn) -> str:
     logs = turn.run / "logs/latest"
     listing(logs)
     sentence = first_note(logs, "refused")
-    if turn.code == 0 or (turn.stop and (_saved(turn) or _unheard(turn, logs, sentence))):
+    # Killed on their way out, with their checkpoint completed; or asked to stop before they listened to it,
+    # by whatever status, unless they hung. The leader says when all have come together.
+    saved = _newer(turn.run / "checkpoints", "COMPLETE", turn.mark("asked"))
+    unheard = turn.code != 128 + signal.SIGKILL and not sentence and not (logs / AT_WORK).exists()
+    if turn.code == 0 or (turn.stop and (saved or unheard)):
         turn.log("stopped")
         return "queue"
     if sentence:
@@ -232,19 +268,6 @@ def _retry(turn: Turn, failures: int) -> str:
         return f"again {failures}"
     say("giving up")
     return f"exit {turn.code}"
-
-
-def _unheard(turn: Turn, logs: Path, sentence: str | None) -> bool:
-    """Whether the request to stop ended the ranks before they listened to it, by whatever status.
-
-    Not if they hung and were killed. The leader says when all have come together.
-    """
-    return turn.code != 128 + signal.SIGKILL and not sentence and not (logs / AT_WORK).exists()
-
-
-def _saved(turn: Turn) -> bool:
-    """Whether a checkpoint was completed after the request to stop, whatever its ranks did then."""
-    return _newer(turn.run / "checkpoints", "COMPLETE", turn.mark("asked"))
 
 
 def leave(turn: Turn) -> str:
@@ -276,18 +299,13 @@ def _count_idle(turn: Turn) -> int:
     idle = 0
     with suppress(OSError, ValueError):
         idle = int(turn.mark("idle").read_text())
+    seconds_left = float(os.environ.get("TBA_JOB_END", "inf")) - time.time()
     if _progress(turn, "allocated"):
         idle = 0
-    elif not turn.stop or _at_the_end(turn):
+    elif not turn.stop or seconds_left < turn.save_seconds + NEAR_END_SECONDS:
         idle += 1
     write_atomic(turn.mark("idle"), f"{idle}\n")
     return idle
-
-
-def _at_the_end(turn: Turn) -> bool:
-    """Whether the wall time of this allocation is nearly over."""
-    end = float(os.environ.get("TBA_JOB_END", "inf"))
-    return end - time.time() < turn.save_seconds + NEAR_END_SECONDS
 
 
 def _for_good(turn: Turn) -> bool:
@@ -336,6 +354,14 @@ def _newer(folder: Path, pattern: str, mark: Path) -> bool:
 # --- Elastic searchers ---
 
 
+def join(turn: Turn) -> str:
+    """A job of elastic searchers has its node. ``go`` comes with the name of its folder of caches."""
+    if turn.finished:
+        say("the run is finished: there is nothing to search for")
+        return "exit 0"
+    return "queue" if turn.stop else f"go {_caches(turn)}"
+
+
 def searched(turn: Turn) -> str:
     """A node's elastic searchers have ended with status ``code`` after so many ``seconds``."""
     if turn.finished:
@@ -380,36 +406,18 @@ def keep(command: Sequence[str], relaunches: int) -> int:
 
 # --- The command ---
 
-TURNS = {"begin": begin, "start": start, "ended": ended, "leave": leave, "searched": searched}
-
-
-def read_turn(words: Sequence[str]) -> Turn:
-    """The arguments of the command."""
-    parser = argparse.ArgumentParser("tba supervise")
-    parser.add_argument("turn", choices=[*TURNS, "keep"])
-    parser.add_argument("run", type=Path)
-    for flag in ("stop", "ending", "last-look", "het"):
-        parser.add_argument(f"--{flag}", type=lambda text: text == "1", default=False)
-    for number in ("code", "failures", "seconds", "relaunches", "save-seconds"):
-        parser.add_argument(f"--{number}", type=int, default=0)
-    for number in ("trainers", "searchers", "trainer-nodes", "searchers-per-node"):
-        parser.add_argument(f"--{number}", type=int, default=0)
-    for text in ("requeue", "nodes"):
-        parser.add_argument(f"--{text}", default="")
-    for hosts in ("first", "second", "answers", "ascending"):
-        parser.add_argument(f"--{hosts}", type=str.split, default=[])
-    return parser.parse_args(words, namespace=Turn())
+TURNS = {turn.__name__: turn for turn in (begin, start, ended, leave, join, searched)}
 
 
 def main(words: Sequence[str]) -> int:
-    """The command; its exit status."""
-    turn = read_turn(words)
-    if turn.turn == "keep":
+    """``TURN RUN KEY=VALUE …``; the exit status."""
+    name, turn = words[0], Turn.read(Path(words[1]), words[2:])
+    if name == "keep":
         return keep([sys.executable, "-P", "-m", "tba_hpc", "search", str(turn.run)], turn.relaunches)
     for number in (signal.SIGUSR1, signal.SIGTERM):  # what the job is asked, its script passes on
         signal.signal(number, signal.SIG_IGN)
     try:
-        print(TURNS[turn.turn](turn))
+        print(TURNS[name](turn))
     except ValueError as error:  # ConfigError, OwnedError, DiskFullError
         say(str(error))
         return REFUSED
