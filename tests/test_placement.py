@@ -30,42 +30,37 @@ def step(monkeypatch: pytest.MonkeyPatch, rank: int, local: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "rank", "local", "index", "first_gpu"),
+    ("searchers_first", "role", "rank", "local", "index", "first_gpu"),
     [
-        ("trainer", 0, 0, 0, 0),
-        ("trainer", 1, 1, 1, 1),
-        ("searcher", 2, 2, 0, 2),  # beside both trainers, whose GPUs come first
-        ("searcher", 3, 3, 1, 4),
-        ("searcher", 4, 0, 2, 0),  # on a node of its own
-        ("searcher", 5, 1, 3, 2),
+        (False, "trainer", 0, 0, 0, 0),
+        (False, "trainer", 1, 1, 1, 1),
+        (False, "searcher", 2, 2, 0, 2),  # beside both trainers, whose GPUs come first
+        (False, "searcher", 3, 3, 1, 4),
+        (False, "searcher", 4, 0, 2, 0),  # on a node of its own
+        (False, "searcher", 5, 1, 3, 2),
+        (True, "searcher", 0, 0, 0, 0),
+        (True, "searcher", 3, 1, 3, 2),
+        (True, "trainer", 4, 0, 0, 0),  # the other component, on nodes of its own
+        (True, "trainer", 5, 1, 1, 1),
     ],
 )
-def test_the_ranks_of_a_step_are_trainers_first(
-    monkeypatch: pytest.MonkeyPatch, role: Any, rank: int, local: int, index: int, first_gpu: int
+def test_srun_numbers_the_ranks_of_a_step_over_both_roles(
+    monkeypatch: pytest.MonkeyPatch,
+    searchers_first: bool,
+    role: Any,
+    rank: int,
+    local: int,
+    index: int,
+    first_gpu: int,
 ) -> None:
     step(monkeypatch, rank, local)
+    monkeypatch.setenv("TBA_SEARCHERS_FIRST", str(int(searchers_first)))
     found = Placement.join(config_of(2, 4, tensor_parallel=2), role, None)
     assert (found.index, found.first_gpu, found.mpi) == (index, first_gpu, None)
-
-
-@pytest.mark.parametrize(
-    ("role", "rank", "local", "index", "first_gpu"),
-    [
-        ("searcher", 0, 0, 0, 0),
-        ("searcher", 3, 1, 3, 2),
-        ("trainer", 4, 0, 0, 0),  # the other component, on nodes of its own
-        ("trainer", 5, 1, 1, 1),
-    ],
-)
-def test_or_searchers_where_the_job_says_so(
-    monkeypatch: pytest.MonkeyPatch, role: Any, rank: int, local: int, index: int, first_gpu: int
-) -> None:
-    step(monkeypatch, rank, local)
-    monkeypatch.setenv("TBA_SEARCHERS_FIRST", "1")
-    found = Placement.join(config_of(2, 4, tensor_parallel=2), role, None)
-    assert (found.index, found.first_gpu, found.mpi) == (index, first_gpu, None)
-    with pytest.raises(ConfigError, match="the last 2 train; start 6 ranks"):
-        Placement.join(config_of(2, 4), "trainer" if role == "searcher" else "searcher", None)
+    other = "trainer" if role == "searcher" else "searcher"
+    which = "last" if searchers_first else "first"
+    with pytest.raises(ConfigError, match=f"the {which} 2 train; start 6 ranks"):
+        Placement.join(config_of(2, 4), other, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -184,36 +184,11 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
 
-    @classmethod
-    def start(
-        cls, name: str, command: Sequence[str], *, environment: dict[str, str], log: Path, orphaned: int
-    ) -> Child:
-        """Start it with output to ``log``; signal ``orphaned`` reaches it when the launcher dies."""
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                umask=0o077,
-                start_new_session=True,
-                preexec_fn=functools.partial(die_with, os.getpid(), orphaned),
-            )
-        return cls(name, process)
-
     @property
     def code(self) -> int | None:
         """Exit status as a shell gives it (128 + signal), None while it runs."""
         code = self.process.poll()
         return code if code is None or code >= 0 else 128 - code
-
-    @property
-    def children(self) -> list[psutil.Process]:
-        """Processes that it has started; of mpiexec, the ranks."""
-        with suppress(psutil.NoSuchProcess):
-            return psutil.Process(self.process.pid).children()
-        return []
 
     def ask_to_stop(self) -> None:
         """SIGUSR1; mpiexec passes it on to its ranks."""
@@ -274,11 +249,12 @@ class Ranks:
 
     def deafen(self) -> bool:
         """Let nobody reach mpiexec but its ranks; whether they are all there, and nobody at all can now."""
-        mpiexec = self.trainers[0]
-        ports = {port for _, _, port in listeners(mpiexec.process.pid, loopback=True)}
-        there = [child for child in mpiexec.children if calls(child.pid, ports)]
-        complete = len(there) == self.ranks
-        deafen(mpiexec.process.pid, loopback=complete)
+        mpiexec, complete = self.trainers[0].process.pid, False
+        with suppress(psutil.NoSuchProcess):
+            ports = {port for _, _, port in listeners(mpiexec, loopback=True)}
+            children = psutil.Process(mpiexec).children()
+            complete = sum(calls(child.pid, ports) for child in children) == self.ranks
+        deafen(mpiexec, loopback=complete)
         return complete
 
     def _searchers_lost(self) -> Child | None:
@@ -320,10 +296,18 @@ def start_world(commands: Mapping[str, Sequence[str]], logs: Path, memory: Path,
     for name, command in commands.items():
         # mpiexec ends its ranks on SIGTERM, but would leave them behind on SIGKILL.
         orphaned = signal.SIGTERM if name == MPIEXEC else signal.SIGKILL
-        child = Child.start(
-            name, command, environment=environment, log=log_file(logs, name), orphaned=orphaned
-        )
-        (world.searchers if name.startswith("searcher") else world.trainers).append(child)
+        with log_file(logs, name).open("ab") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                umask=0o077,
+                start_new_session=True,
+                preexec_fn=functools.partial(die_with, os.getpid(), orphaned),
+            )
+        (world.searchers if name.startswith("searcher") else world.trainers).append(Child(name, process))
     return world
 
 
@@ -344,15 +328,13 @@ class Signals:
 def listening() -> Iterator[Signals]:
     """Take stop signals while the block runs; those ignored from outside (nohup) stay ignored."""
     asked = Signals()
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    taken = [one for one, handler in before.items() if handler is not signal.SIG_IGN]
-    for one in taken:
-        signal.signal(one, asked.take)
+    taken = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, asked.take) for number in taken}
     try:
         yield asked
     finally:
-        for one in taken:
-            signal.signal(one, before[one])
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def launch(
@@ -392,7 +374,7 @@ def _attempt(
         start_world(processes, logs, memory, ranks=trainers + searchers) as world,
         LiveDisplay(run, config, console=console) as display,
     ):
-        code = _watch(run, logs, world, asked, display)
+        code = _watch(run, world, asked, display)
     if asked.kill:
         log_event(run, "aborted")
         again = shlex.join(["tba", "run", str(run.path)])
@@ -411,11 +393,9 @@ def _attempt(
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Another one after every change of a file, whatever the clocks say; None where there is none."""
-    if not path.exists():
-        return None
-    status = path.stat()
-    return status.st_ino, status.st_mtime_ns, status.st_size
+    """Another one after every change of a file, whatever the clocks say; None if there is none."""
+    status = path.stat() if path.exists() else None
+    return status and (status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 def _explain(run: RunDir, world: Ranks, code: int, logs: Path, config: Config) -> int:
@@ -430,7 +410,7 @@ def _explain(run: RunDir, world: Ranks, code: int, logs: Path, config: Config) -
     return code or FAILED
 
 
-def _watch(run: RunDir, logs: Path, world: Ranks, asked: Signals, display: LiveDisplay) -> int:
+def _watch(run: RunDir, world: Ranks, asked: Signals, display: LiveDisplay) -> int:
     """Wait for the end of the run; pass on a request to stop until it is heard, obey the one to kill."""
     asked_at, open_to_others = -math.inf, world.ranks > 0
     while (code := world.poll()) is None:
@@ -450,16 +430,13 @@ def _watch(run: RunDir, logs: Path, world: Ranks, asked: Signals, display: LiveD
 
 
 def refusal(logs: Path) -> str | None:
-    """The sentence of the rank that failed first by something that only the user can mend, if any was."""
-    if note := first_note(logs, "refused"):
-        return note
+    """The sentence of the rank that failed first by something that only the user can fix, if any was."""
     free = shutil.disk_usage(logs).free
-    if free < FULL_BYTES:  # then no rank could leave its sentence
-        return (
-            f"the file system of {logs} is full ({free} bytes free): free space or raise the quota, then "
-            "start the same run again; nothing sealed is lost"
-        )
-    return None
+    full = (  # then no rank can leave its sentence
+        f"the file system of {logs} is full ({free} bytes free): free space or raise the quota, then start "
+        "the same run again; nothing sealed is lost"
+    )
+    return first_note(logs, "refused") or (full if free < FULL_BYTES else None)
 
 
 def failure(logs: Path, world: Ranks, code: int, trainers: int) -> str:

@@ -49,7 +49,7 @@ class Turn:
     """What the script tells.
 
     code: status of the ranks that have ended, after so many ``failures`` in a row and ``seconds``. stop,
-    ending: whether the job was asked to stop, and whether Slurm ends it. hosts: of component 0, or of the job;
+    ending: whether the job was asked to stop, and whether Slurm ends it. hosts: of component 0, or the job;
     others: of component 1; ascending: all in Slurm's order; answers: those that start a process, with a "!"
     if they do not see the run.
     """

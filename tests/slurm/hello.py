@@ -1,8 +1,7 @@
 """A run in miniature, in place of ``tba`` under Slurm: ``create``, ``supervise``, and ranks that count steps.
 
 Each rank leaves RUN/ranks/<start>-<rank>.json. A step is 0.1 s and seals a shard. HELLO_STEPS is
-how many there are. USR1 or TERM ends the ranks together, as the real ones do. With HELLO_SENTENCE, a sentence
-for the user, the searchers refuse to work.
+how many there are. USR1 or TERM ends the ranks together, as the real ones do.
 """
 
 import json
@@ -36,9 +35,6 @@ def work(role: str, run: Path) -> None:
     half = run / "ranks" / f"{start}-{world.rank}.part"  # tests look while ranks write
     half.write_text(json.dumps(record))
     half.rename(half.with_suffix(".json"))
-    if role == "search" and (sentence := os.environ.get("HELLO_SENTENCE")):
-        (run / "logs" / "latest" / f"refused-searcher-{world.rank:04d}.txt").write_text(sentence + "\n")
-        sys.exit(2)
     time.sleep(0.5)  # as MpiWorld.join does, and why
     shards = run / "shards/searcher-0000"
     shards.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ from tests.slurm.test_submit import HELLO, REPOSITORY, _config, _finished, _rank
 pytestmark = [pytest.mark.mpi, pytest.mark.slurm]
 
 RUN = ("delftblue", "juwels-booster", "perlmutter", "pyxis-cloud")
-LENT = ("a100x4-pmix", "lumi", "pyxis-cloud")
+ELASTIC = ("lumi", "pyxis-cloud")
 
 HERE: dict[str, Any] = {
     "partition": "main",
@@ -142,8 +142,8 @@ while len(list(run.glob("search-*"))) < 2:
 """A searcher that comes by itself, and whose run is finished once there are two."""
 
 
-@pytest.mark.parametrize("name", LENT)
-def test_a_node_of_a_site_is_lent(
+@pytest.mark.parametrize("name", ELASTIC)
+def test_elastic_searchers_run_on_a_site(
     name: str, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two searchers on it, each for itself, in the site's container where it has one."""

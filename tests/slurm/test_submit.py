@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 from slurm_testbed.cluster import Cluster
 
-from tba_hpc.checks import trial
 from tba_hpc.config import Config, parse_config
 from tba_hpc.launch import slurm, slurm_queue
 from tba_hpc.launch.plan import Site, plan
@@ -33,9 +32,6 @@ REPOSITORY = Path(__file__).parents[2]
 HELLO = (sys.executable, str(Path(__file__).with_name("hello.py")))
 BLANK = "#!/bin/bash\n#SBATCH --output=/dev/null\n"
 SUBMIT = (sys.executable, str(REPOSITORY / "tools" / "submit.py"))
-
-NO_NODES = "place() { NEXT=queue; return 1; }\nrun_to_the_end"
-"""In place of the last line of a script: no nodes will ever do."""
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slurm]
 
@@ -182,16 +178,6 @@ def test_cancel_ends_all_components_for_good(cluster: Cluster, tmp_path: Path) -
     assert not run.summary.exists() or not json.loads(run.summary.read_text())["finished"]
 
 
-def test_nodes_of_a_cancelled_job_are_not_called_unreachable(cluster: Cluster, tmp_path: Path) -> None:
-    """Nothing starts on them any more while its script looks which of them answer."""
-    run, script = _run(tmp_path, _site(), 2)
-    late = 'watch_leader() { scancel "$SLURM_JOB_ID"; until ending; do :; done; }\nrun_to_the_end'
-    job = slurm.submit(run, script.replace("run_to_the_end", late))
-    assert cluster.wait(int(job)) == "CANCELLED"
-    cluster.until(lambda: "Slurm is ending this job" in _log(run), "the script's last word")
-    assert _events(run) == ["allocated"] and "does not answer" not in _log(run)
-
-
 def test_a_run_that_is_queued_or_running_is_not_submitted_again(cluster: Cluster, tmp_path: Path) -> None:
     run, script = _run(tmp_path, _site(10_000))
     job = slurm.submit(run, script)
@@ -324,32 +310,6 @@ def test_a_killed_rank_costs_a_start_inside_the_allocation(cluster: Cluster, tmp
     assert _events(run) == ["allocated", "failed", "finished"]
 
 
-def test_a_program_that_always_fails_is_given_up(cluster: Cluster, tmp_path: Path) -> None:
-    run, script = _run(tmp_path, _site(relaunches=1), 2, program=("false",))
-    job = slurm.submit(run, script)
-    assert cluster.wait(int(job)) == "FAILED"
-    assert "failure 2 in a row" in _log(run) and "giving up" in _log(run)
-    assert len(_starts(run)) == 2
-
-
-def test_what_only_the_user_can_mend_ends_the_job_at_once(cluster: Cluster, tmp_path: Path) -> None:
-    sentence = r'model.path="C:\models" is no folder: give one'
-    run, script = _run(tmp_path, _site(environment={"HELLO_SENTENCE": sentence}), 2)
-    job = slurm.submit(run, script)
-    assert cluster.wait(int(job)) == "FAILED"
-    assert sentence in _log(run)
-    assert len(_starts(run)) == 1
-    assert _events(run) == ["allocated", "refused"] and read_events(run)[-1]["sentence"] == sentence
-
-
-def test_starts_that_seal_nothing_do_not_follow_each_other_for_ever(cluster: Cluster, tmp_path: Path) -> None:
-    run, script = _run(tmp_path, _site(relaunches=1), 2)
-    job = slurm.submit(run, script.replace("run_to_the_end", NO_NODES))
-    assert cluster.wait(int(job)) == "FAILED"
-    assert "2 starts of this job in a row sealed nothing: give it more wall time" in _log(run)
-    assert _events(run) == ["allocated", "requeue", "allocated", "refused"]
-
-
 @pytest.mark.parametrize("exclusive", [True, False], ids=["another-node", "a-searchers-node"])
 def test_a_lost_leader_node_does_not_strand_the_searchers(
     cluster: Cluster, tmp_path: Path, exclusive: bool
@@ -403,15 +363,6 @@ def test_a_job_by_hand_that_lies_the_wrong_way_round_changes_sides_once(
     cluster.run("scontrol", "update", "PartitionName=low", "GraceTime=30")
 
 
-def test_a_submitted_job_lies_the_right_way_round_at_once(cluster: Cluster, tmp_path: Path) -> None:
-    _only_node5_between(cluster)
-    run, script = _run(tmp_path, _site(3, sbatch_options=["--exclude=node6"]), sides=True)
-    _finished(cluster, run, slurm.submit(run, script))
-    assert _events(run) == ["allocated", "finished"], _log(run)
-    hosts = [rank["host"] for rank in _ranks(run, 1)]
-    assert hosts == sorted(hosts)
-
-
 @pytest.fixture
 def partitions(cluster: Cluster) -> Iterator[dict[str, set[str]]]:
     """Nodes of two partitions, those of one before those of the other."""
@@ -438,24 +389,6 @@ def test_partitions_in_either_order_make_one_world_at_once(
         assert {rank["host"] for rank in ranks if rank["role"] == role} <= partitions[partition]
     roles = [rank["role"] for rank in ranks]
     assert roles == sorted(roles, reverse=trainers == "early"), "component 0 has MPI's first ranks"
-
-
-def test_searchers_that_come_first_join_the_real_world(
-    cluster: Cluster, tmp_path: Path, partitions: dict[str, set[str]]
-) -> None:
-    """The ranks of ``tba doctor --launch``, which join as those of every run do."""
-    site = _site(1, trainer={"partition": "late"}, searcher={"partition": "early"})
-    world, *_ = trial.attempt(site, tmp_path, None, seconds=240)
-    assert world.level == "ok", world.sentence
-    assert any(host in world.found for host in partitions["late"])
-
-
-def test_a_job_that_may_not_requeue_and_did_nothing_has_failed(cluster: Cluster, tmp_path: Path) -> None:
-    run, script = _run(tmp_path, _site(requeue=False), 2)
-    job = slurm.submit(run, script.replace("run_to_the_end", NO_NODES))
-    assert cluster.wait(int(job)) == "FAILED"
-    assert "nothing was sealed, and this site does not requeue" in _log(run)
-    assert _events(run) == ["allocated", "refused"]
 
 
 def _only_node5_between(cluster: Cluster) -> list[int]:
