@@ -133,3 +133,15 @@ def test_following_a_finished_run_shows_the_end_and_ends(run: RunDir) -> None:
     assert followed.next_lines(2)[1:] == ["trainer-0000 2 4"]
     assert followed.end() == 0
     assert follow_logs(run, "batch", None, lines=0) is None
+
+
+def test_a_link_out_of_the_run_is_no_log_of_it(run: RunDir, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "trainer-0000.log").write_text("secret\n")
+    (run.logs / "latest/searcher-0003.log").unlink()
+    (run.logs / "latest/searcher-0003.log").symlink_to(outside / "trainer-0000.log")
+    assert [path.name for path in log_files(run, None, None)] == ["job-2.log", "trainer-0000.log"]
+    (run.logs / "latest").unlink()
+    (run.logs / "latest").symlink_to(outside)
+    assert log_files(run, "trainer-0", None) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from recorded import evaluate, happen, new_run, resumed_run, search, step, write
 from rich.console import Console
 
+from tba_hpc.config import ConfigError
 from tba_hpc.launch import slurm_queue
 from tba_hpc.report.attempts import failures_in_a_row
 from tba_hpc.report.monitor import Queue, QueueEntry, RunMonitor
@@ -472,3 +474,25 @@ def test_a_squeue_that_does_not_answer_is_no_news(
     path(script)
     monkeypatch.setattr(slurm_queue, "SQUEUE_SECONDS", 0.3)
     assert [component["state"] for component in slurm_queue.job_states(submitted(run))] == ["UNKNOWN"]
+
+
+@pytest.mark.parametrize("name", ["metrics/searcher-0000.jsonl", "events.jsonl"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_never_ends_is_not_read(run: RunDir, name: str, kind: str) -> None:
+    write(run.metrics_file("trainer"), [step(1, 5.0)])
+    os.mkfifo(run.metrics / "trainer.digest.json")
+    assert look(run).data.step == 1
+    if kind == "pipe":
+        os.mkfifo(run.path / name)
+    else:
+        (run.path / name).symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=f"{name} is no regular file"):
+        look(run)
+
+
+def test_lines_that_are_no_events_are_passed_over(run: RunDir) -> None:
+    happen(run, time.time(), "start", attempt="attempt-001", trainers=1, searchers=2)
+    for line in ({"event": "failed", "job": "x"}, {"time": "x"}, {"time": 1.0, "event": 7}):
+        write(run.events_file, [{"time": time.time(), "restarts": 0, "job": "", **line}])
+    monitor = look(run, queue("RUNNING"))
+    assert len(monitor.data.events) == 1 and run_state(monitor).state == "starting"

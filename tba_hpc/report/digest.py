@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from tba_hpc.report.attempts import STARTS, CumulativeCounter
 from tba_hpc.report.curves import Curve, Spread, Trends
-from tba_hpc.run.files import is_for_room, write_atomic
+from tba_hpc.run.files import is_for_room, open_regular, write_atomic
 from tba_hpc.run.history import ShardSize, whole
 from tba_hpc.run.metrics import MetricsTail, Record, number
 
@@ -271,10 +271,11 @@ def digest_file(metrics: Path) -> Path:
 def kept_digest(metrics: Path, digest: D) -> tuple[D, MetricsTail]:
     """The digest as it was kept, or ``digest``, a fresh one, and what follows the file from where it ends."""
     try:
-        head, _, body = digest_file(metrics).read_bytes().partition(b"\n")
+        with open_regular(digest_file(metrics)) as file:
+            head, _, body = file.read().partition(b"\n")
         kept: D = _adapter(type(digest).__name__).validate_json(body)
         end = json.loads(head)[f"format {FORMAT}"]
-        with metrics.open("rb") as file:
+        with open_regular(metrics) as file:
             file.seek(end - 1)
             fits = file.read(1) == b"\n"  # lines can end there
     except (OSError, ValueError, LookupError):

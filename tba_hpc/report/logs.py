@@ -14,6 +14,7 @@ from pathlib import Path
 from tba_hpc.config import ConfigError
 from tba_hpc.core.wording import printable
 from tba_hpc.run.directory import RunDir
+from tba_hpc.run.files import open_regular
 from tba_hpc.run.notes import log_file, rank_name
 
 LOOK_SECONDS = 0.5
@@ -32,20 +33,22 @@ def log_files(run: RunDir, rank: str | None, attempt: int | None) -> list[Path]:
     """The logs that are asked for and there, in order: the newest batch script's, then the ranks'.
 
     rank: ``trainer-0``, ``searcher-3``, ``mpiexec`` or ``batch``; None: all. attempt: None for the newest,
-    to which alone the batch script's belongs. Raises ConfigError for a rank or an attempt that there is not.
+    to which alone the batch script's belongs. A link that leads out of the run is no log of it. Raises
+    ConfigError for a rank or an attempt that there is not.
     """
     scripts = sorted((run.path / "slurm").glob("job-*.log"), key=lambda path: path.stat().st_mtime_ns)[-1:]
-    if rank == BATCH:
-        return scripts
     folder = run.logs / (f"attempt-{attempt:03d}" if attempt is not None else "latest")
     if attempt is not None and not folder.is_dir():
         kept = ", ".join(path.name.removeprefix("attempt-") for path in sorted(run.logs.glob("attempt-*")))
         raise ConfigError(f"--attempt {attempt} has no logs in {run.logs}: kept are {kept or 'none'}")
     folder = folder.resolve()
-    if rank is None:
-        return [*(scripts if attempt is None else []), *sorted(folder.glob("*.log"))]
-    file = log_file(folder, _name(rank))
-    return [file] if file.exists() else []
+    if rank == BATCH:
+        files = scripts
+    elif rank is None:
+        files = [*(scripts if attempt is None else []), *sorted(folder.glob("*.log"))]
+    else:
+        files = [log_file(folder, _name(rank))]
+    return [file for file in files if file.is_file() and file.resolve().is_relative_to(run.path.resolve())]
 
 
 def _name(rank: str) -> str:
@@ -66,8 +69,7 @@ def print_ends(run: RunDir, rank: str | None, attempt: int | None, *, lines: int
         raise ConfigError(f"{run.path} has no {what} yet; there are: {known}")
     printer = Printer()
     for file in files:
-        tail = Tail.near_end(file)
-        printer.show(file, _last([*tail.new_lines(), *tail.unfinished()], lines))
+        printer.show(file, _last(Tail.near_end(file).new_lines(unfinished=True), lines))
 
 
 def follow_logs(run: RunDir, rank: str | None, attempt: int | None, *, lines: int) -> None:
@@ -100,24 +102,20 @@ class Tail:
         """From MOST_BYTES before the end."""
         return cls(file, max(0, file.stat().st_size - MOST_BYTES))
 
-    def new_lines(self) -> list[str]:
-        """The whole lines written since; one without its end comes next time, once it has one."""
-        if self.file.stat().st_size < self.offset:  # another one of the same name
-            self.offset = 0
-        data = self._rest()
-        whole = data[: data.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        return _lines(whole[:-1]) if whole else []
+    def new_lines(self, *, unfinished: bool = False) -> list[str]:
+        """The lines written since; one without its end only if it is wanted, else next time.
 
-    def unfinished(self) -> list[str]:
-        """The line whose end is not written yet, if there is one."""
-        rest = self._rest()
-        return _lines(rest) if rest else []
-
-    def _rest(self) -> bytes:
-        with self.file.open("rb") as file:
+        As a terminal would show them: of a line that a progress bar wrote over its end; no NUL of mpiexec's.
+        """
+        with open_regular(self.file) as file:
+            if file.seek(0, 2) < self.offset:  # another one of the same name
+                self.offset = 0
             file.seek(self.offset)
-            return file.read()
+            data = file.read()
+        new = data if unfinished else data[: data.rfind(b"\n") + 1]
+        self.offset += len(new)
+        lines = new.replace(b"\0", b"").decode(errors="replace").removesuffix("\n").split("\n")
+        return [line.rstrip("\r").rpartition("\r")[2] for line in lines] if new else []
 
 
 @dataclass
@@ -137,9 +135,3 @@ class Printer:
 
 def _last(lines: Sequence[str], count: int) -> Sequence[str]:
     return lines[-count:] if count else []
-
-
-def _lines(data: bytes) -> list[str]:
-    """What a terminal would show: of a line that a progress bar wrote over its end; no NUL of mpiexec's."""
-    text = data.replace(b"\0", b"").decode(errors="replace")
-    return [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from tba_hpc.core.ports import PASS_AT_1
 from tba_hpc.core.types import Split
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.files import remove, unless_away, write_atomic
+from tba_hpc.run.files import open_regular, remove, unless_away, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -177,17 +177,32 @@ def _sum_of_parts(folder: Path, searchers: int) -> Evaluation | None:
 def damaged_evaluations(run: RunDir) -> list[Path]:
     """Files of evaluations that cannot be read; nothing counts them."""
     files = sorted(run.evaluations.rglob("*.json")) if run.evaluations.is_dir() else []
-    known = [path for path in files if not path.name.startswith(DAMAGED) and path.is_file()]
-    return [path for path in known if _read(path) is None and path.exists()]
+    return [path for path in files if not path.name.startswith(DAMAGED) and _is_damaged(path)]
+
+
+def _is_damaged(path: Path) -> bool:
+    """Not if it cannot be seen just now."""
+    try:
+        _FILE.validate_json(_bytes(path))
+    except OSError:
+        return False
+    except ValueError:
+        return True
+    return False
 
 
 def _read(path: Path) -> Evaluation | None:
     """None if there is no such file, or it is damaged."""
-    text = _if_there(path.read_bytes, otherwise=b"")
+    text = _if_there(lambda: _bytes(path), otherwise=b"")
     try:
         return _FILE.validate_json(text) if text else None
     except ValueError:
         return None
+
+
+def _bytes(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read()
 
 
 def _part_names(folder: Path) -> set[str]:

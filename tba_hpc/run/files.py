@@ -8,10 +8,13 @@ import logging
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
+
+from tba_hpc.config import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -169,6 +172,13 @@ def make_durable(folder: Path) -> None:
     """Flush everything in ``folder`` to the disk."""
     for path in folder.rglob("*"):
         fsync(path)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it. Raises ConfigError for a pipe or a device, which may never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ConfigError(f"{path} is no regular file: whoever made it, remove it")
+    return path.open("rb")
 
 
 def parse_json_lines(data: bytes) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from typing import Any, Protocol, overload
 
 import numpy as np
 
-from tba_hpc.run.files import FULL_DISK, DiskFullError, parse_json_lines
+from tba_hpc.run.files import FULL_DISK, DiskFullError, open_regular, parse_json_lines
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ class MetricsTail:
     def _whole_lines(self) -> bytes:
         """The next lines that are complete, CHUNK bytes of them, or one that is longer."""
         try:
-            file = self._path.open("rb")  # each time: NFS shows what is new to those who open
+            file = open_regular(self._path)  # each time: NFS shows what is new to those who open
         except FileNotFoundError:
             return b""
         with file:

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from tba_hpc.config import Config, ConfigError
@@ -39,6 +38,7 @@ def follow(run: RunDir, config: Config, *, goes_on: Callable[[float], bool] = la
             f"{run.path} names no tracker: add --set track.tensorboard=true, or --set "
             "track.wandb.project=NAME"
         )
+    require_trackers(config)
     make_folder(run.track)
     with owned(run, OWNER):
         followers = [_Follower(run, name, config) for name in config.track.wanted]
@@ -48,35 +48,24 @@ def follow(run: RunDir, config: Config, *, goes_on: Callable[[float], bool] = la
             ended = [follower.look() for follower in followers]
             more = more and not (all(ended) and run.finished)
         for follower in followers:
-            follower.close()
+            follower.sink.close()
 
 
 class _Follower:
     """One tracker, with its own place in the run: another may have begun later."""
 
     def __init__(self, run: RunDir, name: str, config: Config) -> None:
-        section = config.track.wandb
-        mode = f"-{wandb_mode()}" if name == "wandb" else ""
-        self._file = run.track / f"{name}{mode}.json"
-        state = _read(self._file)
+        section = config.track.wandb if name == "wandb" else None
+        self._file = run.track / f"{name}{f'-{wandb_mode()}' if section else ''}.json"
+        state: dict[str, Any] = json.loads(self._file.read_text()) if self._file.exists() else {}
         self._news = News(run, state)
-        self._sink: Sink = (
-            WandbSink(run, config, section, state) if mode and section else TensorBoardSink(run)
-        )
+        self.sink: Sink = WandbSink(run, config, section, state) if section else TensorBoardSink(run)
 
     def look(self) -> bool:
         """Send what is new; whether the trainer has ended by then."""
-        self._sink.tell(self._news.look())
-        write_atomic(self._file, json.dumps({**self._news.state(), **self._sink.state()}))
+        self.sink.tell(self._news.look())
+        write_atomic(self._file, json.dumps({**self._news.state(), **self.sink.state()}))
         return self._news.ended
-
-    def close(self) -> None:
-        """Finish."""
-        self._sink.close()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def until_interrupted(seconds: float) -> bool:

@@ -1,6 +1,7 @@
 """Where figures go: TensorBoard's event files, or Weights & Biases. The only module that imports wandb.
 
-A library is imported when its sink is made.
+A library is imported when its sink is made. What a process after this one needs to go on is a sink's
+``state``, JSON.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from tba_hpc.config import Config, ConfigError, WandbSection
+from tba_hpc.config import Config, WandbSection
 from tba_hpc.core.wording import printable
 from tba_hpc.report.track.news import Point
 from tba_hpc.run.directory import RunDir
@@ -24,25 +25,8 @@ if TYPE_CHECKING:
 STEP = "optimizer_step"
 """Name of the figure that W&B's curves are drawn over."""
 
-
-class Sink(Protocol):
-    """Takes points; what a process after this one needs to go on is its ``state``, JSON."""
-
-    name: str
-
-    def tell(self, points: Iterable[Point]) -> None:
-        """Once back, they are on the disk, or on their way to a server."""
-
-    def state(self) -> dict[str, Any]:
-        """See there."""
-
-    def close(self) -> None:
-        """Finish."""
-
-
 ANSWER = ("prompt", "question", "answer", "correct")
 """Columns of a table of answers."""
-
 
 MARKUP = re.compile(r"[^\w\s]")
 """What may mean something in Markdown or HTML."""
@@ -50,8 +34,6 @@ MARKUP = re.compile(r"[^\w\s]")
 
 class TensorBoardSink:
     """Event files in RUN/track/tensorboard; what a resume takes back is purged."""
-
-    name = "tensorboard"
 
     def __init__(self, run: RunDir) -> None:
         self._folder = run.track / "tensorboard"
@@ -66,7 +48,7 @@ class TensorBoardSink:
         return SummaryWriter(str(self._folder), purge_step=purge, filename_suffix=f".{self._sessions}")
 
     def tell(self, points: Iterable[Point]) -> None:
-        """Write scalars, and answers as text."""
+        """Write scalars, and answers as text; they are on the disk then."""
         for point in points:
             if point.again:
                 self._writer.close()
@@ -95,19 +77,11 @@ class WandbSink:
     """One run of W&B, whatever number of starts: they have the same id. Offline, each start has a folder.
 
     It gets the config, figures and some answers; no code, console output, machine data or environment.
-    Raises ConfigError without the library.
     """
 
-    name = "wandb"
-
     def __init__(self, run: RunDir, config: Config, section: WandbSection, state: Mapping[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise ConfigError(
-                "track.wandb needs the package of that name: pip install 'wandb==0.31.0'"
-            ) from None
-        make_folder(run.track)
+        import wandb
+
         self._id = state.get("id") or secrets.token_hex(4)
         self._count = int(state.get("count", 0))
         self._run = wandb.init(
@@ -172,3 +146,6 @@ def _cell(value: object) -> str:
     if not isinstance(value, str):
         return str(value)
     return MARKUP.sub(lambda found: f"&#{ord(found[0])};", printable(value)).replace("\n", "<br>")
+
+
+Sink = TensorBoardSink | WandbSink
