@@ -10,7 +10,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -111,8 +110,10 @@ def train(run: RunDir, index: int | None) -> None:
             with tracked(run, config):
                 _lead(run, config, placement, learner)
         else:
-            with led(), closing(_open_follower(run, placement, learner.layout)) as follower:
+            with led():
+                follower = _open_follower(run, placement, learner.layout)
                 learner.follow(follower.slot)
+                follower.close()  # after an error nobody may be there to agree on that
 
 
 def _learner(run: RunDir, config: Config, rank: int, ranks: int) -> SharedLearner:
@@ -188,8 +189,9 @@ def replay(
     is.
     """
     verify_checkpoints(run)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as ranks have it: several threads sum in another order
-    learner = learner or _learner(run, config, 0, 1)
+    if learner is None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as ranks have it: more threads sum in another order
+        learner = _learner(run, config, 0, 1)
     saved, metrics = restore(run, config, make_embed(config)), trainer_metrics(run)
     state = _merged(config, (), saved, metrics)
     if saved.folder:

@@ -145,11 +145,8 @@ def test_options_that_would_change_nothing_are_refused(options: tuple[str, ...],
 # --- On a login node ---
 
 LOGIN_COMMANDS = {
-    "help": ("--help",),
     "dry run": ("submit", "--nodes", 8, "--dry-run", "--config", "math_gsm8k", "--site", "generic"),
-    "logs": ("logs", "RUN"),
     "stop": ("stop", "RUN"),
-    "cancel": ("cancel", "RUN"),
     "status": ("status", "RUN", "--json"),
 }
 

@@ -14,6 +14,7 @@ from tba_hpc.config import (
     OWN_ENGINE_ARGUMENTS,
     Config,
     ConfigError,
+    LearningRate,
     LoraSection,
     WandbSection,
     differences,
@@ -201,6 +202,14 @@ def test_overrides_win_and_make_their_sections(tmp_path: Path) -> None:
         ("train.loss_normaliser=mean", "config key 'train.loss_normaliser' has the value 'mean', but input"),
         ("nonsense", "is not of the form a.b=value"),
         ("train.steps=[1", "the value is not valid YAML"),
+        (
+            "task.options.template={question}",
+            "reads {question} as a mapping; write 'task.options.template=\"{qu",
+        ),
+        (
+            "train.learning_rate=fast",
+            "key 'train.learning_rate.peak' has the value 'fast', but input should be",
+        ),
         *(
             (f"train.beta={value}", f"train.beta={yaml.safe_load(value)} is not a schedule: set it to a num")
             for value in (
@@ -378,6 +387,7 @@ def test_settings_that_contradict_each_other_are_refused(overrides: tuple[str, .
         (("exchange.keep_shards=1",), {"exchange.kept_mb": None}),
         (("exchange.keep_shards=0.1",), {"exchange.kept_mb": 1024}),
         (("train.reference.scored_by=trainer",), {"train.trainer_has_reference": True}),
+        (("train.learning_rate=1e-4",), {"train.learning_rate": LearningRate(peak=1e-4)}),
     ],
 )
 def test_keys_left_out_follow_from_others(overrides: tuple[str, ...], settled: dict[str, object]) -> None:

@@ -113,6 +113,8 @@ def _override(tree: dict[str, Any], text: str) -> None:
         tree[leaf] = yaml.safe_load(value)
     except yaml.YAMLError:
         raise ConfigError(f"--set {text}: the value is not valid YAML; put it in quotes") from None
+    if isinstance(tree[leaf], dict) and tree[leaf] and ":" not in value:
+        raise ConfigError(f"--set {text}: YAML reads {value} as a mapping; write '{key}=\"{value}\"'")
 
 
 def explain(error: ValidationError, model: type[BaseModel], noun: str = "config") -> str:

@@ -256,6 +256,12 @@ class LearningRate(Section):
     decay_steps: Count | None = None
     """Steps of the decay; before it the rate is constant. null: all after warm-up."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _peak_alone(cls, value: object) -> object:
+        """A number is short for a constant rate."""
+        return {"peak": value} if isinstance(value, int | float | str) else value
+
 
 def _schedule(value: Any, info: ValidationInfo) -> tuple[tuple[int, float], ...]:
     """A number, or numbers by step, as pairs (step, value) in order of steps."""
@@ -312,7 +318,7 @@ class TrainSection(Section):
     with models whose attention is not all full. Larger groups are split and computed twice, so memory does
     not depend on K. At least model.context_length. null: as the step's largest group."""
     learning_rate: LearningRate = LearningRate()
-    """Learning rate by step."""
+    """Learning rate by step; a number is a constant one."""
     beta: Schedule = Field(0.1, validate_default=True)
     """β of the target π* ∝ π_ref·exp(r/β): a number, or numbers by step, linear in between and constant after
     the last, such as {0: 1.0, 128: 0.05}."""
