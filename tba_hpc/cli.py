@@ -156,15 +156,17 @@ def submit(
     from tba_hpc.commands import order as ordered
 
     if elastic:
-        from tba_hpc.commands.lend import lend
+        from tba_hpc.commands.elastic import submit_elastic
 
         own = {
             **{"--config": config, "--seeds": seeds, "--after": after, "--trainer-nodes": trainer_nodes},
             **{"--homogeneous": homogeneous, "--set": overrides, "--run-root": run_root, "--wait": wait},
         }
         _refuse_idle(own, "changes nothing of elastic searchers (--elastic): leave it out")
-        lent_on = site or ordered.default("sites", "generic")
-        lend(elastic, lent_on, nodes, partition=partition, time=time, dry_run=dry_run, as_json=as_json)
+        chosen = site or ordered.default("sites", "generic")
+        submit_elastic(
+            elastic, chosen, nodes, partition=partition, time=time, dry_run=dry_run, as_json=as_json
+        )
         return
     _refuse_idle(
         {"--partition": partition},

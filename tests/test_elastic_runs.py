@@ -1,4 +1,4 @@
-"""Whole runs on the tabular policy whose searchers come and go, in processes that are told to, or killed."""
+"""Whole runs on the tabular policy whose searchers join, leave, or are killed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_run(
 def until(condition: Callable[[], object], what: str) -> None:
     end = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < end, f"in vain: {what}"
+        assert time.monotonic() < end, f"waited too long: {what}"
         time.sleep(0.02)
 
 
@@ -75,7 +75,7 @@ def test_a_run_that_some_join_and_leave_while_others_are_killed(tmp_path: Path) 
     trainer = tabular_run.start(run, searchers=0, sent=signal.SIGKILL, nth=15)
     starts = [(1, signal.SIGKILL, 20), (0, None, 0)]
     there: list[ForkServerProcess] = []
-    told: list[ForkServerProcess] = []
+    asked: list[ForkServerProcess] = []
     while not run.finished:
         there = [process for process in there if process.is_alive()]
         if trainer.exitcode is not None and starts:
@@ -87,8 +87,8 @@ def test_a_run_that_some_join_and_leave_while_others_are_killed(tmp_path: Path) 
             case "come" if len(there) < 3:
                 there.append(tabular_run.visit(run))
             case "go" if there:
-                told.append(there.pop(int(random.integers(len(there)))))
-                os.kill(told[-1].pid, signal.SIGUSR1)  # type: ignore[arg-type]
+                asked.append(there.pop(int(random.integers(len(there)))))
+                os.kill(asked[-1].pid, signal.SIGUSR1)  # type: ignore[arg-type]
             case "kill" if there:
                 there.pop(int(random.integers(len(there)))).kill()
         if there:  # else a busy machine kills them all before they have begun
@@ -97,7 +97,7 @@ def test_a_run_that_some_join_and_leave_while_others_are_killed(tmp_path: Path) 
                 "a shard of those who are there",
             )
     assert ended(trainer) == [0]
-    assert set(ended(*told)) <= {0, -signal.SIGUSR1}, "one that was told before it listened just ends"
+    assert set(ended(*asked)) <= {0, -signal.SIGUSR1}, "one that was asked before it listened just ends"
     assert set(ended(*there)) <= {0}, "they leave with the run"
     assert_clean(run)
     assert sum(number for searcher, number in merged(run).items() if searcher >= FIRST_ELASTIC) > 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tba_hpc.commands.lend import lend
+from tba_hpc.commands.elastic import submit_elastic
 from tba_hpc.config import ConfigError, parse_config, shipped
 from tba_hpc.launch.plan import Site, load_site, plan, searchers_of_a_node
 from tba_hpc.launch.sbatch import SUPERVISOR, TBA, Job, batch_script, elastic_script
@@ -447,7 +447,7 @@ def test_a_job_does_what_it_is_told_at_every_turn(
     assert ((code, requeued) == (0, True)) if ends == "requeued" else ((code, requeued) == (ends, False))
 
 
-# --- Nodes lent to a run ---
+# --- Elastic searchers ---
 
 
 def test_elastic_searchers_are_an_array_of_jobs_with_as_many_as_fit_a_node(
@@ -459,8 +459,8 @@ def test_elastic_searchers_are_an_array_of_jobs_with_as_many_as_fit_a_node(
     os.umask(before)
     site = REPOSITORY / "slurm/sites/generic.yaml"
     with pytest.raises(ConfigError, match=r"--nodes 3 with .* ask for --nodes 2, or .*launch\.elastic=12"):
-        lend(run.path, site, 3)
-    lend(run.path, site, 2, partition="preemptible", time="1:00:00", dry_run=True)
+        submit_elastic(run.path, site, 3)
+    submit_elastic(run.path, site, 2, partition="preemptible", time="1:00:00", dry_run=True)
     text = capsys.readouterr().out
     directives = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
     wanted = ("--array=0-1", "--partition=preemptible", "--nodes=1", "--ntasks-per-node=4", "--time=1:00:00")

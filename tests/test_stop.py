@@ -82,7 +82,7 @@ def events(run: RunDir) -> list[str]:
 
 
 def all_gone(pids: list[str]) -> bool:
-    """Whether none runs; a dead one may wait for whoever is to reap it."""
+    """Whether none runs; a dead one may wait to be reaped."""
     states = [Path(f"/proc/{pid}/stat") for pid in pids]
     found = [state.read_text().rpartition(")")[2].split()[0] for state in states if state.exists()]
     return set(found) <= {"Z", "X"}

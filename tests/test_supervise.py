@@ -52,9 +52,9 @@ def _touch(path: Path, at: float) -> None:
     os.utime(path, (at, at))
 
 
-def _next(run: RunDir, turn: str, **told: object) -> str:
+def _next(run: RunDir, turn: str, **facts: object) -> str:
     """The answer to a turn."""
-    words = [f"{key}={value}" for key, value in (POLICY | told).items()]
+    words = [f"{key}={value}" for key, value in (POLICY | facts).items()]
     return supervise.TURNS[turn](supervise.Turn.read(run.path, words)).strip()
 
 
@@ -126,8 +126,8 @@ def test_jobs_of_a_run_agree_on_a_name_for_their_caches_that_nobody_can_guess(ru
 
 def _place(run: RunDir, answers: str, *, look: int = 1, **options: object) -> str:
     """The answer, where the ranks of both roles may start; nodes n2 n3 n4."""
-    told = {"trainers": 2, "searchers": 4, "answers": answers, "last_look": look, **options}
-    return _next(run, "start", **told)
+    facts = {"trainers": 2, "searchers": 4, "answers": answers, "last_look": look, **options}
+    return _next(run, "start", **facts)
 
 
 HET = {"het": 1, "hosts": "n2", "others": "n3 n4", "ascending": "n2 n3 n4"}
@@ -302,7 +302,7 @@ def test_allocations_that_seal_nothing_do_not_follow_each_other_for_ever(
 
 
 @pytest.mark.parametrize(
-    ("told", "answer"),
+    ("facts", "answer"),
     [
         ({"code": 0}, "queue"),  # preempted by TERM, of which only the searchers heard
         ({"code": 1, "stop": 1}, "queue"),
@@ -315,12 +315,12 @@ def test_allocations_that_seal_nothing_do_not_follow_each_other_for_ever(
     ],
 )
 def test_a_job_of_elastic_searchers_comes_back_until_the_run_is_finished(
-    run: RunDir, told: dict[str, int], answer: str
+    run: RunDir, facts: dict[str, int], answer: str
 ) -> None:
     assert _next(run, "join").startswith("go tba-") and _next(run, "join", stop=1) == "queue"
-    assert _next(run, "searched", **told) == answer
+    assert _next(run, "searched", **facts) == answer
     run.mark_finished()
-    assert _next(run, "join") == _next(run, "searched", **told) == "exit 0"
+    assert _next(run, "join") == _next(run, "searched", **facts) == "exit 0"
     assert _events(run) == [], "events are the run's own"
 
 

@@ -36,7 +36,7 @@ SUBMIT = (
 )
 """Before a run waits for hours in the queue."""
 
-LEND = (*JOBS, slurm_checks.check_variables, config_checks.check_resources)
+ELASTIC = (*JOBS, slurm_checks.check_variables, config_checks.check_resources)
 """Before elastic searchers do, for a run that exists."""
 
 LAPTOP = (
@@ -85,7 +85,7 @@ def before_submission(config: Config, split: Plan, site: Site) -> Facts:
     )
 
 
-def before_lending(config: Config, site: Site) -> Facts:
+def before_elastic(config: Config, site: Site) -> Facts:
     """The facts of one-node jobs of searchers, for a run that exists. Raises SlurmError."""
     slurm_facts = SlurmFacts.look()
     partition = slurm_facts.partition(site.searcher.partition or site.partition)

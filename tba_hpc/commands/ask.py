@@ -116,7 +116,7 @@ def ask(
 
 
 def _chats(settings: Config | None, model: HfAnswers) -> bool | None:
-    """Whether a question goes into the chat template; None where that is up to the task."""
+    """Whether a question goes into the chat template; None if that is up to the task."""
     return None if settings else model.tokenizer.has_chat
 
 

@@ -29,7 +29,7 @@ OTHER_FORMATS = ("*.h5", "*.msgpack", "*.onnx", "*.ot", "*.tflite", "*.gguf", "*
 """Weights that nothing here reads, often as large again as those that are read."""
 
 SAFETENSORS, PICKLED = "*.safetensors", "*.bin"
-"""Weights that are read; the second only where there are none of the first."""
+"""Weights that are read; the second only if there are none of the first."""
 
 
 def fetch(config: Config, site: Site | None) -> None:

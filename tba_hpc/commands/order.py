@@ -1,4 +1,4 @@
-"""What is ordered of Slurm: which run on which nodes of which site, and the batch script that says so.
+"""What a user asks of Slurm: which run on which nodes of which site, and its batch script.
 
 It must not ask Slurm for anything: ``submit`` does.
 """
@@ -78,7 +78,7 @@ def load_anchored(path: Path, overrides: Sequence[str]) -> Config:
 
 
 def default(kind: shipped.Kind, name: str) -> Path:
-    """The shipped file that is taken where the user names none, who is told so on stderr."""
+    """The shipped file that is used if the user names none; says so on stderr."""
     file = shipped.files(kind)[name]
     print(f"no --{kind.removesuffix('s')} given, so this one: {file}", file=sys.stderr)
     return file

@@ -34,7 +34,7 @@ def replay(
 ) -> tuple[RunDir, Config]:
     """Train by the config of a run and ``overrides`` on its shards, in a run of its own beside it.
 
-    As they came; ``delay`` steps later; or all at once. Another call goes on where it stopped. partial: also
+    As they came; ``delay`` steps later; or all at once. Another call resumes it. partial: also
     if shards are gone. Raises ConfigError, and what training raises.
     """
     source = RunDir.open(path)

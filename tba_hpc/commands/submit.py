@@ -36,7 +36,7 @@ SHORT_SECONDS = 300
 """With less time than this a start of large engines may seal nothing."""
 
 NOT_SUBMITTED = "finished"
-"""In the column of jobs for a run of which nothing is left to do."""
+"""In the column of jobs for a finished run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,9 @@ def submit(orders: Sequence[Order], *, wait: bool, as_json: bool) -> bool:
     slurm.require_slurm()
     found: dict[Path, list[Finding]] = {}
     ready = [_check(order, found) for order in orders]
-    _refuse_twins(ready)
+    paths = [one.run.path for one in ready]
+    if twin := next((path for path in paths if paths.count(path) > 1), None):
+        raise ConfigError(f"two of these would be the run {twin}: give their configs another run.name")
     jobs: list[str | None] = []
     done: list[dict[str, Any]] = []
     try:
@@ -76,7 +78,7 @@ def submit(orders: Sequence[Order], *, wait: bool, as_json: bool) -> bool:
             done.append(_done(one, jobs[-1]))
             if len(ready) > 1 and not as_json:
                 _tell_row(done)
-    finally:  # where Slurm refuses one of several, those before it are in the queue
+    finally:  # if Slurm refuses one of several, those before it are in the queue
         if as_json and done:
             print(json.dumps(done if len(ready) > 1 else done[0]))
     if len(ready) == 1 and not as_json:
@@ -99,23 +101,17 @@ def _check(order: Order, found: dict[Path, list[Finding]]) -> Ready:
     refuse_owned(run)
     after, remarks = _awaited(order.after) if order.after else (None, [])
     split = split if is_done(run, config) else choose_sides(split, site)
-    return Ready(
-        order=order,
-        site=site,
-        config=config,
-        split=split,
-        run=run,
-        warnings=[*found[order.config], *remarks],
-        after=after,
-    )
+    warnings = [*found[order.config], *remarks]
+    return Ready(order=order, site=site, config=config, split=split, run=run, warnings=warnings, after=after)
 
 
 def _warnings(config: Config, split: Plan, site: Site, order: Order) -> list[Finding]:
     """What may go wrong. Raises ConfigError for what will, before hours in the queue."""
+    settings = [word for setting in order.overrides for word in ("--set", setting)]
     facts = replace(
         before_submission(config, split, site),
         python=login_python(site),
-        fetched_by=_fetch(order),
+        fetched_by=shlex.join(["tba", "fetch", str(order.config), "--site", str(order.site), *settings]),
         beside=order.beside,
         seconds=CHECK_SECONDS,
     )
@@ -137,26 +133,13 @@ def _left_out(script: str) -> list[Finding]:
     return [warning("shell", found, "write into the site file what is to hold")] if names else []
 
 
-def _fetch(order: Order) -> str:
-    """What brings the models and data of an order to where its job looks."""
-    settings = [word for setting in order.overrides for word in ("--set", setting)]
-    return shlex.join(["tba", "fetch", str(order.config), "--site", str(order.site), *settings])
-
-
-def _refuse_twins(ready: Sequence[Ready]) -> None:
-    """Raise ConfigError if two orders are of one run."""
-    paths = [one.run.path for one in ready]
-    if twin := next((path for path in paths if paths.count(path) > 1), None):
-        raise ConfigError(f"two of these would be the run {twin}: give their configs another run.name")
-
-
 def _awaited(path: Path) -> tuple[str | None, list[Finding]]:
-    """The id of the run's job where it is queued or running; else None, and that nothing is waited for."""
+    """The id of the run's job if it is queued or running; else None, and a warning."""
     last_job(path)
     if job := slurm_queue.active_job(RunDir.open(path)):
         return job[0], []
     found = f"--after {path}: no job of that run is queued or running, so none is awaited"
-    return None, [warning("after", found, "submit that run first where this one is to follow it")]
+    return None, [warning("after", found, "submit that run first if this one is to follow it")]
 
 
 def _submit(ready: Ready) -> str:

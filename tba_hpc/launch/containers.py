@@ -18,7 +18,7 @@ GPU_DRIVER: dict[str, tuple[str, ...]] = {
     "podman-hpc": ("--gpu",),
     "shifter": ("--module=gpu",),
 }
-"""What brings NVIDIA's driver into a container; pyxis does without being told, by a hook of enroot."""
+"""What brings NVIDIA's driver into a container; pyxis has it by a hook of enroot."""
 
 TMP = "/tmp"
 """A folder that every container has and lets programs write in, unlike what TMPDIR names outside."""
@@ -46,12 +46,12 @@ def filled_in(text: str) -> str:
 
 
 def word(text: str) -> str:
-    """The same, without quotes where it needs none."""
+    """The same, without quotes if it needs none."""
     return text if re.fullmatch(r"[\w@%+=:,./-]+", text) else filled_in(text)
 
 
 def _prefix(box: Container, site: Site) -> list[str]:
-    """The words before a command that start it inside; none for pyxis, where srun does."""
+    """The words before a command that start it inside; none for pyxis, for which srun does."""
     arguments = _arguments(box, site)
     if box.runtime in ("apptainer", "singularity"):
         binds = [part for bind in (*box.binds, "$RUN") for part in ("--bind", bind)]

@@ -1,7 +1,7 @@
-"""Makes a process of ours deaf to the network, where a library listens to all of it and nobody is to call.
+"""Closes the listening sockets of a child to the network.
 
-It must not know what the process is. mpiexec listens on every address for its peers on other nodes, of which
-a run on one machine has none, and no setting denies it that (PRRTE 3.0). So the kernel drops what comes.
+mpiexec listens on every address for its peers on other nodes, of which a run on one machine has none, and no
+setting prevents that (PRRTE 3.0). So a packet filter drops what comes.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def mpiexec_command(
     run_dir: Path, *, trainers: int, searchers: int, mpiexec: Path, program: Sequence[str]
 ) -> list[str]:
     """One world: ranks 0 … trainers - 1 run ``program train RUN``, the others ``program search RUN``."""
-    # UCX has no one-sided windows where it finds no network card, and says so on every rank.
+    # Without a network card UCX has no one-sided windows, and says so on every rank.
     placement = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "--mca", "osc", "^ucx"]
     train = ["-n", str(trainers), *program, "train", str(run_dir)]
     search = [":", "-n", str(searchers), *program, "search", str(run_dir)] if searchers else []
@@ -266,7 +266,7 @@ class Ranks:
 def commands(run: RunDir, config: Config, *, program: Sequence[str] | None = None) -> dict[str, list[str]]:
     """The processes of a run by name, ready to start. ``program`` replaces ``python -m tba_hpc``.
 
-    Raises LaunchError where mpiexec is missing.
+    Raises LaunchError if mpiexec is missing.
     """
     trainers, searchers = config.launch.trainers, config.launch.searchers
     python = [sys.executable, "-P"]  # modules of the working directory come last: runtime.py
@@ -343,7 +343,7 @@ def launch(
     """Run all roles to the end; the exit status: 0 finished or stopped on request, 2 a user's error.
 
     If ranks fail, all start again, as long as each start takes optimizer steps that the one before did not.
-    Main thread only. Raises LaunchError where the run cannot be started.
+    Main thread only. Raises LaunchError if the run cannot be started.
     """
     console = console or Terminal()
     processes = commands(run, config, program=program)

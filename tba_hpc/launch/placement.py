@@ -35,7 +35,7 @@ class Placement:
 
     @classmethod
     def join(cls, config: Config, role: Role, index: int | None) -> Placement:
-        """Join the MPI world, or sit where ``index`` or else srun says (files).
+        """Join the MPI world; over files be number ``index``, or the one that srun gives.
 
         Raises ConfigError, ExchangeError.
         """
@@ -87,7 +87,7 @@ class Placement:
 
     @classmethod
     def alone(cls, config: Config, index: int) -> Placement:
-        """Of a searcher that comes by itself: its GPUs are the next ones after those of its step's ranks."""
+        """Of an elastic searcher: its GPUs are the next ones after those of its step's ranks."""
         gpus = config.generator.tensor_parallel
         return cls(index, int(os.environ.get("SLURM_LOCALID", "0")) * gpus, gpus, None)
 

@@ -25,7 +25,7 @@ Form = Literal["het", "homogeneous"]
 Runtime = Literal["apptainer", "singularity", "podman-hpc", "shifter", "pyxis", "plain"]
 
 COUNTED = re.compile(r"--(gres|gpus)\b|-G\b")
-"""A request of which Slurm takes the number for that of the GPUs: 1 where it says none."""
+"""A request in which Slurm looks for the number of GPUs, by default 1."""
 
 NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 """``$NAME`` or ``${NAME}``; ``${NAME:-default}`` needs no variable."""
@@ -39,7 +39,7 @@ EARLY_SECONDS = 60
 
 
 class Container(Section):
-    """How programs start where modules and a virtual environment are not enough.
+    """How programs start if modules and a virtual environment are not enough.
 
     All that a job runs of this project runs inside: its ranks, and what its batch script calls. ``scontrol``,
     ``squeue`` and ``srun`` stay outside. ``$NAME`` is filled in on the first node.
@@ -49,13 +49,13 @@ class Container(Section):
     """What starts a program inside: a command before it, options of srun (``pyxis``), or, with ``plain``, the
     words of ``arguments``, whatever they are."""
     image: str | None = Field(None, min_length=1)
-    """Path of the image, readable on every node, or its name where the runtime knows it by one. Not with
+    """Path of the image, readable on every node, or its name if the runtime knows it by one. Not with
     ``plain``."""
     binds: tuple[str, ...] = ()
     """``SOURCE:TARGET`` folders to see inside: models and data. The run directory need not be named, except
     with ``plain``, and with ``shifter``, which has the file systems that its administrators chose."""
     arguments: tuple[str, ...] | None = None
-    """Further arguments of the runtime. None: what brings in the driver of NVIDIA's GPUs, where there are
+    """Further arguments of the runtime. None: what brings in the driver of NVIDIA's GPUs, if there are
     any: ``--nv`` (on AMD's, write ``--rocm``), ``--gpu`` (podman-hpc), ``--module=gpu`` (shifter)."""
 
     @model_validator(mode="after")
@@ -149,7 +149,7 @@ class Site(Section):
         default_factory=dict
     )
     """Further environment variables of the job; ``$NAME`` in a value is filled in on the first node, which
-    must know it (``${NAME:-}`` where it may not). Also where engines keep what they compile, if not in /tmp:
+    must know it (``${NAME:-}`` if it may not). Also where engines keep what they compile, if not in /tmp:
     VLLM_CACHE_ROOT and the others that ``place_caches`` in ``job_supervisor.sh`` names."""
     relaunches: int = Field(3, ge=0)
     """Failed starts in a row, nothing sealed in between, after which the job gives up."""
@@ -170,7 +170,7 @@ class Site(Section):
 
     @property
     def mpi_option(self) -> list[str]:
-        """How srun is told the plugin, if it is."""
+        """The option of srun that names the plugin, if one is named."""
         return [f"--mpi={self.mpi}"] if self.mpi else []
 
     def memory_option(self, own: ComponentSite) -> list[str]:
@@ -326,7 +326,7 @@ def refuse_rank_overrides(overrides: Sequence[str]) -> None:
         key = override.partition("=")[0].strip()
         if key in ("launch.trainers", "launch.searchers"):
             raise ConfigError(
-                f"--set {override} has no effect under Slurm, where the ranks follow from the nodes: use "
+                f"--set {override} has no effect under Slurm, since ranks follow from nodes: use "
                 "--nodes and --trainer-nodes; how many ranks a node has, the site file says"
             )
 
@@ -336,7 +336,7 @@ def plan(
 ) -> Plan:
     """Split ``nodes``: the first ``trainer_nodes`` train, the rest search.
 
-    trainer_nodes: default one in four, as in the paper; a single node is split within; all of them where
+    trainer_nodes: default one in four, as in the paper; a single node is split within; all of them if
     searchers come by themselves (launch.elastic). homogeneous: one allocation although the site has het jobs.
     Raises ConfigError with one sentence.
     """

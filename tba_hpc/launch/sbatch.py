@@ -23,10 +23,10 @@ RANK: Sequence[str] = ("python", "-P", "-m", "mpi4py", "-m", "tba_hpc")
 """A rank: under mpi4py an uncaught error on one rank ends the world instead of hanging it."""
 
 TBA: Sequence[str] = ("python", "-P", "-m", "tba_hpc")
-"""The command ``tba`` where there is no MPI."""
+"""The command ``tba``, without MPI."""
 
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include")
-"""Where libraries are told the network interface; Open MPI, unlike the others, would use all there are."""
+"""Variables that name the network interface; Open MPI, unlike the others, would use all there are."""
 
 SUPERVISOR = Path(__file__).with_name("job_supervisor.sh")
 """The shell library that batch scripts source; every node must see it."""
@@ -204,13 +204,13 @@ def _surroundings(job: Job, plan: Plan, site: Site) -> str:
 
 
 def _needs(key: str, site: Site) -> list[str]:
-    """The line that refuses a job where a variable is not set that the value of a site key holds."""
+    """The line that refuses a job if a variable is not set that the value of a site key holds."""
     names = site.variables.get(key)
     return [f"needs {key} {' '.join(names)}"] if names else []
 
 
 def _tba(job: Job, site: Site) -> str:
-    """The command of the batch script itself: a step on its own node, where only steps get inside."""
+    """The command of the batch script itself: a step on its own node, if only steps get inside."""
     options = step_options(site)
     if not options:
         return inside(job.tba, site)
@@ -301,7 +301,7 @@ def _elastic_step(searcher: Component, site: Site) -> str:
     cpus = f"--cpus-per-task={searcher.cpus_per_rank}"
     srun = f'srun --mpi=none --ntasks="$1" {cpus} --kill-on-bad-exit=0{_extra(site)}{step_options(site)}'
     return (
-        "ranks() {   # so many searchers, each for itself\n"
+        "ranks() {   # ranks NUMBER: so many searchers, without MPI\n"
         f'    exec {srun} \\\n        "${{RANK[@]}}" supervise keep "$RUN" "relaunches=$RELAUNCHES"\n'
         "}\n"
     )

@@ -211,7 +211,7 @@ def sides_of_job(job: str, ask: Ask | None = None) -> dict[int, str]:
     """By component of a het job: the nodes that it must not get, those included that it does not get now.
 
     For a job that was submitted without a look at the nodes, whose component 0 stays what it is. Raises
-    ConfigError where no choice would do, LaunchError if Slurm does not answer.
+    ConfigError if no choice would do, LaunchError if Slurm does not answer.
     """
     ask = ask or slurm_queue.ask
     lines = ask("scontrol", "--oneliner", "show", "job", job).splitlines()

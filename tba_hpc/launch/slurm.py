@@ -49,10 +49,10 @@ YOURS = {
     "SBATCH_RESERVATION": "--reservation",
     "SBATCH_CLUSTERS": "--clusters",
 }
-"""What a shell may say of jobs → the option; it would override the script, so only where that is silent."""
+"""Variables of a shell that override the script → their option; handed on only if the script lacks it."""
 
 WHICH_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK", "SLURM_MPI_TYPE")
-"""Beginnings of what says which Slurm there is, and what a cluster's srun does where we say nothing."""
+"""Prefixes of variables that say which Slurm there is, and what its srun does by default."""
 
 
 class SubmitError(LaunchError):

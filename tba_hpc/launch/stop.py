@@ -190,7 +190,7 @@ def _goes(run: RunDir, owner: Owner, number: signal.Signals, seconds: float) -> 
 
 
 def _again(run: RunDir) -> str:
-    """What goes on with the run: as it was submitted, or here where that was the last that happened to it."""
+    """The command that resumes the run: as it was submitted, or ``tba run`` if that was the last start."""
     events = read_events(run)
     if not events or not events[-1]["job"]:
         return shlex.join(["tba", "run", str(run.path)])

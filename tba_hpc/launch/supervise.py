@@ -78,8 +78,8 @@ class Turn:
     def read(cls, run: Path, words: Sequence[str]) -> Turn:
         """From KEY=VALUE words."""
         kinds = {one.name: str(one.type) for one in fields(cls)}
-        told = (word.partition("=")[::2] for word in words)
-        return cls(run=run, **{key: READ[kinds[key]](value) for key, value in told})  # type: ignore[arg-type]
+        pairs = (word.partition("=")[::2] for word in words)
+        return cls(run=run, **{key: READ[kinds[key]](value) for key, value in pairs})  # type: ignore[arg-type]
 
     def log(self, event: str, **extra: object) -> None:
         """A line of the run's history."""

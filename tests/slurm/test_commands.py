@@ -37,22 +37,22 @@ from tests.slurm.test_submit import (
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slurm]
 
-SEAT = """
+RANK = """
 import json, os, sys
 from pathlib import Path
 from tba_hpc.launch.placement import Placement
 from tba_hpc.run.directory import RunDir
 run = RunDir.open(Path(sys.argv[2]))
 role = {"train": "trainer", "search": "searcher"}[sys.argv[1]]
-seat = Placement.join(run.config(), role, None)
-text = json.dumps([role, seat.index, seat.first_gpu, os.uname().nodename])
-(run.path / f"seat-{role}-{seat.index}").write_text(text)
+rank = Placement.join(run.config(), role, None)
+text = json.dumps([role, rank.index, rank.first_gpu, os.uname().nodename])
+(run.path / f"placed-{role}-{rank.index}").write_text(text)
 (run.path / "summary.json").write_text('{"finished": true}')
 run.mark_finished()
 """
 """A rank that says where it sits."""
 
-VISITOR = """
+SEARCHER = """
 import os, signal, sys, time
 from pathlib import Path
 if sys.argv[1] == "supervise":
@@ -61,7 +61,7 @@ if sys.argv[1] == "supervise":
         sys.exit(supervise.main(sys.argv[2:]))
     sys.exit(supervise.keep([sys.executable, __file__, "search", sys.argv[3]], 3))
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
-Path(sys.argv[2], f"visitor-{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', 0)}").touch()
+Path(sys.argv[2], f"joined-{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', 0)}").touch()
 time.sleep(600)
 """
 """A searcher that is there until it is asked to go."""
@@ -132,70 +132,66 @@ def test_a_job_waits_for_another_through_its_requeues(cluster: Cluster, tmp_path
 
 
 @pytest.mark.parametrize("form", ["het", "het, searchers first", "homogeneous"])
-def test_ranks_without_mpi_take_their_places_from_slurm(cluster: Cluster, tmp_path: Path, form: str) -> None:
-    program = tmp_path / "seat.py"
-    program.write_text(SEAT)
+def test_ranks_without_mpi_are_numbered_by_slurm(cluster: Cluster, tmp_path: Path, form: str) -> None:
+    program = tmp_path / "rank.py"
+    program.write_text(RANK)
     settings = ["exchange.transport=files", "launch.trainers=2", "launch.searchers=4"]
     config = parse_config(_config(tmp_path).model_dump(), settings)
     run = RunDir.create(config)
     (run.path / "slurm").mkdir()
     site = _site().model_copy(update={"mpi": "none"})
     rank = (sys.executable, str(program))
-    order = Job(name="seats", run=run.path, rank=rank, tba=HELLO)
+    order = Job(name="placed", run=run.path, rank=rank, tba=HELLO)
     split = plan(config, site, 3, homogeneous=form == "homogeneous")
     if form == "het, searchers first":
         split = replace(split, first="searcher")
     job = slurm.submit(run, batch_script(order, split, site))
     assert cluster.wait(int(job)) == "COMPLETED", _log(run)
-    seats = [json.loads(file.read_text()) for file in sorted(run.path.glob("seat-*"))]
-    assert [(role, index, gpu) for role, index, gpu, _ in seats] == [
+    placed = [json.loads(file.read_text()) for file in sorted(run.path.glob("placed-*"))]
+    assert [(role, index, gpu) for role, index, gpu, _ in placed] == [
         *(("searcher", 0, 0), ("searcher", 1, 1), ("searcher", 2, 0), ("searcher", 3, 1)),
         *(("trainer", 0, 0), ("trainer", 1, 1)),
     ]
-    hosts = [host for *_, host in seats]
+    hosts = [host for *_, host in placed]
     assert hosts[0] == hosts[1] != hosts[2] == hosts[3] and hosts[4] == hosts[5] and len(set(hosts)) == 3
 
 
-def test_all_nodes_train_where_searchers_come_by_themselves(cluster: Cluster, tmp_path: Path) -> None:
+def test_all_nodes_train_if_all_searchers_are_elastic(cluster: Cluster, tmp_path: Path) -> None:
     """Then ranks meet over files, and Slurm numbers them."""
-    program = tmp_path / "seat.py"
-    program.write_text(SEAT)
+    program = tmp_path / "rank.py"
+    program.write_text(RANK)
     settings = ["launch.elastic=4", "launch.trainers=4", "launch.searchers=0", "train.prompts_per_step=4"]
     config = parse_config(_config(tmp_path).model_dump(), settings)
     assert not config.one_world
     run = RunDir.create(config)
     (run.path / "slurm").mkdir()
     site = _site().model_copy(update={"mpi": "none"})
-    order = Job(name="seats", run=run.path, rank=(sys.executable, str(program)), tba=HELLO)
+    order = Job(name="placed", run=run.path, rank=(sys.executable, str(program)), tba=HELLO)
     job = slurm.submit(run, batch_script(order, plan(config, site, 2, 2), site))
     assert cluster.wait(int(job)) == "COMPLETED", _log(run)
-    seats = [json.loads(file.read_text()) for file in sorted(run.path.glob("seat-*"))]
-    assert [(role, index, gpu) for role, index, gpu, _ in seats] == [
+    placed = [json.loads(file.read_text()) for file in sorted(run.path.glob("placed-*"))]
+    assert [(role, index, gpu) for role, index, gpu, _ in placed] == [
         ("trainer", index, index % 2) for index in range(4)
     ]
-    hosts = [host for *_, host in seats]
+    hosts = [host for *_, host in placed]
     assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
     assert _starts(run) == [(4, 0)]
 
 
-def test_of_lent_nodes_the_one_that_must_go_comes_back_and_the_others_stay(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_one_preempted_job_of_elastic_searchers_is_requeued_alone(cluster: Cluster, tmp_path: Path) -> None:
     """The last job of an array to start has the array's own number, which stands for all of them."""
-    run, _, array = _lent(tmp_path, nodes=2)
-    cluster.until(lambda: len([*run.path.glob("visitor-*-0")]) == 2, "both to be there", 60)
+    run, _, array = _elastic(tmp_path, nodes=2)
+    cluster.until(lambda: len([*run.path.glob("joined-*-0")]) == 2, "both to be there", 60)
     (last,) = (part for part in cluster.jobs(array) if part["JobId"] == str(array))
     name = f"{array}_{last['ArrayTaskId']}"
     cluster.run("scancel", "--batch", "--signal=USR1", name)
-    cluster.until(lambda: (run.path / f"visitor-{array}-1").exists(), f"{name} to be back", 120)
+    cluster.until(lambda: (run.path / f"joined-{array}-1").exists(), f"{name} to be back", 120)
     restarts = {part["ArrayTaskId"]: part["Restarts"] for part in cluster.jobs(array)}
     assert restarts.pop(last["ArrayTaskId"]) == "1" and set(restarts.values()) == {"0"}, restarts
 
 
-def test_a_searcher_that_dies_on_a_lent_node_comes_back_and_its_neighbour_stays(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    run, program, array = _lent(tmp_path, nodes=1)
+def test_an_elastic_searcher_that_dies_is_restarted_alone(cluster: Cluster, tmp_path: Path) -> None:
+    run, program, array = _elastic(tmp_path, nodes=1)
 
     def there() -> set[int]:
         return {pid for node in cluster.up for pid in cluster.pids(node) if _command(pid)[1:] == wanted}
@@ -209,21 +205,21 @@ def test_a_searcher_that_dies_on_a_lent_node_comes_back_and_its_neighbour_stays(
     assert neighbour in there()
     time.sleep(0.5)
     cluster.run("scancel", "--batch", "--signal=USR1", str(array))
-    back = run.path / f"visitor-{array}-1"
+    back = run.path / f"joined-{array}-1"
     cluster.until(lambda: back.exists() and len(there()) == 2, "both to be back", 120)
     said = "".join(file.read_text() for file in (run.path / "slurm").glob("searchers-*.log"))
     assert said.count("ended with status 137 (failure 1 in a row): starting it again") == 1, said
     assert said.count("back to the queue") == 1 and "the searchers ended with status" not in said, said
 
 
-def _lent(folder: Path, *, nodes: int) -> tuple[RunDir, Path, int]:
-    """A run to which so many nodes are lent; the program that searches there, and the array of jobs."""
+def _elastic(folder: Path, *, nodes: int) -> tuple[RunDir, Path, int]:
+    """A run with elastic searchers on so many nodes; their program, and the array of jobs."""
     run, _ = _run(folder, _site())
-    program = folder / "visitor.py"
-    program.write_text(VISITOR)
+    program = folder / "searcher.py"
+    program.write_text(SEARCHER)
     site = _site(requeue=True)
     tba = (sys.executable, str(program))
-    job = Job(name="visitors", run=run.path, rank=tba, tba=tba)
+    job = Job(name="searchers", run=run.path, rank=tba, tba=tba)
     script = elastic_script(job, nodes, searchers_of_a_node(run.config(), site), site)
     return run, program, int(slurm.submit_elastic(run, script))
 

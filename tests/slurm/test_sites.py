@@ -125,7 +125,7 @@ def test_the_script_of_a_site_runs(
     place.assert_set_up()
 
 
-VISITOR = """
+SEARCHER = """
 import os, sys, time
 from pathlib import Path
 if sys.argv[1] == "supervise":
@@ -147,20 +147,20 @@ def test_elastic_searchers_run_on_a_site(
     name: str, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two searchers on it, each for itself, in the site's container where it has one."""
-    program = tmp_path / "visitor.py"
-    program.write_text(VISITOR)
+    program = tmp_path / "searcher.py"
+    program.write_text(SEARCHER)
     place = _place(name, program, cluster, tmp_path / "stand-ins", monkeypatch)
     site = place.site.model_copy(update={"gpus_per_node": 2})
     run = RunDir.create(_config(tmp_path / "runs"))
     (run.path / "slurm").mkdir()
-    job = Job(name="visitors", run=run.path, rank=place.program, tba=place.program)
+    job = Job(name="searchers", run=run.path, rank=place.program, tba=place.program)
     script = elastic_script(job, 1, searchers_of_a_node(run.config(), site), site)
     array = int(slurm.submit_elastic(run, script))
     assert cluster.wait(array) == "COMPLETED", _said(run)
     assert "the run is finished" in _said(run)
     assert sorted(file.name for file in run.path.glob("search-*")) == ["search-0", "search-1"]
     assert not any(file.read_text() for file in run.path.glob("search-*")), "no MPI world of theirs"
-    assert place.said.count(place.where) == (3 if place.where else 0), "two searchers, and what comes next"
+    assert place.said.count(place.where) == (4 if place.where else 0), "join, searched and two keepers"
     place.assert_set_up()
 
 

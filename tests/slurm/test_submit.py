@@ -531,7 +531,7 @@ def test_submit_answers_in_json(cluster: Cluster, tmp_path: Path, files: list[st
 
 
 def test_submit_waits_and_returns_failure(cluster: Cluster, tmp_path: Path, files: list[str]) -> None:
-    """Real ranks, which find no model; they are not started again, since only the user can mend that."""
+    """Real ranks, which find no model; they are not started again, since only the user can fix that."""
     site = tmp_path / "site.yaml"
     site.write_text(site.read_text().replace("gpus_per_node: 2", "gpus_per_node: 1"))  # few imports of vLLM
     done = _submit(*files, "--nodes", "2", "--wait")

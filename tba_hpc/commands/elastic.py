@@ -1,4 +1,4 @@
-"""Elastic searchers for a run: an array of one-node Slurm jobs, of which the run's own job knows nothing."""
+"""``tba submit --elastic``: elastic searchers for a run, as an array of one-node Slurm jobs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tba_hpc.checks.facts import refuse
-from tba_hpc.checks.lists import LEND, before_lending
+from tba_hpc.checks.lists import ELASTIC, before_elastic
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.core.wording import count
 from tba_hpc.launch import slurm, snapshot
@@ -18,7 +18,7 @@ from tba_hpc.launch.sbatch import SUPERVISOR, TBA, Job, elastic_script
 from tba_hpc.run.directory import RunDir
 
 
-def lend(
+def submit_elastic(
     path: Path,
     site_file: Path,
     nodes: int,
@@ -84,8 +84,8 @@ def lend(
 def _warnings(run: RunDir, config: Config, site: Site, site_file: Path) -> list[str]:
     """What may go wrong. Raises ConfigError for what will, before hours in the queue."""
     fetch = shlex.join(["tba", "fetch", str(run.config_file), "--site", str(site_file)])
-    facts = replace(before_lending(config, site), fetched_by=fetch)
-    return [finding.sentence for finding in refuse(LEND, facts)]
+    facts = replace(before_elastic(config, site), fetched_by=fetch)
+    return [finding.sentence for finding in refuse(ELASTIC, facts)]
 
 
 def _searchers_site(site_file: Path, partition: str | None, time: str | None) -> Site:
