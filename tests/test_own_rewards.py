@@ -138,9 +138,7 @@ def test_a_few_prompts_that_are_too_long_are_set_aside(own: Path, caplog: pytest
     assert [prompt.id for prompt in prompts] == list(range(99))
     assert [prompt.target for prompt in prompts[4:6]] == ["4", "6"]
     assert "1 of 100 train prompts are too long: 104 tokens in '5+1=1" in caplog.text
-    with pytest.raises(
-        ConfigError, match=r"91 of 100 train prompts are too long: 5 tokens .* leaves 4: raise the"
-    ):
+    with pytest.raises(ConfigError, match=r"91 of 100 train prompts are too long: 104 .* leaves 4: raise"):
         make(own, "own_rewards:few", room=4)
 
 
