@@ -197,7 +197,7 @@ def test_an_adapter_alone_has_gradients_and_an_optimizer_and_is_published() -> N
     kept = [items[name] for name in ("adapter", "float32 masters", "AdamW", "gradients")]
     assert kept == [2 * adapter, 4 * adapter, 8 * adapter, 4 * adapter]
     assert "output layer's gradient" not in items
-    assert found.work.published_bytes == 2 * adapter
+    assert found.published_bytes == 2 * adapter
     assert sum(found.step.values()) < sum(full.step.values())
 
 
@@ -316,7 +316,7 @@ def test_tensor_parallelism_splits_the_engine_and_leaves_the_reference_whole() -
     assert two.problems == planned(4).problems == planned(7).problems == ()
     (problem, *_) = planned(8).problems
     assert "tensor_parallel=8 does not divide the 28 attention heads of Qwen/Qwen2.5-7B" in problem
-    assert [planned(ranks).work.cache_bytes / 1024 for ranks in (1, 4, 7)] == [56, 14, 14]
+    assert [planned(ranks).cache_bytes / 1024 for ranks in (1, 4, 7)] == [56, 14, 14]
 
 
 def test_more_searchers_shorten_what_waits_for_them() -> None:
@@ -350,7 +350,7 @@ def test_the_command_prints_all_and_its_status() -> None:
         and values["fits"]
         and values["parameters"] == pytest.approx(1_100_048_384, rel=1e-3)
     )
-    assert {device["holds"]: device["count"] for device in values["gpus"]} == {"trainer": 1, "searcher": 3}
+    assert {device["holds"]: device["count"] for device in values["devices"]} == {"trainer": 1, "searcher": 3}
     named = tba_plan("math_qwen7b", "--set", "launch.trainers=1")
     assert named.returncode == 1 and "does not fit: h100-80 with trainer" in named.stdout
     assert "would fit with --set " in named.stdout and "bottleneck: " in named.stdout
@@ -359,7 +359,7 @@ def test_the_command_prints_all_and_its_status() -> None:
 def test_a_site_says_how_many_gpus_a_node_has_and_which() -> None:
     values = json.loads(tba_plan("math_qwen7b", "--site", "a100x4-pmix", "--nodes", 4, "--json").stdout)
     assert (values["gpu"], values["gpus_per_node"], values["nodes"]) == ("a100-80", 4, 4)
-    assert [device["count"] for device in values["gpus"]] == [4, 12]
+    assert [device["count"] for device in values["devices"]] == [4, 12]
 
 
 @pytest.mark.parametrize(

@@ -322,7 +322,7 @@ def shared(stage: Stage) -> None:
         stage.note("most memory of the GPU in use at once", peak[0], "MiB")
     planned = estimate(load_config(ROOT / ONE_GPU, changes), GPUS["a100-80"], gpus=1)
     stage.note("memory by the planner", planned.devices[0].bytes / (1 << 20), "MiB")
-    stage.note("published ÷ all weights", planned.work.published_bytes / planned.work.policy_bytes)
+    stage.note("published ÷ all weights", planned.published_bytes / planned.policy_bytes)
     stage.note("log-probability, engine less learner: mean", engine_gap(stage), "nats")
 
 

@@ -6,15 +6,28 @@ Arithmetic on a config: it starts nothing and imports neither torch nor a model.
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from tba_hpc.checks.planner.estimate import estimate, suggestions
-from tba_hpc.checks.planner.hardware import GPUS, Gpu, find_gpu, gpus_named
-from tba_hpc.checks.planner.show import print_estimate
+from rich.table import Table
+from rich.text import Text
+
+from tba_hpc.checks.planner.estimate import Estimate, estimate, suggestions
+from tba_hpc.checks.planner.hardware import GIB, GPUS, Gpu, find_gpu, gpus_named
 from tba_hpc.config import Config, ConfigError, parse_config
+from tba_hpc.core.tuned import beyond_tuned
+from tba_hpc.core.wording import count
 from tba_hpc.launch.plan import Site, load_site, plan
+from tba_hpc.report.tables import duration
+from tba_hpc.report.terminal import Terminal
 
 DEFAULT_GPU = "h100-80"
+
+CAVEAT = "Computed from the config and from data sheets, not measured: no GPU has run any of this yet."
 
 
 def plan_run(
@@ -44,28 +57,99 @@ def plan_run(
     if cluster and nodes:
         split = plan(config, cluster, nodes)
         config = parse_config(config.model_dump(mode="json", exclude_unset=True), split.overrides)
-    kind = find_gpu(gpu) if gpu else _gpu_of(cluster)
-    per_node, spread = cluster.gpus_per_node if cluster else gpus, _spread(config, cluster)
+    asked = config.launch.trainers + config.launch.searchers * config.generator.tensor_parallel
+    spread = cluster is not None and asked > cluster.gpus_per_node
     found = estimate(
         config,
-        kind,
-        gpus=per_node,
+        find_gpu(gpu) if gpu else _gpu_of(cluster),
+        gpus=cluster.gpus_per_node if cluster else gpus,
         spread=spread,
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
     )
     others = suggestions(config, found, spread=spread) if found.problems else []
-    print_estimate(found, others, as_json=as_json)
+    if as_json:
+        print(json.dumps(as_values(config, found, others), indent=2))
+        return not found.problems
+    console = Terminal()
+    for line in _head(config, found):
+        console.print(Text(line))
+    console.print(_table(found))
+    for line in _verdict(config, found, others):
+        console.print(Text(line))
     return not found.problems
-
-
-def _spread(config: Config, site: Site | None) -> bool:
-    """Whether the roles have nodes of their own: where one node has too few GPUs for all ranks."""
-    asked = config.launch.trainers + config.launch.searchers * config.generator.tensor_parallel
-    return site is not None and asked > site.gpus_per_node
 
 
 def _gpu_of(site: Site | None) -> Gpu:
     """The largest kind that the site's way to ask for GPUs names; DEFAULT_GPU where it names none."""
     named = gpus_named(site.gpu_request or "") if site else []
     return max(named, key=lambda gpu: gpu.memory, default=GPUS[DEFAULT_GPU])
+
+
+def as_values(config: Config, found: Estimate, others: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Plain values of all that is printed; bytes and seconds."""
+    return asdict(found) | {
+        "devices": [{"holds": device.name, **asdict(device)} for device in found.devices],
+        "notes": _notes(config),
+        "fits": not found.problems,
+        "suggestions": [list(changes) for changes in others],
+    }
+
+
+def _head(config: Config, found: Estimate) -> Iterator[str]:
+    adapter = f" and an adapter of {found.adapter / 1e6:.4g} M, which is trained" if found.adapter else ""
+    ranks = f"{count(config.launch.trainers, 'trainer')}, {count(config.launch.searchers, 'searcher')}"
+    yield (
+        f"{config.model.path}: {found.parameters / 1e9:.4g} G weights in {config.model.dtype}{adapter}; "
+        f"{ranks} on {count(found.nodes, 'node')} with {found.gpus_per_node} {found.gpu}"
+    )
+    yield (
+        f"mean tokens: {found.prompt_tokens:g} of a prompt, {found.completion_tokens:g} of a completion (at "
+        f"most {config.generator.max_tokens}), assumed; set yours with --prompt-tokens, --completion-tokens"
+    )
+    yield (
+        f"at most {found.micro_batch_tokens:,.0f} tokens in a micro-batch; an engine's KV cache holds "
+        f"{found.cache_tokens:,.0f} tokens of {found.cache_bytes / 1024:,.0f} KiB"
+    )
+
+
+def _table(found: Estimate) -> Table:
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("memory")
+    table.add_column("GiB", justify="right")
+    for device in found.devices:
+        style = "red" if device.problem else "bold"
+        on = f"{device.name}, on {count(device.count, 'GPU')} of {GPUS[found.gpu].memory:g}"
+        table.add_row(Text(on, style), Text(f"{device.bytes / GIB:.2f}", style))
+        for who, number in Counter(device.ranks).items():
+            times = f"{number} × " if number > 1 else ""
+            for name, nbytes in found.items[who].items():
+                table.add_row(Text(f"  {times}{name}"), f"{nbytes / GIB:.2f}")
+    table.add_row(Text("times", "dim"), Text("s", "dim"))
+    for title, spent in {"a step": found.step, "a group, on one searcher": found.group}.items():
+        table.add_row(Text(title, "bold"), Text(f"{sum(spent.values()):,.3g}", "bold"))
+        for name, seconds in spent.items():
+            table.add_row(Text(f"  {name}"), f"{seconds:,.3g}")
+    return table
+
+
+def _verdict(config: Config, found: Estimate, others: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"bottleneck: {found.bottleneck}"
+    yield f"searchers that keep the trainer in fresh groups: {found.searchers_needed:.1f}"
+    yield (
+        f"{count(config.train.steps, 'step')}: {duration(3600 * found.hours)}, {found.gpu_hours:.3g} "
+        "GPU-hours, without start-up, checkpoints and evaluations"
+    )
+    yield from (f"note: {note}" for note in _notes(config))
+    yield CAVEAT
+    yield from (f"does not fit: {problem}" for problem in found.problems)
+    for changes in others:
+        yield "  would fit with " + " ".join(c if c.startswith("--") else f"--set {c}" for c in changes)
+    if found.problems and not others:
+        yield "  nothing that the planner tries would fit: use a smaller model, or larger GPUs"
+
+
+def _notes(config: Config) -> list[str]:
+    """What is known of the run besides memory and time."""
+    beyond = beyond_tuned(config)
+    return [": ".join(beyond)] if beyond else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tba_hpc.checks.planner.hardware import GIB, GPUS, Gpu
@@ -20,6 +20,7 @@ MARGIN = 0.03
 
 TRAINER_REMEDIES = (
     "train.gradient_checkpointing=true",
+    "train.groups_per_micro_batch=1",
     *(f"train.tokens_per_micro_batch={size << 10}" for size in (16, 4)),
     "train.zero_stage=3",
     *(f"launch.trainers={ranks}" for ranks in (2, 4, 8, 16, 32)),
@@ -56,16 +57,24 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """All of it. gpus: of a node, nodes: of the run. items: bytes of a rank, by its name.
+    """All of it; bytes, seconds. items: of a rank, by its name. step, group: for mean lengths.
 
-    step, group: seconds for mean lengths. searchers_needed: how many give each step fresh groups. hours: to
-    the last step; gpu_hours: of all GPUs.
+    micro_batch_tokens: with the longest completions; cache_tokens: of an engine, cache_bytes each.
+    searchers_needed: how many give each step fresh groups. hours: to the last step; gpu_hours: of all GPUs.
     """
 
-    gpu: Gpu
-    gpus: int
+    gpu: str
+    gpus_per_node: int
     nodes: int
-    work: Workload
+    parameters: int
+    adapter: int
+    policy_bytes: float
+    published_bytes: float
+    prompt_tokens: float
+    completion_tokens: float
+    micro_batch_tokens: float
+    cache_tokens: float
+    cache_bytes: float
     items: dict[str, Items]
     devices: tuple[Device, ...]
     step: Seconds
@@ -102,24 +111,28 @@ def estimate(
     trainers, engines = config.launch.trainers, config.launch.searchers * config.generator.tensor_parallel
     per_node = gpus or trainers + engines
     nodes = math.ceil(trainers / per_node) + math.ceil(engines / per_node) if spread else 1
-    items = {
-        TRAINER: trainer_items(work),
-        SEARCHER: searcher_items(work, gpu),
-        FURTHER: engine_items(work, gpu),
-    }
+    engine = engine_items(work, gpu)
+    items = {TRAINER: trainer_items(work), SEARCHER: searcher_items(work, gpu), FURTHER: engine}
     placed = _placed(config, per_node, spread=spread)
     devices = tuple(_device(ranks, number, items, gpu, work) for ranks, number in placed.items())
-    step = step_seconds(work, gpu, per_node)
-    group = group_seconds(work, gpu, items[SEARCHER][KV_CACHE])
+    step, group = step_seconds(work, gpu, per_node), group_seconds(work, gpu, engine[KV_CACHE])
     at_work, fresh = sum(step.values()), config.train.prompts_per_step * sum(group.values())
     shared = any({TRAINER, SEARCHER} <= set(device.ranks) for device in devices)
     bottleneck, seconds = _course(config, at_work, fresh, shared=shared)
     hours = seconds * config.train.steps / 3600
     return Estimate(
-        gpu=gpu,
-        gpus=per_node,
+        gpu=gpu.name,
+        gpus_per_node=per_node,
         nodes=nodes,
-        work=work,
+        parameters=work.policy.parameters,
+        adapter=work.adapter,
+        policy_bytes=work.policy_bytes,
+        published_bytes=work.published_bytes,
+        prompt_tokens=work.prompt,
+        completion_tokens=work.completion,
+        micro_batch_tokens=work.micro_batch(work.longest),
+        cache_tokens=engine[KV_CACHE] / work.cache_bytes,
+        cache_bytes=work.cache_bytes,
         items=items,
         devices=devices,
         step=step,
@@ -154,30 +167,25 @@ def _placed(config: Config, gpus: int, *, spread: bool) -> Counter[tuple[str, ..
 
 
 def _device(ranks: tuple[str, ...], number: int, items: dict[str, Items], gpu: Gpu, work: Workload) -> Device:
-    used = sum(sum(items[rank].values()) for rank in ranks)
+    used, room = sum(sum(items[rank].values()) for rank in ranks), (1 - MARGIN) * gpu.bytes
+    problem = ""
+    if used > room:
+        problem = (
+            f"would need {used / GIB:.1f} GiB, and {room / GIB:.1f} of its {gpu.memory:g} GiB can be counted "
+            f"on: {(used - room) / GIB:.1f} GiB too much"
+        )
+    elif set(ranks) != {TRAINER}:
+        others = used - sum(items[FURTHER].values())
+        problem = _engine_problem(items[FURTHER][KV_CACHE], others, gpu, work, shared=len(ranks) > 1)
     device = Device(count=number, ranks=ranks, bytes=used, problem="")
-    problem = _too_large(device, gpu)
-    if not problem and set(ranks) != {TRAINER}:
-        problem = _engine_problem(device, items[FURTHER], gpu, work)
     named = f"{gpu.name} with {device.name} {problem}" if problem else ""
     return Device(count=number, ranks=ranks, bytes=used, problem=named)
 
 
-def _too_large(device: Device, gpu: Gpu) -> str:
-    """What to say if these ranks do not fit on a GPU; empty if they do."""
-    room = (1 - MARGIN) * gpu.bytes
-    if device.bytes <= room:
-        return ""
-    return (
-        f"would need {device.bytes / GIB:.1f} GiB, and {room / GIB:.1f} of its {gpu.memory:g} GiB can be "
-        f"counted on: {(device.bytes - room) / GIB:.1f} GiB too much"
-    )
-
-
-def _engine_problem(device: Device, engine: Items, gpu: Gpu, work: Workload) -> str:
-    """What to say if an engine would not start although all fits."""
+def _engine_problem(cache: float, others: float, gpu: Gpu, work: Workload, *, shared: bool) -> str:
+    """What to say if an engine would not start although all fits. others: bytes of all but one engine."""
     generator, longest = work.config.generator, work.config.model.context_length
-    heads, ranks, cache = work.policy.heads, generator.tensor_parallel, engine[KV_CACHE]
+    heads, ranks, free = work.policy.heads, generator.tensor_parallel, generator.gpu_memory_utilization
     if heads % ranks:
         return (
             f"cannot start an engine: generator.tensor_parallel={ranks} does not divide the {heads} "
@@ -188,16 +196,15 @@ def _engine_problem(device: Device, engine: Items, gpu: Gpu, work: Workload) -> 
             f"has too little: a KV cache of {cache / GIB:.2f} GiB does not hold one sequence of {longest:,} "
             f"tokens ({least / GIB:.2f} GiB), which vLLM requires"
         )
-    if len(device.ranks) > 1 and generator.kv_cache_mb is None:
+    if shared and generator.kv_cache_mb is None:
         return (
             "gives each engine an unpredictable KV cache, measured while the others start: set "
             "generator.kv_cache_mb"
         )
-    free, others = generator.gpu_memory_utilization * gpu.bytes, device.bytes - sum(engine.values())
-    if others + free > gpu.bytes:
+    if others + free * gpu.bytes > gpu.bytes:
         return (
             "cannot start an engine: vLLM wants generator.gpu_memory_utilization of it, "
-            f"{free / GIB:.1f} GiB, free, and all else takes {others / GIB:.1f} GiB"
+            f"{free * gpu.memory:.1f} GiB, free, and all else takes {others / GIB:.1f} GiB"
         )
     return ""
 
@@ -224,7 +231,10 @@ def _course(config: Config, at_work: float, fresh: float, *, shared: bool) -> tu
 
 def suggestions(config: Config, given: Estimate, *, spread: bool) -> list[list[str]]:
     """What would make it fit: few changes of the config, as ``--set`` takes them; else a larger GPU."""
-    wanted, found = list(_remedies(given)), list[list[str]]()
+    found: list[list[str]] = []
+    troubled = {rank for device in given.devices if device.problem for rank in device.ranks}
+    wanted = SEARCHER_REMEDIES if troubled - {TRAINER} else ()
+    wanted += TRAINER_REMEDIES if TRAINER in troubled else ()
     for number in range(1, MOST_REMEDIES + 1):
         for changes in itertools.combinations(wanted, number):
             keys = {change.partition("=")[0] for change in changes}
@@ -234,19 +244,11 @@ def suggestions(config: Config, given: Estimate, *, spread: bool) -> list[list[s
                     return found
         if found:
             break
-    able = [gpu for gpu in GPUS.values() if gpu.bf16 or config.model.dtype != "bfloat16"]
-    for gpu in able:
-        larger = gpu.memory > given.gpu.memory
-        if larger and not estimate(config, gpu, gpus=given.gpus, spread=spread).problems:
+    for gpu in GPUS.values():
+        larger = gpu.memory > GPUS[given.gpu].memory and (gpu.bf16 or config.model.dtype != "bfloat16")
+        if larger and not estimate(config, gpu, gpus=given.gpus_per_node, spread=spread).problems:
             return [*found, [f"--gpu {gpu.name}"]]
     return found
-
-
-def _remedies(given: Estimate) -> Iterator[str]:
-    """What may help those ranks that do not fit."""
-    troubled = {rank for device in given.devices if device.problem for rank in device.ranks}
-    yield from SEARCHER_REMEDIES if troubled - {TRAINER} else ()
-    yield from TRAINER_REMEDIES if TRAINER in troubled else ()
 
 
 def _fits(config: Config, changes: Sequence[str], given: Estimate, *, spread: bool) -> bool:
@@ -255,5 +257,5 @@ def _fits(config: Config, changes: Sequence[str], given: Estimate, *, spread: bo
     except ConfigError:
         return False
     shared = any(len(device.ranks) > 1 for device in given.devices)  # then there are no more GPUs
-    gpus = given.gpus if spread or shared else None
-    return not estimate(changed, given.gpu, gpus=gpus, spread=spread).problems
+    gpus = given.gpus_per_node if spread or shared else None
+    return not estimate(changed, GPUS[given.gpu], gpus=gpus, spread=spread).problems

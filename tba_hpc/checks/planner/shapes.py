@@ -84,20 +84,18 @@ class Shape:
         return replace(self, head=0, vocabulary=0)
 
     @property
-    def linear_layers(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of a layer's nn.Linear modules by name; experts and GPT-2 have none."""
-        hidden, inner = self.hidden, self.inner
+    def linear_layers(self) -> dict[str, int]:
+        """Inputs plus outputs of a layer's nn.Linear modules by name; experts and GPT-2 have none."""
+        hidden, wide = self.hidden, self.hidden + self.inner
         if self.kind == "gpt2":
             return {}
         if not self.gated:
-            attention = {"query_key_value": (hidden, 3 * hidden), "dense": (hidden, hidden)}
-            return {**attention, "dense_h_to_4h": (hidden, inner), "dense_4h_to_h": (inner, hidden)}
-        attention = dict.fromkeys(("k_proj", "v_proj"), (hidden, self.key_value))
-        attention |= {"q_proj": (hidden, self.query), "o_proj": (self.query, hidden)}
-        if self.active != self.matrices:
-            return attention
-        mlp = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
-        return attention | mlp
+            attention = {"query_key_value": 4 * hidden, "dense": 2 * hidden}
+            return attention | dict.fromkeys(("dense_h_to_4h", "dense_4h_to_h"), wide)
+        attention = dict.fromkeys(("q_proj", "o_proj"), hidden + self.query)
+        attention |= dict.fromkeys(("k_proj", "v_proj"), hidden + self.key_value)
+        mlp = () if self.active != self.matrices else ("gate_proj", "up_proj", "down_proj")
+        return attention | dict.fromkeys(mlp, wide)
 
 
 def adapter_weights(shape: Shape, lora: LoraSection, path: str) -> int:
@@ -110,7 +108,7 @@ def adapter_weights(shape: Shape, lora: LoraSection, path: str) -> int:
             f"model.lora.{f'targets={unknown[0]}' if unknown else 'rank'} names no linear layer of "
             f"model.path={path} that LoRA can adapt: it has {', '.join(layers) or 'none'}"
         )
-    return shape.layers * lora.rank * sum(sum(layers[name]) for name in wanted)
+    return shape.layers * lora.rank * sum(layers[name] for name in wanted)
 
 
 def load_shape(path: str, key: str = "model.path") -> Shape:
