@@ -274,7 +274,7 @@ def make_trainer(
 ) -> tuple[Trainer, RunDir]:
     parts, exchange = make_loops(root, **settings)
     trainer = parts.build(exchange, lambda: stop(parts.run))
-    trainer._saving._checkpoints = Checkpoints(parts.run, parts.config.checkpoint.keep, write, beside=beside)
+    trainer._saving.checkpoints = Checkpoints(parts.run, parts.config.checkpoint.keep, write, beside=beside)
     return trainer, parts.run
 
 
@@ -409,7 +409,7 @@ def test_the_last_checkpoint_waits_for_room_for_half_a_deadline(
 def test_while_one_is_under_way_time_is_kept_for_two(tmp_path: Path) -> None:
     parts, exchange = make_loops(tmp_path)
     trainer = parts.build(exchange, job_end=time.time() + MARGIN_SECONDS + 60)
-    trainer._saving._saved = TrainerState(save_seconds=40)
+    trainer._saving.saved = TrainerState(save_seconds=40)
     assert not trainer._is_late
     trainer._saving._under_way = Future()
     assert trainer._is_late

@@ -164,7 +164,7 @@ def test_where_none_is_whole_a_sentence_says_so_and_nothing_is_changed(saved: Sa
 def test_a_run_whose_checkpoints_were_all_set_aside_is_not_started_afresh(run: RunDir) -> None:
     verify_checkpoints(run)  # a fresh one has nothing to verify
     save(run, 4)
-    set_aside(run.checkpoints / "step-000004")
+    set_aside(run, run.checkpoints / "step-000004")
     with pytest.raises(StateError, match=r"is whole .damaged-step-000004-1.: put a copy of one back"):
         verify_checkpoints(run)
 
@@ -180,11 +180,10 @@ def test_what_a_kill_leaves_is_deleted_and_not_called_damaged(run: RunDir) -> No
     save(run, 4)
     half = begin_checkpoint(run, 8)
     (half / "state.json").write_text("{}")
-    mark = run.checkpoints / ".step-000008.tmp"
-    assert mark.exists() and damaged_checkpoints(run) == {}
+    assert damaged_checkpoints(run) == {}
     (run.checkpoints / ".step-000004.universal.tmp").mkdir()  # of a conversion
     assert begin_checkpoint(run, 12).exists()
-    assert names(run) == [".step-000012.tmp", "step-000004", "step-000012"]
+    assert names(run) == ["step-000004", "step-000012"]
 
 
 def test_the_same_step_may_be_damaged_twice(run: RunDir) -> None:
@@ -193,6 +192,22 @@ def test_the_same_step_may_be_damaged_twice(run: RunDir) -> None:
         (save(run, 8) / "weights.bin").unlink()
         verify_checkpoints(run)
     assert names(run) == ["damaged-step-000008-1", "damaged-step-000008-2", "step-000004"]
+
+
+def test_a_newest_checkpoint_that_is_gone_is_missed(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, if there is one before it; else the run is not started afresh."""
+    save(run, 4)
+    shutil.rmtree(save(run, 8))
+    verify_checkpoints(run)
+    assert f"{run.checkpoints / 'step-000008'} is damaged (it is gone)" in caplog.text
+    (event,) = read_metrics(run.metrics_file("trainer"))
+    assert (event["event"], event["step"], event["fault"]) == ("damaged", 8, "it is gone")
+    verify_checkpoints(run)
+    assert len(read_metrics(run.metrics_file("trainer"))) == 1 and names(run) == ["step-000004"]
+    save(run, 12)
+    shutil.rmtree(run.checkpoints)
+    with pytest.raises(StateError, match=r"no checkpoint in .* is whole .step-000012: it is gone.: put a"):
+        verify_checkpoints(RunDir.create(run.config()))
 
 
 @pytest.mark.parametrize("old, new", [("17", "99"), ("cursors", "c"), (None, "")])

@@ -41,7 +41,7 @@ from tba_hpc.run import owners
 from tba_hpc.run.checkpoints import TrainerState
 from tba_hpc.run.directory import ATTEMPT, RunDir
 from tba_hpc.run.metrics import MetricsWriter, read_metrics
-from tba_hpc.run.owners import Owner, leased
+from tba_hpc.run.owners import Owner
 
 LAYOUT = WeightLayout.of([("a", (3, 5))], "F32")
 
@@ -80,7 +80,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("sections", "sentence"),
     [
-        ({"launch": {"searchers": 0, "elastic": 0}}, r"searchers=0 with launch.elastic=0 leaves nobody"),
+        ({"launch": {"searchers": 0, "elastic": 0}}, r"searchers=0 with launch.elastic=0 leaves no searcher"),
         ({"exchange": {"max_staleness": 4}}, r"elastic=3 lets searchers leave that .* waits for: leave out"),
     ],
 )
@@ -207,15 +207,17 @@ def test_who_is_to_evaluate_waits_for_room(run: RunDir, monkeypatch: pytest.Monk
 
 def test_who_is_there(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"searcher-{number}" for number in run.config().launch.elastic_searchers]
-    with leased(run, names), leased(run, names):
-        assert list(owners.holders(run, names)) == names[:2]
-        assert Attendance(run, run.config())()
-        there = Attendance(run, run.config())
-        assert there()
-        with monkeypatch.context() as patch:
-            patch.setattr("tba_hpc.loops.elastic.LOOK_SECONDS", 0.0)
-            patch.setattr(Path, "touch", no_room)
-            assert there(), "as before, while the disk is full"
+    leases = [owners.take_lease(run, names) for _ in range(2)]
+    assert list(owners.holders(run, names)) == names[:2]
+    there = Attendance(run, run.config())
+    assert there()
+    with monkeypatch.context() as patch:
+        patch.setattr("tba_hpc.loops.elastic.LOOK_SECONDS", 0.0)
+        patch.setattr(Path, "touch", no_room)
+        assert there(), "as before, while the disk is full"
+    for lease in leases:
+        assert lease
+        lease.release()
     assert owners.holders(run, names) == {}
     assert not Attendance(run, run.config())()
 
@@ -588,8 +590,8 @@ def test_the_last_evaluation_of_a_run_without_searchers_says_whom_it_waits_for(t
     run = RunDir.create(config)
     watch = Watch(run, config.launch, 20)
     assert watch.silence < 1 and watch.missing == [0]
-    assert watch.missing_words == "searchers that come and go"
-    assert watch.remedy == f"where no searcher is at work, add one: tba search {run.path}"
+    assert watch.missing_words == "elastic searchers"
+    assert watch.remedy == f"if no searcher is at work, add one: tba search {run.path}"
     before = watch._heard
     MetricsWriter(run.metrics_file("searcher", FIRST_ELASTIC + 2)).log({"search/tokens": 7})
     watch._looked = -60.0

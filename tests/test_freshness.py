@@ -239,10 +239,14 @@ def test_with_a_replay_limit_groups_are_missing_once_prompts_are_used_up() -> No
 
 
 def test_too_many_steps_without_a_shard_make_one_missing() -> None:
-    """Counted from the beginning of an attempt, at step 10, and from the last shard."""
+    """Counted from the last shard; a resume, at step 10, waits for one at once."""
     config = config_of(exchange={"max_steps_without_data": 3})
     hungry = Freshness(config, ReplayBuffer(config.buffer, 0))
     hungry.begin(10, CompletedRequests())
+    assert hungry.missing(10) == 1
+    with pytest.raises(ExchangeError, match=r"got no shard since the run was resumed and no new .* for 12 s"):
+        hungry.exclude_unresponsive(10, 12.0)
+    hungry.arrive(shard(1, 0), 10)
     assert [hungry.missing(step) for step in range(10, 16)] == [0, 0, 0, 1, 1, 1]
     with pytest.raises(
         ExchangeError, match=r"got no shard in the last 3 steps and no new one has .* for 12 s"

@@ -389,7 +389,8 @@ def test_a_publish_that_is_put_off_stays_due(tmp_path: Path) -> None:
     run = RunDir.create(config)
     exchange = ReplayExchange(_sealed(config, run, 2), 0)
     trainer = TrainerParts(config, run).build(exchange)
-    trainer._begin()
+    trainer._freshness.begin(0, trainer.completed)
+    assert trainer._publish_if_due()
     assert not trainer._publish_is_due, "the first weights are out, and searchers have all that is missing"
     busy = pytest.MonkeyPatch()
     busy.setattr(exchange, "publish", lambda publication, write: False)
@@ -497,8 +498,8 @@ def _steps_of(run: RunDir, event: str) -> list[object]:
     return [r["step"] for r in read_metrics(run.metrics_file("trainer")) if r.get("event") == event]
 
 
-def test_without_data_the_trainer_takes_so_many_steps_then_waits_then_goes_on(tmp_path: Path) -> None:
-    """Three: it waits before steps 3 and 6; stopped at 8 and resumed, before 11, three from the resume."""
+def test_the_trainer_waits_for_a_shard_after_so_many_steps_without_and_after_a_resume(tmp_path: Path) -> None:
+    """Three: it waits before steps 3 and 6; stopped at 8 and resumed, before 8 and before 11."""
     config = make_config(tmp_path, train={"steps": 13}, exchange={"max_steps_without_data": 3})
     run = RunDir.create(config)
     shards, reached = _sealed(config, run, 5), [False]
@@ -507,9 +508,18 @@ def test_without_data_the_trainer_takes_so_many_steps_then_waits_then_goes_on(tm
     assert (first.looks, _steps_of(run, "waiting"), _steps_of(run, "merged")) == (10, [3, 6], [0, 3, 6])
     second = Slow(shards, published=3)
     assert TrainerParts(config, run).build(second).run()
-    assert (second.looks, _steps_of(run, "waiting")) == (5, [3, 6, 11])
-    assert _steps_of(run, "merged") == [0, 3, 6, 11]
+    assert (second.looks, _steps_of(run, "waiting")) == (10, [3, 6, 8, 11])
+    assert _steps_of(run, "merged") == [0, 3, 6, 8, 11]
     assert len(_losses(run)) == 13
+
+
+def test_without_a_limit_a_resume_waits_for_nothing(tmp_path: Path) -> None:
+    config = make_config(tmp_path, exchange={"max_steps_without_data": None})
+    run = RunDir.create(config)
+    shards, reached = _sealed(config, run, 1), [False]
+    assert not TrainerParts(config, run).build(Slow(shards), lambda: _losses_reach(run, 3, reached)).run()
+    resumed = Slow(shards, published=1)
+    assert TrainerParts(config, run).build(resumed).run() and resumed.looks == 0
 
 
 def test_a_wait_for_data_does_not_make_a_job_stop_early(tmp_path: Path) -> None:

@@ -194,6 +194,20 @@ def test_a_run_of_an_earlier_version_is_refused_and_nothing_is_touched(tmp_path:
         RunDir.open(run.path)
 
 
+def test_a_config_that_was_edited_or_damaged_is_refused(run: RunDir) -> None:
+    before = run.config_file.read_bytes()
+    for now, sentence in (
+        (before.replace(b"steps: 1000", b"steps: 1001"), r"config.yaml was edited or damaged: its checksum"),
+        (before.replace(b"tiny", b"t\xffny"), r"config.yaml is damaged .'utf-8' codec"),
+    ):
+        run.config_file.write_bytes(now)
+        for refused in (run.config, lambda: RunDir.create(config_in(run.path.parent))):
+            with pytest.raises(ConfigError, match=sentence):
+                refused()
+    run.config_file.write_bytes(before)
+    assert run.config() == config_in(run.path.parent)
+
+
 def test_a_file_in_the_way_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for root in (tmp_path / "file", tmp_path / "file" / "below"):

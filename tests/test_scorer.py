@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -112,7 +113,7 @@ def test_the_log_tells_of_one_in_many(tmp_path: Path, caplog: pytest.LogCaptureF
         record.message for record in caplog.records if "gave 1 of 12 that are not finite" in record.message
     ]
     assert len(told) == math.ceil(task.groups / TOLD_EVERY)
-    assert "(200 like it before; one in 100 is told)" in told[2]
+    assert "(200 like it before; one in 100 is logged)" in told[2]
 
 
 @pytest.mark.parametrize(
@@ -135,6 +136,19 @@ def test_what_is_no_single_groups_fault_ends_the_searcher_at_once(
 
 def _raise(error: Exception) -> list[float]:
     raise error
+
+
+def test_the_time_that_rewards_take_is_logged(tmp_path: Path) -> None:
+    """A tenth of a second for each group: nearly all that a searcher does here."""
+
+    def slow(prompt: Prompt, rewards: list[float], groups: int) -> list[float]:
+        time.sleep(0.1)
+        return rewards
+
+    records = read_metrics(search(tmp_path, Faulty(slow), wanted=60).metrics_file("searcher"))
+    (last,) = (record for record in records if "search/reward_seconds" in record)
+    assert 0.1 <= float(str(last["search/reward_seconds"])) < 0.2
+    assert float(str(last["search/reward_share"])) > 0.5
 
 
 @pytest.mark.parametrize(("temperature", "compared"), [(None, 4), (0.0, 4), (1.0, 0)])

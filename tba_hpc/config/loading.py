@@ -32,7 +32,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
             f"cannot read the config {path}: {error.strerror}; check the path, or name one of those shipped: "
             f"{', '.join(shipped.files('configs'))}"
         ) from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ConfigError(

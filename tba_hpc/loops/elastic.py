@@ -1,8 +1,8 @@
-"""A searcher that comes and goes: the place that it leases, what it asks and evaluates, how it leaves.
+"""An elastic searcher: the place that it leases, what it asks and evaluates, how it leaves.
 
-It must not know how completions are generated or scored. Whoever holds a place asks for its requests; whoever
-holds it next asks for what is not completed. A trainer that starts again may share the requests out among
-another number of places: then the stream of requests begins anew, while engine and shards go on.
+The holder of a place asks for its requests; the next holder asks for those that are not completed. A trainer
+that restarts may divide the requests among another number of places: then the stream of requests restarts,
+while engine and shards go on.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Self
 
@@ -27,20 +27,20 @@ from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.run.files import unless_away
 from tba_hpc.run.metrics import MetricsWriter
 from tba_hpc.run.notes import rank_name
-from tba_hpc.run.owners import clock, holders, leased
+from tba_hpc.run.owners import Lease, clock, holders, take_lease
 from tba_hpc.run.signals import StopFlag
 
 NO_PLACE = 3
-"""Exit status of a searcher that found all places taken: there is nothing to do for it now."""
+"""Exit status of a searcher that found all places taken."""
 
 EVALUATOR = "evaluator"
-"""What the one owns that evaluates, in a run without searchers of its own."""
+"""The name that the evaluating searcher owns in a run without searchers of its own."""
 
 SEAT_SECONDS = 5.0
-"""Pause between two tries to be that one."""
+"""Pause between two tries to own it."""
 
 LOOK_SECONDS = 5.0
-"""Pause between two looks of the trainer whether anybody is there: an engine takes longer to be built."""
+"""Pause between the trainer's looks for elastic searchers: an engine takes longer to be built."""
 
 MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 """Variables of a process that an MPI launcher has started."""
@@ -51,20 +51,20 @@ class NoPlaceError(ValueError):
 
 
 def comes_by_itself(config: Config, index: int | None) -> bool:
-    """Whether this searcher was started by nobody who counts ranks. ConfigError where none may come so."""
+    """Whether this searcher is elastic: no launcher started it. Raises ConfigError if the run has none."""
     if index is not None or ATTEMPT in os.environ:
         return False
     if not config.launch.elastic and not any(name in os.environ for name in MPI_RANK):
         raise ConfigError(
-            "launch.elastic=0 leaves no place for a searcher that comes by itself: stop the run, if it is at "
-            "work, and go on with --set launch.elastic=N, for as many as may come"
+            "launch.elastic=0 leaves no place for an elastic searcher: stop the run if it is at work, and go "
+            "on with --set launch.elastic=N, for as many as may join"
         )
     return config.launch.elastic > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a searcher holds: its number in the run, and that of its lease, which comes only once."""
+    """What a searcher holds: its number in the run, and that of its lease, used only once."""
 
     searcher: int
     lease: int
@@ -74,17 +74,20 @@ class Place:
 def leased_place(run: RunDir, config: Config) -> Iterator[Place]:
     """Hold the lowest free place while the block runs. Raises NoPlaceError."""
     searchers = {rank_name("searcher", number): number for number in config.launch.elastic_searchers}
-    with leased(run, searchers) as lease:
-        if lease is None:
-            raise NoPlaceError(
-                f"all places of {run.path} for searchers that come and go are taken (launch.elastic="
-                f"{config.launch.elastic}): let one of them leave, or start the run with more"
-            )
+    lease = take_lease(run, searchers)
+    if lease is None:
+        raise NoPlaceError(
+            f"all places of {run.path} for elastic searchers are taken (launch.elastic="
+            f"{config.launch.elastic}): let one of them leave, or start the run with more"
+        )
+    try:
         yield Place(searchers[lease.name], lease.number)
+    finally:
+        lease.release()
 
 
 class Attendance:
-    """Whether anybody holds a place; looks every LOOK_SECONDS."""
+    """Whether any elastic searcher is at work; looks every LOOK_SECONDS."""
 
     def __init__(self, run: RunDir, config: Config) -> None:
         self._run = run
@@ -93,7 +96,7 @@ class Attendance:
         self._anybody = False
 
     def __call__(self) -> bool:
-        """As of the last look, or of the one before where the file system was away."""
+        """As of the last look at which the file system answered."""
         if time.monotonic() - self._looked >= LOOK_SECONDS:
             self._looked = time.monotonic()
             self._anybody = unless_away(self._look, otherwise=self._anybody)
@@ -105,7 +108,7 @@ class Attendance:
 
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """While there is nothing to seal yet: a stop ends the process, after what it holds was given back."""
+    """While there is nothing to seal yet: a stop ends the process, and gives its lease back."""
     asked = False
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -129,56 +132,44 @@ class EvaluatorSeat:
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._stay = ExitStack()
-        self._held = False
+        self._lease: Lease | None = None
         self._tried = -SEAT_SECONDS
 
     def taken(self) -> bool:
         """Whether this process holds it; tries to, now and then."""
-        if not self._held and time.monotonic() - self._tried >= SEAT_SECONDS:
+        if not self._lease and time.monotonic() - self._tried >= SEAT_SECONDS:
             self._tried = time.monotonic()
-            self._held = unless_away(self._take, otherwise=False)
-        return self._held
-
-    def _take(self) -> bool:
-        with ExitStack() as trial:
-            lease = trial.enter_context(leased(self._run, [EVALUATOR]))
-            self._stay = trial.pop_all()
-        return lease is not None
+            self._lease = unless_away(lambda: take_lease(self._run, [EVALUATOR]), otherwise=None)
+        return self._lease is not None
 
     def leave(self) -> None:
         """Give it back."""
-        self._stay.close()
-        self._held = False
+        if self._lease:
+            self._lease.release()
+            self._lease = None
 
 
+@dataclass
 class Visit:
-    """A stay of searcher ``searcher`` at a run, which its metrics tell of. told: whether to leave."""
+    """A stay of elastic searcher ``searcher`` at a run. told: whether it is asked to leave."""
 
-    def __init__(
-        self,
-        run: RunDir,
-        config: Config,
-        searcher: int,
-        *,
-        metrics: MetricsWriter,
-        told: Callable[[], bool],
-    ) -> None:
-        self._run = run
-        self._config = config
-        self._searcher = searcher
-        self._log = metrics.log
-        self._told = told
-        self._places_told = _places(config.launch)  # by the searcher's "started"
-        self._attempt = ""  # of the trainer, as of which the config was read
-        self._placeless = False  # the run was started again with fewer places
-        self._seat = EvaluatorSeat(run)
+    run: RunDir
+    config: Config
+    searcher: int
+    metrics: MetricsWriter = field(kw_only=True)
+    told: Callable[[], bool] = field(kw_only=True)
+    _attempt: str = ""  # of the trainer, as of which the config was read
+    _placeless: bool = False  # the run was started again with fewer places
+
+    def __post_init__(self) -> None:
+        self._places = _places(self.config.launch)  # by the searcher's "started"
+        self._seat = EvaluatorSeat(self.run)
         self.exchange = ElasticSearcherExchange(
-            run.weights,
-            searcher,
-            patience=config.launch.elastic_seconds,
-            told=lambda: told() or self._placeless,
-            finished=lambda: run.finished,
+            self.run.weights,
+            self.searcher,
+            patience=self.config.launch.elastic_seconds,
+            told=lambda: self.told() or self._placeless,
+            finished=lambda: self.run.finished,
             evaluates=lambda: not self._launch().searchers and self._seat.taken(),
         )
 
@@ -186,37 +177,33 @@ class Visit:
         """How the trainer at work now was started."""
         if (attempt := self.exchange.attempt) != self._attempt:
             self._attempt = attempt
-            self._config = self._config.model_copy(update={"launch": self._run.config().launch})
-            self._placeless = self._searcher not in self._config.launch.elastic_searchers
-        return self._config.launch
+            self.config = self.config.model_copy(update={"launch": self.run.config().launch})
+            self._placeless = self.searcher not in self.config.launch.elastic_searchers
+        return self.config.launch
 
     def requests(self, task: Task, progress: Progress) -> Iterator[Request]:
         """The requests of the place, without end, less those completed by ``progress``.
 
-        progress: what the trainer and the shards of this place say. Where a start of the trainer has shared
-        out the requests among other places, those that remain: what was issued here before, or is completed
-        by then, is left out.
+        progress: what the trainer and the shards of this place say. If a restarted trainer has divided the
+        requests among other places, those of the new place, less what was issued here or is completed.
         """
         known = CompletedRequests.from_array(progress.completed.to_array())
-        stream, places = self._requests(task, known), self._places_told
+        stream = training_requests(self.config, task, self.searcher, known)
         issued = False
         while True:
-            now = _places(self._launch())
+            places = _places(self._launch())
             if self._placeless:
                 return
-            if now != places:
-                places = now
+            if places != self._places:
+                self._places = places
                 if issued:
                     known.unite(self.exchange.progress().completed)
-                stream = self._requests(task, known)
-                self._log({"event": "moved", "place": self._place, "searchers": self._config.launch.places})
+                stream = training_requests(self.config, task, self.searcher, known)
+                self._log("moved", searchers=self.config.launch.places)
             request = next(stream)
             known.add_one(request.id)
             issued = True
             yield request
-
-    def _requests(self, task: Task, known: CompletedRequests) -> Iterator[Request]:
-        return training_requests(self._config, task, self._searcher, known)
 
     def report(self, write: Callable[[int, int, Evaluation], None]) -> Callable[[int, int, Evaluation], None]:
         """``write`` of a whole evaluation, if the trainer that has asked for it is still at work."""
@@ -228,26 +215,25 @@ class Visit:
         return report
 
     @property
-    def _place(self) -> int:
-        return self._config.launch.place_of(self._searcher)
-
-    @property
     def why(self) -> str:
         """Why it leaves."""
-        if self._told():
+        if self.told():
             return "told"
         return "no place" if self._placeless else "finished"
 
     def __enter__(self) -> Self:
-        job = os.environ.get("SLURM_JOB_ID", "")
-        self._log({"event": "joined", "host": socket.gethostname(), "job": job, "place": self._place})
+        self._log("joined", host=socket.gethostname(), job=os.environ.get("SLURM_JOB_ID", ""))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Give back what is held besides the place."""
         self._seat.leave()
         if kind is None:
-            self._log({"event": "left", "why": self.why, "place": self._place})
+            self._log("left", why=self.why)
+
+    def _log(self, event: str, **values: str | int) -> None:
+        place = self.config.launch.place_of(self.searcher)
+        self.metrics.log({"event": event, **values, "place": place})
 
 
 def _places(launch: LaunchSection) -> tuple[int, int]:

@@ -1,12 +1,8 @@
-"""The end of a run: last weights, last evaluation, export, summary and report; or what a resume needs of it.
-
-It must not know how the run was trained.
-"""
+"""The end of a run: last weights, last evaluation, export, summary and report."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,13 +34,12 @@ def end_run(
     learner: Learner,
     exchange: TrainerExchange,
 ) -> None:
-    """Let everybody go, and leave a summary; a model and a report, too, if the run is ``finished``.
+    """Let all ranks go, and leave a summary; a model and a report, too, if the run is ``finished``.
 
-    finished: whether the last step was taken; a resume has only this end left to do where a stop was asked
-    for meanwhile. Once nothing is left to train or to measure the run is marked as finished; a kill between
-    that and the report leaves it to the next ``tba run`` or ``tba report``. Shards that arrive from here on
-    stay on disk beyond the checkpoint's cursors. Raises ExchangeError where the last evaluation does not
-    come.
+    finished: whether the last step was taken; if a stop is asked for now, a resume has only this end left to
+    do. Once nothing is left to train or to measure the run is marked as finished; after a kill between that
+    and the report the next ``tba run`` or ``tba report`` makes it. Shards that arrive from here on stay on
+    disk beyond the checkpoint's cursors. Raises ExchangeError if the last evaluation does not come.
     """
     published = finished and publish_last(trainer)
     trainer.log_event("finished" if published else "stopped")
@@ -88,18 +83,18 @@ def publish_last(trainer: Trainer) -> bool:
 def _evaluation_arrives(run: RunDir, config: Config, trainer: Trainer) -> bool:
     """Wait until every searcher's part of the last evaluation is on disk; False when asked to stop before.
 
-    Raises ExchangeError where for a whole deadline none of those whose part is missing has done anything.
+    Raises ExchangeError if for a whole timeout none of those whose part is missing has done anything.
     """
-    step, patience = config.train.steps, config.launch.timeout_seconds
+    step, timeout = config.train.steps, config.launch.timeout_seconds
     watch = Watch(run, config.launch, step)
     while find_evaluation(run, "test", step) is None:
         if trainer.stopping:
             return False
         trainer.poll()
-        if watch.silence > patience:
+        if watch.silence > timeout:
             raise ExchangeError(
                 f"the last evaluation is incomplete, and {watch.missing_words} generated nothing for "
-                f"{patience:g} s: {watch.remedy}; the model is in {run.export}, and the same "
+                f"{timeout:g} s: {watch.remedy}; the model is in {run.export}, and the same "
                 "run, started again, evaluates only what is missing"
             )
         time.sleep(POLL_SECONDS)
@@ -110,8 +105,8 @@ def _evaluation_arrives(run: RunDir, config: Config, trainer: Trainer) -> bool:
 class Watch:
     """When a searcher whose part of the last evaluation is missing was last heard of.
 
-    News is a part that has come, or a record of tokens generated. Where all searchers come and go, one of
-    them evaluates, whichever it is.
+    News is a part that has come, or a record of tokens generated. If all searchers are elastic one of them
+    evaluates, whichever it is.
     """
 
     run: RunDir
@@ -122,31 +117,24 @@ class Watch:
     _heard: float = field(default_factory=time.monotonic)
     _looked: float = -NEWS_SECONDS
 
-    def heard(self) -> None:
-        """There is news."""
-        self._heard = time.monotonic()
-
     @property
     def silence(self) -> float:
         """Seconds without news."""
-        if time.monotonic() - self._looked >= NEWS_SECONDS:
-            self._looked = time.monotonic()
-            self._look()
-        return time.monotonic() - self._heard
-
-    def _look(self) -> None:
-        parts = self.launch.searchers or 1
-        before, self.missing = self.missing, missing_parts(self.run, "test", self.step, parts)
-        at_work = [self._is_at_work(searcher) for searcher in self._who_may_be_missing]  # lest old news wait
-        if self.missing != before or any(at_work):
-            self.heard()
-
-    @property
-    def _who_may_be_missing(self) -> Sequence[int]:
-        return self.missing if self.launch.searchers else self.launch.elastic_searchers
+        now = time.monotonic()
+        if now - self._looked >= NEWS_SECONDS:
+            self._looked = now
+            before, self.missing = (
+                self.missing,
+                missing_parts(self.run, "test", self.step, self.launch.searchers or 1),
+            )
+            waited_for = self.missing if self.launch.searchers else self.launch.elastic_searchers
+            at_work = [self._is_at_work(searcher) for searcher in waited_for]  # of all, lest old news wait
+            if self.missing != before or any(at_work):
+                self._heard = now
+        return now - self._heard
 
     def _is_at_work(self, searcher: int) -> bool:
-        """Whether a searcher has written of anything done since the last look."""
+        """Whether a searcher has generated anything since the last look."""
         if searcher not in self._tails:
             path = self.run.metrics_file("searcher", searcher)
             self._tails[searcher] = MetricsTail.from_now(path)
@@ -158,13 +146,13 @@ class Watch:
         """What to look at, or to start."""
         if self.launch.searchers:
             return f"see the log in {self.run.attempt}"
-        return f"where no searcher is at work, add one: tba search {self.run.path}"
+        return f"if no searcher is at work, add one: tba search {self.run.path}"
 
     @property
     def missing_words(self) -> str:
         """Who they are."""
         if not self.launch.searchers:
-            return "searchers that come and go"
+            return "elastic searchers"
         named = ", ".join(map(str, self.missing[:NAMED]))
         more = f" and {len(self.missing) - NAMED} more" if len(self.missing) > NAMED else ""
         return f"searcher{'' if len(self.missing) == 1 else 's'} {named}{more}"

@@ -1,9 +1,8 @@
 """What of the replay buffer a step may learn from, and how far ahead searchers may therefore run.
 
-Three keys of the config decide: ``exchange.max_staleness`` bounds the steps between the weights that sampled
-a trajectory and those that learn from it; with ``train.reference: reset`` (TBA′) whatever an older reference
-scored is stale, too; ``buffer.replay_limit`` bounds the steps that learn from a trajectory. It must not know
-how weights and shards travel, nor when the trainer looks.
+``exchange.max_staleness`` bounds the steps between the weights that sampled a trajectory and those that learn
+from it; with ``train.reference: reset`` (TBA′) whatever an older reference scored is stale, too;
+``buffer.replay_limit`` bounds the steps that learn from a trajectory.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ class Freshness:
         self._config = config
         self._buffer = buffer
         self._budget: RolloutBudget | None = None
-        self._fed = 0  # step at which a shard came last; at first that of the attempt's beginning
+        self._fed: int | None = 0  # step at which a shard came last; None: not since the run was resumed
         self.reference = schedules.reference(config.train, 0)
         """Step of the policy that is the reference, or BEHAVIOUR."""
 
     def begin(self, step: int, completed: CompletedRequests) -> None:
-        """An attempt, at its first step."""
-        self._fed = step
+        """An attempt, at its first step. A resume waits for a shard: what it has was learned from before."""
+        self._fed = None if step else 0
         if self._config.exchange.max_staleness is not None:
             self._budget = RolloutBudget(self._config, completed)
 
@@ -58,7 +57,7 @@ class Freshness:
     # --- Reference ---
 
     def update_reference(self, step: int) -> bool:
-        """Every ρ steps the policy becomes the reference; whether ``step`` has another than before."""
+        """Whether ``step`` has another reference than the step before."""
         before, self.reference = self.reference, schedules.reference(self._config.train, step)
         return self.reference != before
 
@@ -80,7 +79,7 @@ class Freshness:
         return self._buffer.unlearned_lengths(lambda record: self.is_stale(record, step))
 
     def _has_stale(self, step: int) -> bool:
-        """Most often not; the buffer may be large, and there are few kinds."""
+        """Looks at the kinds of trajectories, which are few."""
         return self._config.selective and bool(self.is_stale(self._buffer.kinds, step).any())
 
     def is_stale(self, record: np.ndarray, step: int) -> np.ndarray:
@@ -111,23 +110,21 @@ class Freshness:
         """What the buffer lacks for ``step``: completions at first, then groups, or just any new one."""
         if self.filling(step):
             return max(0, self._config.buffer.initial_completions - len(self._buffer))
-        return max(self._missing_groups, int(self.starved(step)), self._overdue(step))
+        wanted = self._config.train.prompts_per_step if self._config.selective else 0
+        return max(wanted - self._groups, int(self.starved(step)), self._overdue(step))
 
     def _overdue(self, step: int) -> int:
-        """Requests that must come before a queue may go on; where groups are drawn, none is waited for."""
+        """Requests that must come before a queue may go on; if groups are drawn, none is waited for."""
         return self._budget.overdue(step) if self._budget and self._config.buffer.oldest_first else 0
 
     def starved(self, step: int) -> bool:
-        """Whether no shard has come for so many steps that ``step`` must wait for one that can still come."""
+        """Whether ``step`` must wait for a shard, as none has come for too many steps, or since a resume.
+
+        Not if no limit is wanted, or nobody may issue a request.
+        """
         limit = self._config.exchange.max_steps_without_data
         can_come = self._budget is None or self._owed.total() > 0
-        return limit is not None and step - self._fed >= limit and can_come
-
-    @property
-    def _missing_groups(self) -> int:
-        if not self._config.selective:
-            return 0
-        return max(0, self._config.train.prompts_per_step - self._groups)
+        return limit is not None and can_come and (self._fed is None or step - self._fed >= limit)
 
     @property
     def _groups(self) -> int:
@@ -151,13 +148,13 @@ class Freshness:
         if self._budget:
             self._budget.arrive(shard.trajectories.request_ids)
 
-    def exclude_unresponsive(self, step: int, patience: float) -> None:
-        """After ``patience`` seconds without news let others issue what is owed: over files a death shows so.
+    def exclude_unresponsive(self, step: int, timeout: float) -> None:
+        """After ``timeout`` seconds without news let others issue what is owed: a searcher may have died.
 
-        Raises ExchangeError where nobody is left to wait for.
+        Raises ExchangeError if nobody is left to wait for.
         """
         shortage, remedy = self._shortage(step)
-        silence = f"the replay buffer {shortage} and no new one has arrived for {patience:.0f} s: {remedy}"
+        silence = f"the replay buffer {shortage} and no new one has arrived for {timeout:.0f} s: {remedy}"
         if self._budget is None:
             raise ExchangeError(silence)
         self._budget.exclude(set(self._owed), silence)
@@ -165,52 +162,44 @@ class Freshness:
 
     def _shortage(self, step: int) -> tuple[str, str]:
         """What the buffer lacks, and what the user can do."""
+        launch, wanted = self._config.launch, self._config.train.prompts_per_step
+        none = "" if launch.searchers else " (none belongs to the run itself)"
+        add = f"; if no searcher is at work{none}, add one: tba search {self._config.run_dir}"
+        or_add = add if launch.elastic else ""
         if self.filling(step):
-            return (
-                f"holds {len(self._buffer)} of {self._config.buffer.initial_completions} initial completions",
-                f"see the searchers' logs, or {self._remedy_at_first}{self._or_add_one}",
-            )
-        searchers = sorted(self._owed) if self._budget else range(self._config.launch.searchers)
-        shortage = f"got no shard in the last {step - self._fed} steps"
-        if self._missing_groups:
-            wanted = self._config.train.prompts_per_step
+            remedy = "raise launch.timeout_seconds if an engine takes longer to be built"
+            if len(self._buffer):
+                remedy = (
+                    "start another run (run.name) with a lower buffer.initial_completions if the task has "
+                    "too few distinct completions"
+                )
+            initial = self._config.buffer.initial_completions
+            shortage = f"holds {len(self._buffer)} of {initial} initial completions"
+            return shortage, f"see the searchers' logs, or {remedy}{or_add}"
+        if self._config.selective and self._groups < wanted:
             shortage = f"holds {self._groups} of the {wanted} groups that step {step} needs"
         elif overdue := self._overdue(step):
             shortage = f"lacks {count(overdue, 'group')} that would be too stale after step {step}"
-        if self._config.launch.elastic:
-            return shortage, f"see the searchers' logs{self._or_add_one}"
+        elif self._fed is None:
+            shortage = "got no shard since the run was resumed"
+        else:
+            shortage = f"got no shard in the last {step - self._fed} steps"
+        if launch.elastic:
+            return shortage, f"see the searchers' logs{or_add}"
+        searchers = sorted(self._owed) if self._budget else range(launch.searchers)
         return shortage, f"see the logs of searchers {', '.join(map(str, searchers))}, which owe them"
-
-    @property
-    def _remedy_at_first(self) -> str:
-        """What may help where the initial buffer does not fill."""
-        if not len(self._buffer):
-            return "raise launch.timeout_seconds if an engine takes longer to be built"
-        return (
-            "start another run (run.name) with a lower buffer.initial_completions if the task has too few "
-            "distinct completions"
-        )
-
-    @property
-    def _or_add_one(self) -> str:
-        """What to do where all searchers have gone."""
-        launch = self._config.launch
-        none = "" if launch.searchers else " (none belongs to the run itself)"
-        add = f"; where no searcher is at work{none}, add one: tba search {self._config.run_dir}"
-        return add if launch.elastic else ""
 
 
 class RolloutBudget:
-    """Which requests searchers may issue where staleness is bounded: those before ``end``.
+    """Which requests searchers may issue if staleness is bounded: those before ``end``.
 
     What is issued under weights v is used by step v + n, if no more than (n + 1)·B requests wait to be
     learned from by then (AReaL, arXiv 2505.24298, §5.1): so ``end`` is (v + n + 1)·B in a run that loses
-    nothing. Whatever a run loses, as it was a duplicate, too stale, completed before or an excluded
-    searcher's, others are issued instead of: else searchers would be less far ahead with each loss, and at
-    last work in turns with the trainer.
+    nothing. What a run loses (duplicates, stale or repeated groups, those of excluded searchers) is issued
+    again as others: else searchers would be less far ahead with each loss.
 
-    Where steps learn from the oldest first, none is too stale: what takes long is waited for before it would
-    be, see ``overdue``. To go on with what is quick and drop the rest would starve long answers.
+    If steps learn from the oldest first, none is too stale: ``overdue`` ones are waited for. To go on with
+    what is quick and drop the rest would starve long answers.
 
     completed: when the attempt begins.
     """
@@ -270,10 +259,7 @@ class RolloutBudget:
         return overdue
 
     def arrive(self, request_ids: np.ndarray) -> None:
-        """Requests are completed; one from beyond ``end`` in the place of another that was set aside.
-
-        Whoever was silent is back.
-        """
+        """Requests are completed, maybe one from beyond ``end`` for another that was set aside."""
         searchers = (request_ids % self._searchers).tolist()
         self._arrived.update(searchers)
         self._silent.difference_update(searchers)
@@ -288,10 +274,7 @@ class RolloutBudget:
         return Counter({searcher: count for searcher, count in owed.items() if searcher not in self._silent})
 
     def exclude(self, searchers: set[int], why: str) -> None:
-        """Expect nothing more of these until they deliver.
-
-        Raises ExchangeError(``why``) where no other searcher is left.
-        """
+        """Expect nothing more of these until they deliver. Raises ExchangeError(``why``) if none is left."""
         self._silent |= searchers
         if len(self._silent) == self._searchers:
             raise ExchangeError(why)

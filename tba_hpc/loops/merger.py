@@ -1,9 +1,8 @@
-"""Brings sealed shards into the replay buffer, each exactly once, and takes out what is stale or used up.
+"""Merges sealed shards into the replay buffer, each exactly once, and evicts what is stale or used up.
 
-It must not know how shards arrive, or what is learned from them. Every change leaves a line in the trainer's
-metrics, for shards are pruned: ``tba audit`` follows these lines. What comes too late stays out, and so does
-a group whose request was answered before: where searchers come and go, one that was frozen while another
-took its place may have asked for it, too.
+Every change leaves a line in the trainer's metrics, as shards are pruned: ``tba audit`` follows these lines.
+What comes too late stays out, and so does a group whose request was answered before: an elastic searcher that
+was frozen while another took its place may have asked for it, too.
 """
 
 from __future__ import annotations
@@ -45,36 +44,31 @@ def by_tenths(length_N: np.ndarray, longest: int) -> list[int]:
     return np.bincount(tenth_N.clip(0, TENTHS - 1), minlength=TENTHS).tolist()
 
 
+@dataclass
 class Merger:
     """Changes the buffer; every method takes the trainer's state before and returns the one after."""
 
-    def __init__(
-        self,
-        config: Config,
-        buffer: ReplayBuffer,
-        completed: CompletedRequests,
-        freshness: Freshness,
-        metrics: MetricsWriter,
-    ) -> None:
-        self._buffer = buffer
-        self._completed = completed
-        self._freshness = freshness
-        self._metrics = metrics
-        self._longest = config.generator.max_tokens
-        self._rivals = config.launch.elastic > 0  # two searchers may have asked for the same request
+    config: Config
+    buffer: ReplayBuffer
+    completed: CompletedRequests
+    freshness: Freshness
+    metrics: MetricsWriter
+
+    def __post_init__(self) -> None:
+        self._rivals = self.config.launch.elastic > 0  # two searchers may have asked for the same request
 
     def merge(self, state: TrainerState, shards: Sequence[Shard], *, sync: int) -> TrainerState:
         """Merge what was collected at once: one revision of the buffer. Shards merged before are left out.
 
-        sync: version of the weights published last; what arrives until the next are is one sync's.
+        sync: version of the weights published last.
         """
         shards = [shard for shard in shards if shard.index >= state.cursors.get(shard.searcher, 0)]
         if not shards:
             return state
         revision = state.revision + 1
         sifted = self._sift_all(state, shards)
-        merged = [self._buffer.merge(some.kept, revision, sync=sync) for some in sifted]
-        self._metrics.log(
+        merged = [self.buffer.merge(some.kept, revision, sync=sync) for some in sifted]
+        self.metrics.log(
             *(
                 {
                     **_merge_event(state.step, revision, sync, shard, some, what),
@@ -89,20 +83,20 @@ class Merger:
             revision=revision,
             cursors={**state.cursors, **{shard.searcher: shard.index + 1 for shard in shards}},
             trajectories=state.trajectories + sum(len(shard.trajectories) for shard in shards),
-            added=self._buffer.added,
-            duplicates=self._buffer.duplicates,
-            evicted=self._buffer.evicted,
+            added=self.buffer.added,
+            duplicates=self.buffer.duplicates,
+            evicted=self.buffer.evicted,
             tokens=state.tokens + sum(len(shard.trajectories.completions.values) for shard in shards),
         )
 
     def evict_stale(self, state: TrainerState) -> TrainerState:
-        """Evict what the next step must not learn from; a revision of the buffer, too, if there is any."""
-        unlearned = self._freshness.unlearned_lengths(state.step)
-        evicted = self._freshness.evict_stale(state.step)
+        """Evict what the next step must not learn from: a revision of the buffer, if there is any."""
+        unlearned = self.freshness.unlearned_lengths(state.step)
+        evicted = self.freshness.evict_stale(state.step)
         if not evicted:
             return state
         step, revision = state.step, state.revision + 1
-        self._metrics.log(
+        self.metrics.log(
             {
                 "event": "evicted",
                 "step": step,
@@ -111,29 +105,29 @@ class Merger:
                 "unlearned": self._by_tenths(unlearned),
             }
         )
-        return replace(state, revision=revision, evicted=self._buffer.evicted)
+        return replace(state, revision=revision, evicted=self.buffer.evicted)
 
     def _sift_all(self, state: TrainerState, shards: Sequence[Shard]) -> list[Sifted]:
-        """As ``_sift`` of each; at once where nothing can stay out, as in most runs."""
+        """As ``_sift`` of each; at once if nothing can stay out, as in most runs."""
         searchers = (*state.cursors, *(shard.searcher for shard in shards))
-        self._rivals = self._rivals or any(map(is_elastic, searchers))  # from a time with places for them
-        if self._rivals or self._freshness.has_late:
+        self._rivals = self._rivals or any(map(is_elastic, searchers))  # from a start with elastic ones
+        if self._rivals or self.freshness.has_late:
             return [self._sift(state.step, shard) for shard in shards]
-        self._completed.add(np.concatenate([shard.trajectories.record["request_id"] for shard in shards]))
+        self.completed.add(np.concatenate([shard.trajectories.record["request_id"] for shard in shards]))
         return [Sifted(shard.trajectories, np.zeros(0, np.int64), 0, ()) for shard in shards]
 
     def _by_tenths(self, length_N: np.ndarray) -> list[int] | None:
         """How many completions lie in each tenth of the longest; None of none."""
-        return by_tenths(length_N, self._longest) if len(length_N) else None
+        return by_tenths(length_N, self.config.generator.max_tokens) if len(length_N) else None
 
     def _sift(self, step: int, shard: Shard) -> Sifted:
         """Sort out what stays out of the buffer; the requests of the shard are completed from now on."""
         record = shard.trajectories.record
         again = np.zeros(len(record), bool)
         if self._rivals:
-            again = self._completed.among(record["request_id"])
-        late = self._freshness.is_late(record, step) & ~again
-        self._completed.add(record["request_id"])
+            again = self.completed.among(record["request_id"])
+        late = self.freshness.is_late(record, step) & ~again
+        self.completed.add(record["request_id"])
         out = late | again
         kept = shard.trajectories.take(np.flatnonzero(~out)) if out.any() else shard.trajectories
         return Sifted(
@@ -155,8 +149,7 @@ def merge_pending(
 ) -> TrainerState:
     """Begin an attempt at ``state``: merge what an earlier one left, a few shards in memory at a time.
 
-    ``pending``: shards sealed beyond the cursors. Returns the state after; what searchers are told when they
-    join follows from it, so no exchange is needed yet.
+    ``pending``: shards sealed beyond the cursors. Returns the state after.
     """
     metrics.log(state_event("resumed" if state != TrainerState() else "started", state, buffer))
     freshness = Freshness(config, buffer)
@@ -192,5 +185,5 @@ def _merge_event(
 
 
 def state_event(event: str, state: TrainerState, buffer: ReplayBuffer) -> dict[str, Value]:
-    """Record of an event of the run for the trainer's metrics; see ``metrics`` for their names."""
+    """Record of an event of the run for the trainer's metrics."""
     return {"event": event, "step": state.step, "revision": state.revision, "buffer/size": len(buffer)}

@@ -1,14 +1,14 @@
 """The task's score under named weights, measured on the searchers' engines between the training completions.
 
-Every searcher takes its share of the split (prompt i where i mod searchers is its place among them),
-decodes greedily, and returns its part of the result once all its answers are judged. It must not know who
-judges them. Newer weights must not be loaded while it is ``busy``; judging may take longer than that.
+Every searcher takes its share of the split (prompt i if i mod searchers is its place among them), decodes
+greedily, and returns its part of the result once all its answers are judged. Newer weights must not be loaded
+while it is ``busy``; judging may take longer than that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -37,56 +37,42 @@ class Share:
     missing: set[int]
 
 
+@dataclass
 class OnlineEvaluator:
-    """Issues evaluation requests and counts their answers.
+    """Issues evaluation requests and counts their answers; ``unanswered``: those still to be generated.
 
     limits: prompts used per split (None: all). max_tokens: longest completion. done: gives the part that an
     earlier attempt has finished, of a searcher's place among so many, a split and the weights of a step.
-    decode: tokens to text, None where no answers are kept. kept: of the prompts with smaller ids they are.
+    decode: tokens to text, None if no answers are kept. kept: they are of prompts with smaller ids.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        *,
-        searcher: int,
-        searchers: int,
-        max_tokens: int,
-        limits: Mapping[Split, int | None],
-        done: Callable[[int, int, Split, int], Evaluation | None] = lambda *_: None,
-        decode: Callable[[np.ndarray], str] | None = None,
-        kept: int = 0,
-    ) -> None:
-        self._task = task
-        self._all = (searcher, searchers)
-        self._sampling = Sampling(evaluation_temperature(task), top_p=1.0, max_tokens=max_tokens)
-        self._limits = limits
-        self._done = done
-        self._decode = decode
-        self._kept = kept
-        self._queue: list[Request] = []
-        self._unanswered = 0
-        self._shares: dict[tuple[Split, int], Share] = {}
-
-    @property
-    def unanswered(self) -> int:
-        """Answers that are still to be generated."""
-        return self._unanswered
+    task: Task
+    searcher: int = field(kw_only=True)
+    searchers: int = field(kw_only=True)
+    max_tokens: int = field(kw_only=True)
+    limits: Mapping[Split, int | None] = field(kw_only=True)
+    done: Callable[[int, int, Split, int], Evaluation | None] = lambda *_: None
+    decode: Callable[[np.ndarray], str] | None = None
+    kept: int = 0
+    unanswered: int = field(default=0, init=False)
+    _queue: list[Request] = field(default_factory=list, init=False)
+    _shares: dict[tuple[Split, int], Share] = field(default_factory=dict, init=False)
 
     @property
     def busy(self) -> bool:
         """Whether answers are still to be generated."""
-        return self._unanswered > 0
+        return self.unanswered > 0
 
     def start(self, split: Split, step: int) -> Part | None:
         """Queue this searcher's share of ``split``; the finished part at once if that is empty, or done."""
         assert not self.busy, "one evaluation at a time"
-        place, places = self._all
-        if done := self._done(place, places, split, step):
+        place, places = self.searcher, self.searchers
+        sampling = Sampling(evaluation_temperature(self.task), top_p=1.0, max_tokens=self.max_tokens)
+        if done := self.done(place, places, split, step):
             return Part(place, places, done)
-        prompts = self._task.prompts(split)[: self._limits[split]][place::places]
-        self._queue = [Request(prompt, prompt.id, 1, self._sampling, split) for prompt in reversed(prompts)]
-        self._unanswered = len(self._queue)
+        prompts = self.task.prompts(split)[: self.limits[split]][place::places]
+        self._queue = [Request(prompt, prompt.id, 1, sampling, split) for prompt in reversed(prompts)]
+        self.unanswered = len(self._queue)
         nothing = Part(place, places, self._evaluation(split, step, 0, 0.0))
         self._shares[split, step] = Share(nothing, {prompt.id for prompt in prompts})
         return None if prompts else self._shares.pop((split, step)).part
@@ -97,11 +83,11 @@ class OnlineEvaluator:
 
     def abandon(self) -> None:
         """Give up what is under way; answers that still come are not counted."""
-        self._queue, self._unanswered, self._shares = [], 0, {}
+        self._queue, self.unanswered, self._shares = [], 0, {}
 
     def note_answer(self) -> None:
         """One more answer is generated."""
-        self._unanswered = max(0, self._unanswered - 1)
+        self.unanswered = max(0, self.unanswered - 1)
 
     def count(self, answer: Group, correct: bool, ref_logprob: float | None) -> Part | None:
         """Count one answer, judged, with log π_ref of it, nats; the whole part once all are.
@@ -121,11 +107,9 @@ class OnlineEvaluator:
     def _in_words(self, answer: Group, correct: bool) -> tuple[Answer, ...]:
         """What is kept of it."""
         prompt, (completion,) = answer.request.prompt, answer.completions
-        if self._decode is None or prompt.id >= self._kept:
+        if self.decode is None or prompt.id >= self.kept:
             return ()
-        question, text = (
-            self._decode(tokens)[:LONGEST_TEXT] for tokens in (prompt.tokens, completion.tokens)
-        )
+        question, text = (self.decode(tokens)[:LONGEST_TEXT] for tokens in (prompt.tokens, completion.tokens))
         return (Answer(prompt.id, question, text, correct),)
 
     def _evaluation(
@@ -139,5 +123,5 @@ class OnlineEvaluator:
             tokens=sum(len(completion.tokens) for completion in completions),
             truncated=sum(completion.finish_reason == "length" for completion in completions),
             ref_logprob=ref_logprob,
-            score_name=score_name(self._task),
+            score_name=score_name(self.task),
         )

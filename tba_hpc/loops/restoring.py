@@ -64,7 +64,7 @@ def verify_checkpoints(run: RunDir) -> None:
         # First: a rank that dies between the two reports it twice, not never.
         metrics.log({"event": "damaged", "step": step, "checkpoint": folder.name, "fault": fault})
         metrics.close()
-        log.warning("%s is damaged (%s): set aside as %s", folder, fault, set_aside(folder))
+        log.warning("%s is damaged (%s): set aside as %s", folder, fault, set_aside(run, folder))
 
 
 def require_reference(run: RunDir, config: Config, step: int) -> None:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tba_hpc.config import Config
@@ -21,32 +21,24 @@ from tba_hpc.run.metrics import MetricsWriter, Value
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Saving:
-    """The checkpoints of one attempt. saved: what the newest one on disk holds."""
+    """The checkpoints of one attempt.
 
-    def __init__(
-        self,
-        config: Config,
-        checkpoints: Checkpoints,
-        *,
-        saved: TrainerState,
-        step: int,
-        learner: Learner,
-        buffer: ReplayBuffer,
-        completed: CompletedRequests,
-        metrics: MetricsWriter,
-    ) -> None:
-        self._config = config
-        self._checkpoints = checkpoints
-        self._learner = learner
-        self._buffer = buffer
-        self._completed = completed
-        self._metrics = metrics
-        self._saved = saved
-        self._last_step = step  # at which one was begun, or the attempt
-        self._under_way: Future[TrainerState] | None = None
-        self._event: dict[str, Value] = {}  # of the one under way
-        self._no_room: DiskFullError | None = None  # for the last one
+    saved: what the newest one on disk holds. last_step: at which one was begun, or the attempt.
+    """
+
+    config: Config
+    checkpoints: Checkpoints
+    learner: Learner
+    buffer: ReplayBuffer
+    completed: CompletedRequests
+    metrics: MetricsWriter
+    saved: TrainerState = field(kw_only=True)
+    last_step: int = field(kw_only=True)
+    _under_way: Future[TrainerState] | None = None
+    _event: dict[str, Value] = field(default_factory=dict)  # of the one under way
+    _no_room: DiskFullError | None = None  # for the last one
 
     @property
     def under_way(self) -> bool:
@@ -56,31 +48,27 @@ class Saving:
     @property
     def seconds(self) -> float:
         """Of the longest save so far."""
-        return self._saved.save_seconds
+        return self.saved.save_seconds
 
     def due(self, step: int) -> bool:
         """Every so many steps, but the last, which ``save_last`` saves; never two at once."""
-        every = self._config.checkpoint.every
-        passed = step // every > self._last_step // every
-        return passed and not self.under_way and step < self._config.train.steps
+        every = self.config.checkpoint.every
+        passed = step // every > self.last_step // every
+        return passed and not self.under_way and step < self.config.train.steps
 
     def save(self, state: TrainerState) -> None:
         """Copy what a checkpoint holds; ``Checkpoints`` writes it while the next steps run, or now."""
         state = replace(state, save_seconds=self.seconds)
-        self._last_step = state.step
-        self._event = state_event("checkpoint", state, self._buffer)
-        if self._checkpoints.beside:
-            self._metrics.log(state_event("snapshot", state, self._buffer))
+        self.last_step = state.step
+        self._event = state_event("checkpoint", state, self.buffer)
+        if self.checkpoints.beside:
+            self.metrics.log(state_event("snapshot", state, self.buffer))
         files: dict[str, Callable[[], Arrays]] = {
-            BUFFER_FILE: self._buffer.snapshot(),
-            PROMPTS_FILE: partial(dict, done=self._completed.to_array()),
+            BUFFER_FILE: self.buffer.snapshot(),
+            PROMPTS_FILE: partial(dict, done=self.completed.to_array()),
         }
-        self._under_way = self._checkpoints.save(
-            state,
-            self._learner,
-            files,
-            records=self._metrics.sync,  # what the checkpoint counts is on record before it is
-        )
+        # What the checkpoint counts is on record before it is complete.
+        self._under_way = self.checkpoints.save(state, self.learner, files, records=self.metrics.sync)
         self.note()
 
     def note(self) -> None:
@@ -92,17 +80,14 @@ class Saving:
             return
         under_way, self._under_way = self._under_way, None
         try:
-            self._saved = under_way.result()
+            self.saved = under_way.result()
         except DiskFullError as error:
-            self._postpone(error)
+            self._no_room = error
+            fault = str(error).partition(";")[0]
+            log.warning("%s: training goes on, and the next checkpoint is tried in its turn", fault)
+            self.metrics.log({**self._event, "event": "postponed", "fault": fault})
         else:
-            self._metrics.log(self._event)
-
-    def _postpone(self, error: DiskFullError) -> None:
-        self._no_room = error
-        fault = str(error).partition(";")[0]
-        log.warning("%s: training goes on, and the next checkpoint is tried in its turn", fault)
-        self._metrics.log({**self._event, "event": "postponed", "fault": fault})
+            self.metrics.log(self._event)
 
     def save_last(self, state: TrainerState, *, give_up: float) -> None:
         """Save ``state`` unless a checkpoint holds it; a full disk is retried until ``give_up``, monotonic s.
@@ -110,7 +95,7 @@ class Saving:
         Raises DiskFullError if it stays full.
         """
         self._wait()
-        while replace(state, save_seconds=self.seconds) != self._saved:
+        while replace(state, save_seconds=self.seconds) != self.saved:
             self._no_room = None
             self.save(state)
             self._wait()
@@ -121,7 +106,7 @@ class Saving:
 
     def _wait(self) -> None:
         """For the checkpoint under way. Raises TimeoutError past the deadline."""
-        deadline = self._config.launch.timeout_seconds
+        deadline = self.config.launch.timeout_seconds
         if self._under_way and not wait([self._under_way], deadline).done:
             raise TimeoutError(
                 f"the checkpoint of step {self._event['step']} was not written within {deadline:g} s: see "

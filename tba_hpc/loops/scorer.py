@@ -1,7 +1,7 @@
 """Rewards, reference log-probabilities and seals, in a thread beside generation.
 
-It must not know where groups come from or what becomes of the shards. Everything here happens in one
-worker thread, in the order of submission, so that neither a slow reward nor an fsync stops the engine.
+Everything here happens in one worker thread, in the order of submission, so that neither a slow reward nor an
+fsync stops the engine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LARGEST = float(np.finfo(np.float32).max)
 """Rewards beyond it are set aside as not finite: shards hold float32."""
 
 TOLD_EVERY = 100
-"""Of setbacks of one kind one in so many is logged."""
+"""Of failures of one kind one in so many is logged."""
 
 ENDS_THE_RUN = (ConfigError, EngineError)
 """What a task raises on purpose: there is no such model, or an engine that it asks keeps dying."""
@@ -51,29 +51,45 @@ ENDS_THE_RUN = (ConfigError, EngineError)
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What became of a group, or of a call to seal.
+    """What became of a group, or of a call to seal; ``+`` adds up all but the shard.
 
-    sums: over the completions kept. rejected: completions set aside, because their reward is not a finite
-    number, or there is none since the task's code raised. shard: the open shard, where it was now sealed,
-    which took ``seal_seconds``.
+    sums: over the completions kept. groups, reward_seconds: that were given to the task, and the time that it
+    took. rejected: completions set aside, because their reward is not a finite number, or there is none since
+    the task's code raised. shard: the open shard, if it was now sealed, which took ``seal_seconds``.
     """
 
     sums: Sums = field(default_factory=Sums)
+    groups: int = 0
+    reward_seconds: float = 0.0
     rejected: int = 0
     shard: Shard | None = None
     seal_seconds: float = 0.0
 
+    def __add__(self, other: Scored) -> Scored:
+        return Scored(
+            self.sums + other.sums,
+            self.groups + other.groups,
+            self.reward_seconds + other.reward_seconds,
+            self.rejected + other.rejected,
+            None,
+            self.seal_seconds + other.seal_seconds,
+        )
 
-class Setbacks:
-    """What a task's code could not do: logged now and then, and the end of the run at too many in a row.
 
-    things: what a row is counted in. then: what becomes of one. limit: how many of them in a row end the run.
+@dataclass
+class Failures:
+    """Of a task's code: logged now and then, and the end of the run at too many in a row.
+
+    task: name of its class. things: what is counted. then: what becomes of one. limit: how many in a row end
+    the run.
     """
 
-    def __init__(self, task: str, things: str, *, then: str, limit: int) -> None:
-        self._task, self._things, self._then, self._limit = task, things, then, limit
-        self._in_a_row = 0
-        self._seen = Counter[type | None]()
+    task: str
+    things: str
+    then: str
+    limit: int
+    in_a_row: int = 0
+    _seen: Counter[type | None] = field(default_factory=Counter)
 
     def note(self, what: str, error: Exception | None, *, counts: bool = True) -> None:
         """Log the first of a kind, and then one in TOLD_EVERY. Raises ConfigError at the limit.
@@ -84,18 +100,14 @@ class Setbacks:
         before = self._seen[kind]
         self._seen[kind] += 1
         if before % TOLD_EVERY == 0:
-            note = f"{what}; {self._then} ({before} like it before; one in {TOLD_EVERY} is told)"
+            note = f"{what}; {self.then} ({before} like it before; one in {TOLD_EVERY} is logged)"
             log.warning("%s", note, exc_info=error)
-        self._in_a_row += counts
-        if self._in_a_row >= self._limit:
+        self.in_a_row += counts
+        if self.in_a_row >= self.limit:
             raise ConfigError(
-                f"the task {self._task} had {self._in_a_row} {self._things} in a row, at last {what}: check "
+                f"the task {self.task} had {self.in_a_row} {self.things} in a row, at last {what}: check "
                 "its code and data"
             )
-
-    def end_row(self) -> None:
-        """Something went well."""
-        self._in_a_row = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,36 +122,35 @@ class Judged:
     ref_logprob: float | None
 
 
+@dataclass
 class EngineCheck:
     """Answers that the engine gives under some weights, to be computed again by the learner's model code.
 
-    weights: memory that is ours. answers: how many will do.
+    weights: memory that is ours. wanted: how many answers will do.
     """
 
-    def __init__(self, weights: WeightUpdate, answers: int) -> None:
-        self._weights = weights
-        self._wanted = answers
-        self._answers: list[Group] = []
+    weights: WeightUpdate
+    wanted: int
+    answers: list[Group] = field(default_factory=list)
 
     def complete(self, answer: Group) -> bool:
         """Take one more answer, if it is wholly of these weights; whether there are enough now."""
-        if (answer.versions == self._weights.publication.version).all():
-            self._answers.append(answer)
-        return len(self._answers) == self._wanted
+        if (answer.versions == self.weights.publication.version).all():
+            self.answers.append(answer)
+        return len(self.answers) == self.wanted
 
     def measure(self, reference: Reference) -> Scored:
         """Compute them; ``reference`` is what it was afterwards."""
-        rows = reference.logprobs_under(self._weights, self._answers)
-        return Scored(sums=Sums.between(self._answers, rows))
+        rows = reference.logprobs_under(self.weights, self.answers)
+        return Scored(sums=Sums.between(self.answers, rows))
 
 
 class Scorer:
     """Scores groups into ``shards``, seals what has waited for ``seal_seconds``; judges evaluations, too.
 
-    A group is set aside where the task's code raises. ConfigError is raised by the next call after
-    ``most_rejected`` in a row from which nothing is left, or as many answers that cannot be judged; and
-    at once where the task does not give what ports.Task says. temperature: of requests that are not tempered;
-    none: of all.
+    A group is set aside if the task's code raises. The next call raises ConfigError after ``most_rejected``
+    in a row from which nothing is left, or as many answers that cannot be judged; and at once if the task
+    does not give what ports.Task says. temperature: of requests that are not tempered; none: of all.
     """
 
     def __init__(
@@ -154,12 +165,12 @@ class Scorer:
     ) -> None:
         self._task = task
         self._temperature = temperature
-        name, limit = class_name(task), most_rejected
-        self._rejected = Setbacks(
-            name, "groups without a usable reward", then="these trajectories are set aside", limit=limit
+        name = class_name(task)
+        self._no_reward = Failures(
+            name, "groups without a usable reward", "these trajectories are set aside", most_rejected
         )
-        self._unjudged = Setbacks(
-            name, "answers that it could not judge", then="this one counts as wrong", limit=limit
+        self._unjudged = Failures(
+            name, "answers that it could not judge", "this one counts as wrong", most_rejected
         )
         self._reference = reference
         self._shards = shards
@@ -205,7 +216,7 @@ class Scorer:
     def check_engine(self, update: WeightUpdate, answers: int) -> None:
         """Compare the engine with the reference's code, under ``update``, by the first of so many answers.
 
-        Keeps a copy of the weights until then; nothing where there is no model to put them into.
+        Keeps a copy of the weights until then; nothing if there is no model to put them into.
         """
         if self._reference.has_model:
             kept = replace(update, data=update.data.copy())
@@ -241,20 +252,20 @@ class Scorer:
         return results
 
     def _score(self, group: Group) -> Scored:
+        start = time.monotonic()
         rewards = self._rewards(group)
         kept = [row for row, reward in enumerate(rewards) if abs(reward) <= LARGEST]
+        parts: Mapping[str, Sequence[float]] = {}
+        if kept and isinstance(self._task, Itemising):  # what the last rewards are sums of
+            parts = {
+                name: [values[row] for row in kept] for name, values in self._task.reward_parts().items()
+            }
+        seconds = time.monotonic() - start
         if len(kept) < len(rewards):
             group = Group(group.request, tuple(group.completions[row] for row in kept), group.versions[kept])
-        parts = (
-            {name: [values[row] for row in kept] for name, values in self._parts().items()} if kept else {}
-        )
         sums = self._store(group, [rewards[row] for row in kept], parts) if kept else Sums()
         sealed = self._seal() if self._shards.age >= self._seal_seconds else NOTHING
-        return replace(sealed, sums=sums, rejected=len(rewards) - len(kept))
-
-    def _parts(self) -> Mapping[str, Sequence[float]]:
-        """What the last rewards are sums of, where the task tells."""
-        return self._task.reward_parts() if isinstance(self._task, Itemising) else {}
+        return replace(sealed, sums=sums, groups=1, reward_seconds=seconds, rejected=len(rewards) - len(kept))
 
     def _store(self, group: Group, rewards: list[float], parts: Mapping[str, Sequence[float]]) -> Sums:
         """Append a group to the open shard."""
@@ -265,7 +276,7 @@ class Scorer:
         return Sums.of(group, rewards, compared, parts, tempered=tempered)
 
     def _rewards(self, group: Group) -> list[float]:
-        """One for each completion; NaN for all where the task's code raises."""
+        """One for each completion; NaN for all if the task's code raises."""
         request, total = group.request, len(group.completions)
         error = None
         try:
@@ -276,11 +287,11 @@ class Scorer:
             rewards, error = [math.nan] * total, raised
         rejected = sum(not abs(reward) <= LARGEST for reward in rewards)
         if rejected < total:
-            self._rejected.end_row()
+            self._no_reward.in_a_row = 0
         if rejected:
-            what = f"raised {_told(error)}" if error else f"gave {rejected} of {total} that are not finite"
+            what = f"raised {_words(error)}" if error else f"gave {rejected} of {total} that are not finite"
             call = f"rewards() of prompt {request.prompt.id} (request {request.id})"
-            self._rejected.note(f"{call} {what}", error, counts=rejected == total)
+            self._no_reward.note(f"{call} {what}", error, counts=rejected == total)
         return rewards
 
     def _judge(self, answers: list[Group]) -> list[Judged]:
@@ -290,7 +301,7 @@ class Scorer:
         ]
 
     def _correct(self, answers: list[Group]) -> list[bool]:
-        """Whether each is; where the task's code raises, one by one, and wrong where it raises again."""
+        """Whether each is; if the task's code raises, one by one, and wrong if it raises again."""
         prompts = [answer.request.prompt for answer in answers]
         completions = [completion for answer in answers for completion in answer.completions]
         try:
@@ -301,9 +312,9 @@ class Scorer:
             if len(answers) > 1:
                 return [right for answer in answers for right in self._correct([answer])]
             call = f"correct() of {answers[0].request.split} prompt {prompts[0].id}"
-            self._unjudged.note(f"{call} raised {_told(error)}", error)
+            self._unjudged.note(f"{call} raised {_words(error)}", error)
             return [False]
-        self._unjudged.end_row()
+        self._unjudged.in_a_row = 0
         return correct
 
     def _ref_logprob(self, answer: Group) -> float | None:
@@ -319,7 +330,7 @@ class Scorer:
         return NOTHING
 
     def _seal(self) -> Scored:
-        """Acknowledge what is scored: durable on disk before anybody hears of it."""
+        """Acknowledge what is scored: it is durable on disk before anybody hears of it."""
         start = time.monotonic()
         shard = self._shards.seal()
         return Scored(shard=shard, seal_seconds=time.monotonic() - start)
@@ -329,10 +340,10 @@ NOTHING = Scored()
 
 
 def _yield_to_trainer() -> None:
-    """Where both share a machine, as its engine does: samples a step late are better than a late step."""
+    """If both share a machine, as its engine does: samples a step late are better than a late step."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), YIELDS)
 
 
-def _told(error: Exception) -> str:
+def _words(error: Exception) -> str:
     """An error in a few words on one line."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", 200)

@@ -18,13 +18,6 @@ def _no_rewards() -> np.ndarray:
     return np.zeros(len(REWARD_EDGES) + 1, np.int64)
 
 
-class RewardParts(dict[str, float]):
-    """Sums by name; ``+`` adds up name by name."""
-
-    def __add__(self, other: RewardParts) -> RewardParts:
-        return RewardParts({name: self.get(name, 0.0) + other.get(name, 0.0) for name in {**self, **other}})
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
     """Over fresh groups whose completions have a reward; ``+`` adds up, ``figures`` are what is logged.
@@ -50,7 +43,7 @@ class Sums:
     histogram: np.ndarray = field(default_factory=_no_rewards)
     checked: int = 0
     gap: float = 0.0
-    parts: RewardParts = field(default_factory=RewardParts)
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -83,7 +76,7 @@ class Sums:
             compared=compared,
             kl=logprob - _total(ref_logprobs) if compared and ref_logprobs is not None else 0.0,
             histogram=np.bincount(np.digitize(reward_K, REWARD_EDGES), minlength=len(REWARD_EDGES) + 1),
-            parts=RewardParts({name: float(sum(values)) for name, values in (parts or {}).items()}),
+            parts={name: float(sum(values)) for name, values in (parts or {}).items()},
         )
 
     @classmethod
@@ -95,7 +88,11 @@ class Sums:
 
     def __add__(self, other: Sums) -> Sums:
         """Over the groups of both."""
-        return Sums(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+        names = [one.name for one in fields(self) if one.name != "parts"]
+        added = {name: getattr(self, name) + getattr(other, name) for name in names}
+        parts = {**self.parts, **other.parts}
+        added["parts"] = {name: self.parts.get(name, 0) + other.parts.get(name, 0) for name in parts}
+        return Sums(**added)
 
     def figures(self) -> dict[str, Value]:
         """What a record says; None if there is nothing to take a mean of."""

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tba_hpc.core.ports import Generator, SearcherExchange
-from tba_hpc.core.types import Group, Publication, Request, Shard
+from tba_hpc.core.types import Group, Publication, Request
 from tba_hpc.loops.online_evaluation import OnlineEvaluator
 from tba_hpc.loops.scorer import Scored, Scorer
-from tba_hpc.loops.search_log import Sums
 from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.run.metrics import Clock, MetricsWriter
 
@@ -29,12 +28,12 @@ class Tally:
     """What happened since the last metric record."""
 
     tokens: int = 0
-    scored: Sums = field(default_factory=Sums)
-    seal_seconds: float = 0.0
+    scored: Scored = field(default_factory=Scored)
     load_seconds: float = 0.0
     propagation_seconds: float = 0.0
 
 
+@dataclass(kw_only=True)
 class Searcher:
     """One engine's loop.
 
@@ -43,108 +42,92 @@ class Searcher:
     that evaluate, their number, and its part.
     """
 
-    def __init__(
-        self,
-        *,
-        generator: Generator,
-        scorer: Scorer,
-        exchange: SearcherExchange,
-        requests: Iterator[Request],
-        evaluator: OnlineEvaluator,
-        report: Callable[[int, int, Evaluation], None],
-        metrics: MetricsWriter,
-        stop_asked: Callable[[], bool],
-        sequences: int,
-        pending_shards: int = PENDING_SHARDS,
-        log_seconds: float = 1.0,
-    ) -> None:
-        self._generator = generator
-        self._scorer = scorer
-        self._exchange = exchange
-        self._requests = requests
-        self._evaluator = evaluator
-        self._report = report
-        self._metrics = metrics
-        self._stop_asked = stop_asked
-        self._sequences = sequences
-        self._pending_shards = pending_shards
-        self._log_seconds = log_seconds
-        self._upcoming: Request | None = None
-        self._budget_end: int | None = None  # the first request that may not be issued yet
-        self._set_aside = 0  # groups without a single reward, each of which another one may replace
-        self._ahead: list[int] = []  # requests issued beyond the budget, for that
-        self._loaded = self._ending = False
-        self._awaited: Publication | None = None  # of the weights given last, until they are in use
-        self._busy_seconds = 0.0
-        self._rejected = 0
-        self._issued = 0
-        self._tally = Tally()
-        self._clock = Clock()
-        self._logged = time.monotonic()
+    generator: Generator
+    scorer: Scorer
+    exchange: SearcherExchange
+    requests: Iterator[Request]
+    evaluator: OnlineEvaluator
+    report: Callable[[int, int, Evaluation], None]
+    metrics: MetricsWriter
+    stop_asked: Callable[[], bool]
+    sequences: int
+    pending_shards: int = PENDING_SHARDS
+    log_seconds: float = 1.0
+    _upcoming: Request | None = None
+    _budget_end: int | None = None  # the first request that may not be issued yet
+    _set_aside: int = 0  # groups without a single reward, each of which another one may replace
+    _ahead: list[int] = field(default_factory=list)  # requests issued beyond the budget, for that
+    _loaded: bool = False
+    _ending: bool = False
+    _awaited: Publication | None = None  # of the weights given last, until they are in use
+    _busy_seconds: float = 0.0
+    _rejected: int = 0
+    _issued: int = 0
+    _tally: Tally = field(default_factory=Tally)
+    _clock: Clock = field(default_factory=Clock)
+    _logged: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
         """Generate until the trainer ends the run.
 
         Consumes weights and prompts. Produces sealed shards and evaluation parts. Waits for nothing
         but the first weights and, at ``pending_shards`` unmerged shards or at the end of the rollout budget
-        that came with the weights, for the next ones; all are unblocked by the trainer's publish.
+        that came with the weights, for the next ones; all are ended by the trainer's publish.
         """
-        while not self._exchange.closed:
+        while not self.exchange.closed:
             self._take_weights()
             self._refill()
             for group in self._generate():
                 self._deliver(group)
-            self._hand_over(self._scorer.finished(seal_now=self._out_of_work))
+            self._hand_over(self.scorer.finished(seal_now=self._out_of_work))
             self._report_evaluations()
             self._pass_on_stop()
             self._log_if_due()
-        self._leave()
+        # A resume merges what was generated after the last sync.
+        self._hand_over(self.scorer.close())
+        self._log()
+        self.exchange.close()
 
     def _take_weights(self) -> None:
         """Load the newest weights, unless an evaluation still needs those in use or a load is under way."""
-        if self._generator.loading:
+        if self.generator.loading:
             return
-        self._note_arrival()
-        if self._evaluator.busy:
-            return
-        update = self._exchange.poll()
-        if update is None or self._stop_asked():
-            return
-        self._generator.load(update)
-        self._loaded = True
-        publication = update.publication
-        self._awaited = publication
-        self._budget_end = publication.budget_end
-        self._ending = publication.final
-        self._scorer.refer_to(publication.reference)
-        if publication.evaluate is None:
-            return
-        if part := self._evaluator.start(publication.evaluate, publication.version):
-            self._report(*part)
-        else:
-            self._scorer.check_engine(update, self._evaluator.unanswered)
-
-    def _note_arrival(self) -> None:
-        """Of the weights loaded last, once they are in use."""
-        if self._awaited and self._generator.version == self._awaited.version:
-            self._tally.load_seconds = self._generator.load_seconds
+        if self._awaited and self.generator.version == self._awaited.version:
+            self._tally.load_seconds = self.generator.load_seconds
             self._tally.propagation_seconds = max(0.0, time.time() - self._awaited.published)
             self._awaited = None
+        if self.evaluator.busy:
+            return
+        update = self.exchange.poll()
+        if update is None or self.stop_asked():
+            return
+        self.generator.load(update)
+        self._loaded = True
+        self._awaited = publication = update.publication
+        self._budget_end = publication.budget_end
+        self._ending = publication.final
+        self.scorer.refer_to(publication.reference)
+        if publication.evaluate is None:
+            return
+        if part := self.evaluator.start(publication.evaluate, publication.version):
+            self.report(*part)
+        else:
+            self.scorer.check_engine(update, self.evaluator.unanswered)
 
     def _refill(self) -> None:
         """Keep the engine full: evaluation first, then the next prompts of the run."""
-        while self._loaded and self._generator.in_flight < self._sequences:
-            request = self._evaluator.next_request() or self._next_prompt()
+        while self._loaded and self.generator.in_flight < self.sequences:
+            request = self.evaluator.next_request() or self._next_prompt()
             if request is None:
                 return
-            self._generator.submit(request)
+            self.generator.submit(request)
 
     def _next_prompt(self) -> Request | None:
         """The next training prompt, or None while the trainer is too far behind or the run is ending."""
-        ending = self._stop_asked() or self._exchange.closed or self._ending
-        if ending or self._exchange.pending >= self._pending_shards:
+        ending = self.stop_asked() or self.exchange.closed or self._ending
+        if ending or self.exchange.pending >= self.pending_shards:
             return None
-        self._upcoming = self._upcoming or next(self._requests, None)
+        self._upcoming = self._upcoming or next(self.requests, None)
         if self._upcoming is None or not self._may_issue(self._upcoming.id):
             return None
         request, self._upcoming = self._upcoming, None
@@ -152,7 +135,7 @@ class Searcher:
         return request
 
     def _may_issue(self, request_id: int) -> bool:
-        """Whether the budget lets a request be issued, or a group that was set aside left its place."""
+        """Whether the budget lets a request be issued, maybe in place of a group that was set aside."""
         end = self._budget_end
         if end is None or request_id < end:
             return True
@@ -165,68 +148,58 @@ class Searcher:
     @property
     def _out_of_work(self) -> bool:
         """Whether the trainer must take what there is before anything else is begun."""
-        return self._budget_end is not None and not self._generator.in_flight
+        return self._budget_end is not None and not self.generator.in_flight
 
     def _generate(self) -> list[Group]:
-        if self._generator.in_flight:
-            return self._generator.step()
+        if self.generator.in_flight:
+            return self.generator.step()
         with self._clock("paused"):
             time.sleep(IDLE_SECONDS)
-            return self._generator.step()  # it may have a load or a failure to attend to
+            return self.generator.step()  # it may have a load or a failure to attend to
 
     def _deliver(self, group: Group) -> None:
         """Send a finished group to be scored, or judged for the evaluation that asked for it."""
         self._tally.tokens += sum(len(completion.tokens) for completion in group.completions)
         if group.request.split == "train":
-            self._scorer.submit(group)
+            self.scorer.submit(group)
         else:
-            self._evaluator.note_answer()
-            self._scorer.judge(group)
+            self.evaluator.note_answer()
+            self.scorer.judge(group)
 
     def _hand_over(self, results: list[Scored]) -> None:
         """Offer what is sealed to the trainer."""
         for scored in results:
-            self._tally.scored += scored.sums
-            self._tally.seal_seconds += scored.seal_seconds
+            self._tally.scored += scored
             self._rejected += scored.rejected
             self._set_aside += bool(scored.rejected and not scored.sums.groups)
-            if scored.shard is not None:
-                self._log_seal(scored.shard)
-                self._exchange.offer(scored.shard)
+            if shard := scored.shard:
+                # The trace of an acknowledgement if the file is lost; ``tba audit`` reads it.
+                self.metrics.log(
+                    {
+                        "event": "sealed",
+                        "shard": shard.index,
+                        "trajectories": len(shard.trajectories),
+                        "tokens": len(shard.trajectories.completions.values),
+                        "search/issued": self._issued,
+                    }
+                )
+                self.exchange.offer(shard)
 
     def _report_evaluations(self) -> None:
-        """Count what is judged by now; make known the parts that this completes."""
-        for judged in self._scorer.judged():
-            part = self._evaluator.count(judged.answer, judged.correct, judged.ref_logprob)
+        """Count what is judged by now; publish the parts that this completes."""
+        for judged in self.scorer.judged():
+            part = self.evaluator.count(judged.answer, judged.correct, judged.ref_logprob)
             if part is not None:
-                self._report(*part)
-
-    def _log_seal(self, shard: Shard) -> None:
-        """The trace of an acknowledgement, should the file be lost; ``tba audit`` reads it."""
-        self._metrics.log(
-            {
-                "event": "sealed",
-                "shard": shard.index,
-                "trajectories": len(shard.trajectories),
-                "tokens": len(shard.trajectories.completions.values),
-                "search/issued": self._issued,
-            }
-        )
+                self.report(*part)
 
     def _pass_on_stop(self) -> None:
         """Leave it to the trainer to end the run; an evaluation would only delay that."""
-        if self._stop_asked():
-            self._exchange.request_stop()
-            self._evaluator.abandon()
-
-    def _leave(self) -> None:
-        """Seal what was generated after the last sync: a resume merges it."""
-        self._hand_over(self._scorer.close())
-        self._log()
-        self._exchange.close()
+        if self.stop_asked():
+            self.exchange.request_stop()
+            self.evaluator.abandon()
 
     def _log_if_due(self) -> None:
-        if time.monotonic() - self._logged >= self._log_seconds:
+        if time.monotonic() - self._logged >= self.log_seconds:
             self._log()
 
     def _log(self) -> None:
@@ -234,20 +207,23 @@ class Searcher:
         now = time.monotonic()
         seconds, self._logged = now - self._logged, now
         spent = self._clock.reset()
-        before, self._busy_seconds = self._busy_seconds, self._generator.busy_seconds
-        self._metrics.log(
+        before, self._busy_seconds = self._busy_seconds, self.generator.busy_seconds
+        scored = tally.scored
+        self.metrics.log(
             {
-                "search/version": self._generator.version,
+                "search/version": self.generator.version,
                 "search/tokens": tally.tokens,
                 "search/tokens_per_second": tally.tokens / seconds,
-                **tally.scored.figures(),
+                **scored.sums.figures(),
+                "search/reward_seconds": scored.reward_seconds / scored.groups if scored.groups else None,
                 "search/busy_share": (self._busy_seconds - before) / seconds,
-                "search/rebuilds": self._generator.rebuilds,
-                "search/seal_share": tally.seal_seconds / seconds,
+                "search/reward_share": scored.reward_seconds / seconds,
+                "search/rebuilds": self.generator.rebuilds,
+                "search/seal_share": scored.seal_seconds / seconds,
                 "search/paused_share": spent.get("paused", 0.0) / seconds,
                 "search/load_seconds": tally.load_seconds or None,
                 "search/propagation_seconds": tally.propagation_seconds or None,
-                "search/pending_shards": self._exchange.pending,
+                "search/pending_shards": self.exchange.pending,
                 "search/rejected": self._rejected,
             }
         )

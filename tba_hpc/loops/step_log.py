@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,6 +22,7 @@ STALENESS_BINS = 64
 """Last bin of the staleness histogram; it holds all that is staler."""
 
 
+@dataclass
 class StepLog:
     """Writes the records. ``clock`` adds up ``wait`` (for data), ``publish``, ``reference``, ``learn`` and
     ``checkpoint``.
@@ -29,17 +31,17 @@ class StepLog:
     longest_step: seconds, waits and checkpoints left out.
     """
 
-    def __init__(
-        self, train: TrainSection, buffer: ReplayBuffer, metrics: MetricsWriter, *, version: int
-    ) -> None:
-        self._train = train
-        self._buffer = buffer
-        self._metrics = metrics
-        self._wait = WaitShare()
-        self.clock = Clock()
-        self.version = version
-        self.publishes = self.late = 0
-        self.longest_step = 0.0
+    train: TrainSection
+    buffer: ReplayBuffer
+    metrics: MetricsWriter
+    version: int = field(kw_only=True)
+    publishes: int = 0
+    late: int = 0
+    longest_step: float = 0.0
+    clock: Clock = field(default_factory=Clock)
+    _steps: int = 0
+    _wall: float = 0.0  # since the warm-up
+    _learning: float = 0.0  # of it
 
     def published(self, version: int) -> None:
         """Weights of ``version`` were published."""
@@ -52,21 +54,20 @@ class StepLog:
         What is not finite in ``learned``, as in a step that was skipped, is left out.
         """
         wall, spent = self.clock.wall, self.clock.reset()
-        learning = spent["learn"] + spent.get("reference", 0.0)
         own = wall - spent.get("wait", 0.0) - spent.get("checkpoint", 0.0)
         self.longest_step = max(self.longest_step, own)
         lag, reward_BK = staleness(batch, step), batch.reward_N.reshape(-1, batch.group_size)
-        self._metrics.log(
+        self.metrics.log(
             {
                 "step": step + 1,
                 **{f"train/{name}": value for name, value in learned.items() if math.isfinite(value)},
                 "train/reward": float(batch.reward_N.mean()),
                 "train/flat_groups": float((reward_BK == reward_BK[:, :1]).all(1).mean()),
                 "train/length": float(batch.completion_length_N.mean()),
-                "train/replay_ratio": self._buffer.replay_ratio,
-                "train/beta": schedules.beta(self._train, step),
-                "train/reference_power": schedules.reference_power(self._train, step),
-                "train/wait_share": self._wait.add(wall, learning),
+                "train/replay_ratio": self.buffer.replay_ratio,
+                "train/beta": schedules.beta(self.train, step),
+                "train/reference_power": schedules.reference_power(self.train, step),
+                "train/wait_share": self._wait_share(wall, spent["learn"] + spent.get("reference", 0.0)),
                 "time/step_seconds": wall,
                 "time/learn_seconds": spent["learn"],
                 "time/reference_seconds": spent.get("reference"),
@@ -74,11 +75,11 @@ class StepLog:
                 "sync/publish_stall_seconds": spent.get("publish"),
                 "sync/late": self.late,
                 "sync/publishes": self.publishes,
-                "buffer/size": len(self._buffer),
-                "buffer/prompts": self._buffer.prompts,
-                "buffer/added": self._buffer.added,
-                "buffer/duplicates": self._buffer.duplicates,
-                "buffer/evicted": self._buffer.evicted,
+                "buffer/size": len(self.buffer),
+                "buffer/prompts": self.buffer.prompts,
+                "buffer/added": self.buffer.added,
+                "buffer/duplicates": self.buffer.duplicates,
+                "buffer/evicted": self.buffer.evicted,
                 "staleness/mean": float(lag.mean()),
                 "staleness/max": int(lag.max()),
                 "staleness/histogram": np.bincount(np.minimum(lag, STALENESS_BINS)).tolist(),
@@ -86,17 +87,8 @@ class StepLog:
         )
         return wall
 
-
-class WaitShare:
-    """Share of wall time outside the learner, counted from the end of the warm-up."""
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self._wall = 0.0
-        self._learning = 0.0
-
-    def add(self, wall: float, learning: float) -> float | None:
-        """Add one step of ``wall`` seconds with ``learning`` in the learner; None during warm-up."""
+    def _wait_share(self, wall: float, learning: float) -> float | None:
+        """After one more step of ``wall`` seconds, ``learning`` of it in the learner; None during warm-up."""
         self._steps += 1
         if self._steps <= WARMUP_STEPS:
             return None

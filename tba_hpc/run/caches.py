@@ -1,4 +1,4 @@
-"""Where engines and compilers keep what they make on a node: code that is run, so it must be ours alone."""
+"""Where engines and compilers cache code on a node: it is run, so nobody else may write it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ CACHES = "TBA_CACHES"
 
 
 def keep_caches_private(environment: MutableMapping[str, str]) -> None:
-    """Make the folder of CACHES, or see that it is ours; else lead all that leads there into a new one.
+    """Make the folder of CACHES, or verify that it is ours; else point all that points there to a new one.
 
-    Its name is the same on every node and may be read in a folder that is everybody's: somebody else may have
-    made it on this node before.
+    Its parent may be writable by everybody, and its name is known: somebody else may have made it.
     """
     folder = environment.get(CACHES)
     if not folder or _is_ours(Path(folder)):
@@ -33,7 +32,7 @@ def keep_caches_private(environment: MutableMapping[str, str]) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether the folder, made here and now if there was none, is this user's, who alone may enter it."""
+    """Whether the folder, which is made if there is none, is this user's, and nobody else's to enter."""
     with suppress(OSError):  # a folder of another node
         folder.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):

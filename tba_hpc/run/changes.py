@@ -1,7 +1,4 @@
-"""What a resume changes of a run's config, what follows from it, and the event that records it.
-
-Which keys may change is said beside them, in ``config``.
-"""
+"""What a resume changes of a run's config, what follows from it, and the event that records it."""
 
 from __future__ import annotations
 
@@ -64,11 +61,13 @@ def told(run: RunDir, config: Config) -> str:
     keys = ", ".join(
         f"{key}={value_text(new)} (was {value_text(old)})" for key, (old, new) in changed.items()
     )
-    return f"going on with {keys}{_of_the_rate(run, config)}{_of_scores(changed)}"
+    rescored = [key for key in ("evaluate.test_prompts", "evaluate.validation_prompts") if key in changed]
+    scores = f"; scores from here on are of other prompts than before ({', '.join(rescored)})"
+    return f"going on with {keys}{_of_the_rate(run, config)}{scores if rescored else ''}"
 
 
 def _of_the_rate(run: RunDir, config: Config) -> str:
-    """The learning rate alone hangs on how long a run is."""
+    """What becomes of the learning rate, which alone depends on how long a run is."""
     old, new, step = run.config().train, config.train, reached(run)
     before, after = (schedules.laid_out_for(train) for train in (old, new))
     if old.learning_rate.schedule == "constant" or before == after:
@@ -78,8 +77,3 @@ def _of_the_rate(run: RunDir, config: Config) -> str:
         f"; the learning rate ({old.learning_rate.schedule}) is laid out for {after} steps from here on, no "
         f"more for {before}: at step {step} it is {now:.3g} instead of {was:.3g}"
     )
-
-
-def _of_scores(changed: dict[str, tuple[Any, Any]]) -> str:
-    keys = [key for key in ("evaluate.test_prompts", "evaluate.validation_prompts") if key in changed]
-    return f"; scores from here on are of other prompts than before ({', '.join(keys)})" if keys else ""

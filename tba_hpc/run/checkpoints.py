@@ -1,7 +1,8 @@
 """Checkpoints of a run: complete or not there, the newest few of them, and what they keep alive.
 
 A checkpoint is complete only when its last file, COMPLETE, exists, which holds the checksums of all others: a
-start verifies them before it believes a checkpoint.
+start verifies them before it believes a checkpoint. RUN/newest-checkpoint names the newest, lest that is
+missed in silence if it is gone.
 """
 
 from __future__ import annotations
@@ -10,13 +11,11 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeVar
 
 import numpy as np
 
@@ -42,10 +41,11 @@ PROMPTS_FILE = "prompts.h5"
 STATE_FILE = "state.json"
 """Beside it the TrainerState."""
 
-Result = TypeVar("Result")
-
 DAMAGED = "damaged-"
 """Begins the name of a checkpoint that was set aside."""
+
+GONE = "it is gone"
+"""The fault of the newest checkpoint if somebody has removed it."""
 
 
 class StateError(ValueError):
@@ -120,35 +120,38 @@ class Checkpoints:
         *,
         records: Callable[[], None] = lambda: None,
     ) -> Future[TrainerState]:
-        """Copy what a checkpoint holds, and write it; then shards and references that none needs go, in time.
+        """Copy what a checkpoint holds, and write it; then delete shards and references that none needs.
 
-        One at a time. files: the files of arrays, and what makes these; it may be called in another thread.
-        records: makes durable what must be on disk before the checkpoint counts it. Of the future, which is
-        done on return unless ``beside``: the state that the checkpoint holds once it is complete; raises
-        DiskFullError, StateError, ExchangeError. What a full disk had no room for leaves nothing there.
+        One at a time. files: the files of arrays, and what makes these, maybe in another thread. records:
+        makes durable what must be on disk before the checkpoint counts it. The future is done on return
+        unless ``beside``, and gives the state that the checkpoint holds, or raises DiskFullError, StateError,
+        ExchangeError. If the disk is full nothing of the checkpoint stays.
         """
         began = time.monotonic()
-        try:
-            folder = begin_checkpoint(self.run, state.step)
-            write = _or_nothing(folder, partial(learner.save, folder))
-        except OSError as error:
-            return at_once(partial(_raise, _in_words(error, self.run.checkpoints)))
+
+        def begin() -> tuple[Path, Callable[[], str]]:
+            with _or_nothing(self.run):
+                folder = begin_checkpoint(self.run, state.step)
+                return folder, learner.save(folder)
 
         def complete() -> TrainerState:
-            listed = write()
-            for name, arrays in files.items():
-                self.write_arrays(folder / name, arrays())
-            make_durable(folder)
-            records()
-            seconds = max(state.save_seconds, time.monotonic() - began)
-            saved = replace(state, save_seconds=seconds)
-            listed = inventory(folder, known=listed)
-            self.pruner.prune(complete_checkpoint(self.run, folder, saved, keep=self.keep, listed=listed))
-            prune_references(self.run)
-            return saved
+            folder, write = begun.result()
+            with _or_nothing(self.run):
+                known = write()
+                for name, arrays in files.items():
+                    self.write_arrays(folder / name, arrays())
+                make_durable(folder)
+                records()
+                seconds = max(state.save_seconds, time.monotonic() - began)
+                saved = replace(state, save_seconds=seconds)
+                listed = inventory(folder, known=known)
+                cursors = complete_checkpoint(self.run, folder, saved, keep=self.keep, listed=listed)
+                self.pruner.prune(cursors)
+                prune_references(self.run)
+                return saved
 
-        whole = partial(_or_nothing, folder, complete)
-        return beside(whole) if self.beside else at_once(whole)
+        begun = at_once(begin)
+        return beside(complete) if self.beside else at_once(complete)
 
     def export_reference(self, step: int, learner: Learner) -> None:
         """Write the policy of ``step`` as the next reference; a resume verifies it by its COMPLETE."""
@@ -157,53 +160,43 @@ class Checkpoints:
         write_atomic(folder / COMPLETE, with_checksum(inventory(folder)))
 
 
-def _raise(error: Exception) -> NoReturn:
-    raise error
-
-
-def _or_nothing(folder: Path, fill: Callable[[], Result]) -> Result:
-    """``fill()``; if there is no room for it, half a checkpoint must not take what there is.
-
-    Raises DiskFullError then.
-    """
+@contextmanager
+def _or_nothing(run: RunDir) -> Iterator[None]:
+    """If there is no room, remove the unfinished checkpoint, and raise DiskFullError."""
     try:
-        return fill()
+        yield
     except OSError as error:
-        if is_for_room(error) and not (folder / COMPLETE).exists():
-            with suppress(OSError):
-                remove(folder)
-                _unfinished(folder).unlink(missing_ok=True)
-        raise _in_words(error, folder) from error
-
-
-def _in_words(error: OSError, folder: Path) -> OSError:
-    """An error of a checkpoint; for want of room, as a sentence."""
-    if isinstance(error, DiskFullError) or not is_for_room(error):
-        return error
-    return DiskFullError(
-        f"cannot write the checkpoint {folder} ({error.strerror}); free space or raise the quota, then start "
-        "the same run again: it goes on from the checkpoint before"
-    )
+        if not is_for_room(error):
+            raise
+        with suppress(OSError):
+            _remove_unfinished(run)
+        if isinstance(error, DiskFullError):
+            raise
+        raise DiskFullError(
+            f"cannot write a checkpoint to {run.checkpoints} ({error.strerror}); free space or raise the "
+            "quota, then start the same run again: it goes on from the checkpoint before"
+        ) from error
 
 
 def begin_checkpoint(run: RunDir, step: int) -> Path:
-    """A new folder for the files of a checkpoint; incomplete ones of earlier attempts are removed.
+    """A new folder for the files of a checkpoint; unfinished ones of earlier attempts are removed.
 
-    ``step-000400``, or ``step-000400.1`` … if that step has a complete one already (stopped again
-    right after a resume): a complete checkpoint is never written over.
+    ``step-000400``, or ``step-000400.1`` … if that step has a complete one already (stopped again right after
+    a resume): a complete checkpoint is never written over.
     """
-    end_if_superseded()  # the successor's may be among them
-    for folder in checkpoint_folders(run, complete=False):
-        remove(folder)
-    for left in run.checkpoints.glob(".*.tmp"):
-        remove(left)
+    end_if_superseded()  # the successor's may be among the unfinished ones
+    _remove_unfinished(run)
     name = f"step-{step:06d}"
     saves = [int(folder.suffix[1:] or 0) for folder in run.checkpoints.glob(f"{name}*")]
     again = max(saves, default=-1) + 1  # also if the first is gone: the newest must have the last name
     folder = run.checkpoints / (f"{name}.{again}" if again else name)
-    _unfinished(folder).touch()
     folder.mkdir()
     return folder
+
+
+def _remove_unfinished(run: RunDir) -> None:
+    for left in (*checkpoint_folders(run, complete=False), *run.checkpoints.glob(".*.tmp")):
+        remove(left)
 
 
 def complete_checkpoint(
@@ -212,26 +205,18 @@ def complete_checkpoint(
     """Write ``state.json`` beside files that are durable already, and only then mark ``folder`` COMPLETE.
 
     listed: their ``inventory``, if it is known. Checkpoints beyond the newest ``keep`` are deleted.
-    Returns the cursors of the oldest one kept: shards before them are needed no more.
-    Raises DiskFullError.
+    Returns the cursors of the oldest one kept: no resume needs shards before them. Raises DiskFullError.
     """
     listed = inventory(folder) if listed is None else listed
-    fsync(run.checkpoints)  # its name, and the mark beside it
+    fsync(run.checkpoints)  # its name
     write_atomic(folder / STATE_FILE, state.to_json())
     end_if_superseded()
     write_atomic(folder / COMPLETE, with_checksum(listed + inventory(folder, STATE_FILE)))
-    _unfinished(folder).unlink(missing_ok=True)
+    write_atomic(run.newest_checkpoint, folder.name)
     for old in checkpoint_folders(run, complete=True)[:-keep]:
-        write_atomic(_unfinished(old), "")
         (old / COMPLETE).unlink(missing_ok=True)  # first: a half-deleted checkpoint must not look complete
         remove(old)
-        _unfinished(old).unlink()
     return dict(_oldest_state(run).cursors)
-
-
-def _unfinished(folder: Path) -> Path:
-    """The mark beside a checkpoint that is written or deleted: any other without COMPLETE has lost it."""
-    return folder.with_name(f".{folder.name}.tmp")
 
 
 def latest_checkpoint(run: RunDir) -> Path | None:
@@ -252,21 +237,22 @@ def _oldest_state(run: RunDir) -> TrainerState:
     try:
         return read_state(oldest) if oldest else TrainerState()
     except (ValueError, LookupError) as error:
-        log.warning("shards and references stay, whatever checkpoints are deleted: %s", error)
+        log.warning("no shards and references are deleted: %s", error)
         return TrainerState()
 
 
 def damaged_checkpoints(run: RunDir) -> dict[Path, str]:
     """Checkpoints newer than the newest one that is whole, from the newest on, and what is wrong with each.
 
-    Reads every byte of these and of the whole one. Raises StateError if there were checkpoints, and none
-    is whole.
+    Reads every byte of these and of the whole one. Raises StateError if there were checkpoints, and none is
+    whole.
     """
-    faults: dict[Path, str] = {}
-    for folder in reversed(checkpoint_folders(run, complete=True)):
+    folders, newest = checkpoint_folders(run, complete=True), _named_newest(run)
+    faults = {newest: GONE} if newest and not newest.exists() else {}
+    for folder in reversed(folders):
         fault = damage(folder)
         if not fault:
-            return faults
+            return {faulty: why for faulty, why in faults.items() if _order(faulty) > _order(folder)}
         faults[folder] = fault
     faulty = [f"{folder.name}: {fault}" for folder, fault in faults.items()]
     faulty += sorted(folder.name for folder in run.checkpoints.glob(f"{DAMAGED}*"))
@@ -278,19 +264,21 @@ def damaged_checkpoints(run: RunDir) -> dict[Path, str]:
     return {}
 
 
-def set_aside(folder: Path) -> Path:
+def set_aside(run: RunDir, folder: Path) -> Path:
     """Give a damaged checkpoint a name by which none is found, and keep it as evidence; returns its path."""
     name = f"{DAMAGED}{folder.name}"
     aside = folder.with_name(f"{name}-{1 + len(list(folder.parent.glob(f'{name}-*')))}")
-    folder.rename(aside)
-    fsync(folder.parent)
+    if folder.exists():
+        folder.rename(aside)
+        fsync(folder.parent)
+    run.newest_checkpoint.unlink(missing_ok=True)
     return aside
 
 
 def prune_references(run: RunDir) -> None:
     """Delete the references before the one in force at the oldest complete checkpoint.
 
-    A run may end there after all: then it is the one before that is in force, for nothing was reset any more.
+    The one of that very step is not: a run that ends there uses the one before.
     """
     end = _oldest_state(run).step
     folders = {int(path.name.removeprefix("step-")): path for path in run.references.glob("step-*")}
@@ -301,22 +289,25 @@ def prune_references(run: RunDir) -> None:
 
 
 def checkpoint_folders(run: RunDir, *, complete: bool) -> list[Path]:
-    """The complete checkpoints, and those that were and lost COMPLETE, or else the unfinished ones.
+    """The complete checkpoints, or else the unfinished ones, by (step, save), ascending.
 
-    By (step, save), ascending.
+    The newest that was complete still counts if it has lost its COMPLETE: as damaged, not as unfinished.
     """
-    named = {
-        folder: re.fullmatch(r"step-(\d+)(?:\.(\d+))?", folder.name) for folder in run.checkpoints.iterdir()
-    }
-    found = {
-        (int(name[1]), int(name[2] or 0)): folder
-        for folder, name in named.items()
-        if name and _was_completed(folder) == complete
-    }
-    return [found[key] for key in sorted(found)]
+    newest = _named_newest(run)
+    there = sorted(filter(_order, run.checkpoints.glob("step-*")), key=_order)
+    return [folder for folder in there if ((folder / COMPLETE).exists() or folder == newest) == complete]
 
 
-def _was_completed(folder: Path) -> bool:
-    """Whether it has COMPLETE, or lacks that alone of its last two files, and nobody is at work on it."""
-    mark = _unfinished(folder)
-    return (folder / COMPLETE).exists() or ((folder / STATE_FILE).exists() and not mark.exists())
+def _named_newest(run: RunDir) -> Path | None:
+    """The checkpoint that was completed last, if it is known."""
+    try:
+        folder = run.checkpoints / run.newest_checkpoint.read_bytes().decode(errors="replace")
+    except FileNotFoundError:
+        return None
+    return folder if _order(folder) else None
+
+
+def _order(folder: Path) -> tuple[int, int] | tuple[()]:
+    """Step and save of a checkpoint by its name; empty if that is none of a checkpoint."""
+    name = re.fullmatch(r"step-(\d+)(?:\.(\d+))?", folder.name)
+    return (int(name[1]), int(name[2] or 0)) if name else ()

@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from blake3 import blake3
+
 from tba_hpc.config import (
     Config,
     ConfigError,
@@ -27,13 +29,16 @@ FORMAT = 3
 """Version of what a run keeps on disk: names of files, events, metrics and record fields."""
 
 ATTEMPT = "TBA_ATTEMPT"
-"""Variable of the environment that tells a rank the name of its attempt."""
+"""Environment variable: the name of a rank's attempt."""
 
 SEARCHERS_FIRST = "TBA_SEARCHERS_FIRST"
-"""Variable of the environment that tells a rank, by "1", that MPI numbers searchers before trainers."""
+"""Environment variable: "1" if MPI numbers searchers before trainers."""
 
 OF_A_START = ("launch.", "run.root")
-"""Config keys that belong to a start rather than to the run: how many ranks there are, and the place."""
+"""Config keys that every start may set anew: numbers of ranks, and the place."""
+
+SEAL = "# Written by tba-hpc; keys are changed with --set. blake3="
+"""Begins config.yaml, before a checksum of all that follows the line."""
 
 NAMED = 3
 """Most keys that a refusal names, with their values."""
@@ -45,7 +50,7 @@ ShardKey = tuple[int, int]
 """Searcher and index of a shard."""
 
 KEPT_ATTEMPTS = 16
-"""Attempts before the newest whose logs are kept: a file a rank each, of however many starts."""
+"""Attempts before the newest whose logs are kept."""
 
 
 class _Below:
@@ -80,6 +85,8 @@ class RunDir:
     """Published weights (file exchange only)."""
     checkpoints = _Below("checkpoints")
     """One folder per checkpoint."""
+    newest_checkpoint = _Below("newest-checkpoint")
+    """Name of the checkpoint that was completed last."""
     references = _Below("references")
     """Policies that became the reference, as Hugging Face folders."""
     metrics = _Below("metrics")
@@ -107,16 +114,23 @@ class RunDir:
     def create(cls, config: Config) -> RunDir:
         """Make ``config.run_dir``, or take it again if it holds a run of the same config (a resume).
 
-        Sets the process's umask to 077. A config that differs in what a resume may change (``MayChange``)
-        takes the place of the old one, which goes to the ``history``; if it asks for more steps than a
-        finished run has, so does the summary, and the run is not finished any more. Raises ConfigError where
-        it differs in anything else, unless the run came to nothing; if the directory holds anything else
-        or cannot be written.
+        Sets the process's umask to 077. If the config differs in what a resume may change (``MayChange``) the
+        old one goes to the ``history``; so does the summary of a finished run that is to take more steps.
+        Raises ConfigError if it differs in anything else, unless the run came to nothing, or if the
+        directory holds anything else or cannot be written.
         """
         run = cls.check(config)
         os.umask(0o077)
         with run.writing():
-            run._make(config)
+            make_folder(run.path)
+            run.path.chmod(0o700)
+            write_atomic(run.format_file, f"{FORMAT}\n")  # first: a directory with a config is a whole one
+            run._freeze(config)
+            for folder in (
+                *(run.shards, run.weights, run.checkpoints, run.references),
+                *(run.metrics, run.logs, run.evaluations),
+            ):
+                make_folder(folder)
         return run
 
     @classmethod
@@ -129,7 +143,8 @@ class RunDir:
                 run._refuse_another_config(config, but_nothing=True)
             elif run.path.exists():
                 run._refuse_strangers()
-            run._refuse_unwritable()
+            place = next(path for path in (run.path, *run.path.parents) if path.exists())
+            tempfile.TemporaryFile(dir=place).close()  # rights alone do not tell it to root, nor on /proc
         return run
 
     @contextmanager
@@ -165,30 +180,15 @@ class RunDir:
             path for folder in made for path in folder.glob("**/[!.]*") if path.is_file()
         )
 
-    def _make(self, config: Config) -> None:
-        make_folder(self.path)
-        self.path.chmod(0o700)
-        write_atomic(self.format_file, f"{FORMAT}\n")  # first: a directory with a config is a whole one
-        self._freeze(config)
-        for folder in self._folders:
-            make_folder(folder)
-
-    def _refuse_unwritable(self) -> None:
-        """Raise OSError if nothing can be written where the directory is, or is to be."""
-        place = next(path for path in (self.path, *self.path.parents) if path.exists())
-        tempfile.TemporaryFile(dir=place).close()  # rights alone do not tell it to root, nor on /proc
-
     def _refuse_strangers(self) -> None:
-        strangers = sorted(p.name for p in self.path.iterdir() if not self._is_left_by_a_kill(p))
-        if strangers:
+        """Raise ConfigError unless a creation that was cut short has made all that is there."""
+        ours = (self.format_file, self.owners)
+        found = (path for path in self.path.iterdir() if path.suffix != ".tmp" and path not in ours)
+        if strangers := sorted(path.name for path in found):
             raise ConfigError(
                 f"{self.path} is not empty and holds no run (found {strangers[0]}): "
                 "choose another run.name or run.root, or empty it"
             )
-
-    def _is_left_by_a_kill(self, path: Path) -> bool:
-        """Whether a creation that was cut short may have made it."""
-        return path.suffix == ".tmp" or path in (self.format_file, self.owners)
 
     def _refuse_another_format(self) -> None:
         found = self.format_file.read_text().strip() if self.format_file.exists() else "1"
@@ -217,6 +217,7 @@ class RunDir:
 
     def adapt(self, overrides: list[str]) -> None:
         """As ``create``, with the frozen config and ``overrides`` of it. Raises ConfigError."""
+        self.config()
         config = load_config(self.config_file, overrides)
         self._refuse_another_config(config)
         self._freeze(config)
@@ -225,7 +226,8 @@ class RunDir:
         """Make ``config`` the frozen one, after what it changes was kept in the history."""
         if self.config_file.exists() and not self.came_to_nothing:
             self._keep(self.config(), config)
-        write_atomic(self.config_file, dump_config(config))
+        text = dump_config(config)
+        write_atomic(self.config_file, f"{SEAL}{_checksum(text)}\n{text}")
 
     def _keep(self, old: Config, new: Config) -> None:
         if all(key.startswith(OF_A_START) for key in differing_keys(old, new)):
@@ -240,15 +242,19 @@ class RunDir:
             self.finished_file.unlink(missing_ok=True)
 
     def config(self) -> Config:
-        """The frozen config. Raises ConfigError."""
+        """The frozen config. Raises ConfigError, also if it was edited or damaged."""
+        try:
+            text = self.config_file.read_bytes().decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{self.config_file} is damaged ({error}): put a copy of it back") from None
+        if text.startswith(SEAL):
+            seal, _, rest = text.removeprefix(SEAL).partition("\n")
+            if seal != _checksum(rest):
+                raise ConfigError(
+                    f"{self.config_file} was edited or damaged: its checksum does not match; put back a "
+                    "copy, and change keys with 'tba run RUN --set KEY=VALUE'"
+                )
         return load_config(self.config_file)
-
-    @property
-    def _folders(self) -> tuple[Path, ...]:
-        return (
-            *(self.shards, self.weights, self.checkpoints, self.references),
-            *(self.metrics, self.logs, self.evaluations),
-        )
 
     def reference(self, step: int) -> Path:
         """The policy of ``step``, which became the reference."""
@@ -281,18 +287,18 @@ class RunDir:
 
     def shard_folders(self) -> list[int]:
         """Searchers that have a folder of shards, ascending."""
-        return _searchers_in(self.shards)
+        return _numbers(self.shards, "searcher-", "", digits=4)
 
     def shard_indices(self, searcher: int, suffix: str = ".h5") -> list[int]:
         """Indices of a searcher's visible shards, ascending; none if it has no folder."""
         return _numbers(self.shard_folder(searcher), "", suffix, digits=6)
 
     def kept_file(self, searcher: int, index: int) -> Path:
-        """Path of one of these."""
+        """Path of a shard that is kept for people."""
         return self.kept / _folder_of(searcher) / f"{index:06d}.h5"
 
     def kept_files(self) -> dict[ShardKey, Path]:
-        """All of these by (searcher, index), ascending."""
+        """All shards kept for people, by (searcher, index), ascending."""
         return _shards_in(self.kept, ".h5")
 
     def begin_attempt(self) -> Path:
@@ -315,8 +321,7 @@ class RunDir:
     def attempt(self) -> Path:
         """Folder of the attempt's logs: that of which this process is a rank, else the newest.
 
-        ``begin_attempt`` comes first. Ranks are told by their launcher: a client of NFS may hold the link of
-        the attempt before for a minute.
+        Ranks are told by their launcher, as a client of NFS may see an old link for a minute.
         """
         return self.logs / os.environ.get(ATTEMPT, (self.logs / "latest").resolve().name)
 
@@ -326,20 +331,19 @@ class RunDir:
         return int(self.attempt.name.removeprefix("attempt-"))
 
 
+def _checksum(text: str) -> str:
+    return blake3(text.encode()).hexdigest(length=8)
+
+
 def _folder_of(searcher: int) -> str:
     return f"searcher-{searcher:04d}"
-
-
-def _searchers_in(folder: Path) -> list[int]:
-    """Those that have a folder there, ascending."""
-    return _numbers(folder, "searcher-", "", digits=4)
 
 
 def _shards_in(folder: Path, suffix: str) -> dict[ShardKey, Path]:
     """The shards in the searchers' folders there, ascending."""
     return {
         (searcher, index): folder / _folder_of(searcher) / f"{index:06d}{suffix}"
-        for searcher in _searchers_in(folder)
+        for searcher in _numbers(folder, "searcher-", "", digits=4)
         for index in _numbers(folder / _folder_of(searcher), "", suffix, digits=6)
     }
 

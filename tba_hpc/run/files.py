@@ -21,10 +21,8 @@ log = logging.getLogger(__name__)
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of the system that say that there is no room."""
 
-
 NO_LINKS = frozenset({errno.EPERM, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP})
-"""Errors of a file system that gives a file no second name."""
-
+"""Errors of a file system without hard links."""
 
 AWAY = frozenset(
     {
@@ -35,7 +33,7 @@ AWAY = frozenset(
 """Errors of a file system whose server is away for a while, or has forgotten a file that was open."""
 
 AGAIN_SECONDS = 0.5
-"""Pause before something is tried again that a file system could not do."""
+"""Pause before a retry."""
 
 Result = TypeVar("Result")
 
@@ -45,7 +43,7 @@ class DiskFullError(OSError, ValueError):
 
 
 def is_for_room(error: BaseException | None) -> bool:
-    """Whether something failed since there is no room: by its own word, or that of what it came of."""
+    """Whether an error, or one that it came of, says that there is no room."""
     while error is not None:
         if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL_DISK):
             return True
@@ -56,9 +54,9 @@ def is_for_room(error: BaseException | None) -> bool:
 def publish(path: Path, data: bytes | memoryview, *, replace: bool = True) -> None:
     """Make ``data`` visible as ``path``, whole and durable, or not at all.
 
-    Temporary file, fsync, rename, fsync of the folder. replace: whether ``path`` may exist; if it must
-    not, FileExistsError is raised to all but one of any number of writers, on whatever hosts. Raises
-    DiskFullError if there is no room (disk, quota or file size limit).
+    Temporary file, fsync, rename, fsync of the folder. replace: whether ``path`` may exist; if it must not,
+    FileExistsError is raised to all but one of any number of writers, on whatever hosts. Raises DiskFullError
+    if there is no room (disk, quota or file size limit).
     """
     # Process numbers come twice on two hosts.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
@@ -93,7 +91,7 @@ def _name_once(temporary: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in NO_LINKS:
             raise
-        if path.exists():  # the best that is left; that two writers meet here is up to run.owners
+        if path.exists():  # the best that is left; run.owners keeps two writers apart
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
         temporary.replace(path)
 
@@ -113,15 +111,12 @@ def listing(folder: Path) -> list[str]:
 
 
 def passes(error: OSError) -> bool:
-    """Whether what could not be done may well be possible a little later."""
+    """Whether a retry may succeed: the disk is full, or its server away."""
     return isinstance(error, DiskFullError) or error.errno in AWAY | FULL_DISK
 
 
 def insist(do: Callable[[], Result], *, seconds: float) -> Result:
-    """``do()``; again and again if the disk is full or its server away, for so many seconds.
-
-    Raises what ``do`` raised last.
-    """
+    """``do()``, retried for ``seconds`` while the disk is full or its server away. Raises its last error."""
     give_up = time.monotonic() + seconds
     warned = False
     while True:
@@ -131,7 +126,7 @@ def insist(do: Callable[[], Result], *, seconds: float) -> Result:
             if not passes(error) or time.monotonic() >= give_up:
                 raise
             if not warned:
-                log.warning("%s; tried again for %g s", error, seconds)
+                log.warning("%s; retried for %g s", error, seconds)
             warned = True
         time.sleep(AGAIN_SECONDS)
 
@@ -183,12 +178,12 @@ def open_regular(path: Path) -> BinaryIO:
 
 def parse_json_lines(data: bytes) -> list[dict[str, Any]]:
     """The JSON objects of a file with one a line, in order; a line torn by a crash is left out."""
-    return [found for line in data.splitlines() if (found := _parse(line)) is not None]
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+    found = []
+    for line in data.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found

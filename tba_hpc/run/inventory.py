@@ -1,7 +1,6 @@
-"""The inventory of a folder: size and checksum of every file in it, in its last one, COMPLETE.
+"""The inventory of a folder, its last file COMPLETE: checksum, bytes and path of every other file.
 
-The first line of an inventory has a checksum of all its other lines; these have checksum, bytes and path of a
-file each. A checksum is BLAKE3, which finds accidents and sums several GB a second.
+Its first line has a checksum of all the others. Checksums are BLAKE3, which finds accidents, at several GB/s.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 from blake3 import blake3
 
@@ -26,16 +25,7 @@ READ_BYTES = 8 << 20
 READERS = 8
 """Most files that are read at once."""
 
-_TITLE = "tba-hpc inventory blake3="
 _LINE = re.compile(r"([0-9a-f]{32}) (\d+) (.+)")
-
-
-class _File(NamedTuple):
-    """A line."""
-
-    checksum: str
-    size: int
-    path: str
 
 
 class SummedFile:
@@ -56,11 +46,9 @@ class SummedFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        with self._file:
             if kind is None:
                 os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
 
     def write(self, data: bytes | memoryview) -> int:
         """Append; returns how many bytes that were."""
@@ -77,26 +65,27 @@ class SummedFile:
 
     def line(self, folder: Path) -> str:
         """The file's line in the inventory of ``folder``."""
-        return _line(_File(_text(self._sum), self.size, str(self.path.relative_to(folder))))
+        return _line(_text(self._sum), self.size, str(self.path.relative_to(folder)))
 
 
 def inventory(folder: Path, *names: str, known: str = "") -> str:
-    """Lines of these files of ``folder``, or of all but COMPLETE, those in its folders too.
+    """Lines of these files of ``folder``, or of all but COMPLETE, however deep.
 
     known: lines of files that are summed up already, which are not read again.
     """
     summed_up = {line.split(" ", 2)[2] for line in known.splitlines()}
     everything = (path for path in folder.rglob("*") if path.is_file() and path.name != COMPLETE)
     files = [folder / name for name in names] or sorted(everything)
-    found = ((path, str(path.relative_to(folder))) for path in files)
-    left = {path: name for path, name in found if name not in summed_up}
-    sums = zip(checksums(list(left)), left.items(), strict=True)
-    return known + "".join(_line(_File(summed, path.stat().st_size, name)) for summed, (path, name) in sums)
+    left = [path for path in files if str(path.relative_to(folder)) not in summed_up]
+    sums = zip(_checksums(left), left, strict=True)
+    return known + "".join(
+        _line(checksum, path.stat().st_size, str(path.relative_to(folder))) for checksum, path in sums
+    )
 
 
 def with_checksum(lines: str) -> str:
     """The whole of an inventory, for COMPLETE."""
-    return f"{_TITLE}{_text(blake3(lines.encode()))}\n{lines}"
+    return f"tba-hpc inventory blake3={_text(blake3(lines.encode()))}\n{lines}"
 
 
 def damage(folder: Path, *only: str) -> str:
@@ -105,42 +94,35 @@ def damage(folder: Path, *only: str) -> str:
     Files that COMPLETE does not name are left alone. Raises OSError if the file system does not answer.
     """
     try:
-        return _damage(folder, only)
+        text = (folder / COMPLETE).read_bytes().decode(errors="replace")
+        lines = text.partition("\n")[2]
+        found = [match.groups() for line in lines.splitlines() if (match := _LINE.fullmatch(line))]
+        files = [(folder / name, int(size), checksum) for checksum, size, name in found]
+        if only:
+            files = [file for file in files if file[0].name in only]
+        if text != with_checksum(lines) or not files:
+            return f"{COMPLETE} is corrupt"
+        for path, size, _ in files:
+            if (now := path.stat().st_size) != size:
+                return f"{path.relative_to(folder)} has {now} bytes, not {size}"
+        now_sums = _checksums([path for path, *_ in files])
     except FileNotFoundError as error:
         return f"{Path(error.filename).relative_to(folder)} is missing"
     except OSError as error:
         if error.errno != errno.EIO:  # the others may pass
             raise
         return f"the disk cannot read it: {error}"
+    for (path, _, checksum), now_sum in zip(files, now_sums, strict=True):
+        if checksum != now_sum:
+            return f"{path.relative_to(folder)} is corrupt: its checksum does not match"
+    return ""
 
 
-def _damage(folder: Path, only: Sequence[str]) -> str:
-    files = [file for file in _parse((folder / COMPLETE).read_bytes()) if not only or file.path in only]
-    if not files:
-        return f"{COMPLETE} is corrupt"
-    for file in files:
-        if (size := (folder / file.path).stat().st_size) != file.size:
-            return f"{file.path} has {size} bytes, not {file.size}"
-    now = checksums([folder / file.path for file in files])
-    wrong = [file.path for file, summed in zip(files, now, strict=True) if file.checksum != summed]
-    return f"{wrong[0]} is corrupt: its checksum does not match" if wrong else ""
+def _line(checksum: str, size: int, name: str) -> str:
+    return f"{checksum} {size} {name}\n"
 
 
-def _line(file: _File) -> str:
-    return f"{file.checksum} {file.size} {file.path}\n"
-
-
-def _parse(data: bytes) -> list[_File]:
-    """The lines of COMPLETE; none if it is damaged."""
-    text = data.decode(errors="replace")
-    lines = text.partition("\n")[2]
-    if text != with_checksum(lines):
-        return []
-    found = (_LINE.fullmatch(line) for line in lines.splitlines())
-    return [_File(line[1], int(line[2]), line[3]) for line in found if line]
-
-
-def checksums(paths: Sequence[Path]) -> list[str]:
+def _checksums(paths: Sequence[Path]) -> list[str]:
     """A checksum of each file, in hexadecimal. Several files are read at once, in bounded memory."""
     with ThreadPoolExecutor(READERS) as pool:
         return list(pool.map(_checksum, paths))

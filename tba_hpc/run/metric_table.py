@@ -19,56 +19,47 @@ class Metric:
     histogram: bool = False
 
 
+def _curve(unit: str, meaning: str) -> Metric:
+    return Metric(unit, meaning, curve=True)
+
+
+def _bins(meaning: str) -> Metric:
+    return Metric("count", meaning, histogram=True)
+
+
 STEP = {
     "step": Metric("count", "optimizer steps done, this one included"),
-    "train/loss": Metric("objective's", "loss over the batch", curve=True),
-    "train/grad_norm": Metric("", "global norm of the gradient before clipping", curve=True),
-    "train/skipped_steps": Metric(
-        "count, so far",
-        "steps not taken because loss or gradient norm was not finite; such a step logs neither",
-        curve=True,
+    "train/loss": _curve("objective's", "loss over the batch"),
+    "train/grad_norm": _curve("", "global norm of the gradient before clipping"),
+    "train/skipped_steps": _curve(
+        "count, so far", "steps skipped as loss or gradient norm was not finite; such a step logs neither"
     ),
-    "train/log_ratio": Metric(
-        "nats per completion",
-        "mean of log π_θ − p·log π_ref over the batch; the batch is replayed data, so this is no KL",
-        curve=True,
+    "train/log_ratio": _curve(
+        "nats per completion", "mean of log π_θ − p·log π_ref over the batch of replayed data: no KL"
     ),
-    "train/log_weight": Metric(
+    "train/log_weight": _curve(
         "nats per completion",
         "mean of log π_θ − log π_behaviour over the batch: 0 on-policy, else minus the policy's drift since",
-        curve=True,
     ),
-    "train/better_log_weight": Metric(
+    "train/better_log_weight": _curve(
         "nats per completion",
         "the same over completions that beat their group's mean reward: below 0 if rewarded answers have "
-        "become less likely; absent if the batch has none",
-        curve=True,
+        "become less likely",
     ),
-    "train/ess": Metric(
-        "share",
-        "effective sample size of π_θ/π_behaviour over the batch, (Σw)²/(N·Σw²): 1 on-policy, 1/N if one "
-        "completion outweighs all others",
-        curve=True,
+    "train/ess": _curve(
+        "share", "effective sample size of π_θ/π_behaviour over the batch, (Σw)²/(N·Σw²): 1 on-policy"
     ),
-    "train/clip_share": Metric(
-        "share",
-        "of the batch's tokens (completions, if the ratio is per completion) that the objective's clip, cap "
-        "or mask acts on; absent without one",
-        curve=True,
+    "train/clip_share": _curve(
+        "share", "of the batch's tokens (or completions) that the objective's clip, cap or mask acts on"
     ),
-    "train/flat_groups": Metric("share", "groups of the batch whose rewards are all equal", curve=True),
-    "train/length": Metric("tokens", "mean length of the batch's completions", curve=True),
-    "train/replay_ratio": Metric(
-        "steps",
-        "steps that have learned from a trajectory of the batch, this one included; mean over the distinct "
-        "trajectories",
-        curve=True,
+    "train/flat_groups": _curve("share", "groups of the batch whose rewards are all equal"),
+    "train/length": _curve("tokens", "mean length of the batch's completions"),
+    "train/replay_ratio": _curve(
+        "steps", "steps that have learned from a trajectory, this one included; mean over those of the batch"
     ),
-    "train/engine_gap": Metric(
+    "train/engine_gap": _curve(
         "nats per token",
-        "mean of |log π_engine − log π_learner| over completions sampled by exactly this step's weights; "
-        "absent if the batch has none",
-        curve=True,
+        "mean of |log π_engine − log π_learner| over completions of exactly this step's weights, if any",
     ),
     "train/residual": Metric("objective's", "mean absolute residual (trajectory balance, OAPL)"),
     "train/advantage": Metric("reward", "mean absolute advantage (policy gradients, TBA′)"),
@@ -76,37 +67,27 @@ STEP = {
     "train/ties": Metric("share", "groups that prefer no completion (online DPO)"),
     "train/log_z": Metric("nats", "estimated log Z, mean over groups"),
     "train/value": Metric("reward", "V̂ of the completions' requests, mean over completions (OAPL)"),
-    "train/reward": Metric("reward", "mean over the batch", curve=True),
-    "train/learning_rate": Metric("", "learning rate of the step", curve=True),
-    "train/beta": Metric("", "KL coefficient of the step, β·T", curve=True),
+    "train/reward": _curve("reward", "mean over the batch"),
+    "train/learning_rate": _curve("", "learning rate of the step"),
+    "train/beta": _curve("", "KL coefficient of the step, β·T"),
     "train/reference_power": Metric("", "p = 1/(γ·T), power of the reference in the step's target policy"),
     "train/tokens": Metric("count", "completion tokens in the batch"),
-    "train/wait_share": Metric(
-        "share", "wall time outside forward, backward and optimizer, since warm-up", curve=True
-    ),
+    "train/wait_share": _curve("share", "wall time outside forward, backward and optimizer, since warm-up"),
     "time/step_seconds": Metric("s", "one iteration of the trainer's loop"),
     "time/learn_seconds": Metric("s", "of it, inside ``learner.step``"),
     "time/reference_seconds": Metric("s", "of it, for the reference, if the trainer computes it"),
     "sync/version": Metric("step", "weights published last"),
-    "sync/publish_stall_seconds": Metric(
-        "s", "the loop's standstill in this step's publish, if it had one", curve=True
-    ),
+    "sync/publish_stall_seconds": _curve("s", "standstill of the loop in this step's publish, if it had one"),
     "sync/late": Metric("count, so far", "publishes put off because the round before was under way"),
     "sync/publishes": Metric("count, so far", "publishes"),
-    "buffer/size": Metric("count", "trajectories in the replay buffer", curve=True),
+    "buffer/size": _curve("count", "trajectories in the replay buffer"),
     "buffer/prompts": Metric("count", "distinct prompts in it"),
-    "buffer/added": Metric("count, so far", "trajectories merged, without duplicates", curve=True),
-    "buffer/duplicates": Metric(
-        "count, so far", "trajectories dropped for an equal or similar one", curve=True
-    ),
-    "buffer/evicted": Metric(
-        "count, so far", "trajectories evicted for capacity, age, reference or reuse", curve=True
-    ),
-    "staleness/mean": Metric("steps", "mean of step − version of the weights that sampled", curve=True),
-    "staleness/max": Metric("steps", "the largest of the batch", curve=True),
-    "staleness/histogram": Metric(
-        "count", "per staleness; the last bin holds everything from its index up", histogram=True
-    ),
+    "buffer/added": _curve("count, so far", "trajectories merged, without duplicates"),
+    "buffer/duplicates": _curve("count, so far", "trajectories dropped for an equal or similar one"),
+    "buffer/evicted": _curve("count, so far", "trajectories evicted for capacity, age, reference or reuse"),
+    "staleness/mean": _curve("steps", "mean of step − version of the weights that sampled"),
+    "staleness/max": _curve("steps", "the largest of the batch"),
+    "staleness/histogram": _bins("per staleness; the last bin holds everything from its index up"),
 }
 """The trainer's record of an optimizer step."""
 
@@ -115,31 +96,26 @@ SEARCH = {
     "search/tokens_per_second": Metric("tokens/s", "the same per second of wall time"),
     "search/trajectories": Metric("count", "training completions scored and appended"),
     "search/groups": Metric("count", "training requests answered"),
-    "search/reward": Metric("reward", "mean over these completions", curve=True),
+    "search/reward": _curve("reward", "mean over these completions"),
     "search/reward/NAME": Metric("reward", "one of several rewards, before its weight (task.reward)"),
-    "search/truncated_share": Metric("share", "of these, cut off by the token limit", curve=True),
-    "search/kl": Metric(
+    "search/reward_seconds": _curve("s", "time of the task's reward per group, mean"),
+    "search/truncated_share": _curve("share", "of these, cut off by the token limit"),
+    "search/kl": _curve(
         "nats per completion",
         "mean of log π_behaviour − log π_ref over those not tempered (generator.tempered_share): an estimate "
         "of KL(π‖π_ref); absent if the reference is what samples",
-        curve=True,
     ),
-    "search/entropy": Metric(
-        "nats per token", "mean of −log π_behaviour over the tokens of the same", curve=True
+    "search/entropy": _curve("nats per token", "mean of −log π_behaviour over the tokens of the same"),
+    "search/flat_groups": _curve("share", "fresh groups whose rewards are all equal"),
+    "search/length": _curve("tokens", "mean length of fresh completions"),
+    "search/reward_histogram": _bins(
+        "per reward; bin i holds those from REWARD_EDGES[i − 1] up to REWARD_EDGES[i], the last the rest"
     ),
-    "search/flat_groups": Metric("share", "fresh groups whose rewards are all equal", curve=True),
-    "search/length": Metric("tokens", "mean length of fresh completions", curve=True),
-    "search/reward_histogram": Metric(
-        "count",
-        "per reward; bin i holds those from REWARD_EDGES[i − 1] up to REWARD_EDGES[i], the last the rest",
-        histogram=True,
-    ),
-    "search/engine_gap": Metric(
-        "nats per token",
-        "as train/engine_gap, of some answers of an evaluation, by the learner's model code; often absent",
-        curve=True,
+    "search/engine_gap": _curve(
+        "nats per token", "as train/engine_gap, of some answers of an evaluation; often absent"
     ),
     "search/busy_share": Metric("share", "wall time inside the engine's step"),
+    "search/reward_share": Metric("share", "wall time of the task's reward, in the scorer's thread"),
     "search/seal_share": Metric("share", "wall time sealing shards"),
     "search/paused_share": Metric("share", "wall time idle: waiting for weights, or back-pressure"),
     "search/load_seconds": Metric("s", "the engine's standstill for the last load of weights"),
@@ -147,9 +123,7 @@ SEARCH = {
     "search/version": Metric("step", "weights in use"),
     "search/pending_shards": Metric("count", "shards offered and not yet merged"),
     "search/rebuilds": Metric("count, so far", "engines rebuilt after a failure"),
-    "search/rejected": Metric(
-        "count, so far", "trajectories set aside: reward not finite, or the task's code raised"
-    ),
+    "search/rejected": Metric("count, so far", "trajectories set aside: no finite reward, or none at all"),
 }
 """A searcher's record; counts are since its record before, means over completions scored since."""
 

@@ -1,6 +1,6 @@
-"""Writes and reads metrics: one JSON line per record, one file per role and rank.
+"""Writes and reads metrics: one JSON line per record, with its ``time`` in unix seconds; a file per rank.
 
-``metric_table`` says what each name means. Every record has ``time`` (unix seconds).
+``metric_table`` says what each name means.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ Value = float | int | str | Sequence[float] | None
 Record = dict[str, float | int | str | list[float]]
 
 REWARD_EDGES = tuple(math.sinh(i / 4) for i in range(-32, 33))
-"""Edges of the bins of search/reward_histogram, equally wide in asinh of the reward, from −1490 to 1490.
-
-So rewards of 0 and 1 have bins of their own, and scores in the hundreds need no others.
-"""
+"""Edges of the bins of search/reward_histogram, equally wide in asinh of the reward."""
 
 TENTHS = 10
 """Bins of counts by length."""
@@ -39,17 +36,17 @@ PLAIN = frozenset({float, int, str, bool, type(None)})
 """Types that JSON gives back as they are."""
 
 MOST_UNWRITTEN = 64 << 20
-"""Bytes of records that may wait for space on a full disk."""
+"""Bytes of records that wait in memory on a full disk; more end the run."""
 
 CHUNK = 4 << 20
 """Bytes of a metrics file that are parsed at once."""
 
 RECORDS_PER_SECOND = 8
-"""Of all searchers together, if each of them logs less than once a second."""
+"""Of all searchers together, at most."""
 
 
 def record_seconds(searchers: int) -> float:
-    """Seconds between two records of a searcher: what all of them write does not grow with their number."""
+    """Seconds between two records of a searcher, of so many."""
     return max(1.0, searchers / RECORDS_PER_SECOND)
 
 
@@ -69,16 +66,18 @@ class Digest(Protocol):
 class MetricsWriter:
     """Appends records to ``path``, a line each, visible to readers at once.
 
-    On a full disk records wait in memory, with one warning, and are written once there is space. digest: of
-    this file; it has taken what is there already. ``sync`` may be called in another thread.
+    On a full disk records wait in memory, and are written once there is space. digest: of this file; it has
+    taken what is there already. ``sync`` may be called in another thread.
     """
 
     def __init__(self, path: Path, *, digest: Digest | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._file = path.open("ab", buffering=0)
-        # A line torn by a crash would take the first record with it.
-        self._unwritten = b"\n" if _torn(path) else b""
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+            last = file.read()
+        self._unwritten = b"" if last in (b"", b"\n") else b"\n"  # a line torn by a crash ends here
         self._full = False
         self._lock = threading.Lock()
         self._digest = digest
@@ -122,8 +121,7 @@ class MetricsWriter:
     def sync(self) -> None:
         """Make all records durable. Raises DiskFullError if some wait for space.
 
-        Any other OSError is final, even for want of space: a disk reports a loss only once, so that a later
-        sync proves nothing.
+        Any other OSError is final: a disk reports a loss only once, so that a later sync proves nothing.
         """
         with self._lock:
             self._write()
@@ -168,14 +166,6 @@ def _plain_value(value: Any) -> Any:
     return value
 
 
-def _torn(path: Path) -> bool:
-    """Whether a crash left half a line at the end."""
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - 1))
-        return file.read() not in (b"", b"\n")
-
-
 class MetricsTail:
     """Reads what was added to a metrics file since the last look; a missing file is empty.
 
@@ -192,7 +182,7 @@ class MetricsTail:
         return cls(path, place=path.stat().st_size if path.exists() else 0)
 
     def records(self) -> Iterator[Record]:
-        """Records completed since the last look, in order, CHUNK by CHUNK, however many there are."""
+        """Records completed since the last look, in order."""
         while whole := self._whole_lines():
             yield from parse_json_lines(whole)
 

@@ -1,7 +1,6 @@
 """Code of the user's that a config names: it lies beside the config, and a run keeps a copy.
 
-So every rank finds the same code, on whatever machine and in whatever container it runs, and what is edited
-later changes no running job.
+So every rank finds the same code on whatever machine, and what is edited later changes no running job.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
 
 
 def folder_of(config: Path) -> Path:
-    """The folder where code lies that a config names: its own, or of a run what that keeps."""
+    """Where the code that a config, or a run, names lies."""
     return RunDir(config).modules if config.is_dir() else shipped.find(config, "configs").parent
 
 
 def use(folder: Path) -> None:
-    """Have modules and files of a folder found before all others of their names."""
+    """Put a folder first among those where modules and files are looked for."""
     if folder.is_dir() and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
@@ -40,14 +39,14 @@ def use_here() -> None:
 
 def find_file(name: str) -> Path | None:
     """A file of a relative path, where modules are looked for."""
-    places = (Path(folder or ".") / name for folder in sys.path)
-    return next((place.absolute() for place in places if place.is_file()), None)
+    files = (Path(folder or ".") / name for folder in sys.path)
+    return next((file.absolute() for file in files if file.is_file()), None)
 
 
 def keep(run: RunDir, config: Config, beside: Path) -> None:
-    """Copy what ``config`` names of a folder, and what that imports of it, into the run.
+    """Copy what ``config`` names of a folder, and what that imports of it, over the run's earlier copy.
 
-    In place of what was kept before; if the folder has nothing of it, that stays.
+    If the folder has nothing of it, that copy stays.
     """
     found = sorted(set(_named(config, beside)))
     if not found or beside.resolve() == run.modules.resolve():
@@ -84,27 +83,23 @@ def _named(config: Config, folder: Path) -> Iterator[Path]:
 
 
 def _modules(names: Iterable[str], folder: Path) -> list[Path]:
-    """Modules and packages of a folder by these names, and what they import of it, on and on."""
+    """Modules and packages of a folder by these names, and all that they import of it."""
     found: dict[str, Path] = {}
     new = set(names)
     while new:
-        there = {name: path for name in new if (path := _module(folder, name))}
+        there = {}
+        for name in new - sys.stdlib_module_names:
+            if (file := folder / f"{name}.py").is_file():
+                there[name] = file
+            elif (folder / name / "__init__.py").is_file():
+                there[name] = folder / name
         found |= there
         new = {name for path in there.values() for name in _imports(path)} - found.keys()
     return list(found.values())
 
 
-def _module(folder: Path, name: str) -> Path | None:
-    if name in sys.stdlib_module_names:
-        return None
-    file, package = folder / f"{name}.py", folder / name
-    if file.is_file():
-        return file
-    return package if (package / "__init__.py").is_file() else None
-
-
 def _imports(path: Path) -> set[str]:
-    """First names of all that a module, or a package's modules, import; none of what is no Python."""
+    """Top-level names of all that a module, or a package's modules, import."""
     names: set[str] = set()
     for file in [path] if path.is_file() else path.rglob("*.py"):
         try:

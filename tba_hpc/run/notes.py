@@ -1,4 +1,4 @@
-"""What a rank leaves to its launcher: its log, that all are at work, the sentence that says why it ended."""
+"""What a rank leaves to its launcher: its log, a sign that all are at work, the sentence of its end."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:  # they import config and numpy, which batch scripts do withou
     from tba_hpc.run.directory import RunDir
 
 REFUSED = 2
-"""Exit status of a rank, a run or a command that ended by something that only the user can fix."""
+"""Exit status of a rank, a run or a command if only the user can fix what ended it."""
 
 FAILED = 1
-"""Exit status of a rank or a run that another start may save: a peer is missing, an engine died."""
+"""Exit status of a rank or a run if a restart may succeed: a peer is missing, an engine died."""
 
 AT_WORK = "at-work"
 """Name of a file in an attempt's folder; ``job_supervisor.sh`` looks for it, too."""
 
 Kind = Literal["refused", "failed"]
-"""How a rank ended that leaves a note: by something that only the user can fix, or otherwise."""
+"""How a rank ended: by something that only the user can fix, or otherwise."""
 
 
 def rank_name(role: Role, index: int) -> str:
@@ -46,10 +46,7 @@ def redirect_output(run: RunDir, role: Role, index: int) -> None:
 
 
 def write_note(run: RunDir, role: Role, index: int, sentence: str, kind: Kind) -> None:
-    """Leave the sentence that the launcher shows to the user instead of a traceback.
-
-    A rank that was ``refused`` must not be started again by a batch script.
-    """
+    """Leave the sentence that the launcher shows to the user; a ``refused`` rank is not started again."""
     try:
         write_atomic(run.attempt / f"{kind}-{rank_name(role, index)}.txt", sentence.strip() + "\n")
     except OSError as error:  # a full disk may be what is to be reported

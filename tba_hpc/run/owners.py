@@ -143,39 +143,50 @@ def claim_for_job(run: RunDir) -> None:
 def owned(run: RunDir, name: str = LAUNCH) -> Iterator[None]:
     """Own the run, or a rank's name, while the block runs. Raises OwnedError.
 
-    A rank waits for one of its name that may be leaving or dead. Sets the process's umask to 077. If another
-    process takes over meanwhile, as this one was frozen, this one ends with FAILED.
+    A rank waits for one of its name that may be leaving or dead. If another process takes over meanwhile, as
+    this one was frozen, this one ends with FAILED.
     """
-    os.umask(0o077)
-    with _held(_claim(run, name, Owner.this(os.getpid()), wait=name != LAUNCH)):
+    lease = Lease(_claim(run, name, Owner.this(os.getpid()), wait=name != LAUNCH))
+    try:
         yield
+    finally:
+        lease.release()
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """A name that this process owns for as long as it likes. number: of the claim, used only once."""
-
-    name: str
-    number: int
-
-
-@contextmanager
-def leased(run: RunDir, names: Iterable[str]) -> Iterator[Lease | None]:
-    """Own the first of these names that is free, while the block runs; None if all are taken.
+def take_lease(run: RunDir, names: Iterable[str]) -> Lease | None:
+    """Own the first of these names that is free until ``release``; None if all are taken.
 
     Never waits. Otherwise as ``owned``.
     """
-    os.umask(0o077)
     me = Owner.this(os.getpid(), elastic=True)
     for name in names:
         with suppress(OwnedError):
-            mine = _claim(run, name, me, wait=False)
-            break
-    else:
-        yield None
-        return
-    with _held(mine):
-        yield Lease(mine.stem, _number(mine))
+            return Lease(_claim(run, name, me, wait=False))
+    return None
+
+
+class Lease:
+    """A claim of this process, which gives signs of life. number: of the claim, used only once."""
+
+    def __init__(self, file: Path) -> None:
+        self.name, self.number = file.stem, _number(file)
+        self._file = file
+        self._left = threading.Event()
+        _ours.add(file)
+        threading.Thread(target=self._beat, name="owner", daemon=True).start()
+
+    def release(self) -> None:
+        """Leave it as nobody's."""
+        self._left.set()
+        _ours.discard(self._file)
+        with suppress(OSError):  # a full disk; that this process is gone will be seen, too
+            write_atomic(self._file, Owner().to_json())
+
+    def _beat(self) -> None:
+        while not self._left.wait(BEAT_SECONDS):
+            with suppress(OSError):  # a file server that is away for a while
+                end_if_superseded()
+                os.utime(self._file)
 
 
 def holders(run: RunDir, names: Iterable[str], *, now: float | None = None) -> dict[str, Owner]:
@@ -206,29 +217,6 @@ def clock(run: RunDir) -> float:
         file.unlink()
 
 
-@contextmanager
-def _held(mine: Path) -> Iterator[None]:
-    """Give signs of life under a claim while the block runs, then leave it as nobody's."""
-    left = threading.Event()
-    _ours.add(mine)
-    threading.Thread(target=_beat, args=(mine, left), name="owner", daemon=True).start()
-    try:
-        yield
-    finally:
-        left.set()
-        _ours.discard(mine)
-        with suppress(OSError):  # a full disk; that this process is gone will be seen, too
-            write_atomic(mine, Owner().to_json())
-
-
-def _beat(mine: Path, left: threading.Event) -> None:
-    """Give signs of life until ``left``."""
-    while not left.wait(BEAT_SECONDS):
-        with suppress(OSError):  # a file server that is away for a while
-            end_if_superseded()
-            os.utime(mine)
-
-
 def _end(sentence: str) -> None:
     """End this process at once, whatever its standard error is: closed, a broken pipe, one that is full."""
     try:
@@ -244,8 +232,9 @@ def _end(sentence: str) -> None:
 def _claim(run: RunDir, name: str, me: Owner, *, wait: bool) -> Path:
     """Make ``me`` the owner; returns the file that says so. Raises OwnedError, ConfigError.
 
-    wait: for an owner to leave, for so long that one that is still there is at work.
+    wait: for an owner to leave, for so long that one that is still there is at work. Sets the umask to 077.
     """
+    os.umask(0o077)
     with run.writing():
         run.owners.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()

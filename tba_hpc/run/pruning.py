@@ -1,8 +1,7 @@
 """Deletes shards that no resume needs any more, or keeps a share of them for people, in bounded room.
 
-All of it happens beside the trainer's loop, which does not wait for a file system. Which shards are kept
-follows from searcher and index alone, evenly over the run; if they take too much room, every second of them
-goes, older and newer alike.
+It happens beside the trainer's loop, which does not wait for a file system. Which shards are kept follows
+from searcher and index alone, evenly over the run; if they take too much room every second of them goes.
 """
 
 from __future__ import annotations
@@ -22,12 +21,9 @@ log = logging.getLogger(__name__)
 GOLDEN, PLASTIC = 0.6180339887498949, 0.7548776662466927
 """Multiples of them, modulo 1, lie evenly in 0…1, however many they are."""
 
-SMALLEST_SHARE = 2.0**-20
-"""Below it nothing more is thinned out: a single shard may be larger than the room."""
-
 
 def place_of(key: ShardKey) -> float:
-    """Where in 0…1 a shard is: those below a share are the ones kept. The very first of a run is at 0."""
+    """Where in 0…1 a shard is: those below a share are kept. The very first of a run is at 0."""
     searcher, index = key
     return (index * GOLDEN + searcher * PLASTIC) % 1.0
 
@@ -35,10 +31,8 @@ def place_of(key: ShardKey) -> float:
 class ShardPruner:
     """Deletes merged shards on a thread of its own, in the order of their indices, or moves them to RUN/kept.
 
-    A process that ends does not wait for it. What a kill or an error leaves goes with the next call, also
-    that of the next start. share: of all shards that are kept, 0…1. most_mb: that these take, MiB, None for
-    no bound. How far the share was halved is not remembered: after a new start more is kept of what comes,
-    until there is no room again.
+    A process that ends does not wait for it; the next call, maybe of the next start, deletes what is left.
+    share: of all shards that are kept, 0…1. most_mb: that these take, MiB, None for no bound.
     """
 
     def __init__(self, run: RunDir, share: float = 0.0, most_mb: int | None = None) -> None:
@@ -46,14 +40,11 @@ class ShardPruner:
         self._share = share
         self._most_mb = most_mb
         self._asked: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        # One for all calls: where every core is busy, the start of a thread may take half a second.
+        # One for all calls: if every core is busy, the start of a thread may take half a second.
         threading.Thread(target=self._work, name="pruner", daemon=True).start()
 
     def prune(self, cursors: Mapping[int, int]) -> None:
-        """Drop the shards before these indices, by searcher; returns at once. Files set aside stay.
-
-        What cannot be dropped is named in the log.
-        """
+        """Drop the shards before these indices, by searcher; returns at once. Refused files stay."""
         self._asked.put(partial(self._prune, dict(cursors)))
 
     def finish(self, seconds: float) -> bool:
@@ -71,53 +62,41 @@ class ShardPruner:
                 log.warning("merged shards stay until the next checkpoint: %s", error)
 
     def _prune(self, cursors: Mapping[int, int]) -> None:
-        errors = [
-            error
-            for searcher, end in cursors.items()
-            for index in self._run.shard_indices(searcher)
-            if index < end and (error := self._drop((searcher, index)))
-        ]
+        errors: list[OSError] = []
+        for searcher, end in cursors.items():
+            for index in self._run.shard_indices(searcher):
+                if index < end:
+                    try:
+                        self._drop((searcher, index))
+                    except OSError as error:
+                        errors.append(error)
         if errors:
             log.warning(
-                "cannot delete %d of the merged shards (%s): they take room until the next checkpoint, which "
-                "tries again",
+                "cannot delete %d of the merged shards (%s); the next checkpoint tries again",
                 len(errors),
                 errors[0],
             )
-        if self._share:
-            self._thin_out()
+        if self._share and self._most_mb is not None:
+            self._thin_out(self._most_mb << 20)
 
-    def _drop(self, key: ShardKey) -> OSError | None:
-        """Delete or keep the file of a shard; returns what went wrong."""
-        try:
-            if place_of(key) < self._share:
-                self._keep(key)
-            else:
-                self._run.shard_file(*key).unlink(missing_ok=True)
-        except OSError as error:
-            return error
-        return None
-
-    def _keep(self, key: ShardKey) -> None:
-        """Move the file of a shard to RUN/kept; delete it if the disk has no room for its name there."""
+    def _drop(self, key: ShardKey) -> None:
+        """Move the file of a shard to RUN/kept, or delete it if it is not to be kept or the disk is full."""
         file, kept = self._run.shard_file(*key), self._run.kept_file(*key)
-        try:
-            if not kept.parent.is_dir():
-                make_folder(kept.parent)
-            file.rename(kept)
-        except OSError as error:
-            if not is_for_room(error):
-                raise
-            file.unlink()
-
-    def _thin_out(self) -> None:
-        """Halve the share until what is kept has room."""
-        if self._most_mb is None:
-            return
-        kept = {key: path.stat().st_size for key, path in self._run.kept_files().items()}
-        while sum(kept.values()) > self._most_mb << 20:
-            if self._share < SMALLEST_SHARE:
+        if place_of(key) < self._share:
+            try:
+                if not kept.parent.is_dir():
+                    make_folder(kept.parent)
+                file.rename(kept)
                 return
+            except OSError as error:
+                if not is_for_room(error):
+                    raise
+        file.unlink(missing_ok=True)
+
+    def _thin_out(self, most: int) -> None:
+        """Halve the share until what is kept takes no more than so many bytes, or is a single shard."""
+        kept = {key: path.stat().st_size for key, path in self._run.kept_files().items()}
+        while len(kept) > 1 and sum(kept.values()) > most:
             self._share /= 2
             for key in [key for key in kept if place_of(key) >= self._share]:
                 self._run.kept_file(*key).unlink()
@@ -125,10 +104,9 @@ class ShardPruner:
 
 
 def sealed_files(run: RunDir) -> dict[ShardKey, Path]:
-    """Where every shard that is still there lies, waiting, merged or kept, by searcher and index, ascending.
+    """Files of all shards that are still there, waiting, merged or kept, by searcher and index, ascending.
 
-    At any moment of a run: what leaves its folder is in RUN/kept then. Who reads one later looks again if it
-    is gone by then.
+    A file may move to RUN/kept before it is read: look again then.
     """
     waiting = run.shard_files()
     return dict(sorted({**waiting, **run.kept_files()}.items()))
