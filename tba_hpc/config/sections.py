@@ -397,8 +397,8 @@ class ExchangeSection(Section):
     max_steps_without_data: MayChange[Count | None] = Field(
         default_factory=lambda exchange: max(50, 5 * int(exchange["sync_every"]))
     )
-    """Most steps since the last shard, or since a resume; then the trainer waits for one. Left out: five
-    syncs, but at least 50. null: no limit."""
+    """Most steps since the last shard; then the trainer waits for one, as it does after a resume. Left out:
+    five syncs, but at least 50. null: no limit."""
     seal_seconds: MayChange[Positive] = 2.0
     """Longest time until a finished completion is sealed on disk, s; beyond 64 searchers, searchers/64 times
     that."""

@@ -136,7 +136,7 @@ TRAINER_EVENTS = {
     "started": "the trainer's loop begins",
     "resumed": "it begins from the checkpoint of ``step``; later records before this one are taken back",
     "filling": "it waits for the first completions",
-    "waiting": "no shard has come for exchange.max_steps_without_data steps; one record per wait",
+    "waiting": "for a shard, after exchange.max_steps_without_data steps or a resume; one record per wait",
     "reset": "the policy became the reference",
     "merged": "a shard came into the buffer: see the fields below",
     "evicted": "trajectories were dropped for age, reference or reuse (buffer.replay_limit): ``evicted``",
