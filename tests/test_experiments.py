@@ -142,44 +142,14 @@ def test_table_and_plot_are_made_again_from_the_json_alone(tmp_path: Path) -> No
     for name in ("table.md", "table.json", "plot.png"):
         assert (tmp_path / "b/replay" / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
     assert (tmp_path / "a/table.md").read_text() == text
-
-
-def test_an_arm_has_one_look_in_all_panels_and_a_line_in_the_legend() -> None:
-    """The second panel lacks the first arm, and has one of its own."""
-    panels = [
-        results.Panel("s", "y", [results.Series(arm, [[(0, 1.0), (1, 2.0)]]) for arm in arms])
-        for arms in ("abc", "bcd")
-    ]
-    first, second = results.draw(panels).axes
-    colours = [{line.get_label(): line.get_color() for line in ax.get_lines()} for ax in (first, second)]
-    assert colours[0]["b"] == colours[1]["b"] and colours[0]["a"] != colours[1]["d"]
-    assert [text.get_text() for text in second.get_legend().get_texts()] == list("abcd")
-
-
-def test_a_logarithmic_axis_tells_plain_numbers() -> None:
-    line = results.Series("a", [[(100, 0.0), (100_000, 1.0)]])
-    figure = results.draw([results.Panel("trajectories", "y", [line], logarithmic=True)])
-    figure.draw_without_rendering()
-    labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
-    assert {"100", "1k", "10k", "100k"} <= {*labels}
+    assert "| a | 1 (1 of 2) | 3 | 0.25 |" in text and f"- {note}" in text
+    assert f"{origin['machine']}; {origin['date']}" in text and "seeds 0, 1" in text
 
 
 def test_the_mean_of_curves_that_were_evaluated_at_different_steps() -> None:
     x_X, y_CX = results.Series("a", [[(0, 0.0), (10, 1.0)], [(0, 1.0), (5, 3.0), (10, 3.0)]]).band
     assert x_X.tolist() == [0, 5, 10]
     assert y_CX.mean(0).tolist() == [0.5, 1.75, 2.0]
-
-
-def test_a_result_is_written_with_its_origin(tmp_path: Path) -> None:
-    origin = results.provenance([3, 4])
-    panel = results.Panel("step", "y", [results.Series("a", [[(0, 1.0)]])])
-    result = Result([{"arm": "a", "time": Spread([1.0, 2.0])}], [panel], ["Note."])
-    text = results.write(result, tmp_path, title="A title", origin=origin)
-    assert "| a | 1.5 ± 0.707 |" in text and "- Note." in text
-    assert str(origin["machine"]) in text and str(origin["date"]) in text and "seeds 3, 4" in text
-    record = json.loads((tmp_path / "table.json").read_text())
-    assert record["rows"][0]["time"]["values"] == [1.0, 2.0] and record["seeds"] == [3, 4]
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("name", experiments.EXPERIMENTS)

@@ -38,27 +38,14 @@ def search_record(second: float, version: int, rng: random.Random) -> Record:
     """What a searcher logs."""
     histogram = [0.0] * (len(REWARD_EDGES) + 1)
     histogram[33], histogram[36] = rng.randrange(20), rng.randrange(20)
+    names = ("reward", "truncated_share", "kl", "entropy", "flat_groups", "busy_share")
+    more = ("seal_share", "propagation_seconds", "tokens_per_second", "length")
+    counts = {"version": version, "tokens": 4000, "groups": 2, "trajectories": 16, "pending_shards": 1}
     return {
-        "time": 1.7e9 + second,
-        "search/version": version,
-        "search/tokens": 4000,
-        "search/tokens_per_second": rng.uniform(3000, 5000),
-        "search/groups": 2,
-        "search/trajectories": 16,
-        "search/reward": rng.random(),
-        "search/truncated_share": rng.random(),
-        "search/kl": rng.random(),
-        "search/entropy": rng.random(),
-        "search/flat_groups": rng.random(),
-        "search/length": rng.uniform(100, 300),
-        "search/reward_histogram": histogram,
-        "search/busy_share": rng.random(),
-        "search/rebuilds": 0,
-        "search/seal_share": rng.random() / 100,
-        "search/paused_share": 0.0,
-        "search/propagation_seconds": rng.random(),
-        "search/pending_shards": 1,
-        "search/rejected": 0,
+        **{"time": 1.7e9 + second, "search/reward_histogram": histogram},
+        **{f"search/{name}": rng.random() for name in (*names, *more)},
+        **{f"search/{name}": value for name, value in counts.items()},
+        **{f"search/{name}": 0.0 for name in ("rebuilds", "paused_share", "rejected")},
     }
 
 
