@@ -1,11 +1,11 @@
 # What to type: `make quickstart` (teach a tiny model, see it learn); for work in progress `make check`, a few minutes;
 # before a change is handed in `make test`; `make storm` for an hour of faults. To install otherwise: docs/install.md.
 # Needs Python 3.11 or newer and make. SEED=1 for another run; PYTHON=… for another interpreter; WORKERS=1 for
-# one test after the other (most tests wait: several at a time fill even two cores).
+# one test after the other (of six at a time four may compute, which fills two cores; the others wait for Slurm).
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 SEED   ?= 0
-WORKERS ?= 4
+WORKERS ?= 6
 VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  := .cache/tiny-model-seed$(SEED)

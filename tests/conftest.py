@@ -3,8 +3,12 @@
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -49,10 +53,7 @@ def _rank(item: pytest.Item) -> int:
 
 
 def _interleaved(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Tests that wait for Slurm spread evenly among those that compute, both in their order.
-
-    They would all wait at once else, and all compete for the processor later.
-    """
+    """Tests that wait for Slurm spread evenly among those that compute, both in their order."""
     scopes = list(dict.fromkeys(_scope(item.nodeid) for item in items))
     place: dict[str, float] = {}
     for waiting in (True, False):
@@ -73,6 +74,35 @@ class Scheduling(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return _scope(nodeid)
+
+
+COMPUTING = 4
+"""Tests at a time that compute; those with Slurm's daemons mostly wait, and come on top."""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Wait for a turn, outside of the test's timeout."""
+    inputs = getattr(item.config, "workerinput", None)
+    if inputs is None or item.get_closest_marker("slurm"):
+        return (yield)
+    with _turn(inputs["testrunuid"]):
+        return (yield)
+
+
+@contextmanager
+def _turn(run: str) -> Iterator[None]:
+    """One of COMPUTING names on this machine, which is free again whatever ends this worker."""
+    with socket.socket(socket.AF_UNIX) as holder:
+        number = 0
+        while True:
+            try:
+                holder.bind(f"\0tba-tests-{run}-{number}")
+                break
+            except OSError:
+                number = (number + 1) % COMPUTING
+                time.sleep(0.02)
+        yield
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Scheduling:
