@@ -11,6 +11,8 @@ from pathlib import Path
 import gpu_acceptance
 import pytest
 
+from tba_hpc.config import load_config
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -53,13 +55,23 @@ def test_the_stage_of_engines(tmp_path: Path) -> None:
     assert found["log-probability under the new weights, engine less learner: mean"] < 0.05
 
 
+@pytest.mark.parametrize("tiny", [True, False])
+@pytest.mark.parametrize("name", ["quickstart", "shared", "several"])
+def test_configs_of_the_stages_that_are_runs(name: str, tiny: bool, tmp_path: Path) -> None:
+    config, *changes = gpu_acceptance.run_of(name, tmp_path, tiny)
+    assert load_config(ROOT / config, changes).train.steps == (
+        80 if (name, tiny) == ("quickstart", False) else 4
+    )
+
+
 @pytest.mark.system
-def test_a_stage_that_is_a_run(tmp_path: Path) -> None:
-    """One of three; runs as such are the business of ``system/``."""
-    done = acceptance(tmp_path, "shared")
-    assert done.returncode == 0, done.stderr
-    found = figures(tmp_path, "shared")
-    assert found["steps"] == 4 and found["published ÷ all weights"] < 1
+def test_a_stage_starts_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the enumerable model; runs of language models are the business of ``system/``."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tools"))
+    stage = gpu_acceptance.Stage("shared", tmp_path, True, tmp_path)
+    summary = gpu_acceptance.train(stage, "tools/lab/tabular.yaml", "train.steps=4", "checkpoint.every=4")
+    stage.note_summary(summary)
+    assert stage.figures[0] == {"what": "steps", "value": 4, "unit": ""}
 
 
 def test_a_stage_that_fails_keeps_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +86,7 @@ def test_a_stage_that_fails_keeps_its_figures(tmp_path: Path, monkeypatch: pytes
     assert record["figures"] == [{"what": "before", "value": 1, "unit": "s"}]
 
 
-def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:
-    refused = acceptance(tmp_path, "engines")
-    assert refused.returncode == 2 and "no stage engines: there are installation, engine" in refused.stderr
+def test_an_unknown_stage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_acceptance.parse(["--tiny", "engines"])
+    assert "no stage engines: there are installation, engine" in capsys.readouterr().err

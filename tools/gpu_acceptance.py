@@ -293,34 +293,19 @@ def quickstart(stage: Stage) -> None:
         make_model(model, TINY)
     else:
         call(["tools/make_tiny_model.py", "--out", str(model)])
-    few = SHORT_RUN if stage.tiny else ()
-    summary = train(stage, "configs/quickstart.yaml", f"model.path={model}", *few)
     scores = ("pass_at_1_before", "pass_at_1_after", "trainer_wait_share")
-    stage.note_summary(summary, *RUN_FIGURES, *scores)
+    stage.note_summary(train(stage, *run_of(stage.name, model, stage.tiny)), *RUN_FIGURES, *scores)
 
 
 def shared(stage: Stage) -> None:
     """Trainer of an adapter and engine on one GPU, as ONE_GPU has it, on generated problems."""
-    cache, length = (16, 40) if stage.tiny else (3072, 256)
-    changes = [
-        *SHORT_RUN,
-        "task.name=arithmetic",
-        f"model.path={make_model(stage.scratch / 'model', stage.shape)}",
-        f"model.context_length={length + 100}",
-        f"generator.max_tokens={length}",
-        f"generator.kv_cache_mb={cache}",
-        "buffer.initial_completions=48",
-    ]
-    if stage.tiny:
-        small = {"train.completions_per_prompt": 4, "generator.prompts_in_flight": 2}
-        changes += [f"{key}={value}" for key, value in small.items()]
-        changes += ["generator.completions_per_prompt=8"]
+    config, *changes = run_of(stage.name, make_model(stage.scratch / "model", stage.shape), stage.tiny)
     with peak_of_gpu() as peak:
-        summary = train(stage, ONE_GPU, *changes, visible="0")
+        summary = train(stage, config, *changes, visible="0")
     stage.note_summary(summary)
     if peak:
         stage.note("most memory of the GPU in use at once", peak[0], "MiB")
-    planned = estimate(load_config(ROOT / ONE_GPU, changes), GPUS["a100-80"], gpus=1)
+    planned = estimate(load_config(ROOT / config, changes), GPUS["a100-80"], gpus=1)
     stage.note("memory by the planner", planned.devices[0].bytes / (1 << 20), "MiB")
     stage.note("published ÷ all weights", planned.published_bytes / planned.policy_bytes)
     stage.note("log-probability, engine less learner: mean", engine_gap(stage), "nats")
@@ -331,17 +316,30 @@ def several(stage: Stage) -> None:
     if not stage.tiny and torch.cuda.device_count() < 4:
         stage.note("left out, for it needs four GPUs and there are", torch.cuda.device_count())
         return
-    changes = (
-        *SHORT_RUN,
-        f"model.path={make_model(stage.scratch / 'model', stage.shape)}",
-        "model.dtype=bfloat16",
-        "generator.tensor_parallel=2",
-        "launch.trainers=2",
-        "launch.searchers=1",
-        "buffer.initial_completions=160",
-    )
-    stage.note_summary(train(stage, "configs/quickstart.yaml", *changes))
+    model = make_model(stage.scratch / "model", stage.shape)
+    stage.note_summary(train(stage, *run_of(stage.name, model, stage.tiny)))
     stage.note("log-probability, engine less learner: mean", engine_gap(stage), "nats")
+
+
+def run_of(stage: str, model: Path, tiny: bool) -> list[str]:
+    """Config and overrides of a stage that is a run."""
+    common = [f"model.path={model}", *(SHORT_RUN if tiny or stage != "quickstart" else ())]
+    if stage == "quickstart":
+        return ["configs/quickstart.yaml", *common]
+    if stage == "several":
+        ranks = ("launch.trainers=2", "launch.searchers=1", "generator.tensor_parallel=2")
+        return [
+            *("configs/quickstart.yaml", *common, *ranks),
+            *("model.dtype=bfloat16", "buffer.initial_completions=160"),
+        ]
+    cache, length = (16, 40) if tiny else (3072, 256)
+    sizes = (f"model.context_length={length + 100}", f"generator.max_tokens={length}")
+    few = ("train.completions_per_prompt=4", "generator.completions_per_prompt=8") if tiny else ()
+    return [
+        *(ONE_GPU, *common, *sizes, *few),
+        *("task.name=arithmetic", f"generator.kv_cache_mb={cache}", "buffer.initial_completions=48"),
+        *(("generator.prompts_in_flight=2",) if tiny else ()),
+    ]
 
 
 STAGES: dict[str, Callable[[Stage], None]] = {
@@ -576,14 +574,14 @@ def run_inside(name: str, out: Path, tiny: bool) -> int:
     return int(stage.state != "ok")
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(STAGES)}; default: all")
     parser.add_argument("--out", type=Path, default=Path("gpu_acceptance"), help="folder of the figures")
     parser.add_argument("--tiny", action="store_true", help="tiny models, with or without a GPU")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
     if unknown := [stage for stage in given.stages if stage not in STAGES]:
         parser.error(f"no stage {unknown[0]}: there are {', '.join(STAGES)}")
     given.stages = given.stages or list(STAGES)
