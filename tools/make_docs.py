@@ -215,9 +215,11 @@ def _modules(room: Path) -> str:
 
 
 def _first_sentence(module: Path) -> str:
-    """That of its docstring, on one line."""
+    """That of its docstring, on one line; up to a colon, if more than two words come before it."""
     first, _, _ = (ast.get_docstring(ast.parse(module.read_text())) or "").partition("\n\n")
-    return re.split(r"(?<=[^D][^r]\.) ", " ".join(first.split()), maxsplit=1)[0].replace("``", "`")
+    sentence = re.split(r"(?<=\.)(?<!Dr\.)(?<!al\.) ", " ".join(first.split()), maxsplit=1)[0].replace("``", "`")
+    title, _, _ = sentence.partition(": ")
+    return f"{title.rstrip('.')}." if len(title.split()) > 2 else sentence
 
 
 PAGES: dict[str, Callable[[], str]] = {
