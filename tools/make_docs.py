@@ -217,7 +217,8 @@ def _modules(room: Path) -> str:
 def _first_sentence(module: Path) -> str:
     """That of its docstring, on one line; up to a colon, if more than two words come before it."""
     first, _, _ = (ast.get_docstring(ast.parse(module.read_text())) or "").partition("\n\n")
-    sentence = re.split(r"(?<=\.)(?<!Dr\.)(?<!al\.) ", " ".join(first.split()), maxsplit=1)[0].replace("``", "`")
+    text = " ".join(first.split()).replace("``", "`")
+    sentence = re.split(r"(?<=\.)(?<!Dr\.)(?<!al\.) ", text, maxsplit=1)[0]
     title, _, _ = sentence.partition(": ")
     return f"{title.rstrip('.')}." if len(title.split()) > 2 else sentence
 
