@@ -90,7 +90,7 @@ asked_to_stop() {
     [ "$STOP" = 1 ] && return
     STOP=1
     [ "${TRAINERS:-0}" = 0 ] || event signal    # those of elastic searchers are no part of the run's history
-    touch "$RUN/slurm/asked"
+    touch "${RUN:-}/slurm/asked" 2>/dev/null
     say "asked to stop: the ranks have $SAVE_SECONDS s for a checkpoint"
     pass_on
 }
@@ -145,16 +145,17 @@ watch_step() {       # watch_step SRUN: end an srun that outlives its step
 
 WATCHDOG=''
 
-watch_leader() {     # keep a watchdog on the second node of one allocation, which queues the job again if the first is lost
+watch_leader() {     # in one allocation: keep a watchdog on the second node, which requeues the job if the first is lost
     # With --no-kill Slurm takes a lost node out of the allocation, and leaves a job without its script on the others.
-    local hosts
+    local hosts again="scontrol requeue"
+    [ "${REQUEUE:-yes}" = yes ] || again=scancel
     mapfile -t hosts < <(allocated)
     [ "${SLURM_HET_SIZE:-1}" = 1 ] && [ ${#hosts[@]} -gt 1 ] && ! kill -0 "${WATCHDOG:-none}" 2>/dev/null || return 0
     srun --no-kill --overlap $STEP_MEMORY --mpi=none --nodes=1 --ntasks=1 --nodelist="${hosts[1]}" bash -c '
         while sleep "$3"; do
             nodes=$(squeue --noheader --jobs="$1" --format=%N) && [ -n "$nodes" ] || continue
-            scontrol show hostnames "$nodes" | grep -qxF "$2" || scontrol requeue "$1"
-        done' watchdog "$ME" "${hosts[0]}" "$WATCH_SECONDS" </dev/null >/dev/null 2>&1 &
+            scontrol show hostnames "$nodes" | grep -qxF "$2" || $4 "$1"
+        done' watchdog "$ME" "${hosts[0]}" "$WATCH_SECONDS" "$again" </dev/null >/dev/null 2>&1 &
     WATCHDOG=$!
 }
 
