@@ -429,7 +429,7 @@ ranks() { return 9; }
         ("run_to_the_end", "go x, go 1 1 a, crash, crash", "begin start ended leave", "requeued"),
         ("REQUEUE=no run_to_the_end", "go x, go 1 1 a, crash, crash", "begin start ended leave", 1),
         ("run_to_the_end", "crash", "begin", 1),
-        ("search_for_a_while", "go x, again 1, queue", "join searched searched", "requeued"),
+        ("search_for_a_while", "go x, queue", "join searched", "requeued"),
         ("search_for_a_while", "go x, exit 3", "join searched", 3),
         ("STOP=1; search_for_a_while", "queue", "join", "requeued"),
     ],

@@ -309,9 +309,7 @@ def test_allocations_that_seal_nothing_do_not_follow_each_other_for_ever(
         ({"code": 1, "ending": 1}, "queue"),
         ({"code": 2}, "exit 2"),
         ({"code": 3}, "exit 0"),  # no place
-        ({"code": 137}, "again 1"),
-        ({"code": 137, "failures": 2}, "exit 137"),
-        ({"code": 137, "failures": 2, "seconds": 300}, "again 1"),
+        ({"code": 137}, "exit 137"),
     ],
 )
 def test_a_job_of_elastic_searchers_comes_back_until_the_run_is_finished(
@@ -340,6 +338,7 @@ os.kill(os.getpid(), signal.SIGKILL) if code == "kill" else sys.exit(int(code))
 @pytest.mark.parametrize(
     ("codes", "code", "left"),
     [
+        ("long 1 1 1 1 0 9", 0, 1),  # each lived for long
         ("0 9", 0, 1),
         ("2 0", 2, 1),  # what only the user can fix
         ("3 0", 3, 1),  # no place
@@ -351,7 +350,9 @@ os.kill(os.getpid(), signal.SIGKILL) if code == "kill" else sys.exit(int(code))
 def test_an_elastic_searcher_that_crashes_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: str, code: int, left: int
 ) -> None:
-    (tmp_path / "codes").write_text(codes)
+    (tmp_path / "codes").write_text(codes.removeprefix("long "))
+    if codes.startswith("long"):
+        monkeypatch.setattr(supervise, "LONG_SECONDS", 0)
     for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURMD_NODENAME"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setattr(supervise.time, "sleep", lambda seconds: None)

@@ -308,23 +308,19 @@ run_to_the_end() {   # start the ranks, again and again, until the run is finish
 }
 
 search_for_a_while() {    # in a job of one node: elastic searchers, as many as it has tasks, until the run is finished
-    local code began searchers=${SLURM_NTASKS:-${SLURM_NTASKS_PER_NODE:-1}}
+    local code searchers=${SLURM_NTASKS:-${SLURM_NTASKS_PER_NODE:-1}}
     unset TBA_ATTEMPT     # its ranks are others
     [ -r "$RUN/config.yaml" ] || { say "$(here) does not see $RUN: put it on a file system that all nodes share"; exit 2; }
     mkdir -p "$RUN/slurm"
     ask join || exit
-    place_caches "${WITH[0]:-}"
-    while [ "$STOP" = 0 ]; do
+    if [ "$NEXT" = go ]; then
+        place_caches "${WITH[0]}"
         say "searching for $RUN on $(here); searchers: $searchers"
-        began=$SECONDS
         ranks "$searchers" &
         await_step $!
         code=$?
-        ask searched "code=$code" "seconds=$((SECONDS - began))" "ending=$([ $code = 0 ] || ! ending || echo 1)"
-        [ "$NEXT" = again ] || break
-        FAILURES=${WITH[0]}
-        sleep 2
-    done
+        ask searched "code=$code" "ending=$([ $code = 0 ] || ! ending || echo 1)" || exit $code
+    fi
     refuse_end
     [ "$REQUEUE" != no ] || { say "stopped, and this site does not requeue"; exit 0; }
     queue_again

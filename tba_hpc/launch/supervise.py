@@ -30,7 +30,7 @@ FIRST_ELASTIC = 5000
 """Number of the first elastic searcher (``config``)."""
 
 LONG_SECONDS = 300
-"""Searchers that lived for so long have not failed in a row."""
+"""A searcher that lived for so long has not failed in a row."""
 
 NEAR_END_SECONDS = 120
 """With so little time left besides that for a save, an allocation was too short rather than preempted."""
@@ -48,16 +48,14 @@ READ: dict[str, Callable[[str], object]] = {
 class Turn:
     """What the script tells.
 
-    code: status of the ranks that have ended, after so many ``failures`` in a row and ``seconds``. stop,
-    ending: whether the job was asked to stop, and whether Slurm ends it. hosts: of component 0, or the job;
-    others: of component 1; ascending: all in Slurm's order; answers: those that start a process, with a "!"
-    if they do not see the run.
+    code: status of the ranks that have ended, after so many ``failures`` in a row. stop, ending: whether the
+    job was asked to stop, and whether Slurm ends it. hosts: of component 0, or the job; others: of component
+    1; ascending: all in Slurm's order; answers: those that start a process, with "!" if they do not see RUN.
     """
 
     run: Path
     code: int = 0
     failures: int = 0
-    seconds: int = 0
     stop: bool = False
     ending: bool = False
     relaunches: int = 3
@@ -260,10 +258,8 @@ def ended(turn: Turn) -> str:
     turn.log("failed", code=turn.code)
     failures = (0 if _progress(turn, "start") else turn.failures) + 1
     say(f"the ranks ended with status {turn.code} (failure {failures} in a row): see {logs}")
-    return "queue" if turn.stop else _retry(turn, failures)
-
-
-def _retry(turn: Turn, failures: int) -> str:
+    if turn.stop:
+        return "queue"
     if failures <= turn.relaunches:
         return f"again {failures}"
     say("giving up")
@@ -363,21 +359,18 @@ def join(turn: Turn) -> str:
 
 
 def searched(turn: Turn) -> str:
-    """A node's elastic searchers have ended with status ``code`` after so many ``seconds``."""
+    """A node's elastic searchers, each restarted as often as it may be, have ended with status ``code``."""
     if turn.finished:
         say("the run is finished")
         return "exit 0"
     # Preempted by a plain TERM, searchers leave in peace before the script has heard of anything.
     if turn.stop or turn.ending or turn.code == 0:
         return "queue"
-    if turn.code == REFUSED:
-        return f"exit {REFUSED}"
     if turn.code == NO_PLACE:
         say("the run has as many elastic searchers as it takes: this job is not needed")
         return "exit 0"
-    failures = (0 if turn.seconds >= LONG_SECONDS else turn.failures) + 1
-    say(f"the searchers ended with status {turn.code} (failure {failures} in a row)")
-    return _retry(turn, failures)
+    say(f"the searchers ended with status {turn.code}")
+    return f"exit {turn.code}"
 
 
 def keep(command: Sequence[str], relaunches: int) -> int:

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from tba_hpc.config import ConfigError
-
 log = logging.getLogger(__name__)
 
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -172,6 +170,10 @@ def make_durable(folder: Path) -> None:
 def open_regular(path: Path) -> BinaryIO:
     """Open a file to read it. Raises ConfigError for a pipe or a device, which may never end."""
     if not stat.S_ISREG(path.stat().st_mode):
+        from tba_hpc.config import (
+            ConfigError,  # batch scripts import this module often, and do without configs
+        )
+
         raise ConfigError(f"{path} is no regular file: whoever made it, remove it")
     return path.open("rb")
 
