@@ -241,7 +241,7 @@ def make_embed(config: Config) -> Embed | None:
 
 
 def _publish_first(exchange: TrainerExchange, config: Config, learner: Learner) -> None:
-    """Publish the initial weights for the first evaluation alone; searchers may sample nothing from them."""
+    """Publish the initial weights for the first evaluation; if staleness is bounded, for that alone."""
     publication = Publication(
         version=0,
         published=time.time(),

@@ -91,72 +91,70 @@ class Site(Section):
     """A Slurm cluster as its users see it. One file in ``slurm/sites`` per cluster."""
 
     partition: str | None = None
-    """Partition (queue) to submit to; none: the cluster's default."""
+    """Partition (queue); null: the cluster's default."""
     account: str | None = None
-    """Account (project) that is charged; none: yours."""
+    """Account (project) to charge; null: yours."""
     qos: str | None = None
-    """Quality of service; none: the default one."""
+    """Quality of service; null: the default."""
     constraint: str | None = None
-    """Node features, as for ``sbatch --constraint``."""
+    """Node features (``sbatch --constraint``)."""
     gpus_per_node: int = Field(4, ge=0)
-    """GPUs that a node has and the job takes; 0: a CPU cluster."""
+    """GPUs of a node, all of which the job takes; 0: a CPU cluster."""
     ranks_per_node: int = Field(2, ge=1)
-    """Ranks on a node of a CPU cluster; with GPUs it follows from them."""
+    """Ranks per node of a CPU cluster."""
     gpu_request: str | None = "--gres=gpu:{gpus}"
-    """How the cluster wants GPUs asked for; ``{gpus}`` is gpus_per_node. Such as ``--gres=gpu:a100:{gpus}``
-    or ``--gpus-per-node={gpus}``. None, or without a number: who has the node has its GPUs."""
+    """Option that requests GPUs; ``{gpus}`` is gpus_per_node. Such as ``--gres=gpu:a100:{gpus}`` or
+    ``--gpus-per-node={gpus}``. null: nodes come with their GPUs."""
     cpus_per_node: int = Field(8, ge=1)
-    """CPU cores that the job takes of a node; shared out evenly among its ranks."""
+    """CPU cores the job takes per node, split evenly among ranks."""
     memory: str | None = "0"
-    """Memory per node, as for ``sbatch --mem``; 0: all of it. None: what the cluster gives unasked, and no
-    step asks for any either."""
+    """Memory per node (``sbatch --mem``); 0: all. null: the cluster's default, also for steps."""
     memory_per_cpu: str | None = None
-    """Memory per core in the place of ``memory``, as for ``sbatch --mem-per-cpu``."""
+    """Memory per core, instead of ``memory`` (``sbatch --mem-per-cpu``)."""
     exclusive: bool = False
-    """Whether to ask for whole nodes."""
+    """Request whole nodes."""
     time: str = Field("24:00:00", pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$")
-    """Wall time of the job until it ends or is requeued; a run that needs more requeues itself."""
+    """Wall time of a job; a run that needs more requeues itself."""
     signal_seconds: int = Field(300, ge=2 * SPARE_SECONDS)
     """How long before the wall time ends the run is asked to checkpoint, s, of which 30 are kept for the
     requeue; Slurm may ask 60 s earlier."""
     requeue: bool = True
-    """Whether jobs may requeue here; if not, submit again to go on."""
+    """Whether jobs may requeue; if not, submit again to resume."""
     hetjob: bool = True
-    """Whether the cluster runs heterogeneous jobs; if not, one allocation holds both roles."""
+    """Use heterogeneous jobs; if not, one allocation holds both roles."""
     mpi: str | None = Field("pmix", pattern=r"^\w+$")
-    """``srun --mpi=``: pmix (at some sites pmix_v5, or pspmix) for Open MPI, pmi2 for MPICH, cray_shasta for
-    Cray MPICH. None: what the cluster has as its default."""
+    """``srun --mpi=``: pmix (also pmix_v5, pspmix) for Open MPI, pmi2 for MPICH, cray_shasta for Cray MPICH.
+    null: the cluster's default."""
     mpi_library: str = Field("wheel", pattern=r"^(wheel|site|[/$].+)$")
-    """The MPI that ranks load: ``wheel``, the Open MPI that pip installed beside mpi4py; ``site``, the libmpi
-    that the nodes find by themselves, such as that of ``modules``; or the path of one, may hold ``$NAME``."""
+    """The MPI that ranks load: ``wheel``, pip's Open MPI; ``site``, the libmpi that nodes find, as by
+    ``modules``; or a path, which may hold ``$NAME``."""
     srun_arguments: tuple[str, ...] = ()
-    """Further arguments of the srun that starts the ranks."""
+    """Further arguments of the ranks' srun."""
     sbatch_options: tuple[str, ...] = ()
     """Further ``#SBATCH`` options of every component, such as ``--exclude=node13``."""
     network_interface: str | None = None
-    """Interface of the fast network, such as ib0 or hsn0: MPI's TCP, gloo and NCCL listen there alone. None:
-    gloo and NCCL guess, and MPI's TCP takes every network that there is (a job of one node takes none)."""
+    """Interface of the fast network, such as ib0 or hsn0, for MPI's TCP, gloo and NCCL. null: gloo and NCCL
+    guess, and MPI's TCP listens on all (in a job of one node on none)."""
     setup: tuple[str, ...] = ()
-    """Lines of shell that run before all else on the first node, such as ``module use /my/modules``,
-    ``source /opt/conda/etc/profile.d/conda.sh``, or proxies; what they export, all ranks have."""
+    """Shell lines that run first on the first node, such as ``module use /my/modules``, ``source
+    /opt/conda/etc/profile.d/conda.sh``, or proxies; their exports reach all ranks."""
     modules: tuple[str, ...] = ()
-    """Environment modules to load, in this order."""
+    """Environment modules to load, in order."""
     venv: str | None = None
-    """Virtual environment to activate on the nodes, may hold ``$NAME``; none: the Python that submits."""
+    """Virtual environment on the nodes, may hold ``$NAME``; null: the Python that submits."""
     container: Container | None = None
-    """Container that programs run in; none: the nodes' own system."""
+    """Container for all programs; null: none."""
     environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = Field(
         default_factory=dict
     )
-    """Further environment variables of the job; ``$NAME`` in a value is filled in on the first node, which
-    must know it (``${NAME:-}`` if it may not). Also where engines keep what they compile, if not in /tmp:
-    VLLM_CACHE_ROOT and the others that ``place_caches`` in ``job_supervisor.sh`` names."""
+    """Environment variables of the job. ``$NAME`` in a value is filled in on the first node, which must know
+    it (else write ``${NAME:-}``). VLLM_CACHE_ROOT and the like keep compile caches elsewhere than in /tmp."""
     relaunches: int = Field(3, ge=0)
-    """Failed starts in a row, nothing sealed in between, after which the job gives up."""
+    """Failed starts in a row without a sealed shard after which the job gives up."""
     trainer: ComponentSite = ComponentSite()
-    """What trainer nodes need otherwise. One allocation for both roles is asked for as they are."""
+    """What differs for trainer nodes; with one allocation, for all."""
     searcher: ComponentSite = ComponentSite()
-    """What searcher nodes need otherwise (het form)."""
+    """What differs for searcher nodes (het jobs)."""
 
     @property
     def seconds(self) -> float:
