@@ -150,9 +150,9 @@ def _wait(run: RunDir, job: str, seconds: float) -> list[Finding]:
     end, pause = time.monotonic() + seconds, WATCH_SECONDS
     while (active := slurm_queue.active_job(run)) and not _requeued(run):
         if time.monotonic() > end:
-            return [_too_late(job, active[1], seconds)]
+            return [_too_late(job, active.state, seconds)]
         # A queue may be long, and its server is asked by everybody.
-        pause = min(1.5 * pause, QUEUE_SECONDS) if active[1] == "PENDING" else WATCH_SECONDS
+        pause = min(1.5 * pause, QUEUE_SECONDS) if active.state == "PENDING" else WATCH_SECONDS
         time.sleep(min(pause, max(0.0, end - time.monotonic())))
     return []
 

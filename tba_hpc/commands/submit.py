@@ -137,7 +137,7 @@ def _awaited(path: Path) -> tuple[str | None, list[Finding]]:
     """The id of the run's job if it is queued or running; else None, and a warning."""
     last_job(path)
     if job := slurm_queue.active_job(RunDir.open(path)):
-        return job[0], []
+        return job.number, []
     found = f"--after {path}: no job of that run is queued or running, so none is awaited"
     return None, [warning("after", found, "submit that run first if this one is to follow it")]
 

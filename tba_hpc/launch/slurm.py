@@ -162,10 +162,9 @@ def _folder(run: RunDir) -> Path:
 def refuse_active(run: RunDir) -> None:
     """Raise SubmitError if a job of the run is queued or running."""
     if job := active_job(run):
-        number, state = job
         raise SubmitError(
-            f"job {number} of this run is {state.lower()} already: let it finish "
-            f"('squeue --job {number}'), or cancel it first: scancel {number}"
+            f"job {job.number} of this run is {job.state.lower()} already: let it finish "
+            f"('squeue --job {job.number}'), or cancel it first: scancel {job.number}"
         )
 
 

@@ -9,6 +9,8 @@ import os
 import re
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tba_hpc.launch import LaunchError
@@ -78,10 +80,34 @@ def job_fields(job: str) -> dict[str, str]:
     return fields(shown.stdout.partition("\n")[0])
 
 
-def active_job(run: RunDir) -> tuple[str, str] | None:
-    """(id, state) of the run's job while Slurm has it queued or running."""
-    active = [row for row in job_states(run) if row["state"] in {*WAITING, *AT_WORK}]
-    return (active[0]["job"], active[0]["state"]) if active else None
+@dataclass(frozen=True, slots=True)
+class ActiveJob:
+    """A job in Slurm that is queued or has nodes."""
+
+    number: str
+    state: str
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it has no nodes."""
+        return self.state in WAITING
+
+    def __str__(self) -> str:
+        return f"job {self.number} ({self.state.lower()})"
+
+
+def active_job(run: RunDir) -> ActiveJob | None:
+    """The run's job while Slurm has it queued or running."""
+    return active(job_states(run))
+
+
+def active(components: Sequence[Mapping[str, str]]) -> ActiveJob | None:
+    """A job by its components; the state is that of one with nodes, if one has some."""
+    for states in (AT_WORK, WAITING):
+        for row in components:
+            if row["state"] in states:
+                return ActiveJob(row["job"], row["state"])
+    return None
 
 
 def await_job(run: RunDir) -> str:

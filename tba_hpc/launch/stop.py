@@ -10,14 +10,13 @@ import shlex
 import signal
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from tba_hpc.launch import LaunchError
-from tba_hpc.launch.slurm_queue import WATCH_SECONDS, ask, job_states
-from tba_hpc.report.run_state import AT_WORK, UNKNOWN, WAITING
+from tba_hpc.launch.slurm_queue import WATCH_SECONDS, ActiveJob, active, ask, job_states
+from tba_hpc.report.run_state import UNKNOWN
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.events import log_event, read_events
 from tba_hpc.run.files import write_atomic
@@ -34,18 +33,6 @@ PATH_LONG = 4096
 
 LOOK_SECONDS = 0.25
 """Pause before the second look at who is at work; it grows to WATCH_SECONDS."""
-
-
-@dataclass(frozen=True, slots=True)
-class ActiveJob:
-    """The run's job in Slurm while it is queued or has nodes. waiting: whether it has none."""
-
-    number: str
-    state: str
-    waiting: bool
-
-    def __str__(self) -> str:
-        return f"job {self.number} ({self.state.lower()})"
 
 
 def stop(run: RunDir) -> str:
@@ -106,16 +93,12 @@ def at_work(run: RunDir) -> Owner | ActiveJob | None:
             f"{run.path} is at work elsewhere, in {owner}: log in to {owner.host} and type the same there"
         )
     components = job_states(run)
-    number, states = next((row["job"] for row in components), ""), {row["state"] for row in components}
-    if UNKNOWN in states and (owner or not run.finished):
+    if components and components[0]["state"] == UNKNOWN and (owner or not run.finished):
         raise LaunchError(
-            f"job {number} may be at work on {run.path}, and squeue does not answer here: log in to its "
-            "cluster and type the same there"
+            f"job {components[0]['job']} may be at work on {run.path}, and squeue does not answer here: log "
+            "in to its cluster and type the same there"
         )
-    if not states & {*WAITING, *AT_WORK}:
-        return None
-    waiting = not states & AT_WORK
-    return ActiveJob(number, next(state for state in sorted(states) if waiting or state in AT_WORK), waiting)
+    return active(components)
 
 
 def _nobody(run: RunDir) -> str:
