@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tba_hpc.config import parse_config
@@ -64,8 +64,12 @@ def evaluate(
     *,
     ref_logprob: float | None = None,
     answers: tuple[Answer, ...] = (),
+    rewards: Sequence[float] = (),
 ) -> None:
-    """Both searchers' parts of an evaluation; with ``ref_logprob`` each, of a task that is won or lost."""
+    """Both searchers' parts of an evaluation; with ``ref_logprob`` each, of a task that is won or lost.
+
+    rewards: of each of them.
+    """
     name = "pass@1" if ref_logprob is None else "win rate"
     for searcher, right in enumerate(correct):
         part = Evaluation(
@@ -78,6 +82,9 @@ def evaluate(
             ref_logprob=ref_logprob,
             score_name=name,
             answers=answers[searcher::2],
+            graded=len(rewards),
+            rewards=sum(rewards),
+            squares=sum(reward**2 for reward in rewards),
         )
         write_evaluation(run, searcher, 2, part)
 

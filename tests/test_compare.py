@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tba_hpc import cli
 from tba_hpc.commands.compare import compare, config_rows, print_comparison, values, write_comparison
 from tba_hpc.config import ConfigError
-from tba_hpc.evaluate.estimates import difference, wilson
+from tba_hpc.report.estimates import difference, wilson
 from tba_hpc.report.plots import overlays, run_line
 from tba_hpc.run.directory import RunDir
 
@@ -68,8 +68,9 @@ def test_a_key_that_one_of_three_changes_has_the_value_of_each(tmp_path: Path) -
 def test_scores_have_intervals_and_the_difference_to_the_first(runs: list[RunDir]) -> None:
     evaluate(runs[1], "test", 3, (25, 25))
     first, second = compare([run.path for run in runs])
-    assert first.before == second.before == wilson(41, 100) and first.gain is None
-    assert second.after == wilson(50, 100)
+    assert first.summary.score_before == second.summary.score_before == wilson(41, 100)
+    assert first.gain is None
+    assert second.summary.score_after == wilson(50, 100)
     assert second.gain == difference(wilson(50, 100), wilson(85, 100))
     found = values([first, second])
     assert found["runs"][second.name]["gain"]["value"] == pytest.approx(-0.35)
@@ -79,7 +80,7 @@ def test_a_run_that_has_no_last_evaluation_has_none(
     runs: list[RunDir], capsys: pytest.CaptureFixture[str]
 ) -> None:
     compared = compare([run.path for run in runs])
-    assert compared[1].after is compared[1].gain is None
+    assert compared[1].summary.score_after is compared[1].gain is None
     print_comparison(compared)
     text = capsys.readouterr().out
     assert re.search(r"optimizer steps +10, unfinished +3, unfinished", text)

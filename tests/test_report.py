@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from recorded import STEPS, evaluate, happen, new_run, resumed_run, search, step, write
 
+from tba_hpc.commands.compare import compare, write_comparison
 from tba_hpc.report import page, plots
 from tba_hpc.report.data import RunData
 from tba_hpc.report.summary import summarise, write_summary
@@ -290,7 +291,7 @@ def test_the_page_shows_what_the_searchers_and_the_batch_are_like(run: RunDir) -
     drawn = {plot.title: plot.svg for plot in plots.plots(RunData.read(run), run.config().train)}
     assert drawn.keys() - before == {
         *("KL", "Log-ratio", "Entropy", "Off-policy", "Engine gap", "Groups without variance", "Length"),
-        *("Replay ratio", "Rewards of fresh completions", "Skipped steps", "Drift"),
+        *("Replay ratio", "Rewards of fresh completions", "Drift"),
     }
     assert "up to step 1" in drawn["Rewards of fresh completions"]
     shown = {event.what for event in page.events(RunData.read(run))}
@@ -359,3 +360,43 @@ def test_the_reference_is_named_beside_a_perplexity(
     print_summary(other, summarise(other, other.config()))
     text = capsys.readouterr().out
     assert re.search(r"perplexity under the +policy of step 5", text) and "1.105" not in text
+
+
+def test_graded_rewards_lead_with_their_mean(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two searchers with the same four answers each: the interval is ±1.96·sd/√8."""
+    write(run.metrics_file("trainer"), [step(1, 5.0, loss=1.0)])
+    before, after = (0.2, 0.3, 0.2, 0.3), (0.6, 0.8, 0.6, 0.8)
+    evaluate(run, "test", 0, (0, 0), 4, rewards=before, answers=(Answer(0, "Why?", "so", False, 0.25),))
+    evaluate(run, "test", 10, (0, 0), 4, rewards=after, answers=(Answer(0, "Why?", "then", False, 0.75),))
+    summary = summarise(run, run.config())
+    assert summary.score_name == "mean reward" and summary.score_before and summary.score_after
+    half = 1.959964 * np.std(before * 2, ddof=1) / math.sqrt(8)
+    found = (summary.score_before.value, summary.score_before.low, summary.score_before.high)
+    assert found == pytest.approx((0.25, 0.25 - half, 0.25 + half))
+    print_summary(run, summary)
+    text = capsys.readouterr().out
+    assert re.search(r"mean reward before +0.250 \(0.2.* … 0.2.*\)", text) and "pass@1" not in text
+    page_ = written(run)
+    assert "mean reward before → after" in page_ and "0.250" in page_ and "+0.450" in page_
+    assert "reward 0.75" in page_ and "✗ wrong" not in page_
+
+
+def test_rewards_of_0_and_1_are_right_or_wrong(run: RunDir) -> None:
+    evaluate(run, "test", 0, (2, 2), 4, rewards=(1.0, 0.0, 1.0, 0.0))
+    summary = summarise(run, run.config())
+    assert summary.score_name == "pass@1" and summary.score_before and summary.score_before.value == 0.5
+
+
+HOSTILE = 'x"><script>alert(1)</script><svg a="\\1\x1b\u202e'
+
+
+def test_a_name_in_a_strangers_run_is_text_in_every_page(run: RunDir, tmp_path: Path) -> None:
+    resumed_run(run)
+    for path in run.evaluations.glob("*.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "score_name": HOSTILE}))
+    other = new_run(tmp_path / "other")
+    resumed_run(other)
+    write_comparison(tmp_path / "compare.html", compare([run.path, other.path]))
+    for text in (written(run), (tmp_path / "compare.html").read_text()):
+        assert "<script" not in text and not set(text) & {"\x1b", "\u202e"}
+        assert "default-src 'none'" in text and r"\x1b" in text

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tba_hpc.config import Config, ConfigError, differences, value_text
-from tba_hpc.evaluate.estimates import Estimate, difference, wilson
 from tba_hpc.report.data import RunData
+from tba_hpc.report.estimates import Estimate, difference
 from tba_hpc.report.summary import Summary, summary_of
-from tba_hpc.report.tables import NOTHING, Cell, duration, percent, print_rows
+from tba_hpc.report.tables import NOTHING, Cell, duration, print_rows, score_words
 from tba_hpc.run.directory import RunDir
 
 NAMES = ("run.name", "run.root")
@@ -29,17 +29,16 @@ LEFT_OUT = "KL and perplexity are left out: these runs have different references
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A run among others. before, after: the score on the held-out prompts, None if it was not measured.
+    """A run among others.
 
-    gain: of ``after`` over that of the first run, as of unpaired prompts; None of the first run itself.
+    gain: of its last score over that of the first run, as of unpaired prompts; None of the first run itself,
+    and if one of them was not measured, or is another score.
     """
 
     name: str
     config: Config
     data: RunData
     summary: Summary
-    before: Estimate | None
-    after: Estimate | None
     gain: Estimate | None
 
 
@@ -52,12 +51,11 @@ def compare(paths: Sequence[Path]) -> list[Compared]:
     found: list[Compared] = []
     for run in runs:
         data, config = RunData.read(run), run.config()
-        scores = [wilson(e.correct, e.total) for e in data.evaluated("test")]
-        before, after = scores[0] if scores else None, scores[-1] if len(scores) > 1 else None
-        first = found[0].after if found else None
-        gain = difference(after, first) if after and first else None
         name, summary = run.path.name if unique else str(run.path), summary_of(data, config)
-        found.append(Compared(name, config, data, summary, before, after, gain))
+        after, first, gain = summary.score_after, found[0].summary if found else summary, None
+        if found and after and first.score_after and first.score_name == summary.score_name:
+            gain = difference(after, first.score_after)
+        found.append(Compared(name, config, data, summary, gain))
     return found
 
 
@@ -103,9 +101,9 @@ def _figures(run: Compared) -> dict[str, str]:
     last = {name: figures.get(f"search/{name}") for name in ("reward", "kl", "entropy", "length")}
     return {
         "score": summary.score_name,
-        "before": _share(run.before),
-        "after": _share(run.after),
-        "difference to the first": _points(run.gain),
+        "before": score_words(summary, summary.score_before) or NOTHING,
+        "after": score_words(summary, summary.score_after) or NOTHING,
+        "difference to the first": _difference(run),
         "held-out prompts": _number(summary.test_prompts),
         "perplexity before": _number(summary.perplexity_before),
         "perplexity after": _number(summary.perplexity_after),
@@ -121,14 +119,13 @@ def _figures(run: Compared) -> dict[str, str]:
     }
 
 
-def _share(found: Estimate | None) -> str:
-    return f"{percent(found.value)} ({100 * found.low:.1f} … {100 * found.high:.1f})" if found else NOTHING
-
-
-def _points(found: Estimate | None) -> str:
-    if found is None:
+def _difference(run: Compared) -> str:
+    if (found := run.gain) is None:
         return NOTHING
-    text = f"{100 * found.value:+.1f} points ({100 * found.low:+.1f} … {100 * found.high:+.1f})"
+    if run.data.graded:
+        text = f"{found.value:+.3f} ({found.low:+.3f} … {found.high:+.3f})"
+    else:
+        text = f"{100 * found.value:+.1f} points ({100 * found.low:+.1f} … {100 * found.high:+.1f})"
     return text.replace("-", "−")
 
 
@@ -154,7 +151,7 @@ def values(runs: Sequence[Compared]) -> dict[str, Any]:
     """Everything but the curves in plain values: keys that differ, and by run its scores and its summary."""
     each = {}
     for run in runs:
-        scores = {"before": run.before, "after": run.after, "gain": run.gain}
+        scores = {"before": run.summary.score_before, "after": run.summary.score_after, "gain": run.gain}
         known = {name: asdict(found) if found else None for name, found in scores.items()}
         each[run.name] = {**known, "summary": asdict(run.summary)}
     return {"config": config_rows(runs), "runs": each}

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_hpc.config import Config
-from tba_hpc.evaluate.estimates import wilson
 from tba_hpc.report.data import index_of, read_evaluations, searcher_files
+from tba_hpc.report.estimates import wilson
 from tba_hpc.report.samples import Query, run_tokenizer, select
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import MetricsTail, read_metrics, step_records
@@ -59,16 +59,18 @@ class RunFrames:
 
     @cached_property
     def evaluations(self) -> DataFrame:
-        """A row for each whole evaluation: split, step, score with its 95 % interval, perplexity, counts."""
-        counts = ["correct", "total", "tokens", "truncated"]
-        names = ["split", "step", "score", "low", "high", "perplexity", *counts]
+        """A row for each whole evaluation: split, step, score with its 95 % interval, perplexity, counts.
+
+        reward: mean over the answers that have one.
+        """
+        counts = ["perplexity", "correct", "total", "tokens", "truncated"]
+        names = ["split", "step", "score", "low", "high", "reward", *counts]
         rows = []
         for found in read_evaluations(self.run).values():
             score = wilson(found.correct, found.total)
-            interval = {"score": score.value, "low": score.low, "high": score.high}
-            rows.append(
-                {name: interval[name] if name in interval else getattr(found, name) for name in names}
-            )
+            reward = found.rewards / found.graded if found.graded else None
+            known = (found.split, found.step, score.value, score.low, score.high, reward)
+            rows.append(dict(zip(names, (*known, *(getattr(found, name) for name in counts)), strict=True)))
         return _frame(rows, names).sort_values(["split", "step"], ignore_index=True)
 
     @cached_property

@@ -55,7 +55,7 @@ class Task(Protocol):
     """A set of prompts and the rewards of completions.
 
     Optional: class attributes ``score_name`` and ``evaluation_temperature``, see the functions of these
-    names; methods of ``Summarising``, ``Asking`` and ``Itemising``.
+    names; methods of ``Summarising``, ``Asking``, ``Grading`` and ``Itemising``.
     """
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
@@ -85,6 +85,14 @@ class Asking(Protocol):
 
     def encode_question(self, text: str) -> np.ndarray:
         """Tokens int32 [T]."""
+
+
+@runtime_checkable
+class Grading(Protocol):
+    """What a task may offer besides, whose answers are more or less good: their rewards in evaluations."""
+
+    def grades(self) -> Sequence[float]:
+        """A reward for each completion of the last call of ``correct``; called right after it."""
 
 
 @runtime_checkable

@@ -22,3 +22,8 @@ def count(number: int, thing: str) -> str:
 def first_words(text: str) -> str:
     """A long text's first line as far as its first comma, with single blanks."""
     return " ".join(text.partition("\n")[0].partition(",")[0].split())
+
+
+def percent(share: float) -> str:
+    """One decimal: 51.2 %."""
+    return f"{100 * share:.1f} %"

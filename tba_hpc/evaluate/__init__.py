@@ -12,12 +12,12 @@ from dataclasses import asdict
 from rich.padding import Padding
 from rich.text import Text
 
-from tba_hpc.evaluate.estimates import Estimate
+from tba_hpc.core.wording import percent
 from tba_hpc.evaluate.measure import Decoding, Result, measure
 from tba_hpc.evaluate.target import Target, find_target
-from tba_hpc.report.tables import NOTHING, percent, print_rows, print_values
+from tba_hpc.report.estimates import Estimate
+from tba_hpc.report.tables import NOTHING, print_rows, print_values
 from tba_hpc.report.terminal import Terminal
-from tba_hpc.run.evaluations import Answer
 
 __all__ = ["Decoding", "Estimate", "Result", "Target", "find_target", "measure", "print_result"]
 
@@ -33,20 +33,27 @@ def print_result(result: Result, *, as_json: bool = False) -> None:
     print()
     decodings = [decoding for decoding in (result.single, result.sampled) if decoding]
     print_rows([row for decoding in decodings for row in _rows(decoding)])
-    for answer in result.answers:
-        _print_answer(answer)
-
-
-def _print_answer(answer: Answer) -> None:
     console = Terminal()
-    console.print(Text(f"\nprompt {answer.prompt}: {'right' if answer.correct else 'wrong'}", style="bold"))
-    console.print(Padding(Text(answer.question.strip("\n"), style="dim"), (0, 0, 0, 2)))
-    console.print(Padding(Text(answer.text), (0, 0, 0, 2)))
+    for answer in result.answers:
+        verdict = "right" if answer.correct else "wrong"
+        if result.single.reward:
+            verdict = f"reward {answer.reward:.4g}"
+        console.print(Text(f"\nprompt {answer.prompt}: {verdict}", style="bold"))
+        console.print(Padding(Text(answer.question.strip("\n"), style="dim"), (0, 0, 0, 2)))
+        console.print(Padding(Text(answer.text), (0, 0, 0, 2)))
 
 
 def _rows(decoding: Decoding) -> Iterator[dict[str, str]]:
     """A row per figure."""
     how = f"{decoding.samples} at {decoding.temperature:g}" if decoding.temperature else "greedy"
+    if reward := decoding.reward:
+        interval = f"{reward.low:.3f} … {reward.high:.3f}"
+        yield {
+            "decoding": how,
+            "measure": "mean reward",
+            "value": f"{reward.value:.3f}",
+            "95 % interval": interval,
+        }
     for name, score in decoding.scores.items():
         interval = f"{100 * score.low:.1f} … {percent(score.high)}"
         yield {"decoding": how, "measure": name, "value": percent(score.value), "95 % interval": interval}

@@ -12,19 +12,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from rich.progress import Progress
 from rich.text import Text
 
 from tba_hpc.config import Config, ConfigError, GeneratorSection
-from tba_hpc.core.ports import Generator, Reference, Summarising, Task, evaluation_temperature, score_name
+from tba_hpc.core.ports import (
+    Generator,
+    Grading,
+    Reference,
+    Summarising,
+    Task,
+    evaluation_temperature,
+    score_name,
+)
 from tba_hpc.core.prompts import prompt_room
 from tba_hpc.core.task_contract import checked_correct, checked_prompts
 from tba_hpc.core.types import Group, Prompt, Request, Sampling, Split
 from tba_hpc.engine.vllm_generator import VllmGenerator
-from tba_hpc.evaluate.estimates import Estimate, passes, wilson
 from tba_hpc.evaluate.target import Target
+from tba_hpc.report.estimates import Estimate, mean, passes, wilson
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.evaluations import Answer
 from tba_hpc.tasks import make_task
@@ -47,8 +56,8 @@ class Decoding:
 
     temperature: 0 is greedy. samples: completions per prompt. scores: by name. truncated_share: of the
     completions, cut off by the token limit. tokens: mean per completion. perplexity: of the completions under
-    the reference at model.logprob_temperature, None without one. summary: the task's own figures, see
-    ports.Summarising.
+    the reference at model.logprob_temperature, None without one. reward: mean per prompt, None if rewards are
+    just 0 and 1. summary: the task's own figures, see ports.Summarising.
     """
 
     temperature: float
@@ -57,6 +66,7 @@ class Decoding:
     truncated_share: float
     tokens: float
     perplexity: float | None
+    reward: Estimate | None
     summary: Mapping[str, float]
 
 
@@ -117,7 +127,7 @@ def measure(
     groups = _generate(config, [Request(p, i, n, how, split) for i, (p, n, how) in enumerate(wanted)])
     _tell("judging the answers" + (", and their perplexity under the reference" if target.reference else ""))
     reference = _load_reference(config, target.reference) if target.reference else None
-    right_P1 = judge(task, groups[: len(prompts)])
+    judged = judge(task, groups[: len(prompts)])
     return Result(
         model=config.model.path,
         dtype=config.model.dtype,
@@ -126,7 +136,7 @@ def measure(
         split=split,
         prompts=len(prompts),
         score_name=score_name(task),
-        single=assess(task, reference, groups[: len(prompts)], partial(share, score_name(task)), right_P1),
+        single=assess(task, reference, groups[: len(prompts)], partial(share, score_name(task)), judged),
         sampled=assess(task, reference, groups[len(prompts) :], passes_at_k) if samples else None,
         answers=tuple(
             Answer(
@@ -134,8 +144,11 @@ def measure(
                 tokenizer.decode(group.request.prompt.tokens),
                 tokenizer.decode(group.completions[0].tokens),
                 bool(right),
+                float(grade),
             )
-            for group, right in zip(groups[:show], right_P1[:show, 0], strict=False)
+            for group, right, grade in zip(
+                groups[:show], judged.correct_PN[:show, 0], judged.grade_PN[:show, 0], strict=False
+            )
         ),
     )
 
@@ -197,31 +210,44 @@ def assess(
     reference: Reference | None,
     groups: Sequence[Group],
     scores_of: Callable[[np.ndarray], Scores],
-    correct_PN: np.ndarray | None = None,
+    judged: Judged | None = None,
 ) -> Decoding:
-    """All figures of one way of decoding.
-
-    scores_of: takes what is correct, bool [P prompts, N of each]. correct_PN: that, where it is known.
-    """
+    """All figures of one way of decoding. scores_of: takes what is correct. judged: that, if it is known."""
     first, completions = groups[0].request, [c for group in groups for c in group.completions]
-    correct_PN = judge(task, groups) if correct_PN is None else correct_PN
+    judged = judged or judge(task, groups)
     return Decoding(
         temperature=first.sampling.temperature,
         samples=first.n,
-        scores=scores_of(correct_PN),
+        scores=scores_of(judged.correct_PN),
         truncated_share=sum(c.finish_reason == "length" for c in completions) / len(completions),
         tokens=sum(len(c.tokens) for c in completions) / len(completions),
         perplexity=_perplexity(reference, groups) if reference else None,
+        reward=judged.reward,
         summary=dict(task.summary(groups)) if isinstance(task, Summarising) else {},
     )
 
 
-def judge(task: Task, groups: Sequence[Group]) -> np.ndarray:
-    """bool [P prompts, N of each]: what is correct."""
+class Judged(NamedTuple):
+    """[P prompts, N completions of each]: bool, what is correct; float64, the rewards, or else the same."""
+
+    correct_PN: np.ndarray
+    grade_PN: np.ndarray
+
+    @property
+    def reward(self) -> Estimate | None:
+        """Mean over prompts, if it says more than what is correct."""
+        mean_P = self.grade_PN.mean(1)
+        known = np.array_equal(self.correct_PN, self.grade_PN) or not np.isfinite(mean_P).all()
+        return None if known else mean(mean_P.sum(), (mean_P**2).sum(), len(mean_P))
+
+
+def judge(task: Task, groups: Sequence[Group]) -> Judged:
+    """Have the task judge all completions."""
     completions = [completion for group in groups for completion in group.completions]
     prompts = [group.request.prompt for group in groups for _ in group.completions]
-    correct = checked_correct(task, prompts, completions)
-    return np.reshape(np.array(correct, bool), (len(groups), groups[0].request.n))
+    correct, shape = checked_correct(task, prompts, completions), (len(groups), groups[0].request.n)
+    grades = task.grades() if isinstance(task, Grading) else correct
+    return Judged(np.reshape(np.array(correct, bool), shape), np.reshape(np.array(grades, float), shape))
 
 
 def share(name: str, correct_P1: np.ndarray) -> Scores:

@@ -7,6 +7,7 @@ while it is ``busy``; judging may take longer than that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -89,7 +90,9 @@ class OnlineEvaluator:
         """One more answer is generated."""
         self.unanswered = max(0, self.unanswered - 1)
 
-    def count(self, answer: Group, correct: bool, ref_logprob: float | None) -> Part | None:
+    def count(
+        self, answer: Group, correct: bool, ref_logprob: float | None, reward: float | None = None
+    ) -> Part | None:
         """Count one answer, judged, with log π_ref of it, nats; the whole part once all are.
 
         The weights that generated it tell which evaluation it belongs to.
@@ -99,18 +102,20 @@ class OnlineEvaluator:
         if share is None or prompt not in share.missing:
             return None
         one = self._evaluation(split, step, int(correct), ref_logprob, *answer.completions)
-        one = replace(one, answers=self._in_words(answer, correct))
+        one = replace(one, answers=self._in_words(answer, correct, reward))
+        if reward is not None and math.isfinite(reward):
+            one = replace(one, graded=1, rewards=float(reward), squares=float(reward) ** 2)
         share.part = share.part._replace(evaluation=share.part.evaluation + one)
         share.missing.remove(prompt)
         return None if share.missing else self._shares.pop((split, step)).part
 
-    def _in_words(self, answer: Group, correct: bool) -> tuple[Answer, ...]:
+    def _in_words(self, answer: Group, correct: bool, reward: float | None) -> tuple[Answer, ...]:
         """What is kept of it."""
         prompt, (completion,) = answer.request.prompt, answer.completions
         if self.decode is None or prompt.id >= self.kept:
             return ()
         question, text = (self.decode(tokens)[:LONGEST_TEXT] for tokens in (prompt.tokens, completion.tokens))
-        return (Answer(prompt.id, question, text, correct),)
+        return (Answer(prompt.id, question, text, correct, reward),)
 
     def _evaluation(
         self, split: Split, step: int, correct: int, ref_logprob: float | None, *completions: Completion

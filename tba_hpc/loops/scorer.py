@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tba_hpc.config import ConfigError
-from tba_hpc.core.ports import EngineError, Itemising, Reference, ShardSink, Task
+from tba_hpc.core.ports import EngineError, Grading, Itemising, Reference, ShardSink, Task
 from tba_hpc.core.task_contract import checked_correct, checked_rewards, class_name
 from tba_hpc.core.types import Group, Shard, WeightUpdate
 from tba_hpc.loops.search_log import Sums
@@ -112,13 +112,14 @@ class Failures:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """An answer to an evaluation prompt, and whether it is correct.
+    """An answer to an evaluation prompt, and whether it is correct. reward: None if the task gives none.
 
     ref_logprob: log π_ref of all its tokens together, nats; None without a reference model.
     """
 
     answer: Group
     correct: bool
+    reward: float | None
     ref_logprob: float | None
 
 
@@ -296,26 +297,31 @@ class Scorer:
 
     def _judge(self, answers: list[Group]) -> list[Judged]:
         return [
-            Judged(answer, right, self._ref_logprob(answer))
-            for answer, right in zip(answers, self._correct(answers), strict=True)
+            Judged(answer, right, reward, self._ref_logprob(answer))
+            for answer, (right, reward) in zip(answers, self._verdicts(answers), strict=True)
         ]
 
-    def _correct(self, answers: list[Group]) -> list[bool]:
-        """Whether each is; if the task's code raises, one by one, and wrong if it raises again."""
+    def _verdicts(self, answers: list[Group]) -> list[tuple[bool, float | None]]:
+        """Whether each is correct, and its reward, if the task grades answers.
+
+        If the task's code raises, one by one, and wrong if it raises again.
+        """
         prompts = [answer.request.prompt for answer in answers]
         completions = [completion for answer in answers for completion in answer.completions]
         try:
             correct = checked_correct(self._task, prompts, completions)
+            grades = self._task.grades() if isinstance(self._task, Grading) else [None] * len(correct)
+            verdicts = list(zip(correct, grades, strict=True))
         except ENDS_THE_RUN:
             raise
         except Exception as error:  # a user's code may raise anything
             if len(answers) > 1:
-                return [right for answer in answers for right in self._correct([answer])]
+                return [verdict for answer in answers for verdict in self._verdicts([answer])]
             call = f"correct() of {answers[0].request.split} prompt {prompts[0].id}"
             self._unjudged.note(f"{call} raised {_words(error)}", error)
-            return [False]
+            return [(False, None)]
         self._unjudged.in_a_row = 0
-        return correct
+        return verdicts
 
     def _ref_logprob(self, answer: Group) -> float | None:
         if not self._reference.has_model:

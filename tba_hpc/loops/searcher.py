@@ -188,7 +188,7 @@ class Searcher:
     def _report_evaluations(self) -> None:
         """Count what is judged by now; publish the parts that this completes."""
         for judged in self.scorer.judged():
-            part = self.evaluator.count(judged.answer, judged.correct, judged.ref_logprob)
+            part = self.evaluator.count(judged.answer, judged.correct, judged.ref_logprob, judged.reward)
             if part is not None:
                 self.report(*part)
 

@@ -13,9 +13,11 @@ from pathlib import Path
 
 from tba_hpc.config import is_elastic
 from tba_hpc.core.types import Split
+from tba_hpc.core.wording import percent
 from tba_hpc.report.attempts import Attempt, Event, attempts, count_faults
 from tba_hpc.report.curves import Trends
 from tba_hpc.report.digest import SearcherDigest, TrainerDigest, kept_digest
+from tba_hpc.report.estimates import Estimate, mean, wilson
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation, evaluations_on_disk, find_evaluation
 from tba_hpc.run.files import listing
@@ -24,6 +26,9 @@ from tba_hpc.run.metrics import MetricsTail, Record, number
 
 MANY_SEARCHERS = 4
 """Above this number the searchers are shown together: their rates by the mean, their curves as a band."""
+
+MEAN_REWARD = "mean reward"
+"""Name of the score of a run whose rewards are not just 0 and 1."""
 
 SizeOf = Callable[[Path], ShardSize]
 """Reads what a shard file holds: a seal just before a kill may be in no metrics."""
@@ -146,9 +151,25 @@ class RunData:
         return [found for found in self.evaluations.values() if found.split == split]
 
     @property
+    def graded(self) -> bool:
+        """Whether rewards are not just 0 and 1, so that their mean is the run's score."""
+        return any(evaluation.is_graded for evaluation in self.evaluations.values())
+
+    @property
     def score_name(self) -> str:
-        """What the task calls its score, as far as an evaluation has said so."""
-        return next((evaluation.score_name for evaluation in self.evaluations.values()), "score")
+        """Of the run's score: mean reward, or what the task calls the share of correct answers."""
+        known = next((evaluation.score_name for evaluation in self.evaluations.values()), "score")
+        return MEAN_REWARD if self.graded else known
+
+    def score(self, evaluation: Evaluation) -> Estimate:
+        """The run's score, with its 95 % interval."""
+        if self.graded and evaluation.graded:
+            return mean(evaluation.rewards, evaluation.squares, evaluation.graded)
+        return wilson(evaluation.correct, evaluation.total)
+
+    def show(self, score: float) -> str:
+        """A score in words."""
+        return f"{score:.3f}" if self.graded else percent(score)
 
     def counts(self, size_of: SizeOf = unknown_size) -> Counts:
         """What the run has done by now. size_of: of a shard that no metrics tell of."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +19,11 @@ from tba_hpc.report.data import RunData, SizeOf, unknown_size
 from tba_hpc.report.digest import Stretch
 from tba_hpc.report.plots import plots, run_minutes
 from tba_hpc.report.summary import Summary, summary_of, write_summary
-from tba_hpc.report.tables import NOTHING, dropped_unlearned, duration, percent
+from tba_hpc.report.tables import NOTHING, dropped_unlearned, duration
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Answer, Evaluation
 from tba_hpc.run.files import write_atomic
+from tba_hpc.run.metrics import number
 
 TEMPLATES = Path(__file__).parent
 
@@ -52,15 +53,6 @@ class Answers(NamedTuple):
 
     steps: tuple[int, ...]
     rows: list[tuple[Answer, ...]]
-
-
-class Wait(NamedTuple):
-    """How long something stood still."""
-
-    name: str
-    meaning: str
-    mean: str
-    high: str
 
 
 class HistoryRow(NamedTuple):
@@ -104,10 +96,11 @@ def render(data: RunData, config: Config, summary: Summary) -> str:
         state=_state(data, config),
         finished=data.finished,
         subtitle=_subtitle(config),
-        tiles=tiles(summary),
+        tiles=tiles(data, summary),
         alerts=summary.alerts if begun else None,
         plots=plots(data, config.train) if data.step else [],
         answers=answers(data.evaluated("test")),
+        graded=data.graded,
         waits=waits(data),
         attempts=attempt_rows(data),
         faults=fault_words(data.faults),
@@ -162,7 +155,7 @@ def _subtitle(config: Config) -> str:
     return f"{config.task.name} · {Path(config.model.path).name} · {objective} · {roles}"
 
 
-def tiles(summary: Summary) -> list[Tile]:
+def tiles(data: RunData, summary: Summary) -> list[Tile]:
     """The headline numbers."""
     steps = count(summary.steps, "step")
     attempts = "" if summary.attempts < 2 else f" in {summary.attempts} attempts"
@@ -172,7 +165,7 @@ def tiles(summary: Summary) -> list[Tile]:
     per_step = summary.trajectories / summary.steps if summary.steps else 0
     staleness = NOTHING if summary.staleness is None else f"{summary.staleness:.1f}"
     return [
-        _score_tile(summary),
+        _score_tile(data, summary),
         Tile("Training time", duration(summary.train_seconds), steps + attempts),
         Tile("Trajectories", f"{summary.trajectories:,}", f"{per_step:,.0f} per step"),
         Tile("Tokens generated", _compact(summary.generated_tokens), ", ".join(rates)),
@@ -180,16 +173,18 @@ def tiles(summary: Summary) -> list[Tile]:
     ]
 
 
-def _score_tile(summary: Summary) -> Tile:
-    before, after, gain = summary.pass_at_1_before, summary.pass_at_1_after, ""
-    if before is not None and after is not None:
-        gain = f"{100 * (after - before):+.1f} points".replace("-", "−")
+def _score_tile(data: RunData, summary: Summary) -> Tile:
+    before, after, gain = summary.score_before, summary.score_after, ""
+    if before and after:
+        by = after.value - before.value
+        gain = f"{by:+.3f}" if data.graded else f"{100 * by:+.1f} points"
+    greedy = f"greedy, {summary.test_prompts or 0:,} held-out prompts"
     return Tile(
         f"{summary.score_name} before → after",
-        NOTHING if before is None else percent(before),
-        f"greedy, {summary.test_prompts:,} held-out prompts" if summary.test_prompts else "not measured",
-        then="" if after is None else percent(after),
-        gain=gain,
+        data.show(before.value) if before else NOTHING,
+        greedy if before else "not measured",
+        then=data.show(after.value) if after else "",
+        gain=gain.replace("-", "−"),
     )
 
 
@@ -215,29 +210,26 @@ def _compact(value: int) -> str:
 # --- Tables ---
 
 
-def waits(data: RunData) -> list[Wait]:
-    """How long trainer and searchers stood still."""
-    share = data.trainer.latest.get("train/wait_share")
+WAITS = (
+    ("Publish stall", "sync/publish_stall_seconds", "the trainer's loop hands over weights"),
+    ("Propagation", "search/propagation_seconds", "publish called to loaded in a searcher"),
+    ("Loading weights", "search/load_seconds", "a searcher's engine takes new weights"),
+    ("Sealing shards", "search/seal_share", "a searcher makes trajectories durable"),
+    ("Searcher busy", "search/busy_share", "a searcher's wall time inside the engine"),
+)
+"""Name, metric and meaning of what may stand still."""
+
+
+def waits(data: RunData) -> list[tuple[str, str, str, str]]:
+    """How long trainer and searchers stood still: name, meaning, mean and 95th percentile."""
+    wait = number(data.trainer.latest, "train/wait_share")
     trainer = "wall time outside forward, backward and optimizer, after warm-up"
-    shown = _share(share) if isinstance(share, float | int) else NOTHING
-    measured = (
-        ("Publish stall", "sync/publish_stall_seconds", "the trainer's loop hands over weights", _time),
-        ("Propagation", "search/propagation_seconds", "publish called to loaded in a searcher", _time),
-        ("Loading weights", "search/load_seconds", "a searcher's engine takes new weights", _time),
-        ("Sealing shards", "search/seal_share", "a searcher makes trajectories durable", _share),
-        ("Searcher busy", "search/busy_share", "a searcher's wall time inside the engine", _share),
-    )
-    return [
-        Wait("Trainer wait", trainer, shown, ""),
-        *(_wait(data, name, metric, meaning, show) for name, metric, meaning, show in measured),
-    ]
-
-
-def _wait(data: RunData, name: str, metric: str, meaning: str, show: Callable[[float], str]) -> Wait:
-    values = data.trends.waits[metric]
-    if values.mean is None:
-        return Wait(name, meaning, NOTHING, NOTHING)
-    return Wait(name, meaning, show(values.mean), show(values.quantile(0.95)) if values.count > 1 else "")
+    rows = [("Trainer wait", trainer, NOTHING if wait is None else _share(wait), "")]
+    for name, metric, meaning in WAITS:
+        values, show = data.trends.waits[metric], _share if metric.endswith("share") else _time
+        high = show(values.quantile(0.95)) if values.count > 1 else ""
+        rows.append((name, meaning, NOTHING if values.mean is None else show(values.mean), high))
+    return rows
 
 
 def _share(value: float) -> str:

@@ -24,7 +24,6 @@ from tba_hpc.core.wording import printable
 from tba_hpc.report.curves import Curve
 from tba_hpc.report.data import MANY_SEARCHERS, RunData
 from tba_hpc.report.summary import policy_name, reference_of, same_reference
-from tba_hpc.report.tables import percent
 from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.run.metrics import REWARD_EDGES
 
@@ -55,15 +54,6 @@ STYLE: dict[Any, object] = {
     "axes.axisbelow": True,
     "grid.color": GRID,
     "grid.linewidth": 0.8,
-    "xtick.color": GRID,
-    "ytick.color": GRID,
-    "xtick.labelcolor": MUTED,
-    "ytick.labelcolor": MUTED,
-    "xtick.labelsize": 8.5,
-    "ytick.labelsize": 8.5,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "xtick.minor.size": 0,
     "legend.frameon": False,
     "legend.fontsize": 8.5,
     "legend.handlelength": 1.4,
@@ -71,6 +61,9 @@ STYLE: dict[Any, object] = {
     "lines.markersize": 4,
     "lines.solid_capstyle": "round",
 }
+for tick in ("xtick", "ytick"):
+    colours = {f"{tick}.color": GRID, f"{tick}.labelcolor": MUTED, f"{tick}.labelsize": 8.5}
+    STYLE |= {**colours, f"{tick}.major.size": 0, f"{tick}.minor.size": 0}
 
 EARLY_LATE = 0.2
 """Share of the weights' versions that the first and the last rewards of a histogram are of."""
@@ -167,8 +160,8 @@ def _counts_axis(ax: Axes) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
 
-def _legend(ax: Axes, columns: int = 3) -> None:
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0, borderpad=0.2)
+def _legend(ax: Axes) -> None:
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0, borderpad=0.2)
 
 
 def _note(ax: Axes, text: str, at: tuple[float, float], **style: Any) -> None:
@@ -178,21 +171,29 @@ def _note(ax: Axes, text: str, at: tuple[float, float], **style: Any) -> None:
 def _score(ax: Axes, data: RunData, train: TrainSection) -> bool:
     """Validation as a line; the held-out test before and after as diamonds, with their values."""
     validation, test = data.evaluated("validation"), data.evaluated("test")
-    ax.plot([e.step for e in validation], [e.score for e in validation], "o-", color=BLUE, label="validation")
+    values = [data.score(evaluation).value for evaluation in validation]
+    ax.plot([e.step for e in validation], values, "o-", color=BLUE, label="validation")
+    values = [data.score(evaluation).value for evaluation in test]
     if test:
-        ax.axhline(test[0].score, color=ORANGE, linewidth=1, linestyle=(0, (2, 3)))
+        ax.axhline(values[0], color=ORANGE, linewidth=1, linestyle=(0, (2, 3)))
     label = "held-out test, before and after"
-    ax.plot([e.step for e in test], [e.score for e in test], "D", color=ORANGE, markersize=7, label=label)
-    for e in test:
+    ax.plot([e.step for e in test], values, "D", color=ORANGE, markersize=7, label=label)
+    for i, (e, value) in enumerate(zip(test, values, strict=True)):
+        low = not data.graded and value < 0.1  # not on the labels of the axis
         place: dict[str, Any] = {"xytext": (0, -9), "ha": "right"}
-        if e is test[0]:
-            place = {"xytext": (9, 14 if e.score < 0.1 else -5), "ha": "left"}
-        _note(ax, percent(e.score), (e.step, e.score), weight="bold", **place)
-    ax.set_ylim(0, 1.03)
-    _percent_axis(ax)
+        if i == 0:
+            place = {"xytext": (9, 14 if low else -5), "ha": "left"}
+        _note(ax, data.show(value), (e.step, value), weight="bold", **place)
+    _score_axis(ax, data)
     _steps_axis(ax, data)
     _legend(ax)
     return bool(validation or test)
+
+
+def _score_axis(ax: Axes, data: RunData) -> None:
+    if not data.graded:
+        ax.set_ylim(0, 1.03)
+        _percent_axis(ax)
 
 
 def _pareto(ax: Axes, data: RunData, train: TrainSection) -> bool:
@@ -200,7 +201,7 @@ def _pareto(ax: Axes, data: RunData, train: TrainSection) -> bool:
     found = same_reference(train, sorted(data.evaluations.values(), key=lambda evaluation: evaluation.step))
     for split, marker, size, color in (("validation", "o", 4, BLUE), ("test", "D", 7, ORANGE)):
         shown = [e for e in found if e.split == split]
-        x, y = [e.perplexity or 0.0 for e in shown], [e.score for e in shown]
+        x, y = [e.perplexity or 0.0 for e in shown], [data.score(e).value for e in shown]
         ax.plot(x, y, color=color, alpha=0.3, linewidth=0.9)
         ax.plot(x, y, marker, color=color, markersize=size, label=split)
         for place in {0, len(x) - 1} & {*range(len(x))}:
@@ -209,7 +210,8 @@ def _pareto(ax: Axes, data: RunData, train: TrainSection) -> bool:
     ax.margins(0.1, 0.15)
     if found:
         ax.set_xlabel(f"perplexity of the answers under the {policy_name(reference_of(train, found[-1]))}")
-    _percent_axis(ax)
+    if not data.graded:
+        _percent_axis(ax)
     _legend(ax)
     return len(found) > 1
 
@@ -263,15 +265,6 @@ def _small_share(ax: Axes) -> None:
     values = [y for line in ax.get_lines() for y in np.atleast_1d(np.asarray(line.get_ydata(), float))]
     ax.set_ylim(0, max(0.05, 1.15 * max(values, default=0.0)))
     _percent_axis(ax)
-
-
-def _skipped(ax: Axes, data: RunData, train: TrainSection) -> bool:
-    """Nothing to see where every step was taken."""
-    x, y = _course(data, "train/skipped_steps")
-    ax.plot(x, y, color=ROSE, drawstyle="steps-post")
-    ax.yaxis.set_major_locator(MaxNLocator(integer=True))
-    _steps_axis(ax, data)
-    return bool(y.any())
 
 
 def _rewards(ax: Axes, data: RunData, train: TrainSection) -> bool:
@@ -347,7 +340,7 @@ def _throughput(ax: Axes, data: RunData, train: TrainSection) -> bool:
             _trend(ax, x, y, color, f"searcher {index}")
     _counts_axis(ax)
     ax.set_xlabel("minute")
-    _legend(ax, columns=4)
+    _legend(ax)
     return True
 
 
@@ -359,34 +352,6 @@ def _band(ax: Axes, curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     _trend(ax, grid, rates.mean(0), BLUE, f"mean of {len(curves)} searchers")
 
 
-def _buffer(ax: Axes, data: RunData, train: TrainSection) -> bool:
-    names = {"size": (BLUE, "held"), "added": (GREEN, "added"), "duplicates": (ORANGE, "duplicates")}
-    drawn = 0
-    for name, (color, label) in {**names, "evicted": (ROSE, "evicted")}.items():
-        x, y = _course(data, f"buffer/{name}")
-        _line(ax, x, y, color, label)
-        drawn += len(x)
-    _counts_axis(ax)
-    _steps_axis(ax, data)
-    _legend(ax, columns=4)
-    return drawn > 0
-
-
-def _schedules(ax: Axes, data: RunData, train: TrainSection) -> bool:
-    twin = ax.twinx()
-    for axes, name, color, room in ((ax, "learning_rate", BLUE, 1.15), (twin, "beta", ORANGE, 1.3)):
-        x, y = _course(data, f"train/{name}")
-        _line(axes, x, y, color)
-        axes.set_ylim(0, room * y.max() if y.any() else 1)
-    for color, label in ((BLUE, "learning rate (left)"), (ORANGE, "β (right)")):
-        ax.plot([], [], color=color, label=label)
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1e}" if value else "0"))
-    twin.grid(visible=False)
-    _steps_axis(ax, data)
-    _legend(ax)
-    return len(_course(data, "train/learning_rate")[0]) > 0
-
-
 BATCH = (
     ("train/ess", BLUE, "effective sample size"),
     ("train/clip_share", ROSE, "clipped, capped or masked"),
@@ -394,6 +359,13 @@ BATCH = (
 DRIFT = (
     ("train/log_weight", BLUE, "all completions"),
     ("train/better_log_weight", ROSE, "those above their group's mean reward"),
+)
+
+BUFFER = (
+    ("buffer/size", BLUE, "held"),
+    ("buffer/added", GREEN, "added"),
+    ("buffer/duplicates", ORANGE, "duplicates"),
+    ("buffer/evicted", ROSE, "evicted"),
 )
 
 PLOTS: tuple[tuple[str, str, Draw], ...] = (
@@ -421,7 +393,6 @@ PLOTS: tuple[tuple[str, str, Draw], ...] = (
     ("Groups without variance", "share of groups with one reward for all", _both("flat_groups", shares=True)),
     ("Loss", "of the objective", _one("train/loss")),
     ("Gradient norm", "before clipping", _one("train/grad_norm", ROSE)),
-    ("Skipped steps", "so far: loss or norm not finite", _skipped),
     ("Length", "tokens per completion", _both("length")),
     (
         "Truncated",
@@ -437,8 +408,9 @@ PLOTS: tuple[tuple[str, str, Draw], ...] = (
         "share of wall time outside the optimizer step",
         _one("train/wait_share", finish=_small_share),
     ),
-    ("Replay buffer", "trajectories", _buffer),
-    ("Schedules", "learning rate and β", _schedules),
+    ("Replay buffer", "trajectories", Lines(BUFFER, finish=_counts_axis)),
+    ("Learning rate", "of the step", _one("train/learning_rate", finish=lambda ax: ax.set_ylim(bottom=0))),
+    ("β", "KL coefficient of the step", _one("train/beta", ORANGE, finish=lambda ax: ax.set_ylim(bottom=0))),
 )
 """Title, note, and what draws it; the score comes before them."""
 
@@ -508,8 +480,8 @@ def _scores(ax: Axes, runs: Sequence[RunData]) -> bool:
         )
         for split, style in splits:
             found: list[Evaluation] = data.evaluated(split)
-            ax.plot([e.step for e in found], [e.score for e in found], color=line.color, **style)
-    ax.set_ylim(0, 1.03)
-    _percent_axis(ax)
+            values = [data.score(evaluation).value for evaluation in found]
+            ax.plot([e.step for e in found], values, color=line.color, **style)
+    _score_axis(ax, next((data for data in runs if data.graded), runs[0]))
     _steps_axis(ax, *runs)
     return any(data.evaluations for data in runs)

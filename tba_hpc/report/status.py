@@ -26,11 +26,11 @@ from tba_hpc.config import Config
 from tba_hpc.core.wording import count
 from tba_hpc.report.alerts import line
 from tba_hpc.report.attempts import Attempt, fault_words
-from tba_hpc.report.data import MANY_SEARCHERS, Counts, SizeOf, unknown_size
+from tba_hpc.report.data import MANY_SEARCHERS, Counts, RunData, SizeOf, unknown_size
 from tba_hpc.report.monitor import Queue, QueueEntry, RunMonitor
 from tba_hpc.report.run_state import RunState, job_of, run_state
 from tba_hpc.report.summary import policy_name, reference_of, same_reference
-from tba_hpc.report.tables import NOTHING, dropped_unlearned, duration, percent
+from tba_hpc.report.tables import NOTHING, dropped_unlearned, duration
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
@@ -56,8 +56,8 @@ def cells(monitor: RunMonitor) -> dict[str, str]:
     latest, trends = monitor.data.trainer.latest, monitor.trends
     validation, test = monitor.data.evaluated("validation"), monitor.data.evaluated("test")
     return {
-        monitor.data.score_name: _scores(validation[-1:]),
-        "test": _scores(test[:1] + test[1:][-1:]),
+        monitor.data.score_name: _scores(monitor.data, validation[-1:]),
+        "test": _scores(monitor.data, test[:1] + test[1:][-1:]),
         "perplexity": _perplexity(monitor.config, [*test[:1], *validation, *test[1:]]),
         "reward": _show(trends.latest("search/reward"), "{:.3f}"),
         "KL": _show(trends.latest("search/kl"), "{:.2f}"),
@@ -70,8 +70,8 @@ def cells(monitor: RunMonitor) -> dict[str, str]:
     }
 
 
-def _scores(evaluations: Sequence[Evaluation]) -> str:
-    return " → ".join(percent(evaluation.score) for evaluation in evaluations) or NOTHING
+def _scores(data: RunData, evaluations: Sequence[Evaluation]) -> str:
+    return " → ".join(data.show(data.score(evaluation).value) for evaluation in evaluations) or NOTHING
 
 
 def _perplexity(config: Config, evaluations: Sequence[Evaluation]) -> str:
@@ -245,8 +245,11 @@ def _evaluated(monitor: RunMonitor) -> dict[str, Any]:
     train, last = monitor.config.train, monitor.data.evaluated("validation")[-1:]
     test = monitor.data.evaluated("test")
     comparable = same_reference(train, test)
+    scores = [asdict(monitor.data.score(evaluation)) for evaluation in test]
     return {
         "score_name": monitor.data.score_name,
+        "score": asdict(monitor.data.score(last[0])) if last else None,
+        "test_score": scores,
         "pass_at_1": last[0].score if last else None,
         "perplexity": last[0].perplexity if last else None,
         "perplexity_reference": reference_of(train, last[0]) if last else None,

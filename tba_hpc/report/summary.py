@@ -10,6 +10,7 @@ from tba_hpc.config import Config, TrainSection
 from tba_hpc.core import schedules
 from tba_hpc.report.alerts import alerts
 from tba_hpc.report.data import RunData, SizeOf, unknown_size
+from tba_hpc.report.estimates import Estimate
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
 from tba_hpc.run.files import write_atomic
@@ -22,9 +23,10 @@ class Summary:
     """What a run came to. pass_at_1 is on the held-out test split; None if it was not measured.
 
     evaluated_step: the step that ``after`` is of; a run that went on and was stopped has done more.
-    score_name: what the task calls that score, such as pass@1 or win rate. perplexity: of the same answers
-    under the policy of step ``perplexity_reference``; None, too, without a reference model, and before where
-    another policy was the reference then.
+    score_name: mean reward, if rewards are not just 0 and 1, else what the task calls the share of correct
+    answers, such as pass@1 or win rate; score_before, score_after: of it, with 95 % intervals.
+    perplexity: of the same answers under the policy of step ``perplexity_reference``; None, too, without a
+    reference model, and before where another policy was the reference then.
     train_seconds: wall time of the trainer's loop, over all attempts, waits and evaluations included.
     steps, attempts, redone, shards, trajectories, tokens, duplicates, evicted, dropped: see ``Counts``.
     generated_tokens: by all searchers, for evaluations and by those that were killed, too.
@@ -40,6 +42,8 @@ class Summary:
     evaluated_step: int | None
     test_prompts: int | None
     score_name: str
+    score_before: Estimate | None
+    score_after: Estimate | None
     perplexity_before: float | None
     perplexity_after: float | None
     perplexity_reference: int | None
@@ -87,6 +91,8 @@ def summary_of(data: RunData, config: Config, size_of: SizeOf = unknown_size) ->
         evaluated_step=test[-1].step if test else None,
         test_prompts=test[-1].total if test else None,
         score_name=data.score_name,
+        score_before=data.score(test[0]) if test else None,
+        score_after=data.score(test[-1]) if len(test) > 1 else None,
         perplexity_before=test[0].perplexity if alike and test[0] is alike[0] else None,
         perplexity_after=test[-1].perplexity if len(test) > 1 else None,
         perplexity_reference=reference_of(config.train, test[-1]) if alike else None,

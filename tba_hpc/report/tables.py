@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tba_hpc.core.wording import count
+from tba_hpc.core.wording import count, percent
 from tba_hpc.report.curves import ByLength
+from tba_hpc.report.data import MEAN_REWARD
+from tba_hpc.report.estimates import Estimate
 from tba_hpc.report.summary import Summary, policy_name
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.directory import RunDir
@@ -31,8 +33,7 @@ def print_summary(
     if as_json:
         print_values(asdict(summary), as_json=True)
         return
-    before, after, wait = summary.pass_at_1_before, summary.pass_at_1_after, summary.trainer_wait_share
-    under = summary.perplexity_reference
+    wait, under = summary.trainer_wait_share, summary.perplexity_reference
     optional: dict[str, Cell] = {
         "perplexity under the": None if under is None else policy_name(under),
         "reward": summary.figures["search/reward"],
@@ -45,8 +46,8 @@ def print_summary(
     }
     places = {"model": run.export, "report": run.report, "summary": run.summary}
     values: dict[str, Cell] = {
-        f"{summary.score_name} before": None if before is None else percent(before),
-        f"{summary.score_name} after{_of_step(summary)}": None if after is None else percent(after),
+        f"{summary.score_name} before": score_words(summary, summary.score_before),
+        f"{summary.score_name} after{_of_step(summary)}": score_words(summary, summary.score_after),
         "trainer wait": None if wait is None else percent(wait),
         "held-out prompts": summary.test_prompts,
         "perplexity before": summary.perplexity_before,
@@ -61,6 +62,15 @@ def print_summary(
         **({"try it": f'tba ask {shlex.quote(str(run.path))} "…"'} if run.export.exists() else {}),
     }
     print_values(values, console=console)
+
+
+def score_words(summary: Summary, score: Estimate | None) -> str | None:
+    """A score of the run with its 95 % interval."""
+    if score is None:
+        return None
+    if summary.score_name == MEAN_REWARD:
+        return f"{score.value:.3f} ({score.low:.3f} … {score.high:.3f})"
+    return f"{percent(score.value)} ({100 * score.low:.1f} … {100 * score.high:.1f})"
 
 
 def _of_step(summary: Summary) -> str:
@@ -117,11 +127,6 @@ def dropped_unlearned(by_length: ByLength) -> str:
         f"{dropped:,} of {count(sum(by_length.came), 'trajectory')} ({percent(by_length.lost())}); of each "
         f"tenth of generator.max_tokens, in %: {shares}"
     )
-
-
-def percent(share: float) -> str:
-    """One decimal: 51.2 %."""
-    return f"{100 * share:.1f} %"
 
 
 def duration(seconds: float) -> str:

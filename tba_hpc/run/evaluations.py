@@ -34,12 +34,16 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer to an evaluation prompt in words, and whether it is correct. prompt: its id."""
+    """An answer to an evaluation prompt in words, and whether it is correct.
+
+    prompt: its id. reward: None if the task gives none in evaluations.
+    """
 
     prompt: int
     question: str
     text: str
     correct: bool
+    reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +51,8 @@ class Evaluation:
     """Greedy answers to a split under the weights of ``step``: one searcher's part, or all of it.
 
     ref_logprob: log π_ref of all their tokens together, nats; None without a reference model. score_name:
-    what the task calls the share of correct answers. answers: a few of them, by prompt.
+    what the task calls the share of correct answers. answers: a few of them, by prompt. graded, rewards,
+    squares: answers with a reward, the sum of these, and of their squares.
     """
 
     split: Split
@@ -59,6 +64,9 @@ class Evaluation:
     ref_logprob: float | None = None
     score_name: str = PASS_AT_1
     answers: tuple[Answer, ...] = ()
+    graded: int = 0
+    rewards: float = 0.0
+    squares: float = 0.0
 
     def __add__(self, other: Evaluation) -> Evaluation:
         """Both together, of the same split and step."""
@@ -72,12 +80,20 @@ class Evaluation:
             truncated=self.truncated + other.truncated,
             ref_logprob=(self.ref_logprob or 0) + (other.ref_logprob or 0) if known else None,
             answers=tuple(answers[prompt] for prompt in sorted(answers)),
+            graded=self.graded + other.graded,
+            rewards=self.rewards + other.rewards,
+            squares=self.squares + other.squares,
         )
 
     @property
     def score(self) -> float:
         """Share of correct answers; NaN for an empty split."""
         return self.correct / self.total if self.total else float("nan")
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether rewards say more of the answers than that they are right or wrong."""
+        return self.graded > 0 and not self.rewards == self.squares == self.correct
 
     @property
     def perplexity(self) -> float | None:

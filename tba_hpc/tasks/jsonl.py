@@ -70,6 +70,7 @@ class Jsonl(Rows[Fields]):
         self._held_out = validation_prompts
         self._read: dict[Source, list[Fields]] = {}
         self._parts: dict[str, list[float]] = {}
+        self._grades: list[float] = []
 
     def rows(self, split: Split) -> list[tuple[str, str, Fields]]:
         """The template of each row, filled in."""
@@ -98,7 +99,12 @@ class Jsonl(Rows[Fields]):
 
     def correct(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[bool]:
         """Whether each reward is at least ``correct_from``."""
-        return [reward >= self._correct_from for reward in self._judge(prompts, completions)]
+        self._grades = self._judge(prompts, completions)
+        return [reward >= self._correct_from for reward in self._grades]
+
+    def grades(self) -> list[float]:
+        """The rewards of the completions of the last call of ``correct``."""
+        return self._grades
 
     def _judge(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
         whole = [self._judge_truncated or completion.finish_reason == "stop" for completion in completions]

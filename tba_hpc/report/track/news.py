@@ -81,6 +81,7 @@ class News:
                 continue
             self._evaluated.add(name)
             figures = {f"{split}/{found.score_name}": found.score, f"{split}/perplexity": found.perplexity}
+            figures[f"{split}/reward"] = found.rewards / found.graded if found.graded else None
             known = {key: value for key, value in figures.items() if value is not None}
             points.append(Point(step, known, {split: found.answers} if found.answers else {}))
         return points

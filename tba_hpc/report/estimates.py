@@ -38,8 +38,16 @@ def wilson(successes: int, trials: int) -> Estimate:
     return Estimate(share, max(0.0, centre - half), min(1.0, centre + half))
 
 
+def mean(total: float, squares: float, count: int) -> Estimate:
+    """The mean of values of which sum and sum of squares are given, with the normal interval."""
+    value = total / count
+    variance = max(0.0, squares - total * value) / max(1, count - 1)
+    half = Z * math.sqrt(variance / count)
+    return Estimate(value, value - half, value + half)
+
+
 def difference(one: Estimate, other: Estimate) -> Estimate:
-    """``one − other`` of shares of unpaired trials, from Wilson intervals (Newcombe 1998, method 10)."""
+    """``one − other`` of unpaired trials: for shares with Wilson intervals Newcombe's method 10 (1998)."""
     gap = one.value - other.value
     below = math.hypot(one.value - one.low, other.high - other.value)
     above = math.hypot(one.high - one.value, other.value - other.low)
