@@ -48,8 +48,13 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=value", help="Override one key; repeatable.")
 ]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
-ConfigPath = Annotated[Path, typer.Argument(help="A YAML config, or the name of a shipped one.")]
-ConfigOrRun = Annotated[Path, typer.Argument(help="A config, the name of a shipped one, or a run directory.")]
+ConfigPath = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="A YAML config, or the name of a shipped one.")
+]
+ConfigOrRun = Annotated[
+    Path,
+    typer.Argument(metavar="CONFIG|RUN", help="A config, the name of a shipped one, or a run directory."),
+]
 SitePath = Annotated[Path | None, typer.Option(help="The cluster: a site file, or a shipped one's name.")]
 RunRoot = Annotated[Path | None, typer.Option(help="Folder of run directories; all nodes must see it.")]
 Subject = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run, or a model's folder or hub name.")]
@@ -124,7 +129,8 @@ def run(
 def submit(
     nodes: Annotated[int, typer.Option(help="Nodes in all.")],
     config: Annotated[
-        list[Path] | None, typer.Option(help="As for tba run; default math_gsm8k. Repeatable: a job each.")
+        list[Path] | None,
+        typer.Option(metavar="CONFIG", help="As for tba run; default math_gsm8k. Repeatable: a job each."),
     ] = None,
     seeds: Annotated[str | None, typer.Option(help="A job for each run.seed, such as 0-4 or 0,2,7.")] = None,
     after: Annotated[
@@ -443,7 +449,7 @@ def evaluate(
 @app.command(rich_help_panel=RESULTS)
 def ask(
     what: Subject,
-    question: Annotated[str, typer.Argument(help="Put as the run's task puts its problems.")],
+    question: Annotated[str, typer.Argument(metavar="QUESTION", help="Put as the run's task does.")],
     config: TaskConfig = None,
     overrides: Overrides = None,
     samples: Annotated[int, typer.Option(min=1, help="Number of answers.")] = 1,

@@ -173,20 +173,30 @@ def commands_page() -> str:
     for command in program.commands.values():
         if isinstance(command, TyperCommand) and not command.hidden:
             groups.setdefault(str(command.rich_help_panel), []).append(command)
-    parts = ["# Every command", "`tba --help` and `tba COMMAND --help` say the same."]
+    parts = [
+        "# Every command",
+        "`tba COMMAND --help` says the same. `--set a.b=value` overrides one key of the config and may be "
+        "repeated; `--json` prints JSON.",
+    ]
     for group, commands in groups.items():
         parts += [f"## {group}", *(_command(command) for command in commands)]
     return "\n\n".join(parts) + "\n"
+
+
+SHARED = {"overrides": "`--set a.b=value`", "as_json": "`--json`"}
+"""Options of many commands, which the head of the page explains."""
 
 
 def _command(command: TyperCommand) -> str:
     context = typer.Context(command)
     arguments = [one.metavar or one.name for one in command.params if one.param_type_name == "argument"]
     told = [one for one in command.params if (one.metavar, one.param_type_name) != ("RUN", "argument")]
-    records = [record for one in told if (record := one.get_help_record(context))]
-    rows = "\n".join(f"- `{names}`: {text}" for names, text in records)
+    records = [one.get_help_record(context) for one in told if one.name not in SHARED]
+    rows = [f"- `{record[0]}`: {record[1]}" for record in records if record]
+    if shared := [SHARED[str(one.name)] for one in told if one.name in SHARED]:
+        rows.append(f"- {', '.join(shared)}")
     heading = " ".join(["### tba", str(command.name), *map(str, arguments)])
-    return f"{heading}\n\n{command.help or ''}\n\n{rows}".replace("``", "`")
+    return "\n\n".join([heading, command.help or "", "\n".join(rows)]).replace("``", "`").rstrip()
 
 
 def design_page() -> str:
