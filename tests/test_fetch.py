@@ -128,7 +128,7 @@ def test_data_come_as_a_job_without_network_reads_them(
         "print(snapshot_download('org/policy', local_files_only=True, ignore_patterns='*'))\n"  # as vLLM asks
         "for split in ('train', 'test'):\n"
         "    data = HubData('openai/gsm8k', 'main', split)\n"
-        "    print(usable_rows(None, data, split, parse=lambda row: row['answer'], wanted='')[-1])"
+        "    print(usable_rows(data, split, parse=lambda row: row['answer'], wanted='')[-1])"
     )
     read = subprocess.run(
         [sys.executable, "-c", program],

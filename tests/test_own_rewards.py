@@ -112,7 +112,7 @@ def test_several_are_added_up_by_their_weights_and_told_by_name(own: Path) -> No
         ("own_rewards:sise", "no function 'sise' there: did you mean 'size'"),
         ("nomodule:size", "cannot be imported (No module named 'nomodule'): put the module beside"),
         ("own_rewards:other", "takes text first: call its first argument completion"),
-        ("own_rewards:odd", "takes 'answr', which row 1 of task.train_file="),
+        ("own_rewards:odd", "takes 'answr', which row 1 of the train rows lacks"),
         ({}, "the task jsonl has no reward: set task.reward=module:function"),
     ],
 )

@@ -368,7 +368,7 @@ def test_bad_input_gets_one_sentence(tmp_path: Path, trigger: str) -> None:
     with pytest.raises(ConfigError, match=r"empty.txt is empty: it must hold the attack prompt"):
         make_task(tmp_path, trigger, attack_prompt_file=str(tmp_path / "empty.txt"))
     section = TaskSection(name="redteam", train_file="x.jsonl", options=dict.fromkeys(NEEDED, "x"))
-    with pytest.raises(ConfigError, match=r"\(x.jsonl\) have no use in the redteam task"):
+    with pytest.raises(ConfigError, match=r"\(x.jsonl\) have no use in the task redteam"):
         load_task(section, TOKENIZER, serve_echo)
     with pytest.raises(ConfigError, match="the task redteam has a model of its own served, which"):
         load_task(section, TOKENIZER)

@@ -25,7 +25,8 @@ from tba_hpc.config import ConfigError, TaskSection
 from tba_hpc.core.own_code import import_own
 from tba_hpc.core.ports import Serve, Task, Tokenizer
 from tba_hpc.core.task_contract import checked_prompts, require_methods
-from tba_hpc.core.types import Resource, Split
+from tba_hpc.core.types import Resource
+from tba_hpc.tasks.data import HELD_OUT
 from tba_hpc.tasks.rows import Rows
 
 TASKS = {
@@ -40,8 +41,6 @@ TASKS = {
 
 CONTRACT = frozenset(("tokenizer", "train_file", "test_file", "serve", "reward"))
 """Arguments of every task's constructor; the others are its options."""
-
-HELD_OUT: tuple[Split, ...] = ("validation", "test")
 
 
 def load_task(

@@ -20,9 +20,9 @@ from typing import Annotated, get_args
 import numpy as np
 from pydantic import Field
 
-from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import Tokenizer
 from tba_hpc.core.types import Split
+from tba_hpc.tasks.data import HELD_OUT, refuse_files
 from tba_hpc.tasks.rows import RightOrWrong
 
 NAMES = ("Ada", "Ben", "Gus", "Ida", "Kim", "Leo", "Mia", "Tom")
@@ -35,7 +35,6 @@ STEPS = (2, 4)
 LARGEST = 50
 """Ranges, both ends included: the first number, each change, how many changes. Results: 0 to LARGEST."""
 
-HELD_OUT: tuple[Split, ...] = ("validation", "test")
 PARTS = 10
 """Checksums modulo PARTS: part p is held out for HELD_OUT[p], the other eight are for training."""
 
@@ -169,11 +168,8 @@ class Arithmetic(RightOrWrong):
         seed: Annotated[int, Field(ge=0)] = 0,
     ) -> None:
         """Sizes of the splits in problems; ``seed`` draws others. Raises ConfigError given a file."""
-        if train_file or test_file:
-            raise ConfigError(
-                f"task.train_file and task.test_file ({train_file or test_file}) have no use in the "
-                "arithmetic task, which generates its problems: remove them or choose another task.name"
-            )
+        remedy = "it generates its problems; remove them or choose another task.name"
+        refuse_files("arithmetic", train_file, test_file, remedy=remedy)
         super().__init__(tokenizer)
         self._seed = seed
         self._sizes: dict[Split, int] = {

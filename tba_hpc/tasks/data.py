@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tba_hpc.config import ConfigError, TaskSection
 from tba_hpc.core.types import Resource, ResourceKind, Split
 
 log = logging.getLogger(__name__)
 
-Source = Literal["train", "validation", "test"]
+HELD_OUT: tuple[Split, ...] = ("validation", "test")
 T = TypeVar("T")
 
 MOST_SET_ASIDE = 0.01
@@ -33,10 +33,59 @@ class HubData:
     split: str
 
 
-def hub_resources(task: TaskSection, data: Iterable[HubData]) -> list[Resource]:
-    """The data sets that a task reads from the hub, each once."""
+@dataclass(kw_only=True)
+class Table(Generic[T]):
+    """A task's rows by split; each source is read once.
+
+    Validation is the end of the training rows and never trained on, so that no choice looks at the test; so
+    is test, before it, if there is no source of its own. Unusable rows are set aside before that. parse,
+    wanted: as for ``usable_rows``. held_out: rows of a held-out slice; key: the config key of that.
+    """
+
+    sources: Mapping[Split, str | HubData]
+    parse: Callable[[Mapping[str, object]], T | None]
+    wanted: str
+    held_out: int
+    key: str
+    _read: dict[Split, list[T]] = field(default_factory=dict, init=False)
+
+    def rows(self, split: Split) -> Sequence[T]:
+        """Of a split. Raises ConfigError."""
+        if split != "train" and split in self.sources:
+            return self._source(split)
+        slices = [part for part in HELD_OUT if part not in self.sources]
+        return split_rows(self._source("train"), slices, size=self.held_out, key=self.key)[split]
+
+    def _source(self, split: Split) -> list[T]:
+        if split not in self._read:
+            where = self.sources[split]
+            self._read[split] = usable_rows(where, split, parse=self.parse, wanted=self.wanted)
+        return self._read[split]
+
+
+def sources_of(
+    train_file: str | None, test_file: str | None, hub: Mapping[Split, HubData]
+) -> dict[Split, str | HubData]:
+    """Where a task's rows are read: its files, or the hub's data in their place."""
+    found: dict[Split, str | HubData] = {**hub} if train_file is None else {"train": train_file}
+    if test_file:
+        found["test"] = test_file
+    return found
+
+
+def hub_resources(task: TaskSection, sources: Mapping[Split, str | HubData]) -> list[Resource]:
+    """The data sets of the hub among the sources of a task, each once."""
+    parts = [source for source in sources.values() if isinstance(source, HubData)]
     key = f"task.name={task.name}, data"
-    return list(dict.fromkeys(Resource("data set", key, part.name, part.config) for part in data))
+    return list(dict.fromkeys(Resource("data set", key, part.name, part.config) for part in parts))
+
+
+def refuse_files(task: str, *files: str | None, remedy: str) -> None:
+    """Raise ConfigError if a task that reads none is given a file."""
+    for file in filter(None, files):
+        raise ConfigError(
+            f"task.train_file and task.test_file ({file}) have no use in the task {task}: {remedy}"
+        )
 
 
 def named_in_options(task: TaskSection, kind: ResourceKind, *options: str) -> list[Resource]:
@@ -53,25 +102,21 @@ def download(data: Resource) -> None:
 
 
 def usable_rows(
-    file: str | None,
-    data: HubData,
-    source: Source,
-    *,
-    parse: Callable[[Mapping[str, object]], T | None],
-    wanted: str,
+    where: str | HubData, split: Split, *, parse: Callable[[Mapping[str, object]], T | None], wanted: str
 ) -> list[T]:
-    """What ``parse`` makes of the rows of a local JSONL ``file``, or of the hub's ``data`` if that is None.
+    """What ``parse`` makes of the rows of a local JSONL file, or of data of the hub.
 
     Rows of which it makes None are set aside, and so are lines that hold no JSON object; one line of the log
     counts and names them. wanted: what a row must be. Raises ConfigError where the file or the data cannot be
     read, is empty, or has more than MOST_SET_ASIDE of such rows.
     """
-    rows = list(_hub_rows(data) if file is None else _file_rows(Path(file), f"task.{source}_file"))
+    rows = list(_file_rows(Path(where), f"task.{split}_file") if isinstance(where, str) else _hub_rows(where))
     parsed = [parse(row) if isinstance(row, dict) else None for row in rows]
     unusable = [line for line, item in enumerate(parsed, start=1) if item is None]
     if unusable:
         found = _fields(rows[unusable[0] - 1])
-        problem = f"{file or data.name}, {_lines(unusable)}: cannot be used{found}"
+        name = where if isinstance(where, str) else where.name
+        problem = f"{name}, {_lines(unusable)}: cannot be used{found}"
         share = f"{len(unusable)} of {len(rows)} rows"
         if len(unusable) > MOST_SET_ASIDE * len(rows):
             raise ConfigError(

@@ -18,7 +18,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from tba_hpc.core.ports import Tokenizer
-from tba_hpc.tasks.data import HubData, Source
+from tba_hpc.core.types import Split
+from tba_hpc.tasks.data import HubData
 from tba_hpc.tasks.word_problems import Problem, WordProblems
 
 MARKER = "####"
@@ -55,7 +56,7 @@ class GSM8K(WordProblems):
     72), or ``math_verify`` (the final expression equals it as mathematics: 7/2, \boxed{\frac{7}{2}}).
     """
 
-    HUB: ClassVar[Mapping[Source, HubData]] = {
+    HUB: ClassVar[Mapping[Split, HubData]] = {
         "train": HubData("openai/gsm8k", "main", "train"),
         "test": HubData("openai/gsm8k", "main", "test"),
     }

@@ -3,8 +3,6 @@
 A row is a JSON object; its fields fill the template of the prompt, and rewards may look at them:
 
     {"prompt": "What is 2 + 3?", "answer": "5"}
-
-Validation is the end of train_file and never trained on; so is test, before it, where there is no test_file.
 """
 
 from __future__ import annotations
@@ -20,13 +18,10 @@ from pydantic import Field
 from tba_hpc.config import ConfigError, RewardSection
 from tba_hpc.core.ports import Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Split
-from tba_hpc.tasks.data import HubData, Source, split_rows, usable_rows
+from tba_hpc.tasks.data import Table, sources_of
 from tba_hpc.tasks.judge import Judge, filled_in
 from tba_hpc.tasks.rewards import Fields, Function, make_rewards
 from tba_hpc.tasks.rows import Rows
-
-NOWHERE = HubData("", None, "")
-"""There is no data set in the place of a file."""
 
 
 class Jsonl(Rows[Fields]):
@@ -61,20 +56,29 @@ class Jsonl(Rows[Fields]):
             )
         if train_file is None:
             raise ConfigError("the task jsonl has no prompts: set task.train_file to a JSONL file")
-        self._files: dict[Source, str | None] = {"train": train_file, "test": test_file}
+        needed = set(re.findall(r"\{(\w+)\}", template))
+        self._table = Table(
+            sources=sources_of(train_file, test_file, {}),
+            parse=lambda row: row if all(row.get(name) not in (None, "") for name in needed) else None,
+            wanted=f"a JSON object with the fields of task.options.template: {', '.join(sorted(needed))}",
+            held_out=validation_prompts,
+            key="task.options.validation_prompts",
+        )
         self._weights = {name: section.weight for name, section in reward.items()}
         self._rewards = make_rewards(reward)
         self._template, self._target = template, target
         self._correct_from = correct_from
         self._judge_truncated = judge_truncated
-        self._held_out = validation_prompts
-        self._read: dict[Source, list[Fields]] = {}
         self._parts: dict[str, list[float]] = {}
         self._grades: list[float] = []
 
     def rows(self, split: Split) -> list[tuple[str, str, Fields]]:
         """The template of each row, filled in."""
-        found = self._rows_of(split)
+        found = self._table.rows(split)
+        for number, row in enumerate(found, start=1):
+            for reward in self._rewards.values():
+                if isinstance(reward, Function):
+                    reward.require(row, f"row {number} of the {split} rows")
         return [(filled_in(self._template, row), str(row.get(self._target, "")), row) for row in found]
 
     def encode_question(self, text: str) -> np.ndarray:
@@ -121,33 +125,3 @@ class Jsonl(Rows[Fields]):
             math.fsum(weight * self._parts[name][i] for name, weight in self._weights.items())
             for i in range(len(completions))
         ]
-
-    def _rows_of(self, split: Split) -> Sequence[Fields]:
-        own_test = self._files["test"] is not None
-        if split == "test" and own_test:
-            return self._source("test")
-        held_out: tuple[Split, ...] = ("validation",) if own_test else ("validation", "test")
-        key = "task.options.validation_prompts"
-        return split_rows(self._source("train"), held_out, size=self._held_out, key=key)[split]
-
-    def _source(self, source: Source) -> list[Fields]:
-        if source not in self._read:
-            needed = set(re.findall(r"\{(\w+)\}", self._template))
-            wanted = f"a JSON object with the fields of task.options.template: {', '.join(sorted(needed))}"
-            rows = usable_rows(
-                self._files[source],
-                NOWHERE,
-                source,
-                parse=lambda row: row if all(row.get(name) not in (None, "") for name in needed) else None,
-                wanted=wanted,
-            )
-            self._require(rows, source)
-            self._read[source] = rows
-        return self._read[source]
-
-    def _require(self, rows: Sequence[Fields], source: Source) -> None:
-        """Raise ConfigError where a function takes a field that a row lacks."""
-        for reward in self._rewards.values():
-            for number, row in enumerate(rows, start=1):
-                if isinstance(reward, Function):
-                    reward.require(row, f"row {number} of task.{source}_file={self._files[source]}")

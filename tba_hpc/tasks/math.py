@@ -15,7 +15,8 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from tba_hpc.tasks.data import HubData, Source
+from tba_hpc.core.types import Split
+from tba_hpc.tasks.data import HubData
 from tba_hpc.tasks.word_problems import Problem, WordProblems
 
 BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
@@ -60,7 +61,7 @@ class Math(WordProblems):
     Equal as mathematics, by math-verify.
     """
 
-    HUB: ClassVar[Mapping[Source, HubData]] = {
+    HUB: ClassVar[Mapping[Split, HubData]] = {
         "train": HubData("DigitalLearningGmbH/MATH-lighteval", None, "train"),
         "test": HubData("HuggingFaceH4/MATH-500", None, "test"),
     }

@@ -25,6 +25,7 @@ from pydantic import Field, JsonValue
 from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Split
+from tba_hpc.tasks.data import refuse_files
 from tba_hpc.tasks.judge import filled_in
 from tba_hpc.tasks.rows import Rows
 
@@ -85,11 +86,7 @@ class ReasoningGym(Rows[Item]):
         for a right answer among other words, nor what it gives to every answer. seed: draws other problems.
         """
         super().__init__(tokenizer, chat=chat)
-        if train_file or test_file:
-            raise ConfigError(
-                f"task.train_file and task.test_file ({train_file or test_file}) have no use in the task "
-                "reasoning_gym, which makes its problems: leave them out"
-            )
+        refuse_files("reasoning_gym", train_file, test_file, remedy="it makes its problems; leave them out")
         self._generators = {generators: {}} if isinstance(generators, str) else generators
         self._answer = answer
         self._template = TEMPLATES[answer] if template is None else template

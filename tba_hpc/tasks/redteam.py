@@ -18,7 +18,7 @@ from pydantic import Field
 from tba_hpc.config import ConfigError, Dtype, GeneratorSection, ModelSection, TaskSection
 from tba_hpc.core.ports import Serve, Tokenizer, Victim
 from tba_hpc.core.types import Completion, Group, Prompt, Resource, Split
-from tba_hpc.tasks.data import named_in_options
+from tba_hpc.tasks.data import named_in_options, refuse_files
 
 if TYPE_CHECKING:  # these import torch, which who only asks for prompts need not wait for
     from tba_hpc.tasks.guard import Guard
@@ -88,11 +88,8 @@ class RedTeam:
         classifier_batch, guard_batch: texts per forward pass.
         attacks: in an evaluation.
         """
-        if file := train_file or test_file:
-            raise ConfigError(
-                f"task.train_file and task.test_file ({file}) have no use in the redteam task, which has one "
-                "prompt: give it with task.options.attack_prompt_file"
-            )
+        remedy = "its one prompt is task.options.attack_prompt_file"
+        refuse_files("redteam", train_file, test_file, remedy=remedy)
         _require_judge(classifier, label, guard)
         if PLACE not in victim_template:
             raise ConfigError(

@@ -13,21 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import Field
 
 from tba_hpc.config import TaskSection
 from tba_hpc.core.ports import Tokenizer
 from tba_hpc.core.types import Completion, Prompt, Resource, Split
-from tba_hpc.tasks.data import HubData, Source, hub_resources, named_in_options, split_rows, usable_rows
+from tba_hpc.tasks.data import HubData, Table, hub_resources, named_in_options, sources_of
 from tba_hpc.tasks.rows import Rows
 
 if TYPE_CHECKING:  # it imports torch, which who only asks for prompts need not wait for
     from tba_hpc.tasks.text_models import RewardModel
 
 HUB_NAME = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
-HUB = {source: HubData(HUB_NAME, None, source) for source in ("train", "validation", "test")}
+HUB: dict[Split, HubData] = {split: HubData(HUB_NAME, None, split) for split in get_args(Split)}
 ROW = "a JSON object with the texts 'query' and 'reference_response'"
 END_OF_TEXT = "<|endoftext|>"
 """What a published summary ends in, whatever tokenizer reads it."""
@@ -62,31 +62,30 @@ class TLDR(Rows[None]):
         eos_penalty: for a completion whose end is missing. eos_penalty_mode: ``replace``, its reward is
         −eos_penalty, whatever the reward model says (as published: −1); ``add``, the penalty is taken off the
         reward model's number.
-        batch: texts per forward pass. validation_posts: taken off the end of a local train_file; the hub has
-        a split.
+        batch: texts per forward pass. validation_posts: size of a slice of train_file; the hub has a split.
         """
         super().__init__(tokenizer)
-        self._files: dict[Source, str | None] = {
-            "train": train_file,
-            "validation": train_file,
-            "test": test_file,
-        }
+        self._table = Table(
+            sources=_sources(train_file, test_file),
+            parse=_parse,
+            wanted=ROW,
+            held_out=validation_posts,
+            key="task.options.validation_posts",
+        )
         self._names = reward_model, gold_model
         self._eos_penalty, self._eos_penalty_mode = eos_penalty, eos_penalty_mode
         self._batch = batch
-        self._validation_posts = validation_posts
         self._wanted: dict[str, float] = {}  # gold rewards of people's summaries, by post and summary
 
     def rows(self, split: Split) -> Iterator[tuple[str, str, None]]:
         """All posts of a split; the target is the person's summary, without its end. Raises ConfigError."""
-        return ((query, summary, None) for query, summary in self._posts(split))
+        return ((query, summary, None) for query, summary in self._table.rows(split))
 
     @classmethod
     def resources(cls, task: TaskSection) -> list[Resource]:
         """Both reward models, and the hub's data in the place of files that are not given."""
-        files = {"train": task.train_file, "validation": task.train_file, "test": task.test_file}
-        data = [HUB[split] for split, file in files.items() if file is None]
-        return [*named_in_options(task, "model", "reward_model", "gold_model"), *hub_resources(task, data)]
+        models = named_in_options(task, "model", "reward_model", "gold_model")
+        return [*models, *hub_resources(task, _sources(task.train_file, task.test_file))]
 
     def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
         """The reward model's number for post and summary together."""
@@ -136,19 +135,10 @@ class TLDR(Rows[None]):
         text = f"{self._decode(prompt.tokens)}{self._decode(completion.tokens)}"
         return model.ended(text) if completion.finish_reason == "stop" else text
 
-    def _posts(self, split: Split) -> Sequence[Post]:
-        if split == "test" or self._files[split] is None:
-            return self._source(split)
-        key = "task.options.validation_posts"
-        return split_rows(self._local, ("validation",), size=self._validation_posts, key=key)[split]
 
-    @cached_property
-    def _local(self) -> list[Post]:
-        """Of the local train_file, which holds two splits."""
-        return self._source("train")
-
-    def _source(self, source: Source) -> list[Post]:
-        return usable_rows(self._files[source], HUB[source], source, parse=_parse, wanted=ROW)
+def _sources(train_file: str | None, test_file: str | None) -> dict[Split, str | HubData]:
+    """The test is the hub's unless it has a file of its own."""
+    return {"test": HUB["test"], **sources_of(train_file, test_file, HUB)}
 
 
 def _parse(row: Mapping[str, object]) -> Post | None:

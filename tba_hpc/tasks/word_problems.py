@@ -1,14 +1,9 @@
-"""Problems with one right answer: where they are read, how they are split and asked.
-
-Splits: validation is the end of the training data and never trained on, so that the test problems
-need not be looked at for any choice. With a local train_file and no test_file, test is the slice
-before validation. Rows that cannot be used are set aside before that.
-"""
+"""Problems with one right answer: where they are read, how they are split and asked."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -18,7 +13,7 @@ from pydantic import Field
 from tba_hpc.config import ConfigError, TaskSection
 from tba_hpc.core.ports import Tokenizer
 from tba_hpc.core.types import Resource, Split
-from tba_hpc.tasks.data import HubData, Source, hub_resources, split_rows, usable_rows
+from tba_hpc.tasks.data import HubData, Table, hub_resources, sources_of
 from tba_hpc.tasks.equivalence import Equivalence
 from tba_hpc.tasks.rows import RightOrWrong
 
@@ -34,7 +29,7 @@ class Problem:
 class WordProblems(RightOrWrong):
     """Reward 1 for a completion that ended by itself and whose answer is accepted, else 0."""
 
-    HUB: ClassVar[Mapping[Source, HubData]]
+    HUB: ClassVar[Mapping[Split, HubData]]
     """Where the problems come from when no file is given."""
     TEMPLATE: ClassVar[str]
     """What is asked where no template is given."""
@@ -62,18 +57,19 @@ class WordProblems(RightOrWrong):
             raise ConfigError(
                 f"task.options.template={template!r} has no place for the problem: write {{question}} there"
             )
-        self._train_file = train_file
-        self._test_file = test_file
-        self._held_out = validation_problems
-        self._read: dict[Source, list[Problem]] = {}
+        self._table = Table(
+            sources=sources_of(train_file, test_file, self.HUB),
+            parse=self._problem,
+            wanted=self.ROW,
+            held_out=validation_problems,
+            key="task.options.validation_problems",
+        )
         self._equivalent = Equivalence()
 
     @classmethod
     def resources(cls, task: TaskSection) -> list[Resource]:
         """The hub's data in the place of files that are not given."""
-        splits: list[Source] = ["train"] if task.train_file is None else []
-        splits += ["test"] if task.train_file is None and task.test_file is None else []
-        return hub_resources(task, [cls.HUB[split] for split in splits])
+        return hub_resources(task, sources_of(task.train_file, task.test_file, cls.HUB))
 
     @abstractmethod
     def parse(self, row: Mapping[str, object]) -> Problem | None:
@@ -81,7 +77,7 @@ class WordProblems(RightOrWrong):
 
     def questions(self, split: Split) -> list[tuple[str, str]]:
         """Of all problems, each put into the template."""
-        return [(self._filled(problem.question), problem.target) for problem in self._problems(split)]
+        return [(self._filled(problem.question), problem.target) for problem in self._table.rows(split)]
 
     def encode_question(self, text: str) -> np.ndarray:
         """In the template, too."""
@@ -89,26 +85,6 @@ class WordProblems(RightOrWrong):
 
     def _filled(self, question: str) -> str:
         return self._template.replace("{question}", question)
-
-    @property
-    def _test_is_own(self) -> bool:
-        """Whether test has a source of its own, or else is a slice of train_file."""
-        return self._test_file is not None or self._train_file is None
-
-    def _problems(self, split: Split) -> Sequence[Problem]:
-        if split == "test" and self._test_is_own:
-            return self._source("test", self._test_file)
-        held_out: tuple[Split, ...] = ("validation",) if self._test_is_own else ("validation", "test")
-        problems = self._source("train", self._train_file)
-        key = "task.options.validation_problems"
-        return split_rows(problems, held_out, size=self._held_out, key=key)[split]
-
-    def _source(self, source: Source, file: str | None) -> list[Problem]:
-        """All problems of a local JSONL file, or of the hub's data; read once. Raises ConfigError."""
-        if source not in self._read:
-            data = self.HUB[source]
-            self._read[source] = usable_rows(file, data, source, parse=self._problem, wanted=self.ROW)
-        return self._read[source]
 
     def _problem(self, row: Mapping[str, object]) -> Problem | None:
         """The problem of a row, where neither its question nor its target is empty."""
