@@ -18,7 +18,6 @@ import numpy as np
 
 from tba_hpc.config import FIRST_ELASTIC, Config
 from tba_hpc.core import schedules
-from tba_hpc.core.buffer import Embed
 from tba_hpc.core.ports import (
     Backend,
     Generator,
@@ -37,7 +36,7 @@ from tba_hpc.core.prompts import (
     refuse_long_prompts,
     training_requests,
 )
-from tba_hpc.core.types import Publication, Ragged, Request, Shard, Split, WeightLayout
+from tba_hpc.core.types import Publication, Request, Shard, Split, WeightLayout
 from tba_hpc.engine.hf_backend import make_backend
 from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange, FileTrainerFollower
 from tba_hpc.exchange.hdf5_shards import (
@@ -85,9 +84,6 @@ PROMPTS_AHEAD = 2
 KEPT_ANSWERS = 4
 """Prompts of each split whose answers are kept as text at every evaluation, for the report."""
 
-EMBEDDED_AT_ONCE = 64
-"""Completions per forward pass of the model that finds near duplicates."""
-
 PRUNING_SECONDS = 10.0
 """Longest wait for shards that are still to be deleted when all else is done."""
 
@@ -126,7 +122,7 @@ def _learner(run: RunDir, config: Config, rank: int, ranks: int) -> SharedLearne
 def _lead(run: RunDir, config: Config, placement: Placement, learner: Learner) -> None:
     """Restore what the last checkpoint holds, train, and bring the run to its end."""
     end_imports()
-    saved, metrics = restore(run, config, make_embed(config)), trainer_metrics(run)
+    saved, metrics = restore(run, config), trainer_metrics(run)
     state = _merged(config, _pending_shards(run, config).read_all(saved.state.cursors), saved, metrics)
     progress = Progress(saved.completed, state.cursors)
     exchange = _open_trainer(run, config, placement, learner.layout, progress)
@@ -192,7 +188,7 @@ def replay(
     if learner is None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as ranks have it: more threads sum in another order
         learner = _learner(run, config, 0, 1)
-    saved, metrics = restore(run, config, make_embed(config)), trainer_metrics(run)
+    saved, metrics = restore(run, config), trainer_metrics(run)
     state = _merged(config, (), saved, metrics)
     if saved.folder:
         learner.load(saved.folder)
@@ -222,22 +218,6 @@ def replay(
     if finished:
         run.mark_finished()
     return finished
-
-
-def make_embed(config: Config) -> Embed | None:
-    """What embeds completions for the buffer, if near duplicates are found by that. Raises ConfigError."""
-    if (encoder := config.buffer.embedding_model) is None:
-        return None
-    from tba_hpc.learner.hf_model import load_tokenizer
-    from tba_hpc.tasks.text_models import Embedder
-
-    embedder = Embedder(encoder, batch=EMBEDDED_AT_ONCE, key="buffer.duplicates.model")
-    decode = load_tokenizer(config.model.path).decode
-
-    def embed(completions: Ragged) -> np.ndarray:
-        return embedder([decode(completions.row(i)).strip() for i in range(len(completions))])
-
-    return embed
 
 
 def _publish_first(exchange: TrainerExchange, config: Config, learner: Learner) -> None:

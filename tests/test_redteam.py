@@ -27,7 +27,7 @@ from tba_hpc.core.ports import Serve, Victim
 from tba_hpc.core.types import Completion, Group, Ragged, Request, Sampling
 from tba_hpc.engine.vllm_victim import VllmVictim
 from tba_hpc.learner.hf_model import HfTokenizer, load_policy
-from tba_hpc.runtime import make_embed
+from tba_hpc.loops.restoring import make_embed
 from tba_hpc.tasks import load_task
 from tba_hpc.tasks.guard import Guard
 from tba_hpc.tasks.redteam import VICTIM_KEYS, RedTeam

@@ -6,10 +6,13 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from tba_hpc.config import Config
 from tba_hpc.core import schedules
 from tba_hpc.core.buffer import Embed, ReplayBuffer
 from tba_hpc.core.prompts import CompletedRequests
+from tba_hpc.core.types import Ragged
 from tba_hpc.exchange.hdf5_shards import read_arrays
 from tba_hpc.report.digest import KeptDigest, TrainerDigest
 from tba_hpc.run.checkpoints import (
@@ -29,6 +32,9 @@ from tba_hpc.run.metrics import MetricsWriter
 
 log = logging.getLogger(__name__)
 
+EMBEDDED_AT_ONCE = 64
+"""Completions per forward pass of the model that finds near duplicates."""
+
 
 @dataclass(frozen=True, slots=True)
 class Restored:
@@ -40,10 +46,11 @@ class Restored:
     buffer: ReplayBuffer
 
 
-def restore(run: RunDir, config: Config, embed: Embed | None) -> Restored:
-    """From the newest checkpoint, which is whole. Raises StateError."""
+def restore(run: RunDir, config: Config) -> Restored:
+    """From the newest checkpoint, which is whole. Raises StateError, ConfigError."""
     folder = latest_checkpoint(run)
-    buffer = ReplayBuffer(config.buffer, config.run.seed, value_beta=config.train.value_beta, embed=embed)
+    value_beta, embed = config.train.value_beta, make_embed(config)
+    buffer = ReplayBuffer(config.buffer, config.run.seed, value_beta=value_beta, embed=embed)
     state, completed = TrainerState(), CompletedRequests()
     if folder:
         state = read_state(folder)
@@ -80,6 +87,22 @@ def require_reference(run: RunDir, config: Config, step: int) -> None:
             f"{folder}, the reference of step {step}, is damaged ({fault}): put a copy of it back, or start "
             "another run"
         )
+
+
+def make_embed(config: Config) -> Embed | None:
+    """What embeds completions for the buffer, if near duplicates are found by that. Raises ConfigError."""
+    if (encoder := config.buffer.embedding_model) is None:
+        return None
+    from tba_hpc.learner.hf_model import load_tokenizer
+    from tba_hpc.tasks.text_models import Embedder
+
+    embedder = Embedder(encoder, batch=EMBEDDED_AT_ONCE, key="buffer.duplicates.model")
+    decode = load_tokenizer(config.model.path).decode
+
+    def embed(completions: Ragged) -> np.ndarray:
+        return embedder([decode(completions.row(i)).strip() for i in range(len(completions))])
+
+    return embed
 
 
 def trainer_metrics(run: RunDir) -> MetricsWriter:
