@@ -51,8 +51,7 @@ from tba_hpc.exchange.hybrid_exchange import HybridTrainerExchange
 from tba_hpc.exchange.replay_exchange import Recording, ReplayExchange
 from tba_hpc.launch.placement import Placement
 from tba_hpc.launch.rank import end_imports, led, placed, printed
-from tba_hpc.learner.behaviour_reference import BehaviourReference
-from tba_hpc.learner.deferred_reference import DeferredReference
+from tba_hpc.learner.model_free_references import BehaviourReference, DeferredReference
 from tba_hpc.loops.elastic import Attendance, Visit, comes_by_itself, leased_place, leaving_at_once
 from tba_hpc.loops.ending import end_run
 from tba_hpc.loops.merger import merge_pending

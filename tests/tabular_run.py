@@ -24,8 +24,7 @@ from tba_hpc.core.prompts import training_requests
 from tba_hpc.core.types import TrajectoryBatch
 from tba_hpc.exchange import file_exchange
 from tba_hpc.exchange.file_exchange import FileSearcherExchange
-from tba_hpc.learner.behaviour_reference import BehaviourReference
-from tba_hpc.learner.deferred_reference import DeferredReference
+from tba_hpc.learner.model_free_references import BehaviourReference, DeferredReference
 from tba_hpc.loops import elastic
 from tba_hpc.loops.scorer import Scorer
 from tba_hpc.loops.searcher import Searcher

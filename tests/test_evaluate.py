@@ -24,8 +24,8 @@ from tba_hpc.config import ConfigError, GeneratorSection
 from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling
 from tba_hpc.evaluate import find_target, measure, print_result
 from tba_hpc.evaluate.measure import assess, passes_at_k, samplings
-from tba_hpc.learner.behaviour_reference import BehaviourReference
 from tba_hpc.learner.hf_model import load_tokenizer
+from tba_hpc.learner.model_free_references import BehaviourReference
 from tba_hpc.report.estimates import bootstrap, pass_at_k, passes, powers_of_two, wilson
 from tba_hpc.run.directory import RunDir
 from tba_hpc.tasks.arithmetic import Arithmetic

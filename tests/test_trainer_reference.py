@@ -16,8 +16,7 @@ from tba_hpc.core import batch as batches
 from tba_hpc.core.types import Completion, Group, Prompt, Request, Sampling, TrajectoryBatch
 from tba_hpc.learner.deepspeed_learner import DeepSpeedLearner
 from tba_hpc.learner.hf_model import load_policy
-from tba_hpc.learner.hf_reference import HfReference
-from tba_hpc.learner.trainer_reference import visiting
+from tba_hpc.learner.hf_reference import HfReference, visiting
 
 RATE, BETA = 1e-3, 0.5
 SAMPLING = Sampling(1.0, 1.0, 24)

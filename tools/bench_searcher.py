@@ -34,9 +34,9 @@ from tba_hpc.engine.engine_channel import EngineSettings
 from tba_hpc.engine.vllm_generator import VllmGenerator, engine_settings
 from tba_hpc.engine.vllm_victim import VllmVictim
 from tba_hpc.exchange.hdf5_shards import ShardWriter
-from tba_hpc.learner.behaviour_reference import BehaviourReference
 from tba_hpc.learner.hf_model import load_policy, load_tokenizer
 from tba_hpc.learner.hf_reference import HfReference
+from tba_hpc.learner.model_free_references import BehaviourReference
 from tba_hpc.loops.online_evaluation import OnlineEvaluator
 from tba_hpc.loops.scorer import Scorer
 from tba_hpc.loops.searcher import Searcher

@@ -1,7 +1,4 @@
-"""The requests of a run: in which order prompts are asked, which requests are completed, how each is sampled.
-
-It must not know who asks, or what becomes of the completions. Imports no torch.
-"""
+"""The requests of a run: the order of prompts, which requests are completed, how each is sampled."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _TEMPERATURE = int.from_bytes(b"warm")
 
 
 class CompletedRequests:
-    """The requests whose groups lie in sealed shards: a growing set of bits, eight requests a byte."""
+    """The requests whose groups lie in sealed shards: a growing bitmap."""
 
     def __init__(self) -> None:
         self._done = np.zeros(0, np.uint8)
@@ -36,11 +33,12 @@ class CompletedRequests:
         return made
 
     def to_array(self) -> np.ndarray:
-        """A copy of the bitmap, uint8, as long as needed."""
+        """A copy of the bitmap, uint8."""
         return self._done[: self._used].copy()
 
-    def add(self, request_ids: np.ndarray) -> None:
+    def add(self, request_ids: np.ndarray | int) -> None:
         """Mark requests (int64, any shape, repeats allowed) as completed."""
+        request_ids = np.asarray(request_ids)
         if request_ids.size == 0:
             return
         assert request_ids.min() >= 0, "the number of a request is never negative"
@@ -51,12 +49,8 @@ class CompletedRequests:
             self._done = grown
         np.bitwise_or.at(self._done, request_ids // 8, _bit(request_ids))
 
-    def add_one(self, request_id: int) -> None:
-        """Mark a request as completed."""
-        self.add(np.array([request_id]))
-
     def unite(self, other: CompletedRequests) -> None:
-        """Mark what is completed there as completed here, too."""
+        """Mark what ``other`` has as completed, too."""
         self.add(np.flatnonzero(np.unpackbits(other.to_array())))
 
     def __contains__(self, request_id: int) -> bool:
@@ -64,7 +58,7 @@ class CompletedRequests:
         return request_id < 8 * self._used and bool(self._done[request_id // 8] & (128 >> request_id % 8))
 
     def among(self, request_ids: np.ndarray) -> np.ndarray:
-        """bool, of the shape of ``request_ids`` (int64): which of these groups are sealed."""
+        """bool, in the shape of ``request_ids`` (int64): which of these groups are sealed."""
         known = request_ids < 8 * self._used
         found = np.zeros(request_ids.shape, bool)
         found[known] = self._done[request_ids[known] // 8] & _bit(request_ids[known])
@@ -72,13 +66,13 @@ class CompletedRequests:
 
 
 def _bit(request_ids: np.ndarray) -> np.ndarray:
-    """uint8: the bit of each in its byte, the first of eight the highest, as ``np.packbits`` has it."""
+    """uint8: the bit of each in its byte, as ``np.packbits`` has it."""
     return np.right_shift(np.uint8(128), (request_ids % 8).astype(np.uint8))
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is, as the trainer tells a searcher that joins it.
+    """How far a run is, as a searcher learns it when it joins.
 
     completed: the requests in all shards before the cursors. cursors: next shard to merge per searcher.
     """
@@ -123,11 +117,10 @@ class PromptOrder:
         return int(self._permutation[place])
 
     def request_ids(self, place: int, places: int, completed: CompletedRequests) -> Iterator[int]:
-        """Requests of one of ``places``, ascending without end, leaving out what is completed.
+        """Requests ≡ ``place`` (mod ``places``), ascending without end, less what is completed.
 
-        Only who has this place issues requests ≡ ``place`` (mod ``places``), so that none is issued twice in
-        an attempt; the next one who has it, and a resume by any number of searchers, issues whatever was not
-        sealed.
+        Only the searcher with this place issues them, so that none is issued twice in an attempt; the next
+        one with it, and a resume by any number of searchers, issues whatever was not sealed.
         """
         mine = itertools.count(place, places)
         return (request_id for request_id in mine if request_id not in completed)
@@ -163,7 +156,7 @@ def prompt_room(config: Config) -> int:
 
 
 def refuse_long_prompts(task: Task, config: Config) -> None:
-    """Raise ConfigError where a prompt leaves no room for its completion."""
+    """Raise ConfigError if a prompt leaves no room for its completion."""
     room = prompt_room(config)
     for split in ("train", "validation", "test"):
         longest = max(task.prompts(split), key=lambda prompt: len(prompt.tokens), default=None)
@@ -176,7 +169,7 @@ def refuse_long_prompts(task: Task, config: Config) -> None:
 
 
 def refuse_few_prompts(task: Task, config: Config) -> None:
-    """Raise ConfigError where the prompts are too few for the initial buffer, or for a step's groups."""
+    """Raise ConfigError if the prompts are too few for the initial buffer, or for a step's groups."""
     prompts, wanted, buffer = len(task.prompts("train")), config.train.prompts_per_step, config.buffer
     room = prompts * buffer.capacity_per_prompt
     if config.exchange.max_staleness is None and room < buffer.initial_completions:

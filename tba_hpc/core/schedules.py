@@ -1,6 +1,6 @@
 """Learning rate, target policy and reference as pure functions of the step: a resume needs no scheduler.
 
-It must not know about optimizers. Steps count from 0; step ``i`` is the one that makes version ``i + 1``.
+Steps count from 0; step ``i`` makes version ``i + 1``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from tba_hpc.core.types import BEHAVIOUR
 
 
 def learning_rate(train: TrainSection, step: int) -> float:
-    """Learning rate of ``step``, on a schedule laid out for ``train.horizon`` or else for all ``steps``.
+    """Learning rate of ``step``, on a schedule over ``train.horizon`` or else all ``steps``.
 
-    Warm-up rises from zero *before* the first step: step 0 has peak / warmup_steps, step warmup_steps − 1
-    has the peak. Decay ends at zero *after* the horizon's last step. So no step is spent on a rate of zero,
-    and a warm-up of 50 and a decay of 500 have exactly 450 of 1000 steps in between.
+    Warm-up rises from zero before the first step (step 0 has peak / warmup_steps, step warmup_steps − 1 the
+    peak), and decay ends at zero after the last: no step has a rate of zero.
     """
     config = train.learning_rate
     if step < config.warmup_steps:
@@ -53,8 +52,8 @@ def _half_cosine(share: float) -> float:
 def beta(train: TrainSection, step: int) -> float:
     """KL coefficient of the target policy of ``step``: β·T.
 
-    A target tempered as log R = [log π_ref/γ + r/β]/T is π_ref^p·exp(r/β′) with β′ = β·T and p = 1/(γ·T),
-    the ``reference_power``: two numbers are all that a loss needs to know of three schedules.
+    The tempered target log R = [log π_ref/γ + r/β]/T is π_ref^p·exp(r/β′) with β′ = β·T and p = 1/(γ·T), the
+    ``reference_power``.
     """
     return at(train.beta, step) * at(train.target_temperature, step)
 
@@ -72,9 +71,8 @@ def at(schedule: Schedule, step: int) -> float:
 def reference(config: TrainSection, step: int) -> int:
     """Which policy is the reference in ``step``: that of an optimizer step (0: the initial one) or BEHAVIOUR.
 
-    That also where the learner makes another of it. Where it is reset (TBA′), step ρ is the first to learn
-    against the policy that ρ steps have made. After the last step it stays as it is: nothing more is learned,
-    and the last evaluation is under it.
+    If it is reset (TBA′), step ρ is the first to learn against the policy that ρ steps have made. After the
+    last step it stays: the last evaluation is under it.
     """
     match config.reference:
         case ResetReference(every=every):

@@ -1,7 +1,4 @@
-"""Optimizer steps that are not taken, as loss or gradient is not finite: counted, told, and at last refused.
-
-It must not know how a learner notices one, nor what it trains.
-"""
+"""Optimizer steps that are not taken because loss or gradient is not finite."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ from tba_hpc.config import ConfigError
 log = logging.getLogger(__name__)
 
 MOST_IN_A_ROW = 10
-"""Skipped steps in a row that end a run: a bad group is gone from the next batch, a broken policy stays."""
+"""Skipped steps in a row that end a run: a bad group leaves with its batch, a broken policy stays."""
 
 
 class SkippedSteps:
-    """What became of a run's optimizer steps, on every trainer rank alike; ``total``: skipped so far."""
+    """Counts them on a trainer rank; total: so far."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -28,9 +25,9 @@ class SkippedSteps:
         self._in_a_row = 0
 
     def skipped(self, prompt_ids: Iterable[int]) -> None:
-        """It took none. prompt_ids: of the groups whose loss is not finite; empty where only the norm is not.
+        """It took none. prompt_ids: of the groups whose loss is not finite; empty if only the norm is not.
 
-        Raises ConfigError, one sentence, at the last of MOST_IN_A_ROW in a row.
+        Raises ConfigError at the last of MOST_IN_A_ROW in a row.
         """
         self.total += 1
         self._in_a_row += 1

@@ -1,8 +1,4 @@
-"""What a task owes its callers (ports.Task), checked: a user's own may fall short of it anywhere.
-
-It must not know which task it is, nor who asks. Every fault is a ConfigError that names the class, the value
-and the rule.
-"""
+"""Checks that a task keeps to ports.Task; a fault is a ConfigError with the class, the value and the rule."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What learning rate times age of data the shipped configs were tuned for, and whether a run goes beyond.
-
-It must not know how a run is planned or started.
-"""
+"""What learning rate times age of data the shipped configs were tuned for, and whether a run exceeds it."""
 
 from __future__ import annotations
 
@@ -17,20 +14,20 @@ def shipped_configs() -> dict[str, Config]:
 
 
 def expected_age(config: Config) -> int:
-    """Optimizer steps between the weights that sample and those that learn.
+    """Optimizer steps between the weights that sample and those that learn: the bound, if there is one.
 
-    Bounded: as many as a queue lets it come to. Else 2k − 1: sampled during k steps, learned from in the k
-    after them; searchers that fall behind, and replay, make it more.
+    Else 2k − 1, sampled during k steps and learned from in the k after them; more with slow searchers and
+    replay.
     """
     bound = config.exchange.max_staleness
     return 2 * config.exchange.sync_every - 1 if bound is None else bound
 
 
 def beyond_tuned(config: Config) -> tuple[str, str] | None:
-    """What is found, and a remedy, where rate × age exceeds that of the shipped config it is nearest to.
+    """What is found, and a remedy, if rate × age exceeds that of the nearest shipped config.
 
     The highest stable rate falls as 1/age (arXiv 2607.01083). Nearest: of the same model, or else of the same
-    task and objective. None, too, where there is none.
+    task and objective; None if there is none.
     """
     rate, age = config.train.learning_rate.peak, expected_age(config)
     alike = _alike(config)

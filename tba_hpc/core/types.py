@@ -1,6 +1,4 @@
-"""Values that cross layer boundaries: prompts, completions, groups, trajectories, shards, weights.
-
-Only numpy and frozen dataclasses live here, so that a login node without torch can import it.
+"""Values that cross layer boundaries: prompts, completions, groups, trajectories, shards, weights. No torch.
 
 Shape letters, used in names throughout the project:
     N trajectories, P distinct prompts, B groups of a batch, K completions of a group, T tokens in all
@@ -8,11 +6,11 @@ Shape letters, used in names throughout the project:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
+import msgspec
 import numpy as np
 
 FinishReason = Literal["stop", "length"]
@@ -25,7 +23,7 @@ TRUNCATED = np.uint8(1)
 """Value of the record field ``truncated`` for a completion cut off by the token limit."""
 
 BEHAVIOUR = -1
-"""In place of a reference's step: no model has scored, its log-probabilities are those of what sampled."""
+"""Instead of a reference's step: its log-probabilities are those of the policy that sampled."""
 
 RECORD = np.dtype(
     [
@@ -40,7 +38,7 @@ RECORD = np.dtype(
         ("reference", "<i4"),  # policy (optimizer step) of ref_logprobs: 0 the initial one, or BEHAVIOUR
     ]
 )
-"""What a searcher records of a trajectory. A field added here is kept from the shard to the objective."""
+"""What a searcher records of a trajectory. A field added here reaches the objective."""
 
 LIVE_RECORD = np.dtype(
     [
@@ -51,10 +49,10 @@ LIVE_RECORD = np.dtype(
         ("value", "<f4"),  # V̂ of its request (buffer.soft_values), 0 if none is wanted
     ]
 )
-"""And what the trainer adds when it merges it: the record in the buffer, its checkpoints and batches."""
+"""The record in the buffer, its checkpoints and batches: RECORD, and what the trainer adds at the merge."""
 
 PER_TOKEN = ("logprobs", "ref_logprobs")
-"""Fields of Trajectories that have a value per completion token."""
+"""Fields of Trajectories with a value per completion token."""
 
 COLUMNS = (
     "record",
@@ -76,7 +74,7 @@ def make_uid(searcher: int, shard: int, row: int) -> int:
 class Resource:
     """A model, data set or file that a config names under ``key``.
 
-    name: on the hub, or a path. subset: the configuration of a data set, None where it has one alone.
+    name: on the hub, or a path. subset: the configuration of a data set with several.
     """
 
     kind: ResourceKind
@@ -100,19 +98,18 @@ class Ragged:
 
     @classmethod
     def from_rows(cls, rows: Sequence[np.ndarray], dtype: np.dtype | type) -> Ragged:
-        """Pack separate rows into one arena of ``dtype``."""
+        """Rows in one array of ``dtype``."""
         values = np.concatenate([np.asarray(row, dtype) for row in rows] or [np.empty(0, dtype)])
         return cls(values, offsets_of([len(row) for row in rows]))
 
     @classmethod
     def concat(cls, parts: Sequence[Ragged]) -> Ragged:
-        """Rows of all parts, in order. ``parts`` must not be empty."""
+        """Rows of all parts, at least one, in order."""
         offsets = offsets_of(joined([part.lengths for part in parts]))
         return cls(joined([part.values for part in parts]), offsets)
 
     @property
-    def lengths(self) -> np.ndarray:
-        """int64 [N]."""
+    def lengths(self) -> np.ndarray:  # int64 [N]
         return self.offsets[1:] - self.offsets[:-1]
 
     def __len__(self) -> int:
@@ -123,7 +120,7 @@ class Ragged:
         return self.values[self.offsets[i] : self.offsets[i + 1]]
 
     def take(self, rows: np.ndarray) -> Ragged:
-        """A copy of the given rows, in the given order (repeats allowed); looks at no other row."""
+        """A copy of the given rows, in the given order, repeats allowed."""
         index_T, packed = spans(self.offsets, rows)
         return Ragged(self.values[index_T], packed)
 
@@ -137,10 +134,10 @@ def offsets_of(lengths: Iterable[int] | np.ndarray) -> np.ndarray:
 
 
 def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """np.concatenate of contiguous arrays of one dtype, at least one, but a thousand at a time.
+    """np.concatenate of contiguous arrays of one dtype, at least one.
 
-    One call for 100,000 groups would keep the other threads waiting. Records are joined as bytes: numpy
-    copies them field by field, which takes ten times as long.
+    A thousand at a time: one call for 100,000 groups would block the other threads. Records as bytes: numpy
+    copies them field by field, ten times slower.
     """
     dtype = arrays[0].dtype
     if dtype.names:
@@ -155,10 +152,7 @@ def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def spans(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the tokens of ``rows`` lie in an arena, int64 [T], and offsets of their copies, int64 [N + 1].
-
-    The cost depends on the rows asked for, not on the size of the arena.
-    """
+    """Where the tokens of ``rows`` lie, int64 [T], and the offsets of their copies, int64 [N + 1]."""
     start_N = offsets[rows]
     length_N = offsets[rows + 1] - start_N
     packed = offsets_of(length_N)
@@ -167,7 +161,7 @@ def spans(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """A question: ``id`` is its index in its split, ``tokens`` int32 [P], ``target`` the gold answer."""
+    """id: its index in its split. tokens: int32 [P]. target: the gold answer."""
 
     id: int
     tokens: np.ndarray
@@ -178,9 +172,8 @@ class Prompt:
 class Completion:
     """One sampled answer.
 
-    tokens: int32 [T], with the EOS, or the whole stop string, by which it ended by itself. logprobs: float32
-    [T], log-probabilities of those tokens under the sampling weights at model.logprob_temperature, whatever
-    they were sampled at.
+    tokens: int32 [T], with the EOS or the whole stop string that ended it. logprobs: float32 [T], under the
+    sampling weights at model.logprob_temperature, whatever temperature they were sampled at.
     """
 
     tokens: np.ndarray
@@ -192,8 +185,8 @@ class Completion:
 class Sampling:
     """How completions are drawn.
 
-    temperature: 0 is greedy. max_tokens: bound on a completion, which cannot end by itself before
-    ``min_tokens``.
+    temperature: 0 is greedy. max_tokens, min_tokens: a completion is cut at the former and cannot end before
+    the latter.
     """
 
     temperature: float
@@ -206,7 +199,7 @@ class Sampling:
 class Request:
     """``n`` completions wanted of ``prompt``.
 
-    id: the request's number in the run, or the prompt's id where it is for an evaluation of ``split``.
+    id: the request's number in the run, or the prompt's id in an evaluation of ``split``.
     """
 
     prompt: Prompt
@@ -218,10 +211,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All completions of one request: of one prompt, with the versions of the weights that sampled them.
-
-    versions: int32 [n, 2], oldest and newest version per completion.
-    """
+    """All completions of one request; versions: int32 [n, 2], oldest and newest weights of each."""
 
     request: Request
     completions: tuple[Completion, ...]
@@ -230,13 +220,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectories:
-    """N scored completions: what a shard holds, a group in the buffer, and a batch.
+    """N scored completions: a shard, a group in the buffer, a batch.
 
-    record: RECORD [N], or a dtype that begins with its fields, as LIVE_RECORD does. prompts: Ragged int32
-    [P rows], each distinct prompt once. completions: Ragged int32 [N rows]. logprobs, ref_logprobs: float32
-    [T], aligned with ``completions.values``, of the sampling policy and of the reference that the record
-    names, both at model.logprob_temperature. ref_logprobs are NaN until the trainer has computed them, if it
-    is to.
+    record: RECORD [N], or a dtype that begins with its fields, as LIVE_RECORD does. prompts: Ragged int32 [P
+    rows], each distinct prompt once. completions: Ragged int32 [N rows]. logprobs, ref_logprobs: float32 [T],
+    aligned with ``completions.values``, of the sampling policy and of the record's reference, both at
+    model.logprob_temperature. ref_logprobs are NaN until computed if the trainer scores the reference.
     """
 
     record: np.ndarray
@@ -250,14 +239,14 @@ class Trajectories:
 
     @property
     def request_ids(self) -> np.ndarray:
-        """int64 [groups]: the requests that these are completions of, in the order of the records."""
+        """int64 [groups]: the requests of the completions, in order."""
         request_id_N = self.record["request_id"]
         first_N = np.ones(len(request_id_N), np.bool_)
         np.not_equal(request_id_N[1:], request_id_N[:-1], out=first_N[1:])
         return request_id_N[first_N]
 
     def take(self, rows: np.ndarray) -> Self:
-        """A copy of the given rows, in the given order (repeats allowed), beside the same prompts."""
+        """A copy of the given rows, in the given order, repeats allowed, with the same prompts."""
         index_T, offsets = spans(self.completions.offsets, rows)
         return replace(
             self,
@@ -267,7 +256,7 @@ class Trajectories:
         )
 
     def between(self, start: int, end: int, prompts: Ragged | None = None) -> Trajectories:
-        """A copy of consecutive rows, beside the same ``prompts`` or the given ones."""
+        """A copy of consecutive rows, with the same prompts or the given ones."""
         offsets = self.completions.offsets[start : end + 1]
         first, last = offsets[0], offsets[-1]
         return Trajectories(
@@ -279,7 +268,7 @@ class Trajectories:
 
     @staticmethod
     def concat(parts: Sequence[Columns]) -> Trajectories:
-        """All rows of the columns of several, at least one, in order. Prompts that some share come once."""
+        """All rows of the columns of at least one, in order. Shared prompts come once."""
         records, prompts, prompt_offsets, completions, offsets, *per_token = zip(*parts, strict=True)
         distinct = {id(one): Ragged(one, o) for one, o in zip(prompts, prompt_offsets, strict=True)}
         first = dict(zip(distinct, offsets_of(map(len, distinct.values()))[:-1].tolist(), strict=True))
@@ -302,7 +291,7 @@ class Trajectories:
 
     @classmethod
     def of(cls, columns: Columns, **fields: Any) -> Self:
-        """Inverse of ``columns``. ``fields``: what a subclass has besides."""
+        """Inverse of ``columns``. fields: what a subclass has besides."""
         record, prompts, prompt_offsets, completions, completion_offsets, *per_token = columns
         ragged = Ragged(prompts, prompt_offsets), Ragged(completions, completion_offsets)
         return cls(record, *ragged, *per_token, **fields)
@@ -313,7 +302,7 @@ class Trajectories:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], **fields: Any) -> Self:
-        """Inverse of ``to_arrays``, which there may be others beside."""
+        """Inverse of ``to_arrays``; other arrays are ignored."""
         return cls.of(tuple(arrays[name] for name in COLUMNS), **fields)
 
     def check(self) -> None:
@@ -345,7 +334,7 @@ def _well_formed(ragged: Ragged) -> bool:
 
 
 def as_record(record: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """A copy with the fields of ``dtype``; those that ``record`` lacks are 0."""
+    """A copy with the fields of ``dtype``; missing ones are 0."""
     made = np.zeros(len(record), dtype)
     for name in (record.dtype.fields or {}).keys() & (dtype.fields or {}).keys():
         made[name] = record[name]
@@ -356,65 +345,57 @@ def as_record(record: np.ndarray, dtype: np.dtype) -> np.ndarray:
 class TrajectoryBatch(Trajectories):
     """B whole groups of K = ``group_size`` trajectories, for optimizer step ``step``; N = B·K.
 
-    Prompt-major: rows ``i*K … i*K + K - 1`` are group ``i``. record: LIVE_RECORD. As rectangles [N, L] its
-    sequences, prompt then completion, are padded on the right with 0 to the longest.
+    Prompt-major: rows ``i*K … i*K + K - 1`` are group ``i``. record: LIVE_RECORD. Rectangles [N, L] hold
+    prompt, then completion, padded on the right with 0.
     """
 
     group_size: int = field(kw_only=True)
     step: int = field(kw_only=True)
 
     @property
-    def groups(self) -> int:
-        """B."""
+    def groups(self) -> int:  # B
         return len(self.record) // self.group_size
 
     @property
-    def prompt_id_B(self) -> np.ndarray:
-        """int64."""
+    def prompt_id_B(self) -> np.ndarray:  # int64
         return self.record["prompt_id"][:: self.group_size].copy()
 
     @property
-    def reward_N(self) -> np.ndarray:
-        """float32."""
+    def reward_N(self) -> np.ndarray:  # float32
         return self.record["reward"].copy()
 
     @property
-    def value_N(self) -> np.ndarray:
-        """float32: V̂ of the request that each answers."""
+    def value_N(self) -> np.ndarray:  # float32: V̂ of the request
         return self.record["value"].copy()
 
     @property
-    def version_N(self) -> np.ndarray:
-        """int32: the oldest version of each."""
+    def version_N(self) -> np.ndarray:  # int32: the oldest weights
         return self.record["version_oldest"].copy()
 
     @property
     def on_policy_N(self) -> np.ndarray:
         """bool: whether version ``step`` sampled all of it, and its own sync brought it.
 
-        What came before that version was published, yet bears its number, is of steps a resume took back.
+        What came before that version was published, with its number, is of steps that a resume took back.
         """
         names = ("sync", "version_oldest", "version_newest")
         return np.logical_and.reduce([self.record[name] == self.step for name in names])
 
     @property
     def ages(self) -> np.ndarray:
-        """int32, per completion token: optimizer steps from the weights that sampled it to ``step``."""
+        """int32 [T]: optimizer steps from the weights that sampled a token to ``step``."""
         return token_ages(self.record, self.completion_length_N, self.step)
 
     @property
-    def prompt_length_N(self) -> np.ndarray:
-        """int64."""
+    def prompt_length_N(self) -> np.ndarray:  # int64
         return self.prompts.lengths[self.record["prompt_row"]]
 
     @property
-    def completion_length_N(self) -> np.ndarray:
-        """int64."""
+    def completion_length_N(self) -> np.ndarray:  # int64
         return self.completions.lengths
 
     @property
-    def length_N(self) -> np.ndarray:
-        """int64: of prompt and completion together."""
+    def length_N(self) -> np.ndarray:  # int64: of prompt and completion together
         return self.prompt_length_N + self.completion_length_N
 
     @property
@@ -426,8 +407,7 @@ class TrajectoryBatch(Trajectories):
         return Ragged(pairs.values, pairs.offsets[::2])
 
     @property
-    def tokens_NL(self) -> np.ndarray:
-        """int64."""
+    def tokens_NL(self) -> np.ndarray:  # int64
         sequences = self.sequences
         length_N = sequences.lengths
         tokens_NL = np.zeros((len(length_N), int(length_N.max())), np.int64)
@@ -442,18 +422,15 @@ class TrajectoryBatch(Trajectories):
         return (position_L >= self.prompt_length_N[:, None]) & (position_L < length_N[:, None])
 
     @property
-    def logprob_NL(self) -> np.ndarray:
-        """float32: at completion tokens, 0 elsewhere; as the next two."""
+    def logprob_NL(self) -> np.ndarray:  # float32: at completion tokens, 0 elsewhere; as the next two
         return self._spread(self.logprobs)
 
     @property
-    def ref_logprob_NL(self) -> np.ndarray:
-        """float32."""
+    def ref_logprob_NL(self) -> np.ndarray:  # float32
         return self._spread(self.ref_logprobs)
 
     @property
-    def age_NL(self) -> np.ndarray:
-        """int32."""
+    def age_NL(self) -> np.ndarray:  # int32
         return self._spread(self.ages)
 
     def _spread(self, value_T: np.ndarray) -> np.ndarray:
@@ -466,9 +443,9 @@ class TrajectoryBatch(Trajectories):
 def token_ages(record_N: np.ndarray, length_N: np.ndarray, step: int) -> np.ndarray:
     """int32 [T]: optimizer steps from the weights that sampled each token of some completions to ``step``.
 
-    record_N: RECORD [N]; length_N: int64, tokens. A record has the versions of the first token and of the
-    last. In between they are taken to rise evenly, to the nearest whole one: exact if one version sampled
-    all, or changes come evenly. Below 0 if a resume took the steps back that made the weights.
+    record_N: RECORD [N]; length_N: int64, tokens. Between the versions of the first token and of the last
+    they are taken to rise evenly: exact if one version sampled all, or changes come evenly. Below 0 if a
+    resume took the steps back that made the weights.
     """
     oldest_N, newest_N = step - record_N["version_oldest"], step - record_N["version_newest"]
     place_T = np.arange(length_N.sum()) - np.repeat(offsets_of(length_N)[:-1], length_N)
@@ -479,10 +456,7 @@ def token_ages(record_N: np.ndarray, length_N: np.ndarray, step: int) -> np.ndar
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """An immutable, sealed slice of a searcher's trajectories: number ``index`` of ``searcher``.
-
-    image: the bytes of its file, if they are at hand.
-    """
+    """A sealed slice of a searcher's trajectories, number ``index``; image: its file, if at hand."""
 
     searcher: int
     index: int
@@ -503,9 +477,9 @@ class WeightSlot:
 
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
-    """What makes weights a LoRA adapter: ``scale`` times B·A is added to the weights of its layers.
+    """What makes weights a LoRA adapter: ``scale``·B·A is added to those of its layers.
 
-    base: the identity (``backends.adapter.identity``) of these, before.
+    base: their ``learner.adapter.identity`` before.
     """
 
     base: str
@@ -516,15 +490,16 @@ class LoraWeights:
 class WeightLayout:
     """Order, names, dtypes and byte ranges of a policy's tensors under their Hugging Face names.
 
-    lora: None where they are all of the policy's weights, else they are an adapter's alone.
+    lora: None if they are all of the policy's weights; else they are an adapter's alone.
     """
 
     slots: tuple[WeightSlot, ...]
     lora: LoraWeights | None = None
-    nbytes: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "nbytes", self.slots[-1].end if self.slots else 0)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.slots[-1].end if self.slots else 0
 
     @classmethod
     def of(
@@ -541,34 +516,29 @@ class WeightLayout:
 
     def parts(self, ranks: int) -> list[tuple[WeightSlot, ...]]:
         """Contiguous runs of whole tensors, one per trainer rank, of about equal bytes."""
-        owner = [min(ranks - 1, slot.start * ranks // max(1, self.nbytes)) for slot in self.slots]
-        return [
-            tuple(slot for slot, rank in zip(self.slots, owner, strict=True) if rank == part)
-            for part in range(ranks)
-        ]
+        parts: list[list[WeightSlot]] = [[] for _ in range(ranks)]
+        for slot in self.slots:
+            parts[min(ranks - 1, slot.start * ranks // max(1, self.nbytes))].append(slot)
+        return [tuple(part) for part in parts]
 
     def to_json(self) -> str:
         """JSON text that from_json reads."""
-        slots = [[s.name, s.dtype, s.shape, s.start, s.end] for s in self.slots]
-        return json.dumps([slots, self.lora and [self.lora.base, self.lora.scale]])
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> WeightLayout:
         """Inverse of to_json."""
-        slots, lora = json.loads(text)
-        return cls(
-            tuple(WeightSlot(n, d, tuple(s), a, b) for n, d, s, a, b in slots), lora and LoraWeights(*lora)
-        )
+        return msgspec.json.decode(text, type=cls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """What a trainer says of the weights that it publishes; both exchanges carry it as its JSON text.
+    """What a trainer says of the weights that it publishes; both exchanges carry it as JSON.
 
     version: optimizer steps that made the weights. published: when, unix seconds. evaluate: the split to
-    evaluate with exactly these weights, None for none. reference: step of the policy that is the reference
-    from now on, or BEHAVIOUR. budget_end: the first request that may not be issued yet, None for no bound.
-    final: whether these are the last weights of the run, after which nothing is learned any more.
+    evaluate with exactly these weights. reference: step of the policy that is the reference from now on, or
+    BEHAVIOUR. budget_end: the first request that may not be issued yet; None: no bound. final: the last
+    weights of the run.
     """
 
     version: int
@@ -579,21 +549,18 @@ class Publication:
     final: bool = False
 
     def to_json(self) -> str:
-        """JSON text that from_json reads; None is null."""
-        return json.dumps(asdict(self))
+        """JSON text that from_json reads."""
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Publication:
         """Inverse of to_json."""
-        return cls(**json.loads(text))
+        return msgspec.json.decode(text, type=cls)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightUpdate:
-    """Weights as a searcher gets them.
-
-    data: uint8 [layout.nbytes]; it may be shared memory, valid until the next call of the exchange.
-    """
+    """Weights as a searcher gets them; data: uint8 [layout.nbytes], valid until the exchange's next call."""
 
     publication: Publication
     layout: WeightLayout

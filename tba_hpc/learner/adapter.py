@@ -1,7 +1,4 @@
-"""A LoRA adapter as it travels: what it adds to which weights, merged or beside them, and of which base.
-
-It must not know who trains it, nor the library that does. Hu et al. 2021 (arXiv 2106.09685), section 4.1.
-"""
+"""A LoRA adapter as it travels: what it adds to which weights, and of which base (arXiv 2106.09685, §4.1)."""
 
 from __future__ import annotations
 
@@ -26,9 +23,6 @@ PREFIX = "base_model.model."
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 """Ends of the names of a layer's two tensors."""
-
-WORD = 8
-"""Bytes that are added up at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +52,7 @@ class Adapter:
         )
 
     def changes(self, name: str) -> bool:
-        """Whether a tensor of this name is the weight of one of its layers."""
+        """Whether this is the weight of one of its layers."""
         return name.endswith(".weight") and name.removesuffix(".weight") in self.layers
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
@@ -77,19 +71,15 @@ def _layers(names: Iterable[str]) -> list[str]:
 
 
 class Adaptable:
-    """A model that adapters are put beside, one at a time: y = W·x + s·B·(A·x), as peft computes it.
-
-    The model's own weights stay as they are, bit by bit.
-    """
+    """A model that takes one adapter at a time: y = W·x + s·B·(A·x), as peft computes it; W stays."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._hooks: list[RemovableHandle] = []
         self.adapter: Adapter | None = None
-        """The one that is on."""
 
     def put_on(self, adapter: Adapter | None) -> None:
-        """Change it for another one, or for none."""
+        """Exchange the adapter for another one, or for none."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.adapter = [], adapter
@@ -101,7 +91,7 @@ class Adaptable:
 
 
 class _Added:
-    """A forward hook of a linear layer; its tensors go to where the layer is, when it is first asked."""
+    """A forward hook of a linear layer; its tensors move to the layer's device at the first use."""
 
     def __init__(self, down: Tensor, up: Tensor, scale: float) -> None:
         self._down, self._up, self._scale = down, up, scale
@@ -114,19 +104,12 @@ class _Added:
 def identity(weights: Mapping[str, Tensor]) -> str:
     """A digest of weights: names, types, shapes, and the sum of each one's bits, taken as integers.
 
-    Sums, for a good hash of 140 GB takes minutes; they are to tell models apart, not to withstand anybody.
+    Sums, since a good hash of 140 GB takes minutes; it tells models apart, and withstands no attack.
     """
     digest = sha256()
     for name in sorted(weights):
-        weight = weights[name]
-        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)} {_sum_of_bits(weight)}\n".encode())
+        weight = weights[name].detach()
+        bits = weight.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[weight.element_size()])
+        total = int(bits.sum(dtype=torch.int64))
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)} {total}\n".encode())
     return digest.hexdigest()
-
-
-def _sum_of_bits(weight: Tensor) -> int:
-    """Modulo 2⁶⁴; equal on every device."""
-    data = weight.detach().contiguous().flatten().view(torch.uint8)
-    if data.storage_offset() % WORD:
-        data = data.clone()
-    whole = len(data) // WORD * WORD
-    return int(data[:whole].view(torch.int64).sum()) + int(data[whole:].sum(dtype=torch.int64))

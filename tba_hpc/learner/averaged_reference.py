@@ -1,7 +1,4 @@
-"""π_ref on the trainer ranks as a moving average of the policy: each of them keeps a part of it.
-
-It must not know about batches or steps; see DeepSpeedLearner.reference_logprobs.
-"""
+"""π_ref on the trainer ranks as a moving average of the policy: each rank keeps a part of it."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from tba_hpc.config import Config
 from tba_hpc.config.variants import EmaReference
 from tba_hpc.core.types import WeightLayout, WeightSlot
 from tba_hpc.learner.hf_model import TORCH_DTYPE, PolicyLogprobs, load_policy
+from tba_hpc.learner.hf_reference import visiting
 from tba_hpc.learner.trainer_group import TrainerGroup
-from tba_hpc.learner.trainer_reference import visiting
 from tba_hpc.run.checkpoints import StateError
 
 FILES = "average-*.pt"
@@ -27,8 +24,8 @@ FILES = "average-*.pt"
 class AveragedReference:
     """decay·average + (1 − decay)·policy after every step, the initial policy before the first.
 
-    It is float32, for bfloat16 would lose the small steps, and lies in host memory: of each rank the tensors
-    of its part of ``layout``, which are all that the policy has. A model is made of them when it is asked.
+    It is float32, since bfloat16 would lose the small steps, and in host memory: on each rank the tensors of
+    its part of ``layout``. A model is made of them for each use.
     """
 
     def __init__(self, config: Config, group: TrainerGroup, layout: WeightLayout) -> None:
@@ -38,11 +35,7 @@ class AveragedReference:
         self._group = group
         self._parts = layout.parts(group.ranks)
         model = load_policy(config.model.path, config.model.dtype).eval().requires_grad_(False)
-        self._logprobs = PolicyLogprobs(
-            model,
-            temperature=config.model.policy_temperature,
-            fp32_head=config.model.fp32_head,
-        )
+        self._logprobs = PolicyLogprobs.of(model, config.model)
         self._parameters = dict(model.named_parameters())
         self._average = {slot.name: self._kept(self._parameters[slot.name].data) for slot in self.slots}
         for parameter in self._parameters.values():
@@ -64,7 +57,7 @@ class AveragedReference:
 
     @contextmanager
     def whole(self) -> Iterator[nn.Module]:
-        """A PolicyLogprobs of all of it, on the device for that time; all ranks come here together."""
+        """A PolicyLogprobs of all of it, on the device for that time; all ranks call it together."""
         with visiting(self._logprobs, lambda tensor: tensor.to(self._group.device)):
             for owner, part in enumerate(self._parts):
                 for slot in part:
@@ -87,7 +80,7 @@ class AveragedReference:
 
     @staticmethod
     def require(folder: Path) -> None:
-        """Raise StateError where a checkpoint has no average."""
+        """Raise StateError if a checkpoint has no average."""
         if not any(folder.glob(FILES)):
             raise StateError(
                 f"{folder} lacks the average of the policy that train.reference=ema goes on from: resume "

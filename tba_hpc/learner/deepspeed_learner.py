@@ -1,7 +1,6 @@
 """The Learner port on DeepSpeed: one policy, trained by a group of ranks that ZeRO 1, 2 or 3 shards over.
 
-It must not know about searchers, buffers or schedules. Every trainer rank makes one: the leader's is the
-port, the others ``follow`` it.
+Every trainer rank makes one: the leader's is the port, the others ``follow`` it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
-from enum import IntEnum
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -36,7 +34,6 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils.tensor_fragment import fragment_address
 from pydantic import ValidationError
-from safetensors import numpy as wire
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -62,9 +59,9 @@ from tba_hpc.learner.hf_model import (
     tensor_in,
     use_tensor_cores,
 )
+from tba_hpc.learner.hf_reference import HfReference, load_reference
 from tba_hpc.learner.snapshot import Snapshot
-from tba_hpc.learner.trainer_group import Message, TrainerGroup, is_lost_peer
-from tba_hpc.learner.trainer_reference import TrainerReference
+from tba_hpc.learner.trainer_group import Command, TrainerGroup, is_lost_peer
 from tba_hpc.objectives import Groups, ObjectiveOutput, figures, make_objective
 from tba_hpc.run.beside import at_once, beside
 from tba_hpc.run.checkpoints import StateError
@@ -100,7 +97,7 @@ CONVERTERS = 4
 
 @contextmanager
 def _without_a_compiler() -> Iterator[None]:
-    """Keep ZeRO from loading one, for an optimizer not used; an engine that starts later is to have it."""
+    """Keep ZeRO from loading torch's compiler for an optimizer not used; later engines may have it."""
     given = os.environ.get(NO_COMPILER)
     os.environ.setdefault(NO_COMPILER, "1")
     try:
@@ -110,25 +107,12 @@ def _without_a_compiler() -> Iterator[None]:
             del os.environ[NO_COMPILER]
 
 
-class Command(IntEnum):
-    """What the leader asks of every rank."""
-
-    STEP = 0
-    WRITE = 1
-    SAVE = 2
-    LOAD = 3
-    EXPORT = 4
-    CLOSE = 5
-    REFER = 6
-
-
 class DeepSpeedLearner:
     """A policy and its AdamW state, shared by the trainer ranks.
 
-    Weights are float32, or bfloat16 with float32 master weights and float32 gradient accumulation. With LoRA
-    those of an adapter alone are trained, published and checkpointed.
-    Every method of the port is called on the leader (rank 0) alone, while the other ranks are inside
-    ``follow``; all ranks then act together.
+    Weights are float32, or bfloat16 with float32 master weights and gradient accumulation. With LoRA an
+    adapter's alone are trained, published and checkpointed. The port's methods are called on the leader (rank
+    0), while the others are inside ``follow``; all ranks then act together.
     """
 
     @_without_a_compiler()
@@ -151,11 +135,7 @@ class DeepSpeedLearner:
             self._whole = _layout(self._parameters, config)
         if config.train.gradient_checkpointing:
             self._policy.gradient_checkpointing_enable({"use_reentrant": False})
-        self._logprobs = PolicyLogprobs(
-            self._policy,
-            temperature=config.model.policy_temperature,
-            fp32_head=config.model.fp32_head,
-        )
+        self._logprobs = PolicyLogprobs.of(self._policy, config.model)
         if self._lora:
             self._logprobs.register_state_dict_post_hook(_leave_out_the_base)
         self._engine = _make_engine(config, self._logprobs.train(), group.device)
@@ -167,17 +147,19 @@ class DeepSpeedLearner:
         self._written: Future[str] = at_once(str)  # what a follower writes
         self._skipped = SkippedSteps()
         self._reference = self._make_reference(references)
-        self._average: AveragedReference | None = None
-        if isinstance(config.train.reference, EmaReference):
-            self._average = AveragedReference(config, group, self.layout)
+        self._average = (
+            AveragedReference(config, group, self.layout)
+            if isinstance(config.train.reference, EmaReference)
+            else None
+        )
 
-    def _make_reference(self, references: Callable[[int], Path] | None) -> TrainerReference | None:
-        """None where no model is needed: nothing is asked for, or an adapter can be switched off."""
+    def _make_reference(self, references: Callable[[int], Path] | None) -> HfReference | None:
+        """None if no model is needed: the trainer scores nothing, or an adapter can be switched off."""
         train = self._config.train
         if not train.trainer_has_reference or (self._lora and train.reference.name == "frozen"):
             return None
         assert references, "the trainer is to compute the reference"
-        return TrainerReference(self._config, references, self._group.device)
+        return load_reference(self._config, references)
 
     @classmethod
     def create(
@@ -193,122 +175,97 @@ class DeepSpeedLearner:
     ) -> DeepSpeedLearner:
         """Join the group of trainer ranks and load the policy; every trainer rank calls it.
 
-        ``store``: an existing, private folder on a file system that all ranks share, new for this attempt.
-        ``deadline``: longest wait for another rank, s; ``start_deadline``: for one to come here (default: the
-        same). ``references``: where policies that become the reference are exported, for a trainer that
-        computes it. Raises ConfigError for a model that cannot be trained, ExchangeError naming the ranks
-        that did not come.
+        store, deadline, start_deadline: see TrainerGroup.join. references: where policies that become the
+        reference are exported, if the trainer computes it. Raises ConfigError for a model that cannot be
+        trained, ExchangeError naming the ranks that did not come.
         """
         group = TrainerGroup.join(
             store, rank=rank, ranks=ranks, deadline=deadline, start_deadline=start_deadline
         )
         return cls(config, group, references)
 
-    # --- The port: called on the leader ---
+    # --- The port, see ports.Learner: called on the leader ---
 
     def step(self, batch: TrajectoryBatch, *, learning_rate: float, beta: float) -> Mapping[str, float]:
-        """One optimizer step on the mean loss over all rows of ``batch``, however ranks share it.
-
-        Groups must divide evenly over the ranks. Metrics: ``loss`` and the objective's own, means over the
-        batch; the ``figures`` of the batch; ``grad_norm`` before clipping; ``tokens`` of the completions; the
-        ``learning_rate``; ``skipped_steps`` so far.
-        Where loss or norm is not finite, weights and optimizer stay as they are, and the norm is infinite.
-        Raises ConfigError where that happens too often in a row.
-        """
-        self._group.tell(Message(Command.STEP, (learning_rate, beta), wire.save(batches.to_arrays(batch))))
-        with self._group.together():
+        """One optimizer step on the mean loss over all rows; groups must divide evenly over the ranks."""
+        with self._all("step", learning_rate, beta, batch=batch):
             return self._step(batch, learning_rate, beta)
 
     def reference_logprobs(self, batch: TrajectoryBatch, step: int) -> np.ndarray:
-        """float32 [T]: log π_ref of the completions' tokens, under the reference of ``step``; see the port.
+        """float32 [T]: log π_ref of the completions' tokens, under the reference of ``step``.
 
-        Every rank computes some of the groups, which need not divide evenly. Equal to what a searcher
-        computes but for rounding.
+        Every rank computes some of the groups, which need not divide evenly.
         """
         again = -batch.groups % self._group.ranks  # some groups, so that all ranks have as many
         even = batches.take_groups(batch, np.resize(np.arange(batch.groups), batch.groups + again))
-        self._group.tell(Message(Command.REFER, (step, 0.0), wire.save(batches.to_arrays(even))))
-        with self._group.together():
+        with self._all("refer", step, batch=even):
             return self._refer(even, step)[: len(batch.ref_logprobs)]
 
     def write_weights(self, out: np.ndarray) -> None:
-        """Copy the current weights into ``out``, uint8 [layout.nbytes]: here this rank's part of them.
-
-        The followers copy theirs into their own ``slot``; back when all have.
-        """
-        self._group.tell(Message(Command.WRITE))
-        with self._group.together():
+        """Copy this rank's part of the weights into ``out``; returns when all ranks have written theirs."""
+        with self._all("write"):
             self._write(out)
 
     def save(self, folder: Path) -> Callable[[], str]:
-        """Copy weights and optimizer; returns what writes them into an existing folder that all ranks see.
-
-        That may be called in another thread, once, before the next ``save``, and before the next step where
-        checkpoint.snapshot is null. It is back when all ranks have written, durably. Raises DiskFullError
-        where the disk has no room for it, on whichever rank.
-        """
+        """Copy weights and optimizer; returns what writes them into an existing folder that all ranks see."""
         (folder / TAG).mkdir()  # by all ranks together it would be too late to find no room
-        self._tell(Command.SAVE, folder)
-        with self._group.together():
+        with self._all("save", folder):
             return self._save(folder)
 
     def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote; exactly for the same number of ranks, else to rounding.
-
-        Raises StateError where that is an adapter for another model, or lacks the average that is wanted.
-        """
+        """Restore what ``save`` wrote."""
         if self._lora:
             self._lora.require_base(folder)
         if self._average:
             self._average.require(folder)
-        self._tell(Command.LOAD, folder)
-        with self._group.together():
+        with self._all("load", folder):
             self._load(folder)
 
     def export(self, folder: Path) -> None:
-        """Write a folder that ``from_pretrained`` and ``vllm serve`` load; it appears whole, by rename.
-
-        With LoRA the adapter is merged into it, and lies in a folder of its own, ``adapter.FOLDER``, besides.
-        """
-        self._tell(Command.EXPORT, folder)
-        with self._group.together():
+        """Write a folder that ``from_pretrained`` and ``vllm serve`` load."""
+        with self._all("export", folder):
             self._export(folder)
 
     def close(self) -> None:
         """Let the following ranks go."""
-        self._group.tell(Message(Command.CLOSE))
+        self._group.tell(Command("close"))
         self._close()
 
-    def _tell(self, command: Command, folder: Path) -> None:
-        self._group.tell(Message(command, payload=os.fsencode(folder.absolute())))
+    @contextmanager
+    def _all(
+        self, name: str, *arguments: float | Path, batch: TrajectoryBatch | None = None
+    ) -> Iterator[None]:
+        """Have the followers do what the leader does in this block."""
+        plain = tuple(str(one.absolute()) if isinstance(one, Path) else one for one in arguments)
+        self._group.tell(Command(name, plain, batches.to_arrays(batch) if batch else {}))
+        with self._group.together():
+            yield
 
     # --- The other ranks ---
 
     def follow(self, slot: Callable[[], np.ndarray]) -> None:
-        """Obey the leader until it closes the group.
-
-        ``slot`` gives the uint8 buffer [layout.nbytes] that this rank's part of the weights goes into.
-        Waits for the leader's commands; raises ExchangeError where the leader is gone.
-        """
-        while (message := self._group.hear()).command != Command.CLOSE:
+        """Obey the leader until it closes the group. Raises ExchangeError if it is gone."""
+        while (command := self._group.hear()).name != "close":
             with self._group.together():
-                self._obey(message, slot)
+                self._obey(command, slot)
         self._close()
 
-    def _obey(self, message: Message, slot: Callable[[], np.ndarray]) -> None:
-        match Command(message.command):
-            case Command.STEP:
-                self._step(batches.from_arrays(wire.load(message.payload)), *message.numbers)
-            case Command.REFER:
-                self._refer(batches.from_arrays(wire.load(message.payload)), int(message.numbers[0]))
-            case Command.WRITE:
+    def _obey(self, command: Command, slot: Callable[[], np.ndarray]) -> None:
+        match command.name, *command.arguments:
+            case "step", learning_rate, beta:
+                self._step(batches.from_arrays(command.arrays), float(learning_rate), float(beta))
+            case "refer", step:
+                self._refer(batches.from_arrays(command.arrays), int(step))
+            case ("write",):
                 self._write(slot())
-            case Command.SAVE:
-                self._save_along(_folder(message))
-            case Command.LOAD:
-                self._load(_folder(message))
-            case Command.EXPORT:
-                self._export(_folder(message))
+            case "save", folder:
+                self._save_along(Path(str(folder)))
+            case "load", folder:
+                self._load(Path(str(folder)))
+            case "export", folder:
+                self._export(Path(str(folder)))
+            case _:
+                raise AssertionError(f"no rank knows the command {command.name}")
 
     # --- All ranks together ---
 
@@ -350,11 +307,11 @@ class DeepSpeedLearner:
         )
 
     def _backward(self, part: Part, batch: TrajectoryBatch, beta: float) -> dict[int, ObjectiveOutput]:
-        """Add the gradient of whole groups; what the objective says of each.
+        """Add the gradient of whole groups; returns what the objective says of each.
 
-        A loss sees the policy through the log-probabilities alone: dL/dθ = Σ_t dL/dlog π_t · dlog π_t/dθ. So
-        with several micro-batches these are computed first, without gradient, then the slopes dL/dlog π_t of
-        whole groups, then each micro-batch again, with gradient.
+        A loss sees the policy through log-probabilities alone: dL/dθ = Σ_t dL/dlog π_t · dlog π_t/dθ. So with
+        several micro-batches these come first, without gradient, then the slopes dL/dlog π_t of whole groups,
+        then each micro-batch again, with gradient.
         """
         once = len(part.micro_batches) == 1
         places = [
@@ -398,10 +355,10 @@ class DeepSpeedLearner:
         return self._objective(Groups.of(policy_NL, rows, batch_tokens=mean_tokens), beta)
 
     def _weighed(self, output: ObjectiveOutput, batch: TrajectoryBatch) -> Tensor:
-        """The loss of a group as the part that it is of the batch's.
+        """The loss of a group as its part of the batch's.
 
         DeepSpeed takes the mean of the ranks' gradients: times their number, that is the sum. It skips the
-        step, on all ranks, where the norm is not finite; so a loss that is not makes the gradient NaN.
+        step, on all ranks, if the norm is not finite; so a loss that is not makes the gradient NaN.
         """
         scale = self._group.ranks / batch.groups
         return output.loss * torch.where(output.loss.detach().isfinite(), scale, math.nan)
@@ -430,7 +387,9 @@ class DeepSpeedLearner:
         """A model of its own, or the policy without its adapter."""
         if self._average:
             return self._average.whole()
-        return self._reference.at(step) if self._reference else self._base(step)
+        if self._reference:
+            return self._reference.visiting(self._group.device, step)
+        return self._base(step)
 
     @contextmanager
     def _base(self, step: int) -> Iterator[nn.Module]:
@@ -455,8 +414,8 @@ class DeepSpeedLearner:
     ) -> Iterator[tuple[WeightSlot, Tensor]]:
         """The tensors of ``slots``, of a layout, each valid until the next.
 
-        Under ZeRO-3 every rank must come here, for all make each bucket of parameters whole together; of a
-        bucket each has about as much to copy, so that none waits for another's memcpy.
+        Under ZeRO-3 every rank must call it: all gather each bucket of parameters together. Of a bucket each
+        has about as much to copy, so that none waits for another's memcpy.
         """
         wanted = {slot.name for slot in slots}
         for bucket in _buckets(layout.parts(self._group.ranks)):
@@ -498,7 +457,7 @@ class DeepSpeedLearner:
         reports = [json.loads(report) for report in self._group.gather(json.dumps([lines, fault, full]))]
         faults = [(bool(full), fault) for _, fault, full in reports if fault]
         if faults:
-            full, fault = min(faults)  # what another try does not mend is told first
+            full, fault = min(faults)  # first what another try does not help
             raise (DiskFullError if full else StateError)(fault)
         return "".join(lines for lines, *_ in reports)
 
@@ -570,7 +529,7 @@ class _CopyingEngine(TorchCheckpointEngine):
 
 @contextmanager
 def _unwritable(folder: Path) -> Iterator[None]:
-    """What goes wrong with a file is the user's to mend, and told as that; the loss of a peer is not."""
+    """Errors of files become the user's; the loss of a peer does not."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch's writer raises either
@@ -583,7 +542,7 @@ def _unwritable(folder: Path) -> Iterator[None]:
 
 
 def _adapt(policy: PreTrainedModel, config: Config) -> Lora | None:
-    """The adapter that is to be trained, where there is one; the policy has it then. Raises ConfigError."""
+    """The adapter to be trained, put into the policy, or None. Raises ConfigError."""
     if config.model.lora is None:
         return None
     from tba_hpc.learner.lora import Lora
@@ -599,7 +558,7 @@ def _layout(
 
 
 def _leave_out_the_base(model: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """A hook on what goes into checkpoints; DeepSpeed leaves weights in that have a second name."""
+    """A hook on what goes into checkpoints; DeepSpeed keeps weights that have a second name."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             state.pop(prefix + name, None)
@@ -612,7 +571,7 @@ def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 def _load_policy(config: Config) -> PreTrainedModel:
     """The policy; under ZeRO-3 in parts from the start, so that no rank ever holds all of it.
 
-    Raises ConfigError where there is none, or where DeepSpeed does not know a setting of train.deepspeed.
+    Raises ConfigError if there is none, or DeepSpeed does not know a setting of train.deepspeed.
     """
     deepspeed_logger.setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
@@ -645,9 +604,9 @@ class _Noting(dict[str, Any]):
 
 
 def _require_known(settings: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise ConfigError where DeepSpeed refuses a setting, or never looks at one that a user has given.
+    """Raise ConfigError if DeepSpeed refuses a setting, or never looks at one that a user has given.
 
-    It checks the names inside its sections, and passes over unknown ones beside these in silence.
+    It checks names inside its sections, and ignores unknown ones beside these.
     """
     noting = _Noting(settings)
     try:
@@ -656,7 +615,7 @@ def _require_known(settings: Mapping[str, Any], given: Mapping[str, Any]) -> Non
         problem = error.errors()[0]
         key = ".".join(map(str, problem["loc"]))
         raise ConfigError(
-            f"DeepSpeed refuses {key}={problem['input']!r} of train.deepspeed ({problem['msg']}): mend it, "
+            f"DeepSpeed refuses {key}={problem['input']!r} of train.deepspeed ({problem['msg']}): fix it, "
             "or leave it out"
         ) from None
     except DeepSpeedConfigError as error:
@@ -664,12 +623,12 @@ def _require_known(settings: Mapping[str, Any], given: Mapping[str, Any]) -> Non
     for key in given.keys() - noting.looked_at:
         raise ConfigError(
             f"train.deepspeed.{key}={given[key]!r} is nothing that DeepSpeed {deepspeed.__version__} looks "
-            "at: mend the name, or leave it out"
+            "at: fix the name, or leave it out"
         )
 
 
 def _unsharded(parameter: torch.nn.Parameter) -> Tensor:
-    """Nothing but shape and number of elements: of ZeRO-3's parameters no rank has more than a part."""
+    """Shape and number of elements; no rank has all of a parameter under ZeRO-3."""
     return torch.empty(getattr(parameter, "ds_shape", parameter.shape), device="meta")
 
 
@@ -689,16 +648,12 @@ def _make_engine(config: Config, model: PolicyLogprobs, device: torch.device) ->
 
 
 def _own_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Give each parameter a count of steps, where it lies: DeepSpeed's conversion leaves one on the CPU.
+    """Give each parameter its own count of steps on its device; DeepSpeed's conversion leaves one on the CPU.
 
-    Of several parameters that share it each would count it up, and a fused AdamW takes none but its device's.
+    Each parameter would count a shared one up, and a fused AdamW takes only its device's.
     """
     for parameter, state in optimizer.state.items():
         state["step"] = state["step"].to(parameter.device, torch.float32, copy=True)
-
-
-def _folder(message: Message) -> Path:
-    return Path(os.fsdecode(message.payload))
 
 
 def _buckets(parts: Sequence[Sequence[WeightSlot]]) -> Iterator[list[WeightSlot]]:
@@ -719,7 +674,7 @@ def _buckets(parts: Sequence[Sequence[WeightSlot]]) -> Iterator[list[WeightSlot]
 def _convert(folder: Path, universal: Path) -> None:
     """DeepSpeed's own conversion to a checkpoint for any number of ranks.
 
-    In a process of its own, for it starts workers, which must not be forked from an MPI rank.
+    In a process of its own, since it starts workers, which must not be forked from an MPI rank.
     """
     program = [sys.executable, "-c", f"from {__name__} import convert; convert()", "--inject_missing_state"]
     arguments = ["--input_folder", str(folder), "--output_folder", str(universal)]
@@ -734,7 +689,7 @@ def _convert(folder: Path, universal: Path) -> None:
 
 
 def convert() -> None:
-    """Be that process, with the arguments of DeepSpeed's own script."""
+    """The main function of that process, with the arguments of DeepSpeed's script."""
     from deepspeed.checkpoint import ds_to_universal
 
     with only_data(Path(sys.argv[sys.argv.index("--input_folder") + 1])):
@@ -745,7 +700,7 @@ def convert() -> None:
 def only_data(folder: Path) -> Iterator[None]:
     """Have torch load nothing but data, whatever DeepSpeed asks: a pickle may come from a stranger.
 
-    Raises StateError where ``folder`` holds anything else.
+    Raises StateError if ``folder`` holds anything else.
     """
     before = os.environ.get(ONLY_WEIGHTS)
     os.environ[ONLY_WEIGHTS] = "1"
@@ -763,10 +718,9 @@ def only_data(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """A temporary folder that takes the place of ``folder``, whole and durable, when the block ends.
+    """A temporary folder that replaces ``folder``, whole and durable, when the block ends.
 
-    What a kill leaves, whole or half deleted, is gone after the next time, and has names of its own, for NFS
-    keeps what is open somewhere.
+    What a kill leaves is deleted the next time; names are unique, since NFS keeps what is open somewhere.
     """
     for left in folder.parent.glob(f".{folder.name}.*tmp"):
         shutil.rmtree(left, ignore_errors=True)

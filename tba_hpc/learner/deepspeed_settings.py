@@ -1,7 +1,4 @@
-"""DeepSpeed's own configuration: what the learner needs, and ``train.deepspeed`` merged into it.
-
-It must not know what is trained. It does not import DeepSpeed either: settings are plain values.
-"""
+"""DeepSpeed's own configuration: what the learner needs, and ``train.deepspeed`` merged into it."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ BUCKET_ELEMENTS = 128 << 20
 
 
 def deepspeed_settings(config: Config, parameters: int) -> dict[str, Any]:
-    """The whole of it, for a model of so many parameters.
+    """All of it, for a model of so many parameters.
 
-    ``step`` alone ends an accumulation, whatever the micro-batches. An optimizer in host memory
-    (zero_optimization.offload_optimizer) is torch's AdamW there, too: DeepSpeed's own would need a compiler.
+    ``step`` alone ends an accumulation, whatever the micro-batches. An offloaded optimizer is torch's AdamW,
+    too: DeepSpeed's own would need a compiler.
     """
     bucket = min(BUCKET_ELEMENTS, parameters)
     ours = {
@@ -42,7 +39,7 @@ def deepspeed_settings(config: Config, parameters: int) -> dict[str, Any]:
 
 
 def merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, sections as deep as they go; what both have as ``theirs`` has it."""
+    """Both, recursively; what both have as ``theirs`` has it."""
     both = {
         key: merged(ours[key], value)
         if isinstance(value, Mapping) and isinstance(ours[key], Mapping)
@@ -54,5 +51,5 @@ def merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]
 
 
 def is_fused(device: torch.device) -> bool | None:
-    """Whether AdamW updates all weights by a few large kernels: on a GPU. None: as torch likes."""
+    """Whether AdamW updates all weights by a few large kernels: on a GPU. None: torch's default."""
     return True if device.type == "cuda" else None

@@ -1,7 +1,4 @@
-"""A model's tokenizer as its tokenizer.json alone says: quick to load, for checks, not for training.
-
-It must not import transformers or torch, which take seconds.
-"""
+"""A model's tokenizer from its tokenizer.json alone, for checks without transformers and torch."""
 
 from __future__ import annotations
 
@@ -19,16 +16,16 @@ NO_END = (
     "the tokenizer of {key}={path} has no end-of-sequence token, so no completion could ever end: set "
     "eos_token in its tokenizer_config.json"
 )
-"""What is wrong with a model of which that is so."""
+"""The error for such a model."""
 
 OF_THE_FILES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Classes of tokenizers that know no special token but those in their files."""
 
 
 class FileTokenizer:
-    """The Tokenizer port for texts whose length is a lower bound: what transformers adds is left out.
+    """The Tokenizer port without what transformers adds: texts are at most as long as the model sees them.
 
-    That is special tokens, unless there would be none else, and what a chat template puts around a message.
+    That is special tokens, unless there would be no other, and what a chat template puts around a message.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_token_id: int) -> None:
@@ -40,9 +37,9 @@ class FileTokenizer:
 
     @classmethod
     def find(cls, model: str) -> FileTokenizer | None:
-        """Of a folder, or of a hub name that is cached here; None where only transformers could tell.
+        """For a folder or a cached hub name; None if only transformers could tell.
 
-        Raises ConfigError where there is no end-of-sequence token.
+        Raises ConfigError if there is no end-of-sequence token.
         """
         places = [_place(model, name) for name in FILES]
         if None in places:
@@ -66,12 +63,12 @@ class FileTokenizer:
         return self.encode(text)
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Text of ``tokens``, special tokens left out."""
+        """Text of ``tokens``, without special tokens."""
         return str(self._tokenizer.decode(tokens.tolist()))
 
 
 def _place(model: str, name: str) -> str | None:
-    """Path of a file of a model, None where it is not here."""
+    """Path of a model's file, None if it is not here."""
     if Path(model).is_dir():
         file = Path(model) / name
         return str(file) if file.is_file() else None

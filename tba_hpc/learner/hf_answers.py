@@ -1,7 +1,4 @@
-"""Answers to single questions by a model of transformers: up in seconds, where an engine takes half a minute.
-
-It must not know what is asked, nor why. For one question an engine's batching is of no use; for many it is.
-"""
+"""Answers to single questions by a model of transformers: up in seconds, unlike an engine."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ from tba_hpc.learner.hf_model import HfTokenizer, load_policy, load_tokenizer, s
 
 
 class HfAnswers:
-    """A model in evaluation mode, on the GPU where there is one.
+    """A model in evaluation mode, on the GPU if there is one.
 
-    path: folder or hub name. dtype: None takes that of its file. Raises ConfigError where there is none.
+    path: folder or hub name. dtype: None takes that of its file. Raises ConfigError if there is no model.
     """
 
     def __init__(self, path: str, dtype: Dtype | None = None) -> None:
@@ -35,9 +32,9 @@ class HfAnswers:
     def answer(
         self, tokens: np.ndarray, sampling: Sampling, *, samples: int = 1, stop: Sequence[str] = (), seed: int
     ) -> list[Completion]:
-        """So many answers to a prompt, int32 [T], at sampling's temperature (0: greedy), top_p and lengths.
+        """``samples`` answers to a prompt, int32 [T]; their log-probabilities are NaN.
 
-        stop: texts after which an answer has ended. log-probabilities: NaN, none are taken.
+        stop: texts after which an answer has ended.
         """
         torch.manual_seed(seed)
         prompt = torch.tensor(tokens, dtype=torch.long, device=self.device)[None]
@@ -51,7 +48,7 @@ class HfAnswers:
         return [self._completion(row[len(tokens) :].cpu().numpy(), sampling) for row in rows]
 
     def _settings(self, sampling: Sampling, samples: int, stop: Sequence[str]) -> GenerationConfig:
-        """Of the sampling alone: a model's own settings would bend its distribution."""
+        """By the sampling alone: a model's own settings would bend its distribution."""
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         return GenerationConfig(
             do_sample=sampling.temperature > 0,
@@ -65,7 +62,7 @@ class HfAnswers:
 
     @property
     def _ends(self) -> set[int]:
-        """The tokenizer's end of a sequence, and those that the model's own settings name."""
+        """The tokenizer's end of a sequence, and those of the model's own settings."""
         own = self._model.generation_config.eos_token_id
         return {self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own] if own else [])}
 

@@ -1,7 +1,6 @@
 """Hugging Face models of the policy: tokenizer, weights, and log-probabilities of completions.
 
-It must not know about ranks or optimizers, and it never holds the logits [tokens × vocabulary] of a
-whole batch.
+The logits [tokens × vocabulary] of a whole batch are never held.
 
 Shape letters: N sequences, L padded length, T completion tokens in all, D hidden size, V vocabulary.
 """
@@ -24,7 +23,7 @@ from transformers import PreTrainedTokenizerBase as TransformersTokenizer
 from transformers.integrations import deepspeed as zero
 from transformers.utils import logging as transformers_logging
 
-from tba_hpc.config import ConfigError, Dtype
+from tba_hpc.config import ConfigError, Dtype, ModelSection
 from tba_hpc.core.types import WeightSlot
 from tba_hpc.learner.file_tokenizer import NO_END
 from tba_hpc.learner.shared_prompts import ATTENTION, NO_MASK, share_prompts
@@ -50,17 +49,14 @@ class HfTokenizer:
         self.vocab_size = len(tokenizer)
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens int32 [T] of ``text`` at the start of a sequence: as the model was taught, less an end.
-
-        So a beginning-of-sequence token comes first where the tokenizer adds one by itself.
-        """
+        """Tokens int32 [T] of ``text`` at the start of a sequence, with a BOS if there is one; no EOS."""
         tokens = self._tokenizer.encode(text)
         return np.asarray(tokens[:-1] if tokens[-1:] == [self.eos_token_id] else tokens, np.int32)
 
     def encode_chat(self, text: str) -> np.ndarray:
-        """Tokens int32 [T] of ``text`` as a user's message, by the chat template, to where the answer begins.
+        """Tokens int32 [T] of ``text`` as a user's message, by the chat template, up to the model's answer.
 
-        Raises ConfigError where the tokenizer has no chat template.
+        Raises ConfigError if the tokenizer has no chat template.
         """
         if self._tokenizer.chat_template is None:
             raise ConfigError(
@@ -77,7 +73,7 @@ class HfTokenizer:
         return self._tokenizer.chat_template is not None
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Text of ``tokens``, special tokens left out."""
+        """Text of ``tokens``, without special tokens."""
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
     def save(self, folder: Path) -> None:
@@ -88,7 +84,7 @@ class HfTokenizer:
 def load_tokenizer(path: str, key: str = "model.path") -> HfTokenizer:
     """Tokenizer of a model folder or hub name; ``key``: the config key of ``path``, for errors.
 
-    Raises ConfigError where there is none, or where it has no end-of-sequence token.
+    Raises ConfigError if there is none, or it has no end-of-sequence token.
     """
     tokenizer = _from_pretrained(AutoTokenizer, path, key)
     if tokenizer.eos_token_id is None:
@@ -97,10 +93,7 @@ def load_tokenizer(path: str, key: str = "model.path") -> HfTokenizer:
 
 
 def use_tensor_cores(device: torch.device) -> None:
-    """Let a GPU take products of float32 factors in TF32, 10 bits of mantissa each, several times as fast.
-
-    They are added up in float32. Learner and reference do it alike. Elsewhere nothing changes.
-    """
+    """Let a GPU multiply float32 in TF32 (10 bits of mantissa) and add in float32, several times as fast."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
 
@@ -109,9 +102,8 @@ def load_policy(path: str, dtype: Dtype, in_parts: Mapping[str, Any] | None = No
     """Causal language model of a folder or hub name, on the CPU, in ``dtype``, without dropout.
 
     Dropout is off because log-probabilities must be those of the policy that samples. in_parts: settings of
-    DeepSpeed; then every rank calls this, and parameters are shared out by ZeRO-3 as they are made and read,
-    on the device where they are trained.
-    Raises ConfigError where there is no such model.
+    DeepSpeed; then every rank calls this, and ZeRO-3 shards parameters as they are made and read, on the
+    device where they are trained. Raises ConfigError if there is no such model.
     """
     config = _from_pretrained(AutoConfig, path)
     for name, value in vars(config).items():
@@ -120,14 +112,14 @@ def load_policy(path: str, dtype: Dtype, in_parts: Mapping[str, Any] | None = No
     load = partial(_from_pretrained, AutoModelForCausalLM, path, config=config, dtype=TORCH_DTYPE[dtype])
     if in_parts is None:
         return load()
-    with _shared_out(in_parts):
+    with _sharded(in_parts):
         policy = load()
     _compute_buffers_again(policy, dtype)
     return policy
 
 
 class _Zero3:
-    """What transformers asks whether, and how, to share a model out while it is loaded."""
+    """What transformers asks whether, and how, to shard a model while it is loaded."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.config = settings
@@ -137,10 +129,10 @@ class _Zero3:
 
 
 @contextmanager
-def _shared_out(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Have transformers share out what it loads; it keeps a weak reference to who says so."""
-    said_by = _Zero3(settings)
-    zero.set_hf_deepspeed_config(said_by)
+def _sharded(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Have transformers shard what it loads; it keeps a weak reference to the object."""
+    zero3 = _Zero3(settings)
+    zero.set_hf_deepspeed_config(zero3)
     try:
         yield
     finally:
@@ -148,10 +140,10 @@ def _shared_out(settings: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _compute_buffers_again(policy: PreTrainedModel, dtype: Dtype) -> None:
-    """Give a model the buffers that it has when it is not shared out, such as the frequencies of positions.
+    """Give a sharded model the buffers of a whole one, such as the frequencies of positions.
 
-    ZeRO-3 makes every tensor of a model in the type of its weights: frequencies in bfloat16, up to .4 % off.
-    Those that come with the weights are left as they were read.
+    ZeRO-3 makes every tensor in the dtype of the weights: frequencies in bfloat16, up to .4 % off. Buffers
+    that come with the weights stay as read.
     """
     with _without_weights():
         exact = AutoModelForCausalLM.from_config(policy.config, dtype=TORCH_DTYPE[dtype])
@@ -184,15 +176,15 @@ def tensor_in(buffer: np.ndarray, slot: WeightSlot) -> Tensor:
 
 
 def stored_dtype(path: str) -> Dtype:
-    """The dtype in which nothing is lost of a model folder's or hub name's weights, as its config.json says.
+    """The dtype that loses nothing of a model's weights, by its config.json: float32 for float16, too.
 
-    float32 where that says nothing, and for float16, which no engine here takes. Raises ConfigError.
+    Raises ConfigError.
     """
     return "bfloat16" if _from_pretrained(AutoConfig, path).dtype == torch.bfloat16 else "float32"
 
 
 def require_one_vocabulary(tokenizer: HfTokenizer, model: PreTrainedModel, path: str) -> None:
-    """Raise ConfigError where the tokenizer knows tokens that the model does not; the reverse is padding."""
+    """Raise ConfigError if the tokenizer has tokens that the model lacks; the reverse is padding."""
     tokens, known = tokenizer.vocab_size, model.config.vocab_size
     if tokens > known:
         raise ConfigError(
@@ -202,7 +194,7 @@ def require_one_vocabulary(tokenizer: HfTokenizer, model: PreTrainedModel, path:
 
 
 def _from_pretrained(kind: Any, path: str, key: str = "model.path", **options: Any) -> Any:
-    """``kind.from_pretrained``; whatever it cannot find or read becomes one sentence."""
+    """``kind.from_pretrained``; whatever it cannot find or read is a ConfigError."""
     looks_like_a_folder = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_like_a_folder and not Path(path).is_dir():
         raise ConfigError(f"{key}={path} is not a folder: give a model's folder or its name on the hub")
@@ -223,14 +215,13 @@ CHUNK_TOKENS = 256
 class PolicyLogprobs(nn.Module):
     """log π of the completion tokens of a padded batch, differentiable, in bounded memory.
 
-    Equal to ``log_softmax(model(tokens).logits / temperature)`` gathered at the next tokens, but only
-    completion positions pass the output layer, ``chunk_tokens`` (CHUNK_TOKENS) at a time, and their logits
-    are computed again in the backward pass instead of being kept; and completions of one prompt share its
-    computation, where the model allows it. log-sum-exp is taken in float32 whatever the model's dtype; with
-    ``fp32_head`` the logits are, too, instead of being rounded to that dtype first.
+    Equal to ``log_softmax(model(tokens).logits / temperature)`` at the next tokens, but only completion
+    positions pass the output layer, ``chunk_tokens`` (CHUNK_TOKENS) at a time, and their logits are
+    recomputed in the backward pass. Completions share the computation of their prompt if the model allows it
+    (``shares_prompts``). log-sum-exp is float32 whatever the model's dtype; with ``fp32_head`` the logits
+    are, too.
 
-    Models that change the logits after the output layer (soft caps, scales) are refused with a ConfigError:
-    nothing here could know how.
+    Raises ConfigError for models that change the logits after the output layer (soft caps, scales).
     """
 
     def __init__(
@@ -247,9 +238,14 @@ class PolicyLogprobs(nn.Module):
         self.head = LogprobHead(
             model.get_output_embeddings(), chunk_tokens or CHUNK_TOKENS, temperature, fp32=fp32_head
         )
-        self.shares_prompts = _takes_any_mask(model)
+        self.shares_prompts = _shares_prompts(model)
         if self.shares_prompts:
             model.set_attn_implementation(ATTENTION)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, section: ModelSection) -> PolicyLogprobs:
+        """As a run's config has the policy."""
+        return cls(model, temperature=section.policy_temperature, fp32_head=section.fp32_head)
 
     def forward(
         self,
@@ -287,10 +283,9 @@ class PolicyLogprobs(nn.Module):
 class LogprobHead(nn.Module):
     """The output layer of a model as a function from hidden states to log-probabilities of given tokens.
 
-    The policy is softmax(logits / temperature), and so the float32 logits are divided. fp32: they have never
-    been anything else, whatever the type of weights and hidden states, which the gradient's products keep.
-    A module of its own, owning the (shared) parameters, so that ZeRO-3 gathers them around it, once for
-    all chunks.
+    The policy is softmax(logits / temperature). fp32: logits are float32 from the start, whatever the dtype
+    of weights and hidden states, in which gradients are still computed. It is a module that owns the (shared)
+    parameters, so that ZeRO-3 gathers them around it, once for all chunks.
     """
 
     def __init__(
@@ -365,8 +360,8 @@ def _output_layer(
 ) -> Callable[[Tensor], Tensor]:
     """From hidden states [T, D] to float32 logits [T, V], divided by the temperature.
 
-    fp32: not rounded before to the type of the two factors. A GPU adds up in float32 anyway; elsewhere, where
-    no product has another type than its factors, they are made float32, the weights once for all chunks.
+    fp32: not rounded to the dtype of the factors. A GPU can return the float32 sums; a CPU cannot, so there
+    the factors are made float32, the weights once for all chunks.
     """
     exact = fp32 and weight_VD.dtype != torch.float32
     if exact and not weight_VD.is_cuda:
@@ -384,8 +379,8 @@ def _output_layer(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total``, float32, += left @ right, which is not rounded to the type of the two."""
-    if left.is_cuda and left.dtype != torch.float32:  # elsewhere no product has another type than its factors
+    """``total``, float32, += left @ right, not rounded to the dtype of the two."""
+    if left.is_cuda and left.dtype != torch.float32:  # a CPU has no product in another dtype
         total += torch.mm(left, right, out_dtype=torch.float32)
     else:
         total.addmm_(left.float(), right.float())
@@ -395,11 +390,10 @@ def _chunks(total: int, size: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, total, size))
 
 
-def _takes_any_mask(model: PreTrainedModel) -> bool:
-    """Whether a mask and ``position_ids`` alone say which tokens meet, and where each of them is.
+def _shares_prompts(model: PreTrainedModel) -> bool:
+    """Whether ``position_ids`` say where each token is, and tokens meet in full attention only.
 
-    Tokens then meet in attention only, and all layers attend to just what the mask says: not so with
-    recurrent states, sliding windows or distances counted along the row.
+    Not so with recurrent states, sliding windows or distances counted along the row.
     """
     config = model.config
     window = getattr(config, "sliding_window", None)
@@ -414,7 +408,7 @@ def _takes_any_mask(model: PreTrainedModel) -> bool:
 
 
 def _require_plain_logits(model: PreTrainedModel) -> None:
-    """Raise ConfigError unless the logits are the output layer's, a linear map of the hidden states."""
+    """Raise ConfigError unless the logits are the output layer's, which is linear."""
     rescaled = [name for name in RESCALED_LOGITS if getattr(model.config, name, None) not in (None, 1, False)]
     name = type(model).__name__
     if rescaled:

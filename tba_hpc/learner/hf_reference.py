@@ -1,7 +1,5 @@
 """The reference policy π_ref: log-probabilities of finished completions, by a Hugging Face model.
 
-It must not know which engine sampled them, and it never holds the logits of a whole group.
-
 Shape letters: K distinct completions of a group, L longest sequence.
 """
 
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tba_hpc.config import Config
@@ -22,15 +21,13 @@ from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, tensor_in, use
 
 
 class HfReference:
-    """A Reference port on a causal language model of transformers.
+    """A Reference port on a causal language model of transformers, for any one thread.
 
-    ``chunk_tokens`` bounds the tokens whose logits are held at once. The policy is softmax(logits /
-    ``temperature``). It may be called from any one thread, also while an engine runs in another.
-    ``policy_of``: loads the policy of a step, where it is to be reset; ``adapter_of``: its adapter alone,
-    where the policy is ``model`` with one. ``fp32_head``: see PolicyLogprobs.
+    chunk_tokens, temperature, fp32_head: see PolicyLogprobs. policy_of: loads the policy of a step, for a
+    reference that is reset; adapter_of: its adapter alone, if the policy is ``model`` with one.
 
-    The model stays in host memory until log-probabilities are first asked for, when the engine beside it has
-    generated something: an engine that is being built takes all that disappears from its GPU for its own.
+    The model stays in host memory until log-probabilities are first asked for: an engine that is being built
+    counts all that disappears from its GPU as its own.
     """
 
     has_model = True
@@ -66,17 +63,23 @@ class HfReference:
     def logprobs_under(self, weights: WeightUpdate, groups: Sequence[Group]) -> list[list[np.ndarray]]:
         """As ``logprobs``, of every group, under other weights of the same architecture and dtype.
 
-        They change places with the reference's own for that time, tensor by tensor: so no more memory is
-        needed, and the reference is bit by bit what it was. An adapter needs no change of places: it is put
-        beside the weights that it was made for, and computes as the learner's does.
+        They are swapped with the reference's own, tensor by tensor, without more memory; an adapter is put
+        beside the weights that it was made for. Afterwards the reference is bit by bit what it was.
         """
-        with self._wearing(weights) if weights.layout.lora else self._holding(weights):
+        with self._under(weights):
             return [self.logprobs(group) for group in groups]
 
     @contextmanager
-    def _wearing(self, weights: WeightUpdate) -> Iterator[None]:
+    def _under(self, weights: WeightUpdate) -> Iterator[None]:
         before, lora = self._adaptable.adapter, weights.layout.lora
-        assert lora
+        if lora is None:
+            self._settle()
+            self._swap(weights)
+            try:
+                yield
+            finally:
+                self._swap(weights)
+            return
         tensors = ((slot.name, tensor_in(weights.data, slot)) for slot in weights.layout.slots)
         self._adaptable.put_on(Adapter.of(tensors, lora.scale))
         try:
@@ -84,17 +87,8 @@ class HfReference:
         finally:
             self._adaptable.put_on(before)
 
-    @contextmanager
-    def _holding(self, weights: WeightUpdate) -> Iterator[None]:
-        self._settle()
-        self._change_places(weights)
-        try:
-            yield
-        finally:
-            self._change_places(weights)
-
     @torch.no_grad()
-    def _change_places(self, weights: WeightUpdate) -> None:
+    def _swap(self, weights: WeightUpdate) -> None:
         parameters = dict(self.model.named_parameters())
         for slot in weights.layout.slots:
             ours, theirs = parameters[slot.name], tensor_in(weights.data, slot)
@@ -105,7 +99,7 @@ class HfReference:
     def logprobs(self, group: Group) -> list[np.ndarray]:
         """Per completion, float32 [T]: log π_ref of each token given all before it.
 
-        Equal completions are computed once: a policy that has learned much repeats itself.
+        Equal completions are computed once: a trained policy repeats itself.
         """
         self._settle()
         distinct = {c.tokens.tobytes(): c.tokens for c in group.completions}
@@ -114,9 +108,7 @@ class HfReference:
         return [of_tokens[completion.tokens.tobytes()] for completion in group.completions]
 
     def _settle(self) -> None:
-        """Move to the GPU, where there is one and this has not been done; never in inference mode, whose
-        tensors cannot be changed outside it.
-        """
+        """Move to the GPU, once; not in inference mode, whose tensors cannot be changed outside it."""
         if torch.cuda.is_available() and self.model.device.type == "cpu":
             self.model.cuda()
             use_tensor_cores(self.model.device)
@@ -133,6 +125,36 @@ class HfReference:
             logprob_L[len(prompt) : length]
             for logprob_L, length in zip(logprob_KL, length_K.tolist(), strict=True)
         ]
+
+    @contextmanager
+    def visiting(self, device: torch.device, step: int) -> Iterator[PolicyLogprobs]:
+        """The policy of ``step`` on a device for that time, on a trainer rank; its home is host memory."""
+        if step != self.step:
+            self.load(step)
+        if device.type == "cuda":
+            for tensor in _tensors(self._logprobs):
+                if not tensor.is_pinned():
+                    tensor.data = tensor.data.pin_memory()
+        with visiting(self._logprobs, lambda tensor: tensor.to(device, non_blocking=True)):
+            yield self._logprobs
+
+
+@contextmanager
+def visiting(model: nn.Module, copy: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Put copies of a model's tensors in the place of those that stay where they are."""
+    tensors = _tensors(model)
+    home = [tensor.data for tensor in tensors]
+    for tensor in tensors:
+        tensor.data = copy(tensor.data)
+    try:
+        yield
+    finally:
+        for tensor, data in zip(tensors, home, strict=True):
+            tensor.data = data
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 def load_reference(config: Config, folder_of: Callable[[int], Path]) -> HfReference:

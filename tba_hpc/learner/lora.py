@@ -1,6 +1,5 @@
 """LoRA by peft: an adapter beside the policy's linear layers, trained while their weights stay as they are.
 
-It must not know about ranks, optimizers or engines; what an adapter adds to which weights is ``adapter``'s.
 No other module imports peft, which a run without LoRA does not load.
 """
 
@@ -28,11 +27,10 @@ BASE_FILE = "base"
 
 
 class Lora:
-    """An adapter that is put into ``policy``: A random, as a function of ``seed``, B zero (section 4.1 of the
-    paper), both in the type of the policy's weights.
+    """An adapter that is put into ``policy``: A random by ``seed``, B zero, both in the policy's dtype.
 
     adapter, base: parameters by name, the adapter's as they travel, the policy's as they are without it.
-    Raises ConfigError where ``section.targets`` match nothing.
+    Raises ConfigError if ``section.targets`` match nothing.
     """
 
     def __init__(self, policy: PreTrainedModel, section: LoraSection, *, path: str, seed: int) -> None:
@@ -67,7 +65,7 @@ class Lora:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """The policy computes as it did before it had an adapter."""
+        """Have the policy compute without its adapter."""
         layers = [layer for layer in self._policy.modules() if isinstance(layer, BaseTunerLayer)]
         for layer in layers:
             layer.enable_adapters(False)
@@ -78,7 +76,7 @@ class Lora:
                 layer.enable_adapters(True)
 
     def save(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
-        """Write what ``from_pretrained`` loads, with the adapter merged into it, and the adapter by itself.
+        """Write what ``from_pretrained`` loads, the adapter merged into it, and the adapter by itself.
 
         tensors: the values of ``adapter`` and ``base``.
         """
@@ -98,11 +96,11 @@ class Lora:
         self._config.save_pretrained(str(folder / FOLDER))
 
     def note_base(self, checkpoint: Path) -> None:
-        """Write into a checkpoint of the adapter what it is for."""
+        """Write into a checkpoint which weights its adapter is for."""
         write_atomic(checkpoint / BASE_FILE, self._identity)
 
     def require_base(self, checkpoint: Path) -> None:
-        """Raise StateError where a checkpoint's adapter is not for this policy."""
+        """Raise StateError if a checkpoint's adapter is not for this policy."""
         file = checkpoint / BASE_FILE
         if not file.exists() or file.read_text() != self._identity:
             raise StateError(
@@ -112,10 +110,9 @@ class Lora:
 
 
 def _layers(policy: PreTrainedModel, targets: tuple[str, ...] | None, path: str) -> list[str]:
-    """Names of the linear layers that get an adapter. Raises ConfigError where a target names none.
+    """Names of the linear layers that get an adapter. Raises ConfigError if a target names none.
 
-    Not the output layer: its log-probabilities are computed by its weights alone, and where it is tied these
-    are the embedding's, too.
+    Not the output layer: LogprobHead uses its weights alone, and tied ones are the embedding's, too.
     """
     head = policy.get_output_embeddings()
     linear = [
@@ -131,14 +128,11 @@ def _layers(policy: PreTrainedModel, targets: tuple[str, ...] | None, path: str)
         )
     if targets is None:
         return linear
-    for target in targets:
-        if not any(_ends_with(name, target) for name in linear):
+    named = {target: [name for name in linear if f".{name}".endswith(f".{target}")] for target in targets}
+    for target, names in named.items():
+        if not names:
             raise ConfigError(
                 f"model.lora.targets: {target} names no linear layer of model.path={path}, and the output "
                 f"layer gets none: it has {kinds}"
             )
-    return [name for name in linear if any(_ends_with(name, target) for target in targets)]
-
-
-def _ends_with(name: str, target: str) -> bool:
-    return f".{name}".endswith(f".{target}")
+    return [name for name in linear if any(name in names for names in named.values())]

@@ -1,7 +1,4 @@
-"""The state of a trainer rank as it was at a moment, to be written while training goes on.
-
-It must not know who trains, nor what the state means: trees of tensors, each the content of a file.
-"""
+"""A copy of a trainer rank's state, trees of tensors, to be written while training goes on."""
 
 from __future__ import annotations
 
@@ -28,18 +25,15 @@ from tba_hpc.run.memory import free_memory
 
 log = logging.getLogger(__name__)
 
-COPY_BYTES = 16 << 20
-"""One read of a copy that lies in a file."""
-
 MEMORY_SHARE = 0.5
 """Most of the free memory of a machine that the copies of its ranks may take."""
 
 
 class Snapshot:
-    """Copies of the files of one rank; what writes them is for later.
+    """Copies of the files of one rank, to be written later.
 
-    where: as checkpoint.snapshot. local_ranks: how many ranks of this machine do the same. gpu: whether that
-    is where the state lies. Raises ConfigError where ``where`` is a folder that cannot be used.
+    where: as checkpoint.snapshot. local_ranks: how many ranks of this machine do the same. gpu: whether the
+    state is there. Raises ConfigError if ``where`` is a folder that cannot be used.
     """
 
     def __init__(self, where: str | None, *, local_ranks: int, gpu: bool) -> None:
@@ -69,12 +63,11 @@ class Snapshot:
         if self._where is None:
             write = partial(_write_file, Path(path), save)
         elif self._where != "memory":
-            # What goes wrong is told when it is written: here the other ranks would wait for this one.
+            # An error is raised when it is written: here the other ranks would wait for this one.
             copy = at_once(partial(_copied, self._where, save))
             write = partial(_write_copy, Path(path), copy)
         elif self._has_room(Path(path).name, state):
-            staged = self._stager.stage(state)
-            write = partial(_write_file, Path(path), partial(torch.save, staged))
+            write = partial(_write_file, Path(path), partial(torch.save, self._stager.stage(state)))
         else:
             write = at_once(partial(_write_file, Path(path), save)).result
         self._files.append(write)
@@ -85,7 +78,7 @@ class Snapshot:
         return files
 
     def _has_room(self, name: str, state: object) -> bool:
-        """Whether a copy fits into memory, for good once it did: that is kept."""
+        """Whether a copy fits into memory; once it does, it always will, as that memory is kept."""
         if name not in self._fits:
             needed, room = _bytes(state) * self._local_ranks, MEMORY_SHARE * free_memory()
             self._fits[name] = needed <= room
@@ -99,7 +92,7 @@ class Snapshot:
 
 
 def _bytes(state: object) -> int:
-    """Of the memory behind all tensors in a tree, that which several share once."""
+    """Of the memory behind all tensors in a tree, shared memory once."""
     storages = (leaf.untyped_storage() for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -117,12 +110,9 @@ def _copied(folder: str, save: Callable[[IO[bytes]], object]) -> IO[bytes]:
     return copy
 
 
-def _write_copy(path: Path, copy: Future[IO[bytes]]) -> SummedFile:
+def _write_copy(path: Path, copied: Future[IO[bytes]]) -> SummedFile:
     """Write what was copied; the copy is gone then."""
-    return _write_file(path, partial(_copy_file, copy.result()))
-
-
-def _copy_file(copy: IO[bytes], file: SummedFile) -> None:
-    with copy:
+    with copied.result() as copy, SummedFile(path) as file:
         copy.seek(0)
-        shutil.copyfileobj(copy, file, COPY_BYTES)
+        shutil.copyfileobj(copy, file, 16 << 20)
+    return file

@@ -1,24 +1,25 @@
-"""The trainer ranks as one group: they find each other, the leader commands, sums go over all.
+"""The trainer ranks as one group: they find each other, the leader (rank 0) commands, sums go over all.
 
-It must not know what the commands mean. Rendezvous goes through files in a private folder, so that no
-rank opens a port to strangers; rank 0 is the leader.
+Rendezvous goes through files in a private folder, so that no rank opens a port to strangers for it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import numpy as wire
 
 from tba_hpc.core.ports import ExchangeError
 from tba_hpc.run.files import listing, write_atomic
@@ -35,23 +36,33 @@ FIRST_PAUSE, LAST_PAUSE = 0.02, 0.32
 ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Environment of ranks that nobody outside their machine has to reach."""
 
-HEADER = struct.Struct("<qddq")  # command, two numbers, bytes of the payload
+SIZE = struct.Struct("<q")
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """A command of the leader, with what it needs."""
+class Command:
+    """What the leader asks of every rank."""
 
-    command: int
-    numbers: tuple[float, float] = (0.0, 0.0)
-    payload: bytes = b""
+    name: str
+    arguments: tuple[float | str, ...] = ()
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """A line of JSON, then safetensors."""
+        return json.dumps([self.name, *self.arguments]).encode() + b"\n" + wire.save(dict(self.arrays))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Command:
+        """Inverse of to_bytes."""
+        line, _, arrays = data.partition(b"\n")
+        name, *arguments = json.loads(line)
+        return cls(name, tuple(arguments), wire.load(arrays))
 
 
 class TrainerGroup:
     """One rank's view of the group; one per process, because torch.distributed is.
 
-    ``device`` is this rank's GPU where there are GPUs, else the CPU. ``local_ranks``: how many of the group
-    are on this machine.
+    device: this rank's GPU, or the CPU. local_ranks: how many of the group are on this machine.
     """
 
     def __init__(
@@ -70,8 +81,8 @@ class TrainerGroup:
     ) -> TrainerGroup:
         """Meet the other ranks in ``store``: an existing, private, shared folder, empty before this attempt.
 
-        ``start_deadline``: longest wait for another rank here, s; ``deadline``: in any collective, and by
-        default here. Sets the variables by which libraries learn their place (RANK, LOCAL_RANK …). Raises
+        start_deadline: longest wait for another rank here, s; deadline: in any collective, and by default
+        here. Sets the variables by which libraries learn their place (RANK, LOCAL_RANK …). Raises
         ExchangeError naming who is missing.
         """
         hosts = _meet(store, rank, ranks, start_deadline or deadline)
@@ -79,7 +90,7 @@ class TrainerGroup:
         if len(set(hosts)) == 1:
             os.environ |= ON_ONE_MACHINE
         device = torch.device("cpu")
-        if gpus := torch.cuda.device_count():  # 1 where the launcher shows each rank only its own
+        if gpus := torch.cuda.device_count():  # 1 if the launcher shows each rank only its own
             local_rank %= gpus
             device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)
@@ -103,22 +114,20 @@ class TrainerGroup:
         """Whether there is nobody to talk to: gloo would still wait for its own threads to get a core."""
         return self.ranks == 1
 
-    def tell(self, message: Message) -> None:
-        """Leader: send a command to all followers. Raises ExchangeError where one of them is gone."""
+    def tell(self, command: Command) -> None:
+        """Leader: send a command to all followers. Raises ExchangeError if one of them is gone."""
         if self._alone:
             return
-        header = HEADER.pack(message.command, *message.numbers, len(message.payload))
+        data = command.to_bytes()
         with _lost(f"trainer rank 0 cannot reach the followers, ranks 1 to {self.ranks - 1}: one of them"):
-            self._broadcast(header)
-            if message.payload:
-                self._broadcast(message.payload)
+            self._broadcast(SIZE.pack(len(data)))
+            self._broadcast(data)
 
-    def hear(self) -> Message:
-        """Follower: wait for the leader's next command. Raises ExchangeError where the leader is gone."""
+    def hear(self) -> Command:
+        """Follower: wait for the leader's next command. Raises ExchangeError if the leader is gone."""
         with _lost(f"trainer rank {self.rank} waited for its next command, but the leader, trainer rank 0,"):
-            command, first, second, size = HEADER.unpack(self._broadcast(bytes(HEADER.size)))
-            payload = self._broadcast(bytes(size)) if size else b""
-        return Message(command, (first, second), payload)
+            (size,) = SIZE.unpack(self._broadcast(bytes(SIZE.size)))
+            return Command.from_bytes(self._broadcast(bytes(size)))
 
     def _broadcast(self, data: bytes) -> bytes:
         """The leader's ``data``; a follower passes as many bytes of anything."""
@@ -127,7 +136,7 @@ class TrainerGroup:
         return buffer.numpy().tobytes()
 
     def await_leader(self) -> None:
-        """Back when the leader comes here, too, hours later perhaps. ExchangeError where it is gone."""
+        """Returns once the leader comes here, too, hours later perhaps. ExchangeError if it is gone."""
         if not self._alone:
             with _lost(f"trainer rank {self.rank} waited for what the leader, trainer rank 0, does, but it"):
                 self._broadcast(b"\0")
@@ -135,20 +144,19 @@ class TrainerGroup:
     def gather(self, text: str) -> list[str]:
         """The texts of all ranks, by rank; on a follower its own alone.
 
-        One thread of each rank may be here while others command and sum: these are connections of their own.
-        Raises ExchangeError where another rank is gone, or does not come for the deadline.
+        One thread of each rank may be here while others command and sum: it has connections of its own.
+        Raises ExchangeError if another rank is gone, or does not come for the deadline.
         """
         if self._alone:
             return [text]
         with _lost(f"trainer rank {self.rank} could not agree with the others: one of them"):
             if self.leads:
                 return [text, *(self._receive(rank) for rank in range(1, self.ranks))]
-            for data in (struct.pack("<q", len(text.encode())), text.encode()):
+            for data in (SIZE.pack(len(text.encode())), text.encode()):
                 dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=0, group=self._texts)
             return [text]
 
     def _receive(self, rank: int) -> str:
-        """What a follower sends."""
         size = torch.empty(1, dtype=torch.int64)
         dist.recv(size.view(torch.uint8), src=rank, group=self._texts)
         data = torch.empty(int(size), dtype=torch.uint8)
@@ -157,26 +165,25 @@ class TrainerGroup:
 
     def total(self, values: np.ndarray) -> np.ndarray:
         """float64 sums over all ranks."""
-        if self._alone:
-            return values.astype(np.float64)
         sums = torch.from_numpy(values.astype(np.float64))
-        dist.all_reduce(sums)
+        if not self._alone:
+            dist.all_reduce(sums)
         return sums.numpy()
 
     def spread(self, tensor: torch.Tensor, owner: int) -> None:
-        """Have on all ranks what ``tensor`` is on ``owner``: contiguous, and of one shape and dtype."""
+        """Give all ranks what ``tensor`` is on ``owner``: contiguous, and of one shape and dtype."""
         if not self._alone:
             dist.broadcast(tensor, src=owner)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """For what all ranks do at the same time. Raises ExchangeError where another is gone in its midst."""
+        """For what all ranks do at the same time. Raises ExchangeError if another dies meanwhile."""
         other = f"trainer rank {1 - self.rank}" if self.ranks == 2 else "another trainer rank"
         with _lost(f"trainer rank {self.rank} cannot go on: {other}"):
             yield
 
     def barrier(self) -> None:
-        """Back when all ranks have come here."""
+        """Returns once all ranks have come here."""
         self.total(np.zeros(1))
 
     def leave(self) -> None:
@@ -206,8 +213,11 @@ def _meet(store: Path, rank: int, ranks: int, deadline: float) -> list[str]:
     names = [f"rank-{other:04d}" for other in range(ranks)]
     write_atomic(store / names[rank], socket.gethostname())
     give_up, pause = time.monotonic() + deadline, FIRST_PAUSE
-    # One listing a look: that every rank looks for every other would be many requests to one file server.
-    while missing := _missing(names, store):
+    while True:
+        there = set(listing(store))  # one request to the file server, not one per rank
+        missing = [place for place, name in enumerate(names) if name not in there]
+        if not missing:
+            return [(store / name).read_text() for name in names]
         if time.monotonic() > give_up:
             raise ExchangeError(
                 f"trainer rank {rank} waited {deadline:.0f} s for trainer ranks {missing} of {ranks} in "
@@ -216,13 +226,6 @@ def _meet(store: Path, rank: int, ranks: int, deadline: float) -> list[str]:
             )
         time.sleep(pause)
         pause = min(2 * pause, LAST_PAUSE)
-    return [(store / name).read_text() for name in names]
-
-
-def _missing(names: list[str], folder: Path) -> list[int]:
-    """Places in ``names`` of those that a folder lacks."""
-    there = set(listing(folder))
-    return [place for place, name in enumerate(names) if name not in there]
 
 
 def _set_environment(*, rank: int, ranks: int, local_rank: int, local_ranks: int) -> None:

@@ -201,7 +201,7 @@ class Visit:
                 stream = training_requests(self.config, task, self.searcher, known)
                 self._log("moved", searchers=self.config.launch.places)
             request = next(stream)
-            known.add_one(request.id)
+            known.add(request.id)
             issued = True
             yield request
 

@@ -26,8 +26,8 @@ from tba_hpc.core import schedules
 from tba_hpc.core.batch import plan, staleness, take_groups, with_reference_power
 from tba_hpc.core.prompts import CompletedRequests, training_requests
 from tba_hpc.core.types import BEHAVIOUR, Group, TrajectoryBatch
-from tba_hpc.learner.behaviour_reference import BehaviourReference
 from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, load_tokenizer
+from tba_hpc.learner.model_free_references import BehaviourReference
 from tba_hpc.objectives import Groups, figures, make_objective
 from tba_hpc.tasks import load_task
 

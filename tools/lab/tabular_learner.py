@@ -17,7 +17,7 @@ from tba_hpc.config import TrainSection
 from tba_hpc.config.variants import EmaReference
 from tba_hpc.core.skipped_steps import SkippedSteps
 from tba_hpc.core.types import TrajectoryBatch, WeightLayout
-from tba_hpc.learner.trainer_group import Message, TrainerGroup
+from tba_hpc.learner.trainer_group import Command, TrainerGroup
 from tba_hpc.objectives import Groups, figures, make_objective
 from tba_hpc.run.files import publish
 
@@ -26,7 +26,6 @@ STATE_FILE = "tabular.pt"
 
 DEFAULTS = TrainSection()
 
-WRITE, CLOSE = 1, 2
 """Commands to the ranks that follow."""
 
 DEADLINE = 60.0
@@ -183,18 +182,18 @@ class TabularGroup(TabularLearner):
     def write_weights(self, out: np.ndarray) -> None:
         """Copy the logits into ``out``, uint8 [layout.nbytes], and into that of every other rank."""
         super().write_weights(out)
-        self._group.tell(Message(WRITE, payload=out.tobytes()))
+        self._group.tell(Command("write", arrays={"weights": out}))
         self._written()
 
     def close(self) -> None:
         """Let the other ranks go."""
-        self._group.tell(Message(CLOSE))
+        self._group.tell(Command("close"))
         self._group.leave()
 
     def follow(self, slot: Callable[[], np.ndarray]) -> None:
         """Take the weights until the leader closes the group."""
-        while (message := self._group.hear()).command != CLOSE:
-            slot()[:] = np.frombuffer(message.payload, np.uint8)
+        while (command := self._group.hear()).name != "close":
+            slot()[:] = command.arrays["weights"]
             self._written()
         self._group.leave()
 
