@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -29,7 +28,6 @@ from tba_hpc.core.prompts import CompletedRequests, Progress, PromptOrder
 from tba_hpc.core.types import Group, Publication, Split, WeightLayout
 from tba_hpc.exchange.file_exchange import ElasticSearcherExchange, FileSearcherExchange, FileTrainerExchange
 from tba_hpc.exchange.hdf5_shards import PendingShards, ShardWriter
-from tba_hpc.exchange.hybrid_exchange import HybridTrainerExchange
 from tba_hpc.loops.elastic import Attendance, EvaluatorSeat, NoPlaceError, comes_by_itself, leased_place
 from tba_hpc.loops.ending import Watch
 from tba_hpc.loops.freshness import Freshness
@@ -75,18 +73,6 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- What may be configured ---
-
-
-@pytest.mark.parametrize(
-    ("sections", "sentence"),
-    [
-        ({"launch": {"searchers": 0, "elastic": 0}}, r"searchers=0 with launch.elastic=0 leaves no searcher"),
-        ({"exchange": {"max_staleness": 4}}, r"elastic=3 lets searchers leave that .* waits for: leave out"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(sections: dict[str, dict[str, object]], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        config_of(**sections)
 
 
 def test_who_comes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,16 +463,6 @@ def test_a_trainer_that_stays_away_is_an_error_that_says_what_to_do(run: RunDir)
             pass
 
 
-def test_a_stop_ends_the_wait_to_be_told(run: RunDir) -> None:
-    told: list[bool] = []
-    guest = visitor(run, told=told)
-    waiting = threading.Thread(target=guest.progress)
-    waiting.start()
-    told.append(True)
-    waiting.join(10)
-    assert not waiting.is_alive()
-
-
 def test_only_who_evaluates_gets_what_is_to_be_evaluated(run: RunDir) -> None:
     lead, other, judge = trainer(run), visitor(run), visitor(run, evaluates=True)
     for version in range(5):
@@ -503,83 +479,6 @@ def test_only_who_evaluates_gets_what_is_to_be_evaluated(run: RunDir) -> None:
     lead = trainer(run)
     assert not judge.still_wants("test", 1), "another trainer may make other weights of that version"
     lead.close()
-
-
-class Remembering(FileTrainerExchange):
-    """A world of its own, whose memory has two slots: here over files."""
-
-    def __init__(self, *arguments: object, **more: object) -> None:
-        super().__init__(*arguments, **more)  # type: ignore[arg-type]
-        self.slots = [np.zeros(LAYOUT.nbytes, np.uint8) for _ in range(2)]
-        self.writes = 0
-        self.last: Publication | None = None
-
-    def publish(self, publication: Publication, write) -> bool:  # type: ignore[no-untyped-def]
-        def into_slot(out: np.ndarray) -> None:
-            write(self.slots[self.writes % 2])
-            out[:] = self.slots[self.writes % 2]
-
-        if not super().publish(publication, into_slot):
-            return False
-        self.writes, self.last = self.writes + 1, publication
-        return True
-
-    def arrived(self) -> tuple[int, Publication, np.ndarray] | None:
-        if not self.idle or self.last is None:
-            return None
-        return self.writes - 1, self.last, self.slots[(self.writes - 1) % 2]
-
-
-def test_weights_of_a_world_reach_those_who_come_and_go_and_shards_come_from_both(
-    run: RunDir, tmp_path: Path
-) -> None:
-    def shards_of(numbers: range):  # type: ignore[no-untyped-def]
-        return PendingShards(run, among=numbers).read
-
-    inner = Remembering(
-        tmp_path / "world",
-        LAYOUT,
-        read_pending=shards_of(range(FIRST_ELASTIC)),
-        progress=Progress(),
-        evaluated=lambda split, step: True,
-    )
-    board = trainer(run, read_pending=shards_of(range(FIRST_ELASTIC, FIRST_ELASTIC + 3)))
-    there: list[bool] = []
-    lead = HybridTrainerExchange(inner, board, visited=lambda: bool(there))
-    assert lead.publish(Publication(version=0), lambda out: out.fill(0))
-    while not lead.gather():
-        pass
-    assert not [*run.weights.glob("*.safetensors")], "nobody would read them"
-    there.append(True)
-    guest = visitor(run, evaluates=True)
-    core = FileSearcherExchange(tmp_path / "world", 0, deadline=60)
-    seen, written = [], []
-    for version in range(1, 30):
-        write = lambda out, version=version: (written.append(version), out.fill(version))  # noqa: E731
-        while not lead.publish(
-            Publication(version=version, evaluate="test" if version == 7 else None), write
-        ):
-            pass
-        if update := guest.poll():
-            assert update.publication.evaluate is None
-            assert (update.data == update.publication.version).all(), "overwritten while it was copied"
-            seen.append(update.publication.version)
-    for searcher in (0, FIRST_ELASTIC):
-        writer = ShardWriter(run, searcher)
-        writer.append(*scored(searcher, 0, n=2))
-        writer.seal()
-    while not lead.gather():
-        pass
-    found = lead.collect()
-    while len(found) < 2:
-        lead.gather()
-        found += lead.collect()
-    assert written == list(range(1, 30)) and seen == sorted(set(seen))
-    assert (last := guest.poll() or update) and last.publication.version == 29
-    assert core.poll() is not None and sorted(shard.searcher for shard in found) == [0, FIRST_ELASTIC]
-    assert lead.close() == [] and not lead.stop_requested
-    run.mark_finished()
-    assert guest.closed
 
 
 # --- The end ---

@@ -156,10 +156,3 @@ def test_the_last_evaluation_is_waited_for_while_anybody_gets_on(
         with pytest.raises(ExchangeError, match=r"searchers 2, 3 generated nothing for 0.3 s: see the log"):
             ending._evaluation_arrives(run, config, trainer)  # type: ignore[arg-type]
         assert missing_parts(run, "test", STEPS, 4) == [2, 3]
-
-
-def test_an_evaluation_that_never_comes_ends_with_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ExchangeError, match=r"searcher 0 generated nothing for 0.3 s: see the log"):
-        end(tmp_path, monkeypatch, evaluated=False, patience=0.3)

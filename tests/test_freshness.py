@@ -9,7 +9,7 @@ from tba_hpc.config import Config, parse_config
 from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.ports import ExchangeError
 from tba_hpc.core.prompts import CompletedRequests
-from tba_hpc.core.types import BEHAVIOUR, RECORD, Publication, Ragged, Shard, Trajectories, make_uid
+from tba_hpc.core.types import RECORD, Ragged, Shard, Trajectories, make_uid
 from tba_hpc.loops.freshness import Freshness, RolloutBudget
 
 
@@ -169,21 +169,6 @@ def records(*versions_and_references: tuple[int, int]) -> np.ndarray:
     return record
 
 
-def test_without_a_bound_nothing_is_stale_and_nobody_is_held_back() -> None:
-    buffer = ReplayBuffer(config_of().buffer, 0)
-    free = Freshness(config_of(), buffer)
-    free.begin(0, CompletedRequests())
-    assert free.publication(7, evaluate="test", published=1.5) == Publication(
-        version=7, published=1.5, evaluate="test", reference=0, budget_end=None
-    )
-    assert not free.publication(99, evaluate=None, published=0.0).final
-    assert free.publication(100, evaluate="test", published=0.0).final, "of 100 steps the last"
-    assert not free.is_stale(records((0, 0), (7, 0)), step=1000).any()
-    buffer.merge(shard(0, 0, version=0).trajectories, 1)
-    assert free.evict_stale(1000) == 0 and len(buffer) == 2
-    assert not free.exhausted(1000)
-
-
 def test_staleness_is_counted_from_the_oldest_version_either_way() -> None:
     """A shard that survived a crash may come of weights ahead of the step that the resume took back to."""
     bounded = Freshness(config_of(exchange={"max_staleness": 3}), ReplayBuffer(config_of().buffer, 0))
@@ -198,11 +183,6 @@ def test_a_reset_reference_makes_stale_what_older_ones_scored() -> None:
     assert changed == [4, 8, 12] and reset.reference == 12
     assert reset.is_stale(records((12, 8), (1, 12), (12, 0)), step=12).tolist() == [True, False, True]
     assert reset.publication(12, evaluate=None, published=0.0).reference == 12
-
-
-def test_the_weights_that_sampled_are_their_own_reference() -> None:
-    own = Freshness(config_of(train={"reference": "behaviour"}), ReplayBuffer(config_of().buffer, 0))
-    assert own.reference == BEHAVIOUR and not own.update_reference(50)
 
 
 def test_what_is_missing_is_completions_at_first_then_requests() -> None:
@@ -293,12 +273,3 @@ def test_silence_excludes_who_owes_and_ends_the_run_where_all_do(caplog: pytest.
     free = Freshness(config_of(), ReplayBuffer(config.buffer, 0))
     with pytest.raises(ExchangeError, match=r"holds 0 of 4 initial completions.*raise launch.timeout_sec"):
         free.exclude_unresponsive(0, 12.0)
-
-
-def test_eviction_takes_what_is_stale_and_nothing_else() -> None:
-    config = config_of(exchange={"max_staleness": 2})
-    buffer = ReplayBuffer(config.buffer, 0)
-    for request_id in range(6):
-        buffer.merge(shard(0, request_id, version=request_id).trajectories, request_id)
-    assert Freshness(config, buffer).evict_stale(5) == 6
-    assert sorted(buffer.trajectories().record["version_oldest"]) == [3, 3, 4, 4, 5, 5]

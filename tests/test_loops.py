@@ -35,7 +35,6 @@ from tba_hpc.core.types import (
     Sampling,
     Shard,
     Split,
-    Trajectories,
     WeightUpdate,
 )
 from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange
@@ -49,7 +48,7 @@ from tba_hpc.loops.trainer import MARGIN_SECONDS, Trainer, is_late
 from tba_hpc.run.checkpoints import Checkpoints, TrainerState, latest_checkpoint, read_state
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation, find_evaluation, read_part, write_evaluation
-from tba_hpc.run.metrics import REWARD_EDGES, MetricsWriter, read_metrics, step_records
+from tba_hpc.run.metrics import MetricsWriter, read_metrics, step_records
 
 TABLE = Table()
 BETA = 0.25
@@ -290,30 +289,6 @@ def test_the_gap_between_engine_and_learner_is_measured(
         assert 1 <= min(lengths) <= max(lengths) <= TABLE.length
 
 
-def test_a_searcher_says_of_its_completions_what_its_shards_hold(tmp_path: Path) -> None:
-    """The engine's are the reference's weights, and its log-probabilities .125 too high."""
-    config = make_config(tmp_path)
-    run, exchange = RunDir.create(config), OneShot(wanted=200)
-    make_searcher(config, run, exchange, generator=Skewed(0.125), pending_shards=1000).run()
-    shards = [read_shard(path).trajectories for path in run.shard_files().values()]
-    length_N = np.concatenate([shard.completions.lengths for shard in shards])
-    logprobs = np.concatenate([shard.logprobs for shard in shards]).astype(np.float64)
-    reward_N = np.concatenate([shard.record["reward"] for shard in shards])
-
-    records = [r for r in read_metrics(run.metrics_file("searcher")) if r.get("search/trajectories")]
-    count_R = np.array([record["search/trajectories"] for record in records])
-    mean_R = {name: np.array([record[f"search/{name}"] for record in records]) for name in MEANS}
-    assert count_R.sum() == len(length_N)
-    assert (mean_R["length"] * count_R).sum() == pytest.approx(length_N.sum())
-    assert (mean_R["kl"] * count_R).sum() == pytest.approx(0.125 * length_N.sum(), rel=1e-5)
-    assert (mean_R["entropy"] * mean_R["length"] * count_R).sum() == pytest.approx(-logprobs.sum())
-    counts = np.sum([record["search/reward_histogram"] for record in records], 0)
-    np.testing.assert_array_equal(counts[1:-1], np.histogram(reward_N, REWARD_EDGES)[0])
-
-
-MEANS = ("length", "kl", "entropy")
-
-
 def _greedy(logits_PSV: np.ndarray) -> tuple[int, float]:
     """Greedy completions, followed token by token: how many have the highest reward; their perplexity."""
     task, correct, ref_logprobs = TabularTask(TABLE), 0, []
@@ -486,14 +461,6 @@ class Slow(ReplayExchange):
         return True
 
 
-class Silent(Slow):
-    """Brings one shard, ever."""
-
-    def gather(self) -> bool:
-        """Bring nothing."""
-        return True
-
-
 def _steps_of(run: RunDir, event: str) -> list[object]:
     return [r["step"] for r in read_metrics(run.metrics_file("trainer")) if r.get("event") == event]
 
@@ -520,31 +487,6 @@ def test_without_a_limit_a_resume_waits_for_nothing(tmp_path: Path) -> None:
     assert not TrainerParts(config, run).build(Slow(shards), lambda: _losses_reach(run, 3, reached)).run()
     resumed = Slow(shards, published=1)
     assert TrainerParts(config, run).build(resumed).run() and resumed.looks == 0
-
-
-def test_a_wait_for_data_does_not_make_a_job_stop_early(tmp_path: Path) -> None:
-    """Two of three seconds go by in a wait before step 3; the steps after it still fit."""
-
-    class Slower(Slow):
-        def gather(self) -> bool:
-            time.sleep(0.4)
-            return super().gather()
-
-    config = make_config(tmp_path, train={"steps": 5}, exchange={"max_steps_without_data": 3})
-    run = RunDir.create(config)
-    exchange, end = Slower(_sealed(config, run, 2)), time.time() + MARGIN_SECONDS + 3
-    assert TrainerParts(config, run).build(exchange, job_end=end).run()
-    assert exchange.looks == 5
-
-
-def test_a_searcher_that_delivers_no_more_is_named_after_the_deadline(tmp_path: Path) -> None:
-    exchange, launch = {"max_steps_without_data": 2}, {"searchers": 2, "timeout_seconds": 0.3}
-    config = make_config(tmp_path, exchange=exchange, launch=launch)
-    run = RunDir.create(config)
-    parts = TrainerParts(config, run)
-    with pytest.raises(ExchangeError, match=r"got no shard in the last 2 steps .* logs of searchers 0, 1"):
-        parts.build(Silent(_sealed(config, run, 1), 0)).run()
-    assert len(_losses(run)) == 2
 
 
 # --- Stop ---
@@ -799,17 +741,6 @@ def test_a_few_answers_are_kept_in_words_until_the_evaluation_is_whole(tmp_path:
 # --- What goes wrong ---
 
 
-def test_a_buffer_that_nothing_fills_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
-    """After the time that a start may take."""
-    config = make_config(tmp_path, launch={"timeout_seconds": 0.1})
-    began = time.monotonic()
-    parts = TrainerParts(config, RunDir.create(config))
-    sentence = r"holds 0 of 15 initial completions and no new one has arrived .* raise launch.timeout_seconds"
-    with pytest.raises(ExchangeError, match=sentence):
-        parts.build(parts.file_exchange()).run()
-    assert time.monotonic() - began > 0.3, "the searchers had the time for a start"
-
-
 def test_completions_that_only_push_others_out_do_not_keep_a_run_waiting(tmp_path: Path) -> None:
     """Four prompts have room for 32 of the 33 initial ones; a shard comes every tenth of a second."""
     buffer = {"initial_completions": 33, "capacity_per_prompt": 8}
@@ -820,17 +751,6 @@ def test_completions_that_only_push_others_out_do_not_keep_a_run_waiting(tmp_pat
     )
     with pytest.raises(ExchangeError, match=sentence):
         TrainerParts(config, run).build(Slow(_sealed(config, run, 30))).run()
-
-
-class BrokenReward(TabularTask):
-    """Some rewards are no numbers."""
-
-    def rewards(self, prompt: Prompt, completions: Sequence[Completion]) -> list[float]:
-        """NaN for completions of one token, infinite for one prompt."""
-        plain = super().rewards(prompt, completions)
-        broken = [float("inf") if prompt.id == 1 else reward for reward in plain]
-        single = [len(completion.tokens) == 1 for completion in completions]
-        return [float("nan") if one else reward for one, reward in zip(single, broken, strict=True)]
 
 
 @dataclass
@@ -874,21 +794,6 @@ class OneShot:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-def test_rewards_that_are_no_numbers_are_set_aside_and_counted(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    run = RunDir.create(config)
-    exchange = OneShot(wanted=200)
-    make_searcher(config, run, exchange, task=BrokenReward(TABLE)).run()
-
-    parts: list[Trajectories] = [read_shard(path).trajectories for path in run.shard_files().values()]
-    kept = np.concatenate([part.record for part in parts])
-    lengths = np.concatenate([part.completions.lengths for part in parts])
-    assert np.isfinite(kept["reward"]).all() and 1 not in kept["prompt_id"] and lengths.min() > 1
-    assert set(kept["version_oldest"]) == {7}
-    rejected = read_metrics(run.metrics_file("searcher"))[-1]["search/rejected"]
-    assert isinstance(rejected, int) and rejected > 50
 
 
 def test_a_searcher_pauses_at_the_bound_on_unmerged_shards(tmp_path: Path) -> None:

@@ -119,11 +119,6 @@ def test_a_second_process_is_refused_until_the_first_is_gone(run: RunDir, name: 
     assert [path.stat().st_mode & 0o077 for path in (run.owners, *run.owners.iterdir())] == [0, 0]
 
 
-def test_different_ranks_have_different_owners(run: RunDir) -> None:
-    with owned(run), owned(run, "trainer-0000"), owned(run, "searcher-0000"), owned(run, "searcher-0001"):
-        assert len([*run.owners.iterdir()]) == 4
-
-
 def test_one_of_many_rivals_takes_over_from_a_dead_owner(run: RunDir) -> None:
     """Four rounds, each between six starts at once after a kill: with one of them the run goes on."""
     for _ in range(4):
@@ -433,17 +428,6 @@ def test_two_launchers_in_one_job_refuse_each_other(
     assert not is_free(run)
     be_job(monkeypatch, "17", restarts=1)
     assert is_free(run)
-
-
-def test_a_job_is_refused_while_a_launcher_is_at_work(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owners, "LEAVE_SECONDS", 0.5)
-    holder = hold(run)
-    assert said(holder) == "owner"
-    be_job(monkeypatch, "18")
-    with pytest.raises(OwnedError, match=f"process {holder.pid} on "):
-        claim_for_job(run)
-    holder.communicate()
-    claim_for_job(run)
 
 
 def test_a_rank_that_the_run_does_not_have_is_refused(run: RunDir) -> None:

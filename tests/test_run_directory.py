@@ -7,8 +7,8 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tba_hpc.config import Config, ConfigError, load_config, parse_config
 from tba_hpc.report.audit import audit
 from tba_hpc.report.monitor import RunMonitor
 from tba_hpc.report.run_state import run_state
-from tba_hpc.run import changes, directory
+from tba_hpc.run import changes
 from tba_hpc.run.checkpoints import (
     StateError,
     TrainerState,
@@ -37,7 +37,7 @@ from tba_hpc.run.evaluations import (
     write_evaluation,
 )
 from tba_hpc.run.events import log_event, read_events
-from tba_hpc.run.files import DiskFullError, publish, write_atomic
+from tba_hpc.run.files import DiskFullError, write_atomic
 from tba_hpc.run.signals import StopFlag
 
 
@@ -217,62 +217,6 @@ def test_a_file_in_the_way_is_one_sentence(tmp_path: Path) -> None:
             RunDir.create(config_in(root))
 
 
-@pytest.fixture
-def read_only(tmp_path: Path) -> Iterator[Path]:
-    """A folder that cannot be written, by root neither."""
-    folder = tmp_path / "read-only"
-    folder.mkdir()
-    if os.geteuid() != 0:
-        folder.chmod(0o500)
-        yield folder
-        folder.chmod(0o700)
-        return
-    mount = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("root without the right to mount: no read-only folder can be had")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_read_only_path_is_one_sentence(read_only: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"cannot write to .*(Read-only|denied).*; choose another"
-    ) as caught:
-        RunDir.create(config_in(read_only))
-    assert "\n" not in str(caught.value)
-
-
-def test_paths_are_those_of_the_design(run: RunDir) -> None:
-    paths = [
-        *(
-            run.config_file,
-            run.shard_file(3, 17),
-            run.metrics_file("trainer"),
-            run.metrics_file("searcher", 3),
-        ),
-        *(run.export, run.report, run.summary, begin_checkpoint(run, 400)),
-    ]
-    assert [str(path.relative_to(run.path)) for path in paths] == [
-        *("config.yaml", "shards/searcher-0003/000017.h5", "metrics/trainer.jsonl"),
-        *("metrics/searcher-0003.jsonl", "export", "report.html", "summary.json", "checkpoints/step-000400"),
-    ]
-
-
-def test_attempts_count_up_and_latest_follows(run: RunDir) -> None:
-    first = run.begin_attempt()
-    assert (first.name, run.attempt) == ("attempt-001", first.resolve())
-    second = run.begin_attempt()
-    assert (second.name, run.attempt) == ("attempt-002", second.resolve())
-    assert sorted(path.name for path in run.logs.iterdir()) == ["attempt-001", "attempt-002", "latest"]
-
-
-def test_publish_replaces_whole_files_and_leaves_nothing_else(tmp_path: Path) -> None:
-    publish(tmp_path / "x", b"old")
-    publish(tmp_path / "x", b"new and longer")
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
-    assert (tmp_path / "x").read_bytes() == b"new and longer"
-
-
 FILE_SIZE_LIMIT = """
 import resource, sys
 from pathlib import Path
@@ -365,36 +309,6 @@ def test_every_config_that_was_changed_is_kept(run: RunDir) -> None:
         "evaluate.test_prompts=9 (was null); scores from here on are of other prompts than before "
         "(evaluate.test_prompts)"
     )
-
-
-def test_a_kill_amidst_a_change_leaves_a_run_that_goes_on(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before each file that the change writes; the same command is given again."""
-    for point in range(3):
-        steps = 80 + point
-        changes.create(config_in(run.path.parent, train={"steps": steps}))
-        left_at(run, steps, finished=True)
-        longer = config_in(run.path.parent, train={"steps": steps + 1})
-        with monkeypatch.context() as patch:
-            patch.setattr(directory, "write_atomic", killed_after(point))
-            with pytest.raises(KeyboardInterrupt):
-                changes.create(longer)
-        assert run.config().train.steps == steps  # a kill there leaves the old run, whose end is written anew
-        assert not changes.is_done(run, changes.create(longer).config())
-        assert run.config() == longer and not run.finished
-
-
-def killed_after(writes: int) -> Callable[[Path, str], None]:
-    """``write_atomic``, which is interrupted instead of the write after so many."""
-    left = iter(range(writes))
-
-    def write(path: Path, text: str) -> None:
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        write_atomic(path, text)
-
-    return write
 
 
 # --- Links ---
@@ -544,18 +458,6 @@ def test_a_held_out_evaluation_cut_short_is_gone_on_with(run: RunDir) -> None:
     assert missing_parts(run, "test", 100, 3) == [] and read_part(run, 1, 3, "test", 100) is None
     discard_evaluations(run, after=99)
     assert list(run.evaluations.iterdir()) == []
-
-
-def test_parts_that_a_kill_left_beside_one_another_become_one_file_at_a_resume(run: RunDir) -> None:
-    folder = run.evaluations / "validation-step-000040"
-    folder.mkdir()
-    for searcher in range(3):
-        text = json.dumps(asdict(replace(part(40, 1, 2), split="validation")))
-        (folder / f"searcher-{searcher:04d}-of-0003.json").write_text(text)
-    whole = find_evaluation(run, "validation", 40)
-    discard_evaluations(run, after=50)
-    assert not folder.exists() and find_evaluation(run, "validation", 40) == whole
-    assert whole is not None and (whole.correct, whole.total) == (3, 6)
 
 
 def test_logs_of_the_newest_attempts_are_kept(run: RunDir) -> None:

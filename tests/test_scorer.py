@@ -9,19 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lab.tabular import TabularGenerator, TabularReference, TabularTask
+from lab.tabular import TabularReference, TabularTask
 from test_loops import TABLE, OneShot, answers, make_config, make_searcher
 
 from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import EngineError
-from tba_hpc.core.prompts import CompletedRequests, Progress, training_requests
 from tba_hpc.core.types import Completion, Group, Prompt
 from tba_hpc.exchange.hdf5_shards import ShardWriter, read_shard
 from tba_hpc.loops.scorer import TOLD_EVERY, Judged, Scorer
 from tba_hpc.loops.search_log import Sums
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.metrics import MetricsWriter, read_metrics
-from tba_hpc.runtime import SearchParts, _online_evaluator
+from tba_hpc.run.metrics import read_metrics
 
 S = 12
 """Completions of a group."""
@@ -166,25 +164,6 @@ def test_groups_of_another_temperature_are_left_out_of_kl(
         sums = sum((scored.sums for scored in scorer.finished()), sums)
     scorer.close()
     assert sums.compared == compared and bool(sums.own) == bool(compared)
-
-
-@pytest.mark.parametrize(("share", "told"), [(0.0, True), (1.0, False)])
-def test_a_searcher_tells_kl_of_what_is_not_tempered(tmp_path: Path, share: float, told: bool) -> None:
-    """Of a real run's parts: its scorer knows the temperature of the others."""
-    config = make_config(tmp_path, generator={"temperature": 1.0, "tempered_share": share})
-    run, task = RunDir.create(config), TabularTask(TABLE)
-    metrics = MetricsWriter(run.metrics_file("searcher"))
-    parts = SearchParts(run, config, 0, TabularGenerator(TABLE), task, metrics, TabularReference(TABLE))
-    parts.searcher(
-        OneShot(wanted=40),
-        Progress(CompletedRequests(), {}),
-        requests=training_requests(config, task, 0, CompletedRequests()),
-        evaluator=_online_evaluator(run, config, task),
-        report=lambda *_: None,
-        stop_asked=lambda: False,
-    ).run()
-    records = [record for record in read_metrics(run.metrics_file("searcher")) if record.get("search/groups")]
-    assert records and all(("search/kl" in record) is told for record in records)
 
 
 class Unjudged(TabularTask):

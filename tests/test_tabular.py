@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors.numpy
 from lab import lockstep
 from lab.lockstep import Setup
 from lab.tabular import (
@@ -14,8 +13,6 @@ from lab.tabular import (
     TabularGenerator,
     TabularReference,
     TabularTask,
-    TabularTokenizer,
-    log_softmax,
     total_variation,
 )
 from lab.tabular_learner import TabularLearner
@@ -234,11 +231,6 @@ def test_a_baseline_below_all_rewards_has_a_known_optimum_on_stale_data(shift: f
     assert (learner.policy_PC.min() > 1e-6) == reaches  # whether every completion keeps a chance
 
 
-def test_the_start_is_far_from_the_optimum() -> None:
-    table = Table()
-    assert total_variation(TabularLearner(table).policy_PC, table.optimum(BETA)).min() > 0.05
-
-
 # --- The table ---
 
 
@@ -253,46 +245,12 @@ def test_every_completion_exists_once_and_all_policies_sum_to_one(
     np.testing.assert_allclose(table.probabilities(logits).sum(1), 1, rtol=1e-12)
 
 
-def test_different_prefixes_have_different_numbers() -> None:
-    table = Table(letters=3)
-    seen: dict[int, tuple[int, ...]] = {}
-    for tokens in table.completions:
-        for t, number in enumerate(table.prefixes(tokens[None])[0].tolist()):
-            assert seen.setdefault(number, tuple(tokens[:t].tolist())) == tuple(tokens[:t].tolist())
-    assert sorted(seen) == list(range(table.shape[1]))
-
-
 def test_optimum_by_hand() -> None:
     """Two completions, end or the letter: a logistic function of the difference of rewards."""
     table = Table(prompts=1, letters=1, length=1)
     (end, letter), (ref_letter, ref_end) = table.reward_PC[0], table.ref_logits_PSV[0, 0]
     log_odds = float(ref_letter) - float(ref_end) + (float(letter) - float(end)) / 0.5
     np.testing.assert_allclose(table.optimum(0.5)[0, 1], 1 / (1 + np.exp(-log_odds)), rtol=1e-6)
-
-
-def test_total_variation() -> None:
-    p, q = np.array([[0.5, 0.5], [1.0, 0.0]]), np.array([[0.5, 0.5], [0.0, 1.0]])
-    assert total_variation(p, q).tolist() == [0, 1]
-
-
-def test_tokenizer_round_trip_and_end_of_sequence() -> None:
-    table = Table()
-    tokenizer = TabularTokenizer(table)
-    assert tokenizer.encode("Dab").tolist() == [table.prompt_token(3), 0, 1]
-    assert tokenizer.decode(tokenizer.encode("Cbba")) == "Cbba"
-    assert tokenizer.decode(np.array([1, tokenizer.eos_token_id])) == "b"
-    assert tokenizer.vocab_size == max(table.prompt_token(p) for p in range(4)) + 1
-
-
-def test_task_scores_by_the_table() -> None:
-    table = Table()
-    task = TabularTask(table)
-    for prompt in task.prompts("test"):
-        assert prompt.id == task.prompts("test").index(prompt)
-        completions = [Completion(tokens, np.zeros(len(tokens)), "stop") for tokens in table.completions]
-        assert task.rewards(prompt, completions) == table.reward_PC[prompt.id].tolist()
-        (best,) = [c for c in completions if task.correct([prompt], [c]) == [True]]
-        assert TabularTokenizer(table).decode(best.tokens) == prompt.target
 
 
 # --- The ports ---
@@ -313,48 +271,6 @@ def test_samples_follow_the_policy_and_carry_its_logprobs(temperature: float) ->
             completion.logprobs, table.token_logprobs(logits, 0, completion.tokens), rtol=1e-6
         )
         assert completion.finish_reason == ("stop" if completion.tokens[-1] == table.eos else "length")
-
-
-def test_temperature_sharpens_the_sampler_not_the_logprobs() -> None:
-    table = Table(prompts=1, length=1)
-    (group,) = generate(table, TabularGenerator(table, seed=0), 4000, temperature=0.5)
-    expected = np.exp(log_softmax(2 * table.ref_logits_PSV[0, 0]))
-    counts = np.bincount([c.tokens[0] for c in group.completions], minlength=3)
-    np.testing.assert_allclose(counts / 4000, expected, atol=0.03)
-    for completion, reference in zip(group.completions, TabularReference(table).logprobs(group), strict=True):
-        np.testing.assert_array_equal(completion.logprobs, reference)
-
-
-def test_temperature_zero_is_greedy() -> None:
-    table = Table(length=2)
-    for group in generate(table, TabularGenerator(table), 3, temperature=0.0):
-        logits = table.ref_logits_PSV[group.request.prompt.id]
-        first = logits[0].argmax()
-        wanted = [first] if first == table.eos else [first, logits[1 + first].argmax()]
-        assert all(completion.tokens.tolist() == wanted for completion in group.completions)
-
-
-def test_weights_loaded_midway_serve_the_rest_of_a_completion() -> None:
-    table = Table(prompts=1)
-    only_a, only_b = (np.tile(np.eye(3)[letter] * 100, (1, 7, 1)) for letter in (0, 1))
-    generator = TabularGenerator(table)
-    generator.load(update_of(table, only_a, version=3))
-    request = Request(TabularTask(table).prompts("train")[0], 0, 2, Sampling(1.0, 1.0, 3))
-    generator.submit(request)
-    assert generator.step() == [] and generator.in_flight == 2
-    generator.load(update_of(table, only_b, version=8))
-    assert generator.step() == []
-    (group,) = generator.step()
-    assert generator.in_flight == 0 and generator.version == 8
-    assert [c.tokens.tolist() for c in group.completions] == [[0, 1, 1]] * 2
-    assert group.versions.tolist() == [[3, 8]] * 2
-    assert group.request is request
-
-
-def test_other_completion_lengths_are_refused() -> None:
-    generator, prompt = TabularGenerator(Table()), TabularTask(Table()).prompts("train")[0]
-    with pytest.raises(ValueError, match="use max_tokens=3"):
-        generator.submit(Request(prompt, 0, 1, Sampling(1.0, 1.0, 4)))
 
 
 def written(learner: TabularLearner) -> np.ndarray:
@@ -378,26 +294,6 @@ def test_weights_written_are_the_weights_trained_and_then_those_that_sample() ->
         for completion in group.completions:
             wanted = table.token_logprobs(logits, group.request.prompt.id, completion.tokens)
             np.testing.assert_allclose(completion.logprobs, wanted, rtol=1e-6)
-
-
-def test_the_learner_reports_the_loss_of_its_policy() -> None:
-    """Loss and KL from the table's own probabilities, before the step."""
-    table, beta = Table(), 0.5
-    batch = stale_buffer(table, 0).sample(0, groups=4, group_size=5)
-    learner = TabularLearner(table, TrainSection(objective=EQUATION_7, ratio_bound="none"))
-    learner.step(batch, learning_rate=0.3, beta=beta)  # away from the reference
-    ratio_PC = np.log(learner.policy_PC) - np.log(table.probabilities(table.ref_logits_PSV))
-    losses, ratios = [], []
-    for group, prompt in enumerate(batch.prompt_id_B):
-        rows = [batch.sequences.row(5 * group + j)[1:] for j in range(5)]
-        which = [table.index(tokens) for tokens in rows]
-        score = ratio_PC[prompt, which] - table.reward_PC[prompt, which] / beta
-        losses.append(beta / 2 * np.mean((score - score.mean()) ** 2))
-        ratios.append(ratio_PC[prompt, which].mean())
-    metrics = learner.step(batch, learning_rate=0.3, beta=beta)
-    assert metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
-    assert metrics["log_ratio"] == pytest.approx(np.mean(ratios), rel=1e-4)
-    assert metrics["tokens"] == len(batch.logprobs)
 
 
 def test_the_learner_says_how_far_its_policy_is_from_the_samplers() -> None:
@@ -470,11 +366,3 @@ def test_a_run_that_only_skips_ends_with_one_sentence() -> None:
     sentence = r"in a row were skipped, .* 0, 1, 2, 3 was not finite: .* start another run \(run.name\)"
     with pytest.raises(ConfigError, match=sentence):
         learner.step(bad, learning_rate=0.1, beta=BETA)
-
-
-def test_export_holds_the_logits(tmp_path: Path) -> None:
-    table = Table()
-    learner = TabularLearner(table)
-    learner.export(tmp_path / "export")
-    logits = safetensors.numpy.load_file(tmp_path / "export" / "model.safetensors")["logits"]
-    np.testing.assert_array_equal(logits, table.ref_logits_PSV)
