@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 from tba_hpc.checks.facts import refuse
 from tba_hpc.checks.lists import ELASTIC, before_elastic
+from tba_hpc.commands.submit import tell
 from tba_hpc.config import Config, ConfigError
 from tba_hpc.core.wording import count
 from tba_hpc.launch import slurm, snapshot
@@ -65,20 +65,21 @@ def submit_elastic(
     warnings = _warnings(run, config, site, site_file)
     snapshot.take(run.path)
     number = slurm.submit_elastic(run, text)
-    commands = {
-        "watch": shlex.join(["tba", "status", str(run.path)]),
-        "logs": shlex.join(["tail", "-F", f"{run.path}/slurm/searchers-{number}_0.log"]),
-        "cancel": f"scancel {number}",
+    done = {
+        "job": number,
+        "run": str(run.path),
+        "commands": {
+            "watch": shlex.join(["tba", "status", str(run.path)]),
+            "logs": shlex.join(["tail", "-F", f"{run.path}/slurm/searchers-{number}_0.log"]),
+            "cancel": f"scancel {number}",
+        },
+        "warnings": warnings,
+        "why": f"up to {count(nodes, 'node')}, {count(searcher.ranks, 'searcher')} on each",
     }
     if as_json:
-        submitted = {"job": number, "run": str(run.path), "commands": commands, "warnings": warnings}
-        print(json.dumps(submitted))
-        return
-    print(f"job {number}: up to {count(nodes, 'node')}, {count(searcher.ranks, 'searcher')} on each")
-    for name, command in commands.items():
-        print(f"  {name:7} {command}")
-    for sentence in warnings:
-        print(f"warning: {sentence}", file=sys.stderr)
+        print(json.dumps(done))
+    else:
+        tell(done)
 
 
 def _warnings(run: RunDir, config: Config, site: Site, site_file: Path) -> list[str]:
@@ -90,7 +91,5 @@ def _warnings(run: RunDir, config: Config, site: Site, site_file: Path) -> list[
 
 def _searchers_site(site_file: Path, partition: str | None, time: str | None) -> Site:
     site = load_site(site_file, **({"time": time} if time else {}))
-    if partition is None:
-        return site
-    own = site.searcher.model_copy(update={"partition": partition})
+    own = site.searcher.model_copy(update={"partition": partition or site.searcher.partition})
     return site.model_copy(update={"searcher": own})

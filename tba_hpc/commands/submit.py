@@ -82,7 +82,7 @@ def submit(orders: Sequence[Order], *, wait: bool, as_json: bool) -> bool:
         if as_json and done:
             print(json.dumps(done if len(ready) > 1 else done[0]))
     if len(ready) == 1 and not as_json:
-        _tell(done[0])
+        tell(done[0])
     if not wait:
         return True
     ended = [_ends_well(one.run, job) for one, job in zip(ready, jobs, strict=True)]
@@ -207,7 +207,7 @@ def _commands(ready: Ready, job: str) -> dict[str, str]:
     }
 
 
-def _tell(done: dict[str, Any]) -> None:
+def tell(done: dict[str, Any]) -> None:
     """What was done, what to know about it, and the commands that come next."""
     if done["job"] is None:
         print(

@@ -158,27 +158,7 @@ def test_mpich_speaks_pmi2(cluster: Cluster, tmp_path: Path, mpich: Path) -> Non
     assert [rank["size"] for rank in _ranks(run, 1)] == [6] * 6
 
 
-def test_the_job_tells_its_state_and_wait_returns_at_its_end(cluster: Cluster, tmp_path: Path) -> None:
-    run, script = _run(tmp_path, _site(10))
-    job = slurm.submit(run, script)
-    _working(cluster, run, 1)
-    shown = slurm_queue.job_states(run)
-    assert [(row["job"], row["state"]) for row in shown] == [(job, "RUNNING")] * 2
-    assert [row["nodes"] for row in shown] == ["node1", "node[2-3]"]
-    assert slurm_queue.await_job(run) == "COMPLETED" and run.finished
-
-
-def test_cancel_ends_all_components_for_good(cluster: Cluster, tmp_path: Path) -> None:
-    run, script = _run(tmp_path, _site(10_000))
-    job = slurm.submit(run, script)
-    _working(cluster, run, 1)
-    cluster.run("scancel", job)
-    cluster.until(lambda: not cluster.run("squeue", "-h"), "the end of script and ranks", 30)
-    assert slurm_queue.await_job(run) == "CANCELLED"
-    assert not run.summary.exists() or not json.loads(run.summary.read_text())["finished"]
-
-
-def test_a_run_that_is_queued_or_running_is_not_submitted_again(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_run_has_one_job_at_a_time(cluster: Cluster, tmp_path: Path) -> None:
     run, script = _run(tmp_path, _site(10_000))
     job = slurm.submit(run, script)
     with pytest.raises(slurm.SubmitError, match=f"job {job} of this run is .* already.*scancel"):
@@ -186,10 +166,17 @@ def test_a_run_that_is_queued_or_running_is_not_submitted_again(cluster: Cluster
     _working(cluster, run, 1)
     with pytest.raises(slurm.SubmitError, match="is running already"):
         slurm.submit(run, script)
+    shown = slurm_queue.job_states(run)
+    assert [(row["job"], row["state"]) for row in shown] == [(job, "RUNNING")] * 2
+    assert [row["nodes"] for row in shown] == ["node1", "node[2-3]"]
+    intruder = cluster.submit(script)
+    assert cluster.wait(intruder) == "FAILED"
+    assert f"{run.path} is at work already: Slurm job {job}" in _log(run) and len(_starts(run)) == 1
     cluster.run("scancel", job)
-    cluster.until(lambda: slurm_queue.active_job(run) is None, "the end of the job")
-    again = slurm.submit(run, script)
-    assert int(again) > int(job)
+    assert slurm_queue.await_job(run) == "CANCELLED"
+    cluster.until(lambda: not cluster.run("squeue", "-h"), "the end of script and ranks", 30)
+    assert not run.summary.exists() or not json.loads(run.summary.read_text())["finished"]
+    assert int(slurm.submit(run, script)) > int(job)
 
 
 def test_two_submissions_at_once_make_one_job(cluster: Cluster, tmp_path: Path) -> None:
@@ -208,16 +195,6 @@ def test_two_submissions_at_once_make_one_job(cluster: Cluster, tmp_path: Path) 
     for thread in threads:
         thread.join()
     assert sorted(outcomes)[1:] == ["refused"] * 3
-
-
-def test_a_second_job_on_the_run_refuses_to_start(cluster: Cluster, tmp_path: Path) -> None:
-    run, script = _run(tmp_path, _site(10_000), 2)
-    job = slurm.submit(run, script)
-    _working(cluster, run, 1, 4)
-    intruder = cluster.submit(script)
-    assert cluster.wait(intruder) == "FAILED"
-    assert f"{run.path} is at work already: Slurm job {job}" in _log(run)
-    assert len(_starts(run)) == 1
 
 
 @pytest.mark.parametrize(
