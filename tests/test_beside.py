@@ -186,18 +186,6 @@ def test_switched_off_a_checkpoint_is_complete_on_return(run: RunDir) -> None:
     check_whole(run, 3)
 
 
-def test_beside_training_the_same_files_are_written(tmp_path: Path) -> None:
-    found = []
-    for way in (False, True):
-        run = RunDir.create(tabular_run.make_config(tmp_path / str(way)))
-        save(run, 3, beside=way)
-        folder = latest_checkpoint(run)
-        assert folder is not None
-        files = [path for path in sorted(folder.rglob("*")) if path.name not in ("state.json", "COMPLETE")]
-        found.append({path.name: path.read_bytes() for path in files})
-    assert found[0] == found[1] and len(found[0]) == 3
-
-
 class InAFolder(TabularLearner):
     """As DeepSpeed's: what it saves lies in a folder of its own, made before anything is copied."""
 

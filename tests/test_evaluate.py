@@ -26,7 +26,7 @@ from tba_hpc.evaluate import find_target, measure, print_result
 from tba_hpc.evaluate.measure import assess, passes_at_k, samplings
 from tba_hpc.learner.hf_model import load_tokenizer
 from tba_hpc.learner.model_free_references import BehaviourReference
-from tba_hpc.report.estimates import bootstrap, pass_at_k, passes, powers_of_two, wilson
+from tba_hpc.report.estimates import bootstrap, pass_at_k, passes, wilson
 from tba_hpc.run.directory import RunDir
 from tba_hpc.tasks.arithmetic import Arithmetic
 
@@ -38,10 +38,6 @@ def test_pass_at_k_is_the_share_of_subsets_that_hold_a_correct_one(samples: int)
     for correct, k in itertools.product(range(samples + 1), range(1, samples + 1)):
         subsets = list(itertools.combinations([i < correct for i in range(samples)], k))
         assert pass_at_k(correct, samples, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
-
-
-def test_k_doubles_up_to_the_samples() -> None:
-    assert [powers_of_two(n) for n in (1, 3, 8)] == [[1], [1, 2], [1, 2, 4, 8]]
 
 
 @pytest.mark.parametrize(

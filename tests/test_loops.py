@@ -205,6 +205,19 @@ def test_a_whole_asynchronous_run_learns_the_target(tmp_path: Path) -> None:
     assert max(float(record["staleness/max"]) for record in steps) > config.exchange.sync_every
 
 
+def test_an_engine_step_longer_than_a_record_is_no_share_beyond_one(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run, generator = RunDir.create(config), TabularGenerator(TABLE)
+    exchange = FileSearcherExchange(run.weights, 0, deadline=20)
+    searcher = make_searcher(config, run, exchange, generator=generator)
+    generator.busy_seconds = 25.0
+    for _ in range(3):
+        searcher._logged = time.monotonic() - 10
+        searcher._log()
+    records = read_metrics(run.metrics_file("searcher"))
+    assert [record["search/busy_share"] for record in records] == pytest.approx([1, 1, 0.5], abs=0.01)
+
+
 def test_evaluations_use_exactly_the_named_weights(tmp_path: Path) -> None:
     """Greedy pass@1 of every recorded step equals that of the policy which the checkpoint holds."""
     config = make_config(tmp_path, train={"steps": 40}, evaluate={"every": 8}, checkpoint={"every": 8})

@@ -250,13 +250,6 @@ def test_the_page_tells_the_attempts_of_a_run(run: RunDir) -> None:
     )
 
 
-def test_the_moving_mean_keeps_constants_and_length() -> None:
-    assert plots._smooth(np.full(100, 2.5)).tolist() == pytest.approx([2.5] * 100)
-    values = np.arange(200.0)
-    assert plots._smooth(values)[10:190].tolist() == pytest.approx(values[10:190].tolist())
-    assert plots._smooth(np.array([3.0])).tolist() == [3.0]
-
-
 def fresh(version: int, count: int, **figures: object) -> dict[str, object]:
     """A searcher's record of ``count`` completions."""
     return search(1000.0, 100, 1000.0, **{"version": version, "trajectories": count, **figures})

@@ -32,7 +32,6 @@ from tba_hpc.report.samples.texts import pieces
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.checkpoints import latest_checkpoint
 from tba_hpc.run.directory import RunDir
-from tba_hpc.run.history import History
 
 BYTES = ByteTokenizer()
 QUESTIONS = ("How many <eggs>?", "How many Pens?")
@@ -148,30 +147,6 @@ def test_shards_that_move_while_they_are_read_are_followed(run: RunDir) -> None:
 # --- What became of it ---
 
 
-def test_a_resume_takes_back_the_merges_after_its_checkpoint() -> None:
-    def merge(shard: int, revision: int, **stayed_out: int) -> dict[str, object]:
-        return {
-            "event": "merged",
-            "step": 9,
-            "revision": revision,
-            "searcher": 0,
-            "shard": shard,
-            **stayed_out,
-        }
-
-    records = [
-        {"event": "started", "step": 0, "revision": 0},
-        *(merge(0, 1), merge(1, 2, duplicates=3), merge(2, 3)),
-        {"event": "resumed", "step": 5, "revision": 2},
-        merge(3, 3, late=1),
-    ]
-    found = {merge.key[1]: merge for merge in History.of(records).merges}  # type: ignore[arg-type]
-    assert {index: (merge.duplicates, merge.left_out) for index, merge in found.items()} == {
-        **{0: (0, 0), 1: (3, 0)},
-        3: (0, 1),
-    }
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A run that was killed, went on to its end, and has kept every shard."""
@@ -279,10 +254,6 @@ def test_where_the_trainer_scores_the_reference_nothing_is_coloured(tmp_path: Pa
     text = (tmp_path / "page.html").read_text()
     assert "nan" not in text.lower() and "Each token by" not in text
     assert {shade for _, shade, _ in Page(text).tokens} == {""}
-
-
-def test_shades_grow_with_the_ratio() -> None:
-    assert [shade(x) for x in (0.05, -0.05, 0.1, -0.6, 2, -9)] == ["", "", "up1", "down2", "up3", "down4"]
 
 
 @pytest.mark.parametrize("text", ["plain words", "naïve — 木漏れ日 🦉!", ""])

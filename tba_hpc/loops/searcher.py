@@ -207,7 +207,8 @@ class Searcher:
         now = time.monotonic()
         seconds, self._logged = now - self._logged, now
         spent = self._clock.reset()
-        before, self._busy_seconds = self._busy_seconds, self.generator.busy_seconds
+        before = self._busy_seconds  # a step that began before the last record counts for the next ones, too
+        self._busy_seconds = min(self.generator.busy_seconds, before + seconds)
         scored = tally.scored
         self.metrics.log(
             {

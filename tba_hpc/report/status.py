@@ -34,6 +34,7 @@ from tba_hpc.report.tables import NOTHING, dropped_unlearned, duration
 from tba_hpc.report.terminal import Terminal
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation
+from tba_hpc.run.metric_table import CURVES
 from tba_hpc.run.metrics import Record, number
 
 LINE_SECONDS = 5.0
@@ -182,35 +183,13 @@ def done(counts: Counts) -> dict[str, str]:
     return {**found, "redone": count(counts.redone, "step")} if counts.redone else found
 
 
-LATEST = {
-    "batch_reward": "train/reward",
-    "loss": "train/loss",
-    "staleness": "staleness/mean",
-    "trainer_wait_share": "train/wait_share",
-    "buffer": "buffer/size",
-}
-"""Keys of the JSON that are a figure of the last step."""
-
-SMOOTHED = {
-    "reward": "search/reward",
-    "kl": "search/kl",
-    "log_ratio": "train/log_ratio",
-    "entropy": "search/entropy",
-    "ess": "train/ess",
-    "clip_share": "train/clip_share",
-    "flat_groups": "search/flat_groups",
-    "batch_flat_groups": "train/flat_groups",
-    "length": "search/length",
-    "truncated_share": "search/truncated_share",
-    "replay_ratio": "train/replay_ratio",
-}
-"""Keys of the JSON that are a mean over the last steps or completions."""
-
-
 def figures(monitor: RunMonitor, size_of: SizeOf = unknown_size) -> dict[str, Any]:
-    """Everything that is shown, as values for JSON; None if there is no value yet."""
+    """Everything that is shown, as values for JSON; None if there is no value yet.
+
+    figures: means over the last steps, or completions, by metric; last_step: the trainer's last record.
+    """
     now, data, attempt, trends = run_state(monitor), monitor.data, monitor.attempt, monitor.trends
-    gap = trends.latest("search/engine_gap")
+    latest = {name: value for name, value in data.trainer.latest.items() if not isinstance(value, list)}
     return {
         "run": str(monitor.run.path),
         "state": now.state,
@@ -226,9 +205,8 @@ def figures(monitor: RunMonitor, size_of: SizeOf = unknown_size) -> dict[str, An
         "counts": asdict(data.counts(size_of)),
         "seconds_left": monitor.eta if now.state == "training" else None,
         **_evaluated(monitor),
-        **{key: trends.latest(name) for key, name in SMOOTHED.items()},
-        "engine_gap": trends.latest("train/engine_gap") if gap is None else gap,
-        **{key: number(data.trainer.latest, name) for key, name in LATEST.items()},
+        "figures": {name: trends.latest(name) for name in CURVES},
+        "last_step": latest,
         "skipped_steps": trends.skipped,
         "rejected": trends.rejected,
         "by_length": asdict(trends.by_length),
