@@ -254,12 +254,8 @@ def _open_trainer(
     if placement.mpi is None:
         return over_files(EVERYBODY)
     from tba_hpc.exchange.mpi_exchange import MpiTrainerExchange
-    from tba_hpc.exchange.mpi_world import BUCKET_MB
 
-    delta = config.exchange.delta
-    world = MpiTrainerExchange.open(
-        placement.mpi, layout, bucket_mb=BUCKET_MB, delta=delta, progress=progress
-    )
+    world = MpiTrainerExchange.open(placement.mpi, layout, progress=progress, delta=config.exchange.delta)
     if not config.launch.elastic:
         return world
     elastic = over_files(range(FIRST_ELASTIC, EVERYBODY.stop))

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from tba_hpc.core.types import WeightLayout
+from tba_hpc.core.weight_files import map_weights
 from tba_hpc.engine.engine_channel import (
     COMMANDS,
     Channel,
@@ -29,7 +30,6 @@ from tba_hpc.engine.engine_channel import (
     Ready,
     Refused,
     Submit,
-    map_weights,
 )
 from tba_hpc.run.signals import die_with
 
@@ -74,8 +74,9 @@ def serve(channel: Channel[Command], behaviour: Behaviour) -> None:
                 case Load() if behaviour.misfit:
                     channel.send(Misfit(behaviour.misfit))
                 case Load():
-                    assert WeightLayout.from_json(command.layout).nbytes == len(map_weights(command.path))
-                    version, logprob = command.version, float(map_weights(command.path)[:4].view("f4")[0])
+                    nbytes = WeightLayout.from_json(command.layout).nbytes
+                    weights = map_weights(command.path, nbytes, command.offset)
+                    version, logprob = command.version, float(weights[:4].view("f4")[0])
                     channel.send(Loaded(version, 0.0))
         time.sleep(behaviour.request_seconds if waiting else 0)
         finished = [completed(waiting.pop(0), version, logprob)] if waiting else []

@@ -2,8 +2,6 @@
 
 import socket
 
-import numpy as np
-
 from tba_hpc.core.types import Sampling
 from tba_hpc.engine.engine_channel import (
     ANSWERS,
@@ -14,9 +12,7 @@ from tba_hpc.engine.engine_channel import (
     Finished,
     Load,
     Progress,
-    SharedWeights,
     Submit,
-    map_weights,
 )
 
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, max_tokens=5)
@@ -29,7 +25,7 @@ def _channels() -> tuple[Channel[Answer], Channel[Command]]:
 
 def test_messages_arrive_whole_and_in_order_before_the_end() -> None:
     rank, engine = _channels()
-    commands = [Submit(1, b"\x01\x00", 4, SAMPLING), Load(7, "/proc/1/fd/3", "[]")]
+    commands = [Submit(1, b"\x01\x00", 4, SAMPLING), Load(7, "/proc/1/fd/3", 64, "[]")]
     for command in commands:
         rank.send(command)
     rank.close()
@@ -59,15 +55,3 @@ def test_waiting_ends_without_news() -> None:
     engine.close()  # with a message unread
     assert rank.receive(10) == [] and rank.closed
     rank.send(Submit(2, b"", 1, SAMPLING))
-
-
-def test_weights_are_read_without_a_copy() -> None:
-    weights = SharedWeights()
-    for size in (1000, 1000, 3000):
-        data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
-        weights.write(data)
-        mapped = map_weights(weights.path)
-        np.testing.assert_array_equal(mapped, data)
-    weights.write(data[::-1])
-    np.testing.assert_array_equal(mapped, data[::-1])
-    weights.close()

@@ -179,8 +179,8 @@ def test_a_layout_says_whether_it_is_of_an_adapter() -> None:
 def test_it_says_so_over_files_too(tmp_path: Path) -> None:
     layout = WeightLayout.of([("q.lora_A.weight", (1, 3))], "BF16", LoraWeights("abc", 0.1))
     _create_incoming(tmp_path / "weights", layout, 3)[:] = 7
-    found, data = read_weights(tmp_path / "weights")
-    assert found == layout and data.tolist() == [7] * 6
+    found, file = read_weights(tmp_path / "weights")
+    assert found == layout and file.map("r").tolist() == [7] * 6
 
 
 # --- The learner ---

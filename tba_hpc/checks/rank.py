@@ -59,7 +59,7 @@ def broadcast(world: MpiWorld) -> float:
         data = np.random.default_rng(0).integers(0, 256, NBYTES, np.uint8)
         layout = WeightLayout.of([("weights", (NBYTES // 4,))], "F32")
         checksum = str(zlib.crc32(data.data)).encode()
-        memory = world.connect_peers(layout, bucket_mb=32, told=checksum)
+        memory = world.connect_peers(layout, progress=checksum, bucket_mb=32)
         memory.slot(0)[:] = data
     else:
         memory, checksum = world.connect()

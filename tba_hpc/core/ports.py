@@ -166,7 +166,7 @@ class Generator(Protocol):
     def load(self, update: WeightUpdate) -> None:
         """Replace the weights in place; requests in flight go on under the new weights.
 
-        ``update`` has been copied on return; the old weights are in use while ``loading``.
+        The old weights are in use while ``loading``.
         """
 
     def close(self) -> None:
@@ -324,7 +324,7 @@ class SearcherExchange(Protocol):
         """Hand over a shard that is already sealed on disk."""
 
     def poll(self) -> WeightUpdate | None:
-        """The newest weights not seen before, if any. They stay valid until the next call."""
+        """The newest weights not seen before, if any."""
 
     def request_stop(self) -> None:
         """Ask the trainer to stop the run at its next safe point; nothing if only this searcher leaves."""

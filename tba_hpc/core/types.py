@@ -13,6 +13,8 @@ from typing import Any, Literal, Self
 import msgspec
 import numpy as np
 
+from tba_hpc.core.weight_files import WeightFile
+
 FinishReason = Literal["stop", "length"]
 Split = Literal["train", "validation", "test"]
 Role = Literal["trainer", "searcher"]
@@ -560,8 +562,18 @@ class Publication:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightUpdate:
-    """Weights as a searcher gets them; data: uint8 [layout.nbytes], valid until the exchange's next call."""
+    """Weights as a searcher gets them. They stay as they are until it takes others or forgets these.
+
+    data: uint8 [layout.nbytes], perhaps shared and read-only. file: what holds them, if other processes may
+    read it.
+    """
 
     publication: Publication
     layout: WeightLayout
     data: np.ndarray
+    file: WeightFile | None = None
+
+    def private(self) -> WeightUpdate:
+        """The same weights to be kept and written to; memory is shared until it is written."""
+        data = self.file.map("c") if self.file else self.data.copy()
+        return replace(self, data=data)

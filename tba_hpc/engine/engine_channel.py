@@ -1,4 +1,4 @@
-"""What a searcher's rank and the process of its engine share: messages, their socket, and memory for weights.
+"""What a searcher's rank and the process of its engine share: messages, and their socket.
 
 It must not know vLLM or torch, so that the rank's end stays light. A message is its length and msgpack;
 arrays travel as raw bytes.
@@ -7,14 +7,12 @@ arrays travel as raw bytes.
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 import msgspec
-import numpy as np
 
 from tba_hpc.config import Dtype
 from tba_hpc.core.types import Sampling
@@ -63,10 +61,11 @@ class Submit(Message):
 
 
 class Load(Message):
-    """To the engine: weights to use from now on. They stay at ``path`` until it answers Loaded."""
+    """To the engine: weights to use from now on, in the file at ``path`` from ``offset`` on."""
 
     version: int
     path: str
+    offset: int
     layout: str
 
 
@@ -196,28 +195,3 @@ class Channel(Generic[T]):
             payload = bytes(self._incoming[start:end])
             del self._incoming[:end]
             yield self._decoder.decode(payload)
-
-
-class SharedWeights:
-    """Memory of this process that others read under ``path``. It has no name, and goes with its last user."""
-
-    def __init__(self) -> None:
-        self._file = os.memfd_create("weights")
-        self._data = np.empty(0, np.uint8)
-        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-
-    def write(self, data: np.ndarray) -> None:
-        """Copy weights, uint8 [nbytes], into it."""
-        if len(self._data) != len(data):
-            self._data = np.memmap(self.path, np.uint8, "r+", shape=data.shape)
-        np.copyto(self._data, data)
-
-    def close(self) -> None:
-        """Let go of it."""
-        os.close(self._file)
-
-
-def map_weights(path: str) -> np.ndarray:
-    """uint8 [nbytes]: what another process wrote to its SharedWeights, without a copy."""
-    # A private mapping: torch wants memory that it could write to.
-    return np.memmap(path, np.uint8, "c")

@@ -25,6 +25,7 @@ import torch
 from pydantic import ValidationError
 
 from tba_hpc.core.types import Sampling, WeightLayout, WeightSlot
+from tba_hpc.core.weight_files import map_weights
 from tba_hpc.engine.engine_channel import (
     COMMANDS,
     Channel,
@@ -39,7 +40,6 @@ from tba_hpc.engine.engine_channel import (
     Ready,
     Refused,
     Submit,
-    map_weights,
 )
 from tba_hpc.learner.adapter import Adapter, identity, layers_of
 
@@ -214,7 +214,9 @@ class Engine:
             if reason := next(filter(None, unlike), ""):
                 self._channel.send(Misfit(reason))
                 return
-        missed = self._llm.collective_rpc("load_shared_weights", args=(command.path, command.layout))
+        missed = self._llm.collective_rpc(
+            "load_shared_weights", args=(command.path, command.offset, command.layout)
+        )
         if names := list(dict.fromkeys(chain.from_iterable(missed))):
             self._channel.send(Misfit(_told(names)))
             return
@@ -306,8 +308,8 @@ class WeightLoader:
         self.lora_base = base
         return ""
 
-    def load_shared_weights(self, path: str, layout: str) -> list[str]:
-        """Replace all weights in place by those at ``path``; see engine_channel.SharedWeights.
+    def load_shared_weights(self, path: str, offset: int, layout: str) -> list[str]:
+        """Replace all weights in place by those in the file at ``path``; see core.weight_files.
 
         An adapter is merged into the model's own weights, W + s·B·A, which then are all replaced, too.
 
@@ -315,7 +317,7 @@ class WeightLoader:
         """
         logging.getLogger(RELOAD_LOGGER).addFilter(_is_not_about_rotary_embeddings)
         given = WeightLayout.from_json(layout)
-        tensors = _tensors(given, map_weights(path))
+        tensors = _tensors(given, map_weights(path, given.nbytes, offset))
         if given.lora:
             assert self.lora_base is not None, "an adapter's base is looked at before it is loaded"
             device = next(self.get_model().parameters()).device  # type: ignore[attr-defined]

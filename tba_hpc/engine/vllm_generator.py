@@ -23,6 +23,7 @@ import numpy as np
 from tba_hpc.config import ConfigError, GeneratorSection, LaunchSection, ModelSection
 from tba_hpc.core.ports import EngineError
 from tba_hpc.core.types import Completion, Group, Request, WeightUpdate
+from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.engine.engine_channel import (
     ANSWERS,
     Answer,
@@ -37,7 +38,6 @@ from tba_hpc.engine.engine_channel import (
     Progress,
     Ready,
     Refused,
-    SharedWeights,
     Submit,
 )
 
@@ -117,8 +117,8 @@ class VllmGenerator:
         self._keys = (*keys, "generator.engine") if generator.engine else keys
         self._generator = generator
         self._seed = seed
-        self._weights = SharedWeights()
         self._load: Load | None = None
+        self._weights: WeightFile | None = None  # that it names, for an engine that is rebuilt
         self._requests: dict[int, Request] = {}
         self._open = 0  # completions of these that have not ended
         self._submitted = 0
@@ -172,8 +172,8 @@ class VllmGenerator:
         """
         while self.loading:
             self._listen()
-        self._weights.write(update.data)
-        self._load = Load(update.publication.version, self._weights.path, update.layout.to_json())
+        self._weights = file = update.file or WeightFile.copy_of(update.data)
+        self._load = Load(update.publication.version, file.path, file.offset, update.layout.to_json())
         self._loading = True
         if self._engine.ready:
             self._engine.send(self._load)
@@ -181,7 +181,6 @@ class VllmGenerator:
     def close(self) -> None:
         """End the engine. Nothing may be called after it."""
         self._engine.end()
-        self._weights.close()
 
     def _listen(self) -> None:
         for answer in self._engine.receive(STEP_SECONDS):

@@ -1,23 +1,21 @@
 """The exchange of weights and shards over a shared file system: searchers come and go as they like.
 
-It must not know how weights are made or used, nor the format of shards. Weights travel as safetensors
-files, shards are found where they were sealed, and one small file, ``latest.json``, says everything
-else: which weights there are, which shards are merged, whether the run is over. It is replaced whole by
-the trainer alone; a searcher only ever reads it, so the death of one costs nothing.
+Weights travel as safetensors files, shards are found where they were sealed, and one small file,
+``latest.json``, says the rest: which weights there are, which shards are merged, whether the run is over.
+Only the trainer writes it, and replaces it whole; so the death of a searcher costs nothing.
 
-Weights to be evaluated stay in the list, and on disk, until their evaluation is complete, the newest few of
-them: a searcher takes those first, oldest first, and otherwise the newest.
+Weights to be evaluated stay listed, and on disk, until their evaluation is complete, the newest few of them.
+A searcher takes those first, oldest first, and otherwise the newest.
 
-Others may lie there as what has changed since the publication before: a chain of such files begins with whole
-weights, and stays as long as its end. A searcher goes along it from what it has, or from the beginning. If a
-file of changes is damaged it keeps the weights that it has until a new chain begins.
+Other weights may be stored as what has changed since the publication before. A chain of such files begins
+with whole weights and stays as long as its end. A searcher follows it from what it has, or from its
+beginning. If a file of changes is damaged, the searcher keeps its weights until a new chain begins.
 
-A searcher that joins leaves a note, and the trainer answers it in its next round: how far the run is by then
-lies in a file that the list names. So the answer is never that of a trainer that is gone.
+A searcher that joins leaves a note. The trainer answers it in its next round: the list then names a file that
+says how far the run is. So the answer is never that of a trainer that is gone.
 
-A file system may forget a file that is open, show one late, or be full for a while: whoever meets that looks
-again, or tries again, for as long as the deadline allows. What could not be flushed may be lost, and a second
-flush would not say so: it is written again.
+A file system may forget an open file, show one late, or be full for a while: both ends retry until the
+timeout. What could not be flushed may be lost, and a second flush would not say so: it is written again.
 
 Trainer ranks on several nodes that each write a part of the weights need a file system that is coherent
 under mmap (Lustre, GPFS; not NFS).
@@ -31,13 +29,14 @@ import os
 import secrets
 import time
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -46,6 +45,7 @@ from safetensors import safe_open
 from tba_hpc.core.ports import IDLE_DEADLINES, ExchangeError
 from tba_hpc.core.prompts import CompletedRequests, Progress
 from tba_hpc.core.types import LoraWeights, Publication, Shard, Split, WeightLayout, WeightSlot, WeightUpdate
+from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.exchange.weight_changes import apply_changes, find_changes
 from tba_hpc.run.files import (
     FULL_DISK,
@@ -67,25 +67,23 @@ KEEP = 2
 """Newest weights kept on disk, evaluated or not: a searcher may just be opening the one before the last."""
 
 MOST_WAITING = 4
-"""Most weights kept whose validation is not complete: that of a searcher that has died never will be."""
+"""Most weights kept for a validation that is not complete: that of a searcher that has died never will be."""
 
 POLL_SECONDS = 0.1
-"""Seconds between two looks of a searcher at ``latest.json``; metadata servers are slow and shared.
+"""Shortest time between two looks of a searcher at ``latest.json``; metadata servers are slow and shared.
 
-Where it changes seldom, up to ten times as long: a fiftieth of the time since it did.
+If it changes seldom, up to ten times as long: a fiftieth of the time since it did.
 """
 
 STOP, JOIN, HELD, PROGRESS = "stop-", "join-", "held-", "progress-"
-"""Beginnings of the names of notes to the trainer, of weights that a searcher reads, and of answers."""
+"""Prefixes of notes to the trainer, of weights that a searcher reads, and of answers."""
 
 WEIGHTS, CHANGES = ".safetensors", ".changes"
-"""Ends of the names of whole weights, and of what has changed."""
+"""Suffixes of whole weights, and of what has changed."""
 
 LONGEST_CHAIN, HEAVIEST_CHAIN = 32, 0.5
 """Most files of changes in a row, and most of their bytes, as a share of the weights': a searcher that joins
 reads them all."""
-
-Result = TypeVar("Result")
 
 INCOMING = "incoming.tmp"
 """Name of the weights while they are being written."""
@@ -95,7 +93,7 @@ INCOMING = "incoming.tmp"
 class Entry:
     """One published set of weights. ``sequence`` goes up by one per publish, over all attempts of a run.
 
-    changes: whether ``file`` holds what has changed since the sequence before; checksum: CRC-32 of it then.
+    changes: whether ``file`` holds what has changed since the sequence before; checksum: then its CRC-32.
     """
 
     sequence: int
@@ -110,7 +108,7 @@ class Manifest:
     """Contents of ``latest.json``. attempt: which trainer process wrote it.
 
     cursors: next shard to merge per searcher. entries: the weights on disk, oldest first. progress: file that
-    says how far the run is, to the searchers joined: per number, the token of the note that is answered.
+    says how far the run is, to the searchers in ``joined``: number to token of the note that is answered.
     """
 
     attempt: str
@@ -140,6 +138,11 @@ class Manifest:
         """Replace the manifest of a run."""
         write_atomic(folder / "latest.json", json.dumps(asdict(self)))
 
+    @property
+    def files(self) -> set[str]:
+        """Names of all files that it lists."""
+        return {self.progress, *(entry.file for entry in self.entries)}
+
     def chain(self, sequence: int) -> tuple[Entry, ...]:
         """The entries that make the weights of a sequence: whole ones, and all changes from there on."""
         until = [entry for entry in self.entries if entry.sequence <= sequence]
@@ -150,11 +153,11 @@ class Manifest:
 class FileTrainerExchange:
     """The leader's end.
 
-    folder: where weights go. read_pending: all readable shards at or beyond the cursors, in order.
-    progress: how far the run is. evaluated: whether the evaluation of a split with the weights of a version
-    is complete. several: whether other trainer ranks write their parts of the weights, each right into the
-    file; else they are kept in memory until they are on disk. delta: whether weights may lie there as what
-    has changed, where ``several`` do not write. patience: how long a full disk is waited for, s.
+    folder: where weights go. read_pending: all readable shards at or beyond the cursors, in order. progress:
+    how far the run is. evaluated: whether the evaluation of a split with the weights of a version is
+    complete. several: whether other trainer ranks write their parts of the weights, each right into the file;
+    otherwise weights stay in memory until they are on disk. delta: whether weights may be stored as what has
+    changed, unless ``several`` write. patience: how long a full disk is waited for, s.
     """
 
     def __init__(
@@ -174,7 +177,7 @@ class FileTrainerExchange:
         self._layout = layout
         self._read_pending = read_pending
         self._evaluated = evaluated
-        self._patience = patience
+        self._insist = partial(insist, seconds=patience)
         self._several = several
         self._delta = DeltaMemory(layout.nbytes) if delta else None
         self._memory = np.zeros(0 if delta or several else layout.nbytes, np.uint8)
@@ -187,13 +190,13 @@ class FileTrainerExchange:
         self._round: Future[None] | None = None
 
     def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
-        """Write a weights file; see ports.TrainerExchange. It is made durable and announced beside the loop.
+        """Write a weights file; see ports.TrainerExchange. A thread makes it durable and lists it.
 
         With several trainer ranks, rank i writes run i of ``layout.parts``: the leader inside ``write``,
-        the others into their ``slot()``; ``write`` must be back only when all have written.
-        Raises DiskFullError, and OSError where what several ranks have written could not be made durable.
+        the others into their ``slot()``; ``write`` must return only when all have written.
+        Raises DiskFullError, and OSError if what several ranks have written could not be made durable.
         """
-        if not self._idle:
+        if not self.idle:
             return False
         if self._several:
             write(self._insist(lambda: self._incoming(publication.version)))
@@ -204,11 +207,8 @@ class FileTrainerExchange:
         return self.pass_on(publication, memory)
 
     def pass_on(self, publication: Publication, weights: np.ndarray) -> bool:
-        """As ``publish``, of weights, uint8 [layout.nbytes], that are copied beside the loop, too.
-
-        They must stay as they are until ``idle``.
-        """
-        if not self._idle:
+        """Like ``publish``, with weights, uint8 [layout.nbytes], that must not change until ``idle``."""
+        if not self.idle:
             return False
         self._round = self._worker.submit(self._write_and_sync, publication, weights)
         return True
@@ -216,11 +216,14 @@ class FileTrainerExchange:
     @property
     def idle(self) -> bool:
         """Whether no round is under way. Raises what went wrong in the last one."""
-        return self._idle
+        if self._round is not None and self._round.done():
+            self._round.result()
+            self._round = None
+        return self._round is None
 
     def gather(self) -> bool:
-        """Look for new shards beside the loop; see ports.TrainerExchange."""
-        if not self._idle:
+        """Look for new shards in the thread; see ports.TrainerExchange."""
+        if not self.idle:
             return False
         self._round = self._worker.submit(self._sync, None)
         return True
@@ -238,32 +241,28 @@ class FileTrainerExchange:
         """Finish the round under way, end the run for the searchers, return the last shards."""
         if not self._manifest.closed:
             self._worker.shutdown()
-            assert self._idle
+            assert self.idle
             self._manifest = replace(self._manifest, closed=True)
             self._sync(None)
             self._announce()
         return self.collect()
 
-    @property
-    def _idle(self) -> bool:
-        if self._round is not None and self._round.done():
-            self._round.result()
-            self._round = None
-        return self._round is None
-
-    def _insist(self, do: Callable[[], Result]) -> Result:
-        return insist(do, seconds=self._patience)
+    # --- Weights ---
 
     def _incoming(self, version: int) -> np.ndarray:
         """Where the next weights go, uint8 [layout.nbytes]. Raises DiskFullError."""
         return _create_incoming(self._folder / INCOMING, self._layout, version)
 
     def _entry(self, publication: Publication) -> Entry:
-        return Entry(self._next_sequence, f"step-{publication.version:06d}{WEIGHTS}", publication)
+        sequence = max((entry.sequence for entry in self._manifest.entries), default=-1) + 1
+        return Entry(sequence, f"step-{publication.version:06d}{WEIGHTS}", publication)
 
     def _write_and_sync(self, publication: Publication, weights: np.ndarray) -> None:
         """Write weights, or what of them has changed, and make that visible."""
-        changes = self._delta.changes(weights) if self._delta and may_lie_apart(publication) else None
+        changes = None
+        # Weights that are kept or waited for are whole.
+        if self._delta and publication.evaluate is None and not publication.final:
+            changes = self._delta.changes(weights)
         entry = self._entry(publication)
         if changes is None:
             self._write_whole(publication.version, weights)
@@ -276,7 +275,7 @@ class FileTrainerExchange:
         self._sync(entry)
 
     def _write_whole(self, version: int, weights: np.ndarray) -> None:
-        """Write weights durably; all of them again where they cannot be flushed."""
+        """Write weights durably; all of them again if they cannot be flushed."""
 
         def write() -> None:
             np.copyto(self._incoming(version), weights)
@@ -289,71 +288,50 @@ class FileTrainerExchange:
         fsync(self._folder / INCOMING)
         self._sync(self._entry(publication))
 
-    def _announce(self) -> None:
-        self._insist(end_if_superseded)
-        self._insist(lambda: self._manifest.write(self._folder))
+    def _name_incoming(self, name: str) -> None:
+        """Give the incoming weights, which are durable, the name that is listed."""
+        self._insist(lambda: (self._folder / INCOMING).replace(self._folder / name))
+        self._insist(lambda: fsync(self._folder))
 
-    def _remove_leftovers(self) -> None:
-        """Requests of an earlier attempt, and what a kill between write and rename left.
-
-        Notes of searchers that join stay: they may have come before their trainer.
-        """
-        for name in listing(self._folder):
-            if name.startswith((STOP, HELD, PROGRESS)) or (name.endswith(".tmp") and name != INCOMING):
-                (self._folder / name).unlink(missing_ok=True)
-
-    @property
-    def _next_sequence(self) -> int:
-        return max((entry.sequence for entry in self._manifest.entries), default=-1) + 1
-
-    def _first_manifest(self, cursors: Mapping[int, int]) -> Manifest:
-        """A manifest for this attempt; the newest weights of the one before stay, so that sequences go on.
-
-        What they let searchers do, and their reference, may have been taken back since.
-        """
-        before = self._insist(lambda: Manifest.read(self._folder))
-        kept = [
-            replace(entry, publication=_of_an_attempt_before(entry.publication))
-            for entry in (before.chain(before.entries[-1].sequence) if before and before.entries else ())
-        ]
-        manifest = Manifest(uuid.uuid4().hex, False, dict(cursors), tuple(kept))
-        self._insist(lambda: manifest.write(self._folder))
-        return manifest
+    # --- A round ---
 
     def _sync(self, new: Entry | None) -> None:
-        """One round: make the incoming weights visible, find new shards, tell the searchers."""
+        """Make the incoming weights visible, find new shards, tell the searchers."""
         before = self._manifest
         if new is not None:
             if not new.changes:
                 self._name_incoming(new.file)
             self._manifest = replace(before, entries=(*self._still_needed(), new))
         self._find_shards()
-        notes = self._notes()
-        self._answer(notes)
+        # What cannot be seen now will be in another round.
+        names: list[str] = unless_away(lambda: listing(self._folder), otherwise=[])
+        self._answer([name for name in names if name.startswith(JOIN)])
         if self._manifest != before:
             self._announce()
-            self._remove_superseded(notes)
-        self._stop_requested |= any(note.startswith(STOP) for note in notes)
+            self._remove_superseded(names)
+        self._stop_requested |= any(name.startswith(STOP) for name in names)
 
-    def _name_incoming(self, name: str) -> None:
-        """Give the incoming weights, which are durable, the name that is announced."""
-        self._insist(lambda: (self._folder / INCOMING).replace(self._folder / name))
-        self._insist(lambda: fsync(self._folder))
+    def _announce(self) -> None:
+        self._insist(end_if_superseded)
+        self._insist(lambda: self._manifest.write(self._folder))
 
-    def _notes(self) -> list[str]:
-        """Names of what searchers have left; what cannot be seen now will be in another round."""
-        names: list[str] = unless_away(lambda: listing(self._folder), otherwise=[])
-        return [name for name in names if name.startswith((STOP, JOIN))]
+    def _find_shards(self) -> None:
+        cursors = dict(self._manifest.cursors)
+        for shard in self._read_pending(cursors):
+            self._arrived.append(shard)
+            self._completed.add(shard.trajectories.record["request_id"])
+            cursors[shard.searcher] = shard.index + 1
+        self._manifest = replace(self._manifest, cursors=cursors)
 
     def _answer(self, notes: list[str]) -> None:
         """Write down how far the run is for those that join."""
-        joining = dict(_joining(note) for note in notes if note.startswith(JOIN))
-        if not joining:
+        if not notes:
             return
         name = f"{PROGRESS}{secrets.token_hex(4)}"
         progress = Progress(self._completed, self._manifest.cursors)
         self._insist(lambda: publish(self._folder / name, progress.to_bytes()))
-        self._manifest = replace(self._manifest, progress=name, joined={**self._manifest.joined, **joining})
+        joined = {**self._manifest.joined, **dict(map(_joining, notes))}
+        self._manifest = replace(self._manifest, progress=name, joined=joined)
 
     def _still_needed(self) -> list[Entry]:
         entries = self._manifest.entries
@@ -366,8 +344,7 @@ class FileTrainerExchange:
                 *(entry.publication.version, entry.publication.evaluate, MOST_WAITING),
             )
         kept = [*entries[-(KEEP - 1) :], *(entry for entry in waiting if entry not in going)]
-        wanted = [entry for entry in entries if entry in kept]
-        needed = {link for entry in wanted for link in self._manifest.chain(entry.sequence)}
+        needed = {link for entry in kept for link in self._manifest.chain(entry.sequence)}
         return [entry for entry in entries if entry in needed]
 
     def _to_evaluate(self, entry: Entry) -> bool:
@@ -375,24 +352,40 @@ class FileTrainerExchange:
         split = entry.publication.evaluate
         return split is not None and not self._evaluated(split, entry.publication.version)
 
-    def _find_shards(self) -> None:
-        cursors = dict(self._manifest.cursors)
-        for shard in self._read_pending(cursors):
-            self._arrived.append(shard)
-            self._completed.add(shard.trajectories.record["request_id"])
-            cursors[shard.searcher] = shard.index + 1
-        self._manifest = replace(self._manifest, cursors=cursors)
-
-    def _remove_superseded(self, notes: list[str]) -> None:
-        """Weights and answers that are not on the list any more, and notes that are answered by it."""
-        needed = {self._manifest.progress, *(entry.file for entry in self._manifest.entries)}
+    def _remove_superseded(self, seen: list[str]) -> None:
+        """Weights and answers that are not listed any more, and the notes seen that are answered by now."""
         joined = self._manifest.joined.items()
-        answered = {note for note in notes if note.startswith(JOIN) and _joining(note) in joined}
+        answered = {name for name in seen if name.startswith(JOIN) and _joining(name) in joined}
         with suppress(OSError):  # the next change tries again
             for name in listing(self._folder):
                 ours = name.startswith(PROGRESS) or name.endswith((WEIGHTS, CHANGES))
-                if name in answered or (ours and name not in needed):
+                if name in answered or (ours and name not in self._manifest.files):
                     (self._folder / name).unlink(missing_ok=True)
+
+    # --- The beginning of an attempt ---
+
+    def _remove_leftovers(self) -> None:
+        """Requests of an earlier attempt, and what a kill between write and rename left.
+
+        Notes of searchers that join stay: they may have come before their trainer.
+        """
+        for name in listing(self._folder):
+            if name.startswith((STOP, HELD, PROGRESS)) or (name.endswith(".tmp") and name != INCOMING):
+                (self._folder / name).unlink(missing_ok=True)
+
+    def _first_manifest(self, cursors: Mapping[int, int]) -> Manifest:
+        """A manifest for this attempt; the newest weights of the one before stay, so that sequences go on.
+
+        What they let searchers do, and their reference, may have been taken back since.
+        """
+        before = self._insist(lambda: Manifest.read(self._folder))
+        kept = before.chain(before.entries[-1].sequence) if before and before.entries else ()
+        entries = tuple(
+            replace(entry, publication=_of_an_attempt_before(entry.publication)) for entry in kept
+        )
+        manifest = Manifest(uuid.uuid4().hex, False, dict(cursors), entries)
+        self._insist(lambda: manifest.write(self._folder))
+        return manifest
 
 
 class DeltaMemory:
@@ -407,7 +400,7 @@ class DeltaMemory:
         self._sizes: list[int] = []  # of the changes since whole weights
 
     def changes(self, weights: np.ndarray) -> np.ndarray | None:
-        """What makes the last weights these, None where these had better be given whole."""
+        """What turns the last weights into these, None if these are better given whole."""
         if not self._known or len(self._sizes) == LONGEST_CHAIN:
             return None
         changes = find_changes(weights, self._last)
@@ -425,11 +418,6 @@ class DeltaMemory:
         else:
             apply_changes(changes, self._last)
         self._known = True
-
-
-def may_lie_apart(publication: Publication) -> bool:
-    """Whether weights may lie in files as changes of others: not those that are kept or waited for."""
-    return publication.evaluate is None and not publication.final
 
 
 def _joining(note: str) -> tuple[int, str]:
@@ -454,7 +442,7 @@ class FileTrainerFollower:
 
     def slot(self) -> np.ndarray:
         """uint8 [layout.nbytes] of the file that the leader has just created. Call once per publish."""
-        return _map_data(self._path, self._layout.nbytes, "r+")
+        return _map_data(self._path, self._layout)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -479,8 +467,7 @@ class FileSearcherExchange:
         self._over = self._manifest.attempt if self._manifest and self._manifest.closed else ""
         self._looked = self._changed = time.monotonic()
         self._seen = -1  # sequence of the publication taken last
-        self._held: Path | None = None
-        self._own = np.empty(0, np.uint8)  # a copy of weights, where changes of them are to be read
+        self._own: WeightFile | None = None  # a copy of weights, to be changed
         self._own_sequence = -1
         self._offered: list[int] = []
         with suppress(OSError):  # the next trainer removes it
@@ -490,7 +477,7 @@ class FileSearcherExchange:
     def progress(self) -> Progress:
         """How far the run is, as the trainer says in its next round: waits for that. No call comes before.
 
-        Nothing is done where the run ends meanwhile. Raises ExchangeError as ``poll`` does.
+        Nothing is done if the run ends meanwhile. Raises ExchangeError as ``poll`` does.
         """
         token, asked = secrets.token_hex(4), None
         while not self._ended:
@@ -506,7 +493,7 @@ class FileSearcherExchange:
         return Progress()
 
     def _answer(self, token: str) -> Progress | None:
-        """The trainer's to our note; None where there is none yet, or a newer one replaces it just now."""
+        """The trainer's to our note; None if there is none yet, or a newer one replaces it just now."""
         if self._manifest is None or self._manifest.joined.get(self._searcher) != token:
             return None
         try:
@@ -522,7 +509,7 @@ class FileSearcherExchange:
     def poll(self) -> WeightUpdate | None:
         """Weights not seen before: the oldest that are to be evaluated, else the newest; mapped, read-only.
 
-        Raises ExchangeError where the trainer has not started within the deadline, or has then done nothing
+        Raises ExchangeError if the trainer has not started within the deadline, or has then done nothing
         for IDLE_DEADLINES deadlines.
         """
         self._look()
@@ -530,8 +517,8 @@ class FileSearcherExchange:
         if entry is None:
             return None
         try:
-            layout, data = self._patched(entry) if entry.changes else read_weights(self._hold(entry))
-        except OSError as error:  # superseded between two looks, or not to be seen yet
+            layout, file = self._patched(entry) if entry.changes else read_weights(*self._hold(entry))
+        except OSError as error:  # superseded between two looks, or not visible yet
             _refuse_lasting(error)
             return None
         except DamagedError as error:
@@ -539,22 +526,20 @@ class FileSearcherExchange:
             self._seen = entry.sequence
             return None
         self._seen = entry.sequence
-        return WeightUpdate(entry.publication, layout, data)
+        return WeightUpdate(entry.publication, layout, file.map("r"), file)
 
-    def _patched(self, entry: Entry) -> tuple[WeightLayout, np.ndarray]:
-        """Weights that lie there as changes, put together. Raises DamagedError, OSError."""
+    def _patched(self, entry: Entry) -> tuple[WeightLayout, WeightFile]:
+        """Weights that are stored as changes, put together. Raises DamagedError, OSError."""
         assert self._manifest is not None
         whole, *links = self._manifest.chain(entry.sequence)
-        layout, data = read_weights(self._hold(whole))
-        if self._own_sequence not in [whole.sequence, *(link.sequence for link in links)]:
-            self._own, self._own_sequence = np.array(data), whole.sequence
+        layout, file = read_weights(*self._hold(whole))
+        if self._own is None or self._own_sequence not in [one.sequence for one in (whole, *links)]:
+            self._own, self._own_sequence = WeightFile.copy_of(file.map("r")), whole.sequence
         for link in links:
             if link.sequence > self._own_sequence:
-                apply_changes(self._read_changes(link), self._own)
+                apply_changes(self._read_changes(link), self._own.map("r+"))
                 self._own_sequence = link.sequence
-        own = self._own.view()
-        own.flags.writeable = False
-        return layout, own
+        return layout, self._own
 
     def _read_changes(self, link: Entry) -> np.ndarray:
         changes = np.fromfile(self._folder / link.file, np.uint8)
@@ -562,26 +547,22 @@ class FileSearcherExchange:
             raise DamagedError(f"{self._folder / link.file} is not what was written")
         return changes
 
-    def _hold(self, entry: Entry) -> Path:
-        """Another name for weights until the next call: on NFS a mapped file that a host removes is lost."""
+    def _hold(self, entry: Entry) -> tuple[Path, Path | None]:
+        """A path to weights, and the name of our own among its names, if it has one.
+
+        On NFS a mapped file that another host removes is lost: a name of our own keeps it.
+        """
         path = self._folder / entry.file
-        held = self._folder / f"{HELD}{self._searcher:04d}-{entry.sequence}"
+        own = self._folder / f"{HELD}{self._searcher:04d}-{entry.sequence}-{secrets.token_hex(2)}"
         try:
-            os.link(path, held)
+            os.link(path, own)
         except FileExistsError:
-            pass  # a request that was served and repeated: only we give this name, and only to this file
+            pass  # a request that was served and repeated: only we give this name
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
-            return path
-        self._held = held
-        return held
-
-    def _release(self) -> None:
-        if self._held is not None:
-            with suppress(OSError):  # the next trainer removes it
-                self._held.unlink(missing_ok=True)
-            self._held = None
+            return path, None
+        return own, own
 
     def request_stop(self) -> None:
         """Leave a note that the trainer finds in its next round; call it again until it is heard."""
@@ -619,8 +600,7 @@ class FileSearcherExchange:
         return next(to_evaluate, unseen[-1] if unseen else None)
 
     def _look(self) -> None:
-        """Read the manifest anew, not too often."""
-        self._release()
+        """Read the manifest again, not too often."""
         now = time.monotonic()
         pause = min(max(POLL_SECONDS, (now - self._changed) / 50), 10 * POLL_SECONDS)
         if now - self._looked < pause:
@@ -635,7 +615,7 @@ class FileSearcherExchange:
             )
 
     def _read_manifest(self) -> Manifest | None:
-        """As it is now, or as it was where that cannot be seen for the moment."""
+        """As it is now, or as it was if that cannot be seen for the moment."""
         try:
             return Manifest.read(self._folder) or self._manifest
         except (OSError, ValueError) as error:
@@ -652,7 +632,7 @@ class FileSearcherExchange:
 
 
 class ElasticSearcherExchange(FileSearcherExchange):
-    """The end of a searcher that comes and goes: a stop is its own, and the trainer may be away for a while.
+    """The end of an elastic searcher: a stop is its own, and the trainer may be away for a while.
 
     patience: for how long, s. told: whether this searcher is to leave. finished: whether the run is.
     evaluates: whether it is this one that is to evaluate; all others take weights for others to evaluate.
@@ -674,7 +654,7 @@ class ElasticSearcherExchange(FileSearcherExchange):
         self._finished = finished
         self._evaluates = evaluates
         self._run_is_over = False
-        self._away = ""  # the attempt of which was said that its trainer has stopped
+        self._away = ""  # the attempt whose trainer was reported to have stopped
         self._asked: dict[tuple[Split, int], tuple[int, str]] = {}  # to evaluate: by which entry and attempt
         super().__init__(folder, searcher, deadline=patience)
         if self._manifest is None:
@@ -687,7 +667,7 @@ class ElasticSearcherExchange(FileSearcherExchange):
         return self._manifest.attempt if self._manifest else ""
 
     def poll(self) -> WeightUpdate | None:
-        """The newest weights not seen before; those to be evaluated first where it is this one that does."""
+        """The newest weights not seen before; those to be evaluated first if it is this one that does."""
         update = super().poll()
         if update is not None and self._manifest and (split := update.publication.evaluate):
             self._asked[split, update.publication.version] = self._seen, self._manifest.attempt
@@ -749,27 +729,36 @@ def _refuse_lasting(error: OSError | ValueError) -> None:
         raise error
 
 
-def read_weights(path: Path) -> tuple[WeightLayout, np.ndarray]:
-    """Layout and mapped bytes, uint8 [layout.nbytes], of a safetensors file, verified by its library."""
-    with safe_open(path, framework="numpy") as file:
-        lora = json.loads((file.metadata() or {}).get("lora", "null"))
+_WIDTH = {"F32": 4, "BF16": 2, "F16": 2}
+
+
+def read_weights(path: Path, own_name: Path | None = None) -> tuple[WeightLayout, WeightFile]:
+    """Layout and data of a safetensors file, verified by its library. own_name: goes with the data."""
+    with safe_open(path, framework="numpy") as opened:
+        lora = json.loads((opened.metadata() or {}).get("lora", "null"))
         slots, start = [], 0
-        for name in file.offset_keys():
-            tensor = file.get_slice(name)
+        for name in opened.offset_keys():
+            tensor = opened.get_slice(name)
             shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
             end = start + int(np.prod(shape, dtype=np.int64)) * _WIDTH[dtype]
             slots.append(WeightSlot(name, dtype, shape, start, end))
             start = end
     layout = WeightLayout(tuple(slots), lora and LoraWeights(**lora))
-    return layout, _map_data(path, layout.nbytes, "r")
+    file = WeightFile.open(path, layout.nbytes)
+    if own_name:
+        weakref.finalize(file, _remove_name, own_name)
+    return layout, file
 
 
-_WIDTH = {"F32": 4, "BF16": 2, "F16": 2}
+def _remove_name(path: Path) -> None:
+    with suppress(OSError):  # the next trainer removes it
+        path.unlink(missing_ok=True)
 
 
-def _map_data(path: Path, nbytes: int, mode: str) -> np.ndarray:
-    """The tensors' bytes at the end of a safetensors file."""
-    return np.memmap(path, np.uint8, mode, offset=path.stat().st_size - nbytes, shape=(nbytes,))  # type: ignore[call-overload]
+def _map_data(path: Path, layout: WeightLayout) -> np.ndarray:
+    """The tensors' bytes at the end of a safetensors file, to be written."""
+    offset = path.stat().st_size - layout.nbytes
+    return np.memmap(path, np.uint8, "r+", offset, shape=(layout.nbytes,))
 
 
 def _create_incoming(path: Path, layout: WeightLayout, version: int) -> np.ndarray:
@@ -787,7 +776,7 @@ def _create_incoming(path: Path, layout: WeightLayout, version: int) -> np.ndarr
                 f"{os.strerror(error.errno)}; free space or raise the quota, then start the same run again"
             ) from None
         file.write(header)
-    return _map_data(path, layout.nbytes, "r+")
+    return _map_data(path, layout)
 
 
 def _safetensors_header(layout: WeightLayout, version: int) -> bytes:

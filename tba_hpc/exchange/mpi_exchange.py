@@ -1,7 +1,4 @@
-"""The exchange of weights and shards over MPI, in rounds.
-
-It must not know how weights are made, used or stored, nor what a shard means; MPI itself is
-``mpi_world``'s.
+"""The exchange of weights and shards over MPI, in rounds; MPI itself is ``mpi_world``'s.
 
 A round, started by the leader (trainer 0), runs on a communication thread at every rank:
 
@@ -13,12 +10,14 @@ A round, started by the leader (trainer 0), runs on a communication thread at ev
              whole or as what has changed in it
                                      ◄──     confirmed
 
-Why the two slots of a node's memory are enough. Round n writes slot n mod 2, which last held round
-n − 2. The leader starts round n only when every rank has confirmed round n − 1. A searcher confirms
-round n − 1 once it shows those weights to its main thread and the main thread holds no older ones. So
-nobody reads round n − 2 while it is overwritten. A round with weights to evaluate is confirmed only
-once the main thread has taken them, so that no newer ones can replace them. A searcher that is slow to
-confirm delays the next round, never the trainer's steps.
+Why two files of a node are enough. Write n goes to the file of write n − 2, once round n − 1 is over. Whoever
+may read weights has a reader of their file. A searcher gets it when it shows the weights to its main thread,
+in their own round, and drops the one before unless the main thread has taken that. So when round n − 1 is
+over nobody can begin to read write n − 2, and the node leader confirms round n − 1 only when nobody reads it
+any more. If somebody goes on, in an evaluation or with a slow engine, it takes the spare file instead. So
+nobody reads what is overwritten. A round with weights to evaluate is confirmed only once the main thread has
+taken them, so that no newer ones can replace them. A searcher that is slow to confirm delays the next round,
+never the trainer's steps.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
@@ -43,6 +41,7 @@ from tba_hpc.core.prompts import Progress
 from tba_hpc.core.types import Publication, Shard, WeightLayout, WeightUpdate
 from tba_hpc.exchange.hdf5_shards import parse_shard
 from tba_hpc.exchange.mpi_world import (
+    BUCKET_MB,
     LEADER,
     LONGEST_PAUSE,
     MpiWorld,
@@ -85,27 +84,18 @@ HEADER = np.dtype(
     [
         ("purpose", "<i8"),
         ("round", "<i8"),
-        ("write", "<i8"),
-        ("publication", "S512"),  # its JSON text, empty where no weights travel
+        ("write", "<i8"),  # number of publishes before
+        ("publication", "S512"),  # its JSON text, empty if no weights travel
     ]
 )
 READY = np.dtype(
     [
-        ("stop", "<i8"),  # 1 where the searcher was asked to stop the run
+        ("stop", "<i8"),  # 1 if the searcher was asked to stop the run
         ("kept", "<i8"),  # shards that wait for the next round
         ("shards", "<i8"),  # shards that follow
         ("sizes", "<i8", SHARDS_PER_ROUND),  # bytes of each
     ]
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """What a round is to do. write: number of publishes before; its parity is the slot."""
-
-    purpose: Purpose
-    write: int = 0
-    publication: Publication | None = None
 
 
 @contextmanager
@@ -125,7 +115,7 @@ class ExchangeThread:
         self._finished = True
         self._error: ExchangeError | None = None
         self._given: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        # One for all work: where every core is busy, the start of a thread may take half a second. A daemon:
+        # One for all work: if every core is busy, the start of a thread may take half a second. A daemon:
         # a process that ends by an error must not wait for a peer first.
         threading.Thread(target=self._run, name="exchange", daemon=True).start()
 
@@ -145,6 +135,11 @@ class ExchangeThread:
         """Raise ExchangeError if the last work failed."""
         if self._error is not None:
             raise self._error
+
+    def wait(self) -> None:
+        """Until nothing is under way. Raises ExchangeError if the last work failed."""
+        while not self.finished:
+            time.sleep(LONGEST_PAUSE)
 
     def _run(self) -> None:
         while True:
@@ -167,7 +162,7 @@ class MpiTrainerExchange:
         self._memory = memory
         self._rounds = 0  # started so far
         self._writes = 0  # of these, with new weights
-        self._published: Round | None = None  # the last of these
+        self._published: Publication | None = None  # with the last of these
         self._thread = ExchangeThread()
         self._arrived: deque[Shard] = deque()
         self._stop_requested = False
@@ -183,47 +178,43 @@ class MpiTrainerExchange:
         world: MpiWorld,
         layout: WeightLayout,
         *,
-        bucket_mb: int,
-        delta: Travel = "never",
         progress: Progress,
+        bucket_mb: int = BUCKET_MB,
+        delta: Travel = "never",
     ) -> MpiTrainerExchange:
         """Connect to ranks that are all set up, and tell them ``progress``.
 
         delta: as exchange.delta. Raises ExchangeError naming who is not set up.
         """
-        memory = world.connect_peers(layout, bucket_mb=bucket_mb, delta=delta, told=progress.to_bytes())
-        return cls(world, memory)
+        told = progress.to_bytes()
+        return cls(world, world.connect_peers(layout, progress=told, bucket_mb=bucket_mb, delta=delta))
 
     def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
         """Start a round; see ports.TrainerExchange. ``write`` fills this node's slot in place.
 
         With several trainer ranks, rank i writes run i of ``layout.parts``: the leader inside ``write``,
-        the others into their ``slot()``; ``write`` must be back only when all have written.
+        the others into their ``slot()``; ``write`` must return only when all have written.
         """
         if not self._thread.finished:
             return False
         write(self._memory.slot(self._writes))
-        self._published = Round(Purpose.PUBLISH, self._writes, publication)
+        self._published = publication
         self._writes += 1
-        self._start(self._published)
+        self._start(Purpose.PUBLISH)
         return True
 
-    def arrived(self) -> tuple[int, Publication, np.ndarray] | None:
-        """What was published last, once its round is over: its number, what it is about, the weights.
-
-        These, uint8 [layout.nbytes], lie whole in this node's memory until the second publish from then on.
-        None while a round is under way.
-        """
-        if not self._thread.finished or self._published is None or self._published.publication is None:
+    def arrived(self) -> tuple[int, WeightUpdate] | None:
+        """What was published last, whole, once its round is over, and its number; None during a round."""
+        if not self._thread.finished or self._published is None:
             return None
-        write = self._published.write
-        return write, self._published.publication, self._memory.slot(write)
+        write, file = self._writes - 1, self._memory.reader(self._writes - 1)
+        return write, WeightUpdate(self._published, self._memory.layout, file.map("r"), file)
 
     def gather(self) -> bool:
         """Start a round without weights; see ports.TrainerExchange."""
         if not self._thread.finished:
             return False
-        self._start(Round(Purpose.GATHER))
+        self._start(Purpose.GATHER)
         return True
 
     def collect(self) -> list[Shard]:
@@ -240,46 +231,47 @@ class MpiTrainerExchange:
         """Finish the round under way, fetch the shards offered until now, let everybody go."""
         if not self._closed:
             self._closed = True
-            self._finish()
+            self._thread.wait()
             self._thread.start(self._let_go)
-            self._finish()
+            self._thread.wait()
         return self.collect()
 
-    def _finish(self) -> None:
-        while not self._thread.finished:
-            time.sleep(LONGEST_PAUSE)
-
-    def _start(self, wanted: Round) -> None:
+    def _start(self, purpose: Purpose) -> None:
         sys.setswitchinterval(LOOK_SECONDS)  # now, so that the round begins at once
-        self._thread.start(partial(self._round, wanted))
+        self._thread.start(partial(self._round, purpose))
 
     def _let_go(self) -> None:
-        while self._round(Round(Purpose.CLOSE)):
+        while self._round(Purpose.CLOSE):
             pass
-        end = self._header(Round(Purpose.END))
-        self._world.send_all(end, Tag.HEADER, "did not take its leave")
+        self._world.send_all(self._header(Purpose.END), Tag.HEADER, "did not take its leave")
 
     @_attentive()
-    def _round(self, wanted: Round) -> int:
+    def _round(self, purpose: Purpose) -> int:
         """One whole round; returns how many shards the searchers kept for the next."""
         self._world.send_all(
-            self._header(wanted), Tag.HEADER, f"did not take the header of round {self._rounds}"
+            self._header(purpose), Tag.HEADER, f"did not take the header of round {self._rounds}"
         )
         ready = self._hear()
-        images, transfers = self._receive(ready)
-        if wanted.purpose is Purpose.PUBLISH:
-            self._memory.spread(wanted.write)
+        images = [
+            (rank, np.empty(int(size), np.uint8))
+            for rank, answer in ready.items()
+            for size in answer["sizes"][0, : int(answer["shards"][0])]
+        ]
+        transfers = [self._world.receive(image, rank, Tag.SHARD) for rank, image in images]
+        if purpose is Purpose.PUBLISH:
+            self._memory.spread(self._writes - 1)
         self._world.wait_for(transfers, f"did not send its shards in round {self._rounds}")
         for rank, image in images:
             self._arrived.append(parse_shard(Path(f"shard of {self._world.name(rank)}"), image.tobytes()))
         self._confirmed()
         return sum(int(answer["kept"][0]) for answer in ready.values())
 
-    def _header(self, wanted: Round) -> np.ndarray:
+    def _header(self, purpose: Purpose) -> np.ndarray:
         self._rounds += 1
-        text = wanted.publication.to_json().encode() if wanted.publication else b""
+        published = self._published if purpose is Purpose.PUBLISH else None
+        text = published.to_json().encode() if published else b""
         assert len(text) <= HEADER["publication"].itemsize, "HEADER has room for the text"
-        return np.array([(wanted.purpose, self._rounds, wanted.write, text)], HEADER)
+        return np.array([(purpose, self._rounds, self._writes - 1, text)], HEADER)
 
     def _hear(self) -> dict[int, np.ndarray]:
         """Everybody's READY."""
@@ -289,20 +281,11 @@ class MpiTrainerExchange:
         self._stop_requested |= any(answer["stop"][0] for answer in ready.values())
         return ready
 
-    def _receive(self, ready: dict[int, np.ndarray]) -> tuple[list[tuple[int, np.ndarray]], list[Pending]]:
-        """By rank, buffers for all announced shards, in order, and the receives into them."""
-        images = [
-            (rank, np.empty(int(size), np.uint8))
-            for rank, answer in ready.items()
-            for size in answer["sizes"][0, : int(answer["shards"][0])]
-        ]
-        return images, [self._world.receive(image, rank, Tag.SHARD) for rank, image in images]
-
     def _confirmed(self) -> None:
         """Wait for every rank to confirm the round; one that says it is busy gets another deadline."""
         waiting_since = dict.fromkeys(self._world.peers, time.monotonic())
         answers = {rank: self._next_status(rank) for rank in waiting_since}
-        while waiting_since:
+        while waiting_since or not self._memory.has_room(self._writes):
             for rank, (status, (_, request)) in list(answers.items()):
                 if not request.Test():
                     continue
@@ -319,15 +302,15 @@ class MpiTrainerExchange:
         return status, self._world.receive(status, rank, Tag.STATUS)
 
     def _refuse_silence(self, waiting_since: dict[int, float]) -> None:
-        now = time.monotonic()
-        silent = [rank for rank, since in waiting_since.items() if now - since > self._world.deadline]
-        if silent:
+        now, deadline = time.monotonic(), self._world.deadline
+        if silent := [rank for rank, since in waiting_since.items() if now - since > deadline]:
             what = f"did not confirm round {self._rounds}"
-            raise self._world.missing(silent, what, "its main thread or its engine hangs; see its log")
+            remedy = "its main thread or its engine hangs; see its log"
+            raise self._world.missing(silent, what, remedy, seconds=deadline)
 
 
 class _Peer:
-    """A rank that answers the leader's rounds; as it stands, one without shards and without readers."""
+    """A rank that answers the leader's rounds; as it stands, one without shards that shows nothing."""
 
     def __init__(self, world: MpiWorld, memory: NodeMemory) -> None:
         self._world = world
@@ -338,7 +321,9 @@ class _Peer:
     def _serve(self) -> None:
         """Take part in the leader's rounds, to the end."""
         while (header := self._next_header())["purpose"] != Purpose.END:
-            self._take_part(header)
+            self._transfer(header)
+            self._until_free(int(header["write"]) + 1)
+            self._send_status(Status.CONFIRMED)
 
     def _next_header(self) -> np.void:
         header = np.zeros(1, HEADER)
@@ -348,12 +333,6 @@ class _Peer:
             [request], "did not start a round", seconds=patience, pause=IDLE_PAUSE, longest=IDLE_PAUSE
         )
         return header[0]
-
-    def _take_part(self, header: np.void) -> None:
-        """This rank's side of a round."""
-        self._transfer(header)
-        self._until_free()
-        self._send_status(Status.CONFIRMED)
 
     @_attentive()
     def _transfer(self, header: np.void) -> None:
@@ -366,10 +345,10 @@ class _Peer:
         self._world.wait_for(sends, f"did not fetch the shards of round {header['round']}")
         self._handed_over()
 
-    def _until_free(self) -> None:
+    def _until_free(self, write: int) -> None:
         """Wait until the next weights may come; meanwhile tell the leader that the main thread lives."""
         told = time.monotonic()
-        while not self._is_free():
+        while self._must_be_taken or not self._memory.has_room(write):
             time.sleep(IDLE_PAUSE)
             if self._last_call > told and time.monotonic() - told > self._world.deadline / 4:
                 told = time.monotonic()
@@ -379,8 +358,11 @@ class _Peer:
         send = self._world.send(np.array([status], np.int64), LEADER, Tag.STATUS)
         self._world.wait_for([send], "did not take a confirmation")
 
-    _last_call = 0.0
-    """When the main thread last called, on the monotonic clock."""
+    _last_call = float("inf")
+    """When the main thread last called, on the monotonic clock; a follower's always lives."""
+
+    _must_be_taken = False
+    """Whether the main thread must take the weights shown last before newer ones come."""
 
     def _prepare(self, header: np.void) -> tuple[np.ndarray, list[np.ndarray]]:
         """READY [1] and the shards that it announces, as the bytes of their files."""
@@ -391,10 +373,6 @@ class _Peer:
 
     def _handed_over(self) -> None:
         """The shards of the round have been sent."""
-
-    def _is_free(self) -> bool:
-        """Whether all weights but those shown last may now be overwritten."""
-        return True
 
 
 class MpiTrainerFollower(_Peer):
@@ -415,16 +393,12 @@ class MpiTrainerFollower(_Peer):
         return self._memory.slot(self._writes - 1)
 
     def close(self) -> None:
-        """Wait until the leader has closed the exchange. Raises ExchangeError where it falls silent."""
-        while not self._thread.finished:
-            time.sleep(IDLE_PAUSE)
+        """Wait until the leader has closed the exchange. Raises ExchangeError if it falls silent."""
+        self._thread.wait()
 
 
 class MpiSearcherExchange(_Peer):
-    """A searcher's end. No call waits.
-
-    Every call shows that the main thread lives and no longer reads the weights of its last ``poll``.
-    """
+    """A searcher's end. No call waits; each shows that the main thread lives."""
 
     def __init__(self, world: MpiWorld, memory: NodeMemory, progress: Progress) -> None:
         self._progress = progress
@@ -434,9 +408,7 @@ class MpiSearcherExchange(_Peer):
         self._accepting = True
         self._stop = False
         self._unseen: WeightUpdate | None = None
-        self._shown = self._taken = 0  # weights shown to the main thread so far; how many, when it took some
-        self._holding = False  # whether the main thread may be reading the weights it took last
-        self._to_evaluate = False  # whether the weights shown last must be taken, not replaced
+        self._last_call = 0.0
         super().__init__(world, memory)
 
     @classmethod
@@ -458,12 +430,10 @@ class MpiSearcherExchange(_Peer):
                 self._offered.append(np.frombuffer(shard.image, np.uint8))
 
     def poll(self) -> WeightUpdate | None:
-        """The newest weights not seen before; read-only shared memory until the next call of any method."""
+        """The newest weights not seen before, in the node's memory, read-only."""
         self._called()
         with self._lock:
-            update, self._unseen = self._unseen, None
-            if update is not None:
-                self._taken, self._holding = self._shown, True
+            update, self._unseen, self._must_be_taken = self._unseen, None, False
             return update
 
     def request_stop(self) -> None:
@@ -490,7 +460,6 @@ class MpiSearcherExchange(_Peer):
         self._called()
 
     def _called(self) -> None:
-        self._holding = False
         self._last_call = time.monotonic()
         self._thread.check()
 
@@ -505,7 +474,7 @@ class MpiSearcherExchange(_Peer):
             return ready, images
 
     def _take_offered(self) -> list[np.ndarray]:
-        """The first offered shards, at least one where there is any, within a round's limits."""
+        """The first offered shards, at least one if there is any, within a round's limits."""
         taken: list[np.ndarray] = []
         room = BYTES_PER_ROUND
         while (
@@ -516,20 +485,12 @@ class MpiSearcherExchange(_Peer):
         return taken
 
     def _show(self, header: np.void) -> None:
-        write = int(header["write"])
-        data = self._memory.slot(write).view()
-        data.flags.writeable = False
+        file = self._memory.reader(int(header["write"]))
         publication = Publication.from_json(header["publication"])
-        update = WeightUpdate(publication, self._memory.layout, data)
+        update = WeightUpdate(publication, self._memory.layout, file.map("r"), file)
         with self._lock:
-            self._shown, self._unseen = self._shown + 1, update
-            self._to_evaluate = publication.evaluate is not None
+            self._unseen, self._must_be_taken = update, publication.evaluate is not None
 
     def _handed_over(self) -> None:
         with self._lock:
             self._in_transit = 0
-
-    def _is_free(self) -> bool:
-        with self._lock:
-            newest = self._taken == self._shown
-            return newest or not (self._holding or self._to_evaluate)

@@ -1,14 +1,13 @@
-"""One MPI world: who is in it, and one copy of the weights per node.
+"""One MPI world: who is in it, and the weights in each node's memory.
 
-It must not know what a round of the exchange is, nor what weights or shards mean. Only this module
-imports mpi4py; importing it starts MPI. Every process must be started with ``python -m mpi4py`` so that
-an uncaught exception on one rank ends the world.
+Only this module imports mpi4py; importing it starts MPI. Every process must be started with ``python -m
+mpi4py`` so that an uncaught exception on one rank ends the world.
 
-Messages go point to point so that a missing peer can be named; only the weights use a collective, and
-on a world of one node they do not travel at all. Nothing waits by blocking: Open MPI's blocking calls
-spin, and there may be fewer cores than ranks.
+Messages go point to point so that a missing peer can be named; only the weights use a collective, and on a
+world of one node they do not travel at all. Nothing blocks: Open MPI's blocking calls spin, and there may be
+fewer cores than ranks.
 
-When a process of the world dies, mpiexec and ``srun --kill-on-bad-exit`` end the others, and whoever started
+When a process of the world dies, mpiexec and ``srun --kill-on-bad-exit`` end the others, and whatever started
 them starts them again.
 """
 
@@ -18,6 +17,7 @@ import logging
 import os
 import shutil
 import socket
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -25,14 +25,16 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import zip_longest
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
+import msgspec
 import numpy as np
 from mpi4py import MPI
 
 from tba_hpc.config import ConfigError
 from tba_hpc.core.ports import ExchangeError
 from tba_hpc.core.types import Role, WeightLayout
+from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.core.wording import first_words
 from tba_hpc.exchange.weight_changes import Worth, apply_changes, find_changes
 from tba_hpc.run.directory import SEARCHERS_FIRST
@@ -54,26 +56,29 @@ LEADER = 0
 SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
 """Seconds between two looks at a peer that is about to answer."""
 
-BUCKETS_IN_FLIGHT = 4
-"""Broadcasts under way at once."""
-
-BUCKET_MB = 64
-"""Size of one broadcast message, MiB (MPI counts end at 2 GiB)."""
+BUCKETS_IN_FLIGHT, BUCKET_MB = 4, 64
+"""Broadcasts under way at once, and the size of one, MiB (MPI counts end at 2 GiB)."""
 
 Travel = Literal["auto", "always", "never"]
 """Values of exchange.delta."""
 
-TRAVELS: tuple[Travel, ...] = get_args(Travel)
-
 WHOLE = -1
-"""In place of the size of a bucket's changes, where it travels whole."""
+"""Instead of the size of a bucket's changes, if it travels whole."""
 
 SETTLING_SECONDS = 0.5
-"""Before the first message: Open MPI 5 may crash where one meets a rank that has not left MPI_Init yet, as on
-another node it may for a moment (open-mpi/ompi#12495)."""
+"""Before the first message: Open MPI 5 may crash if that meets a rank, on another node, that has not left
+MPI_Init yet (open-mpi/ompi#12495)."""
 
 PAGE = 4096
 HOSTNAME = np.dtype("S256")
+SHARED_MEMORY = Path("/dev/shm")
+
+FILES, ORDER_BYTES = 3, 16
+"""Files of a node's weights: two in use, and a spare that takes no memory; size of the table that says
+which."""
+
+PATIENCE_SECONDS = 1.0
+"""Time that readers have to let go of weights before the spare is written instead."""
 
 
 class Tag(IntEnum):
@@ -86,7 +91,6 @@ class Tag(IntEnum):
     SHARD = 5
     ARRIVED = 6
     STATUS = 7
-    PING = 8
 
 
 _HANGS = "its process or its node hangs; see its log"
@@ -96,6 +100,15 @@ _BROADCAST_HANGS = "the network between the nodes, or a rank of another node, ha
 def split_by_memory(comm: MPI.Intracomm) -> MPI.Intracomm:
     """The ranks that share this rank's memory."""
     return cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
+
+
+class Welcome(msgspec.Struct):
+    """What the leader tells every rank once all are set up. layout: its JSON. progress: for searchers."""
+
+    layout: str
+    bucket_bytes: int
+    delta: Travel
+    progress: bytes
 
 
 @dataclass
@@ -131,7 +144,7 @@ class MpiWorld:
         """Check that this is one world with the roles as configured; call it before slow imports.
 
         deadline: longest wait for another rank, s; work_deadline: once all are set up (default: the same).
-        node_split: which ranks share memory. The environment tells where MPI numbers searchers first.
+        node_split: which ranks share memory. An environment variable says if MPI numbers searchers first.
         Raises ConfigError saying what is wrong with the world, ExchangeError naming who has not joined.
         """
         comm = MPI.COMM_WORLD
@@ -140,8 +153,7 @@ class MpiWorld:
         offset = searchers if os.environ.get(SEARCHERS_FIRST) == "1" else 0
         rank = (comm.rank - offset) % comm.size
         _check_role(rank, role, trainers)
-        world = cls(comm, rank, trainers, searchers, deadline, node_split)
-        world = replace(world, offset=offset, work_deadline=work_deadline)
+        world = cls(comm, rank, trainers, searchers, deadline, node_split, (), offset, work_deadline)
         time.sleep(SETTLING_SECONDS)
         hosts = world._meet()
         # Both are collective, hence not before everybody is known to be there.
@@ -157,11 +169,6 @@ class MpiWorld:
     def index(self) -> int:
         """This rank's number within its role."""
         return self.rank if self.rank < self.trainers else self.rank - self.trainers
-
-    @property
-    def size(self) -> int:
-        """Ranks of this rank's role."""
-        return self.trainers if self.role == "trainer" else self.searchers
 
     @property
     def hostname(self) -> str:
@@ -183,11 +190,6 @@ class MpiWorld:
         role = f"trainer {rank}" if rank < self.trainers else f"searcher {rank - self.trainers}"
         return f"{role} (world rank {rank}{f' on {self.hosts[rank]}' if self.hosts else ''})"
 
-    def names(self, ranks: Iterable[int]) -> str:
-        """The first four, and how many more."""
-        names = [self.name(rank) for rank in sorted(set(ranks))]
-        return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
     # --- Messages ---
 
     def send(self, message: np.ndarray, rank: int, tag: Tag) -> Pending:
@@ -202,16 +204,13 @@ class MpiWorld:
         """Send ``message`` to every other rank; past the deadline, name those that did not take it."""
         self.wait_for([self.send(message, rank, tag) for rank in self.peers], what)
 
-    @property
-    def patience(self) -> float:
-        """Seconds to wait for a rank: the leader, who sees most, is first to give up and name the culprit."""
-        return self.deadline * (1 if self.rank == LEADER else 2)
-
     def missing(
-        self, ranks: Iterable[int], what: str, remedy: str = _HANGS, *, seconds: float | None = None
+        self, ranks: Iterable[int], what: str, remedy: str = _HANGS, *, seconds: float
     ) -> ExchangeError:
-        """The error that says who is missing, for how long, and what to do."""
-        return ExchangeError(f"{self.names(ranks)} {what} within {seconds or self.patience:g} s: {remedy}")
+        """The error that says who is missing (the first four), for how long, and what to do."""
+        names = [self.name(rank) for rank in sorted(set(ranks))]
+        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        return ExchangeError(f"{listed} {what} within {seconds:g} s: {remedy}")
 
     def wait_for(
         self,
@@ -225,9 +224,11 @@ class MpiWorld:
     ) -> None:
         """Wait for requests that depend on the given ranks; past the deadline, name those not done.
 
-        pause, longest: first and last seconds between two looks.
+        pause, longest: first and last seconds between two looks. The leader, who sees most, is the first to
+        give up and name the culprit.
         """
-        end = time.monotonic() + (seconds or self.patience)
+        seconds = seconds or self.deadline * (1 if self.rank == LEADER else 2)
+        end = time.monotonic() + seconds
         while requests := [(rank, request) for rank, request in requests if not request.Test()]:
             if time.monotonic() > end:
                 raise self.missing([rank for rank, _ in requests], what, remedy, seconds=seconds)
@@ -241,36 +242,38 @@ class MpiWorld:
     # --- Coming together ---
 
     def connect_peers(
-        self, layout: WeightLayout, *, bucket_mb: int, told: bytes, delta: Travel = "never"
+        self, layout: WeightLayout, *, progress: bytes, bucket_mb: int = BUCKET_MB, delta: Travel = "never"
     ) -> NodeMemory:
         """As the leader, wait until every rank is set up. Raises ExchangeError naming who is not.
 
-        told: what else every rank learns then. delta: as exchange.delta.
+        progress: told to every rank then. delta: as exchange.delta.
         """
         assert self.rank == LEADER, "all others call connect"
         hellos = [self.receive(np.empty(1, np.int64), rank, Tag.CONNECT) for rank in self.peers]
         what = "joined the world, but did not get ready (loading model and engine)"
         self.wait_for(hellos, what, "see its log, or raise launch.timeout_seconds")
-        text = np.frombuffer(layout.to_json().encode(), np.uint8)
-        more = np.frombuffer(told, np.uint8)
-        mode = TRAVELS.index(delta)
-        for message in (np.array([len(text), bucket_mb << 20, len(more), mode]), text, more):
+        welcome = Welcome(layout.to_json(), bucket_mb << 20, delta, progress)
+        text = np.frombuffer(msgspec.msgpack.encode(welcome), np.uint8)
+        for message in (np.array([len(text)]), text):
             self.send_all(message, Tag.CONNECT, "did not take the layout of the weights")
-        return self._at_work(layout, bucket_mb << 20, delta)
+        return self._at_work(welcome)
 
     def connect(self) -> tuple[NodeMemory, bytes]:
-        """Tell the leader that this rank is set up; receive the layout of the weights, and what is told."""
+        """Tell the leader that this rank is set up; receive the layout of the weights, and the progress."""
         hello = self.send(np.array([self.rank]), LEADER, Tag.CONNECT)
-        sizes = self._layout_message(np.empty(4, np.int64))
-        text = self._layout_message(np.empty(int(sizes[0]), np.uint8))
-        told = self._layout_message(np.empty(int(sizes[2]), np.uint8))
-        self.wait_for([hello], "did not take the greeting")
-        layout = WeightLayout.from_json(text.tobytes().decode())
-        return self._at_work(layout, int(sizes[1]), TRAVELS[int(sizes[3])]), told.tobytes()
+        size, what = np.empty(1, np.int64), "did not send the layout of the weights"
+        self.wait_for(
+            [self.receive(size, LEADER, Tag.CONNECT)], what, "it, or a rank that it waits for, is not ready"
+        )
+        text = np.empty(int(size[0]), np.uint8)
+        self.wait_for([hello, self.receive(text, LEADER, Tag.CONNECT)], what)
+        welcome = msgspec.msgpack.decode(text.tobytes(), type=Welcome)
+        return self._at_work(welcome), welcome.progress
 
-    def _at_work(self, layout: WeightLayout, bucket_bytes: int, delta: Travel) -> NodeMemory:
+    def _at_work(self, welcome: Welcome) -> NodeMemory:
         """All ranks are set up: from here on another deadline holds."""
-        memory = NodeMemory(self, layout, bucket_bytes, delta)
+        layout = WeightLayout.from_json(welcome.layout)
+        memory = NodeMemory(self, layout, welcome.bucket_bytes, welcome.delta)
         self.deadline = self.work_deadline or self.deadline
         return memory
 
@@ -279,7 +282,7 @@ class MpiWorld:
         table = np.zeros(self.comm.size, HOSTNAME)
         table[self.rank] = socket.gethostname()
         not_there = (
-            "it did not start, or not as configured; see the launcher's output, and where it only was slow, "
+            "it did not start, or not as configured; see the launcher's output, and if it only was slow, "
             "raise launch.timeout_seconds"
         )
         if self.rank == LEADER:
@@ -292,21 +295,19 @@ class MpiWorld:
             self.wait_for([sent, answer], "did not welcome all ranks", not_there)
         return tuple(host.decode() for host in table)
 
-    def _layout_message(self, out: np.ndarray) -> np.ndarray:
-        request = self.receive(out, LEADER, Tag.CONNECT)
-        remedy = "it, or a rank that it waits for, is not ready"
-        self.wait_for([request], "did not send the layout of the weights", remedy)
-        return out
-
 
 class NodeMemory:
-    """One copy of the weights per node, in shared memory with two slots, and the way between nodes.
+    """The weights once per node, in two files in memory that take turns, and their way between nodes.
 
-    Making one is collective over the world. The lowest world rank of a node is its node leader.
+    Making one is collective over the world. The lowest world rank of a node is its node leader. The files
+    have no names: each rank has them open, and they end with the last one.
+
+    Weights that somebody still reads are not overwritten: if their readers do not let go of them soon, a
+    third file takes their place, until it is their turn to be the spare.
 
     Between nodes a bucket travels whole or as what has changed in it since the write before, as the node it
-    comes from decides and tells. Its other slot holds that write. A node that receives has the write before
-    that in the slot to be written: the last changes make it the last write, and these the new one.
+    comes from decides. Its other file holds that write. A node that receives has the write before that in the
+    file to be written: the last changes make it the last write, and these the new one.
     """
 
     def __init__(
@@ -320,67 +321,100 @@ class NodeMemory:
         self.travelled = 0
         """Bytes between nodes so far, of weights or of what has changed in them, each counted once."""
         self._connect(world.node_split(world.comm))
-        self._slots = self._allocate()
-        self._touch()
+        self._files, self._order = self._open()
+        self._maps = [file.map("r+") for file in self._files]
+        self._crowded: float | None = None  # since when readers delay the next write
+        self._spare_is_full = False  # since somebody reads it
+        for place in self._order if world.role == "trainer" else ():
+            self._maps[place][::PAGE].max(initial=0)  # all page faults now, not while the trainer waits
 
     def slot(self, write: int) -> np.ndarray:
         """uint8 [layout.nbytes]: this node's copy of the weights of the given number; reused two later."""
-        return self._slots[write % 2]
+        return self._maps[self._order[write % 2]]
+
+    def reader(self, write: int) -> WeightFile:
+        """The same for whoever reads them: they stay as they are while the object lives.
+
+        To be called before ``has_room`` is for the write after the next.
+        """
+        return self._files[self._order[write % 2]].reader()
+
+    def has_room(self, write: int) -> bool:
+        """Whether weights of that number may be written; the node leader must ask until they may."""
+        if self._node.rank != 0:
+            return True
+        place, spare = self._order[write % 2], sum(range(FILES)) - self._order.sum()
+        if self._spare_is_full and not self._files[spare].has_readers:
+            self._files[spare].give_back()
+            self._spare_is_full = False
+        if not self._files[place].has_readers:
+            self._crowded = None
+            return True
+        self._crowded = self._crowded or time.monotonic()
+        if self._spare_is_full or time.monotonic() - self._crowded < PATIENCE_SECONDS:
+            return False
+        try:
+            self._files[spare].allocate()
+        except OSError:  # no memory for a third copy
+            return False
+        self._maps[spare][::PAGE].max(initial=0)
+        self._order[write % 2] = spare
+        self._last, self._spare_is_full, self._crowded = self._whole(), True, None
+        return True
 
     def spread(self, write: int) -> None:
         """Bring the weights from the trainers that wrote them into this node's slot."""
+        empty = np.empty(0, np.uint8)
         if self._node.rank == 0:
             self._broadcast(write)
-            self._announce()
+            to_all = [self._node.Isend(empty, rank, Tag.ARRIVED) for rank in range(1, self._node.size)]
+            sends = [(self._world.rank, send) for send in to_all]
+            self._world.wait_for(sends, "could not tell its node that the weights have arrived")
         else:
-            arrived = self._node.Irecv(np.empty(0, np.uint8), 0, Tag.ARRIVED)
+            arrived = self._node.Irecv(empty, 0, Tag.ARRIVED)
             what = "did not receive the weights for its node"
             self._world.wait_for([(self._node_leader, arrived)], what, _BROADCAST_HANGS)
-        self._window.Sync()
 
     def _connect(self, node: MPI.Intracomm) -> None:
         """Find the way to the ranks of this node and, from node leader to node leader, to the others."""
         self._node = node
         self._nodes = self._world.comm.Split(0 if node.rank == 0 else MPI.UNDEFINED, key=self._world.rank)
-        leaders = self._node_leaders()
-        self._node_leader = int(leaders[self._world.comm.rank])
+        mine, leaders = np.array([self._world.rank]), np.empty(self._world.comm.size, np.int64)
+        node.Bcast(mine, 0)
+        self._world.comm.Allgather(mine, leaders)
+        self._node_leader = int(mine[0])
         nodes = np.unique(leaders)
         self.nodes = len(nodes)
         roots = np.searchsorted(nodes, leaders[: self._world.trainers]).tolist()
         self._buckets = _buckets(self.layout, roots, self._bucket_bytes) if self.nodes > 1 else []
         self._last_write = -2  # the last write that all of these have
-        self._last: list[np.ndarray | None] = [None] * len(self._buckets)  # its changes
+        self._last = self._whole()  # its changes
 
-    def _node_leaders(self) -> np.ndarray:
-        """int64 [ranks]: the world rank that leads each rank's node."""
-        mine, leaders = np.array([self._world.rank]), np.empty(self._world.comm.size, np.int64)
-        self._node.Bcast(mine, 0)
-        self._world.comm.Allgather(mine, leaders)
-        return leaders
-
-    def _allocate(self) -> tuple[np.ndarray, np.ndarray]:
-        """The two slots, page-aligned, in memory that the node leader owns."""
-        nbytes = self.layout.nbytes
-        stride = -(-nbytes // PAGE) * PAGE
+    def _open(self) -> tuple[list[WeightFile], np.ndarray]:
+        """The node's files, and which of them even and odd writes go to, int64 [2]."""
+        name, sizes = np.zeros(1, HOSTNAME), [*[self.layout.nbytes] * FILES, ORDER_BYTES]
         if self._node.rank == 0:
-            _check_shared_memory(2 * stride)
-        self._window = MPI.Win.Allocate_shared(2 * stride if self._node.rank == 0 else 0, 1, comm=self._node)
-        # An epoch without end makes the memory plain memory with Sync as its fence. It is never freed
-        # before the process ends: weights that the main thread has not taken yet outlive the last round.
-        self._window.Lock_all(MPI.MODE_NOCHECK)
-        memory = np.frombuffer(cast(memoryview, self._window.Shared_query(0)[0]), np.uint8)
-        return memory[:nbytes], memory[stride : stride + nbytes]
+            _check_shared_memory(2 * self.layout.nbytes)
+            name[0] = tempfile.mkdtemp(prefix="tba-hpc-weights-", dir=SHARED_MEMORY)
+            for number, nbytes in enumerate(sizes):
+                with Path(name[0].decode(), str(number)).open("xb") as file:
+                    file.truncate(nbytes)
+        self._node.Bcast(name.view(np.uint8), 0)
+        folder = Path(name[0].decode())
+        *files, last = [
+            WeightFile.open(folder / str(number), nbytes, write=True) for number, nbytes in enumerate(sizes)
+        ]
+        order = last.map("r+").view(np.int64)
+        self._node.Barrier()  # all have them open
+        if self._node.rank == 0:
+            shutil.rmtree(folder)
+            order[:] = 0, 1
+            for place in order:
+                files[place].allocate()
+        self._node.Barrier()
+        return files, order
 
-    def _touch(self) -> None:
-        """Pay all page faults now, not on the trainer's critical path."""
-        for slot in self._slots:
-            if self._node.rank == 0:
-                slot[:] = 0
-            self._node.Barrier()
-            if self._world.role == "trainer":
-                slot[::PAGE] = 0
-            else:
-                slot[::PAGE].max(initial=0)
+    # --- Between nodes ---
 
     def _broadcast(self, write: int) -> None:
         """Between node leaders, bucket by bucket; nothing to do on a world of one node."""
@@ -411,20 +445,24 @@ class NodeMemory:
         """Per bucket, what has changed in it since the write before: of those that come from this node."""
         known = self._travel != "never" and self._last_write == write - 1
         if not known or not (self._travel == "always" or self._worth.likely):
-            return [None] * len(self._buckets)
+            return self._whole()
         new, old = self.slot(write), self.slot(write - 1)
         return [
             find_changes(new[start:end], old[start:end]) if root == self._nodes.rank else None
             for start, end, root in self._buckets
         ]
 
+    def _whole(self) -> list[np.ndarray | None]:
+        """The changes of buckets that travel whole."""
+        return [None] * len(self._buckets)
+
     def _bring_up_to_date(self, write: int, changes: list[np.ndarray | None]) -> None:
-        """Apply what has come from other nodes. Raises ValueError where it cannot be of these weights."""
+        """Apply what has come from other nodes. Raises ValueError if it cannot be of these weights."""
         slot, before = self.slot(write), self.slot(write - 1)
         for (start, end, root), last, change in zip(self._buckets, self._last, changes, strict=True):
             if change is None or root == self._nodes.rank:
                 continue
-            if last is None:  # the write before came whole
+            if last is None:  # the write before came whole, or this file is a new one
                 np.copyto(slot[start:end], before[start:end])
             else:
                 apply_changes(last, slot[start:end])
@@ -435,15 +473,6 @@ class NodeMemory:
         # MPI moves data only while we look, so look often.
         what = "could not finish the broadcast of the weights"
         self._world.wait_for(buckets, what, _BROADCAST_HANGS, longest=SHORTEST_PAUSE)
-
-    def _announce(self) -> None:
-        """Tell the other ranks of this node that the weights are in memory."""
-        self._window.Sync()
-        empty = np.empty(0, np.uint8)
-        sends = [
-            (self._node_leader, self._node.Isend(empty, i, Tag.ARRIVED)) for i in range(1, self._node.size)
-        ]
-        self._world.wait_for(sends, "could not tell its node that the weights have arrived")
 
 
 def _buckets(layout: WeightLayout, roots: list[int], bucket_bytes: int) -> list[tuple[int, int, int]]:
@@ -496,11 +525,10 @@ def _check_role(rank: int, role: Role, trainers: int) -> None:
 
 def _check_shared_memory(nbytes: int) -> None:
     """Refuse what would end in a bus error at the first write."""
-    folder = Path("/dev/shm")
-    free = shutil.disk_usage(folder).free if folder.exists() else nbytes
+    free = shutil.disk_usage(SHARED_MEMORY).free
     if free < nbytes:
         raise ConfigError(
-            f"two copies of the weights need {nbytes / 1e9:.1f} GB of shared memory on each node, {folder} "
-            f"on {socket.gethostname()} has {free / 1e9:.1f} GB: free some, or start another run (run.name) "
-            "with exchange.transport=files"
+            f"two copies of the weights need {nbytes / 1e9:.1f} GB of shared memory on each node, "
+            f"{SHARED_MEMORY} on {socket.gethostname()} has {free / 1e9:.1f} GB: free some, or start another "
+            "run (run.name) with exchange.transport=files"
         )

@@ -217,11 +217,10 @@ class Scorer:
     def check_engine(self, update: WeightUpdate, answers: int) -> None:
         """Compare the engine with the reference's code, under ``update``, by the first of so many answers.
 
-        Keeps a copy of the weights until then; nothing if there is no model to put them into.
+        Keeps the weights until then; does nothing without a model to put them into.
         """
         if self._reference.has_model:
-            kept = replace(update, data=update.data.copy())
-            self._check = EngineCheck(kept, min(answers, ANSWERS_AT_ONCE))
+            self._check = EngineCheck(update.private(), min(answers, ANSWERS_AT_ONCE))
 
     def judged(self) -> list[Judged]:
         """Answers judged since the last call, in order. Never waits; those that have queued are next."""

@@ -189,7 +189,7 @@ def describes_itself() -> None:
     """What every rank knows of the world."""
     world = join()
     print(
-        f"[{world.rank} {world.role} {world.index}/{world.size} local {world.local_index} "
+        f"[{world.rank} {world.role} {world.index} local {world.local_index} "
         f"{len(set(world.hosts))} host MPI {MPI.COMM_WORLD.rank}]",
         flush=True,
     )

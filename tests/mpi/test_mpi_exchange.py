@@ -116,9 +116,9 @@ def test_every_rank_knows_its_place(environment: dict[str, str], numbers: tuple[
     assert outcome.code == 0, outcome.output
     for line, number in zip(
         (
-            "[0 trainer 0/1 local 0 1 host",
-            "[1 searcher 0/2 local 1 1 host",
-            "[2 searcher 1/2 local 2 1 host",
+            "[0 trainer 0 local 0 1 host",
+            "[1 searcher 0 local 1 1 host",
+            "[2 searcher 1 local 2 1 host",
         ),
         numbers,
         strict=True,

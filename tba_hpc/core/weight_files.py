@@ -1,0 +1,83 @@
+"""Weights in a file that the processes of a node map, each without a copy."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Literal, Self
+
+import numpy as np
+
+Mode = Literal["r", "r+", "c"]
+"""As of numpy.memmap; "c": what is written stays private."""
+
+
+class WeightFile:
+    """Weights at the end of an open file, ``nbytes`` from ``offset`` on.
+
+    The file needs no name: it lives as long as anybody has it open. Each object has a descriptor of its own,
+    and closes it when nobody refers to the object any more.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int, offset: int = 0) -> None:
+        self._descriptor = descriptor
+        self.nbytes = nbytes
+        self.offset = offset
+
+    @classmethod
+    def open(cls, path: str | Path, nbytes: int, *, write: bool = False) -> Self:
+        """Open the last ``nbytes`` of a file."""
+        descriptor = os.open(path, os.O_RDWR if write else os.O_RDONLY)
+        return cls(descriptor, nbytes, os.fstat(descriptor).st_size - nbytes)
+
+    @classmethod
+    def copy_of(cls, data: np.ndarray) -> Self:
+        """Weights, uint8 [nbytes], in memory, in a file without a name."""
+        file = cls(os.memfd_create("weights"), len(data))
+        os.truncate(file._descriptor, file.nbytes)
+        np.copyto(file.map("r+"), data)
+        return file
+
+    @property
+    def path(self) -> str:
+        """Opens the same file in this process and those that it has started, while this object lives."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def map(self, mode: Mode) -> np.ndarray:
+        """uint8 [nbytes]: the weights."""
+        return map_weights(self.path, self.nbytes, self.offset, mode)
+
+    def reader(self) -> Self:
+        """The same weights; ``has_readers`` is true while the reader lives."""
+        reader = self.open(self.path, self.nbytes)
+        fcntl.flock(reader._descriptor, fcntl.LOCK_SH)
+        return reader
+
+    @property
+    def has_readers(self) -> bool:
+        """Whether there is a ``reader`` of this file in any process."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        return False
+
+    def allocate(self) -> None:
+        """Take the memory or the disk space for all of it now. Raises OSError if there is not enough."""
+        os.posix_fallocate(self._descriptor, self.offset, self.nbytes)
+
+    def give_back(self) -> None:
+        """Forget the contents, and take no memory until it is written again."""
+        os.truncate(self._descriptor, self.offset)
+        os.truncate(self._descriptor, self.offset + self.nbytes)
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+
+def map_weights(path: str, nbytes: int, offset: int, mode: Mode = "c") -> np.ndarray:
+    """``WeightFile.map`` in another process. Private by default: torch wants memory that it could write
+    to."""
+    return np.memmap(path, np.uint8, mode, offset, (nbytes,))
