@@ -348,7 +348,7 @@ class _Peer:
     def _until_free(self, write: int) -> None:
         """Wait until the next weights may come; meanwhile tell the leader that the main thread lives."""
         told = time.monotonic()
-        while self._must_be_taken or not self._memory.has_room(write):
+        while not (self._is_free() and self._memory.has_room(write)):
             time.sleep(IDLE_PAUSE)
             if self._last_call > told and time.monotonic() - told > self._world.deadline / 4:
                 told = time.monotonic()
@@ -361,9 +361,6 @@ class _Peer:
     _last_call = float("inf")
     """When the main thread last called, on the monotonic clock; a follower's always lives."""
 
-    _must_be_taken = False
-    """Whether the main thread must take the weights shown last before newer ones come."""
-
     def _prepare(self, header: np.void) -> tuple[np.ndarray, list[np.ndarray]]:
         """READY [1] and the shards that it announces, as the bytes of their files."""
         return np.zeros(1, READY), []
@@ -373,6 +370,10 @@ class _Peer:
 
     def _handed_over(self) -> None:
         """The shards of the round have been sent."""
+
+    def _is_free(self) -> bool:
+        """Whether newer weights may be shown to the main thread."""
+        return True
 
 
 class MpiTrainerFollower(_Peer):
@@ -408,6 +409,7 @@ class MpiSearcherExchange(_Peer):
         self._accepting = True
         self._stop = False
         self._unseen: WeightUpdate | None = None
+        self._holding = False  # whether the main thread has taken weights, and not called since
         self._last_call = 0.0
         super().__init__(world, memory)
 
@@ -433,7 +435,8 @@ class MpiSearcherExchange(_Peer):
         """The newest weights not seen before, in the node's memory, read-only."""
         self._called()
         with self._lock:
-            update, self._unseen, self._must_be_taken = self._unseen, None, False
+            update, self._unseen = self._unseen, None
+            self._holding = update is not None
             return update
 
     def request_stop(self) -> None:
@@ -460,6 +463,7 @@ class MpiSearcherExchange(_Peer):
         self._called()
 
     def _called(self) -> None:
+        self._holding = False
         self._last_call = time.monotonic()
         self._thread.check()
 
@@ -489,8 +493,12 @@ class MpiSearcherExchange(_Peer):
         publication = Publication.from_json(header["publication"])
         update = WeightUpdate(publication, self._memory.layout, file.map("r"), file)
         with self._lock:
-            self._unseen, self._must_be_taken = update, publication.evaluate is not None
+            self._unseen = update
 
     def _handed_over(self) -> None:
         with self._lock:
             self._in_transit = 0
+
+    def _is_free(self) -> bool:
+        with self._lock:
+            return self._unseen is None or not (self._holding or self._unseen.publication.evaluate)
