@@ -1,7 +1,6 @@
-"""The process of one vLLM engine: requests and weights in, whole groups out, nothing between but steps.
+"""The process of one vLLM engine: requests and weights in, whole groups out.
 
-It must not know what the completions are for. No other module imports vllm, and only ``engine_process``
-starts this one.
+No other module imports vllm, and only ``engine_process`` starts this one.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from tba_hpc.core.types import Sampling, WeightLayout, WeightSlot
+from tba_hpc.core.types import Sampling, WeightLayout
 from tba_hpc.core.weight_files import map_weights
 from tba_hpc.engine.engine_channel import (
     COMMANDS,
@@ -45,7 +44,7 @@ from tba_hpc.learner.adapter import Adapter, identity, layers_of
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
-    from vllm.outputs import CompletionOutput
+    from vllm.logprobs import FlatLogprobs
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.core_client import InprocClient
@@ -99,7 +98,7 @@ def serve(settings: str, descriptor: int) -> None:
 
 
 def build_or_refuse(channel: Channel[Command], settings: EngineSettings) -> LLM:
-    """The engine; where vLLM does not take the settings, the rank is told and the process ends."""
+    """The engine; if vLLM does not take the settings, the rank is told and the process ends."""
     prepare_environment()
     try:
         llm = build(settings)
@@ -128,7 +127,7 @@ def prepare_environment() -> None:
 
 
 def build(settings: EngineSettings) -> LLM:
-    """The engine, with the weights of ``settings.model`` as version 0. ValueError where vLLM refuses."""
+    """The engine, with the weights of ``settings.model`` as version 0. ValueError if vLLM refuses."""
     # vllm reads its environment when it is imported, hence not before prepare_environment().
     from vllm import LLM
 
@@ -150,17 +149,12 @@ def build(settings: EngineSettings) -> LLM:
         **({"enforce_eager": not on_gpu} | settings.arguments),
     )
     llm.llm_engine.set_weight_version("0")
-    if settings.logprob_temperature != 1:
-        _temper(llm, settings.logprob_temperature)
-    return llm
-
-
-def _temper(llm: LLM, temperature: float) -> None:
-    """Make the engine's policy softmax(logits/temperature). ValueError where its model has no such layer."""
-    if not all(llm.collective_rpc("divide_logits", args=(temperature,))):
+    temperature = settings.logprob_temperature
+    if temperature != 1 and not all(llm.collective_rpc("divide_logits", args=(temperature,))):
         raise ValueError(
             f"its model has no layer whose logits model.logprob_temperature={temperature:g} could divide"
         )
+    return llm
 
 
 class Engine:
@@ -189,13 +183,11 @@ class Engine:
 
     def _obey(self, command: Command) -> list[Finished]:
         """Returns what was finished on the way."""
-        finished: list[Finished] = []
-        match command:
-            case Submit():
-                self._submit(command)
-            case Load():
-                finished = self._complete_steps() if self._settings.keep_kv else []
-                self._load(command)
+        if isinstance(command, Submit):
+            self._submit(command)
+            return []
+        finished = self._complete_steps() if self._settings.keep_kv else []
+        self._load(command)
         return finished
 
     def _submit(self, command: Submit) -> None:
@@ -218,12 +210,14 @@ class Engine:
             "load_shared_weights", args=(command.path, command.offset, command.layout)
         )
         if names := list(dict.fromkeys(chain.from_iterable(missed))):
-            self._channel.send(Misfit(_told(names)))
+            reason = f"took no new value, or not all of it, for {_named(names)}"
+            remedy = "train a model that this version of vLLM updates as a whole"
+            self._channel.send(Misfit(f"{reason}; {remedy}"))
             return
         # A cache of the old weights would give log-probabilities of neither policy.
         if self._settings.keep_kv:
             self._loads += 1
-            self._salt_anew()
+            self._renew_salts()
         else:
             self._llm.reset_prefix_cache(reset_running_requests=True)
         self._llm.llm_engine.set_weight_version(str(command.version))
@@ -231,14 +225,14 @@ class Engine:
 
     @property
     def _salt(self) -> str | None:
-        """What the hashes of cached prefixes are made with, so that none is found from other weights.
+        """Part of the hashes of cached prefixes, so that none is found from other weights.
 
-        None where the cache is emptied instead: as long as any request keeps its blocks, vLLM does not.
+        None if the cache is emptied instead, which vLLM does only when no request keeps its blocks.
         """
         return str(self._loads) if self._settings.keep_kv else None
 
-    def _salt_anew(self) -> None:
-        """Let requests that wait with nothing computed, new or preempted, begin as new ones do."""
+    def _renew_salts(self) -> None:
+        """Let requests that wait with nothing computed, new or preempted, begin like new ones."""
         for request in cast("Scheduler", self._core.scheduler).requests.values():
             if request.num_computed_tokens == 0:
                 request.cache_salt = self._salt
@@ -246,9 +240,9 @@ class Engine:
                 request.update_block_hashes()
 
     def _complete_steps(self) -> list[Finished]:
-        """Take what the old weights have sampled, or are about to, where the scheduler runs ahead.
+        """Take what the old weights have sampled, or are about to, if the scheduler runs ahead.
 
-        vLLM labels tokens by the version at the time when they are taken. On a CPU it never runs ahead.
+        vLLM labels tokens by the version in use when they are taken. On a CPU it never runs ahead.
         """
         from vllm.v1.core.sched.interface import PauseState
 
@@ -281,19 +275,19 @@ class Engine:
 
 
 class WeightLoader:
-    """What vLLM's workers learn beyond their own trade: weights from the rank, and the policy's temperature.
+    """Extends vLLM's workers: weights from the rank, and the policy's temperature.
 
     A worker may be a process of its own (tensor parallelism), so only plain values reach it.
     """
 
     lora_base: dict[str, torch.Tensor] | None = None
-    """The weights of the model's files, in the engine's type, where adapters come instead of weights."""
+    """The weights of the model's files, in the engine's type, if adapters come instead of weights."""
 
     def unlike_the_base(self, layout: str) -> str:
-        """Why an adapter of this layout is none for the model's own weights; empty where it is.
+        """Why an adapter of this layout does not fit the model's own weights; empty if it does.
 
-        These are read once. They stay in their files' pages of memory, which workers and searchers of a node
-        share, where they need no other type.
+        These are read once. Unless they need another type they stay in their files' pages, which workers and
+        searchers of a node share.
         """
         if self.lora_base is not None:
             return ""
@@ -311,9 +305,8 @@ class WeightLoader:
     def load_shared_weights(self, path: str, offset: int, layout: str) -> list[str]:
         """Replace all weights in place by those in the file at ``path``; see core.weight_files.
 
-        An adapter is merged into the model's own weights, W + s·B·A, which then are all replaced, too.
-
-        Returns the names of parameters that were not replaced, or not as a whole: of those vLLM only logs.
+        An adapter is merged into the model's own weights, W + s·B·A, and all of these are replaced.
+        Returns the names of parameters that were not replaced, or not as a whole: vLLM only logs them.
         """
         logging.getLogger(RELOAD_LOGGER).addFilter(_is_not_about_rotary_embeddings)
         given = WeightLayout.from_json(layout)
@@ -341,10 +334,10 @@ class WeightLoader:
 
 @contextmanager
 def _missed(model: torch.nn.Module) -> Iterator[list[str]]:
-    """Parameters of vLLM's model that a reload inside the block misses; filled once that is over.
+    """Parameters of vLLM's model that a reload inside the block misses; filled when it ends.
 
     vLLM defers what it loads, layer by layer, and counts: a layer that is short of numbers when all weights
-    have been offered would keep the old ones, or get whatever the memory held before.
+    have been offered would keep the old ones, or whatever the memory held before.
     """
     missed: list[str] = []
     load: Any = model.load_weights
@@ -399,14 +392,6 @@ def _merged(
         yield name, adapter.merged(name, weight.to(device)) if adapter.changes(name) else weight
 
 
-def _told(names: list[str]) -> str:
-    """What a load has missed, in a few words, and what to do."""
-    return (
-        f"took no new value, or not all of it, for {_named(names)}; train a model that this version of vLLM "
-        "updates as a whole"
-    )
-
-
 def _named(names: list[str]) -> str:
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"{', '.join(names[:NAMED])}{more}"
@@ -457,13 +442,16 @@ def sampling_params(sampling: Sampling, n: int, settings: EngineSettings) -> Sam
 
 def _finished(output: RequestOutput) -> Finished:
     samples = output.outputs
+    spans = [sample.weight_versions for sample in samples]
+    assert all(spans), "the engine labels every token with the version of its weights"
+    assert {sample.finish_reason for sample in samples} <= {"stop", "length"}
     return Finished(
         request=int(output.request_id),
         tokens=_flat([sample.token_ids for sample in samples], np.int32),
-        logprobs=_flat([_logprobs(sample) for sample in samples], np.float32),
+        logprobs=_flat([cast("FlatLogprobs", sample.logprobs).logprobs for sample in samples], np.float32),
         lengths=np.array([len(sample.token_ids) for sample in samples], np.int32).tobytes(),
-        stopped=bytes(_stopped(sample) for sample in samples),
-        versions=np.array([_versions(sample) for sample in samples], np.int32).tobytes(),
+        stopped=bytes(sample.finish_reason == "stop" for sample in samples),
+        versions=np.array([(int(of[0].version), int(of[-1].version)) for of in spans], np.int32).tobytes(),
     )
 
 
@@ -471,33 +459,11 @@ def _flat(rows: list, dtype: type) -> bytes:
     return np.fromiter(chain.from_iterable(rows), dtype).tobytes()
 
 
-def _logprobs(sample: CompletionOutput) -> list[float]:
-    """One per position: the sampled token's."""
-    from vllm.logprobs import FlatLogprobs
-
-    assert isinstance(sample.logprobs, FlatLogprobs)
-    return sample.logprobs.logprobs
-
-
-def _stopped(sample: CompletionOutput) -> bool:
-    assert sample.finish_reason in ("stop", "length"), sample.finish_reason
-    return sample.finish_reason == "stop"
-
-
-def _versions(sample: CompletionOutput) -> tuple[int, int]:
-    """Oldest and newest weights that sampled a token of it."""
-    spans = sample.weight_versions
-    assert spans, "the engine labels every token with the version of its weights"
-    return int(spans[0].version), int(spans[-1].version)
-
-
 def _tensors(layout: WeightLayout, data: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:
     """Views of the flat buffer under the tensors' Hugging Face names; nothing is copied."""
-    return ((slot.name, _view(data, slot)) for slot in layout.slots)
-
-
-def _view(data: np.ndarray, slot: WeightSlot) -> torch.Tensor:
-    return torch.from_numpy(data[slot.start : slot.end]).view(TORCH_DTYPE[slot.dtype]).view(slot.shape)
+    for slot in layout.slots:
+        flat = torch.from_numpy(data[slot.start : slot.end])
+        yield slot.name, flat.view(TORCH_DTYPE[slot.dtype]).view(slot.shape)
 
 
 def _repack_output_layers(model: torch.nn.Module) -> None:

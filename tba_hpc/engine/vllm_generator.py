@@ -1,8 +1,6 @@
-"""The policy that samples: a searcher's hold on one vLLM engine, which lives in a process of its own.
+"""The policy that samples: the searcher's side of a vLLM engine, which is a process of its own.
 
-It must not know where weights come from or what becomes of the completions, nor vLLM itself: that is
-``vllm_engine``'s. So the engine shares neither a core nor Python's lock with what the searcher does
-besides, and its rank outlives it.
+So the engine shares neither a core nor Python's lock with the searcher, which outlives it.
 """
 
 from __future__ import annotations
@@ -50,19 +48,14 @@ STEP_SECONDS = 0.05
 """Longest wait of ``step`` for the engine to say something."""
 
 REBUILDS_WITHOUT_RESULT = 3
-"""Rebuilds in a row, with no finished group in between, after which the searcher gives up."""
+"""Rebuilds in a row, without a finished group in between, after which the searcher gives up."""
 
 LONGEST_LOOK = 1.0
-"""Silence that one look counts at most, s: a rank that was itself stopped must not blame its engine."""
+"""Most silence that one look counts, s: a rank that was itself stopped must not blame its engine."""
 
-EXIT_SECONDS = 1.0
-"""Time that a process has to end once it has closed its socket."""
-
-WORKERS_SECONDS = 15.0
-"""Time that an engine's worker processes have to leave by themselves once it is gone."""
-
-KILL_SECONDS = 30.0
-"""Time that the kernel has to end a killed process."""
+EXIT_SECONDS, WORKERS_SECONDS, KILL_SECONDS = 1.0, 15.0, 30.0
+"""Time to end for a process that has closed its socket, for the workers of an engine that is gone, and for a
+process that was killed."""
 
 KEYS = (
     "model.path",
@@ -83,19 +76,19 @@ IGNORE_SIGNALS = ("sh", "-c", 'trap "" INT TERM USR1; exec "$@"', "sh")
 """Starts a command that ignores the signals by which a run is stopped: Slurm sends them to every process."""
 
 MPI_VARIABLES = ("OMPI_", "PMIX_", "PRTE_", "PMI_")
-"""What an engine must not inherit: it would take itself for the MPI rank, and hang at its end."""
+"""What an engine must not inherit: it would take itself for the MPI rank, and hang when it ends."""
 
 
 class VllmGenerator:
     """A Generator port on vLLM: continuous batching, weights replaced in place, a dead engine rebuilt.
 
-    ``prompts_in_flight`` × ``completions_per_prompt`` sequences are decoded at once; what is submitted beyond
-    that queues inside the engine. ``seed`` should differ between searchers and between restarts of one.
-    The weights start as those of ``model.path``, version 0.
+    ``prompts_in_flight`` × ``completions_per_prompt`` sequences are decoded at once; more of them queue
+    inside the engine. ``seed`` should differ between searchers and between restarts of one. The first weights
+    are those of ``model.path``, version 0.
 
-    The engine steps on its own from the first submit on; a call here only passes something on or takes what
-    is finished. The constructor returns while the engine is still being built, and what is asked of it until
-    then waits. To be called from one thread: the kernel ends the engine with the thread that started it.
+    The engine steps on its own; a call here only passes something on or takes what is finished. The
+    constructor returns while the engine is still being built, and what is asked of it until then waits. All
+    calls come from one thread: the kernel ends the engine with the thread that started it.
     """
 
     def __init__(
@@ -143,8 +136,14 @@ class VllmGenerator:
         return self._loading and self._engine.ready
 
     def submit(self, request: Request) -> None:
-        """Queue a request. ValueError where prompt and completion exceed the context."""
-        self._check_length(request)
+        """Queue a request. ValueError if prompt and completion exceed the context."""
+        prompt, completion = len(request.prompt.tokens), request.sampling.max_tokens
+        if prompt + completion > self._model.context_length:
+            raise ValueError(
+                f"prompt {request.prompt.id} has {prompt} tokens and its answer may have {completion}, "
+                f"together more than model.context_length={self._model.context_length}: raise that or "
+                "lower generator.max_tokens"
+            )
         self._submitted += 1
         self._requests[self._submitted] = request
         self._open += request.n
@@ -152,23 +151,23 @@ class VllmGenerator:
             self._pass_on(self._submitted)
 
     def step(self) -> list[Group]:
-        """The groups finished since the last call; waits a moment where the engine has said nothing since.
+        """The groups finished since the last call; waits a moment if the engine has said nothing since.
 
-        An engine that died, was silent for ``silence_seconds``, or not built within
-        ``start_seconds``, is replaced, and its requests start again. Raises EngineError after
-        REBUILDS_WITHOUT_RESULT replacements that finished nothing, and ConfigError where vLLM refuses the
-        first one, or its model does not take all of the weights that it is given.
+        An engine that died, was silent for ``silence_seconds``, or not built within ``start_seconds``, is
+        replaced, and its requests start again. Raises EngineError after REBUILDS_WITHOUT_RESULT replacements
+        that finished nothing, and ConfigError if vLLM refuses the first one, or its model does not take all
+        of the weights.
         """
         self._listen()
         groups, self._finished = self._finished, []
         return groups
 
     def load(self, update: WeightUpdate) -> None:
-        """Replace the weights in place, as soon as the engine's current step is over.
+        """Replace the weights in place, as soon as the engine's current step is over. Waits while
+        ``loading``.
 
         Requests in flight go on under the new weights. What they have sampled keeps its log-probabilities
-        and version; their attention cache is recomputed unless ``generator.keep_kv``. Waits while
-        ``loading``.
+        and version; their attention cache is recomputed unless ``generator.keep_kv``.
         """
         while self.loading:
             self._listen()
@@ -193,12 +192,17 @@ class VllmGenerator:
             case Progress():
                 self.busy_seconds += answer.busy_seconds
                 self._open -= answer.ended
-                self._finished += [self._finish(finished) for finished in answer.finished]
+                for finished in answer.finished:
+                    self._rebuilds_in_a_row = 0
+                    self._finished.append(_group(self._requests.pop(finished.request), finished))
             case Loaded():
                 self.version, self.load_seconds, self._loading = answer.version, answer.seconds, False
             case Ready():
                 self._was_ready = True
-                self._catch_up()
+                if self._load is not None:
+                    self._engine.send(self._load)
+                for number in self._requests:  # of an engine before, or that have waited for the first
+                    self._pass_on(number)
             case Refused() if not self._was_ready:
                 raise ConfigError(
                     f"vLLM cannot serve {self._keys[0]}={self._model.path} with this configuration: "
@@ -210,30 +214,22 @@ class VllmGenerator:
                     f"{answer.reason}"
                 )
 
-    def _catch_up(self) -> None:
-        """Tell a new engine everything that the one before knew, or that has waited for the first."""
-        if self._load is not None:
-            self._engine.send(self._load)
-        for number in self._requests:
-            self._pass_on(number)
-
     def _pass_on(self, number: int) -> None:
         request = self._requests[number]
         prompt = request.prompt.tokens.astype(np.int32).tobytes()
         self._engine.send(Submit(number, prompt, request.n, request.sampling))
 
-    def _finish(self, finished: Finished) -> Group:
-        self._rebuilds_in_a_row = 0
-        return _group(self._requests.pop(finished.request), finished)
-
     def _rebuild(self, failure: str) -> None:
-        """Replace an engine that failed. Raises EngineError where that does not help."""
+        """Replace an engine that failed. Raises EngineError if that does not help."""
         log.warning("the vLLM engine (process %d) %s", self._engine.pid, failure)
         self._engine.end()
         if self._rebuilds_in_a_row == REBUILDS_WITHOUT_RESULT:
+            share, cache = _key("gpu_memory", self._keys), _key("kv_cache_mb", self._keys)
+            of_memory = f"lower {share} and {cache}, or let fewer ranks share a GPU; "
+            advice = of_memory if "out of memory" in failure else ""
             raise EngineError(
                 f"the vLLM engine died {REBUILDS_WITHOUT_RESULT + 1} times without finishing a completion "
-                f"(the last one {failure}): {_advice(failure, self._keys)}see this searcher's log"
+                f"(the last one {failure}): {advice}see this searcher's log"
             )
         log.warning("building another one")
         self._rebuilds_in_a_row += 1
@@ -246,15 +242,6 @@ class VllmGenerator:
         settings = engine_settings(self._model, self._generator, seed=self._seed + self.rebuilds)
         return EngineProcess(settings, **self._limits)
 
-    def _check_length(self, request: Request) -> None:
-        prompt, completion = len(request.prompt.tokens), request.sampling.max_tokens
-        if prompt + completion > self._model.context_length:
-            raise ValueError(
-                f"prompt {request.prompt.id} has {prompt} tokens and its answer may have {completion}, "
-                f"together more than model.context_length={self._model.context_length}: raise that or "
-                "lower generator.max_tokens"
-            )
-
 
 def remedy(reason: str, keys: Sequence[str]) -> str:
     """What to do about vLLM's refusal, in keys of the config; it names its own arguments, if any."""
@@ -265,14 +252,6 @@ def remedy(reason: str, keys: Sequence[str]) -> str:
         return f"raise {cache} or, where it is not set, {share}, or lower {length}"
     _, *others, last = keys
     return f"check {', '.join(others)} and {last}"
-
-
-def _advice(failure: str, keys: Sequence[str]) -> str:
-    """What to do about an engine that dies again and again, where its last word tells; ends in a space."""
-    if "out of memory" not in failure:
-        return ""
-    share, cache = _key("gpu_memory", keys), _key("kv_cache_mb", keys)
-    return f"lower {share} and {cache}, or let fewer ranks share a GPU; "
 
 
 def _key(part: str, keys: Sequence[str]) -> str:
@@ -300,7 +279,7 @@ def engine_settings(model: ModelSection, generator: GeneratorSection, *, seed: i
 
 
 class EngineProcess:
-    """A process with an engine in it, leader of a session of its own; it writes to this process's log.
+    """The process of an engine, in a session of its own; it writes to this process's log.
 
     A signal to the rank's process group does not reach it: it ends when it is killed, or the rank is gone.
     start_seconds: longest time until it is ready. silence_seconds: longest silence from then on.
@@ -308,13 +287,14 @@ class EngineProcess:
 
     def __init__(self, settings: EngineSettings, *, start_seconds: float, silence_seconds: float) -> None:
         ours, theirs = socket.socketpair()
+        environment = {name: text for name, text in os.environ.items() if not name.startswith(MPI_VARIABLES)}
         with theirs:
             arguments = [msgspec.json.encode(settings).decode(), str(os.getpid()), str(theirs.fileno())]
             self._process = subprocess.Popen(
                 [*IGNORE_SIGNALS, sys.executable, "-P", "-m", ENGINE, *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=_environment(),
+                env=environment | BEFORE_TORCH,
                 start_new_session=True,
             )
         self._channel = Channel(ours, ANSWERS)
@@ -332,7 +312,7 @@ class EngineProcess:
         self._channel.send(command)
 
     def receive(self, seconds: float) -> list[Answer]:
-        """What the engine has said; waits up to ``seconds`` where it has said nothing."""
+        """What the engine has said; waits up to ``seconds`` if it has said nothing."""
         answers = self._channel.receive(seconds)
         now = time.monotonic()
         self._silence = 0.0 if answers else self._silence + min(now - self._looked, LONGEST_LOOK)
@@ -356,7 +336,7 @@ class EngineProcess:
         return None
 
     def end(self) -> None:
-        """Kill it and what it has started. Raises EngineError where the kernel does not end it."""
+        """Kill it and what it has started. Raises EngineError if the kernel does not end it."""
         self._channel.close()
         self._process.kill()
         try:
@@ -366,17 +346,7 @@ class EngineProcess:
                 f"the vLLM engine (process {self.pid} on {socket.gethostname()}) cannot be killed, perhaps "
                 "because its GPU does not answer: leave out this node and start the same run again"
             ) from None
-        self._end_workers()
-
-    def _exit(self) -> str:
-        try:
-            code = self._process.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "closed its connection"
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
-
-    def _end_workers(self) -> None:
-        """Those of tensor parallelism leave and clean up after their engine; one that hangs is killed."""
+        # The workers of tensor parallelism leave and clean up after their engine; one that hangs is killed.
         end = time.monotonic() + WORKERS_SECONDS
         with contextlib.suppress(ProcessLookupError):  # nobody is left
             while time.monotonic() < end:
@@ -384,11 +354,12 @@ class EngineProcess:
                 time.sleep(0.02)
             os.killpg(self.pid, signal.SIGKILL)
 
-
-def _environment() -> dict[str, str]:
-    """Of an engine's process: this one's, without what would make an MPI rank of it."""
-    inherited = {name: text for name, text in os.environ.items() if not name.startswith(MPI_VARIABLES)}
-    return inherited | BEFORE_TORCH
+    def _exit(self) -> str:
+        try:
+            code = self._process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
 
 
 def _group(request: Request, finished: Finished) -> Group:
