@@ -1,7 +1,7 @@
 """The trainer's end of an exchange without searchers: it brings what another run has recorded, in its order.
 
 The trainer's metrics of a run say which shards each collection brought, before which step, and which weights
-were published by then; so a trainer that behaves the same gets the same trajectories at the same moments.
+were published by then. So a trainer that behaves the same gets the same trajectories at the same moments.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class Recording:
         history = History.read(run)
         arrivals = []
         for revision, together in groupby(history.merges, attrgetter("revision")):
-            first, *others = together
-            keys = (first.key, *(merge.key for merge in others))
-            arrivals.append(Arrival(first.step, first.sync, revision, keys))
+            merges = list(together)
+            shards = tuple(merge.key for merge in merges)
+            arrivals.append(Arrival(merges[0].step, merges[0].sync, revision, shards))
         published = frozenset(step.sync for step in history.steps)
         return cls(tuple(arrivals), published, history.last_step)
 
     def delayed(self, steps: int) -> Recording:
-        """Every shard so many steps later."""
+        """Every shard that many steps later."""
         later = (replace(one, step=one.step + steps, sync=one.sync + steps) for one in self.arrivals)
-        return replace(self, arrivals=tuple(later)) if steps else self
+        return replace(self, arrivals=tuple(later))
 
     def at_once(self) -> Recording:
         """All shards before the first step."""
@@ -65,7 +65,7 @@ class Recording:
         return replace(self, arrivals=(Arrival(0, 0, 1, keys),))
 
     def only(self, there: Iterable[ShardKey]) -> Recording:
-        """Less the shards that are not there."""
+        """Without the shards that are not there."""
         known = set(there)
         left = (replace(one, shards=tuple(k for k in one.shards if k in known)) for one in self.arrivals)
         return replace(self, arrivals=tuple(one for one in left if one.shards))
@@ -74,7 +74,7 @@ class Recording:
 class RecordedShards:
     """The shards of a run that are still there, waiting, merged or kept. Read when asked for.
 
-    behaviour: whether what sampled a trajectory is to be its reference, whatever was recorded.
+    behaviour: whether the reference of a trajectory is to be what sampled it, whatever was recorded.
     """
 
     def __init__(self, run: RunDir, *, behaviour: bool = False) -> None:
@@ -104,11 +104,11 @@ def _of_behaviour(shard: Shard) -> Shard:
 
 
 class ReplayExchange:
-    """A TrainerExchange. ``step`` tells the trainer's step, and must be set before it runs.
+    """A TrainerExchange. ``step`` gives the trainer's step, and must be set before it runs.
 
-    Where the trainer waits for more than was there at the time, as another config may have it, the next
-    arrival comes early; if nothing is left, a stop is requested. cursors: shards before these indices, by
-    searcher, were merged by an attempt before.
+    If the trainer waits for more than was there at the time, as another config may have it, the next arrival
+    comes early; if nothing is left, a stop is requested. cursors: shards before these indices, by searcher,
+    were merged by an attempt before.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class ReplayExchange:
         self.step: Callable[[], int] = lambda: 0
 
     def publish(self, publication: Publication, write: Callable[[np.ndarray], None]) -> bool:
-        """Nobody gets the weights; put off where they were put off."""
+        """Nobody gets the weights; put off if they were put off."""
         version = publication.version
         if self._published and version not in self._published and version < max(self._published):
             return False

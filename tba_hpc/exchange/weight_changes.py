@@ -1,8 +1,8 @@
 """What has changed in a flat buffer of weights since another one, exact to the bit and in few bytes.
 
-It must not know whose weights these are, nor how changes travel. A change is a word of 16 bits, whatever the
-dtype: in bfloat16 a number, of which an optimizer step at 1e-6 alters one in a hundred; in float32 half of
-one, and nearly every lower half changes. As one uint8 array, of B blocks of 256 words and n changed ones:
+A change is a word of 16 bits, whatever the dtype: in bfloat16 a number, of which an optimizer step at 1e-6
+alters one in a hundred; in float32 half of one, and nearly every lower half changes. As one uint8 array, of B
+blocks of 256 words and n changed ones:
 
     counts   uint16 [B]   changed words of each block
     values   uint16 [n]   their new bits
@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 WORD, BLOCK = 2, 256
-"""Bytes of a word; words of a block, whose places a uint8 can name."""
+"""Bytes of a word; words of a block, so that a uint8 can say where one lies."""
 
 PIECE = 1 << 18
 """Words that are compared at once: they stay in the cache."""
@@ -25,21 +25,20 @@ PIECE = 1 << 18
 BYTES_PER_CHANGE, BYTES_PER_BLOCK = 3, 2
 
 SAMPLES, SAMPLE = 64, 4096
-"""Places at which so many words are looked at, before all are."""
+"""Samples, and their words, that are compared before all are."""
 
 MOST = 0.25
-"""Of the bytes of the weights: beyond that changes are not worth their making."""
+"""Of the bytes of the weights: more changes are not worth their making."""
 
 THREADS = min(4, len(os.sched_getaffinity(0)))
-"""That look for changes together; numpy lets go of Python's lock meanwhile."""
-
+"""That look for changes together; numpy releases Python's lock."""
 
 AGAIN = 32
-"""After so many times the slower way is tried once more."""
+"""After that many publishes the slower way is tried once more."""
 
 
 class Worth:
-    """Whether it was quicker of late to look for changes and send those than to send all."""
+    """Whether it was quicker lately to look for changes and send those than to send all."""
 
     def __init__(self) -> None:
         self._seconds: dict[bool, float] = {}  # that changes, or all, took last
@@ -58,13 +57,15 @@ class Worth:
 
 
 def find_changes(new: np.ndarray, old: np.ndarray) -> np.ndarray | None:
-    """uint8: the changes that make ``new`` of ``old``, both uint8 [nbytes]; None where they are too many.
+    """uint8: the changes that turn ``old`` into ``new``, both uint8 [nbytes]; None if they are too many.
 
-    That is judged by a sample first, so that it costs next to nothing to find that all has changed.
+    A sample is judged first, so that it costs next to nothing to find that all has changed.
     """
     new, old = new.view(np.uint16), old.view(np.uint16)
     most = MOST * WORD * len(new)
-    if _estimate(new, old) > most:
+    starts = np.linspace(0, max(0, len(new) - SAMPLE), SAMPLES).astype(np.int64)
+    share = np.mean([np.mean(new[at : at + SAMPLE] != old[at : at + SAMPLE]) for at in starts])
+    if BYTES_PER_BLOCK * _blocks(len(new)) + BYTES_PER_CHANGE * float(share) * len(new) > most:
         return None
     with ThreadPoolExecutor(THREADS) as pool:
         pieces = [slice(start, start + PIECE) for start in range(0, len(new), PIECE)]
@@ -74,9 +75,15 @@ def find_changes(new: np.ndarray, old: np.ndarray) -> np.ndarray | None:
 
 
 def apply_changes(changes: np.ndarray, out: np.ndarray) -> None:
-    """Change ``out``, uint8 [nbytes]. Raises ValueError, with nothing changed, where they cannot be of it."""
+    """Change ``out``, uint8 [nbytes]. Raises ValueError, with nothing changed, if they cannot be of it."""
     words = out.view(np.uint16)
-    counts, values, offsets = _parts(changes, _blocks(len(words)))
+    rest = len(changes) - BYTES_PER_BLOCK * _blocks(len(words))
+    counts = changes[: len(changes) - rest].view(np.uint16) if rest >= 0 else np.empty(0, np.uint16)
+    total = int(counts.sum(dtype=np.int64))
+    if rest < 0 or rest != BYTES_PER_CHANGE * total:
+        raise ValueError("changes of other weights, or damaged ones")
+    values, offsets = np.split(changes[len(changes) - rest :], [WORD * total])
+    values = values.view(np.uint16)
     at, per_piece = 0, PIECE // BLOCK
     for first in range(0, len(counts), per_piece):
         count = counts[first : first + per_piece]
@@ -86,28 +93,10 @@ def apply_changes(changes: np.ndarray, out: np.ndarray) -> None:
         at = end
 
 
-def _parts(changes: np.ndarray, blocks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Counts, values and offsets. Raises ValueError."""
-    rest = len(changes) - BYTES_PER_BLOCK * blocks
-    counts = changes[: BYTES_PER_BLOCK * blocks].view(np.uint16) if rest >= 0 else np.empty(0, np.uint16)
-    total = int(counts.sum(dtype=np.int64))
-    if rest < 0 or rest != BYTES_PER_CHANGE * total:
-        raise ValueError("changes of other weights, or damaged ones")
-    values, offsets = np.split(changes[len(changes) - rest :], [WORD * total])
-    return counts, values.view(np.uint16), offsets
-
-
-def _estimate(new: np.ndarray, old: np.ndarray) -> float:
-    """About how many bytes the changes would take."""
-    starts = np.linspace(0, max(0, len(new) - SAMPLE), SAMPLES).astype(np.int64)
-    share = np.mean([np.mean(new[at : at + SAMPLE] != old[at : at + SAMPLE]) for at in starts])
-    return BYTES_PER_BLOCK * _blocks(len(new)) + BYTES_PER_CHANGE * float(share) * len(new)
-
-
 def _in_piece(new: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Counts, values and offsets of a piece. Four words are compared at a time: few of these differ.
 
-    The lowest eight bits of an index are the place in its block.
+    The lowest eight bits of an index say where the word lies in its block.
     """
     whole = len(new) // 4 * 4
     new_4, old_4 = new[:whole].view(np.uint64), old[:whole].view(np.uint64)
