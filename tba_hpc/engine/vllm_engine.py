@@ -442,7 +442,7 @@ def sampling_params(sampling: Sampling, n: int, settings: EngineSettings) -> Sam
 
 def _finished(output: RequestOutput) -> Finished:
     samples = output.outputs
-    spans = [sample.weight_versions for sample in samples]
+    spans = [sample.weight_versions or [] for sample in samples]
     assert all(spans), "the engine labels every token with the version of its weights"
     assert {sample.finish_reason for sample in samples} <= {"stop", "length"}
     return Finished(

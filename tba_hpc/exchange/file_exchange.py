@@ -39,6 +39,7 @@ from functools import partial
 from pathlib import Path
 from zlib import crc32
 
+import msgspec
 import numpy as np
 from safetensors import safe_open
 
@@ -57,7 +58,6 @@ from tba_hpc.run.files import (
     passes,
     publish,
     unless_away,
-    write_atomic,
 )
 from tba_hpc.run.owners import end_if_superseded
 
@@ -122,21 +122,15 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest | None:
         """The manifest of a run, None before its first trainer has started."""
         try:
-            values = json.loads((folder / "latest.json").read_text())
+            return msgspec.json.decode((folder / "latest.json").read_bytes(), type=cls)
         except FileNotFoundError:
             return None
-        for by_searcher in ("cursors", "joined"):
-            pairs = values.get(by_searcher, {}).items()
-            values[by_searcher] = {int(searcher): value for searcher, value in pairs}
-        values["entries"] = tuple(
-            Entry(**{**entry, "publication": Publication(**entry["publication"])})
-            for entry in values["entries"]
-        )
-        return cls(**values)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{folder / 'latest.json'} is damaged: {error}") from None
 
     def write(self, folder: Path) -> None:
         """Replace the manifest of a run."""
-        write_atomic(folder / "latest.json", json.dumps(asdict(self)))
+        publish(folder / "latest.json", msgspec.json.encode(self))
 
     @property
     def files(self) -> set[str]:

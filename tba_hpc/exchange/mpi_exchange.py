@@ -4,8 +4,8 @@ A round, started by the leader (trainer 0), runs on a communication thread at ev
 
     leader                                   every other rank
     header (purpose, version, …)     ──►
-                                     ◄──     ready (how many shards, how large, stop asked)
-                                     ◄──     the shards, each as the bytes of its file
+                                     ◄──     ready (how many shards, stop asked)
+                                     ◄──     the sizes of the shards, then each as the bytes of its file
     weights: buckets broadcast between the nodes, each from the node of the trainer rank that owns it,
              whole or as what has changed in it
                                      ◄──     confirmed
@@ -60,9 +60,6 @@ LOOK_SECONDS, PYTHONS_SECONDS = 5e-5, sys.getswitchinterval()
 """Longest that a main thread busy with Python keeps the exchange's from its next look, during a round and
 otherwise: MPI moves data only while someone looks, and Python's own 5 ms are long for that."""
 
-SHARDS_PER_ROUND, BYTES_PER_ROUND = 256, 1 << 30
-"""Most that one searcher hands over in one round; the rest goes with the next."""
-
 
 class Purpose(IntEnum):
     """What a round is for."""
@@ -88,14 +85,8 @@ HEADER = np.dtype(
         ("publication", "S512"),  # its JSON text, empty if no weights travel
     ]
 )
-READY = np.dtype(
-    [
-        ("stop", "<i8"),  # 1 if the searcher was asked to stop the run
-        ("kept", "<i8"),  # shards that wait for the next round
-        ("shards", "<i8"),  # shards that follow
-        ("sizes", "<i8", SHARDS_PER_ROUND),  # bytes of each
-    ]
-)
+READY = np.dtype([("stop", "<i8"), ("shards", "<i8")])
+"""Whether the searcher was asked to stop the run, 1 or 0, and how many shards follow."""
 
 
 @contextmanager
@@ -241,22 +232,16 @@ class MpiTrainerExchange:
         self._thread.start(partial(self._round, purpose))
 
     def _let_go(self) -> None:
-        while self._round(Purpose.CLOSE):
-            pass
+        self._round(Purpose.CLOSE)
         self._world.send_all(self._header(Purpose.END), Tag.HEADER, "did not take its leave")
 
     @_attentive()
-    def _round(self, purpose: Purpose) -> int:
-        """One whole round; returns how many shards the searchers kept for the next."""
+    def _round(self, purpose: Purpose) -> None:
+        """One whole round."""
         self._world.send_all(
             self._header(purpose), Tag.HEADER, f"did not take the header of round {self._rounds}"
         )
-        ready = self._hear()
-        images = [
-            (rank, np.empty(int(size), np.uint8))
-            for rank, answer in ready.items()
-            for size in answer["sizes"][0, : int(answer["shards"][0])]
-        ]
+        images = [(rank, np.empty(size, np.uint8)) for rank, sizes in self._hear().items() for size in sizes]
         transfers = [self._world.receive(image, rank, Tag.SHARD) for rank, image in images]
         if purpose is Purpose.PUBLISH:
             self._memory.spread(self._writes - 1)
@@ -264,7 +249,6 @@ class MpiTrainerExchange:
         for rank, image in images:
             self._arrived.append(parse_shard(Path(f"shard of {self._world.name(rank)}"), image.tobytes()))
         self._confirmed()
-        return sum(int(answer["kept"][0]) for answer in ready.values())
 
     def _header(self, purpose: Purpose) -> np.ndarray:
         self._rounds += 1
@@ -274,12 +258,15 @@ class MpiTrainerExchange:
         return np.array([(purpose, self._rounds, self._writes - 1, text)], HEADER)
 
     def _hear(self) -> dict[int, np.ndarray]:
-        """Everybody's READY."""
+        """The sizes of the shards that each rank is about to send."""
         ready = {rank: np.zeros(1, READY) for rank in self._world.peers}
         answers = [self._world.receive(ready[rank], rank, Tag.READY) for rank in ready]
         self._world.wait_for(answers, f"did not answer in round {self._rounds}")
         self._stop_requested |= any(answer["stop"][0] for answer in ready.values())
-        return ready
+        sizes = {rank: np.zeros(answer["shards"][0], np.int64) for rank, answer in ready.items()}
+        answers = [self._world.receive(sizes[rank], rank, Tag.READY) for rank in sizes if len(sizes[rank])]
+        self._world.wait_for(answers, f"did not say how large its shards are in round {self._rounds}")
+        return sizes
 
     def _confirmed(self) -> None:
         """Wait for every rank to confirm the round; one that says it is busy gets another deadline."""
@@ -336,8 +323,11 @@ class _Peer:
 
     @_attentive()
     def _transfer(self, header: np.void) -> None:
-        ready, images = self._prepare(header)
-        messages = [(ready, Tag.READY), *((image, Tag.SHARD) for image in images)]
+        stop, images = self._prepare(header)
+        messages = [(np.array([(stop, len(images))], READY), Tag.READY)]
+        if images:
+            messages.append((np.array([len(image) for image in images]), Tag.READY))
+            messages += [(image, Tag.SHARD) for image in images]
         sends = [self._world.send(message, LEADER, tag) for message, tag in messages]
         if header["purpose"] == Purpose.PUBLISH:
             self._memory.spread(int(header["write"]))
@@ -361,9 +351,9 @@ class _Peer:
     _last_call = float("inf")
     """When the main thread last called, on the monotonic clock; a follower's always lives."""
 
-    def _prepare(self, header: np.void) -> tuple[np.ndarray, list[np.ndarray]]:
-        """READY [1] and the shards that it announces, as the bytes of their files."""
-        return np.zeros(1, READY), []
+    def _prepare(self, header: np.void) -> tuple[bool, list[np.ndarray]]:
+        """Whether to stop the run, and shards, as the bytes of their files."""
+        return False, []
 
     def _show(self, header: np.void) -> None:
         """Let the main thread take the weights that have arrived."""
@@ -404,7 +394,7 @@ class MpiSearcherExchange(_Peer):
     def __init__(self, world: MpiWorld, memory: NodeMemory, progress: Progress) -> None:
         self._progress = progress
         self._lock = threading.Lock()  # guards the fields below, shared with the communication thread
-        self._offered: deque[np.ndarray] = deque()
+        self._offered: list[np.ndarray] = []
         self._in_transit = 0
         self._accepting = True
         self._stop = False
@@ -467,26 +457,12 @@ class MpiSearcherExchange(_Peer):
         self._last_call = time.monotonic()
         self._thread.check()
 
-    def _prepare(self, header: np.void) -> tuple[np.ndarray, list[np.ndarray]]:
+    def _prepare(self, header: np.void) -> tuple[bool, list[np.ndarray]]:
         with self._lock:
             self._accepting &= header["purpose"] != Purpose.CLOSE
-            images = self._take_offered()
+            images, self._offered = self._offered, []
             self._in_transit = len(images)
-            ready = np.zeros(1, READY)
-            ready["stop"], ready["kept"], ready["shards"] = self._stop, len(self._offered), len(images)
-            ready["sizes"][0, : len(images)] = [len(image) for image in images]
-            return ready, images
-
-    def _take_offered(self) -> list[np.ndarray]:
-        """The first offered shards, at least one if there is any, within a round's limits."""
-        taken: list[np.ndarray] = []
-        room = BYTES_PER_ROUND
-        while (
-            self._offered and len(taken) < SHARDS_PER_ROUND and (not taken or len(self._offered[0]) <= room)
-        ):
-            taken.append(self._offered.popleft())
-            room -= len(taken[-1])
-        return taken
+            return self._stop, images
 
     def _show(self, header: np.void) -> None:
         file = self._memory.reader(int(header["write"]))
