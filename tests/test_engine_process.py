@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from tba_hpc.config import ConfigError, GeneratorSection, ModelSection
 from tba_hpc.core.ports import EngineError
 from tba_hpc.core.types import Group, Prompt, Publication, Request, Sampling, WeightLayout, WeightUpdate
+from tba_hpc.core.weight_files import WeightFile
 from tba_hpc.engine import vllm_generator
 from tba_hpc.engine.vllm_generator import KEYS, VllmGenerator, remedy
 from tba_hpc.tasks.redteam import VICTIM_KEYS
@@ -78,6 +80,34 @@ def test_what_is_asked_while_it_is_built_waits_for_it(made: list[VllmGenerator])
     assert [completion.logprobs.tolist() for completion in group.completions] == [[-0.5] * 5] * 4
     assert {completion.finish_reason for completion in group.completions} == {"length"}
     assert group.versions.tolist() == [[3, 3]] * 4
+
+
+def test_an_engine_maps_the_file_that_the_exchange_gives(made: list[VllmGenerator]) -> None:
+    """It is not copied, and kept until the next one is loaded: a rebuilt engine reads it again."""
+    generator, update = make(made), weights(3, -0.5)
+    files = [WeightFile.copy_of(update.data) for _ in range(2)]
+    generator.load(replace(update, data=update.data[:0], file=files[0].reader()))
+    os.kill(generator._engine.pid, signal.SIGKILL)
+    generator.submit(request(7))
+    (group,) = drain(generator)
+    assert group.versions.tolist() == [[3, 3]] * 4 and group.completions[0].logprobs[0] == -0.5
+    assert files[0].has_readers and generator.rebuilds == 1
+    generator.load(replace(update, file=files[1].reader()))
+    assert not files[0].has_readers and files[1].has_readers
+
+
+def test_an_engine_inherits_nothing_that_makes_it_a_rank_or_starts_cuda(
+    made: list[VllmGenerator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
+    generator = make(made)
+    while not generator._engine.ready:
+        generator.step()
+    environment = psutil.Process(generator._engine.pid).environ()
+    assert environment["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+    assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert not any(name.startswith("OMPI_") for name in environment)
 
 
 @pytest.mark.parametrize("failures", [("KILL", "STOP"), ("STOP", "KILL")], ids="-".join)

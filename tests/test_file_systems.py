@@ -202,17 +202,6 @@ def test_a_resume_looks_for_more_than_is_listed(run: RunDir, moods: Moods) -> No
     assert found == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_a_server_that_was_away_makes_no_shard_missed_that_was_never_sealed(
-    run: RunDir, moods: Moods
-) -> None:
-    """The first look beyond the last one fails, the second finds that there is none; nothing to wait for."""
-    sealed(run, searcher=0, groups=1)
-    moods.opened = raises(errno.ESTALE, "000001.h5", times=1)
-    began = time.monotonic()
-    assert indices(PendingShards(run, patience=1.0).read_all({}, [0])) == [0]
-    assert time.monotonic() - began < 1.0
-
-
 def test_an_index_that_is_not_listed_is_not_used_again(run: RunDir, moods: Moods) -> None:
     for _ in range(3):
         sealed(run, searcher=0, groups=1)
@@ -340,14 +329,6 @@ def test_only_a_trainer_that_lives_answers(run: RunDir) -> None:
     go_on(exchange, thread)
     assert told[0].cursors == {0: 7}
     exchange.close()
-
-
-def test_who_joins_a_run_that_ends_has_nothing_to_do(run: RunDir) -> None:
-    exchange, told = trainer(run), []
-    thread = join(run, 0, told)
-    exchange.close()
-    thread.join(20)
-    assert len(told) == 1
 
 
 def test_a_file_system_that_forgets_open_files_ends_nobody(run: RunDir, moods: Moods) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -31,8 +29,7 @@ from tba_hpc.commands.replay import read_recorded, replay_config
 from tba_hpc.config import Config, ConfigError, parse_config
 from tba_hpc.core.types import Shard
 from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange
-from tba_hpc.exchange.hdf5_shards import ShardError
-from tba_hpc.exchange.replay_exchange import RecordedShards, Recording
+from tba_hpc.exchange.replay_exchange import Recording
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.metrics import read_metrics, step_records
 from tba_hpc.run.signals import StopFlag
@@ -150,23 +147,6 @@ def test_a_run_that_was_resumed_is_replayed_as_what_survived(tmp_path: Path) -> 
     made, learner, _ = again(run)
     assert _losses(made) == _losses(run)
     np.testing.assert_array_equal(learner.policy_logits, second.learner.policy_logits)
-
-
-def test_what_is_moved_while_it_is_replayed_is_found_again(tmp_path: Path) -> None:
-    """A run at work keeps what it deletes; of what it does not keep nothing is left."""
-    config = make_config(tmp_path)
-    run = RunDir.create(config)
-    first, second = ((shard.searcher, shard.index) for shard in _sealed(config, run, 2))
-    read = RecordedShards(run)
-    whole = read(first)
-    keep(run)
-    for file in run.shard_files().values():
-        file.unlink()
-    np.testing.assert_array_equal(read(first).trajectories.logprobs, whole.trajectories.logprobs)
-    for path in run.kept_files().values():
-        path.unlink()
-    with pytest.raises(ShardError, match=r"000001.h5 is gone, as its run is at work: record with"):
-        read(second)
 
 
 def test_a_replay_that_was_stopped_goes_on(tmp_path: Path) -> None:
@@ -290,16 +270,3 @@ def test_shards_that_are_gone_are_told_and_what_is_left_is_replayed_if_asked(tmp
 
 def _replay_of(source: RunDir) -> Config:
     return parse_config(source.config().model_dump(mode="json"), ["run.name=x"])
-
-
-def test_the_command_says_in_a_sentence_what_is_gone(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    source = RunDir.create(config)
-    shards = _sealed(config, source, 8)
-    assert TrainerParts(config, source).build(ReplayExchange(shards, 0)).run()
-    for path in source.shard_files().values():
-        path.unlink(missing_ok=True)
-    command = [str(Path(sys.executable).parent / "tba"), "replay", str(source.path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and done.stderr.startswith("tba: 6 of the 6 shards that ")
-    assert done.stderr.count("\n") == 1 and not (tmp_path / "loops-replay-seed0").exists()

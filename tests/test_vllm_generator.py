@@ -4,7 +4,6 @@ What a rank does about an engine that dies, hangs or refuses is ``test_engine_pr
 """
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -175,11 +174,6 @@ def test_groups_are_whole_and_end_as_they_say(served: Served) -> None:
         assert EOS not in completion.tokens[:-1]
     assert {completion.finish_reason for completion in completions} == {"stop", "length"}
     assert 0 < served.generator.busy_seconds - busy < time.monotonic() - start
-
-
-def test_logprobs_are_the_models(served: Served) -> None:
-    model = served.load(served.folder, version=1)
-    _assert_logprobs_of(model, _generate(served.generator, *map(_request, range(6))))
 
 
 def test_logprobs_are_the_models_at_temperature_1_however_sampled(served: Served) -> None:
@@ -570,38 +564,6 @@ def _begin(generator: VllmGenerator, *requests: Request) -> list[Group]:
     return groups
 
 
-def test_an_engine_that_is_killed_is_rebuilt_with_the_weights_due(keeping: Served) -> None:
-    model, generator = keeping.load(keeping.other, version=14), keeping.generator
-    groups, rebuilds = _begin(generator, *map(_request, range(20))), generator.rebuilds
-    os.kill(generator._engine.pid, signal.SIGKILL)
-    groups += _drain(generator)
-    assert generator.rebuilds == rebuilds + 1
-    assert sorted(group.request.id for group in groups) == list(range(20))
-    assert all((group.versions == 14).all() for group in groups)
-    _assert_logprobs_of(model, groups)
-
-
-def test_an_engines_process_cannot_start_cuda_by_asking_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else it could not fork its workers, which vLLM's variable rules out besides; whatever the user set."""
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
-    generator = _generator(tmp_path)
-    environment = _environment(generator._engine.pid)
-    assert {"PYTORCH_NVML_BASED_CUDA_CHECK=1", "VLLM_WORKER_MULTIPROC_METHOD=spawn"} <= set(environment)
-    assert not any(line.startswith("OMPI_") for line in environment)
-    generator.close()
-
-
-def _environment(pid: int) -> list[str]:
-    """What a process was started with; Linux shows none for a moment after its program has been replaced."""
-    deadline = time.monotonic() + 10
-    while not (text := Path(f"/proc/{pid}/environ").read_text()):
-        assert time.monotonic() < deadline, f"process {pid} shows no environment"
-    return text.split("\0")
-
-
 LACKING = {
     "qwen2": {
         "model.layers.1.mlp.down_proj.weight": "model.layers.1.mlp.down_proj.weight",
@@ -679,26 +641,6 @@ def _in_float64(model: PreTrainedModel, group: Group) -> np.ndarray:
         places = torch.from_numpy(completion.tokens.astype(np.int64))[:, None]
         rows.append(logits.log_softmax(1).gather(1, places)[:, 0].numpy())
     return np.concatenate(rows)
-
-
-ABANDONED = """
-import sys, time
-from tba_hpc.engine.vllm_generator import VllmGenerator
-from tba_hpc.config import GeneratorSection, ModelSection
-
-print(VllmGenerator(ModelSection(path="none"), GeneratorSection(), seed=0)._engine.pid, flush=True)
-time.sleep(600)
-"""
-
-
-def test_no_engine_outlives_its_rank() -> None:
-    rank = subprocess.Popen([sys.executable, "-c", ABANDONED], stdout=subprocess.PIPE, text=True)
-    assert rank.stdout is not None
-    engine = psutil.Process(int(rank.stdout.readline()))
-    rank.kill()
-    rank.wait()
-    gone, _ = psutil.wait_procs([engine], timeout=60)
-    assert gone or engine.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.system

@@ -250,6 +250,7 @@ def weights_searcher(side: SearcherSide) -> None:
     side.wait("published-4")
     time.sleep(0.2)
     assert side.take().publication == NEWEST
+    assert np.array_equal(first.data, weights_of(1)), "overwritten while somebody refers to them"
     side.wait_for_end()
 
 

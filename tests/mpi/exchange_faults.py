@@ -121,18 +121,6 @@ def main_thread_hangs() -> None:
     at_work(join(), fault)
 
 
-def killed() -> None:
-    """Searcher 1 is killed in the middle of its work."""
-
-    def fault(exchange: MpiSearcherExchange) -> None:
-        while exchange.poll() is None:
-            time.sleep(0.01)
-        print("killing myself", flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    at_work(join(60.0), fault)
-
-
 def slow_evaluation() -> None:
     """Searcher 1 evaluates for longer than the deadline, but lives: nobody gives up."""
     world = join()
@@ -199,7 +187,7 @@ CASES: dict[str, Callable[[], None]] = {
     case.__name__: case
     for case in (
         *(wrong_size, wrong_role, never_joins, never_connects, trainer_never_connects, stops_answering),
-        *(main_thread_hangs, killed, slow_evaluation, large_weights, describes_itself),
+        *(main_thread_hangs, slow_evaluation, large_weights, describes_itself),
     )
 }
 

@@ -83,13 +83,6 @@ def test_a_library_without_threads_is_refused() -> None:
     assert re.search(r"refused: this MPI library \(Open MPI .*use another one, or .*files", outcome.output)
 
 
-def test_the_world_ends_when_a_searcher_is_killed() -> None:
-    outcome, seconds = world("killed")
-    assert "killing myself" in outcome.output
-    assert outcome.code != 0
-    assert seconds < 25
-
-
 def test_a_long_evaluation_is_no_fault() -> None:
     outcome, seconds = world("slow_evaluation")
     assert outcome.code == 0, outcome.output
@@ -124,10 +117,3 @@ def test_every_rank_knows_its_place(environment: dict[str, str], numbers: tuple[
         strict=True,
     ):
         assert f"{line} MPI {number}]" in outcome.output
-
-
-def test_who_does_not_join_has_the_name_of_its_role_where_searchers_come_first() -> None:
-    outcome, _ = world("never_joins", **SEARCHERS_FIRST)
-    assert re.search(
-        r"refused: searcher 1 \(world rank 2\) did not join the world within 2 s", outcome.output
-    )
