@@ -4,6 +4,7 @@ What a rank does about an engine that dies, hangs or refuses is ``test_engine_pr
 """
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -73,7 +74,10 @@ class Served:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = Served(tmp_path_factory.mktemp("models"), tied=request.param)
+    folder = tmp_path_factory.mktemp("models")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        served = Served(folder, tied=request.param)
     yield served
     _close(served.generator)
 
@@ -157,6 +161,21 @@ def _assert_logprobs_of(model: PreTrainedModel, groups: list[Group], temperature
     for group in groups:
         for completion, expected in zip(group.completions, reference.logprobs(group), strict=True):
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5, rtol=0)
+
+
+def test_an_engine_takes_no_connection_and_leaves_no_file(served: Served) -> None:
+    """Of whoever calls: gloo would keep a descriptor for each, until it has none left."""
+    engine = psutil.Process(served.generator._engine.pid)
+    listening = [c.laddr for c in engine.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    before = engine.num_fds()
+    for address in listening:
+        for _ in range(3):
+            with socket.socket() as stranger, pytest.raises(TimeoutError):
+                stranger.settimeout(0.02)
+                stranger.connect(tuple(address))
+    _generate(served.generator, _request(0))
+    assert listening and engine.num_fds() == before
+    assert not [*served.folder.parent.glob("vllm_dist_*")]
 
 
 def test_groups_are_whole_and_end_as_they_say(served: Served) -> None:

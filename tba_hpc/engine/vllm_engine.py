@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -41,6 +42,7 @@ from tba_hpc.engine.engine_channel import (
     Submit,
 )
 from tba_hpc.learner.adapter import Adapter, identity, layers_of
+from tba_hpc.run.listeners import stop_listening
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -108,6 +110,10 @@ def build_or_refuse(channel: Channel[Command], settings: EngineSettings) -> LLM:
         traceback.print_exc()
         channel.send(Refused(first_sentence(error)))
         sys.exit(1)
+    if settings.tensor_parallel == 1:  # groups of one: nobody is to call
+        stop_listening()
+    for path in llm.collective_rpc("rendezvous"):  # all have met, and nobody else removes it
+        Path(path).unlink(missing_ok=True)
     if not torch.cuda.is_available():
         os.nice(YIELDS)  # not while it is built: others wait for that
     channel.send(Ready())
@@ -282,6 +288,10 @@ class WeightLoader:
 
     lora_base: dict[str, torch.Tensor] | None = None
     """The weights of the model's files, in the engine's type, if adapters come instead of weights."""
+
+    def rendezvous(self) -> str:
+        """The file through which the workers have met; any other path if that was none."""
+        return str(self.distributed_init_method).removeprefix("file://")  # type: ignore[attr-defined]
 
     def unlike_the_base(self, layout: str) -> str:
         """Why an adapter of this layout does not fit the model's own weights; empty if it does.

@@ -10,19 +10,14 @@ import ctypes
 import ipaddress
 import os
 import socket
-import struct
 from contextlib import suppress
 
 import psutil
 
+from tba_hpc.run.listeners import drop_all
+
 PIDFD_GETFD = 438
 """Number of the system call, on every machine; Linux 5.6."""
-
-SO_ATTACH_FILTER = 26
-"""Socket option; the module ``socket`` does not name it."""
-
-DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
-"""A packet filter of one instruction: keep 0 bytes of whatever comes."""
 
 
 def listeners(pid: int, *, loopback: bool = False) -> list[tuple[int, str, int]]:
@@ -63,6 +58,4 @@ def _drop_everything(process: int, descriptor: int) -> None:
     if copy < 0:
         raise OSError(ctypes.get_errno(), "pidfd_getfd")
     with socket.socket(fileno=copy) as listener:
-        code = ctypes.create_string_buffer(DROP, len(DROP))
-        program = struct.pack("HL", 1, ctypes.addressof(code))
-        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+        drop_all(listener)
