@@ -85,6 +85,8 @@ LONGEST_CHAIN, HEAVIEST_CHAIN = 32, 0.5
 """Most files of changes in a row, and most of their bytes, as a share of the weights': a searcher that joins
 reads them all."""
 
+PAGE = 4096
+
 INCOMING = "incoming.tmp"
 """Name of the weights while they are being written."""
 
@@ -519,8 +521,9 @@ class FileSearcherExchange:
             log.warning("%s: these weights are left out", error)
             self._seen = entry.sequence
             return None
-        self._seen = entry.sequence
-        return WeightUpdate(entry.publication, layout, file.map("r"), file)
+        self._seen, data = entry.sequence, file.map("r")
+        data[::PAGE].max(initial=0)  # read from disk now: the engine would stand still meanwhile
+        return WeightUpdate(entry.publication, layout, data, file)
 
     def _patched(self, entry: Entry) -> tuple[WeightLayout, WeightFile]:
         """Weights that are stored as changes, put together. Raises DamagedError, OSError."""
