@@ -46,12 +46,3 @@ def test_sending_to_a_reader_that_sleeps_does_not_wait() -> None:
         received += rank.receive(0)
         assert engine.receive(0) == []
     assert received == [Progress(0.25, 1, [one]) for one in finished]
-
-
-def test_waiting_ends_without_news() -> None:
-    rank, engine = _channels()
-    assert rank.receive(0.01) == [] and not rank.closed
-    rank.send(Submit(1, b"", 1, SAMPLING))
-    engine.close()  # with a message unread
-    assert rank.receive(10) == [] and rank.closed
-    rank.send(Submit(2, b"", 1, SAMPLING))

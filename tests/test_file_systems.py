@@ -9,11 +9,9 @@ import errno
 import io
 import multiprocessing
 import os
-import shutil
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,22 +23,17 @@ from test_hdf5_shards import scored, sealed
 from test_loops import ReplayExchange, TrainerParts, _sealed
 from test_loops import make_config as loops_config
 
-from tba_hpc import runtime
-from tba_hpc.core.buffer import ReplayBuffer
 from tba_hpc.core.prompts import CompletedRequests, Progress
 from tba_hpc.core.types import Publication, Shard, WeightLayout
 from tba_hpc.exchange import hdf5_shards
 from tba_hpc.exchange.file_exchange import FileSearcherExchange, FileTrainerExchange
 from tba_hpc.exchange.hdf5_shards import PendingShards, ShardWriter, read_shard
-from tba_hpc.loops.merger import MERGED_AT_ONCE, merge_pending
 from tba_hpc.loops.trainer import MARGIN_SECONDS
 from tba_hpc.report.audit import audit
 from tba_hpc.run import files
-from tba_hpc.run.checkpoints import TrainerState
 from tba_hpc.run.directory import RunDir
 from tba_hpc.run.evaluations import Evaluation, discard_evaluations, find_evaluation, write_evaluation
 from tba_hpc.run.files import make_folder
-from tba_hpc.run.metrics import MetricsWriter
 
 REAL_TIME = time.time
 LAYOUT = WeightLayout.of([("a", (3, 5))], "F32")
@@ -233,42 +226,6 @@ def test_the_names_of_new_folders_are_durable(tmp_path: Path, moods: Moods) -> N
     assert made <= set(flushed)
 
 
-# --- Pending shards at the beginning of an attempt ---
-
-
-def test_a_resume_holds_a_few_shards_at_a_time(tmp_path: Path) -> None:
-    config = loops_config(tmp_path)
-    run = RunDir.create(config)
-    alive, most = [0], [0]
-    for request_id in range(3 * MERGED_AT_ONCE):
-        writer = ShardWriter(run, 0)
-        writer.append(*scored(request_id, request_id % 4, n=2))
-        writer.seal()
-
-    def gone() -> None:
-        alive[0] -= 1
-
-    def counted() -> Iterator[Shard]:
-        for shard in PendingShards(run).read_all({}):
-            weakref.finalize(shard.trajectories.record, gone)
-            alive[0] += 1
-            most[0] = max(most[0], alive[0])
-            yield shard
-
-    completed = CompletedRequests()
-    state = merge_pending(
-        config,
-        counted(),
-        state=TrainerState(),
-        buffer=ReplayBuffer(config.buffer, 0),
-        completed=completed,
-        metrics=MetricsWriter(run.metrics_file("trainer")),
-    )
-    assert state.cursors == {0: 3 * MERGED_AT_ONCE} and state.trajectories == 6 * MERGED_AT_ONCE
-    assert all(request_id in completed for request_id in range(3 * MERGED_AT_ONCE))
-    assert most[0] <= 2 * MERGED_AT_ONCE + 1 < 3 * MERGED_AT_ONCE
-
-
 # --- The exchange over files ---
 
 
@@ -416,25 +373,6 @@ def test_what_several_ranks_have_written_and_a_disk_has_lost_ends_the_attempt(
     assert FileSearcherExchange(run.weights, 0, deadline=60).poll() is None
 
 
-@pytest.mark.parametrize("at", ["the folder", "a part", "the whole"])
-def test_an_evaluation_that_cannot_be_seen_for_a_moment_is_waited_for(
-    tmp_path: Path, moods: Moods, monkeypatch: pytest.MonkeyPatch, at: str
-) -> None:
-    run, listdir = RunDir.create(tabular_run.make_config(tmp_path)), os.listdir
-    part = Evaluation(split="validation", step=8, correct=1, total=4, tokens=9, truncated=0)
-    write_evaluation(run, 0, 2, part)
-    (kept,) = run.evaluations.glob("*/*")
-    shutil.copy(kept, kept.with_name("searcher-0001-of-0002.json"))
-    if at == "the whole":
-        write_evaluation(run, 1, 2, part)
-    looks = {"the folder": ("-000008", 1), "a part": ("-0002.json", 1), "the whole": ("-000008.json", 2)}
-    rule = raises(errno.ESTALE, *looks[at])
-    moods.opened = rule if at != "the folder" else moods.opened
-    monkeypatch.setattr(os, "listdir", lambda path: (at == "the folder" and rule(path), listdir(path))[1])
-    assert find_evaluation(run, "validation", 8) is None
-    assert find_evaluation(run, "validation", 8) == part + part
-
-
 def test_an_evaluation_that_cannot_be_seen_for_a_moment_is_not_deleted(tmp_path: Path, moods: Moods) -> None:
     run = RunDir.create(tabular_run.make_config(tmp_path))
     part = Evaluation(split="validation", step=8, correct=1, total=4, tokens=9, truncated=0)
@@ -529,25 +467,3 @@ def test_a_run_on_a_moody_file_system_loses_nothing_and_nobody(tmp_path: Path) -
     verdict = audit(run)
     assert verdict.finished and verdict.clean, verdict.problems
     assert not list(run.shards.glob("*/*.refused"))
-
-
-def test_a_searcher_reads_no_shards_but_its_own(tmp_path: Path, moods: Moods) -> None:
-    config = tabular_run.make_config(tmp_path, launch={"searchers": 3})
-    run = RunDir.create(config)
-    for searcher in range(3):
-        for _ in range(4):
-            sealed(run, searcher=searcher, groups=1)
-    exchange = FileSearcherExchange(run.weights, 1, deadline=60)
-    told: list[Progress] = []
-    thread = threading.Thread(
-        target=lambda: told.append(runtime._join(run, config, 1, exchange)), name="searcher"
-    )
-    lead = trainer(run, Progress(cursors={0: 4, 1: 3, 2: 4}))  # it has not seen the last of searcher 1
-    read: list[Path] = []
-    moods.opened = lambda path: read.append(path) if threading.current_thread() is thread else None
-    thread.start()
-    go_on(lead, thread)
-    assert told[0].cursors[1] >= 3 and 0 in told[0].completed
-    looked_at = {path for path in read if path.suffix == ".h5"}
-    assert looked_at <= {run.shard_file(1, 3), run.shard_file(1, 4)}, "its next index included"
-    lead.close()
