@@ -76,31 +76,32 @@ class Scheduling(LoadScopeScheduling):
         return _scope(nodeid)
 
 
-COMPUTING = 4
-"""Tests at a time that compute; those with Slurm's daemons mostly wait, and come on top."""
+AT_ONCE = 4
+"""Tests at a time that compute, and as many that mostly wait for Slurm's daemons."""
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Wait for a turn, outside of the test's timeout."""
     inputs = getattr(item.config, "workerinput", None)
-    if inputs is None or item.get_closest_marker("slurm"):
+    if inputs is None:
         return (yield)
-    with _turn(inputs["testrunuid"]):
+    kind = "waiting" if item.get_closest_marker("slurm") else "computing"
+    with _turn(f"{inputs['testrunuid']}-{kind}"):
         return (yield)
 
 
 @contextmanager
-def _turn(run: str) -> Iterator[None]:
-    """One of COMPUTING names on this machine, which is free again whatever ends this worker."""
+def _turn(name: str) -> Iterator[None]:
+    """One of AT_ONCE sockets of this name, which is free again whatever ends this worker."""
     with socket.socket(socket.AF_UNIX) as holder:
         number = 0
         while True:
             try:
-                holder.bind(f"\0tba-tests-{run}-{number}")
+                holder.bind(f"\0tba-tests-{name}-{number}")
                 break
             except OSError:
-                number = (number + 1) % COMPUTING
+                number = (number + 1) % AT_ONCE
                 time.sleep(0.02)
         yield
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import screen
 import torch
-from lab.lockstep_model import Run, measure
+from lab.lockstep_model import Run, kept, measure
 from lab.sampling import Sampler
 from tiny_models import make_random_model
 from transformers import PreTrainedModel
@@ -105,14 +104,9 @@ def test_fresh_data_have_weights_of_one(tiny: Run) -> None:
     assert series["kl"][0] == pytest.approx(0, abs=1e-4), "the policy is the reference at first"
 
 
-def test_a_screen_runs_what_is_missing(tiny: Run, tmp_path: Path) -> None:
-    overrides = {"train.ratio_bound": {"name": "cap"}}
-    arm = {"name": "a", "lag": [1, 2], "seed": [0, 1], "overrides": overrides}
-    runs = list(screen.runs([arm, {"name": "b"}]))
-    expected = [("a", 1, 0), ("a", 1, 1), ("a", 2, 0), ("a", 2, 1), ("b", 10, 0)]
-    assert [(name, run.lag, run.seed) for name, run in runs] == expected
-    assert runs[0][1].overrides == ('train.ratio_bound={"name": "cap"}',)
-    path = screen.file_of(tmp_path, "a", tiny)
-    assert not screen.made(path, tiny)
-    assert len(screen.keep(path, "a", tiny).split()) == 3
-    assert screen.made(path, tiny) and not screen.made(path, replace(tiny, steps=5))
+def test_a_run_is_measured_once(tiny: Run, tmp_path: Path) -> None:
+    first = kept("A form", tiny, tmp_path)
+    assert kept("A form", tiny, tmp_path) == first
+    (path,) = tmp_path.iterdir()
+    longer = kept("A form", replace(tiny, every=2), tmp_path)
+    assert [step for step, _ in longer["curve"]] == [0, 2, 4, 6] and [*tmp_path.iterdir()] == [path]

@@ -6,11 +6,17 @@ product's.
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import os
+import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +25,7 @@ from torch import Tensor
 
 from lab import skill
 from lab.lockstep import Queue, scored
-from lab.runs import QUICKSTART
+from lab.runs import QUICKSTART, read_json, slug
 from lab.sampling import Sampler
 from tba_hpc.config import Config, load_config
 from tba_hpc.core import schedules
@@ -29,6 +35,8 @@ from tba_hpc.core.types import BEHAVIOUR, Group, TrajectoryBatch
 from tba_hpc.learner.hf_model import PolicyLogprobs, load_policy, load_tokenizer
 from tba_hpc.learner.model_free_references import BehaviourReference
 from tba_hpc.objectives import Groups, figures, make_objective
+from tba_hpc.run.files import write_atomic
+from tba_hpc.run.signals import die_with
 from tba_hpc.tasks import load_task
 
 PREFACE = (*skill.ONCE, "launch.searchers=1")
@@ -85,6 +93,28 @@ def measure(run: Run) -> dict[str, Any]:
                 so_far = series.setdefault(name, [])
                 so_far += [None] * (step - len(so_far)) + [round(value, 6)]
     return {**asdict(run), "curve": curve, "series": series, "seconds": world.seconds}
+
+
+def figures_of(wanted: Iterable[tuple[str, Run]], folder: Path, workers: int) -> list[dict[str, Any]]:
+    """Of named runs, a process each. What is in the folder, with the same settings, is not made again."""
+    named, spawned = list(wanted), multiprocessing.get_context("spawn")
+    folder.mkdir(parents=True, exist_ok=True)
+    end_with_us = (os.getpid(), signal.SIGKILL)
+    with ProcessPoolExecutor(workers, spawned, initializer=die_with, initargs=end_with_us) as pool:
+        return list(pool.map(kept, *zip(*named, strict=True), [folder] * len(named)))
+
+
+def kept(name: str, run: Run, folder: Path) -> dict[str, Any]:
+    """The figures of a run, as they lie in its file or measured now."""
+    what = f"lag{run.lag}-rate{run.rate:g}-steps{run.steps}-seed{run.seed}"
+    path, settings = folder / f"{slug(name)}-{what}.json", json.loads(json.dumps(asdict(run)))
+    found: Any = read_json(path)
+    if found is None or settings != {key: found.get(key) for key in settings}:
+        text = json.dumps(measure(run))
+        write_atomic(path, text + "\n")
+        found = json.loads(text)
+        print(f"{path.stem}:", *(f"{100 * score:.0f}" for _, score in found["curve"]), flush=True)
+    return found
 
 
 class Lockstep:

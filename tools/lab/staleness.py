@@ -11,12 +11,11 @@ from itertools import product
 from typing import Any, TypeVar
 
 import numpy as np
-from screen import file_of, overrides, screen
 
 from lab import lockstep, skill
 from lab.curves import Curve, last_part, sag, swing, time_to
 from lab.lockstep import Setup, SparseTable
-from lab.lockstep_model import Run
+from lab.lockstep_model import Run, figures_of
 from lab.results import Panel, Result, Row, Series, Spread
 from lab.runs import Options, log
 from lab.tabular import total_variation
@@ -229,17 +228,13 @@ class WholeModel:
         return {rate: _end_of(figures) for rate, figures in self._make(wanted, options).items()}
 
     def _run(self, name: str, lag: int, rate: float, seed: int, steps: int) -> tuple[str, Run]:
-        given = overrides(FORMS[name])
+        given = tuple(f"{key}={json.dumps(value)}" for key, value in FORMS[name].items())
         return name, Run(overrides=given, lag=lag, rate=rate, seed=seed, steps=steps)
 
     def _make(self, wanted: Mapping[T, tuple[str, Run]], options: Options) -> dict[T, Figures]:
-        """Their figures: as they lie there, or made now on two cores. SystemExit where one fails."""
-        folder = options.folder / "runs"
-        folder.mkdir(parents=True, exist_ok=True)
-        files = {key: file_of(folder, *run) for key, run in wanted.items()}
-        if not screen({files[key]: run for key, run in wanted.items()}, workers=2):
-            raise SystemExit("some runs failed, as said above")
-        return {key: json.loads(path.read_text()) for key, path in files.items()}
+        """Their figures: as they lie there, or made now on two cores."""
+        found = figures_of(wanted.values(), options.folder / "runs", workers=2)
+        return dict(zip(wanted, found, strict=True))
 
     def _row(self, key: Key, tuned: Mapping[float, float], runs: Sequence[Figures]) -> Row:
         curves = [run["curve"] for run in runs]
