@@ -299,6 +299,14 @@ def test_what_is_meant_so_raises_no_alert(
     assert alerted(changes, scores, **sections) == []
 
 
+def test_a_reward_that_takes_most_of_the_time_is_named() -> None:
+    (sentence,) = alerted({"search/reward_share": lambda step: 0.9})
+    assert sentence.startswith(
+        "The reward takes 90 % of the searchers' time since step 0: searchers wait for"
+    )
+    assert alerted({"search/reward_share": lambda step: 0.5}) == []
+
+
 def test_splits_of_another_difficulty_are_not_compared() -> None:
     before = Evaluation(split="validation", step=50, correct=70, total=100, tokens=9, truncated=0)
     after = Evaluation(split="test", step=80, correct=250, total=500, tokens=9, truncated=0)

@@ -20,6 +20,9 @@ from tba_hpc.run.evaluations import Evaluation
 SHOWN = 3
 """Alerts that a line has room for."""
 
+SLOW_REWARD = 0.7
+"""Share of a searcher's time that rewards take, above which engines have to wait for them."""
+
 LEAST_POINTS = 6
 """Points of a curve below which it has no trend."""
 
@@ -500,6 +503,20 @@ def waiting_trainer(view: View) -> Found | None:
     if not share or share[0] <= 0.5 or view.config.exchange.max_staleness == 0:
         return None
     return Found(f"trainer has waited {_share(share[0])} of its time")
+
+
+@rule(
+    key="the task's reward",
+    why="searchers wait for it",
+    remedy="Make it faster, or let rewards() score a group's completions in parallel: search/reward_seconds is "
+    "its time per group",
+)
+def slow_reward(view: View) -> Found | None:
+    """Rewards take most of the searchers' time."""
+    slow = view.held("search/reward_share", lambda share: share > SLOW_REWARD)
+    if not slow or len(view.values("search/reward_share")) < LEAST_POINTS:
+        return None
+    return Found(f"the reward takes {_share(slow[0])} of the searchers' time", slow[1])
 
 
 @rule(

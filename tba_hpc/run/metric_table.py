@@ -98,7 +98,7 @@ SEARCH = {
     "search/groups": Metric("count", "training requests answered"),
     "search/reward": _curve("reward", "mean over these completions"),
     "search/reward/NAME": Metric("reward", "one of several rewards, before its weight (task.reward)"),
-    "search/reward_seconds": _curve("s", "time of the task's reward per group, mean"),
+    "search/reward_seconds": Metric("s", "time of the task's reward per group, mean"),
     "search/truncated_share": _curve("share", "of these, cut off by the token limit"),
     "search/kl": _curve(
         "nats per completion",
@@ -115,7 +115,7 @@ SEARCH = {
         "nats per token", "as train/engine_gap, of some answers of an evaluation; often absent"
     ),
     "search/busy_share": Metric("share", "wall time inside the engine's step"),
-    "search/reward_share": Metric("share", "wall time of the task's reward, in the scorer's thread"),
+    "search/reward_share": _curve("share", "wall time of the task's reward, in the scorer's thread"),
     "search/seal_share": Metric("share", "wall time sealing shards"),
     "search/paused_share": Metric("share", "wall time idle: waiting for weights, or back-pressure"),
     "search/load_seconds": Metric("s", "the engine's standstill for the last load of weights"),
