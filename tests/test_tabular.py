@@ -273,64 +273,6 @@ def test_samples_follow_the_policy_and_carry_its_logprobs(temperature: float) ->
         assert completion.finish_reason == ("stop" if completion.tokens[-1] == table.eos else "length")
 
 
-def written(learner: TabularLearner) -> np.ndarray:
-    """The bytes that an exchange would carry."""
-    data = np.empty(learner.layout.nbytes, np.uint8)
-    learner.write_weights(data)
-    return data
-
-
-def test_weights_written_are_the_weights_trained_and_then_those_that_sample() -> None:
-    table = Table()
-    learner, generator = TabularLearner(table), TabularGenerator(table)
-    learner.step(stale_buffer(table, 0).sample(0, groups=4, group_size=4), learning_rate=0.1, beta=BETA)
-    data = written(learner)
-    logits = data.view(np.float32).reshape(table.shape).copy()
-    assert not np.array_equal(logits, table.ref_logits_PSV)
-    np.testing.assert_array_equal(table.probabilities(logits), learner.policy_PC)
-    generator.load(WeightUpdate(Publication(version=1), learner.layout, data))
-    data[:] = 0  # an update is valid until the next poll only
-    for group in generate(table, generator, 5):
-        for completion in group.completions:
-            wanted = table.token_logprobs(logits, group.request.prompt.id, completion.tokens)
-            np.testing.assert_allclose(completion.logprobs, wanted, rtol=1e-6)
-
-
-def test_the_learner_says_how_far_its_policy_is_from_the_samplers() -> None:
-    """At equal weights there is no gap; a step later it is unknown, and ratios are those of the tables."""
-    table, size = Table(), 20
-    learner, generator = TabularLearner(table), TabularGenerator(table)
-    buffer = ReplayBuffer(BufferSection(duplicates="none", reward_temperature=None), 0)
-    learner.step(stale_buffer(table, 0).sample(0, groups=4, group_size=5), learning_rate=0.3, beta=BETA)
-    generator.load(update_of(table, learner.policy_logits, version=1))
-    buffer.merge(score(table, generate(table, generator, size)), 0, sync=1)
-    before_PC = learner.policy_PC
-    fresh = learner.step(buffer.sample(1, groups=4, group_size=size), learning_rate=0.3, beta=BETA)
-    assert fresh["engine_gap"] < 1e-6 and fresh["ess"] == pytest.approx(1, abs=1e-6)
-
-    batch, after_PC = buffer.sample(2, groups=4, group_size=size), learner.policy_PC
-    rows = [batch.sequences.row(i) for i in range(4 * size)]
-    cells = np.repeat(batch.prompt_id_B, size), [table.index(row[1:]) for row in rows]
-    weight_N = after_PC[cells] / before_PC[cells]
-    stale = learner.step(batch, learning_rate=0.3, beta=BETA)
-    assert stale["ess"] == pytest.approx(weight_N.sum() ** 2 / (len(rows) * (weight_N**2).sum()), rel=1e-4)
-    assert stale["ess"] < 0.95 and "engine_gap" not in stale
-
-
-def test_a_restored_learner_goes_on_bit_by_bit(tmp_path: Path) -> None:
-    table = Table()
-    buffer, learner, restored = stale_buffer(table, 0), TabularLearner(table), TabularLearner(table)
-    batches = [buffer.sample(step, groups=4, group_size=4) for step in range(8)]
-    for batch in batches[:4]:
-        learner.step(batch, learning_rate=0.1, beta=BETA)
-    learner.save(tmp_path)()
-    restored.load(tmp_path)
-    for batch in batches[4:]:
-        metrics = learner.step(batch, learning_rate=0.05, beta=BETA)
-        assert metrics == restored.step(batch, learning_rate=0.05, beta=BETA)
-    np.testing.assert_array_equal(learner.policy_PC, restored.policy_PC)
-
-
 @pytest.mark.parametrize("reward", [np.nan, 1e25])
 def test_a_loss_that_is_not_finite_changes_nothing(
     reward: float, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -6,8 +6,8 @@
 The quickstart trains as a job of two nodes, with places for elastic searchers; an array of one-node jobs
 searches for it on nodes of a partition from which a higher one takes them back. After each pause another
 number of nodes is left to it, so that its searchers are preempted, go back to the queue and start again; at
-each change one that stays is killed. In the end the run must finish by itself and ``tba audit`` find every
-trajectory once; else the exit status is 1.
+each change one that stays is killed, or frozen beyond its lease. In the end the run must finish by itself and
+``tba audit`` find every trajectory once; else the exit status is 1.
 
 A tool of a source checkout: the cluster is ``slurm_testbed``'s. Needs root and Slurm's daemons.
 """
@@ -23,6 +23,7 @@ import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -39,6 +40,10 @@ from tba_hpc.config import is_elastic
 from tba_hpc.report.audit import Audit, audit
 from tba_hpc.report.tables import Cell, print_rows
 from tba_hpc.run.metrics import Record, number, step_records
+from tba_hpc.run.owners import SILENT_SECONDS
+
+FROZEN_SECONDS = SILENT_SECONDS + 20
+"""How long a searcher is frozen: another may take its place meanwhile."""
 
 BEGAN = re.compile(r"^\[(\S+ \S+) job (\d+) restart \d+\] search(?:ing for|er \d+ of .* again$)", re.M)
 """An elastic job's word that it starts its searcher: on a new node, or once more after a crash."""
@@ -72,7 +77,7 @@ class Churn(Trial):
             self.lend(nodes)
             print(f"step {self.history.step}: {nodes} nodes", file=sys.stderr)
             time.sleep(min(random.uniform(*pause), max(0.0, end - time.monotonic())))
-            self._kill_one(random)
+            self._strike_one(random)
             self.history.update()
             if time.monotonic() >= end:
                 break
@@ -81,13 +86,15 @@ class Churn(Trial):
         self.end(self.array)
         self.history.update()
 
-    def _kill_one(self, random: Random) -> None:
-        """SIGKILL of an elastic searcher, if there is one."""
+    def _strike_one(self, random: Random) -> None:
+        """Kill an elastic searcher, or freeze it for longer than its lease, if there is one."""
         if there := self._searchers():
-            victim = random.choice(there)
-            print(f"step {self.history.step}: process {victim}, a searcher, is killed", file=sys.stderr)
-            with suppress(ProcessLookupError):
-                os.kill(victim, signal.SIGKILL)
+            victim, kills = random.choice(there), random.random() < 0.5
+            fate = "killed" if kills else f"frozen for {FROZEN_SECONDS:g} s"
+            print(f"step {self.history.step}: process {victim}, a searcher, is {fate}", file=sys.stderr)
+            _signal(victim, signal.SIGKILL if kills else signal.SIGSTOP)
+            if not kills:
+                threading.Timer(FROZEN_SECONDS, _signal, (victim, signal.SIGCONT)).start()
 
     def _searchers(self) -> list[int]:
         """Process ids of elastic searchers."""
@@ -139,6 +146,11 @@ class Churn(Trial):
         texts = (file.read_text(errors="replace") for file in self.run.path.glob("slurm/searchers-*.log"))
         began = (start for text in texts for start in BEGAN.findall(text))
         return sorted((datetime.fromisoformat(when).timestamp(), job) for when, job in began)
+
+
+def _signal(process: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, number)
 
 
 def begin(cluster: Cluster, root: Path, options: argparse.Namespace) -> Churn:

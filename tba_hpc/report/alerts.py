@@ -508,8 +508,8 @@ def waiting_trainer(view: View) -> Found | None:
 @rule(
     key="the task's reward",
     why="searchers wait for it",
-    remedy="Make it faster, or let rewards() score a group's completions in parallel: search/reward_seconds is "
-    "its time per group",
+    remedy="Make it faster, or let rewards() score a group's completions in parallel; its time per group is "
+    "search/reward_seconds",
 )
 def slow_reward(view: View) -> Found | None:
     """Rewards take most of the searchers' time."""
